@@ -1,0 +1,1 @@
+"""Longshore: packed training with dynamic context parallelism."""

@@ -1,0 +1,141 @@
+"""The cost model: what a pack costs each of its lanes, in estimated seconds.
+
+In: a profile (six numbers, from JSON or built in). Out: seconds, or the same as integers for comparisons.
+
+A pack of CP size k costs each of its lanes
+
+    pack + Σ (linear·padded + quadratic·length²)/k + gather[k > node]·Σ padded·(k−1)/k
+
+with no gather at k = 1, and a round adds `round`. With linear 1, quadratic 0, gather (0.01, 0.08), node 8 and pack 64,
+one sequence of 4096 tokens costs 4160 at k = 1, and 64 + 1024 + 0.01·4096·3/4 = 1118.72 at k = 4.
+
+Plans are compared by integers only, so that every rank and platform decides alike: `CostTable` rounds each sequence's
+cost at each CP size to a whole number of quanta once, and all sums are exact from there on.
+"""
+
+import json
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class CostProfile:
+    """Coefficients of the cost model. `gather` is (inside a node, across nodes); `node` counts lanes."""
+
+    linear: float
+    quadratic: float
+    gather: tuple[float, float]
+    node: int
+    pack: float
+    round: float
+
+    def __post_init__(self) -> None:
+        numbers = {**asdict(self), "gather[0]": self.gather[0], "gather[1]": self.gather[1]}
+        del numbers["gather"]
+        for name, value in numbers.items():
+            if not math.isfinite(value) or value < 0:
+                raise ValueError(f"cost profile: {name} is {value}; it must be finite and not negative")
+        if self.linear == 0 and self.quadratic == 0:
+            raise ValueError("cost profile: linear and quadratic are both 0, so no plan costs anything")
+        if self.node < 1:
+            raise ValueError(f"cost profile: node is {self.node}; a node has at least 1 lane")
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "gather": list(self.gather)}
+
+    def sequence_cost(self, length: int, padded: int, cp_size: int) -> float:
+        """Seconds that a sequence adds to each lane of its pack."""
+        cost = (self.linear * padded + self.quadratic * float(length) ** 2) / cp_size
+        if cp_size > 1:
+            cost += self.gather[cp_size > self.node] * padded * (cp_size - 1) / cp_size
+        return cost
+
+    def ideal(self, lengths: Seq[int]) -> float:
+        """Seconds of one lane for all the arithmetic of these lengths: no padding, no exchange."""
+        return math.fsum(self.linear * n + self.quadratic * float(n) ** 2 for n in lengths)
+
+
+# An estimate for Qwen3-8B on H100s, from its arithmetic and 400 TFLOP/s; not measured. One token of the linear layers
+# takes 6 · 8.2e9 FLOP / 4e14 FLOP/s = 1.23e-4 s; the other coefficients are in units of that.
+TOKEN_SECONDS = 1.23e-4
+BUILT_IN = CostProfile(
+    linear=TOKEN_SECONDS,
+    quadratic=TOKEN_SECONDS * 1.9484e-5,
+    gather=(TOKEN_SECONDS * 0.01, TOKEN_SECONDS * 0.08),
+    node=8,
+    pack=TOKEN_SECONDS * 64,
+    round=0.0,
+)
+
+
+def load_profile(path: str | Path) -> CostProfile:
+    """Reads a profile from JSON; every key of CostProfile must be there and no other."""
+    try:
+        data = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"cost profile {path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"cost profile {path}: is not JSON ({error})") from None
+    return parse_profile(data, str(path))
+
+
+def parse_profile(data: object, name: str) -> CostProfile:
+    keys = list(CostProfile.__slots__)
+    if not isinstance(data, dict) or sorted(data) != sorted(keys):
+        raise ValueError(f"cost profile {name}: must be an object with just the keys {', '.join(keys)}")
+    gather = data["gather"]
+    if not isinstance(gather, list) or len(gather) != 2:
+        raise ValueError(f"cost profile {name}: gather must be [inside a node, across nodes]")
+    for key, value in [*data.items(), ("gather", gather[0]), ("gather", gather[1])]:
+        if value is not gather and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"cost profile {name}: {key} holds {value!r}, which is not a number")
+    if data["node"] != int(data["node"]):
+        raise ValueError(f"cost profile {name}: node is {data['node']}; it counts lanes")
+    return CostProfile(
+        linear=float(data["linear"]),
+        quadratic=float(data["quadratic"]),
+        gather=(float(gather[0]), float(gather[1])),
+        node=int(data["node"]),
+        pack=float(data["pack"]),
+        round=float(data["round"]),
+    )
+
+
+class CostTable:
+    """Integer costs and tokens of every sequence at every legal CP size.
+
+    `cost[i, j]` quanta and `tokens[i, j]` tokens fall on each lane when sequence i runs at `sizes[j]`. One second is
+    `scale` quanta, a power of two chosen so that no sum over all sequences and lanes leaves 64 bits.
+    """
+
+    def __init__(self, lengths: Ints, *, sizes: tuple[int, ...], profile: CostProfile) -> None:
+        self.sizes = sizes
+        k = np.array(sizes, dtype=np.int64)
+        step = np.where(k == 1, 1, 2 * k)
+        padded = -(-lengths[:, None] // step) * step
+        self.tokens: Ints = padded // k
+        size = k.astype(np.float64)
+        gather = np.where(k > profile.node, profile.gather[1], profile.gather[0]) * (size - 1)
+        square = lengths.astype(np.float64) ** 2
+        area = profile.linear * padded + profile.quadratic * square[:, None] + gather * padded
+        ceiling = float(area.max() + (profile.pack + profile.round) * size.max()) * 4 * len(lengths)
+        self.scale = 2.0 ** (61 - math.frexp(ceiling)[1])
+        self.cost: Ints = np.rint(area / size * self.scale).astype(np.int64)
+        self.pack = round(profile.pack * self.scale)
+        self.round = round(profile.round * self.scale)
+
+    def pack_cost(self, sequences: Seq[int], cp_size: int) -> int:
+        """Quanta that a pack of these sequences costs each of its lanes."""
+        column = self.cost[:, self.sizes.index(cp_size)]
+        return self.pack + sum(int(column[i]) for i in sequences)
+
+    def seconds(self, quanta: int) -> float:
+        return quanta / self.scale
