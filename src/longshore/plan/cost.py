@@ -113,7 +113,8 @@ class CostTable:
     """Integer costs and tokens of every sequence at every legal CP size.
 
     `cost[i, j]` quanta and `tokens[i, j]` tokens fall on each lane when sequence i runs at `sizes[j]`. One second is
-    `scale` quanta, a power of two chosen so that no sum over all sequences and lanes leaves 64 bits.
+    `scale` quanta, a power of two chosen so that no sum over all sequences and lanes leaves 64 bits and the costliest
+    sequence takes about 2^40 quanta.
     """
 
     def __init__(self, lengths: Ints, *, sizes: tuple[int, ...], profile: CostProfile) -> None:
@@ -126,8 +127,10 @@ class CostTable:
         gather = np.where(k > profile.node, profile.gather[1], profile.gather[0]) * (size - 1)
         square = lengths.astype(np.float64) ** 2
         area = profile.linear * padded + profile.quadratic * square[:, None] + gather * padded
-        ceiling = float(area.max() + (profile.pack + profile.round) * size.max()) * 4 * len(lengths)
-        self.scale = 2.0 ** (61 - math.frexp(ceiling)[1])
+        fixed = profile.pack + profile.round
+        ceiling = float(area.max() + fixed * size.max()) * 4 * len(lengths)
+        tallest = float((area / size).max() + fixed)
+        self.scale = 2.0 ** min(61 - math.frexp(ceiling)[1], 40 - math.frexp(tallest)[1])
         self.cost: Ints = np.rint(area / size * self.scale).astype(np.int64)
         self.pack = round(profile.pack * self.scale)
         self.round = round(profile.round * self.scale)

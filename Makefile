@@ -1,0 +1,59 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
+
+.PHONY: help setup demo test lint bench fuzz clean
+
+help:
+	@echo 'make setup   make the virtual environment in .venv'
+	@echo 'make demo    plan a long-tailed sample of lengths, page in out/plan.html'
+	@echo 'make test    lint, then all tests'
+	@echo 'make lint    ruff, mypy and the import layers'
+	@echo 'make bench   planner against Megatron (downloads torch and megatron-core)'
+	@echo 'make fuzz    long runs of the property and fault tests'
+	@echo 'make clean   remove all that the other targets made, .venv included'
+
+setup: $(VENV)/.ready
+
+# A .venv that works is updated; one that is missing, broken or left unfinished is made anew.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) $(IS_NEW_ENOUGH) || { \
+		echo 'Longshore needs Python 3.11 or newer: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@if [ -e $(VENV)/.unfinished ] || ! $(BIN)/python $(IS_NEW_ENOUGH) 2>/dev/null \
+			|| ! $(PIP) --version >/dev/null 2>&1; then \
+		echo 'making $(VENV)'; $(PYTHON) -m venv --clear $(VENV); fi
+	@touch $(VENV)/.unfinished
+	$(PIP) install --quiet -c constraints.txt setuptools
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@mv $(VENV)/.unfinished $@
+
+$(VENV)/.bench: $(VENV)/.ready
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[bench]'
+	@touch $@
+
+demo: setup
+	@mkdir -p out
+	$(BIN)/longshore demo --html out/plan.html --json out/plan.json
+
+test: lint
+	$(PYTEST)
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+bench: $(VENV)/.bench
+	$(BIN)/python bench/planner.py
+
+fuzz: setup
+	HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m 'fuzz or property'
+
+clean:
+	rm -rf $(VENV) build dist out src/*.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,240 @@
+"""Fills rounds with items: which CP size each gets, and which block of lanes.
+
+An item is what must stay together: a sequence, or a pack that the caller made. A block is an aligned run of `k` lanes of
+one round. Levels are filled from the largest CP size down, as a buddy allocator splits, so that a lane may carry its
+share of one very long item and short items of its own. Two limits hold on every lane: tokens (capacity) and cost (the
+height aimed at).
+
+Three items of cost 8, 3 and 3 (linear, no exchange) on 2 lanes at height 7: the first takes CP size 2 and leaves 3 on
+each lane, which the other two fill at CP size 1.
+"""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush, heapreplace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longshore.plan.cost import CostTable, Ints
+
+NEVER = 1 << 60
+"""Larger than any cost or area that fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Items joined on one block of a round."""
+
+    round: int
+    first_lane: int
+    cp_size: int
+    items: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What a filling gave: the packs, each round's height in quanta, and the items that found no place."""
+
+    packs: list[Placed]
+    heights: list[int]
+    left: Ints
+
+
+class Problem:
+    """The items of a step, which come by falling cost, with all that filling needs to know of them."""
+
+    def __init__(self, table: CostTable, *, lanes: int, capacity: int, max_items: int, sole: bool) -> None:
+        self.table = table
+        self.lanes = lanes
+        self.capacity = capacity
+        self.max_items = max_items
+        self.sole = sole
+        self.sizes = table.sizes
+        self.pack = table.pack
+        fits = table.tokens <= capacity
+        width = np.array(self.sizes, dtype=np.int64)
+        self.cost: Ints = np.where(fits, table.cost, NEVER)
+        self.area: Ints = np.where(fits, table.cost * width, NEVER)
+        self.least_area: Ints = self.area.min(axis=1)
+        self.natural: Ints = np.take_along_axis(
+            self.cost, self.area.argmin(axis=1)[:, None], axis=1
+        )[:, 0]
+        self.least_tokens: Ints = table.tokens[:, 0] * self.sizes[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """How a filling goes about it.
+
+    height: what a round should cost, so that no item gets a CP size at which it alone costs more. tolerance: how much more
+    area an item may take so that it costs each lane less and can be placed more evenly. tight: put an item where it
+    leaves the least room below the height, and nowhere if there is none, instead of where the load is least.
+    """
+
+    height: int
+    tolerance: float
+    tight: bool
+
+
+def choose_levels(problem: Problem, items: Ints, aim: Aim) -> NDArray[np.intp]:
+    """The index of each item's CP size: the smallest that meets the height, or a larger one within the tolerance."""
+    cost, area = problem.cost[items], problem.area[items]
+    meets = cost <= aim.height - problem.pack
+    first = np.where(meets.any(axis=1), meets.argmax(axis=1), cost.argmin(axis=1))
+    if aim.tolerance == 0:
+        return first
+    most = np.take_along_axis(area, first[:, None], axis=1) * (1 + aim.tolerance)
+    near = (area <= most) & (np.arange(cost.shape[1]) >= first[:, None])
+    return np.where(near, cost, NEVER).argmin(axis=1)
+
+
+def fill(problem: Problem, items: Ints, *, rounds: int, aim: Aim) -> Filled:
+    """Places items, given by falling cost, into `rounds` rounds; what does not fit is left."""
+    board = _Board(problem, rounds)
+    chosen = choose_levels(problem, items, aim)
+    left = [
+        board.fill_level(int(level), items[chosen == level], aim)
+        for level in np.unique(chosen)[::-1]
+    ]
+    return Filled(board.packs, board.load.max(axis=1).tolist(), np.sort(np.concatenate(left)))
+
+
+class _Board:
+    """Cost, tokens and items of every lane in every round while levels are filled."""
+
+    def __init__(self, problem: Problem, rounds: int) -> None:
+        self.problem = problem
+        self.rounds = rounds
+        self.load, self.tokens, self.count = np.zeros((3, rounds, problem.lanes), dtype=np.int64)
+        self.packs: list[Placed] = []
+
+    def fill_level(self, level: int, items: Ints, aim: Aim) -> Ints:
+        size = self.problem.sizes[level]
+        blocks = _Blocks(self, size)
+        cost = self.problem.cost[items, level]
+        if (cost[1:] > cost[:-1]).any():
+            order = np.argsort(-cost, kind="stable")
+            items, cost = items[order], cost[order]
+        tokens = self.problem.table.tokens[items, level]
+        if aim.tight:
+            left = blocks.best_fit(cost.tolist(), tokens.tolist(), aim.height)
+        else:
+            left = blocks.worst_fit(cost.tolist(), tokens.tolist())
+        self._settle(blocks, items.tolist(), size)
+        return items[left]
+
+    def _settle(self, blocks: "_Blocks", items: list[int], size: int) -> None:
+        per_round = self.problem.lanes // size
+        lanes = per_round * size
+        for number, members in enumerate(blocks.members):
+            if members:
+                round_, place = divmod(number, per_round)
+                self.packs.append(Placed(round_, place * size, size, [items[i] for i in members]))
+        shape = (self.rounds, lanes)
+        for board, before, after in (
+            (self.load, blocks.load_before, blocks.load),
+            (self.tokens, blocks.tokens_before, blocks.tokens),
+            (self.count, blocks.count_before, blocks.count),
+        ):
+            added = np.array(after, dtype=np.int64) - np.array(before, dtype=np.int64)
+            board[:, :lanes] += np.repeat(added, size).reshape(shape)
+
+
+class _Blocks:
+    """All blocks of one size in all rounds. A block's load is that of its fullest lane."""
+
+    def __init__(self, board: _Board, size: int) -> None:
+        problem = board.problem
+        lanes = problem.lanes // size * size
+        shape = (board.rounds * (problem.lanes // size), size)
+        grids = [grid[:, :lanes] for grid in (board.load, board.tokens, board.count)]
+        self.load, self.tokens, self.count = (g.reshape(shape).max(axis=1).tolist() for g in grids)
+        self.load_before, self.tokens_before = self.load[:], self.tokens[:]
+        self.count_before = self.count[:]
+        self.members: list[list[int]] = [[] for _ in self.load]
+        self.capacity = problem.capacity
+        self.max_items = problem.max_items
+        self.pack = problem.pack
+        self.sole = problem.sole
+        self.bits = len(self.load).bit_length()
+
+    def open_blocks(self) -> list[int]:
+        """Blocks that can take an item: where packs are sole, those whose lanes have none."""
+        return [
+            b
+            for b, load in enumerate(self.load)
+            if self.count[b] < self.max_items and not (self.sole and load)
+        ]
+
+    def put(self, block: int, item: int, cost: int, tokens: int) -> None:
+        members = self.members[block]
+        self.load[block] += cost if members else cost + self.pack
+        members.append(item)
+        self.tokens[block] += tokens
+        self.count[block] += 1
+
+    def best_fit(self, cost: list[int], tokens: list[int], height: int) -> list[int]:
+        """Each item goes to the block with the least room that takes it. Returns the items left.
+
+        Items come by falling cost and tokens, so a block takes all from some place on; that place is its key.
+        """
+        bits, mask = self.bits, (1 << self.bits) - 1
+        falling, thinning = [-c for c in cost], [-t for t in tokens]
+        end = len(cost)
+        load, held, room = self.load, self.tokens, height - self.pack
+        keys = []
+        for b in self.open_blocks():
+            start = bisect_left(falling, load[b] - room)
+            start = bisect_left(thinning, held[b] - self.capacity, start)
+            keys.append((start << bits) | (mask - b))
+        keys.sort()
+        left: list[int] = []
+        item = 0
+        while item < end and keys:
+            first = keys[0] >> bits
+            if first > item:
+                left.extend(range(item, min(first, end)))
+                item = first
+                continue
+            block = mask - (keys.pop(bisect_left(keys, (item + 1) << bits) - 1) & mask)
+            self.put(block, item, cost[item], tokens[item])
+            item += 1
+            if self.count[block] < self.max_items:
+                start = bisect_left(falling, load[block] - height, item)
+                start = bisect_left(thinning, held[block] - self.capacity, start)
+                if start < end:
+                    insort(keys, (start << bits) | (mask - block))
+        left.extend(range(item, end))
+        return left
+
+    def worst_fit(self, cost: list[int], tokens: list[int]) -> list[int]:
+        """Each item goes to the block with the least load. Returns the items left.
+
+        A block without room for an item waits until the items are small enough for it.
+        """
+        bits, mask = self.bits, (1 << self.bits) - 1
+        thinning = [-t for t in tokens]
+        load, held = self.load, self.tokens
+        heap = [(load[b] << bits) | b for b in self.open_blocks()]
+        heapify(heap)
+        waiting: list[int] = []
+        left: list[int] = []
+        for item, (add, need) in enumerate(zip(cost, tokens, strict=True)):
+            while waiting and waiting[0] >> bits <= item:
+                block = heappop(waiting) & mask
+                heappush(heap, (load[block] << bits) | block)
+            while heap and held[heap[0] & mask] + need > self.capacity:
+                block = heappop(heap) & mask
+                start = bisect_left(thinning, held[block] - self.capacity, item)
+                heappush(waiting, (start << bits) | block)
+            if not heap:
+                left.append(item)
+                continue
+            block = heap[0] & mask
+            self.put(block, item, add, need)
+            if self.count[block] < self.max_items:
+                heapreplace(heap, (load[block] << bits) | block)
+            else:
+                heappop(heap)
+        return left

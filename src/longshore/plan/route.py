@@ -1,0 +1,140 @@
+"""Who sends what to whom, for a whole step.
+
+In: a plan and, for each of its sequences, the lane that owns it. Out: the transfers that bring
+every lane the shards it holds.
+
+A pack of CP size k cuts a sequence, padded to a multiple of 2·k, into 2·k chunks, and lane r of the
+group holds chunks r and 2·k−1−r. At CP size 2 a sequence of 7 tokens is padded to 8 and cut into
+chunks of 2: the first lane holds tokens 0, 1 and 6 (and the padding), the second 2, 3, 4 and 5.
+Owned by lane 1 and packed on lanes 0 and 1 it makes two transfers, 1 → 0 with 3 real tokens and
+1 → 1 with 4. Padding is never sent.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from operator import index
+
+import numpy as np
+
+from longshore.plan.cost import Ints
+from longshore.plan.cp_size import padded_length
+from longshore.plan.types import Plan
+
+
+def chunk_ranges(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, int]]:
+    """The real tokens of a sequence that one lane of a CP group holds, as rising (start, stop).
+
+    Chunks that are padding alone are left out.
+    """
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(
+            f"cp_rank is {cp_rank}; it must lie between 0 and cp_size − 1 ({cp_size - 1})"
+        )
+    if cp_size == 1:
+        return [(0, length)]
+    chunk = padded_length(length, cp_size) // (2 * cp_size)
+    starts = (cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk)
+    return [(start, min(start + chunk, length)) for start in starts if start < length]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A lane's shard of one sequence, on its way from the sequence's owner.
+
+    `sequence` is its place in the plan; `chunk_ranges(length, cp_rank, cp_size)` says which tokens.
+    """
+
+    sequence: int
+    round: int
+    source: int
+    destination: int
+    cp_rank: int
+    cp_size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routes:
+    """All transfers of a step, by round, then pack, then place in the pack, then lane.
+
+    A lane's own sequences are listed too (source = destination), and so are shards without a real
+    token: a sequence at CP size k always makes k transfers. `tokens[i]` counts the real tokens of
+    transfers[i]; `pairs` holds the transfers of each (source, destination) in the same order.
+    """
+
+    lanes: int
+    transfers: tuple[Transfer, ...]
+    tokens: Ints
+    pairs: Mapping[tuple[int, int], tuple[Transfer, ...]]
+
+    def between(self, source: int, destination: int) -> tuple[Transfer, ...]:
+        return self.pairs.get((source, destination), ())
+
+    def sends(self, lane: int) -> dict[int, tuple[Transfer, ...]]:
+        """What a lane sends, by destination."""
+        return {b: found for b in range(self.lanes) if (found := self.between(lane, b))}
+
+    def receives(self, lane: int) -> dict[int, tuple[Transfer, ...]]:
+        """What a lane receives, by source."""
+        return {a: found for a in range(self.lanes) if (found := self.between(a, lane))}
+
+    def send_tokens(self) -> Ints:
+        """Real tokens by (source, destination)."""
+        matrix = np.zeros((self.lanes, self.lanes), dtype=np.int64)
+        ends = [(transfer.source, transfer.destination) for transfer in self.transfers]
+        source, destination = np.array(ends, dtype=np.int64).reshape(-1, 2).T
+        np.add.at(matrix, (source, destination), self.tokens)
+        return matrix
+
+    def receive_tokens(self) -> Ints:
+        """Real tokens by (destination, source)."""
+        return self.send_tokens().T
+
+
+def route(plan: Plan, owners: Seq[int]) -> Routes:
+    """The transfers of a step; `owners[i]` is the lane that owns plan.sequences[i]."""
+    lanes = plan.setting.lanes
+    _check_owners(owners, sequences=len(plan.sequences), lanes=lanes)
+    transfers = tuple(
+        Transfer(sequence, number, int(owners[sequence]), lane, cp_rank, pack.cp_size)
+        for number, pack in plan.packs()
+        for sequence in pack.sequences
+        for cp_rank, lane in enumerate(pack.lanes)
+    )
+    pairs: dict[tuple[int, int], list[Transfer]] = {}
+    for transfer in transfers:
+        pairs.setdefault((transfer.source, transfer.destination), []).append(transfer)
+    lengths = [sequence.length for sequence in plan.sequences]
+    return Routes(
+        lanes=lanes,
+        transfers=transfers,
+        tokens=_real_tokens(transfers, lengths),
+        pairs={pair: tuple(found) for pair, found in pairs.items()},
+    )
+
+
+def _check_owners(owners: Seq[int], *, sequences: int, lanes: int) -> None:
+    if len(owners) != sequences:
+        raise ValueError(f"there are {len(owners)} owners for {sequences} sequences; give one each")
+    for sequence, owner in enumerate(owners):
+        try:
+            inside = 0 <= index(owner) < lanes and not isinstance(owner, bool)
+        except TypeError:
+            inside = False
+        if not inside:
+            raise ValueError(
+                f"sequence {sequence} is owned by {owner!r}, which is no lane; "
+                f"an owner is an integer from 0 to {lanes - 1}"
+            )
+
+
+def _real_tokens(transfers: Seq[Transfer], lengths: Seq[int]) -> Ints:
+    """What chunk_ranges adds up to, for all transfers at once."""
+    rows = [(lengths[t.sequence], t.cp_rank, t.cp_size) for t in transfers]
+    length, rank, size = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    chunk = -(-length // (2 * size))
+    early = np.clip(length - rank * chunk, 0, chunk)
+    late = np.clip(length - (2 * size - 1 - rank) * chunk, 0, chunk)
+    # One lane alone holds everything: chunks 0 and 1 of two, whatever the padding.
+    tokens: Ints = early + late
+    return tokens

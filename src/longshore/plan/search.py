@@ -1,0 +1,231 @@
+"""Finds good rounds: tries several ways to fill them and keeps the best.
+
+In: a Problem. Out: a Draft, the packs of all rounds with each round's height.
+
+Where lanes meet after each round, a step costs the sum of the rounds' heights, so a round should be level; how full it is
+matters little. Two ways are combined. Level rounds share one height. Tall rounds come before them: while the longest item
+is taller than the level, a round is opened for it and filled up with the longest items that fit. Its height is a
+choice: low, and long items must be split further and exchange more; high, and the shorter items beside them run out of
+tokens before they are as tall. On 8 lanes one item of 131072 tokens among short ones so gets a tall round of its own,
+and the short ones share low rounds.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from longshore.plan.cost import Ints
+from longshore.plan.packing import NEVER, Aim, Filled, Placed, Problem, choose_levels, fill
+
+GOOD_ENOUGH = 1.004
+"""A draft this close to the bound ends the search."""
+
+USUAL_WASTE = 1.02
+"""What level rounds take above the bare area of their items, for estimates."""
+
+TOLERANCES = (0.0, 0.012, 0.03, 0.08)
+"""How much more area items may take to be placed more evenly: each is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    packs: list[Placed]
+    heights: list[int]
+
+    def time(self, problem: Problem) -> int:
+        return sum(self.heights) + problem.table.round * len(self.heights)
+
+    def then(self, filled: "Filled | Draft") -> "Draft":
+        moved = [replace(p, round=p.round + len(self.heights)) for p in filled.packs]
+        return Draft(self.packs + moved, self.heights + filled.heights)
+
+
+EMPTY = Draft([], [])
+
+
+class Search:
+    """The best draft so far, and how much may still be tried. One try is one filling of all items."""
+
+    def __init__(self, problem: Problem, bound: int) -> None:
+        self.problem = problem
+        self.bound = bound
+        self.best: Draft | None = None
+        self.tries = 24 + min(100, 6000 // len(problem.cost))
+
+    def offer(self, draft: Draft) -> bool:
+        if self.best is None or draft.time(self.problem) < self.best.time(self.problem):
+            self.best = draft
+            return True
+        return False
+
+    def done(self) -> bool:
+        if self.best is None:
+            return False
+        return self.tries <= 0 or self.best.time(self.problem) <= self.bound * GOOD_ENOUGH
+
+    def hopeless(self, time: int) -> bool:
+        return self.best is not None and time >= self.best.time(self.problem)
+
+
+def search_rounds(problem: Problem, *, bound: int) -> Draft:
+    """The best draft found for lanes that meet after every round."""
+    search = Search(problem, bound)
+    everything = np.arange(len(problem.cost))
+    ranked = []
+    for draft, left in thin_out(list(peel(problem, everything, bound=bound)), 5):
+        if not len(left):
+            search.offer(draft)
+        elif not search.hopeless(draft.time(problem) + floor(problem, left)):
+            rounds = least_rounds(problem, left, fill=0.95)
+            time = spread(search, draft, left, rounds=rounds, tolerance=0.0)
+            ranked.append((time, len(ranked), draft, left))
+    refine(search, EMPTY, everything)
+    for _, _, draft, left in sorted(ranked, key=lambda entry: entry[:2])[:2]:
+        if draft is not EMPTY and not search.done():
+            refine(search, draft, left)
+    assert search.best is not None
+    return search.best
+
+
+def thin_out(starts: list[tuple[Draft, Ints]], most: int) -> list[tuple[Draft, Ints]]:
+    """The first, the last and some between."""
+    if len(starts) <= most:
+        return starts
+    return [starts[round(i * (len(starts) - 1) / (most - 1))] for i in range(most)]
+
+
+def least_rounds(problem: Problem, items: Ints, *, fill: float = 1.0) -> int:
+    room = int(problem.lanes * problem.capacity * fill)
+    by_tokens = -(-int(problem.least_tokens[items].sum()) // room)
+    by_count = -(-len(items) // (problem.lanes * problem.max_items))
+    return max(1, by_tokens, by_count)
+
+
+def floor(problem: Problem, items: Ints) -> int:
+    """The least time that level rounds could take for these items."""
+    return int(problem.least_area[items].sum()) // problem.lanes + problem.pack
+
+
+def spread(
+    search: Search, start: Draft, items: Ints, *, rounds: int, tolerance: float
+) -> int:
+    """Level rounds, each item where the load is least; rounds are added for what does not fit."""
+    problem = search.problem
+    draft, left = start, items
+    while len(left):
+        height = floor(problem, left) // rounds + problem.pack
+        aim = Aim(height, tolerance, tight=False)
+        filled = fill(problem, left, rounds=rounds, aim=aim)
+        draft, left, rounds = draft.then(filled), filled.left, 1
+    search.tries -= 1
+    search.offer(draft)
+    return draft.time(problem)
+
+
+def refine(search: Search, start: Draft, items: Ints) -> None:
+    """Tries level rounds of other shapes for these items."""
+    problem = search.problem
+    least = least_rounds(problem, items)
+    for rounds in dict.fromkeys((least, least_rounds(problem, items, fill=0.9), least + 1)):
+        if not search.done():
+            spread(search, start, items, rounds=rounds, tolerance=0.03)
+        for tolerance in TOLERANCES:
+            tighten(search, start, items, rounds=rounds, tolerance=tolerance)
+
+
+def tighten(
+    search: Search, start: Draft, items: Ints, *, rounds: int, tolerance: float
+) -> None:
+    """Looks for a lower height at which all items find a place, unless none shows at the first try."""
+    problem = search.problem
+    before = start.time(problem)
+    low = floor(problem, items) // rounds
+    if rounds == 1:
+        low = max(low, search.bound - before - problem.table.round)
+    assert search.best is not None
+    high = (search.best.time(problem) - before) // rounds - problem.table.round
+    height = int(high * 0.99)
+    while not search.done() and low < height and high - low > low >> 8:
+        filled = fill(problem, items, rounds=rounds, aim=Aim(height, tolerance, tight=True))
+        search.tries -= 1
+        if not len(filled.left):
+            search.offer(start.then(filled))
+            high = height
+        elif height > high * 0.985:
+            return
+        else:
+            low = height
+        height = (low + high) // 2
+
+
+def peel(problem: Problem, items: Ints, *, bound: int) -> Iterator[tuple[Draft, Ints]]:
+    """Tall rounds, one after another: what is done after each, and the items left."""
+    draft, left = EMPTY, items
+    yield draft, left
+    while len(left) and is_tall(problem, left):
+        filled = tall_round(problem, left, time=bound - draft.time(problem))
+        draft, left = draft.then(filled), filled.left
+        yield draft, left
+
+
+def is_tall(problem: Problem, items: Ints) -> bool:
+    """Whether the longest item, at the CP size that takes the least area, is taller than level rounds."""
+    return int(problem.natural[items[0]]) > floor(problem, items) // least_rounds(problem, items)
+
+
+def tall_round(problem: Problem, items: Ints, *, time: int) -> Filled:
+    """One round that holds the longest item, at the height that wastes the least of the time that is left."""
+    heights = tall_heights(problem, int(items[0]))
+    guesses = sorted((guess_time(problem, items, height, time), height) for height in heights)
+    best: tuple[int, Filled] | None = None
+    for _, height in guesses[:3]:
+        filled = fill(problem, items, rounds=1, aim=Aim(height, 0.05, tight=True))
+        rest = area_within(problem, filled.left, max(time - height, time >> 5))
+        total = filled.heights[0] + int(USUAL_WASTE * rest) // problem.lanes
+        if best is None or total < best[0]:
+            best = (total, filled)
+    assert best is not None
+    return best[1]
+
+
+def tall_heights(problem: Problem, longest: int) -> list[int]:
+    """Heights to try: the longest item's cost at each CP size, and steps between."""
+    costs = [int(c) for c in problem.cost[longest] if c < NEVER]
+    steps = (1.0, 1.08, 1.17, 1.27, 1.38)
+    tallest = max(costs)
+    heights = {int(c * s) + problem.pack for c in costs for s in steps if c * s <= tallest}
+    return sorted(heights)
+
+
+def guess_time(problem: Problem, items: Ints, height: int, time: int) -> int:
+    """Time for all items when the longest fill one round of this height, without filling it."""
+    head = items[: _enough_items(problem, items, height)]
+    levels = choose_levels(problem, head, Aim(height, 0.0, tight=True))
+    alone = 2 * problem.cost[head, levels] > height - problem.pack
+    width = (np.array(problem.sizes)[levels] * alone).cumsum()
+    held = ~alone | (width <= problem.lanes)
+    held &= (problem.area[head, levels] * held).cumsum() <= problem.lanes * height
+    held &= (problem.least_tokens[head] * held).cumsum() <= problem.lanes * problem.capacity
+    rest = np.concatenate((head[~held], items[len(head) :]))
+    return height + int(USUAL_WASTE * area_within(problem, rest, max(time - height, time >> 5))) // problem.lanes
+
+
+def _enough_items(problem: Problem, items: Ints, height: int) -> int:
+    """How many items, from the longest on, are enough to fill a round by area or by tokens."""
+    area = problem.least_area[items].cumsum()
+    tokens = problem.least_tokens[items].cumsum()
+    by_area = int(np.searchsorted(area, problem.lanes * height))
+    by_tokens = int(np.searchsorted(tokens, problem.lanes * problem.capacity))
+    return min(by_area, by_tokens) + 1
+
+
+def area_within(problem: Problem, items: Ints, height: int) -> int:
+    """The least area of these items when none may be taller than this, as far as that can be."""
+    total = int(problem.least_area[items].sum())
+    tall = items[problem.natural[items] > height]
+    if len(tall):
+        limit = np.maximum(height, problem.cost[tall].min(axis=1))[:, None]
+        area = np.where(problem.cost[tall] <= limit, problem.area[tall], NEVER).min(axis=1)
+        total += int(area.sum()) - int(problem.least_area[tall].sum())
+    return total

@@ -1,0 +1,162 @@
+"""The numbers behind the page, as compact JSON.
+
+In: the plans of the steps and the other policies' plans for the same steps. Out: a dictionary of
+lists. Times inside a step are whole ticks, a millionth of the step's total each, so `cost * unit`
+is in seconds. Packs are columns: two packs on lanes 0–1 and on lane 1 of round 0 read
+
+    {"round": [0, 0], "lane": [0, 1], "cp": [2, 1], "tokens": [4, 3], "cost": […], "start": […],
+     "count": [1, 1], "sequences": [0, 1]}
+
+where `count` cuts `sequences` into packs and `start` is one number, or a list when the pack's lanes
+begin it at different times. The same holds for `start` and `end` of a round.
+"""
+
+import math
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from longshore.plan.simulate import simulate
+from longshore.plan.types import Plan, Setting, Stats
+from longshore.report.graph_caps import cap_rows, micro_batch_sizes
+from longshore.report.histogram import length_histogram
+from longshore.report.timeline import Floats, Timeline, make_timeline
+
+TICKS = 1_000_000
+
+Json = dict[str, Any]
+Comparisons = Mapping[str, Seq[Plan] | str]
+
+
+def page_data(steps: Seq[Plan], comparisons: Comparisons) -> Json:
+    """Everything the page shows."""
+    check_input(steps, comparisons)
+    sizes = np.concatenate([micro_batch_sizes(plan) for plan in steps])
+    return {
+        "version": 1,
+        "setting": setting_data(steps[0].setting),
+        "cp_sizes": sorted({pack.cp_size for plan in steps for _, pack in plan.packs()}),
+        "steps": [step_data(plan) for plan in steps],
+        "policies": policy_data(steps, comparisons),
+        "micro_batches": len(sizes),
+        "caps": [asdict(row) for row in cap_rows(sizes)],
+    }
+
+
+def check_input(steps: Seq[Plan], comparisons: Comparisons) -> None:
+    """Refuses what cannot be drawn side by side."""
+    if not steps:
+        raise ValueError("the page needs at least one step's plan and got none")
+    lanes = {plan.setting.lanes for plan in steps}
+    if len(lanes) > 1:
+        raise ValueError(f"the steps' plans are for different lane counts: {sorted(lanes)}")
+    for number, plan in enumerate(steps):
+        if not plan.rounds or not plan.sequences:
+            raise ValueError(f"the plan of step {number} has no rounds or no sequences")
+    for name, plans in comparisons.items():
+        if not isinstance(plans, str) and len(plans) != len(steps):
+            raise ValueError(
+                f"policy {name!r} has plans for {len(plans)} steps, but there are {len(steps)}"
+            )
+
+
+def setting_data(setting: Setting) -> Json:
+    data = {name: getattr(setting, name) for name in Setting.__slots__}
+    return {**data, "profile": setting.profile.as_json(), "cp_sizes": list(setting.cp_sizes)}
+
+
+def step_data(plan: Plan) -> Json:
+    """One step: its figures, its sequences' lengths, its packs in time."""
+    timeline = make_timeline(plan)
+    unit = timeline.total / TICKS
+    lengths = np.array([sequence.length for sequence in plan.sequences], dtype=np.int64)
+    return {
+        "stats": stats_data(plan.stats),
+        "digest": plan.digest,
+        "lengths": lengths.tolist(),
+        "unit": unit,
+        "total": TICKS,
+        "overhead": round(plan.setting.profile.round / unit),
+        "start": [one_or_many(row, unit) for row in timeline.start],
+        "end": [one_or_many(row, unit) for row in timeline.end],
+        "busy": [ticks(row, unit) for row in timeline.cost],
+        "idle": significant(timeline.idle),
+        "packs": pack_columns(plan, timeline, unit),
+        "histogram": asdict(length_histogram(lengths)),
+        "pipeline": pipeline_columns(plan),
+    }
+
+
+def pack_columns(plan: Plan, timeline: Timeline, unit: float) -> Json:
+    packs = list(plan.packs())
+    return {
+        "round": [number for number, _ in packs],
+        "lane": [pack.first_lane for _, pack in packs],
+        "cp": [pack.cp_size for _, pack in packs],
+        "tokens": [pack.tokens_per_lane for _, pack in packs],
+        "cost": [round(seconds / unit) for seconds in timeline.pack_cost],
+        "start": [one_or_many(starts, unit) for starts in timeline.pack_start],
+        "count": [len(pack.sequences) for _, pack in packs],
+        "sequences": [i for _, pack in packs for i in pack.sequences],
+    }
+
+
+def pipeline_columns(plan: Plan) -> Json | None:
+    """What each pipeline rank does when, as columns; None without a pipeline."""
+    simulated = simulate(plan) if plan.setting.pp > 1 else None
+    if simulated is None or simulated.walk is None:
+        return None
+    events = list(simulated.walk.events())
+    kinds = sorted({event.kind for event in events}, reverse=True)
+    tick = simulated.walk.finish / TICKS
+    return {
+        "unit": tick * simulated.unit,
+        "total": TICKS,
+        "kinds": kinds,
+        "rank": [event.rank for event in events],
+        "stage": [event.stage for event in events],
+        "round": [event.round for event in events],
+        "kind": [kinds.index(event.kind) for event in events],
+        "start": [round(event.start / tick) for event in events],
+        "end": [round(event.end / tick) for event in events],
+    }
+
+
+def policy_data(steps: Seq[Plan], comparisons: Comparisons) -> list[Json]:
+    """A row for each policy, the page's own first: its figures a step, or why it was refused."""
+    shown = steps[0].setting.policy
+    others = {name: plans for name, plans in comparisons.items() if name != shown}
+    rows: list[Json] = []
+    for name, plans in {shown: steps, **others}.items():
+        if isinstance(plans, str):
+            rows.append({"name": name, "refused": plans})
+        else:
+            rows.append({"name": name, "steps": [stats_data(plan.stats) for plan in plans]})
+    return rows
+
+
+def stats_data(stats: Stats) -> Json:
+    """The figures with six digits; what is not finite becomes None, which JSON can hold."""
+    data = {name: getattr(stats, name) for name in Stats.__slots__}
+    return {
+        name: significant(value) if isinstance(value, float) else value
+        for name, value in data.items()
+    }
+
+
+def significant(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def one_or_many(seconds: Floats, unit: float) -> int | list[int]:
+    """One tick count when all lanes agree, else one for each lane."""
+    values = ticks(seconds, unit)
+    return values[0] if len(set(values)) == 1 else values
+
+
+def ticks(seconds: Floats, unit: float) -> list[int]:
+    whole: list[int] = np.rint(seconds / unit).astype(np.int64).tolist()
+    return whole

@@ -1,0 +1,277 @@
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longshore.plan.cost import CostProfile, CostTable
+from longshore.plan.order import Action, Order, make_order
+from longshore.plan.simulate import (
+    finish_times,
+    lane_costs,
+    round_heights,
+    simulate,
+    step_time,
+    table_for,
+    wait_graph,
+    walk,
+)
+from longshore.plan.types import Pack, Plan, Round, Sequence, Setting, Stats
+
+# Costs are token counts, so times can be read off by hand.
+TOKENS = CostProfile(linear=1.0, quadratic=0.0, gather=(0.0, 0.0), node=8, pack=0.0, round=0.0)
+SETTING = Setting(
+    lanes=2,
+    capacity=100,
+    policy="mixed",
+    sync="round",
+    cp_sizes=(1, 2),
+    profile=TOKENS,
+    align=1,
+    max_sequences=None,
+    pp=1,
+    vpp=1,
+)
+NO_STATS = Stats(0, 0, 0, 0, 0, 0, 0, 0, (), 0, 0, 0, 0)
+HEIGHTS = st.integers(0, 100)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[list[int], int, int]:
+    pp, vpp = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    rounds = draw(st.integers(1, 3)) * pp if vpp > 1 else draw(st.integers(1, 12))
+    return draw(st.lists(HEIGHTS, min_size=rounds, max_size=rounds)), pp, vpp
+
+
+def slow_ends(order: Order, heights: list[int], pp: int, vpp: int) -> dict[Action, int]:
+    """The ends of all actions, by raising them until every rule holds."""
+    ends = {action: 0 for actions in order for action in actions}
+    changed = True
+    while changed:
+        changed = False
+        for actions in order:
+            now = 0
+            for action in actions:
+                after = Action("forward", action.stage - 1, action.round)
+                if action.kind == "backward" and action.stage == pp * vpp - 1:
+                    after = Action("forward", action.stage, action.round)
+                elif action.kind == "backward":
+                    after = Action("backward", action.stage + 1, action.round)
+                time = heights[action.round] * (1 if action.kind == "forward" else 2)
+                now = max(now, ends.get(after, 0)) + time
+                changed |= ends[action] != now
+                ends[action] = now
+    return ends
+
+
+def plan_of(lengths: list[int], rounds: list[Round], setting: Setting) -> Plan:
+    sequences = tuple(Sequence(i, n, n) for i, n in enumerate(lengths))
+    return Plan(setting, sequences, tuple(rounds), NO_STATS, "")
+
+
+def test_walk_by_hand() -> None:
+    walked = walk(make_order(2, pp=2, vpp=1), [1, 2], pp=2, vpp=1)
+    assert [(e.rank, e.kind[0], e.round, e.start, e.end) for e in walked.events()] == [
+        (0, "f", 0, 0, 1),
+        (0, "f", 1, 1, 3),
+        (0, "b", 0, 4, 6),
+        (0, "b", 1, 10, 14),
+        (1, "f", 0, 1, 2),
+        (1, "b", 0, 2, 4),
+        (1, "f", 1, 4, 6),
+        (1, "b", 1, 6, 10),
+    ]
+    assert walked.finish == 14
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 7, 20])
+@pytest.mark.parametrize("pp", [1, 2, 4, 8])
+def test_equal_heights_1f1b(rounds: int, pp: int) -> None:
+    walked = walk(make_order(rounds, pp=pp, vpp=1), [6] * rounds, pp=pp, vpp=1)
+    assert walked.finish == 3 * (rounds + pp - 1) * 6
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 5])
+@pytest.mark.parametrize(("pp", "vpp"), [(1, 2), (2, 2), (2, 3), (4, 2), (4, 4), (8, 3)])
+def test_equal_heights_interleaved(groups: int, pp: int, vpp: int) -> None:
+    rounds = groups * pp
+    walked = walk(make_order(rounds, pp=pp, vpp=vpp), [6] * rounds, pp=pp, vpp=vpp)
+    assert walked.finish == 3 * vpp * (rounds * 6) + 3 * (pp - 1) * 6
+
+
+@given(pipelines())
+def test_walk_is_as_early_as_the_rules_allow(case: tuple[list[int], int, int]) -> None:
+    heights, pp, vpp = case
+    order = make_order(len(heights), pp=pp, vpp=vpp)
+    walked = walk(order, heights, pp=pp, vpp=vpp)
+    slow = slow_ends(order, heights, pp, vpp)
+    for event in walked.events():
+        assert event.end == slow[Action(event.kind, event.stage, event.round)]
+        assert event.end - event.start == heights[event.round] * (1 + (event.kind == "backward"))
+        assert event.rank == event.stage % pp
+    assert walked.finish == max(slow.values())
+    for starts, ends in zip(walked.starts, walked.ends, strict=True):
+        assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+
+
+@given(pipelines())
+def test_finish_times_are_walks(case: tuple[list[int], int, int]) -> None:
+    heights, pp, vpp = case
+    rows = [heights, heights[::-1], sorted(heights)]
+    order = make_order(len(heights), pp=pp, vpp=vpp)
+    graph = wait_graph(len(heights), pp=pp, vpp=vpp)
+    want = [walk(order, row, pp=pp, vpp=vpp).finish for row in rows]
+    assert finish_times(graph, np.array(rows, dtype=np.int64)).tolist() == want
+
+
+def test_walk_is_exact_past_64_bits() -> None:
+    huge = 2**63 + 1
+    walked = walk(make_order(2, pp=2, vpp=1), [huge, huge], pp=2, vpp=1)
+    assert walked.finish == 9 * huge
+
+
+def test_an_order_that_cannot_run_is_refused() -> None:
+    forward, backward = Action("forward", 0, 0), Action("backward", 0, 0)
+    with pytest.raises(ValueError, match="rank 0 waits for ever before its action 0, the backward"):
+        walk(((backward, forward),), [1], pp=1, vpp=1)
+
+
+def test_lane_costs_by_hand() -> None:
+    profile = replace(TOKENS, gather=(0.5, 0.0), pack=7.0)
+    table = CostTable(np.array([8, 3, 5]), sizes=(1, 2), profile=profile)
+    round_ = Round((Pack(0, 2, (0,), 4), Pack(1, 1, (1, 2), 8)))
+    rows = lane_costs([round_, Round(())], table, 3)
+    # At CP size 2 each lane pays 7 + 8/2 + 0.5·8/2 = 13; the pack beside it 7 + 3 + 5 = 15.
+    assert [[table.seconds(cost) for cost in row] for row in rows] == [[13, 28, 0], [0, 0, 0]]
+    assert rows[0][2] == 0
+    assert rows[0][0] == table.pack_cost((0,), 2)
+
+
+def test_step_time_by_hand() -> None:
+    table = CostTable(np.array([5, 3, 2, 4]), sizes=(1,), profile=TOKENS)
+    rounds = [
+        Round((Pack(0, 1, (0,), 5), Pack(1, 1, (1,), 3))),
+        Round((Pack(0, 1, (2,), 2), Pack(1, 1, (3,), 4))),
+    ]
+    costs = lane_costs(rounds, table, 2)
+    assert table.seconds(step_time(costs, rounds, table, "round")) == 9
+    assert table.seconds(step_time(costs, rounds, table, "step")) == 7
+
+
+def test_only_lanes_with_work_pay_for_a_round_in_sync_step() -> None:
+    table = CostTable(np.array([5, 3]), sizes=(1,), profile=replace(TOKENS, round=10.0))
+    rounds = [Round((Pack(0, 1, (0,), 5),)), Round((Pack(1, 1, (1,), 3),)), Round(())]
+    costs = lane_costs(rounds, table, 2)
+    assert table.seconds(step_time(costs, rounds, table, "step")) == 15
+    assert table.seconds(step_time(costs, rounds, table, "round")) == 5 + 3 + 3 * 10
+    assert [table.seconds(h) for h in round_heights(rounds, table, 2)] == [15, 13, 10]
+
+
+@st.composite
+def any_rounds(draw: st.DrawFn) -> tuple[list[int], list[Round]]:
+    """Random aligned packs on 6 lanes, odd sizes too, with one sequence each."""
+    groups = [(first, k) for k in range(6, 0, -1) for first in range(0, 7 - k, k)]
+    lengths: list[int] = []
+    rounds = []
+    for chosen in draw(st.lists(st.sets(st.sampled_from(groups)), min_size=1, max_size=5)):
+        packs = []
+        for first, k in sorted(chosen, key=lambda group: (-group[1], group[0])):
+            packs.append(Pack(first, k, (len(lengths),), 0))
+            lengths.append(draw(st.integers(1, 100)))
+        rounds.append(Round(tuple(packs)))
+    return lengths, rounds
+
+
+@given(any_rounds(), st.sampled_from([0.0, 3.0]))
+def test_step_time_against_joined_sets(case: tuple[list[int], list[Round]], round_: float) -> None:
+    lengths, rounds = case
+    profile = replace(TOKENS, round=round_)
+    table = CostTable(np.array(lengths or [1]), sizes=tuple(range(1, 7)), profile=profile)
+    costs = lane_costs(rounds, table, 6)
+    ready = [0] * 6
+    for r, row in zip(rounds, costs, strict=True):
+        joined = {lane: {lane} for pack in r.packs for lane in pack.lanes}
+        for pack in r.packs:
+            whole = set().union(*(joined[lane] for lane in pack.lanes))
+            for lane in whole:
+                joined[lane] = whole
+        before = list(ready)
+        for lane, whole in joined.items():
+            slowest = max(row[other] for other in whole)
+            ready[lane] = max(before[other] for other in whole) + slowest + table.round
+    assert step_time(costs, rounds, table, "step") == max(ready)
+    total = sum(max(row) + table.round for row in costs)
+    assert step_time(costs, rounds, table, "round") == total
+
+
+def test_timeline_by_hand() -> None:
+    rounds = [
+        Round((Pack(0, 2, (0,), 4), Pack(1, 1, (1,), 3))),
+        Round((Pack(0, 1, (2,), 5),)),
+    ]
+    line = simulate(plan_of([6, 3, 5], rounds, SETTING))
+    assert [(e.round, e.pack, e.first_lane, e.cp_size, e.start, e.end) for e in line.events] == [
+        (0, 0, 0, 2, 0, 4),
+        (0, 1, 1, 1, 4, 7),
+        (1, 0, 0, 1, 7, 12),
+    ]
+    assert (line.busy, line.idle) == ((9, 7), (3, 5))
+    assert (line.span, line.predicted, line.bubble, line.walk) == (12, 12, 0, None)
+    assert line.imbalance == pytest.approx(8 / 24)
+    assert line.padding == pytest.approx(2 / 16)
+
+
+def test_timeline_in_sync_step() -> None:
+    rounds = [Round((Pack(0, 1, (0,), 5), Pack(1, 1, (1,), 3))), Round((Pack(1, 1, (2,), 4),))]
+    setting = replace(SETTING, sync="step", profile=replace(TOKENS, round=1.0))
+    line = simulate(plan_of([5, 3, 4], rounds, setting))
+    assert [(e.start, e.end) for e in line.events] == [(0, 5), (0, 3), (4, 8)]
+    assert (line.span, line.busy, line.idle) == (9, (6, 9), (3, 0))
+    assert line.imbalance == pytest.approx(3 / 18)
+
+
+def test_timeline_of_a_pipeline() -> None:
+    rounds = [Round((Pack(0, 1, (0,), 6), Pack(1, 1, (1,), 6))), Round((Pack(0, 1, (2,), 6),))]
+    line = simulate(plan_of([6, 6, 6], rounds, replace(SETTING, pp=2)))
+    assert (line.span, line.predicted) == (12, 18)
+    assert line.bubble == pytest.approx(6 / 18)
+    assert line.imbalance == pytest.approx(6 / 24)
+    assert line.walk is not None
+    assert line.walk.finish * line.unit == pytest.approx(18)
+
+
+def test_padding_counts_a_lane_after_alignment() -> None:
+    rounds = [Round((Pack(0, 2, (0,), 4), Pack(1, 1, (1,), 3)))]
+    line = simulate(plan_of([6, 3], rounds, replace(SETTING, align=5)))
+    assert line.padding == pytest.approx(1 - 9 / (5 + 10))
+
+
+def test_padded_costs_are_those_of_the_longest() -> None:
+    setting = replace(SETTING, policy="padded")
+    table = table_for(setting, [9, 2])
+    assert table.tokens.tolist() == [[9, 6], [9, 6]]
+    assert table.seconds(table.pack_cost((1,), 1)) == 9
+    assert table_for(SETTING, [9, 2]).tokens.tolist() == [[9, 6], [2, 2]]
+    rounds = [Round((Pack(0, 1, (0,), 9), Pack(1, 1, (1,), 9)))]
+    line = simulate(plan_of([9, 2], rounds, setting))
+    assert (line.predicted, line.imbalance) == (9, 0)
+    assert line.padding == pytest.approx(7 / 18)
+
+
+@given(any_rounds(), st.sampled_from(["round", "step"]), st.sampled_from([1, 2]))
+def test_timeline_agrees_with_step_time(
+    case: tuple[list[int], list[Round]], sync: str, vpp: int
+) -> None:
+    lengths, rounds = case
+    if not lengths:
+        return
+    setting = replace(SETTING, lanes=6, cp_sizes=tuple(range(1, 7)), sync=sync, vpp=vpp)
+    line = simulate(plan_of(lengths, rounds, setting))
+    table = table_for(setting, lengths)
+    quanta = step_time(lane_costs(rounds, table, 6), rounds, table, sync)
+    assert line.predicted == line.span == table.seconds(quanta)
+    assert all(0 <= e.start <= e.end <= line.span for e in line.events)
+    assert 0 <= line.imbalance <= 1
+    assert math.isclose(sum(line.busy), 6 * line.span * (1 - line.imbalance), rel_tol=1e-9)
