@@ -5,8 +5,11 @@ from importlib.resources import files
 
 import pytest
 
+from longshore.plan.cost import CostProfile
 from longshore.report.page_data import TICKS, page_data
 from longshore.report.plan_page import SCRIPTS, script_json, write_plan_page
+
+TOKENS_ONLY = CostProfile(linear=1.0, quadratic=0.0, gather=(0.0, 0.0), node=8, pack=0.0, round=0.0)
 
 
 @pytest.fixture
@@ -48,6 +51,13 @@ def test_starts_are_lists_where_lanes_differ(make):
     step = page_data([plan], {})["steps"][0]
     assert step["start"] == [0, [600_000, 0]]
     assert step["end"] == [[600_000, 0], [TICKS, 200_000]]
+
+
+def test_a_rounds_own_cost_is_part_of_busy_time(make):
+    profile = replace(TOKENS_ONLY, round=2.0)
+    step = page_data([make([6], [[(0, 1, (0,))]], lanes=2, profile=profile)], {})["steps"][0]
+    assert step["overhead"] == 250_000
+    assert step["busy"] == [[TICKS, 250_000]]
 
 
 def test_the_pages_own_policy_stands_beside_the_others(small):

@@ -16,6 +16,7 @@ cost at each CP size to a whole number of quanta once, and all sums are exact fr
 import json
 import math
 from collections.abc import Sequence as Seq
+from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,23 @@ class CostTable:
         self.cost: Ints = np.rint(area / size * self.scale).astype(np.int64)
         self.pack = round(profile.pack * self.scale)
         self.round = round(profile.round * self.scale)
+
+    def part(self, rows: Ints, sizes: tuple[int, ...]) -> "CostTable":
+        """The same costs for some sequences, in the given order, at some of the sizes."""
+        columns = [self.sizes.index(size) for size in sizes]
+        return self._with(sizes, self.cost[rows][:, columns], self.tokens[rows][:, columns])
+
+    def joined(self, groups: Seq[Seq[int]]) -> "CostTable":
+        """One row for each group of sequences: their sums."""
+        flat = np.array([i for group in groups for i in group], dtype=np.int64)
+        starts = np.cumsum([0, *(len(group) for group in groups)])[:-1]
+        cost, tokens = (np.add.reduceat(a[flat], starts) for a in (self.cost, self.tokens))
+        return self._with(self.sizes, cost, tokens)
+
+    def _with(self, sizes: tuple[int, ...], cost: Ints, tokens: Ints) -> "CostTable":
+        other = copy(self)
+        other.sizes, other.cost, other.tokens = sizes, cost, tokens
+        return other
 
     def pack_cost(self, sequences: Seq[int], cp_size: int) -> int:
         """Quanta that a pack of these sequences costs each of its lanes."""

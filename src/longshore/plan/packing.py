@@ -41,18 +41,36 @@ class Filled:
     left: Ints
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a filling must keep to.
+
+    capacity: tokens of an item on a lane. lane_tokens: tokens of a lane in a round (more than the capacity where rounds
+    are made afterwards). max_items: items of a lane in a round. min_rounds: rounds wanted at least. sole: one pack for
+    a lane and round.
+    """
+
+    lanes: int
+    capacity: int
+    lane_tokens: int
+    max_items: int
+    min_rounds: int
+    sole: bool
+
+
 class Problem:
     """The items of a step, which come by falling cost, with all that filling needs to know of them."""
 
-    def __init__(self, table: CostTable, *, lanes: int, capacity: int, max_items: int, sole: bool) -> None:
+    def __init__(self, table: CostTable, limits: Limits) -> None:
         self.table = table
-        self.lanes = lanes
-        self.capacity = capacity
-        self.max_items = max_items
-        self.sole = sole
+        self.lanes = limits.lanes
+        self.capacity = limits.lane_tokens
+        self.max_items = limits.max_items
+        self.min_rounds = limits.min_rounds
+        self.sole = limits.sole
         self.sizes = table.sizes
         self.pack = table.pack
-        fits = table.tokens <= capacity
+        fits = table.tokens <= limits.capacity
         width = np.array(self.sizes, dtype=np.int64)
         self.cost: Ints = np.where(fits, table.cost, NEVER)
         self.area: Ints = np.where(fits, table.cost * width, NEVER)

@@ -69,7 +69,8 @@ def arrange(
     """The rounds as the pipeline should run them, their number legal for it.
 
     `may_split` allows to divide the packs of a round over two rounds; without it rounds are only
-    reordered, and empty ones added or left out. Equal input gives equal output everywhere.
+    reordered, and empty ones added or left out. Without a pipeline they stay as they are. Equal
+    input gives equal output everywhere.
     """
     if pp == 1 or not rounds:
         return tuple(rounds)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from longshore.plan.cost import Ints
+from longshore.plan.cp_size import is_power_of_two
 from longshore.plan.packing import NEVER, Aim, Filled, Placed, Problem, choose_levels, fill
 
 GOOD_ENOUGH = 1.004
@@ -51,7 +52,7 @@ class Search:
         self.problem = problem
         self.bound = bound
         self.best: Draft | None = None
-        self.tries = 24 + min(100, 6000 // len(problem.cost))
+        self.tries = (8 if problem.sole else 20) + min(100, 6000 // len(problem.cost))
 
     def offer(self, draft: Draft) -> bool:
         if self.best is None or draft.time(self.problem) < self.best.time(self.problem):
@@ -73,33 +74,38 @@ def search_rounds(problem: Problem, *, bound: int) -> Draft:
     search = Search(problem, bound)
     everything = np.arange(len(problem.cost))
     ranked = []
-    for draft, left in thin_out(list(peel(problem, everything, bound=bound)), 5):
+    for count, (draft, left) in enumerate(peel(problem, everything, bound=bound)):
+        if search.done() or search.hopeless(draft.time(problem) + floor(problem, left)):
+            break
         if not len(left):
             search.offer(draft)
-        elif not search.hopeless(draft.time(problem) + floor(problem, left)):
+        elif is_power_of_two(count) or not is_tall(problem, left):
             rounds = least_rounds(problem, left, fill=0.95)
             time = spread(search, draft, left, rounds=rounds, tolerance=0.0)
-            ranked.append((time, len(ranked), draft, left))
+            ranked.append((time, count, draft, left))
     refine(search, EMPTY, everything)
-    for _, _, draft, left in sorted(ranked, key=lambda entry: entry[:2])[:2]:
-        if draft is not EMPTY and not search.done():
+    for _, count, draft, left in sorted(ranked, key=lambda entry: entry[:2])[:2]:
+        if count and not search.done():
             refine(search, draft, left)
     assert search.best is not None
     return search.best
 
 
-def thin_out(starts: list[tuple[Draft, Ints]], most: int) -> list[tuple[Draft, Ints]]:
-    """The first, the last and some between."""
-    if len(starts) <= most:
-        return starts
-    return [starts[round(i * (len(starts) - 1) / (most - 1))] for i in range(most)]
+def search_step(problem: Problem, *, bound: int) -> Draft:
+    """One round of unbounded capacity, as level as it gets, for lanes that meet only in shared packs."""
+    search = Search(problem, bound)
+    everything = np.arange(len(problem.cost))
+    spread(search, EMPTY, everything, rounds=1, tolerance=0.0)
+    refine(search, EMPTY, everything)
+    assert search.best is not None
+    return search.best
 
 
 def least_rounds(problem: Problem, items: Ints, *, fill: float = 1.0) -> int:
     room = int(problem.lanes * problem.capacity * fill)
     by_tokens = -(-int(problem.least_tokens[items].sum()) // room)
     by_count = -(-len(items) // (problem.lanes * problem.max_items))
-    return max(1, by_tokens, by_count)
+    return max(problem.min_rounds, by_tokens, by_count)
 
 
 def floor(problem: Problem, items: Ints) -> int:
@@ -176,11 +182,11 @@ def is_tall(problem: Problem, items: Ints) -> bool:
 
 def tall_round(problem: Problem, items: Ints, *, time: int) -> Filled:
     """One round that holds the longest item, at the height that wastes the least of the time that is left."""
-    heights = tall_heights(problem, int(items[0]))
+    heights = tall_heights(problem, int(items[0]), most=time + time // 8)
     guesses = sorted((guess_time(problem, items, height, time), height) for height in heights)
     best: tuple[int, Filled] | None = None
     for _, height in guesses[:3]:
-        filled = fill(problem, items, rounds=1, aim=Aim(height, 0.05, tight=True))
+        filled = fill(problem, items, rounds=1, aim=Aim(height, 0.0, tight=True))
         rest = area_within(problem, filled.left, max(time - height, time >> 5))
         total = filled.heights[0] + int(USUAL_WASTE * rest) // problem.lanes
         if best is None or total < best[0]:
@@ -189,13 +195,12 @@ def tall_round(problem: Problem, items: Ints, *, time: int) -> Filled:
     return best[1]
 
 
-def tall_heights(problem: Problem, longest: int) -> list[int]:
+def tall_heights(problem: Problem, longest: int, *, most: int) -> list[int]:
     """Heights to try: the longest item's cost at each CP size, and steps between."""
-    costs = [int(c) for c in problem.cost[longest] if c < NEVER]
-    steps = (1.0, 1.08, 1.17, 1.27, 1.38)
-    tallest = max(costs)
-    heights = {int(c * s) + problem.pack for c in costs for s in steps if c * s <= tallest}
-    return sorted(heights)
+    costs = [int(c) + problem.pack for c in problem.cost[longest] if c < NEVER]
+    top = max(min(most, max(costs)), min(costs))
+    heights = {int(c * step) for c in costs for step in (1.0, 1.1, 1.2, 1.35)}
+    return sorted(height for height in heights if height <= top)
 
 
 def guess_time(problem: Problem, items: Ints, height: int, time: int) -> int:

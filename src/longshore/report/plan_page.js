@@ -54,7 +54,7 @@ class Page {
     this.showCaps();
     this.showStep(0);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.charts.forEach((c) => c.repaint()));
-    new ResizeObserver(() => this.redrawBars()).observe(document.body);
+    new ResizeObserver(() => requestAnimationFrame(() => this.redrawBars())).observe(document.body);
     document.documentElement.dataset.ready = "yes";
   }
 
@@ -120,7 +120,8 @@ class Page {
     const label = `Timeline of ${plural(setting.lanes, "lane")} and ${plural(this.step.busy.length, "round")}; ` +
       `lanes are idle ${percent(this.step.idle)} of the time. Arrow keys go from pack to pack.`;
     this.charts = [new Chart(byId("timeline"), model, label)];
-    byId("timeline").prepend(colourLegend(model.colours, sizes.map((size) => `CP ${size}`), "idle"));
+    const waiting = [["hatched", "idle"], ...(this.step.overhead ? [["overhead", "a round's own cost"]] : [])];
+    byId("timeline").prepend(colourLegend(model.colours, sizes.map((size) => `CP ${size}`), waiting));
     fillTable(byId("rounds"), ...roundRows(this.step));
     this.showPipeline();
   }
@@ -131,7 +132,7 @@ class Page {
     if (!pipeline) return;
     const model = new PipelineModel(pipeline);
     this.charts.push(new Chart(byId("pipeline"), model, `Pipeline timeline of ${plural(model.rows, "rank")}`));
-    byId("pipeline").prepend(colourLegend(model.colours, model.kinds, "bubble"));
+    byId("pipeline").prepend(colourLegend(model.colours, model.kinds, [["hatched", "bubble"]]));
   }
 
   showLengths() {
@@ -192,11 +193,12 @@ function timelineNote(setting) {
     `share it. Hatched time is idle; a thin line marks where a round starts. ${wait}${pipeline}`;
 }
 
-function colourLegend(colours, names, waiting) {
+/* `others` are [style, name] of what has no colour of its own. */
+function colourLegend(colours, names, others) {
   const entry = (swatch, name) => element("li", {}, swatch, name);
   return element("ul", { class: "legend", "aria-label": "Colours" },
     ...names.map((name, i) => entry(element("span", { class: "swatch", style: `background: ${colours[i].fill}` }), name)),
-    entry(element("span", { class: "swatch hatched" }), waiting));
+    ...others.map(([style, name]) => entry(element("span", { class: `swatch ${style}` }), name)));
 }
 
 /* Heads and rows of the table of rounds. */

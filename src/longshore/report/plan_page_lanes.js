@@ -14,6 +14,7 @@ class LaneModel {
     this.colours = sizes.map((_, i) => rampColour(i, sizes.length));
     this.segments = packSegments(step.packs, sizes);
     this.firsts = packFirsts(step.packs.count);
+    this.together = [...step.start, ...step.end].every((value) => typeof value === "number");
   }
 
   caption(frame) {
@@ -60,7 +61,7 @@ class LaneModel {
 
   /* A line where each round starts. */
   paintRounds(ctx, frame, theme) {
-    if (frame.rowHeight >= 1 || typeof this.step.start.at(-1) === "number") {
+    if (frame.rowHeight >= 1 || this.together) {
       ctx.fillStyle = theme.ink;
       for (const [row, rows, start] of this.roundRuns()) {
         if (start > 0) ctx.fillRect(Math.round(frame.x(start)) - 0.5, frame.y(row), 1, rows * frame.rowHeight);
@@ -68,16 +69,15 @@ class LaneModel {
     }
   }
 
+  /* The rounds' numbers, where all lanes start and end them together. */
   paintHead(ctx, frame, theme) {
     ctx.fillStyle = theme.muted;
     ctx.textAlign = "left";
     ctx.textBaseline = "middle";
-    if (typeof this.step.start.at(-1) !== "number") return;
+    if (!this.together) return;
     this.step.start.forEach((start, round) => {
-      const end = this.step.end[round];
-      if (typeof start !== "number" || typeof end !== "number") return;
       const x = Math.max(frame.x(start), frame.box.left);
-      const room = Math.min(frame.x(end), frame.box.left + frame.box.width) - x;
+      const room = Math.min(frame.x(this.step.end[round]), frame.box.left + frame.box.width) - x;
       const texts = [`round ${round}`, String(round)];
       const text = texts.find((candidate) => ctx.measureText(candidate).width <= room - 6);
       if (text) ctx.fillText(text, x + 2, 9);
@@ -202,13 +202,22 @@ class LaneModel {
     const { start, busy, total, overhead } = this.step;
     const round = this.roundAt(lane, tick);
     const began = laneValue(start[round], lane), free = began + busy[round][lane];
-    if (tick < began + overhead) return null;
+    if (busy[round][lane] && tick < began + overhead) return this.describeOverhead(lane, round, began);
     const next = round + 1 < start.length ? laneValue(start[round + 1], lane) : total;
     const share = (next - free) / Math.max(1, next - began);
     return {
       title: `Idle: lane ${number(lane)}, round ${round}`,
       facts: [["Waits", seconds((next - free) * this.unit)], ["Share", `${percent(share)} of its round`]],
       box: { row: lane, rows: 1, start: free, end: next },
+    };
+  }
+
+  describeOverhead(lane, round, began) {
+    const { overhead } = this.step;
+    return {
+      title: `Round ${round}'s own cost, lane ${number(lane)}`,
+      facts: [["Cost", `${seconds(overhead * this.unit)} on each lane that takes part`]],
+      box: { row: lane, rows: 1, start: began, end: began + overhead },
     };
   }
 

@@ -107,7 +107,7 @@ class Chart {
     this.build(label);
     this.resize();
     new Gestures(this);
-    this.observer = new ResizeObserver(() => this.resize());
+    this.observer = new ResizeObserver(() => requestAnimationFrame(() => this.resize()));
     this.observer.observe(host);
   }
 
@@ -139,7 +139,7 @@ class Chart {
       button("+", `Show less ${name.toLowerCase()}, larger`, () => span.zoom(1.6, middle(span))));
     return element("div", { class: "tools", role: "group", "aria-label": "Zoom" },
       pair("Time", this.time), pair(this.model.rowName + "s", this.rows),
-      button("Whole step", "Show the whole step", () => this.reset()));
+      button("Show all", "Show the whole step", () => this.reset()));
   }
 
   resize() {

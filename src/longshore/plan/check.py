@@ -1,0 +1,92 @@
+"""check(plan): every promise a plan makes, verified from the plan alone.
+
+In: a Plan. Out: nothing, or a ValueError that names the first promise broken and where. It shares no arithmetic with the
+planner: padding, alignment and legality are computed here again.
+"""
+
+from longshore.plan.types import Pack, Plan, Round
+
+
+def check(plan: Plan) -> None:
+    """Raises ValueError unless the plan keeps every promise."""
+    _each_sequence_once(plan)
+    if not plan.rounds:
+        raise ValueError("plan: it has no rounds")
+    if plan.setting.vpp > 1 and len(plan.rounds) % plan.setting.pp:
+        raise ValueError(
+            f"plan: {len(plan.rounds)} rounds, and an interleaved pipeline of {plan.setting.pp} ranks "
+            "needs a multiple of that"
+        )
+    longest = max(sequence.length for sequence in plan.sequences)
+    for number, round_ in enumerate(plan.rounds):
+        for pack in round_.packs:
+            _legal_group(plan, pack, f"round {number}, lane {pack.first_lane}")
+            _honest_tokens(plan, pack, longest, f"round {number}, lane {pack.first_lane}")
+        _ordered(round_, number)
+        _lanes_within_limits(plan, round_, number)
+
+
+def _each_sequence_once(plan: Plan) -> None:
+    times = [0] * len(plan.sequences)
+    for number, pack in plan.packs():
+        for place in pack.sequences:
+            if not 0 <= place < len(times):
+                raise ValueError(f"round {number}: there is no sequence {place}")
+            times[place] += 1
+    for place, count in enumerate(times):
+        if count != 1:
+            raise ValueError(f"sequence {place}: it is in the plan {count} times, not once")
+
+
+def _legal_group(plan: Plan, pack: Pack, where: str) -> None:
+    setting = plan.setting
+    if not pack.sequences:
+        raise ValueError(f"{where}: a pack without sequences is listed")
+    if pack.cp_size not in setting.cp_sizes:
+        raise ValueError(f"{where}: CP size {pack.cp_size} is not legal")
+    if pack.first_lane % pack.cp_size:
+        raise ValueError(f"{where}: a group of {pack.cp_size} lanes is not aligned")
+    if pack.first_lane < 0 or pack.first_lane + pack.cp_size > setting.lanes:
+        raise ValueError(f"{where}: a group of {pack.cp_size} leaves the {setting.lanes} lanes")
+
+
+def _honest_tokens(plan: Plan, pack: Pack, longest: int, where: str) -> None:
+    total = 0
+    for place in pack.sequences:
+        length = longest if plan.setting.policy == "padded" else plan.sequences[place].length
+        chunk = 1 if pack.cp_size == 1 else 2 * pack.cp_size
+        total += length if length % chunk == 0 else length + chunk - length % chunk
+    if total != pack.tokens_per_lane * pack.cp_size:
+        raise ValueError(
+            f"{where}: says {pack.tokens_per_lane} tokens a lane, but {total} padded tokens are split "
+            f"over {pack.cp_size}"
+        )
+
+
+def _ordered(round_: Round, number: int) -> None:
+    keys = [(-pack.cp_size, pack.first_lane) for pack in round_.packs]
+    if keys != sorted(keys):
+        raise ValueError(f"round {number}: packs are not by falling CP size, then by first lane")
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"round {number}: a group has two packs")
+
+
+def _lanes_within_limits(plan: Plan, round_: Round, number: int) -> None:
+    setting = plan.setting
+    tokens, count, packs = ([0] * setting.lanes for _ in range(3))
+    for pack in round_.packs:
+        for lane in range(pack.first_lane, pack.first_lane + pack.cp_size):
+            tokens[lane] += pack.tokens_per_lane
+            count[lane] += len(pack.sequences)
+            packs[lane] += 1
+    for lane in range(setting.lanes):
+        where = f"round {number}, lane {lane}"
+        aligned = tokens[lane] + -tokens[lane] % setting.align
+        if aligned > setting.capacity:
+            raise ValueError(f"{where}: {aligned} tokens, and the capacity is {setting.capacity}")
+        if setting.max_sequences is not None and count[lane] > setting.max_sequences:
+            raise ValueError(
+                f"{where}: {count[lane]} sequences, and at most {setting.max_sequences} are allowed"
+            )
+        if packs[lane] > 1 and setting.policy != "mixed":
+            raise ValueError(f"{where}: {packs[lane]} packs, and policy {setting.policy} allows one")

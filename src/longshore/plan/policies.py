@@ -1,0 +1,272 @@
+"""The policies: each offers one or more ways to run a step, and the fastest is kept.
+
+In: a Task. Out: rounds, offered to a Choice that times them. On 2 lanes of 8 tokens, lengths 6, 3 and 3 give under
+`static` at CP size 1 the packs (6) and (3, 3) side by side, and under `padded` two rounds of one sequence each, all of them
+as long as 6.
+"""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from longshore.plan.bound import lower_bound
+from longshore.plan.cost import CostTable
+from longshore.plan.packing import Limits, Placed, Problem
+from longshore.plan.pipeline import arrange
+from longshore.plan.search import Draft, search_rounds, search_step
+from longshore.plan.simulate import lane_costs, round_heights, step_time, walk
+from longshore.plan.order import make_order
+from longshore.plan.types import Pack, Round, Setting
+
+UNLIMITED = 1 << 30
+Rounds = tuple[Round, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A step to be planned: the table has a row for each sequence, in the order they came.
+
+    `capacity` is what alignment leaves of the setting's. `cp_size` is the one a policy must use, or 0. `packs` are those
+    of policy `given`.
+    """
+
+    setting: Setting
+    table: CostTable
+    capacity: int
+    cp_size: int
+    packs: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def by_length(self) -> list[int]:
+        order: list[int] = np.argsort(-self.table.tokens[:, 0], kind="stable").tolist()
+        return order
+
+    @property
+    def most_sequences(self) -> int:
+        return self.setting.max_sequences or UNLIMITED
+
+    def sizes_that_fit(self) -> tuple[int, ...]:
+        """The CP sizes at which every sequence fits, or the one asked for."""
+        if self.cp_size:
+            return (self.cp_size,)
+        widest = self.table.tokens.max(axis=0)
+        return tuple(k for k, n in zip(self.table.sizes, widest, strict=True) if n <= self.capacity)
+
+    def least_time(self, cp_size: int) -> int:
+        """Quanta that no plan with just this CP size can beat."""
+        column = self.table.cost[:, self.table.sizes.index(cp_size)]
+        return int(column.sum()) // (self.setting.lanes // cp_size) + self.table.pack
+
+
+class Choice:
+    """The fastest rounds offered so far; the first of equals stays."""
+
+    def __init__(self, task: Task, *, may_split: bool) -> None:
+        self.task = task
+        self.may_split = may_split
+        self.rounds: Rounds = ()
+        self.time: int | None = None
+
+    def offer(self, rounds: Rounds) -> None:
+        setting, table = self.task.setting, self.task.table
+        if setting.pp > 1:
+            rounds = arrange(
+                rounds,
+                table=table,
+                lanes=setting.lanes,
+                pp=setting.pp,
+                vpp=setting.vpp,
+                may_split=self.may_split,
+            )
+            heights = round_heights(rounds, table, setting.lanes)
+            order = make_order(len(rounds), pp=setting.pp, vpp=setting.vpp)
+            time = walk(order, heights, pp=setting.pp, vpp=setting.vpp).finish
+        else:
+            costs = lane_costs(rounds, table, setting.lanes)
+            time = step_time(costs, rounds, table, setting.sync) * 3 * setting.vpp
+        if self.time is None or time < self.time:
+            self.rounds, self.time = rounds, time
+
+    def could_gain(self, least: int) -> bool:
+        """Whether a plan of at least this many quanta could be faster than the best."""
+        return self.time is None or least * 3 * self.task.setting.vpp < self.time
+
+
+def padded(task: Task, choice: Choice) -> None:
+    """One sequence a group a round, in the order they came; the table charges each as the longest."""
+    size = task.sizes_that_fit()[0]
+    choice.offer(_in_order(task, size, [[i] for i in range(len(task.table.cost))]))
+
+
+def static(task: Task, choice: Choice) -> None:
+    """One CP size, next-fit in the order they came."""
+    choice.offer(_next_fit(task, task.sizes_that_fit()[0]))
+
+
+def balanced(task: Task, choice: Choice) -> None:
+    """One CP size for all, balanced by cost: the one asked for, or the best."""
+    for size in sorted(task.sizes_that_fit(), key=lambda size: (task.least_time(size), size)):
+        if choice.could_gain(task.least_time(size)):
+            _search(task, choice, sizes=(size,), sole=True)
+
+
+def dynamic(task: Task, choice: Choice) -> None:
+    """One pack for a lane and round, a CP size for each."""
+    _search(task, choice, sizes=task.table.sizes, sole=True)
+
+
+def mixed(task: Task, choice: Choice) -> None:
+    """Packs of several CP sizes in a lane's micro-batch; never slower than the other policies."""
+    _search(task, choice, sizes=task.table.sizes, sole=False)
+    dynamic(task, choice)
+    balanced(task, choice)
+    for size in task.sizes_that_fit():
+        if choice.could_gain(task.least_time(size)):
+            choice.offer(_next_fit(task, size))
+
+
+def given(task: Task, choice: Choice) -> None:
+    """The caller's packs, placed as they are."""
+    table = task.table.joined(task.packs)
+    order = np.argsort(-table.cost[:, 0], kind="stable")
+    members = [task.packs[i] for i in order]
+    limits = _limits(task, lanes=task.setting.lanes, max_items=1, sole=True)
+    _run(choice, Problem(table.part(order, table.sizes), limits), members)
+
+
+POLICIES: dict[str, Callable[[Task, Choice], None]] = {
+    "padded": padded,
+    "static": static,
+    "balanced": balanced,
+    "dynamic": dynamic,
+    "mixed": mixed,
+    "given": given,
+}
+
+
+def _limits(
+    task: Task, *, lanes: int, max_items: int, sole: bool, min_rounds: int = 1
+) -> Limits:
+    step = task.setting.sync == "step"
+    return Limits(
+        lanes=lanes,
+        capacity=task.capacity,
+        lane_tokens=1 << 50 if step else task.capacity,
+        max_items=UNLIMITED if step and max_items > 1 else max_items,
+        min_rounds=min_rounds,
+        sole=sole,
+    )
+
+
+def _search(task: Task, choice: Choice, *, sizes: tuple[int, ...], sole: bool) -> None:
+    """Offers what the search finds with these CP sizes; with a pipeline, for several numbers of rounds."""
+    setting = task.setting
+    lanes = setting.lanes // sizes[0] * sizes[0] if len(sizes) == 1 else setting.lanes
+    table = task.table.part(np.array(task.by_length), sizes)
+    members = [(i,) for i in task.by_length]
+    pp = setting.pp
+    for min_rounds in (1,) if pp == 1 else (1, pp, 2 * pp, 4 * pp):
+        limits = _limits(
+            task, lanes=lanes, max_items=task.most_sequences, sole=sole, min_rounds=min_rounds
+        )
+        _run(choice, Problem(table, limits), members)
+
+
+def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> None:
+    task = choice.task
+    sync = task.setting.sync
+    bound = bound_of(problem, task.setting)
+    if sync == "round":
+        choice.offer(_to_rounds(task, search_rounds(problem, bound=bound), members))
+        return
+    draft = search_step(problem, bound=bound)
+    for join in (False, True) if not problem.sole else (False,):
+        choice.offer(_to_rounds(task, _lay_out(task, problem, draft, members, join=join), members))
+
+
+def bound_of(problem: Problem, setting: Setting) -> int:
+    linear = int(setting.profile.linear * problem.table.scale)
+    return lower_bound(problem, sync=setting.sync, linear=linear)
+
+
+def _to_rounds(task: Task, draft: Draft, members: Seq[tuple[int, ...]]) -> Rounds:
+    rounds: list[list[Pack]] = [[] for _ in draft.heights]
+    for placed in sorted(draft.packs, key=lambda p: (p.round, -p.cp_size, p.first_lane)):
+        sequences = tuple(i for item in placed.items for i in members[item])
+        rounds[placed.round].append(make_pack(task, placed.first_lane, placed.cp_size, sequences))
+    return tuple(Round(tuple(packs)) for packs in rounds)
+
+
+def make_pack(task: Task, first_lane: int, cp_size: int, sequences: tuple[int, ...]) -> Pack:
+    column = task.table.tokens[:, task.table.sizes.index(cp_size)]
+    return Pack(first_lane, cp_size, sequences, int(column[list(sequences)].sum()))
+
+
+def _lay_out(
+    task: Task, problem: Problem, draft: Draft, members: Seq[tuple[int, ...]], *, join: bool
+) -> Draft:
+    """Cuts one round of unbounded capacity into rounds, larger CP sizes first.
+
+    Lanes of a nested group have spent the same before it, so they meet without waiting. With `join` a pack goes into its
+    lanes' last round where there is room, which saves rounds but makes lanes joined that way end together.
+    """
+    held = [[0, 0] for _ in range(task.setting.lanes)]
+    last = [-1] * task.setting.lanes
+    packs: list[Placed] = []
+    for placed in sorted(draft.packs, key=lambda p: (-p.cp_size, p.first_lane)):
+        lanes = range(placed.first_lane, placed.first_lane + placed.cp_size)
+        level = problem.sizes.index(placed.cp_size)
+        tokens = problem.table.tokens[:, level]
+        for number, part in enumerate(_parts(task, placed.items, tokens, members)):
+            need, count = int(tokens[part].sum()), sum(len(members[i]) for i in part)
+            round_ = max(last[lane] for lane in lanes)
+            fits = all(
+                last[lane] < round_
+                or (held[lane][0] + need <= task.capacity and held[lane][1] + count <= task.most_sequences)
+                for lane in lanes
+            )
+            if not (join and number == 0 and round_ >= 0 and fits):
+                round_ += 1
+            for lane in lanes:
+                before = held[lane] if last[lane] == round_ else [0, 0]
+                held[lane], last[lane] = [before[0] + need, before[1] + count], round_
+            packs.append(Placed(round_, placed.first_lane, placed.cp_size, part))
+    return Draft(packs, [0] * (max(last) + 1))
+
+
+def _parts(
+    task: Task, items: list[int], tokens: np.ndarray, members: Seq[tuple[int, ...]]
+) -> Iterator[list[int]]:
+    """Items of one pack, cut where capacity or the cap on sequences asks for it."""
+    part: list[int] = []
+    need = count = 0
+    for item in items:
+        more, n = int(tokens[item]), len(members[item])
+        if part and (need + more > task.capacity or count + n > task.most_sequences):
+            yield part
+            part, need, count = [], 0, 0
+        part.append(item)
+        need, count = need + more, count + n
+    yield part
+
+
+def _next_fit(task: Task, cp_size: int) -> Rounds:
+    """Packs filled one after the other, in the order the sequences came."""
+    tokens = task.table.tokens[:, task.table.sizes.index(cp_size)]
+    members = [(i,) for i in range(len(tokens))]
+    return _in_order(task, cp_size, _parts(task, list(range(len(tokens))), tokens, members))
+
+
+def _in_order(task: Task, cp_size: int, packs: Iterator[list[int]] | list[list[int]]) -> Rounds:
+    """Packs of one CP size laid side by side, round after round."""
+    per_round = task.setting.lanes // cp_size
+    rounds: list[list[Pack]] = []
+    for number, sequences in enumerate(packs):
+        if number % per_round == 0:
+            rounds.append([])
+        first_lane = number % per_round * cp_size
+        rounds[-1].append(make_pack(task, first_lane, cp_size, tuple(sequences)))
+    return tuple(Round(tuple(packs)) for packs in rounds)
