@@ -10,6 +10,7 @@ each lane, which the other two fill at CP size 1.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 
@@ -33,10 +34,28 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
-    """What a filling gave: the packs, each round's height in quanta, and the items that found no place."""
+class Level:
+    """The blocks of one CP size, `per_round` of them in each round, and the places in `items` of what each holds."""
 
-    packs: list[Placed]
+    cp_size: int
+    per_round: int
+    items: Ints
+    members: list[list[int]]
+
+    def packs(self, first_round: int) -> Iterator[Placed]:
+        items = self.items.tolist()
+        for number, members in enumerate(self.members):
+            if members:
+                round_, place = divmod(number, self.per_round)
+                placed = [items[i] for i in members]
+                yield Placed(first_round + round_, place * self.cp_size, self.cp_size, placed)
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What a filling gave: its levels, each round's height in quanta, and the items that found no place."""
+
+    levels: list[Level]
     heights: list[int]
     left: Ints
 
@@ -87,12 +106,14 @@ class Aim:
 
     height: what a round should cost, so that no item gets a CP size at which it alone costs more. tolerance: how much more
     area an item may take so that it costs each lane less and can be placed more evenly. tight: put an item where it
-    leaves the least room below the height, and nowhere if there is none, instead of where the load is least.
+    leaves the least room below the height, and nowhere if there is none, instead of where the load is least. whole: stop
+    as soon as an item finds no place.
     """
 
     height: int
     tolerance: float
     tight: bool
+    whole: bool = False
 
 
 def choose_levels(problem: Problem, items: Ints, aim: Aim) -> NDArray[np.intp]:
@@ -111,11 +132,12 @@ def fill(problem: Problem, items: Ints, *, rounds: int, aim: Aim) -> Filled:
     """Places items, given by falling cost, into `rounds` rounds; what does not fit is left."""
     board = _Board(problem, rounds)
     chosen = choose_levels(problem, items, aim)
-    left = [
-        board.fill_level(int(level), items[chosen == level], aim)
-        for level in np.unique(chosen)[::-1]
-    ]
-    return Filled(board.packs, board.load.max(axis=1).tolist(), np.sort(np.concatenate(left)))
+    left = []
+    for level in np.unique(chosen)[::-1].tolist():
+        left.append(board.fill_level(level, items[chosen == level], aim))
+        if aim.whole and len(left[-1]):
+            break
+    return Filled(board.levels, board.load.max(axis=1).tolist(), np.sort(np.concatenate(left)))
 
 
 class _Board:
@@ -125,7 +147,7 @@ class _Board:
         self.problem = problem
         self.rounds = rounds
         self.load, self.tokens, self.count = np.zeros((3, rounds, problem.lanes), dtype=np.int64)
-        self.packs: list[Placed] = []
+        self.levels: list[Level] = []
 
     def fill_level(self, level: int, items: Ints, aim: Aim) -> Ints:
         size = self.problem.sizes[level]
@@ -136,26 +158,22 @@ class _Board:
             items, cost = items[order], cost[order]
         tokens = self.problem.table.tokens[items, level]
         if aim.tight:
-            left = blocks.best_fit(cost.tolist(), tokens.tolist(), aim.height)
+            left = blocks.best_fit(cost, tokens, aim)
         else:
-            left = blocks.worst_fit(cost.tolist(), tokens.tolist())
-        self._settle(blocks, items.tolist(), size)
+            left = blocks.worst_fit(cost, tokens)
+        self.levels.append(Level(size, self.problem.lanes // size, items, blocks.members))
+        self._settle(blocks, size)
         return items[left]
 
-    def _settle(self, blocks: "_Blocks", items: list[int], size: int) -> None:
-        per_round = self.problem.lanes // size
-        lanes = per_round * size
-        for number, members in enumerate(blocks.members):
-            if members:
-                round_, place = divmod(number, per_round)
-                self.packs.append(Placed(round_, place * size, size, [items[i] for i in members]))
+    def _settle(self, blocks: "_Blocks", size: int) -> None:
+        lanes = self.problem.lanes // size * size
         shape = (self.rounds, lanes)
         for board, before, after in (
             (self.load, blocks.load_before, blocks.load),
             (self.tokens, blocks.tokens_before, blocks.tokens),
             (self.count, blocks.count_before, blocks.count),
         ):
-            added = np.array(after, dtype=np.int64) - np.array(before, dtype=np.int64)
+            added = np.array(after, dtype=np.int64) - before
             board[:, :lanes] += np.repeat(added, size).reshape(shape)
 
 
@@ -167,91 +185,95 @@ class _Blocks:
         lanes = problem.lanes // size * size
         shape = (board.rounds * (problem.lanes // size), size)
         grids = [grid[:, :lanes] for grid in (board.load, board.tokens, board.count)]
-        self.load, self.tokens, self.count = (g.reshape(shape).max(axis=1).tolist() for g in grids)
-        self.load_before, self.tokens_before = self.load[:], self.tokens[:]
-        self.count_before = self.count[:]
+        before = [grid.reshape(shape).max(axis=1) for grid in grids]
+        self.load_before, self.tokens_before, self.count_before = before
+        self.load, self.tokens, self.count = (grid.tolist() for grid in before)
         self.members: list[list[int]] = [[] for _ in self.load]
         self.capacity = problem.capacity
         self.max_items = problem.max_items
         self.pack = problem.pack
-        self.sole = problem.sole
         self.bits = len(self.load).bit_length()
+        closed = self.count_before >= problem.max_items
+        if problem.sole:
+            closed |= self.load_before > 0
+        self.open: Ints = np.flatnonzero(~closed)
 
-    def open_blocks(self) -> list[int]:
-        """Blocks that can take an item: where packs are sole, those whose lanes have none."""
-        return [
-            b
-            for b, load in enumerate(self.load)
-            if self.count[b] < self.max_items and not (self.sole and load)
-        ]
-
-    def put(self, block: int, item: int, cost: int, tokens: int) -> None:
-        members = self.members[block]
-        self.load[block] += cost if members else cost + self.pack
-        members.append(item)
-        self.tokens[block] += tokens
-        self.count[block] += 1
-
-    def best_fit(self, cost: list[int], tokens: list[int], height: int) -> list[int]:
+    def best_fit(self, cost: Ints, tokens: Ints, aim: Aim) -> list[int]:
         """Each item goes to the block with the least room that takes it. Returns the items left.
 
         Items come by falling cost and tokens, so a block takes all from some place on; that place is its key.
         """
-        bits, mask = self.bits, (1 << self.bits) - 1
-        falling, thinning = [-c for c in cost], [-t for t in tokens]
-        end = len(cost)
-        load, held, room = self.load, self.tokens, height - self.pack
-        keys = []
-        for b in self.open_blocks():
-            start = bisect_left(falling, load[b] - room)
-            start = bisect_left(thinning, held[b] - self.capacity, start)
-            keys.append((start << bits) | (mask - b))
-        keys.sort()
+        bits, mask, end = self.bits, (1 << self.bits) - 1, len(cost)
+        load, held, count, members = self.load, self.tokens, self.count, self.members
+        height, capacity, max_items, pack = aim.height, self.capacity, self.max_items, self.pack
+        keys = self._first_places(cost, tokens, height - pack)
+        costs, needs = cost.tolist(), tokens.tolist()
+        falling, thinning = (-cost).tolist(), (-tokens).tolist()
         left: list[int] = []
         item = 0
         while item < end and keys:
             first = keys[0] >> bits
             if first > item:
                 left.extend(range(item, min(first, end)))
+                if aim.whole:
+                    return left
                 item = first
                 continue
             block = mask - (keys.pop(bisect_left(keys, (item + 1) << bits) - 1) & mask)
-            self.put(block, item, cost[item], tokens[item])
+            inside = members[block]
+            load[block] += costs[item] if inside else costs[item] + pack
+            held[block] += needs[item]
+            count[block] += 1
+            inside.append(item)
             item += 1
-            if self.count[block] < self.max_items:
+            if count[block] < max_items:
                 start = bisect_left(falling, load[block] - height, item)
-                start = bisect_left(thinning, held[block] - self.capacity, start)
+                start = bisect_left(thinning, held[block] - capacity, start)
                 if start < end:
                     insort(keys, (start << bits) | (mask - block))
         left.extend(range(item, end))
         return left
 
-    def worst_fit(self, cost: list[int], tokens: list[int]) -> list[int]:
+    def _first_places(self, cost: Ints, tokens: Ints, room: int) -> list[int]:
+        """The keys of all open blocks before anything is placed."""
+        by_cost = np.searchsorted(-cost, self.load_before[self.open] - room)
+        by_tokens = np.searchsorted(-tokens, self.tokens_before[self.open] - self.capacity)
+        start = np.maximum(by_cost, by_tokens)
+        mask = (1 << self.bits) - 1
+        keys: list[int] = np.sort((start << self.bits) | (mask - self.open)).tolist()
+        return keys
+
+    def worst_fit(self, cost: Ints, tokens: Ints) -> list[int]:
         """Each item goes to the block with the least load. Returns the items left.
 
         A block without room for an item waits until the items are small enough for it.
         """
         bits, mask = self.bits, (1 << self.bits) - 1
-        thinning = [-t for t in tokens]
-        load, held = self.load, self.tokens
-        heap = [(load[b] << bits) | b for b in self.open_blocks()]
+        load, held, count, members = self.load, self.tokens, self.count, self.members
+        capacity, max_items, pack = self.capacity, self.max_items, self.pack
+        thinning = (-tokens).tolist()
+        heap = [(load[b] << bits) | b for b in self.open.tolist()]
         heapify(heap)
         waiting: list[int] = []
         left: list[int] = []
-        for item, (add, need) in enumerate(zip(cost, tokens, strict=True)):
+        for item, (add, need) in enumerate(zip(cost.tolist(), tokens.tolist(), strict=True)):
             while waiting and waiting[0] >> bits <= item:
                 block = heappop(waiting) & mask
                 heappush(heap, (load[block] << bits) | block)
-            while heap and held[heap[0] & mask] + need > self.capacity:
+            while heap and held[heap[0] & mask] + need > capacity:
                 block = heappop(heap) & mask
-                start = bisect_left(thinning, held[block] - self.capacity, item)
+                start = bisect_left(thinning, held[block] - capacity, item)
                 heappush(waiting, (start << bits) | block)
             if not heap:
                 left.append(item)
                 continue
             block = heap[0] & mask
-            self.put(block, item, add, need)
-            if self.count[block] < self.max_items:
+            inside = members[block]
+            load[block] += add if inside else add + pack
+            held[block] += need
+            count[block] += 1
+            inside.append(item)
+            if count[block] < max_items:
                 heapreplace(heap, (load[block] << bits) | block)
             else:
                 heappop(heap)

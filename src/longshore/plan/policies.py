@@ -5,7 +5,7 @@ In: a Task. Out: rounds, offered to a Choice that times them. On 2 lanes of 8 to
 as long as 6.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,6 +43,17 @@ class Task:
     def by_length(self) -> list[int]:
         order: list[int] = np.argsort(-self.table.tokens[:, 0], kind="stable").tolist()
         return order
+
+    @cached_property
+    def _token_columns(self) -> dict[int, list[int]]:
+        return {}
+
+    def tokens_at(self, cp_size: int) -> list[int]:
+        """Tokens of every sequence on each lane at this CP size."""
+        if cp_size not in self._token_columns:
+            column = self.table.tokens[:, self.table.sizes.index(cp_size)]
+            self._token_columns[cp_size] = column.tolist()
+        return self._token_columns[cp_size]
 
     @property
     def most_sequences(self) -> int:
@@ -180,7 +191,9 @@ def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> Non
     sync = task.setting.sync
     bound = bound_of(problem, task.setting)
     if sync == "round":
-        choice.offer(_to_rounds(task, search_rounds(problem, bound=bound), members))
+        draft = search_rounds(problem, bound=bound)
+        if choice.could_gain(draft.time(problem)) or task.setting.pp > 1:
+            choice.offer(_to_rounds(task, draft.packs(), members))
         return
     draft = search_step(problem, bound=bound)
     for join in (False, True) if not problem.sole else (False,):
@@ -192,22 +205,23 @@ def bound_of(problem: Problem, setting: Setting) -> int:
     return lower_bound(problem, sync=setting.sync, linear=linear)
 
 
-def _to_rounds(task: Task, draft: Draft, members: Seq[tuple[int, ...]]) -> Rounds:
-    rounds: list[list[Pack]] = [[] for _ in draft.heights]
-    for placed in sorted(draft.packs, key=lambda p: (p.round, -p.cp_size, p.first_lane)):
+def _to_rounds(task: Task, packs: Iterable[Placed], members: Seq[tuple[int, ...]]) -> Rounds:
+    ordered = sorted(packs, key=lambda p: (p.round, -p.cp_size, p.first_lane))
+    rounds: list[list[Pack]] = [[] for _ in range(ordered[-1].round + 1)]
+    for placed in ordered:
         sequences = tuple(i for item in placed.items for i in members[item])
         rounds[placed.round].append(make_pack(task, placed.first_lane, placed.cp_size, sequences))
     return tuple(Round(tuple(packs)) for packs in rounds)
 
 
 def make_pack(task: Task, first_lane: int, cp_size: int, sequences: tuple[int, ...]) -> Pack:
-    column = task.table.tokens[:, task.table.sizes.index(cp_size)]
-    return Pack(first_lane, cp_size, sequences, int(column[list(sequences)].sum()))
+    column = task.tokens_at(cp_size)
+    return Pack(first_lane, cp_size, sequences, sum(map(column.__getitem__, sequences)))
 
 
 def _lay_out(
     task: Task, problem: Problem, draft: Draft, members: Seq[tuple[int, ...]], *, join: bool
-) -> Draft:
+) -> list[Placed]:
     """Cuts one round of unbounded capacity into rounds, larger CP sizes first.
 
     Lanes of a nested group have spent the same before it, so they meet without waiting. With `join` a pack goes into its
@@ -216,7 +230,7 @@ def _lay_out(
     held = [[0, 0] for _ in range(task.setting.lanes)]
     last = [-1] * task.setting.lanes
     packs: list[Placed] = []
-    for placed in sorted(draft.packs, key=lambda p: (-p.cp_size, p.first_lane)):
+    for placed in sorted(draft.packs(), key=lambda p: (-p.cp_size, p.first_lane)):
         lanes = range(placed.first_lane, placed.first_lane + placed.cp_size)
         level = problem.sizes.index(placed.cp_size)
         tokens = problem.table.tokens[:, level]
@@ -234,7 +248,7 @@ def _lay_out(
                 before = held[lane] if last[lane] == round_ else [0, 0]
                 held[lane], last[lane] = [before[0] + need, before[1] + count], round_
             packs.append(Placed(round_, placed.first_lane, placed.cp_size, part))
-    return Draft(packs, [0] * (max(last) + 1))
+    return packs
 
 
 def _parts(
@@ -260,7 +274,7 @@ def _next_fit(task: Task, cp_size: int) -> Rounds:
     return _in_order(task, cp_size, _parts(task, list(range(len(tokens))), tokens, members))
 
 
-def _in_order(task: Task, cp_size: int, packs: Iterator[list[int]] | list[list[int]]) -> Rounds:
+def _in_order(task: Task, cp_size: int, packs: Iterable[list[int]]) -> Rounds:
     """Packs of one CP size laid side by side, round after round."""
     per_round = task.setting.lanes // cp_size
     rounds: list[list[Pack]] = []

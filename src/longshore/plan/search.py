@@ -11,7 +11,7 @@ and the short ones share low rounds.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,28 +31,37 @@ TOLERANCES = (0.0, 0.012, 0.03, 0.08)
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    packs: list[Placed]
+    """Fillings one after another, and the heights of all their rounds."""
+
+    parts: tuple[Filled, ...]
     heights: list[int]
 
     def time(self, problem: Problem) -> int:
         return sum(self.heights) + problem.table.round * len(self.heights)
 
-    def then(self, filled: "Filled | Draft") -> "Draft":
-        moved = [replace(p, round=p.round + len(self.heights)) for p in filled.packs]
-        return Draft(self.packs + moved, self.heights + filled.heights)
+    def then(self, filled: Filled) -> "Draft":
+        return Draft((*self.parts, filled), self.heights + filled.heights)
+
+    def packs(self) -> Iterator[Placed]:
+        first_round = 0
+        for part in self.parts:
+            for level in part.levels:
+                yield from level.packs(first_round)
+            first_round += len(part.heights)
 
 
-EMPTY = Draft([], [])
+EMPTY = Draft((), [])
 
 
 class Search:
-    """The best draft so far, and how much may still be tried. One try is one filling of all items."""
+    """The best draft so far, and how much may still be tried. One try is one filling."""
 
     def __init__(self, problem: Problem, bound: int) -> None:
         self.problem = problem
         self.bound = bound
         self.best: Draft | None = None
-        self.tries = (8 if problem.sole else 20) + min(100, 6000 // len(problem.cost))
+        count = len(problem.cost)
+        self.tries = 5 + min(40, 3000 // count) if problem.sole else 16 + min(100, 16000 // count)
 
     def offer(self, draft: Draft) -> bool:
         if self.best is None or draft.time(self.problem) < self.best.time(self.problem):
@@ -74,7 +83,7 @@ def search_rounds(problem: Problem, *, bound: int) -> Draft:
     search = Search(problem, bound)
     everything = np.arange(len(problem.cost))
     ranked = []
-    for count, (draft, left) in enumerate(peel(problem, everything, bound=bound)):
+    for count, (draft, left) in enumerate(peel(search, everything)):
         if search.done() or search.hopeless(draft.time(problem) + floor(problem, left)):
             break
         if not len(left):
@@ -123,7 +132,8 @@ def spread(
         height = floor(problem, left) // rounds + problem.pack
         aim = Aim(height, tolerance, tight=False)
         filled = fill(problem, left, rounds=rounds, aim=aim)
-        draft, left, rounds = draft.then(filled), filled.left, 1
+        draft, left = draft.then(filled), filled.left
+        rounds = least_rounds(problem, left)
     search.tries -= 1
     search.offer(draft)
     return draft.time(problem)
@@ -153,7 +163,8 @@ def tighten(
     high = (search.best.time(problem) - before) // rounds - problem.table.round
     height = int(high * 0.99)
     while not search.done() and low < height and high - low > low >> 8:
-        filled = fill(problem, items, rounds=rounds, aim=Aim(height, tolerance, tight=True))
+        aim = Aim(height, tolerance, tight=True, whole=True)
+        filled = fill(problem, items, rounds=rounds, aim=aim)
         search.tries -= 1
         if not len(filled.left):
             search.offer(start.then(filled))
@@ -165,12 +176,16 @@ def tighten(
         height = (low + high) // 2
 
 
-def peel(problem: Problem, items: Ints, *, bound: int) -> Iterator[tuple[Draft, Ints]]:
+def peel(search: Search, items: Ints) -> Iterator[tuple[Draft, Ints]]:
     """Tall rounds, one after another: what is done after each, and the items left."""
+    problem = search.problem
     draft, left = EMPTY, items
     yield draft, left
     while len(left) and is_tall(problem, left):
-        filled = tall_round(problem, left, time=bound - draft.time(problem))
+        candidates = 1 if problem.sole else 3
+        time = search.bound - draft.time(problem)
+        filled = tall_round(problem, left, time=time, candidates=candidates)
+        search.tries -= candidates * len(left) // len(items)
         draft, left = draft.then(filled), filled.left
         yield draft, left
 
@@ -180,12 +195,19 @@ def is_tall(problem: Problem, items: Ints) -> bool:
     return int(problem.natural[items[0]]) > floor(problem, items) // least_rounds(problem, items)
 
 
-def tall_round(problem: Problem, items: Ints, *, time: int) -> Filled:
+def tall_round(problem: Problem, items: Ints, *, time: int, candidates: int) -> Filled:
     """One round that holds the longest item, at the height that wastes the least of the time that is left."""
     heights = tall_heights(problem, int(items[0]), most=time + time // 8)
-    guesses = sorted((guess_time(problem, items, height, time), height) for height in heights)
+    area = problem.least_area[items].cumsum()
+    tokens = problem.least_tokens[items].cumsum()
+    by_tokens = int(np.searchsorted(tokens, problem.lanes * problem.capacity))
+    guesses = []
+    for height in heights:
+        enough = min(by_tokens, int(np.searchsorted(area, problem.lanes * height))) + 1
+        guesses.append((guess_time(problem, items, enough, height, time), height))
+    guesses.sort()
     best: tuple[int, Filled] | None = None
-    for _, height in guesses[:3]:
+    for _, height in guesses[:candidates]:
         filled = fill(problem, items, rounds=1, aim=Aim(height, 0.0, tight=True))
         rest = area_within(problem, filled.left, max(time - height, time >> 5))
         total = filled.heights[0] + int(USUAL_WASTE * rest) // problem.lanes
@@ -203,9 +225,9 @@ def tall_heights(problem: Problem, longest: int, *, most: int) -> list[int]:
     return sorted(height for height in heights if height <= top)
 
 
-def guess_time(problem: Problem, items: Ints, height: int, time: int) -> int:
-    """Time for all items when the longest fill one round of this height, without filling it."""
-    head = items[: _enough_items(problem, items, height)]
+def guess_time(problem: Problem, items: Ints, enough: int, height: int, time: int) -> int:
+    """Time for all items when the first, which are `enough`, fill one round of this height, without filling it."""
+    head = items[:enough]
     levels = choose_levels(problem, head, Aim(height, 0.0, tight=True))
     alone = 2 * problem.cost[head, levels] > height - problem.pack
     width = (np.array(problem.sizes)[levels] * alone).cumsum()
@@ -214,15 +236,6 @@ def guess_time(problem: Problem, items: Ints, height: int, time: int) -> int:
     held &= (problem.least_tokens[head] * held).cumsum() <= problem.lanes * problem.capacity
     rest = np.concatenate((head[~held], items[len(head) :]))
     return height + int(USUAL_WASTE * area_within(problem, rest, max(time - height, time >> 5))) // problem.lanes
-
-
-def _enough_items(problem: Problem, items: Ints, height: int) -> int:
-    """How many items, from the longest on, are enough to fill a round by area or by tokens."""
-    area = problem.least_area[items].cumsum()
-    tokens = problem.least_tokens[items].cumsum()
-    by_area = int(np.searchsorted(area, problem.lanes * height))
-    by_tokens = int(np.searchsorted(tokens, problem.lanes * problem.capacity))
-    return min(by_area, by_tokens) + 1
 
 
 def area_within(problem: Problem, items: Ints, height: int) -> int:
