@@ -1,7 +1,7 @@
 """check(plan): every promise a plan makes, verified from the plan alone.
 
-In: a Plan. Out: nothing, or a ValueError that names the first promise broken and where. It shares no arithmetic with the
-planner: padding, alignment and legality are computed here again.
+In: a Plan. Out: nothing, or a ValueError that names the first promise broken and where. It shares
+no arithmetic with the planner: padding, alignment and legality are computed here again.
 """
 
 from longshore.plan.types import Pack, Plan, Round
@@ -14,8 +14,8 @@ def check(plan: Plan) -> None:
         raise ValueError("plan: it has no rounds")
     if plan.setting.vpp > 1 and len(plan.rounds) % plan.setting.pp:
         raise ValueError(
-            f"plan: {len(plan.rounds)} rounds, and an interleaved pipeline of {plan.setting.pp} ranks "
-            "needs a multiple of that"
+            f"plan: {len(plan.rounds)} rounds, and an interleaved pipeline of "
+            f"{plan.setting.pp} ranks needs a multiple of that"
         )
     longest = max(sequence.length for sequence in plan.sequences)
     for number, round_ in enumerate(plan.rounds):
@@ -58,8 +58,8 @@ def _honest_tokens(plan: Plan, pack: Pack, longest: int, where: str) -> None:
         total += length if length % chunk == 0 else length + chunk - length % chunk
     if total != pack.tokens_per_lane * pack.cp_size:
         raise ValueError(
-            f"{where}: says {pack.tokens_per_lane} tokens a lane, but {total} padded tokens are split "
-            f"over {pack.cp_size}"
+            f"{where}: says {pack.tokens_per_lane} tokens a lane, but {total} padded tokens are "
+            f"split over {pack.cp_size}"
         )
 
 
@@ -89,4 +89,6 @@ def _lanes_within_limits(plan: Plan, round_: Round, number: int) -> None:
                 f"{where}: {count[lane]} sequences, and at most {setting.max_sequences} are allowed"
             )
         if packs[lane] > 1 and setting.policy != "mixed":
-            raise ValueError(f"{where}: {packs[lane]} packs, and policy {setting.policy} allows one")
+            raise ValueError(
+                f"{where}: {packs[lane]} packs, and policy {setting.policy} allows one"
+            )

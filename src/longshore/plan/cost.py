@@ -1,16 +1,19 @@
 """The cost model: what a pack costs each of its lanes, in estimated seconds.
 
-In: a profile (six numbers, from JSON or built in). Out: seconds, or the same as integers for comparisons.
+In: a profile (six numbers, from JSON or built in). Out: seconds, or the same as integers for
+comparisons.
 
 A pack of CP size k costs each of its lanes
 
     pack + Σ (linear·padded + quadratic·length²)/k + gather[k > node]·Σ padded·(k−1)/k
 
-with no gather at k = 1, and a round adds `round`. With linear 1, quadratic 0, gather (0.01, 0.08), node 8 and pack 64,
-one sequence of 4096 tokens costs 4160 at k = 1, and 64 + 1024 + 0.01·4096·3/4 = 1118.72 at k = 4.
+with no gather at k = 1, and a round adds `round`. With linear 1, quadratic 0, gather (0.01, 0.08),
+node 8 and pack 64, one sequence of 4096 tokens costs 4160 at k = 1, and 64 + 1024 + 0.01·4096·3/4 =
+1118.72 at k = 4.
 
-Plans are compared by integers only, so that every rank and platform decides alike: `CostTable` rounds each sequence's
-cost at each CP size to a whole number of quanta once, and all sums are exact from there on.
+Plans are compared by integers only, so that every rank and platform decides alike: `CostTable`
+rounds each sequence's cost at each CP size to a whole number of quanta once, and all sums are exact
+from there on.
 """
 
 import json
@@ -29,7 +32,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class CostProfile:
-    """Coefficients of the cost model. `gather` is (inside a node, across nodes); `node` counts lanes."""
+    """Coefficients. `gather` is (inside a node, across nodes); `node` counts lanes."""
 
     linear: float
     quadratic: float
@@ -43,9 +46,13 @@ class CostProfile:
         del numbers["gather"]
         for name, value in numbers.items():
             if not math.isfinite(value) or value < 0:
-                raise ValueError(f"cost profile: {name} is {value}; it must be finite and not negative")
+                raise ValueError(
+                    f"cost profile: {name} is {value}; it must be finite and not negative"
+                )
         if self.linear == 0 and self.quadratic == 0:
-            raise ValueError("cost profile: linear and quadratic are both 0, so no plan costs anything")
+            raise ValueError(
+                "cost profile: linear and quadratic are both 0, so no plan costs anything"
+            )
         if self.node < 1:
             raise ValueError(f"cost profile: node is {self.node}; a node has at least 1 lane")
 
@@ -64,8 +71,9 @@ class CostProfile:
         return math.fsum(self.linear * n + self.quadratic * float(n) ** 2 for n in lengths)
 
 
-# An estimate for Qwen3-8B on H100s, from its arithmetic and 400 TFLOP/s; not measured. One token of the linear layers
-# takes 6 · 8.2e9 FLOP / 4e14 FLOP/s = 1.23e-4 s; the other coefficients are in units of that.
+# An estimate for Qwen3-8B on H100s, from its arithmetic and 400 TFLOP/s; not measured. One token of
+# the linear layers takes 6 · 8.2e9 FLOP / 4e14 FLOP/s = 1.23e-4 s; the other coefficients are in
+# units of that.
 TOKEN_SECONDS = 1.23e-4
 BUILT_IN = CostProfile(
     linear=TOKEN_SECONDS,
@@ -91,7 +99,9 @@ def load_profile(path: str | Path) -> CostProfile:
 def parse_profile(data: object, name: str) -> CostProfile:
     keys = list(CostProfile.__slots__)
     if not isinstance(data, dict) or sorted(data) != sorted(keys):
-        raise ValueError(f"cost profile {name}: must be an object with just the keys {', '.join(keys)}")
+        raise ValueError(
+            f"cost profile {name}: must be an object with just the keys {', '.join(keys)}"
+        )
     gather = data["gather"]
     if not isinstance(gather, list) or len(gather) != 2:
         raise ValueError(f"cost profile {name}: gather must be [inside a node, across nodes]")
@@ -113,9 +123,9 @@ def parse_profile(data: object, name: str) -> CostProfile:
 class CostTable:
     """Integer costs and tokens of every sequence at every legal CP size.
 
-    `cost[i, j]` quanta and `tokens[i, j]` tokens fall on each lane when sequence i runs at `sizes[j]`. One second is
-    `scale` quanta, a power of two chosen so that no sum over all sequences and lanes leaves 64 bits and the costliest
-    sequence takes about 2^40 quanta.
+    `cost[i, j]` quanta and `tokens[i, j]` tokens fall on each lane when sequence i runs at
+    `sizes[j]`. One second is `scale` quanta, a power of two chosen so that no sum over all
+    sequences and lanes leaves 64 bits and the costliest sequence takes about 2^40 quanta.
     """
 
     def __init__(self, lengths: Ints, *, sizes: tuple[int, ...], profile: CostProfile) -> None:

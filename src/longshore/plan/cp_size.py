@@ -1,8 +1,8 @@
 """Legal CP sizes, the lanes a group of each size may start at, and the padding each size asks for.
 
-In: integers. Out: integers. With 6 lanes the powers of two and the whole give sizes (1, 2, 4, 6); a group of 4 may
-start at lane 0 only, one of 2 at lanes 0, 2 and 4. A sequence of 10 tokens stays 10 at CP size 1 and is padded to
-12 (a multiple of 2·2) at CP size 2, 6 tokens for each lane.
+In: integers. Out: integers. With 6 lanes the powers of two and the whole give sizes (1, 2, 4, 6); a
+group of 4 may start at lane 0 only, one of 2 at lanes 0, 2 and 4. A sequence of 10 tokens stays 10
+at CP size 1 and is padded to 12 (a multiple of 2·2) at CP size 2, 6 tokens for each lane.
 """
 
 ANY_SIZE_LANES = 64
@@ -11,7 +11,7 @@ ANY_SIZE_LANES = 64
 def legal_cp_sizes(
     lanes: int, *, kind: str = "pow2", min_cp: int = 1, max_cp: int | None = None
 ) -> tuple[int, ...]:
-    """The CP sizes a plan may use, rising: powers of two and the whole of the lanes, or any size."""
+    """The CP sizes a plan may use, rising: powers of two and all lanes together, or any size."""
     highest = lanes if max_cp is None else max_cp
     if kind not in ("pow2", "any"):
         raise ValueError(f"cp_sizes is {kind!r}; it may be 'pow2' or 'any'")

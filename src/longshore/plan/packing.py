@@ -1,12 +1,12 @@
 """Fills rounds with items: which CP size each gets, and which block of lanes.
 
-An item is what must stay together: a sequence, or a pack that the caller made. A block is an aligned run of `k` lanes of
-one round. Levels are filled from the largest CP size down, as a buddy allocator splits, so that a lane may carry its
-share of one very long item and short items of its own. Two limits hold on every lane: tokens (capacity) and cost (the
-height aimed at).
+An item is what must stay together: a sequence, or a pack that the caller made. A block is an
+aligned run of `k` lanes of one round. Levels are filled from the largest CP size down, as a buddy
+allocator splits, so that a lane may carry its share of one very long item and short items of its
+own. Two limits hold on every lane: tokens (capacity) and cost (the height aimed at).
 
-Three items of cost 8, 3 and 3 (linear, no exchange) on 2 lanes at height 7: the first takes CP size 2 and leaves 3 on
-each lane, which the other two fill at CP size 1.
+Three items of cost 8, 3 and 3 (linear, no exchange) on 2 lanes at height 7: the first takes CP size
+2 and leaves 3 on each lane, which the other two fill at CP size 1.
 """
 
 from bisect import bisect_left, insort
@@ -35,7 +35,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The blocks of one CP size, `per_round` of them in each round, and the places in `items` of what each holds."""
+    """The blocks of one CP size, `per_round` in each round; `members` are places in `items`."""
 
     cp_size: int
     per_round: int
@@ -53,7 +53,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What a filling gave: its levels, each round's height in quanta, and the items that found no place."""
+    """What a filling gave: levels, the heights of rounds, and items that found no place."""
 
     levels: list[Level]
     heights: list[int]
@@ -64,9 +64,9 @@ class Filled:
 class Limits:
     """What a filling must keep to.
 
-    capacity: tokens of an item on a lane. lane_tokens: tokens of a lane in a round (more than the capacity where rounds
-    are made afterwards). max_items: items of a lane in a round. min_rounds: rounds wanted at least. sole: one pack for
-    a lane and round.
+    capacity: tokens of an item on a lane. lane_tokens: tokens of a lane in a round (more than the
+    capacity where rounds are made afterwards). max_items: items of a lane in a round. min_rounds:
+    rounds wanted at least. sole: one pack for a lane and round.
     """
 
     lanes: int
@@ -78,7 +78,7 @@ class Limits:
 
 
 class Problem:
-    """The items of a step, which come by falling cost, with all that filling needs to know of them."""
+    """The items of a step, by falling cost, with all that filling needs to know of them."""
 
     def __init__(self, table: CostTable, limits: Limits) -> None:
         self.table = table
@@ -104,10 +104,11 @@ class Problem:
 class Aim:
     """How a filling goes about it.
 
-    height: what a round should cost, so that no item gets a CP size at which it alone costs more. tolerance: how much more
-    area an item may take so that it costs each lane less and can be placed more evenly. tight: put an item where it
-    leaves the least room below the height, and nowhere if there is none, instead of where the load is least. whole: stop
-    as soon as an item finds no place.
+    height: what a round should cost, so that no item gets a CP size at which it alone costs more.
+    tolerance: how much more area an item may take so that it costs each lane less and can be placed
+    more evenly. tight: put an item where it leaves the least room below the height, and nowhere if
+    there is none, instead of where the load is least. whole: stop as soon as an item finds no
+    place.
     """
 
     height: int
@@ -117,15 +118,16 @@ class Aim:
 
 
 def choose_levels(problem: Problem, items: Ints, aim: Aim) -> NDArray[np.intp]:
-    """The index of each item's CP size: the smallest that meets the height, or a larger one within the tolerance."""
+    """Which CP size each item gets: the smallest that meets the height, or one within tolerance."""
     cost, area = problem.cost[items], problem.area[items]
     meets = cost <= aim.height - problem.pack
-    first = np.where(meets.any(axis=1), meets.argmax(axis=1), cost.argmin(axis=1))
+    first: NDArray[np.intp] = np.where(meets.any(axis=1), meets.argmax(axis=1), cost.argmin(axis=1))
     if aim.tolerance == 0:
         return first
     most = np.take_along_axis(area, first[:, None], axis=1) * (1 + aim.tolerance)
     near = (area <= most) & (np.arange(cost.shape[1]) >= first[:, None])
-    return np.where(near, cost, NEVER).argmin(axis=1)
+    chosen: NDArray[np.intp] = np.where(near, cost, NEVER).argmin(axis=1)
+    return chosen
 
 
 def fill(problem: Problem, items: Ints, *, rounds: int, aim: Aim) -> Filled:
@@ -157,10 +159,7 @@ class _Board:
             order = np.argsort(-cost, kind="stable")
             items, cost = items[order], cost[order]
         tokens = self.problem.table.tokens[items, level]
-        if aim.tight:
-            left = blocks.best_fit(cost, tokens, aim)
-        else:
-            left = blocks.worst_fit(cost, tokens)
+        left = blocks.best_fit(cost, tokens, aim) if aim.tight else blocks.worst_fit(cost, tokens)
         self.levels.append(Level(size, self.problem.lanes // size, items, blocks.members))
         self._settle(blocks, size)
         return items[left]
@@ -201,7 +200,8 @@ class _Blocks:
     def best_fit(self, cost: Ints, tokens: Ints, aim: Aim) -> list[int]:
         """Each item goes to the block with the least room that takes it. Returns the items left.
 
-        Items come by falling cost and tokens, so a block takes all from some place on; that place is its key.
+        Items come by falling cost and tokens, so a block takes all from some place on; that place
+        is its key.
         """
         bits, mask, end = self.bits, (1 << self.bits) - 1, len(cost)
         load, held, count, members = self.load, self.tokens, self.count, self.members

@@ -1,12 +1,11 @@
 """make_plan: lengths in, a Plan out. Pure: no process group, no clock in a decision, no randomness.
 
-    >>> plan = make_plan([9000, 300, 200], lanes=2, capacity=8192)
-    >>> [(pack.cp_size, pack.sequences) for pack in plan.rounds[0].packs]
-    [(2, (0,)), (1, (1,)), (1, (2,))]
+>>> plan = make_plan([9000, 300, 200], lanes=2, capacity=8192)
+>>> [(pack.cp_size, pack.sequences) for pack in plan.rounds[0].packs]
+[(2, (0,)), (1, (1,)), (1, (2,))]
 """
 
 import hashlib
-import math
 import operator
 import time
 from collections import Counter
@@ -16,7 +15,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from longshore.plan.cost import BUILT_IN, CostProfile
-from longshore.plan.cp_size import legal_cp_sizes, padded_length, usable_capacity
+from longshore.plan.cp_size import legal_cp_sizes, usable_capacity
 from longshore.plan.packing import Limits, Problem
 from longshore.plan.policies import POLICIES, UNLIMITED, Choice, Rounds, Task, bound_of
 from longshore.plan.simulate import held_tokens, simulate_rounds, table_for
@@ -46,10 +45,11 @@ def make_plan(
 ) -> Plan:
     """Plans one optimizer step.
 
-    lengths: tokens of each sequence. lanes: DP × CP coordinates. capacity: the most tokens a lane holds in a round.
-    policy, sync: see the README. cp_size: the one CP size of `padded`, `static` and `balanced`. cp_sizes: 'pow2' or 'any'.
-    max_sequences: of a lane in a round. align: a lane's total is padded to a multiple of this. pp, vpp: pipeline ranks,
-    and stages for each. packs: for policy `given`, the places of each pack's sequences.
+    lengths: tokens of each sequence. lanes: DP × CP coordinates. capacity: the most tokens a lane
+    holds in a round. policy, sync: see the README. cp_size: the one CP size of `padded`, `static`
+    and `balanced`. cp_sizes: 'pow2' or 'any'. max_sequences: of a lane in a round. align: a lane's
+    total is padded to a multiple of this. pp, vpp: pipeline ranks, and stages for each. packs: for
+    policy `given`, the places of each pack's sequences.
     """
     started = time.perf_counter()
     sequences = tuple(_sequence(place, entry) for place, entry in enumerate(lengths))
@@ -141,8 +141,8 @@ def _check_setting(setting: Setting, sequences: tuple[Sequence, ...], cp_size: i
         raise ValueError(f"sync is {setting.sync!r}; it may be 'round' or 'step'")
     if setting.sync == "step" and setting.pp > 1:
         raise ValueError(
-            f"sync 'step' does not work with a pipeline (pp {setting.pp}), whose ranks meet in every "
-            "round; use sync 'round'"
+            f"sync 'step' does not work with a pipeline (pp {setting.pp}), whose ranks meet in "
+            "every round; use sync 'round'"
         )
     if setting.vpp > 1 and setting.pp == 1:
         raise ValueError(f"vpp is {setting.vpp}, but without a pipeline (pp 1) it must be 1")
@@ -172,7 +172,9 @@ def _check_packs(
         if seen[place] != 1:
             raise ValueError(f"packs: sequence {place} is in {seen[place]} packs, not in one")
     if strange := sorted(set(seen) - set(range(sequences))):
-        raise ValueError(f"packs: there is no sequence {strange[0]}; they go from 0 to {sequences - 1}")
+        raise ValueError(
+            f"packs: there is no sequence {strange[0]}; they go from 0 to {sequences - 1}"
+        )
     for number, pack in enumerate(packs):
         if not pack:
             raise ValueError(f"packs: pack {number} is empty")
@@ -184,7 +186,7 @@ def _check_packs(
 
 
 def _check_fit(task: Task, sequences: tuple[Sequence, ...]) -> None:
-    """Every sequence, or given pack, must fit some legal CP size, and for one-size policies the same."""
+    """Every sequence, or given pack, must fit at a CP size that the policy may use."""
     table = task.table.joined(task.packs) if task.packs else task.table
     sizes = (task.cp_size,) if task.cp_size else table.sizes
     columns = [table.sizes.index(size) for size in sizes]
@@ -222,9 +224,7 @@ def _listed(sizes: Seq[int]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def _stats(
-    task: Task, sequences: tuple[Sequence, ...], rounds: Rounds, started: float
-) -> Stats:
+def _stats(task: Task, sequences: tuple[Sequence, ...], rounds: Rounds, started: float) -> Stats:
     setting = task.setting
     lengths = [sequence.length for sequence in sequences]
     timeline = simulate_rounds(rounds, setting=setting, lengths=lengths, table=task.table)

@@ -1,8 +1,8 @@
 """The policies: each offers one or more ways to run a step, and the fastest is kept.
 
-In: a Task. Out: rounds, offered to a Choice that times them. On 2 lanes of 8 tokens, lengths 6, 3 and 3 give under
-`static` at CP size 1 the packs (6) and (3, 3) side by side, and under `padded` two rounds of one sequence each, all of them
-as long as 6.
+In: a Task. Out: rounds, offered to a Choice that times them. On 2 lanes of 8 tokens, lengths 6, 3
+and 3 give under `static` at CP size 1 the packs (6) and (3, 3) side by side, and under `padded` two
+rounds of one sequence each, all of them as long as 6.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,11 +14,11 @@ import numpy as np
 
 from longshore.plan.bound import lower_bound
 from longshore.plan.cost import CostTable
+from longshore.plan.order import make_order
 from longshore.plan.packing import Limits, Placed, Problem
 from longshore.plan.pipeline import arrange
 from longshore.plan.search import Draft, search_rounds, search_step
 from longshore.plan.simulate import lane_costs, round_heights, step_time, walk
-from longshore.plan.order import make_order
 from longshore.plan.types import Pack, Round, Setting
 
 UNLIMITED = 1 << 30
@@ -29,8 +29,8 @@ Rounds = tuple[Round, ...]
 class Task:
     """A step to be planned: the table has a row for each sequence, in the order they came.
 
-    `capacity` is what alignment leaves of the setting's. `cp_size` is the one a policy must use, or 0. `packs` are those
-    of policy `given`.
+    `capacity` is what alignment leaves of the setting's. `cp_size` is the one a policy must use, or
+    0. `packs` are those of policy `given`.
     """
 
     setting: Setting
@@ -107,7 +107,7 @@ class Choice:
 
 
 def padded(task: Task, choice: Choice) -> None:
-    """One sequence a group a round, in the order they came; the table charges each as the longest."""
+    """One sequence a group a round, in the order they came, each charged as the longest."""
     size = task.sizes_that_fit()[0]
     choice.offer(_in_order(task, size, [[i] for i in range(len(task.table.cost))]))
 
@@ -158,9 +158,7 @@ POLICIES: dict[str, Callable[[Task, Choice], None]] = {
 }
 
 
-def _limits(
-    task: Task, *, lanes: int, max_items: int, sole: bool, min_rounds: int = 1
-) -> Limits:
+def _limits(task: Task, *, lanes: int, max_items: int, sole: bool, min_rounds: int = 1) -> Limits:
     step = task.setting.sync == "step"
     return Limits(
         lanes=lanes,
@@ -173,7 +171,7 @@ def _limits(
 
 
 def _search(task: Task, choice: Choice, *, sizes: tuple[int, ...], sole: bool) -> None:
-    """Offers what the search finds with these CP sizes; with a pipeline, for several numbers of rounds."""
+    """Offers what the search finds with these sizes; for a pipeline, with several round counts."""
     setting = task.setting
     lanes = setting.lanes // sizes[0] * sizes[0] if len(sizes) == 1 else setting.lanes
     table = task.table.part(np.array(task.by_length), sizes)
@@ -224,8 +222,9 @@ def _lay_out(
 ) -> list[Placed]:
     """Cuts one round of unbounded capacity into rounds, larger CP sizes first.
 
-    Lanes of a nested group have spent the same before it, so they meet without waiting. With `join` a pack goes into its
-    lanes' last round where there is room, which saves rounds but makes lanes joined that way end together.
+    Lanes of a nested group have spent the same before it, so they meet without waiting. With `join`
+    a pack goes into its lanes' last round where there is room, which saves rounds but makes lanes
+    joined that way end together.
     """
     held = [[0, 0] for _ in range(task.setting.lanes)]
     last = [-1] * task.setting.lanes
@@ -239,7 +238,10 @@ def _lay_out(
             round_ = max(last[lane] for lane in lanes)
             fits = all(
                 last[lane] < round_
-                or (held[lane][0] + need <= task.capacity and held[lane][1] + count <= task.most_sequences)
+                or (
+                    held[lane][0] + need <= task.capacity
+                    and held[lane][1] + count <= task.most_sequences
+                )
                 for lane in lanes
             )
             if not (join and number == 0 and round_ >= 0 and fits):

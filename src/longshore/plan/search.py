@@ -2,12 +2,13 @@
 
 In: a Problem. Out: a Draft, the packs of all rounds with each round's height.
 
-Where lanes meet after each round, a step costs the sum of the rounds' heights, so a round should be level; how full it is
-matters little. Two ways are combined. Level rounds share one height. Tall rounds come before them: while the longest item
-is taller than the level, a round is opened for it and filled up with the longest items that fit. Its height is a
-choice: low, and long items must be split further and exchange more; high, and the shorter items beside them run out of
-tokens before they are as tall. On 8 lanes one item of 131072 tokens among short ones so gets a tall round of its own,
-and the short ones share low rounds.
+Where lanes meet after each round, a step costs the sum of the rounds' heights, so a round should be
+level; how full it is matters little. Two ways are combined. Level rounds share one height. Tall
+rounds come before them: while the longest item is taller than the level, a round is opened for it
+and filled up with the longest items that fit. Its height is a choice: low, and long items must be
+split further and exchange more; high, and the shorter items beside them run out of tokens before
+they are as tall. On 8 lanes one item of 131072 tokens among short ones so gets a tall round of its
+own, and the short ones share low rounds.
 """
 
 from collections.abc import Iterator
@@ -101,7 +102,7 @@ def search_rounds(problem: Problem, *, bound: int) -> Draft:
 
 
 def search_step(problem: Problem, *, bound: int) -> Draft:
-    """One round of unbounded capacity, as level as it gets, for lanes that meet only in shared packs."""
+    """One level round of unbounded capacity, for lanes that meet only in shared packs."""
     search = Search(problem, bound)
     everything = np.arange(len(problem.cost))
     spread(search, EMPTY, everything, rounds=1, tolerance=0.0)
@@ -122,9 +123,7 @@ def floor(problem: Problem, items: Ints) -> int:
     return int(problem.least_area[items].sum()) // problem.lanes + problem.pack
 
 
-def spread(
-    search: Search, start: Draft, items: Ints, *, rounds: int, tolerance: float
-) -> int:
+def spread(search: Search, start: Draft, items: Ints, *, rounds: int, tolerance: float) -> int:
     """Level rounds, each item where the load is least; rounds are added for what does not fit."""
     problem = search.problem
     draft, left = start, items
@@ -150,10 +149,8 @@ def refine(search: Search, start: Draft, items: Ints) -> None:
             tighten(search, start, items, rounds=rounds, tolerance=tolerance)
 
 
-def tighten(
-    search: Search, start: Draft, items: Ints, *, rounds: int, tolerance: float
-) -> None:
-    """Looks for a lower height at which all items find a place, unless none shows at the first try."""
+def tighten(search: Search, start: Draft, items: Ints, *, rounds: int, tolerance: float) -> None:
+    """Looks for a lower height at which all items fit; gives up if the first try fails."""
     problem = search.problem
     before = start.time(problem)
     low = floor(problem, items) // rounds
@@ -191,12 +188,12 @@ def peel(search: Search, items: Ints) -> Iterator[tuple[Draft, Ints]]:
 
 
 def is_tall(problem: Problem, items: Ints) -> bool:
-    """Whether the longest item, at the CP size that takes the least area, is taller than level rounds."""
+    """Whether the longest item, at its CP size of least area, is taller than level rounds."""
     return int(problem.natural[items[0]]) > floor(problem, items) // least_rounds(problem, items)
 
 
 def tall_round(problem: Problem, items: Ints, *, time: int, candidates: int) -> Filled:
-    """One round that holds the longest item, at the height that wastes the least of the time that is left."""
+    """One round with the longest item, of the height that wastes the least of the time left."""
     heights = tall_heights(problem, int(items[0]), most=time + time // 8)
     area = problem.least_area[items].cumsum()
     tokens = problem.least_tokens[items].cumsum()
@@ -226,7 +223,7 @@ def tall_heights(problem: Problem, longest: int, *, most: int) -> list[int]:
 
 
 def guess_time(problem: Problem, items: Ints, enough: int, height: int, time: int) -> int:
-    """Time for all items when the first, which are `enough`, fill one round of this height, without filling it."""
+    """Time for all items when one round of this height takes the first `enough`, by area alone."""
     head = items[:enough]
     levels = choose_levels(problem, head, Aim(height, 0.0, tight=True))
     alone = 2 * problem.cost[head, levels] > height - problem.pack
@@ -235,7 +232,11 @@ def guess_time(problem: Problem, items: Ints, enough: int, height: int, time: in
     held &= (problem.area[head, levels] * held).cumsum() <= problem.lanes * height
     held &= (problem.least_tokens[head] * held).cumsum() <= problem.lanes * problem.capacity
     rest = np.concatenate((head[~held], items[len(head) :]))
-    return height + int(USUAL_WASTE * area_within(problem, rest, max(time - height, time >> 5))) // problem.lanes
+    return (
+        height
+        + int(USUAL_WASTE * area_within(problem, rest, max(time - height, time >> 5)))
+        // problem.lanes
+    )
 
 
 def area_within(problem: Problem, items: Ints, height: int) -> int:

@@ -1,7 +1,7 @@
 """The words of a plan: Plan ⊃ Round ⊃ Pack ⊃ Sequence.
 
-A pack names its sequences by their place in the plan's list. Two sequences of 8 and 3 tokens on 2 lanes, the first
-split over both, the second beside it on lane 1, make one round:
+A pack names its sequences by their place in the plan's list. Two sequences of 8 and 3 tokens on 2
+lanes, the first split over both, the second beside it on lane 1, make one round:
 
     Round((Pack(0, 2, (0,), 4), Pack(1, 1, (1,), 3)))
 """
@@ -62,10 +62,11 @@ class Setting:
 class Stats:
     """What a plan is worth.
 
-    predicted, lower_bound: seconds of the step, and what no plan can beat. gap: predicted / lower_bound − 1.
-    efficiency: seconds of pure arithmetic on real tokens, spread over all lanes, / predicted. imbalance: share of the
-    lanes' time spent waiting for other lanes; bubble: for the pipeline. fill: tokens / (lanes · rounds · capacity).
-    padding: share of all tokens that is padding. cp_histogram: sequences at each CP size.
+    predicted, lower_bound: seconds of the step, and what no plan can beat. gap: predicted /
+    lower_bound − 1. efficiency: seconds of pure arithmetic on real tokens, spread over all lanes, /
+    predicted. imbalance: share of the lanes' time spent waiting for other lanes; bubble: for the
+    pipeline. fill: tokens / (lanes · rounds · capacity). padding: share of all tokens that is
+    padding. cp_histogram: sequences at each CP size.
     """
 
     predicted: float
@@ -85,7 +86,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All rounds of one optimizer step. `digest` names the decision and leaves the planning time out."""
+    """All rounds of one optimizer step. `digest` names the decision, not how long it took."""
 
     setting: Setting
     sequences: tuple[Sequence, ...]
