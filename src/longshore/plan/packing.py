@@ -66,7 +66,8 @@ class Limits:
 
     capacity: tokens of an item on a lane. lane_tokens: tokens of a lane in a round (more than the
     capacity where rounds are made afterwards). max_items: items of a lane in a round. min_rounds:
-    rounds wanted at least. sole: one pack for a lane and round.
+    rounds wanted at least. sole: one pack for a lane and round. bubble: how many heights of the
+    tallest round a pipeline adds to fill and drain.
     """
 
     lanes: int
@@ -75,6 +76,7 @@ class Limits:
     max_items: int
     min_rounds: int
     sole: bool
+    bubble: float
 
 
 class Problem:
@@ -87,6 +89,7 @@ class Problem:
         self.max_items = limits.max_items
         self.min_rounds = limits.min_rounds
         self.sole = limits.sole
+        self.bubble = limits.bubble
         self.sizes = table.sizes
         self.pack = table.pack
         fits = table.tokens <= limits.capacity

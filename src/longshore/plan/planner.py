@@ -11,10 +11,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import SupportsIndex
 
 import numpy as np
 
-from longshore.plan.cost import BUILT_IN, CostProfile
+from longshore.plan.cost import BUILT_IN, CostProfile, CostTable
 from longshore.plan.cp_size import legal_cp_sizes, usable_capacity
 from longshore.plan.packing import Limits, Problem
 from longshore.plan.policies import POLICIES, UNLIMITED, Choice, Rounds, Task, bound_of
@@ -53,12 +54,17 @@ def make_plan(
     """
     started = time.perf_counter()
     sequences = tuple(_sequence(place, entry) for place, entry in enumerate(lengths))
-    counts = {"lanes": lanes, "capacity": capacity, "min_cp": min_cp, "align": align}
-    counts |= {"pp": pp, "vpp": vpp}
-    optional = {"cp_size": cp_size, "max_cp": max_cp, "max_sequences": max_sequences}
-    counts |= {name: value for name, value in optional.items() if value is not None}
-    for name, value in counts.items():
-        counts[name] = _count(name, value)
+    counts = _whole_numbers(
+        lanes=lanes,
+        capacity=capacity,
+        cp_size=cp_size,
+        min_cp=min_cp,
+        max_cp=max_cp,
+        max_sequences=max_sequences,
+        align=align,
+        pp=pp,
+        vpp=vpp,
+    )
     setting = Setting(
         lanes=counts["lanes"],
         capacity=counts["capacity"],
@@ -83,14 +89,11 @@ def make_plan(
 def _sequence(place: int, entry: int | Sequence) -> Sequence:
     if isinstance(entry, Sequence):
         return entry
-    try:
-        if isinstance(entry, bool | np.bool_):
-            raise TypeError
-        length = operator.index(entry)
-    except TypeError:
+    length = _index(entry)
+    if length is None:
         raise ValueError(
             f"sequence {place}: its length is {entry!r}, which is not a whole number of tokens"
-        ) from None
+        )
     if length < 1:
         raise ValueError(
             f"sequence {place}: its length is {length}; a sequence has at least 1 token, "
@@ -99,16 +102,26 @@ def _sequence(place: int, entry: int | Sequence) -> Sequence:
     return Sequence(place, length, length)
 
 
-def _count(name: str, value: object) -> int:
-    try:
-        if isinstance(value, bool | np.bool_):
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number") from None
-    if number < 1:
-        raise ValueError(f"{name} is {number}; it must be at least 1")
-    return number
+def _whole_numbers(**values: object) -> dict[str, int]:
+    """Those that were given, as integers of at least 1."""
+    numbers = {}
+    for name, value in values.items():
+        if value is None:
+            continue
+        number = _index(value)
+        if number is None:
+            raise ValueError(f"{name} is {value!r}; it must be a whole number")
+        if number < 1:
+            raise ValueError(f"{name} is {number}; it must be at least 1")
+        numbers[name] = number
+    return numbers
+
+
+def _index(value: object) -> int | None:
+    """The integer that a value is, NumPy's included; bool and float are none."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, SupportsIndex):
+        return None
+    return operator.index(value)
 
 
 def _task(
@@ -253,8 +266,6 @@ def _stats(task: Task, sequences: tuple[Sequence, ...], rounds: Rounds, started:
 
 def _lower_bound(task: Task, lengths: list[int]) -> float:
     """The bound of every policy with these limits, in seconds, from real lengths."""
-    from longshore.plan.cost import CostTable
-
     setting = task.setting
     table = CostTable(
         np.array(lengths, dtype=np.int64), sizes=setting.cp_sizes, profile=setting.profile
@@ -266,6 +277,7 @@ def _lower_bound(task: Task, lengths: list[int]) -> float:
         max_items=UNLIMITED,
         min_rounds=1,
         sole=False,
+        bubble=0.0,
     )
     return table.seconds(bound_of(Problem(table, limits), setting))
 

@@ -167,6 +167,7 @@ def _limits(task: Task, *, lanes: int, max_items: int, sole: bool, min_rounds: i
         max_items=UNLIMITED if step and max_items > 1 else max_items,
         min_rounds=min_rounds,
         sole=sole,
+        bubble=(task.setting.pp - 1) / task.setting.vpp,
     )
 
 
@@ -188,6 +189,7 @@ def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> Non
     task = choice.task
     sync = task.setting.sync
     bound = bound_of(problem, task.setting)
+    bound += int(problem.bubble * int(problem.cost.min(axis=1).max()))
     if sync == "round":
         draft = search_rounds(problem, bound=bound)
         if choice.could_gain(draft.time(problem)) or task.setting.pp > 1:

@@ -38,7 +38,9 @@ class Draft:
     heights: list[int]
 
     def time(self, problem: Problem) -> int:
-        return sum(self.heights) + problem.table.round * len(self.heights)
+        """Quanta of all rounds; with a pipeline, also what it takes to fill and drain it."""
+        bubble = int(problem.bubble * max(self.heights, default=0))
+        return sum(self.heights) + problem.table.round * len(self.heights) + bubble
 
     def then(self, filled: Filled) -> "Draft":
         return Draft((*self.parts, filled), self.heights + filled.heights)
@@ -157,7 +159,8 @@ def tighten(search: Search, start: Draft, items: Ints, *, rounds: int, tolerance
     if rounds == 1:
         low = max(low, search.bound - before - problem.table.round)
     assert search.best is not None
-    high = (search.best.time(problem) - before) // rounds - problem.table.round
+    heights = rounds if start.heights else rounds + problem.bubble
+    high = int((search.best.time(problem) - before) / heights) - problem.table.round
     height = int(high * 0.99)
     while not search.done() and low < height and high - low > low >> 8:
         aim = Aim(height, tolerance, tight=True, whole=True)
@@ -206,8 +209,7 @@ def tall_round(problem: Problem, items: Ints, *, time: int, candidates: int) -> 
     best: tuple[int, Filled] | None = None
     for _, height in guesses[:candidates]:
         filled = fill(problem, items, rounds=1, aim=Aim(height, 0.0, tight=True))
-        rest = area_within(problem, filled.left, max(time - height, time >> 5))
-        total = filled.heights[0] + int(USUAL_WASTE * rest) // problem.lanes
+        total = time_after(problem, filled.left, filled.heights[0], time)
         if best is None or total < best[0]:
             best = (total, filled)
     assert best is not None
@@ -232,11 +234,13 @@ def guess_time(problem: Problem, items: Ints, enough: int, height: int, time: in
     held &= (problem.area[head, levels] * held).cumsum() <= problem.lanes * height
     held &= (problem.least_tokens[head] * held).cumsum() <= problem.lanes * problem.capacity
     rest = np.concatenate((head[~held], items[len(head) :]))
-    return (
-        height
-        + int(USUAL_WASTE * area_within(problem, rest, max(time - height, time >> 5)))
-        // problem.lanes
-    )
+    return time_after(problem, rest, height, time)
+
+
+def time_after(problem: Problem, rest: Ints, height: int, time: int) -> int:
+    """About the time of a round of this height and level rounds for the rest, `time` being left."""
+    area = area_within(problem, rest, max(time - height, time >> 5))
+    return int((1 + problem.bubble) * height + USUAL_WASTE * area / problem.lanes)
 
 
 def area_within(problem: Problem, items: Ints, height: int) -> int:

@@ -1,0 +1,153 @@
+"""Reads the lengths of sequences from a CSV file and cuts them into steps.
+
+In: a file with one length a line. It may begin with the header `length`, or with `length,pack`, and
+then a second column says which sequences already form a pack. Blank lines are skipped. Out: lengths
+that know their lines, so that an error can name them. The file
+
+    length,pack
+    900,a
+    5000,b
+    700,a
+
+gives the lengths (900, 5000, 700), the lines (2, 3, 4) and the packs (0, 2) and (1,).
+"""
+
+import csv
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+HEADERS = (["length"], ["length", "pack"])
+MOST_DIGITS = 15
+SHOWN = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lengths from a file, with the line of each. `labels` says each one's pack, or is empty."""
+
+    name: str
+    lengths: tuple[int, ...]
+    lines: tuple[int, ...]
+    labels: tuple[str, ...]
+
+    def steps(self, batch: int | None) -> list["Lengths"]:
+        """Parts of `batch` sequences each, the last one perhaps shorter; None: all in one."""
+        size = batch or len(self.lengths)
+        parts = [slice(start, start + size) for start in range(0, len(self.lengths), size)]
+        return [
+            Lengths(self.name, self.lengths[part], self.lines[part], self.labels[part])
+            for part in parts
+        ]
+
+    def packs(self) -> list[tuple[int, ...]]:
+        """The places of the sequences that share a label, by the label's first appearance."""
+        members: dict[str, list[int]] = {}
+        for place, label in enumerate(self.labels):
+            members.setdefault(label, []).append(place)
+        return [tuple(places) for places in members.values()]
+
+    def locate(self, message: str) -> str:
+        """A message of the planner about "sequence 3" or "pack 3", with the file's name and line."""
+        found = re.match(r"(?:packs: )?(sequence|pack) ([0-9]+)(:? .*)", message, re.DOTALL)
+        if not found:
+            return message
+        kind, number, rest = found[1], int(found[2]), found[3]
+        if kind == "sequence":
+            return f"{self.name} line {self.lines[number]}{rest}"
+        place = self.packs()[number][0]
+        return f"{self.name} line {self.lines[place]}: pack {self.labels[place]!r}{rest}"
+
+
+def read_lengths(path: str | Path) -> Lengths:
+    """Lengths from a file that the user named."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return parse_lengths(file, str(path))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: is not a text file (it must be UTF-8)") from None
+
+
+def demo_lengths() -> Lengths:
+    """A long-tailed sample: lognormal with median 1024 and sigma 1.5, within 16 and 131072."""
+    name = "demo_lengths.csv"
+    text = files("longshore.plan").joinpath(name).read_text(encoding="utf-8")
+    return parse_lengths(text.splitlines(), name)
+
+
+def parse_lengths(lines: Iterable[str], name: str) -> Lengths:
+    """Lengths from the lines of a file; errors begin with its name and the line."""
+    rows = list(_rows(lines, name))
+    header = ["length"]
+    if rows and _is_header(rows[0][1]):
+        header = [cell.lower() for cell in rows.pop(0)[1]]
+    elif rows:
+        _refuse_strange_header(*rows[0], name)
+    if not rows:
+        raise ValueError(f"{name}: has no lengths")
+    for number, cells in rows:
+        _check_columns(cells, header, f"{name} line {number}")
+    return Lengths(
+        name=name,
+        lengths=tuple(_length(cells[0], f"{name} line {number}") for number, cells in rows),
+        lines=tuple(number for number, _ in rows),
+        labels=tuple(cells[1] for _, cells in rows) if len(header) > 1 else (),
+    )
+
+
+def _rows(lines: Iterable[str], name: str) -> Iterator[tuple[int, list[str]]]:
+    """The cells of each line that is not blank, with its number."""
+    for number, line in enumerate(lines, start=1):
+        text = line.strip()
+        if not text:
+            continue
+        try:
+            cells = next(csv.reader([text])) if '"' in text else text.split(",")
+        except csv.Error as error:
+            raise ValueError(f"{name} line {number}: is not CSV ({error})") from None
+        yield number, [cell.strip() for cell in cells]
+
+
+def _is_header(cells: list[str]) -> bool:
+    return [cell.lower() for cell in cells] in HEADERS
+
+
+def _refuse_strange_header(number: int, cells: list[str], name: str) -> None:
+    """A first line that starts with a letter was meant as a header."""
+    if cells[0][:1].isalpha():
+        raise ValueError(
+            f"{name} line {number}: {_shown(','.join(cells))} is neither a length nor a header; "
+            "the header is 'length' or 'length,pack', or left out"
+        )
+
+
+def _check_columns(cells: list[str], header: list[str], where: str) -> None:
+    if len(cells) != len(header):
+        raise ValueError(
+            f"{where}: has {len(cells)} column{'s'[: len(cells) > 1]}, not {len(header)}; "
+            "a file has one length a line, or the header 'length,pack' and two columns"
+        )
+    if not all(cells[1:]):
+        raise ValueError(f"{where}: its pack has no label")
+
+
+def _length(text: str, where: str) -> int:
+    if not re.fullmatch(r"[+-]?[0-9]+", text):
+        raise ValueError(f"{where}: {_shown(text)} is not a whole number of tokens")
+    digits = text.lstrip("+-").lstrip("0")
+    if text.startswith("-") or not digits:
+        raise ValueError(
+            f"{where}: its length is {_shown(text)}; a sequence has at least 1 token, "
+            "so leave empty ones out"
+        )
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"{where}: {_shown(text)} is more tokens than anything holds")
+    return int(digits)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= SHOWN else text[: SHOWN - 1] + "…")

@@ -1,0 +1,78 @@
+"""Which positions of a padded sequence each lane of a CP group holds, for many sequences at once.
+
+In: real and padded lengths, cp_rank, cp_size, as integers or arrays of them. Out: arrays.
+
+A sequence padded to P tokens is cut into 2·k chunks of P/(2·k) at CP size k, and lane r holds chunks
+r and 2·k−1−r. At CP size 2 a sequence of 7 tokens is padded to 8: lane 0 holds positions 0 1 6 7,
+where 7 is padding, so its spans of real tokens are 0…2 and 6…7; lane 1 holds 2 3 4 5. Gathered in
+the order of the lanes, [0 1 6 7 2 3 4 5] becomes natural by taking its places [0 1 4 5 6 7 2 3].
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longshore.plan.cost import Ints
+from longshore.plan.types import Plan
+
+Ints32 = NDArray[np.int32]
+
+
+def padded_lengths(plan: Plan, lengths: Ints, cp_size: int | Ints) -> Ints:
+    """Tokens of a plan's sequences with their padding; policy `padded` makes all as the longest."""
+    if plan.setting.policy == "padded":
+        longest = max(sequence.length for sequence in plan.sequences)
+        lengths = np.full_like(lengths, longest)
+    step = np.where(np.equal(cp_size, 1), 1, 2 * np.asarray(cp_size))
+    padded: Ints = -(-lengths // step) * step
+    return padded
+
+
+def chunk_pair(padded: Ints, cp_rank: int | Ints, cp_size: int | Ints) -> tuple[Ints, Ints, Ints]:
+    """The chunk length, and the positions at which a lane's early and late chunk start.
+
+    One lane alone holds chunks 0 and 1 of two, which join; the second is the shorter if P is odd.
+    """
+    chunk = -(-padded // (2 * cp_size))
+    return chunk, cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk
+
+
+def spans(
+    lengths: Ints, padded: Ints, *, cp_rank: int | Ints, cp_size: int | Ints
+) -> tuple[Ints, Ints]:
+    """Starts and stops, both (sequences, 2), of the real tokens in a lane's two chunks."""
+    chunk, early, late = chunk_pair(padded, cp_rank, cp_size)
+    starts = np.stack([early, late], axis=-1)
+    stops = starts + chunk[..., None]
+    end = lengths[..., None]
+    return np.minimum(starts, end), np.minimum(stops, end)
+
+
+def shard_positions(padded: Ints, *, cp_rank: int, cp_size: int) -> Ints:
+    """The position, in its sequence, of each token a lane holds of a pack, padding included."""
+    chunk, early, late = chunk_pair(padded, cp_rank, cp_size)
+    pieces = np.stack([chunk, padded // cp_size - chunk], axis=-1).ravel()
+    return ranges(np.stack([early, late], axis=-1).ravel(), pieces)
+
+
+def natural_order(padded: Ints, cp_size: int) -> tuple[Ints32, Ints32]:
+    """(to_natural, to_shards) for a pack whose shards were gathered in the order of the lanes.
+
+    natural = gathered[to_natural] and gathered = natural[to_shards].
+    """
+    rank = np.arange(cp_size, dtype=np.int64)[:, None]
+    chunk, early, late = chunk_pair(padded[None, :], rank, cp_size)
+    first = np.cumsum(padded) - padded
+    starts = np.stack([first + early, first + late], axis=-1).ravel()
+    pieces = np.broadcast_to(chunk[:, :, None], (cp_size, len(padded), 2)).ravel()
+    to_shards = ranges(starts, pieces).astype(np.int32)
+    to_natural = np.empty_like(to_shards)
+    to_natural[to_shards] = np.arange(len(to_shards), dtype=np.int32)
+    return to_natural, to_shards
+
+
+def ranges(starts: Ints, counts: Ints) -> Ints:
+    """start, start + 1, … of each range, joined: starts (5, 0) and counts (2, 3) give 5 6 0 1 2."""
+    before = np.cumsum(counts) - counts
+    joined: Ints = np.repeat(starts - before, counts)
+    joined += np.arange(len(joined), dtype=np.int64)
+    return joined
