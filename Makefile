@@ -12,7 +12,7 @@ help:
 	@echo 'make demo    plan a long-tailed sample of lengths, page in out/plan.html'
 	@echo 'make test    lint, then all tests'
 	@echo 'make lint    ruff, mypy and the import layers'
-	@echo 'make bench   planner against Megatron (downloads torch and megatron-core)'
+	@echo 'make bench   planner against Megatron (downloads megatron-core)'
 	@echo 'make fuzz    long runs of the property and fault tests'
 	@echo 'make clean   remove all that the other targets made, .venv included'
 
@@ -36,7 +36,7 @@ $(VENV)/.bench: $(VENV)/.ready
 
 demo: setup
 	@mkdir -p out
-	$(BIN)/longshore demo --html out/plan.html --json out/plan.json
+	$(BIN)/longshore plan --demo --html out/plan.html --json out/plan.json
 
 test: lint
 	$(PYTEST)

@@ -1,20 +1,24 @@
 """Plans as JSON: the file that `longshore plan --json` writes.
 
-In: the plans of one or more steps with one setting. Out: a dictionary. A pack of sequences 0 and 3 on
-lanes 2 and 3 reads
+In: the plans of one or more steps with one setting. Out: a dictionary. A pack of sequences 0 and 3
+on lanes 2 and 3 reads
 
     {"first_lane": 2, "cp_size": 2, "sequences": [0, 3], "tokens_per_lane": 1024}
 
-where a sequence is its place in the step. Empty packs are not listed; an empty round is {"packs": []}.
-Times are in seconds, or in the unit of the caller's cost profile.
+where a sequence is its place in the step. Empty packs are not listed, so an empty round is
+{"packs": []}. Times are in the cost profile's unit, for the built-in profile estimated seconds.
 """
 
+import math
+from collections import Counter
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from longshore.plan.types import Pack, Plan
+from longshore.plan.types import Pack, Plan, Setting, Stats
 
 FORMAT_VERSION = 1
+WELL_USED = 0.95
+WORTH_A_WORD = 0.05
 
 Json = dict[str, Any]
 
@@ -36,23 +40,84 @@ STATS_KEYS = (
 
 def plans_as_json(plans: Seq[Plan]) -> Json:
     """The whole file: what was asked for, then each step."""
-    setting = plans[0].setting
+    setting, total = plans[0].setting, total_stats([plan.stats for plan in plans])
     return {
         "version": FORMAT_VERSION,
         **{key: getattr(setting, key) for key in SETTING_KEYS},
         "cp_sizes": list(setting.cp_sizes),
         "profile": setting.profile.as_json(),
         "steps": [step_as_json(plan) for plan in plans],
+        "total": stats_as_json(total),
+        "advice": advice(total, setting),
     }
 
 
 def step_as_json(plan: Plan) -> Json:
     return {
         "rounds": [{"packs": [_pack(pack) for pack in round_.packs]} for round_ in plan.rounds],
-        **{key: getattr(plan.stats, key) for key in STATS_KEYS},
-        "cp_histogram": {str(size): count for size, count in plan.stats.cp_histogram},
+        **stats_as_json(plan.stats),
         "digest": plan.digest,
     }
+
+
+def stats_as_json(stats: Stats) -> Json:
+    histogram = {str(size): count for size, count in stats.cp_histogram}
+    return {**{key: getattr(stats, key) for key in STATS_KEYS}, "cp_histogram": histogram}
+
+
+def total_stats(steps: Seq[Stats]) -> Stats:
+    """The figures of several steps run one after the other; shares are shares of the whole."""
+    if len(steps) == 1:
+        return steps[0]
+    predicted = math.fsum(stats.predicted for stats in steps)
+    bound = math.fsum(stats.lower_bound for stats in steps)
+    spans = [stats.predicted * (1 - stats.bubble) for stats in steps]
+    rounds = sum(stats.rounds for stats in steps)
+    tokens = sum(stats.tokens for stats in steps)
+    held = math.fsum(stats.tokens / (1 - stats.padding) for stats in steps)
+    histogram: Counter[int] = Counter()
+    for stats in steps:
+        histogram.update(dict(stats.cp_histogram))
+    return Stats(
+        predicted=predicted,
+        lower_bound=bound,
+        gap=predicted / bound - 1 if bound else 0.0,
+        efficiency=math.fsum(stats.efficiency * stats.predicted for stats in steps) / predicted,
+        imbalance=math.fsum(
+            stats.imbalance * span for stats, span in zip(steps, spans, strict=True)
+        )
+        / math.fsum(spans),
+        bubble=1 - math.fsum(spans) / predicted,
+        fill=math.fsum(stats.fill * stats.rounds for stats in steps) / rounds,
+        padding=1 - tokens / held,
+        cp_histogram=tuple(sorted(histogram.items())),
+        rounds=rounds,
+        tokens=tokens,
+        sum_squared_lengths=sum(stats.sum_squared_lengths for stats in steps),
+        planning_seconds=math.fsum(stats.planning_seconds for stats in steps),
+    )
+
+
+def advice(stats: Stats, setting: Setting) -> str:
+    """One sentence: what costs most, and what would help."""
+    idle = stats.imbalance * (1 - stats.bubble)
+    saving = 1 - stats.lower_bound / stats.predicted
+    if stats.efficiency >= WELL_USED:
+        return f"Little is left to gain: {stats.efficiency:.1%} of the time is work on real tokens."
+    if setting.policy != "mixed" and saving > WORTH_A_WORD:
+        return f"Look at the gap: another plan could save up to {saving:.0%}; try --policy mixed."
+    if max(idle, stats.bubble, stats.padding) < WORTH_A_WORD:
+        if not any(size > 1 for size, _ in stats.cp_histogram):
+            return "Look at the rounds: packs cost time each; a larger --capacity needs fewer."
+        return (
+            "Look at the CP sizes: most of what is lost is exchange between lanes that share a "
+            "pack; with more sequences in a step or a larger --capacity fewer are split."
+        )
+    if stats.bubble >= max(idle, stats.padding):
+        return "Look at the bubble: more sequences in a step or a smaller --pp would shrink it."
+    if idle >= stats.padding:
+        return "Look at idle: more sequences in a step or fewer lanes would keep the lanes busy."
+    return "Look at padding: a smaller --align or fewer split sequences (--max-cp) would shrink it."
 
 
 def _pack(pack: Pack) -> Json:

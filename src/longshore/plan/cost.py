@@ -29,6 +29,9 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
+SMALLEST, LARGEST = 1e-30, 1e15
+"""Of a profile's coefficients: beyond, costs would not fit into numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class CostProfile:
@@ -45,9 +48,10 @@ class CostProfile:
         numbers = {**asdict(self), "gather[0]": self.gather[0], "gather[1]": self.gather[1]}
         del numbers["gather"]
         for name, value in numbers.items():
-            if not math.isfinite(value) or value < 0:
+            if not (value == 0 or SMALLEST <= value <= LARGEST):
                 raise ValueError(
-                    f"cost profile: {name} is {value}; it must be finite and not negative"
+                    f"cost profile: {name} is {value}; "
+                    f"it must be 0, or from {SMALLEST} to {LARGEST}"
                 )
         if self.linear == 0 and self.quadratic == 0:
             raise ValueError(
@@ -106,9 +110,13 @@ def parse_profile(data: object, name: str) -> CostProfile:
     if not isinstance(gather, list) or len(gather) != 2:
         raise ValueError(f"cost profile {name}: gather must be [inside a node, across nodes]")
     for key, value in [*data.items(), ("gather", gather[0]), ("gather", gather[1])]:
-        if value is not gather and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if value is gather:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"cost profile {name}: {key} holds {value!r}, which is not a number")
-    if data["node"] != int(data["node"]):
+        if value > LARGEST:
+            raise ValueError(f"cost profile {name}: {key} is more than {LARGEST}")
+    if data["node"] not in range(1, 1 << 30):
         raise ValueError(f"cost profile {name}: node is {data['node']}; it counts lanes")
     return CostProfile(
         linear=float(data["linear"]),

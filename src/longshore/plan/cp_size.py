@@ -23,8 +23,8 @@ def legal_cp_sizes(
         raise ValueError(f"min_cp is {min_cp}, which must lie between 1 and max_cp ({highest})")
     if highest > lanes:
         raise ValueError(f"max_cp is {highest}, but there are only {lanes} lanes")
-    every = range(1, lanes + 1)
-    sizes = every if kind == "any" else [size for size in every if is_power_of_two(size)] + [lanes]
+    powers = [1 << i for i in range(lanes.bit_length())]
+    sizes = range(1, lanes + 1) if kind == "any" else [*powers, lanes]
     legal = tuple(sorted({size for size in sizes if min_cp <= size <= highest}))
     if not legal:
         raise ValueError(

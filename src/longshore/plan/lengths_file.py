@@ -1,4 +1,4 @@
-"""Reads the lengths of sequences from a CSV file and cuts them into steps.
+"""Reads the lengths of sequences from a CSV file, cuts them into steps and plans those.
 
 In: a file with one length a line. It may begin with the header `length`, or with `length,pack`, and
 then a second column says which sequences already form a pack. Blank lines are skipped. Out: lengths
@@ -14,13 +14,17 @@ gives the lengths (900, 5000, 700), the lines (2, 3, 4) and the packs (0, 2) and
 
 import csv
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
+
+from longshore.plan.planner import make_plan
+from longshore.plan.types import Plan
 
 HEADERS = (["length"], ["length", "pack"])
-MOST_DIGITS = 15
+MOST_DIGITS = 12
 SHOWN = 40
 
 
@@ -49,8 +53,21 @@ class Lengths:
             members.setdefault(label, []).append(place)
         return [tuple(places) for places in members.values()]
 
-    def locate(self, message: str) -> str:
-        """A message of the planner about "sequence 3" or "pack 3", with the file's name and line."""
+    def plan(self, policy: str, options: Mapping[str, Any]) -> Plan:
+        """make_plan of all these lengths as one step; its errors name the file and the line."""
+        if policy == "given" and not self.labels:
+            raise ValueError(
+                f"{self.name}: policy given needs to know your packs; make 'length,pack' the first "
+                "line and name the pack of each sequence in a second column"
+            )
+        packs = self.packs() if policy == "given" else None
+        try:
+            return make_plan(self.lengths, policy=policy, packs=packs, **options)
+        except ValueError as error:
+            raise ValueError(self._located(str(error))) from None
+
+    def _located(self, message: str) -> str:
+        """The planner's message about "sequence 3" or "pack 3" as one about a line of the file."""
         found = re.match(r"(?:packs: )?(sequence|pack) ([0-9]+)(:? .*)", message, re.DOTALL)
         if not found:
             return message

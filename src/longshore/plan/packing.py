@@ -100,7 +100,7 @@ class Problem:
         self.natural: Ints = np.take_along_axis(
             self.cost, self.area.argmin(axis=1)[:, None], axis=1
         )[:, 0]
-        self.least_tokens: Ints = table.tokens[:, 0] * self.sizes[0]
+        self.least_tokens: Ints = np.where(fits, table.tokens * width, NEVER).min(axis=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,7 +279,10 @@ def _lower_bound(task: Task, lengths: list[int]) -> float:
         sole=False,
         bubble=0.0,
     )
-    return table.seconds(bound_of(Problem(table, limits), setting))
+    problem = Problem(table, limits)
+    # A pipeline of pp ranks takes a round through all of them, one after the other.
+    through = setting.pp * (int(problem.cost.min(axis=1).max()) + table.pack + table.round)
+    return table.seconds(max(bound_of(problem, setting), through))
 
 
 def _digest(sequences: tuple[Sequence, ...], rounds: Rounds) -> str:

@@ -20,12 +20,14 @@ import numpy as np
 from longshore.plan.cost import Ints
 from longshore.plan.cp_size import padded_length
 from longshore.plan.types import Plan
+from longshore.plan.zigzag import padded_lengths, spans
 
 
 def chunk_ranges(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, int]]:
     """The real tokens of a sequence that one lane of a CP group holds, as rising (start, stop).
 
-    Chunks that are padding alone are left out.
+    Chunks that are padding alone are left out. Policy `padded` cuts by the longest instead: there
+    zigzag.spans tells.
     """
     if not 0 <= cp_rank < cp_size:
         raise ValueError(
@@ -104,11 +106,10 @@ def route(plan: Plan, owners: Seq[int]) -> Routes:
     pairs: dict[tuple[int, int], list[Transfer]] = {}
     for transfer in transfers:
         pairs.setdefault((transfer.source, transfer.destination), []).append(transfer)
-    lengths = [sequence.length for sequence in plan.sequences]
     return Routes(
         lanes=lanes,
         transfers=transfers,
-        tokens=_real_tokens(transfers, lengths),
+        tokens=_real_tokens(plan, transfers),
         pairs={pair: tuple(found) for pair, found in pairs.items()},
     )
 
@@ -128,13 +129,10 @@ def _check_owners(owners: Seq[int], *, sequences: int, lanes: int) -> None:
             )
 
 
-def _real_tokens(transfers: Seq[Transfer], lengths: Seq[int]) -> Ints:
-    """What chunk_ranges adds up to, for all transfers at once."""
-    rows = [(lengths[t.sequence], t.cp_rank, t.cp_size) for t in transfers]
-    length, rank, size = np.array(rows, dtype=np.int64).reshape(-1, 3).T
-    chunk = -(-length // (2 * size))
-    early = np.clip(length - rank * chunk, 0, chunk)
-    late = np.clip(length - (2 * size - 1 - rank) * chunk, 0, chunk)
-    # One lane alone holds everything: chunks 0 and 1 of two, whatever the padding.
-    tokens: Ints = early + late
+def _real_tokens(plan: Plan, transfers: Seq[Transfer]) -> Ints:
+    """Real tokens of each transfer."""
+    rows = [(plan.sequences[t.sequence].length, t.cp_rank, t.cp_size) for t in transfers]
+    lengths, rank, size = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    starts, stops = spans(lengths, padded_lengths(plan, lengths, size), cp_rank=rank, cp_size=size)
+    tokens: Ints = (stops - starts).sum(axis=1)
     return tokens

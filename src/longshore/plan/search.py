@@ -114,7 +114,7 @@ def search_step(problem: Problem, *, bound: int) -> Draft:
 
 
 def least_rounds(problem: Problem, items: Ints, *, fill: float = 1.0) -> int:
-    room = int(problem.lanes * problem.capacity * fill)
+    room = max(1, int(problem.lanes * problem.capacity * fill))
     by_tokens = -(-int(problem.least_tokens[items].sum()) // room)
     by_count = -(-len(items) // (problem.lanes * problem.max_items))
     return max(problem.min_rounds, by_tokens, by_count)

@@ -35,7 +35,8 @@ def lane_packs(plan: Plan, number: int, lane: int) -> tuple[Pack, ...]:
     """The packs that a lane shares in a round, by falling CP size, then by first lane."""
     if not 0 <= lane < plan.setting.lanes:
         raise ValueError(f"lane is {lane}; the plan has lanes 0 to {plan.setting.lanes - 1}")
-    found = (pack for pack in plan.rounds[number].packs if lane in pack.lanes)
+    packs = plan.rounds[number].packs
+    found = (pack for pack in packs if 0 <= lane - pack.first_lane < pack.cp_size)
     return tuple(sorted(found, key=lambda pack: (-pack.cp_size, pack.first_lane)))
 
 
@@ -48,8 +49,8 @@ def lane_tokens(plan: Plan, number: int, lane: int, *, buckets: Seq[int] = ()) -
     tokens = -(-(tokens or min(EMPTY_TOKENS, most)) // setting.align) * setting.align
     if tokens > most:
         raise ValueError(
-            f"round {number}, lane {lane}: {tokens} tokens, and the capacity is {setting.capacity} "
-            f"(in multiples of {setting.align}); make the plan with make_plan, or check it with check"
+            f"round {number}, lane {lane}: {tokens} tokens, and the capacity is {most} in steps of "
+            f"align ({setting.align}); check(plan) says what is wrong with it"
         )
     return next(size for size in sizes or (tokens,) if size >= tokens)
 
@@ -60,7 +61,7 @@ def check_buckets(buckets: Seq[int], *, capacity: int, align: int) -> tuple[int,
     for size in buckets:
         if size < 1 or size % align or size > most:
             raise ValueError(
-                f"bucket size {size}: it must be a positive multiple of align ({align}) and at most "
-                f"the capacity ({most}); make_buckets(capacity, align=align) gives such sizes"
+                f"bucket size {size}: it must be a multiple of align ({align}), at least 1 and at "
+                f"most the capacity ({most}); make_buckets gives such sizes"
             )
     return tuple(sorted({*buckets, most})) if buckets else ()

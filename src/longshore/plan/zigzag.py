@@ -2,10 +2,11 @@
 
 In: real and padded lengths, cp_rank, cp_size, as integers or arrays of them. Out: arrays.
 
-A sequence padded to P tokens is cut into 2·k chunks of P/(2·k) at CP size k, and lane r holds chunks
-r and 2·k−1−r. At CP size 2 a sequence of 7 tokens is padded to 8: lane 0 holds positions 0 1 6 7,
-where 7 is padding, so its spans of real tokens are 0…2 and 6…7; lane 1 holds 2 3 4 5. Gathered in
-the order of the lanes, [0 1 6 7 2 3 4 5] becomes natural by taking its places [0 1 4 5 6 7 2 3].
+A sequence padded to P tokens is cut into 2·k chunks of P/(2·k) at CP size k, and lane r holds
+chunks r and 2·k−1−r. At CP size 2 a sequence of 7 tokens is padded to 8: lane 0 holds positions
+0 1 6 7, where 7 is padding, so its spans of real tokens are 0…2 and 6…7; lane 1 holds 2 3 4 5.
+Gathered in the order of the lanes, [0 1 6 7 2 3 4 5] becomes natural by taking its places
+[0 1 4 5 6 7 2 3].
 """
 
 import numpy as np
@@ -59,20 +60,29 @@ def natural_order(padded: Ints, cp_size: int) -> tuple[Ints32, Ints32]:
 
     natural = gathered[to_natural] and gathered = natural[to_shards].
     """
-    rank = np.arange(cp_size, dtype=np.int64)[:, None]
-    chunk, early, late = chunk_pair(padded[None, :], rank, cp_size)
+    chunk = padded // (2 * cp_size)
     first = np.cumsum(padded) - padded
-    starts = np.stack([first + early, first + late], axis=-1).ravel()
-    pieces = np.broadcast_to(chunk[:, :, None], (cp_size, len(padded), 2)).ravel()
-    to_shards = ranges(starts, pieces).astype(np.int32)
-    to_natural = np.empty_like(to_shards)
-    to_natural[to_shards] = np.arange(len(to_shards), dtype=np.int32)
+    chunks = np.arange(2 * cp_size, dtype=np.int64)
+    rank = np.minimum(chunks, chunks[::-1])
+    held = first // cp_size + chunk * (chunks[:, None] >= cp_size)
+    gathered = held + rank[:, None] * (padded.sum() // cp_size)
+    to_natural = _ranges32(gathered.T.ravel(), np.repeat(chunk, 2 * cp_size))
+    pair = np.stack([chunks[:cp_size], chunks[: cp_size - 1 : -1]], axis=-1)
+    natural = first[:, None] + chunk[:, None] * pair[:, None]
+    to_shards = _ranges32(natural.ravel(), np.tile(np.repeat(chunk, 2), cp_size))
     return to_natural, to_shards
 
 
 def ranges(starts: Ints, counts: Ints) -> Ints:
     """start, start + 1, … of each range, joined: starts (5, 0) and counts (2, 3) give 5 6 0 1 2."""
-    before = np.cumsum(counts) - counts
-    joined: Ints = np.repeat(starts - before, counts)
+    joined: Ints = np.repeat(starts - (np.cumsum(counts) - counts), counts)
     joined += np.arange(len(joined), dtype=np.int64)
+    return joined
+
+
+def _ranges32(starts: Ints, counts: Ints) -> Ints32:
+    """The same as int32, in less than half the time: these are as long as a whole pack."""
+    shift: Ints32 = (starts - (np.cumsum(counts) - counts)).astype(np.int32)
+    joined: Ints32 = np.repeat(shift, counts)
+    joined += np.arange(len(joined), dtype=np.int32)
     return joined

@@ -1,0 +1,1 @@
+"""The data path: raw samples in, packed micro-batches out."""

@@ -1,0 +1,122 @@
+"""The SeqContext of a lane in a round, from the plan alone.
+
+In: a plan, a round, a lane, the bucket sizes. Out: boundaries, positions and CP groups of the
+lane's packs, padding included. It reads no data, so ranks of the same lane make it themselves.
+
+Two lanes of capacity 8 with align 8: a sequence of 7 tokens at CP size 2 gives lane 0 positions
+0 1 6 7; a second of 3 tokens at CP size 1 beside it fills rows 4 to 6, and one row of padding makes
+8. The packs are rows 0…4 with padded boundaries (0, 8), and rows 4…8 with (0, 3, 4).
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from longshore.batch import Boundaries, CPGroup, PackContext, SeqContext, Zigzag
+from longshore.plan.cost import Ints
+from longshore.plan.shapes import lane_packs, lane_tokens
+from longshore.plan.types import Plan
+from longshore.plan.zigzag import chunk_pair, natural_order, padded_lengths, shard_positions
+
+
+def lane_context(plan: Plan, number: int, lane: int, *, buckets: Seq[int] = ()) -> SeqContext:
+    """Boundaries, positions and CP groups of one lane in round `number`."""
+    tokens = lane_tokens(plan, number, lane, buckets=buckets)
+    drafts = _drafts(plan, number, lane, tokens)
+    places = tuple(place for draft in drafts for place in draft.sequences)
+    lengths = np.concatenate([draft.lengths for draft in drafts])
+    held = np.concatenate([draft.padded // draft.group.cp_size for draft in drafts])
+    positions = np.concatenate([draft.positions() for draft in drafts])
+    sequence = np.repeat(np.arange(len(lengths), dtype=np.int64), held)
+    is_real = positions < np.repeat(lengths, held)
+    sequence[~is_real] = len(places)
+    return SeqContext(
+        tokens=tokens,
+        real_tokens=int(np.count_nonzero(is_real)),
+        positions=torch.from_numpy(positions),
+        sequence_index=torch.from_numpy(sequence),
+        is_real=torch.from_numpy(is_real),
+        lengths=torch.tensor([*lengths[: len(places)].tolist(), 1]),
+        sequences=places,
+        packs=_packs(drafts),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Draft:
+    """A pack before its tensors are made; a run of padding is one more sequence, of length 0."""
+
+    group: CPGroup
+    sequences: tuple[int, ...]
+    lengths: Ints
+    padded: Ints
+
+    @property
+    def tokens(self) -> int:
+        return int(self.padded.sum()) // self.group.cp_size
+
+    def positions(self) -> Ints:
+        group = self.group
+        return shard_positions(self.padded, cp_rank=group.cp_rank, cp_size=group.cp_size)
+
+
+def _drafts(plan: Plan, number: int, lane: int, tokens: int) -> list[_Draft]:
+    """The lane's packs; padding goes into its pack of CP size 1, which is made if there is none."""
+    drafts = []
+    for pack in lane_packs(plan, number, lane):
+        lengths = np.array([plan.sequences[i].length for i in pack.sequences], dtype=np.int64)
+        padded = padded_lengths(plan, lengths, pack.cp_size)
+        group = CPGroup(pack.first_lane, pack.cp_size, lane - pack.first_lane)
+        draft = _Draft(group, pack.sequences, lengths, padded)
+        if draft.tokens != pack.tokens_per_lane:
+            raise ValueError(
+                f"round {number}, lane {lane}: a pack of CP size {pack.cp_size} says "
+                f"{pack.tokens_per_lane} tokens a lane, and its sequences make {draft.tokens}"
+            )
+        drafts.append(draft)
+    rest = tokens - sum(draft.tokens for draft in drafts)
+    if rest:
+        none: Ints = np.zeros(0, dtype=np.int64)
+        alone = _Draft(CPGroup(lane, 1, 0), (), none, none)
+        last = drafts.pop() if drafts and drafts[-1].group.cp_size == 1 else alone
+        lengths, padded = np.append(last.lengths, 0), np.append(last.padded, rest)
+        drafts.append(_Draft(last.group, last.sequences, lengths, padded))
+    return drafts
+
+
+def _packs(drafts: Seq[_Draft]) -> tuple[PackContext, ...]:
+    starts = accumulate((draft.tokens for draft in drafts), initial=0)
+    firsts = accumulate((len(draft.sequences) for draft in drafts), initial=0)
+    return tuple(
+        PackContext(
+            group=draft.group,
+            start=start,
+            stop=start + draft.tokens,
+            first_sequence=first,
+            lengths=tuple(draft.lengths.tolist()),
+            real=_boundaries(draft.lengths),
+            padded=_boundaries(draft.padded),
+            zigzag=_zigzag(draft.padded, draft.group) if draft.group.cp_size > 1 else None,
+        )
+        for draft, start, first in zip(drafts, starts, firsts, strict=False)
+    )
+
+
+def _zigzag(padded: Ints, group: CPGroup) -> Zigzag:
+    to_natural, to_shards = natural_order(padded, group.cp_size)
+    chunk, _, _ = chunk_pair(padded, group.cp_rank, group.cp_size)
+    return Zigzag(
+        local=_boundaries(padded // group.cp_size),
+        chunks=_boundaries(np.repeat(chunk, 2)),
+        to_natural=torch.from_numpy(to_natural),
+        to_shards=torch.from_numpy(to_shards),
+    )
+
+
+def _boundaries(lengths: Ints) -> Boundaries:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return Boundaries(tuple(offsets.tolist()), torch.from_numpy(offsets), int(lengths.max()))

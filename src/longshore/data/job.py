@@ -1,0 +1,198 @@
+"""The job of `prepare`, and what its folder says between two runs.
+
+In: the settings and inputs of a run. Out: a Job, the folder claimed for it, and the record of each
+range of input that is done. A run killed after one of two ranges leaves
+
+    shard-00000.arrow
+    prepare.work/lock              held by a running prepare, free after any kill
+    prepare.work/job.json          the settings, the inputs with their sizes and times
+    prepare.work/range-00000.json  {"job": …, "lines": 70, "shard": {…}, "rejected": [[2, …]], …}
+
+and the next run with the same job does range 1 alone. One with another job is refused, or told to
+start over; then records of the old job no longer count, because each names its job.
+"""
+
+import contextlib
+import datetime
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from longshore.data.inputs import Input, Range, cut_ranges, read_range
+from longshore.data.source import SampleError
+from longshore.data.store import MANIFEST, ShardInfo, read_manifest, write_durably
+from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
+
+LEAST_RANGE, MOST_RANGE, RANGES = 2**20, 2**26, 64
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """Where a tokenizer comes from, so that each worker can load it."""
+
+    folder: Path
+    template: Path | None
+    date: datetime.date
+
+    def load(self) -> Tokenizer:
+        return Tokenizer(self.folder, template=self.template, date=self.date)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All that decides the content of a store. `settings` names it in JSON, files by content."""
+
+    out: Path
+    tokenizer: TokenizerFiles
+    rules: Rules
+    inputs: tuple[Input, ...]
+    settings: Mapping[str, Any]
+    digest: str
+
+    @property
+    def work(self) -> Path:
+        return self.out / "prepare.work"
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.settings, "inputs": [asdict(file) for file in self.inputs]}
+
+    def sample_tokenizer(self) -> SampleTokenizer:
+        return SampleTokenizer(self.tokenizer.load(), self.rules)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """That a range is done: its lines, its shard if it has sequences, and what was rejected."""
+
+    job: str
+    lines: int
+    truncated: int
+    shard: ShardInfo | None
+    rejected: Sequence[tuple[int, str, str]]
+
+
+def make_job(
+    out: Path,
+    tokenizer: TokenizerFiles,
+    inputs: tuple[Input, ...],
+    *,
+    rules: Rules,
+    shard_bytes: int | None,
+) -> Job:
+    """The job, after a look at the tokenizer and at the first sample of each input."""
+    if shard_bytes is not None and shard_bytes < 1:
+        raise ValueError(f"shard_bytes is {shard_bytes}; it must be at least 1")
+    size = sum(file.bytes for file in inputs) // RANGES
+    loaded = tokenizer.load()
+    for file in inputs:
+        _look_at_first(file, SampleTokenizer(loaded, rules))
+    settings = {
+        "tokenizer": loaded.digest,
+        "template": loaded.template_digest,
+        "date": tokenizer.date.isoformat(),
+        "loss_on": rules.loss_on,
+        "max_length": rules.max_length,
+        "too_long": rules.too_long,
+        "fields": [str(field) for field in rules.fields],
+        "ignore": list(rules.ignore),
+        "shard_bytes": shard_bytes or min(max(size, LEAST_RANGE), MOST_RANGE),
+    }
+    job = Job(out, tokenizer, rules, inputs, settings, "")
+    return replace(job, digest=hashlib.sha256(json.dumps(job.as_json()).encode()).hexdigest())
+
+
+def _look_at_first(file: Input, tokenizer: SampleTokenizer) -> None:
+    """Refuses a file at once for a fault in the settings that every sample would show."""
+    for part in cut_ranges([file], file.bytes)[:1]:
+        for line, sample in read_range(part, tokenizer.rules.ignore):
+            if isinstance(sample, SampleError):
+                continue
+            try:
+                tokenizer.whole(sample, 0)
+            except SampleError as error:
+                if error.reason == "undeclared field":
+                    raise ValueError(f"{file.name} line {line}: {error}") from None
+            return
+
+
+@contextlib.contextmanager
+def claimed(job: Job, start_over: bool) -> Iterator[bool]:
+    """Holds the folder for this job alone. Gives True if its store is already finished."""
+    if job.out.is_dir() and not job.work.is_dir():
+        others = [p.name for p in job.out.iterdir()]
+        if others and MANIFEST not in others:
+            raise ValueError(
+                f"{job.out}: holds {sorted(others)[0]} and no store; choose an empty folder"
+            )
+    job.work.mkdir(parents=True, exist_ok=True)
+    with (job.work / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{job.out}: another prepare is at work here; wait for it") from None
+        try:
+            finished = _check_same_job(job, start_over)
+        except ValueError:
+            if (job.out / MANIFEST).exists():
+                shutil.rmtree(job.work)  # a finished store stays as it is
+            raise
+        yield finished
+        shutil.rmtree(job.work)
+
+
+def _check_same_job(job: Job, start_over: bool) -> bool:
+    """Whether the job's store is finished; a folder of another job is refused or begun anew."""
+    path = job.work / "job.json"
+    finished = (job.out / MANIFEST).exists()
+    before = _earlier_job(job, path, finished)
+    mine = json.loads(json.dumps(job.as_json()))
+    if before == mine:
+        return finished
+    if before is not None and not start_over:
+        changed = [name for name in mine if before.get(name) != mine[name]]
+        raise ValueError(
+            f"{job.out}: was begun with other settings or inputs ({', '.join(changed)} differ); "
+            "give them as they were, choose another folder, or start over (--start-over)"
+        )
+    # The new job is written first: a kill from here on leaves a folder that can be gone on with.
+    write_durably(path, json.dumps(mine).encode(), scratch=job.work)
+    (job.out / MANIFEST).unlink(missing_ok=True)
+    return False
+
+
+def _earlier_job(job: Job, path: Path, finished: bool) -> dict[str, Any] | None:
+    """The job that this folder was made by, or begun with."""
+    if not finished:
+        return json.loads(path.read_text()) if path.exists() else None
+    about = read_manifest(job.out).about
+    made = (job.out / MANIFEST).stat().st_mtime_ns
+    inputs = [dict(entry) for entry in about.get("inputs", [])]
+    for entry, file in zip(inputs, job.inputs, strict=False):
+        entry["mtime_ns"] = min(file.mtime_ns, made)  # an input newer than the store differs
+    return {**about.get("settings", {}), "inputs": inputs}
+
+
+def write_record(job: Job, part: Range, record: Record) -> None:
+    text = json.dumps(asdict(record))
+    write_durably(_record_path(job, part), text.encode(), scratch=job.work)
+
+
+def _record_path(job: Job, part: Range) -> Path:
+    return job.work / f"range-{part.number:05}.json"
+
+
+def read_record(job: Job, part: Range) -> Record | None:
+    """The record of a range, if it is done by this job and its shard is there."""
+    try:
+        data = json.loads(_record_path(job, part).read_text())
+        record = Record(**{**data, "shard": data["shard"] and ShardInfo(**data["shard"])})
+        shard = record.shard
+        whole = shard is None or (job.out / shard.file).stat().st_size == shard.bytes
+    except OSError:
+        return None
+    return record if whole and record.job == job.digest else None

@@ -1,0 +1,102 @@
+"""Loader: makes the next steps while the last one trains.
+
+In: Steps. Out: the same steps, made ahead by one background thread whose collectives have groups of
+their own; what the consumer waits is measured.
+
+    loader = Loader(IndexedSteps(source, batch=BatchSize("sequences", 256), ...), prefetch=2)
+    for step in loader: ...          # step.batches, step.plan, step.wait_seconds
+    state = loader.state_dict()      # {..., "epoch": 0, "step_in_epoch": 7, "step": 7}
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+from longshore.data.batches import Place
+from longshore.data.steps import Step, Steps
+
+
+class Loader:
+    """Steps, made ahead by a background thread.
+
+    Its state counts steps that were consumed, not those made ahead. Whoever iterates ends it with
+    `close()`, or uses it in a `with` block; all ranks do so together.
+    """
+
+    def __init__(self, steps: Steps, *, prefetch: int = 2) -> None:
+        if prefetch < 1:
+            raise ValueError(f"prefetch is {prefetch}; the thread makes at least 1 step ahead")
+        self.steps = steps
+        self.prefetch = prefetch
+        self._next = Place()
+        self._ready: queue.Queue[Step | BaseException | None] = queue.Queue(prefetch)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="longshore-loader", daemon=True)
+            self._thread.start()
+        started = time.perf_counter()
+        found = self._ready.get()
+        waited = time.perf_counter() - started
+        if isinstance(found, Step):
+            self._next = Place(
+                found.place.epoch, found.place.step_in_epoch + 1, found.place.step + 1
+            )
+            return replace(found, wait_seconds=waited)
+        self._ready.put(found)  # whoever asks again gets the same answer
+        if found is None:
+            raise StopIteration
+        raise found
+
+    def _run(self) -> None:
+        try:
+            for step in self.steps.from_place(self._next, self._stop.is_set):
+                self._put(step)
+            self._put(None)
+        except BaseException as error:
+            self._put(error)
+
+    def _put(self, found: Step | BaseException | None) -> None:
+        """Hands a step over when there is room, or drops it if nobody wants it any more.
+
+        The thread goes on after a drop until all ranks stop at the same step: a rank that just left
+        would leave the others waiting in a collective.
+        """
+        while not self._stop.is_set():
+            try:
+                self._ready.put(found, timeout=0.1)
+            except queue.Full:
+                continue
+            return
+
+    def state_dict(self) -> dict[str, object]:
+        """Where the next step stands, and what its order depends on; plain numbers and text."""
+        return {**self.steps.describe(), **asdict(self._next)}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Goes on from a saved state, also one saved on another number of lanes."""
+        if self._thread is not None:
+            raise RuntimeError("the loader has begun; load its state before the first step")
+        self.steps.check_can_resume(state)
+        self._next = Place(*(int(str(state[name])) for name in ("epoch", "step_in_epoch", "step")))
+
+    def close(self) -> None:
+        """Ends the thread and destroys its groups."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.steps.close()
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

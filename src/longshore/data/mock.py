@@ -1,0 +1,174 @@
+"""Mock data: sequences with chosen lengths and a content that can be learned.
+
+In: where the lengths come from, how many sequences, a vocabulary size, a seed. Out: an indexed
+source that holds the lengths alone and makes the tokens of any sequence when asked.
+
+    {"mode": "file", "path": "lengths.csv"}
+    {"mode": "distribution", "type": "lognormal", "min_seq_len": 16, "max_seq_len": 65536,
+     "mean_seq_len": 2048, "lognormal_sigma": 1.1}
+    {"mode": "distribution", "type": "uniform", "min_seq_len": 16, "max_seq_len": 4096}
+    {"mode": "distribution", "type": "fixed", "mean_seq_len": 1024}
+
+A file has one length a line (plan/lengths_file.py) and starts again from the top when more
+sequences are wanted than it has lines. `mean_seq_len` is the mean before clipping: a lognormal of
+mean 2048 and sigma 1.1 has median 2048·exp(−1.1²/2) = 1118. The keys are Megatron's.
+
+Content: a sequence counts upwards in steps of its own, 1 to 4, over the first 64 ids (fewer in a
+smaller vocabulary), with one token in 16 replaced by any id: 7 9 11 13 98 17 19 … So a model soon
+learns the 64 ids, then the next four candidates, then to read the step from the tokens before.
+Every token but the first is a target.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longshore.data.fields import Field
+from longshore.data.source import Ints, TokenizedSample, place
+from longshore.plan.lengths_file import read_lengths
+
+IDS = 64
+STEPS = 4
+NOISE = 16
+LARGEST_SEED = 2**63 - 1
+
+Draw = Callable[["Distribution", np.random.Generator, int], NDArray[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Lengths to draw; a type reads some of the numbers and the others are 0."""
+
+    draw: Draw
+    min_seq_len: int = 1
+    max_seq_len: int = 0
+    mean_seq_len: float = 0.0
+    lognormal_sigma: float = 0.0
+
+
+def _lognormal(d: Distribution, random: np.random.Generator, count: int) -> NDArray[np.float64]:
+    median = math.log(d.mean_seq_len) - d.lognormal_sigma**2 / 2
+    with np.errstate(over="ignore"):
+        drawn = np.exp(median + d.lognormal_sigma * random.standard_normal(count))
+    return np.clip(np.rint(drawn), d.min_seq_len, d.max_seq_len)
+
+
+def _uniform(d: Distribution, random: np.random.Generator, count: int) -> NDArray[np.float64]:
+    span = d.max_seq_len - d.min_seq_len + 1
+    return d.min_seq_len + np.floor(random.random(count) * span)
+
+
+def _fixed(d: Distribution, random: np.random.Generator, count: int) -> NDArray[np.float64]:
+    return np.full(count, d.mean_seq_len)
+
+
+TYPES: dict[str, tuple[Draw, tuple[str, ...]]] = {
+    "lognormal": (_lognormal, ("min_seq_len", "max_seq_len", "mean_seq_len", "lognormal_sigma")),
+    "uniform": (_uniform, ("min_seq_len", "max_seq_len")),
+    "fixed": (_fixed, ("mean_seq_len",)),
+}
+
+
+class MockSource:
+    """An indexed source of made-up sequences. `count` may be None for a file: one for each line."""
+
+    fields: tuple[Field, ...] = ()
+
+    def __init__(
+        self, config: Mapping[str, Any], *, count: int | None = None, vocab_size: int, seed: int = 0
+    ) -> None:
+        self._vocab_size = _whole(vocab_size, "vocab_size", least=2, most=2**31)
+        self._seed = _whole(seed, "seed", least=0, most=LARGEST_SEED)
+        number = None if count is None else _whole(count, "count", least=1, most=2**40)
+        self.lengths = mock_lengths(config, count=number, seed=self._seed)
+        self.loss_tokens: Ints = self.lengths - 1
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> TokenizedSample:
+        i = place(index, len(self))
+        length = int(self.lengths[i])
+        bits = np.random.Philox(key=self._seed, counter=[0, 0, i, 1]).random_raw(length + 1)
+        ids = min(IDS, self._vocab_size)
+        start, step = int(bits[0] >> 8) % ids, 1 + int(bits[0] & 0xFF) % STEPS
+        tokens = (start + step * np.arange(length)) % ids
+        noise = bits[1:] % NOISE == 0
+        tokens[noise] = (bits[1:][noise] >> 8) % self._vocab_size
+        return TokenizedSample(i, tokens.astype(np.int32), np.ones(length, dtype=np.bool_))
+
+
+def mock_lengths(config: Mapping[str, Any], *, count: int | None, seed: int) -> Ints:
+    """The lengths that a mock configuration asks for."""
+    mode = config.get("mode")
+    if mode == "file":
+        _check_keys(config, ("mode", "path"), "mode 'file'")
+        lengths = np.array(read_lengths(config["path"]).lengths, dtype=np.int64)
+        return lengths if count is None else np.resize(lengths, count)
+    if mode == "distribution":
+        if count is None:
+            raise ValueError("mock data: a distribution has no end; give count, how many to draw")
+        distribution = parse_distribution(config)
+        random = np.random.Generator(np.random.Philox(key=seed))
+        return distribution.draw(distribution, random, count).astype(np.int64)
+    raise ValueError(f"mock data: mode is {mode!r}; it must be 'file' or 'distribution'")
+
+
+def parse_distribution(config: Mapping[str, Any]) -> Distribution:
+    """A distribution from its configuration: just the keys that its type reads."""
+    kind = config.get("type")
+    if not isinstance(kind, str) or kind not in TYPES:
+        raise ValueError(f"mock data: type is {kind!r}; it must be one of {', '.join(TYPES)}")
+    draw, keys = TYPES[kind]
+    _check_keys(config, ("mode", "type", *keys), f"type {kind!r}")
+    values: dict[str, Any] = {}
+    for key in keys:
+        if key in ("min_seq_len", "max_seq_len") or kind == "fixed":
+            values[key] = _whole(config[key], key, least=1, most=2**40)
+        else:
+            values[key] = _number(config[key], key)
+    distribution = Distribution(draw, **values)
+    if "min_seq_len" in values and distribution.min_seq_len > distribution.max_seq_len:
+        raise ValueError(
+            f"mock data: min_seq_len is {distribution.min_seq_len}, above max_seq_len, which is "
+            f"{distribution.max_seq_len}"
+        )
+    if kind == "lognormal" and distribution.mean_seq_len <= 0:
+        raise ValueError(f"mock data: mean_seq_len is {distribution.mean_seq_len}; it must be > 0")
+    return distribution
+
+
+def _check_keys(config: Mapping[str, Any], keys: tuple[str, ...], what: str) -> None:
+    for key in config:
+        if key not in keys:
+            raise ValueError(
+                f"mock data: {key!r} means nothing to {what}; it takes {', '.join(keys)}"
+            )
+    for key in keys:
+        if key not in config:
+            raise ValueError(f"mock data: {key!r} is missing; {what} takes {', '.join(keys)}")
+
+
+def _whole(value: object, name: str, *, least: int, most: int) -> int:
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # what is no integer raises
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or not least <= number <= most:
+        raise ValueError(
+            f"mock data: {name} is {value!r}; it must be a whole number from {least} to {most}"
+        )
+    return number
+
+
+def _number(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"mock data: {name} is {value!r}; it must be a number")
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"mock data: {name} is {value}; it must be finite and not negative")
+    return float(value)

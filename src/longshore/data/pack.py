@@ -1,0 +1,134 @@
+"""Pack: a lane's shards become the micro-batches of a step, one for each round.
+
+In: a plan, a lane, its shards (see data/shard.py) and the step's counts. Out: MicroBatches, with
+padding, buckets and empty packs as plan/shapes.py says. No process, no device, no randomness.
+
+Lane 0 of two holds positions 0 1 6 of tokens [5 6 7 8 9 4 3] at CP size 2, padded to 8:
+
+    token_ids  5 6 3 0        labels  6 7 −100 −100        positions  0 1 6 7
+"""
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longshore.batch import IGNORE, Counts, Depth, MicroBatch, SeqContext, Targets
+from longshore.data.context import lane_context
+from longshore.data.shard import Array, Shards, cut_tokens, lane_cuts
+from longshore.plan.cost import Ints
+from longshore.plan.types import Plan
+from longshore.plan.zigzag import ranges
+
+
+def pack_step(
+    plan: Plan,
+    lane: int,
+    shards: Shards,
+    *,
+    counts: Counts,
+    buckets: Seq[int] = (),
+    pad_id: int = 0,
+) -> list[MicroBatch]:
+    """The lane's micro-batches of a step. `shards` may come in any order, each sequence once."""
+    if len(counts.mtp) != shards.depths:
+        raise ValueError(
+            f"counts are for {len(counts.mtp)} depths, and the shards were cut for {shards.depths}"
+        )
+    found = _checked(plan, lane, shards)
+    batches = []
+    for number in range(len(plan.rounds)):
+        ctx = lane_context(plan, number, lane, buckets=buckets)
+        cuts = np.array([found[place] for place in ctx.sequences], dtype=np.int64)
+        rows = _Rows(shards, ctx, cuts)
+        token_ids, targets, mtp = _token_tensors(rows, pad_id)
+        batches.append(
+            MicroBatch(
+                lane=lane,
+                round=number,
+                rounds=len(plan.rounds),
+                ctx=ctx,
+                counts=counts,
+                token_ids=token_ids,
+                targets=targets,
+                mtp=mtp,
+                token_fields={k: rows.spread(v, 0) for k, v in shards.token_fields.items()},
+                sequence_fields={
+                    k: _with_padding(v[cuts]) for k, v in shards.sequence_fields.items()
+                },
+            )
+        )
+    return batches
+
+
+def _checked(plan: Plan, lane: int, shards: Shards) -> dict[int, int]:
+    """Where among the shards each sequence of the lane is, after checking that all are there."""
+    cuts = lane_cuts(plan, lane)
+    found = {place: at for at, place in enumerate(shards.sequences.tolist())}
+    if len(found) < len(shards.sequences):
+        raise ValueError(f"lane {lane}: a sequence is twice among the shards")
+    held = {cut.sequence for cut in cuts}
+    if missing := sorted(held - found.keys()):
+        raise ValueError(f"lane {lane}: the shard of sequence {missing[0]} is missing")
+    if strange := sorted(found.keys() - held):
+        raise ValueError(f"lane {lane}: it has a shard of sequence {strange[0]}, but no part in it")
+    for cut, tokens in zip(cuts, cut_tokens(plan, cuts).tolist(), strict=True):
+        got = int(shards.tokens[found[cut.sequence]])
+        if got != tokens:
+            raise ValueError(
+                f"lane {lane}: the shard of sequence {cut.sequence} has {got} tokens; at rank "
+                f"{cut.cp_rank} of CP size {cut.cp_size} it must have {tokens}"
+            )
+    return found
+
+
+class _Rows:
+    """Takes rows of some cuts out of the shards and spreads them over a micro-batch's tokens."""
+
+    def __init__(self, shards: Shards, ctx: SeqContext, cuts: Ints) -> None:
+        counts = shards.tokens[cuts]
+        first = np.cumsum(shards.tokens) - shards.tokens
+        self.shards = shards
+        self.tokens = ctx.tokens
+        self.rows = _as_slice(ranges(first[cuts], counts))
+        self.real = _as_slice(np.flatnonzero(ctx.is_real.numpy()))
+
+    def spread(self, values: Array, fill: int | bool) -> Tensor:
+        """values (M, …) of the shards as (T, …), with `fill` at padding."""
+        out = np.full((self.tokens, *values.shape[1:]), fill, dtype=values.dtype)
+        out[self.real] = values[self.rows]
+        return torch.from_numpy(out)
+
+    def column(self, values: Array, number: int, *, past: int) -> Tensor:
+        """One column of the shards' ids as int64 (T), `past` at padding and beyond the end."""
+        out = np.full(self.tokens, past, dtype=np.int64)
+        taken = values[self.rows, number]
+        out[self.real] = np.where(taken < 0, past, taken) if number else taken
+        return torch.from_numpy(out)
+
+
+def _as_slice(index: Ints) -> slice | Ints:
+    """The same rows as a slice, which copies far faster, where they rise by 1."""
+    if not len(index) or index[-1] - index[0] + 1 > len(index) or (np.diff(index) != 1).any():
+        return index
+    return slice(int(index[0]), int(index[-1]) + 1)
+
+
+def _token_tensors(rows: _Rows, pad_id: int) -> tuple[Tensor, Targets, tuple[Depth, ...]]:
+    """Token ids, targets, and the same for each depth; depth d takes ids d and labels d + 1 on."""
+    shards = rows.shards
+    ids = [rows.column(shards.ids, d, past=pad_id) for d in range(shards.depths + 1)]
+    targets = [
+        Targets(rows.column(shards.ids, d + 1, past=IGNORE), rows.spread(shards.mask[:, d], False))
+        for d in range(shards.depths + 1)
+    ]
+    mtp = tuple(Depth(i, t) for i, t in zip(ids[1:], targets[1:], strict=True))
+    return ids[0], targets[0], mtp
+
+
+def _with_padding(values: Array) -> Tensor:
+    """A row of 0 behind the others."""
+    out = np.zeros((len(values) + 1, *values.shape[1:]), dtype=values.dtype)
+    out[:-1] = values
+    return torch.from_numpy(out)

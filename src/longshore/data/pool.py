@@ -1,0 +1,110 @@
+"""A pool of processes that end with their parent, whatever ends it.
+
+In: a function that a worker calls once (to load what it needs) and that gives the function for one
+task; the tasks. Out: each task when it is done, in the order in which they end. With three tasks
+and two workers, two run at once and the first to end takes the third. An error in a worker is
+raised here, and the other workers are stopped; a worker that is killed is an error too, not a hang.
+"""
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any, TypeVar
+
+Task = TypeVar("Task")
+Start = Callable[[], Callable[[Task], None]]
+
+
+def run_tasks(start: Start[Task], tasks: Sequence[Task], workers: int) -> Iterator[Task]:
+    """Does all tasks, in this process if one worker is enough."""
+    if min(workers, len(tasks)) > 1:
+        yield from _in_processes(start, tasks, min(workers, len(tasks)))
+    elif tasks:
+        work = start()
+        for task in tasks:
+            work(task)
+            yield task
+
+
+def _in_processes(start: Start[Task], tasks: Sequence[Task], workers: int) -> Iterator[Task]:
+    waiting = deque(tasks)
+    processes: dict[Connection, SpawnProcess] = {}
+    running: dict[Connection, Task] = {}
+    try:
+        for _ in range(workers):
+            connection, process = _start_worker(start)
+            processes[connection] = process
+            running[connection] = waiting.popleft()
+            with _told_if_dead(process):
+                connection.send(running[connection])
+        while running:
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection)
+                with _told_if_dead(processes[ready]):
+                    answer = ready.recv()
+                if answer is not None:
+                    raise answer
+                yield running.pop(ready)
+                if waiting:
+                    running[ready] = waiting.popleft()
+                    with _told_if_dead(processes[ready]):
+                        ready.send(running[ready])
+    finally:
+        for connection, process in processes.items():
+            process.kill()
+            process.join()
+            process.close()
+            connection.close()
+
+
+def _start_worker(start: Start[Task]) -> tuple[Connection, SpawnProcess]:
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_worker, args=(start, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return mine, process
+
+
+@contextlib.contextmanager
+def _told_if_dead(process: SpawnProcess) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, ConnectionError):
+        process.join()
+        raise ChildProcessError(
+            errno.ECHILD,
+            f"a worker ended with exit code {process.exitcode}; if it was killed for want of "
+            "memory, use fewer workers",
+        ) from None
+
+
+def _worker(start: Start[Any], connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        work = start()
+        while True:
+            work(connection.recv())
+            connection.send(None)
+    except EOFError:
+        return
+    except (ValueError, OSError) as error:
+        connection.send(error)
+    except Exception:
+        connection.send(RuntimeError(f"in a worker:\n{traceback.format_exc()}"))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,244 @@
+"""Prepare: files of raw samples become a store, in parallel; a killed run goes on where it was.
+
+In: JSONL or Parquet files and a tokenizer folder. Out: a store (store.py), rejected.jsonl, and a
+summary. Three lines, of which the second is broken, give a store of two sequences and
+
+    {"file": "chats.jsonl", "line": 2, "reason": "broken JSON", "detail": "Expecting value: …"}
+
+The inputs are cut into ranges that depend on their sizes alone, never on the number of workers.
+Each range becomes one shard: a worker writes the shard, then a record that the range is done, each
+to a temporary file that is synced and renamed, so whatever is there is whole. A rerun does the
+ranges without a record (job.py). When all are done the index, rejected.jsonl and at last the
+manifest are written and the records go. The bytes are the same after any number of kills.
+
+With workers > 1 processes are spawned: a script that calls this needs `if __name__ == "__main__"`.
+"""
+
+import contextlib
+import datetime
+import importlib.util
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+from longshore.data.chat_template import DATE
+from longshore.data.fields import Field
+from longshore.data.inputs import Range, cut_ranges, find_inputs, read_range
+from longshore.data.job import (
+    Job,
+    Record,
+    TokenizerFiles,
+    claimed,
+    make_job,
+    read_record,
+    write_record,
+)
+from longshore.data.pool import run_tasks
+from longshore.data.source import SampleError
+from longshore.data.store import finish_store, read_manifest, shard_name, write_durably, write_shard
+from longshore.data.tokenize import LossOn, Rules, SampleTokenizer, TooLong
+
+Report = Callable[[int, int], None]
+
+REJECTED = "rejected.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What is in a prepared store. `reused` of its shards were there before this run."""
+
+    folder: Path
+    samples: int
+    sequences: int
+    tokens: int
+    loss_tokens: int
+    longest: int
+    truncated: int
+    shards: int
+    reused: int
+    rejected: Mapping[str, int]
+
+    def __str__(self) -> str:
+        cut = f" ({self.truncated:,} truncated)" if self.truncated else ""
+        before = f" ({self.reused} from an earlier run)" if self.reused else ""
+        text = (
+            f"{self.folder}: {self.sequences:,} sequences{cut} of {self.samples:,} samples, "
+            f"{self.tokens:,} tokens, {self.loss_tokens:,} of them in the loss, "
+            f"the longest sequence {self.longest:,}, {self.shards} shards{before}"
+        )
+        return f"{text}\n{_rejections(self.rejected, self.folder)}" if self.rejected else text
+
+
+def prepare(
+    inputs: Sequence[str | Path] | str | Path,
+    tokenizer: str | Path,
+    out: str | Path,
+    *,
+    workers: int = 1,
+    template: str | Path | None = None,
+    loss_on: LossOn = "assistant",
+    max_length: int | None = None,
+    too_long: TooLong = "reject",
+    fields: Sequence[Field] = (),
+    ignore: Sequence[str] = (),
+    date: datetime.date = DATE,
+    shard_bytes: int | None = None,
+    start_over: bool = False,
+    progress: Report | None = None,
+) -> Summary:
+    """Makes the store `out` from files of samples, or goes on with it; see the module's text.
+
+    `ignore` names columns to leave out, `shard_bytes` says how much input makes a shard, `date`
+    what `strftime_now` tells a template. `progress` is told the bytes done and those in all.
+    """
+    if workers < 1:
+        raise ValueError(f"prepare: workers is {workers}; it must be at least 1")
+    rules = Rules(loss_on, max_length, too_long, tuple(fields), tuple(ignore))
+    files = find_inputs([inputs] if isinstance(inputs, str | Path) else inputs)
+    source = TokenizerFiles(Path(tokenizer), None if template is None else Path(template), date)
+    job = make_job(Path(out), source, files, rules=rules, shard_bytes=shard_bytes)
+    ranges = cut_ranges(files, job.settings["shard_bytes"])
+    with _told_plainly(job, ranges), claimed(job, start_over) as finished:
+        if finished:
+            return _summary(job, reused=len(read_manifest(job.out).shards))
+        todo = [part for part in ranges if read_record(job, part) is None]
+        _make_shards(job, ranges, todo, workers, progress or (lambda done, total: None))
+        _finish(job, ranges)
+        return _summary(job, reused=len(ranges) - len(todo))
+
+
+@contextlib.contextmanager
+def _told_plainly(job: Job, ranges: Sequence[Range]) -> Iterator[None]:
+    """What the system refuses, with the file, how far the run came and how to go on."""
+    try:
+        yield
+    except OSError as error:
+        done = sum(read_record(job, part) is not None for part in ranges)
+        raise OSError(
+            error.errno,
+            f"{error.filename or job.out}: {error.strerror or error}; {done} of {len(ranges)} "
+            "shards are finished, and the same command goes on from there once the cause is gone",
+        ) from error
+
+
+def _make_shards(
+    job: Job, ranges: Sequence[Range], todo: Sequence[Range], workers: int, report: Report
+) -> None:
+    total = sum(part.bytes for part in ranges)
+    done = total - sum(part.bytes for part in todo)
+    report(done, total)
+    for part in run_tasks(partial(_shard_maker, job), todo, workers):
+        done += part.bytes
+        report(done, total)
+
+
+def _shard_maker(job: Job) -> Callable[[Range], None]:
+    return partial(_make_shard, job, job.sample_tokenizer())
+
+
+def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> None:
+    """Writes the shard of a range, then its record."""
+    if find_inputs([part.input.name]) != (part.input,):
+        raise ValueError(f"{part.input.name}: was changed while it was being prepared")
+    sequences, rejected = [], []
+    line = truncated = 0
+    for line, sample in read_range(part, tokenizer.rules.ignore):
+        try:
+            if isinstance(sample, SampleError):
+                raise sample
+            whole = tokenizer.whole(sample, 0)
+            sequences.append(tokenizer.fitted(whole))
+            truncated += sequences[-1].length < whole.length
+        except SampleError as error:
+            rejected.append((line, error.reason, error.detail))
+    shard = None
+    if sequences:
+        path = job.out / shard_name(part.number)
+        shard = write_shard(path, sequences, fields=tokenizer.rules.fields, scratch=job.work)
+    write_record(job, part, Record(job.digest, line, truncated, shard, rejected))
+
+
+def _finish(job: Job, ranges: Sequence[Range]) -> None:
+    """Everything that is made of all shards together, the manifest last."""
+    lines: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    shards, rejected, truncated = [], [], 0
+    for part in ranges:
+        record = read_record(job, part)
+        assert record is not None
+        for line, reason, detail in record.rejected:
+            entry = {"file": part.input.name, "line": lines[part.input.name] + line}
+            rejected.append(json.dumps({**entry, "reason": reason, "detail": detail}) + "\n")
+            reasons[reason] += 1
+        lines[part.input.name] += record.lines
+        truncated += record.truncated
+        shards += [record.shard] if record.shard else []
+    write_durably(job.out / REJECTED, "".join(rejected).encode(), scratch=job.work)
+    if not shards:
+        told = _rejections(reasons, job.out) if reasons else "there is none in the inputs"
+        raise ValueError(f"{job.out}: no sample became a sequence; {told}")
+    for path in job.out.glob("shard-*.arrow"):
+        if path.name not in {shard.file for shard in shards}:
+            path.unlink()  # left by an earlier job
+    about = {
+        "settings": job.settings,
+        "inputs": [{"name": file.name, "bytes": file.bytes} for file in job.inputs],
+        "samples": lines.total(),
+        "truncated": truncated,
+        "rejected": dict(sorted(reasons.items())),
+    }
+    fields = job.rules.fields
+    finish_store(job.out, shards, fields=fields, about=about, scratch=job.work)
+
+
+def _summary(job: Job, *, reused: int) -> Summary:
+    manifest = read_manifest(job.out)
+    return Summary(
+        folder=job.out,
+        samples=manifest.about["samples"],
+        sequences=manifest.sequences,
+        tokens=manifest.tokens,
+        loss_tokens=manifest.loss_tokens,
+        longest=manifest.longest,
+        truncated=manifest.about["truncated"],
+        shards=len(manifest.shards),
+        reused=reused,
+        rejected=manifest.about["rejected"],
+    )
+
+
+def _rejections(reasons: Mapping[str, int], folder: Path) -> str:
+    counted = ", ".join(f"{number:,} {reason}" for reason, number in sorted(reasons.items()))
+    return f"rejected {sum(reasons.values()):,}: {counted}; see {folder / REJECTED}"
+
+
+@contextlib.contextmanager
+def show_progress(stream: TextIO) -> Iterator[Report]:
+    """A bar on a terminal; elsewhere, or without rich, a line for each tenth."""
+    if not stream.isatty() or importlib.util.find_spec("rich") is None:
+        yield _tenths(stream)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    columns = ("preparing", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=stream)) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _tenths(stream: TextIO) -> Report:
+    shown = -1
+
+    def report(done: int, total: int) -> None:
+        nonlocal shown
+        if (tenth := 10 * done // max(total, 1)) > shown:
+            shown = tenth
+            stream.write(f"prepared {10 * tenth} % of {total / 1e6:,.1f} MB\n")
+            stream.flush()
+
+    return report

@@ -1,0 +1,299 @@
+"""Shards: what a lane holds of each sequence, with labels made while the sequence was whole.
+
+In: tokenized sequences by their place in the plan, and the cuts wanted (which sequence, for which
+rank of how many lanes). Out: the real tokens of all cuts, one row a token, each with the tokens
+that follow it in the sequence, so that neither labels nor the shifted ids of multi-token prediction
+need another lane. Padding is not in here: `pack_step` adds it, and it never travels.
+
+Tokens [5 6 7 8 9 4 3] cut for rank 0 of 2 (positions 0 1 6) with no depth:
+
+    ids  [[5 6] [6 7] [3 −1]]        the token and the next, −1 past the end
+    mask [[1] [1] [0]]               whether the next is a target, False past the end
+
+Each depth of multi-token prediction adds one column to both.
+"""
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longshore.plan.cost import Ints
+from longshore.plan.shapes import lane_packs
+from longshore.plan.types import Plan
+from longshore.plan.zigzag import padded_lengths, ranges, spans
+
+Array = NDArray[Any]
+MOST_IDS = 2**31
+
+
+class Tokenized(Protocol):
+    """A whole sequence: tokens (n), loss_mask (n), True where a token is a target, extra fields."""
+
+    @property
+    def tokens(self) -> Array: ...
+    @property
+    def loss_mask(self) -> Array: ...
+    @property
+    def fields(self) -> Mapping[str, Any]: ...
+
+
+class FieldSpec(Protocol):
+    """A declared extra field: (n, *shape) per token or target, (*shape) per sequence.
+
+    A value per `target` belongs to a token as a target, so it is shifted as labels are and stands
+    where that token is predicted; the last token of a sequence gets 0.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def per(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Cut(Protocol):
+    """One sequence, named by its place in the plan, for one lane of a CP group."""
+
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def cp_rank(self) -> int: ...
+    @property
+    def cp_size(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LaneCut:
+    """A cut that a lane holds in a round."""
+
+    sequence: int
+    cp_rank: int
+    cp_size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shards:
+    """Cuts one after the other, N of them with M real tokens in all.
+
+    sequences, tokens: (N), each cut's place in the plan and its tokens. ids: int32 (M, D + 2),
+    column j the token j places on. mask: bool (M, D + 1), column j whether the token j + 1 places
+    on is a target. token_fields: (M, …), those per target shifted. sequence_fields: (N, …).
+    """
+
+    sequences: Ints
+    tokens: Ints
+    ids: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    token_fields: dict[str, Array]
+    sequence_fields: dict[str, Array]
+
+    @property
+    def depths(self) -> int:
+        return int(self.ids.shape[1]) - 2
+
+
+def lane_cuts(plan: Plan, lane: int) -> tuple[LaneCut, ...]:
+    """All that a lane holds in a step, by round, then pack, then place in the pack."""
+    return tuple(
+        LaneCut(sequence, lane - pack.first_lane, pack.cp_size)
+        for number in range(len(plan.rounds))
+        for pack in lane_packs(plan, number, lane)
+        for sequence in pack.sequences
+    )
+
+
+def cut_tokens(plan: Plan, cuts: Iterable[Cut]) -> Ints:
+    """Real tokens of each cut."""
+    grid = _Grid.of(plan, tuple(cuts))
+    counted: Ints = (grid.stops - grid.starts).sum(axis=1)
+    return counted
+
+
+def count_targets(loss_mask: Array, depths: int) -> tuple[int, ...]:
+    """Labels that count in a sequence: of the main loss, then of each depth."""
+    total = int(np.count_nonzero(loss_mask))
+    return tuple(total - int(np.count_nonzero(loss_mask[: j + 1])) for j in range(depths + 1))
+
+
+def cut_shards(
+    plan: Plan,
+    samples: Mapping[int, Tokenized],
+    cuts: Iterable[Cut],
+    *,
+    depths: int = 0,
+    fields: Seq[FieldSpec] = (),
+) -> Shards:
+    """Cuts whole sequences; `samples` are by place in the plan, and may hold more than is wanted.
+
+    `cuts` are `lane_cuts(plan, lane)` or the transfers of a route; the shards keep their order.
+    """
+    _check_fields(fields, depths)
+    wanted = tuple(cuts)
+    grid = _Grid.of(plan, wanted)
+    for place in dict.fromkeys(cut.sequence for cut in wanted):
+        _check_sample(plan, place, samples, fields)
+    whole = [samples[cut.sequence] for cut in wanted]
+    rows = _Rows.of(grid, reach=depths + 1)
+    token_fields, sequence_fields = {}, {}
+    for spec in fields:
+        values = [np.asarray(sample.fields[spec.name]) for sample in whole]
+        if spec.per == "sequence":
+            sequence_fields[spec.name] = _stacked(values, spec)
+        else:
+            flat = rows.joined(values, spec.dtype, spec.shape)
+            token_fields[spec.name] = rows.taken(flat, int(spec.per == "target"), 0)
+    ids = _checked_ids(rows.joined([sample.tokens for sample in whole], "int64"), wanted, samples)
+    mask = rows.joined([sample.loss_mask for sample in whole], "bool")
+    return Shards(
+        sequences=grid.sequences,
+        tokens=(grid.stops - grid.starts).sum(axis=1),
+        ids=np.stack([rows.taken(ids, j, -1) for j in range(depths + 2)], axis=1),
+        mask=np.stack([rows.taken(mask, j + 1, False) for j in range(depths + 1)], axis=1),
+        token_fields=token_fields,
+        sequence_fields=sequence_fields,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Grid:
+    """The two spans (N, 2) of each cut."""
+
+    sequences: Ints
+    lengths: Ints
+    starts: Ints
+    stops: Ints
+
+    @classmethod
+    def of(cls, plan: Plan, cuts: Seq[Cut]) -> "_Grid":
+        table = [(cut.sequence, cut.cp_rank, cut.cp_size) for cut in cuts]
+        place, rank, size = np.array(table, dtype=np.int64).reshape(-1, 3).T
+        if (bad := (rank < 0) | (rank >= size)).any():
+            raise ValueError(f"cp_rank is {rank[bad][0]}; it must lie between 0 and cp_size − 1")
+        if (bad := (place < 0) | (place >= len(plan.sequences))).any():
+            raise ValueError(f"there is no sequence {place[bad][0]} in the plan")
+        lengths = np.array([plan.sequences[i].length for i in place.tolist()], dtype=np.int64)
+        padded = padded_lengths(plan, lengths, size)
+        starts, stops = spans(lengths, padded, cp_rank=rank, cp_size=size)
+        return cls(place, lengths, starts, stops)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Where each row of the shards lies among the joined spans, each with `reach` tokens more.
+
+    left: tokens of the sequence from this row on, itself included.
+    """
+
+    slices: list[tuple[slice, slice]]
+    place: Ints
+    left: Ints
+    reach: int
+
+    @classmethod
+    def of(cls, grid: _Grid, *, reach: int) -> "_Rows":
+        ends = np.minimum(grid.stops + reach, grid.lengths[:, None])
+        counts = (grid.stops - grid.starts).ravel()
+        before = np.cumsum((ends - grid.starts).ravel()) - (ends - grid.starts).ravel()
+        place = ranges(before, counts)
+        behind = (grid.lengths[:, None] - grid.starts).ravel()
+        left = np.repeat(behind + before, counts) - place
+        bounds = zip(grid.starts.tolist(), ends.tolist(), strict=True)
+        slices = [(slice(a, b), slice(c, d)) for (a, c), (b, d) in bounds]
+        return cls(slices, place, left, reach)
+
+    def joined(self, values: Seq[Array], dtype: str, shape: tuple[int, ...] = ()) -> Array:
+        """The spans of all cuts in one array, with `reach` rows of 0 behind the last."""
+        parts = [
+            value[cut] for value, cuts in zip(values, self.slices, strict=True) for cut in cuts
+        ]
+        parts.append(np.zeros((self.reach, *shape), dtype=dtype))
+        return np.concatenate(parts, dtype=dtype, casting="same_kind")
+
+    def taken(self, flat: Array, ahead: int, past: int | bool) -> Array:
+        """For each row the value `ahead` places on, or `past` beyond the end of its sequence."""
+        values: Array = flat[self.place + ahead]
+        if ahead:
+            values[self.left <= ahead] = past
+        return values
+
+
+def _stacked(values: Seq[Array], spec: FieldSpec) -> Array:
+    out = np.zeros((len(values), *spec.shape), dtype=spec.dtype)
+    for row, value in enumerate(values):
+        out[row] = value
+    return out
+
+
+def _check_fields(fields: Seq[FieldSpec], depths: int) -> None:
+    if depths < 0:
+        raise ValueError(f"depths is {depths}; it must be 0 or more")
+    seen = set()
+    for spec in fields:
+        if spec.per not in ("token", "target", "sequence"):
+            raise ValueError(
+                f"field {spec.name!r}: it is per {spec.per!r}; say 'token', 'target' or 'sequence'"
+            )
+        if spec.name in seen:
+            raise ValueError(f"field {spec.name!r} is declared twice")
+        seen.add(spec.name)
+
+
+def _check_sample(
+    plan: Plan, place: int, samples: Mapping[int, Tokenized], fields: Seq[FieldSpec]
+) -> None:
+    who = f"sequence {place} (id {plan.sequences[place].id})"
+    if place not in samples:
+        raise ValueError(f"{who}: its tokens are missing; give every sequence that is to be cut")
+    sample, length = samples[place], plan.sequences[place].length
+    for name, array, kind in (
+        ("tokens", sample.tokens, "iu"),
+        ("loss_mask", sample.loss_mask, "b"),
+    ):
+        if array.shape != (length,):
+            raise ValueError(
+                f"{who}: {name} has shape {array.shape}; the plan's length is {length}"
+            )
+        if array.dtype.kind not in kind:
+            wanted = "integers" if name == "tokens" else "bool"
+            raise ValueError(f"{who}: {name} is {array.dtype}; it must be {wanted}")
+    declared = {spec.name for spec in fields}
+    for name in sample.fields:
+        if name not in declared:
+            raise ValueError(f"{who}: field {name!r} is not declared; declare it or take it out")
+    for spec in fields:
+        _check_field(who, sample, spec, length)
+
+
+def _check_field(who: str, sample: Tokenized, spec: FieldSpec, length: int) -> None:
+    if spec.name not in sample.fields:
+        raise ValueError(f"{who}: field {spec.name!r} is declared, and the sequence has none")
+    value = np.asarray(sample.fields[spec.name])
+    shape = spec.shape if spec.per == "sequence" else (length, *spec.shape)
+    if value.shape != shape:
+        raise ValueError(
+            f"{who}: field {spec.name!r} has shape {value.shape}; per {spec.per} it must be {shape}"
+        )
+    if value.dtype != spec.dtype:
+        raise ValueError(
+            f"{who}: field {spec.name!r} is {value.dtype}, and declared {spec.dtype}; make it that"
+        )
+
+
+def _checked_ids(ids: Array, cuts: Seq[Cut], samples: Mapping[int, Tokenized]) -> NDArray[np.int32]:
+    """The ids as int32, after one look at all of them."""
+    if ids.size and (ids.min() < 0 or ids.max() >= MOST_IDS):
+        for place in sorted({cut.sequence for cut in cuts}):
+            tokens = samples[place].tokens
+            if tokens.min() < 0 or tokens.max() >= MOST_IDS:
+                raise ValueError(
+                    f"sequence {place}: its token ids go from {tokens.min()} to {tokens.max()}; "
+                    "they must lie between 0 and 2³¹ − 1"
+                )
+    return ids.astype(np.int32)

@@ -1,0 +1,384 @@
+"""Sources: where sequences come from, and the TokenizedSample that all of them give.
+
+In: Python rows of token ids and loss masks, rows that are already packed, or other sources with
+weights. Out: TokenizedSamples, from an iterator or, where the source knows all lengths, by index.
+
+The packed row {"tokens": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 0, 1], "boundaries": [0, 3, 5]}
+(or "positions": [0, 1, 2, 0, 1] in place of the boundaries) gives two sequences back, 5 6 7 with
+two loss tokens and 8 9 with one. Chats and texts come through tokenize.py, mock data from mock.py.
+
+Weights: `Mixture([a, b], [3, 1], seed=0)` draws a a a b, a a a b, …; after n draws each source's
+share differs from n·weight by less than one. Each pass over a source is a fresh permutation. The
+mixture ends when every source was drawn whole at least once, so smaller ones (for their weight)
+repeat; with ends="first" it ends before the first repetition, and the rest of the others waits for
+the next epoch's permutation.
+"""
+
+import heapq
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import count, islice, pairwise
+from math import gcd, isfinite, lcm
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from longshore.data.fields import Field, check_declared, collect_fields
+
+Ints = NDArray[np.int64]
+Row = Mapping[str, Any] | tuple[Any, ...]
+
+LARGEST_TOKEN = 2**31 - 1
+
+
+class SampleError(ValueError):
+    """A sample that cannot become a sequence. `reason` is a short fixed phrase, to count by."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return self.detail
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenizedSample:
+    """A sequence with its content.
+
+    loss_mask[i] says that predicting token i counts in the loss; nothing predicts the first token.
+    The arrays may be read-only views of a memory map.
+    """
+
+    id: int
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    fields: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def loss_tokens(self) -> int:
+        return int(np.count_nonzero(self.loss_mask[1:]))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenizedSample):
+            return NotImplemented
+        mine = {"tokens": self.tokens, "loss_mask": self.loss_mask, **self.fields}
+        theirs = {"tokens": other.tokens, "loss_mask": other.loss_mask, **other.fields}
+        return (
+            self.id == other.id
+            and mine.keys() == theirs.keys()
+            and all(mine[k].dtype == theirs[k].dtype for k in mine)
+            and all(np.array_equal(mine[k], theirs[k]) for k in mine)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # arrays cannot be hashed
+
+
+class IndexedSource(Protocol):
+    """A source that knows all lengths and gives any sequence by its place; its id is its place."""
+
+    @property
+    def lengths(self) -> Ints: ...
+    @property
+    def loss_tokens(self) -> Ints: ...
+    @property
+    def fields(self) -> tuple[Field, ...]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> TokenizedSample: ...
+
+
+def place(index: int, size: int) -> int:
+    """A place in a source of `size` sequences; negative ones count from the end."""
+    number = operator.index(index)
+    if not -size <= number < size:
+        raise IndexError(f"sequence {number} of a source with {size}")
+    return number % size
+
+
+def make_sample(
+    tokens: ArrayLike,
+    loss_mask: ArrayLike,
+    *,
+    id: int,
+    given: Mapping[str, object],
+    fields: Sequence[Field],
+    where: str,
+) -> TokenizedSample:
+    """A TokenizedSample from anything array-like, checked; errors begin with `where`."""
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or not len(ids):
+        raise ValueError(f"{where}: tokens must be a list of at least one token id")
+    if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > LARGEST_TOKEN:
+        raise ValueError(f"{where}: token ids must be whole numbers from 0 to {LARGEST_TOKEN}")
+    mask = np.asarray(loss_mask)
+    if mask.shape != ids.shape:
+        raise ValueError(f"{where}: {ids.size} tokens, but the loss mask has {mask.size} values")
+    if mask.dtype.kind not in "biuf" or not np.isin(mask, (0, 1)).all():
+        raise ValueError(f"{where}: the loss mask must hold True and False, or 1 and 0, alone")
+    extra = collect_fields(given, fields, length=len(ids), where=where)
+    return TokenizedSample(id, ids.astype(np.int32), mask.astype(np.bool_), extra)
+
+
+def from_rows(rows: Iterable[Row], fields: Sequence[Field] = ()) -> Iterator[TokenizedSample]:
+    """Sequences from {"tokens", "loss_mask", field, …} or (tokens, loss_mask[, fields]) rows."""
+    fields = check_declared(fields)
+    for number, row in enumerate(rows):
+        where = f"row {number}"
+        content = _as_mapping(row, where)
+        tokens, mask = _take(content, "tokens", where), _take(content, "loss_mask", where)
+        yield make_sample(tokens, mask, id=number, given=content, fields=fields, where=where)
+
+
+def from_packed(
+    rows: Iterable[Mapping[str, Any]], fields: Sequence[Field] = ()
+) -> Iterator[TokenizedSample]:
+    """The sequences of packed rows, cut at their `boundaries` or where `positions` restart at 0.
+
+    Boundaries are cumulative: 0, the end of the first sequence, …, the end of the row. In a packed
+    row a per-sequence field holds one value for each sequence.
+    """
+    fields = check_declared(fields)
+    ids = count()
+    for number, row in enumerate(rows):
+        where = f"packed row {number}"
+        content = _as_mapping(row, where)
+        tokens = np.asarray(_take(content, "tokens", where))
+        mask = np.asarray(_take(content, "loss_mask", where))
+        if tokens.ndim != 1 or not len(tokens) or mask.shape != tokens.shape:
+            raise ValueError(
+                f"{where}: tokens of shape {tokens.shape} and a loss mask of {mask.shape}; "
+                "both must be flat, equally long and not empty"
+            )
+        bounds = _boundaries(content, len(tokens), where)
+        parts = [_cut(name, value, bounds, fields, where) for name, value in content.items()]
+        for k, (start, stop) in enumerate(pairwise(bounds)):
+            yield make_sample(
+                tokens[start:stop],
+                mask[start:stop],
+                id=next(ids),
+                given={name: values[k] for name, values in zip(content, parts, strict=True)},
+                fields=fields,
+                where=f"{where}, sequence {k}",
+            )
+
+
+def _cut(
+    name: str,
+    value: Any,  # noqa: ANN401
+    bounds: list[int],
+    fields: Sequence[Field],
+    where: str,
+) -> Sequence[Any]:
+    """A field's values for each sequence of a packed row."""
+    per = next((field.per for field in fields if field.name == name), None)
+    sequences = len(bounds) - 1
+    if per is None:
+        return [value] * sequences  # make_sample refuses it by name
+    wanted = sequences if per == "sequence" else bounds[-1]
+    if np.ndim(value) < 1 or len(value) != wanted:
+        raise ValueError(
+            f"{where}: field {name!r} must be a list of {wanted} values "
+            f"(per {per}, {bounds[-1]} tokens in {sequences} sequences)"
+        )
+    return value if per == "sequence" else [value[a:b] for a, b in pairwise(bounds)]
+
+
+def _boundaries(content: dict[str, Any], length: int, where: str) -> list[int]:
+    """The boundaries of a packed row, taken out of `content`."""
+    if ("boundaries" in content) == ("positions" in content):
+        raise ValueError(f"{where}: needs either boundaries or positions, to know its sequences")
+    if "positions" in content:
+        positions = np.asarray(content.pop("positions"))
+        starts = np.flatnonzero(positions == 0)
+        bounds = np.append(starts, length)
+        counts = positions.shape == (length,) and positions[0] == 0
+        if (
+            not counts
+            or (positions != np.arange(length) - np.repeat(starts, np.diff(bounds))).any()
+        ):
+            raise ValueError(
+                f"{where}: positions must start at 0 and rise by 1, or restart at 0, over all "
+                f"{length} tokens"
+            )
+        return [int(n) for n in bounds]
+    bounds = np.asarray(content.pop("boundaries"))
+    flat = bounds.ndim == 1 and bounds.dtype.kind in "iu" and len(bounds) > 1
+    if not flat or bounds[0] != 0 or bounds[-1] != length or (np.diff(bounds) < 1).any():
+        raise ValueError(f"{where}: boundaries must rise from 0 to its {length} tokens")
+    return [int(n) for n in bounds]
+
+
+def _as_mapping(row: Row, where: str) -> dict[str, Any]:
+    if isinstance(row, Mapping):
+        return dict(row)
+    if isinstance(row, tuple) and len(row) in (2, 3):
+        return {**(row[2] if len(row) == 3 else {}), "tokens": row[0], "loss_mask": row[1]}
+    raise ValueError(
+        f"{where}: is {type(row).__name__}; it must be a dict with tokens and loss_mask, or a "
+        "tuple (tokens, loss_mask) or (tokens, loss_mask, fields)"
+    )
+
+
+def _take(content: dict[str, Any], name: str, where: str) -> Any:  # noqa: ANN401
+    if name not in content:
+        hint = "; all True trains on every token" if name == "loss_mask" else ""
+        raise ValueError(f"{where}: has no {name}{hint}")
+    return content.pop(name)
+
+
+class MemorySource:
+    """An indexed source of samples held in memory, numbered anew in their order."""
+
+    def __init__(self, samples: Iterable[TokenizedSample], fields: Sequence[Field] = ()) -> None:
+        self.fields = check_declared(fields)
+        self._samples = [replace(sample, id=i) for i, sample in enumerate(samples)]
+        self.lengths: Ints = np.array([s.length for s in self._samples], dtype=np.int64)
+        self.loss_tokens: Ints = np.array([s.loss_tokens for s in self._samples], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> TokenizedSample:
+        return self._samples[place(index, len(self))]
+
+
+class Mixture:
+    """Several indexed sources as one. Sequence i is the i-th draw, and i is its id."""
+
+    def __init__(
+        self,
+        sources: Sequence[IndexedSource],
+        weights: Sequence[float],
+        *,
+        seed: int,
+        epoch: int = 0,
+        ends: Literal["all", "first"] = "all",
+    ) -> None:
+        shares = _shares(weights, len(sources))
+        _check_alike(sources)
+        self._sources = tuple(sources)
+        self.fields = sources[0].fields
+        sizes = [len(source) for source in sources]
+        self.drawn_from = _epoch_of_draws(sizes, shares, seed, ends)
+        self.drawn_place = np.empty(len(self.drawn_from), dtype=np.int64)
+        self.lengths: Ints = np.empty_like(self.drawn_place)
+        self.loss_tokens: Ints = np.empty_like(self.drawn_place)
+        for number, source in enumerate(sources):
+            draws = np.flatnonzero(self.drawn_from == number)
+            passes = range(-(-len(draws) // sizes[number]))
+            orders = [shuffled(sizes[number], seed, epoch, number, turn) for turn in passes]
+            places = np.concatenate(orders or [draws])[: len(draws)]
+            self.drawn_place[draws] = places
+            self.lengths[draws] = source.lengths[places]
+            self.loss_tokens[draws] = source.loss_tokens[places]
+
+    def __len__(self) -> int:
+        return len(self.drawn_from)
+
+    def __getitem__(self, index: int) -> TokenizedSample:
+        i = place(index, len(self))
+        sample = self._sources[int(self.drawn_from[i])][int(self.drawn_place[i])]
+        return replace(sample, id=i)
+
+
+def _check_alike(sources: Sequence[IndexedSource]) -> None:
+    """Sources of a mixture have the same extra fields and, where they know theirs, tokenizers."""
+    tokenizers: dict[str, int] = {}
+    for number, source in enumerate(sources):
+        if not len(source):
+            raise ValueError(f"mixture: source {number} is empty; leave it out")
+        if source.fields != sources[0].fields:
+            raise ValueError(
+                f"mixture: source {number} has other extra fields than source 0; "
+                "declare the same ones for all"
+            )
+        if digest := getattr(source, "tokenizer_digest", ""):
+            tokenizers.setdefault(digest, number)
+    if len(tokenizers) > 1:
+        first, second, *_ = tokenizers.values()
+        raise ValueError(
+            f"mixture: sources {first} and {second} were made with different tokenizers; "
+            "prepare them with the same one"
+        )
+
+
+def mix_streams(
+    streams: Sequence[Iterable[TokenizedSample]], weights: Sequence[float], *, seed: int
+) -> Iterator[TokenizedSample]:
+    """Iterators as one, numbered anew; it ends when the stream that is due has no more."""
+    iterators = [iter(stream) for stream in streams]
+    for number, due in enumerate(draw_order(weights, seed=seed)):
+        try:
+            sample = next(iterators[due])
+        except StopIteration:
+            return
+        yield replace(sample, id=number)
+
+
+def shuffled(size: int, *key: int) -> Ints:
+    """A permutation that depends on the size and the key alone, whatever the NumPy version."""
+    bits = np.random.Philox(np.random.SeedSequence(key)).random_raw(size)
+    return np.argsort(bits, kind="stable")
+
+
+def draw_order(weights: Sequence[float], *, seed: int) -> Iterator[int]:
+    """Endlessly, which source is due: the j-th draw of a source of share w falls into the window
+    from ⌊j/w⌋ to ⌈(j+1)/w⌉, of the open windows the one that closes first, ties in seeded order.
+
+    That schedule exists for any shares that sum to 1, and keeps each count within 1 of n·w.
+    """
+    shares = _shares(weights, len(weights))
+    total = sum(shares)
+    rank = [int(r) for r in np.argsort(shuffled(len(shares), seed))]
+    closed = [(0, rank[i], i, 0) for i in range(len(shares))]
+    heapq.heapify(closed)
+    opened: list[tuple[int, int, int, int]] = []
+    for now in count():
+        while closed and closed[0][0] <= now:
+            _, tie, source, j = heapq.heappop(closed)
+            heapq.heappush(opened, (-(-(j + 1) * total // shares[source]), tie, source, j))
+        _, tie, source, j = heapq.heappop(opened)
+        heapq.heappush(closed, ((j + 1) * total // shares[source], tie, source, j + 1))
+        yield source
+
+
+def _shares(weights: Sequence[float], sources: int) -> list[int]:
+    """The weights as whole numbers in the same proportion."""
+    if not sources or len(weights) != sources:
+        raise ValueError(f"mixture: {sources} sources, but {len(weights)} weights")
+    for number, weight in enumerate(weights):
+        if not isfinite(weight) or weight <= 0:
+            raise ValueError(
+                f"mixture: the weight of source {number} is {weight}; it must be above 0, "
+                "so leave a source out that should not be drawn"
+            )
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    scale = lcm(*(fraction.denominator for fraction in exact))
+    whole = [int(fraction * scale) for fraction in exact]
+    common = gcd(*whole)
+    return [share // common for share in whole]
+
+
+def _epoch_of_draws(
+    sizes: Sequence[int], shares: Sequence[int], seed: int, ends: str
+) -> NDArray[np.int32]:
+    """Which source each draw of an epoch comes from."""
+    if ends not in ("all", "first"):
+        raise ValueError(f"mixture: ends is {ends!r}; it must be 'all' or 'first'")
+    period = sum(shares)
+    whole = [-(-size * period // share) for size, share in zip(sizes, shares, strict=True)]
+    longest = max(whole) if ends == "all" else min(whole) + period
+    once = np.fromiter(islice(draw_order(shares, seed=seed), min(period, longest)), np.int32)
+    draws = np.resize(once, longest)
+    last = [np.flatnonzero(draws == i)[size - 1 : size + 1] for i, size in enumerate(sizes)]
+    if ends == "all":
+        return draws[: max(int(drawn[0]) for drawn in last) + 1]
+    return draws[: min([int(drawn[1]) for drawn in last if len(drawn) > 1], default=len(draws))]

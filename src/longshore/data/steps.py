@@ -1,0 +1,284 @@
+"""Steps: from a source to a rank's micro-batches, one optimizer step after another.
+
+In: a source, how steps are batched, and a planner. Out: Steps, each with its plan and this rank's
+micro-batches. Two ways of owning data give the same micro-batches:
+
+- IndexedSteps: every rank knows all lengths, makes the same plan and reads only its own sequences;
+- StreamedSteps: each lane draws from an iterator of its own, and sequences travel.
+
+A controller that planned already needs neither: cut_shards and pack_step are enough. With 4 lanes
+and a batch of 10 sequences the lanes of StreamedSteps draw 3, 3, 2 and 2.
+"""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from longshore.batch import Counts, MicroBatch
+from longshore.data.batches import Batches, BatchSize, Place
+from longshore.data.exchange import exchange
+from longshore.data.fields import Field
+from longshore.data.lengths import StepLengths, gather_lengths
+from longshore.data.pack import pack_step
+from longshore.data.shard import Shards, cut_shards, lane_cuts
+from longshore.data.source import IndexedSource, TokenizedSample
+from longshore.data.stages import Form, for_stage, share_step, shells, usual_stages
+from longshore.dist.collectives import agreed, gather, same_on_all_ranks
+from longshore.dist.topology import Groups, Topology
+from longshore.plan.cost import Ints
+from longshore.plan.types import Plan, Sequence
+
+Planner = Callable[[Seq[Sequence]], Plan]
+"""make_plan with everything but the sequences filled in."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One optimizer step for one rank.
+
+    place: where the step stands in the run. wait_seconds: how long its consumer waited for it.
+    """
+
+    plan: Plan
+    batches: list[MicroBatch]
+    place: Place
+    wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a lane's sequences become micro-batches; the same on all ranks."""
+
+    depths: int = 0
+    buckets: tuple[int, ...] = ()
+    pad_id: int = 0
+
+
+PLAIN = Packing()
+
+
+class Steps(Protocol):
+    """Makes steps from a place on, and says whether another run can start there."""
+
+    def from_place(self, place: Place, stop: Callable[[], bool]) -> Iterator[Step]: ...
+    def check_can_resume(self, state: dict[str, object]) -> None: ...
+    def describe(self) -> dict[str, object]: ...
+    def close(self) -> None: ...
+
+
+class _Rank:
+    """This rank's part in making steps: its lane, its stage, and groups for background work."""
+
+    def __init__(self, topology: Topology | None, packing: Packing) -> None:
+        self.lane = topology.lane if topology else 0
+        self.lanes = topology.lanes if topology else 1
+        self.is_first_of_lane = topology.is_first_of_lane if topology else True
+        self.stages = usual_stages(topology.pp if topology else 1, depths=packing.depths)
+        self.stage = self.stages[topology.pp_rank if topology else 0]
+        self.packing = packing
+        self.groups: Groups | None = topology.host_groups() if topology else None
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """A block that fails on all ranks if it fails on one."""
+        return agreed(self.groups) if self.groups else nullcontext()
+
+    def anyone(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank; all ranks learn it at the same step."""
+        if self.groups is None:
+            return flag
+        return bool(gather(torch.tensor([flag]), self.groups.world).any())
+
+    def check_same(self, plan: Plan) -> None:
+        if self.groups:
+            same_on_all_ranks(plan.digest, self.groups)
+
+    def form(self, fields: tuple[Field, ...]) -> Form:
+        return Form(self.lane, self.packing.depths, fields, self.packing.buckets)
+
+    def pack(self, plan: Plan, shards: Shards, counts: Counts) -> list[MicroBatch]:
+        packing = self.packing
+        return pack_step(
+            plan,
+            self.lane,
+            shards,
+            counts=counts,
+            buckets=packing.buckets,
+            pad_id=packing.pad_id,
+        )
+
+    def close(self) -> None:
+        if self.groups:
+            self.groups.close()
+
+
+class IndexedSteps:
+    """Steps from a source whose lengths every rank knows: nothing is exchanged but agreement."""
+
+    def __init__(
+        self,
+        source: IndexedSource,
+        *,
+        planner: Planner,
+        batch: BatchSize,
+        seed: int,
+        shuffle: bool = True,
+        topology: Topology | None = None,
+        packing: Packing = PLAIN,
+    ) -> None:
+        self.source = source
+        self.planner = planner
+        self.seed = seed
+        self.batches = Batches(source.lengths, batch, seed=seed, shuffle=shuffle)
+        self.rank = _Rank(topology, packing)
+
+    def from_place(self, place: Place, stop: Callable[[], bool]) -> Iterator[Step]:
+        for here, places in self.batches.from_place(place):
+            if self.rank.anyone(stop()):
+                return
+            with self.rank.agreed():
+                plan = self.planner(self._sequences(places))
+                batches = self._batches(plan, places)
+            self.rank.check_same(plan)
+            yield Step(plan, batches, here)
+
+    def _sequences(self, places: Ints) -> list[Sequence]:
+        lengths, labels = self.source.lengths[places], self.source.loss_tokens[places]
+        rows = zip(places.tolist(), lengths.tolist(), labels.tolist(), strict=True)
+        return [Sequence(*row) for row in rows]
+
+    def _batches(self, plan: Plan, places: Ints) -> list[MicroBatch]:
+        """This lane's micro-batches, from the sequences it has a part in."""
+        depths = self.rank.packing.depths
+        targets = self.source.targets(places, depths).sum(axis=0).tolist()
+        tokens = sum(sequence.length for sequence in plan.sequences)
+        counts = Counts(targets[0], tuple(targets[1:]), tokens, len(places))
+        if not self.rank.stage.needs_tokens:
+            return shells(plan, self.rank.form(self.source.fields), counts, self.rank.stage)
+        cuts = lane_cuts(plan, self.rank.lane)
+        wanted = dict.fromkeys(cut.sequence for cut in cuts)
+        samples = {i: self.source[int(places[i])] for i in wanted}
+        shards = cut_shards(plan, samples, cuts, depths=depths, fields=self.source.fields)
+        batches = self.rank.pack(plan, shards, counts)
+        return [for_stage(self.rank.stage, batch) for batch in batches]
+
+    def describe(self) -> dict[str, object]:
+        size = self.batches.size
+        return {
+            "sequences": len(self.source.lengths),
+            "batch": f"{size.amount} {size.unit}",
+            "seed": self.seed,
+            "shuffle": self.batches.shuffle,
+        }
+
+    def check_can_resume(self, state: dict[str, object]) -> None:
+        for name, mine in self.describe().items():
+            if state.get(name) != mine:
+                raise ValueError(
+                    f"the run to resume had {name} {state.get(name)!r} and this one has {mine!r}; "
+                    "its order of sequences would differ, so set it as it was, or start anew"
+                )
+
+    def close(self) -> None:
+        self.rank.close()
+
+
+class StreamedSteps:
+    """Steps from an iterator for each lane: on its first rank or, `everywhere`, on every rank.
+
+    A step ends the stream when no lane has a sequence left; lanes may run out at different times.
+    """
+
+    def __init__(
+        self,
+        samples: Iterator[TokenizedSample] | None,
+        *,
+        planner: Planner,
+        batch: BatchSize,
+        topology: Topology,
+        fields: tuple[Field, ...] = (),
+        everywhere: bool = False,
+        packing: Packing = PLAIN,
+    ) -> None:
+        self.rank = _Rank(topology, packing)
+        if (samples is None) == (everywhere or self.rank.is_first_of_lane):
+            raise ValueError(
+                f"rank {topology.rank}: the first rank of a lane needs an iterator"
+                + (", and so does every other" if everywhere else ", and no other takes one")
+            )
+        self.samples = samples if samples is not None else iter(())
+        self.planner = planner
+        self.batch = batch
+        self.fields = fields
+        self.everywhere = everywhere
+
+    def from_place(self, place: Place, stop: Callable[[], bool]) -> Iterator[Step]:
+        if place != Place():
+            raise ValueError("a plain iterator cannot start in the middle; use an indexed source")
+        groups = self.rank.groups
+        assert groups is not None
+        while not self.rank.anyone(stop()):
+            with self.rank.agreed():
+                drawn = list(self._draw())
+            found = gather_lengths(
+                drawn,
+                groups,
+                depths=self.rank.packing.depths,
+                room=self._room(),
+                everywhere=self.everywhere,
+            )
+            if not found.owners:
+                return
+            with self.rank.agreed():
+                plan = self.planner(found.sequences())
+            self.rank.check_same(plan)
+            yield Step(plan, self._batches(plan, found, drawn), place)
+            place = place.following
+
+    def _room(self) -> int:
+        return -(-self.batch.amount // self.rank.lanes) if self.batch.unit == "sequences" else 64
+
+    def _draw(self) -> Iterator[TokenizedSample]:
+        """This lane's part of a step: its share of the sequences, or of the tokens."""
+        share, more = divmod(self.batch.amount, self.rank.lanes)
+        wanted = share + (self.rank.lane < more)
+        while wanted > 0:
+            sample = next(self.samples, None)
+            if sample is None:
+                return
+            wanted -= sample.length if self.batch.unit == "tokens" else 1
+            yield sample
+
+    def _batches(
+        self, plan: Plan, found: StepLengths, drawn: list[TokenizedSample]
+    ) -> list[MicroBatch]:
+        rank, groups, counts = self.rank, self.rank.groups, found.counts()
+        assert groups is not None
+        form = rank.form(self.fields)
+        whole = None
+        if rank.is_first_of_lane or (self.everywhere and rank.stage.needs_tokens):
+            own = dict(zip(found.places_of(rank.lane), drawn, strict=True))
+            shards = exchange(
+                plan, found.owners, own, groups.lanes, depths=form.depths, fields=self.fields
+            )
+            whole = rank.pack(plan, shards, counts)
+        if not self.everywhere:
+            return share_step(plan, whole, groups, rank.stages, form=form, counts=counts)
+        if whole is None:
+            return shells(plan, form, counts, rank.stage)
+        return [for_stage(rank.stage, batch) for batch in whole]
+
+    def describe(self) -> dict[str, object]:
+        raise ValueError(
+            "a plain iterator's place cannot be saved, so this run cannot be resumed; "
+            "use an indexed source, such as a prepared folder"
+        )
+
+    def check_can_resume(self, state: dict[str, object]) -> None:
+        self.describe()
+
+    def close(self) -> None:
+        self.rank.close()

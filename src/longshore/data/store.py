@@ -1,0 +1,350 @@
+"""The store: sequences on disk, read by memory map, with an index of lengths.
+
+In: TokenizedSamples. Out: a folder that gives any sequence by its number. A store of five sequences
+in two shards:
+
+    manifest.json      counts, extra fields, sizes and SHA-256 of all files below, how it was made
+    lengths.npy        int64 (5)      what a planner needs, without touching a shard
+    loss_tokens.npy    int64 (5)
+    checksums.npy      uint32 (5)     CRC-32 of each sequence's content
+    shard-00000.arrow  sequences 0, 1, 2
+    shard-00001.arrow  sequences 3, 4
+
+A shard is an Arrow IPC file of one record batch: lists `tokens` (int32), `loss_mask` (uint8) and
+one for each extra field, numbers `loss_tokens` and `checksum`. The manifest is written last, so a
+folder without one is unfinished. Opening compares the sizes of all files; each sequence is checked
+against its CRC-32 when it is read, so a damaged shard is named before it can be trained on. Between
+reads only memory maps stay open, so a store may be used after a fork; pickled, it opens again.
+"""
+
+import hashlib
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from longshore.data.fields import Array, Field, check_declared, parse_field
+from longshore.data.source import Ints, TokenizedSample, place
+
+FORMAT = "longshore store"
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+INDEX = ("lengths.npy", "loss_tokens.npy", "checksums.npy")
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file of a store."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo(FileInfo):
+    """A shard: its file, and what is in it."""
+
+    sequences: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a store says of itself. `about`: how it was made, as its writer tells it."""
+
+    schema_version: int
+    sequences: int
+    tokens: int
+    loss_tokens: int
+    longest: int
+    fields: tuple[Field, ...]
+    shards: tuple[ShardInfo, ...]
+    index: tuple[FileInfo, ...]
+    about: Mapping[str, Any]
+    digest: str
+
+
+class Store:
+    """An indexed source over a folder. `manifest.digest` names its content."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.manifest = read_manifest(self.folder)
+        for info in (*self.manifest.index, *self.manifest.shards):
+            _check_size(self.folder / info.file, info.bytes)
+        self.fields = self.manifest.fields
+        self.lengths: Ints = self._load("lengths.npy")
+        self.loss_tokens: Ints = self._load("loss_tokens.npy")
+        self._checksums = self._load("checksums.npy")
+        counts = [shard.sequences for shard in self.manifest.shards]
+        self._starts = np.concatenate([[0], np.cumsum(counts)])
+        self._columns: dict[int, dict[str, tuple[Array, Ints]]] = {}
+
+    def __reduce__(self) -> tuple[type["Store"], tuple[Path]]:
+        return Store, (self.folder,)
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """What tokenizer made the tokens, as `prepare` recorded it, or ""."""
+        return str(self.manifest.about.get("settings", {}).get("tokenizer", ""))
+
+    def __len__(self) -> int:
+        return self.manifest.sequences
+
+    def __getitem__(self, index: int) -> TokenizedSample:
+        i = place(index, len(self))
+        shard = int(np.searchsorted(self._starts, i, side="right")) - 1
+        row = i - int(self._starts[shard])
+        if shard not in self._columns:
+            self._columns[shard] = self._open(shard)
+        columns, length = self._columns[shard], int(self.lengths[i])
+        flat = {name: a[at[row] : at[row + 1]] for name, (a, at) in columns.items()}
+        sizes = {"tokens": length, "loss_mask": length}
+        sizes |= {f.name: f.width * (1 if f.per == "sequence" else length) for f in self.fields}
+        whole = all(len(flat[name]) == size for name, size in sizes.items())
+        if not whole or _checksum(flat.values()) != self._checksums[i]:
+            raise self._damaged(shard, f"sequence {i} does not match its checksum")
+        tokens, mask = flat["tokens"], flat["loss_mask"].view(np.bool_)
+        extra = {f.name: _shaped(flat[f.name], f, length) for f in self.fields}
+        return TokenizedSample(i, tokens, mask, extra)
+
+    def verify(self) -> None:
+        """Reads every file whole and compares it with the manifest."""
+        for info in (*self.manifest.index, *self.manifest.shards):
+            data = (self.folder / info.file).read_bytes()
+            if len(data) != info.bytes or hashlib.sha256(data).hexdigest() != info.sha256:
+                raise ValueError(
+                    f"{self.folder / info.file}: is damaged (its SHA-256 is not the manifest's); "
+                    "copy it again or prepare the store anew"
+                )
+
+    def _load(self, name: str) -> NDArray[Any]:
+        try:
+            array: NDArray[Any] = np.load(self.folder / name, mmap_mode="r")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.folder / name}: cannot be read ({error})") from None
+        if array.shape != (self.manifest.sequences,):
+            raise ValueError(
+                f"{self.folder / name}: holds {array.shape} numbers, and the manifest says "
+                f"{self.manifest.sequences} sequences"
+            )
+        return array
+
+    def _open(self, shard: int) -> dict[str, tuple[Array, Ints]]:
+        """The flat values and offsets of each column; the memory map lives as long as they do."""
+        info = self.manifest.shards[shard]
+        path = self.folder / info.file
+        _check_size(path, info.bytes)
+        dtypes = {"tokens": "int32", "loss_mask": "bool"}
+        dtypes |= {field.name: field.dtype for field in self.fields}
+        try:
+            with pa.memory_map(str(path)) as file:
+                batch = pa.ipc.open_file(file).get_batch(0)
+            batch.validate()
+            columns = {name: _flat(batch.column(name)) for name in dtypes}
+        except (OSError, ValueError, LookupError, AttributeError, pa.ArrowException) as error:
+            raise self._damaged(shard, str(error)) from None
+        for name, dtype in dtypes.items():
+            if columns[name][0].dtype != ("uint8" if dtype == "bool" else dtype):
+                raise self._damaged(shard, f"{name} is not {dtype}")
+        if batch.num_rows != info.sequences:
+            raise self._damaged(shard, f"{batch.num_rows} sequences, not {info.sequences}")
+        return columns
+
+    def _damaged(self, shard: int, why: str) -> ValueError:
+        path = self.folder / self.manifest.shards[shard].file
+        return ValueError(f"{path}: is damaged ({why}); copy it again or prepare the store anew")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a store, with a clear word where there is none."""
+    path = folder / MANIFEST
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise ValueError(
+            f"{folder}: is no store, or an unfinished one (it has no {MANIFEST}); "
+            "run 'longshore prepare' on it, which continues where it stopped"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        data = json.loads(raw)
+        made = (data["format"], data["schema_version"])
+        if made == (FORMAT, SCHEMA_VERSION):
+            return _parse_manifest(data, hashlib.sha256(raw).hexdigest())
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}: is damaged ({error!r}); prepare the store anew") from None
+    raise ValueError(
+        f"{path}: is {made[0]!r}, version {made[1]}; this Longshore reads {FORMAT!r}, version "
+        f"{SCHEMA_VERSION}, so prepare it anew"
+    )
+
+
+def write_store(
+    folder: str | Path,
+    samples: Iterable[TokenizedSample],
+    *,
+    fields: Sequence[Field] = (),
+    shard_sequences: int = 4096,
+    about: Mapping[str, Any] | None = None,
+) -> Store:
+    """Writes samples from anywhere as a store into an empty or new folder."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ValueError(f"{folder}: is not empty; a store needs a folder of its own")
+    iterator = iter(samples)
+    shards: list[ShardInfo] = []
+    while batch := list(islice(iterator, shard_sequences)):
+        path = folder / shard_name(len(shards))
+        shards.append(write_shard(path, batch, fields=fields, scratch=folder))
+    finish_store(folder, shards, fields=fields, about=about or {}, scratch=folder)
+    return Store(folder)
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:05}.arrow"
+
+
+def write_shard(
+    path: Path, samples: Sequence[TokenizedSample], *, fields: Sequence[Field], scratch: Path
+) -> ShardInfo:
+    """Writes one shard; the same samples give the same bytes."""
+    columns: dict[str, Any] = {
+        "tokens": _lists([sample.tokens for sample in samples], "int32"),
+        "loss_mask": _lists([sample.loss_mask for sample in samples], "bool"),
+    }
+    for field in check_declared(fields):
+        columns[field.name] = _lists([s.fields[field.name] for s in samples], field.dtype)
+    columns["loss_tokens"] = pa.array([sample.loss_tokens for sample in samples], pa.int64())
+    checksums = [_checksum(_content(sample, fields)) for sample in samples]
+    columns["checksum"] = pa.array(checksums, pa.uint32())
+    batch = pa.record_batch(list(columns.values()), names=list(columns))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    info = write_durably(path, memoryview(sink.getvalue()), scratch=scratch)
+    tokens = sum(sample.length for sample in samples)
+    return ShardInfo(**asdict(info), sequences=len(samples), tokens=tokens)
+
+
+def finish_store(
+    folder: Path,
+    shards: Sequence[ShardInfo],
+    *,
+    fields: Sequence[Field],
+    about: Mapping[str, Any],
+    scratch: Path,
+) -> None:
+    """Makes the index from the shards, then writes the manifest: with it the store exists."""
+    if not shards:
+        raise ValueError(f"{folder}: there is no sequence to store")
+    parts = [_index_of(folder / shard.file) for shard in shards]
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    index = []
+    for name, column in zip(INDEX, columns, strict=True):
+        buffer = io.BytesIO()
+        np.save(buffer, column)
+        index.append(write_durably(folder / name, buffer.getbuffer(), scratch=scratch))
+    lengths, loss_tokens, _ = columns
+    manifest = {
+        "format": FORMAT,
+        "schema_version": SCHEMA_VERSION,
+        "sequences": len(lengths),
+        "tokens": int(lengths.sum()),
+        "loss_tokens": int(loss_tokens.sum()),
+        "longest": int(lengths.max()),
+        "fields": [str(field) for field in fields],
+        "about": about,
+        "index": [asdict(info) for info in index],
+        "shards": [asdict(shard) for shard in shards],
+    }
+    text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
+    write_durably(folder / MANIFEST, text.encode(), scratch=scratch)
+
+
+def write_durably(path: Path, data: bytes | memoryview, *, scratch: Path) -> FileInfo:
+    """Writes a file so that after any crash it is there whole or not at all."""
+    temporary = scratch / f"{path.name}.{os.getpid()}.tmp"
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    return FileInfo(path.name, len(data), hashlib.sha256(data).hexdigest())
+
+
+def _parse_manifest(data: Mapping[str, Any], digest: str) -> Manifest:
+    numbers = ("schema_version", "sequences", "tokens", "loss_tokens", "longest")
+    return Manifest(
+        **{name: int(data[name]) for name in numbers},
+        fields=tuple(parse_field(text) for text in data["fields"]),
+        shards=tuple(ShardInfo(**shard) for shard in data["shards"]),
+        index=tuple(FileInfo(**info) for info in data["index"]),
+        about=data["about"],
+        digest=digest,
+    )
+
+
+def _check_size(path: Path, size: int) -> None:
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); the store needs it") from None
+    if found != size:
+        raise ValueError(
+            f"{path}: has {found} bytes and should have {size}, so it is damaged; "
+            "copy it again or prepare the store anew"
+        )
+
+
+def _index_of(path: Path) -> tuple[Ints, Ints, NDArray[np.uint32]]:
+    """Lengths, loss tokens and checksums of a shard."""
+    with pa.memory_map(str(path)) as file:
+        batch = pa.ipc.open_file(file).get_batch(0)
+    _, offsets = _flat(batch.column("tokens"))
+    numbers = [batch.column(name).to_numpy() for name in ("loss_tokens", "checksum")]
+    return np.diff(offsets), numbers[0], numbers[1]
+
+
+def _content(sample: TokenizedSample, fields: Sequence[Field]) -> list[Array]:
+    return [sample.tokens, sample.loss_mask, *(sample.fields[field.name] for field in fields)]
+
+
+def _checksum(arrays: Iterable[Array]) -> int:
+    total = 0
+    for array in arrays:
+        total = zlib.crc32(np.ascontiguousarray(array).data, total)
+    return total
+
+
+def _lists(arrays: Sequence[Array], dtype: str) -> Any:  # noqa: ANN401 - pyarrow has no types
+    """A column with the flat numbers of each array; bool as uint8, which maps without a copy."""
+    offsets = np.concatenate([[0], np.cumsum([array.size for array in arrays])])
+    values = np.concatenate([array.ravel() for array in arrays]).astype(dtype, copy=False)
+    values = values.view(np.uint8) if dtype == "bool" else values
+    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values))
+
+
+def _flat(column: Any) -> tuple[Array, Ints]:  # noqa: ANN401 - pyarrow has no types
+    return column.values.to_numpy(), column.offsets.to_numpy()
+
+
+def _shaped(values: Array, field: Field, length: int) -> Array:
+    return values.view(field.dtype).reshape(field.whole_shape(length))

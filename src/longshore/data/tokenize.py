@@ -1,0 +1,337 @@
+"""Tokenization: a raw sample becomes tokens with a loss mask.
+
+In: a Hugging Face tokenizer folder (tokenizer.json, tokenizer_config.json and perhaps
+chat_template.jinja), and samples: chats (`messages`, ShareGPT `conversations`, `prompt` and
+`completion` as lists of messages), `prompt` and `completion` as text, or plain `text`. Out: a
+TokenizedSample each, or a SampleError that says why not.
+
+A chat is rendered whole and encoded once, with no special tokens but the template's own. A token is
+a target when its first character lies in a span of the assistant. With one token a character, and
+_ for the end-of-turn token, loss_on="assistant" gives
+
+    text    u H i _ a Y o _
+    mask    . . . . . ✓ ✓ ✓
+
+so a token that begins before a span and reaches into it is no target, and one that begins in it
+and reaches beyond is. A completion is a target in the same way. A text is a target as a whole; a
+text, and a prompt with its completion, begins with what the tokenizer puts before any text (the BOS
+token, say) and ends with its EOS token. loss_on="all" makes every token a target. The first token
+of a sequence is never counted: nothing predicts it.
+"""
+
+import datetime
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longshore.data.chat_template import DATE, Chat, ChatTemplate, Span, chat_from
+from longshore.data.fields import Field, check_declared, collect_fields
+from longshore.data.source import Ints, SampleError, TokenizedSample
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+    from tokenizers import Tokenizer as Backend
+
+LossOn = Literal["assistant", "all"]
+TooLong = Literal["reject", "truncate"]
+Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]
+
+# The columns of each form: the first names the form, the second tuple may be missing.
+FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "messages": (("messages",), ("tools", "chat_template_kwargs")),
+    "conversations": (("conversations",), ("system", "tools", "chat_template_kwargs")),
+    "prompt": (("prompt", "completion"), ("tools", "chat_template_kwargs")),
+    "text": (("text",), ()),
+}
+COLUMNS = {name for needed, optional in FORMS.values() for name in (*needed, *optional)}
+
+
+class Tokenizer:
+    """A tokenizer folder, with its chat template or the one in the file `template`.
+
+    `digest` and `template_digest` name what they hold; the latter is "" without a template.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        template: str | Path | None = None,
+        date: datetime.date = DATE,
+    ) -> None:
+        self.folder = Path(folder)
+        text = _read(self.folder / "tokenizer.json", "a tokenizer folder holds tokenizer.json")
+        self._backend = _load_backend(text, self.folder)
+        config = _read_config(self.folder)
+        special = _special_tokens(config)
+        known = json.dumps(special, sort_keys=True)
+        self.digest = hashlib.sha256(f"{text}\n{known}".encode()).hexdigest()
+        self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
+        self._before, self._behind = self._added_around_text(special.get("eos_token"))
+        added = self._backend.get_added_tokens_decoder().values()
+        ends = {token.content for token in added if token.special} | {special.get("eos_token", "")}
+        sources = _template_texts(self.folder, config, template)
+        self._templates = {
+            name: ChatTemplate(source, special_tokens=special, ends=sorted(ends - {""}), date=date)
+            for name, source in sources.items()
+        }
+        digests = "".join(f"{n}:{t.digest} " for n, t in sorted(self._templates.items()))
+        self.template_digest = hashlib.sha256(digests.encode()).hexdigest() if digests else ""
+
+    def _added_around_text(self, eos_token: str | None) -> tuple[list[int], list[int]]:
+        """The ids that belong before and behind any text."""
+        encoding = self._backend.encode("a", add_special_tokens=True)
+        content = [i for i, mask in enumerate(encoding.special_tokens_mask) if not mask]
+        before = encoding.ids[: content[0]] if content else []
+        behind = encoding.ids[content[-1] + 1 :] if content else []
+        eos = None if eos_token is None else self._backend.token_to_id(eos_token)
+        return before, behind if eos is None or eos in behind else [*behind, eos]
+
+    def template_for(self, chat: Chat) -> ChatTemplate:
+        """The folder's template; one named tool_use, if there is one, for chats with tools."""
+        name = "tool_use" if chat.tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise ValueError(
+                f"tokenizer {self.folder}: has no chat template, and the samples are chats; "
+                "give one with template=FILE (--template)"
+            )
+        return self._templates[name]
+
+    def encode(self, text: str) -> tuple[NDArray[np.int32], Ints]:
+        """Token ids of a text as it stands, and the place of each token's first character."""
+        encoding = self._encoding(text)
+        ids = np.array(encoding.ids, dtype=np.int32)
+        flat = chain.from_iterable(encoding.offsets)
+        starts, stops = np.fromiter(flat, np.int64, count=2 * len(ids)).reshape(-1, 2).T
+        # Offsets may leave white space out: a token begins where the one before it ended.
+        return ids, np.minimum(starts, np.concatenate([[0], stops])[: len(ids)])
+
+    def _encoding(self, text: str) -> "Encoding":
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise SampleError("broken text", f"the text has a lone surrogate ({error})") from None
+        return self._backend.encode(text, add_special_tokens=False)
+
+    def encode_spans(self, text: str, spans: Iterable[Span] | None) -> Encoded:
+        """Tokens and mask of a text; a token is a target if it begins in a span, or if None."""
+        if spans is None:
+            every = np.array(self._encoding(text).ids, dtype=np.int32)
+            return every, np.ones(len(every), dtype=np.bool_)
+        ids, starts = self.encode(text)
+        mask = np.zeros(len(ids), dtype=np.bool_)
+        for start, stop in spans:
+            mask |= (starts >= start) & (starts < stop)
+        return ids, mask
+
+    def encode_text(self, text: str, spans: Iterable[Span] | None) -> Encoded:
+        """The same with what belongs before and behind any text; the latter is a target."""
+        ids, mask = self.encode_spans(text, spans)
+        if not len(ids):
+            return ids, mask
+        before = np.array(self._before, dtype=np.int32)
+        behind = np.array([] if ids[-1] in self._behind[-1:] else self._behind, dtype=np.int32)
+        counts = np.concatenate([np.zeros(len(before)), mask, np.ones(len(behind))])
+        return np.concatenate([before, ids, behind]), counts.astype(np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How samples become sequences. Without `max_length` they may be of any length.
+
+    Columns that are no part of a sample's form are extra fields; those in `ignore` are left out.
+    """
+
+    loss_on: LossOn = "assistant"
+    max_length: int | None = None
+    too_long: TooLong = "reject"
+    fields: tuple[Field, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.loss_on not in ("assistant", "all"):
+            raise ValueError(f"loss_on is {self.loss_on!r}; it must be 'assistant' or 'all'")
+        if self.too_long not in ("reject", "truncate"):
+            raise ValueError(f"too_long is {self.too_long!r}; it must be 'reject' or 'truncate'")
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(f"max_length is {self.max_length}; below 2 tokens there is no loss")
+        for field in check_declared(self.fields):
+            if field.name in COLUMNS:
+                raise ValueError(f"field {field.name}: is the name of a column of samples")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTokenizer:
+    """Tokenizes raw samples by fixed rules."""
+
+    tokenizer: Tokenizer
+    rules: Rules
+
+    def __call__(self, sample: Mapping[str, Any], id: int) -> TokenizedSample:
+        """The sequence of a sample, fitted; SampleError where there is none."""
+        return self.fitted(self.whole(sample, id))
+
+    def whole(self, sample: Mapping[str, Any], id: int) -> TokenizedSample:
+        """The sequence of a sample, however long, and whether or not it has loss tokens."""
+        form = form_of(sample, self.rules)
+        tokens, mask = self._encoded(sample, form)
+        if not len(tokens):
+            raise SampleError("empty", "it has no tokens")
+        declared = self.rules.fields
+        given = {field.name: sample[field.name] for field in declared if field.name in sample}
+        try:
+            fields = collect_fields(given, declared, length=len(tokens), where="its fields")
+        except ValueError as error:
+            raise SampleError("bad field", str(error)) from None
+        return TokenizedSample(id, tokens, mask, fields)
+
+    def fitted(self, sequence: TokenizedSample) -> TokenizedSample:
+        """The sequence itself, or what fits of it; SampleError where that is refused or useless."""
+        limit = self.rules.max_length
+        if limit is not None and sequence.length > limit:
+            if self.rules.too_long == "reject":
+                raise SampleError("too long", f"it has {sequence.length} tokens, more than {limit}")
+            sequence = self._truncated(sequence, limit)
+        if not sequence.loss_tokens:
+            raise SampleError(
+                "no loss tokens", f"none of its {sequence.length} tokens is a target of the loss"
+            )
+        return sequence
+
+    def _truncated(self, sequence: TokenizedSample, limit: int) -> TokenizedSample:
+        fields = dict(sequence.fields)
+        for field in self.rules.fields:
+            if field.per != "sequence":
+                fields[field.name] = fields[field.name][:limit]
+        tokens, mask = sequence.tokens[:limit], sequence.loss_mask[:limit]
+        return TokenizedSample(sequence.id, tokens, mask, fields)
+
+    def _encoded(self, sample: Mapping[str, Any], form: str) -> Encoded:
+        everything = self.rules.loss_on == "all"
+        if form == "text":
+            return self.tokenizer.encode_text(_text(sample, "text"), None)
+        if form == "prompt" and isinstance(sample["prompt"], str):
+            prompt, completion = _text(sample, "prompt"), _text(sample, "completion")
+            if not completion:
+                raise SampleError("no loss tokens", "its completion is empty")
+            span = (len(prompt), len(prompt) + len(completion))
+            return self.tokenizer.encode_text(prompt + completion, None if everything else [span])
+        chat = chat_from(sample, form)
+        template = self.tokenizer.template_for(chat)
+        if everything:
+            return self.tokenizer.encode_spans(template.render(chat), None)
+        return self.tokenizer.encode_spans(*template.locate(chat))
+
+
+def tokenize_samples(
+    samples: Iterable[Mapping[str, Any]], tokenizer: SampleTokenizer
+) -> Iterator[TokenizedSample]:
+    """The sequences of all samples; the first bad one ends it, with its number."""
+    for number, sample in enumerate(samples):
+        try:
+            yield tokenizer(sample, number)
+        except SampleError as error:
+            raise SampleError(error.reason, f"sample {number}: {error.detail}") from None
+
+
+def form_of(columns: Iterable[str], rules: Rules) -> str:
+    """The form of a sample from the names of its columns; each name must have its meaning."""
+    columns = [name for name in columns if name not in rules.ignore]
+    form = next((name for name in FORMS if name in columns), None)
+    if form is None:
+        forms = "; ".join(" and ".join(needed) for needed, _ in FORMS.values())
+        raise SampleError("no messages", f"it has none of the columns of a sample: {forms}")
+    needed, optional = FORMS[form]
+    for name in needed:
+        if name not in columns:
+            raise SampleError("no messages", f"it has a {form} but no {name}")
+    for name in columns:
+        if name not in {*needed, *optional, *(field.name for field in rules.fields)}:
+            raise SampleError(
+                "undeclared field",
+                f"column {name!r} is neither part of a sample with {form!r} nor a declared field; "
+                f"declare it ({name}:per_sequence:DTYPE) or name it in ignore",
+            )
+    return form
+
+
+def _text(sample: Mapping[str, Any], name: str) -> str:
+    value = sample[name]
+    if not isinstance(value, str):
+        raise SampleError("bad message", f"{name} is {type(value).__name__}; it must be text")
+    return value
+
+
+def _load_backend(text: str, folder: Path) -> "Backend":
+    try:
+        from tokenizers import Tokenizer as Backend
+    except ImportError:
+        raise ValueError(
+            "a tokenizer folder needs the package tokenizers, which is missing: "
+            "pip install 'longshore[hf]'"
+        ) from None
+    try:
+        backend = Backend.from_str(text)
+    except Exception as error:  # the package raises bare Exception
+        raise ValueError(f"tokenizer {folder}: tokenizer.json cannot be used ({error})") from None
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read(path: Path, expected: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); {expected}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: is not UTF-8 text; {expected}") from None
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).exists():
+            try:
+                config.update(json.loads(_read(folder / name, "it holds JSON")))
+            except (json.JSONDecodeError, TypeError) as error:
+                raise ValueError(f"{folder / name}: is not a JSON object ({error})") from None
+    return config
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and so on as text."""
+    tokens = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _template_texts(
+    folder: Path, config: Mapping[str, Any], given: str | Path | None
+) -> dict[str, str]:
+    """Templates by name: the given one alone, else chat_template.jinja, else the config's."""
+    if given is not None:
+        return {"default": _read(Path(given), "the chat template")}
+    texts = config.get("chat_template") or {}
+    if isinstance(texts, str):
+        texts = {"default": texts}
+    elif isinstance(texts, list):
+        try:
+            texts = {entry["name"]: entry["template"] for entry in texts}
+        except (KeyError, TypeError):
+            raise ValueError(
+                f"tokenizer {folder}: its list of chat templates has a bad entry"
+            ) from None
+    if (folder / "chat_template.jinja").exists():
+        texts = {**texts, "default": _read(folder / "chat_template.jinja", "the chat template")}
+    return dict(texts)

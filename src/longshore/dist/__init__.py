@@ -1,0 +1,1 @@
+"""Ranks, their process groups, and what they send each other."""

@@ -1,0 +1,248 @@
+"""Where a rank stands: its lane, its TP and PP coordinates, and the groups it talks in.
+
+In: the sizes of the axes and a default process group. Out: one frozen Topology, passed explicitly.
+
+Ranks count through the mesh (pp, lanes, tp), the last axis fastest. With 3 lanes, tp 2 and pp 2
+there are 12 ranks; rank 9 = (1·3 + 1)·2 + 1 has pp_rank 1, lane 1 and tp_rank 1. Lane 1 is held by
+ranks 2, 3, 8 and 9, which see the same tokens; rank 2 is its first. Rank 9 sums gradients with
+ranks 7, 9 and 11, the other lanes at its TP and PP coordinates.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from operator import index
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("pp", "lanes", "tp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """The sizes of the axes, and the arithmetic between ranks and coordinates.
+
+    `ep` lanes in a row share one set of experts; it is no axis of its own and must divide `lanes`.
+    """
+
+    lanes: int
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in fields(Axes):
+            _check_size(axis.name, getattr(self, axis.name))
+        if self.lanes % self.ep:
+            works = [size for size in range(1, self.lanes + 1) if self.lanes % size == 0]
+            raise ValueError(
+                f"ep is {self.ep} and does not divide the {self.lanes} lanes; "
+                f"use one of {', '.join(map(str, works))}, or another number of lanes"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.lanes * self.tp * self.pp
+
+    def check_world_size(self, ranks: int) -> None:
+        """Refuses a number of ranks that these axes do not fill exactly."""
+        if ranks == self.world_size:
+            return
+        each = self.tp * self.pp
+        fits = f", or set lanes to {ranks // each}" if ranks and ranks % each == 0 else ""
+        raise ValueError(
+            f"{self.lanes} lanes × tp {self.tp} × pp {self.pp} make {self.world_size} ranks, "
+            f"but there are {ranks}; start {self.world_size}{fits}"
+        )
+
+    def rank_at(self, *, lane: int, tp_rank: int = 0, pp_rank: int = 0) -> int:
+        """The rank at these coordinates."""
+        for name, at, size in (
+            ("lane", lane, self.lanes),
+            ("tp_rank", tp_rank, self.tp),
+            ("pp_rank", pp_rank, self.pp),
+        ):
+            if not 0 <= at < size:
+                raise ValueError(f"{name} is {at}; it must lie between 0 and {size - 1}")
+        return (pp_rank * self.lanes + lane) * self.tp + tp_rank
+
+    def lane_of(self, rank: int) -> int:
+        return rank // self.tp % self.lanes
+
+    def tp_rank_of(self, rank: int) -> int:
+        return rank % self.tp
+
+    def pp_rank_of(self, rank: int) -> int:
+        return rank // (self.lanes * self.tp)
+
+    def first_rank_of_lane(self, lane: int) -> int:
+        """The rank that reads a lane's data: the one with tp_rank 0 and pp_rank 0."""
+        return self.rank_at(lane=lane)
+
+    def ranks_of_lane(self, lane: int) -> tuple[int, ...]:
+        """The ranks that hold a lane's tokens, its first rank first."""
+        return tuple(
+            self.rank_at(lane=lane, tp_rank=tp_rank, pp_rank=pp_rank)
+            for pp_rank in range(self.pp)
+            for tp_rank in range(self.tp)
+        )
+
+    def lane_blocks(self, lanes: Sequence[int]) -> list[list[int]]:
+        """For each TP and PP coordinate, the ranks of these lanes, in the order of the lanes."""
+        return [
+            [self.rank_at(lane=lane, tp_rank=tp_rank, pp_rank=pp_rank) for lane in lanes]
+            for pp_rank in range(self.pp)
+            for tp_rank in range(self.tp)
+        ]
+
+    def blocks(self, axis: str) -> list[list[int]]:
+        """All groups along one axis, each as its ranks. Every rank is in exactly one."""
+        size: int = getattr(self, axis)
+        mesh = np.arange(self.world_size).reshape(self.pp, self.lanes, self.tp)
+        found: list[list[int]] = np.moveaxis(mesh, AXES.index(axis), -1).reshape(-1, size).tolist()
+        return found
+
+
+def _check_size(name: str, size: object) -> None:
+    try:
+        good = index(size) >= 1 and not isinstance(size, bool)  # type: ignore[arg-type]
+    except TypeError:
+        good = False
+    if not good:
+        raise ValueError(f"{name} is {size!r}; it must be an integer of at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """The groups one rank talks in, and the device whose tensors they carry.
+
+    `lanes` joins all lanes at this rank's TP and PP coordinates, `tp` and `pp` join the ranks of
+    its lane along one axis, `world` joins all ranks. Each orders its ranks by that coordinate.
+    """
+
+    device: torch.device
+    world: ProcessGroup = field(repr=False)
+    lanes: ProcessGroup = field(repr=False)
+    tp: ProcessGroup = field(repr=False)
+    pp: ProcessGroup = field(repr=False)
+
+    def close(self) -> None:
+        """Destroys the groups, except the default one. Every rank calls it, after its last use."""
+        destroy_groups((self.pp, self.tp, self.lanes, self.world))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology(Axes):
+    """One rank's place in the mesh, with the groups of its axes."""
+
+    rank: int
+    mesh: DeviceMesh = field(repr=False)
+    groups: Groups
+
+    @property
+    def device(self) -> torch.device:
+        return self.groups.device
+
+    @property
+    def lane(self) -> int:
+        return self.lane_of(self.rank)
+
+    @property
+    def tp_rank(self) -> int:
+        return self.tp_rank_of(self.rank)
+
+    @property
+    def pp_rank(self) -> int:
+        return self.pp_rank_of(self.rank)
+
+    @property
+    def is_first_of_lane(self) -> bool:
+        return self.rank == self.first_rank_of_lane(self.lane)
+
+    def host_groups(self) -> Groups:
+        """A second set of the same groups, on gloo and for CPU tensors, for another thread.
+
+        Two threads must not share a group, because their collectives would mix. All ranks call it
+        together; whoever asked closes them.
+        """
+        world = new_group_of([range(self.world_size)], backend="gloo")
+        made = {
+            axis: world
+            if getattr(self, axis) == self.world_size
+            else new_group_of(self.blocks(axis), backend="gloo")
+            for axis in AXES
+        }
+        return Groups(device=torch.device("cpu"), world=world, **made)
+
+
+def make_topology(
+    *, lanes: int, tp: int = 1, pp: int = 1, ep: int = 1, device: torch.device | str
+) -> Topology:
+    """The topology of this rank, after init_process_group. All ranks call it together.
+
+    Checks every number before it forms a group.
+    """
+    axes = Axes(lanes=lanes, tp=tp, pp=pp, ep=ep)
+    if not dist.is_initialized():
+        raise RuntimeError("there is no default process group; call init_process_group first")
+    axes.check_world_size(dist.get_world_size())
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        raise ValueError("device is 'cuda'; name this rank's own, such as 'cuda:0'")
+    if device.type == "cuda":
+        # Before the mesh does, which would choose a device by itself.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(device)
+    mesh = init_device_mesh(device.type, (pp, lanes, tp), mesh_dim_names=AXES)
+    world = dist.group.WORLD
+    assert world is not None
+    groups = Groups(device=device, world=world, **{axis: mesh.get_group(axis) for axis in AXES})
+    return Topology(
+        lanes=lanes, tp=tp, pp=pp, ep=ep, rank=dist.get_rank(), mesh=mesh, groups=groups
+    )
+
+
+def new_group_of(blocks: Iterable[Sequence[int]], *, backend: str) -> ProcessGroup:
+    """Creates, of these disjoint blocks of ranks, the group of the one that holds this rank.
+
+    All ranks call it together with the same blocks, which cover all ranks.
+    """
+    group = new_group_if_in(blocks, backend=backend)
+    assert group is not None, f"rank {dist.get_rank()} is in none of the blocks"
+    return group
+
+
+def new_group_if_in(blocks: Iterable[Sequence[int]], *, backend: str) -> ProcessGroup | None:
+    """The same, for blocks that leave some ranks out; these get None.
+
+    A rank only counts the groups it is not in, so that all ranks give a group the same new name;
+    it waits for nobody but the members of its own. With local synchronisation the name comes from
+    the ranks and the number of living groups: a group opened again after it was closed would find
+    the addresses of the closed one in the store, and fail. That way is taken only where the
+    counting is not free: below an eagerly connected NCCL group a rank outside answers with a
+    split, which gloo members never join.
+    """
+    mine, rank = None, dist.get_rank()
+    locally = backend == "gloo" and _is_eager_nccl()
+    for block in blocks:
+        group = dist.new_group(list(block), backend=backend, use_local_synchronization=locally)
+        if rank in block:
+            mine = group
+    return mine
+
+
+def destroy_groups(groups: Iterable[ProcessGroup]) -> None:
+    """Destroys each group once; leaves alone the default group and what went down with it."""
+    if not dist.is_initialized():
+        return
+    for group in dict.fromkeys(groups):
+        if group != dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def _is_eager_nccl() -> bool:
+    world = dist.group.WORLD
+    return world is not None and world.bound_device_id is not None

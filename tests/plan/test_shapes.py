@@ -1,0 +1,62 @@
+import pytest
+from tests.data.plans import plan_of
+
+from longshore.plan import Pack, Round
+from longshore.plan.shapes import lane_packs, lane_tokens, make_buckets
+
+ROUND = Round((Pack(0, 2, (0,), 4), Pack(1, 1, (1, 2), 300)))
+
+
+def totals(**options: int) -> list[int]:
+    buckets = options.pop("buckets", ())
+    plan = plan_of([7, 100, 200], [ROUND, Round(())], lanes=3, **options)
+    return [lane_tokens(plan, n, lane, buckets=buckets) for n in range(2) for lane in range(3)]
+
+
+def test_totals_by_hand() -> None:
+    assert totals() == [4, 304, 16, 16, 16, 16]
+    assert totals(align=20, capacity=1030) == [20, 320, 20, 20, 20, 20]
+    assert totals(align=16, capacity=1024, buckets=(512, 256)) == [256, 512, 256, 256, 256, 256]
+    assert totals(capacity=304) == [4, 304, 16, 16, 16, 16]
+
+
+def test_capacity_is_always_a_bucket() -> None:
+    assert totals(capacity=400, align=16, buckets=(256,)) == [256, 400, 256, 256, 256, 256]
+    assert totals(capacity=410, align=16, buckets=(256,)) == [256, 400, 256, 256, 256, 256]
+
+
+def test_an_empty_pack_fits_the_capacity() -> None:
+    plan = plan_of([1], [Round((Pack(0, 1, (0,), 1),))], lanes=2, capacity=5, align=2)
+    assert lane_tokens(plan, 0, 1) == 4
+
+
+def test_make_buckets() -> None:
+    assert make_buckets(16384) == tuple(range(2048, 16385, 2048))
+    assert make_buckets(100, align=16, count=4) == (32, 48, 80, 96)
+    assert make_buckets(3) == (1, 2, 3)
+    assert make_buckets(64, align=64) == (64,)
+    with pytest.raises(ValueError, match="count of buckets is 0"):
+        make_buckets(3, count=0)
+    with pytest.raises(ValueError, match="capacity 3 holds no multiple of align"):
+        make_buckets(3, align=4)
+
+
+def test_packs_of_a_lane_fall_in_cp_size() -> None:
+    big, small = ROUND.packs
+    plan = plan_of([7, 100, 200], [Round((small, big))], lanes=3)
+    assert lane_packs(plan, 0, 1) == (big, small)
+    assert lane_packs(plan, 0, 0) == (big,)
+    assert lane_packs(plan, 0, 2) == ()
+
+
+@pytest.mark.parametrize("size", [0, 24, 512, -16])
+def test_refuses_a_bucket_that_is_none(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"bucket size {size}: .*align \(16\).*capacity \(400\)"):
+        totals(capacity=410, align=16, buckets=(256, size))
+
+
+def test_refuses_a_plan_over_capacity_and_a_strange_lane() -> None:
+    with pytest.raises(ValueError, match="round 0, lane 1: 304 tokens, and the capacity is 303"):
+        totals(capacity=303)
+    with pytest.raises(ValueError, match="lane is 3; the plan has lanes 0 to 2"):
+        lane_tokens(plan_of([1], [ROUND], lanes=3), 0, 3)

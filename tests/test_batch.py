@@ -1,0 +1,128 @@
+import pickle
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+from tests.data.plans import make_samples, pack_all, plan_of
+
+from longshore.batch import MicroBatch
+from longshore.plan import Pack, Round
+
+CONTEXT = {"ctx.positions", "ctx.sequence_index", "ctx.is_real", "ctx.lengths"}
+CONTEXT |= {f"ctx.packs.{i}.{part}.cu_seqlens" for i in range(2) for part in ("real", "padded")}
+CONTEXT |= {f"ctx.packs.0.zigzag.{part}.cu_seqlens" for part in ("local", "chunks")}
+CONTEXT |= {"ctx.packs.0.zigzag.to_natural", "ctx.packs.0.zigzag.to_shards"}
+TARGETS = {"targets.labels", "targets.loss_mask"}
+DEPTHS = {f"mtp.{d}.{name}" for d in range(2) for name in ("token_ids", *TARGETS)}
+FIELDS = {"token_fields.weight", "token_fields.advantage", "sequence_fields.sample_id"}
+
+
+def make_batch() -> MicroBatch:
+    rounds = [Round((Pack(0, 2, (0,), 4), Pack(0, 1, (1,), 3))), Round(())]
+    plan = plan_of([7, 3], rounds, lanes=2, align=8)
+    return pack_all(plan, make_samples(plan), depths=2)[0][0]
+
+
+def same(a: MicroBatch, b: MicroBatch) -> bool:
+    ours, theirs = a.to_tensors(), b.to_tensors()
+    host = [(m.lane, m.round, m.rounds, m.counts, m.ctx.sequences, m.ctx.tokens) for m in (a, b)]
+    packs = [
+        [(p.group, p.rows, p.first_sequence, p.lengths, p.padded.offsets) for p in m.ctx.packs]
+        for m in (a, b)
+    ]
+    equal = [
+        ours[k].dtype == theirs[k].dtype and torch.equal(ours[k], theirs[k])
+        for k in ours.keys() & theirs.keys()
+    ]
+    return list(ours) == list(theirs) and host[0] == host[1] and packs[0] == packs[1] and all(equal)
+
+
+def test_names_every_tensor_once() -> None:
+    batch = make_batch()
+    tensors = batch.to_tensors()
+    assert tensors.keys() == CONTEXT | {"token_ids"} | TARGETS | DEPTHS | FIELDS
+    assert tensors["token_ids"] is batch.token_ids
+    tokens = {"ctx.positions", "ctx.sequence_index", "ctx.is_real", "token_ids"} | TARGETS | DEPTHS
+    assert {tensors[name].shape for name in tokens} == {(8,)}
+    assert {tensors[name].dtype for name in tokens} == {torch.int64, torch.bool}
+
+
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        ({"first": True, "last": False, "mtp": False}, {"token_ids"}),
+        ({"first": False, "last": False, "mtp": False}, set()),
+        ({"first": False, "last": True, "mtp": False}, TARGETS | FIELDS),
+        ({"first": False, "last": False, "mtp": True}, DEPTHS | FIELDS),
+        ({"first": False, "last": True, "mtp": True}, TARGETS | DEPTHS | FIELDS),
+        ({"first": True, "last": True, "mtp": True}, {"token_ids"} | TARGETS | DEPTHS | FIELDS),
+    ],
+)
+def test_a_stage_gets_what_it_needs(stage: dict[str, bool], more: set[str]) -> None:
+    batch = make_batch()
+    view = batch.for_stage(**stage)
+    tensors = batch.to_tensors()
+    assert view.to_tensors().keys() == CONTEXT | more
+    assert all(tensor is tensors[name] for name, tensor in view.to_tensors().items())
+    assert view.ctx is batch.ctx
+    assert view.counts == batch.counts
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_travels_as_a_skeleton_and_tensors(first: bool) -> None:
+    batch = make_batch().for_stage(first=first, last=not first, mtp=not first)
+    skeleton = pickle.loads(pickle.dumps(batch.skeleton()))
+    tensors = skeleton.to_tensors()
+    assert {tensor.device.type for tensor in tensors.values()} == {"meta"}
+    sent = batch.to_tensors()
+    received = {name: torch.empty_like(t, device="cpu") for name, t in tensors.items()}
+    for name, tensor in received.items():
+        tensor.copy_(sent[name])
+    assert same(MicroBatch.from_tensors(skeleton, received), batch)
+
+
+def test_moving_leaves_the_original_alone() -> None:
+    batch = make_batch()
+    moved = batch.to("meta", non_blocking=True)
+    assert {t.device.type for t in moved.to_tensors().values()} == {"meta"}
+    assert {t.device.type for t in batch.to_tensors().values()} == {"cpu"}
+    assert same(batch.to("cpu"), batch)
+    ctx = batch.ctx.to("meta")
+    assert ctx.packs[0].zigzag.to_natural.device.type == "meta"
+    assert ctx.packs[0].lengths == batch.ctx.packs[0].lengths
+
+
+def test_pins_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.data_ptr())
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    batch = make_batch()
+    assert same(batch.pin_memory(), batch)
+    assert pinned == [tensor.data_ptr() for tensor in batch.to_tensors().values()]
+
+
+def test_refuses_tensors_of_another_micro_batch() -> None:
+    batch = make_batch()
+    tensors = batch.to_tensors()
+    less = {name: tensor for name, tensor in tensors.items() if name != "token_ids"}
+    with pytest.raises(ValueError, match="tensor token_ids is missing"):
+        MicroBatch.from_tensors(batch.skeleton(), less)
+    with pytest.raises(ValueError, match="tensor other is not in the skeleton"):
+        MicroBatch.from_tensors(batch.skeleton(), tensors | {"other": torch.zeros(1)})
+    for wrong in (torch.zeros(7, dtype=torch.int64), torch.zeros(8, dtype=torch.int32)):
+        with pytest.raises(
+            ValueError, match=r"tensor token_ids is .* says torch.int64 of shape \(8,\)"
+        ):
+            MicroBatch.from_tensors(batch.skeleton(), tensors | {"token_ids": wrong})
+
+
+def test_is_frozen_and_has_no_room_for_more() -> None:
+    batch = make_batch()
+    with pytest.raises(FrozenInstanceError):
+        batch.lane = 3
+    for part in (batch, batch.ctx, batch.ctx.packs[0], batch.targets, batch.mtp[0], batch.counts):
+        assert not hasattr(part, "__dict__")
