@@ -8,10 +8,8 @@ median over the repeats, each from a barrier to the slowest rank's end.
 """
 
 import argparse
-import multiprocessing
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from results import machine, table, write_section
 from torch import Tensor
 
@@ -51,36 +50,6 @@ def main() -> int:
     write_section(options.out, "shift", text)
     print(text)
     return 0 if timings[0].ratio >= WANTED else 1
-
-
-def on_ranks(ranks: int, function: Callable[[], list[Timing]]) -> list[Timing]:
-    """What the function returns on rank 0 of this many gloo ranks."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/store"
-        processes = [
-            context.Process(target=_rank, args=(rank, ranks, path, function, answers), daemon=True)
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-            if process.exitcode:
-                raise SystemExit("a rank failed")
-    return answers.get()
-
-
-def _rank(rank: int, ranks: int, path: str, function: Callable, answers: object) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(path, ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    result = function()
-    if rank == 0:
-        answers.put(result)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def measure_all() -> list[Timing]:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from longshore import cli
-from longshore.cli import COUNTS, FOREIGN, main
+from longshore.cli.main import main
+from longshore.cli.plan import CHOICES, COUNTS
+from longshore.cli.words import FOREIGN
 from longshore.plan.lengths_file import Lengths
 from longshore.plan.policies import POLICIES
 
@@ -223,7 +224,7 @@ BAD = [
     (("plan", "--demo", "--gpus", "100", "--tp", "8", "--pp", "2"), "--gpus 96 or 112 would"),
     (("plan", "--demo", "--gpus", "3", "--tp", "4"), "4 x pp 1 = 4; --gpus 4 would work"),
     (("plan", "none.csv", *MACHINE), "none.csv: cannot be read (No such file"),
-    (("plan", ".", *MACHINE), ".: cannot be read (Is a directory)"),
+    (("plan", ".", *MACHINE), ".: is no store, or an unfinished one"),
     (("plan", "l.csv", "--lanes", "0", "--capacity", "9"), "--lanes: 0 does not lie between"),
     (("plan", "l.csv", "--lanes", "-4", "--capacity", "9"), "--lanes: -4 does not lie between"),
     (("plan", "l.csv", "--lanes", "4.0", "--capacity", "9"), "'4.0' is not a whole number"),
@@ -355,7 +356,7 @@ def test_foreign_policies_are_answered_with_ours(run, foreign, ours):
 
 def test_foreign_answers_name_real_options():
     ours = {word for text in FOREIGN.values() for word in re.findall(r"--[a-z-]+", text)}
-    known = {f"--{name}" for name in [*COUNTS, *cli.CHOICES]}
+    known = {f"--{name}" for name in [*COUNTS, *CHOICES]}
     assert ours <= known
     assert not known & set(FOREIGN)
 
@@ -363,7 +364,7 @@ def test_foreign_answers_name_real_options():
 def test_help_names_every_option(run):
     code, out, err = run("plan", "--help")
     assert (code, err) == (0, "")
-    for name in [*COUNTS, *cli.CHOICES, "demo", "cost", "json", "html"]:
+    for name in [*COUNTS, *CHOICES, "demo", "cost", "json", "html"]:
         assert re.search(rf"^  --{name}\b", out, re.MULTILINE), name
     for policy in POLICIES:
         assert re.search(rf"^ .* {policy} +\w", out, re.MULTILINE), policy
@@ -394,11 +395,11 @@ def test_an_interrupt_is_no_traceback(run, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "read_lengths", interrupt)
+    monkeypatch.setattr("longshore.cli.plan.read_lengths", interrupt)
     assert run(*PLAN) == (130, "", "")
 
 
-COMMAND = [sys.executable, "-m", "longshore.cli", "plan", "l.csv", *MACHINE]
+COMMAND = [sys.executable, "-m", "longshore.cli.main", "plan", "l.csv", *MACHINE]
 
 
 def test_as_a_command(folder):
@@ -408,7 +409,7 @@ def test_as_a_command(folder):
 
 
 def test_it_starts_without_torch(folder):
-    code = "import sys, longshore.cli; print('torch' in sys.modules)"
+    code = "import sys, longshore.cli.main; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

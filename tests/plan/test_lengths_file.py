@@ -79,12 +79,12 @@ def test_unreadable_files_are_named(tmp_path):
         read_lengths(binary)
 
 
-def test_steps_keep_lines_and_labels_and_a_short_last_step():
+def test_a_part_keeps_lines_and_labels():
     whole = parse("length,pack\n1,a\n2,b\n3,a\n4,a\n5,b\n")
-    assert whole.steps(None) == whole.steps(99) == [whole]
-    steps = whole.steps(2)
-    assert [step.lengths for step in steps] == [(1, 2), (3, 4), (5,)]
-    assert [step.lines for step in steps] == [(2, 3), (4, 5), (6,)]
+    assert whole.part(range(5)) == whole
+    steps = [whole.part(places) for places in ((0, 1), (3, 2), (4,))]
+    assert [step.lengths for step in steps] == [(1, 2), (4, 3), (5,)]
+    assert [step.lines for step in steps] == [(2, 3), (5, 4), (6,)]
     assert [step.packs() for step in steps] == [[(0,), (1,)], [(0, 1)], [(0,)]]
 
 
@@ -106,7 +106,7 @@ def test_only_policy_given_reads_the_packs():
     ],
 )
 def test_the_planners_errors_name_the_line(policy, options, message):
-    step = parse("length,pack\n1,a\n1,a\n1,a\n9,a\n9,b\n").steps(2)[1]
+    step = parse("length,pack\n1,a\n1,a\n1,a\n9,a\n9,b\n").part((2, 3))
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         step.plan(policy, {"lanes": 1, **options})
 

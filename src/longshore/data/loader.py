@@ -46,9 +46,7 @@ class Loader:
         found = self._ready.get()
         waited = time.perf_counter() - started
         if isinstance(found, Step):
-            self._next = Place(
-                found.place.epoch, found.place.step_in_epoch + 1, found.place.step + 1
-            )
+            self._next = found.place.following
             return replace(found, wait_seconds=waited)
         self._ready.put(found)  # whoever asks again gets the same answer
         if found is None:

@@ -15,7 +15,7 @@ gives the lengths (900, 5000, 700), the lines (2, 3, 4) and the packs (0, 2) and
 import csv
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -30,21 +30,26 @@ SHOWN = 40
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths from a file, with the line of each. `labels` says each one's pack, or is empty."""
+    """Lengths from a file, with the line of each. `labels` says each one's pack, or is empty.
+
+    From a folder of sequences `counted` is "sequence", and `lines` are their numbers.
+    """
 
     name: str
     lengths: tuple[int, ...]
     lines: tuple[int, ...]
     labels: tuple[str, ...]
+    counted: str = "line"
 
-    def steps(self, batch: int | None) -> list["Lengths"]:
-        """Parts of `batch` sequences each, the last one perhaps shorter; None: all in one."""
-        size = batch or len(self.lengths)
-        parts = [slice(start, start + size) for start in range(0, len(self.lengths), size)]
-        return [
-            Lengths(self.name, self.lengths[part], self.lines[part], self.labels[part])
-            for part in parts
-        ]
+    def part(self, places: Iterable[int]) -> "Lengths":
+        """Some of them, in this order."""
+        chosen = list(places)
+        return replace(
+            self,
+            lengths=tuple(self.lengths[i] for i in chosen),
+            lines=tuple(self.lines[i] for i in chosen),
+            labels=tuple(self.labels[i] for i in chosen) if self.labels else (),
+        )
 
     def packs(self) -> list[tuple[int, ...]]:
         """The places of the sequences that share a label, by the label's first appearance."""
@@ -73,9 +78,9 @@ class Lengths:
             return message
         kind, number, rest = found[1], int(found[2]), found[3]
         if kind == "sequence":
-            return f"{self.name} line {self.lines[number]}{rest}"
+            return f"{self.name} {self.counted} {self.lines[number]}{rest}"
         place = self.packs()[number][0]
-        return f"{self.name} line {self.lines[place]}: pack {self.labels[place]!r}{rest}"
+        return f"{self.name} {self.counted} {self.lines[place]}: pack {self.labels[place]!r}{rest}"
 
 
 def read_lengths(path: str | Path) -> Lengths:

@@ -1,0 +1,74 @@
+"""The command line: `longshore plan lengths.csv --lanes 32 --capacity 16384`.
+
+In: words. Out: files, a summary on stdout and an exit code: 0, or 2 with one line on stderr for
+what a user got wrong.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence as Seq
+
+from longshore.cli.plan import register_plan
+from longshore.cli.prepare import register_prepare
+from longshore.cli.words import Parser, answer, as_options
+
+COMMANDS = (register_plan, register_prepare)
+
+DESCRIPTION = """\
+Longshore trains language models on sequences of very different lengths without wasting the machine:
+it packs short sequences together and splits long ones over several GPUs, anew for every step.
+
+Start with `longshore plan --demo`, then `longshore plan --help`."""
+
+
+def main(argv: Seq[str] | None = None) -> int:
+    try:
+        with contextlib.suppress(SystemExit):  # argparse has printed its help
+            _dispatch(sys.argv[1:] if argv is None else argv)
+        print(end="", flush=True)
+        return 0
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        return _drop_stdout()
+    except OSError as error:
+        _drop_stdout()
+        return _refuse(f"the summary cannot be printed ({error.strerror})")
+    except ValueError as error:
+        return _refuse(as_options(str(error)))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(argv: Seq[str]) -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser("longshore", description=DESCRIPTION, formatter_class=raw, allow_abbrev=False)
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for register in COMMANDS:
+        register(commands)
+    args, strange = parser.parse_known_args(argv)
+    if strange:
+        raise ValueError(answer(strange, options=[*vars(args)]))
+    if args.version:
+        print("longshore", importlib.metadata.version("longshore"))
+    elif "run" in args:
+        args.run(args)
+    else:
+        parser.print_help()
+
+
+def _refuse(message: str) -> int:
+    print("longshore:", " ".join(message.splitlines()), file=sys.stderr)
+    return 2
+
+
+def _drop_stdout() -> int:
+    """Lets Python's own flush at exit succeed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""`longshore plan`: from lengths to a plan, a summary, a JSON file and a page.
+
+In: the options of PLAN_HELP. Out: files and text. `--gpus 64 --tp 2 --pp 4` stands for `--lanes 8`,
+because 64 / (2 x 4) = 8.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longshore.cli.words import as_options, count, one_of
+from longshore.data.batches import Batches, BatchSize, Place
+from longshore.plan.as_json import plans_as_json
+from longshore.plan.cost import BUILT_IN, CostProfile, load_profile
+from longshore.plan.lengths_file import Lengths, demo_lengths, read_lengths
+from longshore.plan.planner import ONE_SIZE
+from longshore.plan.policies import POLICIES
+from longshore.plan.types import Plan
+from longshore.report.plan_page import write_plan_page
+from longshore.report.plan_text import plan_summary
+
+PLAN_HELP = """\
+Plans how sequences of these lengths are packed and split, and predicts how long a step takes.
+A lane is one GPU, or the TP x PP GPUs that share its tokens. A pack is sequences joined end to
+end, on one lane or split over K lanes: its CP size (context parallelism) is K. A round is one
+micro-batch on all lanes; a step, one update of the model, has one or more rounds.
+
+what to plan:
+  LENGTHS.csv        one length in tokens a line; a first line 'length' is optional
+  FOLDER             what `longshore prepare` made: the steps that training will run, shuffled
+  --demo             plan a built-in sample instead; --lanes 32 --capacity 16384 unless given
+  --batch B          sequences in a step, Megatron's global batch size (default: all in one)
+  --batch-tokens T   instead of --batch: as many sequences as come up to T tokens
+  --steps N          plan the first N steps alone (default: a whole epoch)
+  --seed S           with a folder: the seed of its order (default 0)
+
+the machine:
+  --lanes N          number of lanes: data-parallel x context-parallel size in Megatron's words
+  --gpus G           instead of --lanes: number of GPUs; there are G / (T x P) lanes
+  --tp T             with --gpus: tensor-parallel size (default 1)
+  --pp P             pipeline-parallel size (default 1: no pipeline)
+  --vpp V            stages of each pipeline rank (default 1: not interleaved)
+  --capacity C       most tokens a lane holds in a round; Megatron's max_seqlen_per_dp_cp_rank
+  --max-sequences M  most sequences a lane holds in a round (default: no limit)
+  --align A          pad the tokens of a lane to a multiple of A, as FP8 needs (default 1)
+  --cost FILE.json   what tokens cost on your machine, an object with linear, quadratic, gather,
+                     node, pack and round (default: estimated seconds of an 8B model on H100s)
+
+how to plan:
+  --policy NAME      mixed     packs of different CP sizes side by side on a lane (default)
+                     dynamic   a CP size for each pack, one pack a lane a round
+                     balanced  one CP size for all, packs balanced by cost
+                     static    one CP size for all, packs filled in the order of the file
+                     padded    one sequence a lane a round, padded to the longest
+                     given     packs of your own: the file's first line is 'length,pack', and
+                               lines such as '900,a' and '512,a' form a pack
+                     Megatron's default_dynamic_cp is dynamic, its dp_balanced is static.
+  --cp-size K        the CP size of padded, static and balanced, Megatron's context-parallel
+                     size (default: the smallest that fits; for balanced the fastest)
+  --min-cp K         smallest CP size allowed (default 1)
+  --max-cp K         largest CP size allowed (default: all lanes)
+  --cp-sizes KIND    pow2: powers of two and all lanes (default); any: each size, up to 64 lanes
+  --sync WHEN        round: lanes wait for each other after every round, as with ZeRO-3, experts
+                     or a pipeline (default); step: once a step, if parameters stay gathered
+
+what to write:
+  --json OUT.json    the plan: its rounds, packs, lanes and figures
+  --html OUT.html    a page to look at in a browser, with the policies side by side
+
+example: your lengths on 64 GPUs with tensor parallelism 2, 256 sequences a step
+  longshore plan lengths.csv --gpus 64 --tp 2 --capacity 16384 --batch 256 --html plan.html"""
+
+# A mistyped number beyond these would only keep the machine busy.
+COUNTS = {
+    **dict.fromkeys(("lanes", "gpus", "tp", "cp-size", "min-cp", "max-cp"), 1 << 20),
+    **dict.fromkeys(("batch", "batch-tokens", "capacity", "align", "max-sequences"), 1 << 40),
+    **dict.fromkeys(("steps", "seed"), 1 << 40),
+    **dict.fromkeys(("pp", "vpp"), 1 << 10),
+}
+CHOICES = {"policy": [*POLICIES], "cp-sizes": ["pow2", "any"], "sync": ["round", "step"]}
+PLANNER = ("sync", "cp_size", "min_cp", "max_cp", "cp_sizes", "max_sequences", "align", "pp", "vpp")
+COMPARED = ("padded", "static", "balanced", "dynamic", "mixed")
+DEMO_LANES, DEMO_CAPACITY = 32, 16384
+
+
+def register_plan(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="plan the steps for a file of lengths and predict their time",
+        usage="longshore plan (LENGTHS.csv --lanes N --capacity C | --demo) [options]",
+        description=PLAN_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.set_defaults(run=run_plan)
+    hidden = argparse.SUPPRESS  # PLAN_HELP describes them all
+    parser.add_argument("--help", "-h", action="help", help=hidden)
+    parser.add_argument("lengths", nargs="?", help=hidden)
+    parser.add_argument("--demo", action="store_true", help=hidden)
+    kinds: dict[str, Callable[[str], Any]] = {name: count(most) for name, most in COUNTS.items()}
+    kinds |= {name: one_of(names) for name, names in CHOICES.items()}
+    kinds |= {"cost": str, "json": str, "html": str}
+    for name, kind in kinds.items():
+        parser.add_argument(f"--{name}", type=kind, help=hidden)
+
+
+def run_plan(args: argparse.Namespace) -> None:
+    _check_complete(args)
+    steps = _steps(args)
+    options = {name: value for name in PLANNER if (value := getattr(args, name)) is not None}
+    options |= {"lanes": _lanes(args), "capacity": args.capacity or DEMO_CAPACITY}
+    options |= {"profile": _profile(args.cost)}
+    _check_outputs(args)
+    policy = args.policy or "mixed"
+    others: dict[str, list[Plan] | str] = {}
+    try:
+        plans = _plan_steps(steps, policy, options)
+        if args.html:
+            others = {name: _compare(steps, name, options) for name in COMPARED if name != policy}
+    finally:
+        _progress("")
+    if args.json:
+        text = json.dumps(plans_as_json(plans), allow_nan=False) + "\n"
+        _write(args.json, lambda path: Path(path).write_text(text, encoding="utf-8"))
+    if args.html:
+        _write(args.html, lambda path: write_plan_page(path, plans, others))
+    if args.gpus:
+        print(
+            f"lanes = {args.gpus} GPUs / (tp {args.tp or 1} x pp {args.pp or 1}) = {_lanes(args)}"
+        )
+    unit = "units of the profile" if args.cost else "s (estimated)"
+    print("\n".join(plan_summary(plans, unit=unit)))
+    if args.json:
+        print(f"plan: {args.json}")
+    if args.html:
+        print(f"page: {args.html} (open it in a browser)")
+
+
+def _steps(args: argparse.Namespace) -> list[Lengths]:
+    """The lengths of each step: a file's in its order, a folder's as training takes them."""
+    is_folder = args.lengths is not None and os.path.isdir(args.lengths)
+    if args.seed is not None and not is_folder:
+        raise ValueError("--seed is for a prepared folder; the lengths of a file keep their order")
+    if args.batch is not None and args.batch_tokens is not None:
+        raise ValueError("give either --batch or --batch-tokens")
+    if args.demo:
+        lengths = demo_lengths()
+    else:
+        lengths = _prepared(args.lengths) if is_folder else read_lengths(args.lengths)
+    size = BatchSize("sequences", args.batch or len(lengths.lengths))
+    if args.batch_tokens:
+        size = BatchSize("tokens", args.batch_tokens)
+    array = np.array(lengths.lengths, dtype=np.int64)
+    batches = Batches(array, size, seed=args.seed or 0, shuffle=is_folder)
+    most = min(args.steps or batches.steps(0), batches.steps(0))
+    taken = islice(batches.from_place(Place()), most)
+    return [lengths.part(places.tolist()) for _, places in taken]
+
+
+def _prepared(folder: str) -> Lengths:
+    from longshore.data.store import Store
+
+    lengths = tuple(Store(folder).lengths.tolist())
+    return Lengths(folder, lengths, tuple(range(len(lengths))), (), counted="sequence")
+
+
+def _check_complete(args: argparse.Namespace) -> None:
+    """With --demo, lanes and capacity have defaults."""
+    if args.demo == (args.lengths is not None):
+        raise ValueError("give either a file with one length a line or --demo, a built-in sample")
+    if args.tp is not None and args.gpus is None:
+        raise ValueError("--tp needs --gpus; --lanes does not count the ranks of TP and PP")
+    missing = [args.lanes, args.gpus].count(None)
+    if missing == 0 or (missing == 2 and not args.demo):
+        raise ValueError("give either --lanes, or --gpus with --tp and --pp")
+    if args.capacity is None and not args.demo:
+        raise ValueError("give --capacity, the most tokens a lane holds in a round, such as 16384")
+
+
+def _lanes(args: argparse.Namespace) -> int:
+    if args.gpus is None:
+        return args.lanes or DEMO_LANES
+    tp, pp = args.tp or 1, args.pp or 1
+    lanes, rest = divmod(args.gpus, tp * pp)
+    if rest:
+        working = [str(count * tp * pp) for count in (lanes, lanes + 1) if count]
+        raise ValueError(
+            f"--gpus {args.gpus} is no multiple of tp {tp} x pp {pp} = {tp * pp}; "
+            f"--gpus {' or '.join(working)} would work"
+        )
+    return int(lanes)
+
+
+def _profile(path: str | None) -> CostProfile:
+    try:
+        return BUILT_IN if path is None else load_profile(path)
+    except (OverflowError, RecursionError):
+        raise ValueError(f"cost profile {path}: holds numbers that cannot be used") from None
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Refuses before planning what could not be written after it."""
+    taken = {os.path.realpath(path) for path in (args.lengths, args.cost) if path}
+    for path in [path for path in (args.json, args.html) if path is not None]:
+        folder = os.path.dirname(path) or "."
+        if os.path.realpath(path) in taken:
+            raise ValueError(f"{path}: cannot be written, another argument names the same file")
+        if not os.path.isdir(folder):
+            raise ValueError(f"{path}: cannot be written, there is no folder {folder}")
+        if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+            raise ValueError(f"{path}: cannot be written, it is a folder or protected")
+        taken.add(os.path.realpath(path))
+
+
+def _write(path: str, write: Callable[[str], object]) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def _plan_steps(steps: Seq[Lengths], policy: str, options: dict[str, Any]) -> list[Plan]:
+    plans = []
+    for number, step in enumerate(steps, start=1):
+        _progress(f"planning {policy}, step {number} of {len(steps)} …")
+        plans.append(step.plan(policy, options))
+    return plans
+
+
+def _compare(steps: Seq[Lengths], policy: str, options: dict[str, Any]) -> list[Plan] | str:
+    """Another policy's plans, or why it was refused. Only some policies take a CP size."""
+    own = {k: v for k, v in options.items() if k != "cp_size" or policy in ONE_SIZE}
+    try:
+        return _plan_steps(steps, policy, own)
+    except ValueError as error:
+        return as_options(str(error))
+
+
+def _progress(text: str) -> None:
+    """One line that is written over, for people only: a log has no use for it."""
+    if sys.stderr and sys.stderr.isatty():
+        print("\r\x1b[K" + text, end="", file=sys.stderr, flush=True)

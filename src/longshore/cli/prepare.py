@@ -1,0 +1,84 @@
+"""`longshore prepare`: from files of samples to a folder of sequences.
+
+In: the options of PREPARE_HELP. Out: a store, and a summary of what is in it and what was rejected.
+"""
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from longshore.cli.words import count, one_of
+
+PREPARE_HELP = """\
+Tokenizes files of samples, in parallel, into a folder that training and `longshore plan` read.
+A sample is a line of JSONL or a row of Parquet: a chat under `messages` (role and content, tool
+calls too) or `conversations` (from and value), `prompt` and `completion`, or a plain `text`.
+A killed run goes on where it was when the same command is given again. Bad samples go to
+rejected.jsonl with their line and the reason.
+
+  INPUT …            JSONL or Parquet files, or folders of them
+  --tokenizer DIR    a Hugging Face tokenizer folder: tokenizer.json, tokenizer_config.json
+  --out DIR          the folder to make
+  --template FILE    a chat template to use instead of the tokenizer's own
+  --loss-on WHAT     assistant: learn what the assistant says (default); all: every token
+  --max-length N     longest sequence in tokens (default: no limit)
+  --too-long DO      reject (default) or truncate what is longer
+  --field F          an extra field, as name:per_token:float32 or name:per_sequence:int64;
+                     repeat it for more. Other columns must be named with --ignore
+  --ignore NAME      a column to leave out; repeat it for more
+  --workers W        processes (default: one for each core)
+  --start-over       remove what an earlier run with other settings made in --out
+
+example: longshore prepare chats.jsonl --tokenizer my-tokenizer --out prepared"""
+
+
+def register_prepare(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = commands.add_parser(
+        "prepare",
+        help="tokenize chats or texts into a folder for training",
+        usage="longshore prepare INPUT … --tokenizer DIR --out DIR [options]",
+        description=PREPARE_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.set_defaults(run=run_prepare)
+    hidden = argparse.SUPPRESS  # PREPARE_HELP describes them all
+    parser.add_argument("--help", "-h", action="help", help=hidden)
+    parser.add_argument("inputs", nargs="+", help=hidden)
+    for name in ("tokenizer", "out"):
+        parser.add_argument(f"--{name}", required=True, help=hidden)
+    parser.add_argument("--template", help=hidden)
+    parser.add_argument("--loss-on", type=one_of(("assistant", "all")), default="assistant")
+    parser.add_argument("--too-long", type=one_of(("reject", "truncate")), default="reject")
+    parser.add_argument("--max-length", type=count(1 << 40), help=hidden)
+    parser.add_argument("--workers", type=count(1 << 12), default=os.cpu_count(), help=hidden)
+    parser.add_argument("--field", action="append", default=[], help=hidden)
+    parser.add_argument("--ignore", action="append", default=[], help=hidden)
+    parser.add_argument("--start-over", action="store_true", help=hidden)
+
+
+def run_prepare(args: argparse.Namespace) -> None:
+    from longshore.data.fields import parse_field
+    from longshore.data.prepare import prepare, show_progress
+
+    try:
+        with show_progress(sys.stderr) as progress:
+            summary = prepare(
+                args.inputs,
+                args.tokenizer,
+                args.out,
+                workers=args.workers,
+                template=args.template,
+                loss_on=args.loss_on,
+                max_length=args.max_length,
+                too_long=args.too_long,
+                fields=[parse_field(text) for text in args.field],
+                ignore=args.ignore,
+                start_over=args.start_over,
+                progress=progress,
+            )
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from None
+    print(summary)

@@ -1,0 +1,91 @@
+"""Words of the command line: the types of options, and answers to those who use other words.
+
+In: what a user typed. Out: a value, or a ValueError of one line. `--max-length 4096`, which TRL
+knows, is answered with "for --max-length use --capacity".
+"""
+
+import argparse
+import difflib
+import re
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import NoReturn
+
+# What users of Megatron and TRL may type, and our word for it; ": …" says why there is none.
+FOREIGN = {
+    "dp_balanced": "static",
+    "default_dynamic_cp": "dynamic",
+    "--context-parallel-size": "--cp-size",
+    "--dynamic-context-parallel": "--policy dynamic",
+    "--global-batch-size": "--batch",
+    "--gradient-accumulation-steps": ": the plan decides the number of rounds",
+    "--hybrid-context-parallel": "--policy dynamic",
+    "--max-length": "--capacity",
+    "--max-seq-length": "--capacity",
+    "--max-seqlen-per-dp-cp-rank": "--capacity",
+    "--micro-batch-size": ": --capacity decides how many sequences a micro-batch holds",
+    "--min-dynamic-context-parallel-size": "--min-cp",
+    "--num-layers-per-virtual-pipeline-stage": "--vpp, the stages of a rank",
+    "--num-microbatches": ": the plan decides the number of rounds",
+    "--packing": ": sequences are always packed",
+    "--per-device-train-batch-size": "--batch, over all devices",
+    "--pipeline-model-parallel-size": "--pp",
+    "--seq-length": "--capacity",
+    "--sequence-packing-scheduler": "--policy (dp_balanced: static, default_dynamic_cp: dynamic)",
+    "--tensor-model-parallel-size": "--tp",
+    "--virtual-pipeline-model-parallel-size": "--vpp",
+    "--world-size": "--gpus",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def count(most: int) -> Callable[[str], int]:
+    """The type of an option that counts something."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+        if not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{int(text)} does not lie between 1 and {most}")
+        return int(text)
+
+    return parse
+
+
+def one_of(names: Seq[str]) -> Callable[[str], str]:
+    """The type of an option that names one of several."""
+
+    def parse(text: str) -> str:
+        if text in FOREIGN:
+            raise argparse.ArgumentTypeError(f"for {text} use {FOREIGN[text]}")
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        return text
+
+    return parse
+
+
+def answer(strange: Seq[str], *, options: Seq[str]) -> str:
+    """What to say to words that nothing takes, the first option among them."""
+    word = next((word for word in strange if word.startswith("-")), strange[0])
+    if not word.startswith("-"):
+        return f"{word!r} is one word too many; see --help"
+    typed = word.split("=")[0]
+    name = typed.lower().replace("_", "-")
+    if ours := FOREIGN.get(name):
+        return f"there is no {typed}{ours}" if ours[0] == ":" else f"for {typed} use {ours}"
+    known = ["--" + dest.replace("_", "-") for dest in options if dest not in ("run", "lengths")]
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"there is no {typed}; " + (f"did you mean {near[0]}?" if near else "see --help")
+
+
+def as_options(message: str) -> str:
+    """The planner says cp_size where the user typed --cp-size."""
+    names = r"(?<![\w/.-])(?:cp_sizes?|min_cp|max_cp|max_sequences)(?![\w/.-])"
+    return re.sub(names, lambda found: "--" + found[0].replace("_", "-"), message)
