@@ -56,6 +56,7 @@ def test_any_sequence_by_index_alone(seed, vocab_size, index):
     assert sample.id == index
     assert sample.length == source.lengths[index]
     assert sample.loss_tokens == source.loss_tokens[index]
+    assert source.mask_head(index, 4).tolist() == sample.loss_mask[:4].tolist()
     assert 0 <= sample.tokens.min() <= sample.tokens.max() < vocab_size
 
 

@@ -239,6 +239,7 @@ def test_mixture_is_a_source_like_any_other():
         assert got.id == i
         assert got.length == mixture.lengths[i]
         assert got.loss_tokens == mixture.loss_tokens[i]
+        assert mixture.mask_head(i, 2).tolist() == got.loss_mask[:2].tolist()
     assert sorted(mixture.lengths.tolist()) == [1, 2, 3]
 
 

@@ -59,6 +59,8 @@ def test_what_goes_in_comes_out(tmp_path_factory, lengths, shard_sequences, with
     assert store.lengths.tolist() == lengths
     assert store.loss_tokens.tolist() == [sample.loss_tokens for sample in samples]
     assert store.fields == fields
+    for i, sample in enumerate(samples):
+        assert store.mask_head(i, 5).tolist() == sample.loss_mask[:5].tolist()
     assert len(store.manifest.shards) == -(-len(lengths) // shard_sequences)
     store.verify()
 

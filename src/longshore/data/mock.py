@@ -102,6 +102,10 @@ class MockSource:
         tokens[noise] = (bits[1:][noise] >> 8) % self._vocab_size
         return TokenizedSample(i, tokens.astype(np.int32), np.ones(length, dtype=np.bool_))
 
+    def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
+        length = int(self.lengths[place(index, len(self))])
+        return np.ones(min(count, length), dtype=np.bool_)
+
 
 def mock_lengths(config: Mapping[str, Any], *, count: int | None, seed: int) -> Ints:
     """The lengths that a mock configuration asks for."""

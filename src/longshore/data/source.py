@@ -93,6 +93,8 @@ class IndexedSource(Protocol):
     def fields(self) -> tuple[Field, ...]: ...
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> TokenizedSample: ...
+    def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
+        """The first `count` values of a loss mask, or all if it is shorter, at little cost."""
 
 
 def place(index: int, size: int) -> int:
@@ -249,6 +251,9 @@ class MemorySource:
     def __getitem__(self, index: int) -> TokenizedSample:
         return self._samples[place(index, len(self))]
 
+    def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
+        return self[index].loss_mask[:count]
+
 
 class Mixture:
     """Several indexed sources as one. Sequence i is the i-th draw, and i is its id."""
@@ -287,6 +292,11 @@ class Mixture:
         i = place(index, len(self))
         sample = self._sources[int(self.drawn_from[i])][int(self.drawn_place[i])]
         return replace(sample, id=i)
+
+    def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
+        i = place(index, len(self))
+        source = self._sources[int(self.drawn_from[i])]
+        return source.mask_head(int(self.drawn_place[i]), count)
 
 
 def _check_alike(sources: Sequence[IndexedSource]) -> None:

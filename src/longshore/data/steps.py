@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from longshore.batch import Counts, MicroBatch
@@ -153,9 +154,7 @@ class IndexedSteps:
     def _batches(self, plan: Plan, places: Ints) -> list[MicroBatch]:
         """This lane's micro-batches, from the sequences it has a part in."""
         depths = self.rank.packing.depths
-        targets = self.source.targets(places, depths).sum(axis=0).tolist()
-        tokens = sum(sequence.length for sequence in plan.sequences)
-        counts = Counts(targets[0], tuple(targets[1:]), tokens, len(places))
+        counts = self._counts(plan, places)
         if not self.rank.stage.needs_tokens:
             return shells(plan, self.rank.form(self.source.fields), counts, self.rank.stage)
         cuts = lane_cuts(plan, self.rank.lane)
@@ -164,6 +163,17 @@ class IndexedSteps:
         shards = cut_shards(plan, samples, cuts, depths=depths, fields=self.source.fields)
         batches = self.rank.pack(plan, shards, counts)
         return [for_stage(self.rank.stage, batch) for batch in batches]
+
+    def _counts(self, plan: Plan, places: Ints) -> Counts:
+        """Depth d loses the targets among the first d + 1 tokens, which nothing predicts there."""
+        depths = self.rank.packing.depths
+        main = sum(sequence.loss_tokens for sequence in plan.sequences)
+        early = np.zeros(depths, dtype=np.int64)
+        for i in places.tolist() if depths else ():
+            head = self.source.mask_head(i, depths + 1)[1:]
+            early += np.cumsum(np.pad(head, (0, depths - len(head))))
+        tokens = sum(sequence.length for sequence in plan.sequences)
+        return Counts(main, tuple((main - early).tolist()), tokens, len(places))
 
     def describe(self) -> dict[str, object]:
         size = self.batches.size

@@ -103,11 +103,8 @@ class Store:
 
     def __getitem__(self, index: int) -> TokenizedSample:
         i = place(index, len(self))
-        shard = int(np.searchsorted(self._starts, i, side="right")) - 1
-        row = i - int(self._starts[shard])
-        if shard not in self._columns:
-            self._columns[shard] = self._open(shard)
-        columns, length = self._columns[shard], int(self.lengths[i])
+        shard, row, columns = self._find(i)
+        length = int(self.lengths[i])
         flat = {name: a[at[row] : at[row + 1]] for name, (a, at) in columns.items()}
         sizes = {"tokens": length, "loss_mask": length}
         sizes |= {f.name: f.width * (1 if f.per == "sequence" else length) for f in self.fields}
@@ -117,6 +114,20 @@ class Store:
         tokens, mask = flat["tokens"], flat["loss_mask"].view(np.bool_)
         extra = {f.name: _shaped(flat[f.name], f, length) for f in self.fields}
         return TokenizedSample(i, tokens, mask, extra)
+
+    def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
+        """The first values of a loss mask, unchecked: they are counted, not trained on."""
+        _, row, columns = self._find(place(index, len(self)))
+        mask, at = columns["loss_mask"]
+        head: NDArray[np.bool_] = mask[at[row] : min(at[row] + count, at[row + 1])].view(np.bool_)
+        return head
+
+    def _find(self, i: int) -> tuple[int, int, dict[str, tuple[Array, Ints]]]:
+        """The shard of a sequence, its row there, and the shard's columns."""
+        shard = int(np.searchsorted(self._starts, i, side="right")) - 1
+        if shard not in self._columns:
+            self._columns[shard] = self._open(shard)
+        return shard, i - int(self._starts[shard]), self._columns[shard]
 
     def verify(self) -> None:
         """Reads every file whole and compares it with the manifest."""
