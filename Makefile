@@ -12,7 +12,7 @@ help:
 	@echo 'make demo    plan a long-tailed sample of lengths, page in out/plan.html'
 	@echo 'make test    lint, then all tests'
 	@echo 'make lint    ruff, mypy and the import layers'
-	@echo 'make bench   planner against Megatron (downloads megatron-core)'
+	@echo 'make bench   planner against Megatron (downloads megatron-core), shift, loader'
 	@echo 'make fuzz    long runs of the property and fault tests'
 	@echo 'make clean   remove all that the other targets made, .venv included'
 
@@ -49,6 +49,8 @@ lint: setup
 
 bench: $(VENV)/.bench
 	$(BIN)/python bench/planner.py
+	$(BIN)/python bench/shift.py
+	$(BIN)/python bench/loader.py
 
 fuzz: setup
 	HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m 'fuzz or property'

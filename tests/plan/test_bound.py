@@ -57,12 +57,19 @@ def test_padding_counts_in_the_bound():
 
 
 def test_lanes_that_meet_wait_for_what_does_not_fit_beside_the_longest():
-    # Both lanes are full with the first sequence; the other 20 tokens take 10 seconds elsewhere.
-    assert bound_of([200, 20], 2, 100) == pytest.approx(110, rel=1e-6)
-    quadratic = replace(TOKENS, quadratic=1.0, gather=(500.0, 500.0))
-    alone = 100 + 100**2
-    assert bound_of([100, 50], 2, 100, profile=quadratic, sync="step") >= alone * (1 - 1e-6)
-    assert bound_of([100, 100, 50], 2, 100, profile=quadratic) >= (alone + 25) * (1 - 1e-6)
+    # The longest takes 1100 seconds, whole; of the 500 tokens of the others its round holds 300,
+    # so 200 tokens take four lanes another 50 seconds, and a little for their squares.
+    dear = replace(TOKENS, quadratic=0.1, gather=(500.0, 500.0))
+    lengths = [100, *[1] * 500]
+    assert 1150 <= bound_of(lengths, 4, 100, profile=dear) * (1 + 1e-6) <= 1156
+    assert 1100 <= bound_of(lengths, 4, 100, profile=dear, sync="step") * (1 + 1e-6) <= 1156
+
+
+def test_a_size_that_only_fits_without_its_pack_does_not_count():
+    # By 105 seconds the longest can end only at CP size 2, at an area of 150, since whole it takes
+    # 100 and 10 for its pack: (150 + 40 + 2·10) / 2. The best plan ends it whole, after 110.
+    profile = replace(DEAR, pack=10.0)
+    assert 105 <= bound_of([100, 20, 20], 2, 200, profile=profile) * (1 + 1e-6) <= 110.001
 
 
 @pytest.mark.parametrize("policy", ["padded", "static", "balanced", "dynamic"])

@@ -118,7 +118,7 @@ function policiesTable(table, policies, stepIndex, shown) {
   const heads = ["Policy", "Predicted time", "Against this plan", "Efficiency", "Padding", "Rounds"];
   const several = planned[0].steps.length > 1;
   if (several) heads.push("All steps");
-  const rows = planned.map((policy) => policyRow(policy, { stepIndex, shown, base, longest: Math.max(...times), several }));
+  const rows = planned.map((policy) => policyRow(policy, { stepIndex, shown, base, longest: barLimit(times), several }));
   const refused = policies.filter((policy) => policy.refused).map((policy) => refusedRow(policy, heads.length - 1));
   const head = heads.map((text, i) => element("th", { scope: "col", role: "columnheader", class: i === 1 ? "time" : null }, text));
   table.setAttribute("role", "table");
@@ -132,9 +132,17 @@ function policyHead(name, shown) {
   return element("th", { scope: "row", role: "rowheader" }, name + (shown ? " (this plan)" : ""), note);
 }
 
+/* One policy that takes many times as long would make all other bars dots: beyond four times the
+   fastest a bar is cut off, and its end says so. */
+function barLimit(times) {
+  return Math.min(Math.max(...times), 4 * Math.min(...times));
+}
+
 function policyRow(policy, { stepIndex, shown, base, longest, several }) {
   const stats = policy.steps[stepIndex];
-  const bar = element("span", { class: "bar", style: `width: ${(stats.predicted / longest) * 100}%` });
+  const cut = stats.predicted > longest;
+  const width = cut ? 100 : (stats.predicted / longest) * 100;
+  const bar = element("span", { class: cut ? "bar cut" : "bar", style: `width: ${width}%` });
   const time = element("td", { class: "time", role: "cell" }, element("div", {}, seconds(stats.predicted), element("span", {}, bar)));
   const cell = (label, text) => element("td", { role: "cell", "data-label": label }, text);
   const row = element("tr", { role: "row", class: policy.name === shown ? "shown" : null },

@@ -1,0 +1,98 @@
+"""`longshore prepare`, and `longshore plan` of what it made."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tests.data.tiny import CHATML, word_tokenizer
+
+from longshore.cli.main import main
+from longshore.data.batches import BatchSize, Place
+from longshore.data.steps import IndexedSteps
+from longshore.data.store import Store
+from longshore.plan import make_plan
+
+WORDS = "what is a longshore current it runs along the beach"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder with a tokenizer, good chats and one bad line."""
+    monkeypatch.chdir(tmp_path)
+    word_tokenizer(tmp_path / "tok", WORDS, template=CHATML)
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": "what is a longshore current"},
+                {"role": "assistant", "content": " ".join(WORDS.split()[: 1 + i % 9])},
+            ]
+        }
+        for i in range(20)
+    ]
+    lines = [json.dumps(chat) for chat in chats]
+    lines.insert(3, "{broken")
+    Path("chats.jsonl").write_text("\n".join(lines))
+
+
+def prepare(*words):
+    return main(["prepare", "chats.jsonl", "--tokenizer", "tok", "--out", "made", *words])
+
+
+def test_chats_become_a_store_and_bad_lines_are_told(capsys):
+    assert prepare("--workers", "1") == 0
+    out = capsys.readouterr().out
+    assert "20 sequences of 21 samples" in out
+    assert "broken JSON" in out
+    assert len(Store("made")) == 20
+    rejected = json.loads(Path("made/rejected.jsonl").read_text())
+    assert (rejected["line"], rejected["reason"]) == (4, "broken JSON")
+
+
+def test_a_prepared_folder_is_planned_as_training_will_take_it(capsys):
+    prepare("--workers", "1")
+    plan = ["plan", "made", "--lanes", "2", "--capacity", "64", "--batch", "8", "--seed", "3"]
+    assert main([*plan, "--json", "out.json"]) == 0
+    steps = json.loads(Path("out.json").read_text())["steps"]
+    source = Store("made")
+    training = IndexedSteps(
+        source,
+        planner=partial(make_plan, lanes=2, capacity=64),
+        batch=BatchSize("sequences", 8),
+        seed=3,
+    )
+    order = training.batches.from_place(Place())
+    plans = [training.planner(source.lengths[next(order)[1]].tolist()) for _ in range(3)]
+    assert [step["digest"] for step in steps] == [plan.digest for plan in plans]
+    assert main([*plan, "--steps", "2", "--json", "out.json"]) == 0
+    assert len(json.loads(Path("out.json").read_text())["steps"]) == 2
+
+
+def test_batches_by_tokens(capsys):
+    prepare("--workers", "1")
+    words = ["plan", "made", "--lanes", "2", "--capacity", "64", "--batch-tokens", "100"]
+    assert main([*words, "--json", "out.json"]) == 0
+    steps = json.loads(Path("out.json").read_text())["steps"]
+    assert sum(step["tokens"] for step in steps) == int(Store("made").lengths.sum())
+    assert max(step["tokens"] for step in steps) < 130
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["prepare", "chats.jsonl", "--tokenizer", "tok"], "--out"),
+        (["prepare", "none.jsonl", "--tokenizer", "tok", "--out", "o"], "none.jsonl"),
+        (["prepare", "chats.jsonl", "--tokenizer", "nowhere", "--out", "o"], "nowhere"),
+        (["prepare", "chats.jsonl", "--tokenizer", "tok", "--out", "o", "--loss-on", "x"], "x"),
+        (["prepare", "chats.jsonl", "--tokenizer", "tok", "--out", "o", "--field", "a:b"], "a:b"),
+        (["plan", "tok", "--lanes", "2", "--capacity", "64"], "tok: is no store"),
+        (["plan", "l.csv", "--lanes", "2", "--capacity", "64", "--seed", "1"], "--seed is for"),
+    ],
+)
+def test_bad_input_is_answered_in_one_line(words, told, capsys):
+    Path("l.csv").write_text("5\n")
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert told in err
+    assert err.startswith("longshore: ")
