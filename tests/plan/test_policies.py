@@ -163,7 +163,6 @@ def test_fixed_packs_are_not_split_for_a_pipeline():
     assert sorted(pack.sequences for _, pack in plan.packs()) == [(0, 1), (2, 3)]
 
 
-@pytest.mark.xfail(reason="packs are cut for capacity without counting the packs", strict=True)
 def test_lanes_that_run_free_are_not_slower_than_lanes_that_meet():
     # The best plan of lanes that meet is a plan of lanes that run free, and there takes no longer.
     meet, free = (

@@ -84,6 +84,7 @@ class Problem:
 
     def __init__(self, table: CostTable, limits: Limits) -> None:
         self.table = table
+        self.limits = limits
         self.lanes = limits.lanes
         self.capacity = limits.lane_tokens
         self.max_items = limits.max_items

@@ -2,7 +2,7 @@
 
 >>> plan = make_plan([9000, 300, 200], lanes=2, capacity=8192)
 >>> [(pack.cp_size, pack.sequences) for pack in plan.rounds[0].packs]
-[(2, (0,)), (1, (1,)), (1, (2,))]
+[(2, (0, 1, 2))]
 """
 
 import hashlib
@@ -24,6 +24,9 @@ from longshore.plan.types import Plan, Sequence, Setting, Stats
 
 ONE_SIZE = ("padded", "static", "balanced")
 FIXED_PACKS = ("padded", "static", "given")
+
+LARGEST = 2**40
+"""Of lengths, capacities and counts: beyond, sums would not fit into 64 bits."""
 
 
 def make_plan(
@@ -87,19 +90,20 @@ def make_plan(
 
 
 def _sequence(place: int, entry: int | Sequence) -> Sequence:
-    if isinstance(entry, Sequence):
-        return entry
-    length = _index(entry)
+    given = entry.length if isinstance(entry, Sequence) else entry
+    length = _index(given)
     if length is None:
         raise ValueError(
-            f"sequence {place}: its length is {entry!r}, which is not a whole number of tokens"
+            f"sequence {place}: its length is {given!r}, which is not a whole number of tokens"
         )
+    if length > LARGEST:
+        raise ValueError(f"sequence {place}: its length is {length}, more than {LARGEST}")
     if length < 1:
         raise ValueError(
             f"sequence {place}: its length is {length}; a sequence has at least 1 token, "
             "so leave empty ones out"
         )
-    return Sequence(place, length, length)
+    return entry if isinstance(entry, Sequence) else Sequence(place, length, length)
 
 
 def _whole_numbers(**values: object) -> dict[str, int]:
@@ -111,8 +115,8 @@ def _whole_numbers(**values: object) -> dict[str, int]:
         number = _index(value)
         if number is None:
             raise ValueError(f"{name} is {value!r}; it must be a whole number")
-        if number < 1:
-            raise ValueError(f"{name} is {number}; it must be at least 1")
+        if not 1 <= number <= LARGEST:
+            raise ValueError(f"{name} is {number}; it must lie between 1 and {LARGEST}")
         numbers[name] = number
     return numbers
 
@@ -124,6 +128,13 @@ def _index(value: object) -> int | None:
     return operator.index(value)
 
 
+def _place(value: object) -> int:
+    place = _index(value)
+    if place is None:
+        raise ValueError(f"packs: {value!r} is not the place of a sequence")
+    return place
+
+
 def _task(
     setting: Setting,
     sequences: tuple[Sequence, ...],
@@ -131,7 +142,7 @@ def _task(
     packs: Iterable[Iterable[int]] | None,
 ) -> Task:
     _check_setting(setting, sequences, cp_size)
-    own_packs = tuple(tuple(pack) for pack in packs or ())
+    own_packs = tuple(tuple(map(_place, pack)) for pack in (() if packs is None else packs))
     _check_packs(setting, own_packs, has_packs=packs is not None, sequences=len(sequences))
     table = table_for(setting, [sequence.length for sequence in sequences])
     task = Task(
@@ -204,7 +215,8 @@ def _check_fit(task: Task, sequences: tuple[Sequence, ...]) -> None:
     sizes = (task.cp_size,) if task.cp_size else table.sizes
     columns = [table.sizes.index(size) for size in sizes]
     least = table.tokens[:, columns].min(axis=1)
-    worst = int(least.argmax())
+    longest = max(range(len(sequences)), key=lambda i: (sequences[i].length, -i))
+    worst = longest if task.setting.policy == "padded" else int(least.argmax())
     if least[worst] > task.capacity:
         raise ValueError(_too_long(task, sizes, worst, sequences, needed=int(least[worst])))
 
@@ -222,7 +234,8 @@ def _too_long(
     aligned = -(-needed // setting.align) * setting.align
     ways = [f"raise the capacity to {aligned}"]
     if task.cp_size:
-        ways.append("choose a larger cp_size")
+        larger = task.cp_size < setting.cp_sizes[-1]
+        ways.append("choose a larger cp_size" if larger else "raise lanes and cp_size together")
     elif sizes[-1] < setting.lanes:
         ways.append("raise max_cp")
     else:

@@ -7,7 +7,7 @@ rounds of one sequence each, all of them as long as 6.
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -198,6 +198,11 @@ def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> Non
     draft = search_step(problem, bound=bound)
     for join in (False, True) if not problem.sole else (False,):
         choice.offer(_to_rounds(task, _lay_out(task, problem, draft, members, join=join), members))
+    # A plan for lanes that meet after every round is one for these too, and no slower.
+    most = min(problem.max_items, task.most_sequences)
+    meeting = replace(problem.limits, lane_tokens=task.capacity, max_items=most)
+    draft = search_rounds(Problem(problem.table, meeting), bound=bound)
+    choice.offer(_to_rounds(task, draft.packs(), members))
 
 
 def bound_of(problem: Problem, setting: Setting) -> int:
