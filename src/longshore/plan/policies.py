@@ -17,7 +17,7 @@ from longshore.plan.cost import CostTable
 from longshore.plan.order import make_order
 from longshore.plan.packing import Limits, Placed, Problem
 from longshore.plan.pipeline import arrange
-from longshore.plan.search import Draft, search_rounds, search_step
+from longshore.plan.search import GOOD_ENOUGH, Draft, search_rounds, search_step
 from longshore.plan.simulate import lane_costs, round_heights, step_time, walk
 from longshore.plan.types import Pack, Round, Setting
 
@@ -196,8 +196,11 @@ def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> Non
             choice.offer(_to_rounds(task, draft.packs(), members))
         return
     draft = search_step(problem, bound=bound)
-    for join in (False, True) if not problem.sole else (False,):
+    joins = (False, True) if problem.table.round and not problem.sole else (False,)
+    for join in joins:
         choice.offer(_to_rounds(task, _lay_out(task, problem, draft, members, join=join), members))
+    if not choice.could_gain(int(bound * GOOD_ENOUGH)):
+        return
     # A plan for lanes that meet after every round is one for these too, and no slower.
     most = min(problem.max_items, task.most_sequences)
     meeting = replace(problem.limits, lane_tokens=task.capacity, max_items=most)
