@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from longshore.cli.words import as_options, count, one_of
+from longshore.cli.words import add_command, as_options, count, one_of
 from longshore.data.batches import Batches, BatchSize, Place
 from longshore.plan.as_json import plans_as_json
 from longshore.plan.cost import BUILT_IN, CostProfile, load_profile
@@ -92,18 +92,15 @@ DEMO_LANES, DEMO_CAPACITY = 32, 16384
 
 
 def register_plan(commands: "argparse._SubParsersAction[Any]") -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "plan",
-        help="plan the steps for a file of lengths and predict their time",
+        summary="plan the steps for a file of lengths and predict their time",
         usage="longshore plan (LENGTHS.csv --lanes N --capacity C | --demo) [options]",
-        description=PLAN_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
+        text=PLAN_HELP,
     )
     parser.set_defaults(run=run_plan)
     hidden = argparse.SUPPRESS  # PLAN_HELP describes them all
-    parser.add_argument("--help", "-h", action="help", help=hidden)
     parser.add_argument("lengths", nargs="?", help=hidden)
     parser.add_argument("--demo", action="store_true", help=hidden)
     kinds: dict[str, Callable[[str], Any]] = {name: count(most) for name, most in COUNTS.items()}

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from longshore.cli.words import count, one_of
+from longshore.cli.words import add_command, count, one_of
 
 PREPARE_HELP = """\
 Tokenizes files of samples, in parallel, into a folder that training and `longshore plan` read.
@@ -34,24 +34,25 @@ example: longshore prepare chats.jsonl --tokenizer my-tokenizer --out prepared""
 
 
 def register_prepare(commands: "argparse._SubParsersAction[Any]") -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "prepare",
-        help="tokenize chats or texts into a folder for training",
+        summary="tokenize chats or texts into a folder for training",
         usage="longshore prepare INPUT … --tokenizer DIR --out DIR [options]",
-        description=PREPARE_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
+        text=PREPARE_HELP,
     )
     parser.set_defaults(run=run_prepare)
     hidden = argparse.SUPPRESS  # PREPARE_HELP describes them all
-    parser.add_argument("--help", "-h", action="help", help=hidden)
     parser.add_argument("inputs", nargs="+", help=hidden)
     for name in ("tokenizer", "out"):
         parser.add_argument(f"--{name}", required=True, help=hidden)
     parser.add_argument("--template", help=hidden)
-    parser.add_argument("--loss-on", type=one_of(("assistant", "all")), default="assistant")
-    parser.add_argument("--too-long", type=one_of(("reject", "truncate")), default="reject")
+    parser.add_argument(
+        "--loss-on", type=one_of(("assistant", "all")), default="assistant", help=hidden
+    )
+    parser.add_argument(
+        "--too-long", type=one_of(("reject", "truncate")), default="reject", help=hidden
+    )
     parser.add_argument("--max-length", type=count(1 << 40), help=hidden)
     parser.add_argument("--workers", type=count(1 << 12), default=os.cpu_count(), help=hidden)
     parser.add_argument("--field", action="append", default=[], help=hidden)

@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # What users of Megatron and TRL may type, and our word for it; ": …" says why there is none.
 FOREIGN = {
@@ -43,6 +43,23 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
+
+
+def add_command(
+    commands: "argparse._SubParsersAction[Any]", name: str, *, summary: str, usage: str, text: str
+) -> argparse.ArgumentParser:
+    """A command whose options are described in a text of its own."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        usage=usage,
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("--help", "-h", action="help", help=argparse.SUPPRESS)
+    return parser
 
 
 def count(most: int) -> Callable[[str], int]:
