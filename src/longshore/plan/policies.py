@@ -17,12 +17,15 @@ from longshore.plan.cost import CostTable
 from longshore.plan.order import make_order
 from longshore.plan.packing import Limits, Placed, Problem
 from longshore.plan.pipeline import arrange
-from longshore.plan.search import GOOD_ENOUGH, Draft, search_rounds, search_step
+from longshore.plan.search import Draft, search_rounds, search_step
 from longshore.plan.simulate import lane_costs, round_heights, step_time, walk
 from longshore.plan.types import Pack, Round, Setting
 
 UNLIMITED = 1 << 30
 Rounds = tuple[Round, ...]
+
+WORTH_MORE = 1.02
+"""A plan further above the bound than this is worth a second search."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,8 @@ def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> Non
     joins = (False, True) if problem.table.round and not problem.sole else (False,)
     for join in joins:
         choice.offer(_to_rounds(task, _lay_out(task, problem, draft, members, join=join), members))
-    if not choice.could_gain(int(bound * GOOD_ENOUGH)):
+    many = problem.sole and len(members) > 1024
+    if many or not choice.could_gain(int(bound * WORTH_MORE)):
         return
     # A plan for lanes that meet after every round is one for these too, and no slower.
     most = min(problem.max_items, task.most_sequences)

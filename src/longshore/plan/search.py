@@ -108,7 +108,7 @@ def search_step(problem: Problem, *, bound: int) -> Draft:
     search = Search(problem, bound)
     everything = np.arange(len(problem.cost))
     spread(search, EMPTY, everything, rounds=1, tolerance=0.0)
-    refine(search, EMPTY, everything)
+    refine_rounds(search, EMPTY, everything, rounds=1)
     assert search.best is not None
     return search.best
 
@@ -145,10 +145,15 @@ def refine(search: Search, start: Draft, items: Ints) -> None:
     problem = search.problem
     least = least_rounds(problem, items)
     for rounds in dict.fromkeys((least, least_rounds(problem, items, fill=0.9), least + 1)):
-        if not search.done():
-            spread(search, start, items, rounds=rounds, tolerance=0.03)
-        for tolerance in TOLERANCES:
-            tighten(search, start, items, rounds=rounds, tolerance=tolerance)
+        refine_rounds(search, start, items, rounds=rounds)
+
+
+def refine_rounds(search: Search, start: Draft, items: Ints, *, rounds: int) -> None:
+    """The same with a given number of rounds."""
+    if not search.done():
+        spread(search, start, items, rounds=rounds, tolerance=0.03)
+    for tolerance in TOLERANCES:
+        tighten(search, start, items, rounds=rounds, tolerance=tolerance)
 
 
 def tighten(search: Search, start: Draft, items: Ints, *, rounds: int, tolerance: float) -> None:
