@@ -170,3 +170,19 @@ def test_lanes_that_run_free_are_not_slower_than_lanes_that_meet():
         for sync in ("round", "step")
     )
     assert free <= meet * (1 + 1e-9)
+
+
+DEAR_ROUNDS = replace(TOKENS, gather=(0.1, 0.1), round=100.0)
+
+
+def test_lanes_that_run_free_join_packs_where_rounds_are_dear():
+    plan = plan_of([8, 3, 3], 2, 7, profile=DEAR_ROUNDS, sync="step")
+    assert len(plan.rounds) == 1
+    assert plan.stats.predicted == pytest.approx(4 + 0.1 * 8 / 2 + 3 + 100)
+
+
+def test_lanes_that_run_free_join_no_more_than_they_hold():
+    # Beside 4 tokens of the first a lane holds 3 more.
+    assert len(plan_of([8, 5, 5], 2, 7, profile=DEAR_ROUNDS, sync="step").rounds) == 2
+    capped = {"profile": DEAR_ROUNDS, "sync": "step", "max_sequences": 1}
+    assert len(plan_of([8, 3, 3], 2, 7, **capped).rounds) == 2

@@ -84,7 +84,8 @@ class Choice:
         self.rounds: Rounds = ()
         self.time: int | None = None
 
-    def offer(self, rounds: Rounds) -> None:
+    def offer(self, rounds: Rounds) -> int:
+        """Keeps the rounds if they are the fastest; returns their time in 1/(3·vpp) quanta."""
         setting, table = self.task.setting, self.task.table
         if setting.pp > 1:
             rounds = arrange(
@@ -103,6 +104,7 @@ class Choice:
             time = step_time(costs, rounds, table, setting.sync) * 3 * setting.vpp
         if self.time is None or time < self.time:
             self.rounds, self.time = rounds, time
+        return time
 
     def could_gain(self, least: int) -> bool:
         """Whether a plan of at least this many quanta could be faster than the best."""
@@ -200,10 +202,13 @@ def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> Non
         return
     draft = search_step(problem, bound=bound)
     joins = (False, True) if problem.table.round and not problem.sole else (False,)
-    for join in joins:
+    times = [
         choice.offer(_to_rounds(task, _lay_out(task, problem, draft, members, join=join), members))
+        for join in joins
+    ]
+    # By this search's own result: a policy must find the same alone as when `mixed` tries it.
     many = problem.sole and len(members) > 1024
-    if many or not choice.could_gain(int(bound * WORTH_MORE)):
+    if many or min(times) <= 3 * bound * WORTH_MORE:
         return
     # A plan for lanes that meet after every round is one for these too, and no slower.
     most = min(problem.max_items, task.most_sequences)
