@@ -75,3 +75,13 @@ def test_mixed_is_never_slower_than_another_policy(seed: int, sync: str):
     for rival in rivals:
         other = make_plan(drawn, sync=sync, profile=CHARGED, **asked, **rival)
         assert mixed.stats.predicted <= other.stats.predicted * (1 + 1e-9), rival
+
+
+def test_mixed_tries_dynamic_as_hard_as_dynamic_itself():
+    """Where lanes run free, a search once depended on what had been found before it."""
+    case = Case("two kinds", 1024, 1024, 16384)
+    mixed, dynamic = (
+        stats_of(case, profile=CHARGED, sync="step", policy=policy).predicted
+        for policy in ("mixed", "dynamic")
+    )
+    assert mixed <= dynamic
