@@ -52,6 +52,25 @@ def test_mixed_is_near_the_best_there_is(profile: str, sync: str):
     assert max(gaps) <= 0.10, f"seed {SEEDS[int(np.argmax(gaps))]}"
 
 
+# Where padding and the cost of packs weigh as much as the tokens, two items of one length may need
+# different CP sizes.
+SHORT = [
+    Tiny((2, 15, 6, 12), 4, 7, FREE, "round"),
+    Tiny((11, 8, 9), 3, 9, FREE, "step"),
+    Tiny((4, 4, 4, 4), 3, 6, CHARGED, "round"),
+    Tiny((1, 8, 8, 15, 3), 3, 14, CHARGED, "round"),
+    Tiny((14, 40, 4, 2, 11, 48), 3, 43, CHARGED, "round"),
+    Tiny((60, 55, 19, 38), 3, 59, CHARGED, "step"),
+    Tiny((123, 162, 131, 38, 248), 3, 125, CHARGED, "round"),
+]
+
+
+@pytest.mark.xfail(reason="up to 94 % above the best there is", strict=True)
+@pytest.mark.parametrize("problem", SHORT, ids=lambda problem: str(problem.lengths))
+def test_mixed_is_near_the_best_there_is_for_very_short_sequences(problem: Tiny):
+    assert planned(problem).stats.predicted <= 1.1 * best_time(problem)
+
+
 def every_plan(problem: Tiny) -> Iterator[Plan]:
     """Every way to give each sequence a round and a group; many are not valid."""
     plan = planned(problem)
