@@ -65,7 +65,6 @@ SHORT = [
 ]
 
 
-@pytest.mark.xfail(reason="up to 94 % above the best there is", strict=True)
 @pytest.mark.parametrize("problem", SHORT, ids=lambda problem: str(problem.lengths))
 def test_mixed_is_near_the_best_there_is_for_very_short_sequences(problem: Tiny):
     assert planned(problem).stats.predicted <= 1.1 * best_time(problem)

@@ -134,10 +134,20 @@ def choose_levels(problem: Problem, items: Ints, aim: Aim) -> NDArray[np.intp]:
     return chosen
 
 
-def fill(problem: Problem, items: Ints, *, rounds: int, aim: Aim) -> Filled:
-    """Places items, given by falling cost, into `rounds` rounds; what does not fit is left."""
+def fill(
+    problem: Problem,
+    items: Ints,
+    *,
+    rounds: int,
+    aim: Aim,
+    levels: NDArray[np.intp] | None = None,
+) -> Filled:
+    """Places items, given by falling cost, into `rounds` rounds; what does not fit is left.
+
+    `levels`: which CP size each item gets, where that is not left to the aim.
+    """
     board = _Board(problem, rounds)
-    chosen = choose_levels(problem, items, aim)
+    chosen = choose_levels(problem, items, aim) if levels is None else levels
     left = []
     for level in np.unique(chosen)[::-1].tolist():
         left.append(board.fill_level(level, items[chosen == level], aim))

@@ -11,8 +11,10 @@ they are as tall. On 8 lanes one item of 131072 tokens among short ones so gets 
 own, and the short ones share low rounds.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -25,6 +27,9 @@ GOOD_ENOUGH = 1.004
 
 USUAL_WASTE = 1.02
 """What level rounds take above the bare area of their items, for estimates."""
+
+MOST_CHOICES = 800
+"""Choices of CP sizes for all items together that are few enough to try each."""
 
 TOLERANCES = (0.0, 0.012, 0.03, 0.08)
 """How much more area items may take to be placed more evenly: each is tried."""
@@ -99,6 +104,7 @@ def search_rounds(problem: Problem, *, bound: int) -> Draft:
     for _, count, draft, left in sorted(ranked, key=lambda entry: entry[:2])[:2]:
         if count and not search.done():
             refine(search, draft, left)
+    try_all_levels(search, everything)
     assert search.best is not None
     return search.best
 
@@ -109,8 +115,28 @@ def search_step(problem: Problem, *, bound: int) -> Draft:
     everything = np.arange(len(problem.cost))
     spread(search, EMPTY, everything, rounds=1, tolerance=0.0)
     refine_rounds(search, EMPTY, everything, rounds=1)
+    try_all_levels(search, everything)
     assert search.best is not None
     return search.best
+
+
+def try_all_levels(search: Search, items: Ints) -> None:
+    """For a handful of items, every choice of CP sizes, in as few rounds as they fit into.
+
+    Elsewhere items of one length get one CP size; among few short ones that can waste whole rounds.
+    """
+    problem = search.problem
+    legal = (problem.cost < NEVER).sum(axis=1)
+    if len(items) > 9 or math.prod(legal.tolist()) > MOST_CHOICES:
+        return
+    aim = Aim(NEVER, 0.0, tight=False)
+    for choice in product(*(np.flatnonzero(row < NEVER).tolist() for row in problem.cost)):
+        draft, left, levels = EMPTY, items, np.array(choice)
+        while len(left) and not search.hopeless(draft.time(problem)):
+            filled = fill(problem, left, rounds=1, aim=aim, levels=levels[left])
+            draft, left = draft.then(filled), filled.left
+        if not len(left):
+            search.offer(draft)
 
 
 def least_rounds(problem: Problem, items: Ints, *, fill: float = 1.0) -> int:
