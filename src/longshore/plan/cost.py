@@ -116,7 +116,7 @@ def parse_profile(data: object, name: str) -> CostProfile:
             raise ValueError(f"cost profile {name}: {key} holds {value!r}, which is not a number")
         if value > LARGEST:
             raise ValueError(f"cost profile {name}: {key} is more than {LARGEST}")
-    if data["node"] not in range(1, 1 << 30):
+    if not 1 <= data["node"] < 1 << 30 or data["node"] != int(data["node"]):
         raise ValueError(f"cost profile {name}: node is {data['node']}; it counts lanes")
     return CostProfile(
         linear=float(data["linear"]),
