@@ -1,0 +1,1 @@
+"""Operators on packed sequences; `reference` has the same names, slow and obvious."""

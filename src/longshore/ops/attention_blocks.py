@@ -1,0 +1,174 @@
+"""Attention in plain torch: blocks of query rows, each against only the keys it may see.
+
+In and out: as ops/attention.py, with everything filled in. Runs on any device and dtype; half
+precision is computed in float32. Scores are at most MOST_ROWS rows at a time, so memory grows with
+a sequence's length, not with its square.
+
+A run of 1200 queries over 1500 keys in blocks of 512 rows: rows 0…511 meet keys 0…811, rows
+512…1023 keys 0…1323, rows 1024…1199 all 1500. With window 100 the second block meets 713…1323.
+
+How a run is cut depends on its own lengths alone, and its matrices are copied before they are
+multiplied: its result is the same in every bit, whatever lies beside it.
+
+Shapes: n rows of a block, m keys of a run, N = H/K · n, the rows of all query heads that share a
+key head.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longshore.ops.boundaries import Bounds
+
+MOST_ROWS = 512
+FEWEST_ROWS = 16
+MOST_SCORES = 1 << 24
+"""Scores held at once, over all heads, unless FEWEST_ROWS rows already have more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows of the queries and of the keys that belong together."""
+
+    rows: slice
+    keys: slice
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some rows of a run. rows: in the whole tensor; the rest counts keys of the run.
+
+    keys: those that some row sees. own: the key that is the first row's own token.
+    """
+
+    rows: slice
+    keys: slice
+    own: int
+
+
+def forward(
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKV: Tensor,
+    *,
+    bounds: Bounds,
+    key_bounds: Bounds,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = q_THD.shape
+    dtype = _computed_in(q_THD)
+    out_THV = q_THD.new_empty(tokens, heads, v_SKV.shape[2])
+    lse_HT = q_THD.new_empty(heads, tokens, dtype=dtype)
+    for run in _runs(bounds, key_bounds):
+        k_KmD, v_KmV = _by_head(k_SKD[run.keys], dtype), _by_head(v_SKV[run.keys], dtype)
+        for block in _blocks(run, heads, window):
+            q_KND = _grouped(q_THD[block.rows], k_KmD).mul_(scale)
+            scores_KNm = _scores(q_KND, k_KmD, block, window)
+            lse_KN = scores_KNm.logsumexp(2)
+            probs_KNm = scores_KNm.sub_(lse_KN.unsqueeze(2)).exp_()
+            _put(out_THV, block, probs_KNm @ v_KmV[:, block.keys])
+            lse_HT[:, block.rows] = lse_KN.view(heads, -1)
+    return out_THV, lse_HT
+
+
+def backward(
+    grad_THV: Tensor,
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKV: Tensor,
+    out_THV: Tensor,
+    lse_HT: Tensor,
+    *,
+    bounds: Bounds,
+    key_bounds: Bounds,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = _computed_in(q_THD)
+    # Keys that no query sees keep a gradient of 0.
+    dq_THD, dk_SKD, dv_SKV = (
+        torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_THD, k_SKD, v_SKV)
+    )
+    for run in _runs(bounds, key_bounds):
+        k_KmD, v_KmV = _by_head(k_SKD[run.keys], dtype), _by_head(v_SKV[run.keys], dtype)
+        dk_KmD, dv_KmV = torch.zeros_like(k_KmD), torch.zeros_like(v_KmV)
+        for block in _blocks(run, q_THD.shape[1], window):
+            q_KND = _grouped(q_THD[block.rows], k_KmD).mul_(scale)
+            grad_KNV = _grouped(grad_THV[block.rows], k_KmD)
+            out_KNV = _grouped(out_THV[block.rows], k_KmD)
+            lse_KN1 = lse_HT[:, block.rows].reshape(len(k_KmD), -1, 1)
+            probs_KNm = _scores(q_KND, k_KmD, block, window).sub_(lse_KN1).exp_()
+            dv_KmV[:, block.keys] += probs_KNm.mT @ grad_KNV
+            dprobs_KNm = grad_KNV @ v_KmV[:, block.keys].mT
+            mean_KN1 = (grad_KNV * out_KNV).sum(2, keepdim=True)
+            dscores_KNm = dprobs_KNm.sub_(mean_KN1).mul_(probs_KNm)
+            dk_KmD[:, block.keys] += dscores_KNm.mT @ q_KND
+            _put(dq_THD, block, (dscores_KNm @ k_KmD[:, block.keys]).mul_(scale))
+        dk_SKD[run.keys] = dk_KmD.transpose(0, 1)
+        dv_SKV[run.keys] = dv_KmV.transpose(0, 1)
+    return dq_THD, dk_SKD, dv_SKV
+
+
+def refusal(q_THD: Tensor, v_SKV: Tensor) -> str | None:
+    """Why this backend cannot serve such tensors: it always can."""
+    del q_THD, v_SKV
+    return None
+
+
+def _computed_in(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _runs(bounds: Bounds, key_bounds: Bounds) -> Iterator[Run]:
+    """The runs that have queries."""
+    rows, keys = bounds.offsets, key_bounds.offsets
+    for i in range(len(rows) - 1):
+        if rows[i] < rows[i + 1]:
+            yield Run(slice(rows[i], rows[i + 1]), slice(keys[i], keys[i + 1]))
+
+
+def _blocks(run: Run, heads: int, window: int | None) -> Iterator[Block]:
+    rows, keys = run.rows.stop - run.rows.start, run.keys.stop - run.keys.start
+    step = min(MOST_ROWS, max(FEWEST_ROWS, MOST_SCORES // (heads * keys)))
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        own = keys - rows + start
+        first = 0 if window is None else max(0, own - window + 1)
+        here = slice(run.rows.start + start, run.rows.start + stop)
+        yield Block(here, slice(first, own + stop - start), own)
+
+
+def _by_head(x_mKD: Tensor, dtype: torch.dtype) -> Tensor:
+    """(K, m, D), a copy."""
+    return x_mKD.transpose(0, 1).to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _grouped(x_nHD: Tensor, k_KmD: Tensor) -> Tensor:
+    """(K, N, D), a copy in the dtype of k: under each key head the rows of its query heads."""
+    (rows, heads, width), shared = x_nHD.shape, len(k_KmD)
+    split_KGnD = x_nHD.reshape(rows, shared, heads // shared, width).permute(1, 2, 0, 3)
+    copied = split_KGnD.to(k_KmD.dtype, copy=True, memory_format=torch.contiguous_format)
+    return copied.view(shared, -1, width)
+
+
+def _put(whole_THD: Tensor, block: Block, part_KND: Tensor) -> None:
+    """Writes what `_grouped` would read."""
+    target_nHD = whole_THD[block.rows]
+    rows, heads, width = target_nHD.shape
+    target_nHD.copy_(part_KND.reshape(heads, rows, width).transpose(0, 1))
+
+
+def _scores(q_KND: Tensor, k_KmD: Tensor, block: Block, window: int | None) -> Tensor:
+    """(K, N, keys of the block), −inf where a row does not see the key."""
+    scores_KNm = q_KND @ k_KmD[:, block.keys].mT
+    rows = block.rows.stop - block.rows.start
+    row_n1 = torch.arange(block.own, block.own + rows, device=q_KND.device).unsqueeze(1)
+    key_m = torch.arange(block.keys.start, block.keys.stop, device=q_KND.device)
+    hidden_nm = key_m > row_n1
+    if window is not None:
+        hidden_nm |= key_m <= row_n1 - window
+    scores_KNm.view(-1, rows, len(key_m)).masked_fill_(hidden_nm, -torch.inf)
+    return scores_KNm

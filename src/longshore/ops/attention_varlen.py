@@ -1,0 +1,116 @@
+"""Attention by the flash kernels inside torch, for half precision on CUDA.
+
+In and out: as ops/attention.py, with everything filled in. Nothing is read back from the device:
+lengths reach the kernels as `cu_seqlens` and, on the host, as `longest`.
+
+torch's own words for what is seen are (left, right): all before a token and itself is (−1, 0),
+window 3 is (2, 0). Both align runs of different lengths at their end, as Longshore does.
+"""
+
+import torch
+import torch.nn.attention.varlen  # registers the ops below
+from torch import Tensor
+
+from longshore.ops.boundaries import Bounds
+
+WIDEST = 256
+
+_forward_op = torch.ops.torch_attn._varlen_attn.default
+_backward_op = torch.ops.torch_attn._varlen_attn_backward.default
+# torch 2.11 shares key heads unasked and does not know the word.
+_GROUPED = {
+    argument.name: True
+    for argument in _forward_op._schema.arguments
+    if argument.name == "enable_gqa"
+}
+
+
+def forward(
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKV: Tensor,
+    *,
+    bounds: Bounds,
+    key_bounds: Bounds,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    out_THV, lse_HT, _ = _forward_op(
+        _rows(q_THD),
+        _rows(k_SKD),
+        _rows(v_SKV),
+        bounds.cu_seqlens,
+        key_bounds.cu_seqlens,
+        _longest(bounds),
+        _longest(key_bounds),
+        is_causal=window is None,
+        scale=scale,
+        window_size=_left_right(window),
+        **_GROUPED,
+    )
+    return out_THV, lse_HT
+
+
+def backward(
+    grad_THV: Tensor,
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKV: Tensor,
+    out_THV: Tensor,
+    lse_HT: Tensor,
+    *,
+    bounds: Bounds,
+    key_bounds: Bounds,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq_THD, dk_SKD, dv_SKV = _backward_op(
+        _rows(grad_THV),
+        _rows(q_THD),
+        _rows(k_SKD),
+        _rows(v_SKV),
+        _rows(out_THV),
+        lse_HT.contiguous(),
+        bounds.cu_seqlens,
+        key_bounds.cu_seqlens,
+        _longest(bounds),
+        _longest(key_bounds),
+        is_causal=window is None,
+        # The state of dropout's random numbers: there is no dropout.
+        rng_state=torch.zeros(2, dtype=torch.uint64, device=q_THD.device),
+        scale=scale,
+        window_size=_left_right(window),
+    )
+    return dq_THD, dk_SKD, dv_SKV
+
+
+def refusal(q_THD: Tensor, v_SKV: Tensor) -> str | None:
+    """Why these kernels cannot serve such tensors, or None."""
+    tokens, _, width = q_THD.shape
+    if not q_THD.is_cuda:
+        return f"the tensors are on {q_THD.device.type}, not on CUDA"
+    if q_THD.dtype not in (torch.float16, torch.bfloat16):
+        return f"{q_THD.dtype} is no half precision"
+    if v_SKV.shape[2] != width:
+        return f"values have width {v_SKV.shape[2]} and queries {width}"
+    if width % 8 or width > WIDEST:
+        return f"a head's width of {width} is no multiple of 8 up to {WIDEST}"
+    if tokens == 0:
+        return "there are no rows"
+    if torch.cuda.get_device_capability(q_THD.device) < (8, 0):
+        return "the device is older than compute capability 8.0"
+    return None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The kernels want a head's numbers side by side; an expanded gradient's are not."""
+    return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
+
+
+def _longest(bounds: Bounds) -> int:
+    # It need not be tight. At 1 the kernel swaps heads and rows, and shapes its results otherwise.
+    return max(bounds.longest, 2)
+
+
+def _left_right(window: int | None) -> list[int]:
+    return [-1, 0] if window is None else [window - 1, 0]

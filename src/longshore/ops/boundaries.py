@@ -1,0 +1,33 @@
+"""What an op must know of joined sequences: where each begins and ends.
+
+In: nothing. Out: the protocol `Bounds`, which batch.Boundaries satisfies. Runs of 3 and 5 tokens
+have offsets (0, 3, 8), cu_seqlens [0, 3, 8] as int32 on the device, and longest 5. An op that gets
+None instead takes all rows as one run.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Bounds(Protocol):
+    """Runs of rows, joined without gaps."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+    @property
+    def cu_seqlens(self) -> Tensor: ...
+    @property
+    def longest(self) -> int: ...
+
+
+def offsets_of(bounds: Bounds | None, rows: int) -> tuple[int, ...]:
+    """The host's offsets, checked against the rows they must cover."""
+    if bounds is None:
+        return (0, rows)
+    if bounds.offsets[0] != 0 or bounds.offsets[-1] != rows:
+        raise ValueError(
+            f"the boundaries go from {bounds.offsets[0]} to {bounds.offsets[-1]}, "
+            f"and there are {rows} rows; they must cover all rows"
+        )
+    return bounds.offsets

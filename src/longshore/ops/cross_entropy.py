@@ -1,0 +1,167 @@
+"""The output layer and its loss in one, without ever holding all logits.
+
+In: hidden (T, C), the weight of the output layer (V, C), labels (T). Out: the negative
+log-likelihood of each label (T), in float32 (float64 for float64), 0 where the label is `ignore`.
+
+Tokens go through in chunks: the logits of a chunk are made, used and dropped, and made again in
+backward. 4096 tokens with a vocabulary of 8192 have 128 MiB of logits; in chunks of 256 tokens, 8
+MiB are held at a time. Of the whole only a log-sum-exp for each token stays until backward.
+
+Half precision: products add up in float32 and logits are float32; on CUDA the logits' gradient is
+rounded to the inputs' dtype before it is multiplied. The weight's gradient adds up in float32.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+SHARE = 16
+"""Chunks that the tokens are cut into at least."""
+MOST_BYTES = 512 << 20
+"""Logits of a chunk, unless FEWEST_TOKENS already have more.
+
+Each chunk reads and writes the whole gradient of the weight: with a vocabulary of 152k and 64 MiB
+that took three times as long on an H200, and saved nothing beside the gradient's own memory.
+"""
+FEWEST_TOKENS = 16
+
+
+def linear_cross_entropy(
+    hidden_TC: Tensor,
+    weight_VC: Tensor,
+    labels_T: Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    ignore: int = -100,
+) -> Tensor:
+    """The loss of each token, 0 at ignored ones, whatever stands in their rows.
+
+    chunk_tokens: None for chunks of at most 1/16 of all tokens and 512 MiB of logits. On the
+    CPU a label outside the vocabulary is a ValueError; on CUDA a device assertion, since looking
+    would make the host wait.
+    """
+    _check(hidden_TC, weight_VC, labels_T, ignore)
+    dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
+    if chunk_tokens is None:
+        chunk_tokens = default_chunk(len(hidden_TC), len(weight_VC), dtype)
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; give 1 or more, or None")
+    made: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden_TC, weight_VC, labels_T, chunk_tokens, ignore
+    )
+    return made
+
+
+def default_chunk(tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
+    """Tokens of a chunk: 256 of 4096 with a vocabulary of 8192, 882 of 32768 with one of 152k."""
+    fitting = MOST_BYTES // (vocabulary * dtype.itemsize)
+    return max(1, min(tokens // SHARE, max(FEWEST_TOKENS, fitting)))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        hidden_TC: Tensor,
+        weight_VC: Tensor,
+        labels_T: Tensor,
+        chunk_tokens: int,
+        ignore: int,
+    ) -> Tensor:
+        keep_T = labels_T != ignore
+        labels_T = labels_T.where(keep_T, 0)
+        dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
+        nll_T, lse_T = (hidden_TC.new_empty(len(hidden_TC), dtype=dtype) for _ in range(2))
+        weight = _operand(weight_VC, dtype)
+        for rows in _chunks(len(hidden_TC), chunk_tokens):
+            hidden_nC = _kept(hidden_TC[rows], keep_T[rows], dtype)
+            logits_nV = _product(hidden_nC, weight.T, dtype)
+            own_n = logits_nV.gather(1, labels_T[rows, None]).squeeze(1)
+            # In place: torch.logsumexp would hold a second chunk.
+            top_n1 = logits_nV.amax(1, keepdim=True)
+            lse_n = logits_nV.sub_(top_n1).exp_().sum(1).log_().add_(top_n1.squeeze(1))
+            lse_T[rows] = lse_n
+            nll_T[rows] = (lse_n - own_n).where(keep_T[rows], 0)
+            # The next chunk's logits would be made beside this one's.
+            del logits_nV
+        ctx.save_for_backward(hidden_TC, weight_VC, labels_T, keep_T, lse_T)
+        ctx.chunk_tokens = chunk_tokens
+        return nll_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        hidden_TC, weight_VC, labels_T, keep_T, lse_T = ctx.saved_tensors
+        dtype = lse_T.dtype
+        grad_T = grad_T.where(keep_T, 0)
+        weight = _operand(weight_VC, dtype)
+        dhidden_TC = torch.empty_like(hidden_TC) if ctx.needs_input_grad[0] else None
+        dweight_VC = weight_VC.new_zeros(weight_VC.shape, dtype=dtype)
+        for rows in _chunks(len(hidden_TC), ctx.chunk_tokens):
+            hidden_nC = _kept(hidden_TC[rows], keep_T[rows], dtype)
+            logits_nV = _product(hidden_nC, weight.T, dtype)
+            dlogits_nV = _dlogits(logits_nV, labels_T[rows], lse_T[rows], grad_T[rows])
+            dlogits_nV = dlogits_nV.to(weight.dtype)
+            if dhidden_TC is not None:
+                dhidden_TC[rows] = _product(dlogits_nV, weight, dtype)
+            if ctx.needs_input_grad[1]:
+                _add_product(dweight_VC, dlogits_nV.T, hidden_nC)
+            del logits_nV, dlogits_nV
+        dweight = dweight_VC.to(weight_VC.dtype) if ctx.needs_input_grad[1] else None
+        return dhidden_TC, dweight, None, None, None
+
+
+def _dlogits(logits_nV: Tensor, labels_n: Tensor, lse_n: Tensor, grad_n: Tensor) -> Tensor:
+    """(softmax − 1 at the label) · grad, in place of the logits."""
+    probs_nV = logits_nV.sub_(lse_n.unsqueeze(1)).exp_()
+    dlogits_nV = probs_nV.mul_(grad_n.unsqueeze(1))
+    return dlogits_nV.scatter_add_(1, labels_n.unsqueeze(1), -grad_n.unsqueeze(1))
+
+
+def _chunks(tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    for start in range(0, tokens, chunk_tokens):
+        yield slice(start, min(start + chunk_tokens, tokens))
+
+
+def _kept(hidden_nC: Tensor, keep_n: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 in ignored rows: padding may hold anything, and 0 · NaN is NaN."""
+    return _operand(hidden_nC.where(keep_n.unsqueeze(1), 0), dtype)
+
+
+def _operand(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is multiplied: on CUDA half precision as it is, elsewhere in the dtype of the logits."""
+    return x if x.is_cuda else x.to(dtype)
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b, added up and returned in `dtype`."""
+    return a @ b if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, ignore: int) -> None:
+    shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"the shapes are {shapes}; give (tokens, width) and (vocabulary, width)")
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; give one dtype")
+    if labels.shape != hidden.shape[:1]:
+        raise ValueError(f"labels are {tuple(labels.shape)}; give one for each row, {shapes}")
+    if labels.device.type != "cpu":
+        return
+    wrong = ((labels < 0) | (labels >= len(weight))) & (labels != ignore)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"label {int(labels[row])} of row {row} is outside the vocabulary of {len(weight)}; "
+            f"give 0…{len(weight) - 1}, or {ignore} for a row without a label"
+        )

@@ -1,0 +1,132 @@
+"""Experts: rows to the experts they were routed to, through each one's SwiGLU, and back.
+
+In: rows and the experts each goes to. Out: rows, weighted and summed. Nothing here chooses experts.
+
+T tokens, K experts a token, M = T·K rows, E experts, C channels, F channels inside an expert. Two
+tokens, 3 experts, ids [[2, 0], [0, 1]]:
+
+    rows by token, then k    t0→2  t0→0  t1→0  t1→1
+    order    1 2 3 0         rows by expert: t0→0  t1→0  t1→1  t0→2
+    counts   2 1 1           offsets  2 3 4, the stop of each expert's rows
+
+An id of E or more goes to no expert: its row lies past the last offset and comes out as 0. Only the
+per-expert loop waits for the device; nothing depends on the order in which threads add.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm, linear, silu
+
+ALIGNMENT = 16
+"""Bytes that must divide the rows of every operand of torch's grouped product."""
+
+
+def sort_by_expert(expert_ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """order: int64 (M), row m by expert is row order[m] by token. counts, offsets: int32 (E)."""
+    ids_M, order = expert_ids_TK.flatten().sort(stable=True)
+    numbers = torch.arange(experts, dtype=ids_M.dtype, device=ids_M.device)
+    offsets = torch.searchsorted(ids_M, numbers, right=True, out_int32=True)
+    counts = torch.cat([offsets[:1], offsets.diff()])
+    return order, counts, offsets
+
+
+def dispatch(x_TC: Tensor, order: Tensor) -> Tensor:
+    """(M, C): the row of its token for each of `order`."""
+    top_k = len(order) // max(len(x_TC), 1)
+    inverse_TK = _inverse(order).view(len(x_TC), top_k)
+    return _take(x_TC, order // max(top_k, 1), inverse_TK)
+
+
+def combine(rows_MC: Tensor, order: Tensor, weights_TK: Tensor) -> Tensor:
+    """(T, C): for each token the weighted sum of its rows, k by k."""
+    inverse = _inverse(order)
+    rows_TKC = _take(rows_MC, inverse, order[:, None]).view(*weights_TK.shape, -1)
+    return (rows_TKC * weights_TK[:, :, None]).sum(1).to(rows_MC.dtype)
+
+
+def grouped_mlp(
+    x_MC: Tensor, offsets_E: Tensor, *, gate_up_E2FC: Tensor, down_ECF: Tensor
+) -> Tensor:
+    """(M, C): down(silu(gate(x))·up(x)) of each row's expert; of 2F the first F are the gate.
+
+    Rows are sorted by expert, those of expert e end before offsets_E[e] (int32); rows past the last
+    offset give 0. Every expert gets a gradient, zeros where it has no rows.
+    """
+    refused = refusal(x_MC, gate_up_E2FC, down_ECF)
+    product = looped_product if refused else grouped_product
+    held = torch.arange(len(x_MC), device=x_MC.device)[:, None] < offsets_E[-1]
+    # Rows past the end may be garbage in a grouped product, forward and backward.
+    hidden_M2F = product(_only(x_MC, held), gate_up_E2FC, offsets_E)
+    gate_MF, up_MF = hidden_M2F.chunk(2, dim=-1)
+    return _only(product(silu(gate_MF) * up_MF, down_ECF, offsets_E), held)
+
+
+def refusal(*operands: Tensor) -> str | None:
+    """Why torch's grouped product cannot take these operands, or None where it can."""
+    for operand in operands:
+        if operand.dtype not in (torch.float32, torch.bfloat16):
+            return f"it takes float32 and bfloat16, not {operand.dtype}"
+        if operand.dtype != operands[0].dtype:
+            return f"it takes one dtype, not {operands[0].dtype} and {operand.dtype}"
+        if operand.shape[-1] * operand.element_size() % ALIGNMENT:
+            return f"rows of {operand.shape[-1]} numbers are no multiple of {ALIGNMENT} bytes"
+    return None
+
+
+def grouped_product(x_MC: Tensor, weight_EFC: Tensor, offsets_E: Tensor) -> Tensor:
+    """(M, F) in one kernel."""
+    weight_EFC = weight_EFC.contiguous()
+    return grouped_mm(x_MC.contiguous(), weight_EFC.transpose(1, 2), offs=offsets_E)
+
+
+def looped_product(x_MC: Tensor, weight_EFC: Tensor, offsets_E: Tensor) -> Tensor:
+    """(M, F), expert by expert, for every dtype and shape; it waits for the offsets."""
+    stops = offsets_E.tolist()
+    sizes = [stop - start for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+    *parts, past = x_MC.split_with_sizes([*sizes, len(x_MC) - stops[-1]])
+    made = [linear(part, weight) for part, weight in zip(parts, weight_EFC, strict=True)]
+    return torch.cat([*made, past.new_zeros(len(past), weight_EFC.shape[1])])
+
+
+def _inverse(order: Tensor) -> Tensor:
+    places = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter(0, order, places)
+
+
+def _take(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """rows[index]; inverse (rows, k) says where each row went. Backward adds in the order of k."""
+    made: Tensor = _Take.apply(rows, index, inverse)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _only(rows_MC: Tensor, held_M1: Tensor) -> Tensor:
+    """0 where not held, forward and backward, and contiguous in both."""
+    made: Tensor = _Only.apply(rows_MC, held_M1)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        (inverse,) = ctx.saved_tensors
+        taken = grad.index_select(0, inverse.flatten())
+        return taken.view(*inverse.shape, *grad.shape[1:]).sum(1), None, None
+
+
+class _Only(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_MC: Tensor, held_M1: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(held_M1)
+        return torch.where(held_M1, rows_MC.contiguous(), 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        (held_M1,) = ctx.saved_tensors
+        return torch.where(held_M1, grad.contiguous(), 0.0), None

@@ -1,0 +1,219 @@
+"""The ops on a GPU, in half precision, against their twins in float64."""
+
+import warnings
+from contextlib import contextmanager
+from itertools import accumulate
+
+import pytest
+import torch
+
+from longshore.batch import Boundaries
+from longshore.ops.attention import attention, attention_forward
+from longshore.ops.backends import pick_attention
+from longshore.ops.cross_entropy import linear_cross_entropy
+from longshore.ops.reference import attention as reference
+from longshore.ops.reference import cross_entropy as reference_loss
+from longshore.ops.reference import rope as reference_rope
+from longshore.ops.rope import rotate
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def joined(lengths):
+    offsets = tuple(accumulate(lengths, initial=0))
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device="cuda")
+    return Boundaries(offsets, cu_seqlens, max(lengths))
+
+
+def normal(*shape, dtype=torch.bfloat16, seed=0):
+    draw = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=draw, device="cuda").to(dtype).requires_grad_()
+
+
+def inputs(queries, keys, *, heads=8, kv_heads=2, width=64, dtype=torch.bfloat16):
+    return [
+        normal(rows, count, width, dtype=dtype, seed=seed)
+        for seed, (rows, count) in enumerate(((queries, heads), (keys, kv_heads), (keys, kv_heads)))
+    ]
+
+
+def in_float64(tensors):
+    return [x.detach().double().requires_grad_() for x in tensors]
+
+
+def assert_close(got, want, tolerance):
+    assert got.shape == want.shape
+    assert got.isfinite().all()
+    error = ((got.double() - want).abs().max() / want.abs().max()).item()
+    assert error <= tolerance, f"the largest error is {error} of the largest value"
+
+
+@contextmanager
+def nothing_waits():
+    """Raises where the host waits for the device, as to read a tensor back."""
+    torch.cuda.synchronize()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+PROBLEMS = {
+    "odd lengths": ([1, 2, 333, 700, 17], [1, 2, 333, 700, 17]),
+    "shorter queries": ([1, 5, 129, 64], [7, 300, 129, 513]),
+    "runs without rows": ([0, 9, 0, 40, 0], [0, 9, 30, 40, 0]),
+    "length 1 alone": ([1, 1, 1], [1, 1, 1]),
+    "length 1 over more keys": ([1, 1], [40, 3]),
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (4, 4), (3, 1)])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_varlen_attention(name, heads, kv_heads, window):
+    lengths, key_lengths = PROBLEMS[name]
+    tensors = inputs(sum(lengths), sum(key_lengths), heads=heads, kv_heads=kv_heads)
+    options = {"bounds": joined(lengths), "key_bounds": joined(key_lengths), "window": window}
+    assert pick_attention(tensors[0], tensors[2]).name == "varlen"
+    exact = in_float64(tensors)
+    out, lse = attention_forward(*tensors, **options)
+    want, want_lse = reference.attention_forward(*exact, **options)
+    assert_close(out, want, 1e-2)
+    assert_close(lse, want_lse, 1e-3)
+    grad = normal(*want.shape, seed=7).detach()
+    got = torch.autograd.grad(attention(*tensors, **options), tensors, grad)
+    wanted = torch.autograd.grad(want, exact, grad.double())
+    # Where every token sees itself alone, q and k have a gradient of exactly 0.
+    alone = window == 1 or max(key_lengths) == 1
+    for one, other in zip(got[:2], wanted[:2], strict=True):
+        if alone:
+            assert one.abs().max() <= 2e-2
+        else:
+            assert_close(one, other, 2e-2)
+    assert_close(got[2], wanted[2], 2e-2)
+
+
+def test_varlen_attention_without_bounds():
+    tensors = inputs(50, 90)
+    assert_close(attention(*tensors), reference.attention(*in_float64(tensors)), 1e-2)
+
+
+def test_varlen_attention_of_strided_rows_and_an_expanded_gradient():
+    fused = normal(70, 12, 64)
+    parts = [fused[:, :8], fused[:, 8:10], fused[:, 10:]]
+    (exact,) = in_float64([fused])
+    (got,) = torch.autograd.grad(attention(*parts).sum(), fused)
+    want = reference.attention(exact[:, :8], exact[:, 8:10], exact[:, 10:])
+    assert_close(got, torch.autograd.grad(want.sum(), exact)[0], 2e-2)
+
+
+def test_no_run_sees_another():
+    tensors = inputs(400, 400)
+    bounds = joined([100, 260, 40])
+    out = attention(*tensors, bounds=bounds)
+    for x in tensors:
+        x.data[100:360] = torch.nan
+    again = attention(*tensors, bounds=bounds)
+    kept = torch.cat([torch.arange(100), torch.arange(360, 400)])
+    assert torch.equal(out[kept], again[kept])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_blocks_on_the_gpu(dtype):
+    tensors = inputs(600, 640, dtype=dtype)
+    options = {"bounds": joined([1, 599]), "key_bounds": joined([9, 631]), "window": 77}
+    assert pick_attention(tensors[0], tensors[2]).name == "blocks"
+    exact = in_float64(tensors)
+    got, want = attention(*tensors, **options), reference.attention(*exact, **options)
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-5
+    assert_close(got, want, tolerance)
+    for one, other in zip(
+        torch.autograd.grad(got.square().sum(), tensors),
+        torch.autograd.grad(want.square().sum(), exact),
+        strict=True,
+    ):
+        assert_close(one, other, tolerance)
+
+
+def test_values_of_another_width():
+    q, k = inputs(300, 300)[:2]
+    v = normal(300, 2, 40, seed=5)
+    assert pick_attention(q, v).name == "blocks"
+    want = reference.attention(*in_float64([q, k, v]))
+    assert_close(attention(q, k, v), want, 1e-2)
+
+
+def test_the_host_never_waits():
+    tensors = inputs(400, 400)
+    bounds = joined([100, 260, 40])
+    cos, sin = normal(400, 16).detach(), normal(400, 16).detach()
+    hidden, weight = normal(400, 32), normal(1000, 32)
+    labels = torch.arange(400, device="cuda")
+    for _ in range(2):
+        with nothing_waits():
+            attention(*tensors, bounds=bounds, window=9).sum().backward()
+            attention(*tensors).sum().backward()
+            rotate(tensors[0], cos, sin).sum().backward()
+            linear_cross_entropy(hidden, weight, labels).sum().backward()
+    with nothing_waits(), pytest.raises(RuntimeError, match="synchronizing"):
+        labels[0].item()
+
+
+def test_attention_in_a_cuda_graph():
+    q, k, v = (x.detach() for x in inputs(400, 400))
+    bounds = joined([100, 260, 40])
+    attention(q, k, v, bounds=bounds)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, bounds=bounds)
+        plain = attention(q, k, v)
+    q.copy_(q.flip(0))
+    graph.replay()
+    assert torch.equal(out, attention(q, k, v, bounds=bounds))
+    assert torch.equal(plain, attention(q, k, v))
+
+
+def test_rotate():
+    x, angles = normal(300, 4, 64), normal(300, 24, dtype=torch.float32, seed=3).detach() * 9
+    (exact,) = in_float64([x])
+    got = rotate(x, angles.cos(), angles.sin())
+    want = reference_rope.rotate(exact, angles.double().cos(), angles.double().sin())
+    assert_close(got, want, 5e-3)
+    (dx,) = torch.autograd.grad(got.sum(), x)
+    assert_close(dx, torch.autograd.grad(want.sum(), exact)[0], 5e-3)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)])
+def test_linear_cross_entropy(dtype, tolerance):
+    hidden, weight = normal(501, 64, dtype=dtype), normal(3000, 64, dtype=dtype, seed=1)
+    labels = torch.randint(3000, (501,), device="cuda")
+    labels[[0, 7, 500]] = -100
+    hidden.data[7] = torch.nan
+    clean = hidden.detach().clone()
+    clean[7] = 0
+    exact = in_float64([clean, weight])
+    got = linear_cross_entropy(hidden, weight, labels)
+    want = reference_loss.linear_cross_entropy(*exact, labels)
+    assert got.dtype == torch.float32
+    assert_close(got, want, 1e-5)
+    grad = torch.linspace(-1, 2, 501, device="cuda")
+    grads = torch.autograd.grad(got, (hidden, weight), grad)
+    wanted = torch.autograd.grad(want, exact, grad.double())
+    for one, other in zip(grads, wanted, strict=True):
+        assert_close(one, other, tolerance)
+    assert (grads[0][[0, 7, 500]] == 0).all()
+
+
+def test_linear_cross_entropy_holds_an_eighth_of_the_logits_at_most():
+    tokens, vocabulary = 4096, 32768
+    hidden, weight = normal(tokens, 16), normal(vocabulary, 16, seed=1)
+    labels = torch.arange(tokens, device="cuda")
+    linear_cross_entropy(hidden, weight, labels).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(hidden, weight, labels).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < tokens * vocabulary * 4 / 8

@@ -1,0 +1,303 @@
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from longshore.batch import Boundaries
+from longshore.ops import attention_blocks
+from longshore.ops.attention import attention, attention_backward, attention_forward
+from longshore.ops.reference import attention as reference
+
+ROUNDING = 1e-14
+
+
+def joined(lengths):
+    offsets = tuple(accumulate(lengths, initial=0))
+    return Boundaries(offsets, torch.tensor(offsets, dtype=torch.int32), max(lengths, default=0))
+
+
+def inputs(queries, keys, *, heads=4, kv_heads=2, width=6, value_width=6, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    shapes = ((queries, heads, width), (keys, kv_heads, width), (keys, kv_heads, value_width))
+    return [torch.randn(s, dtype=torch.float64, generator=draw).requires_grad_() for s in shapes]
+
+
+def gradients(out, tensors, seed=1):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.autograd.grad(
+        out, tensors, torch.randn(out.shape, dtype=out.dtype, generator=draw)
+    )
+
+
+def assert_close(got, want, tolerance=1e-9):
+    assert got.shape == want.shape
+    if want.numel():
+        # A token that sees only itself gives q and k a gradient of exactly 0: allow its rounding.
+        assert (got - want).abs().max() <= tolerance * want.abs().max() + ROUNDING
+
+
+def assert_as_twin(tensors, **options):
+    got, want = attention(*tensors, **options), reference.attention(*tensors, **options)
+    assert_close(got, want)
+    for one, other in zip(gradients(got, tensors), gradients(want, tensors), strict=True):
+        assert_close(one, other)
+
+
+@st.composite
+def problems(draw):
+    lengths = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 40]), min_size=1, max_size=5))
+    before = [draw(st.sampled_from([0, 0, 1, 4, 30])) for _ in lengths]
+    kv_heads = draw(st.integers(1, 3))
+    return {
+        "lengths": lengths,
+        "key_lengths": [n + more for n, more in zip(lengths, before, strict=True)],
+        "heads": kv_heads * draw(st.integers(1, 3)),
+        "kv_heads": kv_heads,
+        "value_width": draw(st.sampled_from([1, 6, 9])),
+        "window": draw(st.none() | st.integers(1, 45)),
+        "scale": draw(st.none() | st.just(0.7)),
+    }
+
+
+@pytest.mark.property
+@given(problem=problems())
+@example(
+    problem={
+        "lengths": [1, 600, 2],
+        "key_lengths": [1, 600, 2],
+        "heads": 2,
+        "kv_heads": 1,
+        "value_width": 6,
+        "window": None,
+        "scale": None,
+    }
+)
+@example(
+    problem={
+        "lengths": [530, 1],
+        "key_lengths": [700, 9],
+        "heads": 2,
+        "kv_heads": 2,
+        "value_width": 4,
+        "window": 100,
+        "scale": None,
+    }
+)
+def test_as_the_twin(problem):
+    bounds, key_bounds = joined(problem["lengths"]), joined(problem["key_lengths"])
+    tensors = inputs(
+        bounds.offsets[-1],
+        key_bounds.offsets[-1],
+        heads=problem["heads"],
+        kv_heads=problem["kv_heads"],
+        value_width=problem["value_width"],
+    )
+    assert_as_twin(
+        tensors,
+        bounds=bounds,
+        key_bounds=key_bounds,
+        scale=problem["scale"],
+        window=problem["window"],
+    )
+
+
+def test_by_hand():
+    """Scores are 0, so a query takes the mean of the values it sees."""
+    v = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0]).view(6, 1, 1)
+    k, q = torch.ones(6, 1, 3), torch.zeros(3, 2, 3)
+    options = {"bounds": joined([2, 1]), "key_bounds": joined([5, 1])}
+    out, lse = attention_forward(q, k, v, **options)
+    assert out[:, 0, 0].tolist() == pytest.approx([15 / 4, 31 / 5, 32])
+    assert out[:, 1, 0].tolist() == out[:, 0, 0].tolist()
+    assert lse.exp().tolist() == [pytest.approx([4, 5, 1])] * 2
+    out = attention(q, k, v, window=3, **options)
+    assert out[:, 0, 0].tolist() == pytest.approx([14 / 3, 28 / 3, 32])
+
+
+def test_without_bounds_all_rows_are_one_run_aligned_at_the_end():
+    assert_as_twin(inputs(7, 7))
+    q, k, v = inputs(3, 7)
+    whole_q = torch.cat([torch.zeros(4, 4, 6, dtype=torch.float64), q])
+    assert_close(attention(q, k, v), attention(whole_q, k, v)[4:])
+    with_bounds = attention(q, k, v, bounds=joined([3]), key_bounds=joined([7]))
+    assert torch.equal(attention(q, k, v), with_bounds)
+    assert torch.equal(attention(q, k, v, key_bounds=joined([7])), with_bounds)
+
+
+def test_key_heads_are_shared_by_neighbouring_query_heads():
+    q, k, v = inputs(5, 5, heads=6, kv_heads=3)
+    out = attention(q, k, v)
+    for head in range(6):
+        own = slice(head * 3 // 6, head * 3 // 6 + 1)
+        alone = attention(q[:, head : head + 1], k[:, own], v[:, own])
+        assert_close(out[:, head : head + 1], alone)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_run_is_the_same_in_every_bit_whatever_lies_beside_it(dtype, kv_heads):
+    lengths = [3, 1, 65, 2, 33]
+    bounds = joined(lengths)
+    heads = 2 * kv_heads
+    drawn = inputs(sum(lengths), sum(lengths), heads=heads, kv_heads=kv_heads, width=5)
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in drawn)
+    out = attention(q, k, v, bounds=bounds)
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    for start, stop in bounds.pairs():
+        own = [x.detach()[start:stop].clone().requires_grad_() for x in (q, k, v)]
+        alone = attention(*own)
+        assert torch.equal(alone, out[start:stop])
+        for got, want in zip(torch.autograd.grad(alone.square().sum(), own), grads, strict=True):
+            assert torch.equal(got, want[start:stop])
+
+
+def test_nothing_leaks_even_from_a_run_of_nan():
+    q, k, v = inputs(9, 9)
+    bounds = joined([4, 2, 3])
+    poisoned = [x.detach().clone() for x in (q, k, v)]
+    for x in poisoned:
+        x[4:6] = torch.nan
+        x.requires_grad_()
+    out = attention(*poisoned, bounds=bounds)
+    kept = [0, 1, 2, 3, 6, 7, 8]
+    assert torch.equal(out[kept], attention(q, k, v, bounds=bounds)[kept])
+    assert out[4:6].isnan().all()
+    for grad in torch.autograd.grad(out[kept].sum(), poisoned):
+        assert grad[kept].isfinite().all()
+
+
+def test_keys_that_no_query_sees_get_a_gradient_of_zero():
+    bounds, key_bounds = joined([0, 2]), joined([3, 6])
+    q, k, v = inputs(2, 9)
+    _, dk, dv = gradients(
+        attention(q, k, v, bounds=bounds, key_bounds=key_bounds, window=2), (q, k, v)
+    )
+    for grad in (dk, dv):
+        assert (grad[:6] == 0).all()
+        assert (grad[6:] != 0).all()
+
+
+def test_the_cut_into_blocks_does_not_show(monkeypatch):
+    tensors = inputs(90, 120)
+    options = {"bounds": joined([70, 20]), "key_bounds": joined([80, 40])}
+    for most, scores in ((7, 1 << 24), (512, 1)):
+        monkeypatch.setattr(attention_blocks, "MOST_ROWS", most)
+        monkeypatch.setattr(attention_blocks, "MOST_SCORES", scores)
+        assert_as_twin(tensors, **options)
+        assert_as_twin(tensors, window=11, **options)
+
+
+def test_blocks_meet_only_the_keys_they_may_see():
+    run = attention_blocks.Run(slice(10, 1210), slice(0, 1500))
+
+    def cut(window):
+        return [
+            (b.rows.start, b.rows.stop, b.keys.start, b.keys.stop)
+            for b in attention_blocks._blocks(run, 1, window)
+        ]
+
+    assert cut(None) == [(10, 522, 0, 812), (522, 1034, 0, 1324), (1034, 1210, 0, 1500)]
+    assert cut(100) == [(10, 522, 201, 812), (522, 1034, 713, 1324), (1034, 1210, 1225, 1500)]
+
+
+def test_the_pair_underneath():
+    tensors = inputs(5, 8, value_width=3)
+    plain = [x.detach() for x in tensors]
+    options = {"bounds": joined([1, 4]), "key_bounds": joined([3, 5]), "window": 3}
+    out, lse = attention_forward(*tensors, **options)
+    assert not out.requires_grad
+    want, want_lse = reference.attention_forward(*tensors, **options)
+    assert_close(out, want)
+    assert_close(lse, want_lse)
+    grad = torch.ones_like(out)
+    got = attention_backward(grad, *plain, out, lse, **options)
+    for one, other in zip(got, torch.autograd.grad(want, tensors, grad), strict=True):
+        assert_close(one, other)
+
+
+def test_half_precision_is_computed_in_float32():
+    tensors = [x.detach().bfloat16().requires_grad_() for x in inputs(6, 6)]
+    out, lse = attention_forward(*tensors)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    as_float = [x.detach().float() for x in tensors]
+    assert torch.equal(out, attention(*as_float).bfloat16())
+    grads = gradients(attention(*tensors), tensors)
+    assert [g.dtype for g in grads] == [torch.bfloat16] * 3
+
+
+def test_under_checkpointing_and_used_twice():
+    tensors = inputs(7, 7)
+    bounds = joined([5, 2])
+
+    def twice(q, k, v):
+        once = attention(q, k, v, bounds=bounds)
+        return attention(once, k, v, bounds=bounds, window=2)
+
+    plain = twice(*tensors)
+    again = checkpoint(twice, *tensors, use_reentrant=False)
+    assert torch.equal(plain, again)
+    for one, other in zip(gradients(plain, tensors), gradients(again, tensors), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_backward_twice_gives_the_same():
+    tensors = inputs(4, 4)
+    out = attention(*tensors)
+    first = torch.autograd.grad(out.sum(), tensors, retain_graph=True)
+    second = torch.autograd.grad(out.sum(), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_second_derivative_is_refused():
+    tensors = inputs(2, 2)
+    (dq,) = torch.autograd.grad(attention(*tensors).square().sum(), tensors[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+def test_strided_inputs_and_expanded_gradients():
+    q, k, v = inputs(5, 5)
+    fused = torch.cat([q, k, v], 1).detach().requires_grad_()
+    out = attention(fused[:, :4], fused[:, 4:6], fused[:, 6:])
+    assert torch.equal(out, attention(q, k, v))
+    (got,) = torch.autograd.grad(out.sum(), fused)
+    want = torch.autograd.grad(reference.attention(q, k, v).sum(), (q, k, v))
+    assert_close(got, torch.cat(want, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"window": 0}, "window is 0"),
+        ({"bounds": joined([3])}, "3, and there are 5 rows"),
+        ({"key_bounds": joined([2, 3])}, "1 runs of queries and 2 of keys"),
+        ({"bounds": joined([3, 2]), "key_bounds": joined([2, 3])}, "run 0 has 3 queries over 2"),
+    ],
+)
+def test_bad_bounds_are_refused(change, words):
+    with pytest.raises(ValueError, match=words):
+        attention(*inputs(5, 5), **change)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        (((5, 4, 6), (5, 3, 6), (5, 3, 6)), "4 query heads cannot share 3 key heads"),
+        (((5, 4, 6), (5, 2, 8), (5, 2, 6)), "q and k need one width"),
+        (((5, 4, 6), (5, 2, 6), (4, 2, 6)), "k and v the same rows"),
+        (((5, 24), (5, 2, 6), (5, 2, 6)), "rows, heads and width"),
+        (((6, 4, 6), (5, 4, 6), (5, 4, 6)), "run 0 has 6 queries over 5 keys"),
+    ],
+)
+def test_bad_shapes_are_refused(shapes, words):
+    with pytest.raises(ValueError, match=words):
+        attention(*(torch.zeros(shape) for shape in shapes))
+
+
+def test_mixed_dtypes_are_refused():
+    q, k, v = inputs(2, 2)
+    with pytest.raises(ValueError, match="one dtype"):
+        attention(q, k.float(), v)
