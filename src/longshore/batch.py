@@ -16,8 +16,9 @@ total of 7 is rounded up to 8:
 The last sequence of the last pack, of length 0, is the run of padding: kernels see every row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -68,13 +69,17 @@ class Zigzag:
     local: the sequences inside the shard. chunks: their early and late chunk by turns, also inside
     the shard. to_natural, to_shards: int32 (cp_size · tokens of the shard). With the shards
     gathered in the order of the lanes, natural = gathered[to_natural] and gathered =
-    natural[to_shards].
+    natural[to_shards]. seen: for each of the chunks all that a causal mixer may see of its
+    sequence, from the first token to the chunk's last; seen_rows: int32, where these lie in
+    gathered.
     """
 
     local: Boundaries
     chunks: Boundaries
     to_natural: Tensor
     to_shards: Tensor
+    seen: Boundaries
+    seen_rows: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,6 +139,36 @@ class SeqContext:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "SeqContext":
         return _changed(self, lambda _, tensor: tensor.to(device, non_blocking=non_blocking))
+
+
+def whole_context(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> SeqContext:
+    """The context of whole sequences joined on one lane, for a model that runs alone."""
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"lengths are {list(lengths)}; give at least one, each of 1 or more")
+    offsets = tuple(accumulate(lengths, initial=0))
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=device)
+    bounds = Boundaries(offsets, cu_seqlens, max(lengths))
+    pack = PackContext(
+        group=CPGroup(first_lane=0, cp_size=1, cp_rank=0),
+        start=0,
+        stop=offsets[-1],
+        first_sequence=0,
+        lengths=tuple(lengths),
+        real=bounds,
+        padded=bounds,
+        zigzag=None,
+    )
+    numbers = [index for index, length in enumerate(lengths) for _ in range(length)]
+    return SeqContext(
+        tokens=offsets[-1],
+        real_tokens=offsets[-1],
+        positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
+        sequence_index=torch.tensor(numbers, device=device),
+        is_real=torch.ones(offsets[-1], dtype=torch.bool, device=device),
+        lengths=torch.tensor([*lengths, 1], device=device),
+        sequences=tuple(range(len(lengths))),
+        packs=(pack,),
+    )
 
 
 @dataclass(frozen=True, slots=True)

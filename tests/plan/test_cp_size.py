@@ -35,9 +35,16 @@ def test_limits_cut_both_ends():
     assert legal_cp_sizes(6, kind="any", min_cp=3, max_cp=5) == (3, 4, 5)
 
 
+def test_only_sizes_that_divide_the_heads():
+    assert legal_cp_sizes(8, heads=4) == (1, 2, 4)
+    assert legal_cp_sizes(6, heads=12, kind="any") == (1, 2, 3, 4, 6)
+    assert legal_cp_sizes(6, heads=8) == (1, 2, 4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"min_cp": 8, "heads": 4}, "no legal CP size that divides the 4 heads lies between"),
         ({"min_cp": 4, "max_cp": 2}, r"min_cp is 4, which must lie between 1 and max_cp \(2\)"),
         ({"min_cp": 9}, r"min_cp is 9, which must lie between 1 and max_cp \(8\)"),
         ({"min_cp": 0}, "min_cp is 0"),

@@ -122,6 +122,15 @@ def all_to_all(
     return rows if size == 1 else _apply(_AllToAll, rows, group, tuple(sends), tuple(receives))
 
 
+def sum_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Overwrites `tensor` with its sum over all ranks, and returns it. No gradient."""
+    if group.size() > 1:
+        with torch.no_grad():
+            dist.all_reduce(tensor, group=group)
+        _note("sum_over", (group.size() - 1) * tensor.nbytes)
+    return tensor
+
+
 def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Tensor:
     """Overwrites `tensor` with that of the group's rank `source`, and returns it. No gradient."""
     if not tensor.is_contiguous():
@@ -134,7 +143,7 @@ def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Tensor
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:  # noqa: ANN401
-    made: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    made: Tensor = function.apply(*args)
     return made
 
 

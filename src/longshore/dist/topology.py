@@ -194,7 +194,7 @@ def make_topology(
         raise ValueError("device is 'cuda'; name this rank's own, such as 'cuda:0'")
     if device.type == "cuda":
         # Before the mesh does, which would choose a device by itself.
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()
         torch.cuda.set_device(device)
     mesh = init_device_mesh(device.type, (pp, lanes, tp), mesh_dim_names=AXES)
     world = dist.group.WORLD

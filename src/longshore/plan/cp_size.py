@@ -9,9 +9,17 @@ ANY_SIZE_LANES = 64
 
 
 def legal_cp_sizes(
-    lanes: int, *, kind: str = "pow2", min_cp: int = 1, max_cp: int | None = None
+    lanes: int,
+    *,
+    kind: str = "pow2",
+    min_cp: int = 1,
+    max_cp: int | None = None,
+    heads: int | None = None,
 ) -> tuple[int, ...]:
-    """The CP sizes a plan may use, rising: powers of two and all lanes together, or any size."""
+    """The CP sizes a plan may use, rising: powers of two and all lanes together, or any size.
+
+    heads: of these a rank's heads are shared out over a CP group, so a size must divide them.
+    """
     highest = lanes if max_cp is None else max_cp
     if kind not in ("pow2", "any"):
         raise ValueError(f"cp_sizes is {kind!r}; it may be 'pow2' or 'any'")
@@ -25,11 +33,13 @@ def legal_cp_sizes(
         raise ValueError(f"max_cp is {highest}, but there are only {lanes} lanes")
     powers = [1 << i for i in range(lanes.bit_length())]
     sizes = range(1, lanes + 1) if kind == "any" else [*powers, lanes]
-    legal = tuple(sorted({size for size in sizes if min_cp <= size <= highest}))
+    between = {size for size in sizes if min_cp <= size <= highest}
+    legal = tuple(sorted(size for size in between if not heads or heads % size == 0))
     if not legal:
+        dividing = f" that divides the {heads} heads" if heads and between else ""
         raise ValueError(
-            f"no legal CP size lies between min_cp {min_cp} and max_cp {highest} on {lanes} lanes; "
-            "widen the two, or allow cp_sizes='any'"
+            f"no legal CP size{dividing} lies between min_cp {min_cp} and max_cp {highest} on "
+            f"{lanes} lanes; widen the two, or allow cp_sizes='any'"
         )
     return legal
 

@@ -41,6 +41,7 @@ def make_plan(
     min_cp: int = 1,
     max_cp: int | None = None,
     cp_sizes: str = "pow2",
+    heads: int | None = None,
     max_sequences: int | None = None,
     align: int = 1,
     pp: int = 1,
@@ -51,7 +52,8 @@ def make_plan(
 
     lengths: tokens of each sequence. lanes: DP × CP coordinates. capacity: the most tokens a lane
     holds in a round. policy, sync: see the README. cp_size: the one CP size of `padded`, `static`
-    and `balanced`. cp_sizes: 'pow2' or 'any'. max_sequences: of a lane in a round. align: a lane's
+    and `balanced`. cp_sizes: 'pow2' or 'any'. heads: where CP shares out heads, those of a rank;
+    only CP sizes that divide them are used. max_sequences: of a lane in a round. align: a lane's
     total is padded to a multiple of this. pp, vpp: pipeline ranks, and stages for each. packs: for
     policy `given`, the places of each pack's sequences.
     """
@@ -63,6 +65,7 @@ def make_plan(
         cp_size=cp_size,
         min_cp=min_cp,
         max_cp=max_cp,
+        heads=heads,
         max_sequences=max_sequences,
         align=align,
         pp=pp,
@@ -74,7 +77,11 @@ def make_plan(
         policy=policy,
         sync=sync,
         cp_sizes=legal_cp_sizes(
-            counts["lanes"], kind=cp_sizes, min_cp=counts["min_cp"], max_cp=counts.get("max_cp")
+            counts["lanes"],
+            kind=cp_sizes,
+            min_cp=counts["min_cp"],
+            max_cp=counts.get("max_cp"),
+            heads=counts.get("heads"),
         ),
         profile=profile,
         align=counts["align"],

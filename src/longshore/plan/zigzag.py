@@ -73,6 +73,13 @@ def natural_order(padded: Ints, cp_size: int) -> tuple[Ints32, Ints32]:
     return to_natural, to_shards
 
 
+def seen_lengths(padded: Ints, *, cp_rank: int, cp_size: int) -> Ints:
+    """For a lane's early and late chunk of each sequence, by turns: the tokens up to its end."""
+    chunk, early, late = chunk_pair(padded, cp_rank, cp_size)
+    seen: Ints = (np.stack([early, late], axis=-1) + chunk[:, None]).ravel()
+    return seen
+
+
 def ranges(starts: Ints, counts: Ints) -> Ints:
     """start, start + 1, … of each range, joined: starts (5, 0) and counts (2, 3) give 5 6 0 1 2."""
     joined: Ints = np.repeat(starts - (np.cumsum(counts) - counts), counts)

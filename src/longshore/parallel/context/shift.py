@@ -169,7 +169,7 @@ class _Right(torch.autograd.Function):
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:  # noqa: ANN401
-    made: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    made: Tensor = function.apply(*args)
     return made
 
 

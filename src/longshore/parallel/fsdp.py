@@ -1,0 +1,112 @@
+"""FSDP2 over the lanes: how parameters are split, gathered and their gradients summed.
+
+In: a model on the device `meta` or with whole parameters, a topology, a mode. Out: the same model
+with DTensor parameters. Gradients are plain sums over the lanes, in float32 at least.
+
+    zero3   parameters, gradients and optimizer state are split; parameters are gathered for each
+            layer, and gradients summed, in every round
+    zero2   the same, but parameters stay gathered during a step and gradients are summed once, in
+            the plan's last round
+    none    every lane keeps all of it; gradients are summed once, in the plan's last round
+
+With 4 lanes a weight of 10 rows is split into 3, 3, 3 and 1 (`shard_rows`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from longshore.dist.topology import Topology
+
+Mode = Literal["zero3", "zero2", "none"]
+Rows = Callable[[str, torch.Size, int, int], Tensor]
+"""Rows start … stop of the whole parameter of a name and shape."""
+
+
+def shard(
+    model: nn.Module,
+    parts: Iterable[nn.Module],
+    topology: Topology,
+    *,
+    mode: Mode,
+    dtype: torch.dtype,
+) -> None:
+    """Wraps each part, then the model, which holds what no part does.
+
+    dtype: of the arithmetic; parameters keep their own, and gradients are summed in that.
+    """
+    mesh = _replicas(topology) if mode == "none" else topology.mesh["lanes"]
+    for module in [*parts, model]:
+        kept = next(module.parameters()).dtype
+        wrapped = fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=mode == "zero3",
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=dtype, reduce_dtype=kept, cast_forward_inputs=False
+            ),
+        )
+        wrapped.set_gradient_divide_factor(1.0)
+        wrapped.set_force_sum_reduction_for_comms(True)
+
+
+def _replicas(topology: Topology) -> DeviceMesh:
+    """All lanes as replicas, each of which holds the one shard there is."""
+    sizes = (topology.pp, topology.lanes, 1, topology.tp)
+    mesh = init_device_mesh(
+        topology.device.type, sizes, mesh_dim_names=("pp", "replicas", "shard", "tp")
+    )
+    return mesh["replicas", "shard"]
+
+
+def begin_round(model: nn.Module, *, mode: Mode, is_last: bool) -> None:
+    """Says what the round's backward does. is_last: of the plan, the same on all lanes."""
+    assert isinstance(model, FSDPModule)
+    every_round = mode == "zero3"
+    model.set_requires_gradient_sync(every_round or is_last)
+    model.set_reshard_after_backward(every_round or is_last)
+    model.set_is_last_backward(is_last)
+
+
+def fill(model: nn.Module, device: torch.device, rows: Rows) -> None:
+    """Gives a model on `meta` its parameters; each lane asks only for the rows that it holds."""
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local, start, stop = shard_rows(parameter)
+            if local.numel():
+                local.copy_(rows(name, parameter.shape, start, stop).reshape(local.shape))
+
+
+def shard_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
+    """This lane's part of a parameter, and which rows of the whole it is."""
+    count = len(parameter) if parameter.dim() else 1
+    if not isinstance(parameter, DTensor):
+        return parameter, 0, count
+    mesh, local = parameter.device_mesh, parameter.to_local()
+    lanes, lane = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    each = -(-count // lanes)
+    start = min(lane * each, count)
+    return local, start, min(start + each, count)
+
+
+def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter, gathered, on the CPU; all ranks take part, one parameter at a time."""
+    for name, parameter in model.named_parameters():
+        whole = parameter.detach()
+        yield name, (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu()
+
+
+def is_split(parameter: Tensor) -> bool:
+    """Whether lanes hold different parts of it, so that a norm must be summed over them."""
+    if not isinstance(parameter, DTensor):
+        return False
+    return any(
+        placement.is_shard() and size > 1
+        for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    )

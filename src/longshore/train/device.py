@@ -1,0 +1,52 @@
+"""The machine under a rank: its device, the backend of its process group, its memory, its peak.
+
+In: what the user asked for and the rank's place on its machine. Out: facts. Two ranks on a machine
+with one GPU share it, over gloo, because NCCL refuses two ranks on one GPU.
+"""
+
+import os
+
+import torch
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12}
+"""Dense bf16 products a second, as their makers state them."""
+
+
+def pick_device(asked: str, local_rank: int) -> torch.device:
+    """asked: auto, cpu or cuda."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ValueError("train.device is 'cuda', and torch finds no GPU; use train.device=cpu")
+    if asked == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def pick_backend(device: torch.device, local_size: int) -> str:
+    """NCCL where every rank has a GPU of its own."""
+    if device.type == "cpu" or local_size > torch.cuda.device_count():
+        return "gloo"
+    return "nccl"
+
+
+def pick_dtype(asked: str, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 on GPUs, float32 on CPUs."""
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    found = getattr(torch, auto if asked == "auto" else asked)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def memory_bytes(device: torch.device, local_size: int) -> int:
+    """What one rank may use: its share of the device, or of the machine's memory on a CPU."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return int(total // -(-local_size // torch.cuda.device_count()))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_size
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Of one rank a second; None where it is not known."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

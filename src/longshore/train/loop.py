@@ -1,0 +1,157 @@
+"""The training loop: steps from a loader through a stepper, and a report of each.
+
+In: a Stepper, a loader, a schedule, the number of steps. Out: one StepMetrics for each step.
+
+The numbers of a step are read from the device when the next step has been queued, so the device
+never waits for the host: with steps 1, 2, 3 the reports come after the queueing of 2, 3 and 3.
+"""
+
+import math
+import resource
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from longshore.data.steps import Step
+from longshore.train.metrics import StepMetrics
+from longshore.train.optim import Schedule
+from longshore.train.step import Stepper, Trained
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a run's speed is measured against. peak_flops: of one rank a second, None if unknown."""
+
+    ranks: int
+    device: torch.device
+    peak_flops: float | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Done:
+    """A step whose numbers may still be on their way from the device."""
+
+    step: Step
+    lr: float
+    numbers: Callable[[], list[float]] | None
+    end: "_Moment"
+
+
+def train(
+    stepper: Stepper,
+    loader: Iterable[Step],
+    *,
+    steps: int,
+    schedule: Schedule,
+    flops: Callable[[list[int]], int],
+    machine: Machine,
+) -> Iterator[StepMetrics]:
+    """Trains, and yields what happened in each step."""
+    meter = _Meter(flops, machine)
+    waiting: _Done | None = None
+    updates = 0
+    for step in islice(loader, steps):
+        lr = schedule.at(updates)
+        trained = stepper.step(step.batches, lr)
+        updates += trained is not None
+        done = _Done(step, lr, _numbers(trained), _Moment(machine.device))
+        if waiting is not None:
+            yield meter.read(waiting)
+        waiting = done
+    if waiting is not None:
+        yield meter.read(waiting)
+
+
+def _numbers(trained: Trained | None) -> Callable[[], list[float]] | None:
+    """Loss and gradient norm, sent to the host at once and to be read later."""
+    if trained is None:
+        return None
+    both = torch.stack([trained.loss, trained.grad_norm])
+    if both.device.type != "cuda":
+        return both.tolist
+    host = torch.empty_like(both, device="cpu", pin_memory=True)
+    host.copy_(both, non_blocking=True)
+    return host.tolist
+
+
+class _Moment:
+    """A point in the work of a device: now on a CPU, on a GPU when it gets there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self.time = time.perf_counter()
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def since(self, other: "_Moment") -> float:
+        """Seconds from the other moment; both have come."""
+        if self.event is None or other.event is None:
+            return self.time - other.time
+        return other.event.elapsed_time(self.event) / 1e3
+
+
+class _Meter:
+    """Turns finished steps into metrics; time runs from the end of one step to that of the next."""
+
+    def __init__(self, flops: Callable[[list[int]], int], machine: Machine) -> None:
+        self.flops = flops
+        self.machine = machine
+        self.last = _Moment(machine.device)
+
+    def read(self, done: _Done) -> StepMetrics:
+        done.end.wait()
+        loss, norm = done.numbers() if done.numbers else (None, None)
+        elapsed, self.last = done.end.since(self.last), done.end
+        step, plan = done.step, done.step.plan
+        _check_finite(step, loss, norm)
+        counts = step.batches[0].counts
+        flops = self.flops([sequence.length for sequence in plan.sequences])
+        each = flops / elapsed / self.machine.ranks
+        peak = self.machine.peak_flops
+        return StepMetrics(
+            step=step.place.step + 1,
+            epoch=step.place.epoch,
+            loss=loss,
+            loss_tokens=counts.main,
+            tokens=counts.tokens,
+            sequences=counts.sequences,
+            grad_norm=norm,
+            lr=done.lr,
+            elapsed_s=elapsed,
+            tokens_per_s=counts.tokens / elapsed,
+            tflops=each / 1e12,
+            mfu=each / peak if peak else None,
+            rounds=len(plan.rounds),
+            efficiency=plan.stats.efficiency,
+            padding=plan.stats.padding,
+            plan_s=plan.stats.planning_seconds,
+            data_wait_s=step.wait_seconds,
+            memory_gib=peak_memory(self.machine.device) / GIB,
+            skipped=done.numbers is None,
+        )
+
+
+def _check_finite(step: Step, *numbers: float | None) -> None:
+    if all(number is None or math.isfinite(number) for number in numbers):
+        return
+    loss, norm = numbers
+    raise FloatingPointError(
+        f"step {step.place.step + 1}: the loss is {loss} and the gradient norm {norm}; "
+        "lower train.lr, set train.clip, or look at the data of this step"
+    )
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes this rank ever held: of the device, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,146 @@
+"""The whole path on gloo ranks, and the same alone: one process, one sequence at a time, unpacked."""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from tests.data.plans import Sample, counts_of
+
+from longshore.batch import whole_context
+from longshore.data.pack import pack_step
+from longshore.data.shard import cut_shards, lane_cuts
+from longshore.data.unpack import merge, unpack
+from longshore.dist.cp_groups import CPGroups
+from longshore.dist.topology import make_topology
+from longshore.model.config import (
+    AttentionConfig,
+    DecoderConfig,
+    DynamicScaling,
+    LayerConfig,
+    MLPConfig,
+    RopeConfig,
+)
+from longshore.model.decoder import Decoder
+from longshore.model.init import init_decoder, initial_rows
+from longshore.parallel.apply import Choices, parallelize
+from longshore.parallel.fsdp import fill
+from longshore.plan import Plan
+from longshore.train.loss import make_loss
+from longshore.train.step import Stepper
+
+VOCAB = 61
+
+
+def dense(kv_heads: int = 8, *, tied: bool = False) -> DecoderConfig:
+    """Full attention with rotary scaling by length, then a window with norms on queries and keys."""
+    rope = RopeConfig(scaling=DynamicScaling(factor=2.0, original_length=16))
+    full = AttentionConfig(heads=8, kv_heads=kv_heads, head_dim=4, rope=rope)
+    near = AttentionConfig(heads=8, kv_heads=kv_heads, head_dim=4, qk_norm=True, bias=True, window=7)
+    return DecoderConfig(
+        vocab_size=VOCAB,
+        width=24,
+        layers=(LayerConfig(full, MLPConfig(width=40)), LayerConfig(near, MLPConfig(width=16))),
+        init_std=0.3,
+        tied=tied,
+    )
+
+
+def make_samples(plan: Plan, seed: int = 0) -> dict[int, Sample]:
+    random = np.random.default_rng(seed)
+    return {
+        place: Sample(
+            random.integers(0, VOCAB, sequence.length, dtype=np.int32),
+            random.random(sequence.length) < 0.7,
+        )
+        for place, sequence in enumerate(plan.sequences)
+    }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """nll of each sequence, the loss, the gradient of each parameter."""
+
+    nll: dict[int, torch.Tensor]
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+def alone(config: DecoderConfig, samples: dict[int, Sample]) -> Outcome:
+    """Every sequence by itself, through a model that nothing was done to."""
+    model = Decoder(config).double()
+    init_decoder(model, seed=3)
+    count = sum(int(sample.loss_mask[1:].sum()) for sample in samples.values())
+    found, total = {}, 0.0
+    for place, sample in samples.items():
+        tokens = torch.from_numpy(sample.tokens).long()
+        labels = torch.cat([tokens[1:], torch.tensor([-100])])
+        counts = torch.from_numpy(np.append(sample.loss_mask[1:], False))
+        nll = model(tokens, whole_context([len(tokens)]), labels)
+        loss = nll[counts].sum() / max(count, 1)
+        loss.backward()
+        found[place], total = nll.detach(), total + loss.item()
+    return Outcome(found, total, {name: p.grad for name, p in model.named_parameters()})
+
+
+@contextmanager
+def lanes_of(lanes: int):
+    topology = make_topology(lanes=lanes, device="cpu")
+    sizes = [size for size in range(1, lanes + 1) if lanes <= 8]
+    with CPGroups(topology, sizes) as groups:
+        yield topology, groups
+
+
+def sharded(config, topology, groups, choices: Choices) -> Decoder:
+    """A model made on `meta` and given its rows, as the trainer does it."""
+    with torch.device("meta"):
+        model = Decoder(config).double()
+    parallelize(model, topology, groups, choices=choices)
+    fill(
+        model,
+        topology.device,
+        lambda name, shape, start, stop: initial_rows(config, name, shape, start, stop, seed=3),
+    )
+    return model
+
+
+def batches_of(plan: Plan, samples: dict[int, Sample], lane: int, buckets=()):
+    counts = counts_of(samples, 0)
+    shards = cut_shards(plan, samples, lane_cuts(plan, lane))
+    return pack_step(plan, lane, shards, counts=counts, buckets=buckets, pad_id=1)
+
+
+def together(config, plan, samples, topology, groups, choices: Choices) -> Outcome:
+    """The plan on all lanes; every rank gets the whole outcome."""
+    model = sharded(config, topology, groups, choices)
+    seen = {}
+    model.register_forward_hook(lambda module, args, out: seen.update({id(args[1]): (args[1], out)}))
+    stepper = Stepper(model, None, topology, choices.mode, make_loss(), 0.0)
+    batches = batches_of(plan, samples, topology.lane)
+    loss = stepper.gradients(batches, max(1, batches[0].counts.main))
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    pieces = [piece for ctx, out in seen.values() for piece in unpack(ctx, out.detach())]
+    everything = [None] * topology.lanes
+    torch.distributed.all_gather_object(everything, (pieces, loss.item()))
+    nll = merge(plan, [piece for part, _ in everything for piece in part])
+    return Outcome(nll, sum(part for _, part in everything), gradients)
+
+
+def worst(got: Outcome, want: Outcome) -> tuple[float, str]:
+    """The largest max|a − b| / max|b| of all tensors, and its name."""
+    errors = {"loss": abs(got.loss - want.loss) / max(abs(want.loss), 1e-300)}
+    assert got.nll.keys() == want.nll.keys()
+    pairs = {f"nll {place}": (got.nll[place], value) for place, value in want.nll.items()}
+    pairs |= {name: (got.gradients[name], value) for name, value in want.gradients.items()}
+    for name, (a, b) in pairs.items():
+        assert a.shape == b.shape, name
+        size = b.abs().max().item()
+        difference = (a - b).abs().max().item()
+        errors[name] = difference / size if size else difference
+        assert difference == difference, f"{name} is NaN"
+    name = max(errors, key=errors.get)
+    return errors[name], name
+
+
+exact = partial(Choices, dtype=torch.float64)
