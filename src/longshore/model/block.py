@@ -1,0 +1,50 @@
+"""One layer: x + mixer(norm(x)), then x + mlp(norm(x)); either may be left out with its norm.
+
+In: hidden states (T, C), the context, the rotary tables. Out: hidden states (T, C). A block whose
+o_proj and down_proj are zero gives back what came in.
+
+    block.compile(dynamic=True)     once for all packs; the core stays as it is
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longshore.batch import SeqContext
+from longshore.model.config import LayerConfig
+from longshore.model.norm import RMSNorm
+from longshore.model.opaque import Context, Opaque
+from longshore.model.registry import make_feed_forward, make_mixer
+from longshore.model.rope import Tables
+
+
+class Block(nn.Module):
+    def __init__(self, config: LayerConfig, width: int, *, eps: float) -> None:
+        super().__init__()
+        self.config = config
+        self._compiled: Callable[[Tensor, Context, Tables], Tensor] | None = None
+        self.mixer_norm = self.mixer = self.mlp_norm = self.mlp = None
+        if config.mixer is not None:
+            self.mixer_norm = RMSNorm(width, eps=eps)
+            self.mixer = make_mixer(config.mixer, width, eps=eps)
+        if config.mlp is not None:
+            self.mlp_norm = RMSNorm(width, eps=eps)
+            self.mlp = make_feed_forward(config.mlp, width, eps=eps)
+
+    def forward(self, x_TC: Tensor, ctx: SeqContext, tables: Tables) -> Tensor:
+        if self._compiled is not None:
+            return self._compiled(x_TC, Opaque(ctx), tables)
+        return self._run(x_TC, ctx, tables)
+
+    def compile(self, **options: Any) -> None:  # noqa: ANN401
+        """Compiles what the block does, with options of torch.compile; hooks stay outside."""
+        self._compiled = torch.compile(self._run, **options)
+
+    def _run(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Tensor:
+        if self.mixer is not None and self.mixer_norm is not None:
+            x_TC = x_TC + self.mixer(self.mixer_norm(x_TC), ctx, tables)
+        if self.mlp is not None and self.mlp_norm is not None:
+            x_TC = x_TC + self.mlp(self.mlp_norm(x_TC), ctx)
+        return x_TC

@@ -1,0 +1,116 @@
+"""The decoder: embedding, layers, norm, head, of which a pipeline stage has only some.
+
+In: token ids (T), or hidden states (T, C) where a stage has no embedding, and the context. Out:
+hidden states; where the stage has the head, logits (T, V), or with labels the loss of each token
+(T), 0 where the label is −100. The loss never holds all logits.
+
+    model = Decoder(preset("tiny-llama"))
+    init_decoder(model, seed=0)
+    nll_T = model(token_ids, ctx, targets.labels)
+
+    first = Decoder(config, layers=range(0, 1), head=False)
+    last = Decoder(config, layers=range(1, 2), embed=False)
+    last(first(token_ids, ctx), ctx, labels)            the same losses
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longshore.batch import SeqContext, whole_context
+from longshore.model.block import Block
+from longshore.model.config import DecoderConfig, ropes_of
+from longshore.model.norm import RMSNorm
+from longshore.model.rope import rope_tables
+from longshore.ops.cross_entropy import linear_cross_entropy
+
+
+class Head(nn.Module):
+    """Hidden states to logits, or to losses; `weight` is None where the embedding's serves."""
+
+    def __init__(self, config: DecoderConfig, *, tied: bool) -> None:
+        super().__init__()
+        own = None if tied else nn.Parameter(torch.empty(config.vocab_size, config.width))
+        self.register_parameter("weight", own)
+        if own is not None:
+            nn.init.normal_(own, std=config.init_std)
+
+    def forward(
+        self, hidden_TC: Tensor, labels_T: Tensor | None, tied_VC: Tensor | None = None
+    ) -> Tensor:
+        weight_VC = self.weight if tied_VC is None else tied_VC
+        assert isinstance(weight_VC, Tensor), "a tied head is given the embedding's weight"
+        if labels_T is None:
+            return functional.linear(hidden_TC, weight_VC)
+        return linear_cross_entropy(hidden_TC, weight_VC, labels_T)
+
+
+class Decoder(nn.Module):
+    """Layers `layers` of the decoder, with embedding or head if this stage has them.
+
+    embed: nn.Embedding or None. layers: blocks by their number in the whole decoder, as text.
+    norm, head: both or neither. tied: the head has no weight of its own. Where the config is tied
+    and a stage has the head without the embedding, it has a copy, head.weight, that begins with
+    the same values; whoever makes the stages must add up the two gradients.
+
+    Parameters are not initialised as model/init.py does it; call init_decoder.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        layers: range | None = None,
+        embed: bool = True,
+        head: bool = True,
+    ) -> None:
+        super().__init__()
+        mine = _checked(config, range(len(config.layers)) if layers is None else layers)
+        self.config = config
+        self.ropes = ropes_of([config.layers[index] for index in mine])
+        self.tied = config.tied and embed and head
+        self.embed = nn.Embedding(config.vocab_size, config.width) if embed else None
+        self.layers = nn.ModuleDict(
+            {
+                str(index): Block(config.layers[index], config.width, eps=config.norm_eps)
+                for index in mine
+            }
+        )
+        self.norm = RMSNorm(config.width, eps=config.norm_eps) if head else None
+        self.head = Head(config, tied=self.tied) if head else None
+
+    def forward(
+        self, x: Tensor, ctx: SeqContext | None = None, labels: Tensor | None = None
+    ) -> Tensor:
+        """x: ids int64 (T) or hidden states (T, C). ctx: None for one plain sequence."""
+        if ctx is None:
+            ctx = whole_context((x.shape[0],), device=x.device)
+        self._check(x, ctx, labels)
+        hidden_TC = x if self.embed is None else self.embed(x)
+        tables = rope_tables(self.ropes, ctx, hidden_TC.dtype)
+        for block in self.layers.values():
+            hidden_TC = block(hidden_TC, ctx, tables)
+        if self.norm is None or self.head is None:
+            return hidden_TC
+        tied_VC = self.embed.weight if self.tied and self.embed is not None else None
+        made: Tensor = self.head(self.norm(hidden_TC), labels, tied_VC)
+        return made
+
+    def _check(self, x: Tensor, ctx: SeqContext, labels: Tensor | None) -> None:
+        wanted = (ctx.tokens,) if self.embed is not None else (ctx.tokens, self.config.width)
+        what = "token ids" if self.embed is not None else "hidden states"
+        if tuple(x.shape) != wanted:
+            raise ValueError(
+                f"this stage wants {what} of shape {wanted} for a context of {ctx.tokens} tokens; "
+                f"it got {tuple(x.shape)}"
+            )
+        if labels is not None and self.head is None:
+            raise ValueError("labels were given to a stage without a head; it cannot make a loss")
+
+
+def _checked(config: DecoderConfig, layers: range) -> range:
+    if layers.step != 1 or layers.start < 0 or layers.stop > len(config.layers):
+        raise ValueError(
+            f"{layers} is no run of layers of this decoder; it has 0 to {len(config.layers) - 1}"
+        )
+    return layers

@@ -1,0 +1,64 @@
+"""First values of a decoder's parameters, the same for every way of sharding it.
+
+In: the config, a parameter's name and shape, a range of its rows, a seed. Out: those rows.
+Matrices are normal with the config's init_std, the projections that end a mixer or a feed-forward
+part smaller by sqrt(2·layers), norms 1, biases 0. What a part has beyond that its module says in
+FILLS. Values are made in float32, so a float64 model begins with the same ones.
+
+Rank 1 of 2 owns rows 128…256 of the embedding of a vocabulary of 256:
+
+    initial_rows(config, "embed.weight", (256, 64), 128, 256, seed=7)   (128, 64)
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from longshore.model.config import DecoderConfig
+from longshore.model.decoder import Decoder
+from longshore.model.fill import NORMAL, ONES, ZEROS, Fill, fill_rows
+from longshore.model.registry import FEED_FORWARDS, MIXERS
+
+__all__ = ["fill_of", "fill_rows", "init_decoder", "initial_rows"]
+
+
+def initial_rows(
+    config: DecoderConfig, name: str, shape: Sequence[int], start: int, stop: int, *, seed: int
+) -> Tensor:
+    """Rows start…stop of the first values of that parameter: float32, on the CPU."""
+    fill = fill_of(config, name)
+    if name == "head.weight" and config.tied:
+        name = "embed.weight"
+    if fill.constant is not None:
+        return fill_rows(name, shape, start, stop, seed=seed, constant=fill.constant)
+    std = config.init_std * fill.std
+    if fill.residual:
+        std /= (2 * len(config.layers)) ** 0.5
+    return fill_rows(name, shape, start, stop, seed=seed, std=std)
+
+
+def init_decoder(model: Decoder, seed: int) -> None:
+    """Gives every parameter its first values; they are plain tensors, on any device."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            rows = len(parameter)
+            made = initial_rows(model.config, name, parameter.shape, 0, rows, seed=seed)
+            parameter.copy_(made)
+
+
+def fill_of(config: DecoderConfig, name: str) -> Fill:
+    """How the parameter of that name begins."""
+    match name.split("."):
+        case ["embed" | "head", "weight"]:
+            return NORMAL
+        case ["norm", "weight"] | ["layers", _, "mixer_norm" | "mlp_norm", "weight"]:
+            return ONES
+        case ["layers", index, "mixer" | "mlp" as place, *rest] if index.isdecimal():
+            layer = config.layers[int(index)]
+            part = layer.mixer if place == "mixer" else layer.mlp
+            modules = MIXERS if place == "mixer" else FEED_FORWARDS
+            own: Mapping[str, Fill] = modules[type(part)].FILLS
+            default = ZEROS if rest[-1] == "bias" else NORMAL
+            return own.get(".".join(rest), default)
+    raise ValueError(f"a decoder has no parameter {name!r}")

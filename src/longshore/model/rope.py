@@ -1,0 +1,164 @@
+"""Rotary tables: the cosine and sine by which each pair of dims turns at each token.
+
+In: the layers' RopeConfigs and the context. Out: for each config (cos, sin) of shape (T, R), R half
+of its rotary_dim, for ops/rope.py, which turns dims i and i + R together. Scalings that depend on
+the length take each sequence's own, so that packing cannot show.
+
+With theta 100 and 4 rotary dims the frequencies are 1 and 0.1: at position 3 the pair (0, 2) turns
+by 3 and the pair (1, 3) by 0.3 radians. LinearScaling(factor=2) halves both.
+
+Frequencies and angles are float64: at position 100,000 a float32 angle is wrong by up to 0.004.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from longshore.batch import SeqContext
+from longshore.model.config import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    YarnScaling,
+)
+
+Tables = Mapping[RopeConfig, tuple[Tensor, Tensor]]
+Frequencies = list[float]
+
+
+class _Made(Tables):
+    """Not a dict: FSDP casts what it finds in a dict among a block's inputs to half precision."""
+
+    def __init__(self, made: dict[RopeConfig, tuple[Tensor, Tensor]]) -> None:
+        self.made = made
+
+    def __getitem__(self, rope: RopeConfig) -> tuple[Tensor, Tensor]:
+        return self.made[rope]
+
+    def __iter__(self) -> Iterator[RopeConfig]:
+        return iter(self.made)
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+
+def rope_tables(ropes: Sequence[RopeConfig], ctx: SeqContext, dtype: torch.dtype) -> Tables:
+    """(cos, sin) of each config, float32, or float64 where that is the model's dtype.
+
+    Nothing is read back from the device.
+    """
+    kept = torch.float64 if dtype == torch.float64 else torch.float32
+    made = {}
+    for rope in ropes:
+        angles_TR = ctx.positions.double()[:, None] * _by_token(rope, ctx)
+        factor = attention_factor(rope)
+        made[rope] = ((angles_TR.cos() * factor).to(kept), (angles_TR.sin() * factor).to(kept))
+    return _Made(made)
+
+
+def _by_token(rope: RopeConfig, ctx: SeqContext) -> Tensor:
+    """Frequencies of each token, (T, R), or (1, R) where they do not depend on the length."""
+    device = ctx.positions.device
+    lengths_S = ctx.lengths.double()
+    scaling = rope.scaling
+    if isinstance(scaling, DynamicScaling):
+        by_sequence = _dynamic(rope, scaling, lengths_S)
+    elif isinstance(scaling, LongRopeScaling):
+        short = _to_device(frequencies(rope), device)
+        long = _to_device(frequencies(rope, long=True), device)
+        by_sequence = torch.where((lengths_S > scaling.original_length)[:, None], long, short)
+    else:
+        return _to_device(frequencies(rope), device)[None]
+    return by_sequence[ctx.sequence_index]
+
+
+def _dynamic(rope: RopeConfig, scaling: DynamicScaling, lengths_S: Tensor) -> Tensor:
+    """Frequencies of each sequence, (S, R), from its length."""
+    dim = _dim(rope)
+    over = lengths_S.clamp(min=scaling.original_length) / scaling.original_length
+    growth = (scaling.factor * over - (scaling.factor - 1)) ** (dim / (dim - 2))
+    powers = torch.arange(0, dim, 2, dtype=torch.float64, device=lengths_S.device) / dim
+    return (rope.theta * growth)[:, None] ** -powers
+
+
+def frequencies(rope: RopeConfig, *, long: bool = False) -> Frequencies:
+    """Radians a token for each pair of dims; `long`: in a sequence beyond the original length.
+
+    What DynamicScaling makes of a long sequence depends on how long it is: see `rope_tables`.
+    """
+    dim, scaling = _dim(rope), rope.scaling
+    plain = [rope.theta ** -(i / dim) for i in range(0, dim, 2)]
+    match scaling:
+        case None | DynamicScaling():
+            return plain
+        case LinearScaling():
+            return [frequency / scaling.factor for frequency in plain]
+        case YarnScaling():
+            return _yarn(plain, scaling, rope.theta)
+        case Llama3Scaling():
+            return [_llama3(frequency, scaling) for frequency in plain]
+        case LongRopeScaling():
+            factors = scaling.long_factor if long else scaling.short_factor
+            return [frequency / by for frequency, by in zip(plain, factors, strict=True)]
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    """What cos and sin are multiplied by, so that scores grow by its square."""
+    scaling = rope.scaling
+    if not isinstance(scaling, YarnScaling | LongRopeScaling):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.factor is None or scaling.factor <= 1:
+        return 1.0
+    grown = math.log(scaling.factor)
+    if isinstance(scaling, LongRopeScaling):
+        return math.sqrt(1 + grown / math.log(scaling.original_length))
+    if scaling.mscale and scaling.mscale_all_dim:
+        return (0.1 * scaling.mscale * grown + 1) / (0.1 * scaling.mscale_all_dim * grown + 1)
+    return 0.1 * grown + 1
+
+
+def _yarn(plain: Frequencies, scaling: YarnScaling, theta: float) -> Frequencies:
+    """Pairs before `low` stay, those beyond `high` are divided by the factor."""
+    dim = 2 * len(plain)
+
+    def pair_that_turns(times: float) -> float:
+        waves = scaling.original_length / (times * 2 * math.pi)
+        return dim * math.log(waves) / (2 * math.log(theta))
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    made = []
+    for pair, frequency in enumerate(plain):
+        squeezed = min(max((pair - low) / (high - low), 0.0), 1.0)
+        made.append(frequency / scaling.factor * squeezed + frequency * (1 - squeezed))
+    return made
+
+
+def _llama3(frequency: float, scaling: Llama3Scaling) -> float:
+    turns = scaling.original_length * frequency / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    stays = min(max((turns - low) / (high - low), 0.0), 1.0)
+    return (1 - stays) * frequency / scaling.factor + stays * frequency
+
+
+def _dim(rope: RopeConfig) -> int:
+    assert rope.rotary_dim is not None, "rotary tables are made for RopeConfig.within(head_dim)"
+    return rope.rotary_dim
+
+
+def _to_device(values: Frequencies, device: torch.device) -> Tensor:
+    """float64 (R), copied without waiting for the device."""
+    made = torch.tensor(values, dtype=torch.float64)
+    if device.type == "cuda":
+        made = made.pin_memory()
+    return made.to(device, non_blocking=True)

@@ -1,0 +1,287 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.model.exact import (
+    LENGTHS,
+    assert_all_close,
+    assert_close,
+    cut,
+    decoder,
+    gradients,
+    tokens,
+)
+
+from longshore.batch import CPGroup, PackContext, whole_context
+from longshore.model.config import (
+    AttentionConfig,
+    DecoderConfig,
+    DynamicScaling,
+    LayerConfig,
+    LongRopeScaling,
+    MLPConfig,
+    RopeConfig,
+)
+from longshore.model.decoder import Decoder
+from longshore.model.presets import preset
+from longshore.model.rope import rope_tables
+
+
+def mixed():
+    """Every option of attention, layers without a mixer or a feed-forward part."""
+    base = AttentionConfig(heads=4, kv_heads=2, head_dim=8)
+    dynamic = RopeConfig(scaling=DynamicScaling(factor=2.0, original_length=16))
+    long = LongRopeScaling(
+        short_factor=(1.0, 1.5), long_factor=(2.0, 4.0), original_length=32, factor=4.0
+    )
+    mlp = MLPConfig(width=24)
+    layers = (
+        LayerConfig(replace(base, rope=dynamic, bias=True, output_bias=True), mlp),
+        LayerConfig(replace(base, rope=RopeConfig(rotary_dim=4, scaling=long)), None),
+        LayerConfig(None, mlp),
+        LayerConfig(replace(base, rope=None, window=3, qk_norm=True), mlp),
+    )
+    return DecoderConfig(vocab_size=50, width=20, layers=layers)
+
+
+CONFIGS = {
+    "llama": preset("tiny-llama"),
+    "qwen3": preset("tiny-qwen3"),
+    "window": preset("tiny-llama", window=5, kv_heads=1),
+    "mixed": mixed(),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_equals_alone(name):
+    config = CONFIGS[name]
+    model = decoder(config)
+    ctx, ids, labels = tokens(config)
+    packed_T = model(ids, ctx, labels)
+    packed_T.sum().backward()
+    packed = gradients(model)
+    model.zero_grad()
+    alone = [model(i, None, y) for i, y in zip(cut(ids), cut(labels), strict=True)]
+    torch.cat(alone).sum().backward()
+    assert_close(packed_T, torch.cat(alone))
+    assert_all_close(packed, gradients(model))
+    assert_close(model(ids, ctx), torch.cat([model(i) for i in cut(ids)]))
+
+
+def test_loss_is_that_of_the_logits():
+    config = preset("tiny-llama")
+    model = decoder(config)
+    ctx, ids, labels = tokens(config)
+    want = torch.nn.functional.cross_entropy(model(ids, ctx), labels, reduction="none")
+    assert_close(model(ids, ctx, labels), want)
+    assert not model(ids, ctx, labels)[labels == -100].any()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nothing_leaks(name, dtype):
+    """A changed token leaves every other sequence bit for bit as it was, at every layer."""
+    config = CONFIGS[name]
+    model = decoder(config).to(dtype)
+    ctx, ids, _ = tokens(config)
+    changed_ids = ids.clone()
+    start = sum(LENGTHS[:3])
+    changed_ids[start + 4] = (ids[start + 4] + 1) % config.vocab_size
+    others = torch.ones(len(ids), dtype=torch.bool)
+    others[start : start + LENGTHS[3]] = False
+
+    def outputs(ids):
+        made = {}
+        hooks = [
+            part.register_forward_hook(lambda _, __, out, name=name: made.update({name: out}))
+            for name, part in model.named_modules()
+            if name.endswith(("mixer", "mlp", "head"))
+        ]
+        model(ids, ctx)
+        for hook in hooks:
+            hook.remove()
+        return made
+
+    before, after = outputs(ids), outputs(changed_ids)
+    assert len(before) == sum(len(layer.parts) for layer in config.layers) + 1
+    for place in before:
+        assert torch.equal(before[place][others], after[place][others]), place
+    # It did change its own sequence, from its place on.
+    assert not torch.equal(before["head"][start + 4], after["head"][start + 4])
+    assert torch.equal(before["head"][start : start + 4], after["head"][start : start + 4])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixed"])
+def test_stages_in_series(name):
+    config = CONFIGS[name]
+    middle = len(config.layers) // 2
+    whole = decoder(config)
+    first = Decoder(config, layers=range(middle), head=False).double()
+    last = Decoder(config, layers=range(middle, len(config.layers)), embed=False).double()
+    weights = {**whole.state_dict(), "head.weight": (whole.head.weight if not whole.tied else None)}
+    if whole.tied:
+        weights["head.weight"] = whole.embed.weight.detach()
+    first.load_state_dict({key: weights[key] for key in first.state_dict()})
+    last.load_state_dict({key: weights[key] for key in last.state_dict()})
+    assert first.state_dict().keys() | last.state_dict().keys() == weights.keys()
+
+    ctx, ids, labels = tokens(config)
+    hidden_TC = first(ids, ctx)
+    sent_TC = hidden_TC.detach().requires_grad_()
+    got_T = last(sent_TC, ctx, labels)
+    got_T.sum().backward()
+    hidden_TC.backward(sent_TC.grad)
+    want_T = whole(ids, ctx, labels)
+    want_T.sum().backward()
+    assert_close(got_T, want_T)
+    got = {**gradients(last), **gradients(first)}
+    if config.tied:
+        got["embed.weight"] = got["embed.weight"] + got.pop("head.weight")
+    assert_all_close(got, gradients(whole))
+
+
+def test_tied():
+    tied, free = Decoder(preset("tiny-llama")), Decoder(preset("tiny-llama", tied=False))
+    assert tied.tied
+    assert "head.weight" not in dict(tied.named_parameters())
+    assert not free.tied
+    assert free.head.weight.shape == (256, 64)
+    stage = Decoder(preset("tiny-llama"), embed=False)
+    assert not stage.tied
+    assert stage.head.weight.shape == (256, 64)
+
+
+def test_parameter_names():
+    names = set(dict(Decoder(CONFIGS["mixed"], layers=range(3, 4)).named_parameters()))
+    mixer = {f"{x}_proj.weight" for x in "qkvo"} | {"q_norm.weight", "k_norm.weight"}
+    mlp = {f"{x}_proj.weight" for x in ("gate", "up", "down")}
+    assert names == {
+        "embed.weight",
+        "norm.weight",
+        "head.weight",
+        "layers.3.mixer_norm.weight",
+        "layers.3.mlp_norm.weight",
+        *(f"layers.3.mixer.{name}" for name in mixer),
+        *(f"layers.3.mlp.{name}" for name in mlp),
+    }
+    first = set(dict(Decoder(CONFIGS["mixed"]).layers["0"].mixer.named_parameters()))
+    assert {f"{x}_proj.bias" for x in "qkvo"} <= first
+
+
+def halves(ctx, at):
+    """The same context as two packs, cut between sequences."""
+    offsets = ctx.packs[0].padded.offsets
+    packs = []
+    for part in (slice(0, at), slice(at, None)):
+        lengths = ctx.packs[0].lengths[part]
+        bounds = whole_context(lengths).packs[0].padded
+        start = offsets[part.start]
+        packs.append(
+            PackContext(
+                group=CPGroup(0, 1, 0),
+                start=start,
+                stop=start + sum(lengths),
+                first_sequence=part.start,
+                lengths=lengths,
+                real=bounds,
+                padded=bounds,
+                zigzag=None,
+            )
+        )
+    return replace(ctx, packs=tuple(packs))
+
+
+def test_several_packs():
+    config = CONFIGS["qwen3"]
+    model = decoder(config)
+    ctx, ids, labels = tokens(config)
+    assert_close(model(ids, halves(ctx, 3), labels), model(ids, ctx, labels))
+
+
+def test_a_shared_pack_is_refused():
+    config = CONFIGS["llama"]
+    ctx, ids, _ = tokens(config)
+    shared = replace(ctx.packs[0], group=CPGroup(0, 2, 0))
+    with pytest.raises(ValueError, match="shared by 2 lanes, and this model's attention knows"):
+        Decoder(config)(ids, replace(ctx, packs=(shared,)))
+
+
+def test_another_core():
+    config = CONFIGS["llama"]
+    model = decoder(config)
+    seen = []
+
+    def core(q_THD, k_TKD, v_TKD, ctx, *, scale, window):
+        seen.append((q_THD.shape, k_TKD.shape, v_TKD.shape, ctx, scale, window))
+        return torch.zeros_like(q_THD)
+
+    ctx, ids, _ = tokens(config)
+    for block in model.layers.values():
+        block.mixer.core = core
+    model(ids, ctx)
+    rows = ctx.tokens
+    assert seen == [((rows, 8, 16), (rows, 4, 16), (rows, 4, 16), ctx, 0.25, None)] * 2
+    assert not any(isinstance(part, type(core)) for part in model.modules())
+
+
+def test_half_precision_keeps_its_dtype():
+    config = CONFIGS["qwen3"]
+    model = decoder(config).bfloat16()
+    ctx, ids, labels = tokens(config, (3, 5))
+    tables = rope_tables(model.ropes, ctx, torch.bfloat16)
+    hidden_TC = model.embed(ids)
+    assert model.layers["0"](hidden_TC, ctx, tables).dtype == torch.bfloat16
+    assert model(ids, ctx, labels).dtype == torch.float32
+
+
+def test_what_does_not_fit():
+    config = CONFIGS["llama"]
+    ctx, ids, labels = tokens(config, (3, 5))
+    with pytest.raises(ValueError, match=r"token ids of shape \(8,\).* it got \(7,\)"):
+        Decoder(config)(ids[:7], ctx)
+    with pytest.raises(ValueError, match=r"hidden states of shape \(8, 64\).* it got \(8,\)"):
+        Decoder(config, embed=False)(ids, ctx)
+    with pytest.raises(ValueError, match="without a head"):
+        Decoder(config, head=False)(ids, ctx, labels)
+    with pytest.raises(ValueError, match=r"range\(1, 3\) is no run of layers .* 0 to 1"):
+        Decoder(config, layers=range(1, 3))
+
+
+def compared(model, compiled, config, lengths):
+    ctx, ids, labels = tokens(config, lengths)
+    got_T, want_T = compiled(ids, ctx, labels), model(ids, ctx, labels)
+    got_T.sum().backward()
+    want_T.sum().backward()
+    assert_close(got_T, want_T)
+    assert_all_close(gradients(compiled), gradients(model))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it itself
+def test_compiled_blocks():
+    config = CONFIGS["qwen3"]
+    model, compiled = decoder(config), decoder(config)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for block in compiled.layers.values():
+        block.compile(dynamic=True, backend=backend)
+    counts = []
+    for lengths in ((1, 2, 20), LENGTHS, (41,), (3, 3, 3, 3)):
+        compared(model, compiled, config, lengths)
+        counts.append(len(graphs))
+    assert counts[0] > 0
+    assert len(set(counts)) == 1, f"new shapes or packs were compiled again: {counts}"
+    assert compiled.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_blocks_compiled_from_outside():
+    config = CONFIGS["mixed"]
+    model, compiled = decoder(config), decoder(config)
+    for block in compiled.layers.values():
+        block.forward = torch.compile(block.forward, dynamic=True, backend="eager")
+    for lengths in ((1, 2, 20), LENGTHS):
+        compared(model, compiled, config, lengths)

@@ -1,0 +1,32 @@
+import torch
+
+from longshore.model.norm import RMSNorm
+
+
+def normed(x, weight, eps):
+    x = x.double()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.double()
+
+
+def test_example():
+    norm = RMSNorm(2, eps=1e-12)
+    assert torch.allclose(norm(torch.tensor([[3.0, 4.0]])), torch.tensor([[0.8485, 1.1314]]), 1e-3)
+
+
+def test_half_precision_is_normed_in_float32():
+    norm = RMSNorm(96, eps=1e-6).bfloat16()
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2)
+    # Squares that bfloat16 could not add up.
+    x = (torch.randn(40, 96) * 1000).bfloat16()
+    got = norm(x)
+    assert got.dtype == torch.bfloat16
+    error = (got.double() - normed(x, norm.weight, 1e-6)).abs() / got.double().abs()
+    assert error.max() <= 2**-8
+
+
+def test_float64_is_exact():
+    norm = RMSNorm(7, eps=1e-5).double()
+    x = torch.randn(5, 3, 7, dtype=torch.float64) * 1e-3
+    want = normed(x, norm.weight, 1e-5)
+    assert (norm(x) - want).abs().max() <= 1e-14 * want.abs().max()
