@@ -1,0 +1,86 @@
+"""`longshore export`: from a finished run to a Hugging Face folder.
+
+In: the options of EXPORT_HELP. Out: a folder that transformers loads, and a line that says so.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from longshore.cli.words import add_command, count, one_of
+
+EXPORT_HELP = """\
+Writes the weights of a finished run as a folder that transformers, vLLM and others load:
+config.json, safetensors, and the tokenizer of the model the run began with.
+
+  RUN                the folder of a run, or of its weights
+  DIR                the folder to make
+  --dtype D          bfloat16, float32, or keep: as the run has them (default)
+  --base DIR         the Hugging Face folder the run began with, if it is no longer where it was
+  --max-length N     max_position_embeddings of config.json (default: what the base says; 32768
+                     without one)
+
+example: longshore export runs/first my-model --dtype bfloat16"""
+
+
+def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = add_command(
+        commands,
+        "export",
+        summary="write a finished run as a Hugging Face folder",
+        usage="longshore export RUN DIR [options]",
+        text=EXPORT_HELP,
+    )
+    parser.set_defaults(run=run_export)
+    hidden = argparse.SUPPRESS  # EXPORT_HELP describes them all
+    parser.add_argument("weights", metavar="RUN", help=hidden)
+    parser.add_argument("folder", metavar="DIR", help=hidden)
+    kinds = one_of(("bfloat16", "float32", "keep"))
+    parser.add_argument("--dtype", type=kinds, default="keep", help=hidden)
+    parser.add_argument("--base", help=hidden)
+    parser.add_argument("--max-length", type=count(1 << 40), help=hidden)
+
+
+def run_export(args: argparse.Namespace) -> None:
+    from longshore.hf.config_file import read_config
+    from longshore.hf.folder import check_new
+
+    try:
+        found = _weights_folder(Path(args.weights))
+        check_new(args.folder)
+        if args.base is not None:
+            read_config(args.base)
+        _export(args, found)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ValueError(f"{error.filename or args.folder}: {reason}") from None
+    print(f"wrote {args.folder}")
+
+
+def _weights_folder(run: Path) -> Path:
+    for folder in (run, run / "weights"):
+        if (folder / "weights.json").is_file():
+            return folder
+    if not run.is_dir():
+        raise ValueError(f"{run} is not a folder; give that of a finished run")
+    raise ValueError(f"{run} has no weights/weights.json; a run writes it when it ends")
+
+
+def _export(args: argparse.Namespace, found: Path) -> None:
+    import torch
+
+    from longshore.hf.checkpoint import write_checkpoint
+    from longshore.hf.weights import load_weights
+
+    saved = load_weights(found)
+    base = saved.base if args.base is None else Path(args.base)
+    if base is not None and not base.is_dir():
+        raise ValueError(f"{base}, which the run began with, is gone; say with --base where it is")
+    write_checkpoint(
+        args.folder,
+        saved.config,
+        saved.tensors.items(),
+        base=base,
+        dtype=None if args.dtype == "keep" else getattr(torch, args.dtype),
+        max_length=args.max_length,
+    )

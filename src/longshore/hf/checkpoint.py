@@ -1,0 +1,204 @@
+"""Hugging Face folders: weights in and out, under our names.
+
+In: a folder with config.json and safetensors. Out: its tensors by our names, read when asked for,
+whole or by rows; or a new folder that transformers loads. Reading one and writing it again changes
+no byte of a tensor or of config.json:
+
+    weights = open_weights("Qwen3-8B")
+    weights.rows("embed.weight", 0, 1024)         what one rank of a sharded model needs
+    write_checkpoint("copy", read_config("Qwen3-8B"), weights.items(), base="Qwen3-8B")
+"""
+
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from longshore.hf.architectures import Source, source
+from longshore.hf.config_file import (
+    CONFIG,
+    choose_architecture,
+    config_text,
+    read_architecture,
+    read_config,
+)
+from longshore.hf.files import TensorFiles, write_files
+from longshore.hf.folder import new_folder
+from longshore.model.config import DecoderConfig
+from longshore.model.decoder import Decoder
+
+__all__ = ["Weights", "open_weights", "read_config", "tensor_shapes", "write_checkpoint"]
+
+SHARD_BYTES = 5 * 10**9
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*",
+)
+"""What a model needs beside its weights, and training does not change."""
+
+Shape = tuple[int, ...]
+
+
+class Weights(Mapping[str, Tensor]):
+    """Tensors by our names; each is read when it is asked for, and not kept."""
+
+    def __init__(
+        self, files: TensorFiles, sources: Mapping[str, Source], shapes: Mapping[str, Shape]
+    ) -> None:
+        self.files = files
+        self.sources = sources
+        self.shapes = shapes
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.rows(name, 0, self.shapes[name][0])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start…stop of a tensor; no others are read.
+
+        Those of a tied head are the embedding's: a pipeline stage without embedding asks for them.
+        """
+        if name == "head.weight" and name not in self.shapes:
+            name = "embed.weight"
+        if not 0 <= start <= stop <= self.shapes[name][0]:
+            raise ValueError(
+                f"rows {start} to {stop} of {name} are not among its {self.shapes[name][0]}"
+            )
+        return self.sources[name].read(self.files, start, stop)
+
+
+def open_weights(folder: str | Path) -> Weights:
+    """The tensors of a Hugging Face folder, after checking that all are there and fit."""
+    folder = Path(folder)
+    config, architecture = read_config(folder), read_architecture(folder)
+    shapes = tensor_shapes(config)
+    sources = {name: source(name, architecture.names) for name in shapes}
+    theirs = {
+        part: part_shape
+        for name, shape in shapes.items()
+        for part, part_shape in sources[name].shapes(shape).items()
+    }
+    files = TensorFiles(folder)
+    ignored = architecture.ignored
+    if config.tied:
+        head = source("head.weight", architecture.names).theirs
+        _check_tied(files, head, sources["embed.weight"].theirs)
+        ignored = f"{ignored}|{re.escape(head)}"
+    check_tensors(files, theirs, ignored=ignored)
+    return Weights(files, sources, shapes)
+
+
+def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
+    """The names and shapes of all tensors of a decoder."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def check_tensors(files: TensorFiles, shapes: Mapping[str, Shape], *, ignored: str = "") -> None:
+    """Refuses files whose tensors are not these; names that fit `ignored` may be there too."""
+    held = {name for name in files.names if name in shapes or not re.fullmatch(ignored, name)}
+    misshapen = [
+        f"{name} (it is {files.shape(name)}, and must be {shapes[name]})"
+        for name in sorted(held & shapes.keys())
+        if files.shape(name) != shapes[name]
+    ]
+    wrong = {
+        "missing": sorted(shapes.keys() - held),
+        "strange": sorted(held - shapes.keys()),
+        "misshapen": misshapen,
+    }
+    said = [f"{state} {_some(names)}" for state, names in wrong.items() if names]
+    if said:
+        raise ValueError(f"the weights in {files.folder} do not fit its config: {'; '.join(said)}")
+
+
+def write_checkpoint(
+    folder: str | Path,
+    config: DecoderConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    base: str | Path | None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    max_length: int | None = None,
+) -> None:
+    """Writes a folder that transformers loads, from a stream of our (name, tensor) pairs.
+
+    base: the Hugging Face folder the model came from, whose tokenizer, generation settings and
+    keys of config.json are kept; None for a model that came from none. dtype: of the tensors
+    written, None for their own. max_length: see config_text.
+    """
+    base = None if base is None else Path(base)
+    architecture = choose_architecture(config, base)
+    expected = check_stream(tensors, tensor_shapes(config), dtype=dtype)
+    with new_folder(folder) as partial:
+        theirs = (
+            part
+            for name, tensor in expected
+            for part in source(name, architecture.names).write(tensor)
+        )
+        written = write_files(partial, theirs, shard_bytes=shard_bytes)
+        kind = str(written).removeprefix("torch.")
+        text = config_text(config, base=base, dtype=kind, max_length=max_length)
+        (partial / CONFIG).write_text(text, encoding="utf-8")
+        if base is not None:
+            _copy_companions(base, partial)
+
+
+def check_stream(
+    tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape], *, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The stream, cast; it must hold each tensor once and in its shape, and end with none left."""
+    left = dict(shapes)
+    for name, tensor in tensors:
+        if name not in left:
+            state = "came twice" if name in shapes else "is none of this decoder's"
+            raise ValueError(f"tensor {name} {state}")
+        if tuple(tensor.shape) != left.pop(name):
+            raise ValueError(f"tensor {name} is {tuple(tensor.shape)}, and must be {shapes[name]}")
+        yield name, tensor if dtype is None else tensor.to(dtype)
+    if left:
+        raise ValueError(f"missing among the tensors to write: {_some(sorted(left))}")
+
+
+def _check_tied(files: TensorFiles, head: str, embed: str) -> None:
+    """A tied folder may hold the head too, but not another one; the first rows tell."""
+    if not {head, embed} <= set(files.names) or files.shape(head) != files.shape(embed):
+        return
+    rows = min(64, files.shape(head)[0])
+    if not torch.equal(files.rows(head, 0, rows), files.rows(embed, 0, rows)):
+        raise ValueError(
+            f"{files.folder}: tie_word_embeddings is true, but {head} is not {embed}; set it to "
+            f"false, or remove {head}"
+        )
+
+
+def _copy_companions(base: Path, folder: Path) -> None:
+    for pattern in COMPANIONS:
+        for path in sorted(base.glob(pattern)):
+            if path.is_file():
+                copy = folder / path.relative_to(base)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

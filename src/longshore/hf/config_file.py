@@ -1,0 +1,107 @@
+"""config.json of a Hugging Face folder. No torch, so that a bad folder is refused fast.
+
+In: a folder. Out: its DecoderConfig; and for a DecoderConfig the text of a config.json. A folder
+that was read and is written again gets the same text, byte for byte, keys we do not know included:
+
+    config_text(read_config(base), base=base, dtype=None) == (base / "config.json").read_text()
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from longshore.hf.architectures import Architecture, architecture_for, find_architecture
+from longshore.hf.rope_keys import ROPE_KEYS
+from longshore.model.config import DecoderConfig
+
+CONFIG = "config.json"
+LONGEST = 32768
+"""max_position_embeddings where nothing says it."""
+
+
+def read_config(folder: str | Path) -> DecoderConfig:
+    """The decoder a Hugging Face folder holds."""
+    return _read(Path(folder))[2]
+
+
+def read_architecture(folder: str | Path) -> Architecture:
+    """Its architecture."""
+    return _read(Path(folder))[1]
+
+
+def load_object(path: Path) -> dict[str, Any]:
+    """A file that holds a JSON object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        what = f"has no {path.name}" if path.parent.is_dir() else "is not a folder"
+        raise ValueError(f"{path.parent} {what}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise ValueError(f"{path} is broken: it is not JSON") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is broken: it must hold a JSON object")
+    return found
+
+
+def choose_architecture(config: DecoderConfig, base: Path | None) -> Architecture:
+    """The architecture to write: that of the base, or the first that fits."""
+    if base is None:
+        return architecture_for(config)
+    architecture = read_architecture(base)
+    try:
+        architecture.keys(config)
+    except ValueError as error:
+        raise ValueError(f"the decoder is no {architecture.name}, as {base} is: {error}") from None
+    return architecture
+
+
+def config_text(
+    config: DecoderConfig, *, base: Path | None, dtype: str | None, max_length: int | None = None
+) -> str:
+    """The text of a config.json. dtype: of the weights, None to leave what the base says.
+
+    max_length: max_position_embeddings; None for what the scaling of positions or the base says.
+    """
+    if base is None:
+        raw: dict[str, Any] = {}
+        changed = _made_anew(config, architecture_for(config), raw)
+        changed |= {"bos_token_id": None, "eos_token_id": None}
+    else:
+        raw, architecture, before = _read(base)
+        changed = dict(raw) if config == before else _made_anew(config, architecture, raw)
+    if dtype is not None and (base is None or "dtype" in raw or "torch_dtype" in raw):
+        changed["dtype" if "dtype" in raw else "torch_dtype"] = dtype
+    if max_length is not None:
+        changed = _lengthened(config, changed, max_length)
+    if base is not None and changed == raw:
+        return (base / CONFIG).read_text(encoding="utf-8")
+    return json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], Architecture, DecoderConfig]:
+    raw = load_object(folder / CONFIG)
+    try:
+        architecture = find_architecture(raw)
+        return raw, architecture, architecture.read(raw)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from None
+
+
+def _made_anew(
+    config: DecoderConfig, architecture: Architecture, raw: dict[str, Any]
+) -> dict[str, Any]:
+    """The keys of `config` over those of the base; positions are spelled in one way only."""
+    kept = {key: value for key, value in raw.items() if key not in ROPE_KEYS}
+    head = {"architectures": [architecture.name], "model_type": architecture.model_type}
+    return {**head, "max_position_embeddings": LONGEST, **kept, **architecture.keys(config)}
+
+
+def _lengthened(config: DecoderConfig, raw: dict[str, Any], max_length: int) -> dict[str, Any]:
+    changed = {**raw, "max_position_embeddings": max_length}
+    if find_architecture(changed).read(changed) != config:
+        raise ValueError(
+            f"max_length {max_length} would change how positions are scaled; leave it out"
+        )
+    return changed

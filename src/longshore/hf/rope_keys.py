@@ -1,0 +1,191 @@
+"""Rotary positions as config.json spells them, and as we do.
+
+In: a config.json of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`). Out: a
+RopeConfig, and back. Written is the older spelling, which both versions read.
+
+    {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    RopeConfig(theta=500000.0, scaling=LinearScaling(factor=4.0))
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from longshore.hf.keys import Raw, count, flag, maybe_number, number, numbers
+from longshore.model.config import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    RopeScaling,
+    YarnScaling,
+)
+
+ROPE_KEYS = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
+"""All keys that `read_rope` looks at, but for max_position_embeddings."""
+
+
+def read_rope(raw: Raw) -> RopeConfig:
+    """The rotary positions of a model whose whole heads turn, the same in all layers."""
+    found = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"rope_parameters is {found!r}; it must be an object")
+    if nested := [key for key, value in found.items() if isinstance(value, Mapping)]:
+        raise ValueError(
+            f"rope_parameters differ by layer type ({', '.join(nested)}); one set for all layers "
+            "is supported"
+        )
+    rope = {**found, "rope_theta": found.get("rope_theta", raw.get("rope_theta"))}
+    share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if share not in (None, 1):
+        raise ValueError(f"partial_rotary_factor is {share!r}; only 1 is supported here")
+    return RopeConfig(theta=number(rope, "rope_theta", 10_000.0), scaling=_scaling(raw, rope))
+
+
+def write_rope(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
+    """rope_theta and rope_scaling."""
+    if rope.rotary_dim not in (None, head_dim):
+        raise ValueError(f"rotary_dim is {rope.rotary_dim}; only whole heads can be written here")
+    if rope.scaling is None:
+        return {"rope_theta": rope.theta, "rope_scaling": None}
+    scaling = _WRITERS[type(rope.scaling)](rope.scaling)
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": {key: value for key, value in scaling.items() if value is not None},
+    }
+
+
+def scaled_length(rope: RopeConfig) -> int | None:
+    """max_position_embeddings as the scaling has it; None where it has no say."""
+    match rope.scaling:
+        case DynamicScaling(original_length=length):
+            return length
+        case YarnScaling() | Llama3Scaling() | LongRopeScaling() as scaling:
+            return round((scaling.factor or 1.0) * scaling.original_length)
+    return None
+
+
+def _scaling(raw: Raw, rope: Raw) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind not in _READERS:
+        known = ", ".join(["default", *_READERS])
+        raise ValueError(f"rope_type is {kind!r}; supported are {known}")
+    return _READERS[kind](raw, rope)
+
+
+def _original(raw: Raw, rope: Raw) -> int:
+    key = "original_max_position_embeddings"
+    for holder in (raw, rope):
+        if holder.get(key) is not None:
+            return count(holder, key)
+    return count(raw, "max_position_embeddings")
+
+
+def _stretch(raw: Raw, rope: Raw) -> float:
+    """The factor, or else what the two lengths say."""
+    if rope.get("factor") is not None:
+        return number(rope, "factor")
+    return count(raw, "max_position_embeddings") / _original(raw, rope)
+
+
+def _read_linear(raw: Raw, rope: Raw) -> RopeScaling:
+    return LinearScaling(factor=number(rope, "factor"))
+
+
+def _read_dynamic(raw: Raw, rope: Raw) -> RopeScaling:
+    return DynamicScaling(
+        factor=number(rope, "factor"), original_length=count(raw, "max_position_embeddings")
+    )
+
+
+def _read_yarn(raw: Raw, rope: Raw) -> RopeScaling:
+    return YarnScaling(
+        factor=_stretch(raw, rope),
+        original_length=_original(raw, rope),
+        beta_fast=number(rope, "beta_fast", 32.0),
+        beta_slow=number(rope, "beta_slow", 1.0),
+        attention_factor=maybe_number(rope, "attention_factor"),
+        mscale=maybe_number(rope, "mscale"),
+        mscale_all_dim=maybe_number(rope, "mscale_all_dim"),
+        truncate=flag(rope, "truncate", True),
+    )
+
+
+def _read_llama3(raw: Raw, rope: Raw) -> RopeScaling:
+    return Llama3Scaling(
+        factor=number(rope, "factor"),
+        low_freq_factor=number(rope, "low_freq_factor"),
+        high_freq_factor=number(rope, "high_freq_factor"),
+        original_length=_original(raw, rope),
+    )
+
+
+def _read_longrope(raw: Raw, rope: Raw) -> RopeScaling:
+    return LongRopeScaling(
+        short_factor=numbers(rope, "short_factor"),
+        long_factor=numbers(rope, "long_factor"),
+        original_length=_original(raw, rope),
+        factor=_stretch(raw, rope),
+        attention_factor=maybe_number(rope, "attention_factor"),
+    )
+
+
+_READERS: dict[str, Callable[[Raw, Raw], RopeScaling]] = {
+    "linear": _read_linear,
+    "dynamic": _read_dynamic,
+    "yarn": _read_yarn,
+    "llama3": _read_llama3,
+    "longrope": _read_longrope,
+}
+
+
+def _write_yarn(scaling: YarnScaling) -> dict[str, Any]:
+    return {
+        "rope_type": "yarn",
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_length,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "attention_factor": scaling.attention_factor,
+        "mscale": scaling.mscale,
+        "mscale_all_dim": scaling.mscale_all_dim,
+        "truncate": None if scaling.truncate else False,
+    }
+
+
+def _write_llama3(scaling: Llama3Scaling) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_length,
+    }
+
+
+def _write_longrope(scaling: LongRopeScaling) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "short_factor": list(scaling.short_factor),
+        "long_factor": list(scaling.long_factor),
+        "factor": scaling.factor,
+        "attention_factor": scaling.attention_factor,
+        "original_max_position_embeddings": scaling.original_length,
+    }
+
+
+_WRITERS: dict[type, Callable[[Any], dict[str, Any]]] = {
+    LinearScaling: lambda scaling: {"rope_type": "linear", "factor": scaling.factor},
+    DynamicScaling: lambda scaling: {"rope_type": "dynamic", "factor": scaling.factor},
+    YarnScaling: _write_yarn,
+    Llama3Scaling: _write_llama3,
+    LongRopeScaling: _write_longrope,
+}

@@ -1,0 +1,86 @@
+"""The weights at the end of a run, under our own names.
+
+In: a config, a stream of tensors, the Hugging Face folder the run began with. Out: a folder, and
+from it the same again. A run that began with Qwen3-8B ends with
+
+    weights.json                            {"format": "longshore weights", "version": 1,
+                                             "config": {"kind": "DecoderConfig", …},
+                                             "base": "/models/Qwen3-8B"}
+    weights-00001-of-00007.safetensors …    embed.weight, layers.0.mixer_norm.weight, …
+    weights.safetensors.index.json
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from longshore.hf.architectures import Source
+from longshore.hf.checkpoint import SHARD_BYTES, Weights, check_stream, check_tensors, tensor_shapes
+from longshore.hf.config_file import load_object
+from longshore.hf.config_json import config_from_json, config_to_json
+from longshore.hf.files import TensorFiles, write_files
+from longshore.hf.folder import new_folder
+from longshore.model.config import DecoderConfig
+
+FORMAT = "longshore weights"
+VERSION = 1
+STEM = "weights"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedWeights:
+    """A decoder and its tensors. base: the Hugging Face folder it began with, or None."""
+
+    config: DecoderConfig
+    base: Path | None
+    tensors: Weights
+
+
+def save_weights(
+    folder: str | Path,
+    config: DecoderConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    base: str | Path | None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes a stream of our (name, tensor) pairs into a new folder, in their own dtypes."""
+    checked = check_stream(tensors, tensor_shapes(config), dtype=None)
+    about = {
+        "format": FORMAT,
+        "version": VERSION,
+        "config": config_to_json(config),
+        "base": None if base is None else str(Path(base).resolve()),
+    }
+    with new_folder(folder) as partial:
+        write_files(partial, checked, stem=STEM, shard_bytes=shard_bytes)
+        text = json.dumps(about, indent=1) + "\n"
+        (partial / f"{STEM}.json").write_text(text, encoding="utf-8")
+
+
+def load_weights(folder: str | Path) -> SavedWeights:
+    """What save_weights wrote; tensors are read when they are asked for."""
+    folder = Path(folder)
+    path = folder / f"{STEM}.json"
+    about = load_object(path)
+    if about.get("format") != FORMAT or about.get("version") != VERSION:
+        raise ValueError(
+            f"{path} is {about.get('format')!r} version {about.get('version')!r}; this Longshore "
+            f"reads {FORMAT!r} version {VERSION}"
+        )
+    try:
+        config = config_from_json(about.get("config"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    base = about.get("base")
+    shapes = tensor_shapes(config)
+    files = TensorFiles(folder, STEM)
+    check_tensors(files, shapes)
+    return SavedWeights(
+        config=config,
+        base=None if base is None else Path(base),
+        tensors=Weights(files, {name: Source(name) for name in shapes}, shapes),
+    )

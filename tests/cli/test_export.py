@@ -1,0 +1,117 @@
+"""`longshore export`: a finished run becomes a folder that transformers loads."""
+
+import argparse
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.hf.folders import llama, load, qwen3
+
+from longshore.cli.export import register_export
+from longshore.cli.words import Parser
+from longshore.hf.checkpoint import open_weights, read_config, tensor_shapes
+from longshore.hf.weights import save_weights
+from longshore.model.presets import preset
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that began with a Qwen3 and changed nothing."""
+    qwen3(tmp_path / "base")
+    (tmp_path / "base" / "tokenizer.json").write_text("{}")
+    weights = open_weights(tmp_path / "base")
+    config = read_config(tmp_path / "base")
+    save_weights(tmp_path / "run/weights", config, weights.items(), base=tmp_path / "base")
+    return tmp_path / "run"
+
+
+def export(*words):
+    parser = Parser("longshore")
+    register_export(parser.add_subparsers())
+    args = parser.parse_args(["export", *map(str, words)])
+    args.run(args)
+
+
+@pytest.mark.parametrize("part", ["", "weights"])
+@torch.no_grad()
+def test_a_run_becomes_a_folder_that_transformers_loads(run, capsys, part):
+    export(run / part, "made")
+    assert capsys.readouterr().out == "wrote made\n"
+    ids = torch.arange(20)[None]
+    assert torch.equal(load("made")(ids).logits, load("base")(ids).logits)
+    for name in ("config.json", "tokenizer.json", "generation_config.json", "model.safetensors"):
+        assert (run.parent / "made" / name).is_file()
+    made, base = load_file("made/model.safetensors"), load_file("base/model.safetensors")
+    assert made.keys() == base.keys()
+    assert all(torch.equal(made[name], base[name]) for name in base)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "keep"])
+def test_the_dtype_is_the_one_asked_for(run, dtype):
+    export(run, "made", "--dtype", dtype)
+    wanted = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    made = load_file("made/model.safetensors")
+    assert {tensor.dtype for tensor in made.values()} == {wanted}
+    raw = json.loads((run.parent / "made/config.json").read_text())
+    assert f"torch.{raw['dtype']}" == str(wanted)
+
+
+def test_a_run_without_base(tmp_path):
+    config = preset("tiny-llama")
+    tensors = {name: torch.ones(shape) for name, shape in tensor_shapes(config).items()}
+    save_weights("run/weights", config, tensors.items(), base=None)
+    export("run", "made", "--max-length", 4096)
+    assert read_config("made") == config
+    assert load("made").config.max_position_embeddings == 4096
+
+
+def test_a_base_that_moved_is_named_with_base(run):
+    shutil.move("base", "moved")
+    with pytest.raises(ValueError, match="base, which the run began with, is gone; say with --ba"):
+        export(run, "made")
+    export(run, "made", "--base", "moved")
+    assert read_config("made") == read_config("moved")
+
+
+def test_mistakes_are_one_line(run, tmp_path):
+    llama(tmp_path / "other")
+    (tmp_path / "empty").mkdir()
+    for words, reason in [
+        (("nowhere", "made"), "nowhere is not a folder"),
+        (("empty", "made"), r"empty has no weights/weights\.json"),
+        ((run, "base"), "base is not empty"),
+        ((run, "made", "--base", "empty"), r"empty has no config\.json"),
+        ((run, "made", "--base", "other"), "the decoder is no LlamaForCausalLM, as other is"),
+        ((run, "made", "--dtype", "int8"), "'int8' is none of bfloat16, float32, keep"),
+        ((run, "base/config.json/made"), r"cannot be made, because .*config\.json is not a folder"),
+    ]:
+        with pytest.raises(ValueError, match=reason) as caught:
+            export(*words)
+        assert "\n" not in str(caught.value)
+    assert not (tmp_path / "made").exists()
+
+
+def test_refused_before_torch_is_loaded(tmp_path, monkeypatch):
+    """None in sys.modules makes an import fail."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ValueError, match="is not a folder"):
+        export("nowhere", "made")
+
+
+def test_help_names_every_option():
+    from longshore.cli.export import EXPORT_HELP
+
+    parser = Parser("longshore")
+    register_export(parser.add_subparsers())
+    (action,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    for option in action.choices["export"]._option_string_actions:
+        assert option in (*EXPORT_HELP.split(), "--help", "-h")

@@ -1,0 +1,124 @@
+"""The weights of a run: saved and loaded under our names, config included."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longshore.hf.checkpoint import tensor_shapes
+from longshore.hf.config_json import config_from_json, config_to_json
+from longshore.hf.weights import load_weights, save_weights
+from longshore.model.config import (
+    DynamicScaling,
+    LinearScaling,
+    LongRopeScaling,
+    RopeConfig,
+    YarnScaling,
+)
+from longshore.model.presets import PRESETS, preset
+
+CONFIG = preset("tiny-qwen3")
+
+
+@pytest.fixture
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    shapes = tensor_shapes(CONFIG)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def change(folder, **keys):
+    path = folder / "weights.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 50_000])
+def test_what_was_saved_is_loaded(tmp_path, tensors, shard_bytes):
+    tensors["norm.weight"] = tensors["norm.weight"].bfloat16()
+    folder = tmp_path / "weights"
+    save_weights(folder, CONFIG, tensors.items(), base=tmp_path, shard_bytes=shard_bytes)
+    assert (folder / "weights.safetensors").exists() == (shard_bytes == 10**9)
+    saved = load_weights(folder)
+    assert (saved.config, saved.base) == (CONFIG, tmp_path)
+    assert saved.tensors.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert saved.tensors[name].dtype == tensor.dtype
+        assert torch.equal(saved.tensors[name], tensor)
+    rows = saved.tensors.rows("embed.weight", 100, 117)
+    assert torch.equal(rows, tensors["embed.weight"][100:117])
+
+
+def test_a_run_may_have_begun_with_no_folder(tmp_path, tensors):
+    save_weights(tmp_path / "weights", CONFIG, tensors.items(), base=None)
+    assert load_weights(tmp_path / "weights").base is None
+
+
+def test_broken_folders_are_refused(tmp_path, tensors):
+    folder = tmp_path / "weights"
+    with pytest.raises(ValueError, match="is not a folder"):
+        load_weights(folder)
+    save_weights(folder, CONFIG, tensors.items(), base=None)
+    change(folder, config=config_to_json(preset("tiny-qwen3", layers=1)))
+    with pytest.raises(ValueError, match=r"strange layers\.1\..* and \d+ more"):
+        load_weights(folder)
+    change(folder, config={"kind": "MLPConfig", "width": 3})
+    with pytest.raises(ValueError, match="must be a DecoderConfig, and is MLPConfig"):
+        load_weights(folder)
+    change(folder, version=2)
+    with pytest.raises(ValueError, match=r"version 2; this Longshore reads .* version 1"):
+        load_weights(folder)
+    (folder / "weights.json").unlink()
+    with pytest.raises(ValueError, match=r"has no weights\.json"):
+        load_weights(folder)
+
+
+SCALINGS = (
+    None,
+    LinearScaling(factor=0.1 + 0.2),
+    DynamicScaling(factor=2.0, original_length=64),
+    YarnScaling(factor=4.0, original_length=16, truncate=False),
+    LongRopeScaling(short_factor=(1.0, 1.1), long_factor=(2.0, 1 / 3), original_length=16),
+)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_configs_go_through_json_unchanged(scaling):
+    layer = CONFIG.layers[0]
+    rope = RopeConfig(theta=1e6, rotary_dim=4, scaling=scaling)
+    layers = (
+        replace(layer, mixer=replace(layer.mixer, rope=rope, window=7)),
+        replace(layer, mlp=None),
+        replace(layer, mixer=None),
+    )
+    config = replace(CONFIG, layers=layers, tied=True)
+    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_all_presets_go_through_json(name):
+    assert config_from_json(config_to_json(preset(name))) == preset(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"kind": "Path"}, "kind is 'Path', which is no config"),
+        ({"kind": "replace"}, "kind is 'replace', which is no config"),
+        ({"kind": None}, "kind is None"),
+        ({"depth": 3}, "DecoderConfig has no field depth"),
+        ({"width": 0}, r"DecoderConfig\.width is 0"),
+    ],
+)
+def test_json_that_is_no_config_is_refused(change, reason):
+    with pytest.raises(ValueError, match=reason):
+        config_from_json(config_to_json(CONFIG) | change)
+
+
+def test_json_with_a_field_missing_is_refused():
+    found = config_to_json(CONFIG)
+    del found["width"]
+    with pytest.raises(ValueError, match=r"DecoderConfig cannot be made: .*'width'"):
+        config_from_json(found)
+    with pytest.raises(ValueError, match="must be a DecoderConfig, and is NoneType"):
+        config_from_json(None)
