@@ -37,7 +37,9 @@ def dense(kv_heads: int = 8, *, tied: bool = False) -> DecoderConfig:
     """Full attention with rotary scaling by length, then a window with norms on queries and keys."""
     rope = RopeConfig(scaling=DynamicScaling(factor=2.0, original_length=16))
     full = AttentionConfig(heads=8, kv_heads=kv_heads, head_dim=4, rope=rope)
-    near = AttentionConfig(heads=8, kv_heads=kv_heads, head_dim=4, qk_norm=True, bias=True, window=7)
+    near = AttentionConfig(
+        heads=8, kv_heads=kv_heads, head_dim=4, qk_norm=True, bias=True, window=7
+    )
     return DecoderConfig(
         vocab_size=VOCAB,
         width=24,
@@ -115,7 +117,9 @@ def together(config, plan, samples, topology, groups, choices: Choices) -> Outco
     """The plan on all lanes; every rank gets the whole outcome."""
     model = sharded(config, topology, groups, choices)
     seen = {}
-    model.register_forward_hook(lambda module, args, out: seen.update({id(args[1]): (args[1], out)}))
+    model.register_forward_hook(
+        lambda module, args, out: seen.update({id(args[1]): (args[1], out)})
+    )
     stepper = Stepper(model, None, topology, choices.mode, make_loss(), 0.0)
     batches = batches_of(plan, samples, topology.lane)
     loss = stepper.gradients(batches, max(1, batches[0].counts.main))

@@ -96,7 +96,7 @@ class _Moment:
         """Seconds from the other moment; both have come."""
         if self.event is None or other.event is None:
             return self.time - other.time
-        return other.event.elapsed_time(self.event) / 1e3
+        return float(other.event.elapsed_time(self.event)) / 1e3
 
 
 class _Meter:

@@ -1,0 +1,103 @@
+"""The step on lanes: weighted fine-tuning, steps without loss tokens, clipping."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from tests.data.plans import Sample, counts_of
+from tests.ranks.harness import run_ranks
+from tests.ranks.spine import dense, exact, lanes_of, make_samples, sharded
+
+from longshore.data.pack import pack_step
+from longshore.data.shard import cut_shards, lane_cuts
+from longshore.model.decoder import Decoder
+from longshore.model.init import init_decoder
+from longshore.plan import make_plan
+from longshore.train.loss import make_loss
+from longshore.train.optim import make_optimizer
+from longshore.train.step import Stepper
+
+LENGTHS = [40, 7, 1, 2, 16]
+
+
+@dataclass(frozen=True)
+class Weight:
+    name: str = "weight"
+    per: str = "target"
+    dtype: str = "float64"
+    shape: tuple[int, ...] = ()
+
+
+def weighted_samples(plan) -> dict[int, Sample]:
+    random = np.random.default_rng(4)
+    return {
+        place: replace(sample, fields={"weight": random.random(len(sample.tokens))})
+        for place, sample in make_samples(plan).items()
+    }
+
+
+def on_lanes(lanes: int, loss: str, count: str, clip: float, masked: bool) -> tuple:
+    """Loss, norm and parameters after one step."""
+    plan = make_plan(LENGTHS, lanes=lanes, capacity=64 // lanes + 8)
+    samples = weighted_samples(plan)
+    if masked:
+        samples = {i: replace(s, loss_mask=np.zeros_like(s.loss_mask)) for i, s in samples.items()}
+    with lanes_of(lanes) as (topology, groups):
+        choices = exact(mode="zero2" if lanes > 1 else "none")
+        model = sharded(dense(4), topology, groups, choices)
+        optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+        stepper = Stepper(model, optimizer, topology, choices.mode, make_loss(loss, count), clip)
+        shards = cut_shards(plan, samples, lane_cuts(plan, topology.lane), fields=(Weight(),))
+        batches = pack_step(plan, topology.lane, shards, counts=counts_of(samples, 0))
+        done = stepper.step(batches, lr=0.01)
+        after = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+    numbers = None if done is None else (done.loss.item(), done.grad_norm.item())
+    return numbers, after
+
+
+def alone(clip: float) -> tuple:
+    """The weighted mean of all sequences' losses, by hand."""
+    model = Decoder(dense(4)).double()
+    init_decoder(model, seed=3)
+    samples = weighted_samples(make_plan(LENGTHS, lanes=1, capacity=72))
+    total, weights = 0.0, 0.0
+    for sample in samples.values():
+        tokens = torch.from_numpy(sample.tokens).long()
+        labels = torch.cat([tokens[1:], torch.tensor([-100])])
+        weight = torch.from_numpy(np.append((sample.fields["weight"] * sample.loss_mask)[1:], 0.0))
+        total = total + (model(tokens, None, labels) * weight).sum()
+        weights += weight.sum()
+    loss = total / weights
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95)).step()
+    return (loss.item(), norm.item()), dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_weighted_fine_tuning(lanes: int) -> None:
+    names = ("tests.train.losses:weighted", "tests.train.losses:weight")
+    (numbers, after), *others = run_ranks(lanes, on_lanes, lanes, *names, 0.5, False)
+    want, parameters = alone(0.5)
+    assert want[1] > 0.5, "clipping must bite"
+    assert numbers == pytest.approx(want, rel=1e-9)
+    for name, parameter in parameters.items():
+        # AdamW's own clip adds 1e-6 to the norm, so the last digits differ.
+        assert torch.allclose(after[name], parameter, rtol=1e-7, atol=1e-9), name
+    assert all(numbers == other for other, _ in others)
+
+
+@pytest.mark.parametrize("count", ["tokens", "sequences", "tests.train.losses:weight"])
+def test_a_step_without_loss_tokens_is_skipped(count: str) -> None:
+    start = {name: p.detach() for name, p in Decoder(dense(4)).double().named_parameters()}
+    fresh = Decoder(dense(4)).double()
+    init_decoder(fresh, seed=3)
+    for numbers, after in run_ranks(2, on_lanes, 2, "", count, 1.0, True):
+        assert numbers is None
+        for name, parameter in fresh.named_parameters():
+            assert torch.equal(after[name], parameter), name
+    assert start.keys() == {name for name, _ in fresh.named_parameters()}

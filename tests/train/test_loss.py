@@ -1,0 +1,45 @@
+import pytest
+import torch
+from tests.data.plans import FIELDS, counts_of, make_samples
+
+from longshore.data.pack import pack_step
+from longshore.data.shard import cut_shards, lane_cuts
+from longshore.plan import make_plan
+from longshore.train.loss import make_loss, named_function
+
+
+def a_batch():
+    plan = make_plan([5, 3], lanes=1, capacity=8)
+    samples = make_samples(plan)
+    shards = cut_shards(plan, samples, lane_cuts(plan, 0), fields=FIELDS)
+    (batch,) = pack_step(plan, 0, shards, counts=counts_of(samples, 0))
+    return batch
+
+
+def test_the_usual_loss_is_the_mean_over_loss_tokens() -> None:
+    batch, loss = a_batch(), make_loss()
+    nll = torch.arange(8.0)
+    assert loss.summed(nll, batch) == nll[batch.targets.loss_mask].sum()
+    assert loss.divisor([batch], None) == batch.counts.main == int(batch.targets.loss_mask.sum())
+    assert make_loss(count="sequences").divisor([batch], None) == 2
+
+
+def test_padding_cannot_pass_even_as_nan() -> None:
+    batch, loss = a_batch(), make_loss()
+    nll = torch.where(batch.targets.loss_mask, 1.0, torch.nan).requires_grad_()
+    summed = loss.summed(nll, batch)
+    summed.backward()
+    assert summed == batch.counts.main
+    assert torch.equal(nll.grad, batch.targets.loss_mask.float())
+
+
+def test_a_loss_function_must_say_a_value_for_each_token() -> None:
+    loss = make_loss("tests.train.losses:mean_of_batch")
+    with pytest.raises(ValueError, match=r"returned \(\) for 8 tokens; it must return one value"):
+        loss.summed(torch.ones(8), a_batch())
+
+
+@pytest.mark.parametrize("name", ["nowhere:f", "tests.train.losses:nothing", "tests.train.losses"])
+def test_names_that_lead_nowhere(name: str) -> None:
+    with pytest.raises(ValueError, match="cannot be imported.*write module:function"):
+        named_function(name, "train.loss")
