@@ -258,7 +258,7 @@ BAD = [
     ((*PLAN, "--lane", "3"), "there is no --lane; did you mean --lanes?"),
     ((*PLAN, "--cp_size=3"), "there is no --cp_size; did you mean --cp-size?"),
     ((*PLAN, "--quux", "3"), "there is no --quux; see --help"),
-    (("train",), "'train'"),
+    (("trian",), "'trian'"),
     (("--lanes", "3"), "'3'"),
 ]
 

@@ -10,7 +10,8 @@ from tests.hf.folders import LLAMA3, LONGROPE, SIZES, YARN
 
 from longshore.hf.architectures import ARCHITECTURES, DENSE_NAMES, architecture_for, source
 from longshore.hf.config_file import config_text, read_config
-from longshore.model.config import (
+from longshore.model.presets import preset
+from longshore.model.rope_config import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -18,7 +19,6 @@ from longshore.model.config import (
     RopeConfig,
     YarnScaling,
 )
-from longshore.model.presets import preset
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16, **SIZES}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}

@@ -39,7 +39,7 @@ def our_decoder(folder, dtype=torch.float32):
 def packed_logits(model, sequences):
     """Logits of each sequence, all packed together."""
     lengths = [len(ids) for ids in sequences]
-    return model(torch.cat(sequences), whole_context(lengths)).split(lengths)
+    return model(torch.cat(sequences), whole_context(lengths)).values.split(lengths)
 
 
 def random_ids(lengths):

@@ -9,14 +9,14 @@ import torch
 from longshore.hf.checkpoint import tensor_shapes
 from longshore.hf.config_json import config_from_json, config_to_json
 from longshore.hf.weights import load_weights, save_weights
-from longshore.model.config import (
+from longshore.model.presets import PRESETS, preset
+from longshore.model.rope_config import (
     DynamicScaling,
     LinearScaling,
     LongRopeScaling,
     RopeConfig,
     YarnScaling,
 )
-from longshore.model.presets import PRESETS, preset
 
 CONFIG = preset("tiny-qwen3")
 

@@ -9,8 +9,10 @@ from tests.model.exact import assert_close
 
 from longshore.batch import whole_context
 from longshore.model.attention import Attention
-from longshore.model.config import AttentionConfig, RopeConfig
+from longshore.model.config import AttentionConfig
+from longshore.model.part import Norm
 from longshore.model.rope import rope_tables
+from longshore.model.rope_config import RopeConfig
 
 BASE = AttentionConfig(heads=4, kv_heads=2, head_dim=6)
 WIDTH = 10
@@ -18,7 +20,7 @@ WIDTH = 10
 
 def mixer(config):
     torch.manual_seed(1)
-    made = Attention(config, WIDTH, eps=1e-6).double()
+    made = Attention(config, WIDTH, norm=Norm(1e-6)).double()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn_like(parameter))

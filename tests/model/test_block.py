@@ -5,6 +5,7 @@ from tests.model.exact import assert_close
 from longshore.batch import whole_context
 from longshore.model.block import Block
 from longshore.model.config import AttentionConfig, LayerConfig, MLPConfig
+from longshore.model.part import Norm
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.model.rope import rope_tables
 
@@ -16,15 +17,15 @@ TABLES = rope_tables(ATTENTION.ropes, CTX, torch.float64)
 
 def block_and_input(layer):
     torch.manual_seed(0)
-    return Block(layer, 6, eps=1e-6).double(), torch.randn(5, 6, dtype=torch.float64)
+    return Block(layer, 6, norm=Norm(1e-6)).double(), torch.randn(5, 6, dtype=torch.float64)
 
 
 def test_each_part_is_added_behind_its_norm():
     block, x_TC = block_and_input(LayerConfig(ATTENTION, FEED_FORWARD))
     torch.nn.init.uniform_(block.mlp_norm.weight)
     middle_TC = x_TC + block.mixer(block.mixer_norm(x_TC), CTX, TABLES)
-    want_TC = middle_TC + block.mlp(block.mlp_norm(middle_TC), CTX)
-    assert_close(block(x_TC, CTX, TABLES), want_TC)
+    want_TC = middle_TC + block.mlp(block.mlp_norm(middle_TC), CTX)[0]
+    assert_close(block(x_TC, CTX, TABLES).values, want_TC)
 
 
 @pytest.mark.parametrize("layer", [LayerConfig(ATTENTION, None), LayerConfig(None, FEED_FORWARD)])
@@ -34,11 +35,11 @@ def test_what_is_left_out_has_no_parameters(layer):
     for end in (block.mixer and block.mixer.o_proj, block.mlp and block.mlp.down_proj):
         if end is not None:
             torch.nn.init.zeros_(end.weight)
-    assert torch.equal(block(x_TC, CTX, TABLES), x_TC)
+    assert torch.equal(block(x_TC, CTX, TABLES).values, x_TC)
 
 
 def test_unknown_parts():
     with pytest.raises(ValueError, match="no module for a MLPConfig here; known are Attention"):
-        make_mixer(FEED_FORWARD, 6, eps=1e-6)
+        make_mixer(FEED_FORWARD, 6, norm=Norm(1e-6))
     with pytest.raises(ValueError, match="no module for a AttentionConfig here; known are MLP"):
-        make_feed_forward(ATTENTION, 6, eps=1e-6)
+        make_feed_forward(ATTENTION, 6, norm=Norm(1e-6))

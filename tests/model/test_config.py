@@ -5,18 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from longshore.model.config import (
-    AttentionConfig,
-    DecoderConfig,
+from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
+from longshore.model.part import causal_pairs
+from longshore.model.rope_config import (
     DynamicScaling,
-    LayerConfig,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
-    MLPConfig,
     RopeConfig,
     YarnScaling,
-    causal_pairs,
 )
 
 ATTENTION = AttentionConfig(heads=4, kv_heads=2, head_dim=16)

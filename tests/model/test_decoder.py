@@ -13,18 +13,11 @@ from tests.model.exact import (
 )
 
 from longshore.batch import CPGroup, PackContext, whole_context
-from longshore.model.config import (
-    AttentionConfig,
-    DecoderConfig,
-    DynamicScaling,
-    LayerConfig,
-    LongRopeScaling,
-    MLPConfig,
-    RopeConfig,
-)
+from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
 from longshore.model.decoder import Decoder
 from longshore.model.presets import preset
 from longshore.model.rope import rope_tables
+from longshore.model.rope_config import DynamicScaling, LongRopeScaling, RopeConfig
 
 
 def mixed():
@@ -57,24 +50,24 @@ def test_packed_equals_alone(name):
     config = CONFIGS[name]
     model = decoder(config)
     ctx, ids, labels = tokens(config)
-    packed_T = model(ids, ctx, labels)
+    packed_T = model(ids, ctx, labels).values
     packed_T.sum().backward()
     packed = gradients(model)
     model.zero_grad()
-    alone = [model(i, None, y) for i, y in zip(cut(ids), cut(labels), strict=True)]
+    alone = [model(i, None, y).values for i, y in zip(cut(ids), cut(labels), strict=True)]
     torch.cat(alone).sum().backward()
     assert_close(packed_T, torch.cat(alone))
     assert_all_close(packed, gradients(model))
-    assert_close(model(ids, ctx), torch.cat([model(i) for i in cut(ids)]))
+    assert_close(model(ids, ctx).values, torch.cat([model(i).values for i in cut(ids)]))
 
 
 def test_loss_is_that_of_the_logits():
     config = preset("tiny-llama")
     model = decoder(config)
     ctx, ids, labels = tokens(config)
-    want = torch.nn.functional.cross_entropy(model(ids, ctx), labels, reduction="none")
-    assert_close(model(ids, ctx, labels), want)
-    assert not model(ids, ctx, labels)[labels == -100].any()
+    want = torch.nn.functional.cross_entropy(model(ids, ctx).values, labels, reduction="none")
+    assert_close(model(ids, ctx, labels).values, want)
+    assert not model(ids, ctx, labels).values[labels == -100].any()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -93,7 +86,11 @@ def test_nothing_leaks(name, dtype):
     def outputs(ids):
         made = {}
         hooks = [
-            part.register_forward_hook(lambda _, __, out, name=name: made.update({name: out}))
+            part.register_forward_hook(
+                lambda _, __, out, name=name: made.update(
+                    {name: out[0] if name.endswith("mlp") else out}
+                )
+            )
             for name, part in model.named_modules()
             if name.endswith(("mixer", "mlp", "head"))
         ]
@@ -126,12 +123,12 @@ def test_stages_in_series(name):
     assert first.state_dict().keys() | last.state_dict().keys() == weights.keys()
 
     ctx, ids, labels = tokens(config)
-    hidden_TC = first(ids, ctx)
+    hidden_TC = first(ids, ctx).values
     sent_TC = hidden_TC.detach().requires_grad_()
-    got_T = last(sent_TC, ctx, labels)
+    got_T = last(sent_TC, ctx, labels).values
     got_T.sum().backward()
     hidden_TC.backward(sent_TC.grad)
-    want_T = whole(ids, ctx, labels)
+    want_T = whole(ids, ctx, labels).values
     want_T.sum().backward()
     assert_close(got_T, want_T)
     got = {**gradients(last), **gradients(first)}
@@ -195,7 +192,7 @@ def test_several_packs():
     config = CONFIGS["qwen3"]
     model = decoder(config)
     ctx, ids, labels = tokens(config)
-    assert_close(model(ids, halves(ctx, 3), labels), model(ids, ctx, labels))
+    assert_close(model(ids, halves(ctx, 3), labels).values, model(ids, ctx, labels).values)
 
 
 def test_a_shared_pack_is_refused():
@@ -230,8 +227,8 @@ def test_half_precision_keeps_its_dtype():
     ctx, ids, labels = tokens(config, (3, 5))
     tables = rope_tables(model.ropes, ctx, torch.bfloat16)
     hidden_TC = model.embed(ids)
-    assert model.layers["0"](hidden_TC, ctx, tables).dtype == torch.bfloat16
-    assert model(ids, ctx, labels).dtype == torch.float32
+    assert model.layers["0"](hidden_TC, ctx, tables).values.dtype == torch.bfloat16
+    assert model(ids, ctx, labels).values.dtype == torch.float32
 
 
 def test_what_does_not_fit():
@@ -249,7 +246,7 @@ def test_what_does_not_fit():
 
 def compared(model, compiled, config, lengths):
     ctx, ids, labels = tokens(config, lengths)
-    got_T, want_T = compiled(ids, ctx, labels), model(ids, ctx, labels)
+    got_T, want_T = compiled(ids, ctx, labels).values, model(ids, ctx, labels).values
     got_T.sum().backward()
     want_T.sum().backward()
     assert_close(got_T, want_T)

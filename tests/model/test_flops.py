@@ -32,7 +32,7 @@ def counted(config: DecoderConfig, lengths: Sequence[int]) -> int:
     ctx = whole_context(lengths)
     ids = torch.zeros(ctx.tokens, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
-        model(ids, ctx).sum().backward()
+        model(ids, ctx).values.sum().backward()
     return counter.get_total_flops()
 
 

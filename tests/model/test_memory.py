@@ -63,7 +63,7 @@ def test_activations_as_measured(name, dtype):
     model = Decoder(config).to(DTYPES[dtype])
     ctx = whole_context((1, 2, 7, 54))
     ids = torch.arange(ctx.tokens)
-    measured = saved_bytes(model, lambda: model(ids, ctx, ids))
+    measured = saved_bytes(model, lambda: model(ids, ctx, ids).values)
     item = DTYPES[dtype].itemsize
     estimate = token_bytes(config, dtype=dtype, recompute=False).held
     others = estimate - INPUT_BYTES + SAVED_INPUTS

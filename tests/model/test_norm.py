@@ -1,6 +1,7 @@
 import torch
 
 from longshore.model.norm import RMSNorm
+from longshore.model.part import Norm
 
 
 def normed(x, weight, eps):
@@ -9,12 +10,12 @@ def normed(x, weight, eps):
 
 
 def test_example():
-    norm = RMSNorm(2, eps=1e-12)
+    norm = RMSNorm(2, Norm(1e-12))
     assert torch.allclose(norm(torch.tensor([[3.0, 4.0]])), torch.tensor([[0.8485, 1.1314]]), 1e-3)
 
 
 def test_half_precision_is_normed_in_float32():
-    norm = RMSNorm(96, eps=1e-6).bfloat16()
+    norm = RMSNorm(96, Norm(1e-6)).bfloat16()
     with torch.no_grad():
         norm.weight.uniform_(0.5, 2)
     # Squares that bfloat16 could not add up.
@@ -26,7 +27,18 @@ def test_half_precision_is_normed_in_float32():
 
 
 def test_float64_is_exact():
-    norm = RMSNorm(7, eps=1e-5).double()
+    norm = RMSNorm(7, Norm(1e-5)).double()
     x = torch.randn(5, 3, 7, dtype=torch.float64) * 1e-3
     want = normed(x, norm.weight, 1e-5)
     assert (norm(x) - want).abs().max() <= 1e-14 * want.abs().max()
+
+
+def test_zero_centred_weights_are_added_to_one():
+    plain, centred = RMSNorm(7, Norm(1e-6)).double(), RMSNorm(7, Norm(1e-6, True)).double()
+    assert not centred.weight.any()
+    with torch.no_grad():
+        centred.weight.uniform_(-0.5, 0.5)
+        plain.weight.copy_(1 + centred.weight)
+    x = torch.randn(4, 7, dtype=torch.float64)
+    assert torch.equal(centred(x), plain(x))
+    assert centred.bfloat16()(x.bfloat16()).dtype == torch.bfloat16

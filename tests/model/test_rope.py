@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from longshore.batch import whole_context
-from longshore.model.config import (
+from longshore.model.rope import attention_factor, frequencies, rope_tables
+from longshore.model.rope_config import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -12,7 +13,6 @@ from longshore.model.config import (
     RopeConfig,
     YarnScaling,
 )
-from longshore.model.rope import attention_factor, frequencies, rope_tables
 
 DIM = 32
 SHORT = tuple(1 + 0.05 * i for i in range(DIM // 2))

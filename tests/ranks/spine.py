@@ -1,4 +1,4 @@
-"""The whole path on gloo ranks, and the same alone: one process, one sequence at a time, unpacked."""
+"""The whole path on gloo ranks, and the same alone: one process, one sequence at a time."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,16 +14,10 @@ from longshore.data.shard import cut_shards, lane_cuts
 from longshore.data.unpack import merge, unpack
 from longshore.dist.cp_groups import CPGroups
 from longshore.dist.topology import make_topology
-from longshore.model.config import (
-    AttentionConfig,
-    DecoderConfig,
-    DynamicScaling,
-    LayerConfig,
-    MLPConfig,
-    RopeConfig,
-)
+from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder, initial_rows
+from longshore.model.rope_config import DynamicScaling, RopeConfig
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import fill
 from longshore.plan import Plan
@@ -34,7 +28,7 @@ VOCAB = 61
 
 
 def dense(kv_heads: int = 8, *, tied: bool = False) -> DecoderConfig:
-    """Full attention with rotary scaling by length, then a window with norms on queries and keys."""
+    """Full attention with rotary scaling by length, then a window, with norms on q and k."""
     rope = RopeConfig(scaling=DynamicScaling(factor=2.0, original_length=16))
     full = AttentionConfig(heads=8, kv_heads=kv_heads, head_dim=4, rope=rope)
     near = AttentionConfig(
@@ -79,7 +73,7 @@ def alone(config: DecoderConfig, samples: dict[int, Sample]) -> Outcome:
         tokens = torch.from_numpy(sample.tokens).long()
         labels = torch.cat([tokens[1:], torch.tensor([-100])])
         counts = torch.from_numpy(np.append(sample.loss_mask[1:], False))
-        nll = model(tokens, whole_context([len(tokens)]), labels)
+        nll = model(tokens, whole_context([len(tokens)]), labels).values
         loss = nll[counts].sum() / max(count, 1)
         loss.backward()
         found[place], total = nll.detach(), total + loss.item()
@@ -118,7 +112,7 @@ def together(config, plan, samples, topology, groups, choices: Choices) -> Outco
     model = sharded(config, topology, groups, choices)
     seen = {}
     model.register_forward_hook(
-        lambda module, args, out: seen.update({id(args[1]): (args[1], out)})
+        lambda module, args, out: seen.update({id(args[1]): (args[1], out.values)})
     )
     stepper = Stepper(model, None, topology, choices.mode, make_loss(), 0.0)
     batches = batches_of(plan, samples, topology.lane)

@@ -19,7 +19,7 @@ def exchanged(lanes: int, kv_heads: int, attention: str, cp_size: int, recompute
         model = sharded(dense(kv_heads), topology, groups, choices)
         (batch,) = batches_of(plan, samples, topology.lane)
         with count() as forward:
-            nll = model(batch.token_ids, batch.ctx, batch.targets.labels)
+            nll = model(batch.token_ids, batch.ctx, batch.targets.labels).values
         with count() as backward:
             nll.sum().backward()
         rows = sum(pack.stop - pack.start for pack in batch.ctx.packs if pack.group.cp_size > 1)

@@ -66,7 +66,7 @@ def alone(clip: float) -> tuple:
         tokens = torch.from_numpy(sample.tokens).long()
         labels = torch.cat([tokens[1:], torch.tensor([-100])])
         weight = torch.from_numpy(np.append((sample.fields["weight"] * sample.loss_mask)[1:], 0.0))
-        total = total + (model(tokens, None, labels) * weight).sum()
+        total = total + (model(tokens, None, labels).values * weight).sum()
         weights += weight.sum()
     loss = total / weights
     loss.backward()

@@ -41,5 +41,5 @@ def test_a_loss_function_must_say_a_value_for_each_token() -> None:
 
 @pytest.mark.parametrize("name", ["nowhere:f", "tests.train.losses:nothing", "tests.train.losses"])
 def test_names_that_lead_nowhere(name: str) -> None:
-    with pytest.raises(ValueError, match="cannot be imported.*write module:function"):
+    with pytest.raises(ValueError, match=r"cannot be imported.*write module:function"):
         named_function(name, "train.loss")

@@ -1,35 +1,36 @@
 """The command line: `longshore plan lengths.csv --lanes 32 --capacity 16384`.
 
-In: words. Out: files, a summary on stdout and an exit code: 0, or 2 with one line on stderr for
-what a user got wrong.
+In: words. Out: files, a summary on stdout and an exit code: 0, 2 with one line on stderr for what a
+user got wrong, 130 after Ctrl-C, or 1 where training failed.
 """
 
 import argparse
-import contextlib
 import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence as Seq
 
+from longshore.cli.export import register_export
 from longshore.cli.plan import register_plan
 from longshore.cli.prepare import register_prepare
+from longshore.cli.train import register_train
 from longshore.cli.words import Parser, answer, as_options
 
-COMMANDS = (register_plan, register_prepare)
+COMMANDS = (register_train, register_plan, register_prepare, register_export)
 
 DESCRIPTION = """\
 Longshore trains language models on sequences of very different lengths without wasting the machine:
 it packs short sequences together and splits long ones over several GPUs, anew for every step.
 
-Start with `longshore plan --demo`, then `longshore plan --help`."""
+Start with `longshore train`, a demo of a minute, and `longshore plan --demo`; then `longshore train
+--help` and `longshore plan --help`."""
 
 
 def main(argv: Seq[str] | None = None) -> int:
     try:
-        with contextlib.suppress(SystemExit):  # argparse has printed its help
-            _dispatch(sys.argv[1:] if argv is None else argv)
+        code = _run(sys.argv[1:] if argv is None else argv)
         print(end="", flush=True)
-        return 0
+        return code
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         return _drop_stdout()
     except OSError as error:
@@ -41,6 +42,14 @@ def main(argv: Seq[str] | None = None) -> int:
         return 130
 
 
+def _run(argv: Seq[str]) -> int:
+    try:
+        _dispatch(argv)
+    except SystemExit as stop:  # argparse has printed its help, or a rank has failed
+        return stop.code if isinstance(stop.code, int) else 0
+    return 0
+
+
 def _dispatch(argv: Seq[str]) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser("longshore", description=DESCRIPTION, formatter_class=raw, allow_abbrev=False)
@@ -49,8 +58,12 @@ def _dispatch(argv: Seq[str]) -> None:
     for register in COMMANDS:
         register(commands)
     args, strange = parser.parse_known_args(argv)
+    if "words" in args:  # those behind an option too
+        args.words = [*args.words, *(word for word in strange if word[:1] != "-")]
+        strange = [word for word in strange if word[:1] == "-"]
     if strange:
-        raise ValueError(answer(strange, options=[*vars(args)]))
+        other = getattr(args, "answer", None)
+        raise ValueError(other(strange) if other else answer(strange, options=[*vars(args)]))
     if args.version:
         print("longshore", importlib.metadata.version("longshore"))
     elif "run" in args:

@@ -1,22 +1,24 @@
 """Our configs as JSON, and back. No torch.
 
-In: a frozen dataclass of model/config.py. Out: an object that names its class under `kind`:
+In: a frozen dataclass of MODULES. Out: an object that names its class under `kind`:
 
     config_to_json(MLPConfig(width=192))                      {"kind": "MLPConfig", "width": 192}
     config_from_json({"kind": "MLPConfig", "width": 192})     MLPConfig(width=192)
 
-A new class in model/config.py needs nothing here.
+A new class in one of MODULES needs nothing here.
 """
 
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from longshore.model import config as classes
+from longshore.model import config, rope_config
 from longshore.model.config import DecoderConfig
 
+MODULES = (config, rope_config)
 
-def config_to_json(config: DecoderConfig) -> dict[str, Any]:
-    made = _to_json(config)
+
+def config_to_json(decoder: DecoderConfig) -> dict[str, Any]:
+    made = _to_json(decoder)
     assert isinstance(made, dict)
     return made
 
@@ -45,7 +47,7 @@ def _from_json(value: Any) -> Any:  # noqa: ANN401
     if not isinstance(value, dict):
         return value
     name = value.get("kind")
-    kind = vars(classes).get(name) if isinstance(name, str) else None
+    kind = next((vars(module)[name] for module in MODULES if name in vars(module)), None)
     if not isinstance(kind, type) or not is_dataclass(kind):
         raise ValueError(f"kind is {name!r}, which is no config of this version of Longshore")
     parts = {key: _from_json(item) for key, item in value.items() if key != "kind"}

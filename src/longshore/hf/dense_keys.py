@@ -12,13 +12,8 @@ from typing import Any
 
 from longshore.hf.keys import Raw, count, flag, number
 from longshore.hf.rope_keys import read_rope, scaled_length, write_rope
-from longshore.model.config import (
-    AttentionConfig,
-    DecoderConfig,
-    LayerConfig,
-    MLPConfig,
-    RopeConfig,
-)
+from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
+from longshore.model.rope_config import RopeConfig
 
 QWEN3_DEFAULTS = {
     "num_key_value_heads": 32,

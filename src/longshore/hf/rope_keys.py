@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from longshore.hf.keys import Raw, count, flag, maybe_number, number, numbers
-from longshore.model.config import (
+from longshore.model.rope_config import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,

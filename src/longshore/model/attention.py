@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from longshore.batch import SeqContext
 from longshore.model.config import AttentionConfig
-from longshore.model.fill import ONES, RESIDUAL, Fill
+from longshore.model.fill import NORM, RESIDUAL, Fill
 from longshore.model.norm import RMSNorm
 from longshore.model.opaque import Context, opened
+from longshore.model.part import Norm
 from longshore.model.rope import Tables
 from longshore.ops.attention import attention
 from longshore.ops.rope import rotate
@@ -78,11 +79,11 @@ class Attention(nn.Module):
 
     FILLS: ClassVar[Mapping[str, Fill]] = {
         "o_proj.weight": RESIDUAL,
-        "q_norm.weight": ONES,
-        "k_norm.weight": ONES,
+        "q_norm.weight": NORM,
+        "k_norm.weight": NORM,
     }
 
-    def __init__(self, config: AttentionConfig, width: int, *, eps: float) -> None:
+    def __init__(self, config: AttentionConfig, width: int, *, norm: Norm) -> None:
         super().__init__()
         self.config = config
         self.core: Core = local_core
@@ -92,8 +93,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, keys, bias=config.bias)
         self.v_proj = nn.Linear(width, keys, bias=config.bias)
         self.o_proj = nn.Linear(queries, width, bias=config.output_bias)
-        self.q_norm = RMSNorm(config.head_dim, eps=eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, eps=eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(config.head_dim, norm) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, norm) if config.qk_norm else None
 
     def forward(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Tensor:
         # −1 heads: under tensor parallelism a rank has only some of them.

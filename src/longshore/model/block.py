@@ -1,7 +1,8 @@
 """One layer: x + mixer(norm(x)), then x + mlp(norm(x)); either may be left out with its norm.
 
-In: hidden states (T, C), the context, the rotary tables. Out: hidden states (T, C). A block whose
-o_proj and down_proj are zero gives back what came in.
+In: hidden states (T, C), the context, the rotary tables. Out: hidden states (T, C) and, where the
+feed-forward part is made of experts, what they did. A block whose o_proj and down_proj are zero
+gives back what came in.
 
     block.compile(dynamic=True)     once for all packs; the core stays as it is
 """
@@ -16,24 +17,26 @@ from longshore.batch import SeqContext
 from longshore.model.config import LayerConfig
 from longshore.model.norm import RMSNorm
 from longshore.model.opaque import Context, Opaque
+from longshore.model.output import Output
+from longshore.model.part import Norm
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.model.rope import Tables
 
 
 class Block(nn.Module):
-    def __init__(self, config: LayerConfig, width: int, *, eps: float) -> None:
+    def __init__(self, config: LayerConfig, width: int, *, norm: Norm) -> None:
         super().__init__()
         self.config = config
-        self._compiled: Callable[[Tensor, Context, Tables], Tensor] | None = None
+        self._compiled: Callable[[Tensor, Context, Tables], Output] | None = None
         self.mixer_norm = self.mixer = self.mlp_norm = self.mlp = None
         if config.mixer is not None:
-            self.mixer_norm = RMSNorm(width, eps=eps)
-            self.mixer = make_mixer(config.mixer, width, eps=eps)
+            self.mixer_norm = RMSNorm(width, norm)
+            self.mixer = make_mixer(config.mixer, width, norm=norm)
         if config.mlp is not None:
-            self.mlp_norm = RMSNorm(width, eps=eps)
-            self.mlp = make_feed_forward(config.mlp, width, eps=eps)
+            self.mlp_norm = RMSNorm(width, norm)
+            self.mlp = make_feed_forward(config.mlp, width, norm=norm)
 
-    def forward(self, x_TC: Tensor, ctx: SeqContext, tables: Tables) -> Tensor:
+    def forward(self, x_TC: Tensor, ctx: SeqContext, tables: Tables) -> Output:
         if self._compiled is not None:
             return self._compiled(x_TC, Opaque(ctx), tables)
         return self._run(x_TC, ctx, tables)
@@ -42,9 +45,10 @@ class Block(nn.Module):
         """Compiles what the block does, with options of torch.compile; hooks stay outside."""
         self._compiled = torch.compile(self._run, **options)
 
-    def _run(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Tensor:
+    def _run(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Output:
         if self.mixer is not None and self.mixer_norm is not None:
             x_TC = x_TC + self.mixer(self.mixer_norm(x_TC), ctx, tables)
         if self.mlp is not None and self.mlp_norm is not None:
-            x_TC = x_TC + self.mlp(self.mlp_norm(x_TC), ctx)
-        return x_TC
+            out_TC, routed = self.mlp(self.mlp_norm(x_TC), ctx)
+            return Output(x_TC + out_TC, () if routed is None else (routed,))
+        return Output(x_TC, ())

@@ -14,185 +14,12 @@ module and a line in model/registry.py. `full` in that decoder has 4·16·64·2 
 parameters and takes 2·12,288·n + 4·4·16·n(n+1)/2 FLOPs forward for n tokens.
 """
 
-import math
-import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, field
 
-
-class Part(Protocol):
-    """A mixer's or feed-forward part's config: what it costs behind hidden states of `width`."""
-
-    @property
-    def ropes(self) -> "tuple[RopeConfig, ...]":
-        """The rotary tables it reads, each with its `rotary_dim`."""
-        ...
-
-    def parameters(self, width: int) -> int: ...
-
-    def flops(self, width: int, length: int) -> int:
-        """FLOPs of the forward matrix products over one sequence of `length` tokens."""
-        ...
-
-    def saved(self, width: int) -> "Saved":
-        """What a token keeps for backward, without the part's input."""
-        ...
-
-    def gathered(self) -> int:
-        """Values a lane fetches for each token of a pack that several lanes share."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """Numbers a token keeps: `values` in the model's dtype, `stats` always in float32 or more."""
-
-    values: int
-    stats: int = 0
-
-    def __add__(self, other: "Saved") -> "Saved":
-        return Saved(self.values + other.values, self.stats + other.stats)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearScaling:
-    """All positions divided by `factor`."""
-
-    factor: float
-
-    def __post_init__(self) -> None:
-        _more_than(0, self, "factor")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicScaling:
-    """NTK: theta grows with each sequence's own length, once it is beyond `original_length`."""
-
-    factor: float
-    original_length: int
-
-    def __post_init__(self) -> None:
-        _more_than(0, self, "factor")
-        _counts(self, "original_length")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class YarnScaling:
-    """Slow dims are squeezed by `factor`, fast ones stay, with a ramp between.
-
-    Dims that turn more than `beta_fast` times within original_length are fast, fewer than
-    `beta_slow` slow. Queries and keys are scaled by `attention_factor`; None: 0.1·ln(factor) + 1,
-    or with both mscales 0.1·mscale·ln(factor) + 1 over the same with mscale_all_dim.
-    """
-
-    factor: float
-    original_length: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-    def __post_init__(self) -> None:
-        _more_than(0, self, "factor", "beta_fast", "beta_slow")
-        _more_than(0, self, "attention_factor", optional=True)
-        _counts(self, "original_length")
-        if self.beta_fast < self.beta_slow:
-            raise ValueError(
-                f"YarnScaling.beta_fast is {self.beta_fast:g} and beta_slow {self.beta_slow:g}; "
-                "beta_fast is the larger one"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Llama3Scaling:
-    """Llama 3.1: waves longer than original_length/low are squeezed, shorter than …/high stay."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_length: int
-
-    def __post_init__(self) -> None:
-        _more_than(0, self, "factor", "low_freq_factor", "high_freq_factor")
-        _counts(self, "original_length")
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"Llama3Scaling.high_freq_factor is {self.high_freq_factor:g}; it must be more "
-                f"than low_freq_factor, {self.low_freq_factor:g}"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LongRopeScaling:
-    """A factor for each pair of dims; the long ones for sequences beyond `original_length`.
-
-    Queries and keys are scaled by `attention_factor`; None: sqrt(1 + ln(factor) /
-    ln(original_length)), or 1 without a factor. factor: the longest length over the original.
-    """
-
-    short_factor: tuple[float, ...]
-    long_factor: tuple[float, ...]
-    original_length: int
-    factor: float | None = None
-    attention_factor: float | None = None
-
-    def __post_init__(self) -> None:
-        _more_than(0, self, "factor", "attention_factor", optional=True)
-        _counts(self, "original_length")
-        if self.original_length < 2:
-            raise ValueError("LongRopeScaling.original_length is 1; it must be 2 or more")
-        for name in ("short_factor", "long_factor"):
-            values = tuple(getattr(self, name))
-            if not all(map(_is_positive, values)):
-                raise ValueError(f"LongRopeScaling.{name} is {values}; each must be more than 0")
-            object.__setattr__(self, name, values)
-
-
-RopeScaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | LongRopeScaling
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary positions: the first `rotary_dim` dims of a head turn, all of them for None.
-
-    scaling: how positions beyond the trained length are squeezed in; see model/rope.py.
-    """
-
-    theta: float = 10_000.0
-    rotary_dim: int | None = None
-    scaling: RopeScaling | None = None
-
-    def __post_init__(self) -> None:
-        _more_than(1, self, "theta")
-        if self.rotary_dim is None:
-            return
-        _counts(self, "rotary_dim")
-        if self.rotary_dim % 2:
-            raise ValueError(
-                f"RopeConfig.rotary_dim is {self.rotary_dim}; dims turn in pairs, so it is even"
-            )
-        if isinstance(self.scaling, DynamicScaling) and self.rotary_dim < 4:
-            raise ValueError("DynamicScaling needs a rotary_dim of 4 or more")
-        if isinstance(self.scaling, LongRopeScaling):
-            for name in ("short_factor", "long_factor"):
-                if (count := len(getattr(self.scaling, name))) != self.rotary_dim // 2:
-                    raise ValueError(
-                        f"LongRopeScaling.{name} has {count} factors; {self.rotary_dim} rotary "
-                        f"dims need {self.rotary_dim // 2}"
-                    )
-
-    def within(self, head_dim: int) -> "RopeConfig":
-        """The same with its `rotary_dim` known: a key of the rotary tables."""
-        if self.rotary_dim is None:
-            return replace(self, rotary_dim=head_dim)
-        if self.rotary_dim > head_dim:
-            raise ValueError(
-                f"RopeConfig.rotary_dim is {self.rotary_dim}; a head has only {head_dim} dims"
-            )
-        return self
+from longshore.model.checks import check_counts, check_more_than
+from longshore.model.part import Norm, Part, Saved, causal_pairs
+from longshore.model.rope_config import RopeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,8 +39,8 @@ class AttentionConfig:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        _counts(self, "heads", "kv_heads", "head_dim")
-        _counts(self, "window", optional=True)
+        check_counts(self, "heads", "kv_heads", "head_dim")
+        check_counts(self, "window", optional=True)
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"AttentionConfig.kv_heads is {self.kv_heads}; it must divide heads, {self.heads}"
@@ -254,7 +81,7 @@ class MLPConfig:
     width: int
 
     def __post_init__(self) -> None:
-        _counts(self, "width")
+        check_counts(self, "width")
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -274,16 +101,12 @@ class MLPConfig:
         return 0
 
 
-MixerConfig = AttentionConfig
-FeedForwardConfig = MLPConfig
-
-
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """One block: a mixer, then a feed-forward part; None leaves it and its norm out."""
 
-    mixer: MixerConfig | None
-    mlp: FeedForwardConfig | None
+    mixer: Part | None
+    mlp: Part | None
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -307,21 +130,29 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """A decoder: embedding, layers, norm, head. tied: the head uses the embedding's weight."""
+    """A decoder: embedding, layers, norm, head.
+
+    zero_centred: of its norms, see Norm. tied: the head uses the embedding's weight.
+    """
 
     vocab_size: int
     width: int
     layers: tuple[LayerConfig, ...]
     norm_eps: float = 1e-6
+    zero_centred: bool = False
     tied: bool = False
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        _counts(self, "vocab_size", "width")
-        _more_than(0, self, "norm_eps", "init_std")
+        check_counts(self, "vocab_size", "width")
+        check_more_than(0, self, "norm_eps", "init_std")
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers:
             raise ValueError("DecoderConfig.layers is empty; a decoder has at least one layer")
+
+    @property
+    def norm(self) -> Norm:
+        return Norm(self.norm_eps, self.zero_centred)
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -333,46 +164,3 @@ def ropes_of(layers: Sequence[LayerConfig]) -> tuple[RopeConfig, ...]:
     """The rotary tables these layers read, each once, in the order of first use."""
     found = [rope for layer in layers for part in layer.parts for rope in part.ropes]
     return tuple(dict.fromkeys(found))
-
-
-def causal_pairs(length: int, *, window: int | None = None) -> int:
-    """Pairs of a token and one it sees: 5 tokens make 15, with a window of 2 only 9."""
-    near = length if window is None else min(window, length)
-    return near * (near + 1) // 2 + (length - near) * near
-
-
-def _counts(config: object, *names: str, optional: bool = False) -> None:
-    """Refuses anything but whole numbers of 1 or more; None passes where it is optional."""
-    for name in names:
-        value = getattr(config, name)
-        if value is None and optional:
-            continue
-        try:
-            found = operator.index(value)
-        except TypeError:
-            found = 0
-        if found < 1 or isinstance(value, bool):
-            raise ValueError(
-                f"{type(config).__name__}.{name} is {value!r}; it must be a whole number of "
-                "1 or more"
-            )
-        object.__setattr__(config, name, found)
-
-
-def _more_than(least: float, config: object, *names: str, optional: bool = False) -> None:
-    """Refuses anything but finite numbers above `least`; None passes where it is optional."""
-    for name in names:
-        value = getattr(config, name)
-        if value is None and optional:
-            continue
-        if not _is_positive(value) or value <= least:
-            raise ValueError(
-                f"{type(config).__name__}.{name} is {value!r}; it must be a finite number above "
-                f"{least:g}"
-            )
-
-
-def _is_positive(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value) and value > 0

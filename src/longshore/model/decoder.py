@@ -6,11 +6,11 @@ hidden states; where the stage has the head, logits (T, V), or with labels the l
 
     model = Decoder(preset("tiny-llama"))
     init_decoder(model, seed=0)
-    nll_T = model(token_ids, ctx, targets.labels)
+    nll_T = model(token_ids, ctx, targets.labels).values
 
     first = Decoder(config, layers=range(0, 1), head=False)
     last = Decoder(config, layers=range(1, 2), embed=False)
-    last(first(token_ids, ctx), ctx, labels)            the same losses
+    last(first(token_ids, ctx).values, ctx, labels)     the same losses
 """
 
 import torch
@@ -21,6 +21,7 @@ from longshore.batch import SeqContext, whole_context
 from longshore.model.block import Block
 from longshore.model.config import DecoderConfig, ropes_of
 from longshore.model.norm import RMSNorm
+from longshore.model.output import Output, Routed
 from longshore.model.rope import rope_tables
 from longshore.ops.cross_entropy import linear_cross_entropy
 
@@ -72,29 +73,31 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.width) if embed else None
         self.layers = nn.ModuleDict(
             {
-                str(index): Block(config.layers[index], config.width, eps=config.norm_eps)
+                str(index): Block(config.layers[index], config.width, norm=config.norm)
                 for index in mine
             }
         )
-        self.norm = RMSNorm(config.width, eps=config.norm_eps) if head else None
+        self.norm = RMSNorm(config.width, config.norm) if head else None
         self.head = Head(config, tied=self.tied) if head else None
 
     def forward(
         self, x: Tensor, ctx: SeqContext | None = None, labels: Tensor | None = None
-    ) -> Tensor:
+    ) -> Output:
         """x: ids int64 (T) or hidden states (T, C). ctx: None for one plain sequence."""
         if ctx is None:
             ctx = whole_context((x.shape[0],), device=x.device)
         self._check(x, ctx, labels)
         hidden_TC = x if self.embed is None else self.embed(x)
         tables = rope_tables(self.ropes, ctx, hidden_TC.dtype)
+        routed: tuple[Routed, ...] = ()
         for block in self.layers.values():
-            hidden_TC = block(hidden_TC, ctx, tables)
+            hidden_TC, more, _ = block(hidden_TC, ctx, tables)
+            routed += more
         if self.norm is None or self.head is None:
-            return hidden_TC
+            return Output(hidden_TC, routed)
         tied_VC = self.embed.weight if self.tied and self.embed is not None else None
         made: Tensor = self.head(self.norm(hidden_TC), labels, tied_VC)
-        return made
+        return Output(made, routed)
 
     def _check(self, x: Tensor, ctx: SeqContext, labels: Tensor | None) -> None:
         wanted = (ctx.tokens,) if self.embed is not None else (ctx.tokens, self.config.width)

@@ -24,17 +24,20 @@ class Fill:
     """How a parameter begins: a constant, or normal with `std` times the decoder's init_std.
 
     residual: what a block adds to the residual stream, made smaller by sqrt(2·layers), so that
-    the stream's size at the end does not grow with the number of layers.
+    the stream's size at the end does not grow with the number of layers. norm: the weight of a
+    norm, which begins at 0 where the decoder's norms are zero-centred.
     """
 
     std: float = 1.0
     constant: float | None = None
     residual: bool = False
+    norm: bool = False
 
 
 NORMAL = Fill()
 RESIDUAL = Fill(residual=True)
 ONES = Fill(constant=1.0)
+NORM = Fill(constant=1.0, norm=True)
 ZEROS = Fill(constant=0.0)
 
 

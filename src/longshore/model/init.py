@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longshore.model.config import DecoderConfig
 from longshore.model.decoder import Decoder
-from longshore.model.fill import NORMAL, ONES, ZEROS, Fill, fill_rows
+from longshore.model.fill import NORM, NORMAL, ZEROS, Fill, fill_rows
 from longshore.model.registry import FEED_FORWARDS, MIXERS
 
 __all__ = ["fill_of", "fill_rows", "init_decoder", "initial_rows"]
@@ -31,7 +31,8 @@ def initial_rows(
     if name == "head.weight" and config.tied:
         name = "embed.weight"
     if fill.constant is not None:
-        return fill_rows(name, shape, start, stop, seed=seed, constant=fill.constant)
+        constant = 0.0 if fill.norm and config.zero_centred else fill.constant
+        return fill_rows(name, shape, start, stop, seed=seed, constant=constant)
     std = config.init_std * fill.std
     if fill.residual:
         std /= (2 * len(config.layers)) ** 0.5
@@ -53,7 +54,7 @@ def fill_of(config: DecoderConfig, name: str) -> Fill:
         case ["embed" | "head", "weight"]:
             return NORMAL
         case ["norm", "weight"] | ["layers", _, "mixer_norm" | "mlp_norm", "weight"]:
-            return ONES
+            return NORM
         case ["layers", index, "mixer" | "mlp" as place, *rest] if index.isdecimal():
             layer = config.layers[int(index)]
             part = layer.mixer if place == "mixer" else layer.mlp

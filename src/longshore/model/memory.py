@@ -21,8 +21,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from longshore.model.config import DecoderConfig, Saved
+from longshore.model.config import DecoderConfig
 from longshore.model.flops import parameter_count
+from longshore.model.part import Saved
 
 ShardMode = Literal["zero3", "zero2", "none"]
 SHARD_MODES = ("zero3", "zero2", "none")

@@ -13,17 +13,18 @@ from torch.nn import functional
 from longshore.model.config import MLPConfig
 from longshore.model.fill import RESIDUAL, Fill
 from longshore.model.opaque import Context
+from longshore.model.part import Norm
 
 
 class MLP(nn.Module):
     FILLS: ClassVar[Mapping[str, Fill]] = {"down_proj.weight": RESIDUAL}
 
-    def __init__(self, config: MLPConfig, width: int, *, eps: float) -> None:
+    def __init__(self, config: MLPConfig, width: int, *, norm: Norm) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(width, config.width, bias=False)
         self.up_proj = nn.Linear(width, config.width, bias=False)
         self.down_proj = nn.Linear(config.width, width, bias=False)
 
-    def forward(self, x_TC: Tensor, ctx: Context) -> Tensor:
+    def forward(self, x_TC: Tensor, ctx: Context) -> tuple[Tensor, None]:
         made: Tensor = self.down_proj(functional.silu(self.gate_proj(x_TC)) * self.up_proj(x_TC))
-        return made
+        return made, None

@@ -11,14 +11,8 @@ import difflib
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from longshore.model.config import (
-    AttentionConfig,
-    DecoderConfig,
-    LayerConfig,
-    Llama3Scaling,
-    MLPConfig,
-    RopeConfig,
-)
+from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
+from longshore.model.rope_config import Llama3Scaling, RopeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

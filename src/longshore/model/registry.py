@@ -3,12 +3,13 @@
 In: the config of a layer's part. Out: its module, not yet initialised. A new kind is a config in
 model/config.py, a file with its module, and a line in MIXERS or FEED_FORWARDS:
 
-    make_mixer(AttentionConfig(heads=4, kv_heads=2, head_dim=16), 64, eps=1e-6)   an Attention
+    make_mixer(AttentionConfig(heads=4, kv_heads=2, head_dim=16), 64, norm=Norm(1e-6))   Attention
 
-A mixer is called mixer(x_TC, ctx, tables), a feed-forward part mlp(x_TC, ctx); both give (T, C)
-and are made with (config, width, eps=…). In a compiled block ctx is closed (see model/opaque.py):
-read it below torch.compiler.disable only. FILLS names the parameters, by their names below the
-module, that do not begin as matrices and biases do; see model/init.py.
+A mixer is called mixer(x_TC, ctx, tables) and gives (T, C); a feed-forward part mlp(x_TC, ctx)
+gives (T, C) and what its experts did, or None. Both are made with (config, width, norm=…). In a
+compiled block ctx is closed (see model/opaque.py): read it below torch.compiler.disable only. FILLS
+names the parameters, by their names below the module, that do not begin as matrices and biases do;
+see model/init.py.
 """
 
 from collections.abc import Mapping
@@ -17,28 +18,29 @@ from typing import Any
 from torch import nn
 
 from longshore.model.attention import Attention
-from longshore.model.config import AttentionConfig, FeedForwardConfig, MixerConfig, MLPConfig
+from longshore.model.config import AttentionConfig, MLPConfig
 from longshore.model.mlp import MLP
+from longshore.model.part import Norm, Part
 
 MIXERS: Mapping[type, Any] = {AttentionConfig: Attention}
 FEED_FORWARDS: Mapping[type, Any] = {MLPConfig: MLP}
 
 
-def make_mixer(config: MixerConfig, width: int, *, eps: float) -> nn.Module:
-    """The mixer of that config behind hidden states of `width`; eps is that of its norms."""
-    return _made(MIXERS, config, width, eps=eps)
+def make_mixer(config: Part, width: int, *, norm: Norm) -> nn.Module:
+    """The mixer of that config behind hidden states of `width`; norm: how its own norms norm."""
+    return _made(MIXERS, config, width, norm=norm)
 
 
-def make_feed_forward(config: FeedForwardConfig, width: int, *, eps: float) -> nn.Module:
+def make_feed_forward(config: Part, width: int, *, norm: Norm) -> nn.Module:
     """The feed-forward part of that config behind hidden states of `width`."""
-    return _made(FEED_FORWARDS, config, width, eps=eps)
+    return _made(FEED_FORWARDS, config, width, norm=norm)
 
 
-def _made(modules: Mapping[type, Any], config: object, width: int, *, eps: float) -> nn.Module:
+def _made(modules: Mapping[type, Any], config: object, width: int, *, norm: Norm) -> nn.Module:
     kind = modules.get(type(config))
     if kind is None:
         known = ", ".join(known.__name__ for known in modules)
         raise ValueError(f"no module for a {type(config).__name__} here; known are {known}")
-    made = kind(config, width, eps=eps)
+    made = kind(config, width, norm=norm)
     assert isinstance(made, nn.Module)
     return made

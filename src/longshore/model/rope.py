@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longshore.batch import SeqContext
-from longshore.model.config import (
+from longshore.model.rope_config import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,

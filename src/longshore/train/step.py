@@ -64,8 +64,8 @@ class Stepper:
             begin_round(self.model, mode=self.mode, is_last=batch.is_last)
             assert batch.token_ids is not None
             assert batch.targets is not None
-            nll = self.model(batch.token_ids, batch.ctx, batch.targets.labels)
-            loss = self.loss.summed(nll, batch) / divisor
+            out = self.model(batch.token_ids, batch.ctx, batch.targets.labels)
+            loss = self.loss.summed(out.values, batch) / divisor
             loss.backward()
             total += loss.detach()
         return total

@@ -1,0 +1,159 @@
+"""`longshore train`: from a recipe to a trained model.
+
+In: a recipe, and words that change it. Out: the run's folder. All that can be refused is refused
+before torch is imported; then the ranks start. `longshore train --ranks 2 train.steps=10` runs the
+demo on two processes for ten steps.
+"""
+
+import argparse
+import difflib
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Sequence as Seq
+from dataclasses import MISSING, fields
+from typing import Any
+
+from longshore.cli.launch import RankError, gpu_count, launch, ranks_from_environment
+from longshore.cli.words import add_command, count
+from longshore.config.check import check_config
+from longshore.config.ranks import Ranks
+from longshore.config.read import load_config
+from longshore.config.sections import SECTIONS, RunConfig
+from longshore.config.told import as_keys
+from longshore.config.toml import toml_value
+from longshore.config.words import all_keys, answer_key
+
+MOST_RANKS = 1 << 20
+FAILED = 1
+
+TRAIN_HELP = """\
+Trains a model on sequences of very different lengths, planned anew for every step.
+Without a recipe it runs a demo: a tiny model on made-up data, with four processes on the CPU,
+in about a minute.
+
+  RECIPE.toml          the run's configuration (default: the demo)
+  section.key=value    changes a key of the recipe, such as train.lr=3e-4; repeat it for more
+  --ranks N            processes on this machine (default: parallel.ranks, else one for each GPU).
+                       Under torchrun the processes are those that it started
+  --print-config       print the whole configuration as a recipe, check it, and stop
+
+examples:
+  longshore train
+  longshore train --print-config > mine.toml
+  longshore train mine.toml data.path=chats.jsonl model.from_hf=my-model train.epochs=2
+  torchrun --nproc-per-node 8 -m longshore.cli.main train mine.toml
+"""
+WIDTH = 100
+INDENT = 23
+
+
+def register_train(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = add_command(
+        commands,
+        "train",
+        summary="train a model; without a recipe, a demo",
+        usage="longshore train [RECIPE.toml] [--ranks N] [--print-config] [section.key=value …]",
+        text=f"{TRAIN_HELP}\n{_keys_help()}",
+    )
+    parser.set_defaults(run=run_train, answer=answer_option)
+    hidden = argparse.SUPPRESS  # TRAIN_HELP describes them all
+    parser.add_argument("words", nargs="*", help=hidden)
+    parser.add_argument("--ranks", type=count(MOST_RANKS), help=hidden)
+    parser.add_argument("--print-config", action="store_true", help=hidden)
+
+
+def run_train(args: argparse.Namespace) -> None:
+    sys.path.append(os.getcwd())  # for a loss of the user's, behind all that is installed
+    place = ranks_from_environment()
+    try:
+        config = _config(args, place)
+    except ValueError as error:
+        if place is not None and place.local_rank:
+            raise SystemExit(2) from None  # the first rank of each machine says it
+        raise ValueError(as_keys(str(error))) from None
+    if args.print_config:
+        if place is None or place.rank == 0:
+            print(config.to_toml(), end="")
+        return
+    try:
+        if place is None:
+            launch(train, config, config.parallel.ranks)
+        else:
+            train(config, place)
+    except ValueError as error:
+        raise ValueError(as_keys(str(error))) from None
+    except RankError as error:
+        print(f"longshore: {error}", file=sys.stderr)
+        raise SystemExit(FAILED) from None
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(FAILED) from None
+
+
+def train(config: RunConfig, ranks: Ranks) -> None:
+    """One rank's part. It brings torch in, so it is imported where it runs."""
+    from longshore.run import train as train_rank
+
+    train_rank(config, ranks)
+
+
+def _config(args: argparse.Namespace, place: Ranks | None) -> RunConfig:
+    """The configuration, checked, with the ranks it will run on."""
+    recipe, overrides = _sorted_words(args.words)
+    config = load_config(recipe, overrides)
+    ranks = _ranks(args.ranks, config, place)
+    check_config(config, ranks, check_folders=place is None or place.rank == 0)
+    return config.with_ranks(ranks)
+
+
+def _sorted_words(words: Seq[str]) -> tuple[str | None, list[str]]:
+    recipes = [word for word in words if "=" not in word and word.endswith((".toml", ".yaml"))]
+    if len(recipes) > 1:
+        raise ValueError(f"{recipes[1]!r} is a second recipe; give one, and words to change it")
+    others = [word for word in words if word not in recipes]
+    return (recipes[0] if recipes else None), others
+
+
+def _ranks(asked: int | None, config: RunConfig, place: Ranks | None) -> int:
+    if place is not None:
+        if asked is not None and asked != place.world_size:
+            raise ValueError(
+                f"--ranks is {asked}, and torchrun started {place.world_size} processes; leave "
+                "--ranks out"
+            )
+        return place.world_size
+    gpus = 0 if config.train.device == "cpu" else gpu_count()
+    return asked or config.parallel.ranks or gpus or 1
+
+
+def answer_option(strange: Seq[str]) -> str:
+    """What to say to options that there are not: keys are written without dashes."""
+    typed = strange[0].split("=")[0]
+    if near := difflib.get_close_matches(typed, ("--ranks", "--print-config"), n=1):
+        return f"there is no {typed}; did you mean {near[0]}?"
+    word = typed.lstrip("-").replace("-", "_")
+    for key in all_keys():
+        if word in (key, key.rpartition(".")[2]):
+            return f"there is no {typed}; write {key}=VALUE, without dashes"
+    return answer_key(word).replace(f"there is no {word}", f"there is no {typed}", 1)
+
+
+def _keys_help() -> str:
+    """Every key with what it means and its default, from the sections themselves."""
+    lines = ["keys of a recipe, and in brackets their defaults:"]
+    for name, kind in SECTIONS.items():
+        lines.append(f"\n[{name}] {(kind.__doc__ or '').strip()}")
+        for field in fields(kind):
+            default = field.default if field.default is not MISSING else {}
+            start = f"  {field.name:<{INDENT - 3}} "
+            text = f"{field.metadata['about']}"
+            shown = "" if default in ("", 0, (), {}) and default is not False else default
+            if shown != "":
+                text += f" [{toml_value(shown)}]"
+            wrapped = textwrap.wrap(
+                text, WIDTH, initial_indent=start, subsequent_indent=" " * INDENT
+            )
+            lines += wrapped
+    return "\n".join(lines)

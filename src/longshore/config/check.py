@@ -1,0 +1,175 @@
+"""What belongs together in a RunConfig, and what must be there on disk. Torch-free and fast.
+
+In: a config and the number of lanes. Out: nothing, or a ValueError of one line that names the key
+and the way out. Lanes are ranks here. Where the planner, the mock data or a preset has checks of
+its own, these are asked: with plan.max_cp 8 on 4 lanes the planner's words come back as
+"plan.max_cp is 8, but there are only 4 lanes".
+"""
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+from longshore.config.check_data import check_data, known_longest
+from longshore.config.folder import check_new_folder, check_run_folder
+from longshore.config.sections import ModelConfig, PlanConfig, RunConfig
+from longshore.config.told import told_as
+from longshore.model.config import AttentionConfig, DecoderConfig
+from longshore.plan.cost import BUILT_IN, load_profile
+from longshore.plan.planner import make_plan
+from longshore.plan.shapes import make_buckets
+
+
+def check_config(config: RunConfig, lanes: int, *, check_folders: bool = True) -> None:
+    """check_folders: whether this process will make the run's folders, and so may refuse them."""
+    _check_model(config.model)
+    decoder = decoder_config(config.model)
+    _check_train(config)
+    _check_plan(config, lanes, decoder)
+    check_data(config)
+    if longest := known_longest(config):
+        check_longest(config, lanes, longest)
+    if check_folders:
+        _check_output(config)
+
+
+def decoder_config(model: ModelConfig) -> DecoderConfig:
+    """The decoder that a preset or a checkpoint describes."""
+    from longshore.hf.config_file import read_config
+    from longshore.model.presets import preset
+
+    if model.from_hf:
+        with told_as("model.from_hf: "):
+            return read_config(model.from_hf)
+    changed = {"layers": model.layers, "vocab_size": model.vocab_size}
+    with told_as("model.preset: "):
+        return preset(model.preset, **{name: value for name, value in changed.items() if value})
+
+
+def planner_options(
+    config: RunConfig, *, lanes: int, capacity: int, decoder: DecoderConfig
+) -> dict[str, Any]:
+    """What make_plan takes besides the lengths."""
+    plan = config.plan
+    cost = BUILT_IN
+    if plan.cost:
+        with told_as("plan.cost: "):
+            cost = load_profile(plan.cost)
+    return {
+        "lanes": lanes,
+        "capacity": capacity,
+        "policy": plan.policy,
+        "sync": plan.sync,
+        "profile": cost,
+        "cp_size": plan.cp_size or None,
+        "min_cp": plan.min_cp,
+        "max_cp": plan.max_cp or None,
+        "cp_sizes": plan.cp_sizes,
+        "heads": shared_heads(decoder) if config.parallel.attention == "heads" else None,
+        "max_sequences": plan.max_sequences or None,
+        "align": plan.align,
+    }
+
+
+def shared_heads(decoder: DecoderConfig) -> int | None:
+    """What a CP size must divide so that it divides the KV heads of every layer."""
+    mixers = (layer.mixer for layer in decoder.layers)
+    return math.gcd(*(m.kv_heads for m in mixers if isinstance(m, AttentionConfig))) or None
+
+
+def check_longest(config: RunConfig, lanes: int, longest: int) -> None:
+    """Refuses data whose longest sequence fits nowhere; a capacity yet unknown refuses nothing."""
+    capacity = config.plan.capacity
+    if isinstance(capacity, int):
+        try:
+            _try_plan(config, lanes, capacity=capacity, longest=longest)
+        except ValueError as error:
+            message = str(error).replace("sequence 0: its", "the longest sequence: its")
+            raise ValueError(message) from None
+
+
+def _check_model(model: ModelConfig) -> None:
+    if not model.preset and not model.from_hf:
+        raise ValueError(
+            "there is no model; give model.preset, such as tiny-llama, or model.from_hf, a "
+            "Hugging Face checkpoint folder"
+        )
+    if model.preset and model.from_hf:
+        raise ValueError("model.preset and model.from_hf are both given; leave one out")
+    if model.from_hf:
+        for name in ("layers", "vocab_size"):
+            if getattr(model, name):
+                raise ValueError(
+                    f"model.{name} changes a preset, and model.from_hf has its own; leave "
+                    f"model.{name} out"
+                )
+        if (path := Path(model.from_hf)).is_dir() and not (path / "config.json").is_file():
+            raise ValueError(
+                f"model.from_hf: {path} has no config.json; name a Hugging Face checkpoint folder"
+            )
+        if not path.is_dir():
+            raise ValueError(
+                f"model.from_hf: there is no folder {model.from_hf}; a model of the Hugging Face "
+                f"Hub is fetched first: hf download NAME --local-dir FOLDER"
+            )
+
+
+def _check_train(config: RunConfig) -> None:
+    train = config.train
+    if train.steps and train.epochs:
+        raise ValueError("train.steps and train.epochs are both given; leave one out")
+    if train.steps and train.warmup > train.steps:
+        raise ValueError(
+            f"train.warmup is {train.warmup}, more than train.steps, which is {train.steps}; "
+            "warm up for fewer steps"
+        )
+    for name in ("loss", "loss_count"):
+        module, colon, _ = getattr(train, name).partition(":")
+        if colon and importlib.util.find_spec(module.partition(".")[0]) is None:
+            raise ValueError(
+                f"train.{name}: there is no module {module}; start where it lies, or install it"
+            )
+
+
+def _check_plan(config: RunConfig, lanes: int, decoder: DecoderConfig) -> None:
+    plan, shard = config.plan, config.parallel.shard
+    if plan.sync == "step" and shard == "zero3":
+        raise ValueError(
+            "plan.sync is 'step' and parallel.shard 'zero3', whose ranks meet in every round; use "
+            "plan.sync=round, or parallel.shard=zero2"
+        )
+    if config.parallel.attention == "heads":
+        _check_heads(plan, shared_heads(decoder))
+    # One token fits anywhere, so only the settings can be wrong.
+    capacity = plan.capacity if isinstance(plan.capacity, int) else max(plan.align, 1 << 20)
+    _try_plan(config, lanes, capacity=capacity, longest=1)
+    if plan.buckets:
+        with told_as("plan.buckets: "):
+            make_buckets(capacity, align=plan.align, count=plan.buckets)
+
+
+def _check_heads(plan: PlanConfig, heads: int | None) -> None:
+    for name in ("cp_size", "min_cp", "max_cp"):
+        size = getattr(plan, name)
+        if heads and size and heads % size:
+            raise ValueError(
+                f"plan.{name} is {size}, and parallel.attention 'heads' shares {heads} KV heads, "
+                f"which it must divide; lower plan.{name}, or use parallel.attention=gather"
+            )
+
+
+def _try_plan(config: RunConfig, lanes: int, *, capacity: int, longest: int) -> None:
+    with told_as():
+        options = planner_options(
+            config, lanes=lanes, capacity=capacity, decoder=decoder_config(config.model)
+        )
+        make_plan([longest], **options)
+
+
+def _check_output(config: RunConfig) -> None:
+    check_run_folder(config.output.folder)
+    if config.output.export:
+        check_new_folder(config.output.export, "output.export")
+        if Path(config.output.export).absolute() == Path(config.output.folder).absolute():
+            raise ValueError("output.export is output.folder; name a folder of its own")

@@ -1,0 +1,103 @@
+"""The data of a run, before anything is read: is it there, and does it have what it needs?
+
+In: a config. Out: nothing, or a ValueError of one line. Of made-up and of prepared sequences the
+lengths are known here, so `known_longest` says the longest; of text it says 0.
+"""
+
+import importlib.util
+from dataclasses import fields
+from pathlib import Path
+
+from longshore.config.sections import DataConfig, RunConfig
+from longshore.config.told import told_as
+from longshore.data.fields import check_declared, parse_field
+from longshore.data.inputs import find_inputs
+from longshore.data.mock import mock_lengths
+
+MANIFEST = "manifest.json"
+TEXT_ONLY = ("template", "loss_on", "max_length", "too_long", "fields", "ignore")
+
+
+def check_data(config: RunConfig) -> None:
+    data = config.data
+    if data.batch and data.batch_tokens:
+        raise ValueError("data.batch and data.batch_tokens are both given; leave one out")
+    if not data.batch and not data.batch_tokens:
+        raise ValueError(
+            "give data.batch, the sequences in a step, or data.batch_tokens, the tokens in a step"
+        )
+    if data.path and data.mock:
+        raise ValueError("data.path and data.mock are both given; leave one out")
+    if not data.path and not data.mock:
+        raise ValueError(
+            "there is no data; give data.path, a JSONL or Parquet file or a prepared folder, or "
+            "data.mock for made-up sequences"
+        )
+    if data.mock:
+        _refuse_text_keys(data, "data.mock makes up")
+    elif is_prepared(data.path):
+        _refuse_text_keys(data, "data.path is a prepared folder and already has")
+    else:
+        _check_text(data)
+    if data.path and data.count:
+        raise ValueError("data.count is for data.mock, and data.path has its own; leave it out")
+
+
+def is_prepared(path: str) -> bool:
+    """Whether a path is a folder made by `longshore prepare`, finished or not."""
+    return (Path(path) / MANIFEST).exists() or (Path(path) / "prepare.work").exists()
+
+
+def known_longest(config: RunConfig) -> int:
+    """The longest sequence of made-up or prepared data; 0 for text, which nobody has counted."""
+    data = config.data
+    if data.mock:
+        with told_as("data.mock: "):
+            _check_mock(data)
+            return int(mock_lengths(data.mock, count=data.count or None, seed=data.seed).max())
+    if not is_prepared(data.path):
+        return 0
+    from longshore.data.store import read_manifest
+
+    with told_as("data.path: "):
+        return read_manifest(Path(data.path)).longest
+
+
+def _check_mock(data: DataConfig) -> None:
+    if data.mock.get("mode") == "file" and not isinstance(data.mock.get("path", ""), str):
+        raise ValueError(f"path is {data.mock['path']!r}; it must be a text")
+    if data.mock.get("mode") == "distribution" and not data.count:
+        raise ValueError("a distribution has no end; give data.count, how many sequences to draw")
+
+
+def _refuse_text_keys(data: DataConfig, what: str) -> None:
+    for field in fields(DataConfig):
+        if field.name in TEXT_ONLY and getattr(data, field.name) != field.default:
+            raise ValueError(
+                f"data.{field.name} is for text, and {what} tokens; leave data.{field.name} out"
+            )
+
+
+def _check_text(data: DataConfig) -> None:
+    with told_as("data.path: "):
+        find_inputs([data.path])
+    if not data.tokenizer:
+        raise ValueError(
+            f"data.path: {data.path} holds text, which needs a tokenizer; give data.tokenizer, a "
+            "folder with tokenizer.json"
+        )
+    if not (Path(data.tokenizer) / "tokenizer.json").is_file():
+        key = "data.tokenizer"
+        raise ValueError(
+            f"{key}: {data.tokenizer} holds no tokenizer.json; give {key}, a folder that does"
+        )
+    if data.template and not Path(data.template).is_file():
+        raise ValueError(f"data.template: there is no file {data.template}")
+    with told_as("data.fields: "):
+        check_declared([parse_field(text) for text in data.fields])
+    for name in ("tokenizers", "jinja2"):
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"data.path: {data.path} holds text, and the package {name} is missing; "
+                "pip install 'longshore[hf]'"
+            )

@@ -1,0 +1,111 @@
+"""Kinds of values: what a key of a recipe may hold, and how to say it.
+
+In: a value as TOML gives it. Out: the value as the dataclass holds it, or None where it is of
+another kind (TOML has no None of its own). `whole(1, 64)` takes 8, refuses 8.0, true and 65, and
+says "a whole number from 1 to 64".
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+LARGEST = 2**40
+FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """wants: the values it takes, in words. read: the value, or None. names: all, if it names."""
+
+    wants: str
+    read: Callable[[object], Any]
+    names: tuple[str, ...] = ()
+    is_text: bool = False
+
+
+def key(default: object, kind: Kind, about: str) -> Any:  # noqa: ANN401 - the type of the default
+    """A field of a section: its default, its kind and what it means; names it takes are listed."""
+    listed = f"{about} ({kind.wants})" if kind.names else about
+    return field(default=default, metadata={"kind": kind, "about": listed})
+
+
+def whole(least: int = 1, most: int = LARGEST) -> Kind:
+    def read(value: object) -> int | None:
+        fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+        return value if fits and isinstance(value, int) else None
+
+    limits = f", {least} or more" if most == LARGEST else f" from {least} to {most}"
+    return Kind(f"a whole number{limits}", read)
+
+
+def number(least: float, most: float = math.inf, *, above: bool = False) -> Kind:
+    """A finite number from `least` to `most`, or only above `least`."""
+
+    def read(value: object) -> float | None:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        fits = least <= value <= most and math.isfinite(value) and not (above and value == least)
+        return float(value) if fits else None
+
+    low = f"above {least:g}" if above else f"of at least {least:g}"
+    return Kind(f"a number {low}" + (f", at most {most:g}" if most < math.inf else ""), read)
+
+
+def flag() -> Kind:
+    return Kind("true or false", lambda value: value if isinstance(value, bool) else None)
+
+
+def text() -> Kind:
+    return Kind("a text", lambda value: value if isinstance(value, str) else None, is_text=True)
+
+
+def choice(*names: str) -> Kind:
+    return Kind(_listed(names), lambda value: value if value in names else None, names, True)
+
+
+def function(*names: str) -> Kind:
+    """A name, or a function of the user's as module:function."""
+
+    def read(value: object) -> str | None:
+        given = isinstance(value, str) and (value in names or FUNCTION.fullmatch(value))
+        return value if given and isinstance(value, str) else None
+
+    shown = [name for name in names if name]
+    return Kind(_listed([*shown, "module:function"]), read, tuple(shown), True)
+
+
+def whole_or(name: str) -> Kind:
+    def read(value: object) -> object:
+        return name if value == name else whole().read(value)
+
+    return Kind(f"{whole().wants}, or {name!r}", read)
+
+
+def texts() -> Kind:
+    def read(value: object) -> tuple[str, ...] | None:
+        fits = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+        return tuple(value) if fits and isinstance(value, list | tuple) else None
+
+    return Kind('a list of texts, such as ["a", "b"]', read)
+
+
+def shares() -> Kind:
+    """Two numbers of at least 0 and below 1."""
+
+    def read(value: object) -> tuple[float, float] | None:
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            return None
+        first, second = (number(0, 1).read(item) for item in value)
+        return (first, second) if None not in (first, second) and max(first, second) < 1 else None
+
+    return Kind("two numbers of at least 0 and below 1, such as [0.9, 0.95]", read)
+
+
+def table() -> Kind:
+    return Kind("a table", lambda value: dict(value) if isinstance(value, dict) else None)
+
+
+def _listed(names: tuple[str, ...] | list[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]

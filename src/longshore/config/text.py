@@ -1,0 +1,53 @@
+"""Text of a run: which rules its configuration gives, and where it lies once it is tokenized.
+
+In: a RunConfig. Out: the prepared folder, made if need be. data.path=chats.jsonl becomes
+runs/prepared/chats-1f3a…; a folder that `longshore prepare` made is itself.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from longshore.config.check_data import is_prepared
+from longshore.config.sections import RunConfig
+from longshore.data.cache import TextRules, cache_folder, prepare_cache
+from longshore.data.prepare import show_progress
+
+
+def text_folder(config: RunConfig) -> Path:
+    """Where the run's sequences lie, or will lie."""
+    data = config.data
+    if is_prepared(data.path):
+        return Path(data.path)
+    return cache_folder(data.path, _rules(config), data.cache)
+
+
+def prepare_text(config: RunConfig) -> None:
+    """Tokenizes the run's text into its cache, with progress; does nothing for other data."""
+    data = config.data
+    if not data.path or is_prepared(data.path):
+        return
+    folder, workers = text_folder(config), os.cpu_count() or 1
+    with show_progress(sys.stderr) as progress:
+        summary = prepare_cache(
+            data.path, _rules(config), folder, workers=workers, progress=progress
+        )
+    sys.stderr.write(f"{summary}\n")
+    if not summary.sequences:
+        raise ValueError(
+            f"data.path: no sample of {data.path} became a sequence; {folder}/rejected.jsonl has "
+            "the reasons"
+        )
+
+
+def _rules(config: RunConfig) -> TextRules:
+    data = config.data
+    return TextRules(
+        tokenizer=data.tokenizer or config.model.from_hf,
+        template=data.template,
+        loss_on=data.loss_on,
+        max_length=data.max_length,
+        too_long=data.too_long,
+        fields=data.fields,
+        ignore=data.ignore,
+    )

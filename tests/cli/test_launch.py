@@ -1,0 +1,235 @@
+"""Local ranks: all do the work, and whatever happens to one of them is told and ends all."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from longshore.cli.launch import RankError, gpu_count, launch, ranks_from_environment
+from longshore.config import Ranks, load_config
+
+CONFIG = load_config(None)
+
+
+def config_in(folder):
+    return load_config(None, [f"output.folder={folder}/run"])
+
+
+def add_ranks(config, ranks):
+    """Every rank writes the sum of all."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        init_method=ranks.rendezvous,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timedelta(seconds=30),
+    )
+    total = torch.tensor(ranks.rank + 1)
+    dist.all_reduce(total)
+    Path(f"{config.output.folder}-{ranks.rank}").write_text(f"{total.item()} {ranks.local_size}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def refuse(config, ranks):
+    if ranks.rank == 1:
+        raise ValueError("raise max_cp")
+    if ranks.rank == 0:
+        raise RuntimeError("rank 1 failed: ValueError: raise max_cp")
+    time.sleep(60)
+
+
+def crash(config, ranks):
+    if ranks.rank == 2:
+        raise OSError(28, "No space left on device")
+    time.sleep(60)
+
+
+def die(config, ranks):
+    if ranks.rank == 1:
+        os.write(1, b"last words\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def interrupt(config, ranks):
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+
+def shout(config, ranks):
+    sys.stdout.write(f"out {ranks.rank}\n")
+    sys.stderr.write(f"err {ranks.rank}\n")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_rank_works(tmp_path, ranks):
+    launch(add_ranks, config_in(tmp_path), ranks)
+    found = [Path(tmp_path / f"run-{rank}").read_text() for rank in range(ranks)]
+    assert found == [f"{ranks * (ranks + 1) // 2} {ranks}"] * ranks
+
+
+def test_one_rank_runs_here():
+    seen = []
+    launch(lambda config, ranks: seen.append((config, ranks, os.getpid())), CONFIG, 1)
+    ((config, ranks, process),) = seen
+    assert (config, process) == (CONFIG, os.getpid())
+    assert (ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_size) == (0, 1, 0, 1)
+    assert ranks.rendezvous.startswith("file:///")
+
+
+def test_a_refusal_is_told_before_what_it_did_to_others():
+    with pytest.raises(ValueError, match=r"^raise max_cp$"):
+        launch(refuse, CONFIG, 3)
+
+
+def test_a_failure_comes_with_its_traceback():
+    with pytest.raises(RankError) as caught:
+        launch(crash, CONFIG, 3)
+    told = str(caught.value)
+    assert told.startswith("rank 2 failed:\nTraceback")
+    assert 'in crash\n    raise OSError(28, "No space left on device")' in told
+    assert told.endswith("OSError: [Errno 28] No space left on device\n")
+
+
+def test_a_death_is_told_with_the_last_words():
+    with pytest.raises(RankError) as caught:
+        launch(die, CONFIG, 2)
+    assert str(caught.value) == (
+        "rank 1 was ended by SIGKILL (is the memory used up?); it wrote:\nlast words"
+    )
+
+
+def test_an_interrupt_is_an_interrupt():
+    with pytest.raises(KeyboardInterrupt):
+        launch(interrupt, CONFIG, 2)
+
+
+PROGRAM = """\
+import sys
+from longshore.cli import launch, train
+from longshore.cli.main import main
+from tests.cli import test_launch
+
+if __name__ == "__main__":
+    launch.PRELOAD = ()  # these stand-ins need no torch
+    train.train = getattr(test_launch, sys.argv[1])
+    sys.exit(main(["train", "--ranks", sys.argv[2], *sys.argv[3:]]))
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    """`longshore train` with a stand-in for what a rank does."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    root = str(Path(__file__).resolve().parents[2])
+
+    def start(work, ranks, *words):
+        return subprocess.Popen(
+            [sys.executable, str(program), work, str(ranks), *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+
+    return start
+
+
+def test_rank_0_alone_writes(command):
+    done = command("shout", 2)
+    assert done.communicate(timeout=60) == ("out 0\n", "err 0\n")
+    assert done.returncode == 0
+
+
+def test_exit_codes_of_a_real_run(command):
+    runs = [command(work, ranks) for work, ranks in (("refuse", 2), ("crash", 3), ("refuse", 1))]
+    out, err = runs[0].communicate(timeout=60)
+    assert (runs[0].returncode, out, err) == (2, "", "longshore: raise plan.max_cp\n")
+    out, err = runs[1].communicate(timeout=60)
+    assert (runs[1].returncode, out) == (1, "")
+    assert err.startswith("longshore: rank 2 failed:\nTraceback")
+    out, err = runs[2].communicate(timeout=60)
+    assert (runs[2].returncode, out) == (1, "")
+    assert err.endswith("RuntimeError: rank 1 failed: ValueError: raise max_cp\n")
+
+
+def wait_for_ctrl_c(config, ranks):
+    """Says its process, then sleeps."""
+    Path(f"{config.output.folder}-{ranks.rank}").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def started(folder, ranks):
+    """The processes of the ranks, once all have said theirs."""
+    files = [folder / f"run-{rank}" for rank in range(ranks)]
+    for _ in range(600):
+        if all(file.exists() and file.read_text() for file in files):
+            return [int(file.read_text()) for file in files]
+        time.sleep(0.1)
+    pytest.fail("the ranks did not start")
+
+
+def is_alive(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{process}/stat")
+    return not state.exists() or state.read_text().split()[2] != "Z"
+
+
+def all_end(processes):
+    for _ in range(100):
+        if not any(map(is_alive, processes)):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("kind", ["Ctrl-C", "SIGKILL"])
+def test_however_it_ends_its_ranks_end_too(command, tmp_path, kind):
+    run = command("wait_for_ctrl_c", 2, "output.folder=run")
+    processes = started(tmp_path, 2)
+    if kind == "Ctrl-C":
+        os.killpg(run.pid, signal.SIGINT)
+        assert run.communicate(timeout=30) == ("", "")
+        assert run.returncode == 130
+    else:
+        run.kill()
+        run.communicate(timeout=30)
+    assert all_end(processes)
+
+
+def test_the_environment_of_torchrun(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert ranks_from_environment() is None
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert ranks_from_environment() is None
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert ranks_from_environment() == Ranks(3, 4, 1, 4, "env://")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert ranks_from_environment() == Ranks(3, 4, 1, 2, "env://")
+    monkeypatch.setenv("RANK", "three")
+    with pytest.raises(ValueError, match="RANK, WORLD_SIZE, LOCAL_RANK that are no numbers"):
+        ranks_from_environment()
+
+
+@pytest.mark.parametrize(("visible", "gpus"), [("", 0), ("-1", 0), ("0", 1), ("0,3", 2)])
+def test_gpus_that_may_be_used(monkeypatch, visible, gpus):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_count() == gpus

@@ -1,0 +1,78 @@
+"""What the wrong ones are told is in tests/cli/test_train.py; here is what the right ones give."""
+
+from dataclasses import replace
+
+import pytest
+
+from longshore.config import (
+    RunConfig,
+    check_config,
+    check_longest,
+    decoder_config,
+    load_config,
+    planner_options,
+)
+from longshore.config.check import shared_heads
+from longshore.config.sections import ModelConfig, PlanConfig
+from longshore.model.presets import preset
+from longshore.plan import make_plan
+
+DEMO = load_config(None)
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 4, 8])
+def test_the_demo_is_right_on_any_number_of_lanes(lanes):
+    check_config(DEMO, lanes, check_folders=False)
+
+
+def test_the_demo_mixes_packs_of_several_cp_sizes():
+    from longshore.data.mock import mock_lengths
+
+    data = DEMO.data
+    lengths = mock_lengths(data.mock, count=data.count, seed=data.seed).tolist()
+    assert max(lengths) > 20 * sorted(lengths)[len(lengths) // 2]
+    options = planner_options(DEMO, lanes=4, capacity=2048, decoder=decoder_config(DEMO.model))
+    sizes = []
+    for start in range(0, 64 * data.batch, data.batch):
+        plan = make_plan(lengths[start : start + data.batch], **options)
+        sizes.append(frozenset(pack.cp_size for round_ in plan.rounds for pack in round_.packs))
+    assert frozenset.union(*sizes) == {1, 2, 4}
+    assert frozenset({1, 2}) in sizes
+
+
+def test_the_planner_gets_what_is_given():
+    plan = PlanConfig(policy="static", cp_size=2, max_cp=2, max_sequences=9, align=16)
+    config = replace(DEMO, plan=plan)
+    options = planner_options(config, lanes=4, capacity=512, decoder=decoder_config(DEMO.model))
+    setting = make_plan([100, 200], **options).setting
+    assert (setting.lanes, setting.capacity, setting.policy) == (4, 512, "static")
+    assert (setting.cp_sizes, setting.max_sequences, setting.align) == ((1, 2), 9, 16)
+    without = planner_options(DEMO, lanes=4, capacity=512, decoder=decoder_config(DEMO.model))
+    assert [without[name] for name in ("cp_size", "max_cp", "max_sequences", "heads")] == [None] * 4
+
+
+def test_heads_limit_the_cp_sizes_only_where_they_are_shared():
+    decoder = preset("tiny-llama")
+    assert shared_heads(decoder) == 4
+    config = replace(DEMO, parallel=replace(DEMO.parallel, attention="heads"))
+    check_config(config, 8, check_folders=False)
+    assert planner_options(config, lanes=8, capacity=512, decoder=decoder)["heads"] == 4
+
+
+def test_a_preset_with_other_numbers():
+    decoder = decoder_config(ModelConfig(preset="tiny-qwen3", layers=5, vocab_size=99))
+    assert (len(decoder.layers), decoder.vocab_size) == (5, 99)
+    assert decoder_config(ModelConfig(preset="tiny-qwen3")) == preset("tiny-qwen3")
+
+
+def test_the_longest_sequence_must_fit_somewhere():
+    config = replace(DEMO, plan=replace(DEMO.plan, capacity=100))
+    check_longest(config, 4, 400)
+    with pytest.raises(ValueError, match=r"^the longest sequence: its 401 tokens .* plan.capacity"):
+        check_longest(config, 4, 401)
+    check_longest(replace(config, plan=replace(config.plan, capacity="auto")), 4, 401)
+
+
+def test_an_empty_config_is_refused():
+    with pytest.raises(ValueError, match="there is no model"):
+        check_config(RunConfig(), 1)
