@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.model.exact import assert_close
+from tests.model.test_memory import saved_bytes
+from torch.utils.flop_counter import FlopCounterMode
 
 from longshore.batch import whole_context
 from longshore.model.attention import Attention
 from longshore.model.config import AttentionConfig
-from longshore.model.part import Norm
+from longshore.model.part import Norm, causal_pairs
 from longshore.model.rope import rope_tables
 from longshore.model.rope_config import RopeConfig
 
@@ -18,9 +20,9 @@ BASE = AttentionConfig(heads=4, kv_heads=2, head_dim=6)
 WIDTH = 10
 
 
-def mixer(config):
+def mixer(config, norm):
     torch.manual_seed(1)
-    made = Attention(config, WIDTH, norm=Norm(1e-6)).double()
+    made = Attention(config, WIDTH, norm=norm).double()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn_like(parameter))
@@ -44,7 +46,8 @@ def turned(head_D, position, rope):
 def normed(head_D, norm):
     if norm is None:
         return head_D
-    return head_D / (head_D.square().mean() + 1e-6).sqrt() * norm.weight
+    scale_D = norm.weight + 1 if norm.norm.zero_centred else norm.weight
+    return head_D / (head_D.square().mean() + 1e-6).sqrt() * scale_D
 
 
 def written_out(made, x_TC):
@@ -57,14 +60,18 @@ def written_out(made, x_TC):
         first = 0 if config.window is None else max(0, t - config.window + 1)
         heads = []
         for head in range(config.heads):
-            mine = slice(head * size, (head + 1) * size)
+            each = 2 * size if config.gate else size
+            mine = slice(head * each, head * each + size)
             shared = head // (config.heads // config.kv_heads)
             theirs = slice(shared * size, (shared + 1) * size)
             q_D = turned(normed(q_TX[t, mine], made.q_norm), t, config.rope)
             seen = range(first, t + 1)
             keys = [turned(normed(k_TX[s, theirs], made.k_norm), s, config.rope) for s in seen]
             weights = torch.softmax(torch.stack([q_D @ k for k in keys]) / math.sqrt(size), 0)
-            heads.append(weights @ v_TX[first : t + 1, theirs])
+            out_D = weights @ v_TX[first : t + 1, theirs]
+            if config.gate:
+                out_D = out_D / (1 + torch.exp(-q_TX[t, mine.stop : mine.stop + size]))
+            heads.append(out_D)
         rows.append(made.o_proj(torch.cat(heads)))
     return torch.stack(rows)
 
@@ -78,11 +85,12 @@ def written_out(made, x_TC):
         replace(BASE, qk_norm=True, kv_heads=4),
         replace(BASE, bias=True, output_bias=True, rope=None),
         replace(BASE, rope=RopeConfig(theta=50.0, rotary_dim=4)),
+        replace(BASE, gate=True, bias=True, qk_norm=True, rope=RopeConfig(rotary_dim=2)),
     ],
 )
 def test_as_written_out(config):
     lengths = (1, 2, 9)
-    made = mixer(config)
+    made = mixer(config, Norm(1e-6, zero_centred=config.gate))
     torch.manual_seed(2)
     x_TC = torch.randn(sum(lengths), WIDTH, dtype=torch.float64)
     weight_TC = torch.randn_like(x_TC)
@@ -104,3 +112,64 @@ def test_as_written_out(config):
             assert_close(a, b)
         else:
             assert a.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("rope", [None, RopeConfig()])
+def test_what_a_gate_costs(bias, qk_norm, rope):
+    config = replace(BASE, gate=True, bias=bias, qk_norm=qk_norm, rope=rope)
+    made = mixer(config, Norm(1e-6))
+    assert config.parameters(WIDTH) == sum(p.numel() for p in made.parameters())
+    ctx = whole_context((1, 2, 7, 54))
+    tables = rope_tables(config.ropes, ctx, torch.float64)
+    x_TC = torch.randn(ctx.tokens, WIDTH, dtype=torch.float64, requires_grad=True)
+    measured = saved_bytes(made, lambda: made(x_TC, ctx, tables))
+    known = x_TC.nbytes + sum(part.nbytes for table in tables.values() for part in table)
+    saved = config.saved(WIDTH)
+    # Norms on the CPU also keep the normed rows before their scale.
+    copies = qk_norm * (config.heads + config.kv_heads) * config.head_dim
+    assert measured - known == 8 * ctx.tokens * (saved.values + saved.stats + copies)
+
+
+def test_flops_of_a_gate():
+    config = replace(BASE, gate=True)
+    made = mixer(config, Norm(1e-6))
+    made.core = lambda q, k, v, ctx, scale, window: q
+    ctx = whole_context((7,))
+    x_TC = torch.randn(7, WIDTH, dtype=torch.float64)
+    with FlopCounterMode(display=False) as counter:
+        made(x_TC, ctx, rope_tables(config.ropes, ctx, torch.float64))
+    core = 2 * 2 * config.heads * config.head_dim * causal_pairs(7)
+    assert config.flops(WIDTH, 7) == counter.get_total_flops() + core
+
+
+@torch.no_grad()
+def test_gate_and_zero_centred_norms_as_transformers():
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next import modeling_qwen3_next as modeling
+
+    theirs = Qwen3NextConfig(
+        hidden_size=WIDTH,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.25,
+        },
+        attn_implementation="sdpa",
+    )
+    other = modeling.Qwen3NextAttention(theirs, 0).double()
+    rope = RopeConfig(rotary_dim=2)
+    config = replace(BASE, head_dim=8, gate=True, qk_norm=True, rope=rope)
+    ours = mixer(config, Norm(1e-6, zero_centred=True))
+    other.load_state_dict(ours.state_dict())
+    x_TC = torch.randn(23, WIDTH, dtype=torch.float64)
+    ctx = whole_context((23,))
+    got = ours(x_TC, ctx, rope_tables(config.ropes, ctx, torch.float64))
+    # transformers norms in float32.
+    tables = modeling.Qwen3NextRotaryEmbedding(theirs)(x_TC[None], ctx.positions[None])
+    want = other(x_TC[None], tables, None)[0][0]
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()

@@ -41,7 +41,10 @@ PRELOAD = (
     "longshore.plan",
     "longshore.dist.collectives",
     "longshore.dist.cp_groups",
+    "longshore.data.loader",
+    "longshore.parallel.apply",
     "longshore.parallel.context.shift",
+    "longshore.train.loop",
 )
 GRACE_S = 2.0  # for the other ranks, once one has failed, to say what they saw
 STACKS_S = 0.5  # to write down where they were stuck

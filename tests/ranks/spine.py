@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tests.data.plans import Sample, counts_of
 
-from longshore.batch import whole_context
+from longshore.batch import Depth, Targets, whole_context
 from longshore.data.pack import pack_step
 from longshore.data.shard import cut_shards, lane_cuts
 from longshore.data.unpack import merge, unpack
@@ -25,6 +25,8 @@ from longshore.train.loss import make_loss
 from longshore.train.step import Stepper
 
 VOCAB = 61
+PAD = 1
+MTP_WEIGHT = 0.7
 
 
 def dense(kv_heads: int = 8, *, tied: bool = False) -> DecoderConfig:
@@ -56,27 +58,44 @@ def make_samples(plan: Plan, seed: int = 0) -> dict[int, Sample]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """nll of each sequence, the loss, the gradient of each parameter."""
+    """nll of each sequence, the loss with all its terms, the gradient of each parameter."""
 
     nll: dict[int, torch.Tensor]
     loss: float
     gradients: dict[str, torch.Tensor]
 
 
+def shifted(sample: Sample, depth: int) -> Depth:
+    """Ids `depth` places on, the labels after them and where these count, by hand."""
+    ids = [*sample.tokens.tolist()[depth:], *[PAD] * depth][: len(sample.tokens)]
+    labels = [*sample.tokens.tolist()[depth + 1 :], *[-100] * (depth + 1)][: len(sample.tokens)]
+    mask = [*sample.loss_mask.tolist()[depth + 1 :], *[False] * (depth + 1)][: len(sample.tokens)]
+    return Depth(torch.tensor(ids), Targets(torch.tensor(labels), torch.tensor(mask)))
+
+
 def alone(config: DecoderConfig, samples: dict[int, Sample]) -> Outcome:
     """Every sequence by itself, through a model that nothing was done to."""
     model = Decoder(config).double()
     init_decoder(model, seed=3)
-    count = sum(int(sample.loss_mask[1:].sum()) for sample in samples.values())
+    depths = range(1, len(config.mtp) + 1)
+    every = sum(len(sample.tokens) for sample in samples.values())
+    counts = [
+        max(1, sum(int(sample.loss_mask[depth + 1 :].sum()) for sample in samples.values()))
+        for depth in (0, *depths)
+    ]
     found, total = {}, 0.0
     for place, sample in samples.items():
-        tokens = torch.from_numpy(sample.tokens).long()
-        labels = torch.cat([tokens[1:], torch.tensor([-100])])
-        counts = torch.from_numpy(np.append(sample.loss_mask[1:], False))
-        nll = model(tokens, whole_context([len(tokens)]), labels).values
-        loss = nll[counts].sum() / max(count, 1)
+        main, *mtp = (shifted(sample, depth) for depth in (0, *depths))
+        ctx = whole_context([len(sample.tokens)])
+        out = model(main.token_ids, ctx, main.targets.labels, mtp)
+        sums = [
+            nll[depth.targets.loss_mask].sum() / count
+            for nll, depth, count in zip((out.values, *out.mtp), (main, *mtp), counts, strict=True)
+        ]
+        loss = sums[0] + sum(MTP_WEIGHT / len(mtp) * part for part in sums[1:])
+        loss = loss + sum(routed.auxiliary for routed in out.routed) / every
         loss.backward()
-        found[place], total = nll.detach(), total + loss.item()
+        found[place], total = out.values.detach(), total + loss.item()
     return Outcome(found, total, {name: p.grad for name, p in model.named_parameters()})
 
 
@@ -101,10 +120,10 @@ def sharded(config, topology, groups, choices: Choices) -> Decoder:
     return model
 
 
-def batches_of(plan: Plan, samples: dict[int, Sample], lane: int, buckets=()):
-    counts = counts_of(samples, 0)
-    shards = cut_shards(plan, samples, lane_cuts(plan, lane))
-    return pack_step(plan, lane, shards, counts=counts, buckets=buckets, pad_id=1)
+def batches_of(plan: Plan, samples: dict[int, Sample], lane: int, depths: int = 0):
+    counts = counts_of(samples, depths)
+    shards = cut_shards(plan, samples, lane_cuts(plan, lane), depths=depths)
+    return pack_step(plan, lane, shards, counts=counts, pad_id=PAD)
 
 
 def together(config, plan, samples, topology, groups, choices: Choices) -> Outcome:
@@ -114,9 +133,10 @@ def together(config, plan, samples, topology, groups, choices: Choices) -> Outco
     model.register_forward_hook(
         lambda module, args, out: seen.update({id(args[1]): (args[1], out.values)})
     )
-    stepper = Stepper(model, None, topology, choices.mode, make_loss(), 0.0)
-    batches = batches_of(plan, samples, topology.lane)
-    loss = stepper.gradients(batches, max(1, batches[0].counts.main))
+    stepper = Stepper(model, None, topology, choices.mode, make_loss(), 0.0, MTP_WEIGHT)
+    batches = batches_of(plan, samples, topology.lane, len(config.mtp))
+    losses, _ = stepper.gradients(batches, max(1, batches[0].counts.main))
+    loss = stepper.weighted(losses)
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     pieces = [piece for ctx, out in seen.values() for piece in unpack(ctx, out.detach())]
     everything = [None] * topology.lanes

@@ -52,7 +52,7 @@ def on_lanes(lanes: int, loss: str, count: str, clip: float, masked: bool) -> tu
         batches = pack_step(plan, topology.lane, shards, counts=counts_of(samples, 0))
         done = stepper.step(batches, lr=0.01)
         after = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
-    numbers = None if done is None else (done.loss.item(), done.grad_norm.item())
+    numbers = None if done is None else (done.losses[0].item(), done.grad_norm.item())
     return numbers, after
 
 

@@ -35,7 +35,9 @@ NAMES = [
 
 
 def test_a_line_has_just_these_names_in_this_order():
-    assert [field.name for field in fields(StepMetrics)] == NAMES
+    assert [field.name for field in fields(StepMetrics)] == [*NAMES, "balance_loss", "mtp_losses"]
+    more = json.loads(replace(METRICS, balance_loss=0.1, mtp_losses=(5.0, 6.0)).to_json())
+    assert (more["balance_loss"], more["mtp_losses"]) == (0.1, [5.0, 6.0])
     line = METRICS.to_json()
     assert list(json.loads(line)) == NAMES
     assert json.loads(line)["loss"] == 5.5

@@ -11,10 +11,10 @@ A new class in one of MODULES needs nothing here.
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from longshore.model import config, rope_config
+from longshore.model import config, mla_config, moe_config, rope_config, scan_config
 from longshore.model.config import DecoderConfig
 
-MODULES = (config, rope_config)
+MODULES = (config, mla_config, rope_config, moe_config, scan_config)
 
 
 def config_to_json(decoder: DecoderConfig) -> dict[str, Any]:

@@ -4,6 +4,9 @@ In: hidden states (T, C), the context, the rotary tables. Out: (T, C). Tokens me
 a plain function (not a module) that is called core(q_THD, k_TKD, v_TKD, ctx, scale=…, window=…);
 the default knows one lane, and parallel/ puts another in its place.
 
+With `gate`, q_proj makes for each head its query and then a gate; the head's output is multiplied
+by the gate's sigmoid.
+
 T tokens, H query heads, K key and value heads, D dims of a head. With 32 heads, 8 KV heads and 64
 dims at width 2048, 5 tokens become q (5, 32, 64), k and v (5, 8, 64), and (5, 2048) again.
 """
@@ -14,7 +17,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from longshore.batch import SeqContext
+from longshore.batch import PackContext, SeqContext
 from longshore.model.config import AttentionConfig
 from longshore.model.fill import NORM, RESIDUAL, Fill
 from longshore.model.norm import RMSNorm
@@ -41,6 +44,16 @@ class Core(Protocol):
     ) -> Tensor: ...
 
 
+def refuse_shared(pack: PackContext) -> None:
+    """ValueError for a pack that a core of one lane cannot serve."""
+    if pack.group.cp_size != 1:
+        raise ValueError(
+            f"a pack is shared by {pack.group.cp_size} lanes, and this model's attention knows "
+            "only its own; make the model ready for context parallelism, or plan with a CP "
+            "size of 1"
+        )
+
+
 def local_core(
     q_THD: Tensor,
     k_TKD: Tensor,
@@ -54,12 +67,7 @@ def local_core(
     """Attention over packs that this lane holds whole."""
     made = []
     for pack in ctx.packs:
-        if pack.group.cp_size != 1:
-            raise ValueError(
-                f"a pack is shared by {pack.group.cp_size} lanes, and this model's attention knows "
-                "only its own; make the model ready for context parallelism, or plan with a CP "
-                "size of 1"
-            )
+        refuse_shared(pack)
         rows = pack.rows
         made.append(
             attention(
@@ -89,7 +97,7 @@ class Attention(nn.Module):
         self.core: Core = local_core
         self.rope = config.ropes[0] if config.ropes else None
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(width, queries, bias=config.bias)
+        self.q_proj = nn.Linear(width, queries * (2 if config.gate else 1), bias=config.bias)
         self.k_proj = nn.Linear(width, keys, bias=config.bias)
         self.v_proj = nn.Linear(width, keys, bias=config.bias)
         self.o_proj = nn.Linear(queries, width, bias=config.output_bias)
@@ -98,7 +106,7 @@ class Attention(nn.Module):
 
     def forward(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Tensor:
         # −1 heads: under tensor parallelism a rank has only some of them.
-        q_THD = self.q_proj(x_TC).unflatten(-1, (-1, self.config.head_dim))
+        q_THD, gate_THD = self._queries(x_TC)
         k_TKD = self.k_proj(x_TC).unflatten(-1, (-1, self.config.head_dim))
         v_TKD = self.v_proj(x_TC).unflatten(-1, (-1, self.config.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
@@ -106,9 +114,19 @@ class Attention(nn.Module):
         if self.rope is not None:
             cos_TR, sin_TR = tables[self.rope]
             q_THD, k_TKD = rotate(q_THD, cos_TR, sin_TR), rotate(k_TKD, cos_TR, sin_TR)
-        mixed: Tensor = self._meet(q_THD, k_TKD, v_TKD, ctx)
-        made: Tensor = self.o_proj(mixed.flatten(-2))
+        mixed_THD: Tensor = self._meet(q_THD, k_TKD, v_TKD, ctx)
+        if gate_THD is not None:
+            mixed_THD = mixed_THD * gate_THD.sigmoid()
+        made: Tensor = self.o_proj(mixed_THD.flatten(-2))
         return made
+
+    def _queries(self, x_TC: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Queries and, where the output is gated, gates."""
+        size = self.config.head_dim
+        if not self.config.gate:
+            return self.q_proj(x_TC).unflatten(-1, (-1, size)), None
+        q_THD, gate_THD = self.q_proj(x_TC).unflatten(-1, (-1, 2 * size)).chunk(2, dim=-1)
+        return q_THD, gate_THD
 
     # A compiled block must not specialise on the packs, which change every round.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -16,17 +16,21 @@ parameters and takes 2·12,288·n + 4·4·16·n(n+1)/2 FLOPs forward for n token
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from longshore.model.checks import check_counts, check_more_than
 from longshore.model.part import Norm, Part, Saved, causal_pairs
 from longshore.model.rope_config import RopeConfig
+
+ACTIVATIONS = ("swiglu", "relu2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
     """Grouped-query attention. window: a token sees itself and the window − 1 before it.
 
-    bias: of the query, key and value projections. output_bias: of the last projection.
+    bias: of the query, key and value projections. output_bias: of the last projection. gate: a
+    head's output is multiplied by the sigmoid of numbers that the query projection makes as well.
     """
 
     heads: int
@@ -37,6 +41,7 @@ class AttentionConfig:
     bias: bool = False
     output_bias: bool = False
     window: int | None = None
+    gate: bool = False
 
     def __post_init__(self) -> None:
         check_counts(self, "heads", "kv_heads", "head_dim")
@@ -53,21 +58,29 @@ class AttentionConfig:
 
     def parameters(self, width: int) -> int:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        biases = (queries + 2 * keys) * self.bias + width * self.output_bias
-        return 2 * width * (queries + keys) + biases + 2 * self.head_dim * self.qk_norm
+        gates = queries * self.gate
+        biases = (queries + gates + 2 * keys) * self.bias + width * self.output_bias
+        weights = width * (2 * queries + gates + 2 * keys)
+        return weights + biases + 2 * self.head_dim * self.qk_norm
 
     def flops(self, width: int, length: int) -> int:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        projections = 2 * length * width * 2 * (queries + keys)
+        projections = 2 * length * width * (2 * queries + queries * self.gate + 2 * keys)
         return projections + 4 * queries * causal_pairs(length, window=self.window)
 
     def saved(self, width: int) -> Saved:
-        """Turned queries and keys, values and the output; with qk_norm also what it normed."""
+        """Turned queries and keys, values and the output; with qk_norm also what it normed.
+
+        With a gate, its sigmoid and the gated output; and where queries are kept as they were
+        projected, the gates that lie between them.
+        """
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        core = Saved(2 * queries + 2 * keys, self.heads)
-        if not self.qk_norm:
-            return core
-        return core + Saved(queries + keys, self.heads + self.kv_heads)
+        kept = Saved(2 * queries + 2 * keys, self.heads)
+        if self.qk_norm:
+            kept += Saved(queries + keys, self.heads + self.kv_heads)
+        if self.gate:
+            kept += Saved(queries * (3 if self.qk_norm or self.rope is None else 2))
+        return kept
 
     def gathered(self) -> int:
         """Its key and value."""
@@ -76,26 +89,38 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPConfig:
-    """SwiGLU with `width` channels inside."""
+    """`width` channels inside, by their activation.
+
+    swiglu: down(silu(gate(x)) · up(x)). relu2: down(relu(up(x))²), without a gate.
+    """
 
     width: int
+    activation: Literal["swiglu", "relu2"] = "swiglu"
 
     def __post_init__(self) -> None:
         check_counts(self, "width")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"MLPConfig.activation is {self.activation!r}; known are {', '.join(ACTIVATIONS)}"
+            )
+
+    @property
+    def gated(self) -> bool:
+        return self.activation == "swiglu"
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         return ()
 
     def parameters(self, width: int) -> int:
-        return 3 * width * self.width
+        return (3 if self.gated else 2) * width * self.width
 
     def flops(self, width: int, length: int) -> int:
         return 2 * length * self.parameters(width)
 
     def saved(self, width: int) -> Saved:
-        """Gate, silu(gate), up, and their product."""
-        return Saved(4 * self.width)
+        """Gate, silu(gate), up, and their product; or relu(up) and its square."""
+        return Saved((4 if self.gated else 2) * self.width)
 
     def gathered(self) -> int:
         return 0
@@ -132,7 +157,8 @@ class LayerConfig:
 class DecoderConfig:
     """A decoder: embedding, layers, norm, head.
 
-    zero_centred: of its norms, see Norm. tied: the head uses the embedding's weight.
+    zero_centred: of its norms, see Norm. tied: the head uses the embedding's weight. mtp: a layer
+    for each depth of multi-token prediction.
     """
 
     vocab_size: int
@@ -142,11 +168,13 @@ class DecoderConfig:
     zero_centred: bool = False
     tied: bool = False
     init_std: float = 0.02
+    mtp: tuple[LayerConfig, ...] = ()
 
     def __post_init__(self) -> None:
         check_counts(self, "vocab_size", "width")
         check_more_than(0, self, "norm_eps", "init_std")
         object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "mtp", tuple(self.mtp))
         if not self.layers:
             raise ValueError("DecoderConfig.layers is empty; a decoder has at least one layer")
 
@@ -157,7 +185,7 @@ class DecoderConfig:
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary tables of all layers, each once, in the order of first use."""
-        return ropes_of(self.layers)
+        return ropes_of((*self.layers, *self.mtp))
 
 
 def ropes_of(layers: Sequence[LayerConfig]) -> tuple[RopeConfig, ...]:

@@ -13,13 +13,16 @@ hidden states; where the stage has the head, logits (T, V), or with labels the l
     last(first(token_ids, ctx).values, ctx, labels)     the same losses
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longshore.batch import SeqContext, whole_context
+from longshore.batch import Depth, SeqContext, whole_context
 from longshore.model.block import Block
 from longshore.model.config import DecoderConfig, ropes_of
+from longshore.model.mtp import MTPDepth
 from longshore.model.norm import RMSNorm
 from longshore.model.output import Output, Routed
 from longshore.model.rope import rope_tables
@@ -67,8 +70,11 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         mine = _checked(config, range(len(config.layers)) if layers is None else layers)
+        if head and config.mtp and not embed:
+            raise ValueError("multi-token prediction needs the embedding beside the head")
+        depths = config.mtp if head else ()
         self.config = config
-        self.ropes = ropes_of([config.layers[index] for index in mine])
+        self.ropes = ropes_of([*(config.layers[index] for index in mine), *depths])
         self.tied = config.tied and embed and head
         self.embed = nn.Embedding(config.vocab_size, config.width) if embed else None
         self.layers = nn.ModuleDict(
@@ -79,14 +85,27 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(config.width, config.norm) if head else None
         self.head = Head(config, tied=self.tied) if head else None
+        self.mtp = nn.ModuleDict(
+            {
+                str(depth): MTPDepth(layer, config.width, norm=config.norm)
+                for depth, layer in enumerate(depths)
+            }
+        )
 
     def forward(
-        self, x: Tensor, ctx: SeqContext | None = None, labels: Tensor | None = None
+        self,
+        x: Tensor,
+        ctx: SeqContext | None = None,
+        labels: Tensor | None = None,
+        mtp: Sequence[Depth] = (),
     ) -> Output:
-        """x: ids int64 (T) or hidden states (T, C). ctx: None for one plain sequence."""
+        """x: ids int64 (T) or hidden states (T, C). ctx: None for one plain sequence.
+
+        mtp: with labels, the ids and labels of each depth; without labels no depth is run.
+        """
         if ctx is None:
             ctx = whole_context((x.shape[0],), device=x.device)
-        self._check(x, ctx, labels)
+        self._check(x, ctx, labels, mtp)
         hidden_TC = x if self.embed is None else self.embed(x)
         tables = rope_tables(self.ropes, ctx, hidden_TC.dtype)
         routed: tuple[Routed, ...] = ()
@@ -96,10 +115,19 @@ class Decoder(nn.Module):
         if self.norm is None or self.head is None:
             return Output(hidden_TC, routed)
         tied_VC = self.embed.weight if self.tied and self.embed is not None else None
-        made: Tensor = self.head(self.norm(hidden_TC), labels, tied_VC)
-        return Output(made, routed)
+        made = self.head(self.norm(hidden_TC), labels, tied_VC)
+        losses = []
+        for part, depth in zip(self.mtp.values(), mtp, strict=False):
+            assert self.embed is not None
+            embedded_TC = self.embed(depth.token_ids)
+            hidden_TC, normed_TC, more = part(hidden_TC, embedded_TC, ctx, tables)
+            losses.append(self.head(normed_TC, depth.targets.labels, tied_VC))
+            routed += more
+        return Output(made, routed, tuple(losses))
 
-    def _check(self, x: Tensor, ctx: SeqContext, labels: Tensor | None) -> None:
+    def _check(
+        self, x: Tensor, ctx: SeqContext, labels: Tensor | None, mtp: Sequence[Depth]
+    ) -> None:
         wanted = (ctx.tokens,) if self.embed is not None else (ctx.tokens, self.config.width)
         what = "token ids" if self.embed is not None else "hidden states"
         if tuple(x.shape) != wanted:
@@ -109,6 +137,11 @@ class Decoder(nn.Module):
             )
         if labels is not None and self.head is None:
             raise ValueError("labels were given to a stage without a head; it cannot make a loss")
+        if len(mtp) != (len(self.mtp) if labels is not None else 0):
+            raise ValueError(
+                f"this stage predicts at {len(self.mtp)} depths and was given labels for "
+                f"{len(mtp)}; pack with depths={len(self.mtp)}, and give them with the labels"
+            )
 
 
 def _checked(config: DecoderConfig, layers: range) -> range:

@@ -10,7 +10,7 @@ those 192 are returned.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,13 +25,31 @@ class Fill:
 
     residual: what a block adds to the residual stream, made smaller by sqrt(2·layers), so that
     the stream's size at the end does not grow with the number of layers. norm: the weight of a
-    norm, which begins at 0 where the decoder's norms are zero-centred.
+    norm, which begins at 0 where the decoder's norms are zero-centred. own_std: a std that does
+    not follow the decoder's. by_row: a function of rows' numbers and of how many there are.
     """
 
     std: float = 1.0
     constant: float | None = None
     residual: bool = False
     norm: bool = False
+    own_std: float | None = None
+    by_row: Callable[[Tensor, int], Tensor] | None = None
+
+
+def _decay_rates(row: Tensor, count: int) -> Tensor:
+    """Logs of rates from 1 to 16, evenly."""
+    return (1 + 15 * (row + 0.5) / count).log()
+
+
+def _step_biases(row: Tensor, count: int) -> Tensor:
+    """What softplus turns into steps from 0.001 to 0.1, even in their logs.
+
+    Spread by the golden ratio, so that heads of like rates have unlike steps.
+    """
+    share = (row + 0.5) * (5**0.5 - 1) / 2 % 1
+    step = 0.001 * 100**share
+    return step + (-torch.expm1(-step)).log()
 
 
 NORMAL = Fill()
@@ -39,6 +57,11 @@ RESIDUAL = Fill(residual=True)
 ONES = Fill(constant=1.0)
 NORM = Fill(constant=1.0, norm=True)
 ZEROS = Fill(constant=0.0)
+CONV = Fill(own_std=0.29)
+"""As wide as torch begins a convolution of 4 taps."""
+DECAY_RATES = Fill(by_row=_decay_rates)
+STEP_BIASES = Fill(by_row=_step_biases)
+"""Of mixers that carry a state."""
 
 
 def fill_rows(

@@ -23,14 +23,17 @@ def step_flops(config: DecoderConfig, lengths: Sequence[int]) -> int:
 
 
 def forward_flops(config: DecoderConfig, length: int) -> int:
-    """FLOPs of one sequence's forward, with the logits of every token."""
-    kinds = Counter(config.layers)
-    layers = sum(count * layer.flops(config.width, length) for layer, count in kinds.items())
-    return layers + 2 * length * config.width * config.vocab_size
+    """FLOPs of one sequence's forward, with the logits of every token at every depth."""
+    width, depths = config.width, len(config.mtp)
+    kinds = Counter((*config.layers, *config.mtp))
+    layers = sum(count * layer.flops(width, length) for layer, count in kinds.items())
+    joins = depths * 2 * length * 2 * width * width
+    return layers + joins + (1 + depths) * 2 * length * width * config.vocab_size
 
 
 def parameter_count(config: DecoderConfig) -> int:
     """Parameters of the whole decoder; a tied head has none of its own."""
-    layers = sum(layer.parameters(config.width) for layer in config.layers)
-    ends = config.vocab_size * config.width * (1 if config.tied else 2)
-    return layers + ends + config.width
+    width = config.width
+    layers = sum(layer.parameters(width) for layer in (*config.layers, *config.mtp))
+    joins = len(config.mtp) * (2 * width + 3) * width
+    return layers + joins + config.vocab_size * width * (1 if config.tied else 2) + width

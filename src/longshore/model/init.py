@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from longshore.model.config import DecoderConfig
+from longshore.model.config import DecoderConfig, LayerConfig
 from longshore.model.decoder import Decoder
 from longshore.model.fill import NORM, NORMAL, ZEROS, Fill, fill_rows
 from longshore.model.registry import FEED_FORWARDS, MIXERS
@@ -33,7 +33,9 @@ def initial_rows(
     if fill.constant is not None:
         constant = 0.0 if fill.norm and config.zero_centred else fill.constant
         return fill_rows(name, shape, start, stop, seed=seed, constant=constant)
-    std = config.init_std * fill.std
+    if fill.by_row is not None:
+        return fill.by_row(torch.arange(start, stop, dtype=torch.float64), shape[0]).float()
+    std = config.init_std * fill.std if fill.own_std is None else fill.own_std
     if fill.residual:
         std /= (2 * len(config.layers)) ** 0.5
     return fill_rows(name, shape, start, stop, seed=seed, std=std)
@@ -51,15 +53,26 @@ def init_decoder(model: Decoder, seed: int) -> None:
 def fill_of(config: DecoderConfig, name: str) -> Fill:
     """How the parameter of that name begins."""
     match name.split("."):
-        case ["embed" | "head", "weight"]:
+        case ["embed" | "head", "weight"] | ["mtp", _, "proj", "weight"]:
             return NORMAL
-        case ["norm", "weight"] | ["layers", _, "mixer_norm" | "mlp_norm", "weight"]:
+        case ["norm", "weight"] | ["mtp", _, "norm" | "embed_norm" | "hidden_norm", "weight"]:
             return NORM
-        case ["layers", index, "mixer" | "mlp" as place, *rest] if index.isdecimal():
-            layer = config.layers[int(index)]
-            part = layer.mixer if place == "mixer" else layer.mlp
-            modules = MIXERS if place == "mixer" else FEED_FORWARDS
-            own: Mapping[str, Fill] = modules[type(part)].FILLS
-            default = ZEROS if rest[-1] == "bias" else NORMAL
-            return own.get(".".join(rest), default)
+        case ["layers", index, *rest] if _has(config.layers, index) and len(rest) > 1:
+            return _fill_in_block(config.layers[int(index)], rest)
+        case ["mtp", index, "block", *rest] if _has(config.mtp, index) and len(rest) > 1:
+            return _fill_in_block(config.mtp[int(index)], rest)
     raise ValueError(f"a decoder has no parameter {name!r}")
+
+
+def _has(layers: tuple[LayerConfig, ...], index: str) -> bool:
+    return index.isdecimal() and int(index) < len(layers)
+
+
+def _fill_in_block(layer: LayerConfig, name: list[str]) -> Fill:
+    place, *rest = name
+    if place in ("mixer_norm", "mlp_norm"):
+        return NORM
+    part = layer.mixer if place == "mixer" else layer.mlp
+    modules = MIXERS if place == "mixer" else FEED_FORWARDS
+    own: Mapping[str, Fill] = modules[type(part)].FILLS
+    return own.get(".".join(rest), ZEROS if rest[-1] == "bias" else NORMAL)

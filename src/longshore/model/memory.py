@@ -84,8 +84,9 @@ def model_bytes(config: DecoderConfig, *, lanes: int, shard: str, dtype: str) ->
     if shard == "zero2":
         whole = copy or kept * count
         return ModelBytes(kept * part + whole, kept * (part + count), 2 * kept * part, 0)
-    block = max(layer.parameters(config.width) for layer in config.layers)
-    ends = count - sum(layer.parameters(config.width) for layer in config.layers)
+    layers = (*config.layers, *config.mtp)
+    block = max(layer.parameters(config.width) for layer in layers)
+    ends = count - sum(layer.parameters(config.width) for layer in layers)
     return ModelBytes(
         kept * part,
         kept * part,
@@ -98,11 +99,14 @@ def token_bytes(config: DecoderConfig, *, dtype: str, recompute: bool) -> TokenB
     """Bytes of one token; recompute: blocks keep only their input and run again in backward."""
     width = config.width
     item = _item(dtype)
-    blocks = [_bytes(layer.saved(width), item) for layer in config.layers]
+    layers = (*config.layers, *config.mtp)
+    blocks = [_bytes(layer.saved(width), item) for layer in layers]
     tables = sum(_bytes(Saved(0, rope.rotary_dim or 0), item) for rope in config.ropes)
     ends = INPUT_BYTES + tables + _bytes(Saved(2 * width, 2), item)
+    # Of each depth: embedding, two norms' outputs and statistics, the joined input, the head's.
+    ends += len(config.mtp) * _bytes(Saved(7 * width, 3), item)
     held = ends + (len(blocks) * width * item if recompute else sum(blocks))
-    parts = [part for layer in config.layers for part in layer.parts]
+    parts = [part for layer in layers for part in layer.parts]
     return TokenBytes(
         held=held,
         working=max(blocks) * (2 if recompute else 1),

@@ -19,11 +19,23 @@ from torch import nn
 
 from longshore.model.attention import Attention
 from longshore.model.config import AttentionConfig, MLPConfig
+from longshore.model.delta_net import DeltaNet
+from longshore.model.mamba2 import Mamba2
+from longshore.model.mla import MLA
+from longshore.model.mla_config import MLAConfig
 from longshore.model.mlp import MLP
+from longshore.model.moe import MoE
+from longshore.model.moe_config import MoEConfig
 from longshore.model.part import Norm, Part
+from longshore.model.scan_config import DeltaNetConfig, Mamba2Config
 
-MIXERS: Mapping[type, Any] = {AttentionConfig: Attention}
-FEED_FORWARDS: Mapping[type, Any] = {MLPConfig: MLP}
+MIXERS: Mapping[type, Any] = {
+    AttentionConfig: Attention,
+    MLAConfig: MLA,
+    Mamba2Config: Mamba2,
+    DeltaNetConfig: DeltaNet,
+}
+FEED_FORWARDS: Mapping[type, Any] = {MLPConfig: MLP, MoEConfig: MoE}
 
 
 def make_mixer(config: Part, width: int, *, norm: Norm) -> nn.Module:

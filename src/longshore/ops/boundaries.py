@@ -5,8 +5,10 @@ have offsets (0, 3, 8), cu_seqlens [0, 3, 8] as int32 on the device, and longest
 None instead takes all rows as one run.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -31,3 +33,11 @@ def offsets_of(bounds: Bounds | None, rows: int) -> tuple[int, ...]:
             f"and there are {rows} rows; they must cover all rows"
         )
     return bounds.offsets
+
+
+def to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
+    """The numbers on a device; from page-locked memory, so that the host does not wait."""
+    tensor = torch.from_numpy(numbers)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

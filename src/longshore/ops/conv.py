@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from longshore.ops.boundaries import Bounds, offsets_of
-from longshore.ops.ssd import to_device
+from longshore.ops.boundaries import Bounds, offsets_of, to_device
 
 
 def causal_conv(

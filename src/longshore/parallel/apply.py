@@ -22,13 +22,24 @@ from longshore.dist.cp_groups import CPGroups
 from longshore.dist.topology import Topology
 from longshore.model.attention import Attention
 from longshore.model.decoder import Decoder
+from longshore.model.delta_net import DeltaNet
+from longshore.model.mamba2 import Mamba2
+from longshore.model.mla import MLA
+from longshore.model.moe import MoE
 from longshore.parallel.context.attention import ContextAttention, Kind
+from longshore.parallel.context.balance import ContextCounts
+from longshore.parallel.context.latent import ContextLatent
+from longshore.parallel.context.scan import ContextScan, ScanKind
 from longshore.parallel.fsdp import Mode, shard
 
 Recompute = Literal["none", "blocks"]
 
 CORES: dict[type[nn.Module], Callable[[CPGroups, "Choices"], Callable[..., Any]]] = {
     Attention: lambda groups, choices: ContextAttention(groups, choices.attention),
+    MLA: lambda groups, _: ContextLatent(groups),
+    Mamba2: lambda groups, choices: ContextScan(groups, choices.scan),
+    DeltaNet: lambda groups, choices: ContextScan(groups, choices.scan),
+    MoE: lambda groups, choices: ContextCounts(groups),
 }
 """What each mixer does where tokens of several lanes meet."""
 
@@ -40,6 +51,7 @@ class Choices:
     mode: Mode
     dtype: torch.dtype
     attention: Kind = "auto"
+    scan: ScanKind = "auto"
     recompute: Recompute = "none"
     compile: bool = False
 
@@ -48,7 +60,7 @@ def parallelize(
     model: Decoder, topology: Topology, groups: CPGroups, *, choices: Choices
 ) -> Decoder:
     """Applies all of it, in place."""
-    blocks = list(model.layers.values())
+    blocks = [*model.layers.values(), *model.mtp.values()]
     set_cores(model, groups, choices)
     if choices.recompute == "blocks":
         for block in blocks:

@@ -13,6 +13,7 @@ With 4 lanes a weight of 10 rows is split into 3, 3, 3 and 1 (`shard_rows`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -21,7 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from longshore.dist.collectives import gather
 from longshore.dist.topology import Topology
+from longshore.model.float32 import Float32Parameters
 
 Mode = Literal["zero3", "zero2", "none"]
 Rows = Callable[[str, torch.Size, int, int], Tensor]
@@ -41,14 +44,18 @@ def shard(
     dtype: of the arithmetic; parameters keep their own, and gradients are summed in that.
     """
     mesh = _replicas(topology) if mode == "none" else topology.mesh["lanes"]
-    for module in [*parts, model]:
+    uncast = [part for part in model.modules() if isinstance(part, Float32Parameters)]
+    for module in [*uncast, *parts, model]:
         kept = next(module.parameters()).dtype
+        is_uncast = isinstance(module, Float32Parameters)
         wrapped = fully_shard(
             module,
             mesh=mesh,
-            reshard_after_forward=mode == "zero3",
+            reshard_after_forward=mode == "zero3" and not is_uncast,
             mp_policy=MixedPrecisionPolicy(
-                param_dtype=dtype, reduce_dtype=kept, cast_forward_inputs=False
+                param_dtype=kept if is_uncast else dtype,
+                reduce_dtype=kept,
+                cast_forward_inputs=False,
             ),
         )
         wrapped.set_gradient_divide_factor(1.0)
@@ -74,13 +81,13 @@ def begin_round(model: nn.Module, *, mode: Mode, is_last: bool) -> None:
 
 
 def fill(model: nn.Module, device: torch.device, rows: Rows) -> None:
-    """Gives a model on `meta` its parameters; each lane asks only for the rows that it holds."""
+    """Gives a model on `meta` its content; each lane asks only for the rows that it holds."""
     model.to_empty(device=device)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            local, start, stop = shard_rows(parameter)
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            local, start, stop = shard_rows(tensor)
             if local.numel():
-                local.copy_(rows(name, parameter.shape, start, stop).reshape(local.shape))
+                local.copy_(rows(name, tensor.shape, start, stop).reshape(local.shape))
 
 
 def shard_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
@@ -96,10 +103,20 @@ def shard_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
 
 
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, gathered, on the CPU; all ranks take part, one parameter at a time."""
-    for name, parameter in model.named_parameters():
-        whole = parameter.detach()
-        yield name, (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu()
+    """Every parameter, gathered, then every buffer, on the CPU; all ranks take part in each."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        yield name, whole(tensor.detach()).cpu()
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """All rows of a parameter. DTensor's own gather crashes on CUDA tensors over gloo."""
+    local, _, _ = shard_rows(parameter)
+    if not isinstance(parameter, DTensor) or not is_split(parameter):
+        return local
+    mesh, count = parameter.device_mesh, len(parameter)
+    padded = local.new_zeros(-(-count // mesh.size(mesh.ndim - 1)), *local.shape[1:])
+    padded[: len(local)] = local
+    return gather(padded, mesh.get_group(mesh.ndim - 1))[:count]
 
 
 def is_split(parameter: Tensor) -> bool:

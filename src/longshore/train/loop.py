@@ -68,10 +68,10 @@ def train(
 
 
 def _numbers(trained: Trained | None) -> Callable[[], list[float]] | None:
-    """Loss and gradient norm, sent to the host at once and to be read later."""
+    """Gradient norm and losses, sent to the host at once and to be read later."""
     if trained is None:
         return None
-    both = torch.stack([trained.loss, trained.grad_norm])
+    both = torch.cat([trained.grad_norm.view(1), trained.losses])
     if both.device.type != "cuda":
         return both.tolist
     host = torch.empty_like(both, device="cpu", pin_memory=True)
@@ -109,7 +109,7 @@ class _Meter:
 
     def read(self, done: _Done) -> StepMetrics:
         done.end.wait()
-        loss, norm = done.numbers() if done.numbers else (None, None)
+        norm, loss, balance, *depths = done.numbers() if done.numbers else (None,) * 3
         elapsed, self.last = done.end.since(self.last), done.end
         step, plan = done.step, done.step.plan
         _check_finite(step, loss, norm)
@@ -137,6 +137,8 @@ class _Meter:
             data_wait_s=step.wait_seconds,
             memory_gib=peak_memory(self.machine.device) / GIB,
             skipped=done.numbers is None,
+            balance_loss=balance or None,
+            mtp_losses=tuple(depths) or None,
         )
 
 

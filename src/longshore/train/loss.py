@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.batch import MicroBatch
+from longshore.batch import MicroBatch, Targets
 from longshore.dist.collectives import sum_over
 from longshore.dist.topology import Groups
 
@@ -39,7 +39,7 @@ class Loss:
     divisor: Callable[[list[MicroBatch], Groups], float]
 
     def summed(self, nll_T: Tensor, batch: MicroBatch) -> Tensor:
-        """The sum over this lane's loss tokens; `where`, so that nothing of padding passes."""
+        """The sum over this lane's loss tokens."""
         assert batch.targets is not None
         values = self.per_token(nll_T, batch)
         if values.shape != nll_T.shape:
@@ -47,7 +47,12 @@ class Loss:
                 f"the loss function returned {tuple(values.shape)} for {len(nll_T)} tokens; "
                 "it must return one value for each token"
             )
-        return torch.where(batch.targets.loss_mask, values, 0.0).sum()
+        return masked_sum(values, batch.targets)
+
+
+def masked_sum(values_T: Tensor, targets: Targets) -> Tensor:
+    """The sum over loss tokens; `where`, so that nothing of padding passes, not even NaN."""
+    return torch.where(targets.loss_mask, values_T, 0.0).sum()
 
 
 def make_loss(function: str = "", count: str = "tokens") -> Loss:

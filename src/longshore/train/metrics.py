@@ -16,6 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+MAYBE = ("balance_loss", "mtp_losses")
+"""Only models with experts, or with multi-token prediction, have these."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
@@ -25,7 +28,8 @@ class StepMetrics:
     that count. tokens, sequences: real ones. elapsed_s: seconds of this step. tflops: of one rank,
     a second. mfu: its share of the hardware's peak. rounds, efficiency, padding: of the plan.
     plan_s, data_wait_s: seconds for planning, and waiting for data. memory_gib: the most a rank
-    held. skipped: whether the update was left out, as for a gradient that is not finite.
+    held. skipped: whether the step had no loss token, so that nothing was updated. balance_loss: of
+    experts. mtp_losses: of each depth.
     """
 
     step: int
@@ -47,9 +51,12 @@ class StepMetrics:
     data_wait_s: float | None
     memory_gib: float | None
     skipped: bool
+    balance_loss: float | None = None
+    mtp_losses: tuple[float, ...] | None = None
 
     def to_json(self) -> str:
-        values = {name: _finite(value) for name, value in asdict(self).items()}
+        known = {name: value for name, value in asdict(self).items() if name not in MAYBE or value}
+        values = {name: _finite(value) for name, value in known.items()}
         return json.dumps(values, allow_nan=False)
 
 

@@ -18,6 +18,7 @@ from torch.optim import AdamW
 
 from longshore.dist.collectives import sum_over
 from longshore.dist.topology import Topology
+from longshore.model.float32 import Float32Parameters
 from longshore.parallel.fsdp import is_split
 
 ScheduleName = Literal["cosine", "linear", "constant"]
@@ -47,21 +48,22 @@ class Schedule:
 def make_optimizer(
     model: nn.Module, *, weight_decay: float, betas: tuple[float, float], eps: float
 ) -> AdamW:
-    """AdamW, fused; norms and biases do not decay. The rate is set before each update."""
+    """AdamW, fused; the rate is set before each update.
+
+    Norms, biases and other vectors do not decay, nor do parameters that are kept in float32, such
+    as those of routers.
+    """
+    uncast = [part for part in model.modules() if isinstance(part, Float32Parameters)]
+    kept = {parameter for part in uncast for parameter in part.parameters()}
     decaying: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        (decaying if decays(name, parameter) else others).append(parameter)
+    for parameter in model.parameters():
+        (others if parameter.dim() < 2 or parameter in kept else decaying).append(parameter)
     groups = [
         {"params": decaying, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
     return AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
-
-
-def decays(name: str, parameter: Tensor) -> bool:
-    """Weights of products do; norms, biases and other vectors do not."""
-    return parameter.dim() >= 2
 
 
 def set_lr(optimizer: AdamW, lr: float) -> None:
@@ -72,17 +74,17 @@ def set_lr(optimizer: AdamW, lr: float) -> None:
 def clip(model: nn.Module, limit: float, topology: Topology, *, also: Tensor) -> Tensor:
     """Scales the gradients down to a global norm of `limit` (0: never), and returns the norm.
 
-    also: a float64 number to be summed over the lanes in the same collective, in place. No branch
-    reads the norm, so nothing waits for the device.
+    also: float64 numbers (N) to be summed over the lanes in the same collective, in place. No
+    branch reads the norm, so nothing waits for the device.
     """
     split: list[Tensor] = []
     whole: list[Tensor] = []
     for parameter in model.parameters():
         assert parameter.grad is not None
         (split if is_split(parameter) else whole).append(_local(parameter.grad))
-    sums = sum_over(torch.stack([_square(split, also), also]), topology.groups.lanes)
-    also.copy_(sums[1])
-    norm = (sums[0] + _square(whole, also)).sqrt()
+    sums = sum_over(torch.cat([_square(split, also), also]), topology.groups.lanes)
+    also.copy_(sums[1:])
+    norm = (sums[:1] + _square(whole, also)).sqrt().squeeze()
     if limit:
         gradients = [*split, *whole]
         scale = (limit / norm).clamp(max=1.0).to(gradients[0].dtype)
@@ -95,7 +97,7 @@ def _local(gradient: Tensor) -> Tensor:
 
 
 def _square(gradients: list[Tensor], like: Tensor) -> Tensor:
-    """The square of the norm of all together, in the dtype of `like`."""
+    """The square of the norm of all together, (1), in the dtype of `like`."""
     if not gradients:
-        return torch.zeros_like(like)
-    return get_total_norm(gradients).to(like.dtype).square()
+        return like.new_zeros(1)
+    return get_total_norm(gradients).to(like.dtype).square().view(1)

@@ -1,11 +1,15 @@
 """One optimizer step: the rounds of a plan, then one update.
 
-In: a model on its lanes, the lane's micro-batches, a loss. Out: the step's loss and gradient norm,
-still on the device. Every lane runs every round; each loss sum is divided by the count of the whole
-step before backward and gradients are summed over lanes and rounds, so that the update is that of
-all sequences together, however they were packed:
+In: a model on its lanes, the lane's micro-batches, a loss. Out: the step's losses and gradient
+norm, still on the device. Every lane runs every round; each loss sum is divided by the count of the
+whole step before backward and gradients are summed over lanes and rounds, so that the update is
+that of all sequences together, however they were packed:
 
     2 lanes × 2 rounds with loss sums 3, 5 and 2, 6 over 8 loss tokens: loss (3 + 5 + 2 + 6) / 8 = 2
+
+With experts or depths of multi-token prediction the loss is
+
+    main / loss tokens + balance / tokens + mtp_weight / depths · Σ depth_d / its loss tokens
 
 A step without a loss token has nothing to learn: it is skipped, alike on all lanes.
 """
@@ -19,22 +23,28 @@ from torch.optim import AdamW
 from longshore.batch import MicroBatch
 from longshore.dist.topology import Topology
 from longshore.model.decoder import Decoder
+from longshore.model.output import Output
 from longshore.parallel.fsdp import Mode, begin_round
-from longshore.train.loss import Loss
+from longshore.train.loss import Loss, masked_sum
 from longshore.train.optim import clip, set_lr
+from longshore.train.routing import RoutingCounts, update_bias
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """What a step left: loss and norm are 0-dim tensors on the device, the same on all lanes."""
+    """What a step left, on the device and the same on all lanes.
 
-    loss: Tensor
+    losses: float64 (2 + depths): the main loss, the experts' balance loss, then the loss of each
+    depth of multi-token prediction, each divided by its own count. grad_norm: 0-dim.
+    """
+
+    losses: Tensor
     grad_norm: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stepper:
-    """Everything a step needs besides its data."""
+    """Everything a step needs besides its data. mtp_weight: of all depths together."""
 
     model: Decoder
     optimizer: AdamW
@@ -42,30 +52,52 @@ class Stepper:
     mode: Mode
     loss: Loss
     clip: float
+    mtp_weight: float = 0.0
 
     def step(self, batches: list[MicroBatch], lr: float) -> Trained | None:
         """Runs the rounds and updates the parameters; None if there was nothing to learn from."""
         divisor = self.loss.divisor(batches, self.topology.groups)
         if not divisor:
             return None
-        total = self.gradients(batches, divisor)
-        norm = clip(self.model, self.clip, self.topology, also=total)
+        losses, counts = self.gradients(batches, divisor)
+        norm = clip(self.model, self.clip, self.topology, also=losses)
         set_lr(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return Trained(total, norm)
+        update_bias(self.model, counts, self.topology)
+        return Trained(losses, norm)
 
-    def gradients(self, batches: list[MicroBatch], divisor: float) -> Tensor:
-        """Forward and backward of every round; returns this lane's part of the loss."""
+    def gradients(self, batches: list[MicroBatch], divisor: float) -> tuple[Tensor, RoutingCounts]:
+        """Forward and backward of every round; returns this lane's part of the losses."""
         device = self.topology.device
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        total = torch.zeros(2 + len(batches[0].mtp), dtype=torch.float64, device=device)
+        counts = RoutingCounts()
         for host in batches:
             batch = host.to(device, non_blocking=True)
             begin_round(self.model, mode=self.mode, is_last=batch.is_last)
             assert batch.token_ids is not None
             assert batch.targets is not None
-            out = self.model(batch.token_ids, batch.ctx, batch.targets.labels)
-            loss = self.loss.summed(out.values, batch) / divisor
-            loss.backward()
-            total += loss.detach()
-        return total
+            out = self.model(batch.token_ids, batch.ctx, batch.targets.labels, batch.mtp)
+            losses = self.terms(out, batch, divisor)
+            self.weighted(losses).backward()
+            total += losses.detach()
+            counts.add(out.routed)
+        return total, counts
+
+    def terms(self, out: Output, batch: MicroBatch, divisor: float) -> Tensor:
+        """The round's part of each loss, scaled by the count of the whole step."""
+        main = self.loss.summed(out.values, batch) / divisor
+        balance = main.new_zeros(())
+        for routed in out.routed:
+            balance = balance + routed.auxiliary / batch.counts.tokens
+        depths = [
+            masked_sum(nll_T, depth.targets) / max(count, 1)
+            for nll_T, depth, count in zip(out.mtp, batch.mtp, batch.counts.mtp, strict=True)
+        ]
+        return torch.stack([main, balance, *depths])
+
+    def weighted(self, losses: Tensor) -> Tensor:
+        """The one number to be made small."""
+        depths = losses[2:]
+        total = losses[:2].sum()
+        return total + self.mtp_weight / len(depths) * depths.sum() if len(depths) else total

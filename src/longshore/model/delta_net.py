@@ -1,0 +1,113 @@
+"""Gated delta net as a mixer: project, core (convolution and delta rule), gated norm, project.
+
+In: hidden states (T, C) and the context. Out: (T, C). Parameters are named and laid out as in
+Hugging Face's Qwen3-Next, but for per_head.{A_log, dt_bias}, which stand directly in the mixer
+there. A key head's rows of in_proj_qkvz are its q and k, then v and z of the value heads it serves;
+those of in_proj_ba their b and a. Queries and keys have length 1; a head forgets by
+exp(−exp(A_log)·softplus(a + dt_bias)) and learns by sigmoid(b).
+
+T tokens, R key heads of width K, H value heads of width V. With 2 key heads of 8 and 4 value heads
+of 6, in_proj_qkvz gives 2·(8 + 8 + 12 + 12) = 80 channels.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from longshore.model.fill import CONV, ONES, RESIDUAL, Fill
+from longshore.model.gated_norm import NormBeforeGate
+from longshore.model.opaque import Context, opened
+from longshore.model.part import Norm
+from longshore.model.rope import Tables
+from longshore.model.scan import Core, Decay, ScanInputs, conv_taps, local_core
+from longshore.model.scan_config import DeltaNetConfig
+from longshore.ops.boundaries import Bounds
+from longshore.ops.delta_rule import PreparedDelta, prepare_delta
+
+L2_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaScan:
+    def prepare(
+        self,
+        parts: tuple[Tensor, ...],
+        gates: tuple[Tensor, ...],
+        per_head: tuple[Tensor, ...],
+        *,
+        bounds: Bounds | None,
+    ) -> PreparedDelta:
+        q_TRK, k_TRK, v_THV = parts
+        b_TH, a_TH = gates
+        A_H, dt_bias_H = per_head
+        served = v_THV.shape[1] // k_TRK.shape[1]
+        q_THK = _unit(q_TRK).repeat_interleave(served, dim=1)
+        k_THK = _unit(k_TRK).repeat_interleave(served, dim=1)
+        g_TH = A_H * softplus(a_TH + dt_bias_H)
+        beta_TH = b_TH.to(g_TH.dtype).sigmoid()
+        return prepare_delta(q_THK, k_THK, v_THV, g_TH, beta_TH, bounds=bounds)
+
+    def compose(self, transition: Tensor, state: Tensor) -> Tensor:
+        return transition @ state
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Heads of length 1, in float32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide * (wide.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
+
+
+class DeltaNet(nn.Module):
+    """core: how tokens meet; see model/scan.py."""
+
+    FILLS: ClassVar[Mapping[str, Fill]] = {
+        "conv1d.weight": CONV,
+        **{f"per_head.{name}": fill for name, fill in Decay.FILLS.items()},
+        "norm.weight": ONES,
+        "out_proj.weight": RESIDUAL,
+    }
+
+    def __init__(self, config: DeltaNetConfig, width: int, *, norm: Norm) -> None:
+        super().__init__()
+        self.config = config
+        self.core: Core = local_core
+        self.scan = DeltaScan()
+        self.in_proj_qkvz = nn.Linear(width, config.conv_dim + config.values, bias=False)
+        self.in_proj_ba = nn.Linear(width, 2 * config.value_heads, bias=False)
+        self.conv1d = conv_taps(config.conv_dim, config.kernel, bias=False)
+        self.per_head = Decay(config.value_heads)
+        self.norm = NormBeforeGate(config.value_dim, norm.eps)
+        self.out_proj = nn.Linear(config.values, width, bias=False)
+
+    def forward(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Tensor:
+        config = self.config
+        served = config.value_heads // config.key_heads
+        keys, values = config.key_dim, served * config.value_dim
+        qkvz_TRX = self.in_proj_qkvz(x_TC).unflatten(-1, (config.key_heads, -1))
+        *qkv, z_TRX = qkvz_TRX.split([keys, keys, values, values], dim=-1)
+        ba_TRX = self.in_proj_ba(x_TC).unflatten(-1, (config.key_heads, -1))
+        b_TH, a_TH = (part.flatten(-2) for part in ba_TRX.chunk(2, dim=-1))
+        mixed_TX = torch.cat([part.flatten(-2) for part in qkv], dim=-1)
+        o_THV: Tensor = self._meet(mixed_TX, b_TH, a_TH, ctx)
+        normed_THV = self.norm(o_THV, z_TRX.reshape(o_THV.shape))
+        made: Tensor = self.out_proj(normed_THV.flatten(-2))
+        return made
+
+    # A compiled block must not specialise on the packs, which change every round.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _meet(self, mixed_TX: Tensor, b_TH: Tensor, a_TH: Tensor, ctx: Context) -> Tensor:
+        config = self.config
+        key = (config.key_heads, config.key_dim)
+        inputs = ScanInputs(
+            mixed=mixed_TX,
+            parts=(key, key, (config.value_heads, config.value_dim)),
+            gates=(b_TH, a_TH),
+            taps=self.conv1d.weight[:, 0],
+            bias=None,
+            per_head=self.per_head(),
+        )
+        return self.core(inputs, opened(ctx), scan=self.scan)

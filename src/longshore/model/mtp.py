@@ -1,0 +1,49 @@
+"""Multi-token prediction: modules behind the decoder, one after the other, as in DeepSeek-V3.
+
+In: the hidden states (T, C) of the depth before, before their norm, and the embeddings (T, C) of
+the tokens d places on. Out: hidden states for the next depth, and normed ones for the head.
+Embedding and head are the decoder's own. Which token lies d places on was settled while sequences
+were whole (data/pack.py), so nothing is shifted, and no lane asks another for a token.
+
+At depth 1 position 3 joins its state with the embedding of token 4 and predicts token 5.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from longshore.batch import SeqContext
+from longshore.model.block import Block
+from longshore.model.config import LayerConfig
+from longshore.model.norm import RMSNorm
+from longshore.model.output import Routed
+from longshore.model.part import Norm
+from longshore.model.rope import Tables
+
+
+class Predicted(NamedTuple):
+    """hidden: for the next depth. normed: for the head. routed: see Output."""
+
+    hidden: Tensor
+    normed: Tensor
+    routed: tuple[Routed, ...]
+
+
+class MTPDepth(nn.Module):
+    """One depth: both inputs normed and joined, a projection, a block, a norm."""
+
+    def __init__(self, layer: LayerConfig, width: int, *, norm: Norm) -> None:
+        super().__init__()
+        self.embed_norm = RMSNorm(width, norm)
+        self.hidden_norm = RMSNorm(width, norm)
+        self.proj = nn.Linear(2 * width, width, bias=False)
+        self.block = Block(layer, width, norm=norm)
+        self.norm = RMSNorm(width, norm)
+
+    def forward(
+        self, hidden_TC: Tensor, embedded_TC: Tensor, ctx: SeqContext, tables: Tables
+    ) -> Predicted:
+        both = torch.cat([self.embed_norm(embedded_TC), self.hidden_norm(hidden_TC)], dim=-1)
+        made, routed, _ = self.block(self.proj(both), ctx, tables)
+        return Predicted(made, self.norm(made), routed)

@@ -1,0 +1,193 @@
+"""Mamba2 and gated delta net over lanes, both ways: exact, nothing leaks, and what is sent."""
+
+import numpy as np
+import pytest
+import torch
+from tests.data.plans import Sample
+from tests.ranks.harness import run_ranks
+from tests.ranks.spine import VOCAB, batches_of, exact, lanes_of, make_samples, sharded
+from tests.ranks.test_exactness import LENGTHS, check, several_packs
+from tests.ranks.test_perturbation import mixer_outputs
+
+from longshore.batch import whole_context
+from longshore.dist.collectives import count
+from longshore.model.config import DecoderConfig, LayerConfig, MLPConfig
+from longshore.model.decoder import Decoder
+from longshore.model.scan import ScanInputs
+from longshore.model.scan_config import DeltaNetConfig, Mamba2Config
+from longshore.parallel.context.scan import ContextScan, by_heads
+from longshore.parallel.context.states import by_states, halo_route
+from longshore.plan import make_plan
+
+WIDTH = 12
+FLOAT = 8
+
+
+def hybrid(heads: int = 4, groups: int = 2) -> DecoderConfig:
+    """Mamba2, then gated delta net; its key heads are as many as the groups."""
+    mamba = Mamba2Config(heads=heads, head_dim=3, state_dim=5, groups=groups)
+    delta = DeltaNetConfig(key_heads=groups, value_heads=heads, key_dim=3, value_dim=4, kernel=3)
+    layers = (LayerConfig(mamba, MLPConfig(width=8)), LayerConfig(delta, None))
+    return DecoderConfig(vocab_size=VOCAB, width=WIDTH, layers=layers, init_std=0.3)
+
+
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_any_plan(lanes: int) -> None:
+    mixed = make_plan(LENGTHS, lanes=lanes, capacity=200 // lanes + 8, policy="mixed")
+    static = make_plan(LENGTHS, lanes=lanes, capacity=128, policy="static", cp_size=lanes)
+    cases = []
+    for way, mode, recompute in [("heads", "zero3", "none"), ("states", "zero2", "blocks")]:
+        cases.append((hybrid(), mixed, exact(mode=mode, scan=way, recompute=recompute)))
+        cases.append((hybrid(groups=1), static, exact(mode="none", scan=way)))
+    check(lanes, cases)
+
+
+def test_several_packs_in_a_micro_batch_and_lanes_without_work() -> None:
+    choices = [exact(mode="zero3", scan=way, recompute="blocks") for way in ("heads", "states")]
+    check(4, [(hybrid(), several_packs(), choice) for choice in choices])
+
+
+def test_cp_size_3() -> None:
+    plan = make_plan([1, 40, 3, 100, 2, 11], lanes=3, capacity=40, cp_sizes="any")
+    assert 3 in {pack.cp_size for _, pack in plan.packs()}
+    settings = [(6, 6, "heads"), (6, 1, "heads"), (4, 2, "auto"), (5, 1, "states")]
+    check(3, [(hybrid(h, g), plan, exact(mode="zero2", scan=way)) for h, g, way in settings])
+
+
+def perturb(lanes: int, way: str) -> list[str]:
+    lengths = [5, 40, 1, 17, 2]
+    plan = make_plan(lengths, lanes=lanes, capacity=128, policy="static", cp_size=lanes)
+    samples = make_samples(plan)
+    faults = []
+    with lanes_of(lanes) as (topology, groups):
+        model = sharded(hybrid(), topology, groups, exact(mode="none", scan=way))
+        before = mixer_outputs(model, plan, samples, topology)
+        for place, position in [(0, 0), (1, 13), (1, 39), (2, 0), (3, 16), (4, 1)]:
+            tokens = samples[place].tokens.copy()
+            tokens[position] = (tokens[position] + 1) % VOCAB
+            changed = {**samples, place: Sample(tokens, samples[place].loss_mask)}
+            after = mixer_outputs(model, plan, changed, topology)
+            for layer, (a, b) in enumerate(zip(before, after, strict=True)):
+                same = {i for i in a if torch.equal(a[i], b[i])}
+                if same != set(range(len(lengths))) - {place}:
+                    faults.append(f"{place}:{position} in layer {layer} left only {same}")
+                if not torch.equal(a[place][:position], b[place][:position]):
+                    faults.append(f"{place}:{position} in layer {layer} changed the past")
+                if torch.equal(a[place][position], b[place][position]):
+                    faults.append(f"{place}:{position} in layer {layer} did not show")
+    return faults
+
+
+@pytest.mark.parametrize(
+    ("lanes", "way"), [(1, "auto"), (2, "heads"), (2, "states"), (4, "heads"), (4, "states")]
+)
+def test_nothing_leaks(lanes: int, way: str) -> None:
+    assert run_ranks(lanes, perturb, lanes, way, timeout=120)[0] == []
+
+
+def exchanged(lanes: int, way: str, config: DecoderConfig, cp_size: int):
+    plan = make_plan([50, 3], lanes=lanes, capacity=128, policy="static", cp_size=cp_size)
+    samples = make_samples(plan)
+    with lanes_of(lanes) as (topology, groups):
+        model = sharded(config, topology, groups, exact(mode="none", scan=way))
+        (batch,) = batches_of(plan, samples, topology.lane)
+        with count() as forward:
+            nll = model(batch.token_ids, batch.ctx, batch.targets.labels).values
+        with count() as backward:
+            nll.sum().backward()
+        rows = sum(pack.stop - pack.start for pack in batch.ctx.packs if pack.group.cp_size > 1)
+        return (
+            rows,
+            [(call.name, call.bytes) for call in forward.log],
+            [(call.name, call.bytes) for call in backward.log],
+        )
+
+
+def test_heads_take_two_exchanges_a_layer() -> None:
+    for rows, forward, backward in run_ranks(2, exchanged, 2, "heads", hybrid(), 2):
+        # Half of x, B, C and dt, then of y; half of q, k, v, b and a, then of o.
+        sizes = [32 + 4, 12, 12 + 16 + 8, 16]
+        calls = [("all_to_all", rows * size // 2 * FLOAT) for size in sizes]
+        assert (forward, backward) == (calls, calls[::-1])
+
+
+def test_states_do_not_grow_with_the_tokens() -> None:
+    for _, forward, backward in run_ranks(2, exchanged, 2, "states", hybrid(), 2):
+        # Two sequences of two chunks: transitions 1 and 3·3 a head, states 3·5 and 3·4.
+        states = [4 * 4 * (1 + 15) * FLOAT, 4 * 4 * (9 + 12) * FLOAT]
+        assert [name for name, _ in forward] == ["all_to_all", "gather"] * 2
+        assert [name for name, _ in backward] == ["reduce_scatter", "all_to_all"] * 2
+        assert [size for name, size in forward if name == "gather"] == states
+        assert all(size <= 4 * 3 * 32 * FLOAT for name, size in forward if name == "all_to_all")
+
+
+@pytest.mark.parametrize("way", ["auto", "heads", "states"])
+def test_nothing_is_exchanged_at_cp_size_1(way: str) -> None:
+    for _, forward, backward in run_ranks(2, exchanged, 2, way, hybrid(), 1):
+        assert (forward, backward) == ([], [])
+
+
+def headed(heads: int, groups: int) -> ScanInputs:
+    none = torch.zeros(0, heads)
+    return ScanInputs(none, ((heads, 3), (groups, 5), (groups, 5)), (none,), none, None, ())
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "legal"),
+    [(8, 8, [2, 4, 8]), (8, 2, [2, 4, 8]), (8, 1, [2, 4, 8]), (12, 4, [2, 4, 12]), (5, 1, [5])],
+)
+def test_auto_takes_heads_where_it_can(heads: int, groups: int, legal: list[int]) -> None:
+    core = ContextScan(None)
+    ways = {size: core._way(headed(heads, groups), size) for size in range(2, 13)}
+    assert [size for size, way in ways.items() if way is by_heads] == legal
+    assert {ways[size] for size in ways if size not in legal} == {by_states}
+
+
+def test_heads_that_cannot_be_shared_out_are_refused() -> None:
+    message = (
+        "CP size 4 cannot share out 6 heads with parts of 6, 2, 2 heads; plan with other CP "
+        "sizes, or use parallel.scan='states'"
+    )
+    with pytest.raises(ValueError, match=message):
+        ContextScan(None, "heads")._way(headed(6, 2), 4)
+
+
+def test_a_model_that_was_not_made_ready_refuses_shared_packs() -> None:
+    plan = make_plan([50, 3], lanes=2, capacity=128, policy="static", cp_size=2)
+    (batch,) = batches_of(plan, make_samples(plan), 0)
+    with pytest.raises(ValueError, match="a pack is shared by 2 lanes"):
+        Decoder(hybrid())(batch.token_ids, batch.ctx)
+    assert Decoder(hybrid())(torch.arange(3), whole_context((3,))).values.shape == (3, VOCAB)
+
+
+@pytest.mark.parametrize("cp_size", [2, 3, 4])
+@pytest.mark.parametrize("halo", [1, 3, 20])
+def test_halos_as_looked_up(cp_size: int, halo: int) -> None:
+    """All lanes together, by positions, for chunks of 1, 2 and 7 tokens."""
+    padded = np.array([1, 2, 7]) * 2 * cp_size
+    lanes = range(cp_size)
+    shards = [
+        [
+            (i, p)
+            for i, n in enumerate(padded)
+            for c in (lane, 2 * cp_size - 1 - lane)
+            for p in range(c * n // (2 * cp_size), (c + 1) * n // (2 * cp_size))
+        ]
+        for lane in lanes
+    ]
+    routes = [halo_route(padded, halo, cp_rank=lane, cp_size=cp_size) for lane in lanes]
+    sent = []
+    for shard, route in zip(shards, routes, strict=True):
+        stops = np.cumsum(route.sends)
+        rows = [shard[row] for row in route.sent]
+        sent.append([rows[b - n : b] for n, b in zip(route.sends, stops, strict=True)])
+    for lane, route in enumerate(routes):
+        got = [row for source in lanes for row in sent[source][lane]]
+        assert [len(sent[source][lane]) for source in lanes] == list(route.receives)
+        found = dict(zip(route.received.tolist(), got, strict=True))
+        for i, n in enumerate(padded):
+            for late, c in enumerate((lane, 2 * cp_size - 1 - lane)):
+                for j in range(halo):
+                    position = c * n // (2 * cp_size) - halo + j
+                    want = (i, position) if position >= 0 else None
+                    assert found.get((2 * i + late) * halo + j) == want
