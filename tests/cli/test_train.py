@@ -99,6 +99,10 @@ BAD = [
     (["titan.toml"], "there is no optimizer.lr; did you mean train.lr?"),
     (["r.toml", "x.toml"], "'x.toml' is a second recipe; give one"),
     (["recipe"], "'recipe' is no section.key=value, such as train.lr=3e-4; a recipe ends in .toml"),
+    (
+        ["chats.jsonl"],
+        "'chats.jsonl' is no section.key=value, such as train.lr=3e-4; write data.pa",
+    ),
     (["r.toml", "train.lr"], "'train.lr' is no section.key=value"),
     (["r.toml", "=3"], "'=3' has no key before the ="),
     (["r.toml", "lr=3"], "there is no lr; did you mean train.lr?"),
@@ -312,7 +316,7 @@ def interrupt(config, ranks):
 
 
 def test_errors_of_a_rank(capsys, monkeypatch):
-    words = ["train", "r.toml", "--ranks", "1"]
+    words = ["train", "--ranks", "1"]
     monkeypatch.setattr("longshore.cli.train.train", refuse)
     assert main(words) == 2
     assert capsys.readouterr().err == "longshore: raise plan.max_cp, or use more lanes\n"

@@ -42,7 +42,7 @@ def test_a_recipe_and_the_defaults_that_hang_on_it():
     assert (config.data.path, config.data.batch, config.train.steps) == ("prepared", 8, 10)
     assert config.train.betas == (0.8, 0.9)
     assert (config.train.lr, config.train.epochs) == (2e-5, 0)
-    assert config.data.tokenizer == "checkpoint"
+    assert config.data.tokenizer == "", "not filled in: it stays that of the model"
     assert config.output.folder == "runs/mine-{n}"
     assert config.plan.capacity == "auto"
 

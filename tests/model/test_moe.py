@@ -11,6 +11,7 @@ from longshore.batch import whole_context
 from longshore.data.pack import pack_step
 from longshore.data.shard import cut_shards, lane_cuts
 from longshore.model.decoder import Decoder
+from longshore.model.float32 import Float32Parameters
 from longshore.model.init import init_decoder
 from longshore.model.moe_config import MoEConfig
 from longshore.ops.experts import refusal
