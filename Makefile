@@ -5,11 +5,12 @@ PIP := $(BIN)/python -m pip
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 
-.PHONY: help setup demo test lint bench fuzz clean
+.PHONY: help setup demo plan test lint bench fuzz clean
 
 help:
 	@echo 'make setup   make the virtual environment in .venv'
-	@echo 'make demo    plan a long-tailed sample of lengths, page in out/plan.html'
+	@echo 'make demo    train a tiny model on made-up data, into runs/demo-1: about a minute'
+	@echo 'make plan    plan a long-tailed sample of lengths, page in out/plan.html'
 	@echo 'make test    lint, then all tests'
 	@echo 'make lint    ruff, mypy and the import layers'
 	@echo 'make bench   planner against Megatron (downloads megatron-core), shift, loader'
@@ -35,6 +36,9 @@ $(VENV)/.bench: $(VENV)/.ready
 	@touch $@
 
 demo: setup
+	$(BIN)/longshore train
+
+plan: setup
 	@mkdir -p out
 	$(BIN)/longshore plan --demo --html out/plan.html --json out/plan.json
 

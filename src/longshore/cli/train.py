@@ -21,6 +21,7 @@ from longshore.config.check import check_config
 from longshore.config.ranks import Ranks
 from longshore.config.read import load_config
 from longshore.config.sections import SECTIONS, RunConfig
+from longshore.config.text import prepare_text
 from longshore.config.told import as_keys
 from longshore.config.toml import toml_value
 from longshore.config.words import all_keys, answer_key
@@ -41,9 +42,9 @@ in about a minute.
 
 examples:
   longshore train
-  longshore train --print-config > mine.toml
-  longshore train mine.toml data.path=chats.jsonl model.from_hf=my-model train.epochs=2
-  torchrun --nproc-per-node 8 -m longshore.cli.main train mine.toml
+  longshore train data.path=chats.jsonl model.from_hf=my-model data.batch=64 train.epochs=2
+  longshore train data.path=chats.jsonl model.from_hf=my-model data.batch=64 --print-config >x.toml
+  torchrun --nproc-per-node 8 -m longshore.cli.main train x.toml
 """
 WIDTH = 100
 INDENT = 23
@@ -79,13 +80,14 @@ def run_train(args: argparse.Namespace) -> None:
         return
     try:
         if place is None:
+            prepare_text(config)
             launch(train, config, config.parallel.ranks)
         else:
             train(config, place)
     except ValueError as error:
         raise ValueError(as_keys(str(error))) from None
     except RankError as error:
-        print(f"longshore: {error}", file=sys.stderr)
+        print(f"longshore: {str(error).rstrip()}", file=sys.stderr)
         raise SystemExit(FAILED) from None
     except Exception:
         traceback.print_exc()

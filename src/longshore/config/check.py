@@ -27,7 +27,7 @@ def check_config(config: RunConfig, lanes: int, *, check_folders: bool = True) -
     decoder = decoder_config(config.model)
     _check_train(config)
     _check_plan(config, lanes, decoder)
-    check_data(config)
+    check_data(config, decoder.vocab_size)
     if longest := known_longest(config):
         check_longest(config, lanes, longest)
     if check_folders:

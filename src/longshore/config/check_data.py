@@ -5,6 +5,7 @@ lengths are known here, so `known_longest` says the longest; of text it says 0.
 """
 
 import importlib.util
+import json
 from dataclasses import fields
 from pathlib import Path
 
@@ -18,7 +19,8 @@ MANIFEST = "manifest.json"
 TEXT_ONLY = ("template", "loss_on", "max_length", "too_long", "fields", "ignore")
 
 
-def check_data(config: RunConfig) -> None:
+def check_data(config: RunConfig, vocab_size: int) -> None:
+    """vocab_size: the model's, which a tokenizer of the user's choice must not exceed."""
     data = config.data
     if data.batch and data.batch_tokens:
         raise ValueError("data.batch and data.batch_tokens are both given; leave one out")
@@ -38,7 +40,9 @@ def check_data(config: RunConfig) -> None:
     elif is_prepared(data.path):
         _refuse_text_keys(data, "data.path is a prepared folder and already has")
     else:
-        _check_text(data)
+        _check_text(data, data.tokenizer or config.model.from_hf)
+        if config.model.preset:  # a checkpoint's tokenizer may have ids that no text uses
+            _check_vocabulary(data.tokenizer, vocab_size)
     if data.path and data.count:
         raise ValueError("data.count is for data.mock, and data.path has its own; leave it out")
 
@@ -78,18 +82,18 @@ def _refuse_text_keys(data: DataConfig, what: str) -> None:
             )
 
 
-def _check_text(data: DataConfig) -> None:
+def _check_text(data: DataConfig, tokenizer: str) -> None:
     with told_as("data.path: "):
         find_inputs([data.path])
-    if not data.tokenizer:
+    if not tokenizer:
         raise ValueError(
             f"data.path: {data.path} holds text, which needs a tokenizer; give data.tokenizer, a "
             "folder with tokenizer.json"
         )
-    if not (Path(data.tokenizer) / "tokenizer.json").is_file():
+    if not (Path(tokenizer) / "tokenizer.json").is_file():
         key = "data.tokenizer"
         raise ValueError(
-            f"{key}: {data.tokenizer} holds no tokenizer.json; give {key}, a folder that does"
+            f"{key}: {tokenizer} holds no tokenizer.json; give {key}, a folder that does"
         )
     if data.template and not Path(data.template).is_file():
         raise ValueError(f"data.template: there is no file {data.template}")
@@ -101,3 +105,19 @@ def _check_text(data: DataConfig) -> None:
                 f"data.path: {data.path} holds text, and the package {name} is missing; "
                 "pip install 'longshore[hf]'"
             )
+
+
+def _check_vocabulary(tokenizer: str, vocab_size: int) -> None:
+    path = Path(tokenizer) / "tokenizer.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        known = content["model"]["vocab"]
+        ids = known.values() if isinstance(known, dict) else range(len(known))
+        highest = max([*ids, *(token["id"] for token in content["added_tokens"])])
+    except (OSError, ValueError, LookupError, TypeError):
+        return  # whoever reads it as a tokenizer says what is wrong
+    if highest >= vocab_size:
+        raise ValueError(
+            f"data.tokenizer: {tokenizer} has ids up to {highest}, and the model has {vocab_size}; "
+            f"give model.vocab_size={highest + 1}, or more"
+        )

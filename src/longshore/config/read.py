@@ -36,6 +36,7 @@ EITHER = (
     ("train.steps", "train.epochs"),
     ("train.epochs", "train.steps"),
 )
+DATA_FILES = (".json", ".jsonl", ".ndjson", ".parquet")
 SHOWN = 60
 
 
@@ -86,6 +87,8 @@ def _split(word: str) -> tuple[str, str]:
     key = key.strip()
     if not equals:
         hint = "a recipe ends in .toml" if "." not in word else f"write {word}=VALUE"
+        if word.endswith(DATA_FILES):
+            hint = f"write data.path={word}"
         raise ValueError(f"{word!r} is no section.key=value, such as train.lr=3e-4; {hint}")
     section, dot, name = key.partition(".")
     if not dot or not section or not name:
@@ -152,13 +155,11 @@ def _wrong(key: str, value: object, kind: Kind) -> str:
 
 def with_defaults(config: RunConfig, name: str = "train") -> RunConfig:
     """Fills in what is not given and depends on other keys. name: of the run's folder."""
-    data, train, output = config.data, config.train, config.output
+    train, output = config.train, config.output
     if not train.lr:
         train = replace(train, lr=2e-5 if config.model.from_hf else 3e-4)
     if not train.steps and not train.epochs:
         train = replace(train, epochs=1)
-    if data.path and not data.tokenizer:
-        data = replace(data, tokenizer=config.model.from_hf)
     if not output.folder:
         output = replace(output, folder=f"runs/{name}-{{n}}")
-    return replace(config, data=data, train=train, output=output)
+    return replace(config, train=train, output=output)

@@ -144,6 +144,7 @@ class TrainConfig:
     loss_count: str = key(
         "tokens", function("tokens", "sequences"), "what a step's loss is divided by"
     )
+    mtp_weight: float = key(0.1, number(0), "of the loss of tokens further ahead, all depths")
     seed: int = key(0, whole(0, LARGEST_SEED), "of new weights")
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", choice("auto", "cpu", "cuda"), "to train on; auto: GPUs if there are any"

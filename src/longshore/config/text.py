@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from longshore.config.check_data import is_prepared
+from longshore.config.check_data import MANIFEST, is_prepared
 from longshore.config.sections import RunConfig
 from longshore.data.cache import TextRules, cache_folder, prepare_cache
 from longshore.data.prepare import show_progress
@@ -22,22 +22,35 @@ def text_folder(config: RunConfig) -> Path:
     return cache_folder(data.path, _rules(config), data.cache)
 
 
+def text_is_ready(config: RunConfig) -> bool:
+    """Whether nothing is left to prepare: made-up data, a prepared folder, or a cache that is."""
+    data = config.data
+    return not data.path or is_prepared(data.path) or (text_folder(config) / MANIFEST).exists()
+
+
 def prepare_text(config: RunConfig) -> None:
-    """Tokenizes the run's text into its cache, with progress; does nothing for other data."""
+    """Tokenizes the run's text into its cache, with progress; does nothing for other data.
+
+    Its workers are processes, so ranks that are daemons themselves leave it to their parent.
+    """
     data = config.data
     if not data.path or is_prepared(data.path):
         return
-    folder, workers = text_folder(config), os.cpu_count() or 1
-    with show_progress(sys.stderr) as progress:
-        summary = prepare_cache(
-            data.path, _rules(config), folder, workers=workers, progress=progress
-        )
+    try:
+        with show_progress(sys.stderr) as progress:
+            summary = prepare_cache(
+                data.path,
+                _rules(config),
+                text_folder(config),
+                workers=len(os.sched_getaffinity(0)),
+                progress=progress,
+            )
+    except OSError as error:
+        raise ValueError(f"data.path: {error.strerror or error}") from None
+    except ValueError as error:
+        said = str(error).replace("; declare it (", "; declare it in data.fields (")
+        raise ValueError(f"data.path: {said.replace('in ignore', 'in data.ignore')}") from None
     sys.stderr.write(f"{summary}\n")
-    if not summary.sequences:
-        raise ValueError(
-            f"data.path: no sample of {data.path} became a sequence; {folder}/rejected.jsonl has "
-            "the reasons"
-        )
 
 
 def _rules(config: RunConfig) -> TextRules:

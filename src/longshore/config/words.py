@@ -55,6 +55,7 @@ FOREIGN = {
     "mixed_precision": "train.dtype",
     "model_name": "model.from_hf",
     "model_name_or_path": "model.from_hf",
+    "mtp_loss_scaling_factor": "train.mtp_weight",
     "n_layers": "model.layers",
     "nproc_per_node": "parallel.ranks",
     "num_layers": "model.layers",

@@ -1,0 +1,89 @@
+"""The sequences of a run, and how many steps they make.
+
+In: a config and the decoder. Out: an indexed source whose every sequence the model can read, and
+the number of steps. 1000 sequences, data.batch 64 and train.epochs 2 make 2 × 16 steps.
+
+A token id past the model's vocabulary would be a device assert in the middle of a run, so each
+sequence is looked at on the host when it is read, and refused by its number.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longshore.config.sections import RunConfig
+from longshore.config.text import text_folder
+from longshore.data.batches import Batches, BatchSize
+from longshore.data.fields import Field
+from longshore.data.mock import MockSource
+from longshore.data.source import IndexedSource, Ints, TokenizedSample
+from longshore.data.store import Store
+from longshore.model.config import DecoderConfig
+
+
+class Readable:
+    """A source for a model of `vocab_size` ids. name: of the source, for people."""
+
+    def __init__(self, source: IndexedSource, vocab_size: int, *, name: str) -> None:
+        self.source = source
+        self.vocab_size = vocab_size
+        self.name = name
+        self.lengths: Ints = source.lengths
+        self.loss_tokens: Ints = source.loss_tokens
+        self.fields: tuple[Field, ...] = source.fields
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> TokenizedSample:
+        sample = self.source[index]
+        low, high = int(sample.tokens.min()), int(sample.tokens.max())
+        if low < 0 or high >= self.vocab_size:
+            raise ValueError(
+                f"{self.name}: sequence {sample.id} has the token id {low if low < 0 else high}, "
+                f"and the model has {self.vocab_size} ids, from 0; use the tokenizer of the model, "
+                "or with model.preset a larger model.vocab_size"
+            )
+        return sample
+
+    def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
+        return self.source.mask_head(index, count)
+
+
+def open_sequences(config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
+    """The run's data: made up, or from a prepared folder. Text is prepared before."""
+    data = config.data
+    if data.mock:
+        return MockSource(
+            data.mock, count=data.count or None, vocab_size=decoder.vocab_size, seed=data.seed
+        )
+    folder = text_folder(config)
+    store = Store(folder)
+    if not store.loss_tokens.any():
+        raise ValueError(
+            f"data.path: {data.path} has nothing to learn, no token of {folder} is in the loss; "
+            "data.loss_on=all learns every token"
+        )
+    return Readable(store, decoder.vocab_size, name=f"data.path: {folder}")
+
+
+def batch_size(config: RunConfig) -> BatchSize:
+    data = config.data
+    if data.batch:
+        return BatchSize("sequences", data.batch)
+    return BatchSize("tokens", data.batch_tokens)
+
+
+def count_steps(config: RunConfig, lengths: Ints) -> int:
+    """Steps of the run, which the warmup must not outlast."""
+    data, train = config.data, config.train
+    if train.steps:
+        return train.steps
+    batches = Batches(lengths, batch_size(config), seed=data.seed, shuffle=data.shuffle)
+    steps = sum(batches.steps(epoch) for epoch in range(train.epochs))
+    if train.warmup > steps:
+        raise ValueError(
+            f"train.warmup is {train.warmup}, and the run has only {steps} "
+            f"step{'s' if steps > 1 else ''}: train.epochs is {train.epochs}, for {len(lengths)} "
+            "sequences; warm up for fewer steps"
+        )
+    return steps
