@@ -39,10 +39,11 @@ from longshore.plan.shapes import make_buckets
 from longshore.plan.types import Sequence
 from longshore.train.device import memory_bytes, peak_flops, pick_backend, pick_device, pick_dtype
 from longshore.train.display import Display, make_display
-from longshore.train.loop import Machine
+from longshore.train.journal import Journal
+from longshore.train.loop import Machine, Report
 from longshore.train.loop import train as run_steps
 from longshore.train.loss import make_loss
-from longshore.train.metrics import MetricsFile, StepMetrics
+from longshore.train.metrics import MetricsFile
 from longshore.train.optim import Schedule, make_optimizer
 from longshore.train.step import Stepper
 
@@ -121,6 +122,7 @@ def _model(run: Settled, topology: Topology, groups: CPGroups) -> Decoder:
         mode=run.mode,
         dtype=dtype,
         attention=config.parallel.attention,
+        scan=config.parallel.scan,
         recompute=config.train.recompute,
         compile=config.train.compile,
     )
@@ -135,7 +137,7 @@ def _model(run: Settled, topology: Topology, groups: CPGroups) -> Decoder:
 
 def _reports(
     run: Settled, model: Decoder, loader: Loader, *, steps: int, topology: Topology
-) -> Iterator[StepMetrics]:
+) -> Iterator[Report]:
     """Trains one step for each report that is asked for."""
     train = run.config.train
     stepper = Stepper(
@@ -170,23 +172,28 @@ def _reports(
 
 
 def _lead(
-    run: Settled, model: Decoder, reports: Iterator[StepMetrics], *, steps: int, about: str
+    run: Settled, model: Decoder, reports: Iterator[Report], *, steps: int, about: str
 ) -> None:
     """Rank 0's part: it makes the folder, and shows and writes what all ranks do."""
     output = run.config.output
     folder = make_run_folder(output.folder)
     (folder / "config.toml").write_text(run.config.to_toml(), encoding="utf-8")
     display = make_display(output.display, steps, stream=sys.stdout, title=str(folder))
-    with MetricsFile(folder / "metrics.jsonl") as file, display:
+    with (
+        MetricsFile(folder / "metrics.jsonl") as file,
+        Journal(folder / "steps.jsonl") as journal,
+        display,
+    ):
         for line in (about, *run.lines):
             display.note(line)
-        for metrics in reports:
-            file.write(metrics)
-            display.update(metrics)
+        for report in reports:
+            file.write(report.metrics)
+            journal.write(report)
+            display.update(report.metrics)
     _save(run, model, folder, display)
 
 
-def _follow(run: Settled, model: Decoder, reports: Iterator[StepMetrics]) -> None:
+def _follow(run: Settled, model: Decoder, reports: Iterator[Report]) -> None:
     """The part of the other ranks: every step, and their rows whenever rank 0 writes weights."""
     for _ in reports:
         pass

@@ -175,7 +175,7 @@ BAD = [
     (["r.toml", "plan.cost=none.json"], "plan.cost: cost profile none.json: cannot be read"),
     (
         ["r.toml", "--ranks", "8", "parallel.attention=heads", "plan.max_cp=8"],
-        "plan.max_cp is 8, and parallel.attention 'heads' shares 4 KV heads",
+        "plan.max_cp is 8, and ranks are to share 4 heads, which it must",
     ),
     # Training and output.
     (["r.toml", "train.epochs=1", "train.steps=2"], "train.steps and train.epochs are both given"),

@@ -13,7 +13,7 @@ from longshore.config import (
     planner_options,
 )
 from longshore.config.check import shared_heads
-from longshore.config.sections import ModelConfig, PlanConfig
+from longshore.config.sections import ModelConfig, ParallelConfig, PlanConfig
 from longshore.model.presets import preset
 from longshore.plan import make_plan
 
@@ -53,7 +53,8 @@ def test_the_planner_gets_what_is_given():
 
 def test_heads_limit_the_cp_sizes_only_where_they_are_shared():
     decoder = preset("tiny-llama")
-    assert shared_heads(decoder) == 4
+    assert shared_heads(decoder, ParallelConfig(attention="heads")) == 4
+    assert shared_heads(decoder, ParallelConfig()) is None
     config = replace(DEMO, parallel=replace(DEMO.parallel, attention="heads"))
     check_config(config, 8, check_folders=False)
     assert planner_options(config, lanes=8, capacity=512, decoder=decoder)["heads"] == 4

@@ -135,7 +135,7 @@ def together(config, plan, samples, topology, groups, choices: Choices) -> Outco
     )
     stepper = Stepper(model, None, topology, choices.mode, make_loss(), 0.0, MTP_WEIGHT)
     batches = batches_of(plan, samples, topology.lane, len(config.mtp))
-    losses, _ = stepper.gradients(batches, max(1, batches[0].counts.main))
+    losses, _, _ = stepper.gradients(batches, max(1, batches[0].counts.main))
     loss = stepper.weighted(losses)
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     pieces = [piece for ctx, out in seen.values() for piece in unpack(ctx, out.detach())]

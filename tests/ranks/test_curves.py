@@ -64,7 +64,7 @@ def curve(topology, groups, name: str, way: Way) -> list[tuple[float, ...]]:
                 *(r.mtp_losses or ()),
                 *([r.balance_loss] if r.balance_loss else []),
             )
-            for r in reports
+            for r in (report.metrics for report in reports)
         ]
 
 

@@ -125,7 +125,7 @@ def together(config, plan, samples, topology, groups, choices: Choices) -> Routi
         assert parameter.grad is not None, name
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     own = [layer.tolist() for layer in counts.layers]
-    update_bias(model, counts, topology)
+    update_bias(model, counts.over_lanes(topology))
     assert [layer.tolist() for layer in counts.layers] == own
     everything = [None] * topology.lanes
     torch.distributed.all_gather_object(everything, (pieces, total, own))

@@ -32,9 +32,9 @@ def biases(model: Decoder) -> list[list[float]]:
 def test_the_example():
     model, counts = model_of(4, bias_update=0.5), RoutingCounts()
     counts.add([routed(10, 2, 6, 6)])
-    update_bias(model, counts, ONE_LANE)
+    update_bias(model, counts.over_lanes(ONE_LANE))
     assert biases(model) == [[-0.5, 0.5, 0.0, 0.0]]
-    update_bias(model, counts, ONE_LANE)
+    update_bias(model, counts.over_lanes(ONE_LANE))
     assert biases(model) == [[-1.0, 1.0, 0.0, 0.0]]
 
 
@@ -45,29 +45,29 @@ def test_rounds_add_up_and_layers_keep_apart():
     counts.add((routed(0, 4), routed(0, 1, 2)))
     assert [layer.tolist() for layer in counts.layers] == [[3, 4], [1, 2, 3]]
     assert first[0].counts.tolist() == [3, 0]
-    update_bias(model, counts, ONE_LANE)
+    update_bias(model, counts.over_lanes(ONE_LANE))
     assert biases(model) == [[0.25, -0.25], [0.25, 0.0, -0.25]]
 
 
 def test_a_mean_that_is_no_integer_and_counts_past_float32():
     model, counts = model_of(3, bias_update=1.0), RoutingCounts()
     counts.add([Routed(torch.zeros(()), torch.tensor([1 << 40, (1 << 40) + 1, (1 << 40) + 1]))])
-    update_bias(model, counts, ONE_LANE)
+    update_bias(model, counts.over_lanes(ONE_LANE))
     assert biases(model) == [[1.0, -1.0, -1.0]]
 
 
 def test_no_tokens_move_nothing():
     model, counts = model_of(4, bias_update=0.5), RoutingCounts()
     counts.add([routed(0, 0, 0, 0)])
-    update_bias(model, counts, ONE_LANE)
+    update_bias(model, counts.over_lanes(ONE_LANE))
     assert biases(model) == [[0.0] * 4]
 
 
 @pytest.mark.parametrize("settings", [{}, {"bias": True}])
-def test_without_an_update_nothing_is_sent_or_moved(settings):
+def test_without_an_update_nothing_is_moved(settings):
     model, counts = model_of(4, **settings), RoutingCounts()
     counts.add([routed(9, 0, 0, 0)])
-    update_bias(model, counts, None)
+    update_bias(model, counts.over_lanes(ONE_LANE))
     assert biases(model) == ([[0.0] * 4] if settings else [])
 
 
@@ -75,8 +75,8 @@ def test_a_dense_model_has_no_counts():
     counts = RoutingCounts()
     counts.add(())
     counts.add(())
-    update_bias(model_of(), counts, None)
-    assert counts.layers == []
+    assert counts.over_lanes(None) == (), "and nothing is sent"
+    update_bias(model_of(), ())
 
 
 def test_counts_of_another_model_are_caught():
@@ -85,4 +85,4 @@ def test_counts_of_another_model_are_caught():
     with pytest.raises(AssertionError, match="other layers of experts"):
         counts.add([routed(1, 1), routed(1, 1)])
     with pytest.raises(AssertionError, match="no counts of every layer"):
-        update_bias(model_of(2, 2, bias_update=0.1), counts, ONE_LANE)
+        update_bias(model_of(2, 2, bias_update=0.1), counts.over_lanes(ONE_LANE))

@@ -13,9 +13,10 @@ from typing import Any
 
 from longshore.config.check_data import check_data, known_longest
 from longshore.config.folder import check_new_folder, check_run_folder
-from longshore.config.sections import ModelConfig, PlanConfig, RunConfig
+from longshore.config.sections import ModelConfig, ParallelConfig, PlanConfig, RunConfig
 from longshore.config.told import told_as
 from longshore.model.config import AttentionConfig, DecoderConfig
+from longshore.model.scan_config import DeltaNetConfig, Mamba2Config
 from longshore.plan.cost import BUILT_IN, load_profile
 from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
@@ -66,16 +67,24 @@ def planner_options(
         "min_cp": plan.min_cp,
         "max_cp": plan.max_cp or None,
         "cp_sizes": plan.cp_sizes,
-        "heads": shared_heads(decoder) if config.parallel.attention == "heads" else None,
+        "heads": shared_heads(decoder, config.parallel),
         "max_sequences": plan.max_sequences or None,
         "align": plan.align,
     }
 
 
-def shared_heads(decoder: DecoderConfig) -> int | None:
-    """What a CP size must divide so that it divides the KV heads of every layer."""
-    mixers = (layer.mixer for layer in decoder.layers)
-    return math.gcd(*(m.kv_heads for m in mixers if isinstance(m, AttentionConfig))) or None
+def shared_heads(decoder: DecoderConfig, parallel: ParallelConfig) -> int | None:
+    """What a CP size must divide where ranks are to share heads; None if they are not."""
+    found = []
+    for layer in (*decoder.layers, *decoder.mtp):
+        match layer.mixer:
+            case AttentionConfig(kv_heads=heads) if parallel.attention == "heads":
+                found.append(heads)
+            case Mamba2Config(heads=heads, groups=groups) if parallel.scan == "heads":
+                found += [heads, groups]
+            case DeltaNetConfig(key_heads=heads) if parallel.scan == "heads":
+                found.append(heads)
+    return math.gcd(*found) or None
 
 
 def check_longest(config: RunConfig, lanes: int, longest: int) -> None:
@@ -139,8 +148,7 @@ def _check_plan(config: RunConfig, lanes: int, decoder: DecoderConfig) -> None:
             "plan.sync is 'step' and parallel.shard 'zero3', whose ranks meet in every round; use "
             "plan.sync=round, or parallel.shard=zero2"
         )
-    if config.parallel.attention == "heads":
-        _check_heads(plan, shared_heads(decoder))
+    _check_heads(plan, shared_heads(decoder, config.parallel))
     # One token fits anywhere, so only the settings can be wrong.
     capacity = plan.capacity if isinstance(plan.capacity, int) else max(plan.align, 1 << 20)
     _try_plan(config, lanes, capacity=capacity, longest=1)
@@ -154,8 +162,9 @@ def _check_heads(plan: PlanConfig, heads: int | None) -> None:
         size = getattr(plan, name)
         if heads and size and heads % size:
             raise ValueError(
-                f"plan.{name} is {size}, and parallel.attention 'heads' shares {heads} KV heads, "
-                f"which it must divide; lower plan.{name}, or use parallel.attention=gather"
+                f"plan.{name} is {size}, and ranks are to share {heads} heads, which it must "
+                f"divide; lower plan.{name}, or use parallel.attention=gather and "
+                "parallel.scan=states"
             )
 
 

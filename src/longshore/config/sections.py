@@ -111,6 +111,11 @@ class ParallelConfig:
     attention: Literal["auto", "gather", "heads"] = key(
         "auto", choice("auto", "gather", "heads"), "how ranks share the attention of a pack"
     )
+    scan: Literal["auto", "heads", "states"] = key(
+        "auto",
+        choice("auto", "heads", "states"),
+        "how ranks share Mamba2 and the delta net: heads, or states passed on",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

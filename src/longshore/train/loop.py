@@ -1,6 +1,6 @@
 """The training loop: steps from a loader through a stepper, and a report of each.
 
-In: a Stepper, a loader, a schedule, the number of steps. Out: one StepMetrics for each step.
+In: a Stepper, a loader, a schedule, the number of steps. Out: one Report for each step.
 
 The numbers of a step are read from the device when the next step has been queued, so the device
 never waits for the host: with steps 1, 2, 3 the reports come after the queueing of 2, 3 and 3.
@@ -8,15 +8,16 @@ never waits for the host: with steps 1, 2, 3 the reports come after the queueing
 
 import math
 import resource
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 
 import torch
+from torch import Tensor
 
 from longshore.data.steps import Step
 from longshore.train.metrics import StepMetrics
+from longshore.train.moment import Moment
 from longshore.train.optim import Schedule
 from longshore.train.step import Stepper, Trained
 
@@ -33,13 +34,28 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Report:
+    """A step, and what it measured on this rank.
+
+    rounds_s: seconds of each round. experts: tokens each expert got, by layer of experts, over all
+    lanes. Both are () for a skipped step.
+    """
+
+    step: Step
+    metrics: StepMetrics
+    rounds_s: tuple[float, ...]
+    experts: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Done:
     """A step whose numbers may still be on their way from the device."""
 
     step: Step
     lr: float
-    numbers: Callable[[], list[float]] | None
-    end: "_Moment"
+    trained: Trained | None
+    numbers: Tensor
+    end: Moment
 
 
 def train(
@@ -50,7 +66,7 @@ def train(
     schedule: Schedule,
     flops: Callable[[list[int]], int],
     machine: Machine,
-) -> Iterator[StepMetrics]:
+) -> Iterator[Report]:
     """Trains, and yields what happened in each step."""
     meter = _Meter(flops, machine)
     waiting: _Done | None = None
@@ -59,7 +75,7 @@ def train(
         lr = schedule.at(updates)
         trained = stepper.step(step.batches, lr)
         updates += trained is not None
-        done = _Done(step, lr, _numbers(trained), _Moment(machine.device))
+        done = _Done(step, lr, trained, _on_host(trained), Moment(machine.device))
         if waiting is not None:
             yield meter.read(waiting)
         waiting = done
@@ -67,36 +83,15 @@ def train(
         yield meter.read(waiting)
 
 
-def _numbers(trained: Trained | None) -> Callable[[], list[float]] | None:
-    """Gradient norm and losses, sent to the host at once and to be read later."""
+def _on_host(trained: Trained | None) -> Tensor:
+    """Gradient norm, losses and counts of experts, float64, sent at once and to be read later."""
     if trained is None:
-        return None
-    both = torch.cat([trained.grad_norm.view(1), trained.losses])
-    if both.device.type != "cuda":
-        return both.tolist
-    host = torch.empty_like(both, device="cpu", pin_memory=True)
-    host.copy_(both, non_blocking=True)
-    return host.tolist
-
-
-class _Moment:
-    """A point in the work of a device: now on a CPU, on a GPU when it gets there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        self.time = time.perf_counter()
-        if self.event is not None:
-            self.event.record()
-
-    def wait(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
-
-    def since(self, other: "_Moment") -> float:
-        """Seconds from the other moment; both have come."""
-        if self.event is None or other.event is None:
-            return self.time - other.time
-        return float(other.event.elapsed_time(self.event)) / 1e3
+        return torch.empty(0)
+    all_ = torch.cat([trained.grad_norm.view(1), trained.losses, *trained.experts]).double()
+    if all_.device.type != "cuda":
+        return all_
+    host = torch.empty_like(all_, device="cpu", pin_memory=True)
+    return host.copy_(all_, non_blocking=True)
 
 
 class _Meter:
@@ -105,11 +100,13 @@ class _Meter:
     def __init__(self, flops: Callable[[list[int]], int], machine: Machine) -> None:
         self.flops = flops
         self.machine = machine
-        self.last = _Moment(machine.device)
+        self.last = Moment(machine.device)
 
-    def read(self, done: _Done) -> StepMetrics:
+    def read(self, done: _Done) -> Report:
         done.end.wait()
-        norm, loss, balance, *depths = done.numbers() if done.numbers else (None,) * 3
+        experts = _experts(done)
+        losses = len(done.numbers) - sum(map(len, experts))
+        norm, loss, balance, *depths = done.numbers[:losses].tolist() or (None, None, None)
         elapsed, self.last = done.end.since(self.last), done.end
         step, plan = done.step, done.step.plan
         _check_finite(step, loss, norm)
@@ -117,7 +114,7 @@ class _Meter:
         flops = self.flops([sequence.length for sequence in plan.sequences])
         each = flops / elapsed / self.machine.ranks
         peak = self.machine.peak_flops
-        return StepMetrics(
+        metrics = StepMetrics(
             step=step.place.step + 1,
             epoch=step.place.epoch,
             loss=loss,
@@ -136,10 +133,24 @@ class _Meter:
             plan_s=plan.stats.planning_seconds,
             data_wait_s=step.wait_seconds,
             memory_gib=peak_memory(self.machine.device) / GIB,
-            skipped=done.numbers is None,
+            skipped=done.trained is None,
             balance_loss=balance or None,
             mtp_losses=tuple(depths) or None,
         )
+        return Report(step, metrics, _rounds(done), experts)
+
+
+def _experts(done: _Done) -> tuple[tuple[int, ...], ...]:
+    if done.trained is None or not done.trained.experts:
+        return ()
+    sizes = [len(layer) for layer in done.trained.experts]
+    found = done.numbers[-sum(sizes) :].long().split(sizes)
+    return tuple(tuple(layer.tolist()) for layer in found)
+
+
+def _rounds(done: _Done) -> tuple[float, ...]:
+    moments = done.trained.moments if done.trained else ()
+    return tuple(later.since(earlier) for earlier, later in pairwise(moments))
 
 
 def _check_finite(step: Step, *numbers: float | None) -> None:

@@ -35,19 +35,22 @@ class RoutingCounts:
         for total, more in zip(self.layers, counts, strict=True):
             total += more
 
+    def over_lanes(self, topology: Topology) -> tuple[Tensor, ...]:
+        """The same over all lanes, in one small collective; () where there are no experts."""
+        if not self.layers:
+            return ()
+        joined = sum_over(torch.cat(self.layers), topology.groups.lanes)
+        return tuple(joined.split([len(layer) for layer in self.layers]))
 
-def update_bias(model: nn.Module, counts: RoutingCounts, topology: Topology) -> None:
-    """Moves every bias once; call it on all lanes after the rounds of an optimizer step.
 
-    counts: of the model's layers of experts, in their order. Where no bias moves nothing is sent.
+def update_bias(model: nn.Module, counts: Sequence[Tensor]) -> None:
+    """Moves every bias once, after the rounds of an optimizer step; the same on all lanes.
+
+    counts: of the model's layers of experts, in their order, over all lanes.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
-    if not any(layer.config.bias_update for layer in layers):
-        return
-    assert len(layers) == len(counts.layers), "there are no counts of every layer of experts"
-    joined = sum_over(torch.cat(counts.layers), topology.groups.lanes)
-    found = joined.split([layer.config.experts for layer in layers])
-    for layer, counts_E in zip(layers, found, strict=True):
+    assert len(layers) == len(counts), "there are no counts of every layer of experts"
+    for layer, counts_E in zip(layers, counts, strict=True):
         bias_E, step = layer.router.bias, layer.config.bias_update
         if step:
             assert bias_E is not None

@@ -26,6 +26,7 @@ from longshore.model.decoder import Decoder
 from longshore.model.output import Output
 from longshore.parallel.fsdp import Mode, begin_round
 from longshore.train.loss import Loss, masked_sum
+from longshore.train.moment import Moment
 from longshore.train.optim import clip, set_lr
 from longshore.train.routing import RoutingCounts, update_bias
 
@@ -35,11 +36,15 @@ class Trained:
     """What a step left, on the device and the same on all lanes.
 
     losses: float64 (2 + depths): the main loss, the experts' balance loss, then the loss of each
-    depth of multi-token prediction, each divided by its own count. grad_norm: 0-dim.
+    depth of multi-token prediction, each divided by its own count. grad_norm: 0-dim. experts:
+    int64 (E) of each layer of experts, the tokens they got. moments: the start, and the end of each
+    round, on this lane.
     """
 
     losses: Tensor
     grad_norm: Tensor
+    experts: tuple[Tensor, ...]
+    moments: tuple[Moment, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,19 +64,23 @@ class Stepper:
         divisor = self.loss.divisor(batches, self.topology.groups)
         if not divisor:
             return None
-        losses, counts = self.gradients(batches, divisor)
+        losses, counts, moments = self.gradients(batches, divisor)
         norm = clip(self.model, self.clip, self.topology, also=losses)
         set_lr(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        update_bias(self.model, counts, self.topology)
-        return Trained(losses, norm)
+        experts = counts.over_lanes(self.topology)
+        update_bias(self.model, experts)
+        return Trained(losses, norm, experts, moments)
 
-    def gradients(self, batches: list[MicroBatch], divisor: float) -> tuple[Tensor, RoutingCounts]:
+    def gradients(
+        self, batches: list[MicroBatch], divisor: float
+    ) -> tuple[Tensor, RoutingCounts, tuple[Moment, ...]]:
         """Forward and backward of every round; returns this lane's part of the losses."""
         device = self.topology.device
         total = torch.zeros(2 + len(batches[0].mtp), dtype=torch.float64, device=device)
         counts = RoutingCounts()
+        moments = [Moment(device)]
         for host in batches:
             batch = host.to(device, non_blocking=True)
             begin_round(self.model, mode=self.mode, is_last=batch.is_last)
@@ -82,7 +91,8 @@ class Stepper:
             self.weighted(losses).backward()
             total += losses.detach()
             counts.add(out.routed)
-        return total, counts
+            moments.append(Moment(device))
+        return total, counts, tuple(moments)
 
     def terms(self, out: Output, batch: MicroBatch, divisor: float) -> Tensor:
         """The round's part of each loss, scaled by the count of the whole step."""
