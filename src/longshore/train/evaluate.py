@@ -1,0 +1,74 @@
+"""Evaluation on held-out sequences: the loss of each token counts the same, whatever the plan.
+
+In: a model on its lanes and a held-out set. Out: the mean over all loss tokens of all lanes, rounds
+and steps. Nothing is learned and nothing is counted for routing.
+
+Two steps with loss sums 6 and 1 over 3 and 1 tokens give (6 + 1) / (3 + 1) = 1.75; the mean of the
+steps' means would be 1.5.
+"""
+
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from longshore.batch import MicroBatch
+from longshore.data.batches import Place
+from longshore.data.steps import IndexedSteps
+from longshore.dist.collectives import sum_over
+from longshore.dist.topology import Topology
+from longshore.model.decoder import Decoder
+from longshore.train.loss import masked_sum
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """loss: the mean over loss_tokens; None without any. mtp_losses: the same of each depth."""
+
+    name: str
+    loss: float | None
+    loss_tokens: int
+    mtp_losses: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldOut:
+    """A held-out set: one pass over `steps`, in their order, from the start each time."""
+
+    name: str
+    steps: IndexedSteps
+
+    def evaluate(self, model: Decoder, topology: Topology) -> Evaluation:
+        """All ranks call it together, between two training steps."""
+        sums = torch.zeros(1 + len(model.config.mtp), dtype=torch.float64, device=topology.device)
+        counts = [0] * len(sums)
+        every = islice(self.steps.from_place(Place(), lambda: False), self.steps.batches.steps(0))
+        with torch.no_grad():
+            for step in every:
+                for host in step.batches:
+                    sums += _sums(model, host.to(topology.device, non_blocking=True))
+                more = step.batches[0].counts
+                counts = [a + b for a, b in zip(counts, (more.main, *more.mtp), strict=True)]
+        _let_go(model)
+        totals = sum_over(sums, topology.groups.lanes).tolist()
+        pairs = zip(totals, counts, strict=True)
+        loss, *depths = [total / count if count else None for total, count in pairs]
+        return Evaluation(self.name, loss, counts[0], tuple(depths))
+
+
+def _sums(model: Decoder, batch: MicroBatch) -> Tensor:
+    """The lane's sums of one round: of the main loss, then of each depth."""
+    assert batch.targets is not None
+    out = model(batch.token_ids, batch.ctx, batch.targets.labels, batch.mtp)
+    pairs = [(out.values, batch.targets)]
+    pairs += [(nll_T, depth.targets) for nll_T, depth in zip(out.mtp, batch.mtp, strict=True)]
+    return torch.stack([masked_sum(nll_T.double(), targets) for nll_T, targets in pairs])
+
+
+def _let_go(model: Decoder) -> None:
+    """Gives back the gathered parameters, which no backward will."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
