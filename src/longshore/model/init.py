@@ -74,5 +74,5 @@ def _fill_in_block(layer: LayerConfig, name: list[str]) -> Fill:
         return NORM
     part = layer.mixer if place == "mixer" else layer.mlp
     modules = MIXERS if place == "mixer" else FEED_FORWARDS
-    own: Mapping[str, Fill] = modules[type(part)].FILLS
+    own: Mapping[str, Fill] = getattr(modules[type(part)], "FILLS", {})
     return own.get(".".join(rest), ZEROS if rest[-1] == "bias" else NORMAL)

@@ -29,13 +29,13 @@ from longshore.model.moe_config import MoEConfig
 from longshore.model.part import Norm, Part
 from longshore.model.scan_config import DeltaNetConfig, Mamba2Config
 
-MIXERS: Mapping[type, Any] = {
+MIXERS: dict[type, Any] = {
     AttentionConfig: Attention,
     MLAConfig: MLA,
     Mamba2Config: Mamba2,
     DeltaNetConfig: DeltaNet,
 }
-FEED_FORWARDS: Mapping[type, Any] = {MLPConfig: MLP, MoEConfig: MoE}
+FEED_FORWARDS: dict[type, Any] = {MLPConfig: MLP, MoEConfig: MoE}
 
 
 def make_mixer(config: Part, width: int, *, norm: Norm) -> nn.Module:

@@ -26,6 +26,7 @@ from longshore.model.delta_net import DeltaNet
 from longshore.model.mamba2 import Mamba2
 from longshore.model.mla import MLA
 from longshore.model.moe import MoE
+from longshore.model.registry import MIXERS
 from longshore.parallel.context.attention import ContextAttention, Kind
 from longshore.parallel.context.balance import ContextCounts
 from longshore.parallel.context.latent import ContextLatent
@@ -34,7 +35,9 @@ from longshore.parallel.fsdp import Mode, shard
 
 Recompute = Literal["none", "blocks"]
 
-CORES: dict[type[nn.Module], Callable[[CPGroups, "Choices"], Callable[..., Any]]] = {
+CoreMaker = Callable[[CPGroups, "Choices"], Callable[..., Any]]
+
+CORES: dict[type[nn.Module], CoreMaker] = {
     Attention: lambda groups, choices: ContextAttention(groups, choices.attention),
     MLA: lambda groups, _: ContextLatent(groups),
     Mamba2: lambda groups, choices: ContextScan(groups, choices.scan),
@@ -70,6 +73,14 @@ def parallelize(
             block.compile(dynamic=True)
     shard(model, blocks, topology, mode=choices.mode, dtype=choices.dtype)
     return model
+
+
+def register_mixer(config: type, module: type[nn.Module], *, core: CoreMaker) -> None:
+    """Makes layers of a new kind: its config, its module, and what that does over several lanes."""
+    if config in MIXERS:
+        raise ValueError(f"{config.__name__} has a module already, {MIXERS[config].__name__}")
+    MIXERS[config] = module
+    CORES[module] = core
 
 
 def set_cores(model: nn.Module, groups: CPGroups, choices: Choices) -> None:
