@@ -5,13 +5,14 @@ import pytest
 import torch
 from tests.data.plans import make_samples, pack_all, plan_of
 
-from longshore.batch import MicroBatch
+from longshore.batch import MicroBatch, whole_context
 from longshore.plan import Pack, Round
 
 CONTEXT = {"ctx.positions", "ctx.sequence_index", "ctx.is_real", "ctx.lengths"}
 CONTEXT |= {f"ctx.packs.{i}.{part}.cu_seqlens" for i in range(2) for part in ("real", "padded")}
 CONTEXT |= {f"ctx.packs.0.zigzag.{part}.cu_seqlens" for part in ("local", "chunks")}
 CONTEXT |= {"ctx.packs.0.zigzag.to_natural", "ctx.packs.0.zigzag.to_shards"}
+CONTEXT |= {"ctx.packs.0.zigzag.seen.cu_seqlens", "ctx.packs.0.zigzag.seen_rows"}
 TARGETS = {"targets.labels", "targets.loss_mask"}
 DEPTHS = {f"mtp.{d}.{name}" for d in range(2) for name in ("token_ids", *TARGETS)}
 FIELDS = {"token_fields.weight", "token_fields.advantage", "sequence_fields.sample_id"}
@@ -126,3 +127,15 @@ def test_is_frozen_and_has_no_room_for_more() -> None:
         batch.lane = 3
     for part in (batch, batch.ctx, batch.ctx.packs[0], batch.targets, batch.mtp[0], batch.counts):
         assert not hasattr(part, "__dict__")
+
+
+def test_the_context_of_whole_sequences() -> None:
+    ctx = whole_context([2, 3])
+    assert (ctx.tokens, ctx.real_tokens, ctx.sequences) == (5, 5, (0, 1))
+    assert ctx.positions.tolist() == [0, 1, 0, 1, 2]
+    assert ctx.sequence_index.tolist() == [0, 0, 1, 1, 1]
+    assert (ctx.lengths.tolist(), bool(ctx.is_real.all())) == ([2, 3, 1], True)
+    (pack,) = ctx.packs
+    assert (pack.padded.offsets, pack.padded.longest, pack.zigzag) == ((0, 2, 5), 3, None)
+    with pytest.raises(ValueError, match="give at least one, each of 1 or more"):
+        whole_context([3, 0])

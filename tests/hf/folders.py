@@ -1,9 +1,11 @@
 """Tiny models of transformers with random weights, saved as it saves them."""
 
+import json
 from copy import deepcopy
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 LLAMA3 = {
@@ -44,11 +46,93 @@ def llama(folder, *, seed=0, shard="1GB", **keys):
     return _saved(LlamaForCausalLM, LlamaConfig(**SIZES | deepcopy(keys)), folder, seed, shard)
 
 
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+NEMOTRON_KINDS = ["linear_attention", "mlp", "full_attention", "linear_attention"]
+
+
+def qwen3_moe(folder, *, seed=0, shard="1GB", **keys):
+    """Layer 1 of 3 is dense."""
+    sizes = SIZES | EXPERTS | {"head_dim": 16, "num_experts": 5, "mlp_only_layers": [1]}
+    config = transformers.Qwen3MoeConfig(**sizes | deepcopy(keys))
+    return _saved(transformers.Qwen3MoeForCausalLM, config, folder, seed, shard)
+
+
+def qwen3_next(folder, *, seed=0, shard="1GB", **keys):
+    sizes = SIZES | EXPERTS | {"head_dim": 16, "num_experts": 5}
+    # With larger numbers rounding alone shows beyond 1e-5: the gated norm divides by small outputs.
+    sizes |= {"shared_expert_intermediate_size": 20, "initializer_range": 0.1}
+    sizes |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    sizes |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
+    sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    config = transformers.Qwen3NextConfig(**sizes | deepcopy(keys))
+    return _saved(transformers.Qwen3NextForCausalLM, config, folder, seed, shard)
+
+
+def deepseek(folder, *, seed=0, shard="1GB", **keys):
+    """One dense layer first; heads of 6 + 8, values of 10."""
+    sizes = SIZES | EXPERTS | {"num_key_value_heads": 4, "first_k_dense_replace": 1}
+    sizes |= {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
+    sizes |= {"kv_lora_rank": 12, "q_lora_rank": 20, "qk_rope_head_dim": 8}
+    sizes |= {"qk_nope_head_dim": 6, "v_head_dim": 10}
+    config = transformers.DeepseekV3Config(**sizes | deepcopy(keys))
+    return _saved(transformers.DeepseekV3ForCausalLM, config, folder, seed, shard)
+
+
+def mamba2(folder, *, seed=0, shard="1GB", **keys):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_heads": 8, "head_dim": 8, "expand": 2}
+    sizes |= {"state_size": 6, "num_hidden_layers": 3, "n_groups": 2, "chunk_size": 8}
+    config = transformers.Mamba2Config(**sizes | {"tie_word_embeddings": True} | deepcopy(keys))
+    return _saved(transformers.Mamba2ForCausalLM, config, folder, seed, shard)
+
+
+def nemotron(folder, *, seed=0, shard="1GB", **keys):
+    sizes = {key: SIZES[key] for key in SIZES if key != "num_hidden_layers"}
+    sizes |= {"layers_block_type": NEMOTRON_KINDS, "head_dim": 16, "chunk_size": 8}
+    sizes |= {"mamba_num_heads": 8, "mamba_head_dim": 6, "ssm_state_size": 5, "n_groups": 2}
+    config = transformers.NemotronHConfig(**sizes | deepcopy(keys))
+    return _saved(transformers.NemotronHForCausalLM, config, folder, seed, shard)
+
+
+def change_tensors(folder, change):
+    """Rewrites the one file of a folder."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def add_depth(folder, *, copies=True):
+    """Gives a folder of `deepseek` the tensors of a depth, its last layer's with some noise."""
+    generator = torch.Generator().manual_seed(9)
+
+    def add(tensors):
+        def noise(*shape):
+            return torch.rand(shape, generator=generator) + 0.5
+
+        for name in [name for name in tensors if name.startswith("model.layers.2.")]:
+            near = tensors[name] * noise(*tensors[name].shape)
+            tensors[name.replace("layers.2", "layers.3")] = near
+        at = "model.layers.3"
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"{at}.{name}.weight"] = noise(32)
+        tensors[f"{at}.eh_proj.weight"] = noise(32, 64) - 1
+        if copies:
+            tensors[f"{at}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+            tensors[f"{at}.shared_head.head.weight"] = head.clone()
+
+    change_tensors(folder, add)
+
+
 def load(folder, dtype=torch.float32):
     """The folder, as transformers loads it."""
     transformers.utils.logging.disable_progress_bar()
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        folder,
+        dtype=dtype,
+        attn_implementation=None if kind == "mamba2" else "sdpa",
+        experts_implementation="eager",
+        local_files_only=True,
     )
     return model.eval()
 
@@ -56,13 +140,26 @@ def load(folder, dtype=torch.float32):
 def _saved(kind, config, folder, seed, shard):
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
-    config._attn_implementation = "sdpa"
+    if kind._supports_sdpa:
+        config._attn_implementation = "sdpa"
     model = kind(config).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                parameter.normal_()
+        for name, tensor in model.state_dict().items():
+            _make_lively(name, tensor)
+            # Its norms are zero-centred, but for the gated one.
+            if "Next" in kind.__name__ and "norm" in name and "linear_attn" not in name:
+                tensor -= 1
     model.save_pretrained(folder, max_shard_size=shard)
     return model
+
+
+def _make_lively(name, tensor):
+    """No norm, bias or decay that is 0 or 1 throughout, and no router that is nearly even."""
+    if "norm" in name:
+        tensor.uniform_(0.5, 1.5)
+    elif name.endswith(("gate.weight", "e_score_correction_bias")):
+        tensor.normal_(std=0.3)
+    elif name.endswith(("bias", ".D")):
+        tensor.normal_()
+    elif name.endswith("A_log"):
+        tensor.uniform_(-1, 1)

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 from tests.hf.folders import LLAMA3, LONGROPE, SIZES, YARN
 
-from longshore.hf.architectures import ARCHITECTURES, DENSE_NAMES, architecture_for, source
+from longshore.hf.architectures import ARCHITECTURES, architecture_for
 from longshore.hf.config_file import config_text, read_config
+from longshore.hf.names import DENSE_NAMES, Layout, by_table
 from longshore.model.presets import preset
 from longshore.model.rope_config import (
     DynamicScaling,
@@ -136,6 +137,8 @@ def test_windows(read, keys, windows):
 
 REFUSED = {
     "architecture": (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supp"),
+    "v3.2": ({"model_type": "deepseek_v32"}, "deepseek_v32 is not supported: its attention sees"),
+    "v4": ({"model_type": "deepseek_v4"}, "deepseek_v4 is not supported: its attention is compr"),
     "model type": ({**SIZES, "model_type": "gpt2"}, "of model_type 'gpt2' is not supported"),
     "activation": (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is silu"),
     "quantized": (LLAMA | {"quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\)"),
@@ -198,9 +201,22 @@ def test_decoders_that_no_architecture_can_be_are_refused():
         ((replace(layer, mixer=replace(layer.mixer, bias=True)),), "in some projections"),
         ((layer, replace(other, mlp=replace(other.mlp, width=7))), "another MLP than layer 0"),
         ((layer, replace(other, mixer=replace(other.mixer, heads=16))), "another mixer"),
+        ((replace(layer, mixer=replace(layer.mixer, gate=True)),), "layer 0 has gated attention"),
+        ((replace(layer, mlp=replace(layer.mlp, activation="relu2")),), "MLP is relu2"),
     ]:
         with pytest.raises(ValueError, match=reason):
             architecture_for(replace(config, layers=layers))
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-llama"])
+def test_a_dense_model_has_plain_norms_and_one_prediction(name):
+    config = preset(name)
+    for change, reason in [
+        ({"zero_centred": True}, "its norms are zero-centred"),
+        ({"mtp": config.layers[:1]}, "predicts several tokens"),
+    ]:
+        with pytest.raises(ValueError, match=f"LlamaForCausalLM: [^;]*{reason}"):
+            architecture_for(replace(config, **change))
 
 
 def test_max_length_may_not_change_the_positions(read):
@@ -211,11 +227,12 @@ def test_max_length_may_not_change_the_positions(read):
 
 
 def test_every_name_of_theirs_comes_from_one_of_ours():
-    assert source("layers.12.mixer.q_norm.weight", DENSE_NAMES).theirs == (
+    place, layout = by_table(DENSE_NAMES), Layout(preset("tiny-llama"), {})
+    assert place("layers.12.mixer.q_norm.weight", layout).theirs == (
         "model.layers.12.self_attn.q_norm.weight"
     )
     with pytest.raises(ValueError, match=r"tensor mtp\.0\.weight has no name"):
-        source("mtp.0.weight", DENSE_NAMES)
+        place("mtp.0.weight", layout)
     assert all(name == entry.name for name, entry in ARCHITECTURES.items())
 
 

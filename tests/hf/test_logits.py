@@ -2,7 +2,19 @@
 
 import pytest
 import torch
-from tests.hf.folders import LLAMA3, LONGROPE, YARN, llama, load, qwen3
+from tests.hf.folders import (
+    LLAMA3,
+    LONGROPE,
+    YARN,
+    deepseek,
+    llama,
+    load,
+    mamba2,
+    nemotron,
+    qwen3,
+    qwen3_moe,
+    qwen3_next,
+)
 
 from longshore.batch import whole_context
 from longshore.hf.checkpoint import open_weights, read_config
@@ -26,6 +38,34 @@ CASES = {
         {"rope_parameters": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5, "truncate": False}},
     ),
     "llama-longrope": (llama, {"rope_parameters": LONGROPE}),
+    "qwen3-moe": (qwen3_moe, {"norm_topk_prob": True}),
+    "qwen3-moe-window": (
+        qwen3_moe,
+        {"use_sliding_window": True, "sliding_window": 4, "attention_bias": True},
+    ),
+    "qwen3-moe-tied": (qwen3_moe, {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+    "qwen3-next": (qwen3_next, {}),
+    "qwen3-next-half": (
+        qwen3_next,
+        {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-3, "mlp_only_layers": [1]},
+    ),
+    "deepseek": (deepseek, {}),
+    "deepseek-yarn": (
+        deepseek,
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "attention_bias": True},
+    ),
+    "deepseek-plain": (
+        deepseek,
+        {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False},
+    ),
+    "deepseek-one-group": (deepseek, {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "mamba2": (mamba2, {}),
+    "mamba2-limits": (
+        mamba2,
+        {"time_step_limit": (0.5, 0.9), "use_bias": True, "tie_word_embeddings": False},
+    ),
+    "nemotron": (nemotron, {}),
+    "nemotron-limits": (nemotron, {"time_step_min": 0.7, "use_bias": True, "use_conv_bias": False}),
 }
 LENGTHS = (1, 2, 13, 40)
 

@@ -4,64 +4,41 @@ In: a config.json as a dict. Out: a DecoderConfig, and back; and for each of our
 where it lies in a Hugging Face folder. No torch, so that a bad folder is refused fast.
 
     find_architecture({"architectures": ["LlamaForCausalLM"], …}).name  "LlamaForCausalLM"
-    source("layers.3.mlp.up_proj.weight", DENSE_NAMES).theirs  "model.layers.3.mlp.up_proj.weight"
 
-A new architecture is an entry of ARCHITECTURES: two functions for the keys, a table of names. Where
-a tensor of ours is several of theirs, or turned, a class beside `Source` with its methods says so.
+A new architecture is an entry of ARCHITECTURES: two functions for the keys, and in hf/names.py a
+table of names. Where a tensor of ours is several of theirs, or turned, a class of hf/sources.py
+says so.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
+from longshore.hf.deepseek_keys import deepseek_keys, read_deepseek
 from longshore.hf.dense_keys import llama_keys, qwen3_keys, read_llama, read_qwen3
 from longshore.hf.keys import Raw
-from longshore.model.config import DecoderConfig
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-DENSE_NAMES = (
-    ("embed.weight", "model.embed_tokens.weight"),
-    ("layers.{i}.mixer_norm.weight", "model.layers.{i}.input_layernorm.weight"),
-    ("layers.{i}.mixer.{part}", "model.layers.{i}.self_attn.{part}"),
-    ("layers.{i}.mlp_norm.weight", "model.layers.{i}.post_attention_layernorm.weight"),
-    ("layers.{i}.mlp.{part}", "model.layers.{i}.mlp.{part}"),
-    ("norm.weight", "model.norm.weight"),
-    ("head.weight", "lm_head.weight"),
+from longshore.hf.mamba_keys import mamba2_keys, nemotron_keys, read_mamba2, read_nemotron
+from longshore.hf.moe_keys import qwen3_moe_keys, qwen3_next_keys, read_qwen3_moe, read_qwen3_next
+from longshore.hf.names import (
+    DENSE_NAMES,
+    MAMBA_NAMES,
+    MOE_NAMES,
+    NEXT_NAMES,
+    Place,
+    by_table,
+    place_deepseek,
+    place_nemotron,
 )
-"""(ours, theirs); {i} is a layer's number, {part} the rest of the name, the same on both sides."""
+from longshore.model.config import DecoderConfig
 
 OLD_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 """What old folders hold beside the weights, and nobody reads."""
 
-Shape = tuple[int, ...]
-
-
-class Rows(Protocol):
-    """Files whose tensors are read by rows."""
-
-    def rows(self, name: str, start: int, stop: int) -> "Tensor": ...
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a tensor of ours lies: it is one of theirs, as it stands."""
-
-    theirs: str
-
-    def shapes(self, shape: Shape) -> dict[str, Shape]:
-        """The shape of each of their tensors, for this shape of ours."""
-        return {self.theirs: shape}
-
-    def read(self, files: Rows, start: int, stop: int) -> "Tensor":
-        """Rows start…stop of ours."""
-        return files.rows(self.theirs, start, stop)
-
-    def write(self, tensor: "Tensor") -> Iterator[tuple[str, "Tensor"]]:
-        """Their tensors."""
-        yield self.theirs, tensor
+REFUSED = {
+    "deepseek_v32": "its attention sees tokens that an index chooses",
+    "deepseek_v4": "its attention is compressed and sparse",
+}
+"""Model types that look like one of ours, and why they are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,36 +46,42 @@ class Architecture:
     """name: as in `architectures`. model_type: as in config.json, unique here too.
 
     read: keys → config. keys: config → the keys that say it, without name and model_type; it
-    refuses what the architecture cannot be. names: ours and theirs. ignored: a pattern of their
-    tensors that are left out.
+    refuses what the architecture cannot be. place: where our tensors lie. ignored: a pattern of
+    their tensors that are left out.
     """
 
     name: str
     model_type: str
     read: Callable[[Raw], DecoderConfig]
     keys: Callable[[DecoderConfig], dict[str, Any]]
-    names: Sequence[tuple[str, str]]
-    ignored: str
+    place: Place
+    ignored: str = OLD_BUFFERS
 
 
+_DENSE = by_table(DENSE_NAMES)
 ARCHITECTURES: Mapping[str, Architecture] = {
     architecture.name: architecture
     for architecture in (
+        Architecture("Qwen3ForCausalLM", "qwen3", read_qwen3, qwen3_keys, _DENSE),
+        Architecture("LlamaForCausalLM", "llama", read_llama, llama_keys, _DENSE),
         Architecture(
-            name="Qwen3ForCausalLM",
-            model_type="qwen3",
-            read=read_qwen3,
-            keys=qwen3_keys,
-            names=DENSE_NAMES,
-            ignored=OLD_BUFFERS,
+            "Qwen3MoeForCausalLM", "qwen3_moe", read_qwen3_moe, qwen3_moe_keys, by_table(MOE_NAMES)
         ),
         Architecture(
-            name="LlamaForCausalLM",
-            model_type="llama",
-            read=read_llama,
-            keys=llama_keys,
-            names=DENSE_NAMES,
-            ignored=OLD_BUFFERS,
+            "Qwen3NextForCausalLM",
+            "qwen3_next",
+            read_qwen3_next,
+            qwen3_next_keys,
+            by_table(NEXT_NAMES),
+        ),
+        Architecture(
+            "DeepseekV3ForCausalLM", "deepseek_v3", read_deepseek, deepseek_keys, place_deepseek
+        ),
+        Architecture(
+            "Mamba2ForCausalLM", "mamba2", read_mamba2, mamba2_keys, by_table(MAMBA_NAMES)
+        ),
+        Architecture(
+            "NemotronHForCausalLM", "nemotron_h", read_nemotron, nemotron_keys, place_nemotron
         ),
     )
 }
@@ -108,12 +91,13 @@ def find_architecture(raw: Raw) -> Architecture:
     """The architecture a config.json names, by model_type where it names none."""
     named = raw.get("architectures") or []
     names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    kind = raw.get("model_type")
+    if isinstance(kind, str) and kind in REFUSED:
+        raise ValueError(f"model_type {kind} is not supported: {REFUSED[kind]}")
     for architecture in ARCHITECTURES.values():
-        if architecture.name in names or (
-            not names and raw.get("model_type") == architecture.model_type
-        ):
+        if architecture.name in names or (not names and kind == architecture.model_type):
             return architecture
-    what = " ".join(names) or f"of model_type {raw.get('model_type')!r}"
+    what = " ".join(names) or f"of model_type {kind!r}"
     raise ValueError(
         f"architecture {what} is not supported; supported are {', '.join(ARCHITECTURES)}"
     )
@@ -130,14 +114,3 @@ def architecture_for(config: DecoderConfig) -> Architecture:
         else:
             return architecture
     raise ValueError(f"no architecture of transformers fits this decoder ({'; '.join(reasons)})")
-
-
-def source(name: str, names: Sequence[tuple[str, str]]) -> Source:
-    """Where our tensor lies, by the first pair of the table that fits."""
-    for ours, theirs in names:
-        pattern = (
-            re.escape(ours).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{part\}", "(?P<part>.+)")
-        )
-        if found := re.fullmatch(pattern, name):
-            return Source(theirs.format(**found.groupdict()))
-    raise ValueError(f"tensor {name} has no name in transformers; a pair is missing in the table")

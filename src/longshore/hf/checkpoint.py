@@ -17,16 +17,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from longshore.hf.architectures import Source, source
 from longshore.hf.config_file import (
     CONFIG,
     choose_architecture,
     config_text,
-    read_architecture,
+    describe,
     read_config,
 )
 from longshore.hf.files import TensorFiles, write_files
 from longshore.hf.folder import new_folder
+from longshore.hf.held import held_names
+from longshore.hf.names import Layout
+from longshore.hf.sources import Copied, Shape, Source
 from longshore.model.config import DecoderConfig
 from longshore.model.decoder import Decoder
 
@@ -47,7 +49,11 @@ COMPANIONS = (
 )
 """What a model needs beside its weights, and training does not change."""
 
-Shape = tuple[int, ...]
+KEPT = re.compile(r".*\.router\.bias")
+"""Tensors that are never cast: small steps move them, which bfloat16 would lose."""
+
+TIED = "tie_word_embeddings is true"
+SHARED = "all depths share embedding and head"
 
 
 class Weights(Mapping[str, Tensor]):
@@ -85,22 +91,25 @@ class Weights(Mapping[str, Tensor]):
 
 def open_weights(folder: str | Path) -> Weights:
     """The tensors of a Hugging Face folder, after checking that all are there and fit."""
-    folder = Path(folder)
-    config, architecture = read_config(folder), read_architecture(folder)
+    found, files = describe(folder), TensorFiles(folder)
+    config, place = found.config, found.architecture.place
+    layout = Layout(config, found.raw, frozenset(files.names))
     shapes = tensor_shapes(config)
-    sources = {name: source(name, architecture.names) for name in shapes}
+    sources = {name: place(name, layout) for name in shapes}
     theirs = {
         part: part_shape
         for name, shape in shapes.items()
         for part, part_shape in sources[name].shapes(shape).items()
     }
-    files = TensorFiles(folder)
-    ignored = architecture.ignored
+    ignored = found.architecture.ignored
     if config.tied:
-        head = source("head.weight", architecture.names).theirs
-        _check_tied(files, head, sources["embed.weight"].theirs)
+        head = place("head.weight", layout).theirs
+        _check_copy(files, head, sources["embed.weight"].theirs, why=TIED)
         ignored = f"{ignored}|{re.escape(head)}"
     check_tensors(files, theirs, ignored=ignored)
+    for source in sources.values():
+        for copy in source.copies if isinstance(source, Copied) else ():
+            _check_copy(files, copy, source.theirs, why=SHARED)
     return Weights(files, sources, shapes)
 
 
@@ -143,17 +152,14 @@ def write_checkpoint(
 
     base: the Hugging Face folder the model came from, whose tokenizer, generation settings and
     keys of config.json are kept; None for a model that came from none. dtype: of the tensors
-    written, None for their own. max_length: see config_text.
+    written, None for their own; a router's bias keeps its own. max_length: see config_text.
     """
     base = None if base is None else Path(base)
-    architecture = choose_architecture(config, base)
+    place = choose_architecture(config, base).place
+    layout = _layout(config, base)
     expected = check_stream(tensors, tensor_shapes(config), dtype=dtype)
     with new_folder(folder) as partial:
-        theirs = (
-            part
-            for name, tensor in expected
-            for part in source(name, architecture.names).write(tensor)
-        )
+        theirs = (part for name, tensor in expected for part in place(name, layout).write(tensor))
         written = write_files(partial, theirs, shard_bytes=shard_bytes)
         kind = str(written).removeprefix("torch.")
         text = config_text(config, base=base, dtype=kind, max_length=max_length)
@@ -173,21 +179,25 @@ def check_stream(
             raise ValueError(f"tensor {name} {state}")
         if tuple(tensor.shape) != left.pop(name):
             raise ValueError(f"tensor {name} is {tuple(tensor.shape)}, and must be {shapes[name]}")
-        yield name, tensor if dtype is None else tensor.to(dtype)
+        yield name, tensor if dtype is None or KEPT.fullmatch(name) else tensor.to(dtype)
     if left:
         raise ValueError(f"missing among the tensors to write: {_some(sorted(left))}")
 
 
-def _check_tied(files: TensorFiles, head: str, embed: str) -> None:
-    """A tied folder may hold the head too, but not another one; the first rows tell."""
-    if not {head, embed} <= set(files.names) or files.shape(head) != files.shape(embed):
+def _layout(config: DecoderConfig, base: Path | None) -> Layout:
+    """How to lay tensors out: as in the base, where there is one."""
+    if base is None:
+        return Layout(config, {})
+    return Layout(config, describe(base).raw, held_names(base) or frozenset())
+
+
+def _check_copy(files: TensorFiles, copy: str, of: str, *, why: str) -> None:
+    """A folder may hold a tensor twice, but not another one; the first rows tell."""
+    if not {copy, of} <= set(files.names) or files.shape(copy) != files.shape(of):
         return
-    rows = min(64, files.shape(head)[0])
-    if not torch.equal(files.rows(head, 0, rows), files.rows(embed, 0, rows)):
-        raise ValueError(
-            f"{files.folder}: tie_word_embeddings is true, but {head} is not {embed}; set it to "
-            f"false, or remove {head}"
-        )
+    rows = min(64, files.shape(of)[0])
+    if not torch.equal(files.rows(copy, 0, rows), files.rows(of, 0, rows)):
+        raise ValueError(f"{files.folder}: {why}, but {copy} is not {of}; remove {copy}")
 
 
 def _copy_companions(base: Path, folder: Path) -> None:

@@ -4,29 +4,61 @@ In: a folder. Out: its DecoderConfig; and for a DecoderConfig the text of a conf
 that was read and is written again gets the same text, byte for byte, keys we do not know included:
 
     config_text(read_config(base), base=base, dtype=None) == (base / "config.json").read_text()
+
+A folder without tensors for multi-token prediction, as transformers saves it, is read without, and
+one whose config.json does not mention those it has, as Qwen3-Next's, with them.
 """
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from longshore.hf.architectures import Architecture, architecture_for, find_architecture
+from longshore.hf.held import held_names
+from longshore.hf.mamba_keys import OLDER
+from longshore.hf.names import Layout
 from longshore.hf.rope_keys import ROPE_KEYS
+from longshore.hf.shared_keys import bare
 from longshore.model.config import DecoderConfig
 
 CONFIG = "config.json"
 LONGEST = 32768
 """max_position_embeddings where nothing says it."""
 
+RESPELLED = (*ROPE_KEYS, *OLDER, "num_local_experts", "layers_block_type")
+"""Keys that say what others say too; we write one spelling only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A folder's config.json, and what it says."""
+
+    raw: dict[str, Any]
+    architecture: Architecture
+    config: DecoderConfig
+
 
 def read_config(folder: str | Path) -> DecoderConfig:
     """The decoder a Hugging Face folder holds."""
-    return _read(Path(folder))[2]
+    return describe(folder).config
 
 
-def read_architecture(folder: str | Path) -> Architecture:
-    """Its architecture."""
-    return _read(Path(folder))[1]
+def describe(folder: str | Path) -> Described:
+    """The decoder, its architecture, and the keys."""
+    folder = Path(folder)
+    raw = load_object(folder / CONFIG)
+    try:
+        architecture = find_architecture(raw)
+        config = architecture.read(raw)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from None
+    if config.mtp:
+        join = architecture.place("mtp.0.proj.weight", Layout(config, raw)).theirs
+        held = held_names(folder)
+        if held is not None and join not in held:
+            config = replace(config, mtp=())
+    return Described(raw, architecture, config)
 
 
 def load_object(path: Path) -> dict[str, Any]:
@@ -49,7 +81,7 @@ def choose_architecture(config: DecoderConfig, base: Path | None) -> Architectur
     """The architecture to write: that of the base, or the first that fits."""
     if base is None:
         return architecture_for(config)
-    architecture = read_architecture(base)
+    architecture = describe(base).architecture
     try:
         architecture.keys(config)
     except ValueError as error:
@@ -69,8 +101,9 @@ def config_text(
         changed = _made_anew(config, architecture_for(config), raw)
         changed |= {"bos_token_id": None, "eos_token_id": None}
     else:
-        raw, architecture, before = _read(base)
-        changed = dict(raw) if config == before else _made_anew(config, architecture, raw)
+        found = describe(base)
+        raw, same = found.raw, bare(config) == bare(found.config)
+        changed = dict(raw) if same else _made_anew(config, found.architecture, raw)
     if dtype is not None and (base is None or "dtype" in raw or "torch_dtype" in raw):
         changed["dtype" if "dtype" in raw else "torch_dtype"] = dtype
     if max_length is not None:
@@ -80,27 +113,19 @@ def config_text(
     return json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], Architecture, DecoderConfig]:
-    raw = load_object(folder / CONFIG)
-    try:
-        architecture = find_architecture(raw)
-        return raw, architecture, architecture.read(raw)
-    except ValueError as error:
-        raise ValueError(f"{folder / CONFIG}: {error}") from None
-
-
 def _made_anew(
     config: DecoderConfig, architecture: Architecture, raw: dict[str, Any]
 ) -> dict[str, Any]:
     """The keys of `config` over those of the base; positions are spelled in one way only."""
-    kept = {key: value for key, value in raw.items() if key not in ROPE_KEYS}
+    kept = {key: value for key, value in raw.items() if key not in RESPELLED}
     head = {"architectures": [architecture.name], "model_type": architecture.model_type}
     return {**head, "max_position_embeddings": LONGEST, **kept, **architecture.keys(config)}
 
 
 def _lengthened(config: DecoderConfig, raw: dict[str, Any], max_length: int) -> dict[str, Any]:
     changed = {**raw, "max_position_embeddings": max_length}
-    if find_architecture(changed).read(changed) != config:
+    read = find_architecture(changed).read(changed)
+    if bare(replace(read, mtp=config.mtp)) != bare(config):
         raise ValueError(
             f"max_length {max_length} would change how positions are scaled; leave it out"
         )

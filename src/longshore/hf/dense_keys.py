@@ -10,10 +10,19 @@ that transformers gives them. A Qwen3 of two layers whose second sees 128 tokens
 from dataclasses import replace
 from typing import Any
 
-from longshore.hf.keys import Raw, count, flag, number
-from longshore.hf.rope_keys import read_rope, scaled_length, write_rope
+from longshore.hf.keys import Raw, count, flag
+from longshore.hf.shared_keys import (
+    SILU,
+    attention_keys,
+    decoder_keys,
+    gated_mlp,
+    no_depths,
+    plain_norms,
+    read_attention,
+    read_decoder,
+    refuse_unsupported,
+)
 from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
-from longshore.model.rope_config import RopeConfig
 
 QWEN3_DEFAULTS = {
     "num_key_value_heads": 32,
@@ -74,62 +83,11 @@ def llama_keys(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_dense(raw: Raw, windows: Windows, *, qk_norm: bool) -> DecoderConfig:
-    _refuse_unsupported(raw)
-    width, heads = count(raw, "hidden_size"), count(raw, "num_attention_heads")
-    kv_heads = heads
-    if raw.get("num_key_value_heads") is not None:
-        kv_heads = count(raw, "num_key_value_heads")
-    if heads % kv_heads:
-        raise ValueError(
-            f"num_key_value_heads is {kv_heads}; it must divide num_attention_heads, {heads}"
-        )
-    mixer = AttentionConfig(
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=_head_dim(raw, width, heads),
-        rope=read_rope(raw),
-        qk_norm=qk_norm,
-        bias=flag(raw, "attention_bias"),
-        output_bias=flag(raw, "attention_bias"),
-    )
+    refuse_unsupported(raw, SILU)
+    mixer = read_attention(raw, qk_norm=qk_norm)
     mlp = MLPConfig(width=count(raw, "intermediate_size"))
-    return DecoderConfig(
-        vocab_size=count(raw, "vocab_size"),
-        width=width,
-        layers=tuple(LayerConfig(replace(mixer, window=window), mlp) for window in windows),
-        norm_eps=number(raw, "rms_norm_eps", 1e-6),
-        tied=flag(raw, "tie_word_embeddings"),
-        init_std=number(raw, "initializer_range", 0.02),
-    )
-
-
-def _head_dim(raw: Raw, width: int, heads: int) -> int:
-    if raw.get("head_dim") is not None:
-        return count(raw, "head_dim")
-    if width % heads:
-        raise ValueError(
-            f"hidden_size {width} is not a multiple of num_attention_heads {heads}; give head_dim"
-        )
-    return width // heads
-
-
-def _refuse_unsupported(raw: Raw) -> None:
-    if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise ValueError(f"hidden_act is {activation!r}; supported is silu")
-    for key in ("quantization_config", "compression_config"):
-        if raw.get(key):
-            method = raw[key].get("quant_method", "?") if isinstance(raw[key], dict) else raw[key]
-            raise ValueError(
-                f"{key} says the weights are quantized ({method}); supported are plain float "
-                "weights: take the unquantized folder"
-            )
-    if flag(raw, "mlp_bias"):
-        raise ValueError("mlp_bias is true; only MLPs without bias are supported")
-    if raw.get("attention_dropout"):
-        raise ValueError(
-            f"attention_dropout is {raw['attention_dropout']!r}; there is no dropout here: set it "
-            "to 0"
-        )
+    layers = [LayerConfig(replace(mixer, window=window), mlp) for window in windows]
+    return read_decoder(raw, layers)
 
 
 def _read_windows(raw: Raw) -> Windows:
@@ -158,14 +116,14 @@ def _read_windows(raw: Raw) -> Windows:
 
 def _uniform(config: DecoderConfig) -> tuple[AttentionConfig, Windows]:
     """The one mixer all layers have, and their windows."""
+    plain_norms(config)
+    no_depths(config)
     mixers = []
     for i, layer in enumerate(config.layers):
         if not isinstance(layer.mixer, AttentionConfig) or not isinstance(layer.mlp, MLPConfig):
             raise ValueError(f"layer {i} is not attention and an MLP")
-        if layer.mixer.rope is None:
-            raise ValueError(f"layer {i} has no rotary positions")
-        if layer.mixer.bias != layer.mixer.output_bias:
-            raise ValueError(f"layer {i} has a bias in some projections of its mixer only")
+        if layer.mixer.gate:
+            raise ValueError(f"layer {i} has gated attention")
         if layer.mlp != config.layers[0].mlp:
             raise ValueError(f"layer {i} has another MLP than layer 0")
         mixers.append(layer.mixer)
@@ -175,24 +133,11 @@ def _uniform(config: DecoderConfig) -> tuple[AttentionConfig, Windows]:
 
 
 def _dense_keys(config: DecoderConfig, mixer: AttentionConfig) -> dict[str, Any]:
-    rope, mlp = mixer.rope, config.layers[0].mlp
-    assert isinstance(rope, RopeConfig)
+    mlp = config.layers[0].mlp
     assert isinstance(mlp, MLPConfig)
-    length = scaled_length(rope)
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "intermediate_size": mlp.width,
-        "num_hidden_layers": len(config.layers),
-        "num_attention_heads": mixer.heads,
-        "num_key_value_heads": mixer.kv_heads,
-        "head_dim": mixer.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": mixer.bias,
-        "attention_dropout": 0.0,
+        **decoder_keys(config),
+        **attention_keys(mixer),
+        "intermediate_size": gated_mlp(mlp).width,
         "rms_norm_eps": config.norm_eps,
-        "initializer_range": config.init_std,
-        "tie_word_embeddings": config.tied,
-        **({"max_position_embeddings": length} if length else {}),
-        **write_rope(rope, mixer.head_dim),
     }

@@ -31,8 +31,11 @@ ROPE_KEYS = (
 """All keys that `read_rope` looks at, but for max_position_embeddings."""
 
 
-def read_rope(raw: Raw) -> RopeConfig:
-    """The rotary positions of a model whose whole heads turn, the same in all layers."""
+def read_rope(raw: Raw, head_dim: int | None = None) -> RopeConfig:
+    """The rotary positions of a model, the same in all layers.
+
+    head_dim: of a model where a share of each head may turn; None where it is always the whole.
+    """
     found = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(found, Mapping):
         raise ValueError(f"rope_parameters is {found!r}; it must be an object")
@@ -43,22 +46,36 @@ def read_rope(raw: Raw) -> RopeConfig:
         )
     rope = {**found, "rope_theta": found.get("rope_theta", raw.get("rope_theta"))}
     share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if share not in (None, 1):
+    if share not in (None, 1) and head_dim is None:
         raise ValueError(f"partial_rotary_factor is {share!r}; only 1 is supported here")
-    return RopeConfig(theta=number(rope, "rope_theta", 10_000.0), scaling=_scaling(raw, rope))
+    return RopeConfig(
+        theta=number(rope, "rope_theta", 10_000.0),
+        rotary_dim=None if head_dim is None else _rotary_dim(share, head_dim),
+        scaling=_scaling(raw, rope),
+    )
 
 
-def write_rope(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
-    """rope_theta and rope_scaling."""
-    if rope.rotary_dim not in (None, head_dim):
+def write_rope(rope: RopeConfig, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
+    """rope_theta, rope_scaling and, where it may be partial, partial_rotary_factor."""
+    rotary = rope.rotary_dim or head_dim
+    if rotary != head_dim and not partial:
         raise ValueError(f"rotary_dim is {rope.rotary_dim}; only whole heads can be written here")
+    share = {"partial_rotary_factor": rotary / head_dim} if partial else {}
     if rope.scaling is None:
-        return {"rope_theta": rope.theta, "rope_scaling": None}
+        return {"rope_theta": rope.theta, "rope_scaling": None, **share}
     scaling = _WRITERS[type(rope.scaling)](rope.scaling)
     return {
         "rope_theta": rope.theta,
         "rope_scaling": {key: value for key, value in scaling.items() if value is not None},
+        **share,
     }
+
+
+def _rotary_dim(share: Any, head_dim: int) -> int | None:  # noqa: ANN401
+    """None for whole heads."""
+    key = "partial_rotary_factor"
+    dims = int(head_dim * number({key: share}, key, 1.0))
+    return None if dims == head_dim else dims
 
 
 def scaled_length(rope: RopeConfig) -> int | None:

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from longshore.hf.architectures import Source
 from longshore.hf.checkpoint import SHARD_BYTES, Weights, check_stream, check_tensors, tensor_shapes
 from longshore.hf.config_file import load_object
 from longshore.hf.config_json import config_from_json, config_to_json
 from longshore.hf.files import TensorFiles, write_files
 from longshore.hf.folder import new_folder
+from longshore.hf.sources import Source
 from longshore.model.config import DecoderConfig
 
 FORMAT = "longshore weights"

@@ -115,13 +115,14 @@ class Decoder(nn.Module):
         if self.norm is None or self.head is None:
             return Output(hidden_TC, routed)
         tied_VC = self.embed.weight if self.tied and self.embed is not None else None
-        made = self.head(self.norm(hidden_TC), labels, tied_VC)
+        hidden_TC = self.norm(hidden_TC)
+        made = self.head(hidden_TC, labels, tied_VC)
         losses = []
         for part, depth in zip(self.mtp.values(), mtp, strict=False):
             assert self.embed is not None
             embedded_TC = self.embed(depth.token_ids)
-            hidden_TC, normed_TC, more = part(hidden_TC, embedded_TC, ctx, tables)
-            losses.append(self.head(normed_TC, depth.targets.labels, tied_VC))
+            hidden_TC, more, _ = part(hidden_TC, embedded_TC, ctx, tables)
+            losses.append(self.head(hidden_TC, depth.targets.labels, tied_VC))
             routed += more
         return Output(made, routed, tuple(losses))
 

@@ -1,14 +1,13 @@
 """Multi-token prediction: modules behind the decoder, one after the other, as in DeepSeek-V3.
 
-In: the hidden states (T, C) of the depth before, before their norm, and the embeddings (T, C) of
-the tokens d places on. Out: hidden states for the next depth, and normed ones for the head.
-Embedding and head are the decoder's own. Which token lies d places on was settled while sequences
+In: the normed hidden states (T, C) that the head saw at the depth before, and the embeddings (T, C)
+of the tokens d places on. Out: normed hidden states, for the head and for the next depth. That is
+how the weights of DeepSeek-V3 are used: what follows the decoder's last norm goes in. Embedding and
+head are the decoder's own. Which token lies d places on was settled while sequences
 were whole (data/pack.py), so nothing is shifted, and no lane asks another for a token.
 
 At depth 1 position 3 joins its state with the embedding of token 4 and predicts token 5.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +16,9 @@ from longshore.batch import SeqContext
 from longshore.model.block import Block
 from longshore.model.config import LayerConfig
 from longshore.model.norm import RMSNorm
-from longshore.model.output import Routed
+from longshore.model.output import Output
 from longshore.model.part import Norm
 from longshore.model.rope import Tables
-
-
-class Predicted(NamedTuple):
-    """hidden: for the next depth. normed: for the head. routed: see Output."""
-
-    hidden: Tensor
-    normed: Tensor
-    routed: tuple[Routed, ...]
 
 
 class MTPDepth(nn.Module):
@@ -43,7 +34,7 @@ class MTPDepth(nn.Module):
 
     def forward(
         self, hidden_TC: Tensor, embedded_TC: Tensor, ctx: SeqContext, tables: Tables
-    ) -> Predicted:
+    ) -> Output:
         both = torch.cat([self.embed_norm(embedded_TC), self.hidden_norm(hidden_TC)], dim=-1)
         made, routed, _ = self.block(self.proj(both), ctx, tables)
-        return Predicted(made, self.norm(made), routed)
+        return Output(self.norm(made), routed)

@@ -1,1 +1,1 @@
-"""The plan as a page: one HTML file that explains a plan to a person, offline."""
+"""Plans and runs as pages: one HTML file each that explains itself to a person, offline."""

@@ -1,0 +1,50 @@
+"""`longshore report`: from run folders to one page.
+
+In: the options of REPORT_HELP. Out: an HTML file, and a summary on stdout. `longshore report
+runs/demo-1` writes runs/demo-1/report.html.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from longshore.cli.words import add_command
+from longshore.report.run_page import read_runs, write_run_page
+from longshore.report.run_text import report_summary
+
+REPORT_HELP = """\
+Writes a page about a run to look at in a browser: its losses, speed and memory, how well the cost
+model predicts its rounds, its experts, its slowest steps and why, and the timeline of any step.
+Several runs are laid over each other, with the keys in which their configurations differ. A run
+may still be going on.
+
+  RUN [RUN …]        the folders of runs, up to 8
+  --html OUT.html    the page to write (default: report.html in the first run's folder)
+
+example: longshore report runs/demo-1 runs/demo-2 --html compare.html"""
+
+
+def register_report(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = add_command(
+        commands,
+        "report",
+        summary="write a page about a run, or about several side by side",
+        usage="longshore report RUN [RUN …] [--html OUT.html]",
+        text=REPORT_HELP,
+    )
+    parser.set_defaults(run=run_report)
+    hidden = argparse.SUPPRESS  # REPORT_HELP describes them all
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=hidden)
+    parser.add_argument("--html", help=hidden)
+
+
+def run_report(args: argparse.Namespace) -> None:
+    page = args.html or str(Path(args.runs[0]) / "report.html")
+    try:
+        data = read_runs(args.runs)
+        write_run_page(page, data)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ValueError(f"{error.filename or page}: {reason}") from None
+    print("\n".join(report_summary(data)))
+    print(f"page: {page} (open it in a browser)")

@@ -1,0 +1,233 @@
+"""Mamba2 and Nemotron-H: the keys of config.json, and our config.
+
+In: a config.json as a dict. Out: a DecoderConfig, and back. Keys that are missing have the values
+that transformers gives them. In both a layer is one part: of Nemotron-H's pattern M is Mamba2, * is
+attention, which knows no positions, and - is an MLP.
+
+    {"hybrid_override_pattern": "M-*", …}
+    layers[0] Mamba2 and no mlp, layers[1] an MLP and no mixer, layers[2] attention and no mlp
+"""
+
+import math
+from typing import Any
+
+from longshore.hf.keys import Raw, count, flag, number
+from longshore.hf.shared_keys import (
+    decoder_keys,
+    every,
+    no_depths,
+    plain_norms,
+    read_decoder,
+    read_kv_heads,
+    refuse_unsupported,
+    the_one,
+)
+from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
+from longshore.model.scan_config import Mamba2Config
+
+MAMBA2_DEFAULTS = {
+    "num_heads": 128,
+    "head_dim": 64,
+    "hidden_size": 4096,
+    "state_size": 128,
+    "conv_kernel": 4,
+    "n_groups": 8,
+    "initializer_range": 0.1,
+}
+NEMOTRON_DEFAULTS = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 21504,
+    "ssm_state_size": 128,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "time_step_min": 0.001,
+}
+OLDER = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_min": "time_step_min",
+    "mamba_conv_bias": "use_conv_bias",
+}
+"""Older names of keys, which win where they are given."""
+
+LETTERS = {
+    "linear_attention": "M",
+    "mamba": "M",
+    "full_attention": "*",
+    "attention": "*",
+    "mlp": "-",
+    "moe": "E",
+}
+
+
+def read_mamba2(raw: Raw) -> DecoderConfig:
+    raw = {**MAMBA2_DEFAULTS, **raw}
+    refuse_unsupported(raw, {"hidden_act": ("silu", "swish")})
+    least, most = _limits(raw)
+    mixer = Mamba2Config(
+        heads=count(raw, "num_heads"),
+        head_dim=count(raw, "head_dim"),
+        state_dim=count(raw, "state_size"),
+        groups=count(raw, "n_groups"),
+        kernel=count(raw, "conv_kernel"),
+        norm_groups=1,
+        bias=flag(raw, "use_bias"),
+        conv_bias=flag(raw, "use_conv_bias", True),
+        dt_min=least,
+        dt_max=most,
+    )
+    layers = (LayerConfig(mixer, None),) * count(raw, "num_hidden_layers")
+    return read_decoder(raw, layers, norm_eps=number(raw, "layer_norm_epsilon", 1e-5))
+
+
+def mamba2_keys(config: DecoderConfig) -> dict[str, Any]:
+    """The keys of config.json that say this config; ValueError if a Mamba2 cannot be it."""
+    plain_norms(config)
+    no_depths(config)
+    mixer = the_one(every(config.layers, "mixer", Mamba2Config), "Mamba2")
+    for i, layer in enumerate(config.layers):
+        if layer != LayerConfig(mixer, None):
+            raise ValueError(f"layer {i} is not Mamba2 alone")
+    if (mixer.norm_groups or mixer.groups) != 1:
+        raise ValueError(f"its gated norm has {mixer.norm_groups or mixer.groups} groups")
+    if mixer.inner % config.width:
+        raise ValueError(f"its {mixer.inner} channels are no multiple of its width {config.width}")
+    return {
+        **decoder_keys(config),
+        "num_heads": mixer.heads,
+        "head_dim": mixer.head_dim,
+        "state_size": mixer.state_dim,
+        "n_groups": mixer.groups,
+        "conv_kernel": mixer.kernel,
+        "expand": mixer.inner // config.width,
+        "use_bias": mixer.bias,
+        "use_conv_bias": mixer.conv_bias,
+        "hidden_act": "silu",
+        "layer_norm_epsilon": config.norm_eps,
+        "time_step_limit": [mixer.dt_min, math.inf if mixer.dt_max is None else mixer.dt_max],
+    }
+
+
+def read_nemotron(raw: Raw) -> DecoderConfig:
+    renamed = {new: raw[old] for old, new in OLDER.items() if old in raw}
+    raw = {**NEMOTRON_DEFAULTS, **raw, **renamed}
+    known = {"mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu", "swish")}
+    refuse_unsupported(raw, known)
+    for key in ("attention_bias", "sliding_window", "num_nextn_predict_layers"):
+        if raw.get(key):
+            raise ValueError(f"{key} is {raw[key]!r}; a Nemotron-H is supported without")
+    scan = Mamba2Config(
+        heads=count(raw, "mamba_num_heads"),
+        head_dim=count(raw, "mamba_head_dim"),
+        state_dim=count(raw, "ssm_state_size"),
+        groups=count(raw, "n_groups"),
+        kernel=count(raw, "conv_kernel"),
+        bias=flag(raw, "use_bias"),
+        conv_bias=flag(raw, "use_conv_bias", True),
+        dt_min=number(raw, "time_step_min"),
+    )
+    heads = count(raw, "num_attention_heads")
+    key = "head_dim" if raw.get("head_dim") is not None else "attention_head_dim"
+    full = AttentionConfig(
+        heads=heads,
+        kv_heads=read_kv_heads(raw, heads),
+        head_dim=count({"attention_head_dim": 128, **raw}, key),
+        rope=None,
+    )
+    mlp = MLPConfig(width=count(raw, "intermediate_size"), activation="relu2")
+    kinds = {
+        "M": LayerConfig(scan, None),
+        "*": LayerConfig(full, None),
+        "-": LayerConfig(None, mlp),
+    }
+    layers = [kinds[letter] for letter in _read_pattern(raw)]
+    return read_decoder(raw, layers, norm_eps=number(raw, "layer_norm_epsilon", 1e-5))
+
+
+def nemotron_keys(config: DecoderConfig) -> dict[str, Any]:
+    """The keys of config.json that say this config; ValueError if a Nemotron-H cannot be it."""
+    plain_norms(config)
+    no_depths(config)
+    scan = the_one(every(config.layers, "mixer", Mamba2Config), "Mamba2")
+    full = the_one(every(config.layers, "mixer", AttentionConfig), "attention")
+    mlp = the_one(every(config.layers, "mlp", MLPConfig), "MLP")
+    kinds = {
+        LayerConfig(scan, None): "M",
+        LayerConfig(full, None): "*",
+        LayerConfig(None, mlp): "-",
+    }
+    for i, layer in enumerate(config.layers):
+        if layer not in kinds:
+            raise ValueError(f"layer {i} is not one part: Mamba2, attention or an MLP")
+    if mlp.activation != "relu2":
+        raise ValueError(f"its MLP is {mlp.activation}, and not relu2")
+    bare = AttentionConfig(
+        heads=full.heads, kv_heads=full.kv_heads, head_dim=full.head_dim, rope=None
+    )
+    if full != bare:
+        raise ValueError("its attention has positions, norms, biases, a window or a gate")
+    if scan.norm_groups not in (None, scan.groups) or scan.dt_max is not None or not scan.dt_min:
+        raise ValueError("its Mamba2 has other norms or limits of its steps than Nemotron-H")
+    return {
+        **decoder_keys(config),
+        "hybrid_override_pattern": "".join(kinds[layer] for layer in config.layers),
+        "num_attention_heads": full.heads,
+        "num_key_value_heads": full.kv_heads,
+        "head_dim": full.head_dim,
+        "attention_head_dim": full.head_dim,
+        "attention_bias": False,
+        "intermediate_size": mlp.width,
+        "mlp_hidden_act": "relu2",
+        "mlp_bias": False,
+        "mamba_num_heads": scan.heads,
+        "mamba_head_dim": scan.head_dim,
+        "mamba_hidden_act": "silu",
+        "ssm_state_size": scan.state_dim,
+        "n_groups": scan.groups,
+        "conv_kernel": scan.kernel,
+        "use_bias": scan.bias,
+        "use_conv_bias": scan.conv_bias,
+        "time_step_min": scan.dt_min,
+        "layer_norm_epsilon": config.norm_eps,
+    }
+
+
+def _limits(raw: Raw) -> tuple[float, float | None]:
+    """time_step_limit; infinity, which JSON does not know, is spelled in several ways."""
+    found = raw.get("time_step_limit")
+    if found is None:
+        return 0.0, None
+    if not isinstance(found, list) or len(found) != 2:
+        raise ValueError(f"time_step_limit is {found!r}; it must be a list of two numbers")
+    least, most = (_number(value) for value in found)
+    return least, None if math.isinf(most) else most
+
+
+def _number(value: Any) -> float:  # noqa: ANN401
+    if isinstance(value, dict) and list(value) == ["__float__"]:
+        value = value["__float__"]
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"time_step_limit has {value!r}, which is no number") from None
+
+
+def _read_pattern(raw: Raw) -> str:
+    kinds, pattern = raw.get("layers_block_type"), raw.get("hybrid_override_pattern")
+    if kinds is not None:
+        if not isinstance(kinds, list) or not set(kinds) <= LETTERS.keys():
+            raise ValueError(f"layers_block_type is {kinds!r}; known are {', '.join(LETTERS)}")
+        pattern = "".join(LETTERS[kind] for kind in kinds)
+    if not isinstance(pattern, str) or not pattern or not set(pattern) <= set("M*-E"):
+        raise ValueError(
+            f"hybrid_override_pattern is {pattern!r}; it must name each layer with M, * or -"
+        )
+    if "E" in pattern:
+        raise ValueError(
+            f"layer {pattern.index('E')} has experts without a gate (E, moe), which are not "
+            "supported; supported are M, * and -"
+        )
+    return pattern

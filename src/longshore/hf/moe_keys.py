@@ -1,0 +1,231 @@
+"""Qwen3-MoE and Qwen3-Next: the keys of config.json, and our config.
+
+In: a config.json as a dict. Out: a DecoderConfig, and back. Keys that are missing have the values
+that transformers gives them. The balance loss is a matter of training, and no config.json says it.
+
+    {"num_hidden_layers": 3, "mlp_only_layers": [0], "num_experts": 128, …}
+    layers[0].mlp an MLPConfig, layers[1].mlp and layers[2].mlp a MoEConfig with 128 experts
+
+Qwen3-Next has one depth of multi-token prediction, a layer of full attention and experts, which
+transformers leaves out; config_file.py looks whether a folder holds its tensors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from longshore.hf.keys import Raw, count, flag
+from longshore.hf.shared_keys import (
+    SILU,
+    attention_keys,
+    decoder_keys,
+    every,
+    gated_mlp,
+    no_depths,
+    plain_norms,
+    read_attention,
+    read_decoder,
+    refuse_unsupported,
+    the_one,
+)
+from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
+from longshore.model.moe_config import MoEConfig
+from longshore.model.scan_config import DeltaNetConfig
+
+MOE_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "num_experts": 128,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+}
+NEXT_DEFAULTS = {
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "intermediate_size": 5632,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 10,
+    "num_experts": 512,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "num_nextn_predict_layers": 1,
+}
+
+
+def read_qwen3_moe(raw: Raw) -> DecoderConfig:
+    raw = {**MOE_DEFAULTS, **_one_spelling(raw)}
+    refuse_unsupported(raw, SILU)
+    mixer = read_attention(raw, qk_norm=True)
+    if flag(raw, "use_sliding_window") and raw["sliding_window"] is not None:
+        mixer = replace(mixer, window=count(raw, "sliding_window"))
+    mlps = _read_mlps(raw, _read_experts(raw))
+    return read_decoder(raw, [LayerConfig(mixer, mlp) for mlp in mlps])
+
+
+def qwen3_moe_keys(config: DecoderConfig) -> dict[str, Any]:
+    """The keys of config.json that say this config; ValueError if a Qwen3-MoE cannot be it."""
+    plain_norms(config)
+    no_depths(config)
+    mixers = every(config.layers, "mixer", AttentionConfig)
+    mixer = the_one(mixers, "attention")
+    if None in mixers:
+        raise ValueError(f"layer {mixers.index(None)} is not attention")
+    _check_attention(mixer, gate=False)
+    moe, mlp_keys = _mlp_keys(config)
+    if moe.shared_width:
+        raise ValueError("it has a shared expert")
+    return {
+        **decoder_keys(config),
+        **attention_keys(mixer),
+        **mlp_keys,
+        "rms_norm_eps": config.norm_eps,
+        "use_sliding_window": mixer.window is not None,
+        "sliding_window": mixer.window,
+    }
+
+
+def read_qwen3_next(raw: Raw) -> DecoderConfig:
+    raw = {**NEXT_DEFAULTS, **raw}
+    refuse_unsupported(raw, SILU)
+    full = replace(read_attention(raw, qk_norm=True, partial=True), gate=True)
+    scan = DeltaNetConfig(
+        key_heads=count(raw, "linear_num_key_heads"),
+        value_heads=count(raw, "linear_num_value_heads"),
+        key_dim=count(raw, "linear_key_head_dim"),
+        value_dim=count(raw, "linear_value_head_dim"),
+        kernel=count(raw, "linear_conv_kernel_dim"),
+    )
+    shared = count(raw, "shared_expert_intermediate_size")
+    moe = replace(_read_experts(raw), shared_width=shared, shared_gate=True)
+    mixers = [full if is_full else scan for is_full in _read_kinds(raw)]
+    layers = [LayerConfig(*both) for both in zip(mixers, _read_mlps(raw, moe), strict=True)]
+    depths = count(raw, "num_nextn_predict_layers", least=0)
+    if depths > 1:
+        raise ValueError(f"num_nextn_predict_layers is {depths}; only 0 and 1 are supported here")
+    return read_decoder(raw, layers, zero_centred=True, mtp=(LayerConfig(full, moe),) * depths)
+
+
+def qwen3_next_keys(config: DecoderConfig) -> dict[str, Any]:
+    """The keys of config.json that say this config; ValueError if a Qwen3-Next cannot be it."""
+    if not config.zero_centred:
+        raise ValueError("its norms are not zero-centred")
+    fulls = every(config.layers, "mixer", AttentionConfig)
+    full = the_one(fulls, "attention")
+    scan = the_one(every(config.layers, "mixer", DeltaNetConfig), "delta net")
+    for i, layer in enumerate(config.layers):
+        if layer.mixer not in (full, scan):
+            raise ValueError(f"layer {i} is neither attention nor a delta net")
+    _check_attention(full, gate=True)
+    if full.window is not None:
+        raise ValueError("it has windows")
+    moe, mlp_keys = _mlp_keys(config)
+    if not moe.shared_gate:
+        raise ValueError("it has no shared expert with a gate")
+    if config.mtp not in ((), (LayerConfig(full, moe),)):
+        raise ValueError("it predicts more tokens than one depth of attention and experts does")
+    kinds = ["linear_attention" if full is None else "full_attention" for full in fulls]
+    return {
+        **decoder_keys(config),
+        **attention_keys(full, partial=True),
+        **mlp_keys,
+        "rms_norm_eps": config.norm_eps,
+        "shared_expert_intermediate_size": moe.shared_width,
+        "layer_types": kinds,
+        "linear_num_key_heads": scan.key_heads,
+        "linear_num_value_heads": scan.value_heads,
+        "linear_key_head_dim": scan.key_dim,
+        "linear_value_head_dim": scan.value_dim,
+        "linear_conv_kernel_dim": scan.kernel,
+        "num_nextn_predict_layers": len(config.mtp),
+    }
+
+
+def _one_spelling(raw: Raw) -> Raw:
+    """transformers 5 writes num_experts of Qwen3-MoE as num_local_experts."""
+    if raw.get("num_local_experts") is None:
+        return raw
+    return {**raw, "num_experts": raw["num_local_experts"]}
+
+
+def _read_experts(raw: Raw) -> MoEConfig:
+    return MoEConfig(
+        experts=count(raw, "num_experts"),
+        top_k=count(raw, "num_experts_per_tok"),
+        width=count(raw, "moe_intermediate_size"),
+        normalise=flag(raw, "norm_topk_prob"),
+    )
+
+
+def _read_mlps(raw: Raw, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
+    """The feed-forward part of each layer."""
+    layers, step = count(raw, "num_hidden_layers"), count(raw, "decoder_sparse_step")
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
+        raise ValueError(
+            f"mlp_only_layers is {dense!r}; it must be a list of layers from 0 to {layers - 1}"
+        )
+    sparse = [i not in dense and (i + 1) % step == 0 for i in range(layers)]
+    if all(sparse):
+        return [moe] * layers
+    mlp = MLPConfig(width=count(raw, "intermediate_size"))
+    return [moe if chosen else mlp for chosen in sparse]
+
+
+def _mlp_keys(config: DecoderConfig) -> tuple[MoEConfig, dict[str, Any]]:
+    """The experts, and the keys that say where they are and where an MLP is."""
+    moes = every(config.layers, "mlp", MoEConfig)
+    moe = the_one(moes, "layer of experts")
+    dense = [i for i, found in enumerate(moes) if found is None]
+    width = {}
+    if dense:
+        mlps = every([config.layers[i] for i in dense], "mlp", MLPConfig)
+        if None in mlps:
+            raise ValueError(f"layer {dense[mlps.index(None)]} has neither experts nor an MLP")
+        width = {"intermediate_size": gated_mlp(the_one(mlps, "MLP")).width}
+    if moe.score != "softmax" or moe.bias or moe.groups != 1 or moe.scale != 1:
+        raise ValueError("its experts are not chosen by plain softmax scores")
+    return moe, {
+        **width,
+        "mlp_only_layers": dense,
+        "decoder_sparse_step": 1,
+        "num_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.width,
+        "norm_topk_prob": moe.normalise,
+    }
+
+
+def _check_attention(mixer: AttentionConfig, *, gate: bool) -> None:
+    if not mixer.qk_norm:
+        raise ValueError("its queries and keys have no norm")
+    if mixer.gate != gate:
+        raise ValueError(f"its attention has {'a' if mixer.gate else 'no'} gate")
+
+
+def _read_kinds(raw: Raw) -> Sequence[bool]:
+    """For each layer, whether it is full attention."""
+    layers, kinds = count(raw, "num_hidden_layers"), raw.get("layer_types")
+    if kinds is None:
+        every_so_many = count(raw, "full_attention_interval")
+        return [(i + 1) % every_so_many == 0 for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ValueError(f"layer_types must name a kind for each of the {layers} layers")
+    for kind in kinds:
+        if kind not in ("full_attention", "linear_attention"):
+            raise ValueError(
+                f"layer_types has {kind!r}; supported are full_attention and linear_attention"
+            )
+    return [kind == "full_attention" for kind in kinds]

@@ -1,0 +1,210 @@
+"""Our tensors' names, and theirs: tables for each architecture. No torch.
+
+In: the name of a tensor of ours, and the layout of a folder. Out: its Source there.
+
+    place = by_table(DENSE_NAMES)
+    place("layers.3.mlp.up_proj.weight", layout).theirs    "model.layers.3.mlp.up_proj.weight"
+
+A row of a table is (ours, theirs), or (ours, theirs, make) where make(theirs, layout) gives the
+Source; {i} is a layer's number, {part} the rest of the name, the same on both sides. The first row
+that fits counts.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from longshore.hf.keys import Raw, flag
+from longshore.hf.sources import Copied, PerExpert, Source, Turned
+from longshore.model.config import DecoderConfig
+from longshore.model.mla_config import MLAConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What decides where tensors lie. raw: config.json, of the folder or of the base to write.
+
+    held: the names of the tensors there; none for a model that came from no folder.
+    """
+
+    config: DecoderConfig
+    raw: Raw
+    held: frozenset[str] = frozenset()
+
+
+Make = Callable[[str, Layout], Source]
+Row = tuple[str, str] | tuple[str, str, Make]
+Place = Callable[[str, Layout], Source]
+
+
+def by_table(table: Sequence[Row]) -> Place:
+    """Looks names up in a table."""
+    return lambda name, layout: look_up(name, table, layout)
+
+
+def look_up(name: str, table: Sequence[Row], layout: Layout) -> Source:
+    for ours, theirs, *make in table:
+        pattern = (
+            re.escape(ours).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{part\}", "(?P<part>.+)")
+        )
+        if found := re.fullmatch(pattern, name):
+            filled = theirs.format(**found.groupdict())
+            return make[0](filled, layout) if make else Source(filled)
+    raise ValueError(f"tensor {name} has no name in transformers; a row is missing in the table")
+
+
+def gate_up(theirs: str, layout: Layout) -> Source:
+    """Gates and ups of all experts: one tensor, or two for each expert."""
+    fused = f"{theirs}.gate_up_proj"
+    return Source(fused) if fused in layout.held else PerExpert(theirs, ("gate_proj", "up_proj"))
+
+
+def down(theirs: str, layout: Layout) -> Source:
+    fused = f"{theirs}.down_proj"
+    return Source(fused) if fused in layout.held else PerExpert(theirs, ("down_proj",))
+
+
+def queries(theirs: str, layout: Layout) -> Source:
+    """Rows of MLA's queries: in each head the last ones turn."""
+    return _turned(theirs, layout, block=_latent(layout).head_dim)
+
+
+def latents(theirs: str, layout: Layout) -> Source:
+    """Rows of MLA's latent, of which the last turn."""
+    return _turned(theirs, layout, block=_latent(layout).latent_dim)
+
+
+def _turned(theirs: str, layout: Layout, *, block: int) -> Source:
+    if not flag(layout.raw, "rope_interleave", True):
+        return Source(theirs)
+    return Turned(theirs, block=block, turned=_latent(layout).rope_dim)
+
+
+def _latent(layout: Layout) -> MLAConfig:
+    mixer = layout.config.layers[0].mixer
+    assert isinstance(mixer, MLAConfig)
+    return mixer
+
+
+ENDS: tuple[Row, ...] = (
+    ("embed.weight", "model.embed_tokens.weight"),
+    ("norm.weight", "model.norm.weight"),
+    ("head.weight", "lm_head.weight"),
+)
+
+
+def _norms(ours: str, theirs: str) -> tuple[Row, ...]:
+    return (
+        (f"{ours}.mixer_norm.weight", f"{theirs}.input_layernorm.weight"),
+        (f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight"),
+    )
+
+
+def _experts(ours: str, theirs: str, shared: str = "") -> tuple[Row, ...]:
+    """A feed-forward part, of experts or dense. shared: their name of the shared expert."""
+    return (
+        (f"{ours}.mlp.router.weight", f"{theirs}.mlp.gate.weight"),
+        (f"{ours}.mlp.router.bias", f"{theirs}.mlp.gate.e_score_correction_bias"),
+        (f"{ours}.mlp.experts.gate_up", f"{theirs}.mlp.experts", gate_up),
+        (f"{ours}.mlp.experts.down", f"{theirs}.mlp.experts", down),
+        (f"{ours}.mlp.shared_gate.weight", f"{theirs}.mlp.shared_expert_gate.weight"),
+        (f"{ours}.mlp.shared.{{part}}", f"{theirs}.mlp.{shared}.{{part}}"),
+        (f"{ours}.mlp.{{part}}", f"{theirs}.mlp.{{part}}"),
+    )
+
+
+def _next_layer(ours: str, theirs: str) -> tuple[Row, ...]:
+    """A layer of Qwen3-Next; the parts of a delta net have names of their own."""
+    scan = f"{theirs}.linear_attn"
+    return (
+        *_norms(ours, theirs),
+        (f"{ours}.mixer.per_head.{{part}}", f"{scan}.{{part}}"),
+        (f"{ours}.mixer.in_proj_{{part}}", f"{scan}.in_proj_{{part}}"),
+        (f"{ours}.mixer.conv1d.{{part}}", f"{scan}.conv1d.{{part}}"),
+        (f"{ours}.mixer.norm.{{part}}", f"{scan}.norm.{{part}}"),
+        (f"{ours}.mixer.out_proj.{{part}}", f"{scan}.out_proj.{{part}}"),
+        (f"{ours}.mixer.{{part}}", f"{theirs}.self_attn.{{part}}"),
+        *_experts(ours, theirs, "shared_expert"),
+    )
+
+
+OURS, THEIRS = "layers.{i}", "model.layers.{i}"
+DENSE_NAMES: tuple[Row, ...] = (
+    *ENDS,
+    *_norms(OURS, THEIRS),
+    ("layers.{i}.mixer.{part}", "model.layers.{i}.self_attn.{part}"),
+    ("layers.{i}.mlp.{part}", "model.layers.{i}.mlp.{part}"),
+)
+MOE_NAMES: tuple[Row, ...] = (
+    *ENDS,
+    *_norms(OURS, THEIRS),
+    ("layers.{i}.mixer.{part}", "model.layers.{i}.self_attn.{part}"),
+    *_experts(OURS, THEIRS),
+)
+NEXT_NAMES: tuple[Row, ...] = (
+    *ENDS,
+    *_next_layer(OURS, THEIRS),
+    ("mtp.0.embed_norm.weight", "mtp.pre_fc_norm_embedding.weight"),
+    ("mtp.0.hidden_norm.weight", "mtp.pre_fc_norm_hidden.weight"),
+    ("mtp.0.proj.weight", "mtp.fc.weight"),
+    ("mtp.0.norm.weight", "mtp.norm.weight"),
+    *_next_layer("mtp.{i}.block", "mtp.layers.{i}"),
+)
+DEEPSEEK_NAMES: tuple[Row, ...] = (
+    *ENDS,
+    *_norms(OURS, THEIRS),
+    ("layers.{i}.mixer.q_down.{part}", "model.layers.{i}.self_attn.q_a_proj.{part}"),
+    ("layers.{i}.mixer.q_norm.{part}", "model.layers.{i}.self_attn.q_a_layernorm.{part}"),
+    ("layers.{i}.mixer.q_up.{part}", "model.layers.{i}.self_attn.q_b_proj.{part}", queries),
+    ("layers.{i}.mixer.q_proj.{part}", "model.layers.{i}.self_attn.q_proj.{part}", queries),
+    (
+        "layers.{i}.mixer.kv_down.{part}",
+        "model.layers.{i}.self_attn.kv_a_proj_with_mqa.{part}",
+        latents,
+    ),
+    ("layers.{i}.mixer.kv_norm.{part}", "model.layers.{i}.self_attn.kv_a_layernorm.{part}"),
+    ("layers.{i}.mixer.kv_up.{part}", "model.layers.{i}.self_attn.kv_b_proj.{part}"),
+    ("layers.{i}.mixer.o_proj.{part}", "model.layers.{i}.self_attn.o_proj.{part}"),
+    *_experts(OURS, THEIRS, "shared_experts"),
+    ("layers.{i}.embed_norm.weight", "model.layers.{i}.enorm.weight"),
+    ("layers.{i}.hidden_norm.weight", "model.layers.{i}.hnorm.weight"),
+    ("layers.{i}.proj.weight", "model.layers.{i}.eh_proj.weight"),
+    ("layers.{i}.norm.weight", "model.layers.{i}.shared_head.norm.weight"),
+)
+MAMBA_NAMES: tuple[Row, ...] = (
+    ("embed.weight", "backbone.embeddings.weight"),
+    ("layers.{i}.mixer_norm.weight", "backbone.layers.{i}.norm.weight"),
+    ("layers.{i}.mixer.per_head.{part}", "backbone.layers.{i}.mixer.{part}"),
+    ("layers.{i}.mixer.{part}", "backbone.layers.{i}.mixer.{part}"),
+    ("layers.{i}.mlp_norm.weight", "backbone.layers.{i}.norm.weight"),
+    ("layers.{i}.mlp.{part}", "backbone.layers.{i}.mixer.{part}"),
+    ("norm.weight", "backbone.norm_f.weight"),
+    ("head.weight", "lm_head.weight"),
+)
+
+
+def place_deepseek(name: str, layout: Layout) -> Source:
+    """Depth d of multi-token prediction lies where layer num_hidden_layers + d would.
+
+    A folder may hold copies of embedding and head in there.
+    """
+    layers = len(layout.config.layers)
+    found = re.fullmatch(r"mtp\.(\d+)\.(?:block\.)?(.+)", name)
+    if found:
+        name = f"layers.{layers + int(found[1])}.{found[2]}"
+    source = look_up(name, DEEPSEEK_NAMES, layout)
+    if name not in ("embed.weight", "head.weight"):
+        return source
+    parts = {"embed.weight": ["embed_tokens"], "head.weight": ["shared_head.head"]}[name]
+    if name == "embed.weight" and layout.config.tied:
+        parts = ["embed_tokens", "shared_head.head"]
+    depths = range(layers, layers + len(layout.config.mtp))
+    copies = [f"model.layers.{i}.{part}.weight" for i in depths for part in parts]
+    return Copied(source.theirs, tuple(name for name in copies if name in layout.held))
+
+
+def place_nemotron(name: str, layout: Layout) -> Source:
+    """Folders call the decoder backbone, or, as transformers has it in memory, model."""
+    theirs = look_up(name, MAMBA_NAMES, layout).theirs
+    renamed = re.sub(r"^backbone\.", "model.", theirs)
+    return Source(renamed if renamed in layout.held else theirs)

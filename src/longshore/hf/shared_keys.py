@@ -1,0 +1,186 @@
+"""Keys of config.json that several architectures share, read and written.
+
+In: a config.json as a dict, or parts of our config. Out: parts of our config, or keys. A key that
+is missing has the value that transformers gives it.
+
+    read_attention({"num_attention_heads": 4, "hidden_size": 64, …}, qk_norm=True)
+    AttentionConfig(heads=4, kv_heads=4, head_dim=16, qk_norm=True, …)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from longshore.hf.keys import Raw, count, flag, number
+from longshore.hf.rope_keys import read_rope, scaled_length, write_rope
+from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
+from longshore.model.mla_config import MLAConfig
+from longshore.model.moe_config import MoEConfig
+from longshore.model.part import Part
+from longshore.model.rope_config import RopeConfig
+
+Kind = TypeVar("Kind", bound=Part)
+
+
+def read_decoder(raw: Raw, layers: Sequence[LayerConfig], **more: Any) -> DecoderConfig:  # noqa: ANN401
+    """The decoder around these layers. more: fields of DecoderConfig."""
+    named: dict[str, Any] = {
+        "vocab_size": count(raw, "vocab_size"),
+        "width": count(raw, "hidden_size"),
+        "layers": tuple(layers),
+        "norm_eps": number(raw, "rms_norm_eps", 1e-6),
+        "tied": flag(raw, "tie_word_embeddings"),
+        "init_std": number(raw, "initializer_range", 0.02),
+    }
+    return DecoderConfig(**named | more)
+
+
+def decoder_keys(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "num_hidden_layers": len(config.layers),
+        "initializer_range": config.init_std,
+        "tie_word_embeddings": config.tied,
+    }
+
+
+def read_attention(raw: Raw, *, qk_norm: bool, partial: bool = False) -> AttentionConfig:
+    """partial: whether a share of each head only may turn with the position."""
+    width, heads = count(raw, "hidden_size"), count(raw, "num_attention_heads")
+    head_dim = _head_dim(raw, width, heads)
+    return AttentionConfig(
+        heads=heads,
+        kv_heads=read_kv_heads(raw, heads),
+        head_dim=head_dim,
+        rope=read_rope(raw, head_dim if partial else None),
+        qk_norm=qk_norm,
+        bias=flag(raw, "attention_bias"),
+        output_bias=flag(raw, "attention_bias"),
+    )
+
+
+def attention_keys(mixer: AttentionConfig, *, partial: bool = False) -> dict[str, Any]:
+    if mixer.rope is None:
+        raise ValueError("its attention has no rotary positions")
+    if mixer.bias != mixer.output_bias:
+        raise ValueError("it has a bias in some projections of its attention only")
+    return {
+        "num_attention_heads": mixer.heads,
+        "num_key_value_heads": mixer.kv_heads,
+        "head_dim": mixer.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": mixer.bias,
+        "attention_dropout": 0.0,
+        **rope_keys(mixer.rope, mixer.head_dim, partial=partial),
+    }
+
+
+def rope_keys(rope: RopeConfig, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
+    """With max_position_embeddings, where the scaling has a say in it."""
+    length = scaled_length(rope)
+    return {
+        **({"max_position_embeddings": length} if length else {}),
+        **write_rope(rope, head_dim, partial=partial),
+    }
+
+
+def read_kv_heads(raw: Raw, heads: int) -> int:
+    """As many as heads where nothing says it."""
+    if raw.get("num_key_value_heads") is None:
+        return heads
+    kv_heads = count(raw, "num_key_value_heads")
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_key_value_heads is {kv_heads}; it must divide num_attention_heads, {heads}"
+        )
+    return kv_heads
+
+
+def _head_dim(raw: Raw, width: int, heads: int) -> int:
+    if raw.get("head_dim") is not None:
+        return count(raw, "head_dim")
+    if width % heads:
+        raise ValueError(
+            f"hidden_size {width} is not a multiple of num_attention_heads {heads}; give head_dim"
+        )
+    return width // heads
+
+
+def refuse_unsupported(raw: Raw, activations: Mapping[str, Sequence[str]]) -> None:
+    """Refuses what no architecture here does. activations: what each key of that kind may be."""
+    for key, known in activations.items():
+        if (activation := raw.get(key, known[0])) not in known:
+            raise ValueError(f"{key} is {activation!r}; supported is {known[0]}")
+    for key in ("quantization_config", "compression_config"):
+        if raw.get(key):
+            method = raw[key].get("quant_method", "?") if isinstance(raw[key], dict) else raw[key]
+            raise ValueError(
+                f"{key} says the weights are quantized ({method}); supported are plain float "
+                "weights: take the unquantized folder"
+            )
+    if flag(raw, "mlp_bias"):
+        raise ValueError("mlp_bias is true; only MLPs without bias are supported")
+    for key in ("attention_dropout", "hidden_dropout", "router_jitter_noise"):
+        if raw.get(key):
+            raise ValueError(
+                f"{key} is {raw[key]!r}; there is neither dropout nor noise here: set it to 0"
+            )
+
+
+SILU = {"hidden_act": ("silu", "swish")}
+
+
+def plain_norms(config: DecoderConfig) -> None:
+    if config.zero_centred:
+        raise ValueError("its norms are zero-centred")
+
+
+def no_depths(config: DecoderConfig) -> None:
+    if config.mtp:
+        raise ValueError("it predicts several tokens, for which there is no place")
+
+
+def every(layers: Sequence[LayerConfig], field: str, kind: type[Kind]) -> list[Kind | None]:
+    """The mixers or mlps of the layers; None where it is of another kind."""
+    found = (getattr(layer, field) for layer in layers)
+    return [part if isinstance(part, kind) else None for part in found]
+
+
+def the_one(parts: Sequence[Kind | None], what: str) -> Kind:
+    """The one config that all of them have, where there is any."""
+    there = [(i, part) for i, part in enumerate(parts) if part is not None]
+    if not there:
+        raise ValueError(f"it has no {what}")
+    first, one = there[0]
+    for i, part in there:
+        if part != one:
+            raise ValueError(f"layer {i} has another {what} than layer {first}")
+    return one
+
+
+def bare(config: DecoderConfig) -> DecoderConfig:
+    """The config without what no config.json says: how it is trained and computed.
+
+    Those are the experts' balance loss and the speed of their bias, and the form of MLA.
+    """
+    layers, mtp = map(_bare_layers, (config.layers, config.mtp))
+    return replace(config, layers=layers, mtp=mtp)
+
+
+def _bare_layers(layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
+    made = []
+    for layer in layers:
+        mixer, mlp = layer.mixer, layer.mlp
+        if isinstance(mixer, MLAConfig):
+            mixer = replace(mixer, form="decompressed")
+        if isinstance(mlp, MoEConfig):
+            mlp = replace(mlp, aux_weight=0.0, bias_update=0.0)
+        made.append(LayerConfig(mixer, mlp))
+    return tuple(made)
+
+
+def gated_mlp(mlp: MLPConfig) -> MLPConfig:
+    if not mlp.gated:
+        raise ValueError(f"its MLP is {mlp.activation}, without a gate")
+    return mlp

@@ -1,0 +1,183 @@
+"""Reads the folder of a run: its configuration, its steps, its evaluations and its journal.
+
+In: a folder. Out: a RunFolder with one array for each metric, NaN where a step has none. The lines
+
+    {"step": 1, "loss": 5.5, …}
+    {"step": 2, "loss": 4.0, …}
+    {"step": 2, "loss": 3.9, …}
+
+of a run that was resumed give step [1, 2] and loss [5.5, 3.9]: the later line wins. Half a line at
+the end, which a killed run leaves, is left out; a broken line before it is a ValueError.
+"""
+
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longshore.report.run_journal import JournalSteps, read_journal
+
+Floats = NDArray[np.float64]
+
+METRICS = (
+    "loss",
+    "balance_loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "sequences",
+    "loss_tokens",
+    "epoch",
+    "elapsed_s",
+    "tokens_per_s",
+    "tflops",
+    "mfu",
+    "rounds",
+    "efficiency",
+    "padding",
+    "plan_s",
+    "data_wait_s",
+    "memory_gib",
+    "skipped",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunFolder:
+    """A run as its folder tells it.
+
+    config: by section.key. metrics: an array for "step" and each metric, sorted by step; the depths
+    of multi-token prediction are depth_1, depth_2, …. evals: (step, loss) by name.
+    """
+
+    name: str
+    folder: Path
+    config: Mapping[str, object]
+    metrics: Mapping[str, Floats]
+    evals: Mapping[str, list[tuple[int, float]]]
+    journal: JournalSteps
+
+    @property
+    def steps(self) -> Floats:
+        return self.metrics["step"]
+
+
+def read_run(folder: str | Path) -> RunFolder:
+    """Everything of a run but its weights; refuses a folder without steps."""
+    path = Path(folder)
+    if not path.is_dir():
+        what = "a file" if path.exists() else "not there"
+        raise ValueError(f"{folder} is {what}; name the folder of a run, such as runs/demo-1")
+    return RunFolder(
+        name=path.resolve().name,
+        folder=path,
+        config=read_config(path / "config.toml"),
+        metrics=read_metrics(path / "metrics.jsonl"),
+        evals=read_evals(path / "evals.jsonl"),
+        journal=read_journal(path / "steps.jsonl"),
+    )
+
+
+def read_config(path: Path) -> dict[str, object]:
+    """Values by section.key; without the file, none."""
+    if not path.is_file():
+        return {}
+    try:
+        sections = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: is not TOML ({error})") from None
+    return dict(_flat(sections, ""))
+
+
+def read_metrics(path: Path) -> dict[str, Floats]:
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {path.name}: it is not a run, or has no step yet")
+    rows: dict[int, dict[str, float]] = {}
+    for where, line in read_lines(path):
+        rows[_whole(line, "step", where)] = _numbers(line, where)
+    if not rows:
+        raise ValueError(f"{path} holds no step; wait until the first step has ended")
+    steps = sorted(rows)
+    names = [*METRICS, *_depths(rows.values())]
+    columns = {name: [rows[step].get(name, math.nan) for step in steps] for name in names}
+    return {name: np.array(values) for name, values in {"step": steps, **columns}.items()}
+
+
+def read_evals(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """(step, loss) of each evaluation, by its name; of two lines for a step the later counts."""
+    if not path.is_file():
+        return {}
+    found: dict[str, dict[int, float]] = {}
+    for where, line in read_lines(path):
+        loss = _number(line.get("loss"), f"{where}: loss")
+        found.setdefault(str(line.get("name", "held-out")), {})[_whole(line, "step", where)] = loss
+    return {
+        name: [(step, loss) for step, loss in sorted(losses.items()) if math.isfinite(loss)]
+        for name, losses in found.items()
+    }
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each whole line, with "file, line n" for whoever complains about it."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n") and line.strip():
+                where = f"{path}, line {number}"
+                yield where, parse_line(line, where)
+
+
+def parse_line(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: is not a JSON object; delete the line to go on without it")
+    return value
+
+
+def _numbers(line: Mapping[str, Any], where: str) -> dict[str, float]:
+    depths = line.get("mtp_losses") or ()
+    if not isinstance(depths, list | tuple):
+        raise ValueError(f"{where}: mtp_losses is {depths!r}; it must be a list")
+    values = {name: line.get(name) for name in METRICS}
+    values |= {f"depth_{depth}": loss for depth, loss in enumerate(depths, start=1)}
+    return {
+        name: _number(value, f"{where}: {name}")
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def _number(value: object, where: str) -> float:
+    if value is None:
+        return math.nan
+    if not isinstance(value, int | float):
+        raise ValueError(f"{where} is {value!r}; it must be a number or null")
+    return float(value) if math.isfinite(value) else math.nan
+
+
+def _whole(line: Mapping[str, Any], key: str, where: str) -> int:
+    value = line.get(key)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{where}: {key} is {value!r}; it must be a whole number")
+    return value
+
+
+def _depths(rows: Any) -> list[str]:  # noqa: ANN401 - a view of dictionaries
+    found = {name for row in rows for name in row if name.startswith("depth_")}
+    return sorted(found, key=lambda name: int(name.removeprefix("depth_")))
+
+
+def _flat(table: Mapping[str, Any], before: str) -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield before + key, value

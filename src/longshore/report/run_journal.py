@@ -1,0 +1,130 @@
+"""steps.jsonl, which may be large: what all its steps have in common is kept, plans are read again.
+
+In: the file. Out: for each step the predicted and measured seconds of its rounds, the tokens of its
+experts, and where its line stands, so that a few steps' plans can be read later:
+
+    journal = read_journal(Path("runs/demo-1/steps.jsonl"))
+    plan = journal.plan(1)
+
+A run that was resumed has a step twice: the later line wins. A missing file has no steps.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longshore.plan.cost import parse_profile
+from longshore.plan.cp_size import padded_length
+from longshore.plan.types import Pack, Plan, Round, Sequence, Setting, Stats
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# A journal tells what was decided; the figures of a plan stand in metrics.jsonl.
+NO_STATS = Stats(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, (), 0, 0, 0, 0.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Line:
+    """One step. predicted, elapsed: seconds of each round; a skipped step measured none.
+
+    experts: tokens by layer of experts. place, size: of the line in the file, in bytes.
+    """
+
+    number: int
+    place: int
+    size: int
+    predicted: Floats
+    elapsed: Floats
+    experts: tuple[Ints, ...]
+
+    @property
+    def measured(self) -> bool:
+        """Whether every round has a prediction above 0 and a time."""
+        both = len(self.predicted) == len(self.elapsed) > 0
+        return both and bool((self.predicted > 0).all() and (self.elapsed > 0).all())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JournalSteps:
+    """lines: by step, rising."""
+
+    path: Path
+    lines: Mapping[int, Line]
+
+    def plan(self, step: int, *, policy: str = "mixed") -> Plan:
+        """The plan of a step; policy is not in the journal, and `padded` counts padding as work."""
+        line = self.lines[step]
+        where = f"{self.path}, line {line.number}"
+        with open(self.path, "rb") as file:
+            file.seek(line.place)
+            data = json.loads(file.read(line.size))
+        try:
+            return _plan(data, policy)
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise ValueError(f"{where}: tells no plan ({error!r}); delete the line") from None
+
+
+def read_journal(path: Path) -> JournalSteps:
+    lines: dict[int, Line] = {}
+    if path.is_file():
+        place = 0
+        with open(path, "rb") as file:
+            for number, text in enumerate(file, start=1):
+                if text.endswith(b"\n") and text.strip():
+                    step, line = _read(text, f"{path}, line {number}", number=number, place=place)
+                    lines[step] = line
+                place += len(text)
+    return JournalSteps(path, {step: lines[step] for step in sorted(lines)})
+
+
+def _read(text: bytes, where: str, *, number: int, place: int) -> tuple[int, Line]:
+    try:
+        data = json.loads(text)
+        line = Line(
+            number=number,
+            place=place,
+            size=len(text),
+            predicted=np.array(data["predicted_s"], dtype=np.float64),
+            elapsed=np.array(data["elapsed_s"], dtype=np.float64),
+            experts=tuple(np.array(layer, dtype=np.int64) for layer in data.get("experts") or ()),
+        )
+        return int(data["step"]), line
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ValueError(f"{where}: is not a step; delete the line to go on without it") from None
+
+
+def _plan(data: Mapping[str, Any], policy: str) -> Plan:
+    lengths = [int(length) for length in data["lengths"]]
+    held = [max(lengths)] * len(lengths) if policy == "padded" else lengths
+    rounds = tuple(Round(tuple(_pack(raw, held) for raw in packs)) for packs in data["rounds"])
+    if not lengths or not rounds:
+        raise ValueError("no sequences or no rounds")
+    lanes = int(data["lanes"])
+    if any(pack.first_lane < 0 or pack.lanes[-1] >= lanes for r in rounds for pack in r.packs):
+        raise ValueError(f"a pack lies beyond lane {lanes - 1}")
+    setting = Setting(
+        lanes=lanes,
+        capacity=int(data["capacity"]),
+        policy=policy,
+        sync=str(data["sync"]),
+        cp_sizes=tuple(sorted({pack.cp_size for round_ in rounds for pack in round_.packs})),
+        profile=parse_profile(data["cost"], "cost"),
+        align=1,
+        max_sequences=None,
+        pp=1,
+        vpp=1,
+    )
+    sequences = tuple(Sequence(i, length, length) for i, length in enumerate(lengths))
+    return Plan(setting=setting, sequences=sequences, rounds=rounds, stats=NO_STATS, digest="")
+
+
+def _pack(raw: Any, lengths: list[int]) -> Pack:  # noqa: ANN401 - as it stands in the file
+    first_lane, cp_size, places = raw
+    tokens = sum(padded_length(lengths[i], cp_size) // cp_size for i in places)
+    return Pack(int(first_lane), int(cp_size), tuple(places), tokens)

@@ -1,0 +1,210 @@
+"""Opens the page of a run in headless Chromium, in a frame as wide as a desktop's or a phone's."""
+
+import subprocess
+
+import pytest
+from tests.report.run_folders import make_run, write_lines
+from tests.report.test_browser import CHROMIUM, FLAGS, Seen
+
+from longshore.report.run_page import read_runs, write_run_page
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on PATH"),
+]
+
+# Runs after the page's own script, uses the page as a reader would, and sends what it saw to the
+# page around it.
+PROBE = """
+<script>
+window.requestAnimationFrame = (draw) => draw();  // frames are rare without a screen
+const text = (selector) => document.querySelector(selector).textContent;
+const all = (selector) => [...document.querySelectorAll(selector)];
+const paths = (chart) => all(`#${chart} path`).map((path) => path.getAttribute("d"));
+const charts = () => all("#curves > figure").map((figure) => figure.id);
+function colours(selector) {
+  const canvas = document.querySelector(selector);
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const seen = new Set();
+  for (let i = 0; i < data.length; i += 4) seen.add(`rgb(${[...data.slice(i, i + 3)].join(", ")})`);
+  return seen;
+}
+const picture = () => document.querySelector("#timeline canvas.main").toDataURL();
+function press(name) {
+  all("#controls button").find((button) => button.textContent === name).click();
+}
+function change(selector, value) {
+  const node = document.querySelector(selector);
+  node.value = value;
+  node.dispatchEvent(new Event("change"));
+}
+function point(selector, name, share) {
+  const box = document.querySelector(selector).getBoundingClientRect();
+  const [clientX, clientY] = [box.left + box.width * share, box.top + box.height / 2];
+  document.querySelector(selector).dispatchEvent(new PointerEvent(name, { clientX, clientY }));
+}
+function tryCurves(saw) {
+  saw.charts = charts();
+  saw.empty = saw.charts.filter((chart) => !paths(chart).some((d) => d.length > 20));
+  saw.lossLines = document.querySelectorAll("#chart-loss path.curve").length;
+  const before = paths("chart-loss");
+  press("Tokens");
+  saw.axisMoved = paths("chart-loss").join() !== before.join();
+  press("Logarithmic");
+  press("Time");
+  press("Steps");
+  press("Logarithmic");
+  saw.axisBack = paths("chart-loss").join() === before.join();
+  point("#chart-loss svg", "pointermove", 0.5);
+  saw.tip = document.querySelector("#chart-loss .tip").hidden ? "" : text("#chart-loss .tip");
+}
+function tryStep(saw) {
+  const swatches = all("#timeline .swatch[style]");
+  const seen = colours("#timeline canvas.main");
+  saw.drawn = swatches.filter((s) => seen.has(getComputedStyle(s).backgroundColor)).length;
+  saw.summary = text("#step-summary");
+  const before = picture();
+  change("#step", "0");
+  saw.first = text("#step-summary");
+  saw.redrawn = picture() !== before;
+  document.querySelector("#next").click();
+  saw.second = text("#step-summary");
+  point("#chart-loss svg", "click", 0.6);
+  saw.clicked = text("#step-summary");
+  document.querySelector("#slowest button").click();
+  saw.slowest = text("#step-summary");
+  saw.marked = document.querySelectorAll("#curves .chosen").length;
+}
+function probe() {
+  const saw = { title: text("h1"), costWords: text("#cost-words"), width: innerWidth };
+  tryCurves(saw);
+  saw.dots = document.querySelectorAll("#scatter path.dots").length;
+  if (!document.querySelector("#step-view").hidden) tryStep(saw);
+  saw.note = text("#step-note");
+  saw.experts = !document.querySelector("#experts-section").hidden;
+  if (saw.experts) {
+    const before = document.querySelector("#heat image").getAttribute("href");
+    change("#experts-layer", "1");
+    saw.heatChanged = document.querySelector("#heat image").getAttribute("href") !== before;
+  }
+  document.querySelectorAll("details").forEach((node) => { node.open = true; });
+  saw.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  saw.differences = text("#differences");
+  saw.errors = document.documentElement.dataset.errors || "";
+  saw.ready = document.documentElement.dataset.ready || "";
+  return saw;
+}
+let answer;
+try {
+  answer = probe();
+} catch (error) {
+  answer = { failed: String(error) + document.documentElement.dataset.errors };
+}
+parent.postMessage(JSON.stringify(answer), "*");
+</script>
+</body>
+"""
+FRAME = """<!doctype html><body><script>
+addEventListener("message", (event) => { document.documentElement.dataset.probe = event.data; });
+</script><iframe src="page.html" style="border: 0; width: WIDTHpx; height: 900px"></iframe></body>
+"""
+
+
+def open_runs(folders, tmp_path, *, width, harm=("", "")):
+    """What the probe saw of the page of these runs, and every complaint of the console."""
+    write_run_page(tmp_path / "page.html", read_runs(folders))
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    page = page.replace(*harm).replace("</body>\n", PROBE)
+    (tmp_path / "page.html").write_text(page, encoding="utf-8")
+    (tmp_path / "frame.html").write_text(FRAME.replace("WIDTH", str(width)), encoding="utf-8")
+    command = [CHROMIUM, *FLAGS, f"--window-size={width + 100},1000"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "frame.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    seen = Seen(done.stdout, done.stderr)
+    return seen.probe, seen.complaints
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_one_run(tmp_path, width):
+    run = make_run(
+        tmp_path / "moe", steps=60, lanes=8, batch=96, experts=(8, 8), depths=2, evals=True
+    )
+    saw, complaints = open_runs([run], tmp_path, width=width)
+    assert "failed" not in saw, saw
+    assert (complaints, saw["errors"], saw["ready"]) == ([], "", "yes")
+    assert saw["width"] == width
+    assert saw["overflow"] <= 0, "nothing sticks out of the page"
+    assert saw["title"] == "Run moe"
+    assert {"chart-loss", "chart-depths", "chart-balance", "chart-memory"} <= set(saw["charts"])
+    assert "chart-mfu" not in saw["charts"], "no step has a value for it"
+    assert saw["empty"] == []
+    assert saw["lossLines"] == 4, "raw, smoothed, and two evaluations"
+    assert (saw["axisMoved"], saw["axisBack"]) == (True, True)
+    assert "held-out" in saw["tip"]
+    assert "The cost model is very good" in saw["costWords"]
+    assert saw["dots"] == 1
+    assert (saw["experts"], saw["heatChanged"]) == (True, True)
+    check_steps(saw)
+
+
+def check_steps(saw):
+    assert saw["drawn"] >= 2, "colours of the legend are in the picture"
+    assert saw["redrawn"]
+    assert saw["summary"].startswith("Step 60:")
+    assert saw["first"].startswith("Step 1:")
+    assert saw["second"].startswith("Step 2:")
+    assert saw["clicked"].startswith("Step 3"), "the click was in the middle of 60 steps"
+    assert saw["slowest"].startswith("Step 30:"), "it waited for its data"
+    assert saw["marked"] == len(saw["charts"])
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_several_runs(tmp_path, width):
+    lr = {"train": {"lr": 1e-4}}
+    runs = [
+        make_run(tmp_path / "first", steps=45, evals=True),
+        make_run(tmp_path / "a-run-with-a-rather-long-name-of-its-own", steps=20, config=lr),
+        make_run(tmp_path / "third", steps=1, seed=3, journal=False),
+    ]
+    saw, complaints = open_runs(runs, tmp_path, width=width)
+    assert "failed" not in saw, saw
+    assert (complaints, saw["errors"], saw["ready"]) == ([], "", "yes")
+    assert saw["overflow"] <= 0
+    assert saw["title"] == "3 runs side by side"
+    assert saw["empty"] == []
+    assert saw["lossLines"] == 2 + 2 + 1 + 1, "raw and smoothed, evaluations, and two short runs"
+    assert saw["dots"] == 2
+    assert "train.lr" in saw["differences"]
+    assert "1e-04" in saw["differences"] or "0.0001" in saw["differences"]
+    assert "No steps.jsonl: third" in saw["note"]
+    assert not saw["experts"]
+
+
+def test_a_run_with_metrics_alone_and_gaps(tmp_path):
+    lines = [{"step": 1, "loss": None, "lr": 0.0}, {"step": 2, "loss": 2.0}, {"step": 3}]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    saw, complaints = open_runs([tmp_path], tmp_path, width=390)
+    assert "failed" not in saw, saw
+    assert complaints == []
+    assert (saw["errors"], saw["ready"]) == ("", "yes")
+    assert saw["note"] == "There is no steps.jsonl, so no timeline can be drawn."
+    assert saw["overflow"] <= 0
+
+
+def test_a_run_of_many_steps_shows_its_spike(tmp_path):
+    lines = [
+        {"step": n, "loss": 90.0 if n == 7777 else 2.0, "tokens": 10, "elapsed_s": 0.1}
+        for n in range(1, 20_001)
+    ]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    saw, complaints = open_runs([tmp_path], tmp_path, width=1400)
+    assert (complaints, saw["errors"], saw["ready"]) == ([], "", "yes")
+    assert "Steps 9," in saw["tip"], "a point stands for several steps"
+
+
+def test_notices_a_script_that_fails(tmp_path):
+    run = make_run(tmp_path / "run", steps=2)
+    place = "showSlowest() {"
+    saw, complaints = open_runs([run], tmp_path, width=1400, harm=(place, place + "missing();"))
+    assert complaints
+    assert "missing is not defined" in saw["failed"]
