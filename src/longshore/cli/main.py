@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence as Seq
 
+from longshore.cli.doctor import register_doctor
 from longshore.cli.export import register_export
 from longshore.cli.plan import register_plan
 from longshore.cli.prepare import register_prepare
@@ -17,7 +18,7 @@ from longshore.cli.report import register_report
 from longshore.cli.train import register_train
 from longshore.cli.words import Parser, answer, as_options
 
-COMMANDS = (register_train, register_plan, register_prepare, register_report, register_export)
+COMMANDS = (register_train, register_plan, register_prepare, register_report, register_export, register_doctor)
 
 DESCRIPTION = """\
 Longshore trains language models on sequences of very different lengths without wasting the machine:

@@ -1,0 +1,315 @@
+"""`longshore doctor`: what this machine can do for training, and what is wrong with it.
+
+In: the options of DOCTOR_HELP. Out: a line for each finding, or JSON; exit code 1 if something that
+training needs is broken. Alone it starts ranks of its own; under torchrun it tries the real ones,
+and rank 0 tells.
+
+    ! /dev/shm holds 0.1 GiB
+      → NCCL may run out of it; start the container with --shm-size=16g
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+from longshore.cli.launch import gpu_count, launch, ranks_from_environment
+from longshore.cli.words import add_command, count
+from longshore.config.ranks import Ranks
+from longshore.config.sections import RunConfig
+from longshore.train.doctor import Setting, examine
+from longshore.train.finding import Finding, bad, first_line, good, warn
+
+if TYPE_CHECKING:
+    from longshore.train.doctor_ranks import Meeting
+
+DOCTOR_HELP = """\
+Says what this machine can do: torch and its devices, which code serves each op and whether it
+computes right, packages, disk; and whether processes can meet and form the groups of a run.
+✓ is fine, ! is worth a look, ✗ is broken and ends the command with exit code 1.
+
+  --ranks N          processes to start here, over gloo (default: 4)
+  --json             print JSON instead
+
+Under torchrun it tries the processes that torchrun started, over NCCL on GPUs, and prints where
+each of them stands:
+
+  torchrun --nproc-per-node 8 -m longshore.cli.main doctor"""
+MOST_RANKS = 1024
+RANKS = 4
+LIMIT_S = 120.0
+WIDTH = 80
+ROWS = 64
+MARKS = {"ok": "✓", "warn": "!", "bad": "✗"}
+PLAIN = {"ok": "+", "warn": "!", "bad": "x"}
+COLOURS = {"ok": "green", "warn": "yellow", "bad": "bold red"}
+
+
+def register_doctor(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = add_command(
+        commands,
+        "doctor",
+        summary="say what this machine can do, and what is wrong with it",
+        usage="longshore doctor [--ranks N] [--json]",
+        text=DOCTOR_HELP,
+    )
+    parser.set_defaults(run=run_doctor)
+    hidden = argparse.SUPPRESS  # DOCTOR_HELP describes them all
+    parser.add_argument("--ranks", type=count(MOST_RANKS), help=hidden)
+    parser.add_argument("--json", action="store_true", help=hidden)
+
+
+def run_doctor(args: argparse.Namespace) -> None:
+    place = ranks_from_environment()
+    if place is not None and args.ranks not in (None, place.world_size):
+        raise ValueError(
+            f"--ranks is {args.ranks}, and torchrun started {place.world_size} processes; leave "
+            "--ranks out"
+        )
+    ranks = args.ranks or (place.world_size if place else RANKS)
+    setting = Setting(gpu_count(), ranks, Path("runs"))
+    if place is not None and place.rank:
+        _follow(setting, place)
+        return
+    report = Report(sys.stdout, is_json=args.json)
+    for name, findings in examine(setting):
+        report.add(name, findings)
+    meeting, error = _meeting(report, setting, place)
+    report.end(meeting)
+    if isinstance(error, TimeoutError):
+        _leave(1)  # a rank hangs on in a thread, which would keep this process
+    if report.is_broken:
+        raise SystemExit(1)
+
+
+def _meeting(
+    report: "Report", setting: Setting, place: Ranks | None
+) -> "tuple[Meeting | None, Exception | None]":
+    """Lets the ranks meet, and tells; a meeting that fails is a finding."""
+    if any(f.text.startswith("torch cannot be imported") for f in report.sections["torch"]):
+        report.add("ranks", [bad("not tried: torch is missing")])
+        return None, None
+    try:
+        met = _meet_here(setting.ranks) if place is None else meet_as(place, ())
+    except Exception as error:
+        from longshore.train.doctor_ranks import failed
+
+        report.add("ranks", [failed(error)])
+        return None, error
+    hint = [good("gloo alone was tried; for NCCL start the command with torchrun, see --help")]
+    more = _restarts() if place else hint if setting.gpus > 1 else []
+    report.add("ranks", [*met.findings, *more])
+    return met, None
+
+
+def _restarts() -> list[Finding]:
+    """Processes that torchrun starts again meet in the old store, among dead addresses."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return []
+    return [
+        warn(
+            f"torchrun may start the ranks again (--max-restarts {restarts}), and they would then "
+            "wait for each other for ever, in the store they met in before",
+            "start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment",
+        )
+    ]
+
+
+def _follow(setting: Setting, place: Ranks) -> None:
+    """The part of the other ranks; the first of each machine tells rank 0 of its troubles."""
+    remarks: list[Finding] = []
+    if place.local_rank == 0:
+        found = [finding for _, findings in examine(setting) for finding in findings]
+        remarks = [finding for finding in found if finding.mark != "ok"]
+    try:
+        meet_as(place, tuple(remarks))
+    except Exception as error:
+        print(f"longshore: rank {place.rank}: {first_line(error)}", file=sys.stderr)
+        _leave(1)
+
+
+def meet_as(place: Ranks, remarks: tuple[Finding, ...], *, limit_s: float = LIMIT_S) -> "Meeting":
+    """This process's part of the meeting, on the device and backend that training would take."""
+    from longshore.dist.process_group import Rendezvous
+    from longshore.train.device import pick_backend, pick_device
+    from longshore.train.doctor_ranks import here, meet, within
+
+    is_local = place.rendezvous.startswith("file://")
+    device = pick_device("cpu" if is_local else "auto", place.local_rank)
+    seat = here(place.rank, node=_node(place), local_rank=place.local_rank, device=device)
+    work = partial(
+        meet,
+        replace(seat, remarks=remarks),
+        where=Rendezvous(place.rank, place.world_size, place.rendezvous),
+        backend=pick_backend(device, place.local_size),
+        device=device,
+    )
+    return within(limit_s, work)
+
+
+def _node(place: Ranks) -> int:
+    """torchrun numbers its agents; elsewhere all ranks are on one node."""
+    text = os.environ.get("GROUP_RANK", "0")
+    return int(text) if text.isdigit() and place.rendezvous == "env://" else 0
+
+
+def _meet_here(ranks: int) -> "Meeting":
+    """Starts ranks on this machine, as `longshore train` does."""
+    import pickle
+
+    with tempfile.TemporaryDirectory(prefix="longshore-doctor-") as folder:
+        answer = Path(folder) / "meeting"
+        launch(partial(_meet_and_write, answer), RunConfig(), ranks)
+        met: Meeting = pickle.loads(answer.read_bytes())
+        return met
+
+
+def _meet_and_write(answer: Path, config: RunConfig, place: Ranks) -> None:
+    """One local rank's part; rank 0 leaves the answer in a file."""
+    import pickle
+
+    met = meet_as(place, ())
+    if place.rank == 0:
+        answer.write_bytes(pickle.dumps(met))
+
+
+@dataclass(slots=True)
+class Report:
+    """Findings as they come: at once for people, all at the end as JSON."""
+
+    stream: TextIO
+    is_json: bool
+    sections: dict[str, tuple[Finding, ...]] = field(default_factory=dict)
+
+    @property
+    def is_broken(self) -> bool:
+        return any(finding.mark == "bad" for finding in self._all())
+
+    def add(self, name: str, findings: Iterable[Finding]) -> None:
+        self.sections[name] = tuple(findings)
+        if not self.is_json:
+            self._write([name, *_lines(self.sections[name], self._width())])
+
+    def end(self, meeting: "Meeting | None") -> None:
+        if self.is_json:
+            self._write([self._json(meeting)])
+            return
+        if meeting is not None:
+            self._write(_table(meeting, self._width()))
+        marks = [finding.mark for finding in self._all()]
+        looks, broken = marks.count("warn"), marks.count("bad")
+        worth = f"; {looks} worth a look" if looks else ""
+        if broken:
+            self._write(["", f"{broken} broken, and training needs {_it(broken)}{worth}"])
+        else:
+            self._write(["", f"all that training needs is here{worth}"])
+
+    def _all(self) -> list[Finding]:
+        return [finding for findings in self.sections.values() for finding in findings]
+
+    def _json(self, meeting: "Meeting | None") -> str:
+        found = {
+            "ok": not self.is_broken,
+            "sections": {
+                name: [asdict(finding) for finding in findings]
+                for name, findings in self.sections.items()
+            },
+            "ranks": [asdict(seat) for seat in meeting.seats] if meeting else [],
+        }
+        return json.dumps(found, ensure_ascii=False, indent=1)
+
+    def _width(self) -> int:
+        if not self.stream.isatty():
+            return WIDTH
+        return max(40, min(100, shutil.get_terminal_size((WIDTH, 24)).columns))
+
+    def _write(self, lines: list[str]) -> None:
+        """Coloured on a terminal; in letters that the stream has."""
+        encoding = self.stream.encoding or "utf-8"
+        if self.stream.isatty() and _in_colour(lines, self.stream):
+            return
+        text = "\n".join(lines) + "\n"
+        try:
+            text.encode(encoding)
+        except UnicodeEncodeError:
+            for mark, letter in MARKS.items():
+                text = text.replace(letter, PLAIN[mark])
+            text = text.replace("→", "->").encode(encoding, "replace").decode(encoding)
+        self.stream.write(text)
+        self.stream.flush()
+
+
+def _lines(findings: Iterable[Finding], width: int) -> list[str]:
+    lines = []
+    for finding in findings:
+        start = f"  {MARKS[finding.mark]} "
+        lines += textwrap.wrap(
+            finding.text, width, initial_indent=start, subsequent_indent=" " * len(start)
+        )
+        if finding.way_out:
+            lines += textwrap.wrap(
+                finding.way_out, width, initial_indent="    → ", subsequent_indent=" " * 6
+            )
+    return lines
+
+
+def _table(meeting: "Meeting", width: int) -> list[str]:
+    """A row for each rank, the first ones of many."""
+    rows = [("rank", "node", "local", "device", "lane", "CP groups, as lanes")]
+    rows += [
+        (
+            str(seat.rank),
+            f"{seat.node} {seat.host}"[:20],
+            str(seat.local_rank),
+            seat.device,
+            str(seat.lane),
+            seat.groups_in_words,
+        )
+        for seat in meeting.seats[:ROWS]
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(wide) for cell, wide in zip(row, widths, strict=False)]
+        line = "  " + "  ".join([*cells, row[5]])
+        lines.append(line if len(line) <= width else line[: width - 1] + "…")
+    more = len(meeting.seats) - ROWS
+    return [*lines, f"  … and {more} more; --json has all"] if more > 0 else lines
+
+
+def _in_colour(lines: list[str], stream: TextIO) -> bool:
+    """Whether rich is there and has printed the lines."""
+    with suppress(Exception):
+        from rich.console import Console
+        from rich.text import Text
+
+        console = Console(file=stream, highlight=False)
+        for line in lines:
+            text = Text(line, style="" if line.startswith(" ") else "bold")
+            for mark, letter in MARKS.items():
+                if line.startswith(f"  {letter} "):
+                    text.stylize(COLOURS[mark], 2, 3)
+            console.print(text, soft_wrap=True)
+        return True
+    return False
+
+
+def _it(number: int) -> str:
+    return "it" if number == 1 else "them"
+
+
+def _leave(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,403 @@
+"""`longshore doctor`: it looks at everything, never crashes, and says what is broken."""
+
+import io
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from longshore.cli import doctor as command
+from longshore.cli.doctor import DOCTOR_HELP, Report, register_doctor
+from longshore.cli.launch import RankError
+from longshore.cli.words import Parser
+from longshore.train import doctor, doctor_ops, doctor_ranks
+from longshore.train.doctor import Setting, examine, look
+from longshore.train.doctor_ranks import Meeting, Seat, within
+from longshore.train.finding import Finding, bad, first_line, good, warn
+
+SECTIONS = ["machine", "torch", "devices", "ops", "kernels", "packages", "disk", "ranks"]
+HERE = Setting(gpus=0, ranks=2, folder=Path("runs"))
+DRIVER = """\
+import argparse
+from longshore.cli.doctor import register_doctor
+parser = argparse.ArgumentParser()
+register_doctor(parser.add_subparsers())
+args = parser.parse_args()
+args.run(args)
+"""
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    """No torchrun, no GPUs, a folder of its own."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def run(capsys):
+    """The command with words: its exit code and its stdout."""
+
+    def run_with(*words):
+        parser = Parser()
+        register_doctor(parser.add_subparsers())
+        args = parser.parse_args(["doctor", *words])
+        code = 0
+        try:
+            args.run(args)
+        except SystemExit as stop:
+            code = stop.code
+        return code, capsys.readouterr().out
+
+    return run_with
+
+
+@pytest.fixture
+def met(monkeypatch):
+    """Ranks that have met already."""
+    seats = tuple(
+        Seat(rank, 0, rank, "host", "cpu", "Python 3", rank, ((rank, 1), (0, 2)))
+        for rank in range(2)
+    )
+    monkeypatch.setattr(command, "_meet_here", lambda ranks: Meeting(seats, (good("met"),)))
+
+
+def only(monkeypatch, *findings):
+    """Lets `torch` be the only section, with these findings."""
+    monkeypatch.setattr(doctor, "PROBES", (("torch", lambda setting: iter(findings)),))
+
+
+def test_this_machine(run):
+    """All sections, 80 columns, no broken line, and where each of three local ranks stands."""
+    code, out = run("--ranks", "3")
+    lines = out.splitlines()
+    assert code == 0, out
+    assert [line for line in lines if line in SECTIONS] == SECTIONS
+    assert max(map(len, lines)) <= 80
+    assert "✗" not in out
+    assert "\x1b" not in out
+    assert "CP groups of 1, 2, 3 lanes: made in" in out
+    rows = [line.split(maxsplit=6) for line in lines[lines.index("ranks") :]]
+    places = [(row[0], row[3], row[5], row[6]) for row in rows if len(row) == 7 and "cpu" in row]
+    # Lane 2 is left over by the groups of two.
+    assert places == [
+        ("0", "0", "0", "0, 0-1, 0-2"),
+        ("1", "1", "1", "1, 0-1, 0-2"),
+        ("2", "2", "2", "2, 0-2"),
+    ]
+    assert lines[-1].startswith("all that training needs is here")
+
+
+def test_json(run):
+    code, out = run("--ranks", "1", "--json")
+    found = json.loads(out)
+    assert (code, found["ok"]) == (0, True)
+    assert list(found["sections"]) == SECTIONS
+    for findings in found["sections"].values():
+        for finding in findings:
+            assert list(finding) == ["mark", "text", "way_out"]
+            assert finding["mark"] in ("ok", "warn")
+    (seat,) = found["ranks"]
+    assert (seat["rank"], seat["lane"], seat["cp_groups"]) == (0, 0, [[0, 1]])
+
+
+def test_under_torchrun(tmp_path):
+    """The real ranks meet, rank 0 alone tells, and a remark of a rank would reach it."""
+    (tmp_path / "driver.py").write_text(DRIVER)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", "driver.py", "doctor"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all that training needs is here") == 1
+    assert "2 ranks met over gloo" in done.stdout
+    assert re.search(r"\n  1 +0 \S+ +1 +cpu +1 +1, 0-1\n", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("restarts", "shared", "remarks"), [("3", "True", 1), ("3", "False", 0), ("0", "True", 0)]
+)
+def test_restarts_of_torchrun(monkeypatch, restarts, shared, remarks):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    found = command._restarts()
+    assert [finding.mark for finding in found] == ["warn"] * remarks
+
+
+def test_ranks_of_torchrun_are_given(run, monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="--ranks is 4, and torchrun started 2 processes"):
+        run("--ranks", "4")
+
+
+def test_broken_things_end_with_1(run, met, monkeypatch):
+    only(monkeypatch, good("fine"), warn("odd", "look at it"), bad("gone", "get it"))
+    code, out = run()
+    assert code == 1
+    assert out.splitlines()[:6] == [
+        "torch",
+        "  ✓ fine",
+        "  ! odd",
+        "    → look at it",
+        "  ✗ gone",
+        "    → get it",
+    ]
+    assert out.splitlines()[-1] == "1 broken, and training needs it; 1 worth a look"
+
+
+def test_a_probe_that_fails_is_a_remark(run, met, monkeypatch):
+    def fails(setting):
+        yield good("so far")
+        raise OSError("no such thing\nand more")
+
+    monkeypatch.setattr(doctor, "PROBES", (("torch", fails),))
+    code, out = run()
+    assert code == 0
+    assert "  ✓ so far\n  ! could not be looked at to the end: OSError: no such thing\n" in out
+
+
+def test_every_probe_survives_a_machine_without_anything(monkeypatch):
+    """Nothing can be imported or read: findings, and no exception."""
+
+    def refuse(*args, **kwargs):
+        raise PermissionError("no")
+
+    for place in ("os.sysconf", "shutil.disk_usage", "importlib.util.find_spec"):
+        monkeypatch.setattr(place, refuse)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    sections = dict(examine(HERE))
+    assert list(sections) == SECTIONS[:-1]
+    for name, findings in sections.items():
+        assert findings, name
+    assert sections["torch"][0].mark == "bad"
+
+
+def test_without_torch(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, out = run()
+    assert code == 1
+    assert "✗ torch cannot be imported: ModuleNotFoundError" in out
+    assert "✗ not tried: torch is missing" in out
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            RankError("rank 1 failed:\nTraceback …\n  File …\nTimeoutError: no end after 9 s of x"),
+            "the ranks did not meet: rank 1 failed: TimeoutError: no end after 9 s of x",
+        ),
+        (RuntimeError("connectFullMesh"), "the ranks did not meet: RuntimeError: connectFullMesh"),
+    ],
+)
+def test_ranks_that_do_not_meet(run, monkeypatch, error, said):
+    def launch(*_):
+        raise error
+
+    only(monkeypatch, good("fine"))
+    monkeypatch.setattr(command, "launch", launch)
+    code, out = run()
+    assert code == 1
+    assert said in " ".join(out.split())
+    assert "GLOO_SOCKET_IFNAME" in out
+
+
+def test_wrong_answers_of_a_group_are_told(run, monkeypatch):
+    only(monkeypatch, good("fine"))
+    monkeypatch.setattr(doctor_ranks, "gather", lambda shard, group: shard + 1)
+    code, out = run("--ranks", "1")
+    assert code == 1
+    assert "✗ rank 0: the CP group of 1 lanes from 0 gathers [1]" in out
+
+
+def test_within_ends_what_hangs():
+    import threading
+
+    def hangs(stage):
+        stage.enter("waiting for rank 7")
+        threading.Event().wait(60)
+
+    assert within(60, lambda stage: stage.name) == "starting"
+    with pytest.raises(KeyError, match="mine"):
+        within(60, lambda stage: {}["mine"])
+    with pytest.raises(TimeoutError, match=r"no end after 0\.05 s of waiting for rank 7"):
+        within(0.05, hangs)
+
+
+def test_an_op_that_is_wrong(monkeypatch):
+    from longshore.ops import attention, experts
+
+    right = attention.attention
+    assert [finding.mark for finding in doctor_ops.ops()] == ["ok"] * 4
+    monkeypatch.setattr(attention, "attention", lambda *a, **b: right(*a, **b) * 1.01)
+    monkeypatch.setattr(experts, "grouped_mlp", lambda x, *a, **b: x @ x[:3])
+    plain, wide, mixture, _ = doctor_ops.ops()
+    assert (plain.mark, wide.mark, mixture.mark) == ("bad", "bad", "bad")
+    assert "its output is wrong by 1% of the largest value" in plain.text
+    assert "fails: RuntimeError" in mixture.text
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "mark"),
+    [("3.6.0", 9, "warn"), ("3.7.1", 9, "ok"), ("3.6.0", 10, "ok"), ("3.3.1+git", 9, "ok")],
+)
+def test_triton(monkeypatch, version, capability, mark):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    assert doctor_ops._triton(capability).mark == mark
+
+
+@pytest.mark.parametrize(
+    ("is_here", "is_called", "mark", "said"),
+    [
+        (True, True, "ok", "flash is installed"),
+        (True, False, "ok", "flash is installed; Longshore does not call it"),
+        (False, True, "warn", "flash is not installed: fast"),
+        (False, False, "ok", "flash is not installed, and Longshore does not call it yet (fast)"),
+    ],
+)
+def test_faster_kernels(is_here, is_called, mark, said):
+    found = doctor_ops._package("flash", is_here, gain="fast", is_called=is_called)
+    assert (found.mark, found.text) == (mark, said)
+
+
+def test_open_files(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    assert doctor._open_files(96).mark == "ok"
+    assert doctor._open_files(97) == warn(
+        "open files: 1,024, and 97 ranks want 1,032", "ulimit -n 1032"
+    )
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, -1))
+    assert doctor._open_files(10**6).mark == "ok"
+
+
+def test_a_container_with_little_memory(monkeypatch, tmp_path):
+    limit = tmp_path / "memory.max"
+    limit.write_text(f"{1 << 30}\n")
+    monkeypatch.setattr(doctor, "LIMIT", limit)
+    found = doctor._cores_and_memory()
+    assert found.mark == "warn"
+    assert "this container may use 1.0 GiB" in found.text
+    limit.write_text("max\n")
+    assert doctor._cores_and_memory().mark == "ok"
+
+
+def test_disk_and_shared_memory(monkeypatch, tmp_path):
+    amounts = {"free": 1 << 30, "total": 64 << 20}
+    usage = type("Usage", (), amounts)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr(doctor, "SHARED", tmp_path)
+    disk, shared = look(doctor.storage, HERE)
+    assert (disk.mark, disk.text) == ("warn", "runs/: 1.0 GiB of disk left")
+    assert (shared.mark, shared.text) == ("warn", f"{tmp_path} holds 0.1 GiB")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert look(doctor.storage, HERE)[0].mark == "bad"
+
+
+def test_gpus_that_torch_cannot_use(monkeypatch):
+    import warnings
+
+    def unavailable():
+        warnings.warn("the driver is too old", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", unavailable)
+    first, cpu = look(doctor.devices, Setting(2, 2, Path("runs")))
+    assert first.mark == "bad"
+    assert first.text == "2 GPUs are here, and torch cannot use them: the driver is too old"
+    assert cpu == good("the CPU: computes")
+    assert look(doctor.devices, HERE)[0].mark == "ok"
+
+
+def test_an_old_torch_and_one_without_gloo(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    assert look(doctor.torch_build, HERE)[0].mark == "bad"
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    monkeypatch.setattr("torch.distributed.is_gloo_available", lambda: False)
+    version, gloo = look(doctor.torch_build, HERE)
+    assert (version.mark, gloo.mark) == ("ok", "bad")
+
+
+def test_missing_packages(monkeypatch):
+    missing = {"jinja2", "wandb", "tensorboard", "safetensors"}
+    monkeypatch.setattr(doctor, "version_of", lambda name: None if name in missing else "1")
+    assert look(doctor.packages, HERE) == (
+        bad("safetensors is missing", "pip install safetensors"),
+        warn("for text jinja2 is missing", "pip install 'longshore[hf]'"),
+        good("optional: transformers 1"),
+        good("optional, not installed: tensorboard, wandb"),
+    )
+
+
+def test_differences_between_machines():
+    one = Seat(0, 0, 0, "a", "cuda:0", "torch 2.11")
+    two = Seat(1, 1, 0, "b", "cuda:0", "torch 2.13", remarks=(warn("little disk", "clear it"),))
+    third = Seat(2, 1, 1, "b", "cuda:0", "torch 2.13")
+    assert doctor_ranks._differences([one], "nccl") == []
+    assert doctor_ranks._differences([one, two, third], "gloo") == [
+        warn("rank 1 has torch 2.13, and rank 0 torch 2.11", "install the same on all machines"),
+        warn("ranks share GPUs, over gloo", "start one rank for each GPU"),
+        warn("node 1 (b): little disk", "clear it"),
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_colour_on_a_terminal_and_letters_that_the_stream_has(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = Terminal()
+    Report(terminal, is_json=False).add("torch", [bad("gone", "get it")])
+    assert "\x1b[1;31m✗\x1b[0m gone" in terminal.getvalue()
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    Report(stream, is_json=False).add("torch", [good("fine"), bad("gone – so", "get it")])
+    stream.flush()
+    assert raw.getvalue().decode() == "torch\n  + fine\n  x gone ? so\n    -> get it\n"
+
+
+def test_a_table_of_many_ranks_is_cut():
+    groups = tuple((0, 1 << i) for i in range(14))
+    seats = tuple(Seat(i, 0, i, "host", "cuda:0", "", i, groups) for i in range(70))
+    lines = command._table(Meeting(seats, ()), 80)
+    assert max(map(len, lines)) == 80
+    assert lines[-1] == "  … and 6 more; --json has all"
+
+
+def test_errors_in_one_line():
+    assert first_line(ValueError("a\nb")) == "ValueError: a"
+    assert first_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert first_line(UserWarning("old\ndriver")) == "old"
+    assert len(first_line(ValueError("x" * 999))) == 200
+    assert Finding("ok", "a") == good("a")
+
+
+def test_times_in_words():
+    assert [doctor_ranks.words(s) for s in (2.04, 0.5, 0.0123, 0.00123)] == [
+        "2.0 s",
+        "500 ms",
+        "12 ms",
+        "1.2 ms",
+    ]
+
+
+def test_help_fits_and_names_the_options():
+    assert "--ranks N" in DOCTOR_HELP
+    assert "--json" in DOCTOR_HELP
+    assert max(map(len, DOCTOR_HELP.splitlines())) <= 100
