@@ -18,7 +18,14 @@ from longshore.cli.report import register_report
 from longshore.cli.train import register_train
 from longshore.cli.words import Parser, answer, as_options
 
-COMMANDS = (register_train, register_plan, register_prepare, register_report, register_export, register_doctor)
+COMMANDS = (
+    register_train,
+    register_plan,
+    register_prepare,
+    register_report,
+    register_export,
+    register_doctor,
+)
 
 DESCRIPTION = """\
 Longshore trains language models on sequences of very different lengths without wasting the machine:
