@@ -105,7 +105,7 @@ def test_a_word_displaces_the_key_it_excludes(word, gone, left):
 def test_the_demo_gives_way_to_other_data_or_another_model():
     assert load_config(None).data.mock["type"] == "lognormal"
     assert load_config(None, ["data.mock.max_seq_len=99"]).data.mock["max_seq_len"] == 99
-    assert load_config(None, ["data.mock.max_seq_len=99"]).model.preset == "tiny-llama"
+    assert load_config(None, ["data.mock.max_seq_len=99"]).model.preset == "tiny-hybrid"
     for word in ("data.path=x", "model.preset=qwen3-8b", "model.from_hf=x"):
         config = load_config(None, [word])
         assert config.parallel.ranks == 0
