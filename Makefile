@@ -3,16 +3,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+DOCS := $(BIN)/properdocs --quiet build --strict -f mkdocs.yml -d out/docs
 IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 
-.PHONY: help setup demo plan test lint bench fuzz clean
+.PHONY: help setup demo plan test lint docs bench fuzz clean
 
 help:
 	@echo 'make setup   make the virtual environment in .venv'
 	@echo 'make demo    train a tiny model on made-up data, into runs/demo-1: about a minute'
 	@echo 'make plan    plan a long-tailed sample of lengths, page in out/plan.html'
 	@echo 'make test    lint, then all tests'
-	@echo 'make lint    ruff, mypy and the import layers'
+	@echo 'make lint    ruff, mypy, the import layers, and whether the docs can be built'
+	@echo 'make docs    the pages of docs/ as a site, in out/docs/index.html'
 	@echo 'make bench   planner against Megatron (downloads megatron-core), shift, loader'
 	@echo 'make fuzz    long runs of the property and fault tests'
 	@echo 'make clean   remove all that the other targets made, .venv included'
@@ -50,6 +52,12 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(DOCS)
+
+docs: setup
+	$(BIN)/python docs/generate.py
+	$(DOCS)
+	@echo 'open out/docs/index.html in a browser'
 
 bench: $(VENV)/.bench
 	$(BIN)/python bench/planner.py

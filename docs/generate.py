@@ -1,0 +1,62 @@
+"""The keys of docs/configuration.md, written from config/sections.py.
+
+In: the page with its two marks. Out: the same page with a table for each section between them;
+whether anything changed is printed. A test fails while the page is stale:
+
+    python docs/generate.py
+"""
+
+import sys
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+from longshore.config.sections import SECTIONS
+from longshore.config.toml import toml_value
+
+PAGE = Path(__file__).with_name("configuration.md")
+BEGIN, END = "<!-- keys: written by docs/generate.py -->", "<!-- end of keys -->"
+HEAD = "| key | means | takes | default |\n|---|---|---|---|\n"
+
+
+def with_keys(page: str) -> str:
+    """The page, its keys as the code has them now."""
+    assert BEGIN in page, PAGE
+    assert END in page, PAGE
+    before, _, rest = page.partition(BEGIN)
+    after = rest.partition(END)[2]
+    return f"{before}{BEGIN}\n\n{keys()}\n{END}{after}"
+
+
+def keys() -> str:
+    parts = []
+    for name, kind in SECTIONS.items():
+        rows = "".join(_row(name, field) for field in fields(kind))
+        about = (kind.__doc__ or "").strip()
+        parts.append(f"## {name}\n\n{about}\n\n{HEAD}{rows}")
+    return "\n".join(parts)
+
+
+def _row(section: str, field: Field[Any]) -> str:
+    wants = field.metadata["kind"].wants
+    about = field.metadata["about"].removesuffix(f" ({wants})")
+    cells = (f"`{section}.{field.name}`", about, _takes(wants), _default(field))
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+
+
+def _takes(wants: str) -> str:
+    """Limits that stand for "any" say nothing."""
+    return wants.replace(f" to {1 << 20}", " up").replace(f" to {2**63 - 1}", " up")
+
+
+def _default(field: Field[Any]) -> str:
+    default = {} if field.default is MISSING else field.default
+    if default in ("", (), {}):
+        return ""
+    return f"`{toml_value(default)}`"
+
+
+if __name__ == "__main__":
+    old = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(with_keys(old), encoding="utf-8")
+    sys.stdout.write(f"{PAGE.name}: {'as it was' if with_keys(old) == old else 'written anew'}\n")
