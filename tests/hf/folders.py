@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from pathlib import Path
 
 import torch
 import transformers
@@ -126,7 +127,7 @@ def add_depth(folder, *, copies=True):
 def load(folder, dtype=torch.float32):
     """The folder, as transformers loads it."""
     transformers.utils.logging.disable_progress_bar()
-    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    kind = json.loads((Path(folder) / "config.json").read_text())["model_type"]
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
