@@ -1,12 +1,12 @@
 """The way in: from a RunConfig to a trained model, on one rank of a run.
 
-In: a checked configuration and this rank's place. Out: a run folder with config.toml, metrics.jsonl
-and weights/. All ranks call `train` together; rank 0 writes and shows.
+In: a checked configuration and this rank's place. Out: a run folder with config.toml,
+metrics.jsonl, checkpoints/ and weights/. All ranks call `train` together; rank 0 writes and shows.
 
     train(config, Ranks(rank=0, world_size=1, local_rank=0, local_size=1, rendezvous="file:///…"))
 """
 
-import sys
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 from longshore.config.check import decoder_config, planner_options
-from longshore.config.folder import make_run_folder
+from longshore.config.claim import Claimed, change_config, claimed_run
 from longshore.config.ranks import Ranks
+from longshore.config.resume import FRESH, Start
 from longshore.config.sections import RunConfig
 from longshore.config.sequences import batch_size, count_steps, open_sequences
 from longshore.config.settle import Settled, settle
@@ -37,38 +38,117 @@ from longshore.parallel.fsdp import fill, whole_parameters
 from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
 from longshore.plan.types import Sequence
+from longshore.train.attempt import attempt_address
+from longshore.train.checkpoint import Checkpoints, Saver
 from longshore.train.device import memory_bytes, peak_flops, pick_backend, pick_device, pick_dtype
-from longshore.train.display import Display, make_display
-from longshore.train.journal import Journal
-from longshore.train.loop import Machine, Report
+from longshore.train.faults import keep_batch
+from longshore.train.loop import Hooks, Machine, Progress, Report
 from longshore.train.loop import train as run_steps
 from longshore.train.loss import make_loss
-from longshore.train.metrics import MetricsFile
 from longshore.train.optim import Schedule, make_optimizer
+from longshore.train.record import Record, recording
 from longshore.train.step import Stepper
+from longshore.train.stop import StoppedError, stop_on_sigterm
 
 
-def train(config: RunConfig, ranks: Ranks) -> None:
-    """Trains, from the first to the last step, and leaves a run folder."""
+def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
+    """Trains up to the last step, from the first or from a checkpoint, and leaves a run folder."""
     device = pick_device(config.train.device, ranks.local_rank)
     backend = pick_backend(device, ranks.local_size)
-    where = Rendezvous(ranks.rank, ranks.world_size, ranks.rendezvous)
+    address = attempt_address(ranks.rendezvous, start.attempt)
+    where = Rendezvous(ranks.rank, ranks.world_size, address)
     with process_group(where, backend=backend, device=device):
         topology = make_topology(lanes=ranks.world_size, device=device)
+        torch.manual_seed(config.train.seed + topology.rank)
         source, run = _settled(config, topology, memory_bytes(device, ranks.local_size))
-        steps = count_steps(config, source.lengths)
-        planner = _planner(run, topology.lanes)
-        groups = CPGroups(topology, planner([Sequence(0, 1, 1)]).setting.cp_sizes)
-        loader = _loader(run, source, topology, planner)
-        model = _model(run, topology, groups)
-        reports = _reports(run, model, loader, steps=steps, topology=topology)
-        if topology.rank == 0:
-            _lead(run, model, reports, steps=steps, about=_about(run, source, topology))
-        else:
-            _follow(run, model, reports)
-        # Only after success: whoever closes waits for all ranks, and one that failed is not there.
-        loader.close()
-        groups.close()
+        with claimed_run(run.config, start, topology) as claimed:
+            steps = count_steps(config, source.lengths)
+            done = _on_lanes(run, source, topology, claimed=claimed, steps=steps)
+    if done < steps:
+        folder = claimed.folder
+        raise StoppedError(f"stopped after step {done} of {steps}; go on with --resume {folder}")
+
+
+def _on_lanes(
+    run: Settled, source: IndexedSource, topology: Topology, *, claimed: Claimed, steps: int
+) -> int:
+    """Puts the run together on this rank, and trains; returns the steps done."""
+    planner = _planner(run, topology.lanes)
+    groups = CPGroups(topology, planner([Sequence(0, 1, 1)]).setting.cp_sizes)
+    loader = _loader(run, source, topology, planner)
+    stepper = _stepper(run, _model(run, topology, groups), topology)
+    checkpoints = Checkpoints(
+        claimed.folder,
+        stepper.model,
+        stepper.optimizer,
+        topology=topology,
+        keep=run.config.output.keep,
+    )
+    lines = [_about(run, source, topology), *run.lines]
+    done = _train(run, stepper, loader, checkpoints, claimed=claimed, steps=steps, lines=lines)
+    # Only after success: whoever closes waits for all ranks, and one that failed is not there.
+    loader.close()
+    checkpoints.close()
+    groups.close()
+    return done
+
+
+def _train(
+    run: Settled,
+    stepper: Stepper,
+    loader: Loader,
+    checkpoints: Checkpoints,
+    *,
+    claimed: Claimed,
+    steps: int,
+    lines: list[str],
+) -> int:
+    """From where the run stands to its last step, or to SIGTERM; returns the steps done."""
+    start, told = _go_on(run, loader, checkpoints, claimed)
+    saver = Saver(checkpoints, loader, every=run.config.output.save_every, start=start)
+    recorded = recording(
+        claimed.folder,
+        display=run.config.output.display,
+        steps=steps,
+        after=start.step,
+        is_first=stepper.topology.rank == 0,
+    )
+    with stop_on_sigterm() as asked:
+        hooks = Hooks(
+            wants_stop=lambda: asked() or checkpoints.has_failed,
+            reported=checkpoints.confirm,
+            after_step=saver.after_step,
+            not_finite=partial(keep_batch, claimed.folder),
+        )
+        with recorded as record:
+            for line in (*lines, *told):
+                record.note(line)
+            for report in _reports(run, stepper, loader, steps=steps, start=start, hooks=hooks):
+                record.write(report)
+        saver.finish()
+        if saver.progress.step >= steps:
+            _save(run, stepper, claimed.folder, record)
+    return saver.progress.step
+
+
+def _go_on(
+    run: Settled, loader: Loader, checkpoints: Checkpoints, claimed: Claimed
+) -> tuple[Progress, list[str]]:
+    """What an earlier run has done, now in the model and the loader, and what to say of it."""
+    if not claimed.is_resumed:
+        return Progress(), []
+    position, told = checkpoints.load_newest()
+    start = Progress()
+    if position is None:
+        told.append(f"{claimed.folder} has no checkpoint, so it begins with step 1")
+    else:
+        loader.load_state_dict(position.loader)
+        start = Progress(position.step, position.updates)
+        told.append(f"{claimed.folder} goes on after step {position.step}")
+    with agreed(checkpoints.topology.groups):
+        if checkpoints.topology.rank == 0:
+            change_config(run.config, claimed, step=start.step)
+    return start, [*told, *claimed.changes]
 
 
 def _settled(config: RunConfig, topology: Topology, memory: int) -> tuple[IndexedSource, Settled]:
@@ -135,12 +215,9 @@ def _model(run: Settled, topology: Topology, groups: CPGroups) -> Decoder:
     return model
 
 
-def _reports(
-    run: Settled, model: Decoder, loader: Loader, *, steps: int, topology: Topology
-) -> Iterator[Report]:
-    """Trains one step for each report that is asked for."""
+def _stepper(run: Settled, model: Decoder, topology: Topology) -> Stepper:
     train = run.config.train
-    stepper = Stepper(
+    return Stepper(
         model=model,
         optimizer=make_optimizer(
             model, weight_decay=train.weight_decay, betas=train.betas, eps=train.eps
@@ -151,6 +228,13 @@ def _reports(
         clip=train.clip,
         mtp_weight=train.mtp_weight,
     )
+
+
+def _reports(
+    run: Settled, stepper: Stepper, loader: Loader, *, steps: int, start: Progress, hooks: Hooks
+) -> Iterator[Report]:
+    """Trains one step for each report that is asked for."""
+    train, topology = run.config.train, stepper.topology
     return run_steps(
         stepper,
         loader,
@@ -168,49 +252,27 @@ def _reports(
             device=topology.device,
             peak_flops=peak_flops(topology.device, pick_dtype(run.dtype, topology.device)),
         ),
+        start=start,
+        hooks=hooks,
     )
 
 
-def _lead(
-    run: Settled, model: Decoder, reports: Iterator[Report], *, steps: int, about: str
-) -> None:
-    """Rank 0's part: it makes the folder, and shows and writes what all ranks do."""
-    output = run.config.output
-    folder = make_run_folder(output.folder)
-    (folder / "config.toml").write_text(run.config.to_toml(), encoding="utf-8")
-    display = make_display(output.display, steps, stream=sys.stdout, title=str(folder))
-    with (
-        MetricsFile(folder / "metrics.jsonl") as file,
-        Journal(folder / "steps.jsonl") as journal,
-        display,
-    ):
-        for line in (about, *run.lines):
-            display.note(line)
-        for report in reports:
-            file.write(report.metrics)
-            journal.write(report)
-            display.update(report.metrics)
-    _save(run, model, folder, display)
-
-
-def _follow(run: Settled, model: Decoder, reports: Iterator[Report]) -> None:
-    """The part of the other ranks: every step, and their rows whenever rank 0 writes weights."""
-    for _ in reports:
-        pass
-    for _ in range(2 if run.config.output.export else 1):
-        for _ in whole_parameters(model):
-            pass
-
-
-def _save(run: Settled, model: Decoder, folder: Path, display: Display) -> None:
-    """Writes the weights, one whole tensor at a time."""
+def _save(run: Settled, stepper: Stepper, folder: Path, record: Record) -> None:
+    """Rank 0 writes the weights, one whole tensor at a time; the others bring their rows."""
     base, export = run.config.model.from_hf or None, run.config.output.export
-    save_weights(folder / "weights", run.decoder, whole_parameters(model), base=base)
-    display.note(f"wrote {folder}: config.toml, metrics.jsonl, weights")
+    if stepper.topology.rank:
+        for _ in range(2 if export else 1):
+            for _ in whole_parameters(stepper.model):
+                pass
+        return
+    shutil.rmtree(folder / "weights", ignore_errors=True)  # of fewer steps
+    save_weights(folder / "weights", run.decoder, whole_parameters(stepper.model), base=base)
+    record.note(f"wrote {folder}: config.toml, metrics.jsonl, weights")
     if export:
         low = torch.bfloat16 if run.dtype == "bfloat16" else None
-        write_checkpoint(export, run.decoder, whole_parameters(model), base=base, dtype=low)
-        display.note(f"wrote {export}, a Hugging Face folder")
+        tensors = whole_parameters(stepper.model)
+        write_checkpoint(export, run.decoder, tensors, base=base, dtype=low)
+        record.note(f"wrote {export}, a Hugging Face folder")
 
 
 def _about(run: Settled, source: IndexedSource, topology: Topology) -> str:

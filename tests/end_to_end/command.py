@@ -12,14 +12,18 @@ OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 LIMIT_S = 300  # far more than any run needs: a hang is a failure
 
 
+def environment():
+    """Of this process, but not of a torchrun above it, and with one thread."""
+    others = {name: value for name, value in os.environ.items() if name not in OURS}
+    return {**others, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+
+
 def call(folder, *words, command=LONGSHORE):
     """Exit code, stdout and stderr of a command in a folder."""
-    environment = {name: value for name, value in os.environ.items() if name not in OURS}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
     done = subprocess.run(
         [*command, *map(str, words)],
         cwd=folder,
-        env=environment,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -1,16 +1,17 @@
 """Starts the ranks of a run on this machine, or finds this process among those of torchrun.
 
 In: a function, a config and a number of ranks. Out: the function's work done on every rank, or the
-error of the rank that failed first: a ValueError as it is, anything else as RankError with that
-rank's traceback. With 4 ranks on 2 cores each rank computes with 1 thread.
+error of the rank that failed first: a ValueError, RunError or StoppedError as it is, anything else
+as RankError with that rank's traceback. With 4 ranks on 2 cores each rank computes with 1 thread.
 
 The processes are forked from a server that has imported torch once; one rank alone runs here. They
 meet through a file, so no port is taken. When a rank fails or dies the others are ended, and all
-end when this process does, however it does. Rank 0 writes to the terminal, the others to a file
-that is shown only if they die.
+end when this process does, however it does; SIGTERM is passed on, and the ranks end in their own
+time. Rank 0 writes to the terminal, the others to a file that is shown only if they die.
 """
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import signal
@@ -19,18 +20,21 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from glob import glob
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from longshore.config.ranks import Ranks
+from longshore.config.resume import Start
 from longshore.config.sections import RunConfig
+from longshore.train.stop import RunError, StoppedError
 
 Work = Callable[[RunConfig, Ranks], None]
 
@@ -63,6 +67,14 @@ def ranks_from_environment() -> Ranks | None:
     return Ranks(rank, world_size, local_rank, local_size, "env://")
 
 
+def start_from_environment() -> Start:
+    """Whether torchrun restarts this process, and the name of its job."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    name = f"process {os.getppid()}" if job == "none" else job
+    return Start(attempt=int(count) if count.isdecimal() else 0, job=name)
+
+
 def gpu_count() -> int:
     """GPUs that this process may use, without asking torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -79,7 +91,8 @@ def launch(work: Work, config: RunConfig, ranks: int) -> None:
             return
         run = _Run(work, config, ranks, folder)
         try:
-            run.wait()
+            with _sigterm(run.stop):
+                run.wait()
         finally:
             run.end()
 
@@ -98,6 +111,30 @@ def _start_server(context: ForkServerContext) -> None:
         signal.signal(signal.SIGINT, before)
 
 
+@contextmanager
+def _sigterm(stop: Callable[[], None]) -> Iterator[None]:
+    """Has SIGTERM call `stop`; signals are the main thread's."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        stop()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _preload_here(error: Exception) -> NoReturn:
+    """The server has ended with its imports: they tell why, here."""
+    for name in PRELOAD:
+        importlib.import_module(name)
+    raise error
+
+
 class _Run:
     """The processes of a run, and what has come back from them."""
 
@@ -107,6 +144,9 @@ class _Run:
         self.folder = Path(folder)
         self.pending: dict[Connection, int] = {}
         self.processes: list[ForkServerProcess] = []
+        self.is_told_to_stop = False
+        self.stopped: dict[int, str] = {}
+        self.told: dict[int, str] = {}
         self.refused: dict[int, str] = {}
         self.failed: dict[int, str] = {}
         self.died: dict[int, str] = {}
@@ -114,10 +154,21 @@ class _Run:
             ours, theirs = context.Pipe()
             place = _local(rank, ranks, folder)
             process = context.Process(target=_work, args=(work, config, place, theirs), daemon=True)
-            process.start()
+            try:
+                process.start()
+            except (EOFError, OSError) as error:
+                _preload_here(error)
             theirs.close()
             self.processes.append(process)
             self.pending[ours] = rank
+
+    def stop(self) -> None:
+        """Passes SIGTERM on: the ranks agree on a step, save a checkpoint and end."""
+        self.is_told_to_stop = True
+        for process in self.processes:
+            if process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGTERM)
 
     def wait(self) -> None:
         deadline: float | None = None
@@ -126,7 +177,7 @@ class _Run:
             for ready in connection.wait([*self.pending], left):
                 assert isinstance(ready, Connection)
                 self._take(ready)
-            if deadline is None and (self.refused or self.failed or self.died):
+            if deadline is None and (self.refused or self.told or self.failed or self.died):
                 deadline = time.monotonic() + GRACE_S
         self._raise_first()
 
@@ -139,7 +190,13 @@ class _Run:
         ready.close()
         if state == "interrupted":
             raise KeyboardInterrupt
-        found = {"refused": self.refused, "failed": self.failed, "died": self.died}
+        found: dict[str, dict[int, str]] = {
+            "stopped": self.stopped,
+            "told": self.told,
+            "refused": self.refused,
+            "failed": self.failed,
+            "died": self.died,
+        }
         if state in found:
             found[state][rank] = text
 
@@ -147,6 +204,12 @@ class _Run:
         """Others fail of a rank that refused or died: the cause goes first."""
         for message in self.refused.values():
             raise ValueError(message)
+        for _, message in sorted(self.told.items()):
+            raise RunError(message)
+        for _, message in sorted(self.stopped.items()):
+            raise StoppedError(message)
+        if self.is_told_to_stop and self.died:
+            raise StoppedError("stopped before the first step")
         for found in (self.died, self.failed):
             for rank, text in found.items():
                 raise RankError(f"rank {rank} {text}")
@@ -195,6 +258,10 @@ def _work(work: Work, config: RunConfig, ranks: Ranks, results: Connection) -> N
         answer = ("done", "")
     except KeyboardInterrupt:
         answer = ("interrupted", "")
+    except StoppedError as error:
+        answer = ("stopped", str(error))
+    except RunError as error:
+        answer = ("told", str(error))
     except ValueError as error:
         answer = ("refused", str(error))
     except BaseException:

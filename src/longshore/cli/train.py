@@ -12,19 +12,31 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Sequence as Seq
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from longshore.cli.launch import RankError, gpu_count, launch, ranks_from_environment
+from longshore.cli.launch import (
+    RankError,
+    Work,
+    gpu_count,
+    launch,
+    ranks_from_environment,
+    start_from_environment,
+)
 from longshore.cli.words import add_command, count
 from longshore.config.check import check_config
+from longshore.config.folder import CONFIG
 from longshore.config.ranks import Ranks
 from longshore.config.read import load_config
+from longshore.config.resume import FRESH, Start
 from longshore.config.sections import SECTIONS, RunConfig
 from longshore.config.text import prepare_text
 from longshore.config.told import as_keys
 from longshore.config.toml import toml_value
 from longshore.config.words import all_keys, answer_key
+from longshore.train.stop import STOPPED, RunError, StoppedError
 
 MOST_RANKS = 1 << 20
 FAILED = 1
@@ -38,12 +50,17 @@ in about a minute.
   section.key=value    changes a key of the recipe, such as train.lr=3e-4; repeat it for more
   --ranks N            processes on this machine (default: parallel.ranks, else one for each GPU).
                        Under torchrun the processes are those that it started
+  --resume [RUN]       go on from the newest checkpoint of output.folder, or of the folder RUN,
+                       whose recipe it takes if there is none; on any number of ranks
   --print-config       print the whole configuration as a recipe, check it, and stop
+
+SIGTERM ends a run after its step, with a checkpoint and the exit code 143.
 
 examples:
   longshore train
   longshore train data.path=chats.jsonl model.from_hf=my-model data.batch=64 train.epochs=2
   longshore train data.path=chats.jsonl model.from_hf=my-model data.batch=64 --print-config >x.toml
+  longshore train x.toml --resume
   torchrun --nproc-per-node 8 -m longshore.cli.main train x.toml
 """
 WIDTH = 100
@@ -55,21 +72,24 @@ def register_train(commands: "argparse._SubParsersAction[Any]") -> None:
         commands,
         "train",
         summary="train a model; without a recipe, a demo",
-        usage="longshore train [RECIPE.toml] [--ranks N] [--print-config] [section.key=value …]",
+        usage="longshore train [RECIPE.toml] [--ranks N] [--resume [RUN]] [section.key=value …]",
         text=f"{TRAIN_HELP}\n{_keys_help()}",
     )
     parser.set_defaults(run=run_train, answer=answer_option)
     hidden = argparse.SUPPRESS  # TRAIN_HELP describes them all
     parser.add_argument("words", nargs="*", help=hidden)
     parser.add_argument("--ranks", type=count(MOST_RANKS), help=hidden)
+    parser.add_argument("--resume", nargs="?", const="", help=hidden)
     parser.add_argument("--print-config", action="store_true", help=hidden)
 
 
 def run_train(args: argparse.Namespace) -> None:
     sys.path.append(os.getcwd())  # for a loss of the user's, behind all that is installed
     place = ranks_from_environment()
+    start = start_from_environment() if place is not None else FRESH
     try:
-        config = _config(args, place)
+        start = _asked(args, start)
+        config = _config(args, place, start)
     except ValueError as error:
         if place is not None and place.local_rank:
             raise SystemExit(2) from None  # the first rank of each machine says it
@@ -81,33 +101,59 @@ def run_train(args: argparse.Namespace) -> None:
     try:
         if place is None:
             prepare_text(config)
-            launch(train, config, config.parallel.ranks)
+            launch(_work(start), config, config.parallel.ranks)
         else:
-            train(config, place)
+            _work(start)(config, place)
     except ValueError as error:
         raise ValueError(as_keys(str(error))) from None
-    except RankError as error:
+    except (RankError, RunError) as error:
         print(f"longshore: {str(error).rstrip()}", file=sys.stderr)
         raise SystemExit(FAILED) from None
+    except StoppedError as error:
+        print(f"longshore: {error}", file=sys.stderr)
+        raise SystemExit(STOPPED) from None
     except Exception:
         traceback.print_exc()
         raise SystemExit(FAILED) from None
 
 
-def train(config: RunConfig, ranks: Ranks) -> None:
+def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
     """One rank's part. It brings torch in, so it is imported where it runs."""
     from longshore.run import train as train_rank
 
-    train_rank(config, ranks)
+    train_rank(config, ranks, start)
 
 
-def _config(args: argparse.Namespace, place: Ranks | None) -> RunConfig:
+def _work(start: Start) -> Work:
+    return train if start == FRESH else partial(train, start=start)
+
+
+def _asked(args: argparse.Namespace, start: Start) -> Start:
+    """With --resume; a recipe or key behind it is a word like others."""
+    if args.resume is None:
+        return start
+    if "=" in args.resume or args.resume.endswith((".toml", ".yaml")):
+        args.words, args.resume = [*args.words, args.resume], ""
+    return replace(start, is_asked=True)
+
+
+def _config(args: argparse.Namespace, place: Ranks | None, start: Start) -> RunConfig:
     """The configuration, checked, with the ranks it will run on."""
     recipe, overrides = _sorted_words(args.words)
+    if args.resume:
+        recipe, overrides = _of_run(Path(args.resume), recipe, overrides)
     config = load_config(recipe, overrides)
     ranks = _ranks(args.ranks, config, place)
-    check_config(config, ranks, check_folders=place is None or place.rank == 0)
+    is_first = place is None or place.rank == 0
+    check_config(config, ranks, check_folders=is_first, resume=start.resume)
     return config.with_ranks(ranks)
+
+
+def _of_run(run: Path, recipe: str | None, overrides: list[str]) -> tuple[str, list[str]]:
+    """The recipe of a run to go on with, and its folder among the overrides."""
+    if not (run / CONFIG).is_file():
+        raise ValueError(f"--resume: {run} has no {CONFIG}; name the folder of a run")
+    return recipe or str(run / CONFIG), [*overrides, f"output.folder={run}"]
 
 
 def _sorted_words(words: Seq[str]) -> tuple[str | None, list[str]]:
@@ -133,7 +179,7 @@ def _ranks(asked: int | None, config: RunConfig, place: Ranks | None) -> int:
 def answer_option(strange: Seq[str]) -> str:
     """What to say to options that there are not: keys are written without dashes."""
     typed = strange[0].split("=")[0]
-    if near := difflib.get_close_matches(typed, ("--ranks", "--print-config"), n=1):
+    if near := difflib.get_close_matches(typed, ("--ranks", "--resume", "--print-config"), n=1):
         return f"there is no {typed}; did you mean {near[0]}?"
     word = typed.lstrip("-").replace("-", "_")
     for key in all_keys():

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from longshore.config.check_data import check_data, known_longest
-from longshore.config.folder import check_new_folder, check_run_folder
+from longshore.config.folder import check_new_folder, check_run_folder, find_run
+from longshore.config.resume import changed_settings
 from longshore.config.sections import ModelConfig, ParallelConfig, PlanConfig, RunConfig
 from longshore.config.told import told_as
 from longshore.model.config import AttentionConfig, DecoderConfig
@@ -22,8 +23,13 @@ from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
 
 
-def check_config(config: RunConfig, lanes: int, *, check_folders: bool = True) -> None:
-    """check_folders: whether this process will make the run's folders, and so may refuse them."""
+def check_config(
+    config: RunConfig, lanes: int, *, check_folders: bool = True, resume: bool = False
+) -> None:
+    """check_folders: whether this process will make the run's folders, and so may refuse them.
+
+    resume: whether the run goes on in the folder of an earlier one, where there is one.
+    """
     _check_model(config.model)
     decoder = decoder_config(config.model)
     _check_train(config)
@@ -31,8 +37,9 @@ def check_config(config: RunConfig, lanes: int, *, check_folders: bool = True) -
     check_data(config, decoder.vocab_size)
     if longest := known_longest(config):
         check_longest(config, lanes, longest)
+    _check_evaluation(config)
     if check_folders:
-        _check_output(config)
+        _check_output(config, find_run(config.output.folder) if resume else None)
 
 
 def decoder_config(model: ModelConfig) -> DecoderConfig:
@@ -176,8 +183,23 @@ def _try_plan(config: RunConfig, lanes: int, *, capacity: int, longest: int) -> 
         make_plan([longest], **options)
 
 
-def _check_output(config: RunConfig) -> None:
-    check_run_folder(config.output.folder)
+def _check_evaluation(config: RunConfig) -> None:
+    data = config.data
+    if data.eval_path and data.eval_mock:
+        raise ValueError("data.eval_path and data.eval_mock are both given; leave one out")
+    if config.train.eval_every and not data.eval_path and not data.eval_mock:
+        raise ValueError(
+            "train.eval_every needs held-out data; give data.eval_path, or data.eval_mock for "
+            "made-up sequences"
+        )
+
+
+def _check_output(config: RunConfig, run: Path | None) -> None:
+    """run: the one to go on with, if any."""
+    if run is None:
+        check_run_folder(config.output.folder)
+    else:
+        changed_settings(config, run)
     if config.output.export:
         check_new_folder(config.output.export, "output.export")
         if Path(config.output.export).absolute() == Path(config.output.folder).absolute():

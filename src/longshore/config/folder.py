@@ -1,7 +1,8 @@
 """The folder of a run: a new one each time, so that no run writes over another.
 
 In: a name, in which {n} stands for the next free number. Out: a folder that was not there, or was
-empty. With runs/demo-1 and runs/demo-3 there, runs/demo-{n} is runs/demo-4.
+empty. With runs/demo-1 and runs/demo-3 there, runs/demo-{n} is runs/demo-4; to a run that is to be
+gone on with it is runs/demo-3.
 """
 
 import os
@@ -9,6 +10,7 @@ import re
 from pathlib import Path
 
 NUMBER = "{n}"
+CONFIG = "config.toml"
 TRIES = 1000
 
 
@@ -52,6 +54,16 @@ def make_run_folder(folder: str) -> Path:
     except OSError as error:
         raise ValueError(f"output.folder: {folder} cannot be made ({error.strerror})") from None
     raise ValueError(f"output.folder: {folder} finds no free number")
+
+
+def find_run(folder: str) -> Path | None:
+    """The run of this name, with {n} the newest; None if there is none.
+
+    A newest folder that holds no run is none: going on with one before it would surprise.
+    """
+    path = Path(folder)
+    newest = path.with_name(path.name.replace(NUMBER, str(_next_number(path) - 1)))
+    return newest if (newest / CONFIG).is_file() else None
 
 
 def _unused(path: Path) -> Path:

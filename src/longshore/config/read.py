@@ -29,6 +29,8 @@ NOT_THE_DEMO = ("data.path", "model.preset", "model.from_hf")
 EITHER = (
     ("data.path", "data.mock", "data.count"),
     ("data.mock", "data.path"),
+    ("data.eval_path", "data.eval_mock", "data.eval_count"),
+    ("data.eval_mock", "data.eval_path"),
     ("data.batch", "data.batch_tokens"),
     ("data.batch_tokens", "data.batch"),
     ("model.preset", "model.from_hf"),

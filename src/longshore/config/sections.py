@@ -61,6 +61,12 @@ class DataConfig:
     shuffle: bool = key(True, flag(), "a new order for every epoch")
     seed: int = key(0, whole(0, LARGEST_SEED), "of the order, and of made-up sequences")
     prefetch: int = key(2, whole(1, 1024), "steps made ahead")
+    eval_path: str = key("", text(), "held-out data, to evaluate: as path")
+    eval_mock: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata={"kind": table(), "about": "made-up held-out sequences instead: as mock"},
+    )
+    eval_count: int = key(0, whole(0, MOST_MOCK), "how many of them; 0: all of eval_path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +155,7 @@ class TrainConfig:
     loss_count: str = key(
         "tokens", function("tokens", "sequences"), "what a step's loss is divided by"
     )
+    eval_every: int = key(0, whole(0), "evaluate on held-out data every so many steps; 0: never")
     mtp_weight: float = key(0.1, number(0), "of the loss of tokens further ahead, all depths")
     seed: int = key(0, whole(0, LARGEST_SEED), "of new weights")
     device: Literal["auto", "cpu", "cuda"] = key(
@@ -166,6 +173,10 @@ class OutputConfig:
         choice("auto", "live", "plain", "none"),
         "of a step's figures; auto: live on a terminal",
     )
+    save_every: int = key(
+        500, whole(0), "write a checkpoint every so many steps, and at the end; 0: only there"
+    )
+    keep: int = key(2, whole(1, 1 << 20), "how many checkpoints are kept, the newest")
     export: str = key("", text(), "a folder for a Hugging Face checkpoint at the end")
 
 

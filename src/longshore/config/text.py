@@ -6,6 +6,7 @@ runs/prepared/chats-1f3a…; a folder that `longshore prepare` made is itself.
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from longshore.config.check_data import MANIFEST, is_prepared
@@ -22,10 +23,20 @@ def text_folder(config: RunConfig) -> Path:
     return cache_folder(data.path, _rules(config), data.cache)
 
 
+def held_out(config: RunConfig) -> RunConfig | None:
+    """The same run with its held-out data as its data; None if there is none to evaluate."""
+    data = config.data
+    if not config.train.eval_every:
+        return None
+    other = replace(data, path=data.eval_path, mock=data.eval_mock, count=data.eval_count)
+    return replace(config, data=other, train=replace(config.train, eval_every=0))
+
+
 def text_is_ready(config: RunConfig) -> bool:
     """Whether nothing is left to prepare: made-up data, a prepared folder, or a cache that is."""
-    data = config.data
-    return not data.path or is_prepared(data.path) or (text_folder(config) / MANIFEST).exists()
+    data, others = config.data, held_out(config)
+    ready = not data.path or is_prepared(data.path) or (text_folder(config) / MANIFEST).exists()
+    return ready and (others is None or text_is_ready(others))
 
 
 def prepare_text(config: RunConfig) -> None:
@@ -33,6 +44,8 @@ def prepare_text(config: RunConfig) -> None:
 
     Its workers are processes, so ranks that are daemons themselves leave it to their parent.
     """
+    if others := held_out(config):
+        prepare_text(others)
     data = config.data
     if not data.path or is_prepared(data.path):
         return

@@ -7,7 +7,8 @@ Two steps with loss sums 6 and 1 over 3 and 1 tokens give (6 + 1) / (3 + 1) = 1.
 steps' means would be 1.5.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from itertools import islice
 
 import torch
@@ -33,6 +34,9 @@ class Evaluation:
     mtp_losses: tuple[float | None, ...]
 
 
+Tell = Callable[[int, Evaluation], None]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldOut:
     """A held-out set: one pass over `steps`, in their order, from the start each time."""
@@ -56,6 +60,33 @@ class HeldOut:
         pairs = zip(totals, counts, strict=True)
         loss, *depths = [total / count if count else None for total, count in pairs]
         return Evaluation(self.name, loss, counts[0], tuple(depths))
+
+
+class Evaluator:
+    """Evaluates every so many steps of a loop, and after the last; tells each outcome."""
+
+    def __init__(
+        self, held_out: HeldOut, model: Decoder, topology: Topology, *, every: int, tell: Tell
+    ) -> None:
+        self.held_out = held_out
+        self.model = model
+        self.topology = topology
+        self.every = every
+        self.tell = tell
+        self.last = 0
+
+    def after_step(self, step: int, *, is_last: bool = False) -> None:
+        """A hook of the loop; every rank comes here together."""
+        if step == self.last or (step % self.every and not is_last):
+            return
+        self.last = step
+        self.tell(step, self.held_out.evaluate(self.model, self.topology))
+
+
+def as_line(step: int, evaluation: Evaluation) -> dict[str, object]:
+    """A line of evals.jsonl: {"step": 40, "name": "held-out", "loss": 2.1, "loss_tokens": 512}."""
+    line = {"step": step, **asdict(evaluation)}
+    return line if evaluation.mtp_losses else {k: v for k, v in line.items() if k != "mtp_losses"}
 
 
 def _sums(model: Decoder, batch: MicroBatch) -> Tensor:

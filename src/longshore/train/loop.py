@@ -3,7 +3,9 @@
 In: a Stepper, a loader, a schedule, the number of steps. Out: one Report for each step.
 
 The numbers of a step are read from the device when the next step has been queued, so the device
-never waits for the host: with steps 1, 2, 3 the reports come after the queueing of 2, 3 and 3.
+never waits for the host: with steps 1, 2, 3 the reports come after the queueing of 2, 3 and 3. So a
+rank that wants the run to stop in step 1 is heard after step 2 was queued, on all ranks, and 2 is
+the last.
 """
 
 import math
@@ -20,6 +22,7 @@ from longshore.train.metrics import StepMetrics
 from longshore.train.moment import Moment
 from longshore.train.optim import Schedule
 from longshore.train.step import Stepper, Trained
+from longshore.train.stop import RunError
 
 GIB = 2**30
 
@@ -31,6 +34,34 @@ class Machine:
     ranks: int
     device: torch.device
     peak_flops: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Steps done, and updates: fewer, where steps were skipped."""
+
+    step: int = 0
+    updates: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What else happens, the same on all ranks but for `wants_stop`.
+
+    wants_stop: whether this rank wants the run to stop. reported: the numbers of the steps up to
+    this one are finite and were taken. after_step: a step has been queued and the next has not, so
+    the model is that of this step: a place to save or evaluate. not_finite: a step and what it
+    left, before the run fails; returns what to say of it.
+    """
+
+    wants_stop: Callable[[], bool] = lambda: False
+    reported: Callable[[int], None] = lambda step: None
+    after_step: Callable[[Progress], None] = lambda progress: None
+    not_finite: Callable[[Step, Trained], str] = lambda step, trained: "look at its data"
+
+
+NO_HOOKS = Hooks()
+START = Progress()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +88,15 @@ class _Done:
     numbers: Tensor
     end: Moment
 
+    @property
+    def number(self) -> int:
+        return self.step.place.step + 1
+
+    @property
+    def stops(self) -> bool:
+        """Whether a rank wants the run to stop; its numbers have come."""
+        return self.trained is not None and bool(self.numbers[0])
+
 
 def train(
     stepper: Stepper,
@@ -66,28 +106,53 @@ def train(
     schedule: Schedule,
     flops: Callable[[list[int]], int],
     machine: Machine,
+    start: Progress = START,
+    hooks: Hooks = NO_HOOKS,
 ) -> Iterator[Report]:
-    """Trains, and yields what happened in each step."""
+    """Trains up to a number of steps, and yields what happened in each.
+
+    start: what an earlier run has done; the loader stands there.
+    """
     meter = _Meter(flops, machine)
     waiting: _Done | None = None
-    updates = 0
-    for step in islice(loader, steps):
+    updates, stops = start.updates, False
+    for step in islice(loader, steps - start.step):
         lr = schedule.at(updates)
-        trained = stepper.step(step.batches, lr)
+        trained = stepper.step(step.batches, lr, stop=hooks.wants_stop())
         updates += trained is not None
         done = _Done(step, lr, trained, _on_host(trained), Moment(machine.device))
         if waiting is not None:
-            yield meter.read(waiting)
+            yield _checked(meter.read(waiting), waiting, hooks)
+            hooks.reported(waiting.number)
+            stops = waiting.stops
         waiting = done
+        hooks.after_step(Progress(done.number, updates))
+        if stops:
+            break
     if waiting is not None:
-        yield meter.read(waiting)
+        yield _checked(meter.read(waiting), waiting, hooks)
+        hooks.reported(waiting.number)
+
+
+def _checked(report: Report, done: _Done, hooks: Hooks) -> Report:
+    """The report; a loss or a norm that is not finite, the same on all ranks, ends the run."""
+    loss, norm = report.metrics.loss, report.metrics.grad_norm
+    if all(number is None or math.isfinite(number) for number in (loss, norm)):
+        return report
+    assert done.trained is not None
+    told = hooks.not_finite(done.step, done.trained)
+    raise RunError(
+        f"step {done.number}: the loss is {loss} and the gradient norm {norm}; {told}; lower "
+        "train.lr, or set train.clip"
+    )
 
 
 def _on_host(trained: Trained | None) -> Tensor:
-    """Gradient norm, losses and counts of experts, float64, sent at once and to be read later."""
+    """Stops, gradient norm, losses, counts of experts: float64, sent at once, to be read later."""
     if trained is None:
         return torch.empty(0)
-    all_ = torch.cat([trained.grad_norm.view(1), trained.losses, *trained.experts]).double()
+    first = [trained.stops, trained.grad_norm.view(1), trained.losses]
+    all_ = torch.cat([*first, *trained.experts]).double()
     if all_.device.type != "cuda":
         return all_
     host = torch.empty_like(all_, device="cpu", pin_memory=True)
@@ -106,16 +171,15 @@ class _Meter:
         done.end.wait()
         experts = _experts(done)
         losses = len(done.numbers) - sum(map(len, experts))
-        norm, loss, balance, *depths = done.numbers[:losses].tolist() or (None, None, None)
+        norm, loss, balance, *depths = done.numbers[1:losses].tolist() or (None, None, None)
         elapsed, self.last = done.end.since(self.last), done.end
         step, plan = done.step, done.step.plan
-        _check_finite(step, loss, norm)
         counts = step.batches[0].counts
         flops = self.flops([sequence.length for sequence in plan.sequences])
         each = flops / elapsed / self.machine.ranks
         peak = self.machine.peak_flops
         metrics = StepMetrics(
-            step=step.place.step + 1,
+            step=done.number,
             epoch=step.place.epoch,
             loss=loss,
             loss_tokens=counts.main,
@@ -149,18 +213,8 @@ def _experts(done: _Done) -> tuple[tuple[int, ...], ...]:
 
 
 def _rounds(done: _Done) -> tuple[float, ...]:
-    moments = done.trained.moments if done.trained else ()
+    moments = done.trained.rounds.moments if done.trained else ()
     return tuple(later.since(earlier) for earlier, later in pairwise(moments))
-
-
-def _check_finite(step: Step, *numbers: float | None) -> None:
-    if all(number is None or math.isfinite(number) for number in numbers):
-        return
-    loss, norm = numbers
-    raise FloatingPointError(
-        f"step {step.place.step + 1}: the loss is {loss} and the gradient norm {norm}; "
-        "lower train.lr, set train.clip, or look at the data of this step"
-    )
 
 
 def peak_memory(device: torch.device) -> int:

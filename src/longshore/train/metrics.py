@@ -5,7 +5,8 @@ not finite, or not known here, is null:
 
     {"step": 1, "epoch": 0, "loss": 5.5407, …, "mfu": null, …, "skipped": false}
 
-A run that was killed while it wrote leaves half a line, which the next to open the file takes off.
+A run that was killed while it wrote leaves half a line, which the next to open the file takes off;
+one that goes on from a checkpoint first takes off the steps after that.
 """
 
 import json
@@ -95,6 +96,23 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The steps of a metrics file; half a line at its end is left out."""
     lines = Path(path).read_text(encoding="utf-8").split("\n")[:-1]
     return [json.loads(line) for line in lines]
+
+
+def cut_steps(path: str | Path, last: int) -> None:
+    """Takes off the lines of steps after the last, and half a line: they will be written anew."""
+    if not Path(path).exists():
+        return
+    with open(path, "r+b") as file:
+        end = 0
+        for line in file:
+            try:
+                goes_on = line.endswith(b"\n") and json.loads(line)["step"] <= last
+            except (ValueError, LookupError, TypeError):
+                goes_on = False
+            if not goes_on:
+                break
+            end += len(line)
+        file.truncate(end)
 
 
 def _finite(value: Any) -> Any:  # noqa: ANN401 - a number, or what is none

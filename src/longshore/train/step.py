@@ -11,7 +11,8 @@ With experts or depths of multi-token prediction the loss is
 
     main / loss tokens + balance / tokens + mtp_weight / depths · Σ depth_d / its loss tokens
 
-A step without a loss token has nothing to learn: it is skipped, alike on all lanes.
+A step without a loss token has nothing to learn: it is skipped, alike on all lanes. With the losses
+the lanes sum how many ranks want the run to stop, so that all learn it at the same step.
 """
 
 from dataclasses import dataclass
@@ -32,19 +33,28 @@ from longshore.train.routing import RoutingCounts, update_bias
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Rounds:
+    """A lane's rounds. losses: this lane's part in each. moments: the start, and each one's end."""
+
+    losses: tuple[Tensor, ...]
+    moments: tuple[Moment, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """What a step left, on the device and the same on all lanes.
+    """What a step left, on the device and, but for `rounds`, the same on all lanes.
 
     losses: float64 (2 + depths): the main loss, the experts' balance loss, then the loss of each
-    depth of multi-token prediction, each divided by its own count. grad_norm: 0-dim. experts:
-    int64 (E) of each layer of experts, the tokens they got. moments: the start, and the end of each
-    round, on this lane.
+    depth of multi-token prediction, each divided by its own count. grad_norm: 0-dim. stops:
+    float64 (1), how many ranks want the run to stop. experts: int64 (E) of each layer of experts,
+    the tokens they got.
     """
 
     losses: Tensor
     grad_norm: Tensor
+    stops: Tensor
     experts: tuple[Tensor, ...]
-    moments: tuple[Moment, ...]
+    rounds: Rounds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,28 +69,32 @@ class Stepper:
     clip: float
     mtp_weight: float = 0.0
 
-    def step(self, batches: list[MicroBatch], lr: float) -> Trained | None:
-        """Runs the rounds and updates the parameters; None if there was nothing to learn from."""
+    def step(self, batches: list[MicroBatch], lr: float, *, stop: bool = False) -> Trained | None:
+        """Runs the rounds and updates the parameters; None if there was nothing to learn from.
+
+        stop: whether this rank wants the run to stop.
+        """
         divisor = self.loss.divisor(batches, self.topology.groups)
         if not divisor:
             return None
-        losses, counts, moments = self.gradients(batches, divisor)
-        norm = clip(self.model, self.clip, self.topology, also=losses)
+        losses, counts, rounds = self.gradients(batches, divisor)
+        sums = torch.cat([losses, losses.new_full((1,), float(stop))])
+        norm = clip(self.model, self.clip, self.topology, also=sums)
         set_lr(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
         experts = counts.over_lanes(self.topology)
         update_bias(self.model, experts)
-        return Trained(losses, norm, experts, moments)
+        return Trained(sums[:-1], norm, sums[-1:], experts, rounds)
 
     def gradients(
         self, batches: list[MicroBatch], divisor: float
-    ) -> tuple[Tensor, RoutingCounts, tuple[Moment, ...]]:
+    ) -> tuple[Tensor, RoutingCounts, Rounds]:
         """Forward and backward of every round; returns this lane's part of the losses."""
         device = self.topology.device
         total = torch.zeros(2 + len(batches[0].mtp), dtype=torch.float64, device=device)
         counts = RoutingCounts()
-        moments = [Moment(device)]
+        each, moments = list[Tensor](), [Moment(device)]
         for host in batches:
             batch = host.to(device, non_blocking=True)
             begin_round(self.model, mode=self.mode, is_last=batch.is_last)
@@ -89,10 +103,11 @@ class Stepper:
             out = self.model(batch.token_ids, batch.ctx, batch.targets.labels, batch.mtp)
             losses = self.terms(out, batch, divisor)
             self.weighted(losses).backward()
-            total += losses.detach()
+            each.append(losses.detach())
+            total += each[-1]
             counts.add(out.routed)
             moments.append(Moment(device))
-        return total, counts, tuple(moments)
+        return total, counts, Rounds(tuple(each), tuple(moments))
 
     def terms(self, out: Output, batch: MicroBatch, divisor: float) -> Tensor:
         """The round's part of each loss, scaled by the count of the whole step."""

@@ -1,0 +1,78 @@
+"""The folder of a run, made or found by rank 0 and known to all ranks.
+
+In: a settled configuration and how the run starts. Out: Claimed. Rank 0 holds the run's lock, so
+that nobody else goes on with a run that is being trained. Going on with other settings keeps those
+before as config-until-step-40.toml.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from longshore.config.folder import CONFIG, make_run_folder
+from longshore.config.read import load_config
+from longshore.config.resume import Start, changed_settings, lock_run, run_to_resume
+from longshore.config.sections import RunConfig
+from longshore.dist.collectives import agreed, gather_rows
+from longshore.dist.topology import Groups, Topology
+
+ROOM = 256  # bytes of a path in the first collective
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """is_resumed: whether an earlier run is in it. changes: from its settings, in words."""
+
+    folder: Path
+    is_resumed: bool
+    changes: tuple[str, ...]
+
+
+@contextmanager
+def claimed_run(config: RunConfig, start: Start, topology: Topology) -> Iterator[Claimed]:
+    """All ranks enter it together."""
+    with ExitStack() as held:
+        mine = Claimed(Path(), False, ())
+        with agreed(topology.groups):
+            if topology.rank == 0:
+                mine = _claim(config, start, held)
+        told = _from_first([str(mine.folder), str(mine.is_resumed)], topology.groups)
+        yield replace(mine, folder=Path(told[0]), is_resumed=told[1] == "True")
+
+
+def _claim(config: RunConfig, start: Start, held: ExitStack) -> Claimed:
+    run = run_to_resume(config, start)
+    if run is None:
+        folder = make_run_folder(config.output.folder)
+        held.enter_context(lock_run(folder, start))
+        write_config(config, folder)
+        return Claimed(folder, False, ())
+    held.enter_context(lock_run(run, start))
+    return Claimed(run, True, tuple(changed_settings(config, run)))
+
+
+def write_config(config: RunConfig, folder: Path) -> None:
+    """At once, so that a folder with half a configuration is never found."""
+    partial = folder / f".{CONFIG}"
+    partial.write_text(config.to_toml(), encoding="utf-8")
+    partial.replace(folder / CONFIG)
+
+
+def change_config(config: RunConfig, claimed: Claimed, *, step: int) -> None:
+    """On rank 0: the settings from this step on, where they differ from those before."""
+    path = claimed.folder / CONFIG
+    name = load_config(str(path)).output.folder
+    if claimed.changes:
+        path.replace(claimed.folder / f"config-until-step-{step}.toml")
+    write_config(replace(config, output=replace(config.output, folder=name)), claimed.folder)
+
+
+def _from_first(words: list[str], groups: Groups) -> list[str]:
+    """The words of rank 0, on all ranks."""
+    import torch
+
+    text = list("\0".join(words).encode())
+    rows = torch.tensor(text, dtype=torch.int64, device=groups.device).view(-1, 1)
+    found = gather_rows(rows, groups.world, room=ROOM)[0]
+    return bytes(found.view(-1).tolist()).decode().split("\0")

@@ -1,0 +1,103 @@
+"""Going on with a run: which one, and what of its configuration may differ.
+
+In: a configuration and the folder of an earlier run. Out: the settings that differ, or a ValueError
+where they would change the order of the data or the model. Ranks, capacity, policy, the learning
+rate and the number of steps may change; with train.steps 100 before and 200 now:
+
+    train.steps was 100 and is 200 from here on
+
+A rank that torchrun restarts goes on by itself, but only with a run that the same torchrun began,
+whose name stands in the run's lock.
+"""
+
+import fcntl
+import time
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from io import TextIOWrapper
+from pathlib import Path
+
+from longshore.config.folder import CONFIG, find_run
+from longshore.config.read import load_config
+from longshore.config.sections import SECTIONS, RunConfig
+
+MAY_CHANGE = {"prefetch", "cache", "eval_path", "eval_mock", "eval_count"}  # of data
+UNTOLD = ("output.", "parallel.ranks", "plan.capacity")
+LOCK = ".lock"
+WAIT_S = 15.0  # for the ranks of a run that was just killed
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a run starts. resume: it goes on, where there is something to go on with.
+
+    is_asked: the user wants it, and torchrun has not only restarted. attempt: of torchrun, from 0.
+    job: of torchrun, which names all its attempts alike.
+    """
+
+    is_asked: bool = False
+    attempt: int = 0
+    job: str = ""
+
+    @property
+    def resume(self) -> bool:
+        return self.is_asked or self.attempt > 0
+
+
+FRESH = Start()
+
+
+def run_to_resume(config: RunConfig, start: Start) -> Path | None:
+    """The folder to go on in, or None to make a new one."""
+    found = find_run(config.output.folder) if start.resume else None
+    if found is None or start.is_asked:
+        return found
+    return found if _job_of(found) == start.job else None
+
+
+def changed_settings(config: RunConfig, run: Path) -> list[str]:
+    """What differs from the run's own settings, in words."""
+    before = load_config(str(run / CONFIG))
+    told = []
+    for section, kind in SECTIONS.items():
+        for field in fields(kind):
+            key = f"{section}.{field.name}"
+            was, now = (getattr(getattr(c, section), field.name) for c in (before, config))
+            if was == now or key.startswith(UNTOLD):
+                continue
+            if section == "model" or (section == "data" and field.name not in MAY_CHANGE):
+                raise ValueError(
+                    f"{key} was {was!r} in {run} and is {now!r}; a run goes on with the data and "
+                    "the model it began with, so set it as it was, or leave --resume out"
+                )
+            told.append(f"{key} was {was!r} and is {now!r} from here on")
+    return told
+
+
+def lock_run(run: Path, start: Start) -> TextIOWrapper:
+    """Holds the run for this process alone, until the file is closed or the process ends."""
+    file = (run / LOCK).open("a+", encoding="utf-8")
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                raise ValueError(
+                    f"{run} is being trained by another process; wait for it, or end it"
+                ) from None
+            time.sleep(0.1)
+            continue
+        except OSError:
+            pass  # a file system without locks
+        file.truncate(0)
+        file.write(start.job)
+        file.flush()
+        return file
+
+
+def _job_of(run: Path) -> str | None:
+    with suppress(OSError):
+        return (run / LOCK).read_text(encoding="utf-8")
+    return None

@@ -1,0 +1,292 @@
+"""Checkpoints: all that a run needs to go on, saved while it goes on, for any number of lanes.
+
+In: a model and its optimizer on the lanes, and where the run stands. Out: RUN/checkpoints/step-N;
+or the same again. Training waits for a copy in host memory alone; a thread writes it.
+
+    checkpoints.save(Position(step=40, updates=40, loader=loader.state_dict()))
+    checkpoints.confirm(40)          once the loss of step 40 is known: only then it may exist
+
+Each lane copies and writes its own rows. What every lane holds whole is shared out by rows as well,
+so 4 lanes with 139,584 parameters and two moments of each copy 104,688 numbers. The copy has the
+same memory each time, and one save at a time uses it.
+"""
+
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from longshore.data.loader import Loader
+from longshore.dist.collectives import agreed, gather_rows
+from longshore.dist.topology import Topology
+from longshore.parallel.fsdp import is_split, shard_rows
+from longshore.train.loop import Progress
+from longshore.train.moment import Moment
+from longshore.train.saved import (
+    DamagedError,
+    Saved,
+    begin,
+    check_files,
+    checkpoint_folder,
+    finish,
+    newest_complete,
+    partial_folder,
+    read_saved,
+    saved_steps,
+)
+from longshore.train.stop import RunError
+from longshore.train.storage import Part, load_parts, save_parts
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+OTHERS = re.compile(r"^rank \d+ failed: \w+: | \(rank[^()]* failed too\)$")
+"""Who failed, around what another rank said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a run stands after a step: steps and updates done, and the loader's state."""
+
+    step: int
+    updates: int
+    loader: dict[str, object]
+
+
+class Checkpoints:
+    """Of one run. All ranks make it, save, load and close together."""
+
+    def __init__(
+        self, run: Path, model: nn.Module, optimizer: AdamW, *, topology: Topology, keep: int
+    ) -> None:
+        self.run = run
+        self.model = model
+        self.optimizer = optimizer
+        self.topology = topology
+        self.keep = keep
+        self.last: int | None = None  # the step of the last save, or of what was loaded
+        self._groups = topology.host_groups()
+        self._host: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._confirmed = threading.Event()
+        self._error: Exception | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the copy in host memory."""
+        return sum(tensor.nbytes for tensor in self._host.values())
+
+    def save(self, position: Position) -> None:
+        """Copies the state, and leaves the rest to a thread; waits for the save before this one."""
+        self.wait()
+        parts, copied = self._copy()
+        self.last = position.step
+        self._confirmed.clear()
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(position, parts, copied),
+            name="longshore-checkpoint",
+            daemon=True,  # a run that fails does not wait for it
+        )
+        self._thread.start()
+
+    def confirm(self, step: int) -> None:
+        """The losses up to this step are finite, so its checkpoint may exist."""
+        if self.last is not None and step >= self.last:
+            self._confirmed.set()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save has failed; `wait` says why."""
+        return self._error is not None
+
+    def wait(self) -> None:
+        """Until the last save is done, which must be confirmed; raises its error on all ranks."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise RunError(self._told(self._error))
+
+    def close(self) -> None:
+        self.wait()
+        self._groups.close()
+
+    @torch.no_grad()
+    def _copy(self) -> tuple[dict[str, Part], Moment]:
+        """This lane's rows in host memory, once the moment has come."""
+        lane, lanes = self.topology.lane, self.topology.lanes
+        parts, rows, hosts = dict[str, Part](), list[Tensor](), list[Tensor]()
+        for name, tensor in _state(self.model, self.optimizer):
+            own, start = _own_rows(tensor, lane, lanes)
+            if own.numel():
+                host = self._buffer(name, own)
+                parts[name] = Part(host, start, tuple(tensor.shape))
+                rows.append(own)
+                hosts.append(host)
+        torch._foreach_copy_(hosts, rows, non_blocking=True)
+        copied = Moment(self.topology.device)
+        for name, state in self._rng_states():
+            parts[name] = Part(state, 0, tuple(state.shape))
+        return parts, copied
+
+    def _buffer(self, name: str, like: Tensor) -> Tensor:
+        if name not in self._host:
+            pin = like.device.type == "cuda"
+            self._host[name] = torch.empty(like.shape, dtype=like.dtype, pin_memory=pin)
+        return self._host[name]
+
+    def _rng_states(self) -> Iterator[tuple[str, Tensor]]:
+        rank, device = self.topology.rank, self.topology.device
+        yield f"rng.cpu.{rank}", torch.get_rng_state()
+        if device.type == "cuda":
+            yield f"rng.cuda.{rank}", torch.cuda.get_rng_state(device)
+
+    def _write(self, position: Position, parts: dict[str, Part], copied: Moment) -> None:
+        """The thread's part: all but what exists under the checkpoint's name, then that at once."""
+        is_first = self.topology.rank == 0
+        try:
+            with agreed(self._groups):
+                if is_first:
+                    begin(self.run, position.step)
+            copied.wait()
+            folder = partial_folder(self.run, position.step)
+            files, tensors = save_parts(parts, folder, self._groups.world)
+            self._confirmed.wait()
+            with agreed(self._groups):
+                if is_first:
+                    content = Saved(
+                        step=position.step,
+                        updates=position.updates,
+                        ranks=self.topology.world_size,
+                        loader=position.loader,
+                        files=files,
+                        tensors=tensors,
+                    )
+                    finish(self.run, content, keep=self.keep)
+        except Exception as error:
+            self._error = error
+
+    def _told(self, error: Exception) -> str:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        good = newest_complete(self.run)
+        last = f"the last good one is {good}" if good else "there is none before it"
+        return (
+            f"the checkpoint of step {self.last} cannot be written into "
+            f"{checkpoint_folder(self.run, 0).parent} ({reason}); {last}; make room there, then go "
+            "on with --resume"
+        )
+
+    def load_newest(self) -> tuple[Position | None, list[str]]:
+        """Loads the newest checkpoint that can be read, and says in words which could not.
+
+        None if the run has none; a ValueError if it has some, and none can be read.
+        """
+        mine = torch.tensor(saved_steps(self.run), dtype=torch.int64).view(-1, 1)
+        steps = gather_rows(mine, self._groups.world, room=4)[0].view(-1).tolist()
+        notes: list[str] = []
+        for step in steps:
+            try:
+                return self.load(step), notes
+            except DamagedError as error:
+                notes.append(f"warning: {error}; taking the checkpoint before it")
+        if notes:
+            raise ValueError(
+                f"no checkpoint of {self.run} can be read: {notes[0].split(': ', 1)[1]}; bring it "
+                f"back, or remove {self.run / 'checkpoints'} to begin anew"
+            )
+        return None, notes
+
+    def load(self, step: int) -> Position:
+        """Loads the checkpoint of a step, saved on any lanes; DamagedError if it cannot."""
+        folder, world = checkpoint_folder(self.run, step), self._groups.world
+        try:
+            with agreed(self._groups):
+                content = read_saved(folder)
+                check_files(folder, content, part=world.rank(), parts=world.size())
+        except RuntimeError as error:  # of another rank
+            raise DamagedError(OTHERS.sub("", str(error))) from None
+        if content.updates:
+            _make_moments(self.model, self.optimizer, updates=content.updates)
+        parts = {}
+        for name, tensor in _state(self.model, self.optimizer):
+            local, start, _ = shard_rows(tensor.detach())
+            if local.numel():
+                parts[name] = Part(local, start, tuple(tensor.shape))
+        random = dict(self._rng_states())
+        known = {name: state for name, state in random.items() if name in content.tensors}
+        parts |= {name: Part(state, 0, tuple(state.shape)) for name, state in known.items()}
+        load_parts(parts, folder, content, world)
+        self._set_rng(known)
+        self.last = step
+        return Position(step, content.updates, content.loader)
+
+    def _set_rng(self, states: dict[str, Tensor]) -> None:
+        for name, state in states.items():
+            if name.startswith("rng.cpu"):
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, self.topology.device)
+
+
+class Saver:
+    """Saves every so many steps of a loop, and at its end. every: 0 is only at the end."""
+
+    def __init__(
+        self, checkpoints: Checkpoints, loader: Loader, *, every: int, start: Progress
+    ) -> None:
+        self.checkpoints = checkpoints
+        self.loader = loader
+        self.every = every
+        self.progress = start
+
+    def after_step(self, progress: Progress) -> None:
+        """A hook of the loop."""
+        self.progress = progress
+        if self.every and progress.step % self.every == 0:
+            self._save()
+
+    def finish(self) -> None:
+        """Until the last step is saved too; the loop is over, so its losses are known."""
+        if self.checkpoints.last != self.progress.step and self.progress.step:
+            self._save()
+        self.checkpoints.confirm(self.progress.step)
+        self.checkpoints.wait()
+
+    def _save(self) -> None:
+        done = self.progress
+        self.checkpoints.save(Position(done.step, done.updates, self.loader.state_dict()))
+
+
+def _state(model: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, buffers and moments, by name; there are no moments before the first update."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        yield f"model.{name}", tensor
+    for name, parameter in model.named_parameters():
+        for kind in MOMENTS if parameter in optimizer.state else ():
+            yield f"optimizer.{name}.{kind}", optimizer.state[parameter][kind]
+
+
+def _own_rows(tensor: Tensor, lane: int, lanes: int) -> tuple[Tensor, int]:
+    """The rows that a lane saves: its own of a split tensor, its share of one that all hold."""
+    local, start, _ = shard_rows(tensor)
+    if is_split(tensor):
+        return local, start
+    if not local.dim():
+        return (local, 0) if lane == 0 else (local.new_empty(0), 0)
+    each = -(-len(local) // lanes)
+    first = min(lane * each, len(local))
+    return local[first : first + each], first
+
+
+def _make_moments(model: nn.Module, optimizer: AdamW, *, updates: int) -> None:
+    """The optimizer's state as its first step makes it, after so many updates."""
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        state["step"] = torch.tensor(float(updates), dtype=torch.float32, device=parameter.device)
+        for kind in MOMENTS:
+            state[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

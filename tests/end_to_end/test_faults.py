@@ -1,0 +1,256 @@
+"""What happens to a run from outside: signals, a dead rank, NaN, a full disk, files that vanish.
+
+Every answer is one clear message and an exit code, on all ranks, and never a hang.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from tests.end_to_end.command import LONGSHORE, call, environment, torchrun
+from tests.end_to_end.killed import SMALL, Kill, Runs
+
+from longshore.data.source import TokenizedSample
+from longshore.data.store import write_store
+from longshore.train.metrics import read_metrics
+
+STOP_S = 60
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    return Runs(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts the command in a session of its own; ends what is left of it."""
+    begun = []
+
+    def begin(*words, command=LONGSHORE):
+        process = subprocess.Popen(
+            [*command, "train", *SMALL, "output.folder=run", "train.steps=100000", *words],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        begun.append(process)
+        return process
+
+    yield begin
+    for process in begun:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def wait_for_steps(run, steps, process):
+    """Until so many steps are in its metrics."""
+    path = run / "metrics.jsonl"
+    for _ in range(STOP_S * 20):
+        if path.exists() and len(read_metrics(path)) >= steps:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    pytest.fail("the run does not come on")
+
+
+def checkpoints_of(run):
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("whom", ["the command", "its ranks too"])
+def test_sigterm_ends_a_run_with_a_checkpoint(start, tmp_path, whom):
+    process = start("--ranks", "2", "output.save_every=0")
+    run = tmp_path / "run"
+    wait_for_steps(run, 2, process)
+    (os.kill if whom == "the command" else os.killpg)(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=STOP_S)
+    assert (process.returncode, out) == (143, "")
+    done = len(read_metrics(run / "metrics.jsonl"))
+    assert err == f"longshore: stopped after step {done} of 100000; go on with --resume run\n"
+    assert checkpoints_of(run) == [f"step-{done:08}"]
+    assert not (run / "weights").exists()
+    if whom != "the command":
+        return
+    words = ("output.display=plain", f"train.steps={done + 1}")
+    code, out, err = call(tmp_path, "train", "--resume", "run", *words)
+    assert (code, err) == (0, "")
+    assert f"run goes on after step {done}\n" in out
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [*range(1, done + 2)]
+
+
+def test_ctrl_c_ends_two_ranks_at_once(start, tmp_path):
+    process = start("--ranks", "2")
+    wait_for_steps(tmp_path / "run", 1, process)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=STOP_S) == ("", "")
+    assert process.returncode == 130
+
+
+def test_everything_is_killed_and_gone_on_with(start, tmp_path):
+    """The command, its server and all ranks at once, as a machine that loses its power."""
+    process = start("--ranks", "2", "output.save_every=1")
+    run = tmp_path / "run"
+    wait_for_steps(run, 3, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    seen = len(read_metrics(run / "metrics.jsonl"))
+    words = ("output.display=plain", f"train.steps={seen + 1}")
+    code, out, err = call(tmp_path, "train", "--resume", "run", *words)
+    assert (code, err) == (0, "")
+    assert "run goes on after step " in out
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [*range(1, seen + 2)]
+    assert len(checkpoints_of(run)) == 2, "and nothing of the save that was killed"
+
+
+def test_a_dead_rank_ends_the_others(runs, capfd):
+    assert runs.train("run", ranks=2, kill=Kill([1], 3, 0.0)) == 1
+    err = capfd.readouterr().err
+    assert err.startswith("longshore: rank 1 was ended by SIGKILL (is the memory used up?)")
+
+
+NAN = """\
+def bad(nll, batch):
+    # The third step has a sequence of which nothing can be learned.
+    wrong = batch.counts.tokens == {tokens}
+    return nll * float("nan") if wrong and batch.lane == 1 and batch.round == 0 else nll
+"""
+
+
+def test_a_loss_that_is_not_finite(runs, tmp_path, capfd):
+    """The run ends, says where, keeps the batch and writes no checkpoint of it or after it."""
+    assert runs.train("good", "train.steps=5", ranks=2) == 0
+    lines = read_metrics(tmp_path / "good" / "metrics.jsonl")
+    assert len({line["tokens"] for line in lines}) == 5
+    (tmp_path / f"nan_{runs.module}.py").write_text(NAN.format(tokens=lines[3]["tokens"]))
+    words = (f"train.loss=nan_{runs.module}:bad", "output.save_every=1")
+    capfd.readouterr()
+    assert runs.train("bad", *words, ranks=2) == 1
+    run = tmp_path / "bad"
+    out, err = capfd.readouterr()
+    assert (out, err) == (
+        "",
+        f"longshore: step 4: the loss is nan and the gradient norm nan; its sequences are in "
+        f"{run}/failed-step-4; lower train.lr, or set train.clip\n",
+    )
+    assert len(read_metrics(run / "metrics.jsonl")) == 3
+    assert [name for name in checkpoints_of(run) if name[0] != "."][-1] == "step-00000003"
+
+    kept = [json.loads((run / f"failed-step-4/lane-{lane}.json").read_text()) for lane in (0, 1)]
+    assert [lane["step"] for lane in kept] == [4, 4]
+    assert kept[1]["rounds"][0]["loss"] == "nan"
+    assert all(isinstance(part["loss"], float) for part in kept[0]["rounds"])
+    journal = (tmp_path / "good" / "steps.jsonl").read_text().splitlines()
+    named = {
+        (sequence["id"], sequence["length"])
+        for lane in kept
+        for part in lane["rounds"]
+        for sequence in part["sequences"]
+    }
+    assert sorted(length for _, length in named) == sorted(json.loads(journal[3])["lengths"])
+    tensors = load_file(run / "failed-step-4/lane-1.safetensors")
+    assert tensors["round.0.token_ids"].shape == tensors["round.0.targets.labels"].shape
+
+
+LIMIT = """\
+import os, resource, torch.distributed as dist
+steps = 0
+
+
+def limited(nll, batch):
+    global steps
+    steps += batch.round == 0
+    if steps == 4 and dist.get_rank() == 1:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    return nll
+"""
+
+
+def test_a_disk_that_takes_no_more(runs, tmp_path, capfd):
+    """From step 4 on one rank alone cannot write past 64 KiB: all end, and the last one is good."""
+    (tmp_path / f"limit_{runs.module}.py").write_text(LIMIT)
+    words = (f"train.loss=limit_{runs.module}:limited", "train.steps=100")
+    assert runs.train("run", *words, ranks=2) == 1
+    run = tmp_path / "run"
+    assert capfd.readouterr() == (
+        "",
+        f"longshore: the checkpoint of step 4 cannot be written into {run}/checkpoints (File too "
+        f"large); the last good one is {run}/checkpoints/step-00000002; make room there, then go "
+        "on with --resume\n",
+    )
+    assert len(read_metrics(run / "metrics.jsonl")) < 20
+    assert runs.train("run", "--resume", ranks=2) == 0
+    assert checkpoints_of(run) == ["step-00000006", "step-00000008"]
+
+
+def store_of(folder):
+    """Eight shards of one sequence each."""
+    samples = [TokenizedSample(i, np.full(4, i, np.int32), np.ones(4, np.bool_)) for i in range(8)]
+    write_store(folder, samples, shard_sequences=1)
+
+
+def test_data_that_vanish_during_training(runs, tmp_path, capfd):
+    """A shard that no rank has opened yet."""
+    store_of(tmp_path / "made")
+    gone = tmp_path / "made" / "shard-00006.arrow"
+    (tmp_path / f"gone_{runs.module}.py").write_text(
+        "import pathlib\n\n\ndef gone(nll, batch):\n"
+        f"    pathlib.Path({str(gone)!r}).unlink(missing_ok=True)\n    return nll\n"
+    )
+    data = (f"data.path={tmp_path}/made", "data.batch=1", "data.shuffle=false", "data.prefetch=1")
+    assert runs.train("run", f"train.loss=gone_{runs.module}:gone", ranks=2, data=data) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert str(gone) in err
+    assert err.count("\n") == 1
+
+
+PROGRAM = """\
+import sys
+from longshore.cli import launch
+from longshore.cli.main import main
+
+if __name__ == "__main__":
+    launch.PRELOAD = ("broken",)
+    sys.exit(main(["train", "--ranks", "2"]))
+"""
+
+
+def test_what_the_server_cannot_import_is_told(tmp_path):
+    """A plain ImportError comes later, from the ranks; any other error ends the server."""
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    code, out, err = call(tmp_path, "program.py", command=[sys.executable])
+    assert (code, out) == (1, "")
+    assert err.endswith("ZeroDivisionError: division by zero\n")
+    assert "EOF" not in err.splitlines()[-1]
+
+
+def test_torchrun_restarts_and_goes_on(tmp_path):
+    """Rank 1 kills itself once; the second time the group goes on from the checkpoint."""
+    (tmp_path / "mine.py").write_text(
+        "import os, pathlib, signal\nimport torch.distributed as dist\nsteps = 0\n\n\n"
+        "def once(nll, batch):\n    global steps\n    steps += batch.round == 0\n"
+        "    if dist.get_rank() == 1 and steps == 6 and not pathlib.Path('died').exists():\n"
+        "        pathlib.Path('died').touch()\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return nll\n"
+    )
+    command = torchrun(2)
+    command.insert(command.index("-m", 2), "--max-restarts=1")
+    words = ("train.loss=mine:once", "output.folder=run-{n}", "output.display=plain")
+    code, out, err = call(tmp_path, "train", *SMALL, *words, command=command)
+    assert code == 0, err
+    assert "run-1 goes on after step " in out
+    assert not (tmp_path / "run-2").exists()
+    assert len(read_metrics(tmp_path / "run-1" / "metrics.jsonl")) == 8
