@@ -8,19 +8,20 @@ metrics.jsonl, checkpoints/ and weights/. All ranks call `train` together; rank 
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from longshore.config.check import decoder_config, planner_options
+from longshore.config.check import check_longest, decoder_config, planner_options
 from longshore.config.claim import Claimed, change_config, claimed_run
 from longshore.config.ranks import Ranks
 from longshore.config.resume import FRESH, Start
 from longshore.config.sections import RunConfig
 from longshore.config.sequences import batch_size, count_steps, open_sequences
 from longshore.config.settle import Settled, settle
-from longshore.config.text import prepare_text, text_is_ready
+from longshore.config.text import held_out, prepare_text, text_is_ready
 from longshore.data.loader import Loader
 from longshore.data.source import IndexedSource
 from longshore.data.steps import IndexedSteps, Packing, Planner
@@ -41,6 +42,7 @@ from longshore.plan.types import Sequence
 from longshore.train.attempt import attempt_address
 from longshore.train.checkpoint import Checkpoints, Saver
 from longshore.train.device import memory_bytes, peak_flops, pick_backend, pick_device, pick_dtype
+from longshore.train.evaluate import Evaluator, HeldOut
 from longshore.train.faults import keep_batch
 from longshore.train.loop import Hooks, Machine, Progress, Report
 from longshore.train.loop import train as run_steps
@@ -75,7 +77,7 @@ def _on_lanes(
     """Puts the run together on this rank, and trains; returns the steps done."""
     planner = _planner(run, topology.lanes)
     groups = CPGroups(topology, planner([Sequence(0, 1, 1)]).setting.cp_sizes)
-    loader = _loader(run, source, topology, planner)
+    loader = _loader(run, source, topology)
     stepper = _stepper(run, _model(run, topology, groups), topology)
     checkpoints = Checkpoints(
         claimed.folder,
@@ -109,26 +111,54 @@ def _train(
     recorded = recording(
         claimed.folder,
         display=run.config.output.display,
+        trackers=run.config.output.trackers,
         steps=steps,
         after=start.step,
         is_first=stepper.topology.rank == 0,
     )
     with stop_on_sigterm() as asked:
-        hooks = Hooks(
-            wants_stop=lambda: asked() or checkpoints.has_failed,
-            reported=checkpoints.confirm,
-            after_step=saver.after_step,
-            not_finite=partial(keep_batch, claimed.folder),
-        )
         with recorded as record:
+            evaluator = _evaluator(run, stepper, record)
+
+            def after_step(progress: Progress) -> None:
+                saver.after_step(progress)
+                if evaluator is not None:
+                    evaluator.after_step(progress.step, is_last=progress.step == steps)
+
+            hooks = Hooks(
+                wants_stop=lambda: asked() or checkpoints.has_failed,
+                reported=checkpoints.confirm,
+                after_step=after_step,
+                not_finite=partial(keep_batch, claimed.folder),
+            )
             for line in (*lines, *told):
                 record.note(line)
             for report in _reports(run, stepper, loader, steps=steps, start=start, hooks=hooks):
                 record.write(report)
+            if evaluator is not None:
+                evaluator.held_out.steps.close()
         saver.finish()
         if saver.progress.step >= steps:
             _save(run, stepper, claimed.folder, record)
     return saver.progress.step
+
+
+def _evaluator(run: Settled, stepper: Stepper, record: Record) -> Evaluator | None:
+    """What evaluates the run's held-out data, if it has any."""
+    others, topology = held_out(run.config), stepper.topology
+    if others is None:
+        return None
+    with agreed(topology.groups):
+        source = open_sequences(others, run.decoder)
+        check_longest(others, topology.lanes, int(source.lengths.max()))
+    steps = _steps(replace(run, config=others), source, topology, shuffle=False)
+    return Evaluator(
+        HeldOut("held-out", steps),
+        stepper.model,
+        topology,
+        every=run.config.train.eval_every,
+        tell=record.evaluated,
+    )
 
 
 def _go_on(
@@ -176,21 +206,28 @@ def _planner(run: Settled, lanes: int) -> Planner:
     return partial(make_plan, **options)
 
 
-def _loader(run: Settled, source: IndexedSource, topology: Topology, planner: Planner) -> Loader:
-    data, plan = run.config.data, run.config.plan
+def _loader(run: Settled, source: IndexedSource, topology: Topology) -> Loader:
+    data = run.config.data
+    steps = _steps(run, source, topology, shuffle=data.shuffle)
+    return Loader(steps, prefetch=data.prefetch, pin=topology.device.type == "cuda")
+
+
+def _steps(
+    run: Settled, source: IndexedSource, topology: Topology, *, shuffle: bool
+) -> IndexedSteps:
+    plan = run.config.plan
     buckets: tuple[int, ...] = ()
     if plan.buckets:
         buckets = make_buckets(run.capacity, align=plan.align, count=plan.buckets)
-    steps = IndexedSteps(
+    return IndexedSteps(
         source,
-        planner=planner,
+        planner=_planner(run, topology.lanes),
         batch=batch_size(run.config),
-        seed=data.seed,
-        shuffle=data.shuffle,
+        seed=run.config.data.seed,
+        shuffle=shuffle,
         topology=topology,
         packing=Packing(depths=len(run.decoder.mtp), buckets=buckets),
     )
-    return Loader(steps, prefetch=data.prefetch, pin=topology.device.type == "cuda")
 
 
 def _model(run: Settled, topology: Topology, groups: CPGroups) -> Decoder:

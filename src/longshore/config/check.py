@@ -196,6 +196,11 @@ def _check_evaluation(config: RunConfig) -> None:
 
 def _check_output(config: RunConfig, run: Path | None) -> None:
     """run: the one to go on with, if any."""
+    for name in config.output.trackers:
+        if name not in ("tensorboard", "wandb"):
+            raise ValueError(
+                f"output.trackers: there is no {name!r}; there are tensorboard and wandb"
+            )
     if run is None:
         check_run_folder(config.output.folder)
     else:

@@ -178,6 +178,7 @@ class OutputConfig:
     )
     keep: int = key(2, whole(1, 1 << 20), "how many checkpoints are kept, the newest")
     export: str = key("", text(), "a folder for a Hugging Face checkpoint at the end")
+    trackers: tuple[str, ...] = key((), texts(), 'also log to "tensorboard" or "wandb"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

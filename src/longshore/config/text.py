@@ -28,7 +28,13 @@ def held_out(config: RunConfig) -> RunConfig | None:
     data = config.data
     if not config.train.eval_every:
         return None
-    other = replace(data, path=data.eval_path, mock=data.eval_mock, count=data.eval_count)
+    other = replace(
+        data,
+        path=data.eval_path,
+        mock=data.eval_mock,
+        count=data.eval_count,
+        seed=data.seed + 1,  # made-up sequences that training has not seen
+    )
     return replace(config, data=other, train=replace(config.train, eval_every=0))
 
 

@@ -7,6 +7,7 @@ Two steps with loss sums 6 and 1 over 3 and 1 tokens give (6 + 1) / (3 + 1) = 1.
 steps' means would be 1.5.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -26,7 +27,10 @@ from longshore.train.loss import masked_sum
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """loss: the mean over loss_tokens; None without any. mtp_losses: the same of each depth."""
+    """loss: the mean over loss_tokens; None without any, or if it is not finite.
+
+    mtp_losses: the same of each depth.
+    """
 
     name: str
     loss: float | None
@@ -58,7 +62,7 @@ class HeldOut:
         _let_go(model)
         totals = sum_over(sums, topology.groups.lanes).tolist()
         pairs = zip(totals, counts, strict=True)
-        loss, *depths = [total / count if count else None for total, count in pairs]
+        loss, *depths = [_mean(total, count) for total, count in pairs]
         return Evaluation(self.name, loss, counts[0], tuple(depths))
 
 
@@ -87,6 +91,11 @@ def as_line(step: int, evaluation: Evaluation) -> dict[str, object]:
     """A line of evals.jsonl: {"step": 40, "name": "held-out", "loss": 2.1, "loss_tokens": 512}."""
     line = {"step": step, **asdict(evaluation)}
     return line if evaluation.mtp_losses else {k: v for k, v in line.items() if k != "mtp_losses"}
+
+
+def _mean(total: float, count: int) -> float | None:
+    """None without a token, or where the model gives no finite number."""
+    return total / count if count and math.isfinite(total) else None
 
 
 def _sums(model: Decoder, batch: MicroBatch) -> Tensor:

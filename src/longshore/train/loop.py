@@ -86,6 +86,7 @@ class _Done:
     lr: float
     trained: Trained | None
     numbers: Tensor
+    begin: Moment
     end: Moment
 
     @property
@@ -116,17 +117,19 @@ def train(
     meter = _Meter(flops, machine)
     waiting: _Done | None = None
     updates, stops = start.updates, False
+    begin = Moment(machine.device)
     for step in islice(loader, steps - start.step):
         lr = schedule.at(updates)
         trained = stepper.step(step.batches, lr, stop=hooks.wants_stop())
         updates += trained is not None
-        done = _Done(step, lr, trained, _on_host(trained), Moment(machine.device))
+        done = _Done(step, lr, trained, _on_host(trained), begin, Moment(machine.device))
         if waiting is not None:
             yield _checked(meter.read(waiting), waiting, hooks)
             hooks.reported(waiting.number)
             stops = waiting.stops
         waiting = done
         hooks.after_step(Progress(done.number, updates))
+        begin = Moment(machine.device)  # what the hooks did is no part of the next step
         if stops:
             break
     if waiting is not None:
@@ -160,19 +163,18 @@ def _on_host(trained: Trained | None) -> Tensor:
 
 
 class _Meter:
-    """Turns finished steps into metrics; time runs from the end of one step to that of the next."""
+    """Turns finished steps into metrics; a step's time begins with the wait for its data."""
 
     def __init__(self, flops: Callable[[list[int]], int], machine: Machine) -> None:
         self.flops = flops
         self.machine = machine
-        self.last = Moment(machine.device)
 
     def read(self, done: _Done) -> Report:
         done.end.wait()
         experts = _experts(done)
         losses = len(done.numbers) - sum(map(len, experts))
         norm, loss, balance, *depths = done.numbers[1:losses].tolist() or (None, None, None)
-        elapsed, self.last = done.end.since(self.last), done.end
+        elapsed = done.end.since(done.begin)
         step, plan = done.step, done.step.plan
         counts = step.batches[0].counts
         flops = self.flops([sequence.length for sequence in plan.sequences])
