@@ -5,6 +5,7 @@ Every answer is one clear message and an exit code, on all ranks, and never a ha
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -163,14 +164,11 @@ def test_a_loss_that_is_not_finite(runs, tmp_path, capfd):
 
 
 LIMIT = """\
-import os, resource, torch.distributed as dist
-steps = 0
+import pathlib, resource, torch.distributed as dist
 
 
 def limited(nll, batch):
-    global steps
-    steps += batch.round == 0
-    if steps == 4 and dist.get_rank() == 1:
+    if dist.get_rank() == 1 and pathlib.Path({first!r}).exists():
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     return nll
@@ -178,20 +176,27 @@ def limited(nll, batch):
 
 
 def test_a_disk_that_takes_no_more(runs, tmp_path, capfd):
-    """From step 4 on one rank alone cannot write past 64 KiB: all end, and the last one is good."""
-    (tmp_path / f"limit_{runs.module}.py").write_text(LIMIT)
-    words = (f"train.loss=limit_{runs.module}:limited", "train.steps=100")
-    assert runs.train("run", *words, ranks=2) == 1
+    """After the first checkpoint one rank alone cannot write past 64 KiB: all end together."""
     run = tmp_path / "run"
-    assert capfd.readouterr() == (
-        "",
-        f"longshore: the checkpoint of step 4 cannot be written into {run}/checkpoints (File too "
-        f"large); the last good one is {run}/checkpoints/step-00000002; make room there, then go "
-        "on with --resume\n",
+    first = str(run / "checkpoints/step-00000002")
+    (tmp_path / f"limit_{runs.module}.py").write_text(LIMIT.format(first=first))
+    words = (f"train.loss=limit_{runs.module}:limited", "train.steps=1000")
+    assert runs.train("run", *words, ranks=2) == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    told = re.fullmatch(
+        r"longshore: the checkpoint of step (\d+) cannot be written into (.*) \(File too large\); "
+        r"the last good one is (.*); make room there, then go on with --resume\n",
+        err,
     )
-    assert len(read_metrics(run / "metrics.jsonl")) < 20
-    assert runs.train("run", "--resume", ranks=2) == 0
-    assert checkpoints_of(run) == ["step-00000006", "step-00000008"]
+    assert told, err
+    done = len(read_metrics(run / "metrics.jsonl"))
+    assert int(told[1]) <= done < 1000
+    assert told[2] == str(run / "checkpoints")
+    good = f"{told[2]}/{[name for name in checkpoints_of(run) if name[0] != '.'][-1]}"
+    assert told[3] == good
+    assert runs.train("run", f"train.steps={done + 1}", "--resume", ranks=2) == 0
+    assert checkpoints_of(run)[-1] == f"step-{done + 1:08}"
 
 
 def store_of(folder):

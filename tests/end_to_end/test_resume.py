@@ -75,7 +75,7 @@ def test_without_a_checkpoint_it_begins_anew_and_says_so(runs, capfd):
     assert runs.train("run", "output.save_every=0", ranks=2, kill=kill) == 1
     assert not (runs.folder / "run" / "checkpoints").exists()
     capfd.readouterr()
-    assert runs.train("run", "output.save_every=0", shown, "--resume", ranks=2) == 0
+    assert runs.train("run", "output.save_every=0", shown, "--resume", ranks=1) == 0
     assert "run has no checkpoint, so it begins with step 1\n" in capfd.readouterr().out
     assert len(runs.losses("run")) == 8
     steps = (runs.folder / "run" / "steps.jsonl").read_text().splitlines()
