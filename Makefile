@@ -63,6 +63,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/planner.py
 	$(BIN)/python bench/shift.py
 	$(BIN)/python bench/loader.py
+	$(BIN)/python bench/checkpoint.py
 
 fuzz: setup
 	HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m 'fuzz or property'
