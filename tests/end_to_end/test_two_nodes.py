@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from tests.end_to_end.command import OURS, trained
 
 from longshore.train.metrics import read_metrics
@@ -97,18 +98,7 @@ def test_two_nodes_train_as_four_local_ranks(tmp_path):
 
 
 def kill_and_return(folder, run, *words, after_step=2):
-    """Kills a worker of the second node when `after_step` is written; the run must come back.
-
-    Of no test yet: a run must first resume by itself on every node that torchrun starts again.
-    TORCHELASTIC_RESTART_COUNT does not tell: it stays 0 on nodes whose own workers did not fail.
-    Then a test is to
-
-    1. call this with output.save_every=1 and train.steps=12,
-    2. expect the exit codes 0 and 0, and in metrics.jsonl each step once, in order,
-    3. expect the losses and gradient norms of a run that nobody disturbed, to the last bit,
-    4. do the same with the whole second agent killed (os.killpg of its session) and another
-       started in its environment, for a machine that went away and was replaced.
-    """
+    """Kills a worker of the second node when `after_step` is written; torchrun starts it again."""
     agents = start_nodes(folder, *words, f"output.folder={run}")
     metrics = folder / run / "metrics.jsonl"
     deadline = time.monotonic() + LIMIT_S
@@ -119,3 +109,18 @@ def kill_and_return(folder, run, *words, after_step=2):
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     os.kill(int(children[0]), signal.SIGKILL)
     return finish(agents)
+
+
+@pytest.mark.fuzz
+def test_a_node_whose_worker_is_killed_comes_back(tmp_path, is_fuzz):
+    """To the losses of a run that nobody disturbed, each step once."""
+    if not is_fuzz:
+        pytest.skip("over a minute; in `make fuzz`")
+    words = (*SMALL, "output.save_every=1", "train.steps=12")
+    codes, written = kill_and_return(tmp_path, "two", *words)
+    assert codes == [0, 0], "\n".join(written)
+    found = read_metrics(tmp_path / "two" / "metrics.jsonl")
+    whole, _ = trained(tmp_path, "one", RECIPE, *words, "--ranks", "4")
+    assert [line["step"] for line in found] == [*range(1, 13)]
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in found] == [line[name] for line in whole], name
