@@ -166,6 +166,7 @@ def unconfirmed(folder):
         checkpoints.confirm(2)
         checkpoints._thread.join(1.0)
         before = saved_steps(Path(folder)), checkpoints._thread.is_alive()
+        torch.distributed.barrier()  # until both have looked
         checkpoints.confirm(3)
         checkpoints.close()
     return before, saved_steps(Path(folder))
