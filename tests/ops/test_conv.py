@@ -1,20 +1,13 @@
-from itertools import accumulate
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.ops.twins import assert_same, bounds_of, run
 
-from longshore.batch import Boundaries
 from longshore.ops import conv
 from longshore.ops.reference import conv as twin
 
 LENGTHS = [[1], [2], [7], [1, 2, 5], [2, 1, 1, 3], [0, 3, 0, 0, 1, 0], [3, 41, 1, 2]]
-
-
-def bounds_of(lengths):
-    offsets = tuple(accumulate(lengths, initial=0))
-    return Boundaries(offsets, torch.tensor(offsets, dtype=torch.int32), max(lengths))
 
 
 def inputs(lengths, *, taps=4, channels=3, seed=0, dtype=torch.float64):
@@ -26,22 +19,6 @@ def inputs(lengths, *, taps=4, channels=3, seed=0, dtype=torch.float64):
         "before": (len(lengths), taps - 1, channels),
     }
     return {k: torch.randn(v, generator=make, dtype=dtype) for k, v in shapes.items()}
-
-
-def run(op, given, **settings):
-    """The output, then the gradient of each tensor given."""
-    leaves = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
-    y = op(**leaves, **settings)
-    weights = torch.sin(torch.arange(y.numel(), dtype=torch.float64) + 1).view(y.shape)
-    (y * weights).sum().backward()
-    return [y.detach(), *(leaf.grad for leaf in leaves.values())]
-
-
-def assert_same(got, want):
-    for a, b in zip(got, want, strict=True):
-        assert a.shape == b.shape
-        if b.numel():
-            assert (a - b).abs().max() <= 1e-9 * b.abs().max()
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

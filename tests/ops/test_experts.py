@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.ops.twins import assert_same, run
 
 from longshore.ops import experts as op
 from longshore.ops.reference import experts as twin
@@ -20,22 +21,6 @@ def inputs(rows, *, experts, width=4, inner=8, seed=0, dtype=torch.float64):
         "down_ECF": (experts, width, inner),
     }
     return {k: torch.randn(v, generator=make, dtype=dtype) for k, v in shapes.items()}
-
-
-def run(function, given, **settings):
-    """The output, then the gradient of each tensor given."""
-    leaves = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
-    y = function(**leaves, **settings)
-    weights = torch.sin(torch.arange(y.numel(), dtype=y.dtype) + 1).view(y.shape)
-    (y * weights).sum().backward()
-    return [y.detach(), *(leaf.grad for leaf in leaves.values())]
-
-
-def assert_same(got, want, *, within=1e-9):
-    for a, b in zip(got, want, strict=True):
-        assert a.shape == b.shape
-        if b.numel():
-            assert (a - b).abs().max() <= within * b.abs().max()
 
 
 def test_the_example():

@@ -1,20 +1,13 @@
-from itertools import accumulate
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.ops.twins import assert_same, bounds_of, run
 
-from longshore.batch import Boundaries
 from longshore.ops import ssd as op
 from longshore.ops.reference import ssd as twin
 
 LENGTHS = [[1], [2], [7], [8], [9], [16], [1, 2, 5, 8], [0, 3, 17, 0, 24, 1, 0], [3, 75, 1, 2]]
-
-
-def bounds_of(lengths):
-    offsets = tuple(accumulate(lengths, initial=0))
-    return Boundaries(offsets, torch.tensor(offsets, dtype=torch.int32), max(lengths))
 
 
 def inputs(lengths, *, heads=4, groups=2, seed=0, dtype=torch.float64):
@@ -33,26 +26,6 @@ def inputs(lengths, *, heads=4, groups=2, seed=0, dtype=torch.float64):
     made["dt_TH"] = torch.nn.functional.softplus(made["dt_TH"])
     made["A_H"] = -made["A_H"].exp()
     return made
-
-
-def run(function, given, **settings):
-    """The outputs, then the gradient of each tensor given."""
-    leaves = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
-    outs = function(**leaves, **settings)
-    outs = outs if isinstance(outs, tuple) else (outs,)
-    total = sum(
-        (out * torch.sin(torch.arange(out.numel(), dtype=out.dtype) + 1).view(out.shape)).sum()
-        for out in outs
-    )
-    total.backward()
-    return [*(out.detach() for out in outs), *(leaf.grad for leaf in leaves.values())]
-
-
-def assert_same(got, want, *, within=1e-9):
-    for a, b in zip(got, want, strict=True):
-        assert a.shape == b.shape
-        if b.numel():
-            assert (a - b).abs().max() <= within * b.abs().max()
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

@@ -2,8 +2,10 @@ import math
 
 import pytest
 import torch
+from tests.ranks.hybrids import hybrid
 from torch import nn
 
+from longshore.model.decoder import Decoder
 from longshore.train.optim import Schedule, make_optimizer
 
 
@@ -41,3 +43,15 @@ def test_norms_and_biases_do_not_decay() -> None:
     assert found == {"0.weight": 0.3, "1.weight": 0.3, "1.bias": 0.0, "2.weight": 0.0}
     assert all(group["fused"] for group in optimizer.param_groups)
     assert torch.is_tensor(next(model.parameters()))
+
+
+def test_routers_and_decay_rates_do_not_decay() -> None:
+    model = Decoder(hybrid())
+    optimizer = make_optimizer(model, weight_decay=0.3, betas=(0.9, 0.95), eps=1e-8)
+    kept = {id(p) for p in optimizer.param_groups[1]["params"]}
+    found = {name for name, p in model.named_parameters() if id(p) in kept}
+    matrices = {name for name in found if model.get_parameter(name).dim() > 1}
+    assert matrices == {"layers.2.mlp.router.weight", "mtp.0.block.mlp.router.weight"}
+    assert {"layers.0.mixer.per_head.A_log", "layers.1.mixer.per_head.dt_bias"} <= found
+    decaying = {id(p) for p in optimizer.param_groups[0]["params"]}
+    assert len(kept) + len(decaying) == len(list(model.parameters()))

@@ -17,13 +17,14 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from longshore.batch import PackContext, SeqContext
+from longshore.batch import SeqContext
 from longshore.model.config import AttentionConfig
 from longshore.model.fill import NORM, RESIDUAL, Fill
 from longshore.model.norm import RMSNorm
 from longshore.model.opaque import Context, opened
 from longshore.model.part import Norm
 from longshore.model.rope import Tables
+from longshore.model.whole import refuse_shared
 from longshore.ops.attention import attention
 from longshore.ops.rope import rotate
 
@@ -44,16 +45,6 @@ class Core(Protocol):
     ) -> Tensor: ...
 
 
-def refuse_shared(pack: PackContext) -> None:
-    """ValueError for a pack that a core of one lane cannot serve."""
-    if pack.group.cp_size != 1:
-        raise ValueError(
-            f"a pack is shared by {pack.group.cp_size} lanes, and this model's attention knows "
-            "only its own; make the model ready for context parallelism, or plan with a CP "
-            "size of 1"
-        )
-
-
 def local_core(
     q_THD: Tensor,
     k_TKD: Tensor,
@@ -67,7 +58,7 @@ def local_core(
     """Attention over packs that this lane holds whole."""
     made = []
     for pack in ctx.packs:
-        refuse_shared(pack)
+        refuse_shared(pack, "attention")
         rows = pack.rows
         made.append(
             attention(

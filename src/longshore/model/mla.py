@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longshore.batch import Boundaries, PackContext, SeqContext
-from longshore.model.attention import refuse_shared
 from longshore.model.fill import NORM, RESIDUAL, Fill
 from longshore.model.mla_config import Form, MLAConfig
 from longshore.model.norm import RMSNorm
 from longshore.model.opaque import Context, opened
 from longshore.model.part import Norm
 from longshore.model.rope import Tables
+from longshore.model.whole import refuse_shared
 from longshore.ops.attention import attention_backward, attention_forward
 from longshore.ops.rope import rotate
 
@@ -120,7 +120,7 @@ def local_core(
 
 def own(pack: PackContext) -> Reach:
     """The reach inside a pack that the lane holds whole."""
-    refuse_shared(pack)
+    refuse_shared(pack, "attention")
     return Reach(pack.padded, pack.padded, lambda rows: rows, lambda grad: grad)
 
 

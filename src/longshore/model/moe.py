@@ -27,6 +27,7 @@ from longshore.model.opaque import Context, opened
 from longshore.model.output import Routed
 from longshore.model.part import Norm
 from longshore.model.router import Chosen, Router, balance_loss, count_by_sequence
+from longshore.model.whole import refuse_shared
 from longshore.ops.experts import combine, dispatch, grouped_mlp, sort_by_expert
 
 
@@ -39,12 +40,7 @@ class Core(Protocol):
 def local_core(counts_SE: Tensor, ctx: SeqContext, /) -> Tensor:
     """The counts as they are, for packs that this lane holds whole."""
     for pack in ctx.packs:
-        if pack.group.cp_size != 1:
-            raise ValueError(
-                f"a pack is shared by {pack.group.cp_size} lanes, and this model's balance loss "
-                "knows only its own; make the model ready for context parallelism, or plan with a "
-                "CP size of 1"
-            )
+        refuse_shared(pack, "balance loss")
     return counts_SE
 
 

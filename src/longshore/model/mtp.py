@@ -9,6 +9,8 @@ were whole (data/pack.py), so nothing is shifted, and no lane asks another for a
 At depth 1 position 3 joins its state with the embedding of token 4 and predicts token 5.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +33,10 @@ class MTPDepth(nn.Module):
         self.proj = nn.Linear(2 * width, width, bias=False)
         self.block = Block(layer, width, norm=norm)
         self.norm = RMSNorm(width, norm)
+
+    def compile(self, **options: Any) -> None:  # noqa: ANN401
+        """Compiles its block; what stands before and behind it is small."""
+        self.block.compile(**options)
 
     def forward(
         self, hidden_TC: Tensor, embedded_TC: Tensor, ctx: SeqContext, tables: Tables

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from longshore.batch import SeqContext
 from longshore.model.fill import DECAY_RATES, STEP_BIASES, Fill
 from longshore.model.float32 import Float32Parameters
+from longshore.model.whole import refuse_shared
 from longshore.ops.boundaries import Bounds
 from longshore.ops.conv import causal_conv
 
@@ -94,11 +95,7 @@ def local_core(inputs: ScanInputs, ctx: SeqContext, /, *, scan: Scan) -> Tensor:
     """The scan over packs that this lane holds whole."""
     made = []
     for pack in ctx.packs:
-        if pack.group.cp_size != 1:
-            raise ValueError(
-                f"a pack is shared by {pack.group.cp_size} lanes, and this model's scan knows only "
-                "its own; make the model ready for context parallelism, or plan with a CP size of 1"
-            )
+        refuse_shared(pack, "scan")
         made.append(inputs.of_rows(pack.rows).prepare(scan, pack.padded).run()[0])
     return made[0] if len(made) == 1 else torch.cat(made)
 

@@ -71,14 +71,26 @@ def make_plan(
         pp=pp,
         vpp=vpp,
     )
-    setting = Setting(
+    setting = _setting(counts, policy=policy, sync=sync, profile=profile, kind=cp_sizes)
+    task = _task(setting, sequences, counts.get("cp_size", 0), packs)
+    choice = Choice(task, may_split=policy not in FIXED_PACKS)
+    POLICIES[policy](task, choice)
+    stats = _stats(task, sequences, choice.rounds, started)
+    return Plan(setting, sequences, choice.rounds, stats, _digest(sequences, choice.rounds))
+
+
+def _setting(
+    counts: dict[str, int], *, policy: str, sync: str, profile: CostProfile, kind: str
+) -> Setting:
+    """kind: of the legal CP sizes."""
+    return Setting(
         lanes=counts["lanes"],
         capacity=counts["capacity"],
         policy=policy,
         sync=sync,
         cp_sizes=legal_cp_sizes(
             counts["lanes"],
-            kind=cp_sizes,
+            kind=kind,
             min_cp=counts["min_cp"],
             max_cp=counts.get("max_cp"),
             heads=counts.get("heads"),
@@ -89,11 +101,6 @@ def make_plan(
         pp=counts["pp"],
         vpp=counts["vpp"],
     )
-    task = _task(setting, sequences, counts.get("cp_size", 0), packs)
-    choice = Choice(task, may_split=policy not in FIXED_PACKS)
-    POLICIES[policy](task, choice)
-    stats = _stats(task, sequences, choice.rounds, started)
-    return Plan(setting, sequences, choice.rounds, stats, _digest(sequences, choice.rounds))
 
 
 def _sequence(place: int, entry: int | Sequence) -> Sequence:

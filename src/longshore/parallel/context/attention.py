@@ -23,13 +23,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from longshore.batch import PackContext, SeqContext, Zigzag
-from longshore.dist.collectives import gather, reduce_scatter
+from longshore.batch import PackContext, SeqContext
 from longshore.dist.cp_groups import CPGroups
 from longshore.ops.attention import attention, attention_backward, attention_forward
 from longshore.parallel.context.heads import from_heads, to_heads
+from longshore.parallel.context.seen import fetch_seen, return_seen
 
 Kind = Literal["auto", "gather", "heads"]
 
@@ -105,35 +106,26 @@ class _Gathered(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # noqa: ANN401
         q, k, v, out, lse = ctx.saved_tensors
         shared: Shared = ctx.shared
         seen_k, seen_v = _seen(k, v, shared)
         dq, dk, dv = attention_backward(grad, q, seen_k, seen_v, out, lse, **_options(shared))
-        seen = _rows(dk, dv)
-        whole = seen.new_zeros(len(k) * shared.group.size(), seen.shape[1])
-        # At most two chunks of a lane see a row, so the order of the additions cannot show.
-        whole.index_add_(0, _zigzag(shared).seen_rows, seen)
-        dk, dv = _parts(reduce_scatter(whole, shared.group), k, v)
-        return dq, dk, dv, None
+        back = return_seen(_rows(dk, dv), shared.pack, shared.group)
+        return dq, *_parts(back, k, v), None
 
 
 def _options(shared: Shared) -> dict[str, Any]:
-    zigzag = _zigzag(shared)
+    zigzag = shared.pack.zigzag
+    assert zigzag is not None
     bounds = {"bounds": zigzag.chunks, "key_bounds": zigzag.seen}
     return {**bounds, "scale": shared.scale, "window": shared.window}
 
 
-def _zigzag(shared: Shared) -> Zigzag:
-    assert shared.pack.zigzag is not None
-    return shared.pack.zigzag
-
-
 def _seen(k: Tensor, v: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
     """The keys and values that each chunk of this lane may see, chunk after chunk."""
-    with torch.no_grad():
-        whole = gather(_rows(k, v), shared.group)
-        return _parts(whole.index_select(0, _zigzag(shared).seen_rows), k, v)
+    return _parts(fetch_seen(_rows(k, v), shared.pack, shared.group), k, v)
 
 
 def _rows(k: Tensor, v: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longshore.batch import PackContext, SeqContext
-from longshore.dist.collectives import gather, reduce_scatter
 from longshore.dist.cp_groups import CPGroups
 from longshore.model.mla import Reach, meet, own
 from longshore.model.mla_config import Form
+from longshore.parallel.context.seen import fetch_seen, return_seen
 
 
 class ContextLatent:
@@ -46,16 +46,10 @@ class ContextLatent:
 
 def gathered(pack: PackContext, group: ProcessGroup) -> Reach:
     """The reach of a lane's chunks over all lanes that share the pack."""
-    zigzag = pack.zigzag
-    assert zigzag is not None
-
-    def fetch(shard_TL: Tensor) -> Tensor:
-        return gather(shard_TL, group).index_select(0, zigzag.seen_rows)
-
-    def give_back(grad_SL: Tensor) -> Tensor:
-        whole = grad_SL.new_zeros(len(zigzag.to_natural), grad_SL.shape[1])
-        # At most two chunks of a lane see a row, so the order of the additions cannot show.
-        whole.index_add_(0, zigzag.seen_rows, grad_SL)
-        return reduce_scatter(whole, group)
-
-    return Reach(zigzag.chunks, zigzag.seen, fetch, give_back)
+    assert pack.zigzag is not None
+    return Reach(
+        pack.zigzag.chunks,
+        pack.zigzag.seen,
+        lambda shard_TL: fetch_seen(shard_TL, pack, group),
+        lambda grad_SL: return_seen(grad_SL, pack, group),
+    )
