@@ -5,7 +5,8 @@ import pytest
 import torch
 from tests.data.plans import make_samples, pack_all, plan_of
 
-from longshore.batch import MicroBatch, whole_context
+from longshore.batch import Counts, MicroBatch, whole_context
+from longshore.data.context import lane_context
 from longshore.plan import Pack, Round
 
 CONTEXT = {"ctx.positions", "ctx.sequence_index", "ctx.is_real", "ctx.lengths"}
@@ -139,3 +140,25 @@ def test_the_context_of_whole_sequences() -> None:
     assert (pack.padded.offsets, pack.padded.longest, pack.zigzag) == ((0, 2, 5), 3, None)
     with pytest.raises(ValueError, match="give at least one, each of 1 or more"):
         whole_context([3, 0])
+
+
+def test_ahead_leaves_out_the_tokens_that_have_none_so_far_on() -> None:
+    """Lane 0 of two: positions 0 1 6 7 of a sequence of 7, a whole one of 3, and padding."""
+    packs = (Pack(0, 2, (0,), 4), Pack(0, 1, (1,), 3))
+    ctx = lane_context(plan_of([7, 3], [Round(packs)], lanes=2, align=8), 0, 0)
+    assert ctx.sequence_index.tolist() == [0, 0, 0, 2, 1, 1, 1, 2]
+    one, three = ctx.ahead(1), ctx.ahead(3)
+    assert one.sequence_index.tolist() == [0, 0, 2, 2, 1, 1, 2, 2]
+    assert one.is_real.tolist() == [True, True, False, False, True, True, False, False]
+    assert one.lengths.tolist() == [6, 2, 1]
+    assert three.sequence_index.tolist() == [0, 0, *[2] * 6]
+    assert three.lengths.tolist() == [4, 1, 1]
+    assert one.packs is ctx.packs
+    assert one.positions is ctx.positions
+
+
+def test_counts_of_a_step() -> None:
+    """Sequences of 5, 1 and 2 tokens: 8, at depth 1 those of 4, 0 and 1, at depth 2 3, 0 and 0."""
+    counts = Counts.of([6, 4, 2], [5, 1, 2])
+    assert counts == Counts(main=6, mtp=(4, 2), tokens=8, sequences=3, mtp_tokens=(5, 3))
+    assert [counts.tokens_at(depth) for depth in range(3)] == [8, 5, 3]

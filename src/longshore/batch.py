@@ -140,6 +140,22 @@ class SeqContext:
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "SeqContext":
         return _changed(self, lambda _, tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def ahead(self, depth: int) -> "SeqContext":
+        """The same, where only tokens that have another one `depth` places on are real.
+
+        What a depth of multi-token prediction counts: sequences are `depth` tokens shorter, and
+        their last tokens are padding. `real_tokens` and the packs stay those of the whole
+        sequences; a causal mixer looks only back, so it needs no others.
+        """
+        padding = len(self.lengths) - 1
+        is_real = self.is_real & (self.positions + depth < self.lengths[self.sequence_index])
+        return replace(
+            self,
+            sequence_index=torch.where(is_real, self.sequence_index, padding),
+            is_real=is_real,
+            lengths=(self.lengths - depth).clamp(min=1),
+        )
+
 
 def whole_context(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> SeqContext:
     """The context of whole sequences joined on one lane, for a model that runs alone."""
@@ -175,13 +191,27 @@ def whole_context(lengths: Sequence[int], *, device: torch.device | str = "cpu")
 class Counts:
     """What all lanes and rounds of a step hold together: the divisor of each loss term.
 
-    main: labels that count. mtp: the same at each depth. tokens, sequences: real ones.
+    main: labels that count. mtp: the same at each depth. tokens, sequences: real ones. mtp_tokens:
+    at depth d the tokens that have another one d places on: 4 of a sequence of 5 at depth 1.
     """
 
     main: int
     mtp: tuple[int, ...]
     tokens: int
     sequences: int
+    mtp_tokens: tuple[int, ...]
+
+    @staticmethod
+    def of(labels: Sequence[int], lengths: Sequence[int]) -> "Counts":
+        """labels: of the main loss, then of each depth. lengths: of all sequences of the step."""
+        main, *mtp = labels
+        depths = range(1, len(mtp) + 1)
+        ahead = tuple(sum(max(length - d, 0) for length in lengths) for d in depths)
+        return Counts(main, tuple(mtp), sum(lengths), len(lengths), ahead)
+
+    def tokens_at(self, depth: int) -> int:
+        """The tokens that a depth sees; all of them at depth 0, which is the decoder itself."""
+        return self.mtp_tokens[depth - 1] if depth else self.tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)

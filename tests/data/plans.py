@@ -60,7 +60,12 @@ def make_samples(plan: Plan, seed: int = 0) -> dict[int, Sample]:
 def counts_of(samples: dict[int, Sample], depths: int) -> Counts:
     each = np.array([count_targets(s.loss_mask, depths) for s in samples.values()])
     main, *mtp = each.sum(axis=0).tolist()
-    return Counts(main, tuple(mtp), sum(len(s.tokens) for s in samples.values()), len(samples))
+    tokens, ahead = 0, [0] * depths
+    for sample in samples.values():
+        tokens += len(sample.tokens)
+        for d in range(depths):
+            ahead[d] += len(sample.tokens[d + 1 :])
+    return Counts(main, tuple(mtp), tokens, len(samples), tuple(ahead))
 
 
 def pack_all(

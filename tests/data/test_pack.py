@@ -62,7 +62,9 @@ def test_by_hand() -> None:
     assert second.token_ids.tolist() == [0] * 8
     assert (first.lane, first.round, first.rounds, first.is_last) == (0, 0, 2, False)
     assert second.is_last
-    assert first.counts == second.counts == Counts(main=6, mtp=(6,), tokens=11, sequences=3)
+    counts = Counts(main=6, mtp=(6,), tokens=11, sequences=3, mtp_tokens=(8,))
+    assert first.counts == second.counts == counts
+    assert counts == Counts.of([6, 6], [7, 3, 1])
     other, last = pack_lane(plan, samples, 1, 1)
     assert other.token_ids.tolist() == [7, 8, 9, 4]
     assert other.targets.labels.tolist() == [8, 9, 4, 3]
@@ -163,7 +165,7 @@ def test_the_same_sequences_at_every_cp_size(size: int) -> None:
 def test_a_lane_without_work_has_masked_tokens_of_every_kind() -> None:
     plan, samples = plan_of([5], [Round((Pack(0, 1, (0,), 5),))], lanes=3, align=4), {}
     shards = cut_shards(plan, samples, lane_cuts(plan, 2), depths=2, fields=FIELDS)
-    (batch,) = pack_step(plan, 2, shards, counts=Counts(4, (3, 2), 5, 1), pad_id=PAD)
+    (batch,) = pack_step(plan, 2, shards, counts=Counts.of([4, 3, 2], [5]), pad_id=PAD)
     assert batch.token_ids.tolist() == [PAD] * 16
     assert batch.ctx.sequences == ()
     for part in (batch.targets, *(depth.targets for depth in batch.mtp)):

@@ -78,7 +78,7 @@ def alone(config: DecoderConfig, samples: dict[int, Sample]) -> Outcome:
     model = Decoder(config).double()
     init_decoder(model, seed=3)
     depths = range(1, len(config.mtp) + 1)
-    every = sum(len(sample.tokens) for sample in samples.values())
+    seen = [sum(len(s.tokens[depth:]) for s in samples.values()) for depth in (0, *depths)]
     counts = [
         max(1, sum(int(sample.loss_mask[depth + 1 :].sum()) for sample in samples.values()))
         for depth in (0, *depths)
@@ -93,7 +93,7 @@ def alone(config: DecoderConfig, samples: dict[int, Sample]) -> Outcome:
             for nll, depth, count in zip((out.values, *out.mtp), (main, *mtp), counts, strict=True)
         ]
         loss = sums[0] + sum(MTP_WEIGHT / len(mtp) * part for part in sums[1:])
-        loss = loss + sum(routed.auxiliary for routed in out.routed) / every
+        loss = loss + sum(r.auxiliary / max(1, seen[r.depth]) for r in out.routed)
         loss.backward()
         found[place], total = out.values.detach(), total + loss.item()
     return Outcome(found, total, {name: p.grad for name, p in model.named_parameters()})

@@ -158,7 +158,8 @@ def assert_given_is_the_same(step, source, topology):
     samples = {i: source[sequence.id] for i, sequence in enumerate(plan.sequences)}
     each = [count_targets(s.loss_mask, DEPTHS) for s in samples.values()]
     main, *mtp = np.sum(each, axis=0).tolist()
-    counts = Counts(main, tuple(mtp), sum(s.length for s in samples.values()), len(samples))
+    ahead = [sum(len(s.tokens[d:]) for s in samples.values()) for d in range(DEPTHS + 1)]
+    counts = Counts(main, tuple(mtp), ahead[0], len(samples), tuple(ahead[1:]))
     cuts = lane_cuts(plan, topology.lane)
     shards = cut_shards(plan, samples, cuts, depths=DEPTHS, fields=FIELDS)
     whole = pack_step(plan, topology.lane, shards, counts=counts, buckets=(32, 64), pad_id=3)

@@ -40,8 +40,7 @@ class StepLengths:
         return [Sequence(place, length, labels) for place, (length, labels) in enumerate(columns)]
 
     def counts(self) -> Counts:
-        main, *mtp = self.rows[:, FIRST_LABELS:].sum(axis=0).tolist()
-        return Counts(main, tuple(mtp), int(self.rows[:, 0].sum()), len(self.rows))
+        return Counts.of(self.rows[:, FIRST_LABELS:].sum(axis=0).tolist(), self.rows[:, 0].tolist())
 
     def places_of(self, lane: int) -> range:
         """The places of a lane's own sequences."""

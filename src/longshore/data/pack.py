@@ -32,9 +32,10 @@ def pack_step(
     pad_id: int = 0,
 ) -> list[MicroBatch]:
     """The lane's micro-batches of a step. `shards` may come in any order, each sequence once."""
-    if len(counts.mtp) != shards.depths:
+    if not len(counts.mtp) == len(counts.mtp_tokens) == shards.depths:
         raise ValueError(
-            f"counts are for {len(counts.mtp)} depths, and the shards were cut for {shards.depths}"
+            f"counts are for {len(counts.mtp)} depths, and the shards were cut for "
+            f"{shards.depths}; make them with Counts.of"
         )
     found = _checked(plan, lane, shards)
     batches = []

@@ -172,8 +172,8 @@ class IndexedSteps:
         for i in places.tolist() if depths else ():
             head = self.source.mask_head(i, depths + 1)[1:]
             early += np.cumsum(np.pad(head, (0, depths - len(head))))
-        tokens = sum(sequence.length for sequence in plan.sequences)
-        return Counts(main, tuple((main - early).tolist()), tokens, len(places))
+        lengths = [sequence.length for sequence in plan.sequences]
+        return Counts.of([main, *(main - early).tolist()], lengths)
 
     def describe(self) -> dict[str, object]:
         size = self.batches.size

@@ -87,8 +87,8 @@ class Decoder(nn.Module):
         self.head = Head(config, tied=self.tied) if head else None
         self.mtp = nn.ModuleDict(
             {
-                str(depth): MTPDepth(layer, config.width, norm=config.norm)
-                for depth, layer in enumerate(depths)
+                str(index): MTPDepth(layer, config.width, depth=index + 1, norm=config.norm)
+                for index, layer in enumerate(depths)
             }
         )
 

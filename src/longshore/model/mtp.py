@@ -6,7 +6,9 @@ how the weights of DeepSeek-V3 are used: what follows the decoder's last norm go
 head are the decoder's own. Which token lies d places on was settled while sequences
 were whole (data/pack.py), so nothing is shifted, and no lane asks another for a token.
 
-At depth 1 position 3 joins its state with the embedding of token 4 and predicts token 5.
+At depth 1 position 3 joins its state with the embedding of token 4 and predicts token 5. Position 5
+of a sequence of 6 has no token to join: it runs along, and no loss, no expert and no count of
+theirs sees it. What comes out there is of no use, and nothing causal looks at it.
 """
 
 from typing import Any
@@ -24,10 +26,11 @@ from longshore.model.rope import Tables
 
 
 class MTPDepth(nn.Module):
-    """One depth: both inputs normed and joined, a projection, a block, a norm."""
+    """One depth: both inputs normed and joined, a projection, a block, a norm. depth: from 1."""
 
-    def __init__(self, layer: LayerConfig, width: int, *, norm: Norm) -> None:
+    def __init__(self, layer: LayerConfig, width: int, *, depth: int, norm: Norm) -> None:
         super().__init__()
+        self.depth = depth
         self.embed_norm = RMSNorm(width, norm)
         self.hidden_norm = RMSNorm(width, norm)
         self.proj = nn.Linear(2 * width, width, bias=False)
@@ -42,5 +45,6 @@ class MTPDepth(nn.Module):
         self, hidden_TC: Tensor, embedded_TC: Tensor, ctx: SeqContext, tables: Tables
     ) -> Output:
         both = torch.cat([self.embed_norm(embedded_TC), self.hidden_norm(hidden_TC)], dim=-1)
-        made, routed, _ = self.block(self.proj(both), ctx, tables)
-        return Output(self.norm(made), routed)
+        hidden_TC, routed, _ = self.block(self.proj(both), ctx.ahead(self.depth), tables)
+        here = tuple(layer._replace(depth=self.depth) for layer in routed)
+        return Output(self.norm(hidden_TC), here)

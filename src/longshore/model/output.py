@@ -13,11 +13,13 @@ class Routed(NamedTuple):
     """What the experts of one layer did with this lane's real tokens.
 
     auxiliary: the sum, over tokens, of their balance loss; 0-dim. counts: how many tokens each
-    expert got, (E), without gradient.
+    expert got, (E), without gradient. depth: of multi-token prediction, 0 in the decoder itself;
+    it says which tokens were counted, see Counts.tokens_at.
     """
 
     auxiliary: Tensor
     counts: Tensor
+    depth: int = 0
 
 
 class Output(NamedTuple):

@@ -11,6 +11,7 @@ With experts or depths of multi-token prediction the loss is
 
     main / loss tokens + balance / tokens + mtp_weight / depths · Σ depth_d / its loss tokens
 
+where the balance loss of the experts of a depth is divided by the tokens that this depth sees.
 A step without a loss token has nothing to learn: it is skipped, alike on all lanes. With the losses
 the lanes sum how many ranks want the run to stop, so that all learn it at the same step.
 """
@@ -114,7 +115,7 @@ class Stepper:
         main = self.loss.summed(out.values, batch) / divisor
         balance = main.new_zeros(())
         for routed in out.routed:
-            balance = balance + routed.auxiliary / batch.counts.tokens
+            balance = balance + routed.auxiliary / max(batch.counts.tokens_at(routed.depth), 1)
         depths = [
             masked_sum(nll_T, depth.targets) / max(count, 1)
             for nll_T, depth, count in zip(out.mtp, batch.mtp, batch.counts.mtp, strict=True)
