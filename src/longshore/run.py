@@ -43,7 +43,7 @@ from longshore.train.attempt import attempt_address
 from longshore.train.checkpoint import Checkpoints, Saver
 from longshore.train.device import memory_bytes, peak_flops, pick_backend, pick_device, pick_dtype
 from longshore.train.evaluate import Evaluator, HeldOut
-from longshore.train.faults import keep_batch
+from longshore.train.faults import explain
 from longshore.train.loop import Hooks, Machine, Progress, Report
 from longshore.train.loop import train as run_steps
 from longshore.train.loss import make_loss
@@ -129,7 +129,7 @@ def _train(
                 wants_stop=lambda: asked() or checkpoints.has_failed,
                 reported=checkpoints.confirm,
                 after_step=after_step,
-                not_finite=partial(keep_batch, claimed.folder),
+                not_finite=partial(explain, claimed.folder, stepper),
             )
             for line in (*lines, *told):
                 record.note(line)

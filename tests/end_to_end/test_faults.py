@@ -139,15 +139,19 @@ def test_a_loss_that_is_not_finite(runs, tmp_path, capfd):
     assert runs.train("bad", *words, ranks=2) == 1
     run = tmp_path / "bad"
     out, err = capfd.readouterr()
+    kept = [json.loads((run / f"failed-step-4/lane-{lane}.json").read_text()) for lane in (0, 1)]
+    fault = kept[1]["rounds"][0]["fault"]
+    assert fault["sequence"] == kept[1]["rounds"][0]["sequences"][0]["id"]
     assert (out, err) == (
         "",
         f"longshore: step 4: the loss is nan and the gradient norm nan; its sequences are in "
-        f"{run}/failed-step-4; lower train.lr, or set train.clip\n",
+        f"{run}/failed-step-4; train.loss=nan_{runs.module}:bad made the value at sequence "
+        f"{fault['sequence']}, position {fault['position']} not finite, where the model's own loss "
+        "is: look at what the function divides by, or takes a logarithm or a root of\n",
     )
     assert len(read_metrics(run / "metrics.jsonl")) == 3
     assert [name for name in checkpoints_of(run) if name[0] != "."][-1] == "step-00000003"
 
-    kept = [json.loads((run / f"failed-step-4/lane-{lane}.json").read_text()) for lane in (0, 1)]
     assert [lane["step"] for lane in kept] == [4, 4]
     assert kept[1]["rounds"][0]["loss"] == "nan"
     assert all(isinstance(part["loss"], float) for part in kept[0]["rounds"])

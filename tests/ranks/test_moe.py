@@ -115,7 +115,7 @@ def together(config, plan, samples, topology, groups, choices: Choices) -> Routi
         begin_round(model, mode=choices.mode, is_last=batch.is_last)
         out = model(batch.token_ids, batch.ctx, batch.targets.labels)
         auxiliary = sum(routed.auxiliary for routed in out.routed)
-        main = loss.summed(out.values, batch) / max(1, batch.counts.main)
+        main = loss.summed(out.values, batch)[0] / max(1, batch.counts.main)
         both = main + auxiliary / batch.counts.tokens
         both.backward()
         counts.add(out.routed)

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tests.data.plans import FIELDS, counts_of, make_samples
@@ -8,8 +10,8 @@ from longshore.plan import make_plan
 from longshore.train.loss import make_loss, named_function
 
 
-def a_batch():
-    plan = make_plan([5, 3], lanes=1, capacity=8)
+def a_batch(*lengths):
+    plan = make_plan(lengths or [5, 3], lanes=1, capacity=32)
     samples = make_samples(plan)
     shards = cut_shards(plan, samples, lane_cuts(plan, 0), fields=FIELDS)
     (batch,) = pack_step(plan, 0, shards, counts=counts_of(samples, 0))
@@ -19,7 +21,7 @@ def a_batch():
 def test_the_usual_loss_is_the_mean_over_loss_tokens() -> None:
     batch, loss = a_batch(), make_loss()
     nll = torch.arange(8.0)
-    assert loss.summed(nll, batch) == nll[batch.targets.loss_mask].sum()
+    assert loss.summed(nll, batch) == (nll[batch.targets.loss_mask].sum(), None)
     assert loss.divisor([batch], None) == batch.counts.main == int(batch.targets.loss_mask.sum())
     assert make_loss(count="sequences").divisor([batch], None) == 2
 
@@ -27,7 +29,7 @@ def test_the_usual_loss_is_the_mean_over_loss_tokens() -> None:
 def test_padding_cannot_pass_even_as_nan() -> None:
     batch, loss = a_batch(), make_loss()
     nll = torch.where(batch.targets.loss_mask, 1.0, torch.nan).requires_grad_()
-    summed = loss.summed(nll, batch)
+    summed, _ = loss.summed(nll, batch)
     summed.backward()
     assert summed == batch.counts.main
     assert torch.equal(nll.grad, batch.targets.loss_mask.float())
@@ -37,6 +39,14 @@ def test_a_loss_function_must_say_a_value_for_each_token() -> None:
     loss = make_loss("tests.train.losses:mean_of_batch")
     with pytest.raises(ValueError, match=r"returned \(\) for 8 tokens; it must return one value"):
         loss.summed(torch.ones(8), a_batch())
+
+
+def test_a_count_that_is_not_finite_is_named() -> None:
+    loss = make_loss(count="tests.train.losses:not_finite")
+    alone = SimpleNamespace(size=lambda: 1)
+    one_rank = SimpleNamespace(device="cpu", lanes=alone)
+    with pytest.raises(ValueError, match=r"train.loss_count=tests.train.losses:not_finite: .* nan"):
+        loss.divisor([a_batch()], one_rank)
 
 
 @pytest.mark.parametrize("name", ["nowhere:f", "tests.train.losses:nothing", "tests.train.losses"])

@@ -25,6 +25,7 @@ from longshore.train.step import Stepper, Trained
 from longshore.train.stop import RunError
 
 GIB = 2**30
+LOOK = "look at its data, lower train.lr, or set train.clip"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,13 @@ class Hooks:
     wants_stop: whether this rank wants the run to stop. reported: the numbers of the steps up to
     this one are finite and were taken. after_step: a step has been queued and the next has not, so
     the model is that of this step: a place to save or evaluate. not_finite: a step and what it
-    left, before the run fails; returns what to say of it.
+    left, before the run fails; returns what to say of it, and what to do.
     """
 
     wants_stop: Callable[[], bool] = lambda: False
     reported: Callable[[int], None] = lambda step: None
     after_step: Callable[[Progress], None] = lambda progress: None
-    not_finite: Callable[[Step, Trained], str] = lambda step, trained: "look at its data"
+    not_finite: Callable[[Step, Trained], str] = lambda step, trained: LOOK
 
 
 NO_HOOKS = Hooks()
@@ -143,11 +144,8 @@ def _checked(report: Report, done: _Done, hooks: Hooks) -> Report:
     if all(number is None or math.isfinite(number) for number in (loss, norm)):
         return report
     assert done.trained is not None
-    told = hooks.not_finite(done.step, done.trained)
-    raise RunError(
-        f"step {done.number}: the loss is {loss} and the gradient norm {norm}; {told}; lower "
-        "train.lr, or set train.clip"
-    )
+    advice = hooks.not_finite(done.step, done.trained)
+    raise RunError(f"step {done.number}: the loss is {loss} and the gradient norm {norm}; {advice}")
 
 
 def _on_host(trained: Trained | None) -> Tensor:

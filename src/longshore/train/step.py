@@ -28,6 +28,7 @@ from longshore.model.decoder import Decoder
 from longshore.model.output import Output
 from longshore.parallel.fsdp import Mode, begin_round
 from longshore.train.loss import Loss, masked_sum
+from longshore.train.masked_loss import Faults
 from longshore.train.moment import Moment
 from longshore.train.optim import clip, set_lr
 from longshore.train.routing import RoutingCounts, update_bias
@@ -35,10 +36,14 @@ from longshore.train.routing import RoutingCounts, update_bias
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rounds:
-    """A lane's rounds. losses: this lane's part in each. moments: the start, and each one's end."""
+    """A lane's rounds. losses: this lane's part in each. moments: the start, and each one's end.
+
+    faults: of a user's loss function in each round, None for the usual loss.
+    """
 
     losses: tuple[Tensor, ...]
     moments: tuple[Moment, ...]
+    faults: tuple[Faults | None, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,24 +100,26 @@ class Stepper:
         device = self.topology.device
         total = torch.zeros(2 + len(batches[0].mtp), dtype=torch.float64, device=device)
         counts = RoutingCounts()
-        each, moments = list[Tensor](), [Moment(device)]
+        each, moments, faults = list[Tensor](), [Moment(device)], list[Faults | None]()
         for host in batches:
             batch = host.to(device, non_blocking=True)
             begin_round(self.model, mode=self.mode, is_last=batch.is_last)
             assert batch.token_ids is not None
             assert batch.targets is not None
             out = self.model(batch.token_ids, batch.ctx, batch.targets.labels, batch.mtp)
-            losses = self.terms(out, batch, divisor)
+            losses, fault = self.terms(out, batch, divisor)
             self.weighted(losses).backward()
             each.append(losses.detach())
             total += each[-1]
             counts.add(out.routed)
+            faults.append(fault)
             moments.append(Moment(device))
-        return total, counts, Rounds(tuple(each), tuple(moments))
+        return total, counts, Rounds(tuple(each), tuple(moments), tuple(faults))
 
-    def terms(self, out: Output, batch: MicroBatch, divisor: float) -> Tensor:
+    def terms(self, out: Output, batch: MicroBatch, divisor: float) -> tuple[Tensor, Faults | None]:
         """The round's part of each loss, scaled by the count of the whole step."""
-        main = self.loss.summed(out.values, batch) / divisor
+        total, faults = self.loss.summed(out.values, batch)
+        main = total / divisor
         balance = main.new_zeros(())
         for routed in out.routed:
             balance = balance + routed.auxiliary / max(batch.counts.tokens_at(routed.depth), 1)
@@ -120,7 +127,7 @@ class Stepper:
             masked_sum(nll_T, depth.targets) / max(count, 1)
             for nll_T, depth, count in zip(out.mtp, batch.mtp, batch.counts.mtp, strict=True)
         ]
-        return torch.stack([main, balance, *depths])
+        return torch.stack([main, balance, *depths]), faults
 
     def weighted(self, losses: Tensor) -> Tensor:
         """The one number to be made small."""
