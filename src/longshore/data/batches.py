@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from longshore.data.order import shuffled
 from longshore.plan.cost import Ints
 
 
@@ -83,11 +84,7 @@ class Batches:
         if epoch == self._epoch:
             return
         count = len(self.lengths)
-        self._order = np.arange(count)
-        if self.shuffle:
-            # Philox is the same on every platform and for every NumPy since 1.17.
-            key = np.random.SeedSequence([self.seed, epoch])
-            self._order = np.random.Generator(np.random.Philox(key)).permutation(count)
+        self._order = shuffled(count, self.seed, epoch) if self.shuffle else np.arange(count)
         self._cuts = _cuts(self.lengths[self._order], self.size)
         self._epoch = epoch
 

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from longshore.data.fields import Field, check_declared, collect_fields
+from longshore.data.order import shuffled
 
 Ints = NDArray[np.int64]
 Row = Mapping[str, Any] | tuple[Any, ...]
@@ -331,12 +332,6 @@ def mix_streams(
         except StopIteration:
             return
         yield replace(sample, id=number)
-
-
-def shuffled(size: int, *key: int) -> Ints:
-    """A permutation that depends on the size and the key alone, whatever the NumPy version."""
-    bits = np.random.Philox(np.random.SeedSequence(key)).random_raw(size)
-    return np.argsort(bits, kind="stable")
 
 
 def draw_order(weights: Sequence[float], *, seed: int) -> Iterator[int]:

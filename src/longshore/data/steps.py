@@ -24,6 +24,7 @@ from longshore.data.batches import Batches, BatchSize, Place
 from longshore.data.exchange import exchange
 from longshore.data.fields import Field
 from longshore.data.lengths import StepLengths, gather_lengths
+from longshore.data.order import ORDER
 from longshore.data.pack import pack_step
 from longshore.data.shard import Shards, cut_shards, lane_cuts
 from longshore.data.source import IndexedSource, TokenizedSample
@@ -182,6 +183,7 @@ class IndexedSteps:
             "batch": f"{size.amount} {size.unit}",
             "seed": self.seed,
             "shuffle": self.batches.shuffle,
+            "order": ORDER,
         }
 
     def check_can_resume(self, state: dict[str, object]) -> None:
