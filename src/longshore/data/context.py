@@ -74,6 +74,11 @@ def _drafts(plan: Plan, number: int, lane: int, tokens: int) -> list[_Draft]:
     """The lane's packs; padding goes into its pack of CP size 1, which is made if there is none."""
     drafts = []
     for pack in lane_packs(plan, number, lane):
+        if not pack.sequences:
+            raise ValueError(
+                f"round {number}, lane {lane}: a pack of CP size {pack.cp_size} has no sequences; "
+                "leave it out, for lanes without work get padding by themselves"
+            )
         lengths = np.array([plan.sequences[i].length for i in pack.sequences], dtype=np.int64)
         padded = padded_lengths(plan, lengths, pack.cp_size)
         group = CPGroup(pack.first_lane, pack.cp_size, lane - pack.first_lane)

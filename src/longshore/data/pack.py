@@ -37,6 +37,8 @@ def pack_step(
             f"counts are for {len(counts.mtp)} depths, and the shards were cut for "
             f"{shards.depths}; make them with Counts.of"
         )
+    if not plan.rounds:
+        raise ValueError("plan: it has no rounds; check(plan) names what else is wrong with it")
     found = _checked(plan, lane, shards)
     batches = []
     for number in range(len(plan.rounds)):

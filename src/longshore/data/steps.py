@@ -31,11 +31,12 @@ from longshore.data.source import IndexedSource, TokenizedSample
 from longshore.data.stages import Form, for_stage, share_step, shells, usual_stages
 from longshore.dist.collectives import agreed, gather, same_on_all_ranks
 from longshore.dist.topology import Groups, Topology
+from longshore.plan.check import check_step
 from longshore.plan.cost import Ints
 from longshore.plan.types import Plan, Sequence
 
 Planner = Callable[[Seq[Sequence]], Plan]
-"""make_plan with everything but the sequences filled in."""
+"""make_plan with everything but the sequences filled in, or another: its plans are checked."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,9 +95,17 @@ class _Rank:
             return flag
         return bool(gather(torch.tensor([flag]), self.groups.world).any())
 
+    def planned(self, planner: Planner, sequences: Seq[Sequence]) -> Plan:
+        """A checked plan: a planner of one's own may leave a sequence out, or name no lane."""
+        plan = planner(sequences)
+        check_step(plan, sequences, lanes=self.lanes)
+        return plan
+
     def check_same(self, plan: Plan) -> None:
+        """The packs too, for a digest is only what a planner says; integers hash alike."""
         if self.groups:
-            same_on_all_ranks(plan.digest, self.groups)
+            packs = [(at, p.first_lane, p.cp_size, *p.sequences) for at, p in plan.packs()]
+            same_on_all_ranks(f"{plan.digest} {hash(tuple(packs))}", self.groups)
 
     def form(self, fields: tuple[Field, ...]) -> Form:
         return Form(self.lane, self.packing.depths, fields, self.packing.buckets)
@@ -142,7 +151,7 @@ class IndexedSteps:
             if self.rank.anyone(stop()):
                 return
             with self.rank.agreed():
-                plan = self.planner(self._sequences(places))
+                plan = self.rank.planned(self.planner, self._sequences(places))
                 batches = self._batches(plan, places)
             self.rank.check_same(plan)
             yield Step(plan, batches, here)
@@ -245,7 +254,7 @@ class StreamedSteps:
             if not found.owners:
                 return
             with self.rank.agreed():
-                plan = self.planner(found.sequences())
+                plan = self.rank.planned(self.planner, found.sequences())
             self.rank.check_same(plan)
             yield Step(plan, self._batches(plan, found, drawn), place)
             place = place.following

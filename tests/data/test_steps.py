@@ -1,0 +1,69 @@
+"""Plans of a planner of one's own are checked before anything is read or sent."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.data.broken_plans import BROKEN
+from tests.data.plans import made_plans
+
+from longshore.data.batches import BatchSize, Place
+from longshore.data.source import MemorySource, TokenizedSample
+from longshore.data.steps import IndexedSteps
+from longshore.plan import Pack, Plan, Round, make_plan
+from longshore.plan.check import check_step
+
+LENGTHS = [9, 3, 4, 2, 1, 6]
+
+
+def source_of(lengths):
+    return MemorySource(
+        TokenizedSample(0, np.arange(n, dtype=np.int32), np.ones(n, dtype=np.bool_))
+        for n in lengths
+    )
+
+
+def steps_of(planner):
+    batch = BatchSize("sequences", 3)
+    return IndexedSteps(source_of(LENGTHS), planner=planner, batch=batch, seed=0, shuffle=False)
+
+
+def plan_of_one_lane(sequences) -> Plan:
+    return make_plan(sequences, lanes=1, capacity=16, policy="static")
+
+
+def test_a_valid_plan_of_any_planner_runs():
+    def by_hand(sequences):
+        plan = plan_of_one_lane(sequences)
+        rounds = [Round((Pack(0, 1, (i,), s.length),)) for i, s in enumerate(sequences)]
+        return replace(plan, rounds=tuple(rounds), digest="")
+
+    step = next(steps_of(by_hand).from_place(Place(), lambda: False))
+    assert [batch.ctx.tokens for batch in step.batches] == LENGTHS[:3]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_plan_is_refused_at_run_time(name: str):
+    change, message = BROKEN[name]
+    steps = steps_of(lambda sequences: change(plan_of_one_lane(sequences)))
+    with pytest.raises(ValueError, match=message):
+        next(steps.from_place(Place(), lambda: False))
+
+
+@pytest.mark.property
+@given(made_plans(), st.sampled_from(sorted(BROKEN)))
+def test_whatever_is_broken_in_whatever_plan(plan: Plan, name: str):
+    check_step(plan, plan.sequences, lanes=plan.setting.lanes)
+    broken = BROKEN[name][0](plan)
+    with pytest.raises(ValueError):  # noqa: PT011 the first promise that is broken may be another
+        check_step(broken, plan.sequences, lanes=plan.setting.lanes)
+
+
+def test_a_checkpoint_of_another_order_is_refused():
+    steps = steps_of(plan_of_one_lane)
+    steps.check_can_resume(steps.describe())
+    before = {name: value for name, value in steps.describe().items() if name != "order"}
+    with pytest.raises(ValueError, match="had order None and this one has 'splitmix64'"):
+        steps.check_can_resume(before)
