@@ -4,7 +4,7 @@ In: a Plan. Out: nothing, or a ValueError that names the first promise broken an
 no arithmetic with the planner: padding, alignment and legality are computed here again.
 
 check_step(plan, sequences, lanes=…) verifies besides that the plan is of the step that was asked
-for. data/steps.py calls it for every plan, whoever made it: it costs up to 2 % of make_plan.
+for. data/steps.py calls it for every plan, whoever made it: it costs a few percent of make_plan.
 """
 
 from collections.abc import Sequence as Seq
