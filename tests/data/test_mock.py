@@ -34,6 +34,12 @@ def test_other_lengths():
     assert set(mock(FIXED).lengths.tolist()) == {40}
 
 
+def test_made_up_sequences_never_change():
+    source = mock({**UNIFORM, "max_seq_len": 5000}, count=8, seed=4)
+    assert source.lengths.tolist() == [3, 2135, 4397, 752, 1900, 4933, 87, 4896]
+    assert source[2].tokens[:12].tolist() == [34, 37, 40, 43, 46, 49, 52, 55, 58, 61, 0, 3]
+
+
 def test_lengths_from_a_file(tmp_path):
     path = tmp_path / "lengths.csv"
     path.write_text("length\n7\n1\n300\n")

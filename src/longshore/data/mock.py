@@ -60,7 +60,9 @@ def _lognormal(d: Distribution, random: np.random.Generator, count: int) -> NDAr
 
 def _uniform(d: Distribution, random: np.random.Generator, count: int) -> NDArray[np.float64]:
     span = d.max_seq_len - d.min_seq_len + 1
-    return d.min_seq_len + np.floor(random.random(count) * span)
+    # NumPy promises to keep the bits, and not what it makes of them.
+    uniform = (random.bit_generator.random_raw(count) >> 11) * 2.0**-53
+    return d.min_seq_len + np.floor(uniform * span)
 
 
 def _fixed(d: Distribution, random: np.random.Generator, count: int) -> NDArray[np.float64]:

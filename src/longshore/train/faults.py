@@ -45,7 +45,8 @@ def explain(run: Path, stepper: Stepper, step: Step, trained: Trained) -> str:
     mine = [token for batch, faults in pairs if (token := _blamed(step, batch, faults))]
     tokens = _over_ranks(mine, stepper)
     if not tokens:
-        return f"{kept}; lower train.lr, or set train.clip"
+        own = f", or look at train.loss={name}" if (name := stepper.loss.name) else ""
+        return f"{kept}; lower train.lr, or set train.clip{own}"
     places = [f"the {t.of} at sequence {t.sequence}, position {t.position}" for t in tokens[:SHOWN]]
     more = f" and at {len(tokens) - SHOWN} more" if len(tokens) > SHOWN else ""
     return (
