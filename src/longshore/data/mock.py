@@ -61,7 +61,8 @@ def _lognormal(d: Distribution, random: np.random.Generator, count: int) -> NDAr
 def _uniform(d: Distribution, random: np.random.Generator, count: int) -> NDArray[np.float64]:
     span = d.max_seq_len - d.min_seq_len + 1
     # NumPy promises to keep the bits, and not what it makes of them.
-    uniform = (random.bit_generator.random_raw(count) >> 11) * 2.0**-53
+    bits: NDArray[np.uint64] = random.bit_generator.random_raw(count)
+    uniform: NDArray[np.float64] = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return d.min_seq_len + np.floor(uniform * span)
 
 
