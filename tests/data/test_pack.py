@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -228,3 +230,18 @@ def test_refuses_shards_that_are_not_the_lanes() -> None:
     deeper = cut_shards(plan, samples, lane_cuts(plan, 0), depths=1)
     with pytest.raises(ValueError, match="counts are for 0 depths, and the shards were cut for 1"):
         pack_step(plan, 0, deeper, counts=counts)
+
+
+def test_refuses_a_plan_without_rounds_and_an_empty_pack() -> None:
+    plan, samples = two_lanes()
+    shards, counts = cut_shards(plan, samples, lane_cuts(plan, 0)), counts_of(samples, 0)
+    with pytest.raises(ValueError, match="plan: it has no rounds"):
+        pack_step(replace(plan, rounds=()), 0, shards, counts=counts)
+    first, *others = plan.rounds
+    empty = replace(first, packs=(*first.packs, Pack(1, 1, (), 0)))
+    plan, shards = (
+        replace(plan, rounds=(empty, *others)),
+        cut_shards(plan, samples, lane_cuts(plan, 1)),
+    )
+    with pytest.raises(ValueError, match="round 0, lane 1: a pack of CP size 1 has no sequences"):
+        pack_step(plan, 1, shards, counts=counts)
