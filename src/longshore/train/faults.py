@@ -40,10 +40,10 @@ class Blamed:
 
 def explain(run: Path, stepper: Stepper, step: Step, trained: Trained) -> str:
     """Keeps the step and says whose fault it is; all ranks call it together."""
-    kept = keep_batch(run, step, trained)
     pairs = zip(step.batches, trained.rounds.faults, strict=True)
     mine = [token for batch, faults in pairs if (token := _blamed(step, batch, faults))]
-    tokens = _over_ranks(mine, stepper)
+    tokens = _over_ranks(mine, stepper)  # first, for to write may fail on one rank
+    kept = keep_batch(run, step, trained)
     if not tokens:
         own = f", or look at train.loss={name}" if (name := stepper.loss.name) else ""
         return f"{kept}; lower train.lr, or set train.clip{own}"
