@@ -9,6 +9,8 @@ for. data/steps.py calls it for every plan, whoever made it: it costs a few perc
 
 from collections.abc import Sequence as Seq
 
+import numpy as np
+
 from longshore.plan.types import Pack, Plan, Round, Sequence
 
 
@@ -119,22 +121,26 @@ def _ordered(round_: Round, number: int) -> None:
 
 def _lanes_within_limits(plan: Plan, round_: Round, number: int) -> None:
     setting = plan.setting
-    tokens, count, packs = ([0] * setting.lanes for _ in range(3))
-    for pack in round_.packs:
-        for lane in range(pack.first_lane, pack.first_lane + pack.cp_size):
-            tokens[lane] += pack.tokens_per_lane
-            count[lane] += len(pack.sequences)
-            packs[lane] += 1
-    for lane in range(setting.lanes):
+    # What each pack adds at its first lane goes again behind its last.
+    change = np.zeros((setting.lanes + 1, 3), dtype=np.int64)
+    rows = [(pack.tokens_per_lane, len(pack.sequences), 1) for pack in round_.packs]
+    adds = np.array(rows, dtype=np.int64).reshape(-1, 3)
+    first = np.array([pack.first_lane for pack in round_.packs], dtype=np.int64)
+    size = np.array([pack.cp_size for pack in round_.packs], dtype=np.int64)
+    np.add.at(change, first, adds)
+    np.add.at(change, first + size, -adds)
+    tokens, count, packs = np.cumsum(change[:-1], axis=0).T
+    tokens = tokens + -tokens % setting.align
+    most = len(plan.sequences) if setting.max_sequences is None else setting.max_sequences
+    too_much = tokens > setting.capacity
+    too_many = count > most
+    too_mixed = (packs > 1) & (setting.policy != "mixed")
+    for lane in np.flatnonzero(too_much | too_many | too_mixed).tolist():
         where = f"round {number}, lane {lane}"
-        aligned = tokens[lane] + -tokens[lane] % setting.align
-        if aligned > setting.capacity:
-            raise ValueError(f"{where}: {aligned} tokens, and the capacity is {setting.capacity}")
-        if setting.max_sequences is not None and count[lane] > setting.max_sequences:
+        if too_much[lane]:
             raise ValueError(
-                f"{where}: {count[lane]} sequences, and at most {setting.max_sequences} are allowed"
+                f"{where}: {tokens[lane]} tokens, and the capacity is {setting.capacity}"
             )
-        if packs[lane] > 1 and setting.policy != "mixed":
-            raise ValueError(
-                f"{where}: {packs[lane]} packs, and policy {setting.policy} allows one"
-            )
+        if too_many[lane]:
+            raise ValueError(f"{where}: {count[lane]} sequences, and at most {most} are allowed")
+        raise ValueError(f"{where}: {packs[lane]} packs, and policy {setting.policy} allows one")
