@@ -1,6 +1,7 @@
 """Plans of a planner of one's own are checked before anything is read or sent."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from tests.data.plans import made_plans
 
 from longshore.data.batches import BatchSize, Place
 from longshore.data.source import MemorySource, TokenizedSample
-from longshore.data.steps import IndexedSteps
+from longshore.data.steps import IndexedSteps, Packing
 from longshore.plan import Pack, Plan, Round, make_plan
 from longshore.plan.check import check_step
 
@@ -67,3 +68,24 @@ def test_a_checkpoint_of_another_order_is_refused():
     before = {name: value for name, value in steps.describe().items() if name != "order"}
     with pytest.raises(ValueError, match="had order None and this one has 'splitmix64'"):
         steps.check_can_resume(before)
+
+
+@pytest.mark.property
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=7), min_size=1, max_size=6))
+def test_counts_are_what_the_micro_batches_hold(masks):
+    samples = (TokenizedSample(0, np.zeros(len(m), dtype=np.int32), np.array(m)) for m in masks)
+    steps = IndexedSteps(
+        MemorySource(samples),
+        planner=partial(make_plan, lanes=1, capacity=8),
+        batch=BatchSize("sequences", len(masks)),
+        seed=0,
+        packing=Packing(depths=3),
+    )
+    step = next(steps.from_place(Place(), lambda: False))
+    counts = step.batches[0].counts
+    held = [[int(b.targets.loss_mask.sum()), int(b.ctx.is_real.sum())] for b in step.batches]
+    assert [sum(column) for column in zip(*held, strict=True)] == [counts.main, counts.tokens]
+    for depth in (1, 2, 3):
+        labels = sum(int(b.mtp[depth - 1].targets.loss_mask.sum()) for b in step.batches)
+        seen = sum(int(b.ctx.ahead(depth).is_real.sum()) for b in step.batches)
+        assert (labels, seen) == (counts.mtp[depth - 1], counts.tokens_at(depth))
