@@ -78,9 +78,9 @@ def alone(clip: float) -> tuple:
     return (loss.item(), norm.item()), dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("lanes", [1, 4])
-def test_weighted_fine_tuning(lanes: int) -> None:
-    names = ("tests.train.losses:weighted", "tests.train.losses:weight")
+@pytest.mark.parametrize(("lanes", "loss"), [(1, "weighted"), (4, "divided")])
+def test_weighted_fine_tuning(lanes: int, loss: str) -> None:
+    names = (f"tests.train.losses:{loss}", "tests.train.losses:weight")
     (numbers, after), *others = run_ranks(lanes, on_lanes, lanes, *names, 0.5, False)
     want, parameters = alone(0.5)
     assert want[1] > 0.5, "clipping must bite"

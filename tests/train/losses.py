@@ -5,6 +5,12 @@ def weighted(nll, batch):
     return nll * batch.token_fields["weight"].to(nll.dtype)
 
 
+def divided(nll, batch):
+    """The same, and 0 / 0 where no loss counts."""
+    weight = batch.token_fields["weight"].to(nll.dtype)
+    return nll / (1 / weight).where(batch.targets.loss_mask, 0.0)
+
+
 def weight(batch):
     return (batch.token_fields["weight"] * batch.targets.loss_mask).sum()
 
