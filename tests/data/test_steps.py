@@ -26,9 +26,9 @@ def source_of(lengths):
     )
 
 
-def steps_of(planner):
+def steps_of(planner, *, shuffle=False):
     batch = BatchSize("sequences", 3)
-    return IndexedSteps(source_of(LENGTHS), planner=planner, batch=batch, seed=0, shuffle=False)
+    return IndexedSteps(source_of(LENGTHS), planner=planner, batch=batch, seed=0, shuffle=shuffle)
 
 
 def plan_of_one_lane(sequences) -> Plan:
@@ -63,11 +63,13 @@ def test_whatever_is_broken_in_whatever_plan(plan: Plan, name: str):
 
 
 def test_a_checkpoint_of_another_order_is_refused():
-    steps = steps_of(plan_of_one_lane)
+    steps = steps_of(plan_of_one_lane, shuffle=True)
     steps.check_can_resume(steps.describe())
     before = {name: value for name, value in steps.describe().items() if name != "order"}
     with pytest.raises(ValueError, match="had order None and this one has 'splitmix64'"):
         steps.check_can_resume(before)
+    unshuffled = steps_of(plan_of_one_lane)
+    unshuffled.check_can_resume({**before, "shuffle": False})
 
 
 @pytest.mark.property

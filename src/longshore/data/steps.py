@@ -192,7 +192,7 @@ class IndexedSteps:
             "batch": f"{size.amount} {size.unit}",
             "seed": self.seed,
             "shuffle": self.batches.shuffle,
-            "order": ORDER,
+            **({"order": ORDER} if self.batches.shuffle else {}),
         }
 
     def check_can_resume(self, state: dict[str, object]) -> None:
