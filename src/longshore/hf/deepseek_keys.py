@@ -123,6 +123,11 @@ def _refuse(raw: Raw) -> None:
             f"num_key_value_heads is {shown(heads)}; latent attention has as many as "
             f"num_attention_heads, {shown(raw.get('num_attention_heads'))}"
         )
+    if raw.get("head_dim") not in (None, raw["qk_rope_head_dim"]):
+        raise ValueError(
+            f"head_dim is {shown(raw['head_dim'])}, which transformers takes for positions; it "
+            f"must be qk_rope_head_dim, {shown(raw['qk_rope_head_dim'])}"
+        )
 
 
 def _read_latent(raw: Raw) -> MLAConfig:
