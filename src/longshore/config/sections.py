@@ -104,7 +104,7 @@ class ModelConfig:
     preset: str = key("", text(), "a model by name, with new weights")
     from_hf: str = key("", text(), "instead of preset: a Hugging Face checkpoint folder")
     layers: int = key(0, whole(0, 4096), "with preset: this many layers; 0: its own")
-    vocab_size: int = key(0, whole(0, 1 << 31), "with preset: this many ids; 0: its own")
+    vocab_size: int = key(0, whole(0, 1 << 24), "with preset: this many ids; 0: its own")
     aux_weight: float | Literal["auto"] = key(
         "auto",
         number_or("auto", 0),

@@ -71,8 +71,8 @@ def shown(value: object) -> str:
     """A value for a message: its beginning, where it is long."""
     try:
         text = repr(value)
-    except ValueError:  # an int of too many digits
-        return "a very large number"
+    except (ValueError, RecursionError):  # an int of too many digits, or lists in lists
+        return "too large to show"
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
 
 

@@ -45,7 +45,7 @@ def read_rope(raw: Raw, head_dim: int | None = None) -> RopeConfig:
     rope = {**found, "rope_theta": found.get("rope_theta", raw.get("rope_theta"))}
     share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if share not in (None, 1) and head_dim is None:
-        raise ValueError(f"partial_rotary_factor is {share!r}; only 1 is supported here")
+        raise ValueError(f"partial_rotary_factor is {shown(share)}; only 1 is supported here")
     return RopeConfig(
         theta=number(rope, "rope_theta", 10_000.0),
         rotary_dim=None if head_dim is None else _rotary_dim(share, head_dim),
@@ -80,7 +80,10 @@ def write_rope(rope: RopeConfig, head_dim: int, *, partial: bool = False) -> dic
 def _rotary_dim(share: Any, head_dim: int) -> int | None:  # noqa: ANN401
     """None for whole heads."""
     key = "partial_rotary_factor"
-    dims = int(head_dim * number({key: share}, key, 1.0))
+    part = number({key: share}, key, 1.0)
+    if part > 1:
+        raise ValueError(f"partial_rotary_factor is {part:g}; it must be at most 1")
+    dims = int(head_dim * part)
     return None if dims == head_dim else dims
 
 
@@ -98,9 +101,9 @@ def _scaling(raw: Raw, rope: Raw) -> RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
-    if kind not in _READERS:
+    if not isinstance(kind, str) or kind not in _READERS:
         known = ", ".join(["default", *_READERS])
-        raise ValueError(f"rope_type is {kind!r}; supported are {known}")
+        raise ValueError(f"rope_type is {shown(kind)}; supported are {known}")
     return _READERS[kind](raw, rope)
 
 

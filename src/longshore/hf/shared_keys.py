@@ -19,7 +19,6 @@ from longshore.model.config import (
     DecoderConfig,
     LayerConfig,
     MLPConfig,
-    check_pad_token,
 )
 from longshore.model.mla_config import MLAConfig
 from longshore.model.moe_config import MoEConfig
@@ -51,12 +50,13 @@ def read_pad_token(raw: Raw) -> int | None:
     token, vocab_size = raw.get("pad_token_id"), count(raw, "vocab_size")
     if token is None:
         return None
-    if not isinstance(token, int) or isinstance(token, bool):
-        raise ValueError(f"pad_token_id is {shown(token)}; it must be a token of the vocabulary")
-    if -vocab_size <= token < 0:
-        return vocab_size + token
-    check_pad_token(token, vocab_size)
-    return token
+    is_whole = isinstance(token, int) and not isinstance(token, bool)
+    if not is_whole or not -vocab_size <= token < vocab_size:
+        raise ValueError(
+            f"pad_token_id is {shown(token)}; it must be a token of the {vocab_size} of the "
+            "vocabulary, or null"
+        )
+    return int(token) % vocab_size
 
 
 def decoder_keys(config: DecoderConfig) -> dict[str, Any]:

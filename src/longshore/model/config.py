@@ -188,7 +188,11 @@ class DecoderConfig:
         object.__setattr__(self, "mtp", tuple(self.mtp))
         if not self.layers:
             raise ValueError("DecoderConfig.layers is empty; a decoder has at least one layer")
-        check_pad_token(self.pad_token_id, self.vocab_size)
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(
+                f"DecoderConfig.pad_token_id is {self.pad_token_id}; it must be a token, from 0 "
+                f"to {self.vocab_size - 1}"
+            )
         self._check_size()
 
     def _check_size(self) -> None:
@@ -222,14 +226,6 @@ def ropes_of(layers: Sequence[LayerConfig]) -> tuple[RopeConfig, ...]:
     """The rotary tables these layers read, each once, in the order of first use."""
     found = [rope for layer in layers for part in layer.parts for rope in part.ropes]
     return tuple(dict.fromkeys(found))
-
-
-def check_pad_token(pad_token_id: int | None, vocab_size: int) -> None:
-    if pad_token_id is not None and not 0 <= pad_token_id < vocab_size:
-        raise ValueError(
-            f"pad_token_id is {pad_token_id}; it must be a token of the vocabulary, from 0 to "
-            f"{vocab_size - 1}"
-        )
 
 
 def _experts(layer: LayerConfig) -> int:
