@@ -77,3 +77,71 @@ def test_the_longest_sequence_must_fit_somewhere():
 def test_an_empty_config_is_refused():
     with pytest.raises(ValueError, match="there is no model"):
         check_config(RunConfig(), 1)
+
+
+def test_experts_are_balanced_as_asked(tmp_path):
+    from tests.hf.folders import qwen3_moe
+
+    qwen3_moe(tmp_path)
+    folder = ModelConfig(from_hf=str(tmp_path))
+    weights = [getattr(layer.mlp, "aux_weight", None) for layer in decoder_config(folder).layers]
+    assert weights == [0.0, None, 0.0]
+    decoder = decoder_config(replace(folder, aux_weight=0.25))
+    assert [getattr(layer.mlp, "aux_weight", None) for layer in decoder.layers] == [
+        0.25,
+        None,
+        0.25,
+    ]
+    with pytest.raises(ValueError, match=r"model\.bias_update moves a bias of the router, and"):
+        decoder_config(replace(folder, bias_update=0.1))
+    deepseek = ModelConfig(preset="tiny-deepseek-v3")
+    assert decoder_config(deepseek).layers[1].mlp.bias_update == 1e-3
+    last = decoder_config(replace(deepseek, bias_update=0.5, aux_weight=0.0)).mtp[0].mlp
+    assert (last.bias_update, last.aux_weight) == (0.5, 0.0)
+    off = decoder_config(replace(deepseek, bias_update=0.0)).layers[1].mlp
+    assert (off.bias_update, off.bias) == (0.0, True)
+    with pytest.raises(ValueError, match=r"model\.aux_weight is for experts, and this model has"):
+        decoder_config(ModelConfig(preset="tiny-llama", aux_weight=0.1))
+    assert decoder_config(ModelConfig(preset="tiny-llama", aux_weight=0.0)) == preset("tiny-llama")
+
+
+def test_a_balance_loss_of_transformers_is_not_left_out_silently(tmp_path):
+    from tests.hf.folders import qwen3_moe
+
+    qwen3_moe(tmp_path, output_router_logits=True, router_aux_loss_coef=0.02)
+    folder = ModelConfig(from_hf=str(tmp_path))
+    reason = r"model\.from_hf: output_router_logits is true .* 0\.02: .* model\.aux_weight=0\.001"
+    with pytest.raises(ValueError, match=reason):
+        decoder_config(folder)
+    for weight in (0.0, 0.5):
+        assert decoder_config(replace(folder, aux_weight=weight)).layers[0].mlp.aux_weight == weight
+    qwen3_moe(tmp_path / "none", output_router_logits=True, router_aux_loss_coef=0.0)
+    assert decoder_config(ModelConfig(from_hf=str(tmp_path / "none")))
+    qwen3_moe(tmp_path / "dense", output_router_logits=True, mlp_only_layers=[0, 1, 2])
+    assert decoder_config(ModelConfig(from_hf=str(tmp_path / "dense")))
+
+
+def test_what_cannot_be_written_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    def checked(**changes):
+        model = ModelConfig(preset=changes.pop("preset"))
+        output = replace(DEMO.output, **changes)
+        check_config(replace(DEMO, model=model, output=output), 1, check_folders=False)
+
+    checked(preset="tiny-hybrid")
+    checked(preset="tiny-qwen3-next", export="out")
+    with pytest.raises(
+        ValueError, match=r"output\.export: .* no architecture .* leave output\.exp"
+    ):
+        checked(preset="tiny-hybrid", export="out")
+    from tests.hf.folders import llama
+
+    from longshore.hf import config_file
+
+    def refuse(config, base):
+        raise ValueError("it has a third eye")
+
+    llama(tmp_path)
+    config = replace(DEMO, model=ModelConfig(from_hf=str(tmp_path)))
+    monkeypatch.setattr(config_file, "choose_architecture", refuse)
+    with pytest.raises(ValueError, match=r"model\.from_hf: .* but not be written .* a third eye"):
+        check_config(config, 1, check_folders=False)

@@ -1,5 +1,7 @@
 """Our decoder, with the weights of a Hugging Face folder, gives the logits of transformers."""
 
+import json
+
 import pytest
 import torch
 from tests.hf.folders import (
@@ -18,6 +20,7 @@ from tests.hf.folders import (
 
 from longshore.batch import whole_context
 from longshore.hf.checkpoint import open_weights, read_config
+from longshore.model.balance import with_balance
 from longshore.model.decoder import Decoder
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
@@ -114,8 +117,8 @@ def test_dynamic_positions_follow_each_sequences_own_length(tmp_path):
     assert worst(ours, expected) < 1e-5
 
 
-@torch.no_grad()
-def test_logits_agree_in_float64_where_transformers_computes_in_it(tmp_path, monkeypatch):
+def qwen3_in_float64(monkeypatch):
+    """Makes a Qwen3 of transformers, whose norms and positions are float32, compute in float64."""
     from transformers.models.qwen3 import modeling_qwen3 as theirs
 
     def norm(self, x):
@@ -131,8 +134,56 @@ def test_logits_agree_in_float64_where_transformers_computes_in_it(tmp_path, mon
 
     monkeypatch.setattr(theirs.Qwen3RMSNorm, "forward", norm)
     monkeypatch.setattr(theirs.Qwen3RotaryEmbedding, "forward", turn)
+
+
+@torch.no_grad()
+def test_logits_agree_in_float64_where_transformers_computes_in_it(tmp_path, monkeypatch):
+    qwen3_in_float64(monkeypatch)
     qwen3(tmp_path, use_sliding_window=True, sliding_window=5, max_window_layers=2)
     model = load(tmp_path, torch.float64)
     sequences = random_ids(LENGTHS)
     ours = packed_logits(our_decoder(tmp_path, torch.float64), sequences)
     assert worst(ours, [model(ids[None]).logits[0] for ids in sequences]) < 1e-9
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("pad", [3, -61, None])
+def test_the_pad_token_gets_the_gradient_of_transformers(tmp_path, monkeypatch, pad, tied):
+    """As an input none, also where it is an ordinary token; as an output of a tied head its own."""
+    qwen3_in_float64(monkeypatch)
+    qwen3(tmp_path, tie_word_embeddings=tied, num_hidden_layers=1)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"pad_token_id": pad}))
+    theirs, ours = load(tmp_path, torch.float64), our_decoder(tmp_path, torch.float64)
+    ids = torch.tensor([5, 3, 7, 3, 3, 9, 1])
+    logits = theirs(ids[None]).logits[0]
+    torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum").backward()
+    labels = torch.cat([ids[1:], torch.tensor([-100])])
+    ours(ids, whole_context([len(ids)]), labels).values.sum().backward()
+    got, want = ours.embed.weight.grad, theirs.model.embed_tokens.weight.grad
+    assert (got - want).abs().max() <= 1e-9 * want.abs().max()
+    assert bool(got[3].any()) == (tied or pad is None)
+
+
+@pytest.mark.parametrize(("make", "router"), [(qwen3_moe, "mlp.gate"), (qwen3_next, "mlp.gate")])
+def test_the_balance_loss_of_one_sequence_and_layer_is_transformers_over_top_k(
+    tmp_path, make, router
+):
+    """Theirs is top_k where experts are even, ours 1."""
+    kinds = {"layer_types": ["full_attention"]} if make is qwen3_next else {}
+    make(tmp_path, num_hidden_layers=1, mlp_only_layers=[], router_aux_loss_coef=0.5, **kinds)
+    theirs, top_k = load(tmp_path), 2
+    ids = random_ids([40])[0]
+    out = theirs(ids[None], labels=ids[None], output_router_logits=True, use_cache=False)
+    out.loss.backward()
+    config = with_balance(read_config(tmp_path), aux_weight=0.5 * top_k)
+    ours = Decoder(config)
+    ours.load_state_dict(dict(open_weights(tmp_path)))
+    labels = torch.cat([ids[1:], torch.tensor([-100])])
+    output = ours(ids, whole_context([40]), labels)
+    balance = sum(routed.auxiliary for routed in output.routed) / len(ids)
+    assert torch.allclose(balance, 0.5 * out.aux_loss, rtol=1e-5)
+    (output.values.sum() / (len(ids) - 1) + balance).backward()
+    want = theirs.get_parameter(f"model.layers.0.{router}.weight").grad
+    got = ours.get_parameter("layers.0.mlp.router.weight").grad
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()

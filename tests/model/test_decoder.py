@@ -15,6 +15,7 @@ from tests.model.exact import (
 from longshore.batch import CPGroup, PackContext, whole_context
 from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
 from longshore.model.decoder import Decoder
+from longshore.model.init import init_decoder
 from longshore.model.presets import preset
 from longshore.model.rope import rope_tables
 from longshore.model.rope_config import DynamicScaling, LongRopeScaling, RopeConfig
@@ -282,3 +283,36 @@ def test_blocks_compiled_from_outside():
         block.forward = torch.compile(block.forward, dynamic=True, backend="eager")
     for lengths in ((1, 2, 20), LENGTHS):
         compared(model, compiled, config, lengths)
+
+
+@pytest.mark.filterwarnings("ignore:.*bf16")  # of CPUs without it
+@pytest.mark.parametrize("wide", [True, False])
+def test_the_residual_is_as_wide_as_the_config_says(wide):
+    config = replace(preset("tiny-nemotron-h"), float32_residual=wide)
+    model = Decoder(config).to(torch.bfloat16)
+    init_decoder(model, seed=0)
+    entering, leaving = [], []
+    for part in (*model.layers.values(), model.norm):
+        part.register_forward_pre_hook(lambda _, args: entering.append(args[0].dtype))
+    model.norm.register_forward_hook(lambda *args: leaving.append(args[2].dtype))
+    logits = model(torch.arange(5)).values
+    assert set(entering) == {torch.float32 if wide else torch.bfloat16}
+    assert set(leaving) == set(entering)
+    assert logits.dtype == torch.bfloat16
+    logits.float().sum().backward()
+    assert all(parameter.grad.dtype == torch.bfloat16 for parameter in model.parameters())
+
+
+def test_a_float64_decoder_has_a_float64_residual():
+    config = preset("tiny-nemotron-h")
+    model = Decoder(config).double()
+    wide = Decoder(replace(config, float32_residual=True)).double()
+    init_decoder(model, seed=0)
+    init_decoder(wide, seed=0)
+    ids = torch.arange(9)
+    assert torch.equal(model(ids).values, wide(ids).values)
+
+
+def test_the_pad_token_must_be_one():
+    with pytest.raises(ValueError, match=r"pad_token_id is 256; it must be a token, from 0 to 255"):
+        replace(preset("tiny-llama"), pad_token_id=256)

@@ -16,6 +16,7 @@ from longshore.config.folder import check_new_folder, check_run_folder, find_run
 from longshore.config.resume import changed_settings
 from longshore.config.sections import ModelConfig, ParallelConfig, PlanConfig, RunConfig
 from longshore.config.told import told_as
+from longshore.model.balance import has_experts, with_balance
 from longshore.model.config import AttentionConfig, DecoderConfig
 from longshore.model.scan_config import DeltaNetConfig, Mamba2Config
 from longshore.plan.cost import BUILT_IN, load_profile
@@ -32,6 +33,7 @@ def check_config(
     """
     _check_model(config.model)
     decoder = decoder_config(config.model)
+    _check_written(config, decoder)
     _check_train(config)
     _check_plan(config, lanes, decoder)
     check_data(config, decoder.vocab_size)
@@ -43,16 +45,56 @@ def check_config(
 
 
 def decoder_config(model: ModelConfig) -> DecoderConfig:
-    """The decoder that a preset or a checkpoint describes."""
+    """The decoder that a preset or a checkpoint describes, with experts balanced as asked for."""
     from longshore.hf.config_file import read_config
     from longshore.model.presets import preset
 
     if model.from_hf:
         with told_as("model.from_hf: "):
-            return read_config(model.from_hf)
-    changed = {"layers": model.layers, "vocab_size": model.vocab_size}
-    with told_as("model.preset: "):
-        return preset(model.preset, **{name: value for name, value in changed.items() if value})
+            decoder = read_config(model.from_hf)
+            _check_balance(model, decoder)
+    else:
+        changed = {"layers": model.layers, "vocab_size": model.vocab_size}
+        given = {name: value for name, value in changed.items() if value}
+        with told_as("model.preset: "):
+            decoder = preset(model.preset, **given)
+    aux_weight, bias_update = (
+        None if number == "auto" else number for number in (model.aux_weight, model.bias_update)
+    )
+    with told_as("model."):
+        return with_balance(decoder, aux_weight=aux_weight, bias_update=bias_update)
+
+
+def _check_balance(model: ModelConfig, decoder: DecoderConfig) -> None:
+    """A balance loss that transformers would add is never left out silently."""
+    from longshore.hf.config_file import asked_balance
+
+    if model.aux_weight == "auto" and has_experts(decoder):
+        weight = asked_balance(model.from_hf)
+        if weight:
+            raise ValueError(
+                f"output_router_logits is true in its config.json, so that transformers adds a "
+                f"balance loss times router_aux_loss_coef, {weight:g}: one for the whole batch and "
+                "all layers. There is one for each sequence and layer here, so say what weight it "
+                "has: model.aux_weight=0.001, or 0 for none"
+            )
+
+
+def _check_written(config: RunConfig, decoder: DecoderConfig) -> None:
+    """Refuses before the first step what could not be written as a Hugging Face folder."""
+    from longshore.hf.config_file import choose_architecture
+
+    base, export = config.model.from_hf, config.output.export
+    if not base and not export:
+        return
+    try:
+        choose_architecture(decoder, Path(base) if base else None)
+    except ValueError as error:
+        key = "model.from_hf" if base else "output.export"
+        raise ValueError(
+            f"{key}: this model can be trained, but not be written as a Hugging Face folder: "
+            f"{error}" + ("" if base else "; leave output.export out")
+        ) from None
 
 
 def planner_options(

@@ -83,6 +83,13 @@ def whole_or(name: str) -> Kind:
     return Kind(f"{whole().wants}, or {name!r}", read)
 
 
+def number_or(name: str, least: float) -> Kind:
+    def read(value: object) -> object:
+        return name if value == name else number(least).read(value)
+
+    return Kind(f"{number(least).wants}, or {name!r}", read)
+
+
 def texts() -> Kind:
     def read(value: object) -> tuple[str, ...] | None:
         fits = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)

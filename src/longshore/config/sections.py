@@ -16,6 +16,7 @@ from longshore.config.kinds import (
     function,
     key,
     number,
+    number_or,
     shares,
     table,
     text,
@@ -102,8 +103,18 @@ class ModelConfig:
 
     preset: str = key("", text(), "a model by name, with new weights")
     from_hf: str = key("", text(), "instead of preset: a Hugging Face checkpoint folder")
-    layers: int = key(0, whole(0, 1 << 16), "with preset: this many layers; 0: its own")
-    vocab_size: int = key(0, whole(0, 1 << 31), "with preset: this many ids; 0: its own")
+    layers: int = key(0, whole(0, 4096), "with preset: this many layers; 0: its own")
+    vocab_size: int = key(0, whole(0, 1 << 24), "with preset: this many ids; 0: its own")
+    aux_weight: float | Literal["auto"] = key(
+        "auto",
+        number_or("auto", 0),
+        "of the experts' balance loss; auto: the preset's, and with from_hf 0",
+    )
+    bias_update: float | Literal["auto"] = key(
+        "auto",
+        number_or("auto", 0),
+        "how far a step moves the experts' bias; auto: the preset's, and with from_hf 0",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

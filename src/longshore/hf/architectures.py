@@ -16,7 +16,7 @@ from typing import Any
 
 from longshore.hf.deepseek_keys import deepseek_keys, read_deepseek
 from longshore.hf.dense_keys import llama_keys, qwen3_keys, read_llama, read_qwen3
-from longshore.hf.keys import Raw
+from longshore.hf.keys import SHOWN, Raw, shown
 from longshore.hf.mamba_keys import mamba2_keys, nemotron_keys, read_mamba2, read_nemotron
 from longshore.hf.moe_keys import qwen3_moe_keys, qwen3_next_keys, read_qwen3_moe, read_qwen3_next
 from longshore.hf.names import (
@@ -96,11 +96,24 @@ def find_architecture(raw: Raw) -> Architecture:
         raise ValueError(f"model_type {kind} is not supported: {REFUSED[kind]}")
     for architecture in ARCHITECTURES.values():
         if architecture.name in names or (not names and kind == architecture.model_type):
+            _check_model_type(architecture, names, kind)
             return architecture
-    what = " ".join(names) or f"of model_type {kind!r}"
+    what = " ".join(names)[:SHOWN] or f"of model_type {shown(kind)}"
     raise ValueError(
         f"architecture {what} is not supported; supported are {', '.join(ARCHITECTURES)}"
     )
+
+
+def _check_model_type(architecture: Architecture, names: list[str], kind: object) -> None:
+    """transformers goes by model_type, and others by architectures: they must agree."""
+    others = [name for name in names if name in ARCHITECTURES and name != architecture.name]
+    if others:
+        raise ValueError(f"architectures names {architecture.name} and {others[0]}; keep one")
+    if kind is not None and kind != architecture.model_type:
+        raise ValueError(
+            f"model_type is {shown(kind)}, and architectures names {architecture.name}, whose "
+            f"model_type is {architecture.model_type!r}; correct the one that is wrong"
+        )
 
 
 def architecture_for(config: DecoderConfig) -> Architecture:

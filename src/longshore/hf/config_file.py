@@ -15,18 +15,26 @@ from pathlib import Path
 from typing import Any
 
 from longshore.hf.architectures import Architecture, architecture_for, find_architecture
+from longshore.hf.deepseek_keys import OTHER_NAMES
 from longshore.hf.held import held_names
 from longshore.hf.mamba_keys import OLDER
+from longshore.hf.moe_keys import balance_weight
 from longshore.hf.names import Layout
 from longshore.hf.rope_keys import ROPE_KEYS
 from longshore.hf.shared_keys import bare
 from longshore.model.config import DecoderConfig
 
 CONFIG = "config.json"
+MOST_CONFIG_BYTES = 10_000_000
+MOST_BYTES = 1_000_000_000
+"""Of any other file of JSON; an index of a million tensors has a tenth of this."""
 LONGEST = 32768
 """max_position_embeddings where nothing says it."""
 
-RESPELLED = (*ROPE_KEYS, *OLDER, "num_local_experts", "layers_block_type")
+BALANCED = ("Qwen3MoeForCausalLM", "Qwen3NextForCausalLM")
+"""Those whose model in transformers adds a balance loss where output_router_logits is true."""
+
+RESPELLED = (*ROPE_KEYS, *OLDER, *OTHER_NAMES, "layers_block_type", "layer_types")
 """Keys that say what others say too; we write one spelling only."""
 
 
@@ -47,7 +55,7 @@ def read_config(folder: str | Path) -> DecoderConfig:
 def describe(folder: str | Path) -> Described:
     """The decoder, its architecture, and the keys."""
     folder = Path(folder)
-    raw = load_object(folder / CONFIG)
+    raw = load_object(folder / CONFIG, most_bytes=MOST_CONFIG_BYTES)
     try:
         architecture = find_architecture(raw)
         config = architecture.read(raw)
@@ -61,8 +69,10 @@ def describe(folder: str | Path) -> Described:
     return Described(raw, architecture, config)
 
 
-def load_object(path: Path) -> dict[str, Any]:
-    """A file that holds a JSON object."""
+def load_object(path: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """A file that holds a JSON object, of at most so many bytes."""
+    if path.is_file() and (size := path.stat().st_size) > most_bytes:
+        raise ValueError(f"{path} has {size:,} bytes; it can have at most {most_bytes:,}")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -70,11 +80,19 @@ def load_object(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.parent} {what}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    except RecursionError:
+        raise ValueError(f"{path} is broken: its lists and objects are nested too deep") from None
     except ValueError:
         raise ValueError(f"{path} is broken: it is not JSON") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} is broken: it must hold a JSON object")
     return found
+
+
+def asked_balance(folder: str | Path) -> float:
+    """The weight of the balance loss that transformers adds by itself; 0 for none."""
+    found = describe(folder)
+    return balance_weight(found.raw) if found.architecture.name in BALANCED else 0.0
 
 
 def choose_architecture(config: DecoderConfig, base: Path | None) -> Architecture:

@@ -25,7 +25,10 @@ def config_to_json(decoder: DecoderConfig) -> dict[str, Any]:
 
 def config_from_json(found: Any) -> DecoderConfig:  # noqa: ANN401
     """The decoder config; ValueError if a kind or a field is not known, or a value is wrong."""
-    made = _from_json(found)
+    try:
+        made = _from_json(found)
+    except RecursionError:
+        raise ValueError("its lists and objects are nested too deep") from None
     if not isinstance(made, DecoderConfig):
         raise ValueError(f"it must be a DecoderConfig, and is {type(made).__name__}")
     return made

@@ -13,8 +13,8 @@ says num_nextn_predict_layers; config_file.py looks, and such a folder is read w
 
 from typing import Any
 
-from longshore.hf.keys import Raw, count, flag, number
-from longshore.hf.rope_keys import read_rope
+from longshore.hf.keys import Raw, count, flag, number, shown
+from longshore.hf.rope_keys import read_rope, rope_object
 from longshore.hf.shared_keys import (
     SILU,
     decoder_keys,
@@ -22,13 +22,16 @@ from longshore.hf.shared_keys import (
     gated_mlp,
     plain_norms,
     read_decoder,
+    read_layers,
+    read_pad_token,
     refuse_unsupported,
     rope_keys,
     the_one,
 )
-from longshore.model.config import DecoderConfig, LayerConfig, MLPConfig
+from longshore.model.config import MOST_DEPTHS, DecoderConfig, LayerConfig, MLPConfig
 from longshore.model.mla_config import MLAConfig
 from longshore.model.moe_config import MoEConfig
+from longshore.model.rope_config import YarnScaling
 
 DEEPSEEK_DEFAULTS = {
     "kv_lora_rank": 512,
@@ -52,21 +55,29 @@ DEEPSEEK_DEFAULTS = {
 ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 """Keys of DeepSeek's own code, with the one value that transformers and we have."""
 
+OTHER_NAMES = {
+    "num_local_experts": "n_routed_experts",
+    "num_mtp_layers": "num_nextn_predict_layers",
+}
+"""Names that transformers also takes, which win where they are given."""
+
 LATENT_EPS = 1e-6
 
 
 def read_deepseek(raw: Raw) -> DecoderConfig:
-    raw = {**DEEPSEEK_DEFAULTS, **raw}
+    renamed = {new: raw[old] for old, new in OTHER_NAMES.items() if old in raw}
+    raw = {**DEEPSEEK_DEFAULTS, **raw, **renamed}
     _refuse(raw)
     mixer, moe = _read_latent(raw), _read_experts(raw)
-    layers = count(raw, "num_hidden_layers")
+    layers = read_layers(raw)
     first = min(count(raw, "first_k_dense_replace", least=0), layers)
     mlp = MLPConfig(width=count(raw, "intermediate_size"))
-    depths = count(raw, "num_nextn_predict_layers", least=0)
+    depths = count(raw, "num_nextn_predict_layers", least=0, most=MOST_DEPTHS)
     return read_decoder(
         raw,
         (LayerConfig(mixer, mlp),) * first + (LayerConfig(mixer, moe),) * (layers - first),
         mtp=(LayerConfig(mixer, moe),) * depths,
+        pad_token_id=read_pad_token(raw),
     )
 
 
@@ -94,11 +105,11 @@ def _refuse(raw: Raw) -> None:
     refuse_unsupported(raw, SILU)
     for key, only in ONLY.items():
         if raw.get(key, only) != only:
-            raise ValueError(f"{key} is {raw[key]!r}; supported is {only!r}")
+            raise ValueError(f"{key} is {shown(raw[key])}; supported is {only!r}")
     for key in sorted(raw):
         if key.startswith("index_") and raw[key]:
             raise ValueError(
-                f"{key} is {raw[key]!r}, so an index chooses which tokens are seen, as in "
+                f"{key} is {shown(raw[key])}, so an index chooses which tokens are seen, as in "
                 "DeepSeek-V3.2; supported is attention to all tokens before"
             )
     if number(raw, "rms_norm_eps", LATENT_EPS) != LATENT_EPS:
@@ -109,13 +120,24 @@ def _refuse(raw: Raw) -> None:
     heads = raw.get("num_key_value_heads")
     if heads is not None and heads != raw.get("num_attention_heads"):
         raise ValueError(
-            f"num_key_value_heads is {heads!r}; latent attention has as many as "
-            f"num_attention_heads, {raw.get('num_attention_heads')!r}"
+            f"num_key_value_heads is {shown(heads)}; latent attention has as many as "
+            f"num_attention_heads, {shown(raw.get('num_attention_heads'))}"
+        )
+    if raw.get("head_dim") not in (None, raw["qk_rope_head_dim"]):
+        raise ValueError(
+            f"head_dim is {shown(raw['head_dim'])}, which transformers takes for positions; it "
+            f"must be qk_rope_head_dim, {shown(raw['qk_rope_head_dim'])}"
         )
 
 
 def _read_latent(raw: Raw) -> MLAConfig:
     flag(raw, "rope_interleave", True)
+    rope, growth = read_rope(raw), rope_object(raw).get("mscale_all_dim")
+    if rope.scaling is not None and not isinstance(rope.scaling, YarnScaling) and growth:
+        raise ValueError(
+            f"mscale_all_dim is {shown(growth)} without YaRN; supported is rope_type yarn with it, "
+            "or another without it"
+        )
     return MLAConfig(
         heads=count(raw, "num_attention_heads"),
         kv_rank=count(raw, "kv_lora_rank"),
@@ -123,7 +145,7 @@ def _read_latent(raw: Raw) -> MLAConfig:
         rope_dim=count(raw, "qk_rope_head_dim"),
         value_dim=count(raw, "v_head_dim"),
         q_rank=None if raw["q_lora_rank"] is None else count(raw, "q_lora_rank"),
-        rope=read_rope(raw),
+        rope=rope,
         bias=flag(raw, "attention_bias"),
     )
 
@@ -164,13 +186,22 @@ def _read_experts(raw: Raw) -> MoEConfig:
 def _mlp_keys(config: DecoderConfig) -> dict[str, Any]:
     """Layers with an MLP come first, all others and every depth have the same experts."""
     moes = every((*config.layers, *config.mtp), "mlp", MoEConfig)
-    moe = the_one(moes, "layer of experts")
-    dense = next(i for i, found in enumerate(moes) if found is not None)
+    dense = next((i for i, found in enumerate(moes) if found is not None), len(moes))
     if None in moes[dense:]:
         raise ValueError("a layer with experts comes before one without")
+    if config.mtp and dense > len(config.layers):
+        raise ValueError("a depth of multi-token prediction has no experts")
     mlps = every(config.layers[:dense], "mlp", MLPConfig)
     if None in mlps:
         raise ValueError(f"layer {mlps.index(None)} has neither experts nor an MLP")
+    return {
+        **({"intermediate_size": gated_mlp(the_one(mlps, "MLP")).width} if mlps else {}),
+        "first_k_dense_replace": min(dense, len(config.layers)),
+        **(_expert_keys(the_one(moes, "layer of experts")) if dense < len(moes) else {}),
+    }
+
+
+def _expert_keys(moe: MoEConfig) -> dict[str, Any]:
     if moe.score != "sigmoid" or not moe.bias or moe.shared_gate:
         raise ValueError("its experts are not chosen by sigmoid scores and a bias")
     if not moe.shared_width or moe.shared_width % moe.width:
@@ -178,8 +209,6 @@ def _mlp_keys(config: DecoderConfig) -> dict[str, Any]:
             f"its shared expert has {moe.shared_width} channels, not a multiple of {moe.width}"
         )
     return {
-        **({"intermediate_size": gated_mlp(the_one(mlps, "MLP")).width} if mlps else {}),
-        "first_k_dense_replace": min(dense, len(config.layers)),
         "moe_intermediate_size": moe.width,
         "n_routed_experts": moe.experts,
         "n_shared_experts": moe.shared_width // moe.width,

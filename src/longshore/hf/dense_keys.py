@@ -10,7 +10,7 @@ that transformers gives them. A Qwen3 of two layers whose second sees 128 tokens
 from dataclasses import replace
 from typing import Any
 
-from longshore.hf.keys import Raw, count, flag
+from longshore.hf.keys import Raw, count, flag, shown
 from longshore.hf.shared_keys import (
     SILU,
     attention_keys,
@@ -20,6 +20,8 @@ from longshore.hf.shared_keys import (
     plain_norms,
     read_attention,
     read_decoder,
+    read_layers,
+    read_pad_token,
     refuse_unsupported,
 )
 from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
@@ -43,12 +45,18 @@ def read_qwen3(raw: Raw) -> DecoderConfig:
 
 def read_llama(raw: Raw) -> DecoderConfig:
     raw = {**LLAMA_DEFAULTS, **raw}
+    width, heads = count(raw, "hidden_size"), count(raw, "num_attention_heads")
+    if width % heads:
+        raise ValueError(
+            f"hidden_size {width} is not a multiple of num_attention_heads {heads}, which "
+            "transformers refuses in a LlamaForCausalLM"
+        )
     if raw.get("sliding_window") is not None:
         raise ValueError(
-            f"sliding_window is {raw['sliding_window']!r}, and LlamaForCausalLM has no windows; "
-            "remove the key if the model was trained without"
+            f"sliding_window is {shown(raw['sliding_window'])}, and LlamaForCausalLM has no "
+            "windows; remove the key if the model was trained without"
         )
-    return _read_dense(raw, (None,) * count(raw, "num_hidden_layers"), qk_norm=False)
+    return _read_dense(raw, (None,) * read_layers(raw), qk_norm=False)
 
 
 def qwen3_keys(config: DecoderConfig) -> dict[str, Any]:
@@ -87,12 +95,12 @@ def _read_dense(raw: Raw, windows: Windows, *, qk_norm: bool) -> DecoderConfig:
     mixer = read_attention(raw, qk_norm=qk_norm)
     mlp = MLPConfig(width=count(raw, "intermediate_size"))
     layers = [LayerConfig(replace(mixer, window=window), mlp) for window in windows]
-    return read_decoder(raw, layers)
+    return read_decoder(raw, layers, pad_token_id=read_pad_token(raw))
 
 
 def _read_windows(raw: Raw) -> Windows:
     """Each layer's window, as layer_types or else max_window_layers says."""
-    layers = count(raw, "num_hidden_layers")
+    layers = read_layers(raw)
     has_windows = flag(raw, "use_sliding_window") and raw.get("sliding_window") is not None
     window = count(raw, "sliding_window") if has_windows else None
     kinds = raw.get("layer_types")
@@ -104,7 +112,7 @@ def _read_windows(raw: Raw) -> Windows:
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise ValueError(
-                f"layer_types has {kind!r}; supported are full_attention and sliding_attention"
+                f"layer_types has {shown(kind)}; supported are full_attention and sliding_attention"
             )
     if window is None and "sliding_attention" in kinds:
         raise ValueError(

@@ -23,7 +23,7 @@ def held_names(folder: Path, stem: str = "model") -> frozenset[str] | None:
             index = folder / f"{stem}.safetensors.index.json"
             found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return frozenset(found) - {"__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -11,18 +11,26 @@ attention, which knows no positions, and - is an MLP.
 import math
 from typing import Any
 
-from longshore.hf.keys import Raw, count, flag, number
+from longshore.hf.keys import Raw, count, flag, number, shown
 from longshore.hf.shared_keys import (
     decoder_keys,
     every,
     no_depths,
+    one_if_any,
     plain_norms,
     read_decoder,
     read_kv_heads,
+    read_layers,
     refuse_unsupported,
     the_one,
 )
-from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
+from longshore.model.config import (
+    MOST_LAYERS,
+    AttentionConfig,
+    DecoderConfig,
+    LayerConfig,
+    MLPConfig,
+)
 from longshore.model.scan_config import Mamba2Config
 
 MAMBA2_DEFAULTS = {
@@ -32,6 +40,7 @@ MAMBA2_DEFAULTS = {
     "state_size": 128,
     "conv_kernel": 4,
     "n_groups": 8,
+    "expand": 2,
     "initializer_range": 0.1,
 }
 NEMOTRON_DEFAULTS = {
@@ -79,8 +88,18 @@ def read_mamba2(raw: Raw) -> DecoderConfig:
         dt_min=least,
         dt_max=most,
     )
-    layers = (LayerConfig(mixer, None),) * count(raw, "num_hidden_layers")
-    return read_decoder(raw, layers, norm_eps=number(raw, "layer_norm_epsilon", 1e-5))
+    width, expand = count(raw, "hidden_size"), count(raw, "expand")
+    if mixer.inner != width * expand:
+        raise ValueError(
+            f"num_heads {mixer.heads} times head_dim {mixer.head_dim} is not hidden_size {width} "
+            f"times expand {expand}, which transformers refuses in a Mamba2ForCausalLM"
+        )
+    return read_decoder(
+        raw,
+        (LayerConfig(mixer, None),) * read_layers(raw),
+        norm_eps=number(raw, "layer_norm_epsilon", 1e-5),
+        float32_residual=flag(raw, "residual_in_fp32", True),
+    )
 
 
 def mamba2_keys(config: DecoderConfig) -> dict[str, Any]:
@@ -107,6 +126,7 @@ def mamba2_keys(config: DecoderConfig) -> dict[str, Any]:
         "use_conv_bias": mixer.conv_bias,
         "hidden_act": "silu",
         "layer_norm_epsilon": config.norm_eps,
+        "residual_in_fp32": config.float32_residual,
         "time_step_limit": [mixer.dt_min, math.inf if mixer.dt_max is None else mixer.dt_max],
     }
 
@@ -118,7 +138,7 @@ def read_nemotron(raw: Raw) -> DecoderConfig:
     refuse_unsupported(raw, known)
     for key in ("attention_bias", "sliding_window", "num_nextn_predict_layers"):
         if raw.get(key):
-            raise ValueError(f"{key} is {raw[key]!r}; a Nemotron-H is supported without")
+            raise ValueError(f"{key} is {shown(raw[key])}; a Nemotron-H is supported without")
     scan = Mamba2Config(
         heads=count(raw, "mamba_num_heads"),
         head_dim=count(raw, "mamba_head_dim"),
@@ -143,45 +163,69 @@ def read_nemotron(raw: Raw) -> DecoderConfig:
         "*": LayerConfig(full, None),
         "-": LayerConfig(None, mlp),
     }
-    layers = [kinds[letter] for letter in _read_pattern(raw)]
-    return read_decoder(raw, layers, norm_eps=number(raw, "layer_norm_epsilon", 1e-5))
+    return read_decoder(
+        raw,
+        [kinds[letter] for letter in _read_pattern(raw)],
+        norm_eps=number(raw, "layer_norm_epsilon", 1e-5),
+        tied=False,  # transformers never ties it, whatever tie_word_embeddings says
+    )
 
 
 def nemotron_keys(config: DecoderConfig) -> dict[str, Any]:
     """The keys of config.json that say this config; ValueError if a Nemotron-H cannot be it."""
     plain_norms(config)
     no_depths(config)
-    scan = the_one(every(config.layers, "mixer", Mamba2Config), "Mamba2")
-    full = the_one(every(config.layers, "mixer", AttentionConfig), "attention")
-    mlp = the_one(every(config.layers, "mlp", MLPConfig), "MLP")
-    kinds = {
-        LayerConfig(scan, None): "M",
-        LayerConfig(full, None): "*",
-        LayerConfig(None, mlp): "-",
-    }
+    if config.tied:
+        raise ValueError("its head is tied to the embedding, which it never is in transformers")
+    scan = one_if_any(every(config.layers, "mixer", Mamba2Config), "Mamba2")
+    full = one_if_any(every(config.layers, "mixer", AttentionConfig), "attention")
+    mlp = one_if_any(every(config.layers, "mlp", MLPConfig), "MLP")
+    pattern = ""
     for i, layer in enumerate(config.layers):
-        if layer not in kinds:
-            raise ValueError(f"layer {i} is not one part: Mamba2, attention or an MLP")
-    if mlp.activation != "relu2":
-        raise ValueError(f"its MLP is {mlp.activation}, and not relu2")
-    bare = AttentionConfig(
-        heads=full.heads, kv_heads=full.kv_heads, head_dim=full.head_dim, rope=None
-    )
-    if full != bare:
-        raise ValueError("its attention has positions, norms, biases, a window or a gate")
-    if scan.norm_groups not in (None, scan.groups) or scan.dt_max is not None or not scan.dt_min:
-        raise ValueError("its Mamba2 has other norms or limits of its steps than Nemotron-H")
+        match layer:
+            case LayerConfig(mixer=Mamba2Config(), mlp=None):
+                pattern += "M"
+            case LayerConfig(mixer=AttentionConfig(), mlp=None):
+                pattern += "*"
+            case LayerConfig(mixer=None, mlp=MLPConfig()):
+                pattern += "-"
+            case _:
+                raise ValueError(f"layer {i} is not one part: Mamba2, attention or an MLP")
     return {
         **decoder_keys(config),
-        "hybrid_override_pattern": "".join(kinds[layer] for layer in config.layers),
+        "hybrid_override_pattern": pattern,
+        **({} if full is None else _bare_attention_keys(full)),
+        **({} if mlp is None else _squared_keys(mlp)),
+        **({} if scan is None else _scan_keys(scan)),
+        "layer_norm_epsilon": config.norm_eps,
+    }
+
+
+def _bare_attention_keys(full: AttentionConfig) -> dict[str, Any]:
+    plain = AttentionConfig(
+        heads=full.heads, kv_heads=full.kv_heads, head_dim=full.head_dim, rope=None
+    )
+    if full != plain:
+        raise ValueError("its attention has positions, norms, biases, a window or a gate")
+    return {
         "num_attention_heads": full.heads,
         "num_key_value_heads": full.kv_heads,
         "head_dim": full.head_dim,
         "attention_head_dim": full.head_dim,
         "attention_bias": False,
-        "intermediate_size": mlp.width,
-        "mlp_hidden_act": "relu2",
-        "mlp_bias": False,
+    }
+
+
+def _squared_keys(mlp: MLPConfig) -> dict[str, Any]:
+    if mlp.activation != "relu2":
+        raise ValueError(f"its MLP is {mlp.activation}, and not relu2")
+    return {"intermediate_size": mlp.width, "mlp_hidden_act": "relu2", "mlp_bias": False}
+
+
+def _scan_keys(scan: Mamba2Config) -> dict[str, Any]:
+    if scan.norm_groups not in (None, scan.groups) or scan.dt_max is not None or not scan.dt_min:
+        raise ValueError("its Mamba2 has other norms or limits of its steps than Nemotron-H")
+    return {
         "mamba_num_heads": scan.heads,
         "mamba_head_dim": scan.head_dim,
         "mamba_hidden_act": "silu",
@@ -191,7 +235,6 @@ def nemotron_keys(config: DecoderConfig) -> dict[str, Any]:
         "use_bias": scan.bias,
         "use_conv_bias": scan.conv_bias,
         "time_step_min": scan.dt_min,
-        "layer_norm_epsilon": config.norm_eps,
     }
 
 
@@ -201,7 +244,7 @@ def _limits(raw: Raw) -> tuple[float, float | None]:
     if found is None:
         return 0.0, None
     if not isinstance(found, list) or len(found) != 2:
-        raise ValueError(f"time_step_limit is {found!r}; it must be a list of two numbers")
+        raise ValueError(f"time_step_limit is {shown(found)}; it must be a list of two numbers")
     least, most = (_number(value) for value in found)
     return least, None if math.isinf(most) else most
 
@@ -211,19 +254,27 @@ def _number(value: Any) -> float:  # noqa: ANN401
         value = value["__float__"]
     try:
         return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"time_step_limit has {value!r}, which is no number") from None
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"time_step_limit has {shown(value)}, which is no number") from None
 
 
 def _read_pattern(raw: Raw) -> str:
     kinds, pattern = raw.get("layers_block_type"), raw.get("hybrid_override_pattern")
+    kinds = raw.get("layer_types", kinds)
     if kinds is not None:
-        if not isinstance(kinds, list) or not set(kinds) <= LETTERS.keys():
-            raise ValueError(f"layers_block_type is {kinds!r}; known are {', '.join(LETTERS)}")
+        if not isinstance(kinds, list) or not all(
+            isinstance(kind, str) and kind in LETTERS for kind in kinds
+        ):
+            raise ValueError(f"layers_block_type is {shown(kinds)}; known are {', '.join(LETTERS)}")
         pattern = "".join(LETTERS[kind] for kind in kinds)
     if not isinstance(pattern, str) or not pattern or not set(pattern) <= set("M*-E"):
         raise ValueError(
-            f"hybrid_override_pattern is {pattern!r}; it must name each layer with M, * or -"
+            f"hybrid_override_pattern is {shown(pattern)}; it must name each layer with M, * or -"
+        )
+    if len(pattern) > MOST_LAYERS:
+        raise ValueError(
+            f"hybrid_override_pattern has {len(pattern)} layers; at most {MOST_LAYERS} are "
+            "supported"
         )
     if "E" in pattern:
         raise ValueError(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from longshore.hf.keys import Raw, count, flag
+from longshore.hf.keys import Raw, count, flag, number, shown
 from longshore.hf.shared_keys import (
     SILU,
     attention_keys,
@@ -22,9 +22,12 @@ from longshore.hf.shared_keys import (
     every,
     gated_mlp,
     no_depths,
+    one_if_any,
     plain_norms,
     read_attention,
     read_decoder,
+    read_layers,
+    read_pad_token,
     refuse_unsupported,
     the_one,
 )
@@ -72,7 +75,8 @@ def read_qwen3_moe(raw: Raw) -> DecoderConfig:
     if flag(raw, "use_sliding_window") and raw["sliding_window"] is not None:
         mixer = replace(mixer, window=count(raw, "sliding_window"))
     mlps = _read_mlps(raw, _read_experts(raw))
-    return read_decoder(raw, [LayerConfig(mixer, mlp) for mlp in mlps])
+    layers = [LayerConfig(mixer, mlp) for mlp in mlps]
+    return read_decoder(raw, layers, pad_token_id=read_pad_token(raw))
 
 
 def qwen3_moe_keys(config: DecoderConfig) -> dict[str, Any]:
@@ -85,7 +89,7 @@ def qwen3_moe_keys(config: DecoderConfig) -> dict[str, Any]:
         raise ValueError(f"layer {mixers.index(None)} is not attention")
     _check_attention(mixer, gate=False)
     moe, mlp_keys = _mlp_keys(config)
-    if moe.shared_width:
+    if moe is not None and moe.shared_width:
         raise ValueError("it has a shared expert")
     return {
         **decoder_keys(config),
@@ -115,42 +119,71 @@ def read_qwen3_next(raw: Raw) -> DecoderConfig:
     depths = count(raw, "num_nextn_predict_layers", least=0)
     if depths > 1:
         raise ValueError(f"num_nextn_predict_layers is {depths}; only 0 and 1 are supported here")
-    return read_decoder(raw, layers, zero_centred=True, mtp=(LayerConfig(full, moe),) * depths)
+    return read_decoder(
+        raw,
+        layers,
+        zero_centred=True,
+        mtp=(LayerConfig(full, moe),) * depths,
+        pad_token_id=read_pad_token(raw),
+    )
 
 
 def qwen3_next_keys(config: DecoderConfig) -> dict[str, Any]:
     """The keys of config.json that say this config; ValueError if a Qwen3-Next cannot be it."""
     if not config.zero_centred:
         raise ValueError("its norms are not zero-centred")
-    fulls = every(config.layers, "mixer", AttentionConfig)
-    full = the_one(fulls, "attention")
-    scan = the_one(every(config.layers, "mixer", DeltaNetConfig), "delta net")
+    full = one_if_any(every((*config.layers, *config.mtp), "mixer", AttentionConfig), "attention")
+    scan = one_if_any(every(config.layers, "mixer", DeltaNetConfig), "delta net")
     for i, layer in enumerate(config.layers):
-        if layer.mixer not in (full, scan):
+        if layer.mixer is None or layer.mixer not in (full, scan):
             raise ValueError(f"layer {i} is neither attention nor a delta net")
+    moe, mlp_keys = _mlp_keys(config)
+    if moe is not None and not moe.shared_gate:
+        raise ValueError("it has no shared expert with a gate")
+    if config.mtp and config.mtp != (LayerConfig(full, moe),):
+        raise ValueError("it predicts more tokens than one depth of attention and experts does")
+    is_full = [isinstance(layer.mixer, AttentionConfig) for layer in config.layers]
+    return {
+        **decoder_keys(config),
+        **(NO_ATTENTION if full is None else _gated_keys(full)),
+        **mlp_keys,
+        "rms_norm_eps": config.norm_eps,
+        **({} if moe is None else {"shared_expert_intermediate_size": moe.shared_width}),
+        "layer_types": ["full_attention" if full else "linear_attention" for full in is_full],
+        **({} if scan is None else _scan_keys(scan)),
+        "num_nextn_predict_layers": len(config.mtp),
+    }
+
+
+NO_ATTENTION = {"num_attention_heads": 16, "hidden_act": "silu"}
+"""What a Qwen3-Next of delta nets alone says of its attention: the number of transformers."""
+
+
+def _gated_keys(full: AttentionConfig) -> dict[str, Any]:
     _check_attention(full, gate=True)
     if full.window is not None:
         raise ValueError("it has windows")
-    moe, mlp_keys = _mlp_keys(config)
-    if not moe.shared_gate:
-        raise ValueError("it has no shared expert with a gate")
-    if config.mtp not in ((), (LayerConfig(full, moe),)):
-        raise ValueError("it predicts more tokens than one depth of attention and experts does")
-    kinds = ["linear_attention" if full is None else "full_attention" for full in fulls]
+    return attention_keys(full, partial=True)
+
+
+def _scan_keys(scan: DeltaNetConfig) -> dict[str, Any]:
     return {
-        **decoder_keys(config),
-        **attention_keys(full, partial=True),
-        **mlp_keys,
-        "rms_norm_eps": config.norm_eps,
-        "shared_expert_intermediate_size": moe.shared_width,
-        "layer_types": kinds,
         "linear_num_key_heads": scan.key_heads,
         "linear_num_value_heads": scan.value_heads,
         "linear_key_head_dim": scan.key_dim,
         "linear_value_head_dim": scan.value_dim,
         "linear_conv_kernel_dim": scan.kernel,
-        "num_nextn_predict_layers": len(config.mtp),
     }
+
+
+def balance_weight(raw: Raw) -> float:
+    """What transformers multiplies its balance loss by in training, 0 where it has none.
+
+    Theirs is one for all layers and the whole batch, ours one for each layer and sequence.
+    """
+    if not flag(raw, "output_router_logits") or raw.get("router_aux_loss_coef") == 0:
+        return 0.0
+    return number(raw, "router_aux_loss_coef", 0.001)
 
 
 def _one_spelling(raw: Raw) -> Raw:
@@ -171,36 +204,38 @@ def _read_experts(raw: Raw) -> MoEConfig:
 
 def _read_mlps(raw: Raw, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
     """The feed-forward part of each layer."""
-    layers, step = count(raw, "num_hidden_layers"), count(raw, "decoder_sparse_step")
+    layers, step = read_layers(raw), count(raw, "decoder_sparse_step")
     dense = raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
         raise ValueError(
-            f"mlp_only_layers is {dense!r}; it must be a list of layers from 0 to {layers - 1}"
+            f"mlp_only_layers is {shown(dense)}; it must be a list of layers from 0 to {layers - 1}"
         )
-    sparse = [i not in dense and (i + 1) % step == 0 for i in range(layers)]
+    named = set(dense)
+    sparse = [i not in named and (i + 1) % step == 0 for i in range(layers)]
     if all(sparse):
         return [moe] * layers
     mlp = MLPConfig(width=count(raw, "intermediate_size"))
     return [moe if chosen else mlp for chosen in sparse]
 
 
-def _mlp_keys(config: DecoderConfig) -> tuple[MoEConfig, dict[str, Any]]:
-    """The experts, and the keys that say where they are and where an MLP is."""
-    moes = every(config.layers, "mlp", MoEConfig)
-    moe = the_one(moes, "layer of experts")
-    dense = [i for i, found in enumerate(moes) if found is None]
+def _mlp_keys(config: DecoderConfig) -> tuple[MoEConfig | None, dict[str, Any]]:
+    """The experts, if any, and the keys that say where they are and where an MLP is."""
+    moes = every((*config.layers, *config.mtp), "mlp", MoEConfig)
+    moe = one_if_any(moes, "layer of experts")
+    dense = [i for i, found in enumerate(moes[: len(config.layers)]) if found is None]
     width = {}
     if dense:
         mlps = every([config.layers[i] for i in dense], "mlp", MLPConfig)
         if None in mlps:
             raise ValueError(f"layer {dense[mlps.index(None)]} has neither experts nor an MLP")
         width = {"intermediate_size": gated_mlp(the_one(mlps, "MLP")).width}
+    where = {**width, "mlp_only_layers": dense, "decoder_sparse_step": 1}
+    if moe is None:
+        return None, where
     if moe.score != "softmax" or moe.bias or moe.groups != 1 or moe.scale != 1:
         raise ValueError("its experts are not chosen by plain softmax scores")
     return moe, {
-        **width,
-        "mlp_only_layers": dense,
-        "decoder_sparse_step": 1,
+        **where,
         "num_experts": moe.experts,
         "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": moe.width,
@@ -217,7 +252,7 @@ def _check_attention(mixer: AttentionConfig, *, gate: bool) -> None:
 
 def _read_kinds(raw: Raw) -> Sequence[bool]:
     """For each layer, whether it is full attention."""
-    layers, kinds = count(raw, "num_hidden_layers"), raw.get("layer_types")
+    layers, kinds = read_layers(raw), raw.get("layer_types")
     if kinds is None:
         every_so_many = count(raw, "full_attention_interval")
         return [(i + 1) % every_so_many == 0 for i in range(layers)]
@@ -226,6 +261,6 @@ def _read_kinds(raw: Raw) -> Sequence[bool]:
     for kind in kinds:
         if kind not in ("full_attention", "linear_attention"):
             raise ValueError(
-                f"layer_types has {kind!r}; supported are full_attention and linear_attention"
+                f"layer_types has {shown(kind)}; supported are full_attention and linear_attention"
             )
     return [kind == "full_attention" for kind in kinds]

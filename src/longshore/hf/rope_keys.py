@@ -10,7 +10,7 @@ RopeConfig, and back. Written is the older spelling, which both versions read.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from longshore.hf.keys import Raw, count, flag, maybe_number, number, numbers
+from longshore.hf.keys import Raw, count, flag, maybe_number, number, numbers, shown
 from longshore.model.rope_config import (
     DynamicScaling,
     LinearScaling,
@@ -36,9 +36,7 @@ def read_rope(raw: Raw, head_dim: int | None = None) -> RopeConfig:
 
     head_dim: of a model where a share of each head may turn; None where it is always the whole.
     """
-    found = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(found, Mapping):
-        raise ValueError(f"rope_parameters is {found!r}; it must be an object")
+    found = rope_object(raw)
     if nested := [key for key, value in found.items() if isinstance(value, Mapping)]:
         raise ValueError(
             f"rope_parameters differ by layer type ({', '.join(nested)}); one set for all layers "
@@ -47,12 +45,20 @@ def read_rope(raw: Raw, head_dim: int | None = None) -> RopeConfig:
     rope = {**found, "rope_theta": found.get("rope_theta", raw.get("rope_theta"))}
     share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if share not in (None, 1) and head_dim is None:
-        raise ValueError(f"partial_rotary_factor is {share!r}; only 1 is supported here")
+        raise ValueError(f"partial_rotary_factor is {shown(share)}; only 1 is supported here")
     return RopeConfig(
         theta=number(rope, "rope_theta", 10_000.0),
         rotary_dim=None if head_dim is None else _rotary_dim(share, head_dim),
         scaling=_scaling(raw, rope),
     )
+
+
+def rope_object(raw: Raw) -> Raw:
+    """rope_scaling, or rope_parameters; empty where neither is there."""
+    found = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"rope_parameters is {shown(found)}; it must be an object")
+    return found
 
 
 def write_rope(rope: RopeConfig, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
@@ -74,7 +80,10 @@ def write_rope(rope: RopeConfig, head_dim: int, *, partial: bool = False) -> dic
 def _rotary_dim(share: Any, head_dim: int) -> int | None:  # noqa: ANN401
     """None for whole heads."""
     key = "partial_rotary_factor"
-    dims = int(head_dim * number({key: share}, key, 1.0))
+    part = number({key: share}, key, 1.0)
+    if part > 1:
+        raise ValueError(f"partial_rotary_factor is {part:g}; it must be at most 1")
+    dims = int(head_dim * part)
     return None if dims == head_dim else dims
 
 
@@ -92,9 +101,9 @@ def _scaling(raw: Raw, rope: Raw) -> RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
-    if kind not in _READERS:
+    if not isinstance(kind, str) or kind not in _READERS:
         known = ", ".join(["default", *_READERS])
-        raise ValueError(f"rope_type is {kind!r}; supported are {known}")
+        raise ValueError(f"rope_type is {shown(kind)}; supported are {known}")
     return _READERS[kind](raw, rope)
 
 
@@ -130,10 +139,15 @@ def _read_yarn(raw: Raw, rope: Raw) -> RopeScaling:
         beta_fast=number(rope, "beta_fast", 32.0),
         beta_slow=number(rope, "beta_slow", 1.0),
         attention_factor=maybe_number(rope, "attention_factor"),
-        mscale=maybe_number(rope, "mscale"),
-        mscale_all_dim=maybe_number(rope, "mscale_all_dim"),
+        mscale=_unless_zero(rope, "mscale"),
+        mscale_all_dim=_unless_zero(rope, "mscale_all_dim"),
         truncate=flag(rope, "truncate", True),
     )
+
+
+def _unless_zero(rope: Raw, key: str) -> float | None:
+    """A positive number; 0 means that it is not given."""
+    return None if rope.get(key) == 0 else maybe_number(rope, key)
 
 
 def _read_llama3(raw: Raw, rope: Raw) -> RopeScaling:

@@ -11,9 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from longshore.hf.keys import Raw, count, flag, number
+from longshore.hf.keys import Raw, count, flag, number, shown
 from longshore.hf.rope_keys import read_rope, scaled_length, write_rope
-from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
+from longshore.model.config import (
+    MOST_LAYERS,
+    AttentionConfig,
+    DecoderConfig,
+    LayerConfig,
+    MLPConfig,
+)
 from longshore.model.mla_config import MLAConfig
 from longshore.model.moe_config import MoEConfig
 from longshore.model.part import Part
@@ -35,6 +41,24 @@ def read_decoder(raw: Raw, layers: Sequence[LayerConfig], **more: Any) -> Decode
     return DecoderConfig(**named | more)
 
 
+def read_layers(raw: Raw) -> int:
+    return count(raw, "num_hidden_layers", most=MOST_LAYERS)
+
+
+def read_pad_token(raw: Raw) -> int | None:
+    """pad_token_id, for architectures that freeze its row; below 0 it counts from the end."""
+    token, vocab_size = raw.get("pad_token_id"), count(raw, "vocab_size")
+    if token is None:
+        return None
+    is_whole = isinstance(token, int) and not isinstance(token, bool)
+    if not is_whole or not -vocab_size <= token < vocab_size:
+        raise ValueError(
+            f"pad_token_id is {shown(token)}; it must be a token of the {vocab_size} of the "
+            "vocabulary, or null"
+        )
+    return int(token) % vocab_size
+
+
 def decoder_keys(config: DecoderConfig) -> dict[str, Any]:
     return {
         "vocab_size": config.vocab_size,
@@ -42,6 +66,7 @@ def decoder_keys(config: DecoderConfig) -> dict[str, Any]:
         "num_hidden_layers": len(config.layers),
         "initializer_range": config.init_std,
         "tie_word_embeddings": config.tied,
+        **({} if config.pad_token_id is None else {"pad_token_id": config.pad_token_id}),
     }
 
 
@@ -111,7 +136,14 @@ def refuse_unsupported(raw: Raw, activations: Mapping[str, Sequence[str]]) -> No
     """Refuses what no architecture here does. activations: what each key of that kind may be."""
     for key, known in activations.items():
         if (activation := raw.get(key, known[0])) not in known:
-            raise ValueError(f"{key} is {activation!r}; supported is {known[0]}")
+            raise ValueError(f"{key} is {shown(activation)}; supported is {known[0]}")
+    if not flag(raw, "is_causal", True):
+        raise ValueError(
+            f"is_causal is {raw['is_causal']!r}, so a token sees those after it; supported is true"
+        )
+    for key, why in ELSEWHERE.items():
+        if raw.get(key):
+            raise ValueError(f"{key} is {shown(raw[key])}, {why}; supported is a folder without it")
     for key in ("quantization_config", "compression_config"):
         if raw.get(key):
             method = raw[key].get("quant_method", "?") if isinstance(raw[key], dict) else raw[key]
@@ -124,9 +156,16 @@ def refuse_unsupported(raw: Raw, activations: Mapping[str, Sequence[str]]) -> No
     for key in ("attention_dropout", "hidden_dropout", "router_jitter_noise"):
         if raw.get(key):
             raise ValueError(
-                f"{key} is {raw[key]!r}; there is neither dropout nor noise here: set it to 0"
+                f"{key} is {shown(raw[key])}; there is neither dropout nor noise here: set it to 0"
             )
 
+
+ELSEWHERE = {
+    "per_layer_config": "which changes keys for some layers",
+    "transformers_weights": "which names other files of weights",
+    "fusion_config": "which joins tensors into others",
+}
+"""Keys that any config.json of transformers may have, and what they change."""
 
 SILU = {"hidden_act": ("silu", "swish")}
 
@@ -159,13 +198,19 @@ def the_one(parts: Sequence[Kind | None], what: str) -> Kind:
     return one
 
 
+def one_if_any(parts: Sequence[Kind | None], what: str) -> Kind | None:
+    """The one config that all of them have, or None where there is none."""
+    return the_one(parts, what) if any(part is not None for part in parts) else None
+
+
 def bare(config: DecoderConfig) -> DecoderConfig:
     """The config without what no config.json says: how it is trained and computed.
 
-    Those are the experts' balance loss and the speed of their bias, and the form of MLA.
+    Those are the experts' balance loss and the speed of their bias, the form of MLA, the token
+    whose row is frozen and the dtype of the residual: the base's keys for these are kept.
     """
     layers, mtp = map(_bare_layers, (config.layers, config.mtp))
-    return replace(config, layers=layers, mtp=mtp)
+    return replace(config, layers=layers, mtp=mtp, pad_token_id=None, float32_residual=False)
 
 
 def _bare_layers(layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:

@@ -2,7 +2,8 @@
 
 In: hidden states (T, C), the context, the rotary tables. Out: hidden states (T, C) and, where the
 feed-forward part is made of experts, what they did. A block whose o_proj and down_proj are zero
-gives back what came in.
+gives back what came in. Hidden states may be wider than the weights (DecoderConfig's
+float32_residual): norms and parts then compute in the weights' dtype, and the sums are as wide.
 
     block.compile(dynamic=True)     once for all packs; the core stays as it is
 """
@@ -47,8 +48,10 @@ class Block(nn.Module):
 
     def _run(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Output:
         if self.mixer is not None and self.mixer_norm is not None:
-            x_TC = x_TC + self.mixer(self.mixer_norm(x_TC), ctx, tables)
+            normed_TC = self.mixer_norm(x_TC.to(self.mixer_norm.weight.dtype))
+            x_TC = x_TC + self.mixer(normed_TC, ctx, tables)
         if self.mlp is not None and self.mlp_norm is not None:
-            out_TC, routed = self.mlp(self.mlp_norm(x_TC), ctx)
+            normed_TC = self.mlp_norm(x_TC.to(self.mlp_norm.weight.dtype))
+            out_TC, routed = self.mlp(normed_TC, ctx)
             return Output(x_TC + out_TC, () if routed is None else (routed,))
         return Output(x_TC, ())

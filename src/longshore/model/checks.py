@@ -42,4 +42,7 @@ def check_more_than(least: float, config: object, *names: str, optional: bool = 
 def is_positive(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return math.isfinite(value) and value > 0
+    try:
+        return math.isfinite(value) and value > 0
+    except OverflowError:  # an int beyond all floats
+        return False

@@ -14,6 +14,7 @@ module and a line in model/registry.py. `full` in that decoder has 4·16·64·2 
 parameters and takes 2·12,288·n + 4·4·16·n(n+1)/2 FLOPs forward for n tokens.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -23,6 +24,12 @@ from longshore.model.part import Norm, Part, Saved, causal_pairs
 from longshore.model.rope_config import RopeConfig
 
 ACTIVATIONS = ("swiglu", "relu2")
+
+MOST_LAYERS = 4096
+MOST_DEPTHS = 64
+MOST_EXPERTS = 1 << 18
+MOST_PARAMETERS = 10**15
+"""Limits far beyond any model, so that a mistyped number is answered before memory runs out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +165,9 @@ class DecoderConfig:
     """A decoder: embedding, layers, norm, head.
 
     zero_centred: of its norms, see Norm. tied: the head uses the embedding's weight. mtp: a layer
-    for each depth of multi-token prediction.
+    for each depth of multi-token prediction. pad_token_id: a token whose row of the embedding gets
+    no gradient where it is an input, as in transformers; None for none. float32_residual: what
+    goes from layer to layer is float32 at least, whatever the layers compute in.
     """
 
     vocab_size: int
@@ -169,6 +178,8 @@ class DecoderConfig:
     tied: bool = False
     init_std: float = 0.02
     mtp: tuple[LayerConfig, ...] = ()
+    pad_token_id: int | None = None
+    float32_residual: bool = False
 
     def __post_init__(self) -> None:
         check_counts(self, "vocab_size", "width")
@@ -177,6 +188,29 @@ class DecoderConfig:
         object.__setattr__(self, "mtp", tuple(self.mtp))
         if not self.layers:
             raise ValueError("DecoderConfig.layers is empty; a decoder has at least one layer")
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(
+                f"DecoderConfig.pad_token_id is {self.pad_token_id}; it must be a token, from 0 "
+                f"to {self.vocab_size - 1}"
+            )
+        self._check_size()
+
+    def _check_size(self) -> None:
+        layers = (*self.layers, *self.mtp)
+        kinds = Counter(layers)
+        sizes = {
+            "layers": (len(self.layers), MOST_LAYERS),
+            "depths of multi-token prediction": (len(self.mtp), MOST_DEPTHS),
+            "experts in all layers": (sum(map(_experts, layers)), MOST_EXPERTS),
+            "parameters": (
+                2 * self.vocab_size * self.width
+                + sum(layer.parameters(self.width) * times for layer, times in kinds.items()),
+                MOST_PARAMETERS,
+            ),
+        }
+        for what, (size, most) in sizes.items():
+            if size > most:
+                raise ValueError(f"a decoder has at most {most:,} {what}; this one has {size:,}")
 
     @property
     def norm(self) -> Norm:
@@ -192,3 +226,9 @@ def ropes_of(layers: Sequence[LayerConfig]) -> tuple[RopeConfig, ...]:
     """The rotary tables these layers read, each once, in the order of first use."""
     found = [rope for layer in layers for part in layer.parts for rope in part.ropes]
     return tuple(dict.fromkeys(found))
+
+
+def _experts(layer: LayerConfig) -> int:
+    experts = getattr(layer.mlp, "experts", 0)
+    assert isinstance(experts, int)
+    return experts

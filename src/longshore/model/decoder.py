@@ -76,7 +76,7 @@ class Decoder(nn.Module):
         self.config = config
         self.ropes = ropes_of([*(config.layers[index] for index in mine), *depths])
         self.tied = config.tied and embed and head
-        self.embed = nn.Embedding(config.vocab_size, config.width) if embed else None
+        self.embed = _embedding(config) if embed else None
         self.layers = nn.ModuleDict(
             {
                 str(index): Block(config.layers[index], config.width, norm=config.norm)
@@ -108,6 +108,8 @@ class Decoder(nn.Module):
         self._check(x, ctx, labels, mtp)
         hidden_TC = x if self.embed is None else self.embed(x)
         tables = rope_tables(self.ropes, ctx, hidden_TC.dtype)
+        if self.config.float32_residual:
+            hidden_TC = hidden_TC.to(torch.promote_types(hidden_TC.dtype, torch.float32))
         routed: tuple[Routed, ...] = ()
         for block in self.layers.values():
             hidden_TC, more, _ = block(hidden_TC, ctx, tables)
@@ -116,6 +118,8 @@ class Decoder(nn.Module):
             return Output(hidden_TC, routed)
         tied_VC = self.embed.weight if self.tied and self.embed is not None else None
         hidden_TC = self.norm(hidden_TC)
+        if self.config.float32_residual:
+            hidden_TC = hidden_TC.to(self.norm.weight.dtype)
         made = self.head(hidden_TC, labels, tied_VC)
         losses = []
         for part, depth in zip(self.mtp.values(), mtp, strict=False):
@@ -143,6 +147,11 @@ class Decoder(nn.Module):
                 f"this stage predicts at {len(self.mtp)} depths and was given labels for "
                 f"{len(mtp)}; pack with depths={len(self.mtp)}, and give them with the labels"
             )
+
+
+def _embedding(config: DecoderConfig) -> nn.Embedding:
+    """Where the pad token is an input, its row gets no gradient; a tied head's still comes."""
+    return nn.Embedding(config.vocab_size, config.width, padding_idx=config.pad_token_id)
 
 
 def _checked(config: DecoderConfig, layers: range) -> range:

@@ -20,7 +20,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.norm.zero_centred:
-            return functional.rms_norm(x, self.weight.shape, self.weight, self.norm.eps)
+            weight = self.weight.to(torch.promote_types(self.weight.dtype, x.dtype))
+            return functional.rms_norm(x, weight.shape, weight, self.norm.eps)
         # In float32 at least: in bfloat16 a small weight would be lost beside 1.
         wide = torch.promote_types(x.dtype, torch.float32)
         scale = 1.0 + self.weight.to(wide)

@@ -8,7 +8,13 @@ In: numbers. Out: a DecoderConfig.
 
 from dataclasses import dataclass
 
-from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
+from longshore.model.config import (
+    MOST_LAYERS,
+    AttentionConfig,
+    DecoderConfig,
+    LayerConfig,
+    MLPConfig,
+)
 from longshore.model.rope_config import RopeConfig
 
 
@@ -83,5 +89,5 @@ class Patterned:
 
 
 def _check_layers(layers: int) -> None:
-    if not isinstance(layers, int) or layers < 1:
-        raise ValueError(f"layers is {layers!r}; it must be a whole number of 1 or more")
+    if not isinstance(layers, int) or not 1 <= layers <= MOST_LAYERS:
+        raise ValueError(f"layers is {layers!r}; it must be a whole number from 1 to {MOST_LAYERS}")
