@@ -6,6 +6,7 @@ metrics.jsonl, checkpoints/ and weights/. All ranks call `train` together; rank 
     train(config, Ranks(rank=0, world_size=1, local_rank=0, local_size=1, rendezvous="file:///…"))
 """
 
+import platform
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -41,7 +42,14 @@ from longshore.plan.shapes import make_buckets
 from longshore.plan.types import Sequence
 from longshore.train.attempt import attempt_address
 from longshore.train.checkpoint import Checkpoints, Saver
-from longshore.train.device import memory_bytes, peak_flops, pick_backend, pick_device, pick_dtype
+from longshore.train.device import (
+    memory_bytes,
+    multiply_plainly,
+    peak_flops,
+    pick_backend,
+    pick_device,
+    pick_dtype,
+)
 from longshore.train.evaluate import Evaluator, HeldOut
 from longshore.train.faults import explain
 from longshore.train.loop import Hooks, Machine, Progress, Report
@@ -56,6 +64,7 @@ from longshore.train.stop import StoppedError, stop_on_sigterm
 def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
     """Trains up to the last step, from the first or from a checkpoint, and leaves a run folder."""
     device = pick_device(config.train.device, ranks.local_rank)
+    multiply_plainly(device, pick_dtype(config.train.dtype, device), platform.machine())
     backend = pick_backend(device, ranks.local_size)
     address = attempt_address(ranks.rendezvous, start.attempt)
     where = Rendezvous(ranks.rank, ranks.world_size, address)

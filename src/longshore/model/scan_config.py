@@ -16,7 +16,7 @@ from longshore.model.part import Saved
 from longshore.model.rope_config import RopeConfig
 
 CHUNK = 64
-"""Rows of a chunk: the default of ops/ssd.py and ops/delta_rule.py, which need torch."""
+"""Rows of a chunk on a GPU, as in ops/chunks.py, which needs torch; a CPU has and keeps fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class Mamba2Config:
         rows = CHUNK * (2 * self.heads + self.groups)
         states = 2 * self.inner * self.state_dim // CHUNK
         groups = 6 * self.groups * self.state_dim + (self.norm_groups or self.groups)
-        copies = 3 * self.conv_dim + 10 * self.inner + 5 * self.heads + groups
+        copies = 3 * self.conv_dim + 9 * self.inner + 5 * self.heads + groups
         return Saved(self.conv_dim + self.inner, rows + states + copies)
 
     def gathered(self) -> int:
@@ -155,13 +155,12 @@ class DeltaNetConfig:
     def saved(self, width: int) -> Saved:
         """The normed output; else float32, as scan and norm are.
 
-        The scan keeps five rows of a chunk's matrices for each head, and for each chunk two states
-        and its transition.
+        The scan keeps five rows of a chunk's matrices for each head, and two states for each chunk.
         """
         rows = 5 * CHUNK * self.value_heads
-        states = self.value_heads * self.key_dim * (self.key_dim + 2 * self.value_dim) // CHUNK
-        keys = 2 * (self.keys + self.key_heads) + 12 * self.value_heads * self.key_dim
-        copies = 3 * self.conv_dim + keys + 9 * self.values + 8 * self.value_heads
+        states = 2 * self.values * self.key_dim // CHUNK
+        keys = 2 * (self.keys + self.key_heads) + 8 * self.value_heads * self.key_dim
+        copies = 3 * self.conv_dim + keys + 10 * self.values + 8 * self.value_heads
         return Saved(self.values, rows + states + copies)
 
     def gathered(self) -> int:

@@ -8,7 +8,12 @@ A run of 1200 queries over 1500 keys in blocks of 512 rows: rows 0…511 meet ke
 512…1023 keys 0…1323, rows 1024…1199 all 1500. With window 100 the second block meets 713…1323.
 
 How a run is cut depends on its own lengths alone, and its matrices are copied before they are
-multiplied: its result is the same in every bit, whatever lies beside it.
+multiplied: its result is the same in every bit, whatever lies beside it. The right side of each
+product is copied as the product reads it, for the reason that ops/products.py gives.
+
+A block has all scores of its rows at once, so backward takes their softmax anew and needs no
+statistics from forward. exp(score − lse) would be off by the rounding of lse, 1e-3 in float32 where
+scores are about 1e4.
 
 Shapes: n rows of a block, m keys of a run, N = H/K · n, the rows of all query heads that share a
 key head.
@@ -21,6 +26,8 @@ import torch
 from torch import Tensor
 
 from longshore.ops.boundaries import Bounds
+
+_softmax_backward = torch.ops.aten._softmax_backward_data.default
 
 MOST_ROWS = 512
 FEWEST_ROWS = 16
@@ -63,13 +70,14 @@ def forward(
     out_THV = q_THD.new_empty(tokens, heads, v_SKV.shape[2])
     lse_HT = q_THD.new_empty(heads, tokens, dtype=dtype)
     for run in _runs(bounds, key_bounds):
-        k_KmD, v_KmV = _by_head(k_SKD[run.keys], dtype), _by_head(v_SKV[run.keys], dtype)
+        k_KDm, v_KmV = _turned(k_SKD[run.keys], dtype), _by_head(v_SKV[run.keys], dtype)
         for block in _blocks(run, heads, window):
-            q_KND = _grouped(q_THD[block.rows], k_KmD).mul_(scale)
-            scores_KNm = _scores(q_KND, k_KmD, block, window)
-            lse_KN = scores_KNm.logsumexp(2)
-            probs_KNm = scores_KNm.sub_(lse_KN.unsqueeze(2)).exp_()
+            q_KND = _grouped(q_THD[block.rows], k_KDm).mul_(scale)
+            scores_KNm = _scores(q_KND, k_KDm, block, window)
+            probs_KNm = scores_KNm.softmax(2)
             _put(out_THV, block, probs_KNm @ v_KmV[:, block.keys])
+            # The largest probability is 1 / Σ exp(score − largest score).
+            lse_KN = scores_KNm.amax(2) - probs_KNm.amax(2).log()
             lse_HT[:, block.rows] = lse_KN.view(heads, -1)
     return out_THV, lse_HT
 
@@ -87,24 +95,23 @@ def backward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    del out_THV, lse_HT
     dtype = _computed_in(q_THD)
     # Keys that no query sees keep a gradient of 0.
     dq_THD, dk_SKD, dv_SKV = (
         torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_THD, k_SKD, v_SKV)
     )
     for run in _runs(bounds, key_bounds):
-        k_KmD, v_KmV = _by_head(k_SKD[run.keys], dtype), _by_head(v_SKV[run.keys], dtype)
-        dk_KmD, dv_KmV = torch.zeros_like(k_KmD), torch.zeros_like(v_KmV)
+        k_KmD, v_KVm = _by_head(k_SKD[run.keys], dtype), _turned(v_SKV[run.keys], dtype)
+        k_KDm = k_KmD.mT.contiguous()
+        dk_KmD, dv_KmV = torch.zeros_like(k_KmD), torch.zeros_like(v_KVm.mT)
         for block in _blocks(run, q_THD.shape[1], window):
             q_KND = _grouped(q_THD[block.rows], k_KmD).mul_(scale)
             grad_KNV = _grouped(grad_THV[block.rows], k_KmD)
-            out_KNV = _grouped(out_THV[block.rows], k_KmD)
-            lse_KN1 = lse_HT[:, block.rows].reshape(len(k_KmD), -1, 1)
-            probs_KNm = _scores(q_KND, k_KmD, block, window).sub_(lse_KN1).exp_()
+            probs_KNm = _scores(q_KND, k_KDm, block, window).softmax(2)
             dv_KmV[:, block.keys] += probs_KNm.mT @ grad_KNV
-            dprobs_KNm = grad_KNV @ v_KmV[:, block.keys].mT
-            mean_KN1 = (grad_KNV * out_KNV).sum(2, keepdim=True)
-            dscores_KNm = dprobs_KNm.sub_(mean_KN1).mul_(probs_KNm)
+            dprobs_KNm = grad_KNV @ v_KVm[:, :, block.keys]
+            dscores_KNm = _softmax_backward(dprobs_KNm, probs_KNm, 2, dtype)
             dk_KmD[:, block.keys] += dscores_KNm.mT @ q_KND
             _put(dq_THD, block, (dscores_KNm @ k_KmD[:, block.keys]).mul_(scale))
         dk_SKD[run.keys] = dk_KmD.transpose(0, 1)
@@ -146,11 +153,16 @@ def _by_head(x_mKD: Tensor, dtype: torch.dtype) -> Tensor:
     return x_mKD.transpose(0, 1).to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _grouped(x_nHD: Tensor, k_KmD: Tensor) -> Tensor:
-    """(K, N, D), a copy in the dtype of k: under each key head the rows of its query heads."""
-    (rows, heads, width), shared = x_nHD.shape, len(k_KmD)
+def _turned(x_mKD: Tensor, dtype: torch.dtype) -> Tensor:
+    """(K, D, m), a copy."""
+    return x_mKD.permute(1, 2, 0).to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _grouped(x_nHD: Tensor, like: Tensor) -> Tensor:
+    """(K, N, D), a copy in the dtype of `like` (K, …): under each key head its query heads."""
+    (rows, heads, width), shared = x_nHD.shape, len(like)
     split_KGnD = x_nHD.reshape(rows, shared, heads // shared, width).permute(1, 2, 0, 3)
-    copied = split_KGnD.to(k_KmD.dtype, copy=True, memory_format=torch.contiguous_format)
+    copied = split_KGnD.to(like.dtype, copy=True, memory_format=torch.contiguous_format)
     return copied.view(shared, -1, width)
 
 
@@ -161,9 +173,9 @@ def _put(whole_THD: Tensor, block: Block, part_KND: Tensor) -> None:
     target_nHD.copy_(part_KND.reshape(heads, rows, width).transpose(0, 1))
 
 
-def _scores(q_KND: Tensor, k_KmD: Tensor, block: Block, window: int | None) -> Tensor:
+def _scores(q_KND: Tensor, k_KDm: Tensor, block: Block, window: int | None) -> Tensor:
     """(K, N, keys of the block), −inf where a row does not see the key."""
-    scores_KNm = q_KND @ k_KmD[:, block.keys].mT
+    scores_KNm = q_KND @ k_KDm[:, :, block.keys]
     rows = block.rows.stop - block.rows.start
     row_n1 = torch.arange(block.own, block.own + rows, device=q_KND.device).unsqueeze(1)
     key_m = torch.arange(block.keys.start, block.keys.stop, device=q_KND.device)

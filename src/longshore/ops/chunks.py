@@ -20,6 +20,10 @@ from torch import Tensor
 
 from longshore.ops.boundaries import to_device
 
+ON_CPU = 32
+"""Rows of a chunk. A CPU does the small products that this gives as fast, and half of the rest."""
+ELSEWHERE = 64
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
@@ -47,8 +51,10 @@ class Chunks:
         return chunks.flatten(0, 1).index_select(0, self.places)
 
 
-def chunks_of(offsets: Sequence[int], size: int, *, device: torch.device) -> Chunks:
-    """The chunks of runs with these offsets, made on the host."""
+def chunks_of(offsets: Sequence[int], size: int | None, *, device: torch.device) -> Chunks:
+    """The chunks of runs with these offsets, made on the host; size: the device's for None."""
+    if size is None:
+        size = ON_CPU if device.type == "cpu" else ELSEWHERE
     if size < 1:
         raise ValueError(f"a chunk of {size} rows is impossible; take 1 or more")
     starts = np.asarray(offsets[:-1], dtype=np.int64)
@@ -76,23 +82,30 @@ def chunks_of(offsets: Sequence[int], size: int, *, device: torch.device) -> Chu
 
 
 def carry(
-    layout: Chunks, initial: Tensor, step: Callable[..., Tensor], *, parts: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor]:
-    """The state entering each chunk (M, …) and leaving each run (S, …).
+    layout: Chunks,
+    initial: Tensor,
+    step: Callable[..., tuple[Tensor, ...]],
+    *,
+    parts: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    """The state leaving each run (S, …), then what the steps emitted, (M, …) each.
 
-    step(state, *parts) takes the states of some runs past one chunk of each; parts are (M, …).
+    step(state, *parts) takes the states of some runs past one chunk of each and returns the next
+    states, then what it emits; parts are (M, …).
     """
     state = initial.index_select(0, layout.order)
-    entering: list[Tensor] = [state[:0]]
     ended: list[Tensor] = []
+    emitted: list[tuple[Tensor, ...]] = []
     # Splits, not slices: their backward joins all parts once instead of filling M rows for each.
     for each in zip(*(part.split_with_sizes(layout.steps) for part in parts), strict=True):
         state, done = state.split_with_sizes([len(each[0]), len(state) - len(each[0])])
         ended.append(done)
-        entering.append(state)
-        state = step(state, *each)
-    final = torch.cat([state, *reversed(ended)])
-    return torch.cat(entering), final.index_select(0, layout.back)
+        state, *here = step(state, *each)
+        emitted.append(tuple(here))
+    if not emitted:
+        emitted.append(step(state[:0], *parts)[1:])
+    final = torch.cat([state, *reversed(ended)]).index_select(0, layout.back)
+    return final, *(torch.cat(each) for each in zip(*emitted, strict=True))
 
 
 def decays(logs: Tensor) -> Tensor:
@@ -105,6 +118,16 @@ def decays(logs: Tensor) -> Tensor:
     ones = torch.ones(logs.shape[-1], logs.shape[-1], dtype=torch.bool, device=logs.device)
     sums = torch.where(ones.tril(-1), logs[..., None], 0.0).cumsum(-2)
     return sums.masked_fill(ones.triu(1), float("-inf")).exp()
+
+
+def kept(logs: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(logs) in two parts, the first 0 or 1: what is kept of a state S is one·S + rest·S.
+
+    A decay so near 1 that it rounds to 1, or off by 1e-8 each time, shows after many chunks. With
+    what is added A it is one·S + (rest·S + A): the small terms meet first.
+    """
+    mostly = logs > -0.5
+    return mostly.to(logs.dtype), torch.where(mostly, logs.expm1(), logs.exp())
 
 
 def first_states(initial: Tensor | None, shape: tuple[int, ...], *, like: Tensor) -> Tensor:

@@ -15,18 +15,24 @@ Within a chunk that begins with S0, with c_ij the decay from row j to row i and 
 is a triangular system; solved for both right sides it gives u = U − W·S0, and all else is products.
 `prepare_delta` does all that needs no S0, so that lanes can exchange states in between.
 
+A chunk leaves S = c·S0 + K̂ᵀ(U − W·S0), with c and K̂ the decay and the keys as its end sees them.
+As a matrix, (c − K̂ᵀW)·S0 + K̂ᵀU, it would be rounded once and err the same way in every chunk:
+where keys repeat and little fades, states would drift away as sequences grow.
+
 T rows, S runs, H heads, K and V width of keys and values; M chunks of Q rows, laid out as in
 ops/chunks.py. With one head, K = V = 1, q = k = scale = 1, g = 0 and beta = ½ the state goes half
 way to each value: runs of values 4 8 | 6 give 2 5 | 3.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from longshore.ops.boundaries import Bounds, offsets_of
-from longshore.ops.chunks import Chunks, carry, chunks_of, decays, first_states
+from longshore.ops.chunks import Chunks, carry, chunks_of, decays, first_states, kept
+from longshore.ops.products import product, solve_unit_lower
 
 
 def gated_delta_rule(
@@ -39,7 +45,7 @@ def gated_delta_rule(
     scale: float | None = None,
     bounds: Bounds | None = None,
     initial: Tensor | None = None,
-    chunk: int = 64,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(T, H, V) in the dtype of v, and final states (S, H, K, V) in float32 at least.
 
@@ -58,13 +64,15 @@ def delta_transition(
     beta_TH: Tensor,
     *,
     bounds: Bounds | None = None,
-    chunk: int = 64,
+    chunk: int | None = None,
 ) -> Tensor:
     """(S, H, K, K): the matrix by which each run multiplies the state it is handed."""
     layout = chunks_of(offsets_of(bounds, len(k_THK)), chunk, device=k_THK.device)
     dtype = torch.promote_types(k_THK.dtype, torch.float32)
-    none = _cut(layout, k_THK[..., :0], dtype)
-    return _product(layout, _solve(layout, k_THK, none, g_TH, beta_TH).transition)
+    k, none, g, beta = (
+        _cut(layout, rows, dtype) for rows in (k_THK, k_THK[..., :0], g_TH, beta_TH)
+    )
+    return _solve(k, none, g, beta, decay=decays(g)).ends(layout)[0]
 
 
 def prepare_delta(
@@ -76,112 +84,119 @@ def prepare_delta(
     *,
     scale: float | None = None,
     bounds: Bounds | None = None,
-    chunk: int = 64,
+    chunk: int | None = None,
 ) -> "PreparedDelta":
     """The part of `gated_delta_rule` that does not depend on the initial states."""
     rows, _, keys = k_THK.shape
     layout = chunks_of(offsets_of(bounds, rows), chunk, device=v_THV.device)
     dtype = torch.promote_types(v_THV.dtype, torch.float32)
-    q = _cut(layout, q_THK, dtype) * (keys**-0.5 if scale is None else scale)
-    solved = _solve(layout, k_THK, _cut(layout, v_THV, dtype), g_TH, beta_TH)
+    q, k, v, g, beta = (_cut(layout, each, dtype) for each in (q_THK, k_THK, v_THV, g_TH, beta_TH))
+    q = q * (keys**-0.5 if scale is None else scale)
+    decay = decays(g)
     return PreparedDelta(
         layout=layout,
-        from_values=solved.from_values,
-        from_state=solved.from_state,
-        transition=solved.transition,
-        added=solved.faded_k.mT @ solved.from_values,
-        scores=q @ solved.k.mT * solved.decay,
-        faded_q=q * solved.since_start,
+        changes=_solve(k, v, g, beta, decay=decay),
+        scores=product(q, k.mT) * decay,
+        faded_q=q * _since_start(g),
         dtype=v_THV.dtype,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Changes:
+    """What each chunk does to the state that enters it.
+
+    from_values, from_state: U (M, H, Q, V) and W (M, H, Q, K). faded_k: K̂, (M, H, Q, K). one, rest:
+    (M, H, 1, 1), whose sum is c.
+    """
+
+    from_values: Tensor
+    from_state: Tensor
+    faded_k: Tensor
+    one: Tensor
+    rest: Tensor
+
+    def ends(self, layout: Chunks) -> tuple[Tensor, Tensor]:
+        """Of each run, the transition (S, H, K, K) and the final state from 0 (S, H, K, V)."""
+        heads, _, values = self.from_values.shape[1:]
+        keys = self.from_state.shape[3]
+        nothing, eye = torch.zeros_like(self.from_state), self.rest.new_ones(keys).diag()
+        # Columns that no value reaches, from the identity, become the transition.
+        start = pad(eye, (values, 0)).expand(layout.runs, heads, keys, values + keys)
+        wide = replace(self, from_values=torch.cat([self.from_values, nothing], dim=3))
+        final, transition = wide.carried(layout, start)[0].split([values, keys], dim=3)
+        return transition, final
+
+    def carried(self, layout: Chunks, start: Tensor) -> tuple[Tensor, ...]:
+        """States that leave the runs; those that enter the chunks (M, H, K, V); u (M, H, Q, V)."""
+        parts = (self.from_values, self.from_state, self.faded_k, self.one, self.rest)
+        return carry(layout, start, _past_chunk, parts=parts)
+
+
+def _past_chunk(
+    state: Tensor,
+    from_values: Tensor,
+    from_state: Tensor,
+    faded_k: Tensor,
+    one: Tensor,
+    rest: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The next state, the one that entered, and the updates u of the chunk's rows."""
+    updates = from_values - product(from_state, state)
+    changed = rest * state + product(faded_k.mT, updates)
+    return one * state + changed, state, updates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedDelta:
     """What the chunks do, whatever states they begin with.
 
-    from_values, from_state: U (M, H, Q, V) and W (M, H, Q, K). transition, added: (M, H, K, K) and
-    (M, H, K, V), what a chunk does to the state. scores: (M, H, Q, Q). faded_q: queries as they see
-    the state that entered. dtype: of the outputs.
+    scores: (M, H, Q, Q). faded_q: queries as they see the state that entered, (M, H, Q, K). dtype:
+    of the outputs.
     """
 
     layout: Chunks
-    from_values: Tensor
-    from_state: Tensor
-    transition: Tensor
-    added: Tensor
+    changes: Changes
     scores: Tensor
     faded_q: Tensor
     dtype: torch.dtype
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """Of each run, the transition (S, H, K, K) and the final state from 0 (S, H, K, V)."""
-        return _product(self.layout, self.transition), self._carried(None)[1]
+        return self.changes.ends(self.layout)
 
     def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (T, H, V) and final states (S, H, K, V)."""
-        entering, final = self._carried(initial)
-        updates = self.from_values - self.from_state @ entering
-        made = self.scores @ updates + self.faded_q @ entering
-        return self.layout.join(made.transpose(1, 2)).to(self.dtype), final
-
-    def _carried(self, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-        shape = (self.layout.runs, *self.added.shape[1:])
-        start = first_states(initial, shape, like=self.added)
-        parts = (self.transition, self.added)
-        return carry(self.layout, start, lambda s, a, b: a @ s + b, parts=parts)
+        heads, _, values = self.changes.from_values.shape[1:]
+        shape = (self.layout.runs, heads, self.faded_q.shape[3], values)
+        start = first_states(initial, shape, like=self.faded_q)
+        final, entering, updates = self.changes.carried(self.layout, start)
+        out = product(self.scores, updates) + product(self.faded_q, entering)
+        return self.layout.join(out.transpose(1, 2)).to(self.dtype), final
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Solved:
-    """What a chunk does, whatever state it begins with.
-
-    from_values, from_state: U (M, H, Q, V) and W (M, H, Q, K). decay: c_ij. since_start: c_i (M, H,
-    Q, 1). faded_k: keys as the end of the chunk sees them. transition: (M, H, K, K).
-    """
-
-    k: Tensor
-    from_values: Tensor
-    from_state: Tensor
-    decay: Tensor
-    since_start: Tensor
-    faded_k: Tensor
-    transition: Tensor
-
-
-def _solve(layout: Chunks, k_THK: Tensor, v: Tensor, g_TH: Tensor, beta_TH: Tensor) -> _Solved:
-    keys, values = k_THK.shape[2], v.shape[3]
-    k = _cut(layout, k_THK, v.dtype)
-    g = _cut(layout, g_TH, v.dtype)
-    beta = _cut(layout, beta_TH, v.dtype)[..., None]
-    decay = decays(g)
-    since_start = g.cumsum(-1).exp()[..., None]
-    system = (beta * k @ k.mT * decay).tril(-1)
-    right = torch.cat([beta * v, beta * since_start * k], dim=-1)
-    # The ones of the diagonal are implied.
-    solution = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    from_values, from_state = solution.split([values, keys], dim=-1)
-    faded_k = k * decay[..., -1, :, None]
-    kept = g.sum(-1).exp()[..., None, None] * torch.eye(keys, dtype=v.dtype, device=v.device)
-    return _Solved(
-        k=k,
+def _solve(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, decay: Tensor) -> Changes:
+    """Of chunks (M, H, Q, …)."""
+    scaled_k = beta[..., None] * k
+    system = (product(scaled_k, k.mT) * decay).tril(-1)
+    right = torch.cat([beta[..., None] * v, scaled_k * _since_start(g)], dim=-1)
+    solution = solve_unit_lower(system, right)
+    from_values, from_state = solution.split([v.shape[3], k.shape[3]], dim=-1)
+    one, rest = kept(g.sum(-1)[..., None, None])
+    return Changes(
         from_values=from_values,
         from_state=from_state,
-        decay=decay,
-        since_start=since_start,
-        faded_k=faded_k,
-        transition=kept - faded_k.mT @ from_state,
+        faded_k=k * decay[..., -1, :, None],
+        one=one,
+        rest=rest,
     )
 
 
-def _product(layout: Chunks, transition: Tensor) -> Tensor:
-    """(S, H, K, K): the product of the chunks of each run."""
-    heads, keys = transition.shape[1:3]
-    eye = torch.eye(keys, dtype=transition.dtype, device=transition.device)
-    start = eye.expand(layout.runs, heads, keys, keys)
-    return carry(layout, start, lambda s, a: a @ s, parts=(transition,))[1]
+def _since_start(g: Tensor) -> Tensor:
+    """c_i: (M, H, Q, 1)."""
+    return g.cumsum(-1).exp()[..., None]
 
 
 def _cut(layout: Chunks, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """(T, H, …) as (M, H, Q, …)."""
-    return layout.cut(rows.to(dtype)).transpose(1, 2)
+    return layout.cut(rows.to(dtype)).transpose(1, 2).contiguous()

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from longshore.ops.boundaries import Bounds, offsets_of
-from longshore.ops.chunks import Chunks, carry, chunks_of, decays, first_states
+from longshore.ops.chunks import Chunks, carry, chunks_of, decays, first_states, kept
+from longshore.ops.products import product
 
 
 def ssd(
@@ -37,7 +38,7 @@ def ssd(
     D_H: Tensor | None = None,
     bounds: Bounds | None = None,
     initial: Tensor | None = None,
-    chunk: int = 64,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(T, H, P) in the dtype of x, and final states (S, H, P, N) in float32 at least.
 
@@ -49,13 +50,13 @@ def ssd(
 
 
 def ssd_transition(
-    dt_TH: Tensor, A_H: Tensor, *, bounds: Bounds | None = None, chunk: int = 64
+    dt_TH: Tensor, A_H: Tensor, *, bounds: Bounds | None = None, chunk: int | None = None
 ) -> Tensor:
     """(S, H): by how much each run shrinks the state it is handed."""
     layout = chunks_of(offsets_of(bounds, len(dt_TH)), chunk, device=dt_TH.device)
     dtype = torch.promote_types(dt_TH.dtype, torch.float32)
     logs = layout.cut(dt_TH.to(dtype) * A_H.to(dtype))
-    return _shrinking(layout, logs.sum(1).exp())
+    return _shrinking(layout, logs.sum(1))
 
 
 def prepare_ssd(
@@ -67,7 +68,7 @@ def prepare_ssd(
     *,
     D_H: Tensor | None = None,
     bounds: Bounds | None = None,
-    chunk: int = 64,
+    chunk: int | None = None,
 ) -> "PreparedSSD":
     """The part of `ssd` that does not depend on the initial states."""
     rows, heads, _ = x_THP.shape
@@ -77,20 +78,21 @@ def prepare_ssd(
     layout = chunks_of(offsets_of(bounds, rows), chunk, device=x_THP.device)
     dtype = torch.promote_types(x_THP.dtype, torch.float32)
     dt, A = dt_TH.to(dtype), A_H.to(dtype)
-    B, C = layout.cut(B_TGN.to(dtype)), layout.cut(C_TGN.to(dtype))
-    # In einsums: m chunk, i and j its rows, g group, r head of the group, p width, n state.
-    logs = torch.unflatten(layout.cut(dt * A), 2, (groups, -1))
-    x = torch.unflatten(layout.cut(dt[:, :, None] * x_THP), 2, (groups, -1))
-    decay = decays(logs.movedim(1, -1))
-    to_end = decay[..., -1, :].movedim(-1, 1)[..., None]
-    scores = torch.einsum("mign,mjgn->mgij", C, B)[:, :, None] * decay
+    B, C = _cut(layout, B_TGN.to(dtype)), _cut(layout, C_TGN.to(dtype))
+    logs = _cut(layout, (dt * A).unflatten(1, (groups, -1)))
+    x = _cut(layout, (dt[:, :, None] * x_THP).unflatten(1, (groups, -1)))
+    # From here on (M, G, H/G, Q, …): what the heads of a group do to the rows of a chunk.
+    logs, x = logs.transpose(2, 3).contiguous(), x.transpose(2, 3).contiguous()
+    decay = decays(logs)
+    scores = product(C, B.mT)[:, :, None] * decay
+    faded = decay[..., -1, :, None] * x
     return PreparedSSD(
         layout=layout,
         C=C,
-        since_start=logs.cumsum(1).exp(),
-        whole=logs.sum(1).exp(),
-        added=torch.einsum("mjgrp,mjgn->mgrpn", to_end * x, B),
-        inner=torch.einsum("mgrij,mjgrp->migrp", scores, x),
+        since_start=logs.cumsum(-1).exp()[..., None],
+        whole=logs.sum(-1)[..., None, None],
+        added=product(faded.mT.flatten(2, 3), B).unflatten(2, (x.shape[2], -1)),
+        inner=product(scores, x),
         direct=None if D_H is None else D_H.to(dtype)[:, None] * x_THP,
         dtype=x_THP.dtype,
     )
@@ -100,10 +102,10 @@ def prepare_ssd(
 class PreparedSSD:
     """What the chunks do, whatever states they begin with.
 
-    C: (M, Q, G, N). since_start: (M, Q, G, H/G), what is left at a row of the state that entered.
-    whole: (M, G, H/G), the same past the last row. added: (M, G, H/G, P, N), what a chunk adds to
-    the state. inner: (M, Q, G, H/G, P), outputs from a state of 0. direct: (T, H, P), D·x, or None.
-    dtype: of the outputs.
+    C: (M, G, Q, N). since_start: (M, G, H/G, Q, 1), what is left at a row of the state that
+    entered. whole: (M, G, H/G, 1, 1), the log of what is left of it past the last row. added: what
+    a chunk adds to the state, (M, G, H/G, P, N). inner: outputs from a state of 0, (M, G, H/G, Q,
+    P). direct: (T, H, P), D·x, or None. dtype: of the outputs.
     """
 
     layout: Chunks
@@ -117,27 +119,39 @@ class PreparedSSD:
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """Of each run, the transition (S, H) and the final state from 0 (S, H, P, N)."""
-        final = self._carried(None)[1]
+        final = self._carried(None)[0]
         return _shrinking(self.layout, self.whole.flatten(1)), final.flatten(1, 2)
 
     def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (T, H, P) and final states (S, H, P, N)."""
-        entering, final = self._carried(initial)
-        outer = torch.einsum("mign,mgrpn->migrp", self.C, entering) * self.since_start[..., None]
-        y_THP = self.layout.join((self.inner + outer).flatten(2, 3))
+        final, entering = self._carried(initial)
+        seen = product(self.C, entering.flatten(2, 3).mT)
+        outer = seen.unflatten(3, entering.shape[2:4]).transpose(2, 3) * self.since_start
+        y_THP = self.layout.join((self.inner + outer).flatten(1, 2).transpose(1, 2))
         if self.direct is not None:
             y_THP = y_THP + self.direct
         return y_THP.to(self.dtype), final.flatten(1, 2)
 
-    def _carried(self, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _carried(self, initial: Tensor | None) -> tuple[Tensor, ...]:
+        """The states that leave the runs, and those that enter the chunks."""
         groups, each, width, state = self.added.shape[1:]
         shape = (self.layout.runs, groups * each, width, state)
         start = first_states(initial, shape, like=self.added).unflatten(1, (groups, each))
-        parts = (self.whole[..., None, None], self.added)
-        return carry(self.layout, start, lambda h, a, b: a * h + b, parts=parts)
+        parts = (*kept(self.whole), self.added)
+        return carry(self.layout, start, _past_chunk, parts=parts)
+
+
+def _past_chunk(h: Tensor, one: Tensor, rest: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    """The next state, and the one that entered."""
+    return one * h + (rest * h + added), h
 
 
 def _shrinking(layout: Chunks, whole_MH: Tensor) -> Tensor:
-    """(S, H): the product of what each chunk of a run leaves."""
-    start = whole_MH.new_ones(layout.runs, whole_MH.shape[1])
-    return carry(layout, start, torch.mul, parts=(whole_MH,))[1]
+    """(S, H): what each run leaves, from the logs of what its chunks leave."""
+    start = whole_MH.new_zeros(layout.runs, whole_MH.shape[1])
+    return carry(layout, start, lambda sums, logs: (sums + logs,), parts=(whole_MH,))[0].exp()
+
+
+def _cut(layout: Chunks, rows_TG: Tensor) -> Tensor:
+    """(T, G, …) as (M, G, Q, …)."""
+    return layout.cut(rows_TG).transpose(1, 2)

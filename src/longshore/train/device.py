@@ -36,6 +36,16 @@ def pick_dtype(asked: str, device: torch.device) -> torch.dtype:
     return found
 
 
+def multiply_plainly(device: torch.device, dtype: torch.dtype, machine: str) -> None:
+    """Has torch multiply by BLAS alone where oneDNN costs more than it saves; machine: its CPU's.
+
+    On aarch64 torch hands the product of every linear layer in float32 to oneDNN, which takes 0.6
+    ms to set each up. Half precision is left to it: some of these CPUs have products of their own.
+    """
+    if device.type == "cpu" and machine in ("aarch64", "arm64") and dtype.itemsize >= 4:
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+
+
 def memory_bytes(device: torch.device, local_size: int) -> int:
     """What one rank may use: its share of the device, or of the machine's memory on a CPU."""
     if device.type == "cuda":
