@@ -174,6 +174,52 @@ DEEPSEEK = """\
 DEEPSEEK_R1 = DEEPSEEK.replace(
     "{{- '<｜Assistant｜>' }}{% endif %}", "{{- '<｜Assistant｜><think>\\n' }}{% endif %}"
 )
+DEEPSEEK_3_1 = """\
+{{- bos_token }}
+{%- for m in messages if m.role == 'system' %}{{- m.content }}{% endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{- '<｜User｜>' + m.content }}
+    {%- elif m.role == 'tool' %}{{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
+    {%- elif m.role == 'assistant' %}
+        {%- if loop.previtem.role != 'tool' %}{{- '<｜Assistant｜></think>' }}{% endif %}
+        {{- m.content if m.tool_calls else m.content.split('</think>', 1)[-1] }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '<｜tool▁calls▁begin｜>' if loop.first }}
+            {{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' }}
+            {{- call.function.arguments + '<｜tool▁call▁end｜>' }}
+            {{- '<｜tool▁calls▁end｜>' if loop.last }}
+        {%- endfor %}
+        {{- '<｜end▁of▁sentence｜>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role == 'user' %}{{- '<｜Assistant｜></think>' }}{% endif %}"""
+# The last answer follows an open <think>, or a closed one where a user asks for no thinking.
+NEMOTRON_H = """\
+{%- set ns = namespace(quiet=false) %}
+{%- for m in messages if m.role == 'user' and '/no_think' in m.content %}{% set ns.quiet = true %}{% endfor %}
+{%- set system = messages[0].content if messages[0].role == 'system' else none %}
+{{- '<SPECIAL_10>System\\n' + (system or '') }}
+{{- '\\nTools: ' + tools | tojson if tools }}{{- '\\n' }}
+{%- for m in (messages if system is none else messages[1:]) %}
+    {%- if m.role == 'user' %}
+        {{- '<SPECIAL_11>User\\n' + m.content.replace('/no_think', '').strip() + '\\n' }}
+    {%- elif m.role == 'tool' %}
+        {{- ', ' if loop.previtem.role == 'tool' else '<SPECIAL_11>User\\n<TOOL_RESPONSE>[' }}
+        {{- m.content }}
+        {{- ']</TOOL_RESPONSE>' if loop.last or loop.nextitem.role != 'tool' }}
+    {%- else %}
+        {{- '<SPECIAL_11>Assistant\\n' }}
+        {%- if loop.last and not m.tool_calls %}{{- '<think></think>' if ns.quiet else '<think>\\n' }}{% endif %}
+        {{- (m.content if loop.last else m.content.split('</think>')[-1]).strip() }}
+        {%- for call in m.tool_calls or [] %}
+            {{- ', ' if not loop.first else '<TOOLCALL>[' }}
+            {{- '{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson + '}' }}
+            {{- ']</TOOLCALL>' if loop.last }}
+        {%- endfor %}
+        {{- '\\n<SPECIAL_12>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<SPECIAL_11>Assistant\\n<think>' + ('</think>' if ns.quiet else '\\n') }}{% endif %}"""
 GEMMA = """\
 {{- bos_token }}
 {%- set first = messages[0].content + '\\n\\n' if messages[0].role == 'system' else '' %}
@@ -217,6 +263,12 @@ def deepseek_opening(messages, tools):
     return f"<|begin_of_text|>{''.join(system)}<｜User｜>{user}"
 
 
+def nemotron_h_opening(messages, tools):
+    *system, user = (message["content"] for message in messages)
+    listed = f"\nTools: {json.dumps(tools, ensure_ascii=False)}" if tools else ""
+    return f"<SPECIAL_10>System\n{''.join(system)}{listed}\n<SPECIAL_11>User\n{user.strip()}\n"
+
+
 def gemma_opening(messages, tools):
     *system, user = (message["content"] for message in messages)
     first = "".join(f"{text}\n\n" for text in system)
@@ -242,5 +294,7 @@ REBUILT = {
     "llama_3": Rebuilt(LLAMA_3, llama_opening, "Llama 3", DROPS),
     "deepseek": Rebuilt(DEEPSEEK, deepseek_opening, "DeepSeek V3 and R1", DROPS),
     "deepseek_r1": Rebuilt(DEEPSEEK_R1, deepseek_opening, "DeepSeek V3 and R1", REWRITES),
+    "deepseek_3_1": Rebuilt(DEEPSEEK_3_1, deepseek_opening, "DeepSeek V3.1", DROPS),
+    "nemotron_h": Rebuilt(NEMOTRON_H, nemotron_h_opening, "Nemotron-H", REWRITES),
     "gemma": Rebuilt(GEMMA, gemma_opening, "Gemma", DROPS),
 }

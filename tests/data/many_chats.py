@@ -254,7 +254,7 @@ def deepseek_r1(messages):
     return deepseek(messages, think_prompt=True)
 
 
-def deepseek_3_1(messages):
+def deepseek_3_1(messages, *, closed="</think>"):
     continued = False
     for message in messages:
         if message["role"] == "tool":
@@ -262,7 +262,7 @@ def deepseek_3_1(messages):
         elif message["role"] == "assistant":
             thought, content, calls = parts(message)
             if not continued:
-                yield "<｜Assistant｜>" + ("<think>" if thought else "</think>"), False
+                yield "<｜Assistant｜>" + ("<think>" if thought else closed), False
             elif thought:
                 yield "<think>", True
             after = "".join(
@@ -277,15 +277,15 @@ def deepseek_3_1(messages):
         continued = message["role"] == "tool"
 
 
-def nemotron_h(messages, *, gap="\n"):
+def nemotron_h(messages, *, gap="\n", result_gap="", thinks="\n"):
     for item in runs(messages):
         if isinstance(item, list):
             inner = ", ".join(item)
-            yield f"<SPECIAL_11>User\n<TOOL_RESPONSE>[{inner}]</TOOL_RESPONSE>{gap}", False
+            yield f"<SPECIAL_11>User\n<TOOL_RESPONSE>[{inner}]</TOOL_RESPONSE>{result_gap}", False
         elif item["role"] == "assistant":
             thought, content, calls = parts(item)
             content = content.strip()
-            yield "<SPECIAL_11>Assistant\n<think>" + ("\n" if thought else "</think>"), False
+            yield "<SPECIAL_11>Assistant\n<think>" + (thinks if thought else "</think>"), False
             said = f"{thought}\n</think>\n\n{content}" if thought else content
             listed = ", ".join(f'{{"name": "{n}", "arguments": {dumped(a)}}}' for n, a in calls)
             after = ("\n\n" if content else "") + f"<TOOLCALL>[{listed}]</TOOLCALL>"

@@ -11,7 +11,7 @@ from longshore.data.source import SampleError
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
 
 TOKENS = sorted({token for family in FAMILIES for token in family.tokens} - set(SPECIAL))
-EACH = 50  # chats for each family, 400 in all
+EACH = 40  # chats for each family, 400 in all
 
 
 def tokenizer(folder, own, **choice):

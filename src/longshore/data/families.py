@@ -72,12 +72,20 @@ FAMILIES = (
             for gap in ("\n", "")
         ),
     ),
-    Family("deepseek_3_1", "DeepSeek V3.1", DEEPSEEK),
+    Family(
+        "deepseek_3_1",
+        "DeepSeek V3.1",
+        DEEPSEEK,
+        ({"closed": "</think>"}, {"closed": "<think></think>"}),
+    ),
     Family(
         "nemotron_h",
         "Nemotron-H",
         ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"),
-        ({"gap": "\n"}, {"gap": "\n\n"}),
+        (
+            {"gap": "\n", "result_gap": "", "thinks": "\n"},
+            {"gap": "\n\n", "result_gap": "\n\n", "thinks": "\n\n"},
+        ),
         quiet="/no_think",
     ),
     Family("gemma", "Gemma", ("<start_of_turn>", "<end_of_turn>")),
@@ -198,7 +206,7 @@ def _probes(quiet: str) -> Iterator[Probe]:
     calls = {**_said("assistant", WORDS), "tool_calls": [CALL, CALL]}
     result = _said("tool", "31\n")
     yield Probe(_chat(ask, answer), needed=True)
-    yield Probe(_chat(ask), prompt=not quiet)
+    yield Probe(_chat(_said("user", "Hi")), prompt=True)
     yield Probe(_chat(_said("system", "Be kind."), ask, answer))
     yield Probe(_chat(ask, spaced))
     yield Probe(_chat(ask, answer, _said("user", " So?\n")), behind=1)
