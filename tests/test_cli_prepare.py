@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.data.family_templates import QWEN3
 from tests.data.tiny import CHATML, word_tokenizer
 
 from longshore.cli.main import main
@@ -47,6 +48,26 @@ def test_chats_become_a_store_and_bad_lines_are_told(capsys):
     assert len(Store("made")) == 20
     rejected = json.loads(Path("made/rejected.jsonl").read_text())
     assert (rejected["line"], rejected["reason"]) == (4, "broken JSON")
+
+
+def test_the_template_is_chosen_and_told(capsys):
+    """Turns with thinking, through a template that drops the thinking of all but the last."""
+    word_tokenizer(Path("tok"), WORDS, template=QWEN3)
+    thinks = {"role": "assistant", "content": "it runs", "reasoning_content": "a current"}
+    turns = [{"role": "user", "content": "what is a beach"}, thinks] * 3
+    Path("chats.jsonl").write_text(json.dumps({"messages": turns}))
+    line = "chat template: Longshore's training template for Qwen3, because the tokenizer's own"
+    assert prepare("--workers", "1") == 0
+    assert f"{line} rewrites earlier turns\n" in capsys.readouterr().out
+    manifest = json.loads(Path("made/manifest.json").read_text())
+    assert manifest["about"]["chat_template"] == f"{line} rewrites earlier turns"
+    assert prepare("--workers", "1", "--template", "own", "--start-over") == 2
+    assert "no sample became a sequence; rejected 1: 1 spans not located" in capsys.readouterr().err
+    assert prepare("--workers", "1", "--template", "chatml", "--start-over") == 0
+    assert "training template for ChatML, as asked for" in capsys.readouterr().out
+    Path("chats.jsonl").write_text(json.dumps({"text": "what is a beach"}))
+    assert prepare("--workers", "1", "--start-over") == 0
+    assert "template" not in capsys.readouterr().out
 
 
 def test_a_prepared_folder_is_planned_as_training_will_take_it(capsys):

@@ -3,7 +3,8 @@ import datetime
 import pytest
 from tests.data.tiny import CHATML, LLAMA3, MARKED, REWRITES, SPECIAL, TOOLS
 
-from longshore.data.chat_template import Chat, ChatTemplate, chat_from
+from longshore.data.chat_template import ChatTemplate
+from longshore.data.chats import Chat
 from longshore.data.source import SampleError
 
 USER = {"role": "user", "content": "Hi"}
@@ -104,6 +105,35 @@ def test_a_generation_prompt_that_no_turn_begins_with_is_refused():
         made(template).locate(chat(USER, ASSISTANT))
 
 
+def test_a_header_that_is_no_prompt_is_refused():
+    template = """\
+{%- for message in messages %}{{- message.role + ': ' + message.content + '\\n' }}{%- endfor %}"""
+    with pytest.raises(SampleError, match=r"ignores add_generation_prompt.*'assistant:'") as caught:
+        made(template).locate(chat(USER, ASSISTANT))
+    assert caught.value.reason == "spans not located"
+
+
+def test_a_template_that_needs_no_header_needs_no_prompt():
+    template = """\
+{%- for m in messages %}
+    {{- '[INST] ' + m.content + '[/INST]' if m.role == 'user' else ' ' + m.content + '<|eot_id|>' }}
+{%- endfor %}"""
+    given = chat(USER, ASSISTANT, USER, said("assistant", "[INST]"))
+    assert spans_of(template, given) == [" Yo<|eot_id|>", " [INST]<|eot_id|>"]
+
+
+def test_what_a_template_would_lose_is_refused():
+    lost = (
+        ({"reasoning_content": "Hm."}, CHATML, "leaves out the thinking of message 2"),
+        ({"tool_calls": [{"function": {"name": "add"}}]}, CHATML, "leaves out tool_calls of"),
+        ({}, CHATML.replace("message['content']", "'No.'"), "leaves out content of message 2"),
+    )
+    for more, template, message in lost:
+        with pytest.raises(SampleError, match=message) as caught:
+            made(template).locate(chat(USER, {**ASSISTANT, **more}))
+        assert caught.value.reason == "left out by the template"
+
+
 def test_a_turn_without_text_is_refused():
     template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     with pytest.raises(SampleError, match=r"message 2 \(assistant\) adds no text"):
@@ -169,88 +199,3 @@ def test_a_template_may_refuse_a_chat():
 def test_a_template_that_is_no_jinja():
     with pytest.raises(ValueError, match="chat template: line 2 is not valid Jinja"):
         made("\n{% for %}")
-
-
-@pytest.mark.parametrize(
-    ("sample", "form", "roles", "first"),
-    [
-        ({"messages": [USER, ASSISTANT]}, "messages", "user assistant", 0),
-        (
-            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]},
-            "conversations",
-            "user assistant",
-            0,
-        ),
-        (
-            {"conversations": [{"from": "user", "value": "Hi"}], "system": "Be kind."},
-            "conversations",
-            "system user",
-            0,
-        ),
-        ({"prompt": [USER], "completion": [ASSISTANT, USER]}, "prompt", "user assistant user", 1),
-    ],
-)
-def test_forms_of_a_chat(sample, form, roles, first):
-    got = chat_from(sample, form)
-    assert " ".join(message["role"] for message in got.messages) == roles
-    assert got.first == first
-
-
-def test_sharegpt_calls_and_results():
-    turns = [
-        {"from": "human", "value": "Add."},
-        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
-        {"from": "observation", "value": "1"},
-    ]
-    got = chat_from({"conversations": turns, "tools": '[{"name": "add"}]'}, "conversations")
-    assert got.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
-    assert got.messages[2] == {"role": "tool", "content": "1"}
-    assert got.tools == [{"name": "add"}]
-
-
-def test_messages_as_templates_expect_them():
-    message = {
-        "role": "assistant",
-        "content": None,
-        "name": None,
-        "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}],
-    }
-    parts = {"role": "user", "content": [{"type": "text", "text": "Hi"}], "tool_calls": []}
-    first, second = chat_from({"messages": [parts, message]}, "messages").messages
-    assert first == USER
-    assert second == {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}],
-    }
-
-
-@pytest.mark.parametrize(
-    ("messages", "reason", "message"),
-    [
-        ([], "no messages", "messages must be a list with at least one"),
-        (None, "no messages", "messages must be a list"),
-        ("Hi", "no messages", "messages must be a list"),
-        (["Hi"], "bad message", r"messages\[0\] is not an object"),
-        ([{"content": "Hi"}], "bad message", r"messages\[0\]: role is None"),
-        ([USER, {"role": "user", "content": 5}], "bad message", r"messages\[1\]: content must be"),
-        ([{**USER, "content": [{"type": "image"}]}], "bad message", "content must be text"),
-        ([{**USER, "weight": 0.5}], "bad message", "weight is 0.5, not 0 or 1"),
-        ([{**USER, "tool_calls": ["f"]}], "bad message", r"tool_calls\[0\] is not an object"),
-    ],
-)
-def test_bad_messages_are_named(messages, reason, message):
-    with pytest.raises(SampleError, match=message) as caught:
-        chat_from({"messages": messages}, "messages")
-    assert caught.value.reason == reason
-
-
-def test_bad_chats_are_named():
-    with pytest.raises(SampleError, match="'from' is 'alien'; it must be one of system, human"):
-        chat_from({"conversations": [{"from": "alien", "value": ""}]}, "conversations")
-    with pytest.raises(SampleError, match=r"function_call\[0\] is not an object"):
-        chat_from({"conversations": [{"from": "function_call", "value": "f"}]}, "conversations")
-    with pytest.raises(SampleError, match="tools must be a list"):
-        chat_from({"messages": [USER], "tools": "add"}, "messages")
-    with pytest.raises(SampleError, match="chat_template_kwargs must be an object"):
-        chat_from({"messages": [USER], "chat_template_kwargs": [1]}, "messages")

@@ -433,7 +433,7 @@ def test_progress_counts_what_is_there(here, monkeypatch):
         ({"max_length": 1}, "max_length is 1"),
         ({"loss_on": "user"}, "loss_on is 'user'"),
         ({"out": "data"}, "data: holds mine.txt and no store; choose an empty folder"),
-        ({"template": "none.jinja"}, "none.jinja: cannot be read"),
+        ({"template": "none.jinja"}, "there is no file none.jinja; give a file, auto, own"),
     ],
 )
 def test_what_cannot_work_is_told_before_anything_is_made(here, settings, message):

@@ -21,8 +21,8 @@ from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer, tokenize_
 WORDS = 'system user assistant Be kind . Hi Yo One Two name add arguments a b 1 2 : , { } " [ ] \n'
 
 
-def tokenizer(folder, template, **rules):
-    made = Tokenizer(word_tokenizer(folder, WORDS, template=template))
+def tokenizer(folder, template, *, choice="auto", **rules):
+    made = Tokenizer(word_tokenizer(folder, WORDS, template=template), template=choice)
     return SampleTokenizer(made, Rules(**rules))
 
 
@@ -264,7 +264,8 @@ def test_a_stream_of_samples_names_the_bad_one(tmp_path):
     assert [sequence.id for sequence in stream] == [0, 1]
     long = {"role": "assistant", "content": "<think>Hi</think>One"}
     stream = tokenize_samples(
-        [samples[0], {"messages": [CHAT[0], long, *CHAT[2:]]}], tokenizer(tmp_path, REWRITES)
+        [samples[0], {"messages": [CHAT[0], long, *CHAT[2:]]}],
+        tokenizer(tmp_path, REWRITES, choice="own"),
     )
     assert next(stream).id == 0
     with pytest.raises(SampleError, match="sample 1: rendered up to the end of message 2"):
@@ -295,7 +296,7 @@ def test_where_a_template_comes_from(tmp_path):
         return made.template_for(chat_of([])).render(chat_of([])), made.template_digest
 
     def chat_of(tools):
-        from longshore.data.chat_template import Chat
+        from longshore.data.chats import Chat
 
         return Chat(({"role": "user", "content": "Hi"},), tools)
 
@@ -342,12 +343,12 @@ def test_bad_tokenizer_folders(tmp_path):
     with pytest.raises(ValueError, match="chat template: line 1 is not valid Jinja"):
         Tokenizer(folder)
     (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(ValueError, match=r"none.jinja: cannot be read"):
+    with pytest.raises(ValueError, match=r"there is no file .*none.jinja; give a file, auto, own"):
         Tokenizer(folder, template=tmp_path / "none.jinja")
 
 
 def test_missing_packages_say_what_to_install(tmp_path, monkeypatch):
-    folder = word_tokenizer(tmp_path, WORDS, template=CHATML)
+    folder = word_tokenizer(tmp_path, WORDS, template=f"{CHATML}{{# not compiled before #}}")
     for package in ("jinja2", "tokenizers"):
         monkeypatch.setitem(__import__("sys").modules, package, None)
         with pytest.raises(ValueError, match=rf"{package}, which is missing: pip install"):

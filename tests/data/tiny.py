@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -101,7 +102,12 @@ def word_tokenizer(folder: Path, words: str, *, template: str = "", **config: ob
 
 
 def byte_tokenizer(
-    folder: Path, *, merges: tuple[tuple[str, str], ...] = (), bos: bool = False, **config: object
+    folder: Path,
+    *,
+    merges: tuple[tuple[str, str], ...] = (),
+    bos: bool = False,
+    more: Sequence[str] = (),
+    **config: object,
 ) -> Path:
     """A token a byte but for the merges, with the offsets trimmed of white space."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -109,7 +115,7 @@ def byte_tokenizer(
         vocab[left + right] = len(vocab)
     backend = Tokenizer(models.BPE(vocab, list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    backend.add_special_tokens([AddedToken(text, special=True) for text in (*SPECIAL, *more)])
     backend.decoder = decoders.ByteLevel()
     trimmed = processors.ByteLevel(trim_offsets=True)
     token = "<|begin_of_text|>"

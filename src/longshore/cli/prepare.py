@@ -20,7 +20,9 @@ rejected.jsonl with their line and the reason.
   INPUT …            JSONL or Parquet files, or folders of them
   --tokenizer DIR    a Hugging Face tokenizer folder: tokenizer.json, tokenizer_config.json
   --out DIR          the folder to make
-  --template FILE    a chat template to use instead of the tokenizer's own
+  --template T       the chat template: auto (default): the tokenizer's own, or Longshore's for its
+                     family where that rewrites earlier turns; own; the name of a family
+                     (qwen3, llama_3, …); or a file
   --loss-on WHAT     assistant: learn what the assistant says (default); all: every token
   --max-length N     longest sequence in tokens (default: no limit)
   --too-long DO      reject (default) or truncate what is longer

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from longshore.config.sections import DataConfig, RunConfig
 from longshore.config.told import told_as
+from longshore.data.families import check_choice
 from longshore.data.fields import check_declared, parse_field
 from longshore.data.inputs import find_inputs
 from longshore.data.mock import mock_lengths
@@ -95,8 +96,8 @@ def _check_text(data: DataConfig, tokenizer: str) -> None:
         raise ValueError(
             f"{key}: {tokenizer} holds no tokenizer.json; give {key}, a folder that does"
         )
-    if data.template and not Path(data.template).is_file():
-        raise ValueError(f"data.template: there is no file {data.template}")
+    with told_as("data.template: "):
+        check_choice(data.template)
     with told_as("data.fields: "):
         check_declared([parse_field(text) for text in data.fields])
     for name in ("tokenizers", "jinja2"):

@@ -44,7 +44,9 @@ class DataConfig:
     )
     count: int = key(0, whole(0, MOST_MOCK), "how many made-up sequences an epoch has")
     tokenizer: str = key("", text(), "a tokenizer folder, for text (default: model.from_hf)")
-    template: str = key("", text(), "a chat template file instead of the tokenizer's own")
+    template: str = key(
+        "auto", text(), "chat template: auto, own (the tokenizer's), a family's name, or a file"
+    )
     loss_on: Literal["assistant", "all"] = key(
         "assistant", choice("assistant", "all"), "learn what the assistant says, or every token"
     )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from longshore.data.families import OWN, is_file_choice, templates_digest
 from longshore.data.fields import parse_field
 from longshore.data.inputs import find_inputs
 from longshore.data.prepare import Report, Summary, prepare
@@ -38,8 +39,16 @@ def cache_folder(path: str, rules: TextRules, cache: str) -> Path:
         for found in sorted(Path(rules.tokenizer).glob("*"))
         if found.suffix in (".json", ".jinja", ".txt", ".model")
     ]
-    told = json.dumps([inputs, tokenizer, asdict(rules)], default=str)
+    template = _template_digest(rules.template)
+    told = json.dumps([inputs, tokenizer, asdict(rules), template], default=str)
     return Path(cache) / f"{Path(path).stem}-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+
+
+def _template_digest(choice: str) -> str:
+    """What a choice of template stands for today: a file's content, or our templates'."""
+    if is_file_choice(choice):
+        return hashlib.sha256(Path(choice).read_bytes()).hexdigest()
+    return "" if choice == OWN else templates_digest()
 
 
 def prepare_cache(

@@ -1,7 +1,7 @@
-"""Chats and their templates: a chat becomes text, and the assistant's part is located exactly.
+"""Chat templates: a chat becomes text, and the assistant's part is located exactly.
 
-In: a chat in any of the usual forms, and a Hugging Face chat template (Jinja). Out: the text, and
-the spans [start, stop) of characters that the assistant wrote. A short chat in ChatML:
+In: a chat, and a Hugging Face chat template (Jinja). Out: the text, and the spans [start, stop) of
+characters that the assistant wrote. A short chat in ChatML:
 
     <|im_start|>user↵Hi<|im_end|>↵<|im_start|>assistant↵Yo<|im_end|>↵
 
@@ -11,168 +11,60 @@ A template with {% generation %} blocks says itself where the assistant writes, 
 any other, the chat is rendered up to each assistant turn with the generation prompt (0…52 above)
 and up to its end (0…65). Both must be a beginning of the whole text: what lies between them is what
 the model writes at that point of the chat. A template that renders an early turn differently once
-later turns follow (it drops old reasoning, say) fails this and is refused, never guessed at.
+later turns follow (it drops old reasoning, say) fails this and is refused, never guessed at; so is
+one that has a header for the assistant but leaves it out of the generation prompt. Longshore's own
+templates for such families (families.py) have {% generation %} blocks.
 
 The end-of-turn token is part of a span, so that the model learns to stop; white space behind it is
 not, because nothing is generated after the stop. Where a turn ends without a special token, its
 trailing white space is all there is to learn the stop from, and stays.
 
-Templates run in Jinja's immutable sandbox. `strftime_now` gives a fixed date, because the text must
-be the same whenever it is made.
+Templates run in a sandbox with limits (sandbox.py). `strftime_now` gives a fixed date, because the
+text must be the same whenever it is made.
 """
 
+import contextlib
 import datetime
 import hashlib
-import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
+from longshore.data.chats import Chat, Message
+from longshore.data.sandbox import (
+    Limits,
+    TooLargeError,
+    TooSlowError,
+    compile_template,
+    limited,
+    thought_and_content,
+    write,
+)
 from longshore.data.source import SampleError
 
-if TYPE_CHECKING:
-    from jinja2 import Environment, Template
-    from jinja2.nodes import CallBlock
-    from jinja2.parser import Parser
-
-Message = Mapping[str, Any]
 Span = tuple[int, int]
+Marks = tuple[str, str]
 
 # Unicode keeps these two for a program's own use; text must not contain them.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 DATE = datetime.date(2024, 7, 26)  # what the Llama 3 templates write when they know no date
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_call": "assistant",
-}
-NOT_LOCATED = "spans not located"
-WAY_OUT = "give a template with {% generation %} around what the assistant writes, or loss_on='all'"
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """Messages for a template. Those before `first` are a prompt and never in the loss."""
-
-    messages: tuple[Message, ...]
-    tools: Sequence[Any] | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    first: int = 0
-
-    def turns(self) -> list[int]:
-        """The assistant's messages that are in the loss."""
-        return [
-            i
-            for i, message in enumerate(self.messages)
-            if i >= self.first and message["role"] == "assistant" and message.get("weight") != 0
-        ]
-
-
-def chat_from(sample: Mapping[str, Any], form: str) -> Chat:
-    """The chat in a sample: `messages`, `conversations` (ShareGPT) or `prompt` and `completion`."""
-    if form == "messages":
-        messages, first = _messages(sample["messages"], "messages"), 0
-    elif form == "conversations":
-        turns = _list_of_dicts(sample["conversations"], "conversations")
-        system = [{"role": "system", "content": sample["system"]}] if sample.get("system") else []
-        messages, first = _messages(system + [_from_sharegpt(t) for t in turns], form), 0
-    else:
-        prompt = _messages(sample["prompt"], "prompt")
-        messages, first = prompt + _messages(sample["completion"], "completion"), len(prompt)
-    tools, settings = _parsed(sample.get("tools")), sample.get("chat_template_kwargs") or {}
-    if tools is not None and not isinstance(tools, list):
-        raise SampleError("bad message", "tools must be a list, or JSON text of one")
-    if not isinstance(settings, Mapping):
-        raise SampleError("bad message", "chat_template_kwargs must be an object")
-    return Chat(tuple(messages), tools or None, settings, first)
-
-
-def _messages(value: object, name: str) -> list[Message]:
-    return [
-        _message(message, f"{name}[{i}]") for i, message in enumerate(_list_of_dicts(value, name))
-    ]
-
-
-def _message(message: Message, where: str) -> Message:
-    """A message as templates expect it: text content, and tool arguments as objects.
-
-    Keys that are null are left out (Parquet adds them); a null or missing content becomes "".
-    """
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise SampleError("bad message", f"{where}: role is {role!r}; it must be a name")
-    clean = {key: value for key, value in message.items() if value is not None}
-    clean["content"] = _content(clean.get("content", ""), where)
-    if clean.get("weight", 1) not in (0, 1):
-        raise SampleError("bad message", f"{where}: weight is {clean['weight']!r}, not 0 or 1")
-    if calls := clean.pop("tool_calls", None):
-        listed = _list_of_dicts(calls, f"{where}.tool_calls")
-        clean["tool_calls"] = [_tool_call(call) for call in listed]
-    return clean
-
-
-def _content(content: object, where: str) -> str:
-    """Text, or that of a list with one text part; a template may print any other list raw."""
-    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], Mapping):
-        part = content[0]
-        content = part.get("text") if part.get("type") == "text" else content
-    if not isinstance(content, str):
-        raise SampleError("bad message", f"{where}: content must be text or one text part")
-    return content
-
-
-def _tool_call(call: Message) -> Message:
-    function = call.get("function")
-    if isinstance(function, Mapping):
-        return {**call, "function": _tool_call(function)}
-    return {**call, "arguments": _parsed(call["arguments"])} if "arguments" in call else call
-
-
-def _from_sharegpt(turn: Message) -> Message:
-    name = turn.get("from")
-    if name == "function_call":
-        value = _parsed(turn.get("value"))
-        calls = _list_of_dicts(value if isinstance(value, list) else [value], "function_call")
-        return {
-            "role": "assistant",
-            "tool_calls": [{"type": "function", "function": c} for c in calls],
-        }
-    if name not in SHAREGPT_ROLES:
-        raise SampleError(
-            "bad message",
-            f"conversations: 'from' is {name!r}; it must be one of {', '.join(SHAREGPT_ROLES)}",
-        )
-    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    return {**rest, "role": SHAREGPT_ROLES[name], "content": turn.get("value")}
-
-
-def _list_of_dicts(value: object, name: str) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise SampleError("no messages", f"{name} must be a list with at least one message")
-    for i, item in enumerate(value):
-        if not isinstance(item, Mapping):
-            raise SampleError("bad message", f"{name}[{i}] is not an object")
-    return value
-
-
-def _parsed(value: object) -> object:
-    """What JSON text says, where the value is such text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+NOT_LOCATED, LEFT_OUT = "spans not located", "left out by the template"
+TOO_SLOW = "template too slow"
+WAY_OUT = (
+    "give a template with {% generation %} around what the assistant writes, the name of one of "
+    "Longshore's training templates, or loss_on='all'"
+)
+PROBE = "Longshore\ufdd2probe"
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens that it may name."""
+    """A compiled template with the special tokens that it may name.
+
+    One of Longshore's own may be given the tokenizer's, `opening`: what comes before the first turn
+    of the assistant (system message, tools, a user's words) is then rendered by that, and reaches
+    the template as `head`, with the messages behind it. `settings` are values for the template.
+    """
 
     def __init__(
         self,
@@ -181,36 +73,50 @@ class ChatTemplate:
         special_tokens: Mapping[str, Any],
         ends: Sequence[str],
         date: datetime.date = DATE,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+        opening: "ChatTemplate | None" = None,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
     ) -> None:
-        self.digest = hashlib.sha256(text.encode()).hexdigest()
-        self._special_tokens = dict(special_tokens)
+        known = f"{text}{dict(settings)}" if settings else text
+        known = known if opening is None else f"{known}\n{opening.digest}"
+        self.digest: str = hashlib.sha256(known.encode()).hexdigest()
+        self._values = {**special_tokens, **settings}
         self._ends = tuple(ends)
-        self._plain = _compile(text, date, ("", ""))
-        has_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", text) is not None
-        self._marked = _compile(text, date, (OPEN, CLOSE)) if has_marks else None
+        self._opening = opening
+        self._limits = limits
+        self._template = compile_template(text, date)
+        self.has_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", text) is not None
 
-    def render(self, chat: Chat) -> str:
+    def render(self, chat: Chat, *, add_generation_prompt: bool = False) -> str:
         """The text of a whole chat."""
-        return self._render(self._plain, chat, chat.messages)
+        with _told_limits(self._limits):
+            return self._whole(chat, prompt=add_generation_prompt)
 
     def locate(self, chat: Chat) -> tuple[str, list[Span]]:
         """The text of a whole chat and the spans of `chat.turns()` in it, rising."""
-        text = self.render(chat)
-        if self._marked is None:
-            return text, [self._turn_span(chat, turn, text) for turn in chat.turns()]
-        marked = self._render(self._marked, chat, chat.messages)
-        unmarked, spans = _unmark(marked)
-        if unmarked != text:
-            raise SampleError(
-                NOT_LOCATED,
-                "the template changes what stands between its {% generation %} marks, or a message "
-                f"contains the character U+{ord(OPEN):X} or U+{ord(CLOSE):X}",
-            )
-        return text, _chosen(spans, chat)
+        with _told_limits(self._limits):
+            text = self._whole(chat)
+            if not self.has_marks:
+                spans = [self._turn_span(chat, turn, text) for turn in chat.turns()]
+            else:
+                spans = _chosen(self._marked_spans(chat, text), chat)
+        _check_complete(chat, text)
+        return text, spans
+
+    def _marked_spans(self, chat: Chat, text: str) -> list[Span]:
+        unmarked, spans = _unmark(self._whole(chat, marks=(OPEN, CLOSE)))
+        if unmarked == text:
+            return spans
+        raise SampleError(
+            NOT_LOCATED,
+            "the template changes what stands between its {% generation %} marks, or a message "
+            f"contains the character U+{ord(OPEN):X} or U+{ord(CLOSE):X}",
+        )
 
     def _turn_span(self, chat: Chat, turn: int, text: str) -> Span:
-        before = self._render(self._plain, chat, chat.messages[:turn], add_generation_prompt=True)
-        through = self._render(self._plain, chat, chat.messages[: turn + 1])
+        earlier = chat.messages[:turn]
+        before = self._render(chat, earlier, add_generation_prompt=True)
+        through = self._render(chat, chat.messages[: turn + 1])
         _check_beginning(before, text, f"up to message {turn + 1}, with the generation prompt")
         _check_beginning(through, text, f"up to the end of message {turn + 1}")
         start, stop = len(before), len(through)
@@ -218,32 +124,93 @@ class ChatTemplate:
             raise SampleError(
                 NOT_LOCATED, f"message {turn + 1} (assistant) adds no text to the chat; {WAY_OUT}"
             )
+        if before == self._render(chat, earlier):
+            self._check_no_header(chat, turn, start)
         written = text[start:stop].rstrip()
         return (start, start + len(written)) if written.endswith(self._ends) else (start, stop)
 
+    def _check_no_header(self, chat: Chat, turn: int, start: int) -> None:
+        """The generation prompt is empty: nothing must come before the assistant's own words."""
+        other = {"role": "assistant", "content": PROBE}
+        probed = self._render(chat, (*chat.messages[:turn], other))
+        header, found, _ = probed[start:].partition(PROBE)
+        if header.strip() or not found:
+            raise SampleError(
+                NOT_LOCATED,
+                "the template ignores add_generation_prompt, so that its header of the assistant "
+                f"({header.strip()[:40]!r}) cannot be told from the assistant's words; {WAY_OUT}",
+            )
+
+    def _whole(self, chat: Chat, *, prompt: bool = False, marks: Marks = ("", "")) -> str:
+        first, messages, values = chat.first_answer(), chat.messages, {}
+        if self._opening is not None and first:
+            values["head"] = self._opening._render(chat, messages[:first])
+            messages = messages[first:]
+        return self._render(
+            chat, messages, add_generation_prompt=prompt, marks=marks, values=values
+        )
+
     def _render(
         self,
-        template: "Template",
         chat: Chat,
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = False,
+        marks: Marks = ("", ""),
+        values: Mapping[str, str] = MappingProxyType({}),
     ) -> str:
-        given = {**self._special_tokens, **chat.settings}
+        given = {
+            **self._values,
+            **chat.settings,
+            "messages": list(messages),
+            "tools": chat.tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **values,
+        }
         try:
-            return template.render(
-                **given,
-                messages=list(messages),
-                tools=chat.tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
+            return write(self._template, given, self._limits, marks=marks)
+        except (TooSlowError, TooLargeError, MemoryError):
+            raise
         except Exception as error:  # a template is a program of somebody else's
             part = "" if len(messages) == len(chat.messages) else f" on messages[:{len(messages)}]"
             raise SampleError(
                 "template failed",
                 f"the chat template failed{part}: {error or type(error).__name__}",
             ) from None
+
+
+@contextlib.contextmanager
+def _told_limits(limits: Limits) -> Iterator[None]:
+    """Where a template passes its limits, the sample is refused."""
+    try:
+        with limited(limits):
+            yield
+    except TooSlowError as error:
+        raise SampleError(TOO_SLOW, f"the chat template was stopped: {error}") from None
+    except TooLargeError as error:
+        raise SampleError("template too large", f"the chat template was stopped: {error}") from None
+
+
+def _check_complete(chat: Chat, text: str) -> None:
+    """What the assistant thought and called must be in the text."""
+    for turn in chat.turns():
+        message = chat.messages[turn]
+        thought, content = thought_and_content(message)
+        calls = [call.get("function", call)["name"] for call in message.get("tool_calls", ())]
+        if thought.strip() not in text:
+            missing = "the thinking"
+        elif any(name not in text for name in calls):
+            missing = "tool_calls"
+        elif content.strip() not in text:
+            missing = "content"
+        else:
+            continue
+        raise SampleError(
+            LEFT_OUT,
+            f"the template leaves out {missing} of message {turn + 1}, which would be lost; "
+            f"remove it from the sample, or {WAY_OUT}",
+        )
 
 
 def _chosen(spans: list[Span], chat: Chat) -> list[Span]:
@@ -285,66 +252,4 @@ def _check_beginning(part: str, text: str, what: str) -> None:
         f"rendered {what}, the chat is not a beginning of the whole chat (from character {at}: "
         f"{part[at : at + 20]!r} against {text[at : at + 20]!r}), so the template rewrites turns "
         f"and the assistant's part cannot be located; {WAY_OUT}",
-    )
-
-
-def _compile(text: str, date: datetime.date, marks: tuple[str, str]) -> "Template":
-    environment = _environment(date, marks)
-    from jinja2 import TemplateError
-
-    try:
-        return environment.from_string(text)
-    except TemplateError as error:
-        line = getattr(error, "lineno", None)
-        raise ValueError(f"chat template: line {line} is not valid Jinja ({error})") from None
-
-
-def _environment(date: datetime.date, marks: tuple[str, str]) -> "Environment":
-    """What Hugging Face templates expect to find, the `generation` tag included."""
-    try:
-        from jinja2 import TemplateError, nodes
-        from jinja2.ext import Extension
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise ValueError(
-            "chat templates need jinja2, which is missing: pip install 'longshore[hf]'"
-        ) from None
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: "Parser") -> "CallBlock":
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            call = self.call_method("mark", lineno=line)
-            return nodes.CallBlock(call, [], [], body, lineno=line)
-
-        def mark(self, caller: Any) -> str:  # noqa: ANN401
-            return f"{marks[0]}{caller()}{marks[1]}"
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, "jinja2.ext.loopcontrols"],
-    )
-    midnight = datetime.datetime.combine(date, datetime.time())
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = midnight.strftime
-    return environment
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As json.dumps writes it; Jinja's own filter escapes HTML and sorts keys."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

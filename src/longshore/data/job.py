@@ -26,7 +26,7 @@ from typing import Any
 from longshore.data.inputs import Input, Range, cut_ranges, read_range
 from longshore.data.source import SampleError
 from longshore.data.store import MANIFEST, ShardInfo, read_manifest, write_durably
-from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
+from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer, is_chat
 
 LEAST_RANGE, MOST_RANGE, RANGES = 2**20, 2**26, 64
 
@@ -36,7 +36,7 @@ class TokenizerFiles:
     """Where a tokenizer comes from, so that each worker can load it."""
 
     folder: Path
-    template: Path | None
+    template: str | None
     date: datetime.date
 
     def load(self) -> Tokenizer:
@@ -45,7 +45,10 @@ class TokenizerFiles:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All that decides the content of a store. `settings` names it in JSON, files by content."""
+    """All that decides the content of a store. `settings` names it in JSON, files by content.
+
+    `template_note` says which chat template was chosen, where that is not the tokenizer's own.
+    """
 
     out: Path
     tokenizer: TokenizerFiles
@@ -53,6 +56,7 @@ class Job:
     inputs: tuple[Input, ...]
     settings: Mapping[str, Any]
     digest: str
+    template_note: str = ""
 
     @property
     def work(self) -> Path:
@@ -89,8 +93,7 @@ def make_job(
         raise ValueError(f"shard_bytes is {shard_bytes}; it must be at least 1")
     size = sum(file.bytes for file in inputs) // RANGES
     loaded = tokenizer.load()
-    for file in inputs:
-        _look_at_first(file, SampleTokenizer(loaded, rules))
+    has_chats = [_look_at_first(file, SampleTokenizer(loaded, rules)) for file in inputs]
     settings = {
         "tokenizer": loaded.digest,
         "template": loaded.template_digest,
@@ -102,12 +105,16 @@ def make_job(
         "ignore": list(rules.ignore),
         "shard_bytes": shard_bytes or min(max(size, LEAST_RANGE), MOST_RANGE),
     }
-    job = Job(out, tokenizer, rules, inputs, settings, "")
+    note = loaded.template_note if any(has_chats) else ""
+    job = Job(out, tokenizer, rules, inputs, settings, "", note)
     return replace(job, digest=hashlib.sha256(json.dumps(job.as_json()).encode()).hexdigest())
 
 
-def _look_at_first(file: Input, tokenizer: SampleTokenizer) -> None:
-    """Refuses a file at once for a fault in the settings that every sample would show."""
+def _look_at_first(file: Input, tokenizer: SampleTokenizer) -> bool:
+    """Refuses a file at once for a fault in the settings that every sample would show.
+
+    Gives whether its first sample is a chat.
+    """
     for part in cut_ranges([file], file.bytes)[:1]:
         for line, sample in read_range(part, tokenizer.rules.ignore):
             if isinstance(sample, SampleError):
@@ -117,7 +124,8 @@ def _look_at_first(file: Input, tokenizer: SampleTokenizer) -> None:
             except SampleError as error:
                 if error.reason == "undeclared field":
                     raise ValueError(f"{file.name} line {line}: {error}") from None
-            return
+            return is_chat(sample)
+    return False
 
 
 @contextlib.contextmanager

@@ -61,6 +61,7 @@ class Summary:
     shards: int
     reused: int
     rejected: Mapping[str, int]
+    template_note: str = ""
 
     def __str__(self) -> str:
         cut = f" ({self.truncated:,} truncated)" if self.truncated else ""
@@ -70,6 +71,7 @@ class Summary:
             f"{self.tokens:,} tokens, {self.loss_tokens:,} of them in the loss, "
             f"the longest sequence {self.longest:,}, {self.shards} shards{before}"
         )
+        text = f"{self.template_note}\n{text}" if self.template_note else text
         return f"{text}\n{_rejections(self.rejected, self.folder)}" if self.rejected else text
 
 
@@ -92,14 +94,15 @@ def prepare(
 ) -> Summary:
     """Makes the store `out` from files of samples, or goes on with it; see the module's text.
 
-    `ignore` names columns to leave out, `shard_bytes` says how much input makes a shard, `date`
+    `template` is a file, "auto", "own" or a family (tokenize.Tokenizer explains them), `ignore`
+    names columns to leave out, `shard_bytes` says how much input makes a shard, `date`
     what `strftime_now` tells a template. `progress` is told the bytes done and those in all.
     """
     if workers < 1:
         raise ValueError(f"prepare: workers is {workers}; it must be at least 1")
     rules = Rules(loss_on, max_length, too_long, tuple(fields), tuple(ignore))
     files = find_inputs([inputs] if isinstance(inputs, str | Path) else inputs)
-    source = TokenizerFiles(Path(tokenizer), None if template is None else Path(template), date)
+    source = TokenizerFiles(Path(tokenizer), None if template is None else str(template), date)
     job = make_job(Path(out), source, files, rules=rules, shard_bytes=shard_bytes)
     ranges = cut_ranges(files, job.settings["shard_bytes"])
     with _told_plainly(job, ranges), claimed(job, start_over) as finished:
@@ -190,6 +193,7 @@ def _finish(job: Job, ranges: Sequence[Range]) -> None:
         "samples": lines.total(),
         "truncated": truncated,
         "rejected": dict(sorted(reasons.items())),
+        "chat_template": job.template_note,
     }
     fields = job.rules.fields
     finish_store(job.out, shards, fields=fields, about=about, scratch=job.work)
@@ -208,6 +212,7 @@ def _summary(job: Job, *, reused: int) -> Summary:
         shards=len(manifest.shards),
         reused=reused,
         rejected=manifest.about["rejected"],
+        template_note=job.template_note,
     )
 
 

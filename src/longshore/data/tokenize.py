@@ -22,8 +22,9 @@ of a sequence is never counted: nothing predicts it.
 import datetime
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,7 +32,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.data.chat_template import DATE, Chat, ChatTemplate, Span, chat_from
+from longshore.data.chat_template import DATE, ChatTemplate, Span
+from longshore.data.chats import Chat, chat_from
+from longshore.data.families import AUTO, BY_NAME, check_choice, choose_template, is_file_choice
 from longshore.data.fields import Field, check_declared, collect_fields
 from longshore.data.source import Ints, SampleError, TokenizedSample
 
@@ -54,9 +57,11 @@ COLUMNS = {name for needed, optional in FORMS.values() for name in (*needed, *op
 
 
 class Tokenizer:
-    """A tokenizer folder, with its chat template or the one in the file `template`.
+    """A tokenizer folder and a chat template.
 
-    `digest` and `template_digest` name what they hold; the latter is "" without a template.
+    `template` chooses it: "auto" (the folder's, or one of families.py where that rewrites chats),
+    "own" (the folder's), the name of a family, or a file. `digest` and `template_digest` name what
+    they hold; the latter is "" without a template. `template_note` says what "auto" has chosen.
     """
 
     def __init__(
@@ -66,6 +71,8 @@ class Tokenizer:
         template: str | Path | None = None,
         date: datetime.date = DATE,
     ) -> None:
+        choice = str(template or AUTO)
+        check_choice(choice)
         self.folder = Path(folder)
         text = _read(self.folder / "tokenizer.json", "a tokenizer folder holds tokenizer.json")
         self._backend = _load_backend(text, self.folder)
@@ -77,13 +84,32 @@ class Tokenizer:
         self._before, self._behind = self._added_around_text(special.get("eos_token"))
         added = self._backend.get_added_tokens_decoder().values()
         ends = {token.content for token in added if token.special} | {special.get("eos_token", "")}
-        sources = _template_texts(self.folder, config, template)
-        self._templates = {
-            name: ChatTemplate(source, special_tokens=special, ends=sorted(ends - {""}), date=date)
-            for name, source in sources.items()
+        make = partial(ChatTemplate, special_tokens=special, ends=sorted(ends - {""}), date=date)
+        given = choice if is_file_choice(choice) else None
+        own = {
+            name: make(text) for name, text in _template_texts(self.folder, config, given).items()
         }
+        self.template_note = ""
+        self._templates = own if given else self._chosen(own, choice, make)
         digests = "".join(f"{n}:{t.digest} " for n, t in sorted(self._templates.items()))
         self.template_digest = hashlib.sha256(digests.encode()).hexdigest() if digests else ""
+
+    def _chosen(
+        self, own: Mapping[str, ChatTemplate], choice: str, make: Callable[..., ChatTemplate]
+    ) -> dict[str, ChatTemplate]:
+        """For each of the folder's templates the one to use instead."""
+        chosen = {}
+        for name in list(own) or ["default"]:
+            template, note = choose_template(
+                own.get(name),
+                choice,
+                make=make,
+                knows=lambda t: self._backend.token_to_id(t) is not None,
+            )
+            self.template_note = self.template_note or note
+            if template is not None:
+                chosen[name] = template
+        return chosen
 
     def _added_around_text(self, eos_token: str | None) -> tuple[list[int], list[int]]:
         """The ids that belong before and behind any text."""
@@ -100,7 +126,8 @@ class Tokenizer:
         if name not in self._templates:
             raise ValueError(
                 f"tokenizer {self.folder}: has no chat template, and the samples are chats; "
-                "give one with template=FILE (--template)"
+                "give one with --template (data.template): a file, or the family that it belongs "
+                f"to: {', '.join(BY_NAME)}"
             )
         return self._templates[name]
 
@@ -260,6 +287,11 @@ def form_of(columns: Iterable[str], rules: Rules) -> str:
                 f"declare it ({name}:per_sequence:DTYPE) or name it in ignore",
             )
     return form
+
+
+def is_chat(sample: Mapping[str, Any]) -> bool:
+    """Whether a sample holds messages, for a chat template."""
+    return not isinstance(sample.get("prompt", sample.get("text")), str)
 
 
 def _text(sample: Mapping[str, Any], name: str) -> str:

@@ -1,0 +1,168 @@
+"""Chats: the messages of a sample in any of the usual forms, checked and alike.
+
+In: a sample with `messages`, `conversations` (ShareGPT) or `prompt` and `completion`, and perhaps
+`tools` (a list, or JSON text of one). Out: a Chat as templates expect it, or a SampleError. The
+ShareGPT turn
+
+    {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'}
+
+becomes a message of the assistant with one entry in `tool_calls`, whose arguments are an object. A
+message of role `tool` (ShareGPT: `observation`) is a result.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from longshore.data.source import SampleError
+
+Message = Mapping[str, Any]
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_call": "assistant",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages for a template. Those before `first` are a prompt and never in the loss."""
+
+    messages: tuple[Message, ...]
+    tools: Sequence[Any] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    first: int = 0
+
+    def turns(self) -> list[int]:
+        """The assistant's messages that are in the loss."""
+        return [
+            i
+            for i, message in enumerate(self.messages)
+            if i >= self.first and message["role"] == "assistant" and message.get("weight") != 0
+        ]
+
+    def first_answer(self) -> int:
+        """How many messages come before the assistant's first."""
+        roles = [message["role"] for message in self.messages]
+        return roles.index("assistant") if "assistant" in roles else len(roles)
+
+
+def chat_from(sample: Mapping[str, Any], form: str) -> Chat:
+    """The chat in a sample: `messages`, `conversations` (ShareGPT) or `prompt` and `completion`."""
+    if form == "messages":
+        messages, first = _messages(sample["messages"], "messages"), 0
+    elif form == "conversations":
+        turns = _list_of_dicts(sample["conversations"], "conversations")
+        system = [{"role": "system", "content": sample["system"]}] if sample.get("system") else []
+        messages, first = _messages(system + [_from_sharegpt(t) for t in turns], form), 0
+    else:
+        prompt = _messages(sample["prompt"], "prompt")
+        messages, first = prompt + _messages(sample["completion"], "completion"), len(prompt)
+    tools, settings = _parsed(sample.get("tools")), sample.get("chat_template_kwargs") or {}
+    if tools is not None and not isinstance(tools, list):
+        raise SampleError("bad message", "tools must be a list, or JSON text of one")
+    if not isinstance(settings, Mapping):
+        raise SampleError("bad message", "chat_template_kwargs must be an object")
+    return Chat(tuple(messages), tools or None, settings, first)
+
+
+def _messages(value: object, name: str) -> list[Message]:
+    return [
+        _message(message, f"{name}[{i}]") for i, message in enumerate(_list_of_dicts(value, name))
+    ]
+
+
+def _message(message: Message, where: str) -> Message:
+    """A message as templates expect it: text content, and tool arguments as objects.
+
+    Keys that are null are left out (Parquet adds them). Only an assistant that calls tools or
+    thinks may have no content.
+    """
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise SampleError("bad message", f"{where}: role is {role!r}; it must be a name")
+    clean = {key: value for key, value in message.items() if value is not None}
+    if clean.get("weight", 1) not in (0, 1):
+        raise SampleError("bad message", f"{where}: weight is {clean['weight']!r}, not 0 or 1")
+    if calls := _parsed(clean.pop("tool_calls", None)):
+        listed = _list_of_dicts(calls, f"{where}.tool_calls")
+        clean["tool_calls"] = [_tool_call(call, where) for call in listed]
+    if "content" not in clean and not _may_be_silent(clean):
+        raise SampleError(
+            "bad message",
+            f"{where}: the content of role {role!r} is null or missing; leave the message out, or "
+            'give "" for an empty one (only an assistant with tool_calls needs none)',
+        )
+    clean["content"] = _content(clean.get("content", ""), where)
+    return clean
+
+
+def _may_be_silent(message: Message) -> bool:
+    """Whether a message may have no content: an assistant that calls tools, or only thinks."""
+    speaks = "tool_calls" in message or message.get("reasoning_content")
+    return message["role"] == "assistant" and bool(speaks)
+
+
+def _content(content: object, where: str) -> str:
+    """Text, or that of a list with one text part; a template may print any other list raw."""
+    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], Mapping):
+        part = content[0]
+        content = part.get("text") if part.get("type") == "text" else content
+    if not isinstance(content, str):
+        raise SampleError("bad message", f"{where}: content must be text or one text part")
+    return content
+
+
+def _tool_call(call: Message, where: str) -> Message:
+    """A call with its arguments as an object, whether they are one or JSON text of one."""
+    function = call.get("function")
+    if isinstance(function, Mapping):
+        return {**call, "function": _tool_call(function, where)}
+    if not isinstance(call.get("name"), str):
+        raise SampleError("bad message", f"{where}: a tool call has no name")
+    arguments = _parsed(call.get("arguments"))
+    return {**call, "arguments": {} if arguments in (None, "") else arguments}
+
+
+def _from_sharegpt(turn: Message) -> Message:
+    name = turn.get("from")
+    if name == "function_call":
+        value = _parsed(turn.get("value"))
+        calls = _list_of_dicts(value if isinstance(value, list) else [value], "function_call")
+        return {
+            "role": "assistant",
+            "tool_calls": [{"type": "function", "function": c} for c in calls],
+        }
+    if name not in SHAREGPT_ROLES:
+        raise SampleError(
+            "bad message",
+            f"conversations: 'from' is {name!r}; it must be one of {', '.join(SHAREGPT_ROLES)}",
+        )
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    return {**rest, "role": SHAREGPT_ROLES[name], "content": turn.get("value")}
+
+
+def _list_of_dicts(value: object, name: str) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise SampleError("no messages", f"{name} must be a list with at least one message")
+    for i, item in enumerate(value):
+        if not isinstance(item, Mapping):
+            raise SampleError("bad message", f"{name}[{i}] is not an object")
+    return value
+
+
+def _parsed(value: object) -> object:
+    """What JSON text says, where the value is such text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

@@ -1,0 +1,259 @@
+"""Training templates of Longshore's own, for families of models whose templates rewrite chats.
+
+In: the chat template of a tokenizer, and which one the user wants. Out: the template to use, and a
+line that says so. Qwen3's own drops the thinking of all turns but the last, so that the chat up to
+its second turn is no beginning of the whole chat; "auto" finds this out by rendering short chats
+and answers with templates/qwen3.jinja, in which every turn stays as the model wrote it.
+
+A family is recognised by what the tokenizer's template writes, not by a name: its special tokens
+are in the vocabulary, and wherever the tokenizer's template can render a chat whose last turn is
+the assistant's (with thinking, with calls) ours renders the same text, and so it does for the words
+of a user and results behind it. Only earlier turns differ. What comes before the assistant first
+speaks (system message, tools, default texts) is rendered by the tokenizer's own template.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from longshore.data.chat_template import LEFT_OUT, NOT_LOCATED, TOO_SLOW, ChatTemplate
+from longshore.data.chats import Chat, Message
+from longshore.data.source import SampleError
+
+AUTO, OWN = "auto", "own"
+Make = Callable[..., ChatTemplate]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A layout of chats.
+
+    name: of its file, and what a user writes
+    title: what a user reads
+    tokens: special tokens that it cannot do without
+    variants: settings of its file, to be tried in turn
+    quiet: what a user says to a model of this family so that it does not think
+    """
+
+    name: str
+    title: str
+    tokens: tuple[str, ...]
+    variants: tuple[Mapping[str, Any], ...] = field(default=({},))
+    quiet: str = ""
+
+    def text(self) -> str:
+        return (files("longshore.data") / "templates" / f"{self.name}.jinja").read_text("utf-8")
+
+
+CHATML = ("<|im_start|>", "<|im_end|>")
+DEEPSEEK = ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
+FAMILIES = (
+    Family("qwen3", "Qwen3", CHATML),
+    Family("qwen3_5", "Qwen3.5", CHATML, ({"silent": False}, {"silent": True})),
+    Family("nemotron_3", "Nemotron 3", CHATML, ({"gap": "\n"}, {"gap": ""})),
+    Family("chatml", "ChatML", CHATML),
+    Family(
+        "llama_3",
+        "Llama 3",
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        ({"plain_results": False}, {"plain_results": True}),
+    ),
+    Family(
+        "deepseek",
+        "DeepSeek V3 and R1",
+        DEEPSEEK,
+        tuple(
+            {"think_prompt": prompt, "result_gap": gap}
+            for prompt in (False, True)
+            for gap in ("\n", "")
+        ),
+    ),
+    Family(
+        "deepseek_3_1",
+        "DeepSeek V3.1",
+        DEEPSEEK,
+        ({"closed": "</think>"}, {"closed": "<think></think>"}),
+    ),
+    Family(
+        "nemotron_h",
+        "Nemotron-H",
+        ("<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"),
+        (
+            {"gap": "\n", "result_gap": "", "thinks": "\n"},
+            {"gap": "\n\n", "result_gap": "\n\n", "thinks": "\n\n"},
+        ),
+        quiet="/no_think",
+    ),
+    Family("gemma", "Gemma", ("<start_of_turn>", "<end_of_turn>")),
+)
+BY_NAME = {family.name: family for family in FAMILIES}
+
+THOUGHT, WORDS = "Sum first.", "Let me see."
+CALL = {"type": "function", "function": {"name": "add_up", "arguments": {"first": 31, "to": "x"}}}
+
+
+def check_choice(choice: str) -> None:
+    """Refuses what is neither a way to choose, nor a family, nor a file."""
+    if choice and choice not in (AUTO, OWN, *BY_NAME) and not Path(choice).is_file():
+        raise ValueError(
+            f"there is no file {choice}; give a file, {AUTO}, {OWN} (the tokenizer's), or one of "
+            f"Longshore's training templates: {', '.join(BY_NAME)}"
+        )
+
+
+def is_file_choice(choice: str) -> bool:
+    """Whether a choice of template names a file of the user's."""
+    return bool(choice) and choice not in (AUTO, OWN, *BY_NAME)
+
+
+def templates_digest() -> str:
+    """Names the content of all training templates."""
+    return hashlib.sha256("\n".join(family.text() for family in FAMILIES).encode()).hexdigest()
+
+
+def choose_template(
+    own: ChatTemplate | None, choice: str, *, make: Make, knows: Callable[[str], bool]
+) -> tuple[ChatTemplate | None, str]:
+    """The template to use, and why where it is not the tokenizer's own.
+
+    `make` compiles the text of a template, and `knows` says whether a token is in the vocabulary.
+    """
+    if choice in BY_NAME:
+        named = BY_NAME[choice]
+        template = own and _agreeing(named, own, make)
+        note = f"chat template: Longshore's training template for {named.title}, as asked for"
+        return template or make(named.text(), settings=named.variants[0]), note
+    if own is None or choice == OWN or own.has_marks:
+        return own, ""
+    fault = _fault(own)
+    if not fault:
+        return own, ""
+    for family in FAMILIES:
+        if all(knows(token) for token in family.tokens):
+            template = _agreeing(family, own, make)
+            if template is not None:
+                because = f"because the tokenizer's own {fault}"
+                return template, (
+                    f"chat template: Longshore's training template for {family.title}, {because}"
+                )
+    return own, ""
+
+
+def _fault(own: ChatTemplate) -> str:
+    """What a template does that training cannot use, or ""; rewriting counts most."""
+    faults = []
+    for what, chat in _trials():
+        try:
+            own.locate(chat)
+        except SampleError as error:
+            if error.reason == TOO_SLOW:
+                raise ValueError(f"the tokenizer's chat template: {error}") from None
+            if error.reason == NOT_LOCATED:
+                return "rewrites earlier turns"
+            faults.append(f"leaves out {what}" if error.reason == LEFT_OUT else f"fails on {what}")
+    return faults[0] if faults else ""
+
+
+def _trials() -> Iterator[tuple[str, Chat]]:
+    """Chats that a template for training must be able to render, and what is special in each."""
+    ask, answer = _said("user", "Hi"), _said("assistant", "Yo.")
+    thinks = {**answer, "reasoning_content": THOUGHT}
+    result = {**_said("tool", "31"), "name": "add_up"}
+    calls = {**_said("assistant", WORDS), "tool_calls": [CALL, CALL]}
+    yield "a second turn", _chat(ask, answer, ask, answer)
+    yield "the thinking", _chat(ask, thinks, ask, thinks)
+    one = {**calls, "content": "", "tool_calls": [CALL]}
+    yield "tool calls", _chat(ask, one, result, answer, ask, answer)
+    yield "several tool calls with text", _chat(ask, calls, result, result, answer)
+
+
+def _agreeing(family: Family, own: ChatTemplate, make: Make) -> ChatTemplate | None:
+    """The family's template in the variant that writes what the tokenizer's own does, if any."""
+    for settings in family.variants:
+        template = make(family.text(), settings=settings, opening=own)
+        if all(_agree(template, own, probe) for probe in _probes(family.quiet)):
+            return template
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A chat on which two templates are compared.
+
+    shown: texts that the tokenizer's template must have written, or else it cannot do this
+    behind: how many of the last messages to compare; 0 compares the whole chat
+    needed: whether the tokenizer's template must be able to render this
+    prompt: whether to compare with the generation prompt behind it
+    """
+
+    chat: Chat
+    shown: tuple[str, ...] = ()
+    behind: int = 0
+    needed: bool = False
+    prompt: bool = False
+
+
+def _probes(quiet: str) -> Iterator[Probe]:
+    ask = _said("user", f"Hi {quiet}".rstrip())
+    answer = _said("assistant", "Yo.")
+    spaced = _said("assistant", " \n\n Yo.\n ")
+    thinks = {**answer, "reasoning_content": THOUGHT}
+    call = {**_said("assistant", ""), "tool_calls": [CALL]}
+    calls = {**_said("assistant", WORDS), "tool_calls": [CALL, CALL]}
+    result = _said("tool", "31\n")
+    yield Probe(_chat(ask, answer), needed=True)
+    yield Probe(_chat(_said("user", "Hi")), prompt=True)
+    yield Probe(_chat(_said("system", "Be kind."), ask, answer))
+    yield Probe(_chat(ask, spaced))
+    yield Probe(_chat(ask, answer, _said("user", " So?\n")), behind=1)
+    if not quiet:
+        yield Probe(_chat(ask, thinks), (THOUGHT,))
+        yield Probe(_chat(ask, call), ("add_up",))
+        yield Probe(_chat(ask, {**call, "content": WORDS}), ("add_up", WORDS))
+        yield Probe(_chat(ask, calls), ("add_up", WORDS))
+    yield Probe(_chat(ask, call, result, result), ("add_up",), behind=2)
+
+
+def _agree(ours: ChatTemplate, own: ChatTemplate, probe: Probe) -> bool:
+    expected = _text(own, probe.chat, prompt=probe.prompt)
+    if expected is None or any(text not in expected for text in probe.shown):
+        return not probe.needed
+    written = _text(ours, probe.chat, prompt=probe.prompt)
+    if written is None or not probe.behind:
+        return written == expected
+    earlier = _text(ours, replace(probe.chat, messages=probe.chat.messages[: -probe.behind]))
+    return earlier is not None and expected.endswith(written.removeprefix(earlier))
+
+
+def _text(template: ChatTemplate, chat: Chat, *, prompt: bool = False) -> str | None:
+    """What a template writes; some expect the arguments of calls as JSON text."""
+    for messages in (chat.messages, tuple(_with_json_text(m) for m in chat.messages)):
+        try:
+            rendered = replace(chat, messages=messages)
+            return template.render(rendered, add_generation_prompt=prompt)
+        except SampleError:
+            continue
+    return None
+
+
+def _with_json_text(message: Message) -> Message:
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        text = json.dumps(function["arguments"])
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return {**message, "tool_calls": calls}
+
+
+def _said(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _chat(*messages: Message) -> Chat:
+    return Chat(messages)
