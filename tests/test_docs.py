@@ -263,8 +263,8 @@ def strings_of(path):
 def test_messages_of_troubleshooting_are_those_of_the_code():
     said = [text for path in PACKAGE.rglob("*.py") for text in strings_of(path)]
     said = "\0".join([*said, *map(as_keys, said)])
-    said += said.replace("; declare it (", "; declare it in data.fields (")
-    said += said.replace("in ignore", "in data.ignore")
+    said += said.replace("in ignore (", "in data.ignore (")
+    said += said.replace("or declare each (", "or declare each in data.fields (")
     blocks = blocks_of(DOCS / "troubleshooting.md")
     pairs = pairwise([Block("", "", ""), *blocks])
     messages = [b.text for before, b in pairs if (before.mark, b.language) == ("", "text")]

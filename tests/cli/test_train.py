@@ -64,6 +64,9 @@ def folder(tmp_path, monkeypatch):
     word_tokenizer(tmp_path / "tok", "a b", template=CHATML)
     sample = TokenizedSample(0, np.arange(3000, dtype=np.int32), np.ones(3000, dtype=np.bool_))
     write_store(tmp_path / "made", [sample])
+    write_store(tmp_path / "few", [sample], about={"samples": 4, "rejected": {"empty": 3}})
+    write_store(tmp_path / "lost", [sample])
+    Path("lost/manifest.json").unlink()
     Path("hf").mkdir()
     Path("hf/config.json").write_text(json.dumps(LLAMA))
     Path("full").mkdir()
@@ -137,7 +140,11 @@ BAD = [
     (["r.toml", "plan.policy=dp_balanced"], "plan.policy is 'dp_balanced'; use static"),
     (["r.toml", "plan.policy=given"], "which is for packs of your own; training makes them"),
     (["r.toml", "plan.capacity=all"], "it must be a whole number, 1 or more, or 'auto'"),
-    (["r.toml", "data.ignore=a,b"], "data.ignore is 'a,b'; it must be a list of texts"),
+    (["r.toml", "data.ignore=a,,b"], "data.ignore is 'a,,b'; it must be a list of texts"),
+    (["r.toml", "data.ignore=5"], 'such as ["a", "b"] or a,b'),
+    (["r.toml", "data.max_rejected=5"], "it must be a number of at least 0, at most 1"),
+    (["r.toml", "data.path=lost"], "data.path: lost: is a prepared folder without its manifest"),
+    (["r.toml", "data.path=few"], "data.path: few: rejected 3 of 4 samples (75 %): 3 empty; more"),
     (["r.toml", "data.batch.x=3"], "there is no data.batch.x: data.batch is a whole number"),
     (["r.toml", "train.loss=mine"], "train.loss is 'mine'; it must be module:function"),
     (["r.toml", "train.loss=no_such:loss"], "train.loss: there is no module no_such"),
@@ -145,7 +152,10 @@ BAD = [
     (["data.path=chats.jsonl"], "there is no model; give model.preset, such as tiny-llama, or"),
     (["model.preset=tiny-llama", "data.batch=8"], "there is no data; give data.path"),
     (["r.toml", "data.path=none.jsonl"], "data.path: none.jsonl: cannot be read (No such file"),
-    (["r.toml", "data.path=tok"], "data.path: tok: the folder has no file ending in .jsonl"),
+    (
+        ["r.toml", "data.path=tok"],
+        "data.path: tok/tokenizer.json: is one JSON object; a .json file",
+    ),
     (["r.toml", "data.path=list.jsonl"], "data.path: list.jsonl: is one JSON list"),
     (["r.toml", "data.tokenizer="], "chats.jsonl holds text, which needs a tokenizer; give data.t"),
     (["r.toml", "data.tokenizer=hf"], "data.tokenizer: hf holds no tokenizer.json"),

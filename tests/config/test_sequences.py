@@ -73,10 +73,34 @@ def test_text_is_prepared_once(capsys):
     assert "1 sequences of 1 samples" in capsys.readouterr().err
     assert text_folder(config).parent == Path("runs/prepared")
     assert len(open_sequences(config, decoder_config(config.model))) == 1
+    prepare_text(config)
+    said = capsys.readouterr().err
+    assert said.startswith(f"using the tokenized data of {text_folder(config)}: 1 sequences of 1")
+
+
+def test_a_run_stops_if_many_samples_were_rejected(capsys):
+    word_tokenizer(Path("tok"), "a b", template=CHATML)
+    lines = ['{"text": "a b"}\n'] * 9 + ['{"text": ""}\n', "{\n", "{\n"]
+    Path("texts.jsonl").write_text("".join(lines))
+    words = [*WORDS, "data.path=texts.jsonl", "data.tokenizer=tok"]
+    config = load_config(None, words)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"rejected 3 of 12 .* take .* data.max_rejected=0.25$"
+        ):
+            prepare_text(config)
+        said = capsys.readouterr().err
+        assert "  2 broken JSON, such as texts.jsonl line 11: " in said
+        assert "  1 empty, such as texts.jsonl line 10: " in said
+    with pytest.raises(ValueError, match=r"data.path: .* rejected 3 of 12"):
+        open_sequences(config, decoder_config(config.model))  # torchrun comes only here
+    config = load_config(None, [*words, "data.max_rejected=0.25"])
+    prepare_text(config)
+    assert len(open_sequences(config, decoder_config(config.model))) == 9
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("{}\n[]\n", "rejected 2"), ("\n", "rejected 1: 1 empty")]
+    ("text", "why"), [("{}\n[]\n", "rejected 2"), ("\n", r"rejected 1 of 1 .*: 1 empty")]
 )
 def test_text_without_a_usable_chat(text, why):
     word_tokenizer(Path("tok"), "a", template=CHATML)
@@ -91,7 +115,7 @@ def test_a_column_that_nobody_declared():
     word_tokenizer(Path("tok"), "a", template=CHATML)
     Path("chats.jsonl").write_text('{"text": "a", "score": 1}')
     config = load_config(None, [*WORDS, "data.path=chats.jsonl", "data.tokenizer=tok"])
-    with pytest.raises(ValueError, match=r"in data.fields \(score:.* or name it in data.ignore$"):
+    with pytest.raises(ValueError, match=r"in data.ignore \(score, .* in data.fields \(score:"):
         prepare_text(config)
 
 

@@ -67,7 +67,7 @@ def test_ignored_columns_of_parquet_are_not_read(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["Hi"], "source": ["web"]}), path)
     (part,) = cut_ranges(find_inputs([path]), 1)
-    assert list(read_range(part, ["source"])) == [(1, {"text": "Hi"})]
+    assert list(read_range(part, leaves_out=lambda name: name == "source")) == [(1, {"text": "Hi"})]
 
 
 def test_a_damaged_row_group_is_told_with_its_file(tmp_path):
@@ -78,3 +78,82 @@ def test_a_damaged_row_group_is_told_with_its_file(tmp_path):
     (part,) = cut_ranges([Input(str(path), len(content), 0)], 1)
     with pytest.raises(ValueError, match=r"a.parquet: cannot be read as Parquet"):
         list(read_range(part))
+
+
+def refusal(path, content):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{path.name}: ") as caught:
+        cut_ranges(find_inputs([path]), 10**6)
+    return str(caught.value).removeprefix(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"data": [{"text": "Hi"}]}', "is one JSON object; a .json file holds a list of records"),
+        (b'{\n "data": [\n{}]\n}\n', "is one JSON object"),
+        (b'\xef\xbb\xbf{"data": []}\n\r\n', "is one JSON object"),
+        (b'"text"', "is no JSON list"),
+        (b"\x00\x00", "is no JSON list"),
+        ('[{"a": 1}]'.encode("utf-16"), "is UTF-16; convert it to UTF-8"),
+        (b'[{"a": 1}, {"b": 2}', "the list has no end; record 2, at byte 10, is not closed"),
+        (b'[{"a": "1}]', "the list has no end; record 1, at byte 1, is not closed"),
+        (b"[{}][{}]", "goes on behind the list's end, at byte 4"),
+        (b"", "the file is empty"),
+    ],
+)
+def test_json_files_of_another_form_are_refused(tmp_path, content, message):
+    assert refusal(tmp_path / "a.json", content).startswith(message)
+
+
+def test_json_files_with_an_object_a_line_are_read(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n{"a": 2}\n')
+    for size in (4, 100):
+        assert read_all(path, size) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize("size", [1, 12, 10**6])
+def test_mixed_records_keep_their_place(tmp_path, size):
+    path = tmp_path / "a.json"
+    path.write_bytes(b' [\r\n{"a": 1}, 7, {"b": tru}, {"b": "\x00"},\n"x",, {"a": 2}\n, ] \n')
+    read = read_all(path, size)
+    assert [read[0], read[6]] == [{"a": 1}, {"a": 2}]
+    errors = [sample.reason for sample in read if isinstance(sample, SampleError)]
+    assert errors == [*["broken JSON"] * 4, "empty", "empty"]
+
+
+@pytest.mark.parametrize("content", [b"[]", b" [ \n] "])
+def test_an_empty_list_has_no_records(tmp_path, content):
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    assert read_all(path, 10) == []
+
+
+def test_nul_bytes_and_carriage_returns(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\r\n\x00\x00\r\n{"a": "\x00"}\r\n{"a": 2}\r\n')
+    read = read_all(path, 10**6)
+    assert [read[0], read[3]] == [{"a": 1}, {"a": 2}]
+    assert [sample.reason for sample in read[1:3]] == ["broken JSON"] * 2
+
+
+@pytest.mark.parametrize("size", [7, 50, 10**6])
+def test_a_large_line_is_never_held(tmp_path, size):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * 300 + b'"}\n{"a": 2}\n' + b"x" * 41)
+    ranges = cut_ranges(find_inputs([path]), size)
+    read = [sample for part in ranges for _, sample in read_range(part, max_bytes=40)]
+    assert [read[0], read[2]] == [{"a": 1}, {"a": 2}]
+    assert [str(error) for error in (read[1], read[3])] == [
+        "the line has 310 bytes, more than 40",
+        "the line has 41 bytes, more than 40",
+    ]
+
+
+@pytest.mark.parametrize("name", ["shard-00000.arrow", "lengths.npy", "prepare.work"])
+def test_a_store_without_its_manifest_is_no_folder_of_samples(tmp_path, name):
+    (tmp_path / "rejected.jsonl").write_text('{"line": 1}\n')
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=r"without its manifest.json, .* --start-over"):
+        find_inputs([tmp_path])

@@ -3,6 +3,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -111,7 +112,7 @@ def test_bad_lines_are_told_in_order(here):
         "too long": 1,
         "undeclared field": 1,
     }
-    assert "rejected 8: 1 bad message, 2 broken JSON, 1 empty" in str(summary)
+    assert "rejected 8 of 40 samples (20 %); each is in out/rejected.jsonl" in str(summary)
     assert "32 sequences of 40 samples" in str(summary)
 
 
@@ -215,6 +216,70 @@ def test_a_column_that_nobody_declared_is_told_at_once(here):
         run()
     assert not Path("out").exists()
     assert run(ignore=["source"]).sequences == 1
+
+
+def test_one_message_names_all_columns_of_all_inputs(here):
+    rows = {
+        "a.jsonl": [{"text": "Hi"}, {"text": "Hi", "id": 1}, {"text": "Hi", "source": "web"}],
+        "b.jsonl": [{"text": "Hi", "source": "web", "score": 2}],
+    }
+    for name, lines in rows.items():
+        Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    message = r"b.jsonl line 1: columns 'id', 'source', 'score' are .* \(id,source,score, or"
+    with pytest.raises(ValueError, match=message):
+        run(inputs=list(rows))
+    assert run("named", list(rows), ignore=["id", "source", "score"]).sequences == 4
+    assert run("all", list(rows), ignore=["*"]).sequences == 4
+
+
+def test_ignoring_all_keeps_declared_fields(here):
+    pq.write_table(pa.table({"text": ["Hi Yo"], "source": ["web"], "reward": [0.5]}), "a.parquet")
+    run(inputs="a.parquet", ignore=["*"], fields=[Field("reward", "sequence", "float32")])
+    assert Store("out")[0].fields["reward"] == 0.5
+
+
+def test_json_lists_give_the_same_as_lines(here):
+    rows = [{"messages": messages, "n": '],{"' * i} for i, messages in enumerate(chats(20))]
+    rows[7:9] = [7, {"messages": []}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("rows.json").write_bytes(b"\xef\xbb\xbf\r\n " + json.dumps(rows, indent=1).encode())
+    run("lines", "rows.jsonl", ignore=["n"])
+    run("list", "rows.json", ignore=["n"], workers=2)
+    lines, records = Store("lines"), Store("list")
+    assert len(records.manifest.shards) == 3
+    assert [lines[i] for i in range(len(lines))] == [records[i] for i in range(len(records))]
+    assert [(entry["file"], entry["line"]) for entry in rejected("list")] == [
+        ("rows.json", 8),
+        ("rows.json", 9),
+    ]
+
+
+def test_too_large_samples_are_rejected_unread(here):
+    rows = [{"text": "Hi"}, {"text": "Hi " * 1000}, {"text": "Yo"}, {"text": "Hi " * 2000}]
+    Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("a.json").write_text(json.dumps(rows))
+    pq.write_table(pa.Table.from_pylist(rows), "a.parquet")
+    for kind, unit in (("jsonl", "line"), ("json", "record"), ("parquet", "row")):
+        summary = run(kind, f"a.{kind}", max_bytes=1500, shard_bytes=700)
+        assert summary.rejected == {"too large": 2}, kind
+        assert [(entry["line"], entry["reason"]) for entry in rejected(kind)] == [
+            (2, "too large"),
+            (4, "too large"),
+        ]
+        assert re.match(
+            rf"the {unit} has 3,0\d\d bytes, more than 1,500", rejected(kind)[0]["detail"]
+        )
+        assert f"a.{kind} {unit} 2: the {unit} has" in str(summary)
+
+
+def test_a_store_that_lost_its_manifest_may_be_started_over(here):
+    run("reference")
+    run()
+    Path("out/manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"out: .* without its manifest.json.* \(--start-over\)"):
+        run()
+    run(start_over=True)
+    assert files_of(here / "out") == files_of(here / "reference")
 
 
 def test_a_finished_store_is_left_alone(here):
@@ -404,6 +469,17 @@ def test_progress_on_a_terminal():
     assert "2.0/2.0 kB" in stream.getvalue()
 
 
+def test_nothing_is_shown_where_nothing_is_left_to_do():
+    class Terminal(StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    with show_progress(stream):
+        pass
+    assert stream.getvalue() == ""
+
+
 def test_progress_counts_what_is_there(here, monkeypatch):
     size = os.stat("chats.jsonl").st_size
     stop_at(monkeypatch, 6)
@@ -422,14 +498,18 @@ def test_progress_counts_what_is_there(here, monkeypatch):
     [
         ({"inputs": "none.jsonl"}, r"none.jsonl: cannot be read \(No such file"),
         ({"inputs": []}, "no input is given"),
-        ({"inputs": "tok"}, "tok: the folder has no file ending in .jsonl"),
+        ({"inputs": "tok"}, r"tokenizer.json: is one JSON object; .* in a folder, move it away"),
+        ({"inputs": "none"}, "none: the folder has no file ending in .jsonl"),
         ({"inputs": "a.jsonl.gz"}, r"a.jsonl.gz: must end in .* unpack or convert"),
         ({"inputs": "empty.jsonl"}, "empty.jsonl: the file is empty"),
-        ({"inputs": "list.jsonl"}, "list.jsonl: is one JSON list"),
+        ({"inputs": "list.jsonl"}, "list.jsonl: is one JSON list, not one object a line; name it"),
+        ({"inputs": "cut.json"}, r"cut.json: the list has no end; record 2, at byte 16, is not"),
+        ({"inputs": "left"}, "left: is a prepared folder without its manifest.json"),
         ({"inputs": "bad.parquet"}, "bad.parquet: cannot be read as Parquet"),
         ({"inputs": ["chats.jsonl", "chats.jsonl"]}, "chats.jsonl: is named more than once"),
         ({"workers": 0}, "workers is 0"),
         ({"shard_bytes": 0}, "shard_bytes is 0"),
+        ({"max_bytes": 0}, "max_bytes is 0"),
         ({"max_length": 1}, "max_length is 1"),
         ({"loss_on": "user"}, "loss_on is 'user'"),
         ({"out": "data"}, "data: holds mine.txt and no store; choose an empty folder"),
@@ -439,6 +519,10 @@ def test_progress_counts_what_is_there(here, monkeypatch):
 def test_what_cannot_work_is_told_before_anything_is_made(here, settings, message):
     Path("empty.jsonl").touch()
     Path("list.jsonl").write_text(' [{"text": "Hi"}]')
+    Path("cut.json").write_text('[{"text": "Hi"},{"text": "H')
+    for name, file in (("none", "a.txt"), ("left", "rejected.jsonl"), ("left", "lengths.npy")):
+        Path(name).mkdir(exist_ok=True)
+        Path(name, file).write_text("{}")
     Path("bad.parquet").write_text("PAR1")
     Path("data").mkdir()
     Path("data/mine.txt").touch()
@@ -459,7 +543,7 @@ def test_no_chat_template_is_told_at_once(here):
 def test_all_rejected(here):
     write_lines(here / "chats.jsonl", count=3, bad=dict.fromkeys((1, 2, 3), ("", "{")))
     for _ in range(2):
-        with pytest.raises(ValueError, match="no sample became a sequence; rejected 3: 3 broken J"):
+        with pytest.raises(ValueError, match=r"no sample .*; rejected 3 of 3 .*: 3 broken J"):
             run()
     assert len(rejected()) == 3
     with pytest.raises(ValueError, match="unfinished"):

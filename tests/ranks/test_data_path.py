@@ -14,7 +14,7 @@ from longshore.batch import Counts
 from longshore.data.batches import BatchSize, Place
 from longshore.data.exchange import send_back
 from longshore.data.fields import Field
-from longshore.data.lengths import gather_lengths
+from longshore.data.lengths import gather_lengths, length_rows
 from longshore.data.loader import Loader
 from longshore.data.pack import pack_step
 from longshore.data.shard import count_targets, cut_shards, lane_cuts
@@ -219,7 +219,7 @@ def one_exchange(lanes):
     source = RandomSource(24, longest=100)
     own = list(lane_stream(source, lanes, topology.lane, 1))
     with count() as gathered:
-        gather_lengths(own, topology.groups, depths=1, room=8, everywhere=False)
+        gather_lengths(length_rows(own, 1), topology.groups, room=8, everywhere=False)
     topology.groups.close()
     return gathered.calls()
 
@@ -233,7 +233,7 @@ def round_trip(lanes, policy):
     topology = make_topology(lanes=lanes, device="cpu")
     source = RandomSource(48, longest=lanes * CAPACITY // 2)
     own = list(lane_stream(source, lanes, topology.lane, 1))
-    found = gather_lengths(own, topology.groups, room=24, everywhere=False)
+    found = gather_lengths(length_rows(own), topology.groups, room=24, everywhere=False)
     steps = StreamedSteps(
         iter(own),
         planner=planner(lanes, policy),

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from longshore.cli.launch import gpu_count, launch, ranks_from_environment
-from longshore.cli.words import add_command, count
+from longshore.cli.words import add_command, count, say
 from longshore.config.ranks import Ranks
 from longshore.config.sections import RunConfig
+from longshore.printable import printable
 from longshore.train.doctor import Setting, examine
 from longshore.train.finding import Finding, bad, first_line, good, warn
 
@@ -134,7 +135,7 @@ def _follow(setting: Setting, place: Ranks) -> None:
     try:
         meet_as(place, tuple(remarks))
     except Exception as error:
-        print(f"longshore: rank {place.rank}: {first_line(error)}", file=sys.stderr)
+        say(f"longshore: rank {place.rank}: {first_line(error)}", to_stderr=True)
         _leave(1)
 
 
@@ -226,7 +227,7 @@ class Report:
             },
             "ranks": [asdict(seat) for seat in meeting.seats] if meeting else [],
         }
-        return json.dumps(found, ensure_ascii=False, indent=1)
+        return json.dumps(found, indent=1)
 
     def _width(self) -> int:
         if not self.stream.isatty():
@@ -236,6 +237,7 @@ class Report:
     def _write(self, lines: list[str]) -> None:
         """Coloured on a terminal; in letters that the stream has."""
         encoding = self.stream.encoding or "utf-8"
+        lines = [printable(line) for line in lines]
         if self.stream.isatty() and _in_colour(lines, self.stream):
             return
         text = "\n".join(lines) + "\n"

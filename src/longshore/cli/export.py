@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from longshore.cli.words import add_command, count, one_of
+from longshore.cli.words import add_command, count, one_of, say
 
 EXPORT_HELP = """\
 Writes the weights of a finished run as a folder that transformers, vLLM and others load:
@@ -54,7 +54,7 @@ def run_export(args: argparse.Namespace) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ValueError(f"{error.filename or args.folder}: {reason}") from None
-    print(f"wrote {args.folder}")
+    say(f"wrote {args.folder}")
 
 
 def _weights_folder(run: Path) -> Path:

@@ -1,13 +1,14 @@
 """The command line: `longshore plan lengths.csv --lanes 32 --capacity 16384`.
 
 In: words. Out: files, a summary on stdout and an exit code: 0, 2 with one line on stderr for what a
-user got wrong, 130 after Ctrl-C, or 1 where training failed.
+user got wrong, 130 after Ctrl-C, or 1 where training failed or Longshore did.
 """
 
 import argparse
 import importlib.metadata
 import os
 import sys
+import traceback
 from collections.abc import Sequence as Seq
 
 from longshore.cli.doctor import register_doctor
@@ -16,7 +17,7 @@ from longshore.cli.plan import register_plan
 from longshore.cli.prepare import register_prepare
 from longshore.cli.report import register_report
 from longshore.cli.train import register_train
-from longshore.cli.words import Parser, answer, as_options
+from longshore.cli.words import Parser, answer, as_options, say
 
 COMMANDS = (
     register_train,
@@ -49,6 +50,9 @@ def main(argv: Seq[str] | None = None) -> int:
         return _refuse(as_options(str(error)))
     except KeyboardInterrupt:
         return 130
+    except Exception:
+        say(traceback.format_exc().rstrip(), to_stderr=True)
+        return 1
 
 
 def _run(argv: Seq[str]) -> int:
@@ -82,7 +86,7 @@ def _dispatch(argv: Seq[str]) -> None:
 
 
 def _refuse(message: str) -> int:
-    print("longshore:", " ".join(message.splitlines()), file=sys.stderr)
+    say(f"longshore: {' '.join(message.splitlines())}", to_stderr=True)
     return 2
 
 

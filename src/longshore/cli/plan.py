@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from longshore.cli.words import add_command, as_options, count, one_of
+from longshore.cli.words import add_command, as_options, count, one_of, say
 from longshore.data.batches import Batches, BatchSize, Place
 from longshore.plan.as_json import plans_as_json
 from longshore.plan.cost import BUILT_IN, CostProfile, load_profile
@@ -131,15 +131,13 @@ def run_plan(args: argparse.Namespace) -> None:
     if args.html:
         _write(args.html, lambda path: write_plan_page(path, plans, others))
     if args.gpus:
-        print(
-            f"lanes = {args.gpus} GPUs / (tp {args.tp or 1} x pp {args.pp or 1}) = {_lanes(args)}"
-        )
+        say(f"lanes = {args.gpus} GPUs / (tp {args.tp or 1} x pp {args.pp or 1}) = {_lanes(args)}")
     unit = "units of the profile" if args.cost else "s (estimated)"
-    print("\n".join(plan_summary(plans, unit=unit)))
+    say("\n".join(plan_summary(plans, unit=unit)))
     if args.json:
-        print(f"plan: {args.json}")
+        say(f"plan: {args.json}")
     if args.html:
-        print(f"page: {args.html} (open it in a browser)")
+        say(f"page: {args.html} (open it in a browser)")
 
 
 def _steps(args: argparse.Namespace) -> list[Lengths]:

@@ -8,16 +8,18 @@ import os
 import sys
 from typing import Any
 
-from longshore.cli.words import add_command, count, one_of
+from longshore.cli.words import add_command, count, one_of, say
 
 PREPARE_HELP = """\
 Tokenizes files of samples, in parallel, into a folder that training and `longshore plan` read.
-A sample is a line of JSONL or a row of Parquet: a chat under `messages` (role and content, tool
-calls too) or `conversations` (from and value), `prompt` and `completion`, or a plain `text`.
+A sample is a line of JSONL, a record of a JSON list or a row of Parquet: a chat under `messages`
+(role and content, tool calls too) or `conversations` (from and value), `prompt` and `completion`,
+Alpaca's `instruction`, `input` and `output`, or a plain `text`.
 A killed run goes on where it was when the same command is given again. Bad samples go to
-rejected.jsonl with their line and the reason.
+rejected.jsonl with their line and the reason; if there are many the command fails, and what it
+prepared is kept.
 
-  INPUT …            JSONL or Parquet files, or folders of them
+  INPUT …            JSONL, JSON or Parquet files, or folders of them
   --tokenizer DIR    a Hugging Face tokenizer folder: tokenizer.json, tokenizer_config.json
   --out DIR          the folder to make
   --template T       the chat template: auto (default): the tokenizer's own, or Longshore's for its
@@ -28,7 +30,9 @@ rejected.jsonl with their line and the reason.
   --too-long DO      reject (default) or truncate what is longer
   --field F          an extra field, as name:per_token:float32 or name:per_sequence:int64;
                      repeat it for more. Other columns must be named with --ignore
-  --ignore NAME      a column to leave out; repeat it for more
+  --ignore NAMES     columns to leave out, as id,source; '*' for all that are not used
+  --max-bytes N      a sample of more bytes is rejected, unread (default: 16777216)
+  --max-rejected X   fail if a larger share of the samples is rejected (default: 0.05)
   --workers W        processes (default: one for each core)
   --start-over       remove what an earlier run with other settings made in --out
 
@@ -59,12 +63,28 @@ def register_prepare(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--workers", type=count(1 << 12), default=os.cpu_count(), help=hidden)
     parser.add_argument("--field", action="append", default=[], help=hidden)
     parser.add_argument("--ignore", action="append", default=[], help=hidden)
+    parser.add_argument("--max-bytes", type=count(1 << 40), help=hidden)
+    parser.add_argument("--max-rejected", type=share, help=hidden)
     parser.add_argument("--start-over", action="store_true", help=hidden)
 
 
+def share(text: str) -> float:
+    """The type of an option that is a share of something."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1, such as 0.05")
+    return value
+
+
 def run_prepare(args: argparse.Namespace) -> None:
+    from longshore.config.kinds import split_list
     from longshore.data.fields import parse_field
+    from longshore.data.inputs import MAX_BYTES
     from longshore.data.prepare import prepare, show_progress
+    from longshore.data.rejected import MAX_REJECTED, as_option
 
     try:
         with show_progress(sys.stderr) as progress:
@@ -77,11 +97,16 @@ def run_prepare(args: argparse.Namespace) -> None:
                 loss_on=args.loss_on,
                 max_length=args.max_length,
                 too_long=args.too_long,
-                fields=[parse_field(text) for text in args.field],
-                ignore=args.ignore,
+                fields=[parse_field(text) for field in args.field for text in split_list(field)],
+                ignore=[name for names in args.ignore for name in split_list(names)],
+                max_bytes=args.max_bytes or MAX_BYTES,
                 start_over=args.start_over,
                 progress=progress,
             )
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from None
-    print(summary)
+    except ValueError as error:
+        raise ValueError(str(error).replace("in ignore (", "with --ignore (")) from None
+    say(str(summary))
+    limit = MAX_REJECTED if args.max_rejected is None else args.max_rejected
+    summary.rejections.check(limit, as_option)

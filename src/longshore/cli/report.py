@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from longshore.cli.words import add_command
+from longshore.cli.words import add_command, say
 from longshore.report.run_page import read_runs, write_run_page
 from longshore.report.run_text import report_summary
 
@@ -46,5 +46,5 @@ def run_report(args: argparse.Namespace) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ValueError(f"{error.filename or page}: {reason}") from None
-    print("\n".join(report_summary(data)))
-    print(f"page: {page} (open it in a browser)")
+    say("\n".join(report_summary(data)))
+    say(f"page: {page} (open it in a browser)")

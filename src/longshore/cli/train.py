@@ -25,7 +25,7 @@ from longshore.cli.launch import (
     ranks_from_environment,
     start_from_environment,
 )
-from longshore.cli.words import add_command, count
+from longshore.cli.words import add_command, count, say
 from longshore.config.check import check_config
 from longshore.config.folder import CONFIG
 from longshore.config.ranks import Ranks
@@ -107,13 +107,13 @@ def run_train(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise ValueError(as_keys(str(error))) from None
     except (RankError, RunError) as error:
-        print(f"longshore: {str(error).rstrip()}", file=sys.stderr)
+        say(f"longshore: {str(error).rstrip()}", to_stderr=True)
         raise SystemExit(FAILED) from None
     except StoppedError as error:
-        print(f"longshore: {error}", file=sys.stderr)
+        say(f"longshore: {error}", to_stderr=True)
         raise SystemExit(STOPPED) from None
     except Exception:
-        traceback.print_exc()
+        say(traceback.format_exc().rstrip(), to_stderr=True)
         raise SystemExit(FAILED) from None
 
 

@@ -7,9 +7,12 @@ knows, is answered with "for --max-length use --capacity".
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, NoReturn
+
+from longshore.printable import printable
 
 # What users of Megatron and TRL may type, and our word for it; ": …" says why there is none.
 FOREIGN = {
@@ -36,6 +39,11 @@ FOREIGN = {
     "--virtual-pipeline-model-parallel-size": "--vpp",
     "--world-size": "--gpus",
 }
+
+
+def say(text: str, *, to_stderr: bool = False) -> None:
+    """Prints for people. What a terminal would obey is escaped: data and names may be anyone's."""
+    print(printable(text), file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
 
 class Parser(argparse.ArgumentParser):

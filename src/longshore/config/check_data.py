@@ -15,9 +15,10 @@ from longshore.data.families import check_choice
 from longshore.data.fields import check_declared, parse_field
 from longshore.data.inputs import find_inputs
 from longshore.data.mock import mock_lengths
+from longshore.data.rejected import as_key, rejections_of
 
 MANIFEST = "manifest.json"
-TEXT_ONLY = ("template", "loss_on", "max_length", "too_long", "fields", "ignore")
+TEXT_ONLY = ("template", "loss_on", "max_length", "too_long", "fields", "ignore", "max_bytes")
 
 
 def check_data(config: RunConfig, vocab_size: int) -> None:
@@ -33,13 +34,14 @@ def check_data(config: RunConfig, vocab_size: int) -> None:
         raise ValueError("data.path and data.mock are both given; leave one out")
     if not data.path and not data.mock:
         raise ValueError(
-            "there is no data; give data.path, a JSONL or Parquet file or a prepared folder, or "
-            "data.mock for made-up sequences"
+            "there is no data; give data.path, a JSONL, JSON or Parquet file or a prepared folder, "
+            "or data.mock for made-up sequences"
         )
     if data.mock:
         _refuse_text_keys(data, "data.mock makes up")
     elif is_prepared(data.path):
         _refuse_text_keys(data, "data.path is a prepared folder and already has")
+        _check_rejected(data)
     else:
         _check_text(data, data.tokenizer or config.model.from_hf)
         if config.model.preset:  # a checkpoint's tokenizer may have ids that no text uses
@@ -51,6 +53,15 @@ def check_data(config: RunConfig, vocab_size: int) -> None:
 def is_prepared(path: str) -> bool:
     """Whether a path is a folder made by `longshore prepare`, finished or not."""
     return (Path(path) / MANIFEST).exists() or (Path(path) / "prepare.work").exists()
+
+
+def _check_rejected(data: DataConfig) -> None:
+    """Refuses a prepared folder that left out more samples than data.max_rejected allows."""
+    from longshore.data.store import read_manifest
+
+    with told_as("data.path: "):
+        folder = Path(data.path)
+        rejections_of(folder, read_manifest(folder).about).check(data.max_rejected, as_key)
 
 
 def known_longest(config: RunConfig) -> int:

@@ -91,11 +91,24 @@ def number_or(name: str, least: float) -> Kind:
 
 
 def texts() -> Kind:
-    def read(value: object) -> tuple[str, ...] | None:
-        fits = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-        return tuple(value) if fits and isinstance(value, list | tuple) else None
+    """Texts as a list; a,b is a list of two, and a bare word a list of one."""
 
-    return Kind('a list of texts, such as ["a", "b"]', read)
+    def read(value: object) -> tuple[str, ...] | None:
+        items = split_list(value) if isinstance(value, str) else value
+        if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+            return None
+        return tuple(items) if all(items) else None
+
+    return Kind('a list of texts, such as ["a", "b"] or a,b', read)
+
+
+def split_list(text: str) -> list[str]:
+    """The texts between commas; brackets around all and quotes around each may be there or not."""
+    bare = text.strip()
+    if bare[:1] == "[" and bare[-1:] == "]":
+        bare = bare[1:-1].strip()
+    items = [item.strip() for item in bare.split(",")] if bare else []
+    return [item[1:-1] if re.fullmatch(r"""(["']).*\1""", item) else item for item in items]
 
 
 def shares() -> Kind:

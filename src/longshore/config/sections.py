@@ -25,6 +25,8 @@ from longshore.config.kinds import (
     whole_or,
 )
 from longshore.config.toml import write_toml
+from longshore.data.inputs import MAX_BYTES
+from longshore.data.rejected import MAX_REJECTED
 
 MOST_MOCK = 10_000_000
 LARGEST_SEED = 2**63 - 1
@@ -34,7 +36,7 @@ LARGEST_SEED = 2**63 - 1
 class DataConfig:
     """Where sequences come from, and how many a step takes."""
 
-    path: str = key("", text(), "JSONL or Parquet, or a folder made by `longshore prepare`")
+    path: str = key("", text(), "JSONL, JSON or Parquet, or a folder made by `longshore prepare`")
     mock: Mapping[str, Any] = field(
         default_factory=dict,
         metadata={
@@ -57,7 +59,11 @@ class DataConfig:
     fields: tuple[str, ...] = key(
         (), texts(), 'extra fields, such as "advantage:per_token:float32"'
     )
-    ignore: tuple[str, ...] = key((), texts(), "columns to leave out")
+    ignore: tuple[str, ...] = key((), texts(), "columns to leave out; *: all that are not used")
+    max_bytes: int = key(MAX_BYTES, whole(), "a sample of more bytes is rejected, unread")
+    max_rejected: float = key(
+        MAX_REJECTED, number(0, 1), "a run stops if a larger share of the samples is rejected"
+    )
     cache: str = key("runs/prepared", text(), "the folder for text once it is tokenized")
     batch: int = key(0, whole(0), "sequences in a step, over all ranks")
     batch_tokens: int = key(0, whole(0), "instead of batch: as many as come up to these tokens")

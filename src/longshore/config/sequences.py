@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from longshore.config.sections import RunConfig
 from longshore.config.text import text_folder
+from longshore.config.told import told_as
 from longshore.data.batches import Batches, BatchSize
 from longshore.data.fields import Field
 from longshore.data.mock import MockSource
+from longshore.data.rejected import as_key, rejections_of
 from longshore.data.source import IndexedSource, Ints, TokenizedSample
 from longshore.data.store import Store
 from longshore.model.config import DecoderConfig
@@ -58,6 +60,8 @@ def open_sequences(config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
         )
     folder = text_folder(config)
     store = Store(folder)
+    with told_as("data.path: "):
+        rejections_of(folder, store.manifest.about).check(data.max_rejected, as_key)
     if not store.loss_tokens.any():
         raise ValueError(
             f"data.path: {data.path} has nothing to learn, no token of {folder} is in the loss; "

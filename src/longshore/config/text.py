@@ -11,8 +11,11 @@ from pathlib import Path
 
 from longshore.config.check_data import MANIFEST, is_prepared
 from longshore.config.sections import RunConfig
+from longshore.config.told import told_as
 from longshore.data.cache import TextRules, cache_folder, prepare_cache
 from longshore.data.prepare import show_progress
+from longshore.data.rejected import as_key
+from longshore.printable import printable
 
 
 def text_folder(config: RunConfig) -> Path:
@@ -67,9 +70,19 @@ def prepare_text(config: RunConfig) -> None:
     except OSError as error:
         raise ValueError(f"data.path: {error.strerror or error}") from None
     except ValueError as error:
-        said = str(error).replace("; declare it (", "; declare it in data.fields (")
-        raise ValueError(f"data.path: {said.replace('in ignore', 'in data.ignore')}") from None
-    sys.stderr.write(f"{summary}\n")
+        raise ValueError(f"data.path: {_in_keys(str(error))}") from None
+    before = "using the tokenized data of " if summary.reused == summary.shards else ""
+    sys.stderr.write(printable(f"{before}{summary.explain(as_key)}\n"))
+    with told_as("data.path: "):
+        summary.rejections.check(data.max_rejected, as_key)
+
+
+def _in_keys(message: str) -> str:
+    """What `prepare` says, in the words of a recipe."""
+    said = message.replace("in ignore (", "in data.ignore (")
+    for start in ("or declare it (", "or declare each ("):
+        said = said.replace(start, start.replace("(", "in data.fields ("))
+    return said
 
 
 def _rules(config: RunConfig) -> TextRules:
@@ -82,4 +95,5 @@ def _rules(config: RunConfig) -> TextRules:
         too_long=data.too_long,
         fields=data.fields,
         ignore=data.ignore,
+        max_bytes=data.max_bytes,
     )

@@ -13,6 +13,8 @@ import json
 import re
 from collections.abc import Mapping
 
+from longshore.printable import printable
+
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -38,8 +40,10 @@ def toml_value(value: object) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
-        # JSON's escapes are TOML's too; TOML wants one more, for the character 127.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+        # JSON's escapes are TOML's too; TOML wants one more, for the character 127, and a terminal
+        # that shows it some more.
+        quoted = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+        return printable(quoted)
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, Mapping):

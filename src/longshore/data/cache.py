@@ -29,6 +29,7 @@ class TextRules:
     too_long: TooLong
     fields: Sequence[str]
     ignore: Sequence[str]
+    max_bytes: int
 
 
 def cache_folder(path: str, rules: TextRules, cache: str) -> Path:
@@ -66,5 +67,6 @@ def prepare_cache(
         too_long=rules.too_long,
         fields=[parse_field(text) for text in rules.fields],
         ignore=rules.ignore,
+        max_bytes=rules.max_bytes,
         progress=progress,
     )

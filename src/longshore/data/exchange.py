@@ -11,6 +11,7 @@ target).
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -38,8 +39,32 @@ def exchange(
     """This lane's shards of a step. All lanes of the group call it together.
 
     `group` orders its ranks by lane. `samples`: this lane's own sequences by their place in the
-    plan.
+    plan. It is cut_parcels, deliver and open_parcels; only the second sends, so whoever has others
+    waiting can agree with them on the first and the third.
     """
+    parcels = cut_parcels(plan, owners, samples, group, depths=depths, fields=fields)
+    return open_parcels(parcels, deliver(parcels, group))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parcels:
+    """What a lane sends to the others, so many bytes to each, and how it reads what they send."""
+
+    sent: Tensor
+    sizes: list[int]
+    expected: "list[_Layout]"
+
+
+def cut_parcels(
+    plan: Plan,
+    owners: Seq[int],
+    samples: Mapping[int, Tokenized],
+    group: ProcessGroup,
+    *,
+    depths: int = 0,
+    fields: Seq[Field] = (),
+) -> Parcels:
+    """This lane's sequences, cut for the lanes that compute them; nothing is sent yet."""
     routes, lane = route(plan, owners), group.rank()
     sent = [
         _to_bytes(cut_shards(plan, samples, cuts, depths=depths, fields=fields))
@@ -50,15 +75,26 @@ def exchange(
     expected = [
         _Layout(plan, cuts, depths, fields) for cuts in _each(routes, lane, group, sending=False)
     ]
-    received = all_to_all(
-        torch.from_numpy(np.concatenate(sent)),
+    whole = torch.from_numpy(np.concatenate(sent))
+    return Parcels(whole, [len(part) for part in sent], expected)
+
+
+def deliver(parcels: Parcels, group: ProcessGroup) -> Array:
+    """Sends them, and returns the bytes that came. All lanes of the group call it together."""
+    received: Array = all_to_all(
+        parcels.sent,
         group,
-        sends=[len(part) for part in sent],
-        receives=[layout.size for layout in expected],
+        sends=parcels.sizes,
+        receives=[layout.size for layout in parcels.expected],
     ).numpy()
-    ends = np.cumsum([layout.size for layout in expected])
-    parts = np.split(received, ends[:-1])
-    return _joined([layout.read(part) for layout, part in zip(expected, parts, strict=True)])
+    return received
+
+
+def open_parcels(parcels: Parcels, received: Array) -> Shards:
+    """What came, as this lane's shards."""
+    ends = np.cumsum([layout.size for layout in parcels.expected])
+    parts = zip(parcels.expected, np.split(received, ends[:-1]), strict=True)
+    return _joined([layout.read(part) for layout, part in parts])
 
 
 def send_back(

@@ -1,27 +1,34 @@
 """Inputs: files of raw samples, cut into ranges that can be read apart from each other.
 
-In: names of JSONL and Parquet files or of folders. Out: ranges, and the samples of each with their
-lines, counted from 1 at the start of the range (nobody has counted the lines before it yet).
+In: names of JSONL, JSON and Parquet files or of folders. Out: ranges, and the samples of each with
+their lines, counted from 1 at the start of the range (nobody has counted the lines before it yet).
 
 A JSONL file of 10 bytes in ranges of 4, with lines that begin at 0, 3 and 8, gives bytes 0…4 with
 two lines, 4…8 with none and 8…10 with one: a line belongs to the range in which it begins. A range
-of a Parquet file is a run of row groups, and its lines are rows.
+of a Parquet file is a run of row groups, and its lines are rows; one of a JSON list is a run of
+records. A .json file with an object a line is read as JSONL.
 """
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from longshore.data.json_list import CHUNK, read_elements
 from longshore.data.source import SampleError
 
 Sample = Mapping[str, Any]
 
 JSONL = (".jsonl", ".ndjson")
-SUFFIXES = (*JSONL, ".parquet")
+SUFFIXES = (*JSONL, ".json", ".parquet")
+BOM = b"\xef\xbb\xbf"
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
+STORE_FILES = ("lengths.npy", "loss_tokens.npy", "checksums.npy", "prepare.work")
 ROWS = 256
+MAX_BYTES = 1 << 24
+"""The default for the most bytes of one sample: text of some four million tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +43,19 @@ class Input:
     def is_parquet(self) -> bool:
         return self.name.endswith(".parquet")
 
+    @property
+    def unit(self) -> str:
+        """What its samples are called."""
+        return unit_of(self.name)
+
+
+def unit_of(name: str) -> str:
+    return {".parquet": "row", ".json": "record"}.get(Path(name).suffix, "line")
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A part of an input: the lines that begin in bytes [start, stop), or Parquet row groups."""
+    """A part of an input: Parquet row groups, or lines or records in bytes [start, stop)."""
 
     number: int
     input: Input
@@ -53,13 +69,7 @@ def find_inputs(names: Sequence[str | Path]) -> tuple[Input, ...]:
     paths: list[Path] = []
     for name in names:
         path = Path(name)
-        if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
-            if not inside:
-                raise ValueError(f"{path}: the folder has no file ending in {', '.join(SUFFIXES)}")
-            paths += inside
-        else:
-            paths.append(path)
+        paths += _inside(path) if path.is_dir() else [path]
     if not paths:
         raise ValueError("no input is given; name files or folders of samples")
     for path in paths:
@@ -68,35 +78,149 @@ def find_inputs(names: Sequence[str | Path]) -> tuple[Input, ...]:
     return tuple(_input(path) for path in paths)
 
 
+def _inside(folder: Path) -> list[Path]:
+    names = sorted(path.name for path in folder.iterdir())
+    if any(is_of_store(name) for name in names):
+        raise ValueError(
+            f"{folder}: is a prepared folder without its manifest.json, so it is unfinished or "
+            f"damaged; copy it again, or give the 'longshore prepare' command that made it once "
+            f"more, with --start-over if it refuses to go on"
+        )
+    inside = [folder / name for name in names if Path(name).suffix in SUFFIXES]
+    if not inside:
+        raise ValueError(f"{folder}: the folder has no file ending in {', '.join(SUFFIXES)}")
+    return inside
+
+
+def is_of_store(name: str) -> bool:
+    """Whether a file is one that only a prepared folder has."""
+    return name in STORE_FILES or (name.startswith("shard-") and name.endswith(".arrow"))
+
+
 def _input(path: Path) -> Input:
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path}: must end in {', '.join(SUFFIXES)}; unpack or convert it first")
     try:
         with path.open("rb") as file:
-            start = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
             status = os.fstat(file.fileno())
+            if path.suffix != ".parquet":
+                _check_start(path, file)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     if not status.st_size:
         raise ValueError(f"{path}: the file is empty; leave it out")
-    if start.startswith(b"[") and path.suffix in JSONL:
-        raise ValueError(f"{path}: is one JSON list; it must hold one object a line")
     return Input(str(path), status.st_size, status.st_mtime_ns)
+
+
+def _check_start(path: Path, file: BinaryIO) -> None:
+    """Refuses JSON of another form than the file's name says."""
+    if file.read(2) in UTF16:
+        raise ValueError(f"{path}: is UTF-16; convert it to UTF-8, such as with iconv")
+    file.seek(0)
+    first = _first_byte(file)
+    if path.suffix in JSONL and first == b"[":
+        raise ValueError(f"{path}: is one JSON list, not one object a line; name it .json")
+    if path.suffix in JSONL or first in (b"[", b""):
+        return
+    file.seek(0)
+    line = file.readline(MAX_BYTES).removeprefix(BOM)
+    if not (isinstance(_value(line), dict) and _first_byte(file)):
+        what = "one JSON object" if first == b"{" else "no JSON list"
+        raise ValueError(
+            f"{path}: is {what}; a .json file holds a list of records, [{{…}}, {{…}}], or one "
+            "object a line. Take the list out of it, or name it .jsonl if its one line is a "
+            "sample; in a folder, move it away if it is no data"
+        )
+
+
+def _first_byte(file: BinaryIO) -> bytes:
+    """The next byte that is no white space, behind a byte order mark."""
+    is_start = file.tell() == 0
+    while chunk := file.read(CHUNK):
+        chunk = chunk.removeprefix(BOM) if is_start else chunk
+        if found := chunk.lstrip():
+            return found[:1]
+        is_start = False
+    return b""
+
+
+def _value(line: bytes) -> Any:  # noqa: ANN401 - any value of JSON
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _list_start(file: Input) -> int | None:
+    """Where the first record of a JSON list begins; None for other files."""
+    if not file.name.endswith(".json"):
+        return None
+    with open(file.name, "rb") as opened:
+        start = 0
+        while chunk := opened.read(CHUNK):
+            rest = chunk.removeprefix(BOM) if not start else chunk
+            if found := rest.lstrip():
+                return start + len(chunk) - len(found) + 1 if found[:1] == b"[" else None
+            start += len(chunk)
+    return None
 
 
 def cut_ranges(inputs: Sequence[Input], size: int) -> tuple[Range, ...]:
     """The inputs in parts of about `size` bytes, numbered over all of them."""
     ranges: list[Range] = []
     for file in inputs:
-        parts = _row_groups(file, size) if file.is_parquet else _byte_ranges(file, size)
+        parts = _parts(file, size)
         ranges += [Range(len(ranges) + i, file, *part) for i, part in enumerate(parts)]
     return tuple(ranges)
+
+
+def whole_range(file: Input) -> Range:
+    """All of an input, uncut."""
+    if file.is_parquet:
+        with _parquet(file) as table:
+            return Range(0, file, 0, table.metadata.num_row_groups, file.bytes)
+    return Range(0, file, _list_start(file) or 0, file.bytes, file.bytes)
+
+
+def _parts(file: Input, size: int) -> list[tuple[int, int, int]]:
+    if file.is_parquet:
+        return _row_groups(file, size)
+    start = _list_start(file)
+    return _byte_ranges(file, size) if start is None else _runs_of_records(file, start, size)
 
 
 def _byte_ranges(file: Input, size: int) -> list[tuple[int, int, int]]:
     starts = range(0, file.bytes, size)
     stops = (min(start + size, file.bytes) for start in starts)
     return [(start, stop, stop - start) for start, stop in zip(starts, stops, strict=True)]
+
+
+def _runs_of_records(file: Input, start: int, size: int) -> list[tuple[int, int, int]]:
+    """Reads the list once; it must be closed, and nothing may stand behind it."""
+    parts: list[tuple[int, int, int]] = []
+    number, first, stop = 0, start, start
+    with open(file.name, "rb") as opened:
+        for number, part in enumerate(read_elements(opened, start, file.bytes, limit=0), start=1):
+            stop = part.stop
+            if not part.ended_by:
+                raise ValueError(
+                    f"{file.name}: the list has no end; record {number}, at byte {part.start:,}, "
+                    "is not closed, or the file is cut short, so copy it again"
+                )
+            if stop - first >= size:
+                parts.append((first, stop, stop - first))
+                first = stop + 1
+        opened.seek(stop + 1)
+        if _first_byte(opened):
+            raise ValueError(
+                f"{file.name}: goes on behind the list's end, at byte {stop + 1:,}; a .json file "
+                "holds one list"
+            )
+        opened.seek(start)
+        is_empty = number == 1 and not opened.read(min(stop - start, CHUNK)).strip()
+    if first <= stop and not is_empty:
+        parts.append((first, stop, stop - first))
+    return parts
 
 
 def _row_groups(file: Input, size: int) -> list[tuple[int, int, int]]:
@@ -111,51 +235,92 @@ def _row_groups(file: Input, size: int) -> list[tuple[int, int, int]]:
     return parts
 
 
+def _keep_all(name: str) -> bool:
+    return False
+
+
 def read_range(
-    part: Range, ignore: Sequence[str] = ()
+    part: Range, *, leaves_out: Callable[[str], bool] = _keep_all, max_bytes: int = MAX_BYTES
 ) -> Iterator[tuple[int, Sample | SampleError]]:
-    """The samples of a range with their lines; a line that is no sample gives its error."""
+    """The samples of a range with their lines; a line that is no sample gives its error.
+
+    One of more than `max_bytes` is an error too, and is neither parsed nor held whole.
+    """
     if part.input.is_parquet:
-        yield from _read_rows(part, ignore)
-        return
-    for number, line in enumerate(_lines(part), start=1):
-        try:
-            yield number, _parse(line)
-        except SampleError as error:
-            yield number, error
+        rows: Iterator[Sample | SampleError] = _read_rows(part, leaves_out, max_bytes)
+    elif _list_start(part.input) is None:
+        rows = map(_parse, _lines(part, max_bytes))
+    else:
+        rows = map(_parse, _records(part, max_bytes))
+    yield from enumerate(rows, start=1)
 
 
-def _lines(part: Range) -> Iterator[bytes]:
+def _lines(part: Range, limit: int) -> Iterator[bytes | SampleError]:
     with open(part.input.name, "rb") as file:
         if part.start:
             file.seek(part.start - 1)
-            file.readline()  # the rest of a line that begins before this range
-        while file.tell() < part.stop and (line := file.readline()):
-            yield line if part.start else line.removeprefix(b"\xef\xbb\xbf")
+            _skip_line(file, part.stop)  # the rest of a line that begins before this range
+        while (at := file.tell()) < part.stop and (line := file.readline(limit + 1)):
+            if len(line) > limit:
+                rest = 0 if line.endswith(b"\n") else _skip_line(file, part.input.bytes)
+                yield _too_large("line", len(line) + rest, limit)
+            else:
+                yield line if at else line.removeprefix(BOM)
 
 
-def _parse(line: bytes) -> Sample:
+def _skip_line(file: BinaryIO, stop: int) -> int:
+    """Goes behind the end of the line, or past `stop`, and says how many bytes that were."""
+    skipped = 0
+    while file.tell() < stop and (part := file.readline(CHUNK)):
+        skipped += len(part)
+        if part.endswith(b"\n"):
+            break
+    return skipped
+
+
+def _records(part: Range, limit: int) -> Iterator[bytes | SampleError]:
+    with open(part.input.name, "rb") as file:
+        for record in read_elements(file, part.start, part.stop, limit=limit):
+            is_large = record.size > limit
+            yield _too_large("record", record.size, limit) if is_large else record.text
+
+
+def _too_large(what: str, size: int, limit: int) -> SampleError:
+    return SampleError("too large", f"the {what} has {size:,} bytes, more than {limit:,}")
+
+
+def _parse(line: bytes | SampleError) -> Sample | SampleError:
+    if isinstance(line, SampleError):
+        return line
     if not line.strip():
-        raise SampleError("empty", "the line is blank")
+        return SampleError("empty", "the line is blank")
     try:
         sample = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise SampleError("broken JSON", f"the line is not UTF-8 ({error.reason})") from None
+        return SampleError("broken JSON", f"the line is not UTF-8 ({error.reason})")
     except (ValueError, RecursionError) as error:
-        raise SampleError("broken JSON", str(error)) from None
+        return SampleError("broken JSON", str(error))
     if not isinstance(sample, dict):
-        raise SampleError("broken JSON", f"the line is {type(sample).__name__}, not an object")
+        return SampleError("broken JSON", f"the line is {type(sample).__name__}, not an object")
     return sample
 
 
-def _read_rows(part: Range, ignore: Sequence[str]) -> Iterator[tuple[int, Sample | SampleError]]:
+def _read_rows(
+    part: Range, leaves_out: Callable[[str], bool], limit: int
+) -> Iterator[Sample | SampleError]:
     with _parquet(part.input) as table:
-        columns = [name for name in table.schema_arrow.names if name not in set(ignore)]
+        columns = [name for name in table.schema_arrow.names if not leaves_out(name)]
         groups = list(range(part.start, part.stop))
         batches = table.iter_batches(ROWS, row_groups=groups, columns=columns)
-        rows = (row for batch in _told_by_name(batches, part.input) for row in batch.to_pylist())
-        for number, row in enumerate(rows, start=1):
-            yield number, {name: _without_nulls(value) for name, value in row.items()}
+        for batch in _told_by_name(batches, part.input):
+            step = 1 if batch.nbytes > limit else ROWS
+            for first in range(0, batch.num_rows, step):
+                rows = batch.slice(first, step)
+                if step == 1 and rows.nbytes > limit:
+                    yield _too_large("row", rows.nbytes, limit)
+                    continue
+                for row in rows.to_pylist():
+                    yield {name: _without_nulls(value) for name, value in row.items()}
 
 
 def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - any value of JSON

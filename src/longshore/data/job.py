@@ -20,15 +20,19 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from longshore.data.inputs import Input, Range, cut_ranges, read_range
+from longshore.data.columns import FORMS, leaves_out, refuse_columns, unused_columns
+from longshore.data.inputs import Input, Range, Sample, is_of_store, read_range, whole_range
+from longshore.data.rejected import REJECTED
 from longshore.data.source import SampleError
 from longshore.data.store import MANIFEST, ShardInfo, read_manifest, write_durably
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer, is_chat
 
 LEAST_RANGE, MOST_RANGE, RANGES = 2**20, 2**26, 64
+LOOKED_AT = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,10 @@ class Job:
     def as_json(self) -> dict[str, Any]:
         return {**self.settings, "inputs": [asdict(file) for file in self.inputs]}
 
+    def samples(self, part: Range) -> Iterator[tuple[int, Sample | SampleError]]:
+        """The samples of a range of this job's inputs, with their lines."""
+        return _samples(part, self.rules, self.settings["max_bytes"])
+
     def sample_tokenizer(self) -> SampleTokenizer:
         return SampleTokenizer(self.tokenizer.load(), self.rules)
 
@@ -87,13 +95,16 @@ def make_job(
     *,
     rules: Rules,
     shard_bytes: int | None,
+    max_bytes: int,
 ) -> Job:
     """The job, after a look at the tokenizer and at the first sample of each input."""
     if shard_bytes is not None and shard_bytes < 1:
         raise ValueError(f"shard_bytes is {shard_bytes}; it must be at least 1")
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes is {max_bytes}; it must be at least 1")
     size = sum(file.bytes for file in inputs) // RANGES
     loaded = tokenizer.load()
-    has_chats = [_look_at_first(file, SampleTokenizer(loaded, rules)) for file in inputs]
+    has_chats = _look_at_first(inputs, SampleTokenizer(loaded, rules), max_bytes)
     settings = {
         "tokenizer": loaded.digest,
         "template": loaded.template_digest,
@@ -103,6 +114,7 @@ def make_job(
         "too_long": rules.too_long,
         "fields": [str(field) for field in rules.fields],
         "ignore": list(rules.ignore),
+        "max_bytes": max_bytes,
         "shard_bytes": shard_bytes or min(max(size, LEAST_RANGE), MOST_RANGE),
     }
     note = loaded.template_note if any(has_chats) else ""
@@ -110,22 +122,49 @@ def make_job(
     return replace(job, digest=hashlib.sha256(json.dumps(job.as_json()).encode()).hexdigest())
 
 
-def _look_at_first(file: Input, tokenizer: SampleTokenizer) -> bool:
-    """Refuses a file at once for a fault in the settings that every sample would show.
+def _samples(
+    part: Range, rules: Rules, max_bytes: int
+) -> Iterator[tuple[int, Sample | SampleError]]:
+    def skips(name: str) -> bool:
+        return leaves_out(name, rules.ignore, rules.fields)
 
-    Gives whether its first sample is a chat.
+    return read_range(part, leaves_out=skips, max_bytes=max_bytes)
+
+
+def _look_at_first(inputs: Sequence[Input], tokenizer: SampleTokenizer, max_bytes: int) -> bool:
+    """Refuses the inputs at once for a fault in the settings that every sample would show.
+
+    Returns whether a first sample is a chat.
     """
-    for part in cut_ranges([file], file.bytes)[:1]:
-        for line, sample in read_range(part, tokenizer.rules.ignore):
+    has_chats = False
+    for file in inputs:
+        for line, sample in _samples(whole_range(file), tokenizer.rules, max_bytes):
             if isinstance(sample, SampleError):
                 continue
             try:
                 tokenizer.whole(sample, 0)
             except SampleError as error:
                 if error.reason == "undeclared field":
-                    raise ValueError(f"{file.name} line {line}: {error}") from None
-            return is_chat(sample)
-    return False
+                    names, form = _unused(inputs, tokenizer.rules, max_bytes)
+                    raise ValueError(
+                        f"{file.name} {file.unit} {line}: {refuse_columns(names, form)}"
+                    ) from None
+            has_chats = has_chats or is_chat(sample)
+            break
+    return has_chats
+
+
+def _unused(inputs: Sequence[Input], rules: Rules, max_bytes: int) -> tuple[list[str], str]:
+    """All columns without a meaning in the first samples of all inputs, and the samples' form."""
+    names: dict[str, str] = {}
+    for file in inputs:
+        for _, sample in islice(_samples(whole_range(file), rules, max_bytes), LOOKED_AT):
+            if isinstance(sample, SampleError):
+                continue
+            form = next((name for name in FORMS if name in sample), None)
+            others = unused_columns(sample, form, rules.ignore, rules.fields) if form else []
+            names.update(dict.fromkeys(others, form or ""))
+    return list(names), next(iter(names.values()))
 
 
 @contextlib.contextmanager
@@ -134,9 +173,7 @@ def claimed(job: Job, start_over: bool) -> Iterator[bool]:
     if job.out.is_dir() and not job.work.is_dir():
         others = [p.name for p in job.out.iterdir()]
         if others and MANIFEST not in others:
-            raise ValueError(
-                f"{job.out}: holds {sorted(others)[0]} and no store; choose an empty folder"
-            )
+            _refuse_others(job.out, others, start_over)
     job.work.mkdir(parents=True, exist_ok=True)
     with (job.work / "lock").open("w") as lock:
         try:
@@ -151,6 +188,18 @@ def claimed(job: Job, start_over: bool) -> Iterator[bool]:
             raise
         yield finished
         shutil.rmtree(job.work)
+
+
+def _refuse_others(folder: Path, names: Sequence[str], start_over: bool) -> None:
+    """A folder that only holds what is left of a store may be begun anew."""
+    others = sorted(name for name in names if not is_of_store(name) and name != REJECTED)
+    if others or (REJECTED in names and len(names) == 1):
+        raise ValueError(f"{folder}: holds {sorted(names)[0]} and no store; choose an empty folder")
+    if not start_over:
+        raise ValueError(
+            f"{folder}: is a prepared folder without its {MANIFEST}, so it is damaged; copy it "
+            "again, or start over (--start-over)"
+        )
 
 
 def _check_same_job(job: Job, start_over: bool) -> bool:

@@ -48,23 +48,20 @@ class StepLengths:
         return range(first, first + self.owners.count(lane))
 
 
-def gather_lengths(
-    samples: Seq[TokenizedSample],
-    groups: Groups,
-    *,
-    depths: int = 0,
-    room: int,
-    everywhere: bool,
-) -> StepLengths:
-    """Brings the lengths of all lanes' sequences to every rank. All ranks call it together.
+def length_rows(samples: Seq[TokenizedSample], depths: int = 0) -> Tensor:
+    """A row for each sequence, as they travel; a sequence that is not sound fails here."""
+    rows = torch.tensor([_row(sample, depths) for sample in samples], dtype=torch.int64)
+    return rows.reshape(-1, FIRST_LABELS + 1 + depths)
+
+
+def gather_lengths(mine: Tensor, groups: Groups, *, room: int, everywhere: bool) -> StepLengths:
+    """Brings all lanes' rows of lengths to every rank. All ranks call it together.
 
     With `everywhere` each rank drew the sequences of its lane itself, and ranks that drew other
     ones are named in an error; without it only the first rank of a lane did, and the others bring
     none. `room`: the number of sequences a lane usually brings at most; more cost one collective
     more.
     """
-    mine = torch.tensor([_row(sample, depths) for sample in samples], dtype=torch.int64)
-    mine = mine.reshape(-1, FIRST_LABELS + 1 + depths)
     is_source = everywhere or (groups.tp.rank() == 0 and groups.pp.rank() == 0)
     found = gather_rows(mine, groups.lanes, room=room) if is_source else []
     if everywhere:

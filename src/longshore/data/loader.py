@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from longshore.data.batches import Place
-from longshore.data.steps import Step, Steps
+from longshore.data.steps import Step, Steps, unchanged
 
 
 class Loader:
@@ -57,8 +57,9 @@ class Loader:
 
     def _run(self) -> None:
         try:
-            for step in self.steps.from_place(self._next, self._stop.is_set):
-                self._put(_pinned(step) if self.pin else step)
+            finish = _pinned if self.pin else unchanged
+            for step in self.steps.from_place(self._next, self._stop.is_set, finish):
+                self._put(step)
             self._put(None)
         except BaseException as error:
             self._put(error)

@@ -1,7 +1,7 @@
 """Prepare: files of raw samples become a store, in parallel; a killed run goes on where it was.
 
-In: JSONL or Parquet files and a tokenizer folder. Out: a store (store.py), rejected.jsonl, and a
-summary. Three lines, of which the second is broken, give a store of two sequences and
+In: JSONL, JSON or Parquet files and a tokenizer folder. Out: a store (store.py), rejected.jsonl,
+and a summary. Three lines, of which the second is broken, give a store of two sequences and
 
     {"file": "chats.jsonl", "line": 2, "reason": "broken JSON", "detail": "Expecting value: …"}
 
@@ -27,7 +27,7 @@ from typing import TextIO
 
 from longshore.data.chat_template import DATE
 from longshore.data.fields import Field
-from longshore.data.inputs import Range, cut_ranges, find_inputs, read_range
+from longshore.data.inputs import MAX_BYTES, Range, cut_ranges, find_inputs
 from longshore.data.job import (
     Job,
     Record,
@@ -38,13 +38,25 @@ from longshore.data.job import (
     write_record,
 )
 from longshore.data.pool import run_tasks
+from longshore.data.rejected import (
+    LONGEST_DETAIL,
+    REJECTED,
+    Rejections,
+    Spelling,
+    as_option,
+)
 from longshore.data.source import SampleError
-from longshore.data.store import finish_store, read_manifest, shard_name, write_durably, write_shard
+from longshore.data.store import (
+    MANIFEST,
+    finish_store,
+    read_manifest,
+    shard_name,
+    write_durably,
+    write_shard,
+)
 from longshore.data.tokenize import LossOn, Rules, SampleTokenizer, TooLong
 
 Report = Callable[[int, int], None]
-
-REJECTED = "rejected.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +75,12 @@ class Summary:
     rejected: Mapping[str, int]
     template_note: str = ""
 
-    def __str__(self) -> str:
+    @property
+    def rejections(self) -> Rejections:
+        return Rejections(self.folder, self.samples, self.rejected)
+
+    def explain(self, spell: Spelling) -> str:
+        """What is there and what is not. spell: how settings are written."""
         cut = f" ({self.truncated:,} truncated)" if self.truncated else ""
         before = f" ({self.reused} from an earlier run)" if self.reused else ""
         text = (
@@ -72,7 +89,10 @@ class Summary:
             f"the longest sequence {self.longest:,}, {self.shards} shards{before}"
         )
         text = f"{self.template_note}\n{text}" if self.template_note else text
-        return f"{text}\n{_rejections(self.rejected, self.folder)}" if self.rejected else text
+        return f"{text}\n{self.rejections.explain(spell)}" if self.rejected else text
+
+    def __str__(self) -> str:
+        return self.explain(as_option)
 
 
 def prepare(
@@ -87,6 +107,7 @@ def prepare(
     too_long: TooLong = "reject",
     fields: Sequence[Field] = (),
     ignore: Sequence[str] = (),
+    max_bytes: int = MAX_BYTES,
     date: datetime.date = DATE,
     shard_bytes: int | None = None,
     start_over: bool = False,
@@ -95,19 +116,24 @@ def prepare(
     """Makes the store `out` from files of samples, or goes on with it; see the module's text.
 
     `template` is a file, "auto", "own" or a family (tokenize.Tokenizer explains them), `ignore`
-    names columns to leave out, `shard_bytes` says how much input makes a shard, `date`
-    what `strftime_now` tells a template. `progress` is told the bytes done and those in all.
+    names columns to leave out, "*" all that are not used; a sample of more than `max_bytes` is
+    rejected unread; `shard_bytes` says how much input makes a shard, `date` what `strftime_now`
+    tells a template. `progress` is told the bytes done and those in all.
     """
     if workers < 1:
         raise ValueError(f"prepare: workers is {workers}; it must be at least 1")
     rules = Rules(loss_on, max_length, too_long, tuple(fields), tuple(ignore))
     files = find_inputs([inputs] if isinstance(inputs, str | Path) else inputs)
     source = TokenizerFiles(Path(tokenizer), None if template is None else str(template), date)
-    job = make_job(Path(out), source, files, rules=rules, shard_bytes=shard_bytes)
-    ranges = cut_ranges(files, job.settings["shard_bytes"])
-    with _told_plainly(job, ranges), claimed(job, start_over) as finished:
+    job = make_job(
+        Path(out), source, files, rules=rules, shard_bytes=shard_bytes, max_bytes=max_bytes
+    )
+    is_there = (job.out / MANIFEST).exists()
+    ranges = () if is_there else cut_ranges(files, job.settings["shard_bytes"])
+    with _told_plainly(job), claimed(job, start_over) as finished:
         if finished:
             return _summary(job, reused=len(read_manifest(job.out).shards))
+        ranges = ranges or cut_ranges(files, job.settings["shard_bytes"])
         todo = [part for part in ranges if read_record(job, part) is None]
         _make_shards(job, ranges, todo, workers, progress or (lambda done, total: None))
         _finish(job, ranges)
@@ -115,11 +141,12 @@ def prepare(
 
 
 @contextlib.contextmanager
-def _told_plainly(job: Job, ranges: Sequence[Range]) -> Iterator[None]:
+def _told_plainly(job: Job) -> Iterator[None]:
     """What the system refuses, with the file, how far the run came and how to go on."""
     try:
         yield
     except OSError as error:
+        ranges = cut_ranges(job.inputs, job.settings["shard_bytes"])
         done = sum(read_record(job, part) is not None for part in ranges)
         raise OSError(
             error.errno,
@@ -149,7 +176,7 @@ def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> None:
         raise ValueError(f"{part.input.name}: was changed while it was being prepared")
     sequences, rejected = [], []
     line = truncated = 0
-    for line, sample in read_range(part, tokenizer.rules.ignore):
+    for line, sample in job.samples(part):
         try:
             if isinstance(sample, SampleError):
                 raise sample
@@ -157,7 +184,7 @@ def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> None:
             sequences.append(tokenizer.fitted(whole))
             truncated += sequences[-1].length < whole.length
         except SampleError as error:
-            rejected.append((line, error.reason, error.detail))
+            rejected.append((line, error.reason, error.detail[:LONGEST_DETAIL]))
     shard = None
     if sequences:
         path = job.out / shard_name(part.number)
@@ -182,7 +209,9 @@ def _finish(job: Job, ranges: Sequence[Range]) -> None:
         shards += [record.shard] if record.shard else []
     write_durably(job.out / REJECTED, "".join(rejected).encode(), scratch=job.work)
     if not shards:
-        told = _rejections(reasons, job.out) if reasons else "there is none in the inputs"
+        rejections = Rejections(job.out, lines.total(), reasons)
+        told = f"{rejections.in_short()}; see {job.out / REJECTED}"
+        told = told if reasons else "there is none in the inputs"
         raise ValueError(f"{job.out}: no sample became a sequence; {told}")
     for path in job.out.glob("shard-*.arrow"):
         if path.name not in {shard.file for shard in shards}:
@@ -216,24 +245,31 @@ def _summary(job: Job, *, reused: int) -> Summary:
     )
 
 
-def _rejections(reasons: Mapping[str, int], folder: Path) -> str:
-    counted = ", ".join(f"{number:,} {reason}" for reason, number in sorted(reasons.items()))
-    return f"rejected {sum(reasons.values()):,}: {counted}; see {folder / REJECTED}"
-
-
 @contextlib.contextmanager
 def show_progress(stream: TextIO) -> Iterator[Report]:
     """A bar on a terminal; elsewhere, or without rich, a line for each tenth."""
     if not stream.isatty() or importlib.util.find_spec("rich") is None:
         yield _tenths(stream)
         return
+    with contextlib.ExitStack() as shown:
+        bars: list[Report] = []
+
+        def report(done: int, total: int) -> None:
+            if not bars:  # nothing is shown where nothing is left to do
+                bars.append(_bar(stream, shown))
+            bars[0](done, total)
+
+        yield report
+
+
+def _bar(stream: TextIO, shown: contextlib.ExitStack) -> Report:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
     columns = ("preparing", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=stream)) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = shown.enter_context(Progress(*columns, console=Console(file=stream)))
+    task = bar.add_task("", total=None)
+    return lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _tenths(stream: TextIO) -> Report:

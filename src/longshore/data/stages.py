@@ -20,7 +20,7 @@ from torch import Tensor
 from longshore.batch import Counts, Depth, MicroBatch, Targets
 from longshore.data.context import lane_context
 from longshore.data.fields import Field
-from longshore.dist.collectives import broadcast
+from longshore.dist.collectives import agreed, broadcast
 from longshore.dist.topology import Groups
 from longshore.plan.types import Plan
 
@@ -62,34 +62,53 @@ def share_step(
     form: Form,
     counts: Counts,
 ) -> list[MicroBatch]:
-    """The step's micro-batches for this rank's stage. All ranks of a lane call it together.
+    """The step's micro-batches for this rank's stage. All ranks of all lanes call it together.
 
     `batches` are whole on the first rank of the lane and None elsewhere; `stages` has one entry for
-    each pipeline rank.
+    each pipeline rank. All that may fail between two messages is agreed on.
     """
     stage = stages[groups.pp.rank()]
-    held = shells(plan, form, counts, stage) if batches is None else list(batches)
-    if groups.tp.rank() == 0:
-        _along_pipeline(held, batches is not None, groups, stages)
-    held = [for_stage(stage, batch) for batch in held]
-    if stage.needs_tokens and groups.tp.size() > 1:
-        _fill(held, broadcast(_flat(held), groups.tp))
+    with agreed(groups):
+        held = shells(plan, form, counts, stage) if batches is None else list(batches)
+        parts = _parts(held, batches is not None, groups, stages)
+    received = _along_pipeline(parts, batches is not None, groups)
+    with agreed(groups):
+        if received is not None:
+            _fill(held, received)
+        held = [for_stage(stage, batch) for batch in held]
+        flat = _flat(held) if stage.needs_tokens and groups.tp.size() > 1 else None
+    if flat is not None:
+        broadcast(flat, groups.tp)
+    with agreed(groups):
+        if flat is not None:
+            _fill(held, flat)
     return held
 
 
-def _along_pipeline(
+def _parts(
     held: Seq[MicroBatch], is_source: bool, groups: Groups, stages: Seq[Stage]
-) -> None:
+) -> dict[int, Tensor]:
+    """What the first stage's rank sends to each other one, or room for what another receives."""
+    if groups.tp.rank():
+        return {}
+    if not is_source:
+        mine = groups.pp.rank()
+        return {mine: torch.empty_like(_flat(held))} if stages[mine].needs_tokens else {}
+    return {
+        other: _flat([for_stage(stage, batch) for batch in held])
+        for other, stage in enumerate(stages)
+        if other and stage.needs_tokens
+    }
+
+
+def _along_pipeline(parts: dict[int, Tensor], is_source: bool, groups: Groups) -> Tensor | None:
     """The first stage's rank sends each other stage that needs tokens its part."""
-    if is_source:
-        for other, stage in enumerate(stages):
-            if other and stage.needs_tokens:
-                part = [for_stage(stage, batch) for batch in held]
-                dist.send(_flat(part), group=groups.pp, group_dst=other)
-    elif stages[groups.pp.rank()].needs_tokens:
-        buffer = torch.empty_like(_flat(held))
-        dist.recv(buffer, group=groups.pp, group_src=0)
-        _fill(held, buffer)
+    for other, part in parts.items():
+        if not is_source:
+            dist.recv(part, group=groups.pp, group_src=0)
+            return part
+        dist.send(part, group=groups.pp, group_dst=other)
+    return None
 
 
 def for_stage(stage: Stage, batch: MicroBatch) -> MicroBatch:

@@ -21,9 +21,9 @@ import torch
 
 from longshore.batch import Counts, MicroBatch
 from longshore.data.batches import Batches, BatchSize, Place
-from longshore.data.exchange import exchange
+from longshore.data.exchange import Parcels, cut_parcels, deliver, open_parcels
 from longshore.data.fields import Field
-from longshore.data.lengths import StepLengths, gather_lengths
+from longshore.data.lengths import StepLengths, gather_lengths, length_rows
 from longshore.data.order import ORDER
 from longshore.data.pack import pack_step
 from longshore.data.shard import Shards, cut_shards, lane_cuts
@@ -64,10 +64,23 @@ class Packing:
 PLAIN = Packing()
 
 
-class Steps(Protocol):
-    """Makes steps from a place on, and says whether another run can start there."""
+Finish = Callable[[Step], Step]
 
-    def from_place(self, place: Place, stop: Callable[[], bool]) -> Iterator[Step]: ...
+
+def unchanged(step: Step) -> Step:
+    return step
+
+
+class Steps(Protocol):
+    """Makes steps from a place on, and says whether another run can start there.
+
+    finish: what else each rank does with a step. Whatever may fail on one rank alone is done where
+    all ranks agree that it worked, so that none is left waiting in the next collective.
+    """
+
+    def from_place(
+        self, place: Place, stop: Callable[[], bool], finish: Finish = unchanged
+    ) -> Iterator[Step]: ...
     def check_can_resume(self, state: dict[str, object]) -> None: ...
     def describe(self) -> dict[str, object]: ...
     def close(self) -> None: ...
@@ -95,17 +108,20 @@ class _Rank:
             return flag
         return bool(gather(torch.tensor([flag]), self.groups.world).any())
 
-    def planned(self, planner: Planner, sequences: Seq[Sequence]) -> Plan:
-        """A checked plan: a planner of one's own may leave a sequence out, or name no lane."""
+    def planned(self, planner: Planner, sequences: Seq[Sequence]) -> tuple[Plan, str]:
+        """A checked plan: a planner of one's own may leave a sequence out, or name no lane.
+
+        And what must be the same on all ranks: the packs too, for a digest is only what a planner
+        says; integers hash alike.
+        """
         plan = planner(sequences)
         check_step(plan, sequences, lanes=self.lanes)
-        return plan
+        packs = [(at, p.first_lane, p.cp_size, *p.sequences) for at, p in plan.packs()]
+        return plan, f"{plan.digest} {hash(tuple(packs))}"
 
-    def check_same(self, plan: Plan) -> None:
-        """The packs too, for a digest is only what a planner says; integers hash alike."""
+    def check_same(self, digest: str) -> None:
         if self.groups:
-            packs = [(at, p.first_lane, p.cp_size, *p.sequences) for at, p in plan.packs()]
-            same_on_all_ranks(f"{plan.digest} {hash(tuple(packs))}", self.groups)
+            same_on_all_ranks(digest, self.groups)
 
     def form(self, fields: tuple[Field, ...]) -> Form:
         return Form(self.lane, self.packing.depths, fields, self.packing.buckets)
@@ -146,15 +162,17 @@ class IndexedSteps:
         self.batches = Batches(source.lengths, batch, seed=seed, shuffle=shuffle)
         self.rank = _Rank(topology, packing)
 
-    def from_place(self, place: Place, stop: Callable[[], bool]) -> Iterator[Step]:
-        for here, places in self.batches.from_place(place):
-            if self.rank.anyone(stop()):
-                return
+    def from_place(
+        self, place: Place, stop: Callable[[], bool], finish: Finish = unchanged
+    ) -> Iterator[Step]:
+        order = self.batches.from_place(place)
+        while not self.rank.anyone(stop()):
             with self.rank.agreed():
-                plan = self.rank.planned(self.planner, self._sequences(places))
-                batches = self._batches(plan, places)
-            self.rank.check_same(plan)
-            yield Step(plan, batches, here)
+                here, places = next(order)
+                plan, digest = self.rank.planned(self.planner, self._sequences(places))
+                step = finish(Step(plan, self._batches(plan, places), here))
+            self.rank.check_same(digest)
+            yield step
 
     def _sequences(self, places: Ints) -> list[Sequence]:
         lengths, labels = self.source.lengths[places], self.source.loss_tokens[places]
@@ -236,7 +254,9 @@ class StreamedSteps:
         self.fields = fields
         self.everywhere = everywhere
 
-    def from_place(self, place: Place, stop: Callable[[], bool]) -> Iterator[Step]:
+    def from_place(
+        self, place: Place, stop: Callable[[], bool], finish: Finish = unchanged
+    ) -> Iterator[Step]:
         if place != Place():
             raise ValueError("a plain iterator cannot start in the middle; use an indexed source")
         groups = self.rank.groups
@@ -244,19 +264,15 @@ class StreamedSteps:
         while not self.rank.anyone(stop()):
             with self.rank.agreed():
                 drawn = list(self._draw())
-            found = gather_lengths(
-                drawn,
-                groups,
-                depths=self.rank.packing.depths,
-                room=self._room(),
-                everywhere=self.everywhere,
-            )
+                rows = length_rows(drawn, self.rank.packing.depths)
+            found = gather_lengths(rows, groups, room=self._room(), everywhere=self.everywhere)
             if not found.owners:
                 return
             with self.rank.agreed():
-                plan = self.rank.planned(self.planner, found.sequences())
-            self.rank.check_same(plan)
-            yield Step(plan, self._batches(plan, found, drawn), place)
+                plan, digest = self.rank.planned(self.planner, found.sequences())
+                parcels = self._parcels(plan, found, drawn)
+            self.rank.check_same(digest)
+            yield self._step(plan, found, parcels, place=place, finish=finish)
             place = place.following
 
     def _room(self) -> int:
@@ -273,24 +289,56 @@ class StreamedSteps:
             wanted -= sample.length if self.batch.unit == "tokens" else 1
             yield sample
 
-    def _batches(
+    def _parcels(
         self, plan: Plan, found: StepLengths, drawn: list[TokenizedSample]
-    ) -> list[MicroBatch]:
-        rank, groups, counts = self.rank, self.rank.groups, found.counts()
+    ) -> Parcels | None:
+        """What this rank sends to other lanes; None where it takes no part in that."""
+        rank, groups = self.rank, self.rank.groups
         assert groups is not None
-        form = rank.form(self.fields)
-        whole = None
-        if rank.is_first_of_lane or (self.everywhere and rank.stage.needs_tokens):
-            own = dict(zip(found.places_of(rank.lane), drawn, strict=True))
-            shards = exchange(
-                plan, found.owners, own, groups.lanes, depths=form.depths, fields=self.fields
-            )
-            whole = rank.pack(plan, shards, counts)
-        if not self.everywhere:
-            return share_step(plan, whole, groups, rank.stages, form=form, counts=counts)
+        if not (rank.is_first_of_lane or (self.everywhere and rank.stage.needs_tokens)):
+            return None
+        own = dict(zip(found.places_of(rank.lane), drawn, strict=True))
+        return cut_parcels(
+            plan,
+            found.owners,
+            own,
+            groups.lanes,
+            depths=rank.packing.depths,
+            fields=self.fields,
+        )
+
+    def _step(
+        self,
+        plan: Plan,
+        found: StepLengths,
+        parcels: Parcels | None,
+        *,
+        place: Place,
+        finish: Finish,
+    ) -> Step:
+        """The step of this rank, once sequences have travelled."""
+        rank, groups = self.rank, self.rank.groups
+        assert groups is not None
+        received = None if parcels is None else deliver(parcels, groups.lanes)
+        is_shared = not self.everywhere and groups.tp.size() * groups.pp.size() > 1
+        with rank.agreed():
+            counts, form = found.counts(), rank.form(self.fields)
+            whole = None
+            if parcels is not None and received is not None:
+                whole = rank.pack(plan, open_parcels(parcels, received), counts)
+            if not is_shared:
+                return finish(Step(plan, self._of_stage(plan, whole, form, counts), place))
+        shared = share_step(plan, whole, groups, rank.stages, form=form, counts=counts)
+        with rank.agreed():
+            return finish(Step(plan, shared, place))
+
+    def _of_stage(
+        self, plan: Plan, whole: list[MicroBatch] | None, form: Form, counts: Counts
+    ) -> list[MicroBatch]:
+        """This rank's part of its lane's micro-batches, where all ranks of a lane have them."""
         if whole is None:
-            return shells(plan, form, counts, rank.stage)
-        return [for_stage(rank.stage, batch) for batch in whole]
+            return shells(plan, form, counts, self.rank.stage)
+        return [for_stage(self.rank.stage, batch) for batch in whole]
 
     def describe(self) -> dict[str, object]:
         raise ValueError(

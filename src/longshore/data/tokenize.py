@@ -2,8 +2,9 @@
 
 In: a Hugging Face tokenizer folder (tokenizer.json, tokenizer_config.json and perhaps
 chat_template.jinja), and samples: chats (`messages`, ShareGPT `conversations`, `prompt` and
-`completion` as lists of messages), `prompt` and `completion` as text, or plain `text`. Out: a
-TokenizedSample each, or a SampleError that says why not.
+`completion` as lists of messages), `prompt` and `completion` as text, Alpaca's `instruction`,
+`input` and `output` (columns.py), or plain `text`. Out: a TokenizedSample each, or a SampleError
+that says why not.
 
 A chat is rendered whole and encoded once, with no special tokens but the template's own. A token is
 a target when its first character lies in a span of the assistant. With one token a character, and
@@ -34,6 +35,7 @@ from numpy.typing import NDArray
 
 from longshore.data.chat_template import DATE, ChatTemplate, Span
 from longshore.data.chats import Chat, chat_from
+from longshore.data.columns import COLUMNS, form_of, from_alpaca
 from longshore.data.families import AUTO, BY_NAME, check_choice, choose_template, is_file_choice
 from longshore.data.fields import Field, check_declared, collect_fields
 from longshore.data.source import Ints, SampleError, TokenizedSample
@@ -45,15 +47,6 @@ if TYPE_CHECKING:
 LossOn = Literal["assistant", "all"]
 TooLong = Literal["reject", "truncate"]
 Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]
-
-# The columns of each form: the first names the form, the second tuple may be missing.
-FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "messages": (("messages",), ("tools", "chat_template_kwargs")),
-    "conversations": (("conversations",), ("system", "tools", "chat_template_kwargs")),
-    "prompt": (("prompt", "completion"), ("tools", "chat_template_kwargs")),
-    "text": (("text",), ()),
-}
-COLUMNS = {name for needed, optional in FORMS.values() for name in (*needed, *optional)}
 
 
 class Tokenizer:
@@ -120,6 +113,10 @@ class Tokenizer:
         eos = None if eos_token is None else self._backend.token_to_id(eos_token)
         return before, behind if eos is None or eos in behind else [*behind, eos]
 
+    @property
+    def has_template(self) -> bool:
+        return "default" in self._templates
+
     def template_for(self, chat: Chat) -> ChatTemplate:
         """The folder's template; one named tool_use, if there is one, for chats with tools."""
         name = "tool_use" if chat.tools and "tool_use" in self._templates else "default"
@@ -173,7 +170,8 @@ class Tokenizer:
 class Rules:
     """How samples become sequences. Without `max_length` they may be of any length.
 
-    Columns that are no part of a sample's form are extra fields; those in `ignore` are left out.
+    Columns that are no part of a sample's form are extra fields; those in `ignore` are left out,
+    and with "*" in it all that are not used.
     """
 
     loss_on: LossOn = "assistant"
@@ -207,7 +205,8 @@ class SampleTokenizer:
 
     def whole(self, sample: Mapping[str, Any], id: int) -> TokenizedSample:
         """The sequence of a sample, however long, and whether or not it has loss tokens."""
-        form = form_of(sample, self.rules)
+        sample = {name: value for name, value in sample.items() if name not in self.rules.ignore}
+        form = form_of(sample, self.rules.ignore, self.rules.fields)
         tokens, mask = self._encoded(sample, form)
         if not len(tokens):
             raise SampleError("empty", "it has no tokens")
@@ -242,6 +241,8 @@ class SampleTokenizer:
 
     def _encoded(self, sample: Mapping[str, Any], form: str) -> Encoded:
         everything = self.rules.loss_on == "all"
+        if form == "instruction":
+            sample, form = from_alpaca(sample, as_chat=self.tokenizer.has_template)
         if form == "text":
             return self.tokenizer.encode_text(_text(sample, "text"), None)
         if form == "prompt" and isinstance(sample["prompt"], str):
@@ -266,27 +267,6 @@ def tokenize_samples(
             yield tokenizer(sample, number)
         except SampleError as error:
             raise SampleError(error.reason, f"sample {number}: {error.detail}") from None
-
-
-def form_of(columns: Iterable[str], rules: Rules) -> str:
-    """The form of a sample from the names of its columns; each name must have its meaning."""
-    columns = [name for name in columns if name not in rules.ignore]
-    form = next((name for name in FORMS if name in columns), None)
-    if form is None:
-        forms = "; ".join(" and ".join(needed) for needed, _ in FORMS.values())
-        raise SampleError("no messages", f"it has none of the columns of a sample: {forms}")
-    needed, optional = FORMS[form]
-    for name in needed:
-        if name not in columns:
-            raise SampleError("no messages", f"it has a {form} but no {name}")
-    for name in columns:
-        if name not in {*needed, *optional, *(field.name for field in rules.fields)}:
-            raise SampleError(
-                "undeclared field",
-                f"column {name!r} is neither part of a sample with {form!r} nor a declared field; "
-                f"declare it ({name}:per_sequence:DTYPE) or name it in ignore",
-            )
-    return form
 
 
 def is_chat(sample: Mapping[str, Any]) -> bool:

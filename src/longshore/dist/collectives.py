@@ -280,7 +280,8 @@ def agreed(groups: Groups) -> Iterator[None]:
 
 def _first_error(error: str | None, groups: Groups) -> tuple[int, str] | None:
     """The lowest rank with an error, and the error in words; None if no rank has one."""
-    text = b"" if error is None else error.encode()[:LONGEST_ERROR]
+    # A file's name in the error may hold bytes that are no UTF-8; failing here would hang others.
+    text = b"" if error is None else error.encode(errors="backslashreplace")[:LONGEST_ERROR]
     length = -1 if error is None else len(text)
     mine = torch.tensor([length], dtype=torch.int64, device=groups.device)
     lengths: list[int] = gather(mine, groups.world).tolist()

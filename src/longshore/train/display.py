@@ -19,6 +19,7 @@ from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from longshore.printable import printable
 from longshore.train.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Lines(Display):
             self._show(metrics, now)
 
     def note(self, text: str) -> None:
-        self._print(text)
+        self._print(printable(text))
 
     def __exit__(
         self,
@@ -141,7 +142,9 @@ class Panel(Display):
         self._progress.add(metrics)
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        from rich.text import Text
+
+        self._console.print(Text(printable(text)))
 
     def render(self) -> "RenderableType":
         from rich import box
@@ -164,7 +167,7 @@ class Panel(Display):
         body.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         for row in progress.rows():
             body.add_row(*row)
-        title = Text(self._title) if self._title else None
+        title = Text(printable(self._title)) if self._title else None
         return Frame(Group(head, body), title=title, title_align="left", box=box.ROUNDED)
 
 

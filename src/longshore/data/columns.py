@@ -1,0 +1,118 @@
+"""Columns: which form a raw sample has, and whether each of its columns has a meaning.
+
+In: the names of a sample's columns, those to ignore, and the declared fields. Out: the form, named
+by its first column, or a SampleError that names all columns that have none. Of {"messages": …,
+"id": 7, "source": "web"} the form is "messages", and `id` and `source` must be ignored or declared;
+ignoring "*" leaves out every column that is not used.
+
+Alpaca's `instruction`, `input` and `output` become a chat where the tokenizer has a template: the
+user says the instruction and, a blank line below, the input if there is one. Without a template
+they become a prompt and completion with the headings of the Alpaca paper's prompt.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from longshore.data.fields import Field
+from longshore.data.source import SampleError
+
+ALL = "*"
+
+# The columns of each form: the first names the form, the second tuple may be missing.
+FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "messages": (("messages",), ("tools", "chat_template_kwargs")),
+    "conversations": (("conversations",), ("system", "tools", "chat_template_kwargs")),
+    "prompt": (("prompt", "completion"), ("tools", "chat_template_kwargs")),
+    "instruction": (("instruction", "output"), ("input", "system")),
+    "text": (("text",), ()),
+}
+COLUMNS = {name for needed, optional in FORMS.values() for name in (*needed, *optional)}
+
+ALPACA = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+
+
+def leaves_out(name: str, ignore: Sequence[str], fields: Sequence[Field]) -> bool:
+    """Whether a column can be dropped before anybody looks at the sample."""
+    if name in ignore:
+        return True
+    return ALL in ignore and name not in COLUMNS and name not in {field.name for field in fields}
+
+
+def form_of(columns: Iterable[str], ignore: Sequence[str], fields: Sequence[Field]) -> str:
+    """The form of a sample from the names of its columns; each name must have its meaning."""
+    columns = [name for name in columns if name not in ignore]
+    form = next((name for name in FORMS if name in columns), None)
+    if form is None:
+        forms = "; ".join(" and ".join(needed) for needed, _ in FORMS.values())
+        raise SampleError("no messages", f"it has none of the columns of a sample: {forms}")
+    for name in FORMS[form][0]:
+        if name not in columns:
+            raise SampleError("no messages", f"it has a {form} but no {name}")
+    if others := unused_columns(columns, form, ignore, fields):
+        raise SampleError("undeclared field", refuse_columns(others, form))
+    return form
+
+
+def unused_columns(
+    columns: Iterable[str], form: str, ignore: Sequence[str], fields: Sequence[Field]
+) -> list[str]:
+    """The columns that are neither part of the form nor declared nor ignored."""
+    if ALL in ignore:
+        return []
+    needed, optional = FORMS[form]
+    known = {*needed, *optional, *ignore, *(field.name for field in fields)}
+    return [name for name in columns if name not in known]
+
+
+def refuse_columns(names: Sequence[str], form: str) -> str:
+    """What to do about columns that have no meaning, all in one message."""
+    listed, joined = ", ".join(map(repr, names)), ",".join(names)
+    if len(names) == 1:
+        return (
+            f"column {listed} is neither part of a sample with {form!r} nor a declared field; name "
+            f"it in ignore ({joined}, or * for all that are not used), or declare it "
+            f"({joined}:per_sequence:DTYPE)"
+        )
+    return (
+        f"columns {listed} are neither part of a sample with {form!r} nor declared fields; name "
+        f"them in ignore ({joined}, or * for all that are not used), or declare each "
+        f"({names[0]}:per_sequence:DTYPE)"
+    )
+
+
+def from_alpaca(sample: Mapping[str, Any], *, as_chat: bool) -> tuple[dict[str, Any], str]:
+    """A sample with an instruction as a sample of another form, and that form."""
+    instruction, output = _text(sample, "instruction"), _text(sample, "output")
+    given, system = _text(sample, "input"), _text(sample, "system")
+    if not instruction:
+        raise SampleError("bad message", "its instruction is empty")
+    if not output:
+        raise SampleError("no loss tokens", "its output is empty")
+    if as_chat:
+        asked = f"{instruction}\n\n{given}" if given else instruction
+        turns = [("system", system)] if system else []
+        turns += [("user", asked), ("assistant", output)]
+        return {"messages": [{"role": role, "content": text} for role, text in turns]}, "messages"
+    if system:
+        raise SampleError("bad message", "it has a system text, and there is no chat template")
+    form = ALPACA_WITH_INPUT if given else ALPACA
+    prompt = form.format(instruction=instruction, input=given)
+    return {"prompt": prompt, "completion": output}, "prompt"
+
+
+def _text(sample: Mapping[str, Any], name: str) -> str:
+    value = sample.get(name)
+    if value is None and name in FORMS["instruction"][1]:
+        return ""
+    if not isinstance(value, str):
+        raise SampleError("bad message", f"{name} is {type(value).__name__}; it must be text")
+    return value

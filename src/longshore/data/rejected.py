@@ -1,0 +1,141 @@
+"""Rejected samples: how many, why, an example of each reason and the way out.
+
+In: what a prepared folder counted. Out: text for people, and a ValueError where the share of
+rejected samples is above a limit.
+
+    rejected 170 of 407 samples (41.8 %); each is in prepared/rejected.jsonl
+      150 spans not located, such as chats.jsonl line 3: the template rewrites turns …
+          give a template with {% generation %} marks (--template), or learn all (--loss-on all)
+       20 no loss tokens, such as chats.jsonl line 9: none of its 12 tokens is a target of …
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from longshore.data.inputs import unit_of
+
+REJECTED = "rejected.jsonl"
+MAX_REJECTED = 0.05
+LONGEST_DETAIL = 400
+SHOWN_DETAIL = 120
+MOST_LOOKED_AT = 100_000
+
+Spelling = Callable[[str, str], str]
+"""How a setting and its value are written: ("max_length", "N") as --max-length N, say."""
+
+WAYS_OUT: Mapping[str, Callable[[Spelling], str]] = {
+    "bad field": lambda spell: "mend its value, or declare the field otherwise",
+    "bad message": lambda spell: "mend the messages: each has a role and content",
+    "broken JSON": lambda spell: "mend it: a sample is a JSON object in UTF-8",
+    "no loss tokens": lambda spell: f"to learn every token, {spell('loss_on', 'all')}",
+    "no messages": lambda spell: (
+        "give it messages, conversations, a prompt and completion, an "
+        "instruction and output, or a text"
+    ),
+    "spans not located": lambda spell: (
+        "give a template with {% generation %} marks, "
+        f"{spell('template', 'FILE')}, or learn every token, {spell('loss_on', 'all')}"
+    ),
+    "too large": lambda spell: f"raise the limit, {spell('max_bytes', 'N')}, or split it",
+    "too long": lambda spell: (
+        f"raise the limit, {spell('max_length', 'N')}, or cut it, {spell('too_long', 'truncate')}"
+    ),
+    "undeclared field": lambda spell: f"ignore the column, {spell('ignore', 'NAME')}",
+}
+
+
+def as_option(name: str, value: str) -> str:
+    return f"--{name.replace('_', '-')} {value}"
+
+
+def as_key(name: str, value: str) -> str:
+    return f"data.{name}={value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejections:
+    """What `prepare` left out of a folder. reasons: how many samples for each."""
+
+    folder: Path
+    samples: int
+    reasons: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.reasons.values())
+
+    @property
+    def share(self) -> float:
+        return self.total / self.samples if self.samples else 0.0
+
+    def in_short(self) -> str:
+        """On one line, the most frequent reason first."""
+        counted = ", ".join(f"{number:,} {reason}" for reason, number in self._by_number())
+        return (
+            f"rejected {self.total:,} of {self.samples:,} samples ({_percent(self.share)}): "
+            f"{counted}"
+        )
+
+    def explain(self, spell: Spelling) -> str:
+        """A paragraph with an example and the way out for each reason."""
+        head = f"rejected {self.total:,} of {self.samples:,} samples ({_percent(self.share)})"
+        lines = [f"{head}; each is in {self.folder / REJECTED}"]
+        examples = self._examples()
+        width = max(len(f"{number:,}") for number in self.reasons.values())
+        for reason, number in self._by_number():
+            example = f", such as {examples[reason]}" if reason in examples else ""
+            lines.append(f"  {number:>{width},} {reason}{example}")
+            if way_out := WAYS_OUT.get(reason):
+                lines.append(f"  {' ' * width}   {way_out(spell)}")
+        return "\n".join(lines)
+
+    def check(self, limit: float, spell: Spelling) -> None:
+        """Refuses a folder of which more than this share was rejected."""
+        if self.share <= limit:
+            return
+        enough = f"{math.ceil(self.share * 100) / 100:g}"
+        raise ValueError(
+            f"{self.folder}: {self.in_short()}; more than the {_percent(limit)} that "
+            f"{spell('max_rejected', f'{limit:g}')} allows. What was prepared is kept: look into "
+            f"{self.folder / REJECTED} and mend the data or the settings, or take what there is "
+            f"with {spell('max_rejected', enough)}"
+        )
+
+    def _by_number(self) -> list[tuple[str, int]]:
+        return sorted(self.reasons.items(), key=lambda entry: (-entry[1], entry[0]))
+
+    def _examples(self) -> dict[str, str]:
+        """The first sample of each reason, from the folder's list."""
+        examples: dict[str, str] = {}
+        try:
+            with (self.folder / REJECTED).open(encoding="utf-8") as file:
+                for _, line in zip(range(MOST_LOOKED_AT), file, strict=False):
+                    entry = json.loads(line)
+                    if entry["reason"] not in examples:
+                        examples[entry["reason"]] = _example(entry)
+                    if len(examples) == len(self.reasons):
+                        break
+        except (OSError, ValueError, LookupError, TypeError):
+            pass  # an example less
+        return examples
+
+
+def _example(entry: Mapping[str, object]) -> str:
+    name, detail = str(entry["file"]), str(entry["detail"])
+    short = detail if len(detail) <= SHOWN_DETAIL else detail[: SHOWN_DETAIL - 1] + "…"
+    return f"{name} {unit_of(name)} {entry['line']}: {short}"
+
+
+def rejections_of(folder: Path, about: Mapping[str, object]) -> Rejections:
+    """From a store's manifest; a store that `prepare` did not make has rejected none."""
+    reasons, samples = about.get("rejected"), about.get("samples")
+    if not isinstance(reasons, Mapping) or not isinstance(samples, int):
+        return Rejections(folder, 0, {})
+    return Rejections(folder, samples, {str(name): int(n) for name, n in reasons.items()})
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
