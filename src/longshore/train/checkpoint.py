@@ -25,6 +25,7 @@ from torch.optim import AdamW
 from longshore.data.loader import Loader
 from longshore.dist.collectives import agreed, gather_rows
 from longshore.dist.topology import Topology
+from longshore.files import free_bytes, reason, size_text, way_out
 from longshore.parallel.fsdp import is_split, shard_rows
 from longshore.train.loop import Progress
 from longshore.train.moment import Moment
@@ -38,13 +39,14 @@ from longshore.train.saved import (
     newest_complete,
     partial_folder,
     read_saved,
+    remove_leftovers,
     saved_steps,
 )
 from longshore.train.stop import RunError
 from longshore.train.storage import Part, load_parts, save_parts
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-OTHERS = re.compile(r"^rank \d+ failed: \w+: | \(rank[^()]* failed too\)$")
+OTHERS = re.compile(r"^rank \d+ failed: \w+: (\[Errno \d+\] )?| \(rank[^()]* failed too\)$")
 """Who failed, around what another rank said."""
 
 
@@ -79,6 +81,24 @@ class Checkpoints:
     def host_bytes(self) -> int:
         """Of the copy in host memory."""
         return sum(tensor.nbytes for tensor in self._host.values())
+
+    @property
+    def save_bytes(self) -> int:
+        """Of a whole checkpoint, the files of all ranks together."""
+        parameters = [*self.model.parameters()]
+        state = (1 + len(MOMENTS)) * sum(_whole_bytes(tensor) for tensor in parameters)
+        random = self.topology.world_size * sum(state.nbytes for _, state in self._rng_states())
+        return state + random + sum(_whole_bytes(tensor) for tensor in self.model.buffers())
+
+    def room_warning(self) -> list[str]:
+        """In words, if the next checkpoint would not fit on the disk."""
+        free, needed = free_bytes(self.run), self.save_bytes
+        if free is None or free > needed:
+            return []
+        return [
+            f"warning: a checkpoint takes {size_text(needed)}, and {self.run} has only "
+            f"{size_text(free)} free; make room before the first is saved, or set output.save=none"
+        ]
 
     def save(self, position: Position) -> None:
         """Copies the state, and leaves the rest to a thread; waits for the save before this one."""
@@ -152,7 +172,7 @@ class Checkpoints:
         try:
             with agreed(self._groups):
                 if is_first:
-                    begin(self.run, position.step)
+                    begin(self.run, position.step, needed=self.save_bytes)
             copied.wait()
             folder = partial_folder(self.run, position.step)
             files, tensors = save_parts(parts, folder, self._groups.world)
@@ -169,16 +189,20 @@ class Checkpoints:
                     )
                     finish(self.run, content, keep=self.keep)
         except Exception as error:
+            if is_first:  # all ranks have written what they could, or nothing
+                remove_leftovers(self.run)
             self._error = error
 
     def _told(self, error: Exception) -> str:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        why, then = OTHERS.sub("", str(error)), "make room there"
+        if isinstance(error, OSError):
+            why, then = reason(error), way_out(error)
         good = newest_complete(self.run)
         last = f"the last good one is {good}" if good else "there is none before it"
         return (
             f"the checkpoint of step {self.last} cannot be written into "
-            f"{checkpoint_folder(self.run, 0).parent} ({reason}); {last}; make room there, then go "
-            "on with --resume"
+            f"{checkpoint_folder(self.run, 0).parent} ({why}); {last}; {then}, then go on with "
+            "--resume"
         )
 
     def load_newest(self) -> tuple[Position | None, list[str]]:
@@ -269,6 +293,11 @@ def _state(model: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         for kind in MOMENTS if parameter in optimizer.state else ():
             yield f"optimizer.{name}.{kind}", optimizer.state[parameter][kind]
+
+
+def _whole_bytes(tensor: Tensor) -> int:
+    """Of all ranks' rows of it, each once."""
+    return tensor.shape.numel() * tensor.element_size()
 
 
 def _own_rows(tensor: Tensor, lane: int, lanes: int) -> tuple[Tensor, int]:

@@ -91,7 +91,9 @@ def save_parts(
     try:
         save(state, storage_writer=writer, planner=_SavePlanner(parts), process_group=group)
     except CheckpointException as error:
-        raise OSError(_first(error)) from None
+        cause, _ = error.failures[min(error.failures)]
+        number = cause.errno if isinstance(cause, OSError) else None
+        raise OSError(number, _first(error)) from None
     return writer.files, writer.tensors
 
 
