@@ -26,7 +26,7 @@ from longshore.data.fields import Field
 from longshore.data.lengths import StepLengths, gather_lengths
 from longshore.data.pack import pack_step
 from longshore.data.shard import Shards, cut_shards, lane_cuts
-from longshore.data.source import IndexedSource, TokenizedSample
+from longshore.data.source import IndexedSource, TokenizedSample, source_digest
 from longshore.data.stages import Form, for_stage, share_step, shells, usual_stages
 from longshore.dist.collectives import agreed, gather, same_on_all_ranks
 from longshore.dist.topology import Groups, Topology
@@ -134,6 +134,7 @@ class IndexedSteps:
         self.planner = planner
         self.seed = seed
         self.batches = Batches(source.lengths, batch, seed=seed, shuffle=shuffle)
+        self.digest = source_digest(source)
         self.rank = _Rank(topology, packing)
 
     def from_place(self, place: Place, stop: Callable[[], bool]) -> Iterator[Step]:
@@ -179,6 +180,7 @@ class IndexedSteps:
         size = self.batches.size
         return {
             "sequences": len(self.source.lengths),
+            "data": self.digest,
             "batch": f"{size.amount} {size.unit}",
             "seed": self.seed,
             "shuffle": self.batches.shuffle,

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.report.run_journal import JournalSteps, read_journal
+from longshore.report.run_journal import MOST_NUMBER, JournalSteps, read_journal
 
 Floats = NDArray[np.float64]
 
@@ -165,8 +165,10 @@ def _number(value: object, where: str) -> float:
 
 def _whole(line: Mapping[str, Any], key: str, where: str) -> int:
     value = line.get(key)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{where}: {key} is {value!r}; it must be a whole number")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_NUMBER:
+        raise ValueError(
+            f"{where}: {key} is {value!r}; it must be a whole number from 0 to {MOST_NUMBER}"
+        )
     return value
 
 

@@ -97,7 +97,7 @@ class Checkpoints:
             return []
         return [
             f"warning: a checkpoint takes {size_text(needed)}, and {self.run} has only "
-            f"{size_text(free)} free; make room before the first is saved, or set output.save=none"
+            f"{size_text(free)} free; make room before the first is saved, or set output.keep=0"
         ]
 
     def save(self, position: Position) -> None:
@@ -257,8 +257,35 @@ class Checkpoints:
                 torch.cuda.set_rng_state(state, self.topology.device)
 
 
+def same_data(
+    state: dict[str, object], now: dict[str, object], *, is_forced: bool
+) -> tuple[dict[str, object], list[str]]:
+    """A loader's saved state, to go on from with the data there are now, and what to say of it.
+
+    now: what the loader says of its data. Other data are refused, or taken if the user says so.
+    """
+    known = ("sequences", "data")
+    if all(state.get(name) == now[name] for name in known):
+        return state, []
+    was, are = (f"{each.get('sequences')} sequences ({_short(each)})" for each in (state, now))
+    told = f"the data are not those that the run was trained on: they were {was} and are {are}"
+    if is_forced:
+        return {**state, **{name: now[name] for name in known}}, [f"{told}; --force goes over it"]
+    raise ValueError(
+        f"{told}; bring back what data.path or data.mock named then, leave --resume out, or go on "
+        "with these: --resume --force"
+    )
+
+
+def _short(state: dict[str, object]) -> str:
+    return str(state.get("data", "of no digest"))[:12]
+
+
 class Saver:
-    """Saves every so many steps of a loop, and at its end. every: 0 is only at the end."""
+    """Saves every so many steps of a loop, and at its end. every: 0 is only at the end.
+
+    Where no checkpoint is kept, it only follows the progress.
+    """
 
     def __init__(
         self, checkpoints: Checkpoints, loader: Loader, *, every: int, start: Progress
@@ -267,16 +294,17 @@ class Saver:
         self.loader = loader
         self.every = every
         self.progress = start
+        self.is_on = checkpoints.keep > 0
 
     def after_step(self, progress: Progress) -> None:
         """A hook of the loop."""
         self.progress = progress
-        if self.every and progress.step % self.every == 0:
+        if self.is_on and self.every and progress.step % self.every == 0:
             self._save()
 
     def finish(self) -> None:
         """Until the last step is saved too; the loop is over, so its losses are known."""
-        if self.checkpoints.last != self.progress.step and self.progress.step:
+        if self.is_on and self.checkpoints.last != self.progress.step and self.progress.step:
             self._save()
         self.checkpoints.confirm(self.progress.step)
         self.checkpoints.wait()

@@ -112,9 +112,7 @@ def read_saved(folder: Path) -> Saved:
             f"{FORMAT!r}, version {VERSION}"
         )
     if folder.name != checkpoint_folder(Path(), saved.step).name:
-        raise DamagedError(
-            f"{folder / MARKER} is of step {saved.step}, and its folder's name is not"
-        )
+        raise DamagedError(f"{folder / MARKER} is of step {saved.step}, its folder is not")
     for name, file in saved.files.items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
@@ -153,15 +151,20 @@ def _is_whole(tensor: Tensor) -> bool:
 def check_files(folder: Path, saved: Saved, *, part: int, parts: int) -> None:
     """Reads every parts-th file whole, from the part-th on, and compares its checksum."""
     for name, file in sorted(saved.files.items())[part::parts]:
-        crc32 = 0
-        try:
-            with (folder / name).open("rb") as opened:
-                while block := opened.read(BLOCK):
-                    crc32 = zlib.crc32(block, crc32)
-        except OSError as error:
-            raise DamagedError(f"{folder / name} cannot be read ({error.strerror})") from None
-        if crc32 != file.crc32:
-            raise DamagedError(f"{folder / name} is damaged: its checksum is another")
+        check_file(folder / name, file)
+
+
+def check_file(path: Path, file: File) -> None:
+    """Reads a file whole and compares its checksum."""
+    size, crc32 = 0, 0
+    try:
+        with path.open("rb") as opened:
+            while block := opened.read(BLOCK):
+                size, crc32 = size + len(block), zlib.crc32(block, crc32)
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({reason(error)})") from None
+    if (size, crc32) != (file.bytes, file.crc32):
+        raise DamagedError(f"{path} is damaged: its checksum is another")
 
 
 def begin(run: Path, step: int, *, needed: int) -> None:
