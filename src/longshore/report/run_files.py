@@ -158,9 +158,13 @@ def _numbers(line: Mapping[str, Any], where: str) -> dict[str, float]:
 def _number(value: object, where: str) -> float:
     if value is None:
         return math.nan
-    if not isinstance(value, int | float):
+    try:
+        number = float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        number = None
+    if number is None:
         raise ValueError(f"{where} is {value!r}; it must be a number or null")
-    return float(value) if math.isfinite(value) else math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 def _whole(line: Mapping[str, Any], key: str, where: str) -> int:
