@@ -117,33 +117,41 @@ def cut_steps(path: Path, last: int) -> list[str]:
     """
     if not path.exists():
         return []
-    kept, broken = bytearray(), bytearray()
+    kept, broken = _spans(path, last)
+    if broken:
+        aside = path.with_name(f"{path.name}.unreadable")
+        with aside.open("ab") as file:
+            file.write(broken)
+    if not broken and [start for start, _ in kept] in ([], [0]):
+        os.truncate(path, kept[0][1] if kept else 0)  # the usual case, which takes no room
+    else:
+        with path.open("rb") as file:
+            content = file.read()
+        write_whole(path, b"".join(content[start:stop] for start, stop in kept))
+    count = broken.count(b"\n")
+    told = f"warning: {path}: lines that cannot be read ({count}) are now in {path.name}.unreadable"
+    return [told] if broken else []
+
+
+def _spans(path: Path, last: int) -> tuple[list[tuple[int, int]], bytes]:
+    """Where the lines lie that stay, neighbours joined, and the lines that cannot be read."""
+    kept: list[tuple[int, int]] = []
+    broken, stop = bytearray(), 0
     with path.open("rb") as file:
         for line in file:
+            start, stop = stop, stop + len(line)
             if not line.endswith(b"\n"):
-                continue
+                break
             try:
-                kept += line if json.loads(line)["step"] <= last else b""
+                stays = json.loads(line)["step"] <= last
             except (ValueError, LookupError, TypeError):
                 broken += line
-    if not broken:
-        _leave(path, kept)
-        return []
-    aside = path.with_name(f"{path.name}.unreadable")
-    with aside.open("ab") as file:
-        file.write(broken)
-    write_whole(path, bytes(kept))
-    count = broken.count(b"\n")
-    return [f"warning: {path}: lines that cannot be read ({count}) are now in {aside.name}"]
-
-
-def _leave(path: Path, kept: bytearray) -> None:
-    """What stays is the beginning, if steps are in order: cut off the rest, which takes no room."""
-    with path.open("r+b") as file:
-        if file.read(len(kept)) == kept:
-            file.truncate(len(kept))
-            return
-    write_whole(path, bytes(kept))
+                continue
+            if stays and kept and kept[-1][1] == start:
+                kept[-1] = (kept[-1][0], stop)
+            elif stays:
+                kept.append((start, stop))
+    return kept, bytes(broken)
 
 
 def _finite(value: Any) -> Any:  # noqa: ANN401 - a number, or what is none
