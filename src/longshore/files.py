@@ -58,6 +58,8 @@ def write_whole(path: str | Path, data: str | bytes) -> None:
     try:
         with temporary.open("xb") as file:
             file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         if target.exists():
             temporary.chmod(target.stat().st_mode & 0o777)
         temporary.replace(target)

@@ -79,6 +79,7 @@ def test_the_manifest(tmp_path):
         "lengths.npy",
         "loss_tokens.npy",
         "manifest.json",
+        "mask_heads.npy",
         "shard-00000.arrow",
     ]
 
@@ -271,14 +272,19 @@ def test_a_bit_in_any_file_of_a_store_is_noticed(tmp_path):
     use(tmp_path)
 
 
-def test_the_head_of_a_mask_is_checked(tmp_path):
-    """It decides what a depth's loss is divided by, on all lanes."""
-    samples = made([9, 4], fields=())
-    write_store(tmp_path, samples)
-    path = tmp_path / "shard-00000.arrow"
-    flip(path, path.read_bytes().index(samples[0].loss_mask.tobytes()), 0)
-    with pytest.raises(ValueError, match="sequence 0 does not match its checksum"):
-        Store(tmp_path).mask_head(0, 2)
+def test_the_head_of_a_mask_needs_no_shard(tmp_path):
+    """It decides what a depth's loss is divided by, and every lane wants that of all sequences."""
+    samples = made([200, 1, 64, 65, 3], fields=())
+    store = write_store(tmp_path, samples, shard_sequences=2)
+    for i, sample in enumerate(samples):
+        for count in (0, 1, 2, 63, 64, 65, 300):
+            assert store.mask_head(i, count).tolist() == sample.loss_mask[:count].tolist()
+    for path in tmp_path.glob("shard-*"):
+        path.write_bytes(bytes(path.stat().st_size))
+    store = Store(tmp_path)
+    assert store.mask_head(-5, 64).tolist() == samples[0].loss_mask[:64].tolist()
+    with pytest.raises(ValueError, match="is damaged"):
+        store.mask_head(0, 65)
 
 
 def test_the_digest_names_the_content_alone(tmp_path):

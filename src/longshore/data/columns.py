@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from longshore.data.fields import Array, Field
 from longshore.data.source import Ints, TokenizedSample
 
+HEAD = 64
+
 
 def list_column(arrays: Sequence[Array], dtype: str) -> Any:  # noqa: ANN401 - pyarrow has no types
     """A column with the flat numbers of each array; bool as uint8, which maps without a copy."""
@@ -58,10 +60,25 @@ def frame_checksum(content: Any, batch: Any, names: Iterable[str]) -> int:  # no
     return zlib.crc32(data[at:], total)
 
 
-def index_of(path: Path) -> tuple[Ints, Ints, NDArray[np.uint32]]:
-    """Lengths, loss tokens and checksums of a shard."""
+def index_of(path: Path) -> tuple[Ints, Ints, NDArray[np.uint32], NDArray[np.uint64]]:
+    """Lengths, loss tokens, checksums and mask heads of a shard's sequences."""
     with pa.memory_map(str(path)) as file:
         batch = pa.ipc.open_file(file).get_batch(0)
-    _, offsets = flat_values(batch.column("tokens"))
+    mask, offsets = flat_values(batch.column("loss_mask"))
     numbers = [batch.column(name).to_numpy() for name in ("loss_tokens", "checksum")]
-    return np.diff(offsets), numbers[0], numbers[1]
+    return np.diff(offsets), numbers[0], numbers[1], mask_heads(mask, offsets)
+
+
+def mask_heads(mask: Array, offsets: Ints) -> NDArray[np.uint64]:
+    """The first HEAD values of each sequence's mask as bits: 1 0 1 1 is 0b1101."""
+    lengths = np.diff(offsets)
+    heads = np.zeros(len(lengths), dtype=np.uint64)
+    for place in range(min(HEAD, int(lengths.max()))):
+        has = lengths > place
+        heads[has] |= mask[offsets[:-1][has] + place].astype(np.uint64) << np.uint64(place)
+    return heads
+
+
+def head_values(head: int, count: int) -> NDArray[np.bool_]:
+    """The first values of a mask, back from its bits."""
+    return np.array([head >> place & 1 for place in range(count)], dtype=np.bool_)
