@@ -7,7 +7,6 @@ metrics.jsonl, checkpoints/ and weights/. All ranks call `train` together; rank 
 """
 
 import platform
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -30,6 +29,7 @@ from longshore.dist.collectives import agreed, gather
 from longshore.dist.cp_groups import CPGroups
 from longshore.dist.process_group import Rendezvous, process_group
 from longshore.dist.topology import Topology, make_topology
+from longshore.files import check_room
 from longshore.hf.checkpoint import open_weights, write_checkpoint
 from longshore.hf.weights import save_weights
 from longshore.model.decoder import Decoder
@@ -41,7 +41,7 @@ from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
 from longshore.plan.types import Sequence
 from longshore.train.attempt import attempt_address
-from longshore.train.checkpoint import Checkpoints, Saver
+from longshore.train.checkpoint import Checkpoints, Saver, same_data
 from longshore.train.device import (
     memory_bytes,
     multiply_plainly,
@@ -50,6 +50,7 @@ from longshore.train.device import (
     pick_device,
     pick_dtype,
 )
+from longshore.train.disk import writing
 from longshore.train.evaluate import Evaluator, HeldOut
 from longshore.train.faults import explain
 from longshore.train.loop import Hooks, Machine, Progress, Report
@@ -57,6 +58,7 @@ from longshore.train.loop import train as run_steps
 from longshore.train.loss import make_loss
 from longshore.train.optim import Schedule, make_optimizer
 from longshore.train.record import Record, recording
+from longshore.train.saved import remove_leftovers
 from longshore.train.step import Stepper
 from longshore.train.stop import StoppedError, stop_on_sigterm
 
@@ -76,8 +78,10 @@ def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
             steps = count_steps(config, source.lengths)
             done = _on_lanes(run, source, topology, claimed=claimed, steps=steps)
     if done < steps:
-        folder = claimed.folder
-        raise StoppedError(f"stopped after step {done} of {steps}; go on with --resume {folder}")
+        then = f"go on with --resume {claimed.folder}"
+        if not config.output.keep:
+            then = "nothing is saved, because output.keep is 0"
+        raise StoppedError(f"stopped after step {done} of {steps}; {then}")
 
 
 def _on_lanes(
@@ -140,7 +144,7 @@ def _train(
                 after_step=after_step,
                 not_finite=partial(explain, claimed.folder, stepper),
             )
-            for line in (*lines, *told):
+            for line in (*lines, *told, *(checkpoints.room_warning() if saver.is_on else ())):
                 record.note(line)
             for report in _reports(run, stepper, loader, steps=steps, start=start, hooks=hooks):
                 record.write(report)
@@ -176,17 +180,25 @@ def _go_on(
     """What an earlier run has done, now in the model and the loader, and what to say of it."""
     if not claimed.is_resumed:
         return Progress(), []
+    with agreed(checkpoints.topology.groups):
+        if checkpoints.topology.rank == 0:
+            remove_leftovers(claimed.folder)
     position, told = checkpoints.load_newest()
     start = Progress()
     if position is None:
         told.append(f"{claimed.folder} has no checkpoint, so it begins with step 1")
     else:
-        loader.load_state_dict(position.loader)
+        state, notes = same_data(
+            position.loader, loader.steps.describe(), is_forced=claimed.is_forced
+        )
+        loader.load_state_dict(state)
+        told += notes
         start = Progress(position.step, position.updates)
         told.append(f"{claimed.folder} goes on after step {position.step}")
     with agreed(checkpoints.topology.groups):
         if checkpoints.topology.rank == 0:
-            change_config(run.config, claimed, step=start.step)
+            with writing(claimed.folder):
+                change_config(run.config, claimed, step=start.step)
     return start, [*told, *claimed.changes]
 
 
@@ -305,20 +317,28 @@ def _reports(
 
 def _save(run: Settled, stepper: Stepper, folder: Path, record: Record) -> None:
     """Rank 0 writes the weights, one whole tensor at a time; the others bring their rows."""
-    base, export = run.config.model.from_hf or None, run.config.output.export
+    output, base = run.config.output, run.config.model.from_hf or None
     if stepper.topology.rank:
-        for _ in range(2 if export else 1):
+        for _ in range(output.weights + bool(output.export)):
             for _ in whole_parameters(stepper.model):
                 pass
         return
-    shutil.rmtree(folder / "weights", ignore_errors=True)  # of fewer steps
-    save_weights(folder / "weights", run.decoder, whole_parameters(stepper.model), base=base)
-    record.note(f"wrote {folder}: config.toml, metrics.jsonl, weights")
-    if export:
+    size = sum(p.shape.numel() * p.element_size() for p in stepper.model.parameters())
+    files = ["config.toml", "metrics.jsonl"]
+    if output.weights:
+        with writing(folder / "weights", then=f"write it again with --resume {folder}"):
+            check_room(folder, size)
+            tensors = whole_parameters(stepper.model)
+            save_weights(folder / "weights", run.decoder, tensors, base=base, is_replaced=True)
+        files.append("weights")
+    record.note(f"wrote {folder}: {', '.join(files)}")
+    if output.export:
         low = torch.bfloat16 if run.dtype == "bfloat16" else None
-        tensors = whole_parameters(stepper.model)
-        write_checkpoint(export, run.decoder, tensors, base=base, dtype=low)
-        record.note(f"wrote {export}, a Hugging Face folder")
+        with writing(Path(output.export), then=f"longshore export {folder} {output.export}"):
+            check_room(Path(output.export), size // 2 if low else size)
+            tensors = whole_parameters(stepper.model)
+            write_checkpoint(output.export, run.decoder, tensors, base=base, dtype=low)
+        record.note(f"wrote {output.export}, a Hugging Face folder")
 
 
 def _about(run: Settled, source: IndexedSource, topology: Topology) -> str:

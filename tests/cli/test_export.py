@@ -65,6 +65,23 @@ def test_the_dtype_is_the_one_asked_for(run, dtype):
     assert f"torch.{raw['dtype']}" == str(wanted)
 
 
+def test_a_damaged_weight_is_not_exported(run):
+    path = run / "weights" / "weights.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 16
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"weights\.safetensors is damaged: .* --resume"):
+        export(run, "made")
+    assert not (run.parent / "made").exists()
+
+
+def test_a_disk_without_room_is_told_before(run, monkeypatch):
+    monkeypatch.setattr("longshore.files.free_bytes", lambda _: 1000)
+    with pytest.raises(ValueError, match=r"^made: it takes [\d.]+ MB, and only 1\.0 kB are free"):
+        export(run, "made")
+    assert sorted(path.name for path in run.parent.iterdir()) == ["base", "run"]
+
+
 def test_a_run_without_base(tmp_path):
     config = preset("tiny-llama")
     tensors = {name: torch.ones(shape) for name, shape in tensor_shapes(config).items()}

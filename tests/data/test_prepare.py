@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from tests.data.tiny import CHATML, REWRITES, word_tokenizer
 
+from longshore.data import prepare as prepare_module
 from longshore.data.fields import Field
 from longshore.data.prepare import prepare, show_progress
 from longshore.data.source import Mixture
@@ -563,6 +564,11 @@ def test_a_folder_that_cannot_be_made(here):
         run("chats.jsonl/out")
 
 
+def no_leftovers(job, ranges, finish=prepare_module._finish):
+    assert not [*job.work.glob("*.tmp")]
+    finish(job, ranges)
+
+
 @pytest.mark.parametrize("failing", [1, 3, 4])
 def test_a_full_disk_is_told_and_the_rest_goes_on(here, monkeypatch, failing):
     run("reference")
@@ -576,10 +582,13 @@ def test_a_full_disk_is_told_and_the_rest_goes_on(here, monkeypatch, failing):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        message = rf"out: No space left on device; {(failing - 1) // 2} of \d+ shards are finished"
+        message = rf"out/\S+: No space left on device; {(failing - 1) // 2} of \d+ shards are fin"
         with pytest.raises(OSError, match=message) as caught:
             run()
     assert caught.value.errno == errno.ENOSPC
+    assert not [*(here / "out").rglob("*.tmp")]
+    (here / "out/prepare.work/shard-00001.arrow.99.tmp").write_bytes(b"of a killed run")
+    monkeypatch.setattr(prepare_module, "_finish", no_leftovers)
     run()
     assert files_of(here / "out") == files_of(here / "reference")
 

@@ -13,6 +13,7 @@ from longshore.data import store as store_module
 from longshore.data.fields import Field
 from longshore.data.source import TokenizedSample
 from longshore.data.store import Store, write_durably, write_store
+from longshore.files import sealed_json
 
 FIELDS = (
     Field("advantage", "token", "float16"),
@@ -68,7 +69,7 @@ def test_what_goes_in_comes_out(tmp_path_factory, lengths, shard_sequences, with
 def test_the_manifest(tmp_path):
     store = write_store(tmp_path, made([3, 1, 9]), fields=FIELDS, about={"by": "hand"})
     data = json.loads((tmp_path / "manifest.json").read_text())
-    assert (data["format"], data["schema_version"]) == ("longshore store", 1)
+    assert (data["format"], data["schema_version"]) == ("longshore store", 2)
     assert (data["sequences"], data["tokens"], data["longest"]) == (3, 13, 9)
     assert data["loss_tokens"] == store.loss_tokens.sum()
     assert data["fields"][2] == "experts:per_token:uint8:2x2"
@@ -78,6 +79,7 @@ def test_the_manifest(tmp_path):
         "lengths.npy",
         "loss_tokens.npy",
         "manifest.json",
+        "mask_heads.npy",
         "shard-00000.arrow",
     ]
 
@@ -177,7 +179,7 @@ def read(store, i):
 @pytest.mark.fuzz
 @given(st.data())
 def test_a_damaged_shard_is_named_and_never_read_wrongly(tmp_path_factory, data):
-    """Any byte may flip: a read gives what was written, or an error that names the shard."""
+    """Any bit may flip: what is read is what was written, until an error names the shard."""
     folder = tmp_path_factory.mktemp("store")
     samples = made([9, 4, 30])
     write_store(folder, samples, fields=FIELDS)
@@ -187,9 +189,12 @@ def test_a_damaged_shard_is_named_and_never_read_wrongly(tmp_path_factory, data)
     content[at] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(content)
     store = Store(folder)
+    errors = []
     for i, sample in enumerate(samples):
         got, error = read(store, i)
         assert got == sample or error.startswith(f"{path}: is damaged")
+        errors += [error] if error else []
+    assert errors, "it is noticed, wherever it is"
     with pytest.raises(ValueError, match=r"shard-00000.arrow: is damaged \(its SHA-256"):
         store.verify()
 
@@ -219,8 +224,8 @@ def test_no_store(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": 2}, r"'longshore store', version 2; this Longshore reads"),
-        ({"format": "other"}, r"is 'other', version 1"),
+        ({"schema_version": 1}, r"'longshore store', version 1; this Longshore reads"),
+        ({"format": "other"}, r"is 'other', version 2"),
         ({"shards": [{"file": "x"}]}, "is damaged"),
         ({"fields": ["x"]}, "is damaged"),
         ({"sequences": None}, "is damaged"),
@@ -230,12 +235,68 @@ def test_no_store(tmp_path):
 def test_a_manifest_that_does_not_fit(tmp_path, change, message):
     write_store(tmp_path, made([1, 2], fields=()))
     path = tmp_path / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    path.write_bytes(sealed_json({**json.loads(path.read_text()), **change}))
     with pytest.raises(ValueError, match=message):
         Store(tmp_path)
     path.write_text("{")
     with pytest.raises(ValueError, match=r"manifest.json: is damaged"):
         Store(tmp_path)
+
+
+def flip(path, at, bit):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def use(folder):
+    """What a run does with a store."""
+    store = Store(folder)
+    return store.lengths.sum(), store.loss_tokens.sum(), [sample.length for sample in store]
+
+
+def test_a_bit_in_any_file_of_a_store_is_noticed(tmp_path):
+    """Some 40 places in each file, from its first byte to its last."""
+    write_store(tmp_path, made([9, 4, 30, 1]), fields=FIELDS, shard_sequences=2)
+    use(tmp_path)
+    for path in sorted(tmp_path.iterdir()):
+        size = path.stat().st_size
+        places = {*range(0, size, -(-size // 40)), size - 1}
+        for at in sorted(places):
+            bit = at * 5 % 8
+            flip(path, at, bit)
+            with pytest.raises(ValueError, match="again or prepare the store anew") as caught:
+                use(tmp_path)
+            assert str(path) in str(caught.value), (path.name, at, bit)
+            flip(path, at, bit)
+    use(tmp_path)
+
+
+def test_the_head_of_a_mask_needs_no_shard(tmp_path):
+    """It decides what a depth's loss is divided by, and every lane wants that of all sequences."""
+    samples = made([200, 1, 64, 65, 3], fields=())
+    store = write_store(tmp_path, samples, shard_sequences=2)
+    for i, sample in enumerate(samples):
+        for count in (0, 1, 2, 63, 64, 65, 300):
+            assert store.mask_head(i, count).tolist() == sample.loss_mask[:count].tolist()
+    for path in tmp_path.glob("shard-*"):
+        path.write_bytes(bytes(path.stat().st_size))
+    store = Store(tmp_path)
+    assert store.mask_head(-5, 64).tolist() == samples[0].loss_mask[:64].tolist()
+    with pytest.raises(ValueError, match="is damaged"):
+        store.mask_head(0, 65)
+
+
+def test_the_digest_names_the_content_alone(tmp_path):
+    samples = made([9, 4, 30], fields=())
+    by_one, whole = (
+        write_store(tmp_path / str(n), samples, shard_sequences=n, about={"n": n}) for n in (1, 3)
+    )
+    assert by_one.digest == whole.digest
+    other = [*samples[:2], made([30], fields=(), seed=5)[0]]
+    assert write_store(tmp_path / "other", other).digest != whole.digest
+    turned = write_store(tmp_path / "turned", samples[::-1])
+    assert turned.digest != whole.digest
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
@@ -249,3 +310,4 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         write_durably(path, b"new", scratch=tmp_path)
     assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"], "and no partial"

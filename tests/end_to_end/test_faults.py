@@ -172,9 +172,9 @@ import pathlib, resource, torch.distributed as dist
 
 
 def limited(nll, batch):
-    if dist.get_rank() == 1 and pathlib.Path({first!r}).exists():
+    if dist.get_rank() == {rank} and pathlib.Path({first!r}).exists():
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, hard))
     return nll
 """
 
@@ -183,7 +183,8 @@ def test_a_disk_that_takes_no_more(runs, tmp_path, capfd):
     """After the first checkpoint one rank alone cannot write past 64 KiB: all end together."""
     run = tmp_path / "run"
     first = str(run / "checkpoints/step-00000002")
-    (tmp_path / f"limit_{runs.module}.py").write_text(LIMIT.format(first=first))
+    limit = LIMIT.format(first=first, rank=1, size=1 << 16)
+    (tmp_path / f"limit_{runs.module}.py").write_text(limit)
     words = (f"train.loss=limit_{runs.module}:limited", "train.steps=1000")
     assert runs.train("run", *words, ranks=2) == 1
     out, err = capfd.readouterr()
@@ -201,6 +202,22 @@ def test_a_disk_that_takes_no_more(runs, tmp_path, capfd):
     assert told[3] == good
     assert runs.train("run", f"train.steps={done + 1}", "--resume", ranks=2) == 0
     assert checkpoints_of(run)[-1] == f"step-{done + 1:08}"
+
+
+def test_metrics_that_cannot_be_written(runs, tmp_path, capfd):
+    """Rank 0 alone writes them: one line, and the other rank ends too."""
+    run = tmp_path / "run"
+    limit = LIMIT.format(first=str(run / "metrics.jsonl"), rank=0, size=1000)
+    (tmp_path / f"limit_{runs.module}.py").write_text(limit)
+    words = (f"train.loss=limit_{runs.module}:limited", "output.keep=0")
+    assert runs.train("run", *words, ranks=2) == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert re.fullmatch(
+        rf"longshore: {run}/\w+\.jsonl cannot be written \(.*\); make room there, then go on with "
+        rf"--resume {run}\n",
+        err,
+    ), err
 
 
 def store_of(folder):

@@ -4,7 +4,9 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from longshore.hf.checkpoint import check_tensors
 from longshore.hf.files import TensorFiles, write_files
 
 INDEX = "model.safetensors.index.json"
@@ -87,7 +89,7 @@ def test_there_must_be_tensors_and_room_for_them(tmp_path):
 
 def test_a_full_disk_is_told_by_the_system(tmp_path):
     (tmp_path / "0.part").mkdir()
-    with pytest.raises(OSError, match=r"0\.part cannot be written"):
+    with pytest.raises(OSError, match=r"Is a directory: .*0\.part"):
         write_files(tmp_path, [("a", torch.ones(1))], shard_bytes=100)
 
 
@@ -100,5 +102,51 @@ def test_only_one_shard_is_held_at_a_time(tmp_path):
             seen.append(len(list(tmp_path.iterdir())))
             yield f"t{i}", torch.ones(25)
 
-    assert write_files(tmp_path, stream(), shard_bytes=100) == torch.float32
+    assert write_files(tmp_path, stream(), shard_bytes=100).dtype == torch.float32
     assert seen == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_second_copy_of_a_tensor_is_refused(folder, is_named):
+    """Which one is loaded must not depend on the order of files."""
+    name = "b" if is_named else "z"
+    extra = {"d": "model-00003-of-00002.safetensors"}
+    save_file(
+        {name: torch.full((10,), 7.0), "d": torch.ones(1)},
+        folder / "model-00003-of-00002.safetensors",
+    )
+    if not is_named:
+        path = folder / "model-00001-of-00002.safetensors"
+        save_file({"a": torch.arange(20.0), "z": torch.ones(10)}, path)
+    change_index(folder, lambda index: index["weight_map"].update(extra))
+    told = "the index says it is in model-00002" if is_named else "another file has it too"
+    with pytest.raises(ValueError, match=rf"00003-of-00002.* tensor {name}, and {told}.*remove"):
+        TensorFiles(folder)
+
+
+def test_numbers_of_several_sizes_in_one_file(tmp_path):
+    """Each tensor lies at a multiple of its number's size, in whatever order they came."""
+    tensors = {
+        "a": torch.ones(3, dtype=torch.bfloat16),
+        "b": torch.arange(5, dtype=torch.float64),
+        "c": torch.ones(1, dtype=torch.float16),
+        "d": torch.arange(3, dtype=torch.float32),
+    }
+    write_files(tmp_path, tensors.items(), shard_bytes=10**6)
+    files = TensorFiles(tmp_path)
+    for name, tensor in tensors.items():
+        assert torch.equal(files.rows(name, 0, len(tensor)), tensor)
+        assert torch.equal(load_file(tmp_path / "model.safetensors")[name], tensor)
+
+
+DTYPES = ("int8", "uint8", "int32", "int64", "bool", "float8_e4m3fn", "float8_e5m2")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_that_are_no_weights_are_refused(tmp_path, dtype):
+    tensors = {"a": torch.ones(4), "b": torch.zeros(4).to(getattr(torch, dtype))}
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = TensorFiles(tmp_path)
+    with pytest.raises(ValueError, match=r"the tensor b is \w+; only F64, .*convert quantized"):
+        check_tensors(files, {"a": (4,), "b": (4,)})
+    check_tensors(files, {"a": (4,)}, ignored="b")

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longshore.files import sealed_json
 from longshore.hf.checkpoint import tensor_shapes
 from longshore.hf.config_json import config_from_json, config_to_json
 from longshore.hf.weights import load_weights, save_weights
@@ -30,7 +31,7 @@ def tensors():
 
 def change(folder, **keys):
     path = folder / "weights.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    path.write_bytes(sealed_json(json.loads(path.read_text()) | keys))
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 50_000])
@@ -65,12 +66,50 @@ def test_broken_folders_are_refused(tmp_path, tensors):
     change(folder, config={"kind": "MLPConfig", "width": 3})
     with pytest.raises(ValueError, match="must be a DecoderConfig, and is MLPConfig"):
         load_weights(folder)
-    change(folder, version=2)
-    with pytest.raises(ValueError, match=r"version 2; this Longshore reads .* version 1"):
+    change(folder, version=1)
+    with pytest.raises(ValueError, match=r"version 1; this Longshore reads .* version 2"):
         load_weights(folder)
     (folder / "weights.json").unlink()
     with pytest.raises(ValueError, match=r"has no weights\.json"):
         load_weights(folder)
+
+
+def test_a_bit_in_any_file_is_noticed(tmp_path, tensors):
+    """Some 20 places in each, from the first byte to the last."""
+    folder = tmp_path / "weights"
+    save_weights(folder, CONFIG, tensors.items(), base=None, shard_bytes=200_000)
+    assert len(load_weights(folder).tensors) == len(tensors)
+    assert len([*folder.iterdir()]) > 3
+    for path in folder.iterdir():
+        whole = path.read_bytes()
+        for at in sorted({*range(0, len(whole), -(-len(whole) // 20)), len(whole) - 1}):
+            other = bytearray(whole)
+            other[at] ^= 1 << at % 8
+            path.write_bytes(other)
+            with pytest.raises(ValueError, match=rf"{path.name}") as caught:
+                load_weights(folder)
+            assert path.name != "weights.json" or "weights.json" in str(caught.value)
+        path.write_bytes(whole)
+    load_weights(folder)
+
+
+def test_weights_are_replaced_when_the_new_ones_are_whole(tmp_path, tensors):
+    folder = tmp_path / "weights"
+    save_weights(folder, CONFIG, tensors.items(), base=None)
+    left = tmp_path / f".weights.partial-{2**22 + 1}"
+    left.mkdir()  # of a process that is long gone
+
+    def failing():
+        yield next(iter(tensors.items()))
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        save_weights(folder, CONFIG, failing(), base=None, is_replaced=True)
+    assert torch.equal(load_weights(folder).tensors["norm.weight"], tensors["norm.weight"])
+    other = {name: tensor + 1 for name, tensor in tensors.items()}
+    save_weights(folder, CONFIG, other.items(), base=None, is_replaced=True)
+    assert torch.equal(load_weights(folder).tensors["norm.weight"], other["norm.weight"])
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
 
 
 SCALINGS = (

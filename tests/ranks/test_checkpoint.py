@@ -16,7 +16,9 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.hybrids import hybrid
 from tests.ranks.spine import exact, lanes_of, sharded
 
+from longshore.files import sealed_json
 from longshore.parallel.fsdp import whole
+from longshore.train import checkpoint as checkpoints_module
 from longshore.train.checkpoint import Checkpoints, Position
 from longshore.train.optim import make_optimizer
 from longshore.train.saved import (
@@ -222,8 +224,8 @@ def test_a_failed_save_is_told_on_all_ranks(tmp_path):
         f"the checkpoint of step 2 cannot be written into {folder} (File too large); the last good "
         f"one is {folder}/step-00000001; make room there, then go on with --resume"
     )
-    assert saved_steps(tmp_path) == [1]
-    # The next save clears away what is left.
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"], "no partial is left"
+    (folder / ".step-00000002.partial").mkdir()  # of a killed save; the next clears it away
     run_ranks(1, several, str(tmp_path), [3], 2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-00000001", "step-00000003"]
@@ -249,23 +251,57 @@ def unmark(folder):
     (folder / "checkpoint.json").write_text('{"format": "longshore che')
 
 
-def lead_away(folder):
+def edited(folder, change, *, sealed=True):
+    """Its checkpoint.json, changed by hand; sealed: with a checksum that fits."""
     data = json.loads((folder / "checkpoint.json").read_text())
-    data["files"]["../x"] = {"bytes": 1, "crc32": 1}
-    (folder / "checkpoint.json").write_text(json.dumps(data))
+    change(data)
+    raw = sealed_json(data) if sealed else json.dumps(data).encode()
+    (folder / "checkpoint.json").write_bytes(raw)
+
+
+def lead_away(folder):
+    edited(folder, lambda data: data["files"].update({"../x": {"bytes": 1, "crc32": 1}}))
+
+
+def count_more(folder):
+    edited(folder, lambda data: data.update(updates=7), sealed=False)
+
+
+def miss_rows(folder):
+    edited(folder, lambda data: data["tensors"]["model.embed.weight"].update(chunks=[]))
+
+
+def rename(folder):
+    edited(folder, lambda data: data.update(step=100))
+
+
+def rewind(folder):
+    edited(folder, lambda data: data["loader"].update(step_in_epoch=0), sealed=False)
+
+
+def flip_marker(folder):
+    path = folder / "checkpoint.json"
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(b'"updates": ') + len(b'"updates": ')] ^= 1
+    path.write_bytes(raw)
 
 
 HARM = [
     (truncate, r"lane-00000\.safetensors has \d+ bytes of \d+; taking"),
     (flip, r"lane-00000\.safetensors is damaged: its checksum is another; taking"),
     (lose, r"lane-00000\.safetensors is missing; taking"),
-    (unmark, r"checkpoint\.json cannot be read \(.*\); taking"),
-    (lead_away, r"checkpoint\.json cannot be read \(it names files that are not its own\); taking"),
+    (unmark, r"checkpoint\.json is damaged \(.*\); taking"),
+    (lead_away, r"checkpoint\.json is damaged \(it names files that are not its own\); taking"),
+    (count_more, r"checkpoint\.json is damaged \(its checksum is another\); taking"),
+    (rewind, r"checkpoint\.json is damaged \(its checksum is another\); taking"),
+    (flip_marker, r"checkpoint\.json is damaged \(its checksum is another\); taking"),
+    (miss_rows, r"damaged \(rows of model.embed.weight are missing or there twice\); taking"),
+    (rename, r"checkpoint\.json is of step 100, its folder is not; taking"),
 ]
 
 
 def test_damaged_ones_are_passed_over(tmp_path):
-    """Each of five in another way; the first, saved on one lane, is good."""
+    """Each in another way; the first, saved on one lane, is good."""
     last = len(HARM) + 1
     states = run_ranks(1, several, str(tmp_path), range(1, last + 1), last)[0]
     for step, (harm, _) in enumerate(HARM, 2):
@@ -317,14 +353,44 @@ def test_no_pickle_is_ever_opened(tmp_path):
     path = instead / "lane-00000.safetensors"
     path.write_bytes(bomb)
     data["files"][path.name] = {"bytes": len(bomb), "crc32": zlib.crc32(bomb)}
-    (instead / "checkpoint.json").write_text(json.dumps(data))
+    (instead / "checkpoint.json").write_bytes(sealed_json(data))
     read_saved(instead)
     for position, lines, state, *_ in run_ranks(2, loaded, 2, "none", str(tmp_path)):
         assert position.step == 1
         assert "lane-00000.safetensors is broken" in lines[0]
         check_equal(state, states[0])
     (instead / "checkpoint.json").write_bytes(bomb)
-    with pytest.raises(DamagedError, match="cannot be read"):
+    with pytest.raises(DamagedError, match="is damaged"):
         read_saved(instead)
     assert run_ranks(1, loaded, 1, "none", str(tmp_path))[0][0].step == 1
     assert not trap.exists()
+
+
+def no_room(folder):
+    """What all ranks say where statvfs leaves less than a checkpoint takes, and what is written."""
+    with state_on(2, "zero3", folder) as checkpoints, pytest.MonkeyPatch.context() as patch:
+        update(checkpoints)
+        free = checkpoints.save_bytes
+        save(checkpoints, 1, 1)
+        size = sum(path.stat().st_size for path in checkpoint_folder(Path(folder), 1).iterdir())
+        patch.setattr("longshore.files.free_bytes", lambda _: free)
+        patch.setattr(checkpoints_module, "free_bytes", lambda _: free)
+        checkpoints.save(Position(2, 1, LOADER))
+        checkpoints.confirm(2)
+        with pytest.raises(RunError) as caught:
+            checkpoints.wait()
+        return str(caught.value), free / size, checkpoints.room_warning()
+
+
+def test_room_is_looked_for_before_a_save(tmp_path):
+    folder = tmp_path / "checkpoints"
+    for told, share, warning in run_ranks(2, no_room, str(tmp_path)):
+        assert re.fullmatch(
+            rf"the checkpoint of step 2 cannot be written into {folder} \(it takes [\d.]+ MB, and "
+            rf"only [\d.]+ kB are free\); the last good one is {folder}/step-00000001; make room "
+            r"there, then go on with --resume",
+            told,
+        ), told
+        assert 0.85 < share < 1.0, "the size is known before: all but names and JSON"
+        assert "output.keep=0" in warning[0]
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]

@@ -111,7 +111,19 @@ def test_a_plan_comes_back_from_the_journal(run):
 
 @pytest.mark.parametrize(
     "harm",
-    [{"lengths": []}, {"rounds": [[[3, 2, [0]]]]}, {"cost": {}}, {"rounds": [[[0, 1, [999]]]]}],
+    [
+        {"lengths": []},
+        {"rounds": [[[3, 2, [0]]]]},
+        {"cost": {}},
+        {"rounds": [[[0, 1, [999]]]]},
+        {"lanes": 10**9},  # 22 GB, before
+        {"lanes": 10**400},
+        {"lanes": 0},
+        {"lanes": 1 << 20, "rounds": [[[0, 1, [0]]]] * 17},
+        {"capacity": 1 << 60},
+        {"lengths": [1 << 60]},
+        {"lanes": float("inf")},
+    ],
 )
 def test_a_line_without_a_plan_is_named_when_it_is_drawn(run, harm):
     lines = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
@@ -120,3 +132,18 @@ def test_a_line_without_a_plan_is_named_when_it_is_drawn(run, harm):
     journal.plan(1)
     with pytest.raises(ValueError, match=r"steps.jsonl, line 2: tells no plan"):
         journal.plan(2)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "steps.jsonl", "evals.jsonl"])
+@pytest.mark.parametrize("step", [-1, 1 << 60, 10**400])
+def test_an_absurd_step_is_named(run, name, step):
+    lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
+    write_lines(run / name, [lines[0], {**lines[1], "step": step}])
+    with pytest.raises(ValueError, match=rf"{name}, line 2: "):
+        read_run(run)
+
+
+def test_an_absurd_number_is_named(run):
+    write_lines(run / "metrics.jsonl", [{"step": 1, "loss": 10**400}])
+    with pytest.raises(ValueError, match=r"line 1: loss is 10+; it must be a number or null"):
+        read_run(run)

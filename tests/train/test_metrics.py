@@ -1,10 +1,17 @@
+import errno
 import json
 import os
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 
-from longshore.train.metrics import MetricsFile, StepMetrics, read_metrics
+from longshore.train.disk import writing
+from longshore.train.metrics import MetricsFile, StepMetrics, cut_steps, read_metrics
+from longshore.train.record import recording
+from longshore.train.stop import RunError
+
+MODULES = {"metrics.jsonl": "metrics", "steps.jsonl": "journal"}
 
 METRICS = StepMetrics(
     step=1,
@@ -90,5 +97,76 @@ def test_a_line_that_is_cut_short_is_told(tmp_path, monkeypatch):
     honest = os.write
     with MetricsFile(tmp_path / "metrics.jsonl") as file:
         monkeypatch.setattr("os.write", lambda fd, line: honest(fd, line[:5]))
-        with pytest.raises(OSError, match=r"took 5 of [0-9]+ bytes; is the disk full\?"):
+        with pytest.raises(OSError, match=r"it took 5 of [0-9]+ bytes: .*metrics.jsonl"):
             file.write(METRICS)
+
+
+def line_of(step):
+    return replace(METRICS, step=step).to_json() + "\n"
+
+
+@pytest.mark.parametrize("broken", ["{\n", "\x00\x00\n", '{"loss": 3}\n', '["step"]\n', "\n"])
+def test_a_broken_line_in_the_middle_costs_no_other(tmp_path, broken):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line_of(1) + broken + line_of(2) + line_of(3) + line_of(4) + '{"step": 5')
+    assert cut_steps(path, 3) == [
+        f"warning: {path}: lines that cannot be read (1) are now in metrics.jsonl.unreadable"
+    ]
+    assert path.read_text() == line_of(1) + line_of(2) + line_of(3)
+    assert (tmp_path / "metrics.jsonl.unreadable").read_text() == broken
+    assert cut_steps(path, 3) == []
+    assert path.read_text() == line_of(1) + line_of(2) + line_of(3)
+
+
+def test_steps_after_the_last_go_wherever_they_are(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert cut_steps(path, 3) == []
+    path.write_text(line_of(1) + line_of(4) + line_of(2))
+    assert cut_steps(path, 3) == []
+    assert path.read_text() == line_of(1) + line_of(2)
+    assert cut_steps(path, 1) == []
+    assert path.read_text() == line_of(1)
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (errno.ENOSPC, "(No space left on device); make room there, then"),
+        (errno.EDQUOT, "(Disk quota exceeded); make room there, then"),
+        (errno.EACCES, "(Permission denied); make it writable, then"),
+        (errno.EIO, "(Input/output error); see to the disk, then"),
+    ],
+)
+def test_what_the_disk_refuses_is_one_line_and_no_partial_stays(tmp_path, number, told):
+    partial = tmp_path / "checkpoints" / ".step-00000004.partial"
+    partial.mkdir(parents=True)
+    (tmp_path / ".weights.partial-4711").mkdir()
+    with pytest.raises(RunError) as caught, writing(tmp_path):
+        raise OSError(number, os.strerror(number), "a/metrics.jsonl")
+    assert str(caught.value) == (
+        f"a/metrics.jsonl cannot be written {told} go on with --resume {tmp_path}"
+    )
+    assert not partial.exists()
+    assert not (tmp_path / ".weights.partial-4711").exists()
+
+
+@pytest.mark.parametrize("failing", ["metrics.jsonl", "steps.jsonl"])
+def test_a_record_that_cannot_be_opened_or_written(tmp_path, monkeypatch, failing):
+    (tmp_path / failing).mkdir()
+    with (
+        pytest.raises(RunError, match=rf"{failing} cannot be written \(Is a directory\)"),
+        recording(tmp_path, display="none", steps=3, after=0, is_first=True),
+    ):
+        pass
+    (tmp_path / failing).rmdir()
+
+    def full(file, text, path):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(f"longshore.train.{MODULES[failing]}.append_line", full)
+    monkeypatch.setattr("longshore.train.journal.step_as_line", lambda report: {})
+    with (
+        recording(tmp_path, display="none", steps=3, after=0, is_first=True) as record,
+        pytest.raises(RunError, match=rf"{failing} cannot be written \(No space left"),
+    ):
+        record.write(SimpleNamespace(metrics=METRICS))

@@ -69,6 +69,7 @@ def _weights_folder(run: Path) -> Path:
 def _export(args: argparse.Namespace, found: Path) -> None:
     import torch
 
+    from longshore.files import check_room
     from longshore.hf.checkpoint import write_checkpoint
     from longshore.hf.weights import load_weights
 
@@ -76,6 +77,8 @@ def _export(args: argparse.Namespace, found: Path) -> None:
     base = saved.base if args.base is None else Path(args.base)
     if base is not None and not base.is_dir():
         raise ValueError(f"{base}, which the run began with, is gone; say with --base where it is")
+    size = sum(path.stat().st_size for path in found.iterdir())
+    check_room(Path(args.folder), size // 2 if args.dtype == "bfloat16" else size)
     write_checkpoint(
         args.folder,
         saved.config,

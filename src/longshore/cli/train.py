@@ -52,6 +52,7 @@ in about a minute.
                        Under torchrun the processes are those that it started
   --resume [RUN]       go on from the newest checkpoint of output.folder, or of the folder RUN,
                        whose recipe it takes if there is none; on any number of ranks
+  --force              with --resume: go on although the data are not those of the checkpoint
   --print-config       print the whole configuration as a recipe, check it, and stop
 
 SIGTERM ends a run after its step, with a checkpoint and the exit code 143.
@@ -80,6 +81,7 @@ def register_train(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("words", nargs="*", help=hidden)
     parser.add_argument("--ranks", type=count(MOST_RANKS), help=hidden)
     parser.add_argument("--resume", nargs="?", const="", help=hidden)
+    parser.add_argument("--force", action="store_true", help=hidden)
     parser.add_argument("--print-config", action="store_true", help=hidden)
 
 
@@ -134,7 +136,7 @@ def _asked(args: argparse.Namespace, start: Start) -> Start:
         return start
     if "=" in args.resume or args.resume.endswith((".toml", ".yaml")):
         args.words, args.resume = [*args.words, args.resume], ""
-    return replace(start, is_asked=True)
+    return replace(start, is_asked=True, is_forced=args.force)
 
 
 def _config(args: argparse.Namespace, place: Ranks | None, start: Start) -> RunConfig:
@@ -179,7 +181,9 @@ def _ranks(asked: int | None, config: RunConfig, place: Ranks | None) -> int:
 def answer_option(strange: Seq[str]) -> str:
     """What to say to options that there are not: keys are written without dashes."""
     typed = strange[0].split("=")[0]
-    if near := difflib.get_close_matches(typed, ("--ranks", "--resume", "--print-config"), n=1):
+    if near := difflib.get_close_matches(
+        typed, ("--ranks", "--resume", "--force", "--print-config"), n=1
+    ):
         return f"there is no {typed}; did you mean {near[0]}?"
     word = typed.lstrip("-").replace("-", "_")
     for key in all_keys():

@@ -5,6 +5,7 @@ that nobody else goes on with a run that is being trained. Going on with other s
 before as config-until-step-40.toml.
 """
 
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,17 +17,22 @@ from longshore.config.resume import Start, changed_settings, lock_run, run_to_re
 from longshore.config.sections import RunConfig
 from longshore.dist.collectives import agreed, gather_rows
 from longshore.dist.topology import Groups, Topology
+from longshore.train.disk import writing
 
 ROOM = 256  # bytes of a path in the first collective
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """is_resumed: whether an earlier run is in it. changes: from its settings, in words."""
+    """is_resumed: whether an earlier run is in it. changes: from its settings, in words.
+
+    is_forced: it goes on with other data too.
+    """
 
     folder: Path
     is_resumed: bool
     changes: tuple[str, ...]
+    is_forced: bool = False
 
 
 @contextmanager
@@ -36,17 +42,27 @@ def claimed_run(config: RunConfig, start: Start, topology: Topology) -> Iterator
         mine = Claimed(Path(), False, ())
         with agreed(topology.groups):
             if topology.rank == 0:
-                mine = _claim(config, start, held)
+                with writing(Path(config.output.folder), then="start again"):
+                    mine = _claim(config, start, held)
         told = _from_first([str(mine.folder), str(mine.is_resumed)], topology.groups)
-        yield replace(mine, folder=Path(told[0]), is_resumed=told[1] == "True")
+        yield replace(
+            mine,
+            folder=Path(told[0]),
+            is_resumed=told[1] == "True",
+            is_forced=start.is_forced,
+        )
 
 
 def _claim(config: RunConfig, start: Start, held: ExitStack) -> Claimed:
     run = run_to_resume(config, start)
     if run is None:
         folder = make_run_folder(config.output.folder)
-        held.enter_context(lock_run(folder, start))
-        write_config(config, folder)
+        try:
+            held.enter_context(lock_run(folder, start))
+            write_config(config, folder)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)  # nothing is in it yet
+            raise
         return Claimed(folder, False, ())
     held.enter_context(lock_run(run, start))
     return Claimed(run, True, tuple(changed_settings(config, run)))

@@ -32,12 +32,13 @@ class Start:
     """How a run starts. resume: it goes on, where there is something to go on with.
 
     is_asked: the user wants it, and torchrun has not only restarted. attempt: of torchrun, from 0.
-    job: of torchrun, which names all its attempts alike.
+    job: of torchrun, which names all its attempts alike. is_forced: also with other data.
     """
 
     is_asked: bool = False
     attempt: int = 0
     job: str = ""
+    is_forced: bool = False
 
     @property
     def resume(self) -> bool:

@@ -195,7 +195,10 @@ class OutputConfig:
     save_every: int = key(
         500, whole(0), "write a checkpoint every so many steps, and at the end; 0: only there"
     )
-    keep: int = key(2, whole(1, 1 << 20), "how many checkpoints are kept, the newest")
+    keep: int = key(
+        2, whole(0, 1 << 20), "how many checkpoints are kept, the newest; 0: none is ever written"
+    )
+    weights: bool = key(True, flag(), "write the trained weights into the run's folder at the end")
     export: str = key("", text(), "a folder for a Hugging Face checkpoint at the end")
     trackers: tuple[str, ...] = key((), texts(), 'also log to "tensorboard" or "wandb"')
 

@@ -17,7 +17,7 @@ from longshore.data.batches import Batches, BatchSize
 from longshore.data.fields import Field
 from longshore.data.mock import MockSource
 from longshore.data.rejected import as_key, rejections_of
-from longshore.data.source import IndexedSource, Ints, TokenizedSample
+from longshore.data.source import IndexedSource, Ints, TokenizedSample, source_digest
 from longshore.data.store import Store
 from longshore.model.config import DecoderConfig
 
@@ -32,6 +32,7 @@ class Readable:
         self.lengths: Ints = source.lengths
         self.loss_tokens: Ints = source.loss_tokens
         self.fields: tuple[Field, ...] = source.fields
+        self.digest = source_digest(source)
 
     def __len__(self) -> int:
         return len(self.source)

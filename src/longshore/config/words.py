@@ -82,6 +82,7 @@ FOREIGN = {
     "save": "output.folder",
     "save_interval": "output.save_every",
     "save_steps": "output.save_every",
+    "save_strategy": "output.save_every, and output.keep=0 for no checkpoint at all",
     "save_total_limit": "output.keep",
     "seq_len": "plan.capacity for a rank's tokens, data.max_length for a sequence's",
     "seq_length": "plan.capacity for a rank's tokens, data.max_length for a sequence's",

@@ -117,7 +117,7 @@ def make_job(
         "max_bytes": max_bytes,
         "shard_bytes": shard_bytes or min(max(size, LEAST_RANGE), MOST_RANGE),
     }
-    note = loaded.template_note if any(has_chats) else ""
+    note = loaded.template_note if has_chats else ""
     job = Job(out, tokenizer, rules, inputs, settings, "", note)
     return replace(job, digest=hashlib.sha256(json.dumps(job.as_json()).encode()).hexdigest())
 
@@ -180,6 +180,8 @@ def claimed(job: Job, start_over: bool) -> Iterator[bool]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"{job.out}: another prepare is at work here; wait for it") from None
+        for left in job.work.glob("*.tmp"):
+            left.unlink()  # of a killed run, which may have filled the disk
         try:
             finished = _check_same_job(job, start_over)
         except ValueError:

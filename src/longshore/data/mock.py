@@ -19,6 +19,7 @@ learns the 64 ids, then the next four candidates, then to read the step from the
 Every token but the first is a target.
 """
 
+import hashlib
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -90,6 +91,12 @@ class MockSource:
         number = None if count is None else _whole(count, "count", least=1, most=2**40)
         self.lengths = mock_lengths(config, count=number, seed=self._seed)
         self.loss_tokens: Ints = self.lengths - 1
+
+    @property
+    def digest(self) -> str:
+        """Of all that decides the tokens."""
+        about = f"mock {self._vocab_size} {self._seed} ".encode()
+        return hashlib.sha256(about + self.lengths.tobytes()).hexdigest()
 
     def __len__(self) -> int:
         return len(self.lengths)

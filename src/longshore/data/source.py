@@ -14,6 +14,7 @@ repeat; with ends="first" it ends before the first repetition, and the rest of t
 the next epoch's permutation.
 """
 
+import hashlib
 import heapq
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -96,6 +97,15 @@ class IndexedSource(Protocol):
     def __getitem__(self, index: int) -> TokenizedSample: ...
     def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
         """The first `count` values of a loss mask, or all if it is shorter, at little cost."""
+
+
+def source_digest(source: IndexedSource) -> str:
+    """Names the content of a source: its own `digest`, or else that of its lengths."""
+    own = getattr(source, "digest", None)
+    if isinstance(own, str):
+        return own
+    arrays = (source.lengths, source.loss_tokens)
+    return hashlib.sha256(b"".join(np.asarray(a, np.int64).tobytes() for a in arrays)).hexdigest()
 
 
 def place(index: int, size: int) -> int:

@@ -27,7 +27,7 @@ from longshore.data.lengths import StepLengths, gather_lengths, length_rows
 from longshore.data.order import ORDER
 from longshore.data.pack import pack_step
 from longshore.data.shard import Shards, cut_shards, lane_cuts
-from longshore.data.source import IndexedSource, TokenizedSample
+from longshore.data.source import IndexedSource, TokenizedSample, source_digest
 from longshore.data.stages import Form, for_stage, share_step, shells, usual_stages
 from longshore.dist.collectives import agreed, gather, same_on_all_ranks
 from longshore.dist.topology import Groups, Topology
@@ -160,6 +160,7 @@ class IndexedSteps:
         self.planner = planner
         self.seed = seed
         self.batches = Batches(source.lengths, batch, seed=seed, shuffle=shuffle)
+        self.digest = source_digest(source)
         self.rank = _Rank(topology, packing)
 
     def from_place(
@@ -207,6 +208,7 @@ class IndexedSteps:
         size = self.batches.size
         return {
             "sequences": len(self.source.lengths),
+            "data": self.digest,
             "batch": f"{size.amount} {size.unit}",
             "seed": self.seed,
             "shuffle": self.batches.shuffle,

@@ -24,7 +24,7 @@ from longshore.hf.config_file import (
     describe,
     read_config,
 )
-from longshore.hf.files import TensorFiles, write_files
+from longshore.hf.files import FLOATS, TensorFiles, write_files
 from longshore.hf.folder import new_folder
 from longshore.hf.held import held_names
 from longshore.hf.names import Layout
@@ -128,6 +128,12 @@ def check_tensors(files: TensorFiles, shapes: Mapping[str, Shape], *, ignored: s
         for name in sorted(held & shapes.keys())
         if files.shape(name) != shapes[name]
     ]
+    for name in sorted(held & shapes.keys()):
+        if (dtype := files.dtype(name)) not in FLOATS:
+            raise ValueError(
+                f"{files.folder}: the tensor {name} is {dtype}; only {', '.join(FLOATS)} can be "
+                "trained, so convert quantized weights to bfloat16 first"
+            )
     wrong = {
         "missing": sorted(shapes.keys() - held),
         "strange": sorted(held - shapes.keys()),
@@ -161,7 +167,7 @@ def write_checkpoint(
     with new_folder(folder) as partial:
         theirs = (part for name, tensor in expected for part in place(name, layout).write(tensor))
         written = write_files(partial, theirs, shard_bytes=shard_bytes)
-        kind = str(written).removeprefix("torch.")
+        kind = str(written.dtype).removeprefix("torch.")
         text = config_text(config, base=base, dtype=kind, max_length=max_length)
         (partial / CONFIG).write_text(text, encoding="utf-8")
         if base is not None:

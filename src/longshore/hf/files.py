@@ -11,17 +11,21 @@ No pickle is ever opened.
 """
 
 import json
+import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from longshore.hf.config_file import load_object
+from longshore.train.saved import File
+from longshore.train.storage import write_safetensors
 
+FLOATS = ("F64", "F32", "F16", "BF16")
 PICKLES = ("pytorch_model*.bin", "model*.bin", "*.pth", "*.pt", "*.ckpt")
 
 
@@ -31,16 +35,25 @@ class TensorFiles:
     def __init__(self, folder: str | Path, stem: str = "model") -> None:
         self.folder = Path(folder)
         self._at: dict[str, Any] = {}
-        for path, promised in _files(self.folder, stem).items():
+        files = _files(self.folder, stem)
+        where = {name: path for path, names in files.items() for name in names}
+        for path, promised in files.items():
             handle = _open(path)
             held = set(handle.keys())
             if absent := sorted(promised - held):
                 raise ValueError(f"{path} has no tensor {absent[0]}, which the index promises")
-            self._at.update(dict.fromkeys(held, handle))
+            for name in sorted(held):
+                if name in self._at or where.get(name, path) != path:
+                    raise ValueError(_twice(name, path, where.get(name)))
+                self._at[name] = handle
         self.names = tuple(sorted(self._at))
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._at[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As safetensors calls it."""
+        return str(self._at[name].get_slice(name).get_dtype())
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start…stop of a tensor; no others are read."""
@@ -48,16 +61,21 @@ class TensorFiles:
         return rows
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenFiles:
+    """dtype: that most of the numbers have. files: by name, with their checksums."""
+
+    dtype: torch.dtype
+    files: dict[str, File]
+
+
 def write_files(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], *, stem: str = "model", shard_bytes: int
-) -> torch.dtype:
-    """Writes the stream, a shard at a time, so only one shard is held here.
-
-    Gives the dtype that most of the numbers have.
-    """
+) -> WrittenFiles:
+    """Writes the stream, a shard at a time, so only one shard is held here."""
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes is {shard_bytes}; it must be 1 or more")
-    shards: list[list[str]] = []
+    shards: list[tuple[list[str], File]] = []
     shard: dict[str, Tensor] = {}
     held, total, counts = 0, 0, dict[torch.dtype, int]()
     for name, tensor in tensors:
@@ -72,8 +90,8 @@ def write_files(
     if not shard:
         raise ValueError("there are no tensors to write")
     shards.append(_save(folder, len(shards), shard))
-    _name_files(folder, stem, shards, total)
-    return max(counts, key=lambda dtype: counts[dtype])
+    files = _name_files(folder, stem, shards, total)
+    return WrittenFiles(max(counts, key=lambda dtype: counts[dtype]), files)
 
 
 def _files(folder: Path, stem: str) -> dict[Path, set[str]]:
@@ -103,6 +121,14 @@ def _files(folder: Path, stem: str) -> dict[Path, set[str]]:
     return files
 
 
+def _twice(name: str, path: Path, promised: Path | None) -> str:
+    where = f"the index says it is in {promised.name}" if promised else "another file has it too"
+    return (
+        f"{path} holds the tensor {name}, and {where}; two copies may differ, so remove one, or "
+        "fetch the model again"
+    )
+
+
 def _why_none(folder: Path, single: Path, index: Path) -> str:
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
     if pickles:
@@ -122,25 +148,28 @@ def _open(path: Path) -> Any:  # noqa: ANN401
         raise ValueError(f"{path} cannot be read ({error.strerror or error})") from None
 
 
-def _save(folder: Path, number: int, shard: dict[str, Tensor]) -> list[str]:
-    path = folder / f"{number}.part"
-    try:
-        save_file(shard, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{path} cannot be written ({error})") from None
-    return list(shard)
+def _save(folder: Path, number: int, shard: dict[str, Tensor]) -> tuple[list[str], File]:
+    # Wide numbers first: a reader maps each tensor at a multiple of its number's size.
+    ordered = dict(sorted(shard.items(), key=lambda item: -item[1].element_size()))
+    return list(shard), write_safetensors(folder / f"{number}.part", ordered)
 
 
-def _name_files(folder: Path, stem: str, shards: list[list[str]], total: int) -> None:
+def _name_files(
+    folder: Path, stem: str, shards: list[tuple[list[str], File]], total: int
+) -> dict[str, File]:
     """How many shards there are, which their names say, is known at the end only."""
     if len(shards) == 1:
         (folder / "0.part").rename(folder / f"{stem}.safetensors")
-        return
+        return {f"{stem}.safetensors": shards[0][1]}
     where: dict[str, str] = {}
-    for number, names in enumerate(shards):
+    files: dict[str, File] = {}
+    for number, (names, written) in enumerate(shards):
         file = f"{stem}-{number + 1:05}-of-{len(shards):05}.safetensors"
         (folder / f"{number}.part").rename(folder / file)
         where |= dict.fromkeys(names, file)
+        files[file] = written
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    text = json.dumps(index, indent=2) + "\n"
-    (folder / f"{stem}.safetensors.index.json").write_text(text, encoding="utf-8")
+    text = (json.dumps(index, indent=2) + "\n").encode()
+    path = folder / f"{stem}.safetensors.index.json"
+    path.write_bytes(text)
+    return {**files, path.name: File(len(text), zlib.crc32(text))}

@@ -29,17 +29,43 @@ def check_new(folder: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def new_folder(folder: str | Path) -> Iterator[Path]:
-    """The temporary folder; after an error it is removed and nothing is left."""
-    path = check_new(folder)
-    partial = path.absolute().parent / f".{path.absolute().name}.partial-{os.getpid()}"
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(partial, ignore_errors=True)
+def new_folder(folder: str | Path, *, is_replaced: bool = False) -> Iterator[Path]:
+    """The temporary folder; after an error it is removed and nothing is left.
+
+    is_replaced: a folder that is there already stays until the new one is whole.
+    """
+    path = Path(folder).absolute() if is_replaced else check_new(folder).absolute()
+    start = f".{path.name}.partial-"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(path.parent, start)
+    partial, old = (path.parent / f"{start}{os.getpid()}{end}" for end in ("", "-old"))
     partial.mkdir()
     try:
         yield partial
-        check_new(path)
+        if is_replaced and path.exists():
+            path.rename(old)
+        else:
+            check_new(folder)
         partial.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _remove_leftovers(folder: Path, start: str) -> None:
+    """What writers that were killed have left; not of one that is still at work."""
+    for left in [path for path in folder.iterdir() if path.name.startswith(start)]:
+        pid = left.name.removeprefix(start).removesuffix("-old")
+        if pid == str(os.getpid()) or (pid.isdecimal() and not _is_alive(int(pid))):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True

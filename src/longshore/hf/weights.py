@@ -3,20 +3,23 @@
 In: a config, a stream of tensors, the Hugging Face folder the run began with. Out: a folder, and
 from it the same again. A run that began with Qwen3-8B ends with
 
-    weights.json                            {"format": "longshore weights", "version": 1,
+    weights.json                            {"format": "longshore weights", "version": 2,
                                              "config": {"kind": "DecoderConfig", …},
-                                             "base": "/models/Qwen3-8B"}
+                                             "base": "/models/Qwen3-8B", "files": checksums of
+                                             the files below, "sha256": of this file}
     weights-00001-of-00007.safetensors …    embed.weight, layers.0.mixer_norm.weight, …
     weights.safetensors.index.json
+
+Loading compares every byte: a run's result that a disk has damaged is not exported.
 """
 
-import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from longshore.files import open_sealed, sealed_json
 from longshore.hf.checkpoint import SHARD_BYTES, Weights, check_stream, check_tensors, tensor_shapes
 from longshore.hf.config_file import load_object
 from longshore.hf.config_json import config_from_json, config_to_json
@@ -24,9 +27,10 @@ from longshore.hf.files import TensorFiles, write_files
 from longshore.hf.folder import new_folder
 from longshore.hf.sources import Source
 from longshore.model.config import DecoderConfig
+from longshore.train.saved import DamagedError, File, check_file
 
 FORMAT = "longshore weights"
-VERSION = 1
+VERSION = 2
 STEM = "weights"
 
 
@@ -46,8 +50,12 @@ def save_weights(
     *,
     base: str | Path | None,
     shard_bytes: int = SHARD_BYTES,
+    is_replaced: bool = False,
 ) -> None:
-    """Writes a stream of our (name, tensor) pairs into a new folder, in their own dtypes."""
+    """Writes a stream of our (name, tensor) pairs into a new folder, in their own dtypes.
+
+    is_replaced: one that is there already goes, once the new one is whole.
+    """
     checked = check_stream(tensors, tensor_shapes(config), dtype=None)
     about = {
         "format": FORMAT,
@@ -55,10 +63,10 @@ def save_weights(
         "config": config_to_json(config),
         "base": None if base is None else str(Path(base).resolve()),
     }
-    with new_folder(folder) as partial:
-        write_files(partial, checked, stem=STEM, shard_bytes=shard_bytes)
-        text = json.dumps(about, indent=1) + "\n"
-        (partial / f"{STEM}.json").write_text(text, encoding="utf-8")
+    with new_folder(folder, is_replaced=is_replaced) as partial:
+        written = write_files(partial, checked, stem=STEM, shard_bytes=shard_bytes)
+        files = {name: asdict(file) for name, file in written.files.items()}
+        (partial / f"{STEM}.json").write_bytes(sealed_json({**about, "files": files}, indent=1))
 
 
 def load_weights(folder: str | Path) -> SavedWeights:
@@ -71,6 +79,7 @@ def load_weights(folder: str | Path) -> SavedWeights:
             f"{path} is {about.get('format')!r} version {about.get('version')!r}; this Longshore "
             f"reads {FORMAT!r} version {VERSION}"
         )
+    _check_bytes(folder, path)
     try:
         config = config_from_json(about.get("config"))
     except ValueError as error:
@@ -84,3 +93,19 @@ def load_weights(folder: str | Path) -> SavedWeights:
         base=None if base is None else Path(base),
         tensors=Weights(files, {name: Source(name) for name in shapes}, shapes),
     )
+
+
+def _check_bytes(folder: Path, path: Path) -> None:
+    """Compares weights.json and all files that it names with their checksums."""
+    try:
+        try:
+            files = open_sealed(path.read_bytes())["files"]
+            expected = {folder / str(name): File(**file) for name, file in files.items()}
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DamagedError(f"{path} is damaged: {error}") from None
+        for each, file in expected.items():
+            check_file(each, file)
+    except DamagedError as error:
+        raise ValueError(
+            f"{error}; copy it again, or have its run write it again with longshore train --resume"
+        ) from None

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.report.run_journal import JournalSteps, read_journal
+from longshore.report.run_journal import MOST_NUMBER, JournalSteps, read_journal
 
 Floats = NDArray[np.float64]
 
@@ -158,15 +158,21 @@ def _numbers(line: Mapping[str, Any], where: str) -> dict[str, float]:
 def _number(value: object, where: str) -> float:
     if value is None:
         return math.nan
-    if not isinstance(value, int | float):
+    try:
+        number = float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        number = None
+    if number is None:
         raise ValueError(f"{where} is {value!r}; it must be a number or null")
-    return float(value) if math.isfinite(value) else math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 def _whole(line: Mapping[str, Any], key: str, where: str) -> int:
     value = line.get(key)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{where}: {key} is {value!r}; it must be a whole number")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_NUMBER:
+        raise ValueError(
+            f"{where}: {key} is {value!r}; it must be a whole number from 0 to {MOST_NUMBER}"
+        )
     return value
 
 

@@ -25,6 +25,10 @@ from longshore.plan.types import Pack, Plan, Round, Sequence, Setting, Stats
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+MOST_LANES = 1 << 20  # as `longshore plan` takes them
+MOST_CELLS = 1 << 24  # rounds x lanes of one step, which a timeline holds in memory
+MOST_NUMBER = 1 << 53
+
 # A journal tells what was decided; the figures of a plan stand in metrics.jsonl.
 NO_STATS = Stats(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, (), 0, 0, 0, 0.0)
 
@@ -66,7 +70,7 @@ class JournalSteps:
             data = json.loads(file.read(line.size))
         try:
             return _plan(data, policy)
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+        except (KeyError, TypeError, IndexError, ValueError, OverflowError) as error:
             raise ValueError(f"{where}: tells no plan ({error!r}); delete the line") from None
 
 
@@ -94,8 +98,10 @@ def _read(text: bytes, where: str, *, number: int, place: int) -> tuple[int, Lin
             elapsed=np.array(data["elapsed_s"], dtype=np.float64),
             experts=tuple(np.array(layer, dtype=np.int64) for layer in data.get("experts") or ()),
         )
-        return int(data["step"]), line
-    except (KeyError, TypeError, ValueError, AttributeError):
+        if not 0 <= (step := int(data["step"])) <= MOST_NUMBER:
+            raise ValueError(f"step {step}")
+        return step, line
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise ValueError(f"{where}: is not a step; delete the line to go on without it") from None
 
 
@@ -106,6 +112,13 @@ def _plan(data: Mapping[str, Any], policy: str) -> Plan:
     if not lengths or not rounds:
         raise ValueError("no sequences or no rounds")
     lanes = int(data["lanes"])
+    if not 1 <= lanes <= MOST_LANES or lanes * len(rounds) > MOST_CELLS:
+        raise ValueError(
+            f"{lanes} lanes in {len(rounds)} rounds, where {MOST_LANES} lanes and {MOST_CELLS} "
+            "lanes times rounds are the most"
+        )
+    if max(*lengths, int(data["capacity"])) > MOST_NUMBER:
+        raise ValueError(f"a length or capacity above {MOST_NUMBER}")
     if any(pack.first_lane < 0 or pack.lanes[-1] >= lanes for r in rounds for pack in r.packs):
         raise ValueError(f"a pack lies beyond lane {lanes - 1}")
     setting = Setting(

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from importlib.resources import files
 from pathlib import Path
 
+from longshore.files import write_whole
 from longshore.report.page_data import Json
 from longshore.report.plan_page import script_json
 from longshore.report.run_data import run_page_data
@@ -42,7 +43,7 @@ def read_runs(folders: Seq[str | Path]) -> Json:
 
 
 def write_run_page(path: str | Path, data: Json) -> None:
-    Path(path).write_text(run_page(data), encoding="utf-8")
+    write_whole(path, run_page(data))
 
 
 def run_page(data: Json) -> str:

@@ -25,6 +25,7 @@ from torch.optim import AdamW
 from longshore.data.loader import Loader
 from longshore.dist.collectives import agreed, gather_rows
 from longshore.dist.topology import Topology
+from longshore.files import free_bytes, reason, size_text, way_out
 from longshore.parallel.fsdp import is_split, shard_rows
 from longshore.train.loop import Progress
 from longshore.train.moment import Moment
@@ -38,13 +39,14 @@ from longshore.train.saved import (
     newest_complete,
     partial_folder,
     read_saved,
+    remove_leftovers,
     saved_steps,
 )
 from longshore.train.stop import RunError
 from longshore.train.storage import Part, load_parts, save_parts
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-OTHERS = re.compile(r"^rank \d+ failed: \w+: | \(rank[^()]* failed too\)$")
+OTHERS = re.compile(r"^rank \d+ failed: \w+: (\[Errno \d+\] )?| \(rank[^()]* failed too\)$")
 """Who failed, around what another rank said."""
 
 
@@ -79,6 +81,24 @@ class Checkpoints:
     def host_bytes(self) -> int:
         """Of the copy in host memory."""
         return sum(tensor.nbytes for tensor in self._host.values())
+
+    @property
+    def save_bytes(self) -> int:
+        """Of a whole checkpoint, the files of all ranks together."""
+        parameters = [*self.model.parameters()]
+        state = (1 + len(MOMENTS)) * sum(_whole_bytes(tensor) for tensor in parameters)
+        random = self.topology.world_size * sum(state.nbytes for _, state in self._rng_states())
+        return state + random + sum(_whole_bytes(tensor) for tensor in self.model.buffers())
+
+    def room_warning(self) -> list[str]:
+        """In words, if the next checkpoint would not fit on the disk."""
+        free, needed = free_bytes(self.run), self.save_bytes
+        if free is None or free > needed:
+            return []
+        return [
+            f"warning: a checkpoint takes {size_text(needed)}, and {self.run} has only "
+            f"{size_text(free)} free; make room before the first is saved, or set output.keep=0"
+        ]
 
     def save(self, position: Position) -> None:
         """Copies the state, and leaves the rest to a thread; waits for the save before this one."""
@@ -152,7 +172,7 @@ class Checkpoints:
         try:
             with agreed(self._groups):
                 if is_first:
-                    begin(self.run, position.step)
+                    begin(self.run, position.step, needed=self.save_bytes)
             copied.wait()
             folder = partial_folder(self.run, position.step)
             files, tensors = save_parts(parts, folder, self._groups.world)
@@ -169,16 +189,20 @@ class Checkpoints:
                     )
                     finish(self.run, content, keep=self.keep)
         except Exception as error:
+            if is_first:  # all ranks have written what they could, or nothing
+                remove_leftovers(self.run)
             self._error = error
 
     def _told(self, error: Exception) -> str:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        why, then = OTHERS.sub("", str(error)), "make room there"
+        if isinstance(error, OSError):
+            why, then = reason(error), way_out(error)
         good = newest_complete(self.run)
         last = f"the last good one is {good}" if good else "there is none before it"
         return (
             f"the checkpoint of step {self.last} cannot be written into "
-            f"{checkpoint_folder(self.run, 0).parent} ({reason}); {last}; make room there, then go "
-            "on with --resume"
+            f"{checkpoint_folder(self.run, 0).parent} ({why}); {last}; {then}, then go on with "
+            "--resume"
         )
 
     def load_newest(self) -> tuple[Position | None, list[str]]:
@@ -233,8 +257,35 @@ class Checkpoints:
                 torch.cuda.set_rng_state(state, self.topology.device)
 
 
+def same_data(
+    state: dict[str, object], now: dict[str, object], *, is_forced: bool
+) -> tuple[dict[str, object], list[str]]:
+    """A loader's saved state, to go on from with the data there are now, and what to say of it.
+
+    now: what the loader says of its data. Other data are refused, or taken if the user says so.
+    """
+    known = ("sequences", "data")
+    if all(state.get(name) == now[name] for name in known):
+        return state, []
+    was, are = (f"{each.get('sequences')} sequences ({_short(each)})" for each in (state, now))
+    told = f"the data are not those that the run was trained on: they were {was} and are {are}"
+    if is_forced:
+        return {**state, **{name: now[name] for name in known}}, [f"{told}; --force goes over it"]
+    raise ValueError(
+        f"{told}; bring back what data.path or data.mock named then, leave --resume out, or go on "
+        "with these: --resume --force"
+    )
+
+
+def _short(state: dict[str, object]) -> str:
+    return str(state.get("data", "of no digest"))[:12]
+
+
 class Saver:
-    """Saves every so many steps of a loop, and at its end. every: 0 is only at the end."""
+    """Saves every so many steps of a loop, and at its end. every: 0 is only at the end.
+
+    Where no checkpoint is kept, it only follows the progress.
+    """
 
     def __init__(
         self, checkpoints: Checkpoints, loader: Loader, *, every: int, start: Progress
@@ -243,16 +294,17 @@ class Saver:
         self.loader = loader
         self.every = every
         self.progress = start
+        self.is_on = checkpoints.keep > 0
 
     def after_step(self, progress: Progress) -> None:
         """A hook of the loop."""
         self.progress = progress
-        if self.every and progress.step % self.every == 0:
+        if self.is_on and self.every and progress.step % self.every == 0:
             self._save()
 
     def finish(self) -> None:
         """Until the last step is saved too; the loop is over, so its losses are known."""
-        if self.checkpoints.last != self.progress.step and self.progress.step:
+        if self.is_on and self.checkpoints.last != self.progress.step and self.progress.step:
             self._save()
         self.checkpoints.confirm(self.progress.step)
         self.checkpoints.wait()
@@ -269,6 +321,11 @@ def _state(model: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         for kind in MOMENTS if parameter in optimizer.state else ():
             yield f"optimizer.{name}.{kind}", optimizer.state[parameter][kind]
+
+
+def _whole_bytes(tensor: Tensor) -> int:
+    """Of all ranks' rows of it, each once."""
+    return tensor.shape.numel() * tensor.element_size()
 
 
 def _own_rows(tensor: Tensor, lane: int, lanes: int) -> tuple[Tensor, int]:

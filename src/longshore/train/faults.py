@@ -21,6 +21,7 @@ import torch
 from longshore.batch import MicroBatch
 from longshore.data.steps import Step
 from longshore.dist.collectives import gather
+from longshore.files import reason
 from longshore.train.masked_loss import Faults
 from longshore.train.step import Stepper, Trained
 from longshore.train.storage import write_safetensors
@@ -84,7 +85,9 @@ def keep_batch(run: Path, step: Step, trained: Trained) -> str:
     try:
         _write(folder, step, trained)
     except OSError as error:
-        return f"its sequences cannot be kept in {folder} ({error.strerror})"
+        for part in folder.glob(f"lane-{step.batches[0].lane}.*"):
+            part.unlink(missing_ok=True)
+        return f"its sequences cannot be kept in {folder} ({reason(error)})"
     return f"its sequences are in {folder}"
 
 

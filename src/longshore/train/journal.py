@@ -10,12 +10,14 @@ tokens each expert got, by layer.
 """
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
 from longshore.plan.types import Plan
 from longshore.report.timeline import make_timeline
 from longshore.train.loop import Report
+from longshore.train.metrics import append_line
 
 MOST_BYTES = 256 << 20
 
@@ -24,18 +26,20 @@ class Journal:
     """Appends steps to a file, and stops when it is full."""
 
     def __init__(self, path: str | Path, *, most: int = MOST_BYTES) -> None:
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-        self._left = most - self._file.tell()
+        self.path = Path(path)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._left = most - os.fstat(self._file).st_size
 
     def write(self, report: Report) -> None:
-        line = json.dumps(step_as_line(report), allow_nan=False) + "\n"
-        self._left -= len(line)
+        line = json.dumps(step_as_line(report), allow_nan=False)
+        self._left -= len(line) + 1
         if self._left >= 0:
-            self._file.write(line)
-            self._file.flush()
+            append_line(self._file, line, self.path)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     def __enter__(self) -> "Journal":
         return self

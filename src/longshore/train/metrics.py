@@ -6,9 +6,11 @@ not finite, or not known here, is null:
     {"step": 1, "epoch": 0, "loss": 5.5407, …, "mfu": null, …, "skipped": false}
 
 A run that was killed while it wrote leaves half a line, which the next to open the file takes off;
-one that goes on from a checkpoint first takes off the steps after that.
+one that goes on from a checkpoint first takes off the steps after that, and puts lines that cannot
+be read aside.
 """
 
+import errno
 import json
 import math
 import os
@@ -16,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from longshore.files import reason, write_whole
 
 MAYBE = ("balance_loss", "mtp_losses")
 """Only models with experts, or with multi-token prediction, have these."""
@@ -70,10 +74,7 @@ class MetricsFile:
         _cut_half_line(self._file)
 
     def write(self, metrics: StepMetrics) -> None:
-        line = (metrics.to_json() + "\n").encode()
-        written = os.write(self._file, line)
-        if written < len(line):
-            raise OSError(f"{self.path}: took {written} of {len(line)} bytes; is the disk full?")
+        append_line(self._file, metrics.to_json(), self.path)
 
     def close(self) -> None:
         if self._file >= 0:
@@ -92,27 +93,65 @@ class MetricsFile:
         self.close()
 
 
+def append_line(file: int, text: str, path: Path) -> None:
+    """Hands a line to the system, whole; path: of the open file, for the error."""
+    line = (text + "\n").encode()
+    try:
+        written = os.write(file, line)
+    except OSError as error:
+        raise OSError(error.errno, reason(error), str(path)) from None
+    if written < len(line):
+        raise OSError(errno.ENOSPC, f"it took {written} of {len(line)} bytes", str(path))
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The steps of a metrics file; half a line at its end is left out."""
     lines = Path(path).read_text(encoding="utf-8").split("\n")[:-1]
     return [json.loads(line) for line in lines]
 
 
-def cut_steps(path: str | Path, last: int) -> None:
-    """Takes off the lines of steps after the last, and half a line: they will be written anew."""
-    if not Path(path).exists():
-        return
-    with open(path, "r+b") as file:
-        end = 0
+def cut_steps(path: Path, last: int) -> list[str]:
+    """Takes off the lines of steps after the last, and half a line: they will be written anew.
+
+    Lines that cannot be read go to PATH.unreadable; returns what to say of them.
+    """
+    if not path.exists():
+        return []
+    kept, broken = _spans(path, last)
+    if broken:
+        aside = path.with_name(f"{path.name}.unreadable")
+        with aside.open("ab") as file:
+            file.write(broken)
+    if not broken and [start for start, _ in kept] in ([], [0]):
+        os.truncate(path, kept[0][1] if kept else 0)  # the usual case, which takes no room
+    else:
+        with path.open("rb") as file:
+            content = file.read()
+        write_whole(path, b"".join(content[start:stop] for start, stop in kept))
+    count = broken.count(b"\n")
+    told = f"warning: {path}: lines that cannot be read ({count}) are now in {path.name}.unreadable"
+    return [told] if broken else []
+
+
+def _spans(path: Path, last: int) -> tuple[list[tuple[int, int]], bytes]:
+    """Where the lines lie that stay, neighbours joined, and the lines that cannot be read."""
+    kept: list[tuple[int, int]] = []
+    broken, stop = bytearray(), 0
+    with path.open("rb") as file:
         for line in file:
-            try:
-                goes_on = line.endswith(b"\n") and json.loads(line)["step"] <= last
-            except (ValueError, LookupError, TypeError):
-                goes_on = False
-            if not goes_on:
+            start, stop = stop, stop + len(line)
+            if not line.endswith(b"\n"):
                 break
-            end += len(line)
-        file.truncate(end)
+            try:
+                stays = json.loads(line)["step"] <= last
+            except (ValueError, LookupError, TypeError):
+                broken += line
+                continue
+            if stays and kept and kept[-1][1] == start:
+                kept[-1] = (kept[-1][0], stop)
+            elif stays:
+                kept.append((start, stop))
+    return kept, bytes(broken)
 
 
 def _finite(value: Any) -> Any:  # noqa: ANN401 - a number, or what is none

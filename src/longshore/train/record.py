@@ -12,10 +12,11 @@ the files.
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from longshore.train.disk import writing
 from longshore.train.display import make_display
 from longshore.train.evaluate import Evaluation, as_line
 from longshore.train.journal import Journal
@@ -50,22 +51,29 @@ def recording(
         yield Record(lambda text: None, lambda report: None, lambda step, evaluation: None)
         return
     metrics, journal, evals = (folder / f"{name}.jsonl" for name in ("metrics", "steps", "evals"))
-    for path in (metrics, journal, evals):
-        cut_steps(path, after)
+    with writing(folder):
+        notes = [note for path in (metrics, journal, evals) for note in cut_steps(path, after)]
     shown = make_display(display, steps, stream=sys.stdout, title=str(folder))
     others = make_trackers(trackers, folder, {"folder": str(folder)}, warn=shown.note)
-    with MetricsFile(metrics) as file, Journal(journal) as lines, shown:
+    with ExitStack() as opened:
+        with writing(folder):
+            file = opened.enter_context(MetricsFile(metrics))
+            lines = opened.enter_context(Journal(journal))
+        opened.enter_context(shown)
+        for note in notes:
+            shown.note(note)
 
         def write(report: Report) -> None:
-            file.write(report.metrics)
-            lines.write(report)
+            with writing(folder):
+                file.write(report.metrics)
+                lines.write(report)
             shown.update(report.metrics)
             for tracker in others:
                 tracker.log(report.metrics.step, asdict(report.metrics))
 
         def evaluated(step: int, evaluation: Evaluation) -> None:
             line = as_line(step, evaluation)
-            with open(evals, "a", encoding="utf-8") as out:
+            with writing(folder), open(evals, "a", encoding="utf-8") as out:
                 out.write(json.dumps(line, allow_nan=False) + "\n")
             loss = "none" if evaluation.loss is None else f"{evaluation.loss:.4f}"
             shown.note(f"step {step}: {evaluation.name} loss {loss}")

@@ -3,8 +3,8 @@
 In: a run's folder. Out: RUN/checkpoints, where a folder named for its step is a whole checkpoint:
 
     step-00000020/lane-00000.safetensors …   rows of parameters and moments, one file of each lane
-    step-00000020/checkpoint.json            written last: the step, the loader's place, and of each
-                                             file its size and checksum
+    step-00000020/checkpoint.json            written last: the step, the loader's place, of each
+                                             file its size and checksum, and a checksum of itself
     .step-00000040.partial/                  a save that is going on, or was killed
 
 A partial folder is renamed once all is on disk, so a killed save harms nothing. Only JSON and
@@ -20,8 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from longshore.files import check_room, open_sealed, reason, sealed_json
+
 FORMAT = "longshore checkpoint"
-VERSION = 1
+VERSION = 2
 MARKER = "checkpoint.json"
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8,})")
@@ -96,15 +98,21 @@ def newest_complete(run: Path) -> Path | None:
 def read_saved(folder: Path) -> Saved:
     """What a checkpoint holds, after a look at the size of each file."""
     try:
-        data = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        raw = (folder / MARKER).read_bytes()
+        data = json.loads(raw)
         made = (data["format"], data["version"])
-        saved = _parse(data) if made == (FORMAT, VERSION) else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{folder / MARKER} cannot be read ({error})") from None
+        saved = _parse(open_sealed(raw)) if made == (FORMAT, VERSION) else None
+    except OSError as error:
+        raise DamagedError(f"{folder / MARKER} cannot be read ({reason(error)})") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{folder / MARKER} is damaged ({error})") from None
     if saved is None:
         raise DamagedError(
-            f"{folder / MARKER} is {made[0]!r}, version {made[1]!r}, which is not known"
+            f"{folder / MARKER} is {made[0]!r}, version {made[1]!r}; this Longshore reads "
+            f"{FORMAT!r}, version {VERSION}"
         )
+    if folder.name != checkpoint_folder(Path(), saved.step).name:
+        raise DamagedError(f"{folder / MARKER} is of step {saved.step}, its folder is not")
     for name, file in saved.files.items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
@@ -121,6 +129,8 @@ def _parse(data: dict[str, Any]) -> Saved:
         chunks = tuple((int(row), int(rows), str(file)) for row, rows, file in tensor["chunks"])
         shape = tuple(int(size) for size in tensor["shape"])
         tensors[name] = Tensor(str(tensor["dtype"]), shape, chunks)
+        if not _is_whole(tensors[name]):
+            raise ValueError(f"rows of {name} are missing or there twice")
     inside = [*files, *(file for tensor in tensors.values() for _, _, file in tensor.chunks)]
     if any(Path(name).name != name or name not in files for name in inside):
         raise ValueError("it names files that are not its own")
@@ -128,33 +138,53 @@ def _parse(data: dict[str, Any]) -> Saved:
     return Saved(**counts, loader=dict(data["loader"]), files=files, tensors=tensors)
 
 
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether its chunks hold every row once."""
+    end = 0
+    for row, rows, _ in sorted(tensor.chunks):
+        if row != end or rows < 1:
+            return False
+        end += rows
+    return end == (tensor.shape[0] if tensor.shape else 1)
+
+
 def check_files(folder: Path, saved: Saved, *, part: int, parts: int) -> None:
     """Reads every parts-th file whole, from the part-th on, and compares its checksum."""
     for name, file in sorted(saved.files.items())[part::parts]:
-        crc32 = 0
-        try:
-            with (folder / name).open("rb") as opened:
-                while block := opened.read(BLOCK):
-                    crc32 = zlib.crc32(block, crc32)
-        except OSError as error:
-            raise DamagedError(f"{folder / name} cannot be read ({error.strerror})") from None
-        if crc32 != file.crc32:
-            raise DamagedError(f"{folder / name} is damaged: its checksum is another")
+        check_file(folder / name, file)
 
 
-def begin(run: Path, step: int) -> None:
-    """Makes the folder that a save writes into, and removes what killed saves have left."""
-    for left in (run / FOLDER).glob(".step-*"):
-        shutil.rmtree(left)
+def check_file(path: Path, file: File) -> None:
+    """Reads a file whole and compares its checksum."""
+    size, crc32 = 0, 0
+    try:
+        with path.open("rb") as opened:
+            while block := opened.read(BLOCK):
+                size, crc32 = size + len(block), zlib.crc32(block, crc32)
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({reason(error)})") from None
+    if (size, crc32) != (file.bytes, file.crc32):
+        raise DamagedError(f"{path} is damaged: its checksum is another")
+
+
+def begin(run: Path, step: int, *, needed: int) -> None:
+    """Makes the folder that a save of so many bytes writes into, if there is room for it."""
+    remove_leftovers(run)
+    check_room(run, needed)
     partial_folder(run, step).mkdir(parents=True)
+
+
+def remove_leftovers(run: Path) -> None:
+    """What killed or failed saves have left: it may fill the disk."""
+    for left in (*(run / FOLDER).glob(".step-*"), *run.glob(".weights.partial-*")):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def finish(run: Path, saved: Saved, *, keep: int) -> None:
     """Makes the checkpoint exist, all at once, then removes those before the last `keep`."""
     partial, folder = partial_folder(run, saved.step), checkpoint_folder(run, saved.step)
-    text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(saved)})
-    with (partial / MARKER).open("w", encoding="utf-8") as file:
-        file.write(text)
+    with (partial / MARKER).open("wb") as file:
+        file.write(sealed_json({"format": FORMAT, "version": VERSION, **asdict(saved)}))
         file.flush()
         os.fsync(file.fileno())
     sync_folder(partial)

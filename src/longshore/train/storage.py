@@ -49,6 +49,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from longshore.files import reason
 from longshore.train import saved
 from longshore.train.saved import DamagedError, File, Saved
 
@@ -91,7 +92,9 @@ def save_parts(
     try:
         save(state, storage_writer=writer, planner=_SavePlanner(parts), process_group=group)
     except CheckpointException as error:
-        raise OSError(_first(error)) from None
+        cause, _ = error.failures[min(error.failures)]
+        number = cause.errno if isinstance(cause, OSError) else None
+        raise OSError(number, _first(error)) from None
     return writer.files, writer.tensors
 
 
@@ -309,13 +312,16 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> File:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     size, crc32 = 0, 0
-    with path.open("wb", buffering=0) as file:
-        for block in _blocks(len(text).to_bytes(8, "little") + text, tensors.values()):
-            crc32 = zlib.crc32(block, crc32)
-            size += len(block)
-            while block:
-                block = block[file.write(block) :]
-        os.fsync(file.fileno())
+    try:
+        with path.open("wb", buffering=0) as file:
+            for block in _blocks(len(text).to_bytes(8, "little") + text, tensors.values()):
+                crc32 = zlib.crc32(block, crc32)
+                size += len(block)
+                while block:
+                    block = block[file.write(block) :]
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, reason(error), str(path)) from None
     return File(size, crc32)
 
 

@@ -1,0 +1,112 @@
+"""Files that are whole or not there, JSON that notices a changed byte, and room on a disk.
+
+In: what is to be written. Out: a file, replaced at once; bytes with a seal, their own SHA-256:
+
+    sealed_json({"step": 40})         {"step": 40, "sha256": "9f86d081…"}
+    open_sealed(raw)                  {"step": 40, …}; a ValueError if any bit of raw was changed
+
+The seal is taken with zeros in its own place. It finds accidents, not forgers: whoever can write
+the file can seal it again.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+SEAL = "sha256"
+BLANK = b"0" * 64
+SPARE = 1 << 20  # bytes beside a big file: metrics, names, JSON
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PROTECTED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def sealed_json(data: Mapping[str, Any], *, indent: int | None = None) -> bytes:
+    """The data as JSON with a seal as its last key."""
+    blank = {**data, SEAL: BLANK.decode()}
+    raw = json.dumps(blank, indent=indent, ensure_ascii=False).encode() + b"\n"
+    head, _, tail = raw.rpartition(BLANK)
+    return head + hashlib.sha256(raw).hexdigest().encode() + tail
+
+
+def open_sealed(raw: bytes) -> dict[str, Any]:
+    """What sealed_json was given; a ValueError if a byte is another."""
+    data = json.loads(raw)
+    seal = data.pop(SEAL, None) if isinstance(data, dict) else None
+    if not isinstance(seal, str) or len(seal) != len(BLANK):
+        raise ValueError(f"it has no {SEAL}")
+    head, found, tail = raw.rpartition(seal.encode())
+    if not found or hashlib.sha256(head + BLANK + tail).hexdigest() != seal:
+        raise ValueError("its checksum is another")
+    assert isinstance(data, dict)
+    return data
+
+
+def write_whole(path: str | Path, data: str | bytes) -> None:
+    """Writes a file so that it has its old or its new content, never a part of either."""
+    content = data.encode() if isinstance(data, str) else data
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():  # a pipe or a device cannot be replaced
+        target.write_bytes(content)
+        return
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if target.exists():
+            temporary.chmod(target.stat().st_mode & 0o777)
+        temporary.replace(target)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            raise OSError(error.errno, reason(error), str(path)) from None
+        raise
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raises the OSError of a full disk, before anything is written, if there is no room."""
+    free = free_bytes(folder)
+    if free is not None and needed + SPARE > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"it takes {size_text(needed + SPARE)}, and only {size_text(free)} are free",
+        )
+
+
+def free_bytes(folder: Path) -> int | None:
+    """What this user may still write there; None where the system does not know."""
+    above = next((p for p in (folder.absolute(), *folder.absolute().parents) if p.exists()), None)
+    try:
+        state = os.statvfs(above) if above else None
+    except OSError:
+        return None
+    return state.f_bavail * state.f_frsize if state and state.f_blocks else None
+
+
+def reason(error: OSError) -> str:
+    """Why the system refused, without numbers and names."""
+    return error.strerror or str(error) or type(error).__name__
+
+
+def way_out(error: OSError) -> str:
+    """What to do about it, to stand before "then …"."""
+    if error.errno in FULL:
+        return "make room there"
+    return "make it writable" if error.errno in PROTECTED else "see to the disk"
+
+
+def size_text(size: float) -> str:
+    """1536 is "1.5 kB"."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            break
+        size /= 1000
+    return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"
