@@ -37,6 +37,14 @@ class Display(AbstractContextManager["Display"], Protocol):
     def update(self, metrics: StepMetrics) -> None: ...
     def note(self, text: str) -> None: ...
 
+    def phase(self, text: str) -> None:
+        """What happens now, before the first step's figures."""
+        self.note(text)
+
+    def note_on_step(self, text: str) -> None:
+        """A note on the last step, behind that step's own figures."""
+        self.note(text)
+
 
 def make_display(
     kind: str,
@@ -57,6 +65,11 @@ def make_display(
     if not console.is_terminal or console.is_dumb_terminal:
         return Lines(total_steps, stream, clock)
     return Panel(total_steps, console, title)
+
+
+def teller(kind: str, *, stream: TextIO, is_first: bool) -> Callable[[str], None]:
+    """Says what happens before there are steps; ranks but the first say nothing."""
+    return make_display(kind if is_first else "none", 0, stream=stream).note
 
 
 class Silent(Display):
@@ -96,12 +109,19 @@ class Lines(Display):
     def note(self, text: str) -> None:
         self._print(text)
 
+    def note_on_step(self, text: str) -> None:
+        self._show_last()
+        self.note(text)
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._show_last()
+
+    def _show_last(self) -> None:
         last = self._progress.last
         if last is not None and last is not self._shown:
             self._show(last, self._clock())
@@ -143,6 +163,9 @@ class Panel(Display):
     def note(self, text: str) -> None:
         self._console.print(text, markup=False)
 
+    def phase(self, text: str) -> None:
+        self._progress.phase = text
+
     def render(self) -> "RenderableType":
         from rich import box
         from rich.console import Group
@@ -174,6 +197,7 @@ class Progress:
     def __init__(self, total_steps: int) -> None:
         self.total = total_steps
         self.last: StepMetrics | None = None
+        self.phase = "starting"
         self.losses: list[float] = []
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._tokens: deque[int] = deque(maxlen=RECENT)
@@ -194,7 +218,7 @@ class Progress:
     def left(self) -> str:
         """The time left, from the mean of the last steps."""
         if self.last is None:
-            return "starting"
+            return self.phase
         if self.step >= self.total:
             return "done"
         mean = sum(self._seconds) / len(self._seconds)
