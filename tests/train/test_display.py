@@ -123,7 +123,8 @@ def test_what_happens_before_there_is_a_step():
         stream = io.StringIO()
         teller("auto", stream=stream, is_first=is_first)("reading the data…")
         assert stream.getvalue() == expected
-    panel = Panel(60, Console(file=io.StringIO()), "demo")
+    panel = Panel(60, Console(file=io.StringIO()), "demo", done=40)
+    assert "step 40 of 60" in shown(panel), "where a resumed run stands"
     panel.phase("first step (compiling)…")
     assert "first step (compiling)…" in shown(panel)
     panel.update(step(1))

@@ -52,9 +52,13 @@ def make_display(
     *,
     stream: TextIO,
     title: str = "",
+    done: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Display:
-    """kind: live, plain, none, or auto. Where no terminal can move its cursor, live is plain."""
+    """kind: live, plain, none, or auto. Where no terminal can move its cursor, live is plain.
+
+    done: the steps that an earlier run has done.
+    """
     if kind == "none":
         return Silent()
     if kind == "plain":
@@ -64,7 +68,7 @@ def make_display(
     console = Console(file=stream, highlight=False)
     if not console.is_terminal or console.is_dumb_terminal:
         return Lines(total_steps, stream, clock)
-    return Panel(total_steps, console, title)
+    return Panel(total_steps, console, title, done=done)
 
 
 def teller(kind: str, *, stream: TextIO, is_first: bool) -> Callable[[str], None]:
@@ -138,10 +142,10 @@ class Lines(Display):
 class Panel(Display):
     """A panel that is drawn over and over, and stays when the run ends. Notes go above it."""
 
-    def __init__(self, total_steps: int, console: "Console", title: str) -> None:
+    def __init__(self, total_steps: int, console: "Console", title: str, *, done: int = 0) -> None:
         from rich.live import Live
 
-        self._progress = Progress(total_steps)
+        self._progress = Progress(total_steps, done)
         self._console, self._title = console, title
         self._live = Live(console=console, refresh_per_second=REFRESH, get_renderable=self.render)
 
@@ -194,8 +198,9 @@ class Panel(Display):
 class Progress:
     """What has been measured so far, in words."""
 
-    def __init__(self, total_steps: int) -> None:
+    def __init__(self, total_steps: int, done: int = 0) -> None:
         self.total = total_steps
+        self.done = done
         self.last: StepMetrics | None = None
         self.phase = "starting"
         self.losses: list[float] = []
@@ -205,7 +210,7 @@ class Progress:
 
     @property
     def step(self) -> int:
-        return self.last.step if self.last else 0
+        return self.last.step if self.last else self.done
 
     def add(self, metrics: StepMetrics) -> None:
         self.last = metrics

@@ -54,7 +54,7 @@ def recording(
     metrics, journal, evals = (folder / f"{name}.jsonl" for name in ("metrics", "steps", "evals"))
     for path in (metrics, journal, evals):
         cut_steps(path, after)
-    shown = make_display(display, steps, stream=sys.stdout, title=str(folder))
+    shown = make_display(display, steps, stream=sys.stdout, title=str(folder), done=after)
     others = make_trackers(trackers, folder, {"folder": str(folder)}, warn=shown.note)
     with MetricsFile(metrics) as file, Journal(journal) as lines, shown:
 
