@@ -153,6 +153,36 @@ def test_gpus_stand_for_lanes(plan):
     assert out.startswith("lanes = 6 GPUs / (tp 1 x pp 1) = 6\n")
 
 
+def test_tp_and_pp_divide_the_time_of_the_model(plan):
+    """64 GPUs have the same arithmetic to do however the model is split; pp adds its bubble."""
+    Path("many.csv").write_text("4000\n" * 512)
+    told, predicted = {}, {}
+    for words in ((), ("--tp", "4"), ("--pp", "4"), ("--tp", "2", "--pp", "2")):
+        machine = ("--gpus", "64", "--capacity", "8192", *words)
+        out, data = plan("--policy", "static", file="many.csv", machine=machine)
+        told[words], total = out.splitlines()[1], data["total"]
+        predicted[words] = total["predicted"] * (1 - total["bubble"])
+        assert total["efficiency"] == pytest.approx(1 - total["bubble"], rel=0.05)
+    assert [*predicted.values()] == pytest.approx([predicted[()]] * 4, rel=0.05)
+    assert told[()].startswith("sequences: ")
+    assert told["--tp", "2", "--pp", "2"] == (
+        "times: the cost of one GPU, divided by tp 2 x pp 2; without what these exchange"
+    )
+
+
+def test_the_longest_of_all_steps_is_named(run):
+    Path("steps.csv").write_text("9000\n20\n40000\n10\n50000\n3\n")
+    Path("own.csv").write_text("length,pack\n9000,a\n100,b\n9000,b\n")
+    for file, words, told in (
+        ("steps.csv", ("--batch", "2"), "steps.csv line 5: its 50000 tokens do not fit"),
+        ("steps.csv", ("--batch", "2", "--policy", "padded"), "steps.csv line 5: its 50000"),
+        ("own.csv", ("--policy", "given"), "own.csv line 3: pack 'b': its 9100 tokens do not fit"),
+    ):
+        code, _, err = run("plan", file, "--lanes", "2", "--capacity", "4096", *words)
+        assert code == 2
+        assert told in err
+
+
 def test_the_demo_has_its_own_machine(run):
     code, out, _ = run("plan", "--demo", "--json", "demo.json")
     assert code == 0

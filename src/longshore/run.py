@@ -7,9 +7,11 @@ metrics.jsonl, checkpoints/ and weights/. All ranks call `train` together; rank 
 """
 
 import platform
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -19,7 +21,7 @@ from longshore.config.claim import Claimed, change_config, claimed_run
 from longshore.config.ranks import Ranks
 from longshore.config.resume import FRESH, Start
 from longshore.config.sections import RunConfig
-from longshore.config.sequences import batch_size, count_steps, open_sequences
+from longshore.config.sequences import batch_size, count_steps, open_sequences, small_data
 from longshore.config.settle import Settled, settle
 from longshore.config.text import held_out, prepare_text, text_is_ready
 from longshore.data.loader import Loader
@@ -51,6 +53,7 @@ from longshore.train.device import (
     pick_dtype,
 )
 from longshore.train.disk import writing
+from longshore.train.display import teller
 from longshore.train.evaluate import Evaluator, HeldOut
 from longshore.train.faults import explain
 from longshore.train.loop import Hooks, Machine, Progress, Report
@@ -73,10 +76,14 @@ def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
     with process_group(where, backend=backend, device=device):
         topology = make_topology(lanes=ranks.world_size, device=device)
         torch.manual_seed(config.train.seed + topology.rank)
+        tell = teller(config.output.display, stream=sys.stdout, is_first=topology.rank == 0)
+        tell("reading the data…")
         source, run = _settled(config, topology, memory_bytes(device, ranks.local_size))
-        with claimed_run(run.config, start, topology) as claimed:
-            steps = count_steps(config, source.lengths)
-            done = _on_lanes(run, source, topology, claimed=claimed, steps=steps)
+        for line in (_about(run, source, topology), *small_data(config, source), *run.lines):
+            tell(line)
+        steps = count_steps(config, source.lengths)
+        with claimed_run(run.config, start, topology, steps=steps) as claimed:
+            done = _on_lanes(run, source, topology, claimed=claimed, steps=steps, tell=tell)
     if done < steps:
         then = f"go on with --resume {claimed.folder}"
         if not config.output.keep:
@@ -85,12 +92,19 @@ def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
 
 
 def _on_lanes(
-    run: Settled, source: IndexedSource, topology: Topology, *, claimed: Claimed, steps: int
+    run: Settled,
+    source: IndexedSource,
+    topology: Topology,
+    *,
+    claimed: Claimed,
+    steps: int,
+    tell: Callable[[str], None],
 ) -> int:
     """Puts the run together on this rank, and trains; returns the steps done."""
     planner = _planner(run, topology.lanes)
     groups = CPGroups(topology, planner([Sequence(0, 1, 1)]).setting.cp_sizes)
     loader = _loader(run, source, topology)
+    tell("loading the weights…" if run.config.model.from_hf else "building the model…")
     stepper = _stepper(run, _model(run, topology, groups), topology)
     checkpoints = Checkpoints(
         claimed.folder,
@@ -99,8 +113,9 @@ def _on_lanes(
         topology=topology,
         keep=run.config.output.keep,
     )
-    lines = [_about(run, source, topology), *run.lines]
-    done = _train(run, stepper, loader, checkpoints, claimed=claimed, steps=steps, lines=lines)
+    if claimed.is_resumed:
+        tell("loading the checkpoint…")
+    done = _train(run, stepper, loader, checkpoints, claimed=claimed, steps=steps)
     # Only after success: whoever closes waits for all ranks, and one that failed is not there.
     loader.close()
     checkpoints.close()
@@ -116,10 +131,9 @@ def _train(
     *,
     claimed: Claimed,
     steps: int,
-    lines: list[str],
 ) -> int:
     """From where the run stands to its last step, or to SIGTERM; returns the steps done."""
-    start, told = _go_on(run, loader, checkpoints, claimed)
+    start, lines = _go_on(loader, checkpoints, claimed, steps=steps)
     saver = Saver(checkpoints, loader, every=run.config.output.save_every, start=start)
     recorded = recording(
         claimed.folder,
@@ -138,15 +152,23 @@ def _train(
                 if evaluator is not None:
                     evaluator.after_step(progress.step, is_last=progress.step == steps)
 
+            def is_evaluated(step: int) -> bool:
+                return evaluator is not None and evaluator.is_due(step, is_last=step == steps)
+
             hooks = Hooks(
                 wants_stop=lambda: asked() or checkpoints.has_failed,
                 reported=checkpoints.confirm,
                 after_step=after_step,
+                wants_report=is_evaluated,
+                phase=partial(_phase, run, stepper, record),
                 not_finite=partial(explain, claimed.folder, stepper),
             )
-            for line in (*lines, *told, *(checkpoints.room_warning() if saver.is_on else ())):
+            for line in (*lines, *(checkpoints.room_warning() if saver.is_on else ())):
                 record.note(line)
-            for report in _reports(run, stepper, loader, steps=steps, start=start, hooks=hooks):
+            reports = _reports(run, stepper, loader, steps=steps, start=start, hooks=hooks)
+            first = list(islice(reports, 1))
+            _keep_settings(run, checkpoints, claimed, step=start.step)
+            for report in chain(first, reports):
                 record.write(report)
             if evaluator is not None:
                 evaluator.held_out.steps.close()
@@ -175,11 +197,11 @@ def _evaluator(run: Settled, stepper: Stepper, record: Record) -> Evaluator | No
 
 
 def _go_on(
-    run: Settled, loader: Loader, checkpoints: Checkpoints, claimed: Claimed
+    loader: Loader, checkpoints: Checkpoints, claimed: Claimed, *, steps: int
 ) -> tuple[Progress, list[str]]:
     """What an earlier run has done, now in the model and the loader, and what to say of it."""
     if not claimed.is_resumed:
-        return Progress(), []
+        return Progress(), [claimed.note] if claimed.note else []
     with agreed(checkpoints.topology.groups):
         if checkpoints.topology.rank == 0:
             remove_leftovers(claimed.folder)
@@ -195,11 +217,31 @@ def _go_on(
         told += notes
         start = Progress(position.step, position.updates)
         told.append(f"{claimed.folder} goes on after step {position.step}")
+        if position.step >= steps:
+            told[-1] = (
+                f"{claimed.folder} is already finished: step {position.step} of {steps} is done; "
+                "a larger train.steps or train.epochs trains it further"
+            )
+    return start, [*told, *claimed.changes]
+
+
+def _keep_settings(run: Settled, checkpoints: Checkpoints, claimed: Claimed, *, step: int) -> None:
+    """Writes the settings of a resumed run, which have just been seen to work.
+
+    Not before: after a resume that fails, also in its first step, a plain one must do as before.
+    """
+    if not claimed.is_resumed:
+        return
     with agreed(checkpoints.topology.groups):
         if checkpoints.topology.rank == 0:
             with writing(claimed.folder):
-                change_config(run.config, claimed, step=start.step)
-    return start, [*told, *claimed.changes]
+                change_config(run.config, claimed, step=step)
+
+
+def _phase(run: Settled, stepper: Stepper, record: Record, name: str) -> None:
+    compiles = run.config.train.compile or stepper.topology.device.type == "cuda"
+    is_slow = compiles and name == "first step"
+    record.phase(f"{name} (compiling)…" if is_slow else f"{name}…")
 
 
 def _settled(config: RunConfig, topology: Topology, memory: int) -> tuple[IndexedSource, Settled]:

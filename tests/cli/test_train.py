@@ -269,6 +269,21 @@ def test_words_and_options_come_in_any_order(run):
     assert run("train.lr=1e-3", "--ranks", "1", "r.toml")[3][-1] == expected
 
 
+def test_resume_without_a_run_asks_which(run):
+    for words in (["--resume"], ["--resume", "train.steps=7"], ["train.lr=1e-3", "--resume"]):
+        code, out, err, calls = run(*words)
+        assert (code, out, calls) == (2, "", [])
+        assert err.startswith("longshore: --resume: which run? there is none in runs; ")
+    Path("runs/demo-1").mkdir(parents=True)
+    Path("runs/demo-1/config.toml").write_text(run("--print-config")[1])
+    for words in (["--resume"], ["--resume", "runs"]):
+        assert "runs/demo-1 (no checkpoint, less than a minute ago); resume with" in run(*words)[2]
+    # A scheduler that always says --resume, with a recipe or a folder, gets a new run.
+    for words in (["r.toml", "--resume"], ["--resume", "output.folder=runs/x"]):
+        assert run(*words)[0] == 0
+    assert run("--resume", "runs/demo-1")[3][-1][0].output.folder == "runs/demo-1"
+
+
 def test_print_config_reads_back_the_same(run):
     code, out, err, calls = run("r.toml", "--print-config", "--ranks", "3", "data.ignore=['a\"b']")
     assert (code, err, calls) == (0, "", [])

@@ -8,7 +8,7 @@ import pytest
 from tests.data.tiny import CHATML, byte_tokenizer, word_tokenizer
 
 from longshore.config import check_config, decoder_config, load_config
-from longshore.config.sequences import count_steps, open_sequences
+from longshore.config.sequences import count_steps, open_sequences, small_data
 from longshore.config.text import prepare_text, text_folder, text_is_ready
 from longshore.data.source import TokenizedSample
 from longshore.data.store import write_store
@@ -48,6 +48,24 @@ def test_data_without_a_loss_are_refused():
     make("made", [1, 2], [3, 4], learn=False)
     with pytest.raises(ValueError, match="made has nothing to learn, no token of made is in the"):
         opened()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["data.batch=5"], ""),
+        (["data.batch=6"], "data.batch is 6, and the data has only 5 sequences"),
+        (["data.batch=0", "data.batch_tokens=15"], ""),
+        (
+            ["data.batch=0", "data.batch_tokens=4096"],
+            "data.batch_tokens is 4,096, and the data has only 15 tokens",
+        ),
+    ],
+)
+def test_a_step_larger_than_the_data_is_told(words, told):
+    make("made", *([[1, 2, 3]] * 5))
+    lines = small_data(load_config(None, [*WORDS, *words]), opened())
+    assert lines == ([f"{told}: each step is all of it, one epoch"] if told else [])
 
 
 def test_steps_and_a_warmup_that_fits():

@@ -44,6 +44,10 @@ def dies(nll, batch):
     return nll
 
 
+def refuses(nll, batch):
+    raise ValueError("this loss takes no batch")
+
+
 def kill(delay):
     time.sleep(delay)
     os.kill(os.getpid(), signal.SIGKILL)

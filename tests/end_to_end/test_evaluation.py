@@ -34,6 +34,15 @@ def test_held_out_losses(tmp_path):
     assert {line["name"] for line in found} == {"held-out"}
     assert found[-1]["loss"] < found[0]["loss"]
     assert f"step 2: held-out loss {found[0]['loss']:.4f}" in out
+    lines = [line.split("   ")[0].partition(" loss")[0] for line in out.splitlines()]
+    start, built = lines.index("reading the data…"), lines.index("building the model…")
+    assert start < built
+    shown = [line for line in lines[built + 1 : -1] if line != "step 3 of 5"]  # on a slow machine
+    assert shown == [
+        *("planning…", "first step…", "step 1 of 5"),
+        *("step 2 of 5", "step 2: held-out", "step 4 of 5", "step 4: held-out"),
+        *("step 5 of 5", "step 5: held-out"),
+    ]
     want = [line["loss"] for line in found]
     assert [line["loss"] for line in again] == pytest.approx(want, rel=1e-9)
     assert [line["loss"] for line in one] == [line["loss"] for line in plain]

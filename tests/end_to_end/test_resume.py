@@ -90,7 +90,8 @@ def test_what_may_change_and_what_may_not(runs, capfd):
     words = ("--resume", "train.steps=4", "output.keep=1", "output.display=plain")
     assert runs.train("run-{n}", *words, ranks=1) == 0
     out = capfd.readouterr().out
-    assert "run-1 goes on after step 3\ntrain.steps was 3 and is 4 from here on\nstep 4 of 4" in out
+    assert "run-1 goes on after step 3\ntrain.steps was 3 and is 4 from here on\nplanning…\n" in out
+    assert "\nstep 4 of 4" in out
     run = runs.folder / "run-1"
     assert (run / "config-until-step-3.toml").read_text() == first
     assert load_config(str(run / "config.toml")).train.steps == 4
@@ -106,9 +107,20 @@ def test_what_may_change_and_what_may_not(runs, capfd):
         assert told in err
         assert "so set it as it was, or leave --resume out" in err
 
+    # What fails, before the first step or in it, leaves the run's configuration as it was.
+    kept = {path.name: path.read_text() for path in run.glob("*.toml")}
+    refuses = f"train.loss={runs.module}:refuses"
+    for ranks, words, told in (
+        (1, ["train.steps=2"], "run-1 has done 4 steps, and is to end after 2; give more to train"),
+        (2, ["train.steps=5", refuses], "this loss takes no batch"),
+    ):
+        assert runs.train("run-{n}", "--resume", *words, ranks=ranks) == 2
+        assert told in capfd.readouterr().err
+        assert {path.name: path.read_text() for path in run.glob("*.toml")} == kept
+
     # By its folder, with its own recipe; --resume may stand before a word.
     assert main(["train", "--resume", str(run)]) == 0
-    assert "run-1 goes on after step 4\nwrote " in capfd.readouterr().out
+    assert "run-1 is already finished: step 4 of 4 is done; " in capfd.readouterr().out
     assert runs.train("run-{n}", "--resume", "train.steps=4", ranks=1) == 0
     assert main(["train", "--resume", str(runs.folder)]) == 2
     assert "has no config.toml; name the folder of a run" in capfd.readouterr().err

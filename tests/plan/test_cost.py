@@ -125,6 +125,14 @@ def table_of(lengths: list[int], sizes: tuple[int, ...], profile: CostProfile) -
     return CostTable(np.array(lengths, dtype=np.int64), sizes=sizes, profile=profile)
 
 
+def test_a_model_split_over_ranks_by_hand():
+    whole = CostProfile(linear=8.0, quadratic=4.0, gather=(2.0, 6.0), node=8, pack=12.0, round=20.0)
+    split = CostProfile(linear=1.0, quadratic=0.5, gather=(0.25, 0.75), node=4, pack=3.0, round=5.0)
+    assert whole.on_ranks(tp=2, pp=4) == split
+    assert whole.on_ranks(tp=1, pp=1) == whole
+    assert whole.on_ranks(tp=16, pp=1).node == 1
+
+
 def test_a_table_by_hand():
     table = table_of([8, 3], (1, 2), replace(TOKENS, pack=2.0, round=1.0))
     assert table.tokens.tolist() == [[8, 4], [3, 2]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.plan.samples import CHARGED, TOKENS, long_tail
+from tests.plan.samples import CHARGED, FREE, TOKENS, long_tail
 
 from longshore.plan import Plan, Sequence, check, make_plan, planner
 
@@ -154,6 +154,13 @@ def test_the_other_advice_works_too(case: str):
     plan_of([1000, 1000], **{**asked, **given[0]})
 
 
+@pytest.mark.parametrize("policy", ["mixed", "static", "padded"])
+def test_the_longest_of_those_that_do_not_fit_is_named(policy: str):
+    """On 4 lanes 1001, 1003 and 1002 tokens all need 252 a lane."""
+    message = refusal([1001, 1003, 1002, 1003], lanes=4, capacity=100, policy=policy)
+    assert message.startswith("sequence 1: its 1003 tokens do not fit")
+
+
 def test_a_given_pack_that_is_too_big_is_named():
     asked = {"policy": "given", "packs": [[1], [0, 2]]}
     message = refusal([300, 5, 300], **asked)
@@ -274,6 +281,37 @@ def test_the_digest_names_the_decision():
         make_plan(lengths, **asked, policy="static"),
     ]
     assert len({plan.digest, *(other.digest for other in others)}) == 4
+
+
+def test_the_digest_covers_all_that_decides_shapes():
+    """Rounds of the same packs run as other tensors, or in another order."""
+    asked = {"lanes": 4, "capacity": 4096, "policy": "static"}
+    lengths = [100, 30, 30, 30]
+    plans = [
+        make_plan(lengths, **{**asked, **change})
+        for change in (
+            {},
+            {"align": 8},
+            {"policy": "padded"},
+            {"capacity": 4095},
+            {"max_cp": 2},
+            {"sync": "step"},
+            {"pp": 2},
+            {"pp": 2, "vpp": 2},
+        )
+    ]
+    packs = [
+        [(number, pack.first_lane, pack.cp_size) for number, pack in plan.packs()] for plan in plans
+    ]
+    assert packs[0] == packs[1] == packs[3] == packs[4] == packs[5]
+    wide = make_plan(lengths, lanes=4, capacity=100, policy="static", max_sequences=1)
+    padded = make_plan(lengths, lanes=4, capacity=100, policy="padded")
+    sequences = [[pack.sequences for _, pack in plan.packs()] for plan in (wide, padded)]
+    assert sequences[0] == sequences[1]
+    assert [pack.tokens_per_lane for _, pack in padded.packs()] == [100] * 4
+    assert len({plan.digest for plan in (*plans, wide, padded)}) == len(plans) + 2
+    same = make_plan(lengths, lanes=4, capacity=100, policy="static", max_sequences=1, profile=FREE)
+    assert same.digest == wide.digest, "why it was decided is no part of it"
 
 
 def test_a_plan_remembers_what_it_was_asked_for():

@@ -1,13 +1,24 @@
 import numpy as np
 import pytest
 
+from longshore.data.context import lane_context
 from longshore.report.graph_caps import cap_rows, micro_batch_sizes
 
 
 def test_counts_sequences_of_each_lane_and_round(make):
     rounds = [[(0, 2, (0, 1)), (1, 1, (2, 3, 4))], [(0, 1, (5,))]]
     plan = make([8, 8, 1, 1, 1, 4], rounds, lanes=4)
-    assert micro_batch_sizes(plan).tolist() == [2, 5, 1]
+    assert micro_batch_sizes(plan).tolist() == [3, 6, 2], "each with a run of padding"
+
+
+def test_counts_what_kernels_see(make):
+    """By hand: lane 0 is full, lane 1 has 2 rows of padding, lane 2 has 5, lane 3 has no work."""
+    rounds = [[(0, 2, (0,)), (0, 1, (1, 2)), (1, 1, (3,)), (2, 1, (4,))]]
+    plan = make([8, 3, 1, 2, 3], rounds, lanes=4, capacity=8)
+    assert micro_batch_sizes(plan).tolist() == [3, 3, 2]
+    for lane, sequences in enumerate([3, 3, 2, 1]):
+        packs = lane_context(plan, 0, lane, buckets=(8,)).packs
+        assert sum(len(pack.local) for pack in packs) == sequences
 
 
 def test_covered_share_and_empty_slots():

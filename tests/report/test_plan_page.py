@@ -76,7 +76,12 @@ def test_cp_sizes_are_those_of_all_steps(small, make):
 def test_caps_look_at_all_steps(small):
     data = page_data([small, small], {})
     assert data["micro_batches"] == 8
-    assert [(row["cap"], row["covered"]) for row in data["caps"]] == [(1, 0.75), (2, 1)]
+    assert [(row["cap"], row["covered"]) for row in data["caps"]] == [
+        (1, 0),
+        (2, 0.75),
+        (3, 1),
+        (4, 1),
+    ]
 
 
 def test_a_figure_that_is_not_finite_becomes_null(small):
@@ -118,6 +123,13 @@ def test_the_page_needs_nothing_from_outside(small, tmp_path):
     assert "{{" not in text
 
 
+def test_steps_are_counted_from_1_as_in_the_text(small, tmp_path):
+    write_plan_page(tmp_path / "plan.html", [small, small], {})
+    text = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert "`${i + 1} of ${steps.length}: " in text, "the names of the steps to choose from"
+    assert "Steps are counted from 1; lanes" in text
+
+
 @pytest.mark.parametrize("name", [*SCRIPTS, "plan_page.css"])
 def test_no_piece_ends_its_own_element(name):
     piece = files("longshore.report").joinpath(name).read_text(encoding="utf-8")
@@ -139,5 +151,5 @@ def test_refuses_what_it_cannot_show(small, make):
         page_data([small], {"static": [small, small]})
     with pytest.raises(ValueError, match=r"different lane counts: \[1, 2\]"):
         page_data([small, make([5], [[(0, 1, (0,))]], lanes=1)], {})
-    with pytest.raises(ValueError, match="step 0 has no rounds"):
+    with pytest.raises(ValueError, match="step 1 has no rounds"):
         page_data([replace(small, rounds=())], {})

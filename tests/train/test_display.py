@@ -5,7 +5,15 @@ import pytest
 from rich.console import Console
 from tests.train.test_metrics import METRICS
 
-from longshore.train.display import Lines, Panel, Progress, Silent, make_display, sparkline
+from longshore.train.display import (
+    Lines,
+    Panel,
+    Progress,
+    Silent,
+    make_display,
+    sparkline,
+    teller,
+)
 
 
 class Terminal(io.StringIO):
@@ -90,6 +98,37 @@ def test_the_last_line_comes_even_if_the_run_ends_early():
         for number in (1, 2, 3):
             display.update(step(number))
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1", "3"]
+
+
+def test_a_note_on_a_step_comes_behind_the_step_s_own_line():
+    stream = io.StringIO()
+    with make_display("plain", 40, stream=stream, clock=Clock()) as display:
+        display.phase("planning…")
+        for number in (1, 2, 3):
+            display.update(step(number))
+        display.note_on_step("step 3: held-out loss 5.1")
+        display.note_on_step("step 3: held-out-2 loss 5.2")
+    words = [line.split("  ")[0] for line in stream.getvalue().splitlines()]
+    assert words == [
+        "planning…",
+        "step 1 of 40",
+        "step 3 of 40",
+        "step 3: held-out loss 5.1",
+        "step 3: held-out-2 loss 5.2",
+    ]
+
+
+def test_what_happens_before_there_is_a_step():
+    for is_first, expected in ((True, "reading the data…\n"), (False, "")):
+        stream = io.StringIO()
+        teller("auto", stream=stream, is_first=is_first)("reading the data…")
+        assert stream.getvalue() == expected
+    panel = Panel(60, Console(file=io.StringIO()), "demo", done=40)
+    assert "step 40 of 60" in shown(panel), "where a resumed run stands"
+    panel.phase("first step (compiling)…")
+    assert "first step (compiling)…" in shown(panel)
+    panel.update(step(1))
+    assert "compiling" not in shown(panel)
 
 
 def test_a_run_without_a_step_shows_no_line():

@@ -52,7 +52,9 @@ the machine:
   --max-sequences M  most sequences a lane holds in a round (default: no limit)
   --align A          pad the tokens of a lane to a multiple of A, as FP8 needs (default 1)
   --cost FILE.json   what tokens cost on your machine, an object with linear, quadratic, gather,
-                     node, pack and round (default: estimated seconds of an 8B model on H100s)
+                     node, pack and round (default: estimated seconds of an 8B model on H100s).
+                     It is the cost of the whole model on one GPU: --tp and --pp divide it, and
+                     what they exchange is left out
 
 how to plan:
   --policy NAME      mixed     packs of different CP sizes side by side on a lane (default)
@@ -115,7 +117,8 @@ def run_plan(args: argparse.Namespace) -> None:
     steps = _steps(args)
     options = {name: value for name in PLANNER if (value := getattr(args, name)) is not None}
     options |= {"lanes": _lanes(args), "capacity": args.capacity or DEMO_CAPACITY}
-    options |= {"profile": _profile(args.cost)}
+    ranks = {"tp": args.tp or 1, "pp": args.pp or 1}
+    options |= {"profile": _profile(args.cost).on_ranks(**ranks)}
     _check_outputs(args)
     policy = args.policy or "mixed"
     others: dict[str, list[Plan] | str] = {}
@@ -132,6 +135,11 @@ def run_plan(args: argparse.Namespace) -> None:
         _write(args.html, lambda path: write_plan_page(path, plans, others))
     if args.gpus:
         say(f"lanes = {args.gpus} GPUs / (tp {args.tp or 1} x pp {args.pp or 1}) = {_lanes(args)}")
+    if len(divided := [f"{name} {size}" for name, size in ranks.items() if size > 1]):
+        say(
+            f"times: the cost of one GPU, divided by {' x '.join(divided)}; without what these "
+            "exchange"
+        )
     unit = "units of the profile" if args.cost else "s (estimated)"
     say("\n".join(plan_summary(plans, unit=unit)))
     if args.json:
@@ -224,11 +232,23 @@ def _write(path: str, write: Callable[[str], object]) -> None:
 
 
 def _plan_steps(steps: Seq[Lengths], policy: str, options: dict[str, Any]) -> list[Plan]:
+    _check_longest(steps, policy, options)
     plans = []
     for number, step in enumerate(steps, start=1):
         _progress(f"planning {policy}, step {number} of {len(steps)} …")
         plans.append(step.plan(policy, options))
     return plans
+
+
+def _check_longest(steps: Seq[Lengths], policy: str, options: dict[str, Any]) -> None:
+    """Plans the longest sequence of all steps, or given pack, alone: if one is refused, it is."""
+    longest, most = steps[0].part([0]), 0
+    for step in steps:
+        alone = [(place,) for place in range(len(step.lengths))]
+        for places in step.packs() if policy == "given" else alone:
+            if (tokens := sum(step.lengths[place] for place in places)) > most:
+                longest, most = step.part(places), tokens
+    longest.plan(policy, options)
 
 
 def _compare(steps: Seq[Lengths], policy: str, options: dict[str, Any]) -> list[Plan] | str:

@@ -29,8 +29,8 @@ from longshore.cli.words import add_command, count, say
 from longshore.config.check import check_config
 from longshore.config.folder import CONFIG
 from longshore.config.ranks import Ranks
-from longshore.config.read import load_config
-from longshore.config.resume import FRESH, Start
+from longshore.config.read import NOT_THE_DEMO, load_config
+from longshore.config.resume import FRESH, Start, newest_runs
 from longshore.config.sections import SECTIONS, RunConfig
 from longshore.config.text import prepare_text
 from longshore.config.told import as_keys
@@ -50,9 +50,10 @@ in about a minute.
   section.key=value    changes a key of the recipe, such as train.lr=3e-4; repeat it for more
   --ranks N            processes on this machine (default: parallel.ranks, else one for each GPU).
                        Under torchrun the processes are those that it started
-  --resume [RUN]       go on from the newest checkpoint of output.folder, or of the folder RUN,
-                       whose recipe it takes if there is none; on any number of ranks
-  --force              with --resume: go on although the data are not those of the checkpoint
+  --resume [RUN]       resume the run in the folder RUN, with its own recipe if none is given, or
+                       the newest of output.folder of the recipe (where there is none yet, a new
+                       one begins), from its newest checkpoint; on any number of ranks
+  --force              with --resume: also where the data are not those of the checkpoint
   --print-config       print the whole configuration as a recipe, check it, and stop
 
 SIGTERM ends a run after its step, with a checkpoint and the exit code 143.
@@ -62,6 +63,7 @@ examples:
   longshore train data.path=chats.jsonl model.from_hf=my-model data.batch=64 train.epochs=2
   longshore train data.path=chats.jsonl model.from_hf=my-model data.batch=64 --print-config >x.toml
   longshore train x.toml --resume
+  longshore train --resume runs/x-1 train.steps=2000
   torchrun --nproc-per-node 8 -m longshore.cli.main train x.toml
 """
 WIDTH = 100
@@ -144,6 +146,8 @@ def _config(args: argparse.Namespace, place: Ranks | None, start: Start) -> RunC
     recipe, overrides = _sorted_words(args.words)
     if args.resume:
         recipe, overrides = _of_run(Path(args.resume), recipe, overrides)
+    elif args.resume == "" and recipe is None and not any(map(_names_run, overrides)):
+        raise ValueError(f"--resume: which run? {newest_runs()}")
     config = load_config(recipe, overrides)
     ranks = _ranks(args.ranks, config, place)
     is_first = place is None or place.rank == 0
@@ -151,10 +155,17 @@ def _config(args: argparse.Namespace, place: Ranks | None, start: Start) -> RunC
     return config.with_ranks(ranks)
 
 
+def _names_run(word: str) -> bool:
+    """Whether a word says what is trained or where, so that the run is not just any demo."""
+    return word.partition("=")[0].strip() in (*NOT_THE_DEMO, "output.folder")
+
+
 def _of_run(run: Path, recipe: str | None, overrides: list[str]) -> tuple[str, list[str]]:
     """The recipe of a run to go on with, and its folder among the overrides."""
     if not (run / CONFIG).is_file():
-        raise ValueError(f"--resume: {run} has no {CONFIG}; name the folder of a run")
+        raise ValueError(
+            f"--resume: {run} has no {CONFIG}; name the folder of a run: {newest_runs()}"
+        )
     return recipe or str(run / CONFIG), [*overrides, f"output.folder={run}"]
 
 

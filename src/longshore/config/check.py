@@ -13,7 +13,7 @@ from typing import Any
 
 from longshore.config.check_data import check_data, known_longest
 from longshore.config.folder import check_new_folder, check_run_folder, find_run
-from longshore.config.resume import changed_settings
+from longshore.config.resume import changed_settings, check_steps
 from longshore.config.sections import ModelConfig, ParallelConfig, PlanConfig, RunConfig
 from longshore.config.told import told_as
 from longshore.model.balance import has_experts, with_balance
@@ -247,6 +247,8 @@ def _check_output(config: RunConfig, run: Path | None) -> None:
         check_run_folder(config.output.folder)
     else:
         changed_settings(config, run)
+        if config.train.steps:  # of epochs the number is known with the data
+            check_steps(config.train.steps, config, run)
     if config.output.export:
         check_new_folder(config.output.export, "output.export")
         if Path(config.output.export).absolute() == Path(config.output.folder).absolute():

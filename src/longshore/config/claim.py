@@ -1,19 +1,27 @@
 """The folder of a run, made or found by rank 0 and known to all ranks.
 
 In: a settled configuration and how the run starts. Out: Claimed. Rank 0 holds the run's lock, so
-that nobody else goes on with a run that is being trained. Going on with other settings keeps those
-before as config-until-step-40.toml.
+that nobody else goes on with a run that is being trained. All checks come first: an earlier run's
+config.toml changes once the first step with other settings has worked, and the settings before stay
+as config-until-step-40.toml (or -2, -3, …: a kept configuration is never overwritten).
 """
 
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 
 from longshore.config.folder import CONFIG, make_run_folder
 from longshore.config.read import load_config
-from longshore.config.resume import Start, changed_settings, lock_run, run_to_resume
+from longshore.config.resume import (
+    Start,
+    changed_settings,
+    check_steps,
+    lock_run,
+    run_to_resume,
+)
 from longshore.config.sections import RunConfig
 from longshore.dist.collectives import agreed, gather_rows
 from longshore.dist.topology import Groups, Topology
@@ -26,24 +34,27 @@ ROOM = 256  # bytes of a path in the first collective
 class Claimed:
     """is_resumed: whether an earlier run is in it. changes: from its settings, in words.
 
-    is_forced: it goes on with other data too.
+    note: what else to say, "" for nothing. is_forced: it resumes with other data too.
     """
 
     folder: Path
     is_resumed: bool
-    changes: tuple[str, ...]
+    changes: tuple[str, ...] = ()
+    note: str = ""
     is_forced: bool = False
 
 
 @contextmanager
-def claimed_run(config: RunConfig, start: Start, topology: Topology) -> Iterator[Claimed]:
-    """All ranks enter it together."""
+def claimed_run(
+    config: RunConfig, start: Start, topology: Topology, *, steps: int
+) -> Iterator[Claimed]:
+    """All ranks enter it together. steps: of the whole run."""
     with ExitStack() as held:
-        mine = Claimed(Path(), False, ())
+        mine = Claimed(Path(), False)
         with agreed(topology.groups):
             if topology.rank == 0:
                 with writing(Path(config.output.folder), then="start again"):
-                    mine = _claim(config, start, held)
+                    mine = _claim(config, start, held, steps=steps)
         told = _from_first([str(mine.folder), str(mine.is_resumed)], topology.groups)
         yield replace(
             mine,
@@ -53,7 +64,7 @@ def claimed_run(config: RunConfig, start: Start, topology: Topology) -> Iterator
         )
 
 
-def _claim(config: RunConfig, start: Start, held: ExitStack) -> Claimed:
+def _claim(config: RunConfig, start: Start, held: ExitStack, *, steps: int) -> Claimed:
     run = run_to_resume(config, start)
     if run is None:
         folder = make_run_folder(config.output.folder)
@@ -63,8 +74,10 @@ def _claim(config: RunConfig, start: Start, held: ExitStack) -> Claimed:
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)  # nothing is in it yet
             raise
-        return Claimed(folder, False, ())
+        note = f"--resume: there is no run to resume yet, so {folder} is a new one"
+        return Claimed(folder, False, note=note if start.is_asked else "")
     held.enter_context(lock_run(run, start))
+    check_steps(steps, config, run)
     return Claimed(run, True, tuple(changed_settings(config, run)))
 
 
@@ -80,8 +93,21 @@ def change_config(config: RunConfig, claimed: Claimed, *, step: int) -> None:
     path = claimed.folder / CONFIG
     name = load_config(str(path)).output.folder
     if claimed.changes:
-        path.replace(claimed.folder / f"config-until-step-{step}.toml")
+        _keep(path, f"config-until-step-{step}")
     write_config(replace(config, output=replace(config.output, folder=name)), claimed.folder)
+
+
+def _keep(path: Path, stem: str) -> None:
+    """Copies a file beside itself, under a name that nothing has yet."""
+    text = path.read_text(encoding="utf-8")
+    for name in chain([stem], (f"{stem}-{number}" for number in count(2))):
+        kept = path.with_name(f"{name}.toml")
+        try:
+            with kept.open("x", encoding="utf-8") as out:
+                out.write(text)
+        except FileExistsError:
+            continue
+        return
 
 
 def _from_first(words: list[str], groups: Groups) -> list[str]:

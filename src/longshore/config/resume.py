@@ -6,6 +6,7 @@ rate and the number of steps may change; with train.steps 100 before and 200 now
 
     train.steps was 100 and is 200 from here on
 
+A run that has done 13 steps cannot end after 2: `check_steps` refuses that before anything changes.
 A rank that torchrun restarts goes on by itself, but only with a run that the same torchrun began,
 whose name stands in the run's lock.
 """
@@ -20,11 +21,13 @@ from pathlib import Path
 from longshore.config.folder import CONFIG, find_run
 from longshore.config.read import load_config
 from longshore.config.sections import SECTIONS, RunConfig
+from longshore.train.saved import newest_complete
 
 MAY_CHANGE = {"prefetch", "cache", "eval_path", "eval_mock", "eval_count"}  # of data
 UNTOLD = ("output.", "parallel.ranks", "plan.capacity")
 LOCK = ".lock"
 WAIT_S = 15.0  # for the ranks of a run that was just killed
+SHOWN_RUNS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,57 @@ def changed_settings(config: RunConfig, run: Path) -> list[str]:
                 )
             told.append(f"{key} was {was!r} and is {now!r} from here on")
     return told
+
+
+def reached_step(run: Path) -> int | None:
+    """The step of the run's newest checkpoint; None if it has none."""
+    newest = newest_complete(run)
+    return None if newest is None else int(newest.name.partition("-")[2])
+
+
+def check_steps(steps: int, config: RunConfig, run: Path) -> None:
+    """Refuses to end a run after fewer steps than it has done. steps: of the whole run."""
+    done = reached_step(run) or 0
+    if steps < done:
+        epochs = "" if config.train.steps else f", because train.epochs is {config.train.epochs}"
+        raise ValueError(
+            f"{run} has done {done} steps, and is to end after {steps}{epochs}; give more to train "
+            f"it further, train.steps={done} to end it where it stands, or leave --resume out to "
+            "begin a new run"
+        )
+
+
+def newest_runs(folder: str = "runs") -> str:
+    """The runs in a folder, for one who has to name one: how far each came, and how to resume."""
+    runs = [path.parent for path in Path(folder).glob(f"*/{CONFIG}")]
+    newest = sorted(runs, key=lambda run: (-_touched(run), run.name))[:SHOWN_RUNS]
+    if not newest:
+        return f"there is none in {folder}; leave --resume out to begin a new one"
+    listed = ", ".join(f"{run} ({_state(run)})" for run in newest)
+    more = f" and {len(runs) - len(newest)} more" if len(runs) > len(newest) else ""
+    return f"in {folder} there are {listed}{more}; resume with --resume {newest[0]}"
+
+
+def _state(run: Path) -> str:
+    step = reached_step(run)
+    reached = "no checkpoint" if step is None else f"step {step:,}"
+    return f"{reached}, {_age(time.time() - _touched(run))} ago"
+
+
+def _touched(run: Path) -> float:
+    """When the run last wrote a file."""
+    with suppress(OSError):
+        return max(entry.stat().st_mtime for entry in run.iterdir())
+    return 0.0
+
+
+def _age(seconds: float) -> str:
+    """90 seconds are 1 minute, 200,000 are 2 days."""
+    for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= size:
+            count = int(seconds // size)
+            return f"{count} {unit}{'s' if count > 1 else ''}"
+    return "less than a minute"
 
 
 def lock_run(run: Path, start: Start) -> TextIOWrapper:

@@ -78,6 +78,19 @@ def batch_size(config: RunConfig) -> BatchSize:
     return BatchSize("tokens", data.batch_tokens)
 
 
+def small_data(config: RunConfig, source: IndexedSource) -> list[str]:
+    """A line where a step wants more than all data, so that each step is an epoch."""
+    size = batch_size(config)
+    has = len(source) if size.unit == "sequences" else int(source.lengths.sum())
+    if size.amount <= has:
+        return []
+    key = "data.batch" if size.unit == "sequences" else "data.batch_tokens"
+    return [
+        f"{key} is {size.amount:,}, and the data has only {has:,} {size.unit}: each step is all of "
+        "it, one epoch"
+    ]
+
+
 def count_steps(config: RunConfig, lengths: Ints) -> int:
     """Steps of the run, which the warmup must not outlast."""
     data, train = config.data, config.train

@@ -7,10 +7,13 @@ In: a key as it was typed. Out: one line. `train.learning_rate`, which TRL knows
 import difflib
 from dataclasses import fields
 
+from longshore.config.foreign import ANSWERS, PREFIXES
 from longshore.config.sections import SECTIONS
 
 # Keys of Megatron, TRL and torchtitan, in any section, and ours; ": …" says why there is none.
+# foreign.py has those that are asked for less.
 FOREIGN = {
+    **ANSWERS,
     "activation_checkpoint": "train.recompute",
     "adam_beta1": "train.betas",
     "adam_beta2": "train.betas",
@@ -130,7 +133,9 @@ FOREIGN_SECTIONS = {
     "checkpoint": "output",
     "dataset": "data",
     "job": "output",
+    "logging": "output",
     "lr_scheduler": "train",
+    "metrics": "output",
     "optimizer": "train",
     "parallelism": "parallel",
     "training": "train",
@@ -145,19 +150,24 @@ def all_keys() -> list[str]:
 def answer_key(typed: str) -> str:
     """What to say to section.key where there is no such key."""
     word = typed.rpartition(".")[2].lower().replace("-", "_")
-    if told := FOREIGN.get(word):
-        return f"there is no {typed}" + (told if told[0] == ":" else f"; use {told}")
     known = all_keys()
+    is_ours = any(key.endswith(f".{word}") for key in known)
+    if not is_ours and (foreign := FOREIGN.get(word) or _of_family(word)):
+        return f"there is no {typed}" + (foreign if foreign[0] == ":" else f"; use {foreign}")
     section = typed.partition(".")[0].lower()
     home = FOREIGN_SECTIONS.get(section, section)
     ours = [key for key in known if key.startswith(f"{home}.")]
-    for keys, likeness in ((ours, 1.0), (known, 1.0), (ours, 0.6), (known, 0.75)):
+    for keys, likeness in ((ours, 1.0), (known, 1.0), (ours, 0.7), (known, 0.75)):
         if meant := _called(word, keys, likeness):
             return f"there is no {typed}; did you mean {meant}?"
     if section in SECTIONS:
         names = ", ".join(key.rpartition(".")[2] for key in ours)
         return f"there is no {typed}; [{section}] has {names}"
     return answer_section(typed.partition(".")[0])
+
+
+def _of_family(word: str) -> str:
+    return next((told for prefix, told in PREFIXES.items() if word.startswith(prefix)), "")
 
 
 def _called(word: str, keys: list[str], likeness: float) -> str:

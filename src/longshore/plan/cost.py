@@ -63,6 +63,23 @@ class CostProfile:
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "gather": list(self.gather)}
 
+    def on_ranks(self, *, tp: int, pp: int) -> "CostProfile":
+        """Of a lane's GPU when the model this is the cost of is split over tp × pp of them.
+
+        Each does its part of the arithmetic, and fetches its part of what a lane gathers. A pack
+        costs the launches of a stage's layers, which tensor parallelism does not make fewer. A node
+        has room for fewer lanes. What TP and PP themselves exchange is left out.
+        """
+        each = tp * pp
+        return CostProfile(
+            linear=self.linear / each,
+            quadratic=self.quadratic / each,
+            gather=(self.gather[0] / each, self.gather[1] / each),
+            node=max(1, self.node // tp),
+            pack=self.pack / pp,
+            round=self.round / pp,
+        )
+
     def sequence_cost(self, length: int, padded: int, cp_size: int) -> float:
         """Seconds that a sequence adds to each lane of its pack."""
         cost = (self.linear * padded + self.quadratic * float(length) ** 2) / cp_size

@@ -76,7 +76,8 @@ def make_plan(
     choice = Choice(task, may_split=policy not in FIXED_PACKS)
     POLICIES[policy](task, choice)
     stats = _stats(task, sequences, choice.rounds, started)
-    return Plan(setting, sequences, choice.rounds, stats, _digest(sequences, choice.rounds))
+    digest = _digest(setting, sequences, choice.rounds)
+    return Plan(setting, sequences, choice.rounds, stats, digest)
 
 
 def _setting(
@@ -229,10 +230,13 @@ def _check_fit(task: Task, sequences: tuple[Sequence, ...]) -> None:
     sizes = (task.cp_size,) if task.cp_size else table.sizes
     columns = [table.sizes.index(size) for size in sizes]
     least = table.tokens[:, columns].min(axis=1)
-    longest = max(range(len(sequences)), key=lambda i: (sequences[i].length, -i))
-    worst = longest if task.setting.policy == "padded" else int(least.argmax())
-    if least[worst] > task.capacity:
-        raise ValueError(_too_long(task, sizes, worst, sequences, needed=int(least[worst])))
+    needed = int(least.max())
+    if needed > task.capacity:
+        alone = [(i,) for i in range(len(sequences))]
+        tokens = [sum(sequences[i].length for i in pack) for pack in task.packs or alone]
+        equals = [i for i, count in enumerate(least.tolist()) if count == needed]
+        longest = max(equals, key=lambda i: (tokens[i], -i))
+        raise ValueError(_too_long(task, sizes, longest, sequences, needed=needed))
 
 
 def _too_long(
@@ -312,13 +316,22 @@ def _lower_bound(task: Task, lengths: list[int]) -> float:
     return table.seconds(max(bound_of(problem, setting), through))
 
 
-def _digest(sequences: tuple[Sequence, ...], rounds: Rounds) -> str:
-    """A name for what was decided: equal digests, equal plans."""
-    lines = [" ".join(str(sequence.length) for sequence in sequences)]
+DIGESTED = ("lanes", "capacity", "align", "sync", "cp_sizes", "pp", "vpp")
+"""What of a setting decides how rounds are run: a lane's shapes, the groups, the order of work."""
+
+
+def _digest(setting: Setting, sequences: tuple[Sequence, ...], rounds: Rounds) -> str:
+    """A name for what was decided: equal digests, the same tensors on every lane in every round.
+
+    It does not tell why it was decided (policy, costs), nor which samples the sequences are.
+    """
+    lines = [f"{name} {getattr(setting, name)}" for name in DIGESTED]
+    lines.append(" ".join(str(sequence.length) for sequence in sequences))
     for round_ in rounds:
         lines.append("round")
         lines += [
-            f"{pack.first_lane} {pack.cp_size} {' '.join(map(str, pack.sequences))}"
+            f"{pack.first_lane} {pack.cp_size} {pack.tokens_per_lane}: "
+            f"{' '.join(map(str, pack.sequences))}"
             for pack in round_.packs
         ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

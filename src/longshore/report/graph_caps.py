@@ -2,7 +2,11 @@
 
 In: plans. Out: one row for each candidate cap. A graph replays one shape, so the boundaries of a
 micro-batch's sequences are padded to cap + 1 entries by repeating the last; a micro-batch with more
-sequences than the cap runs without the graph.
+sequences than the cap runs without the graph. The shape has one number of tokens too, the capacity:
+the run of padding that fills a lane up to it is one more sequence for every kernel.
+
+A lane of capacity 8 with sequences of 3 and 2 tokens counts 3: they and 3 tokens of padding. One
+with 5 and 3 tokens is full and counts 2.
 
 Micro-batches of 1, 1, 2 and 5 sequences: cap 2 covers 3 of 4, and of its 3 · 2 slots 2 stay empty,
 0.67 on average.
@@ -13,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from longshore.plan.cp_size import usable_capacity
 from longshore.plan.types import Plan
 
 Ints = NDArray[np.int64]
@@ -24,8 +29,8 @@ class CapRow:
     """One candidate cap.
 
     marks: the percentiles it is, such as ("P50",). covered: share of micro-batches with at most
-    `cap` sequences. empty_slots: how many of the cap's slots stay empty in those, on average;
-    empty_share: the same / cap.
+    `cap` sequences, padding's included. empty_slots: how many of the cap's slots stay empty in
+    those, on average; empty_share: the same / cap.
     """
 
     cap: int
@@ -36,14 +41,17 @@ class CapRow:
 
 
 def micro_batch_sizes(plan: Plan) -> Ints:
-    """Sequences in each micro-batch (a lane's share of a round) that has any."""
+    """Sequences in each micro-batch (a lane's share of a round) that has any, with padding's."""
     lanes = plan.setting.lanes
-    change = np.zeros((len(plan.rounds), lanes + 1), dtype=np.int64)
+    change = np.zeros((2, len(plan.rounds), lanes + 1), dtype=np.int64)
     for number, pack in plan.packs():
-        change[number, pack.first_lane] += len(pack.sequences)
-        change[number, pack.first_lane + pack.cp_size] -= len(pack.sequences)
-    sizes: Ints = np.cumsum(change, axis=1)[:, :lanes].ravel()
-    return sizes[sizes > 0]
+        more = (len(pack.sequences), pack.tokens_per_lane)
+        change[:, number, pack.first_lane] += more
+        change[:, number, pack.first_lane + pack.cp_size] -= more
+    sizes, tokens = np.cumsum(change, axis=2)[:, :, :lanes].reshape(2, -1)
+    most = usable_capacity(plan.setting.capacity, plan.setting.align)
+    with_padding: Ints = sizes + (tokens < most)
+    return with_padding[sizes > 0]
 
 
 def cap_rows(sizes: Ints) -> list[CapRow]:

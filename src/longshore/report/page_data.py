@@ -53,7 +53,7 @@ def check_input(steps: Seq[Plan], comparisons: Comparisons) -> None:
     lanes = {plan.setting.lanes for plan in steps}
     if len(lanes) > 1:
         raise ValueError(f"the steps' plans are for different lane counts: {sorted(lanes)}")
-    for number, plan in enumerate(steps):
+    for number, plan in enumerate(steps, start=1):
         if not plan.rounds or not plan.sequences:
             raise ValueError(f"the plan of step {number} has no rounds or no sequences")
     for name, plans in comparisons.items():

@@ -74,7 +74,7 @@ class Page {
     const { steps } = this.data;
     byId("steps").hidden = steps.length < 2;
     byId("step").replaceChildren(...steps.map(({ stats }, i) => element("option", { value: i },
-      `${i} of 0–${steps.length - 1}: ${seconds(stats.predicted)}, gap ${percent(stats.gap)}`)));
+      `${i + 1} of ${steps.length}: ${seconds(stats.predicted)}, gap ${percent(stats.gap)}`)));
     byId("step").addEventListener("change", (event) => this.showStep(Number(event.target.value)));
     byId("previous").addEventListener("click", () => this.showStep(this.index - 1));
     byId("next").addEventListener("click", () => this.showStep(this.index + 1));
@@ -216,7 +216,8 @@ function roundRows({ busy, packs, unit }) {
 function capsNote(count, steps) {
   return "A CUDA graph replays one fixed shape, so it needs a cap on the sequences in a lane's micro-batch. A smaller " +
     "micro-batch is filled up with empty slots: entries of the boundary array, which then has cap + 1 of them, and no " +
-    "tokens. A larger one runs without the graph. P50, P90 and P99 are the least caps that cover so many percent of the " +
+    "tokens. A larger one runs without the graph. The run of padding that fills a lane up to its capacity counts as a " +
+    "sequence. P50, P90 and P99 are the least caps that cover so many percent of the " +
     `${plural(count, "micro-batch")}`.replace("batchs", "batches") +
     `${steps > 1 ? ` of all ${number(steps)} steps together` : ""} (one for each lane and round with work).`;
 }

@@ -38,6 +38,14 @@ class Display(AbstractContextManager["Display"], Protocol):
     def update(self, metrics: StepMetrics) -> None: ...
     def note(self, text: str) -> None: ...
 
+    def phase(self, text: str) -> None:
+        """What happens now, before the first step's figures."""
+        self.note(text)
+
+    def note_on_step(self, text: str) -> None:
+        """A note on the last step, behind that step's own figures."""
+        self.note(text)
+
 
 def make_display(
     kind: str,
@@ -45,9 +53,13 @@ def make_display(
     *,
     stream: TextIO,
     title: str = "",
+    done: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Display:
-    """kind: live, plain, none, or auto. Where no terminal can move its cursor, live is plain."""
+    """kind: live, plain, none, or auto. Where no terminal can move its cursor, live is plain.
+
+    done: the steps that an earlier run has done.
+    """
     if kind == "none":
         return Silent()
     if kind == "plain":
@@ -57,7 +69,12 @@ def make_display(
     console = Console(file=stream, highlight=False)
     if not console.is_terminal or console.is_dumb_terminal:
         return Lines(total_steps, stream, clock)
-    return Panel(total_steps, console, title)
+    return Panel(total_steps, console, title, done=done)
+
+
+def teller(kind: str, *, stream: TextIO, is_first: bool) -> Callable[[str], None]:
+    """Says what happens before there are steps; ranks but the first say nothing."""
+    return make_display(kind if is_first else "none", 0, stream=stream).note
 
 
 class Silent(Display):
@@ -97,12 +114,19 @@ class Lines(Display):
     def note(self, text: str) -> None:
         self._print(printable(text))
 
+    def note_on_step(self, text: str) -> None:
+        self._show_last()
+        self.note(text)
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._show_last()
+
+    def _show_last(self) -> None:
         last = self._progress.last
         if last is not None and last is not self._shown:
             self._show(last, self._clock())
@@ -119,10 +143,10 @@ class Lines(Display):
 class Panel(Display):
     """A panel that is drawn over and over, and stays when the run ends. Notes go above it."""
 
-    def __init__(self, total_steps: int, console: "Console", title: str) -> None:
+    def __init__(self, total_steps: int, console: "Console", title: str, *, done: int = 0) -> None:
         from rich.live import Live
 
-        self._progress = Progress(total_steps)
+        self._progress = Progress(total_steps, done)
         self._console, self._title = console, title
         self._live = Live(console=console, refresh_per_second=REFRESH, get_renderable=self.render)
 
@@ -145,6 +169,9 @@ class Panel(Display):
         from rich.text import Text
 
         self._console.print(Text(printable(text)))
+
+    def phase(self, text: str) -> None:
+        self._progress.phase = text
 
     def render(self) -> "RenderableType":
         from rich import box
@@ -174,9 +201,11 @@ class Panel(Display):
 class Progress:
     """What has been measured so far, in words."""
 
-    def __init__(self, total_steps: int) -> None:
+    def __init__(self, total_steps: int, done: int = 0) -> None:
         self.total = total_steps
+        self.done = done
         self.last: StepMetrics | None = None
+        self.phase = "starting"
         self.losses: list[float] = []
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._tokens: deque[int] = deque(maxlen=RECENT)
@@ -184,7 +213,7 @@ class Progress:
 
     @property
     def step(self) -> int:
-        return self.last.step if self.last else 0
+        return self.last.step if self.last else self.done
 
     def add(self, metrics: StepMetrics) -> None:
         self.last = metrics
@@ -197,7 +226,7 @@ class Progress:
     def left(self) -> str:
         """The time left, from the mean of the last steps."""
         if self.last is None:
-            return "starting"
+            return self.phase
         if self.step >= self.total:
             return "done"
         mean = sum(self._seconds) / len(self._seconds)

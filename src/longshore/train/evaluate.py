@@ -79,9 +79,13 @@ class Evaluator:
         self.tell = tell
         self.last = 0
 
+    def is_due(self, step: int, *, is_last: bool = False) -> bool:
+        """Whether `after_step` will evaluate."""
+        return step != self.last and (is_last or step % self.every == 0)
+
     def after_step(self, step: int, *, is_last: bool = False) -> None:
         """A hook of the loop; every rank comes here together."""
-        if step == self.last or (step % self.every and not is_last):
+        if not self.is_due(step, is_last=is_last):
             return
         self.last = step
         self.tell(step, self.held_out.evaluate(self.model, self.topology))

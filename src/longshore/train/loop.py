@@ -2,10 +2,11 @@
 
 In: a Stepper, a loader, a schedule, the number of steps. Out: one Report for each step.
 
-The numbers of a step are read from the device when the next step has been queued, so the device
-never waits for the host: with steps 1, 2, 3 the reports come after the queueing of 2, 3 and 3. So a
-rank that wants the run to stop in step 1 is heard after step 2 was queued, on all ranks, and 2 is
-the last.
+On a GPU the numbers of a step are read when the next step has been queued, so the device never
+waits for the host: with steps 1, 2, 3, 4 the reports of 2, 3 and 4 come after the queueing of 3, 4
+and 4. So a rank that wants the run to stop in step 2 is heard after step 3 was queued, on all
+ranks, and 3 is the last. The first step, and those that a hook wants to see before it goes on, are
+read at once; on a CPU, where nothing would be won, all are.
 """
 
 import math
@@ -51,13 +52,17 @@ class Hooks:
 
     wants_stop: whether this rank wants the run to stop. reported: the numbers of the steps up to
     this one are finite and were taken. after_step: a step has been queued and the next has not, so
-    the model is that of this step: a place to save or evaluate. not_finite: a step and what it
-    left, before the run fails; returns what to say of it, and what to do.
+    the model is that of this step: a place to save or evaluate. wants_report: whether the report of
+    a step is to come before its after_step, so that the device waits. phase: what happens now,
+    until the first report. not_finite: a step and what it left, before the run fails; returns what
+    to say of it, and what to do.
     """
 
     wants_stop: Callable[[], bool] = lambda: False
     reported: Callable[[int], None] = lambda step: None
     after_step: Callable[[Progress], None] = lambda progress: None
+    wants_report: Callable[[int], bool] = lambda step: False
+    phase: Callable[[str], None] = lambda text: None
     not_finite: Callable[[Step, Trained], str] = lambda step, trained: LOOK
 
 
@@ -117,9 +122,9 @@ def train(
     """
     meter = _Meter(flops, machine)
     waiting: _Done | None = None
-    updates, stops = start.updates, False
+    updates, stops, is_first = start.updates, False, True
     begin = Moment(machine.device)
-    for step in islice(loader, steps - start.step):
+    for step in islice(_first_told(loader, hooks), steps - start.step):
         lr = schedule.at(updates)
         trained = stepper.step(step.batches, lr, stop=hooks.wants_stop())
         updates += trained is not None
@@ -129,13 +134,28 @@ def train(
             hooks.reported(waiting.number)
             stops = waiting.stops
         waiting = done
+        if is_first or machine.device.type != "cuda" or hooks.wants_report(done.number):
+            yield _checked(meter.read(done), done, hooks)
+            waiting, stops = None, stops or done.stops
+        is_first = False
         hooks.after_step(Progress(done.number, updates))
+        if waiting is None:
+            hooks.reported(done.number)  # after the hook, which may have begun a checkpoint of it
         begin = Moment(machine.device)  # what the hooks did is no part of the next step
         if stops:
             break
     if waiting is not None:
         yield _checked(meter.read(waiting), waiting, hooks)
         hooks.reported(waiting.number)
+
+
+def _first_told(loader: Iterable[Step], hooks: Hooks) -> Iterator[Step]:
+    """The loader's steps; what goes on before the first, and in it, is told."""
+    hooks.phase("planning")
+    for number, step in enumerate(loader):
+        if number == 0:
+            hooks.phase("first step")
+        yield step
 
 
 def _checked(report: Report, done: _Done, hooks: Hooks) -> Report:

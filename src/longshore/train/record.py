@@ -29,12 +29,14 @@ from longshore.train.trackers import make_trackers
 class Record:
     """note: shows a line, also after the last step. write: keeps and shows a step.
 
-    evaluated: keeps and shows an evaluation after a step.
+    evaluated: keeps and shows an evaluation after a step. phase: shows what happens now, before the
+    first step.
     """
 
     note: Callable[[str], None]
     write: Callable[[Report], None]
     evaluated: Callable[[int, Evaluation], None]
+    phase: Callable[[str], None] = lambda text: None
 
 
 @contextmanager
@@ -53,7 +55,7 @@ def recording(
     metrics, journal, evals = (folder / f"{name}.jsonl" for name in ("metrics", "steps", "evals"))
     with writing(folder):
         notes = [note for path in (metrics, journal, evals) for note in cut_steps(path, after)]
-    shown = make_display(display, steps, stream=sys.stdout, title=str(folder))
+    shown = make_display(display, steps, stream=sys.stdout, title=str(folder), done=after)
     others = make_trackers(trackers, folder, {"folder": str(folder)}, warn=shown.note)
     with ExitStack() as opened:
         with writing(folder):
@@ -76,10 +78,10 @@ def recording(
             with writing(folder), open(evals, "a", encoding="utf-8") as out:
                 out.write(json.dumps(line, allow_nan=False) + "\n")
             loss = "none" if evaluation.loss is None else f"{evaluation.loss:.4f}"
-            shown.note(f"step {step}: {evaluation.name} loss {loss}")
+            shown.note_on_step(f"step {step}: {evaluation.name} loss {loss}")
             for tracker in others:
                 tracker.log(step, {f"{evaluation.name}/loss": evaluation.loss})
 
-        yield Record(shown.note, write, evaluated)
+        yield Record(shown.note, write, evaluated, shown.phase)
     for tracker in others:
         tracker.close()

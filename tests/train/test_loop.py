@@ -1,0 +1,118 @@
+"""When the report of a step comes: at once on a CPU; on a GPU once the next step is queued."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from longshore.data.batches import Place
+from longshore.data.steps import Step
+from longshore.plan import make_plan
+from longshore.train import loop
+from longshore.train.loop import Hooks, Machine, Progress
+from longshore.train.moment import Moment
+from longshore.train.optim import Schedule
+from longshore.train.step import Rounds, Trained
+from longshore.train.stop import RunError
+
+PLAN = make_plan([5, 3], lanes=1, capacity=8)
+SCHEDULE = Schedule(kind="constant", lr=1.0, warmup=0, updates=9, min_lr=0.0)
+
+
+def steps():
+    batches = [SimpleNamespace(counts=SimpleNamespace(main=8, tokens=8, sequences=2))]
+    for number in range(100):
+        yield Step(PLAN, batches, Place(step=number))
+
+
+class Stepper:
+    """Says when it queues a step, and wants to stop in one; `bad` has no finite loss."""
+
+    def __init__(self, seen, *, stop=0, bad=0):
+        self.seen, self.stop, self.bad, self.number = seen, stop, bad, 0
+
+    def step(self, batches, lr, *, stop):
+        self.number += 1
+        self.seen.append(f"queued {self.number}")
+        loss = float("nan") if self.number == self.bad else 2.0
+        stops = torch.tensor([float(self.number == self.stop)], dtype=torch.float64)
+        losses = torch.tensor([loss, 0.0], dtype=torch.float64)
+        return Trained(losses, torch.tensor(1.0), stops, (), Rounds((), ()))
+
+
+def run(monkeypatch, device, *, count=4, evaluated=(), **choices):
+    """What happened, in its order."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(loop, "Moment", lambda _: Moment(cpu))
+    monkeypatch.setattr(loop, "peak_memory", lambda _: 0)
+    seen = []
+    hooks = Hooks(
+        phase=seen.append,
+        wants_report=lambda step: step in evaluated,
+        after_step=lambda done: seen.append(f"after {done.step}"),
+        reported=lambda step: seen.append(f"confirmed {step}"),
+    )
+    reports = loop.train(
+        Stepper(seen, **choices),
+        steps(),
+        steps=count,
+        schedule=SCHEDULE,
+        flops=lambda lengths: 1,
+        machine=Machine(1, torch.device(device), None),
+        hooks=hooks,
+    )
+    try:
+        for report in reports:
+            seen.append(f"report {report.metrics.step}")
+    except RunError as error:
+        seen.append(str(error).partition(";")[0])
+    return seen
+
+
+def test_on_a_cpu_each_report_comes_before_anything_else(monkeypatch):
+    seen = run(monkeypatch, "cpu", count=2)
+    each = [[f"queued {n}", f"report {n}", f"after {n}", f"confirmed {n}"] for n in (1, 2)]
+    assert seen == ["planning", "first step", *each[0], *each[1]]
+
+
+def test_on_a_gpu_the_first_comes_at_once_and_others_when_the_next_is_queued(monkeypatch):
+    assert run(monkeypatch, "cuda")[2:] == [
+        *("queued 1", "report 1", "after 1", "confirmed 1"),
+        *("queued 2", "after 2"),
+        *("queued 3", "report 2", "confirmed 2", "after 3"),
+        *("queued 4", "report 3", "confirmed 3", "after 4"),
+        *("report 4", "confirmed 4"),
+    ]
+
+
+def test_the_report_of_a_step_that_is_evaluated_comes_before_its_evaluation(monkeypatch):
+    seen = run(monkeypatch, "cuda", evaluated=(3,))
+    assert seen[8:12] == ["queued 3", "report 2", "confirmed 2", "report 3"]
+    assert seen[12:15] == ["after 3", "confirmed 3", "queued 4"]
+
+
+@pytest.mark.parametrize(("device", "last"), [("cpu", 2), ("cuda", 3)])
+def test_a_rank_that_wants_to_stop_is_heard(monkeypatch, device, last):
+    seen = run(monkeypatch, device, count=9, stop=2)
+    assert [line for line in seen if "queued" in line] == [f"queued {n + 1}" for n in range(last)]
+    assert seen[-1] == f"confirmed {last}"
+
+
+def test_a_loss_that_is_not_finite_is_never_confirmed(monkeypatch):
+    for device in ("cpu", "cuda"):
+        seen = run(monkeypatch, device, bad=2)
+        assert seen[-1] == "step 2: the loss is nan and the gradient norm 1.0"
+        assert "confirmed 2" not in seen
+
+
+def test_a_run_that_is_finished_asks_for_no_step(monkeypatch):
+    reports = loop.train(
+        Stepper([]),
+        steps(),
+        steps=3,
+        schedule=SCHEDULE,
+        flops=lambda lengths: 1,
+        machine=Machine(1, torch.device("cpu"), None),
+        start=Progress(3, 3),
+    )
+    assert list(reports) == []
