@@ -7,8 +7,10 @@ metrics.jsonl, checkpoints/ and weights/. All ranks call `train` together; rank 
 """
 
 import shutil
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -40,17 +42,20 @@ from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
 from longshore.plan.types import Sequence
 from longshore.train.attempt import attempt_address
+from longshore.train.attend import attended
 from longshore.train.checkpoint import Checkpoints, Saver
 from longshore.train.device import memory_bytes, peak_flops, pick_backend, pick_device, pick_dtype
 from longshore.train.evaluate import Evaluator, HeldOut
 from longshore.train.faults import keep_batch
+from longshore.train.heartbeat import RankStatus
 from longshore.train.loop import Hooks, Machine, Progress, Report
 from longshore.train.loop import train as run_steps
 from longshore.train.loss import make_loss
 from longshore.train.optim import Schedule, make_optimizer
 from longshore.train.record import Record, recording
 from longshore.train.step import Stepper
-from longshore.train.stop import StoppedError, stop_on_sigterm
+from longshore.train.stop import Stop, StoppedError
+from longshore.train.watch import SAVING
 
 
 def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
@@ -59,26 +64,41 @@ def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
     backend = pick_backend(device, ranks.local_size)
     address = attempt_address(ranks.rendezvous, start.attempt)
     where = Rendezvous(ranks.rank, ranks.world_size, address)
-    with process_group(where, backend=backend, device=device):
+    limit = timedelta(minutes=config.parallel.timeout_min)
+    status = RankStatus()
+    with (
+        attended(status, rank=ranks.rank, ranks=ranks.world_size, address=ranks.rendezvous) as stop,
+        process_group(where, backend=backend, device=device, timeout=limit),
+    ):
         topology = make_topology(lanes=ranks.world_size, device=device)
         torch.manual_seed(config.train.seed + topology.rank)
+        status.at("reading the data")
         source, run = _settled(config, topology, memory_bytes(device, ranks.local_size))
         with claimed_run(run.config, start, topology) as claimed:
+            status.folder = str(claimed.folder)
             steps = count_steps(config, source.lengths)
-            done = _on_lanes(run, source, topology, claimed=claimed, steps=steps)
+            done = _on_lanes(run, source, topology, claimed=claimed, steps=steps, stop=stop)
     if done < steps:
         folder = claimed.folder
-        raise StoppedError(f"stopped after step {done} of {steps}; go on with --resume {folder}")
+        text = f"stopped after step {done} of {steps}; go on with --resume {folder}"
+        raise StoppedError(text, stop.number or signal.SIGTERM)
 
 
 def _on_lanes(
-    run: Settled, source: IndexedSource, topology: Topology, *, claimed: Claimed, steps: int
+    run: Settled,
+    source: IndexedSource,
+    topology: Topology,
+    *,
+    claimed: Claimed,
+    steps: int,
+    stop: Stop,
 ) -> int:
     """Puts the run together on this rank, and trains; returns the steps done."""
+    stop.status.at("building the model")
     planner = _planner(run, topology.lanes)
     groups = CPGroups(topology, planner([Sequence(0, 1, 1)]).setting.cp_sizes)
     loader = _loader(run, source, topology)
-    stepper = _stepper(run, _model(run, topology, groups), topology)
+    stepper = _stepper(run, _model(run, topology, groups), topology, stop.status)
     checkpoints = Checkpoints(
         claimed.folder,
         stepper.model,
@@ -87,7 +107,17 @@ def _on_lanes(
         keep=run.config.output.keep,
     )
     lines = [_about(run, source, topology), *run.lines]
-    done = _train(run, stepper, loader, checkpoints, claimed=claimed, steps=steps, lines=lines)
+    done = _train(
+        run,
+        stepper,
+        loader,
+        checkpoints,
+        claimed=claimed,
+        steps=steps,
+        lines=lines,
+        stop=stop,
+    )
+    stop.status.at("ending")
     # Only after success: whoever closes waits for all ranks, and one that failed is not there.
     loader.close()
     checkpoints.close()
@@ -104,8 +134,9 @@ def _train(
     claimed: Claimed,
     steps: int,
     lines: list[str],
+    stop: Stop,
 ) -> int:
-    """From where the run stands to its last step, or to SIGTERM; returns the steps done."""
+    """From where the run stands to its last step, or to a signal; returns the steps done."""
     start, told = _go_on(run, loader, checkpoints, claimed)
     saver = Saver(checkpoints, loader, every=run.config.output.save_every, start=start)
     recorded = recording(
@@ -116,27 +147,31 @@ def _train(
         after=start.step,
         is_first=stepper.topology.rank == 0,
     )
-    with stop_on_sigterm() as asked:
+    with stop.after_steps():
         with recorded as record:
             evaluator = _evaluator(run, stepper, record)
 
             def after_step(progress: Progress) -> None:
+                stop.status.at(SAVING)
                 saver.after_step(progress)
                 if evaluator is not None:
                     evaluator.after_step(progress.step, is_last=progress.step == steps)
+                stop.status.at("waiting for data", step=progress.step + 1)
 
             hooks = Hooks(
-                wants_stop=lambda: asked() or checkpoints.has_failed,
+                wants_stop=lambda: stop.is_asked or checkpoints.has_failed,
                 reported=checkpoints.confirm,
                 after_step=after_step,
                 not_finite=partial(keep_batch, claimed.folder),
             )
             for line in (*lines, *told):
                 record.note(line)
+            stop.status.at("waiting for data", step=start.step + 1)
             for report in _reports(run, stepper, loader, steps=steps, start=start, hooks=hooks):
                 record.write(report)
             if evaluator is not None:
                 evaluator.held_out.steps.close()
+        stop.status.at(SAVING)
         saver.finish()
         if saver.progress.step >= steps:
             _save(run, stepper, claimed.folder, record)
@@ -158,6 +193,7 @@ def _evaluator(run: Settled, stepper: Stepper, record: Record) -> Evaluator | No
         topology,
         every=run.config.train.eval_every,
         tell=record.evaluated,
+        status=stepper.status,
     )
 
 
@@ -252,7 +288,7 @@ def _model(run: Settled, topology: Topology, groups: CPGroups) -> Decoder:
     return model
 
 
-def _stepper(run: Settled, model: Decoder, topology: Topology) -> Stepper:
+def _stepper(run: Settled, model: Decoder, topology: Topology, status: RankStatus) -> Stepper:
     train = run.config.train
     return Stepper(
         model=model,
@@ -264,6 +300,7 @@ def _stepper(run: Settled, model: Decoder, topology: Topology) -> Stepper:
         loss=make_loss(train.loss, train.loss_count),
         clip=train.clip,
         mtp_weight=train.mtp_weight,
+        status=status,
     )
 
 
