@@ -205,7 +205,9 @@ class _Run:
         is_first = not self.told_to_stop.is_asked
         is_twice = self.told_to_stop.take(number)
         self.watch.look()
-        if is_twice or not self.watch.has_begun:
+        if is_twice:
+            raise StoppedError("quit at once, without a checkpoint", number)
+        if not self.watch.has_begun:
             raise Interrupted(number)
         if is_first:
             _tell(stopping(number))
@@ -274,10 +276,10 @@ class _Run:
     def _raise_hung(self, text: str) -> None:
         """If ranks gave up waiting for another: that one is the cause."""
         self.watch.look()
-        hung = [rank for rank in self.watch.stuck() if rank in self.pending.values()]
-        if hung and is_time_out(text):
+        among = [rank for rank in self.pending.values() if rank in self.watch.beats]
+        if among and is_time_out(text):
             saved = gave_up(self.watch.folder_of_run)
-            raise RunError(f"{self.watch.words()}; {saved}")
+            raise RunError(f"{self.watch.words(among)}; {saved}")
 
     def _last_words(self, rank: int) -> str:
         """How a rank died, and what it wrote before."""

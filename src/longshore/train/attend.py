@@ -7,7 +7,7 @@ ranks watches and speaks, and each ends by itself if it was told to stop and can
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -49,7 +49,6 @@ class _Peers:
 
     @contextmanager
     def attended(self) -> Iterator[Stop]:
-        tell: Callable[[str], None] = _tell if self.rank == 0 else lambda text: None
         beats = beating(
             self.status,
             self._folder,
@@ -58,13 +57,20 @@ class _Peers:
             after=self._look,
             period_s=PERIOD_S,
         )
-        with beats, stop_on_signals(self.status, tell=tell, will_not_stop=self._stuck) as stop:
+        with (
+            beats,
+            stop_on_signals(self.status, tell=self._tell, will_not_stop=self._stuck) as stop,
+        ):
             try:
                 yield stop
             except RuntimeError as error:
                 if self.watch is None or not is_time_out(str(error)):
                     raise
                 raise RunError(f"{self.watch.words()}; {gave_up(self.status.folder)}") from None
+
+    def _tell(self, text: str) -> None:
+        if self.rank == (self.watch.speaker() if self.watch is not None else 0):
+            _tell(text)
 
     def _folder(self) -> Path | None:
         return Path(self.status.folder, FOLDER) if self.status.folder else None
@@ -76,8 +82,8 @@ class _Peers:
         if self.watch is None:
             self.watch = Watch(folder, self.ranks, missing_is_stuck=True, silent_s=SILENT_S)
         self.watch.look()
-        if self.rank == self.watch.speaker() and (text := self.watch.notice(NOTICE_S)):
-            _tell(text)
+        if text := self.watch.notice(NOTICE_S):
+            self._tell(text)
 
     def _stuck(self, told_s: float) -> str:
         status = self.status

@@ -88,7 +88,7 @@ def beat_path(folder: Path, rank: int) -> Path:
 
 def read_beat(path: Path) -> Beat | None:
     """None where there is none, or one that cannot be read."""
-    with suppress(OSError, ValueError, TypeError):
+    with suppress(OSError, ValueError, TypeError, KeyError):
         content = json.loads(path.read_text(encoding="utf-8"))
         return Beat(**{field.name: content[field.name] for field in fields(Beat)})
     return None
@@ -130,10 +130,13 @@ def beating(
     thread.start()
     try:
         yield
+        where = folder()
+    except BaseException:
+        where = None  # its last beat stays, for whoever asks what went wrong
+        raise
     finally:
         stop.set()
         thread.join(period_s)
-        where = folder()
         if where is not None:
             _remove(beat_path(where, rank))
 

@@ -168,6 +168,7 @@ class _Answers(threading.Thread):
     def _take(self, number: int) -> None:
         is_first = not self._stop_flag.is_asked
         if self._stop_flag.take(number):
+            self._tell("quit at once, without a checkpoint")
             leave(exit_code(number))
         elif is_first and self._stop_flag.can_save:
             self._tell(stopping(number))

@@ -12,7 +12,7 @@ at one place, but for the first step.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from longshore.train.heartbeat import Beat, beat_path, read_beat
@@ -106,33 +106,37 @@ class Watch:
             return False
         return bool(silent) or self.unmoved_s() >= self._slow(STUCK_S)
 
-    def stuck(self) -> list[int]:
-        """The ranks that the others wait for; all of them, if it cannot be told."""
+    def stuck(self, among: Collection[int] | None = None) -> list[int]:
+        """The ranks that the others wait for; all of them, if it cannot be told.
+
+        among: those that can be it, where others have given up.
+        """
         if self._missing_is_stuck and self.missing:
             return self.missing
         if silent := self._silent():
             return silent
-        beats = list(self.beats.values())
+        beats = [beat for beat in self.beats.values() if among is None or beat.rank in among]
         idle = [beat for beat in beats if not beat.waits]
         if idle and len(idle) < len(beats):
             beats = idle
         behind = min((beat.moves for beat in beats), default=0)
         return [beat.rank for beat in beats if beat.moves == behind]
 
-    def words(self) -> str:
+    def words(self, among: Collection[int] | None = None) -> str:
         """What does not move, where it stands and where the others do."""
-        ranks = self.stuck()
-        seconds = f"{self.unmoved_s():.0f} s"
+        ranks = self.stuck(among)
+        beats = [self.beats[rank] for rank in ranks if rank in self.beats]
         others = [beat for rank, beat in sorted(self.beats.items()) if rank not in ranks]
-        first = self.beats.get(ranks[0]) if ranks else None
-        if first is None:
-            text = f"{ranks_in_words(ranks)} gave no sign of life for {seconds}"
-        else:
-            who = ranks_in_words(ranks) if others else "no rank"
-            has = "has" if len(ranks) == 1 or not others else "have"
-            text = f"{who} {has} not moved for {seconds}: {first.words}"
-            text += " (its process does not run)" if ranks[0] in self._silent() else ""
-        return f"{text}; the others wait for it: {_where(others[0])}" if others else text
+        waiting = f"; the others wait for it: {_where(others[0])}" if others else ""
+        seconds = f"{min(map(self._since, beats or others), default=0.0):.0f} s"
+        if not beats:
+            return f"{ranks_in_words(ranks)} gave no sign of life for {seconds}{waiting}"
+        has = f"{ranks_in_words(ranks)} {'have' if len(ranks) > 1 else 'has'} not"
+        stopped = " (its process does not run)" if ranks[0] in self._silent() else ""
+        return (
+            f"{has if others else 'no rank has'} moved for {seconds}: {beats[0].words}{stopped}"
+            f"{waiting}"
+        )
 
     def _since(self, beat: Beat) -> float:
         return beat.unmoved_s + self._clock() - self._heard[beat.rank]
