@@ -22,7 +22,7 @@ from longshore.data.source import TokenizedSample
 from longshore.data.store import write_store
 from longshore.train.metrics import read_metrics
 
-STOP_S = 60
+STOP_S = 180
 
 
 @pytest.fixture
@@ -129,8 +129,8 @@ def test_two_ranks_in_a_hostile_folder_without_a_reader(start, tmp_path):
     seen = len(read_metrics(run / "metrics.jsonl"))
     wait_for_steps(run, seen + 1, process)
     os.killpg(process.pid, signal.SIGINT)
-    err = process.stderr.read()
-    assert process.wait(timeout=STOP_S) == 130, err
+    _, err = process.communicate(timeout=STOP_S)
+    assert process.returncode == 130, err
     done = len(read_metrics(run / "metrics.jsonl"))
     assert err == (
         "longshore: nobody reads the output any more; the run goes on without it\n"
@@ -158,9 +158,9 @@ def test_a_hung_rank_is_named_and_sigterm_answered(start, tmp_path):
     wait_for_steps(tmp_path / "run", 3, process)
     ranks = sorted(rank for server in children(process.pid) for rank in children(server))
     os.kill(ranks[1], signal.SIGSTOP)
-    line = process.stderr.readline()
     where = r"rank 1 has not moved for \d+ s: step \d+, .*; the others wait for it: step \d+, .*"
-    assert re.fullmatch(rf"longshore: {where}\n", line), line
+    while not re.fullmatch(rf"longshore: {where}\n", line := process.stderr.readline()):
+        assert "has moved" in line or "not moved" in line, "a slow machine, before that"
     os.kill(process.pid, signal.SIGTERM)
     out, err = process.communicate(timeout=STOP_S)
     assert (process.returncode, out) == (143, "")
@@ -215,8 +215,8 @@ def test_memory_that_is_used_up_on_one_rank(runs, tmp_path, capfd):
     assert runs.train("bad", f"train.loss=full_{runs.module}:full", ranks=2) == 1
     out, err = capfd.readouterr()
     assert re.fullmatch(
-        r"longshore: rank 1 is out of GPU memory in step 2, round 1 of \d, forward: \d+ tokens, and "
-        r"2.00 GiB more did not fit; parameters 0.0 GiB, gradients 0.0 GiB, optimizer 0.0 GiB; "
+        r"longshore: rank 1 is out of GPU memory in step 2, round 1 of \d, forward: \d+ tokens, "
+        r"and 2.00 GiB more did not fit; parameters 0.0 GiB, gradients 0.0 GiB, optimizer 0.0 GiB; "
         r"lower plan.capacity, or set train.recompute=blocks or parallel.shard=zero3, or use more "
         r"ranks\n",
         err,
