@@ -426,7 +426,7 @@ def test_an_interrupt_is_no_traceback(run, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("longshore.cli.plan.read_lengths", interrupt)
-    assert run(*PLAN) == (130, "", "")
+    assert run(*PLAN) == (130, "", "longshore: interrupted\n")
 
 
 COMMAND = [sys.executable, "-m", "longshore.cli.main", "plan", "l.csv", *MACHINE]

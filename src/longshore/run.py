@@ -7,9 +7,11 @@ metrics.jsonl, checkpoints/ and weights/. All ranks call `train` together; rank 
 """
 
 import platform
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -43,6 +45,7 @@ from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
 from longshore.plan.types import Sequence
 from longshore.train.attempt import attempt_address
+from longshore.train.attend import attended
 from longshore.train.checkpoint import Checkpoints, Saver, same_data
 from longshore.train.device import (
     memory_bytes,
@@ -56,6 +59,7 @@ from longshore.train.disk import writing
 from longshore.train.display import teller
 from longshore.train.evaluate import Evaluator, HeldOut
 from longshore.train.faults import explain
+from longshore.train.heartbeat import RankStatus
 from longshore.train.loop import Hooks, Machine, Progress, Report
 from longshore.train.loop import train as run_steps
 from longshore.train.loss import make_loss
@@ -63,7 +67,8 @@ from longshore.train.optim import Schedule, make_optimizer
 from longshore.train.record import Record, recording
 from longshore.train.saved import remove_leftovers
 from longshore.train.step import Stepper
-from longshore.train.stop import StoppedError, stop_on_sigterm
+from longshore.train.stop import Stop, StoppedError
+from longshore.train.watch import SAVING
 
 
 def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
@@ -73,22 +78,32 @@ def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
     backend = pick_backend(device, ranks.local_size)
     address = attempt_address(ranks.rendezvous, start.attempt)
     where = Rendezvous(ranks.rank, ranks.world_size, address)
-    with process_group(where, backend=backend, device=device):
+    limit = timedelta(minutes=config.parallel.timeout_min)
+    status = RankStatus()
+    with (
+        attended(status, rank=ranks.rank, ranks=ranks.world_size, address=ranks.rendezvous) as stop,
+        process_group(where, backend=backend, device=device, timeout=limit),
+    ):
         topology = make_topology(lanes=ranks.world_size, device=device)
         torch.manual_seed(config.train.seed + topology.rank)
         tell = teller(config.output.display, stream=sys.stdout, is_first=topology.rank == 0)
         tell("reading the data…")
+        status.at("reading the data")
         source, run = _settled(config, topology, memory_bytes(device, ranks.local_size))
         for line in (_about(run, source, topology), *small_data(config, source), *run.lines):
             tell(line)
         steps = count_steps(config, source.lengths)
         with claimed_run(run.config, start, topology, steps=steps) as claimed:
-            done = _on_lanes(run, source, topology, claimed=claimed, steps=steps, tell=tell)
+            status.folder = str(claimed.folder)
+            done = _on_lanes(
+                run, source, topology, claimed=claimed, steps=steps, tell=tell, stop=stop
+            )
     if done < steps:
         then = f"go on with --resume {claimed.folder}"
         if not config.output.keep:
             then = "nothing is saved, because output.keep is 0"
-        raise StoppedError(f"stopped after step {done} of {steps}; {then}")
+        text = f"stopped after step {done} of {steps}; {then}"
+        raise StoppedError(text, stop.number or signal.SIGTERM)
 
 
 def _on_lanes(
@@ -99,13 +114,15 @@ def _on_lanes(
     claimed: Claimed,
     steps: int,
     tell: Callable[[str], None],
+    stop: Stop,
 ) -> int:
     """Puts the run together on this rank, and trains; returns the steps done."""
+    stop.status.at("building the model")
     planner = _planner(run, topology.lanes)
     groups = CPGroups(topology, planner([Sequence(0, 1, 1)]).setting.cp_sizes)
     loader = _loader(run, source, topology)
     tell("loading the weights…" if run.config.model.from_hf else "building the model…")
-    stepper = _stepper(run, _model(run, topology, groups), topology)
+    stepper = _stepper(run, _model(run, topology, groups), topology, stop.status)
     checkpoints = Checkpoints(
         claimed.folder,
         stepper.model,
@@ -115,7 +132,8 @@ def _on_lanes(
     )
     if claimed.is_resumed:
         tell("loading the checkpoint…")
-    done = _train(run, stepper, loader, checkpoints, claimed=claimed, steps=steps)
+    done = _train(run, stepper, loader, checkpoints, claimed=claimed, steps=steps, stop=stop)
+    stop.status.at("ending")
     # Only after success: whoever closes waits for all ranks, and one that failed is not there.
     loader.close()
     checkpoints.close()
@@ -131,8 +149,9 @@ def _train(
     *,
     claimed: Claimed,
     steps: int,
+    stop: Stop,
 ) -> int:
-    """From where the run stands to its last step, or to SIGTERM; returns the steps done."""
+    """From where the run stands to its last step, or to a signal; returns the steps done."""
     start, lines = _go_on(loader, checkpoints, claimed, steps=steps)
     saver = Saver(checkpoints, loader, every=run.config.output.save_every, start=start)
     recorded = recording(
@@ -143,20 +162,22 @@ def _train(
         after=start.step,
         is_first=stepper.topology.rank == 0,
     )
-    with stop_on_sigterm() as asked:
+    with stop.after_steps():
         with recorded as record:
             evaluator = _evaluator(run, stepper, record)
 
             def after_step(progress: Progress) -> None:
+                stop.status.at(SAVING)
                 saver.after_step(progress)
                 if evaluator is not None:
                     evaluator.after_step(progress.step, is_last=progress.step == steps)
+                stop.status.at("waiting for data", step=progress.step + 1)
 
             def is_evaluated(step: int) -> bool:
                 return evaluator is not None and evaluator.is_due(step, is_last=step == steps)
 
             hooks = Hooks(
-                wants_stop=lambda: asked() or checkpoints.has_failed,
+                wants_stop=lambda: stop.is_asked or checkpoints.has_failed,
                 reported=checkpoints.confirm,
                 after_step=after_step,
                 wants_report=is_evaluated,
@@ -165,6 +186,7 @@ def _train(
             )
             for line in (*lines, *(checkpoints.room_warning() if saver.is_on else ())):
                 record.note(line)
+            stop.status.at("waiting for data", step=start.step + 1)
             reports = _reports(run, stepper, loader, steps=steps, start=start, hooks=hooks)
             first = list(islice(reports, 1))
             _keep_settings(run, checkpoints, claimed, step=start.step)
@@ -172,6 +194,7 @@ def _train(
                 record.write(report)
             if evaluator is not None:
                 evaluator.held_out.steps.close()
+        stop.status.at(SAVING)
         saver.finish()
         if saver.progress.step >= steps:
             _save(run, stepper, claimed.folder, record)
@@ -193,6 +216,7 @@ def _evaluator(run: Settled, stepper: Stepper, record: Record) -> Evaluator | No
         topology,
         every=run.config.train.eval_every,
         tell=record.evaluated,
+        status=stepper.status,
     )
 
 
@@ -315,7 +339,7 @@ def _model(run: Settled, topology: Topology, groups: CPGroups) -> Decoder:
     return model
 
 
-def _stepper(run: Settled, model: Decoder, topology: Topology) -> Stepper:
+def _stepper(run: Settled, model: Decoder, topology: Topology, status: RankStatus) -> Stepper:
     train = run.config.train
     return Stepper(
         model=model,
@@ -327,6 +351,7 @@ def _stepper(run: Settled, model: Decoder, topology: Topology) -> Stepper:
         loss=make_loss(train.loss, train.loss_count),
         clip=train.clip,
         mtp_weight=train.mtp_weight,
+        status=status,
     )
 
 

@@ -1,6 +1,7 @@
 """Local ranks: all do the work, and whatever happens to one of them is told and ends all."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,8 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from longshore.cli.launch import RankError, gpu_count, launch, ranks_from_environment
+from longshore.cli.launch import (
+    RankError,
+    check_ranks,
+    gpu_count,
+    launch,
+    ranks_from_environment,
+)
+from longshore.cli.main import main
 from longshore.config import Ranks, load_config
+from longshore.train.attend import attended
+from longshore.train.heartbeat import RankStatus, beat_path
+from longshore.train.stop import TWICE_S, RunError
 
 CONFIG = load_config(None)
 
@@ -61,9 +72,44 @@ def die(config, ranks):
 
 
 def interrupt(config, ranks):
+    """Its parent alone hears Ctrl-C."""
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGHUP)
     if ranks.rank == 1:
-        os.kill(os.getpid(), signal.SIGINT)
+        raise KeyboardInterrupt
     time.sleep(60)
+
+
+def memory_is_used_up(config, ranks):
+    if ranks.rank == 1:
+        raise RunError("rank 1 is out of GPU memory in step 3")
+    time.sleep(60)
+
+
+def in_step_3(config, ranks, then):
+    """A rank in its third step, which says its process."""
+    status = RankStatus()
+    status.at("forward", step=3, round=1)
+    status.folder = "runs/a"
+    address = ranks.rendezvous
+    attending = attended(status, rank=ranks.rank, ranks=ranks.world_size, address=address)
+    with attending as stop, stop.after_steps():
+        while not all(beat_path(Path(address[7:]).parent, r).exists() for r in range(2)):
+            time.sleep(0.01)
+        Path(f"{config.output.folder}-{ranks.rank}").write_text(str(os.getpid()))
+        then(ranks)
+
+
+def keeps_on(config, ranks):
+    in_step_3(config, ranks, lambda ranks: time.sleep(60))
+
+
+def gives_up(config, ranks):
+    def then(ranks):
+        time.sleep(60 if ranks.rank else 1.5)
+        raise RuntimeError("[gloo/unbound_buffer.cc:81] Timed out waiting 600000ms for recv")
+
+    in_step_3(config, ranks, then)
 
 
 def shout(config, ranks):
@@ -150,12 +196,14 @@ def command(tmp_path):
 
 def test_rank_0_alone_writes(command):
     done = command("shout", 2)
-    assert done.communicate(timeout=60) == ("out 0\n", "err 0\n")
+    assert done.communicate(timeout=60) == ("starting 2 ranks…\nout 0\n", "err 0\n")
     assert done.returncode == 0
 
 
 def test_exit_codes_of_a_real_run(command):
-    runs = [command(work, ranks) for work, ranks in (("refuse", 2), ("crash", 3), ("refuse", 1))]
+    quiet = "output.display=none"
+    works = (("refuse", 2), ("crash", 3), ("refuse", 1), ("memory_is_used_up", 2))
+    runs = [command(work, ranks, quiet) for work, ranks in works]
     out, err = runs[0].communicate(timeout=60)
     assert (runs[0].returncode, out, err) == (2, "", "longshore: raise plan.max_cp\n")
     out, err = runs[1].communicate(timeout=60)
@@ -164,6 +212,9 @@ def test_exit_codes_of_a_real_run(command):
     out, err = runs[2].communicate(timeout=60)
     assert (runs[2].returncode, out) == (1, "")
     assert err.endswith("RuntimeError: rank 1 failed: ValueError: raise max_cp\n")
+    out, err = runs[3].communicate(timeout=60)
+    assert (runs[3].returncode, out) == (1, "")
+    assert err == "longshore: rank 1 is out of GPU memory in step 3\n"
 
 
 def wait_for_ctrl_c(config, ranks):
@@ -205,12 +256,62 @@ def test_however_it_ends_its_ranks_end_too(command, tmp_path, kind):
     processes = started(tmp_path, 2)
     if kind == "Ctrl-C":
         os.killpg(run.pid, signal.SIGINT)
-        assert run.communicate(timeout=30) == ("", "")
-        assert run.returncode == 130
+        out, err = run.communicate(timeout=30)
+        assert err == "longshore: stopped before the first step\n"
+        assert (run.returncode, out) == (130, "starting 2 ranks…\n")
     else:
         run.kill()
         run.communicate(timeout=30)
     assert all_end(processes)
+
+
+def wait_for_words(run, words):
+    """Reads stderr up to a line with these words."""
+    lines = []
+    while words not in (line := run.stderr.readline()):
+        assert line, lines
+        lines.append(line)
+    return line
+
+
+def test_ctrl_c_twice_quits_at_once(command, tmp_path):
+    """The first is for the ranks, which do not come to the end of their step."""
+    run = command("keeps_on", 2, "output.folder=run")
+    processes = started(tmp_path, 2)
+    os.killpg(run.pid, signal.SIGINT)
+    line = wait_for_words(run, "stopping")
+    assert line == "longshore: stopping after this step; saving (Ctrl-C again quits at once)\n"
+    time.sleep(TWICE_S + 0.1)
+    assert all(map(is_alive, processes))
+    os.killpg(run.pid, signal.SIGINT)
+    assert run.communicate(timeout=30)[1] == "longshore: quit at once, without a checkpoint\n"
+    assert run.returncode == 130
+    assert all_end(processes)
+
+
+def test_a_rank_that_the_others_gave_up_on_is_named(command, tmp_path):
+    run = command("gives_up", 2, "output.folder=run", "output.display=none")
+    processes = started(tmp_path, 2)
+    out, err = run.communicate(timeout=60)
+    assert (run.returncode, out) == (1, "")
+    assert re.fullmatch(
+        r"longshore: rank 1 has not moved for \d+ s: step 3, round 1, forward; the others wait for "
+        r"it: step 3, round 1, forward; the "
+        r"others gave up \(parallel.timeout_min\); no checkpoint was written\n",
+        err,
+    ), err
+    assert all_end(processes)
+
+
+def test_far_more_ranks_than_cores_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    check_ranks(16, way_out="")
+    assert main(["train", "--ranks", "1000"]) == 2
+    assert capsys.readouterr().err == (
+        "longshore: 1000 ranks on this machine, which has 2 cores: at most 16 make sense; lower "
+        "--ranks (or parallel.ranks), or add --force-ranks\n"
+    )
+    assert main(["train", "--ranks", "1000", "--force-ranks", "--print-config"]) == 0
 
 
 def test_the_environment_of_torchrun(monkeypatch):

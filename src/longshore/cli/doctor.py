@@ -16,13 +16,14 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from longshore.cli.launch import gpu_count, launch, ranks_from_environment
+from longshore.cli.environment import loopback
+from longshore.cli.launch import check_ranks, gpu_count, launch, ranks_from_environment
 from longshore.cli.words import add_command, count, say
 from longshore.config.ranks import Ranks
 from longshore.config.sections import RunConfig
@@ -77,6 +78,8 @@ def run_doctor(args: argparse.Namespace) -> None:
             "--ranks out"
         )
     ranks = args.ranks or (place.world_size if place else RANKS)
+    if place is None:
+        check_ranks(ranks, way_out="lower --ranks")
     setting = Setting(gpu_count(), ranks, Path("runs"))
     if place is not None and place.rank:
         _follow(setting, place)
@@ -155,7 +158,8 @@ def meet_as(place: Ranks, remarks: tuple[Finding, ...], *, limit_s: float = LIMI
         backend=pick_backend(device, place.local_size),
         device=device,
     )
-    return within(limit_s, work)
+    with loopback() if place.local_size == place.world_size else nullcontext():
+        return within(limit_s, work)
 
 
 def _node(place: Ranks) -> int:

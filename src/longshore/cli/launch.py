@@ -5,9 +5,11 @@ error of the rank that failed first: a ValueError, RunError or StoppedError as i
 as RankError with that rank's traceback. With 4 ranks on 2 cores each rank computes with 1 thread.
 
 The processes are forked from a server that has imported torch once; one rank alone runs here. They
-meet through a file, so no port is taken. When a rank fails or dies the others are ended, and all
-end when this process does, however it does; SIGTERM is passed on, and the ranks end in their own
-time. Rank 0 writes to the terminal, the others to a file that is shown only if they die.
+meet through a file and talk over the loopback. When a rank fails or dies the others are ended, and
+all end when this process does, however it does. Signals are this process's: it tells the ranks to
+stop, which they do in their own time; a second Ctrl-C ends them, and so does a rank that hangs.
+Until then a rank that does not move is only named, as it says itself where it stands. Rank 0 writes
+to the terminal, the others to a file that is shown only if they die.
 """
 
 import faulthandler
@@ -20,7 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from glob import glob
 from multiprocessing import connection
@@ -31,10 +33,21 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from longshore.cli.environment import loopback, loopback_variables, lossy_output, safe_path
 from longshore.config.ranks import Ranks
 from longshore.config.resume import Start
 from longshore.config.sections import RunConfig
-from longshore.train.stop import RunError, StoppedError
+from longshore.train.attend import gave_up, is_time_out
+from longshore.train.heartbeat import RankStatus
+from longshore.train.stop import (
+    Interrupted,
+    RunError,
+    Stop,
+    StoppedError,
+    heard_signals,
+    stopping,
+)
+from longshore.train.watch import NOTICE_S, Watch, last_saved
 
 Work = Callable[[RunConfig, Ranks], None]
 
@@ -45,8 +58,11 @@ PRELOAD = (
 )
 GRACE_S = 1.0  # for the rank whose error it is, once another has failed of it
 END_S = 5.0  # for ranks to end by themselves
+LOOK_S = 1.0  # between two looks at where the ranks stand
 SHOWN = 4000  # characters of what a dead rank wrote
 SHOW_CURSOR = "\x1b[?25h"
+RANKS_PER_CORE = 8
+FEW_RANKS = 16
 
 
 class RankError(Exception):
@@ -83,15 +99,27 @@ def gpu_count() -> int:
     return len(glob("/dev/nvidia[0-9]*"))
 
 
+def check_ranks(ranks: int, *, way_out: str) -> None:
+    """Refuses far more processes than this machine has cores."""
+    cores = len(os.sched_getaffinity(0))
+    most = max(FEW_RANKS, RANKS_PER_CORE * cores)
+    if ranks > most:
+        raise ValueError(
+            f"{ranks} ranks on this machine, which has {cores} cores: at most {most} make sense; "
+            f"{way_out}"
+        )
+
+
 def launch(work: Work, config: RunConfig, ranks: int) -> None:
     """Calls work(config, ranks) on each rank; `work` stands at the top of a module."""
     with tempfile.TemporaryDirectory(prefix="longshore-") as folder:
         if ranks == 1:
-            work(config, _local(0, 1, folder))
+            with loopback():
+                work(config, _local(0, 1, folder))
             return
         run = _Run(work, config, ranks, folder)
         try:
-            with _sigterm(run.stop):
+            with _signals(run.take):
                 run.wait()
         finally:
             run.end()
@@ -102,30 +130,38 @@ def _local(rank: int, ranks: int, folder: str) -> Ranks:
 
 
 def _start_server(context: ForkServerContext) -> None:
-    """Starts it deaf to Ctrl-C, which would show where among its imports it was."""
+    """Starts it deaf to what a terminal sends to all: this process decides."""
     context.set_forkserver_preload(list(PRELOAD))
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    with _handled((signal.SIGINT, signal.SIGHUP), signal.SIG_IGN), safe_path():
         ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
-def _sigterm(stop: Callable[[], None]) -> Iterator[None]:
-    """Has SIGTERM call `stop`; signals are the main thread's."""
+def _signals(take: Callable[[int], None]) -> Iterator[None]:
+    """Has what stops a run call `take`."""
 
     def note(number: int, frame: FrameType | None) -> None:
-        stop()
+        take(number)
 
+    with _handled(heard_signals(), note):
+        yield
+
+
+@contextmanager
+def _handled(
+    numbers: Iterable[signal.Signals],
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers,
+) -> Iterator[None]:
+    """Signals are the main thread's."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, note)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def _preload_here(error: Exception) -> NoReturn:
@@ -144,7 +180,9 @@ class _Run:
         self.folder = Path(folder)
         self.pending: dict[Connection, int] = {}
         self.processes: list[ForkServerProcess] = []
-        self.is_told_to_stop = False
+        self.limit_min = config.parallel.timeout_min
+        self.watch = Watch(self.folder, ranks)
+        self.told_to_stop = Stop(RankStatus())
         self.stopped: dict[int, str] = {}
         self.told: dict[int, str] = {}
         self.refused: dict[int, str] = {}
@@ -162,9 +200,17 @@ class _Run:
             self.processes.append(process)
             self.pending[ours] = rank
 
-    def stop(self) -> None:
-        """Passes SIGTERM on: the ranks agree on a step, save a checkpoint and end."""
-        self.is_told_to_stop = True
+    def take(self, number: int) -> None:
+        """A signal: the ranks agree on a step, save a checkpoint and end; at once before that."""
+        is_first = not self.told_to_stop.is_asked
+        is_twice = self.told_to_stop.take(number)
+        self.watch.look()
+        if is_twice:
+            raise StoppedError("quit at once, without a checkpoint", number)
+        if not self.watch.has_begun:
+            raise Interrupted(number)
+        if is_first:
+            _tell(stopping(number))
         for process in self.processes:
             if process.pid is not None:
                 with suppress(ProcessLookupError):
@@ -173,13 +219,26 @@ class _Run:
     def wait(self) -> None:
         deadline: float | None = None
         while self.pending and (deadline is None or time.monotonic() < deadline):
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left = LOOK_S if deadline is None else max(0.0, deadline - time.monotonic())
             for ready in connection.wait([*self.pending], left):
                 assert isinstance(ready, Connection)
                 self._take(ready)
             if deadline is None and (self.refused or self.told or self.failed or self.died):
                 deadline = time.monotonic() + GRACE_S
+            if deadline is None:
+                self._look()
         self._raise_first()
+
+    def _look(self) -> None:
+        """Names a rank that does not move; ends a run that was told to stop and cannot."""
+        self.watch.look()
+        stop = self.told_to_stop
+        if stop.number is not None and self.watch.will_not_stop(time.monotonic() - stop.at):
+            saved = last_saved(self.watch.folder_of_run)
+            text = f"ended without a checkpoint of this step: {self.watch.words()}; {saved}"
+            raise StoppedError(text, stop.number)
+        if text := self.watch.notice(NOTICE_S):
+            _tell(text)
 
     def _take(self, ready: Connection) -> None:
         rank = self.pending.pop(ready)
@@ -189,7 +248,7 @@ class _Run:
             state, text = "died", self._last_words(rank)
         ready.close()
         if state == "interrupted":
-            raise KeyboardInterrupt
+            raise Interrupted(self.told_to_stop.number or int(text))
         found: dict[str, dict[int, str]] = {
             "stopped": self.stopped,
             "told": self.told,
@@ -206,13 +265,21 @@ class _Run:
             raise ValueError(message)
         for _, message in sorted(self.told.items()):
             raise RunError(message)
+        number = self.told_to_stop.number
         for _, message in sorted(self.stopped.items()):
-            raise StoppedError(message)
-        if self.is_told_to_stop and self.died:
-            raise StoppedError("stopped before the first step")
+            raise StoppedError(message, number or signal.SIGTERM)
         for found in (self.died, self.failed):
             for rank, text in found.items():
+                self._raise_hung(text)
                 raise RankError(f"rank {rank} {text}")
+
+    def _raise_hung(self, text: str) -> None:
+        """If ranks gave up waiting for another: that one is the cause."""
+        self.watch.look()
+        among = [rank for rank in self.pending.values() if rank in self.watch.beats]
+        if among and is_time_out(text):
+            saved = gave_up(self.watch.folder_of_run)
+            raise RunError(f"{self.watch.words(among)}; {saved}")
 
     def _last_words(self, rank: int) -> str:
         """How a rank died, and what it wrote before."""
@@ -230,8 +297,7 @@ class _Run:
 
     def end(self) -> None:
         """Waits for those that end by themselves, ends the others, and gives the cursor back."""
-        waits = {type(None): END_S, KeyboardInterrupt: GRACE_S}
-        deadline = time.monotonic() + waits.get(type(sys.exc_info()[1]), 0.0)
+        deadline = time.monotonic() + (0.0 if sys.exc_info()[1] else END_S)
         killed = False
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -246,18 +312,21 @@ class _Run:
 
 
 def _work(work: Work, config: RunConfig, ranks: Ranks, results: Connection) -> None:
-    """One rank, from its first to its last line."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """One rank, from its first to its last line; its parent alone hears the terminal."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.environ.update({**loopback_variables(), **os.environ})
     threading.Thread(target=_end_with_parent, args=(results,), daemon=True).start()
     if ranks.rank:
         _write_to(Path(ranks.rendezvous.removeprefix("file://")).with_name(f"rank{ranks.rank}.log"))
     faulthandler.enable()
     try:
         _share_cores(ranks.local_size)
-        work(config, ranks)
+        with lossy_output():
+            work(config, ranks)
         answer = ("done", "")
-    except KeyboardInterrupt:
-        answer = ("interrupted", "")
+    except KeyboardInterrupt as error:
+        answer = ("interrupted", str(int(getattr(error, "number", signal.SIGINT))))
     except StoppedError as error:
         answer = ("stopped", str(error))
     except RunError as error:
@@ -269,6 +338,10 @@ def _work(work: Work, config: RunConfig, ranks: Ranks, results: Connection) -> N
     with suppress(OSError):
         results.send(answer)
     _leave(0 if answer[0] == "done" else 1)
+
+
+def _tell(text: str) -> None:
+    print(f"longshore: {text}", file=sys.stderr, flush=True)
 
 
 def _leave(code: int) -> NoReturn:

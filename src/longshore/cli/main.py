@@ -1,23 +1,34 @@
 """The command line: `longshore plan lengths.csv --lanes 32 --capacity 16384`.
 
 In: words. Out: files, a summary on stdout and an exit code: 0, 2 with one line on stderr for what a
-user got wrong, 130 after Ctrl-C, or 1 where training failed or Longshore did.
+user got wrong, 1 where training or Longshore failed, or 128 plus the number of the signal that
+ended it, such as 130 after Ctrl-C.
 """
+
+import os
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    sys.path.append(sys.path.pop(0))  # `python -m` puts the working folder before what is installed
 
 import argparse
 import importlib.metadata
-import os
-import sys
+import signal
 import traceback
 from collections.abc import Sequence as Seq
+from contextlib import suppress
+from typing import TextIO
 
 from longshore.cli.doctor import register_doctor
+from longshore.cli.environment import safe_path, signals_raise
 from longshore.cli.export import register_export
 from longshore.cli.plan import register_plan
 from longshore.cli.prepare import register_prepare
 from longshore.cli.report import register_report
 from longshore.cli.train import register_train
-from longshore.cli.words import Parser, answer, as_options, say
+from longshore.cli.words import Parser, answer, as_options
+from longshore.printable import printable
+from longshore.train.stop import exit_code
 
 COMMANDS = (
     register_train,
@@ -38,9 +49,10 @@ Start with `longshore train`, a demo of a minute, and `longshore plan --demo`; t
 
 def main(argv: Seq[str] | None = None) -> int:
     try:
-        code = _run(sys.argv[1:] if argv is None else argv)
-        print(end="", flush=True)
-        return code
+        with safe_path(), signals_raise():
+            code = _run(sys.argv[1:] if argv is None else argv)
+            print(end="", flush=True)
+            return code
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         return _drop_stdout()
     except OSError as error:
@@ -48,10 +60,10 @@ def main(argv: Seq[str] | None = None) -> int:
         return _refuse(f"the summary cannot be printed ({error.strerror})")
     except ValueError as error:
         return _refuse(as_options(str(error)))
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as error:
+        return _interrupted(getattr(error, "number", signal.SIGINT))
     except Exception:
-        say(traceback.format_exc().rstrip(), to_stderr=True)
+        _tell(traceback.format_exc().rstrip())
         return 1
 
 
@@ -86,14 +98,38 @@ def _dispatch(argv: Seq[str]) -> None:
 
 
 def _refuse(message: str) -> int:
-    say(f"longshore: {' '.join(message.splitlines())}", to_stderr=True)
+    _tell(" ".join(message.splitlines()))
     return 2
+
+
+def _interrupted(number: int) -> int:
+    """One line, however many ranks torchrun has started."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        _tell("interrupted" if number == signal.SIGINT else f"ended by {_name(number)}")
+    return exit_code(number)
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def _tell(text: str) -> None:
+    """On stderr, if there is still one."""
+    try:
+        print("longshore:", printable(text), file=sys.stderr, flush=True)
+    except OSError:
+        _drop(sys.stderr)
 
 
 def _drop_stdout() -> int:
     """Lets Python's own flush at exit succeed."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _drop(sys.stdout)
     return 0
+
+
+def _drop(stream: TextIO) -> None:
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

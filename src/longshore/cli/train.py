@@ -7,19 +7,20 @@ demo on two processes for ten steps.
 
 import argparse
 import difflib
-import os
-import sys
 import textwrap
 import traceback
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import MISSING, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from longshore.cli.environment import loopback, lossy_output, working_folder_last
 from longshore.cli.launch import (
     RankError,
     Work,
+    check_ranks,
     gpu_count,
     launch,
     ranks_from_environment,
@@ -36,7 +37,7 @@ from longshore.config.text import prepare_text
 from longshore.config.told import as_keys
 from longshore.config.toml import toml_value
 from longshore.config.words import all_keys, answer_key
-from longshore.train.stop import STOPPED, RunError, StoppedError
+from longshore.train.stop import Interrupted, RunError, StoppedError, exit_code
 
 MOST_RANKS = 1 << 20
 FAILED = 1
@@ -54,9 +55,11 @@ in about a minute.
                        the newest of output.folder of the recipe (where there is none yet, a new
                        one begins), from its newest checkpoint; on any number of ranks
   --force              with --resume: also where the data are not those of the checkpoint
+  --force-ranks        start that many processes, also far more than there are cores
   --print-config       print the whole configuration as a recipe, check it, and stop
 
-SIGTERM ends a run after its step, with a checkpoint and the exit code 143.
+Ctrl-C, SIGTERM and SIGHUP end a run after its step, with a checkpoint and the exit code 130, 143 or
+129. A second Ctrl-C quits at once.
 
 examples:
   longshore train
@@ -66,6 +69,7 @@ examples:
   longshore train --resume runs/x-1 train.steps=2000
   torchrun --nproc-per-node 8 -m longshore.cli.main train x.toml
 """
+OPTIONS = ("--ranks", "--force-ranks", "--resume", "--force", "--print-config")
 WIDTH = 100
 INDENT = 23
 
@@ -84,11 +88,12 @@ def register_train(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--ranks", type=count(MOST_RANKS), help=hidden)
     parser.add_argument("--resume", nargs="?", const="", help=hidden)
     parser.add_argument("--force", action="store_true", help=hidden)
+    parser.add_argument("--force-ranks", action="store_true", help=hidden)
     parser.add_argument("--print-config", action="store_true", help=hidden)
 
 
 def run_train(args: argparse.Namespace) -> None:
-    sys.path.append(os.getcwd())  # for a loss of the user's, behind all that is installed
+    working_folder_last()
     place = ranks_from_environment()
     start = start_from_environment() if place is not None else FRESH
     try:
@@ -102,23 +107,43 @@ def run_train(args: argparse.Namespace) -> None:
         if place is None or place.rank == 0:
             print(config.to_toml(), end="")
         return
+    with lossy_output():
+        _train_on_ranks(config, place, start)
+
+
+def _train_on_ranks(config: RunConfig, place: Ranks | None, start: Start) -> None:
+    """Here, or in processes of its own; what goes wrong is told in a line and an exit code."""
     try:
         if place is None:
             prepare_text(config)
+            _say_start(config)
             launch(_work(start), config, config.parallel.ranks)
         else:
-            _work(start)(config, place)
+            with loopback() if place.local_size == place.world_size else nullcontext():
+                _work(start)(config, place)
     except ValueError as error:
         raise ValueError(as_keys(str(error))) from None
+    except Interrupted as error:
+        if place is None or place.rank == 0:
+            say("longshore: stopped before the first step", to_stderr=True)
+        raise SystemExit(exit_code(error.number)) from None
     except (RankError, RunError) as error:
         say(f"longshore: {str(error).rstrip()}", to_stderr=True)
         raise SystemExit(FAILED) from None
     except StoppedError as error:
-        say(f"longshore: {error}", to_stderr=True)
-        raise SystemExit(STOPPED) from None
+        if place is None or place.rank == 0:
+            say(f"longshore: {error}", to_stderr=True)
+        raise SystemExit(exit_code(error.number)) from None
     except Exception:
         say(traceback.format_exc().rstrip(), to_stderr=True)
         raise SystemExit(FAILED) from None
+
+
+def _say_start(config: RunConfig) -> None:
+    """The ranks take seconds to start, in which nothing else is to be seen."""
+    ranks = config.parallel.ranks
+    if config.output.display != "none":
+        print(f"starting {ranks} rank{'s' if ranks > 1 else ''}…", flush=True)
 
 
 def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
@@ -150,6 +175,8 @@ def _config(args: argparse.Namespace, place: Ranks | None, start: Start) -> RunC
         raise ValueError(f"--resume: which run? {newest_runs()}")
     config = load_config(recipe, overrides)
     ranks = _ranks(args.ranks, config, place)
+    if place is None and not args.force_ranks:
+        check_ranks(ranks, way_out="lower --ranks (or parallel.ranks), or add --force-ranks")
     is_first = place is None or place.rank == 0
     check_config(config, ranks, check_folders=is_first, resume=start.resume)
     return config.with_ranks(ranks)
@@ -192,9 +219,7 @@ def _ranks(asked: int | None, config: RunConfig, place: Ranks | None) -> int:
 def answer_option(strange: Seq[str]) -> str:
     """What to say to options that there are not: keys are written without dashes."""
     typed = strange[0].split("=")[0]
-    if near := difflib.get_close_matches(
-        typed, ("--ranks", "--resume", "--force", "--print-config"), n=1
-    ):
+    if near := difflib.get_close_matches(typed, OPTIONS, n=1):
         return f"there is no {typed}; did you mean {near[0]}?"
     word = typed.lstrip("-").replace("-", "_")
     for key in all_keys():

@@ -141,6 +141,9 @@ class ParallelConfig:
         choice("auto", "heads", "states"),
         "how ranks share Mamba2 and the delta net: heads, or states passed on",
     )
+    timeout_min: float = key(
+        10.0, number(0, above=True), "minutes a rank waits for the others before the run fails"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,13 @@ Rendezvous(1, 4, "file:///tmp/store") is the second of four ranks that find each
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +26,38 @@ class Rendezvous:
 
 
 @contextmanager
-def process_group(where: Rendezvous, *, backend: str, device: torch.device) -> Iterator[None]:
-    """NCCL connects at once, so that CP groups can be split off it."""
+def process_group(
+    where: Rendezvous, *, backend: str, device: torch.device, timeout: timedelta | None = None
+) -> Iterator[None]:
+    """NCCL connects at once, so that CP groups can be split off it.
+
+    timeout: of every collective in this group and in all that are formed within the block.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        init_method=where.address,
-        rank=where.rank,
-        world_size=where.world_size,
-        device_id=device if backend == "nccl" else None,
-    )
-    yield
-    # Only after success: a failed rank's groups cannot be taken down, and the process ends anyway.
-    dist.barrier()
-    dist.destroy_process_group()
+    with _default_timeout(timeout):
+        dist.init_process_group(
+            backend,
+            init_method=where.address,
+            rank=where.rank,
+            world_size=where.world_size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+        yield
+        # Only after success: a failed rank's groups cannot be taken down, and the process ends.
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _default_timeout(timeout: timedelta | None) -> Iterator[None]:
+    """A group takes torch's default where none is named, and meshes name none."""
+    before = {name: getattr(distributed_c10d, name) for name in DEFAULTS}
+    for name in DEFAULTS if timeout is not None else ():
+        setattr(distributed_c10d, name, timeout)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(distributed_c10d, name, value)

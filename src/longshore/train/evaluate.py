@@ -22,6 +22,7 @@ from longshore.data.steps import IndexedSteps
 from longshore.dist.collectives import sum_over
 from longshore.dist.topology import Topology
 from longshore.model.decoder import Decoder
+from longshore.train.heartbeat import RankStatus
 from longshore.train.loss import masked_sum
 
 
@@ -48,14 +49,19 @@ class HeldOut:
     name: str
     steps: IndexedSteps
 
-    def evaluate(self, model: Decoder, topology: Topology) -> Evaluation:
+    def evaluate(
+        self, model: Decoder, topology: Topology, status: RankStatus | None = None
+    ) -> Evaluation:
         """All ranks call it together, between two training steps."""
+        status = status or RankStatus()
+        status.at("evaluation")
         sums = torch.zeros(1 + len(model.config.mtp), dtype=torch.float64, device=topology.device)
         counts = [0] * len(sums)
         every = islice(self.steps.from_place(Place(), lambda: False), self.steps.batches.steps(0))
         with torch.no_grad():
             for step in every:
                 for host in step.batches:
+                    status.at("evaluation", round=host.round + 1)
                     sums += _sums(model, host.to(topology.device, non_blocking=True))
                 more = step.batches[0].counts
                 counts = [a + b for a, b in zip(counts, (more.main, *more.mtp), strict=True)]
@@ -70,13 +76,21 @@ class Evaluator:
     """Evaluates every so many steps of a loop, and after the last; tells each outcome."""
 
     def __init__(
-        self, held_out: HeldOut, model: Decoder, topology: Topology, *, every: int, tell: Tell
+        self,
+        held_out: HeldOut,
+        model: Decoder,
+        topology: Topology,
+        *,
+        every: int,
+        tell: Tell,
+        status: RankStatus | None = None,
     ) -> None:
         self.held_out = held_out
         self.model = model
         self.topology = topology
         self.every = every
         self.tell = tell
+        self.status = status
         self.last = 0
 
     def is_due(self, step: int, *, is_last: bool = False) -> bool:
@@ -88,7 +102,7 @@ class Evaluator:
         if not self.is_due(step, is_last=is_last):
             return
         self.last = step
-        self.tell(step, self.held_out.evaluate(self.model, self.topology))
+        self.tell(step, self.held_out.evaluate(self.model, self.topology, self.status))
 
 
 def as_line(step: int, evaluation: Evaluation) -> dict[str, object]:

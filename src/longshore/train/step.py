@@ -16,7 +16,9 @@ A step without a loss token has nothing to learn: it is skipped, alike on all la
 the lanes sum how many ranks want the run to stop, so that all learn it at the same step.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,11 +29,14 @@ from longshore.dist.topology import Topology
 from longshore.model.decoder import Decoder
 from longshore.model.output import Output
 from longshore.parallel.fsdp import Mode, begin_round
+from longshore.train.heartbeat import RankStatus
 from longshore.train.loss import Loss, masked_sum
 from longshore.train.masked_loss import Faults
 from longshore.train.moment import Moment
 from longshore.train.optim import clip, set_lr
+from longshore.train.out_of_memory import out_of_memory
 from longshore.train.routing import RoutingCounts, update_bias
+from longshore.train.stop import RunError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +70,10 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stepper:
-    """Everything a step needs besides its data. mtp_weight: of all depths together."""
+    """Everything a step needs besides its data.
+
+    mtp_weight: of all depths together. status: where this rank stands, moved along by each step.
+    """
 
     model: Decoder
     optimizer: AdamW
@@ -74,18 +82,28 @@ class Stepper:
     loss: Loss
     clip: float
     mtp_weight: float = 0.0
+    status: RankStatus = field(default_factory=RankStatus)
 
     def step(self, batches: list[MicroBatch], lr: float, *, stop: bool = False) -> Trained | None:
         """Runs the rounds and updates the parameters; None if there was nothing to learn from.
 
         stop: whether this rank wants the run to stop.
         """
+        with self._memory_limit(batches):
+            trained = self._step(batches, lr, stop=stop)
+        self.status.at("waiting for data")
+        return trained
+
+    def _step(self, batches: list[MicroBatch], lr: float, *, stop: bool) -> Trained | None:
+        self.status.at("counting loss tokens")
         divisor = self.loss.divisor(batches, self.topology.groups)
         if not divisor:
             return None
         losses, counts, rounds = self.gradients(batches, divisor)
         sums = torch.cat([losses, losses.new_full((1,), float(stop))])
+        self.status.at("gradient norm")
         norm = clip(self.model, self.clip, self.topology, also=sums)
+        self.status.at("optimizer")
         set_lr(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -102,19 +120,33 @@ class Stepper:
         counts = RoutingCounts()
         each, moments, faults = list[Tensor](), [Moment(device)], list[Faults | None]()
         for host in batches:
+            self.status.at("forward", round=host.round + 1)
             batch = host.to(device, non_blocking=True)
             begin_round(self.model, mode=self.mode, is_last=batch.is_last)
             assert batch.token_ids is not None
             assert batch.targets is not None
             out = self.model(batch.token_ids, batch.ctx, batch.targets.labels, batch.mtp)
             losses, fault = self.terms(out, batch, divisor)
-            self.weighted(losses).backward()
+            loss = self.weighted(losses)
+            self.status.at("backward", round=host.round + 1)
+            loss.backward()
             each.append(losses.detach())
             total += each[-1]
             counts.add(out.routed)
             faults.append(fault)
             moments.append(Moment(device))
         return total, counts, Rounds(tuple(each), tuple(moments), tuple(faults))
+
+    @contextmanager
+    def _memory_limit(self, batches: list[MicroBatch]) -> Iterator[None]:
+        """A GPU whose memory is used up is told in one line."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            told = out_of_memory(
+                error, self.status, batches, model=self.model, optimizer=self.optimizer
+            )
+            raise RunError(f"rank {self.topology.rank} {told}") from None
 
     def terms(self, out: Output, batch: MicroBatch, divisor: float) -> tuple[Tensor, Faults | None]:
         """The round's part of each loss, scaled by the count of the whole step."""

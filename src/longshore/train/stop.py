@@ -1,42 +1,194 @@
 """How a run ends before its last step: told to stop, or unable to go on. No torch.
 
-In: SIGTERM, from a scheduler that wants the machine back. Out: a flag that the loop asks for at
-each step; all ranks agree on the step after which they stop, save a checkpoint and end with 143.
+In: SIGTERM from a scheduler that wants the machine back, Ctrl-C, or SIGHUP from a terminal that was
+closed. Out: a flag that the loop asks for at each step; all ranks agree on the step after which
+they stop, save a checkpoint and end with 128 plus the signal's number: 143, 130 or 129.
 
-    with stop_on_sigterm() as asked: ...      asked() is True from the signal on
+    with stop_on_signals(status) as stop, stop.after_steps(): ...     stop.is_asked: a signal came
+
+Outside of `after_steps` there is nothing to save, so the signal raises Interrupted. A thread takes
+the signals, since Python's own handlers wait as long as the main thread is in a collective: a
+second Ctrl-C, or a run that will not stop, ends the process from there.
 """
 
+import os
+import select
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
-STOPPED = 128 + signal.SIGTERM
-"""The exit code of a run that was told to stop: 0 would say that it is finished."""
+from longshore.train.heartbeat import RankStatus
+from longshore.train.watch import ANSWER_S
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TWICE_S = 0.5  # the same Ctrl-C may come from the terminal and from whoever started the run
+START_S = 5.0  # for the main thread to answer before the first step
+LOOK_S = 0.5
+SHOW_CURSOR = "\x1b[?25h"
 
 
 class StoppedError(Exception):
     """The run was told to stop, and has; its text says how to go on."""
+
+    def __init__(self, text: str, number: int = signal.SIGTERM) -> None:
+        super().__init__(text)
+        self.number = number
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal that ends the command at once."""
+
+    def __init__(self, number: int = signal.SIGINT) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class RunError(Exception):
     """The run cannot go on, for a reason outside of the program. Its text is for people."""
 
 
+def stopping(number: int) -> str:
+    """What is said at the first signal."""
+    again = " (Ctrl-C again quits at once)" if number == signal.SIGINT else ""
+    return f"stopping after this step; saving{again}"
+
+
+def exit_code(number: int) -> int:
+    """Of a run that a signal stopped: 0 would say that it is finished."""
+    return 128 + number
+
+
+def heard_signals() -> list[signal.Signals]:
+    """Those that stop a run, but for what was ignored from the start: nohup, or a rank's parent."""
+    return [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+
+
+class Stop:
+    """Whether a signal has come, and which. status: of the rank that is to stop."""
+
+    def __init__(self, status: RankStatus) -> None:
+        self.status = status
+        self.number: int | None = None
+        self.at = 0.0
+        self.can_save = False
+
+    @contextmanager
+    def after_steps(self) -> Iterator[None]:
+        """From here on a signal only sets the flag."""
+        self.can_save = True
+        yield
+
+    @property
+    def is_asked(self) -> bool:
+        return self.number is not None
+
+    def take(self, number: int) -> bool:
+        """Whether it is a second Ctrl-C."""
+        now = time.monotonic()
+        if self.number is None:
+            self.number, self.at = number, now
+            return False
+        return number == signal.SIGINT and now - self.at > TWICE_S
+
+
 @contextmanager
-def stop_on_sigterm() -> Iterator[Callable[[], bool]]:
-    """A flag in place of the end of the process; threads other than the main one get no signal."""
-    asked = threading.Event()
+def stop_on_signals(
+    status: RankStatus,
+    *,
+    tell: Callable[[str], None] = lambda text: None,
+    will_not_stop: Callable[[float], str] = lambda told_s: "",
+) -> Iterator[Stop]:
+    """A flag in status of the end of the process; threads other than the main one get no signal.
+
+    will_not_stop: what to say if the run is stuck for good, so many seconds after the signal.
+    """
+    stop = Stop(status)
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
 
     def note(number: int, frame: FrameType | None) -> None:
-        asked.set()
+        if not stop.can_save:
+            raise Interrupted(number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
-        return
-    before = signal.signal(signal.SIGTERM, note)
+    before = {number: signal.getsignal(number) for number in heard_signals()}
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    thread = _Answers(stop, reader, tell, will_not_stop)
+    thread.start()
+    old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in before:
+        signal.signal(number, note)
     try:
-        yield asked.is_set
+        yield stop
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(old)
+        os.close(writer)  # which ends the thread
+        thread.join()
+        os.close(reader)
+
+
+class _Answers(threading.Thread):
+    """Hears the signals at once, whatever the main thread does."""
+
+    def __init__(
+        self,
+        stop: Stop,
+        reader: int,
+        tell: Callable[[str], None],
+        will_not_stop: Callable[[float], str],
+    ) -> None:
+        super().__init__(name="longshore-signals", daemon=True)
+        self._stop_flag = stop
+        self._reader = reader
+        self._tell = tell
+        self._will_not_stop = will_not_stop
+
+    def run(self) -> None:
+        stop = self._stop_flag
+        while True:
+            ready, _, _ = select.select([self._reader], [], [], LOOK_S if stop.is_asked else None)
+            if not ready:
+                self._look(time.monotonic() - stop.at)
+                continue
+            numbers = os.read(self._reader, 64)
+            if not numbers:
+                return
+            for number in numbers:
+                if number in SIGNALS:
+                    self._take(number)
+
+    def _take(self, number: int) -> None:
+        is_first = not self._stop_flag.is_asked
+        if self._stop_flag.take(number):
+            self._tell("quit at once, without a checkpoint")
+            leave(exit_code(number))
+        elif is_first and self._stop_flag.can_save:
+            self._tell(stopping(number))
+
+    def _look(self, told_s: float) -> None:
+        """Ends a process whose main thread never answers."""
+        assert self._stop_flag.number is not None
+        code = exit_code(self._stop_flag.number)
+        if not self._stop_flag.can_save:
+            if told_s > START_S:
+                self._tell("stopped before the first step")
+                leave(code)
+        elif told_s > ANSWER_S and (text := self._will_not_stop(told_s)):
+            self._tell(text)
+            leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process from any thread, and gives the cursor back."""
+    with suppress(OSError, ValueError, AttributeError):
+        if sys.stdout.isatty():
+            os.write(sys.stdout.fileno(), SHOW_CURSOR.encode())
+    os._exit(code)  # without a flush, which may wait for what the main thread holds

@@ -1,0 +1,126 @@
+"""What a command changes around itself and its ranks: where they listen, what they import, write.
+
+In: nothing but the process. Out: the same process, changed for the time of a block.
+
+    with safe_path(): ...        processes started here do not import from the working folder
+    with loopback(): ...         ranks that meet here listen on 127.0.0.1 alone
+    with lossy_output(): ...     a reader that goes away, such as `head`, ends no run
+"""
+
+import io
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TextIO
+
+from longshore.train.stop import Interrupted, heard_signals
+
+SAFE_PATH = "PYTHONSAFEPATH"
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+LOOPBACK = ("lo", "lo0")
+LOST = "longshore: nobody reads the output any more; the run goes on without it\n"
+
+
+@contextmanager
+def _variables(values: dict[str, str]) -> Iterator[None]:
+    """Sets those that are not set already."""
+    ours = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def safe_path() -> Iterator[None]:
+    """Python puts the working folder first of all for `-c`, with which pools start processes."""
+    with _variables({SAFE_PATH: "1"}):
+        yield
+
+
+def working_folder_last() -> None:
+    """For a loss of the user's, behind all that is installed."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+@contextmanager
+def loopback() -> Iterator[None]:
+    """For ranks that are all on this machine, unless the user has chosen an interface."""
+    with _variables(loopback_variables()):
+        yield
+
+
+def loopback_variables() -> dict[str, str]:
+    names = [name for _, name in socket.if_nameindex()]
+    found = next((name for name in LOOPBACK if name in names), None)
+    return dict.fromkeys(INTERFACES, found) if found else {}
+
+
+class _Lossy(io.FileIO):
+    """A file of which nobody may want to know more."""
+
+    def write(self, data: object) -> int:
+        try:
+            return super().write(data)  # type: ignore[arg-type]
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            with suppress(OSError):
+                if self.fileno() == 1:
+                    os.write(2, LOST.encode())
+            return memoryview(data).nbytes  # type: ignore[arg-type]
+
+
+@contextmanager
+def lossy_output() -> Iterator[None]:
+    """stdout and stderr that are dropped when they cannot be written, in place of an error."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _lossy(sys.stdout, 1), _lossy(sys.stderr, 2)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _lossy(stream: TextIO, number: int) -> TextIO:
+    """As it is, if it is none of the process's own."""
+    with suppress(OSError, ValueError, AttributeError):
+        if stream.fileno() == number and isinstance(stream, io.TextIOWrapper):
+            stream.flush()
+            return io.TextIOWrapper(
+                io.BufferedWriter(_Lossy(number, "w", closefd=False)),
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=stream.line_buffering or number == 2,
+            )
+    return stream
+
+
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the command as Ctrl-C does; the main thread alone gets signals."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, interrupt) for number in heard_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
