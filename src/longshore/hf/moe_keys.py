@@ -1,7 +1,8 @@
 """Qwen3-MoE and Qwen3-Next: the keys of config.json, and our config.
 
 In: a config.json as a dict. Out: a DecoderConfig, and back. Keys that are missing have the values
-that transformers gives them. The balance loss is a matter of training, and no config.json says it.
+that transformers gives them. The balance loss is a matter of training: a config.json asks for it
+only with output_router_logits, see `balance_weight`.
 
     {"num_hidden_layers": 3, "mlp_only_layers": [0], "num_experts": 128, …}
     layers[0].mlp an MLPConfig, layers[1].mlp and layers[2].mlp a MoEConfig with 128 experts
