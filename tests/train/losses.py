@@ -15,6 +15,10 @@ def weight(batch):
     return (batch.token_fields["weight"] * batch.targets.loss_mask).sum()
 
 
+def nothing_returned(nll, batch):
+    nll * 2
+
+
 def mean_of_batch(nll, batch):
     return nll.mean()
 

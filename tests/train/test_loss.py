@@ -35,9 +35,12 @@ def test_padding_cannot_pass_even_as_nan() -> None:
     assert torch.equal(nll.grad, batch.targets.loss_mask.float())
 
 
-def test_a_loss_function_must_say_a_value_for_each_token() -> None:
-    loss = make_loss("tests.train.losses:mean_of_batch")
-    with pytest.raises(ValueError, match=r"returned \(\) for 8 tokens; it must return one value"):
+@pytest.mark.parametrize(
+    ("name", "got"), [("mean_of_batch", r"\(\)"), ("nothing_returned", "NoneType")]
+)
+def test_a_loss_function_must_say_a_value_for_each_token(name: str, got: str) -> None:
+    loss = make_loss(f"tests.train.losses:{name}")
+    with pytest.raises(ValueError, match=f"returned {got} for 8 tokens; it must return one value"):
         loss.summed(torch.ones(8), a_batch())
 
 

@@ -37,9 +37,10 @@ def masked_values(function: PerToken, nll_T: Tensor, batch: MicroBatch) -> tuple
     mask_T = batch.targets.loss_mask
     given_T = torch.where(mask_T, nll_T, 0.0)
     values_T = function(given_T, batch)
-    if values_T.shape != nll_T.shape:
+    shape = tuple(values_T.shape) if isinstance(values_T, Tensor) else type(values_T).__name__
+    if shape != tuple(nll_T.shape):
         raise ValueError(
-            f"the loss function returned {tuple(values_T.shape)} for {len(nll_T)} tokens; "
+            f"the loss function returned {shape} for {len(nll_T)} tokens; "
             "it must return one value for each token"
         )
     blamed_T = mask_T & nll_T.detach().isfinite()
