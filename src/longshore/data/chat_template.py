@@ -89,15 +89,16 @@ class ChatTemplate:
 
     def render(self, chat: Chat, *, add_generation_prompt: bool = False) -> str:
         """The text of a whole chat."""
-        with _told_limits(self._limits):
+        with _told_limits(self._limits, chat):
             return self._whole(chat, prompt=add_generation_prompt)
 
     def locate(self, chat: Chat) -> tuple[str, list[Span]]:
         """The text of a whole chat and the spans of `chat.turns()` in it, rising."""
-        with _told_limits(self._limits):
+        with _told_limits(self._limits, chat):
             text = self._whole(chat)
             if not self.has_marks:
                 spans = [self._turn_span(chat, turn, text) for turn in chat.turns()]
+                self._check_headers(chat, spans)
             else:
                 spans = _chosen(self._marked_spans(chat, text), chat)
         _check_complete(chat, text)
@@ -114,8 +115,7 @@ class ChatTemplate:
         )
 
     def _turn_span(self, chat: Chat, turn: int, text: str) -> Span:
-        earlier = chat.messages[:turn]
-        before = self._render(chat, earlier, add_generation_prompt=True)
+        before = self._render(chat, chat.messages[:turn], add_generation_prompt=True)
         through = self._render(chat, chat.messages[: turn + 1])
         _check_beginning(before, text, f"up to message {turn + 1}, with the generation prompt")
         _check_beginning(through, text, f"up to the end of message {turn + 1}")
@@ -124,13 +124,22 @@ class ChatTemplate:
             raise SampleError(
                 NOT_LOCATED, f"message {turn + 1} (assistant) adds no text to the chat; {WAY_OUT}"
             )
-        if before == self._render(chat, earlier):
-            self._check_no_header(chat, turn, start)
         written = text[start:stop].rstrip()
         return (start, start + len(written)) if written.endswith(self._ends) else (start, stop)
 
+    def _check_headers(self, chat: Chat, spans: Sequence[Span]) -> None:
+        """Where a generation prompt is empty, a turn must have no header, which would be learned.
+
+        One turn is looked at for each role that comes before the assistant.
+        """
+        after: dict[str, tuple[int, int]] = {}
+        for turn, (start, _) in zip(chat.turns(), spans, strict=True):
+            after.setdefault(chat.messages[turn - 1]["role"] if turn else "", (turn, start))
+        for turn, start in after.values():
+            if len(self._render(chat, chat.messages[:turn])) == start:
+                self._check_no_header(chat, turn, start)
+
     def _check_no_header(self, chat: Chat, turn: int, start: int) -> None:
-        """The generation prompt is empty: nothing must come before the assistant's own words."""
         other = {"role": "assistant", "content": PROBE}
         probed = self._render(chat, (*chat.messages[:turn], other))
         header, found, _ = probed[start:].partition(PROBE)
@@ -181,10 +190,10 @@ class ChatTemplate:
 
 
 @contextlib.contextmanager
-def _told_limits(limits: Limits) -> Iterator[None]:
+def _told_limits(limits: Limits, chat: Chat) -> Iterator[None]:
     """Where a template passes its limits, the sample is refused."""
     try:
-        with limited(limits):
+        with limited(limits, len(chat.messages)):
             yield
     except TooSlowError as error:
         raise SampleError(TOO_SLOW, f"the chat template was stopped: {error}") from None

@@ -5,7 +5,7 @@ A template is a program of somebody else's, so it runs in Jinja's immutable sand
 
     {% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
 
-ends with TooSlowError after 10 s of CPU time, `{{ 'a' * 10**10 }}` with TooLargeError at once.
+ends with TooSlowError after some 10 s of CPU time, `{{ 'a' * 10**10 }}` with TooLargeError at once.
 
 The time is measured by a signal, which reaches the main thread of a process alone (each worker of
 `prepare` renders in its own); in other threads the limits on memory and output hold. The limit on
@@ -49,19 +49,22 @@ class Limits:
     """What a template may use for one sample.
 
     seconds: CPU time of all its renderings together
+    seconds_a_message: more of it for each message, because long chats are rendered more often
     characters: output of one rendering
     memory: bytes beyond what the process has at the start
     """
 
     seconds: float = 10.0
+    seconds_a_message: float = 0.05
     characters: int = MOST_CHARACTERS
     memory: int = 2**30
 
 
 @contextlib.contextmanager
-def limited(limits: Limits) -> Iterator[None]:
+def limited(limits: Limits, messages: int = 0) -> Iterator[None]:
     """Stops the block at its limits on time and memory."""
-    with _limited_memory(limits.memory), _limited_time(limits.seconds):
+    seconds = limits.seconds + limits.seconds_a_message * messages
+    with _limited_memory(limits.memory), _limited_time(seconds):
         try:
             yield
         except MemoryError:
