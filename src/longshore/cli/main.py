@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence as Seq
 
 from longshore.cli.doctor import register_doctor
+from longshore.cli.environment import keep_out_of_temp
 from longshore.cli.export import register_export
 from longshore.cli.plan import register_plan
 from longshore.cli.prepare import register_prepare
@@ -37,6 +38,7 @@ Start with `longshore train`, a demo of a minute, and `longshore plan --demo`; t
 
 
 def main(argv: Seq[str] | None = None) -> int:
+    keep_out_of_temp()
     try:
         code = _run(sys.argv[1:] if argv is None else argv)
         print(end="", flush=True)
