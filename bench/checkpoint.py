@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from ranks import on_ranks
 from results import machine, table, write_section
 
@@ -86,7 +87,9 @@ def measure() -> Found:
         topology=topology,
         packing=Packing(depths=len(decoder.mtp)),
     )
-    folder = Path(tempfile.gettempdir()) / "longshore-bench-checkpoint"
+    names = [tempfile.mkdtemp(prefix="longshore-bench-") if topology.rank == 0 else ""]
+    dist.broadcast_object_list(names, src=0)
+    folder = Path(names[0])
     checkpoints = Checkpoints(folder, model, optimizer, topology=topology, keep=2)
     try:
         with Loader(steps) as loader:

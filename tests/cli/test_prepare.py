@@ -32,7 +32,7 @@ def test_many_rejected_samples_fail_and_what_was_prepared_is_kept(run):
     code, out, err = run(rows, *limit)
     assert code == 2
     assert "rejected 2 of 11 samples (18.2 %); each is in out/rejected.jsonl" in out
-    assert "1 broken JSON, such as rows.json record 10: the line is int, not an object" in out
+    assert "1 broken JSON, such as rows.json record 10: it is int, not an object" in out
     assert "1 too large, such as rows.json record 11: the record has 1,0" in out
     assert "raise the limit, --max-bytes N" in out
     assert "more than the 5 % that --max-rejected 0.05 allows" in err

@@ -25,6 +25,7 @@ from longshore.cli.export import register_export
 from longshore.cli.plan import register_plan
 from longshore.cli.prepare import register_prepare
 from longshore.cli.report import register_report
+from longshore.cli.temp_files import keep_out_of_temp
 from longshore.cli.train import register_train
 from longshore.cli.words import Parser, answer, as_options
 from longshore.printable import printable
@@ -48,6 +49,7 @@ Start with `longshore train`, a demo of a minute, and `longshore plan --demo`; t
 
 
 def main(argv: Seq[str] | None = None) -> int:
+    keep_out_of_temp()
     try:
         with safe_path(), signals_raise():
             code = _run(sys.argv[1:] if argv is None else argv)

@@ -293,15 +293,15 @@ def _parse(line: bytes | SampleError) -> Sample | SampleError:
     if isinstance(line, SampleError):
         return line
     if not line.strip():
-        return SampleError("empty", "the line is blank")
+        return SampleError("empty", "it is blank")
     try:
         sample = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return SampleError("broken JSON", f"the line is not UTF-8 ({error.reason})")
+        return SampleError("broken JSON", f"it is not UTF-8 ({error.reason})")
     except (ValueError, RecursionError) as error:
         return SampleError("broken JSON", str(error))
     if not isinstance(sample, dict):
-        return SampleError("broken JSON", f"the line is {type(sample).__name__}, not an object")
+        return SampleError("broken JSON", f"it is {type(sample).__name__}, not an object")
     return sample
 
 

@@ -30,7 +30,10 @@ WAYS_OUT: Mapping[str, Callable[[Spelling], str]] = {
     "bad field": lambda spell: "mend its value, or declare the field otherwise",
     "bad message": lambda spell: "mend the messages: each has a role and content",
     "broken JSON": lambda spell: "mend it: a sample is a JSON object in UTF-8",
-    "no loss tokens": lambda spell: f"to learn every token, {spell('loss_on', 'all')}",
+    "no loss tokens": lambda spell: (
+        "mend it if the answer is missing; if there is none to learn, "
+        f"learn every token, {spell('loss_on', 'all')}"
+    ),
     "no messages": lambda spell: (
         "give it messages, conversations, a prompt and completion, an "
         "instruction and output, or a text"
