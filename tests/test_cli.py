@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -462,3 +463,13 @@ def test_a_full_disk_is_one_line(folder):
         )
     assert done.returncode == 2
     assert done.stderr == "longshore: the summary cannot be printed (No space left on device)\n"
+
+
+def test_sigterm_is_one_line(run, monkeypatch):
+    """Of every command; `longshore train` has more to say."""
+
+    def end(*_):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("longshore.cli.plan.read_lengths", end)
+    assert run(*PLAN) == (143, "", "longshore: ended by SIGTERM\n")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -337,7 +338,7 @@ def crash(config, ranks):
 
 
 def interrupt(config, ranks):
-    raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGTERM)
 
 
 def test_errors_of_a_rank(capsys, monkeypatch):
@@ -351,8 +352,9 @@ def test_errors_of_a_rank(capsys, monkeypatch):
     assert err.startswith("Traceback (most recent call last):\n")
     assert err.endswith("OSError: [Errno 28] No space left on device\n")
     monkeypatch.setattr("longshore.cli.train.train", interrupt)
-    assert main(words) == 130
-    assert capsys.readouterr() == ("", "")
+    assert main(words) == 143
+    stopped = "longshore: stopped before the first step\n"
+    assert capsys.readouterr() == ("starting 1 rank…\n", stopped)
 
 
 def test_help_names_every_option_and_key(run):
