@@ -1,6 +1,11 @@
-"""Hypothesis profiles: a fixed sample for every run, many fresh examples for `make fuzz`."""
+"""Hypothesis profiles, and why tests were skipped, one line for each reason.
+
+Of the profiles, `default` is a fixed sample for every run, `fuzz` many fresh examples.
+"""
 
 import os
+from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,3 +29,32 @@ settings.load_profile(PROFILE)
 def is_fuzz() -> bool:
     """Whether this is `make fuzz`, which takes its time."""
     return PROFILE == "fuzz"
+
+
+@pytest.fixture
+def half_by_float32() -> Iterator[None]:
+    """Half precision is multiplied in float32: the test does not depend on the CPU."""
+    from tests.half import HalfByFloat32
+
+    with HalfByFloat32():
+        yield
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    lines = skipped_lines(terminalreporter.stats.get("skipped", []))
+    if lines:
+        terminalreporter.section("skipped")
+    for line in lines:
+        terminalreporter.write_line(line)
+
+
+def skipped_lines(reports) -> list[str]:
+    """How many tests were skipped for each reason, the most first, and in which files."""
+    files = defaultdict(list)
+    for report in reports:
+        path, _, reason = report.longrepr
+        files[reason.removeprefix("Skipped: ")].append(os.path.relpath(path))
+    by_count = sorted(files.items(), key=lambda pair: (-len(pair[1]), pair[0]))
+    return [
+        f"{len(paths):4} {reason} ({', '.join(sorted(set(paths)))})" for reason, paths in by_count
+    ]

@@ -122,7 +122,7 @@ def keeps_what_it_says(config, width):
         made = make_mixer(config, width, norm=Norm(1e-5))
         x_TC = torch.empty(1024, width, dtype=torch.bfloat16, requires_grad=True)
     _cast(made)
-    # Pairs of storage and identity: a storage that is let go may leave its identity to another.
+    # Held here: a storage that is let go may leave its identity to another.
     known = [tensor.untyped_storage() for tensor in (x_TC, *made.parameters())]
     identities = {storage._cdata for storage in known}
     kept = {}

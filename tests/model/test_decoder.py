@@ -222,6 +222,7 @@ def test_another_core():
     assert not any(isinstance(part, type(core)) for part in model.modules())
 
 
+@pytest.mark.usefixtures("half_by_float32")
 def test_half_precision_keeps_its_dtype():
     config = CONFIGS["qwen3"]
     model = decoder(config).bfloat16()

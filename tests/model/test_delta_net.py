@@ -138,6 +138,7 @@ def test_first_values():
     scans.begins_as_it_should(BASE, {})
 
 
+@pytest.mark.usefixtures("half_by_float32")
 def test_bfloat16_is_near():
     scans.bfloat16_is_near(BASE, WIDTH)
 

@@ -141,6 +141,7 @@ def test_first_values():
     scans.begins_as_it_should(BASE, {"D": 1.0})
 
 
+@pytest.mark.usefixtures("half_by_float32")
 def test_bfloat16_is_near():
     scans.bfloat16_is_near(BASE, WIDTH)
 

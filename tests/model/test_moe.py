@@ -231,6 +231,7 @@ def test_the_grouped_product_agrees_with_the_loop(kind):
         assert (a - b).abs().max() <= 1e-5 * b.abs().max(), name
 
 
+@pytest.mark.usefixtures("half_by_float32")
 def test_a_router_keeps_float32_among_bfloat16():
     config = replace(KINDS["groups"], width=8)
     moe = make(config, width=8).bfloat16()

@@ -137,6 +137,7 @@ def test_expanded_and_transposed_gradients_are_taken():
     assert torch.equal(x_MC.grad, summed)
 
 
+@pytest.mark.usefixtures("half_by_float32")
 @pytest.mark.parametrize(
     ("width", "inner", "dtype", "refusal"),
     [
