@@ -78,14 +78,16 @@ def folder(tmp_path):
 
 
 def test_chats_and_a_checkpoint_to_a_better_checkpoint(folder):
-    words = ["data.path=chats.jsonl", 'data.fields=["weight:per_sequence:float32"]']
+    words = ["data.path=chats.jsonl", "data.fields=weight:per_sequence:float32"]
+    words += ["data.max_rejected=0.1"]
     words += ["model.from_hf=base", "data.batch=12", "plan.capacity=128", "--ranks", "2"]
     words += ["train.loss=mine:weighted", "train.loss_count=mine:total", "train.dtype=float64"]
     words += ["train.epochs=12", "train.lr=1e-2", "train.warmup=2", "output.export=tuned"]
     code, out, err = call(folder, "train", *words, "output.folder=run")
     assert code == 0, err
     assert "12 sequences of 13 samples" in err
-    assert "rejected 1: 1 broken JSON" in err
+    assert "rejected 1 of 13 samples" in err
+    assert "1 broken JSON, such as chats.jsonl line 6: " in err
     assert out.endswith("weights\nwrote tuned, a Hugging Face folder\n")
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tuned")
