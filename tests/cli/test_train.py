@@ -285,6 +285,12 @@ def test_resume_without_a_run_asks_which(run):
     assert run("--resume", "runs/demo-1")[3][-1][0].output.folder == "runs/demo-1"
 
 
+def test_force_without_resume_is_refused(run):
+    code, out, err, calls = run("--force")
+    assert (code, out, calls) == (2, "", [])
+    assert err.startswith("longshore: --force goes with --resume")
+
+
 def test_print_config_reads_back_the_same(run):
     code, out, err, calls = run("r.toml", "--print-config", "--ranks", "3", "data.ignore=['a\"b']")
     assert (code, err, calls) == (0, "", [])
