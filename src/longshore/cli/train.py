@@ -161,7 +161,7 @@ def _asked(args: argparse.Namespace, start: Start) -> Start:
     """With --resume; a recipe or key behind it is a word like others."""
     if args.resume is None:
         if args.force:
-            raise ValueError("--force goes with --resume; for many processes there is --force-ranks")
+            raise ValueError("--force goes with --resume; many processes need --force-ranks")
         return start
     if "=" in args.resume or args.resume.endswith((".toml", ".yaml")):
         args.words, args.resume = [*args.words, args.resume], ""
