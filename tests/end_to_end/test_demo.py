@@ -59,6 +59,7 @@ def test_any_ranks_any_plan_the_same_losses(tmp_path):
     assert any(line["padding"] > 0 for line in four), "a sequence over 256 tokens was split"
 
     lines = out.splitlines()
+    assert lines.pop(0) == "starting 1 rank…"
     assert lines[0].startswith("tiny-hybrid: 676,760 parameters; 1,024 sequences of ")
     assert lines[0].endswith("; 1 rank on cpu, float64")
     capacity = load_config(str(tmp_path / "one" / "config.toml")).plan.capacity
