@@ -469,6 +469,7 @@ def test_sigterm_is_one_line(run, monkeypatch):
     """Of every command; `longshore train` has more to say."""
 
     def end(*_):
+        assert os.environ["PYTHONSAFEPATH"], "its worker processes do not import from here"
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr("longshore.cli.plan.read_lengths", end)

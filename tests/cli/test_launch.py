@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from longshore.cli.environment import loopback_variables
 from longshore.cli.launch import (
     RankError,
     check_ranks,
@@ -45,7 +46,9 @@ def add_ranks(config, ranks):
     )
     total = torch.tensor(ranks.rank + 1)
     dist.all_reduce(total)
-    Path(f"{config.output.folder}-{ranks.rank}").write_text(f"{total.item()} {ranks.local_size}")
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    text = f"{total.item()} {ranks.local_size} {interface}"
+    Path(f"{config.output.folder}-{ranks.rank}").write_text(text)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -121,7 +124,8 @@ def shout(config, ranks):
 def test_every_rank_works(tmp_path, ranks):
     launch(add_ranks, config_in(tmp_path), ranks)
     found = [Path(tmp_path / f"run-{rank}").read_text() for rank in range(ranks)]
-    assert found == [f"{ranks * (ranks + 1) // 2} {ranks}"] * ranks
+    interface = loopback_variables().get("GLOO_SOCKET_IFNAME")
+    assert found == [f"{ranks * (ranks + 1) // 2} {ranks} {interface}"] * ranks
 
 
 def test_one_rank_runs_here():

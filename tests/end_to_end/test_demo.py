@@ -59,9 +59,9 @@ def test_any_ranks_any_plan_the_same_losses(tmp_path):
     assert any(line["padding"] > 0 for line in four), "a sequence over 256 tokens was split"
 
     lines = out.splitlines()
-    about = lines[lines.index("reading the data…") + 1]
-    assert about.startswith("tiny-hybrid: 676,760 parameters; 1,024 sequences of ")
-    assert about.endswith("; 1 rank on cpu, float64")
+    assert lines[:2] == ["starting 1 rank…", "reading the data…"]
+    assert lines[2].startswith("tiny-hybrid: 676,760 parameters; 1,024 sequences of ")
+    assert lines[2].endswith("; 1 rank on cpu, float64")
     capacity = load_config(str(tmp_path / "one" / "config.toml")).plan.capacity
     start = lines.index(f"plan.capacity: {capacity:,} tokens a rank and round")
     assert lines[start + 1].startswith("  memory ")

@@ -40,6 +40,7 @@ from longshore.config.sections import RunConfig
 from longshore.train.attend import gave_up, is_time_out
 from longshore.train.heartbeat import RankStatus
 from longshore.train.stop import (
+    SHOW_CURSOR,
     Interrupted,
     RunError,
     Stop,
@@ -60,7 +61,6 @@ GRACE_S = 1.0  # for the rank whose error it is, once another has failed of it
 END_S = 5.0  # for ranks to end by themselves
 LOOK_S = 1.0  # between two looks at where the ranks stand
 SHOWN = 4000  # characters of what a dead rank wrote
-SHOW_CURSOR = "\x1b[?25h"
 RANKS_PER_CORE = 8
 FEW_RANKS = 16
 
@@ -180,7 +180,6 @@ class _Run:
         self.folder = Path(folder)
         self.pending: dict[Connection, int] = {}
         self.processes: list[ForkServerProcess] = []
-        self.limit_min = config.parallel.timeout_min
         self.watch = Watch(self.folder, ranks)
         self.told_to_stop = Stop(RankStatus())
         self.stopped: dict[int, str] = {}
