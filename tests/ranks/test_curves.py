@@ -1,10 +1,11 @@
-"""Twenty steps end alike whatever the plan, the lanes, the sync mode and what is recomputed."""
+"""Many steps end alike whatever the plan, the lanes, the sync mode and what is recomputed."""
 
 from functools import cache, partial
 from itertools import product
 
 import pytest
 import torch
+from tests.conftest import PROFILE
 from tests.ranks.harness import run_ranks
 from tests.ranks.hybrids import HYBRIDS
 from tests.ranks.spine import MTP_WEIGHT, dense, exact, lanes_of, sharded
@@ -21,7 +22,7 @@ from longshore.train.step import Stepper
 
 Way = tuple[str, str, str]
 
-STEPS = 20
+STEPS = 20 if PROFILE == "fuzz" else 10
 POLICIES = ("padded", "static", "balanced", "dynamic", "mixed")
 MOCK = {
     "mode": "distribution",
