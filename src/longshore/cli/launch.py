@@ -34,6 +34,7 @@ from types import FrameType
 from typing import NoReturn
 
 from longshore.cli.environment import loopback, loopback_variables, lossy_output, safe_path
+from longshore.cli.words import say
 from longshore.config.ranks import Ranks
 from longshore.config.resume import Start
 from longshore.config.sections import RunConfig
@@ -209,7 +210,7 @@ class _Run:
         if not self.watch.has_begun:
             raise Interrupted(number)
         if is_first:
-            _tell(stopping(number))
+            say(f"longshore: {stopping(number)}", to_stderr=True)
         for process in self.processes:
             if process.pid is not None:
                 with suppress(ProcessLookupError):
@@ -237,7 +238,7 @@ class _Run:
             text = f"ended without a checkpoint of this step: {self.watch.words()}; {saved}"
             raise StoppedError(text, stop.number)
         if text := self.watch.notice(NOTICE_S):
-            _tell(text)
+            say(f"longshore: {text}", to_stderr=True)
 
     def _take(self, ready: Connection) -> None:
         rank = self.pending.pop(ready)
@@ -337,10 +338,6 @@ def _work(work: Work, config: RunConfig, ranks: Ranks, results: Connection) -> N
     with suppress(OSError):
         results.send(answer)
     _leave(0 if answer[0] == "done" else 1)
-
-
-def _tell(text: str) -> None:
-    print(f"longshore: {text}", file=sys.stderr, flush=True)
 
 
 def _leave(code: int) -> NoReturn:
