@@ -93,7 +93,7 @@ def test_text_is_prepared_once(capsys):
     assert len(open_sequences(config, decoder_config(config.model))) == 1
     prepare_text(config)
     said = capsys.readouterr().err
-    assert said.startswith(f"using the tokenized data of {text_folder(config)}: 1 sequences of 1")
+    assert f"\nusing the tokenized data of {text_folder(config)}: 1 sequences of 1" in said
 
 
 def test_a_run_stops_if_many_samples_were_rejected(capsys):

@@ -21,6 +21,7 @@ def folder_of(tmp_path, monkeypatch):
             too_long="reject",
             fields=(),
             ignore=(),
+            max_bytes=1000,
         )
         return cache_folder("chats.jsonl", rules, "prepared").name
 

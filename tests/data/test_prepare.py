@@ -373,7 +373,7 @@ def test_stopped_at_every_moment_it_goes_on_to_the_same_bytes(here, monkeypatch)
         assert files_of(here / f"out{moments}") == files_of(here / "reference"), moments
         assert summary.reused == min(max(0, (moments - 1) // 4), shards), "each record counts"
         moments += 1
-    assert moments == 2 * (1 + 2 * shards + 1 + 3 + 1), "job, shard and record, rejected, index"
+    assert moments == 2 * (1 + 2 * shards + 1 + 4 + 1), "job, shard and record, rejected, index"
 
 
 CHILD = """

@@ -72,7 +72,7 @@ def prepare_text(config: RunConfig) -> None:
     except ValueError as error:
         raise ValueError(f"data.path: {_in_keys(str(error))}") from None
     before = "using the tokenized data of " if summary.reused == summary.shards else ""
-    sys.stderr.write(printable(f"{before}{summary.explain(as_key)}\n"))
+    sys.stderr.write(printable(f"{summary.explain(as_key, before=before)}\n"))
     with told_as("data.path: "):
         summary.rejections.check(data.max_rejected, as_key)
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from longshore.data.json_list import CHUNK, read_elements
 from longshore.data.source import SampleError
+from longshore.data.store import INDEX
 
 Sample = Mapping[str, Any]
 
@@ -25,7 +26,7 @@ JSONL = (".jsonl", ".ndjson")
 SUFFIXES = (*JSONL, ".json", ".parquet")
 BOM = b"\xef\xbb\xbf"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
-STORE_FILES = ("lengths.npy", "loss_tokens.npy", "checksums.npy", "prepare.work")
+STORE_FILES = (*INDEX, "prepare.work")
 ROWS = 256
 MAX_BYTES = 1 << 24
 """The default for the most bytes of one sample: text of some four million tokens."""

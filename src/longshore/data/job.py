@@ -180,14 +180,14 @@ def claimed(job: Job, start_over: bool) -> Iterator[bool]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"{job.out}: another prepare is at work here; wait for it") from None
-        for left in job.work.glob("*.tmp"):
-            left.unlink()  # of a killed run, which may have filled the disk
         try:
             finished = _check_same_job(job, start_over)
         except ValueError:
             if (job.out / MANIFEST).exists():
                 shutil.rmtree(job.work)  # a finished store stays as it is
             raise
+        for left in job.work.glob("*.tmp"):
+            left.unlink()  # of a killed run, which may have filled the disk
         yield finished
         shutil.rmtree(job.work)
 

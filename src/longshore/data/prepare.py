@@ -79,16 +79,16 @@ class Summary:
     def rejections(self) -> Rejections:
         return Rejections(self.folder, self.samples, self.rejected)
 
-    def explain(self, spell: Spelling) -> str:
-        """What is there and what is not. spell: how settings are written."""
+    def explain(self, spell: Spelling, *, before: str = "") -> str:
+        """What is there and what is not. spell: how settings are written. before: first words."""
         cut = f" ({self.truncated:,} truncated)" if self.truncated else ""
-        before = f" ({self.reused} from an earlier run)" if self.reused else ""
+        reused = f" ({self.reused} from an earlier run)" if self.reused else ""
         text = (
             f"{self.folder}: {self.sequences:,} sequences{cut} of {self.samples:,} samples, "
             f"{self.tokens:,} tokens, {self.loss_tokens:,} of them in the loss, "
-            f"the longest sequence {self.longest:,}, {self.shards} shards{before}"
+            f"the longest sequence {self.longest:,}, {self.shards} shards{reused}"
         )
-        text = f"{self.template_note}\n{text}" if self.template_note else text
+        text = f"{self.template_note}\n{before}{text}" if self.template_note else f"{before}{text}"
         return f"{text}\n{self.rejections.explain(spell)}" if self.rejected else text
 
     def __str__(self) -> str:
