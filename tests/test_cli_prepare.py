@@ -62,7 +62,9 @@ def test_the_template_is_chosen_and_told(capsys):
     manifest = json.loads(Path("made/manifest.json").read_text())
     assert manifest["about"]["chat_template"] == f"{line} rewrites earlier turns"
     assert prepare("--workers", "1", "--template", "own", "--start-over") == 2
-    assert "no sample became a sequence; rejected 1: 1 spans not located" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no sample became a sequence; rejected 1 of 1 samples (100 %): 1 spans not" in error
+    assert ", such as chats.jsonl line 1: " in error
     assert prepare("--workers", "1", "--template", "chatml", "--start-over") == 0
     assert "training template for ChatML, as asked for" in capsys.readouterr().out
     Path("chats.jsonl").write_text(json.dumps({"text": "what is a beach"}))

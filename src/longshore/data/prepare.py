@@ -209,10 +209,13 @@ def _finish(job: Job, ranges: Sequence[Range]) -> None:
         shards += [record.shard] if record.shard else []
     write_durably(job.out / REJECTED, "".join(rejected).encode(), scratch=job.work)
     if not shards:
-        rejections = Rejections(job.out, lines.total(), reasons)
-        told = f"{rejections.in_short()}; see {job.out / REJECTED}"
-        told = told if reasons else "there is none in the inputs"
-        raise ValueError(f"{job.out}: no sample became a sequence; {told}")
+        why = "there is none in the inputs"
+        if reasons:
+            rejections = Rejections(job.out, lines.total(), reasons)
+            why = (
+                f"{rejections.in_short()}, such as {rejections.example()}; see {job.out / REJECTED}"
+            )
+        raise ValueError(f"{job.out}: no sample became a sequence; {why}")
     for path in job.out.glob("shard-*.arrow"):
         if path.name not in {shard.file for shard in shards}:
             path.unlink()  # left by an earlier job

@@ -82,6 +82,10 @@ class Rejections:
             f"{counted}"
         )
 
+    def example(self) -> str:
+        """A sample of the most frequent reason, and what is wrong with it."""
+        return self._examples().get(self._by_number()[0][0], "")
+
     def explain(self, spell: Spelling) -> str:
         """A paragraph with an example and the way out for each reason."""
         head = f"rejected {self.total:,} of {self.samples:,} samples ({_percent(self.share)})"
