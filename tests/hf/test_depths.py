@@ -93,4 +93,5 @@ def test_a_depth_computes_as_that_of_transformers(tmp_path):
     wanted = drafter.forward_layer(
         0, hidden[None], torch.arange(20)[None], cache, input_ids=ids[None]
     )[0]
-    assert (made - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    # In a sequence of 20 the last position has no token one place on: our experts leave it out.
+    assert (made - wanted)[:-1].abs().max() <= 1e-5 * wanted.abs().max()

@@ -37,7 +37,7 @@ class Stepper:
         loss = float("nan") if self.number == self.bad else 2.0
         stops = torch.tensor([float(self.number == self.stop)], dtype=torch.float64)
         losses = torch.tensor([loss, 0.0], dtype=torch.float64)
-        return Trained(losses, torch.tensor(1.0), stops, (), Rounds((), ()))
+        return Trained(losses, torch.tensor(1.0), stops, (), Rounds((), (), ()))
 
 
 def run(monkeypatch, device, *, count=4, evaluated=(), **choices):
