@@ -103,7 +103,7 @@ def stop_on_signals(
     tell: Callable[[str], None] = lambda text: None,
     will_not_stop: Callable[[float], str] = lambda told_s: "",
 ) -> Iterator[Stop]:
-    """A flag in status of the end of the process; threads other than the main one get no signal.
+    """A flag in place of the end of the process; threads other than the main one get no signal.
 
     will_not_stop: what to say if the run is stuck for good, so many seconds after the signal.
     """
