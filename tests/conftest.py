@@ -1,9 +1,10 @@
-"""Hypothesis profiles, and why tests were skipped, one line for each reason.
+"""Hypothesis profiles, signals, and why tests were skipped, one line for each reason.
 
 Of the profiles, `default` is a fixed sample for every run, `fuzz` many fresh examples.
 """
 
 import os
+import signal
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -23,6 +24,10 @@ settings.register_profile(
 )
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 settings.load_profile(PROFILE)
+
+# In the background SIGINT or SIGHUP may be ignored, here and in all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture

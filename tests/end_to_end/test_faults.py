@@ -163,7 +163,7 @@ def test_a_hung_rank_is_named_and_sigterm_answered(start, tmp_path):
         assert "has moved" in line or "not moved" in line, "a slow machine, before that"
     os.kill(process.pid, signal.SIGTERM)
     out, err = process.communicate(timeout=STOP_S)
-    assert (process.returncode, out) == (143, "")
+    assert (process.returncode, out) == (143, ""), err
     last = err.splitlines()[-1]
     told = re.fullmatch(
         rf"longshore: ended without a checkpoint of this step: {where}; the last checkpoint is of "

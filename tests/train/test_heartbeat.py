@@ -50,6 +50,15 @@ def test_beats_while_the_main_thread_is_busy(tmp_path):
     assert not path.exists()
 
 
+def test_the_first_step_is_told_at_once(tmp_path):
+    """Whoever sends a signal then must know that there is something to save."""
+    status, path = RankStatus(), beat_path(tmp_path, 0)
+    with beating(status, lambda: tmp_path, rank=0, period_s=1000.0):
+        assert wait_for(path.exists)
+        status.at("waiting for data", step=1)
+        assert wait_for(lambda: read_beat(path).step == 1)
+
+
 def test_a_rank_that_failed_leaves_its_last_beat(tmp_path):
     try:
         with beating(RankStatus(), lambda: tmp_path, rank=0, period_s=0.02):

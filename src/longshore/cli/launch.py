@@ -183,6 +183,7 @@ class _Run:
         self.processes: list[ForkServerProcess] = []
         self.watch = Watch(self.folder, ranks)
         self.told_to_stop = Stop(RankStatus())
+        self.unsaid = ""  # a signal may come while something is printed, and cannot print itself
         self.stopped: dict[int, str] = {}
         self.told: dict[int, str] = {}
         self.refused: dict[int, str] = {}
@@ -210,7 +211,7 @@ class _Run:
         if not self.watch.has_begun:
             raise Interrupted(number)
         if is_first:
-            say(f"longshore: {stopping(number)}", to_stderr=True)
+            self.unsaid = stopping(number)
         for process in self.processes:
             if process.pid is not None:
                 with suppress(ProcessLookupError):
@@ -220,7 +221,9 @@ class _Run:
         deadline: float | None = None
         while self.pending and (deadline is None or time.monotonic() < deadline):
             left = LOOK_S if deadline is None else max(0.0, deadline - time.monotonic())
-            for ready in connection.wait([*self.pending], left):
+            finished = connection.wait([*self.pending], left)
+            self._say_unsaid()
+            for ready in finished:
                 assert isinstance(ready, Connection)
                 self._take(ready)
             if deadline is None and (self.refused or self.told or self.failed or self.died):
@@ -228,6 +231,11 @@ class _Run:
             if deadline is None:
                 self._look()
         self._raise_first()
+
+    def _say_unsaid(self) -> None:
+        text, self.unsaid = self.unsaid, ""
+        if text:
+            say(f"longshore: {text}", to_stderr=True)
 
     def _look(self) -> None:
         """Names a rank that does not move; ends a run that was told to stop and cannot."""

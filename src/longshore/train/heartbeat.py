@@ -29,7 +29,8 @@ class RankStatus:
     """A rank's; its main thread moves it, other threads only read.
 
     moves: how often it moved, which is the same on all ranks at the same status. longest_s: between
-    two moves, after the first step. folder: of the run, once it is known.
+    two moves, after the first step. folder: of the run, once it is known. on_first_step: called at
+    once when the first step begins, from which on a run that is told to stop saves.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,6 +40,7 @@ class RankStatus:
         self.moves = 0
         self.longest_s = 0.0
         self.folder = ""
+        self.on_first_step: Callable[[], None] = lambda: None
         self._clock = clock
         self._steps = 0
         self._moved = clock()
@@ -48,12 +50,15 @@ class RankStatus:
         now = self._clock()
         if self._steps >= WARM_STEPS:
             self.longest_s = max(self.longest_s, now - self._moved)
+        is_first_step = not self.step and bool(step)
         if step is not None and step != self.step:
             self.step = step
             self._steps += 1
         self.round, self.phase = round, phase
         self._moved = now
         self.moves += 1
+        if is_first_step:
+            self.on_first_step()
 
     @property
     def unmoved_s(self) -> float:
@@ -109,22 +114,25 @@ def beating(
     folder: None as long as there is none to write into. quiet_s: nothing is written while the
     status moved within these seconds. after: called by the thread when it has written.
     """
-    main, stop = threading.get_ident(), threading.Event()
+    main, stop, wake = threading.get_ident(), threading.Event(), threading.Event()
+    status.on_first_step = wake.set
 
     def beat() -> None:
         count, may_exist = 0, True
-        while not stop.wait(period_s if count else 0.0):
+        while True:
+            wake.clear()
+            if stop.is_set():
+                return
             count += 1
             where = folder()
-            if where is None:
-                continue
-            if status.unmoved_s >= quiet_s:
+            if where is not None and status.unmoved_s >= quiet_s:
                 _write(beat_path(where, rank), _beat(status, rank, count, main))
                 may_exist = True
                 after()
-            elif may_exist:
+            elif where is not None and may_exist:
                 _remove(beat_path(where, rank))
                 may_exist = False
+            wake.wait(period_s)
 
     thread = threading.Thread(target=beat, name="longshore-heartbeat", daemon=True)
     thread.start()
@@ -136,6 +144,7 @@ def beating(
         raise
     finally:
         stop.set()
+        wake.set()
         thread.join(period_s)
         if where is not None:
             _remove(beat_path(where, rank))
