@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from longshore.batch import MicroBatch
@@ -28,7 +28,6 @@ def out_of_memory(
     status: RankStatus,
     batches: Sequence[MicroBatch],
     *,
-    model: nn.Module,
     optimizer: Optimizer,
 ) -> str:
     """batches: of the step, one for each round."""
@@ -39,7 +38,7 @@ def out_of_memory(
     most = tokens[status.round - 1] if status.round else max(tokens, default=0)
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
     more = f", and {asked[1]} more did not fit" if asked else ""
-    parts = ", ".join(f"{name} {bytes_ / GIB:.1f} GiB" for name, bytes_ in _parts(model, optimizer))
+    parts = ", ".join(f"{name} {bytes_ / GIB:.1f} GiB" for name, bytes_ in _parts(optimizer))
     return f"is out of GPU memory in {where}: {most:,} tokens{more}; {parts}; {WAY_OUT}"
 
 
@@ -47,10 +46,13 @@ def _tokens(batch: MicroBatch) -> int:
     return 0 if batch.token_ids is None else len(batch.token_ids)
 
 
-def _parts(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, int]]:
-    """What is in this rank's memory, in bytes; of a GPU also what is none of the model's."""
-    parameters = list(model.parameters())
-    states = optimizer.state.values() if optimizer is not None else ()
+def _parts(optimizer: Optimizer) -> list[tuple[str, int]]:
+    """What is in this rank's memory, in bytes; of a GPU also what is none of the model's.
+
+    Parameters are the optimizer's: a module holds gathered ones in their place during a step.
+    """
+    parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    states = optimizer.state.values()
     moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     parts = [

@@ -143,9 +143,7 @@ class Stepper:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            told = out_of_memory(
-                error, self.status, batches, model=self.model, optimizer=self.optimizer
-            )
+            told = out_of_memory(error, self.status, batches, optimizer=self.optimizer)
             raise RunError(f"rank {self.topology.rank} {told}") from None
 
     def terms(self, out: Output, batch: MicroBatch, divisor: float) -> tuple[Tensor, Faults | None]:
