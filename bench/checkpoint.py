@@ -24,16 +24,16 @@ from ranks import on_ranks
 from results import machine, table, write_section
 
 from longshore.config import decoder_config, load_config, planner_options
-from longshore.config.sequences import batch_size, open_sequences
 from longshore.data.loader import Loader
 from longshore.data.steps import IndexedSteps, Packing
-from longshore.dist.cp_groups import CPGroups
-from longshore.dist.topology import make_topology
+from longshore.distributed.cp_groups import CPGroups
+from longshore.distributed.topology import make_topology
 from longshore.model.decoder import Decoder
 from longshore.model.init import initial_rows
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import fill
 from longshore.plan.planner import make_plan
+from longshore.run.data import batch_size, open_sequences
 from longshore.train.checkpoint import Checkpoints, Position
 from longshore.train.loss import make_loss
 from longshore.train.optim import make_optimizer

@@ -24,7 +24,7 @@ from longshore.data.batches import BatchSize
 from longshore.data.loader import Loader
 from longshore.data.mock import MockSource
 from longshore.data.steps import IndexedSteps, Packing
-from longshore.dist.topology import make_topology
+from longshore.distributed.topology import make_topology
 from longshore.plan import make_plan
 from longshore.plan.shapes import make_buckets
 

@@ -1,4 +1,4 @@
-"""The keys of docs/configuration.md, written from config/sections.py.
+"""The keys of docs/configuration.md, written from config/schema.py.
 
 In: the page with its two marks. Out: the same page with a table for each section between them;
 whether anything changed is printed. A test fails while the page is stale:
@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from longshore.config.sections import SECTIONS
+from longshore.config.schema import SECTIONS
 from longshore.config.toml import toml_value
 
 PAGE = Path(__file__).with_name("configuration.md")

@@ -27,10 +27,10 @@ from tests.data.tiny import CHATML, word_tokenizer
 from tests.test_layout import PACKAGE, ROOT, defined_names
 
 from longshore.cli import main as cli
-from longshore.config.read import load_config
-from longshore.config.sections import SECTIONS
+from longshore.config.load import load_config
+from longshore.config.schema import SECTIONS
 from longshore.config.told import as_keys
-from longshore.config.words import all_keys
+from longshore.config.unknown_keys import all_keys
 from longshore.train.metrics import StepMetrics
 
 DOCS = ROOT / "docs"

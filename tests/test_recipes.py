@@ -9,11 +9,11 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
+from longshore.arch.presets import PRESETS
 from longshore.cli.main import main
 from longshore.config.check import check_config, decoder_config
-from longshore.config.read import load_config
-from longshore.config.settle import settle
-from longshore.model.presets import PRESETS
+from longshore.config.load import load_config
+from longshore.run.auto import settle
 
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))

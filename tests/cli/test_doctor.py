@@ -15,11 +15,11 @@ import torch
 from longshore.cli import doctor as command
 from longshore.cli.doctor import DOCTOR_HELP, Report, register_doctor
 from longshore.cli.launch import RankError
-from longshore.cli.words import Parser
-from longshore.train import doctor, doctor_ops, doctor_ranks
-from longshore.train.doctor import Setting, examine, look
-from longshore.train.doctor_ranks import Meeting, Seat, within
-from longshore.train.finding import Finding, bad, first_line, good, warn
+from longshore.cli.options import Parser
+from longshore.doctor import machine, ops, ranks
+from longshore.doctor.machine import Setting, examine, look
+from longshore.doctor.ranks import Meeting, Seat, within
+from longshore.doctor.result import Finding, bad, first_line, good, warn
 
 SECTIONS = ["machine", "torch", "devices", "ops", "kernels", "packages", "disk", "ranks"]
 HERE = Setting(gpus=0, ranks=2, folder=Path("runs"))
@@ -72,7 +72,7 @@ def met(monkeypatch):
 
 def only(monkeypatch, *findings):
     """Lets `torch` be the only section, with these findings."""
-    monkeypatch.setattr(doctor, "PROBES", (("torch", lambda setting: iter(findings)),))
+    monkeypatch.setattr(machine, "PROBES", (("torch", lambda setting: iter(findings)),))
 
 
 def test_this_machine(run):
@@ -164,7 +164,7 @@ def test_a_probe_that_fails_is_a_remark(run, met, monkeypatch):
         yield good("so far")
         raise OSError("no such thing\nand more")
 
-    monkeypatch.setattr(doctor, "PROBES", (("torch", fails),))
+    monkeypatch.setattr(machine, "PROBES", (("torch", fails),))
     code, out = run()
     assert code == 0
     assert "  ✓ so far\n  ! could not be looked at to the end: OSError: no such thing\n" in out
@@ -218,7 +218,7 @@ def test_ranks_that_do_not_meet(run, monkeypatch, error, said):
 
 def test_wrong_answers_of_a_group_are_told(run, monkeypatch):
     only(monkeypatch, good("fine"))
-    monkeypatch.setattr(doctor_ranks, "gather", lambda shard, group: shard + 1)
+    monkeypatch.setattr(ranks, "gather", lambda shard, group: shard + 1)
     code, out = run("--ranks", "1")
     assert code == 1
     assert "✗ rank 0: the CP group of 1 lanes from 0 gathers [1]" in out
@@ -242,10 +242,10 @@ def test_an_op_that_is_wrong(monkeypatch):
     from longshore.ops import attention, experts
 
     right = attention.attention
-    assert [finding.mark for finding in doctor_ops.ops()] == ["ok"] * 4
+    assert [finding.mark for finding in ops.ops()] == ["ok"] * 4
     monkeypatch.setattr(attention, "attention", lambda *a, **b: right(*a, **b) * 1.01)
     monkeypatch.setattr(experts, "grouped_mlp", lambda x, *a, **b: x @ x[:3])
-    plain, wide, mixture, _ = doctor_ops.ops()
+    plain, wide, mixture, _ = ops.ops()
     assert (plain.mark, wide.mark, mixture.mark) == ("bad", "bad", "bad")
     assert "its output is wrong by 1% of the largest value" in plain.text
     assert "fails: RuntimeError" in mixture.text
@@ -257,7 +257,7 @@ def test_an_op_that_is_wrong(monkeypatch):
 )
 def test_triton(monkeypatch, version, capability, mark):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    assert doctor_ops._triton(capability).mark == mark
+    assert ops._triton(capability).mark == mark
 
 
 @pytest.mark.parametrize(
@@ -270,41 +270,41 @@ def test_triton(monkeypatch, version, capability, mark):
     ],
 )
 def test_faster_kernels(is_here, is_called, mark, said):
-    found = doctor_ops._package("flash", is_here, gain="fast", is_called=is_called)
+    found = ops._package("flash", is_here, gain="fast", is_called=is_called)
     assert (found.mark, found.text) == (mark, said)
 
 
 def test_open_files(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    assert doctor._open_files(96).mark == "ok"
-    assert doctor._open_files(97) == warn(
+    assert machine._open_files(96).mark == "ok"
+    assert machine._open_files(97) == warn(
         "open files: 1,024, and 97 ranks want 1,032", "ulimit -n 1032"
     )
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, -1))
-    assert doctor._open_files(10**6).mark == "ok"
+    assert machine._open_files(10**6).mark == "ok"
 
 
 def test_a_container_with_little_memory(monkeypatch, tmp_path):
     limit = tmp_path / "memory.max"
     limit.write_text(f"{1 << 30}\n")
-    monkeypatch.setattr(doctor, "LIMIT", limit)
-    found = doctor._cores_and_memory()
+    monkeypatch.setattr(machine, "LIMIT", limit)
+    found = machine._cores_and_memory()
     assert found.mark == "warn"
     assert "this container may use 1.0 GiB" in found.text
     limit.write_text("max\n")
-    assert doctor._cores_and_memory().mark == "ok"
+    assert machine._cores_and_memory().mark == "ok"
 
 
 def test_disk_and_shared_memory(monkeypatch, tmp_path):
     amounts = {"free": 1 << 30, "total": 64 << 20}
     usage = type("Usage", (), amounts)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    monkeypatch.setattr(doctor, "SHARED", tmp_path)
-    disk, shared = look(doctor.storage, HERE)
+    monkeypatch.setattr(machine, "SHARED", tmp_path)
+    disk, shared = look(machine.storage, HERE)
     assert (disk.mark, disk.text) == ("warn", "runs/: 1.0 GiB of disk left")
     assert (shared.mark, shared.text) == ("warn", f"{tmp_path} holds 0.1 GiB")
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert look(doctor.storage, HERE)[0].mark == "bad"
+    assert look(machine.storage, HERE)[0].mark == "bad"
 
 
 def test_gpus_that_torch_cannot_use(monkeypatch):
@@ -315,26 +315,26 @@ def test_gpus_that_torch_cannot_use(monkeypatch):
         return False
 
     monkeypatch.setattr(torch.cuda, "is_available", unavailable)
-    first, cpu = look(doctor.devices, Setting(2, 2, Path("runs")))
+    first, cpu = look(machine.devices, Setting(2, 2, Path("runs")))
     assert first.mark == "bad"
     assert first.text == "2 GPUs are here, and torch cannot use them: the driver is too old"
     assert cpu == good("the CPU: computes")
-    assert look(doctor.devices, HERE)[0].mark == "ok"
+    assert look(machine.devices, HERE)[0].mark == "ok"
 
 
 def test_an_old_torch_and_one_without_gloo(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
-    assert look(doctor.torch_build, HERE)[0].mark == "bad"
+    assert look(machine.torch_build, HERE)[0].mark == "bad"
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     monkeypatch.setattr("torch.distributed.is_gloo_available", lambda: False)
-    version, gloo = look(doctor.torch_build, HERE)
+    version, gloo = look(machine.torch_build, HERE)
     assert (version.mark, gloo.mark) == ("ok", "bad")
 
 
 def test_missing_packages(monkeypatch):
     missing = {"jinja2", "wandb", "tensorboard", "safetensors"}
-    monkeypatch.setattr(doctor, "version_of", lambda name: None if name in missing else "1")
-    assert look(doctor.packages, HERE) == (
+    monkeypatch.setattr(machine, "version_of", lambda name: None if name in missing else "1")
+    assert look(machine.packages, HERE) == (
         bad("safetensors is missing", "pip install safetensors"),
         warn("for text jinja2 is missing", "pip install 'longshore[hf]'"),
         good("optional: transformers 1"),
@@ -346,8 +346,8 @@ def test_differences_between_machines():
     one = Seat(0, 0, 0, "a", "cuda:0", "torch 2.11")
     two = Seat(1, 1, 0, "b", "cuda:0", "torch 2.13", remarks=(warn("little disk", "clear it"),))
     third = Seat(2, 1, 1, "b", "cuda:0", "torch 2.13")
-    assert doctor_ranks._differences([one], "nccl") == []
-    assert doctor_ranks._differences([one, two, third], "gloo") == [
+    assert ranks._differences([one], "nccl") == []
+    assert ranks._differences([one, two, third], "gloo") == [
         warn("rank 1 has torch 2.13, and rank 0 torch 2.11", "install the same on all machines"),
         warn("ranks share GPUs, over gloo", "start one rank for each GPU"),
         warn("node 1 (b): little disk", "clear it"),
@@ -389,7 +389,7 @@ def test_errors_in_one_line():
 
 
 def test_times_in_words():
-    assert [doctor_ranks.words(s) for s in (2.04, 0.5, 0.0123, 0.00123)] == [
+    assert [ranks.words(s) for s in (2.04, 0.5, 0.0123, 0.00123)] == [
         "2.0 s",
         "500 ms",
         "12 ms",

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from tests.hf.folders import llama, load, qwen3
 
+from longshore.arch.presets import preset
 from longshore.cli.export import register_export
-from longshore.cli.words import Parser
+from longshore.cli.options import Parser
 from longshore.hf.checkpoint import open_weights, read_config, tensor_shapes
 from longshore.hf.weights import save_weights
-from longshore.model.presets import preset
 
 
 @pytest.fixture(autouse=True)

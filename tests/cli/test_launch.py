@@ -20,10 +20,10 @@ from longshore.cli.launch import (
     ranks_from_environment,
 )
 from longshore.cli.main import main
-from longshore.config import Ranks, load_config
-from longshore.train.attend import attended
+from longshore.config import load_config
+from longshore.run.ranks import Ranks
 from longshore.train.heartbeat import RankStatus, beat_path
-from longshore.train.stop import TWICE_S, RunError
+from longshore.train.stop import TWICE_S, RunError, attended
 
 CONFIG = load_config(None)
 

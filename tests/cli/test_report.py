@@ -3,8 +3,8 @@
 import pytest
 from tests.report.run_folders import make_run
 
+from longshore.cli.options import Parser
 from longshore.cli.report import register_report
-from longshore.cli.words import Parser
 
 
 def report(*words):

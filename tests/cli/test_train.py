@@ -13,10 +13,11 @@ from tests.data.tiny import CHATML, word_tokenizer
 
 from longshore.cli.main import main
 from longshore.cli.train import TRAIN_HELP
-from longshore.config import Ranks, load_config
-from longshore.config.words import all_keys
+from longshore.config import load_config
+from longshore.config.unknown_keys import all_keys
 from longshore.data.source import TokenizedSample
 from longshore.data.store import write_store
+from longshore.run.ranks import Ranks
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from longshore.arch.presets import preset
 from longshore.config import (
     RunConfig,
     check_config,
@@ -13,8 +14,7 @@ from longshore.config import (
     planner_options,
 )
 from longshore.config.check import shared_heads
-from longshore.config.sections import ModelConfig, ParallelConfig, PlanConfig
-from longshore.model.presets import preset
+from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig
 from longshore.plan import make_plan
 
 DEMO = load_config(None)
@@ -22,7 +22,7 @@ DEMO = load_config(None)
 
 @pytest.mark.parametrize("lanes", [1, 2, 3, 4, 8])
 def test_the_demo_is_right_on_any_number_of_lanes(lanes):
-    check_config(DEMO, lanes, check_folders=False)
+    check_config(DEMO, lanes)
 
 
 def test_the_demo_mixes_packs_of_several_cp_sizes():
@@ -56,7 +56,7 @@ def test_heads_limit_the_cp_sizes_only_where_they_are_shared():
     assert shared_heads(decoder, ParallelConfig(attention="heads")) == 4
     assert shared_heads(decoder, ParallelConfig()) is None
     config = replace(DEMO, parallel=replace(DEMO.parallel, attention="heads"))
-    check_config(config, 8, check_folders=False)
+    check_config(config, 8)
     assert planner_options(config, lanes=8, capacity=512, decoder=decoder)["heads"] == 4
 
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_written_is_refused_before_the_first_step(tmp_path, monke
     def checked(**changes):
         model = ModelConfig(preset=changes.pop("preset"))
         output = replace(DEMO.output, **changes)
-        check_config(replace(DEMO, model=model, output=output), 1, check_folders=False)
+        check_config(replace(DEMO, model=model, output=output), 1)
 
     checked(preset="tiny-hybrid")
     checked(preset="tiny-qwen3-next", export="out")
@@ -144,4 +144,4 @@ def test_what_cannot_be_written_is_refused_before_the_first_step(tmp_path, monke
     config = replace(DEMO, model=ModelConfig(from_hf=str(tmp_path)))
     monkeypatch.setattr(config_file, "choose_architecture", refuse)
     with pytest.raises(ValueError, match=r"model\.from_hf: .* but not be written .* a third eye"):
-        check_config(config, 1, check_folders=False)
+        check_config(config, 1)

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from longshore.data import cache
-from longshore.data.cache import TextRules, cache_folder
+from longshore.data import prepare
+from longshore.data.prepare import TextRules, cache_folder
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_the_choice_of_template_and_its_content_name_the_cache(folder_of, monkey
     assert len(set(names)) == 4
     Path("mine.jinja").write_text("two")
     assert folder_of("mine.jinja") not in names
-    monkeypatch.setattr(cache, "templates_digest", lambda: "of another version")
+    monkeypatch.setattr(prepare, "templates_digest", lambda: "of another version")
     assert folder_of("auto") not in names
     assert folder_of("qwen3") not in names
     assert folder_of("own") in names

@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.data.batches import Batches, BatchSize, Place
-from longshore.data.order import BLOCK, shuffled
+from longshore.data.batches import BLOCK, Batches, BatchSize, Place, shuffled
 
 # Never change these: a run that is resumed relies on them.
 GOLDEN = {

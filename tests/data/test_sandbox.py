@@ -8,9 +8,9 @@ import pytest
 
 from longshore.data.chat_template import ChatTemplate
 from longshore.data.chats import Chat
-from longshore.data.pool import run_tasks
 from longshore.data.sandbox import Limits
 from longshore.data.source import SampleError
+from longshore.data.worker_pool import run_tasks
 
 CHAT = Chat(({"role": "user", "content": "Hi"},))
 LOOPS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3

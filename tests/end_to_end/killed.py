@@ -14,11 +14,11 @@ from longshore.train.metrics import read_metrics
 LOSS = """\
 import json, os, pathlib, signal, threading, time
 import torch.distributed as dist
-from longshore.train import storage
+from longshore.train import checkpoint_storage
 
 ORDER = pathlib.Path({order!r})
 calls = 0
-honest = storage.write_safetensors
+honest = checkpoint_storage.write_safetensors
 
 
 def half(path, tensors):
@@ -30,7 +30,7 @@ def half(path, tensors):
     return honest(path, tensors)
 
 
-storage.write_safetensors = half
+checkpoint_storage.write_safetensors = half
 
 
 def dies(nll, batch):

@@ -123,7 +123,9 @@ def test_a_real_full_disk(runs, tmp_path, capfd, monkeypatch, is_looked_for):
     if shutil.which("mount") is None:
         pytest.skip("there is no mount")
     if not is_looked_for:
-        monkeypatch.setattr("longshore.train.saved.check_room", lambda folder, needed: None)
+        monkeypatch.setattr(
+            "longshore.train.checkpoint_files.check_room", lambda folder, needed: None
+        )
     with small_disk(tmp_path / "disk", 9) as disk:
         words = ("output.weights=false", "output.keep=3")
         assert runs.train("disk/run", *words) == 1

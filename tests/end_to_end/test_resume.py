@@ -8,7 +8,7 @@ from tests.end_to_end.killed import Kill, Runs
 
 from longshore.cli.main import main
 from longshore.config import load_config
-from longshore.train.saved import newest_complete
+from longshore.train.checkpoint_files import newest_complete
 
 
 @pytest.fixture

@@ -68,16 +68,16 @@ def test_a_step_waits_for_nothing_the_plan_knows(tmp_path: Path) -> None:
     """Under torch's sync debug mode, forward, backward, clipping and update of a mixed step."""
     from functools import partial
 
+    from longshore.arch.presets import preset
     from longshore.data.batches import BatchSize
     from longshore.data.loader import Loader
     from longshore.data.mock import MockSource
     from longshore.data.steps import IndexedSteps
-    from longshore.dist.cp_groups import CPGroups
-    from longshore.dist.process_group import Rendezvous, process_group
-    from longshore.dist.topology import make_topology
+    from longshore.distributed.cp_groups import CPGroups
+    from longshore.distributed.process_group import Rendezvous, process_group
+    from longshore.distributed.topology import make_topology
     from longshore.model.decoder import Decoder
     from longshore.model.init import initial_rows
-    from longshore.model.presets import preset
     from longshore.parallel.apply import Choices, parallelize
     from longshore.parallel.fsdp import fill
     from longshore.plan import make_plan

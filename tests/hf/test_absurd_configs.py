@@ -5,11 +5,11 @@ import json
 import pytest
 from tests.hf.test_every_key import BASES, FOLLOWED
 
+from longshore.arch.as_json import config_from_json, config_to_json
+from longshore.arch.presets import preset
 from longshore.hf.architectures import find_architecture
 from longshore.hf.config_file import read_config
-from longshore.hf.config_json import config_from_json, config_to_json
-from longshore.hf.held import held_names
-from longshore.model.presets import preset
+from longshore.hf.tensor_names import held_names
 
 ABSURD = (
     10**9,

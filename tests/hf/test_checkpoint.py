@@ -10,10 +10,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.hf.folders import LLAMA3, YARN, llama, load, qwen3
 
+from longshore.arch.presets import preset
+from longshore.arch.rope import LinearScaling, RopeConfig
 from longshore.hf import checkpoint
 from longshore.hf.checkpoint import open_weights, read_config, tensor_shapes, write_checkpoint
-from longshore.model.presets import preset
-from longshore.model.rope_config import LinearScaling, RopeConfig
 
 IDS = torch.arange(1, 30)[None]
 

@@ -18,11 +18,11 @@ from tests.hf.folders import (
 )
 from tests.hf.test_checkpoint import IDS, assert_same_tensors, copy, tensors_of
 
+from longshore.arch.presets import preset
 from longshore.hf.checkpoint import open_weights, read_config, write_checkpoint
 from longshore.hf.shared_keys import bare
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
-from longshore.model.presets import preset
 
 CASES = {
     "qwen3-moe": (qwen3_moe, {}),

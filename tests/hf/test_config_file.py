@@ -8,11 +8,8 @@ from dataclasses import replace
 import pytest
 from tests.hf.folders import LLAMA3, LONGROPE, SIZES, YARN
 
-from longshore.hf.architectures import ARCHITECTURES, architecture_for
-from longshore.hf.config_file import config_text, read_config
-from longshore.hf.names import DENSE_NAMES, Layout, by_table
-from longshore.model.presets import preset
-from longshore.model.rope_config import (
+from longshore.arch.presets import preset
+from longshore.arch.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -20,6 +17,9 @@ from longshore.model.rope_config import (
     RopeConfig,
     YarnScaling,
 )
+from longshore.hf.architectures import ARCHITECTURES, architecture_for
+from longshore.hf.config_file import config_text, read_config
+from longshore.hf.names import DENSE_NAMES, Layout, by_table
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16, **SIZES}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}

@@ -18,9 +18,9 @@ from tests.hf.folders import (
     qwen3_next,
 )
 
+from longshore.arch.decoder import with_balance
 from longshore.batch import whole_context
 from longshore.hf.checkpoint import open_weights, read_config
-from longshore.model.balance import with_balance
 from longshore.model.decoder import Decoder
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
+from longshore.arch.attention import AttentionConfig, MLAConfig
+from longshore.arch.decoder import LayerConfig
+from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.presets import preset
+from longshore.arch.rope import RopeConfig
+from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.hf.architectures import ARCHITECTURES, architecture_for
 from longshore.hf.config_file import config_text, read_config
 from longshore.hf.shared_keys import bare
-from longshore.model.config import AttentionConfig, LayerConfig, MLPConfig
-from longshore.model.mla_config import MLAConfig
-from longshore.model.moe_config import MoEConfig
-from longshore.model.presets import preset
-from longshore.model.rope_config import RopeConfig
-from longshore.model.scan_config import DeltaNetConfig, Mamba2Config
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 MOE = {

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from longshore.hf.held import held_names
-from longshore.hf.sources import Copied, PerExpert, Source, Turned
+from longshore.hf.names import Copied, PerExpert, Source, Turned
+from longshore.hf.tensor_names import held_names
 
 
 class Files:
@@ -72,7 +72,7 @@ def test_copies_have_memory_of_their_own():
 
 
 def test_names_of_a_folder(tmp_path):
-    from longshore.hf.files import write_files
+    from longshore.hf.tensor_files import write_files
 
     assert held_names(tmp_path) is None
     tensors = {"a": torch.zeros(3), "b": torch.zeros(2)}

@@ -6,18 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longshore.files import sealed_json
-from longshore.hf.checkpoint import tensor_shapes
-from longshore.hf.config_json import config_from_json, config_to_json
-from longshore.hf.weights import load_weights, save_weights
-from longshore.model.presets import PRESETS, preset
-from longshore.model.rope_config import (
+from longshore.arch.as_json import config_from_json, config_to_json
+from longshore.arch.presets import PRESETS, preset
+from longshore.arch.rope import (
     DynamicScaling,
     LinearScaling,
     LongRopeScaling,
     RopeConfig,
     YarnScaling,
 )
+from longshore.files import sealed_json
+from longshore.hf.checkpoint import tensor_shapes
+from longshore.hf.weights import load_weights, save_weights
 
 CONFIG = preset("tiny-qwen3")
 

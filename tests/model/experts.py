@@ -2,10 +2,11 @@
 
 import torch
 
-from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig
+from longshore.arch.attention import AttentionConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MoEConfig
+from longshore.arch.part import Norm
 from longshore.model.moe import MoE
-from longshore.model.moe_config import MoEConfig
-from longshore.model.part import Norm
 
 WIDTH = 12
 LENGTHS = (1, 2, 7, 33, 1, 90)

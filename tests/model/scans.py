@@ -3,11 +3,11 @@
 import torch
 from tests.model.exact import assert_close
 
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.part import Norm
 from longshore.batch import whole_context
-from longshore.model.config import DecoderConfig, LayerConfig
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
-from longshore.model.part import Norm
 from longshore.model.registry import make_mixer
 
 LENGTHS = (1, 2, 7, 3, 33, 1, 150)

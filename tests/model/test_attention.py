@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.arch.test_memory import saved_bytes
 from tests.model.exact import assert_close
-from tests.model.test_memory import saved_bytes
 from torch.utils.flop_counter import FlopCounterMode
 
+from longshore.arch.attention import AttentionConfig
+from longshore.arch.part import Norm, causal_pairs
+from longshore.arch.rope import RopeConfig
 from longshore.batch import whole_context
 from longshore.model.attention import Attention
-from longshore.model.config import AttentionConfig
-from longshore.model.part import Norm, causal_pairs
 from longshore.model.rope import rope_tables
-from longshore.model.rope_config import RopeConfig
 
 BASE = AttentionConfig(heads=4, kv_heads=2, head_dim=6)
 WIDTH = 10

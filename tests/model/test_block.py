@@ -2,10 +2,12 @@ import pytest
 import torch
 from tests.model.exact import assert_close
 
+from longshore.arch.attention import AttentionConfig
+from longshore.arch.decoder import LayerConfig
+from longshore.arch.feed_forward import MLPConfig
+from longshore.arch.part import Norm
 from longshore.batch import whole_context
 from longshore.model.block import Block
-from longshore.model.config import AttentionConfig, LayerConfig, MLPConfig
-from longshore.model.part import Norm
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.model.rope import rope_tables
 

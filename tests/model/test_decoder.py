@@ -12,13 +12,15 @@ from tests.model.exact import (
     tokens,
 )
 
+from longshore.arch.attention import AttentionConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MLPConfig
+from longshore.arch.presets import preset
+from longshore.arch.rope import DynamicScaling, LongRopeScaling, RopeConfig
 from longshore.batch import CPGroup, PackContext, whole_context
-from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
-from longshore.model.presets import preset
 from longshore.model.rope import rope_tables
-from longshore.model.rope_config import DynamicScaling, LongRopeScaling, RopeConfig
 
 
 def mixed():

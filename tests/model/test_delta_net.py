@@ -7,10 +7,10 @@ import torch
 from tests.model import scans
 from torch.nn.functional import silu, softplus
 
+from longshore.arch.part import Norm
+from longshore.arch.scan import DeltaNetConfig
 from longshore.batch import whole_context
 from longshore.model.delta_net import DeltaNet
-from longshore.model.part import Norm
-from longshore.model.scan_config import DeltaNetConfig
 
 BASE = DeltaNetConfig(key_heads=2, value_heads=4, key_dim=5, value_dim=3)
 WIDTH = 10

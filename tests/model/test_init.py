@@ -3,11 +3,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
+from longshore.arch.attention import AttentionConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MLPConfig
+from longshore.arch.presets import preset
 from longshore.model.decoder import Decoder
-from longshore.model.fill import BLOCK_VALUES
-from longshore.model.init import fill_rows, init_decoder, initial_rows
-from longshore.model.presets import preset
+from longshore.model.fill import BLOCK_VALUES, fill_rows
+from longshore.model.init import init_decoder, initial_rows
 
 
 @pytest.mark.parametrize("shape", [(1000, 700), (5,), (3, BLOCK_VALUES + 1), (64, 4, 9)])

@@ -5,19 +5,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.arch.test_memory import saved_bytes
 from tests.model.exact import assert_all_close, assert_close, cut, decoder, gradients, tokens
 from tests.model.test_attention import turned
-from tests.model.test_memory import saved_bytes
 from torch.utils.flop_counter import FlopCounterMode
 
+from longshore.arch.as_json import config_from_json, config_to_json
+from longshore.arch.attention import MLAConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.part import Norm, causal_pairs
+from longshore.arch.rope import RopeConfig, YarnScaling
 from longshore.batch import CPGroup, whole_context
-from longshore.hf.config_json import config_from_json, config_to_json
-from longshore.model.config import DecoderConfig, LayerConfig
 from longshore.model.mla import MLA, local_core
-from longshore.model.mla_config import MLAConfig
-from longshore.model.part import Norm, causal_pairs
 from longshore.model.rope import attention_factor, rope_tables
-from longshore.model.rope_config import RopeConfig, YarnScaling
 
 BASE = MLAConfig(heads=3, kv_rank=5, nope_dim=4, rope_dim=6, value_dim=7)
 YARN = YarnScaling(factor=40.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0)

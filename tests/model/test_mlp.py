@@ -4,12 +4,13 @@ import pytest
 import torch
 from tests.model.exact import assert_close
 
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MLPConfig
+from longshore.arch.part import Norm
 from longshore.batch import whole_context
-from longshore.model.config import DecoderConfig, LayerConfig, MLPConfig
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 from longshore.model.mlp import MLP
-from longshore.model.part import Norm
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ from tests.data.plans import Sample, counts_of
 from tests.model.exact import assert_all_close, assert_close, decoder, gradients, tokens
 from tests.model.experts import KINDS, LENGTHS, make, one_layer, rows
 
+from longshore.arch.feed_forward import MoEConfig
 from longshore.batch import whole_context
 from longshore.data.pack import pack_step
 from longshore.data.shard import cut_shards, lane_cuts
 from longshore.model.decoder import Decoder
-from longshore.model.float32 import Float32Parameters
 from longshore.model.init import init_decoder
-from longshore.model.moe_config import MoEConfig
+from longshore.model.norm import Float32Parameters
 from longshore.ops.experts import refusal
 from longshore.plan import make_plan
 

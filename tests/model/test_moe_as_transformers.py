@@ -2,10 +2,10 @@ import pytest
 import torch
 from tests.model.experts import LENGTHS, rows
 
+from longshore.arch.feed_forward import MoEConfig
+from longshore.arch.part import Norm
 from longshore.batch import whole_context
 from longshore.model.moe import MoE
-from longshore.model.moe_config import MoEConfig
-from longshore.model.part import Norm
 
 HUGGING_FACE = {
     "qwen3_moe": MoEConfig(experts=8, top_k=3, width=16),

@@ -1,7 +1,7 @@
 import torch
 
+from longshore.arch.part import Norm
 from longshore.model.norm import RMSNorm
-from longshore.model.part import Norm
 
 
 def normed(x, weight, eps):

@@ -3,9 +3,7 @@ import math
 import pytest
 import torch
 
-from longshore.batch import whole_context
-from longshore.model.rope import attention_factor, frequencies, rope_tables
-from longshore.model.rope_config import (
+from longshore.arch.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -13,6 +11,8 @@ from longshore.model.rope_config import (
     RopeConfig,
     YarnScaling,
 )
+from longshore.batch import whole_context
+from longshore.model.rope import attention_factor, frequencies, rope_tables
 
 DIM = 32
 SHORT = tuple(1 + 0.05 * i for i in range(DIM // 2))

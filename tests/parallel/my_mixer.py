@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from longshore.arch.part import Saved
 from longshore.model.opaque import opened
-from longshore.model.part import Saved
 from longshore.model.whole import local_packs
 from longshore.parallel.apply import register_mixer
 from longshore.parallel.context.whole import WholePacks
@@ -14,7 +14,7 @@ from longshore.parallel.context.whole import WholePacks
 
 @dataclass(frozen=True, slots=True)
 class MeanConfig:
-    """What it costs, so that FLOPs and memory are counted; see model/part.py."""
+    """What it costs, so that FLOPs and memory are counted; see arch/part.py."""
 
     ropes = ()
 

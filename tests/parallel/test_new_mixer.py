@@ -7,9 +7,11 @@ from tests.parallel.my_mixer import Mean, MeanConfig
 from tests.ranks.spine import VOCAB, exact
 from tests.ranks.test_exactness import check, several_packs
 
-from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
+from longshore.arch.attention import AttentionConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MLPConfig
+from longshore.arch.flops import parameter_count
 from longshore.model.decoder import Decoder
-from longshore.model.flops import parameter_count
 from longshore.parallel.apply import register_mixer
 from longshore.plan import make_plan
 

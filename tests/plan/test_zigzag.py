@@ -6,7 +6,7 @@ from tests.data.plans import plan_of
 
 from longshore.plan.cp_size import padded_length
 from longshore.plan.route import chunk_ranges
-from longshore.plan.zigzag import natural_order, padded_lengths, ranges, shard_positions, spans
+from longshore.plan.shapes import natural_order, padded_lengths, ranges, shard_positions, spans
 
 
 def ints(*values: int) -> np.ndarray:

@@ -10,8 +10,8 @@ import torch
 from tests.data.plans import Sample
 from tests.ranks.spine import MTP_WEIGHT
 
+from longshore.arch.decoder import DecoderConfig
 from longshore.batch import whole_context
-from longshore.model.config import DecoderConfig
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 from longshore.model.moe import MoE

@@ -2,11 +2,11 @@
 
 from tests.ranks.spine import VOCAB
 
-from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
-from longshore.model.mla_config import MLAConfig
-from longshore.model.moe_config import MoEConfig
-from longshore.model.rope_config import RopeConfig
-from longshore.model.scan_config import DeltaNetConfig, Mamba2Config
+from longshore.arch.attention import AttentionConfig, MLAConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.rope import RopeConfig
+from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 
 EXPERTS = MoEConfig(
     experts=6, top_k=2, width=8, shared_width=6, shared_gate=True, bias_update=1e-3, aux_weight=0.1

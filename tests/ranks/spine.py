@@ -8,16 +8,17 @@ import numpy as np
 import torch
 from tests.data.plans import Sample, counts_of
 
+from longshore.arch.attention import AttentionConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MLPConfig
+from longshore.arch.rope import DynamicScaling, RopeConfig
 from longshore.batch import Depth, Targets, whole_context
-from longshore.data.pack import pack_step
+from longshore.data.pack import merge, pack_step, unpack
 from longshore.data.shard import cut_shards, lane_cuts
-from longshore.data.unpack import merge, unpack
-from longshore.dist.cp_groups import CPGroups
-from longshore.dist.topology import make_topology
-from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
+from longshore.distributed.cp_groups import CPGroups
+from longshore.distributed.topology import make_topology
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder, initial_rows
-from longshore.model.rope_config import DynamicScaling, RopeConfig
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import fill
 from longshore.plan import Plan

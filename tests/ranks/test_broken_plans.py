@@ -9,7 +9,7 @@ from tests.ranks.harness import run_ranks
 
 from longshore.data.batches import BatchSize, Place
 from longshore.data.steps import IndexedSteps, StreamedSteps
-from longshore.dist.topology import make_topology
+from longshore.distributed.topology import make_topology
 from longshore.plan import make_plan
 
 

@@ -20,14 +20,14 @@ from longshore.files import sealed_json
 from longshore.parallel.fsdp import whole
 from longshore.train import checkpoint as checkpoints_module
 from longshore.train.checkpoint import Checkpoints, Position
-from longshore.train.optim import make_optimizer
-from longshore.train.saved import (
+from longshore.train.checkpoint_files import (
     DamagedError,
     checkpoint_folder,
     newest_complete,
     read_saved,
     saved_steps,
 )
+from longshore.train.optim import make_optimizer
 from longshore.train.stop import RunError
 
 LOADER = {"epoch": 1, "step_in_epoch": 2, "step": 5, "seed": 3, "shuffle": True}

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from tests.ranks.harness import RankError, run_ranks
 
-from longshore.dist import collectives
-from longshore.dist.topology import make_topology
+from longshore.distributed import collectives
+from longshore.distributed.topology import make_topology
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from tests.ranks.harness import run_ranks
 
-from longshore.dist.cp_groups import CPGroups, check_cp_sizes, cp_blocks, splits
-from longshore.dist.topology import Axes, make_topology
+from longshore.distributed.cp_groups import CPGroups, check_cp_sizes, cp_blocks, splits
+from longshore.distributed.topology import Axes, make_topology
 from longshore.plan.cp_size import legal_cp_sizes
 
 

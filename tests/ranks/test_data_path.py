@@ -16,13 +16,12 @@ from longshore.data.exchange import send_back
 from longshore.data.fields import Field
 from longshore.data.lengths import gather_lengths, length_rows
 from longshore.data.loader import Loader
-from longshore.data.pack import pack_step
+from longshore.data.pack import merge, pack_step, unpack
 from longshore.data.shard import count_targets, cut_shards, lane_cuts
 from longshore.data.source import TokenizedSample
 from longshore.data.steps import IndexedSteps, Packing, StreamedSteps
-from longshore.data.unpack import merge, unpack
-from longshore.dist.collectives import count
-from longshore.dist.topology import make_topology
+from longshore.distributed.collectives import count
+from longshore.distributed.topology import make_topology
 from longshore.plan import make_plan
 
 FIELDS = (

@@ -4,7 +4,7 @@ import pytest
 from tests.ranks.harness import run_ranks
 from tests.ranks.spine import batches_of, dense, exact, lanes_of, make_samples, sharded
 
-from longshore.dist.collectives import count
+from longshore.distributed.collectives import count
 from longshore.plan import make_plan
 
 FLOAT = 8

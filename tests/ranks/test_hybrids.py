@@ -9,7 +9,7 @@ from tests.ranks.hybrids import HYBRIDS
 from tests.ranks.spine import batches_of, exact, lanes_of, make_samples, sharded
 from tests.ranks.test_exactness import check, several_packs
 
-from longshore.dist.collectives import count
+from longshore.distributed.collectives import count
 from longshore.plan import make_plan
 
 LENGTHS = [1, 2, 3, 7, 33, 150, 5, 9, 64, 18]

@@ -13,7 +13,7 @@ from longshore.data import exchange, loader, stages, steps
 from longshore.data.batches import Batches, BatchSize
 from longshore.data.lengths import StepLengths
 from longshore.data.steps import IndexedSteps, StreamedSteps
-from longshore.dist.topology import make_topology
+from longshore.distributed.topology import make_topology
 
 STEPS = 2
 # What a rank does by itself, in the order in which a step comes by.

@@ -9,10 +9,11 @@ from tests.ranks.spine import VOCAB, batches_of, exact, lanes_of, make_samples, 
 from tests.ranks.test_exactness import check, several_packs
 from tests.ranks.test_perturbation import mixer_outputs
 
-from longshore.dist.collectives import count
-from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
-from longshore.model.mla_config import MLAConfig
-from longshore.model.rope_config import DynamicScaling, RopeConfig
+from longshore.arch.attention import AttentionConfig, MLAConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MLPConfig
+from longshore.arch.rope import DynamicScaling, RopeConfig
+from longshore.distributed.collectives import count
 from longshore.plan import make_plan
 
 LENGTHS = [1, 2, 7, 33, 90, 5]

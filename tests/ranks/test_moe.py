@@ -9,18 +9,19 @@ from tests.data.plans import Sample
 from tests.ranks.harness import run_ranks
 from tests.ranks.spine import VOCAB, Outcome, batches_of, exact, lanes_of, make_samples, worst
 
+from longshore.arch.attention import AttentionConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MoEConfig
 from longshore.batch import whole_context
-from longshore.data.unpack import merge, unpack
-from longshore.dist.collectives import count
-from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig
+from longshore.data.pack import merge, unpack
+from longshore.distributed.collectives import count
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder, initial_rows
-from longshore.model.moe_config import MoEConfig
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import begin_round, fill
 from longshore.plan import Pack, Plan, Round, make_plan
+from longshore.train.expert_bias import RoutingCounts, update_bias
 from longshore.train.loss import make_loss
-from longshore.train.routing import RoutingCounts, update_bias
 
 LIMIT = 1e-9
 STEP = 0.01

@@ -7,7 +7,7 @@ from tests.data.plans import Sample
 from tests.ranks.harness import run_ranks
 from tests.ranks.spine import VOCAB, batches_of, dense, exact, lanes_of, make_samples, sharded
 
-from longshore.data.unpack import merge, unpack
+from longshore.data.pack import merge, unpack
 from longshore.plan import make_plan
 
 

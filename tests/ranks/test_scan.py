@@ -9,12 +9,13 @@ from tests.ranks.spine import VOCAB, batches_of, exact, lanes_of, make_samples, 
 from tests.ranks.test_exactness import LENGTHS, check, several_packs
 from tests.ranks.test_perturbation import mixer_outputs
 
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MLPConfig
+from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.batch import whole_context
-from longshore.dist.collectives import count
-from longshore.model.config import DecoderConfig, LayerConfig, MLPConfig
+from longshore.distributed.collectives import count
 from longshore.model.decoder import Decoder
 from longshore.model.scan import ScanInputs
-from longshore.model.scan_config import DeltaNetConfig, Mamba2Config
 from longshore.parallel.context.scan import ContextScan, by_heads
 from longshore.parallel.context.states import by_states, halo_route
 from longshore.plan import make_plan

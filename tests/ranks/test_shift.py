@@ -6,9 +6,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.ranks.harness import run_ranks
 
-from longshore.dist import collectives
+from longshore.distributed import collectives
 from longshore.parallel.context.shift import Route, shift, shift_left, shift_right, shift_rows
-from longshore.plan.zigzag import shard_positions
+from longshore.plan.shapes import shard_positions
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.ranks.harness import run_ranks
 
-from longshore.dist.topology import AXES, Axes, make_topology
+from longshore.distributed.topology import AXES, Axes, make_topology
 
 SIZES = st.integers(1, 6)
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from longshore.report.histogram import MOST_CLASSES, length_histogram
+from longshore.report.page_data import MOST_CLASSES, length_histogram
 
 
 def test_small_lengths_get_a_class_each():

@@ -10,9 +10,8 @@ from longshore.report.page_data import page_data
 from longshore.report.run_data import differences, run_page_data
 from longshore.report.run_files import read_run
 from longshore.report.run_page import SCRIPTS, STYLES, read_runs, run_page, write_run_page
-from longshore.report.run_slow import slow_steps
-from longshore.report.run_steps import choose_steps, steps_data
-from longshore.report.run_text import report_summary
+from longshore.report.run_steps import choose_steps, slow_steps, steps_data
+from longshore.report.text import report_summary
 
 
 def lines_of(path):

@@ -9,8 +9,8 @@ from longshore.data.batches import Place
 from longshore.data.steps import Step
 from longshore.plan import make_plan
 from longshore.train import loop
+from longshore.train.device import Moment
 from longshore.train.loop import Hooks, Machine, Progress
-from longshore.train.moment import Moment
 from longshore.train.optim import Schedule
 from longshore.train.step import Rounds, Trained
 from longshore.train.stop import RunError

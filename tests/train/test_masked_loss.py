@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.train.test_loss import a_batch
 
-from longshore.train.masked_loss import masked_values
+from longshore.train.loss import masked_values
 
 BATCH = a_batch(9, 6, 1, 5)
 MASK = BATCH.targets.loss_mask

@@ -11,7 +11,7 @@ from longshore.train.metrics import MetricsFile, StepMetrics, cut_steps, read_me
 from longshore.train.record import recording
 from longshore.train.stop import RunError
 
-MODULES = {"metrics.jsonl": "metrics", "steps.jsonl": "journal"}
+MODULES = {"metrics.jsonl": "metrics", "steps.jsonl": "record"}
 
 METRICS = StepMetrics(
     step=1,
@@ -164,7 +164,7 @@ def test_a_record_that_cannot_be_opened_or_written(tmp_path, monkeypatch, failin
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(f"longshore.train.{MODULES[failing]}.append_line", full)
-    monkeypatch.setattr("longshore.train.journal.step_as_line", lambda report: {})
+    monkeypatch.setattr("longshore.train.record.step_as_line", lambda report: {})
     with (
         recording(tmp_path, display="none", steps=3, after=0, is_first=True) as record,
         pytest.raises(RunError, match=rf"{failing} cannot be written \(No space left"),

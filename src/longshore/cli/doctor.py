@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from longshore.cli.environment import loopback
 from longshore.cli.launch import check_ranks, gpu_count, launch, ranks_from_environment
-from longshore.cli.words import add_command, count, say
-from longshore.config.ranks import Ranks
-from longshore.config.sections import RunConfig
+from longshore.cli.options import add_command, count, say
+from longshore.config.schema import RunConfig
+from longshore.doctor.machine import Setting, examine
+from longshore.doctor.result import Finding, bad, first_line, good, warn
 from longshore.printable import printable
-from longshore.train.doctor import Setting, examine
-from longshore.train.finding import Finding, bad, first_line, good, warn
+from longshore.run.ranks import Ranks
 
 if TYPE_CHECKING:
-    from longshore.train.doctor_ranks import Meeting
+    from longshore.doctor.ranks import Meeting
 
 DOCTOR_HELP = """\
 Says what this machine can do: torch and its devices, which code serves each op and whether it
@@ -105,7 +105,7 @@ def _meeting(
     try:
         met = _meet_here(setting.ranks) if place is None else meet_as(place, ())
     except Exception as error:
-        from longshore.train.doctor_ranks import failed
+        from longshore.doctor.ranks import failed
 
         report.add("ranks", [failed(error)])
         return None, error
@@ -144,9 +144,9 @@ def _follow(setting: Setting, place: Ranks) -> None:
 
 def meet_as(place: Ranks, remarks: tuple[Finding, ...], *, limit_s: float = LIMIT_S) -> "Meeting":
     """This process's part of the meeting, on the device and backend that training would take."""
-    from longshore.dist.process_group import Rendezvous
+    from longshore.distributed.process_group import Rendezvous
+    from longshore.doctor.ranks import here, meet, within
     from longshore.train.device import pick_backend, pick_device
-    from longshore.train.doctor_ranks import here, meet, within
 
     is_local = place.rendezvous.startswith("file://")
     device = pick_device("cpu" if is_local else "auto", place.local_rank)

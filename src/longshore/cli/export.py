@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from longshore.cli.words import add_command, count, one_of, say
+from longshore.cli.options import add_command, count, one_of, say
 
 EXPORT_HELP = """\
 Writes the weights of a finished run as a folder that transformers, vLLM and others load:
@@ -42,8 +42,8 @@ def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run_export(args: argparse.Namespace) -> None:
+    from longshore.files import check_new
     from longshore.hf.config_file import read_config
-    from longshore.hf.folder import check_new
 
     try:
         found = _weights_folder(Path(args.weights))

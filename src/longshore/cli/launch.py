@@ -34,29 +34,29 @@ from types import FrameType
 from typing import NoReturn
 
 from longshore.cli.environment import loopback, loopback_variables, lossy_output, safe_path
-from longshore.cli.words import say
-from longshore.config.ranks import Ranks
-from longshore.config.resume import Start
-from longshore.config.sections import RunConfig
-from longshore.train.attend import gave_up, is_time_out
-from longshore.train.heartbeat import RankStatus
+from longshore.cli.options import say
+from longshore.config.schema import RunConfig
+from longshore.run.ranks import Ranks
+from longshore.run.resume import Start
+from longshore.train.heartbeat import NOTICE_S, RankStatus, Watch, last_saved
 from longshore.train.stop import (
     SHOW_CURSOR,
     Interrupted,
     RunError,
     Stop,
     StoppedError,
+    gave_up,
     heard_signals,
+    is_time_out,
     stopping,
 )
-from longshore.train.watch import NOTICE_S, Watch, last_saved
 
 Work = Callable[[RunConfig, Ranks], None]
 
 PRELOAD = (
     "torch.distributed.tensor",
     "torch.fx.experimental.symbolic_shapes",  # a first backward imports it, for seconds
-    "longshore.run",
+    "longshore.run.train",
 )
 GRACE_S = 1.0  # for the rank whose error it is, once another has failed of it
 END_S = 5.0  # for ranks to end by themselves

@@ -20,14 +20,13 @@ from contextlib import suppress
 from typing import TextIO
 
 from longshore.cli.doctor import register_doctor
-from longshore.cli.environment import safe_path, signals_raise
+from longshore.cli.environment import keep_out_of_temp, safe_path, signals_raise
 from longshore.cli.export import register_export
+from longshore.cli.options import Parser, answer, as_options
 from longshore.cli.plan import register_plan
 from longshore.cli.prepare import register_prepare
 from longshore.cli.report import register_report
-from longshore.cli.temp_files import keep_out_of_temp
 from longshore.cli.train import register_train
-from longshore.cli.words import Parser, answer, as_options
 from longshore.printable import printable
 from longshore.train.stop import exit_code
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from longshore.cli.words import add_command, as_options, count, one_of, say
+from longshore.cli.options import add_command, as_options, count, one_of, say
 from longshore.data.batches import Batches, BatchSize, Place
 from longshore.files import write_whole
 from longshore.plan.as_json import plans_as_json
@@ -25,7 +25,7 @@ from longshore.plan.planner import ONE_SIZE
 from longshore.plan.policies import POLICIES
 from longshore.plan.types import Plan
 from longshore.report.plan_page import write_plan_page
-from longshore.report.plan_text import plan_summary
+from longshore.report.text import plan_summary
 
 PLAN_HELP = """\
 Plans how sequences of these lengths are packed and split, and predicts how long a step takes.

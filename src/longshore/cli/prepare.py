@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from longshore.cli.words import add_command, count, one_of, say
+from longshore.cli.options import add_command, count, one_of, say
 
 PREPARE_HELP = """\
 Tokenizes files of samples, in parallel, into a folder that training and `longshore plan` read.
@@ -80,7 +80,7 @@ def share(text: str) -> float:
 
 
 def run_prepare(args: argparse.Namespace) -> None:
-    from longshore.config.kinds import split_list
+    from longshore.config.values import split_list
     from longshore.data.fields import parse_field
     from longshore.data.inputs import MAX_BYTES
     from longshore.data.prepare import prepare, show_progress

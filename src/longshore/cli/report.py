@@ -8,9 +8,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from longshore.cli.words import add_command, say
+from longshore.cli.options import add_command, say
 from longshore.report.run_page import read_runs, write_run_page
-from longshore.report.run_text import report_summary
+from longshore.report.text import report_summary
 
 REPORT_HELP = """\
 Writes a page about a run to look at in a browser: its losses, speed and memory, how well the cost

@@ -26,17 +26,17 @@ from longshore.cli.launch import (
     ranks_from_environment,
     start_from_environment,
 )
-from longshore.cli.words import add_command, count, say
+from longshore.cli.options import add_command, count, say
 from longshore.config.check import check_config
-from longshore.config.folder import CONFIG
-from longshore.config.ranks import Ranks
-from longshore.config.read import NOT_THE_DEMO, load_config
-from longshore.config.resume import FRESH, Start, newest_runs
-from longshore.config.sections import SECTIONS, RunConfig
-from longshore.config.text import prepare_text
+from longshore.config.load import NOT_THE_DEMO, load_config
+from longshore.config.schema import SECTIONS, RunConfig
 from longshore.config.told import as_keys
 from longshore.config.toml import toml_value
-from longshore.config.words import all_keys, answer_key
+from longshore.config.unknown_keys import all_keys, answer_key
+from longshore.run.data import prepare_text
+from longshore.run.folder import CONFIG
+from longshore.run.ranks import Ranks
+from longshore.run.resume import FRESH, Start, check_output, newest_runs
 from longshore.train.stop import Interrupted, RunError, StoppedError, exit_code
 
 MOST_RANKS = 1 << 20
@@ -148,7 +148,7 @@ def _say_start(config: RunConfig) -> None:
 
 def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
     """One rank's part. It brings torch in, so it is imported where it runs."""
-    from longshore.run import train as train_rank
+    from longshore.run.train import train as train_rank
 
     train_rank(config, ranks, start)
 
@@ -180,7 +180,9 @@ def _config(args: argparse.Namespace, place: Ranks | None, start: Start) -> RunC
     if place is None and not args.force_ranks:
         check_ranks(ranks, way_out="lower --ranks (or parallel.ranks), or add --force-ranks")
     is_first = place is None or place.rank == 0
-    check_config(config, ranks, check_folders=is_first, resume=start.resume)
+    check_config(config, ranks)
+    if is_first:
+        check_output(config, start)
     return config.with_ranks(ranks)
 
 

@@ -11,26 +11,19 @@ import math
 from pathlib import Path
 from typing import Any
 
+from longshore.arch.attention import AttentionConfig
+from longshore.arch.decoder import DecoderConfig, has_experts, with_balance
+from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.config.check_data import check_data, known_longest
-from longshore.config.folder import check_new_folder, check_run_folder, find_run
-from longshore.config.resume import changed_settings, check_steps
-from longshore.config.sections import ModelConfig, ParallelConfig, PlanConfig, RunConfig
+from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
 from longshore.config.told import told_as
-from longshore.model.balance import has_experts, with_balance
-from longshore.model.config import AttentionConfig, DecoderConfig
-from longshore.model.scan_config import DeltaNetConfig, Mamba2Config
 from longshore.plan.cost import BUILT_IN, load_profile
 from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
 
 
-def check_config(
-    config: RunConfig, lanes: int, *, check_folders: bool = True, resume: bool = False
-) -> None:
-    """check_folders: whether this process will make the run's folders, and so may refuse them.
-
-    resume: whether the run goes on in the folder of an earlier one, where there is one.
-    """
+def check_config(config: RunConfig, lanes: int) -> None:
+    """All that can be checked before torch is imported; lanes: the ranks of the run."""
     _check_model(config.model)
     decoder = decoder_config(config.model)
     _check_written(config, decoder)
@@ -40,14 +33,13 @@ def check_config(
     if longest := known_longest(config):
         check_longest(config, lanes, longest)
     _check_evaluation(config)
-    if check_folders:
-        _check_output(config, find_run(config.output.folder) if resume else None)
+    _check_trackers(config)
 
 
 def decoder_config(model: ModelConfig) -> DecoderConfig:
     """The decoder that a preset or a checkpoint describes, with experts balanced as asked for."""
+    from longshore.arch.presets import preset
     from longshore.hf.config_file import read_config
-    from longshore.model.presets import preset
 
     if model.from_hf:
         with told_as("model.from_hf: "):
@@ -236,20 +228,9 @@ def _check_evaluation(config: RunConfig) -> None:
         )
 
 
-def _check_output(config: RunConfig, run: Path | None) -> None:
-    """run: the one to go on with, if any."""
+def _check_trackers(config: RunConfig) -> None:
     for name in config.output.trackers:
         if name not in ("tensorboard", "wandb"):
             raise ValueError(
                 f"output.trackers: there is no {name!r}; there are tensorboard and wandb"
             )
-    if run is None:
-        check_run_folder(config.output.folder)
-    else:
-        changed_settings(config, run)
-        if config.train.steps:  # of epochs the number is known with the data
-            check_steps(config.train.steps, config, run)
-    if config.output.export:
-        check_new_folder(config.output.export, "output.export")
-        if Path(config.output.export).absolute() == Path(config.output.folder).absolute():
-            raise ValueError("output.export is output.folder; name a folder of its own")

@@ -9,7 +9,7 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
-from longshore.config.sections import DataConfig, RunConfig
+from longshore.config.schema import DataConfig, RunConfig
 from longshore.config.told import told_as
 from longshore.data.families import check_choice
 from longshore.data.fields import check_declared, parse_field

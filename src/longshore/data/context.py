@@ -17,16 +17,17 @@ import torch
 
 from longshore.batch import Boundaries, CPGroup, PackContext, SeqContext, Zigzag
 from longshore.plan.cost import Ints
-from longshore.plan.shapes import lane_packs, lane_tokens
-from longshore.plan.types import Plan
-from longshore.plan.zigzag import (
+from longshore.plan.shapes import (
     chunk_pair,
+    lane_packs,
+    lane_tokens,
     natural_order,
     padded_lengths,
     ranges,
     seen_lengths,
     shard_positions,
 )
+from longshore.plan.types import Plan
 
 
 def lane_context(plan: Plan, number: int, lane: int, *, buckets: Seq[int] = ()) -> SeqContext:

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longshore.data.fields import Field
+from longshore.data.pack import Piece, merge
 from longshore.data.shard import Array, Cut, Shards, Tokenized, cut_shards, cut_tokens
-from longshore.data.unpack import Piece, merge
-from longshore.dist.collectives import all_to_all
+from longshore.distributed.collectives import all_to_all
 from longshore.plan.route import Routes, route
+from longshore.plan.shapes import padded_lengths, spans
 from longshore.plan.types import Plan
-from longshore.plan.zigzag import padded_lengths, spans
 
 
 def exchange(
@@ -102,7 +102,7 @@ def send_back(
 ) -> dict[int, Tensor]:
     """What a model said of each token, at the lane that owns the sequence, in the original order.
 
-    `pieces` are those of all rounds of this lane (see data/unpack.py); `like` has the dtype and,
+    `pieces` are those of all rounds of this lane (see data/pack.py); `like` has the dtype and,
     behind its first, the dimensions of their values. Returns this lane's own sequences by place.
     """
     routes, lane = route(plan, owners), group.rank()

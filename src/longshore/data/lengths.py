@@ -18,8 +18,8 @@ from torch import Tensor
 from longshore.batch import Counts
 from longshore.data.shard import count_targets
 from longshore.data.source import TokenizedSample
-from longshore.dist.collectives import broadcast_over_lane, gather_rows, same_on_all_ranks
-from longshore.dist.topology import Groups
+from longshore.distributed.collectives import broadcast_over_lane, gather_rows, same_on_all_ranks
+from longshore.distributed.topology import Groups
 from longshore.plan.cost import Ints
 from longshore.plan.types import Sequence
 

@@ -22,9 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.plan.cost import Ints
-from longshore.plan.shapes import lane_packs
+from longshore.plan.shapes import lane_packs, padded_lengths, ranges, spans
 from longshore.plan.types import Plan
-from longshore.plan.zigzag import padded_lengths, ranges, spans
 
 Array = NDArray[Any]
 MOST_IDS = 2**31

@@ -27,8 +27,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from longshore.data.batches import shuffled
 from longshore.data.fields import Field, check_declared, collect_fields
-from longshore.data.order import shuffled
 
 Ints = NDArray[np.int64]
 Row = Mapping[str, Any] | tuple[Any, ...]

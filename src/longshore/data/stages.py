@@ -20,8 +20,8 @@ from torch import Tensor
 from longshore.batch import Counts, Depth, MicroBatch, Targets
 from longshore.data.context import lane_context
 from longshore.data.fields import Field
-from longshore.dist.collectives import agreed, broadcast
-from longshore.dist.topology import Groups
+from longshore.distributed.collectives import agreed, broadcast
+from longshore.distributed.topology import Groups
 from longshore.plan.types import Plan
 
 

@@ -20,17 +20,16 @@ import numpy as np
 import torch
 
 from longshore.batch import Counts, MicroBatch
-from longshore.data.batches import Batches, BatchSize, Place
+from longshore.data.batches import ORDER, Batches, BatchSize, Place
 from longshore.data.exchange import Parcels, cut_parcels, deliver, open_parcels
 from longshore.data.fields import Field
 from longshore.data.lengths import StepLengths, gather_lengths, length_rows
-from longshore.data.order import ORDER
 from longshore.data.pack import pack_step
 from longshore.data.shard import Shards, cut_shards, lane_cuts
 from longshore.data.source import IndexedSource, TokenizedSample, source_digest
 from longshore.data.stages import Form, for_stage, share_step, shells, usual_stages
-from longshore.dist.collectives import agreed, gather, same_on_all_ranks
-from longshore.dist.topology import Groups, Topology
+from longshore.distributed.collectives import agreed, gather, same_on_all_ranks
+from longshore.distributed.topology import Groups, Topology
 from longshore.plan.check import check_step
 from longshore.plan.cost import Ints
 from longshore.plan.types import Plan, Sequence

@@ -6,7 +6,7 @@ where it lies in a Hugging Face folder. No torch, so that a bad folder is refuse
     find_architecture({"architectures": ["LlamaForCausalLM"], …}).name  "LlamaForCausalLM"
 
 A new architecture is an entry of ARCHITECTURES: two functions for the keys, and in hf/names.py a
-table of names. Where a tensor of ours is several of theirs, or turned, a class of hf/sources.py
+table of names. Where a tensor of ours is several of theirs, or turned, a class of hf/names.py
 says so.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from longshore.arch.decoder import DecoderConfig
 from longshore.hf.deepseek_keys import deepseek_keys, read_deepseek
 from longshore.hf.dense_keys import llama_keys, qwen3_keys, read_llama, read_qwen3
 from longshore.hf.keys import SHOWN, Raw, shown
@@ -29,7 +30,6 @@ from longshore.hf.names import (
     place_deepseek,
     place_nemotron,
 )
-from longshore.model.config import DecoderConfig
 
 OLD_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 """What old folders hold beside the weights, and nobody reads."""

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from longshore.arch.decoder import DecoderConfig
+from longshore.files import new_folder
 from longshore.hf.config_file import (
     CONFIG,
     choose_architecture,
@@ -24,12 +26,9 @@ from longshore.hf.config_file import (
     describe,
     read_config,
 )
-from longshore.hf.files import FLOATS, TensorFiles, write_files
-from longshore.hf.folder import new_folder
-from longshore.hf.held import held_names
-from longshore.hf.names import Layout
-from longshore.hf.sources import Copied, Shape, Source
-from longshore.model.config import DecoderConfig
+from longshore.hf.names import Copied, Layout, Shape, Source
+from longshore.hf.tensor_files import FLOATS, TensorFiles, write_files
+from longshore.hf.tensor_names import held_names
 from longshore.model.decoder import Decoder
 
 __all__ = ["Weights", "open_weights", "read_config", "tensor_shapes", "write_checkpoint"]

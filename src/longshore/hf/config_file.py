@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from longshore.arch.decoder import DecoderConfig
 from longshore.hf.architectures import Architecture, architecture_for, find_architecture
 from longshore.hf.deepseek_keys import OTHER_NAMES
-from longshore.hf.held import held_names
 from longshore.hf.mamba_keys import OLDER
 from longshore.hf.moe_keys import balance_weight
 from longshore.hf.names import Layout
 from longshore.hf.rope_keys import ROPE_KEYS
 from longshore.hf.shared_keys import bare
-from longshore.model.config import DecoderConfig
+from longshore.hf.tensor_names import held_names
 
 CONFIG = "config.json"
 MOST_CONFIG_BYTES = 10_000_000

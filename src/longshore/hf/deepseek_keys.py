@@ -13,6 +13,10 @@ says num_nextn_predict_layers; config_file.py looks, and such a folder is read w
 
 from typing import Any
 
+from longshore.arch.attention import MLAConfig
+from longshore.arch.decoder import MOST_DEPTHS, DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.rope import YarnScaling
 from longshore.hf.keys import Raw, count, flag, number, shown
 from longshore.hf.rope_keys import read_rope, rope_object
 from longshore.hf.shared_keys import (
@@ -28,10 +32,6 @@ from longshore.hf.shared_keys import (
     rope_keys,
     the_one,
 )
-from longshore.model.config import MOST_DEPTHS, DecoderConfig, LayerConfig, MLPConfig
-from longshore.model.mla_config import MLAConfig
-from longshore.model.moe_config import MoEConfig
-from longshore.model.rope_config import YarnScaling
 
 DEEPSEEK_DEFAULTS = {
     "kv_lora_rank": 512,

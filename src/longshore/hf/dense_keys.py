@@ -10,6 +10,9 @@ that transformers gives them. A Qwen3 of two layers whose second sees 128 tokens
 from dataclasses import replace
 from typing import Any
 
+from longshore.arch.attention import AttentionConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MLPConfig
 from longshore.hf.keys import Raw, count, flag, shown
 from longshore.hf.shared_keys import (
     SILU,
@@ -24,7 +27,6 @@ from longshore.hf.shared_keys import (
     read_pad_token,
     refuse_unsupported,
 )
-from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
 
 QWEN3_DEFAULTS = {
     "num_key_value_heads": 32,

@@ -11,6 +11,10 @@ attention, which knows no positions, and - is an MLP.
 import math
 from typing import Any
 
+from longshore.arch.attention import AttentionConfig
+from longshore.arch.decoder import MOST_LAYERS, DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MLPConfig
+from longshore.arch.scan import Mamba2Config
 from longshore.hf.keys import Raw, count, flag, number, shown
 from longshore.hf.shared_keys import (
     decoder_keys,
@@ -24,14 +28,6 @@ from longshore.hf.shared_keys import (
     refuse_unsupported,
     the_one,
 )
-from longshore.model.config import (
-    MOST_LAYERS,
-    AttentionConfig,
-    DecoderConfig,
-    LayerConfig,
-    MLPConfig,
-)
-from longshore.model.scan_config import Mamba2Config
 
 MAMBA2_DEFAULTS = {
     "num_heads": 128,

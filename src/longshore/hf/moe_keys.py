@@ -15,6 +15,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from longshore.arch.attention import AttentionConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.scan import DeltaNetConfig
 from longshore.hf.keys import Raw, count, flag, number, shown
 from longshore.hf.shared_keys import (
     SILU,
@@ -32,9 +36,6 @@ from longshore.hf.shared_keys import (
     refuse_unsupported,
     the_one,
 )
-from longshore.model.config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig
-from longshore.model.moe_config import MoEConfig
-from longshore.model.scan_config import DeltaNetConfig
 
 MOE_DEFAULTS = {
     "num_key_value_heads": 4,

@@ -10,8 +10,7 @@ RopeConfig, and back. Written is the older spelling, which both versions read.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from longshore.hf.keys import Raw, count, flag, maybe_number, number, numbers, shown
-from longshore.model.rope_config import (
+from longshore.arch.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -20,6 +19,7 @@ from longshore.model.rope_config import (
     RopeScaling,
     YarnScaling,
 )
+from longshore.hf.keys import Raw, count, flag, maybe_number, number, numbers, shown
 
 ROPE_KEYS = (
     "rope_theta",

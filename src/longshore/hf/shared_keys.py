@@ -11,19 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from longshore.arch.attention import AttentionConfig, MLAConfig
+from longshore.arch.decoder import MOST_LAYERS, DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.part import Part
+from longshore.arch.rope import RopeConfig
 from longshore.hf.keys import Raw, count, flag, number, shown
 from longshore.hf.rope_keys import read_rope, scaled_length, write_rope
-from longshore.model.config import (
-    MOST_LAYERS,
-    AttentionConfig,
-    DecoderConfig,
-    LayerConfig,
-    MLPConfig,
-)
-from longshore.model.mla_config import MLAConfig
-from longshore.model.moe_config import MoEConfig
-from longshore.model.part import Part
-from longshore.model.rope_config import RopeConfig
 
 Kind = TypeVar("Kind", bound=Part)
 

@@ -19,15 +19,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from longshore.files import open_sealed, sealed_json
+from longshore.arch.as_json import config_from_json, config_to_json
+from longshore.arch.decoder import DecoderConfig
+from longshore.files import new_folder, open_sealed, sealed_json
 from longshore.hf.checkpoint import SHARD_BYTES, Weights, check_stream, check_tensors, tensor_shapes
 from longshore.hf.config_file import load_object
-from longshore.hf.config_json import config_from_json, config_to_json
-from longshore.hf.files import TensorFiles, write_files
-from longshore.hf.folder import new_folder
-from longshore.hf.sources import Source
-from longshore.model.config import DecoderConfig
-from longshore.train.saved import DamagedError, File, check_file
+from longshore.hf.names import Source
+from longshore.hf.tensor_files import TensorFiles, write_files
+from longshore.train.checkpoint_files import DamagedError, File, check_file
 
 FORMAT = "longshore weights"
 VERSION = 2

@@ -17,12 +17,12 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from longshore.arch.attention import AttentionConfig
+from longshore.arch.part import Norm
 from longshore.batch import SeqContext
-from longshore.model.config import AttentionConfig
 from longshore.model.fill import NORM, RESIDUAL, Fill
 from longshore.model.norm import RMSNorm
 from longshore.model.opaque import Context, opened
-from longshore.model.part import Norm
 from longshore.model.rope import Tables
 from longshore.model.whole import refuse_shared
 from longshore.ops.attention import attention

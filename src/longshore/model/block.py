@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longshore.arch.decoder import LayerConfig
+from longshore.arch.part import Norm
 from longshore.batch import SeqContext
-from longshore.model.config import LayerConfig
 from longshore.model.norm import RMSNorm
 from longshore.model.opaque import Context, Opaque
 from longshore.model.output import Output
-from longshore.model.part import Norm
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.model.rope import Tables
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longshore.arch.decoder import DecoderConfig, ropes_of
 from longshore.batch import Depth, SeqContext, whole_context
 from longshore.model.block import Block
-from longshore.model.config import DecoderConfig, ropes_of
 from longshore.model.mtp import MTPDepth
 from longshore.model.norm import RMSNorm
 from longshore.model.output import Output, Routed

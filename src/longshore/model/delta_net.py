@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from longshore.arch.part import Norm
+from longshore.arch.scan import DeltaNetConfig
 from longshore.model.fill import CONV, ONES, RESIDUAL, Fill
-from longshore.model.gated_norm import NormBeforeGate
+from longshore.model.norm import NormBeforeGate
 from longshore.model.opaque import Context, opened
-from longshore.model.part import Norm
 from longshore.model.rope import Tables
 from longshore.model.scan import Core, Decay, ScanInputs, conv_taps, local_core
-from longshore.model.scan_config import DeltaNetConfig
 from longshore.ops.boundaries import Bounds
 from longshore.ops.delta_rule import PreparedDelta, prepare_delta
 

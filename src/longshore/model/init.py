@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from longshore.model.config import DecoderConfig, LayerConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.model.decoder import Decoder
 from longshore.model.fill import NORM, NORMAL, ZEROS, Fill, fill_rows
 from longshore.model.registry import FEED_FORWARDS, MIXERS

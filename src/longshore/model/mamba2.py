@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from longshore.arch.part import Norm
+from longshore.arch.scan import Mamba2Config
 from longshore.model.fill import CONV, ONES, RESIDUAL, Fill
-from longshore.model.gated_norm import NormAfterGate
+from longshore.model.norm import NormAfterGate
 from longshore.model.opaque import Context, opened
-from longshore.model.part import Norm
 from longshore.model.rope import Tables
 from longshore.model.scan import Core, Decay, ScanInputs, conv_taps, copied, local_core
-from longshore.model.scan_config import Mamba2Config
 from longshore.ops.boundaries import Bounds
 from longshore.ops.ssd import PreparedSSD, prepare_ssd
 

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from longshore.arch.attention import Form, MLAConfig
+from longshore.arch.part import Norm
 from longshore.batch import Boundaries, PackContext, SeqContext
 from longshore.model.fill import NORM, RESIDUAL, Fill
-from longshore.model.mla_config import Form, MLAConfig
 from longshore.model.norm import RMSNorm
 from longshore.model.opaque import Context, opened
-from longshore.model.part import Norm
 from longshore.model.rope import Tables
 from longshore.model.whole import refuse_shared
 from longshore.ops.attention import attention_backward, attention_forward

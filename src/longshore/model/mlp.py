@@ -11,10 +11,10 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longshore.model.config import MLPConfig
+from longshore.arch.feed_forward import MLPConfig
+from longshore.arch.part import Norm
 from longshore.model.fill import RESIDUAL, Fill
 from longshore.model.opaque import Context
-from longshore.model.part import Norm
 
 
 class MLP(nn.Module):

@@ -1,7 +1,7 @@
 """Which module a config stands for: the one place where a new mixer or feed-forward part goes.
 
 In: the config of a layer's part. Out: its module, not yet initialised. A new kind is a config in
-model/config.py, a file with its module, and a line in MIXERS or FEED_FORWARDS:
+arch/decoder.py, a file with its module, and a line in MIXERS or FEED_FORWARDS:
 
     make_mixer(AttentionConfig(heads=4, kv_heads=2, head_dim=16), 64, norm=Norm(1e-6))   Attention
 
@@ -17,17 +17,16 @@ from typing import Any
 
 from torch import nn
 
+from longshore.arch.attention import AttentionConfig, MLAConfig
+from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.part import Norm, Part
+from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.model.attention import Attention
-from longshore.model.config import AttentionConfig, MLPConfig
 from longshore.model.delta_net import DeltaNet
 from longshore.model.mamba2 import Mamba2
 from longshore.model.mla import MLA
-from longshore.model.mla_config import MLAConfig
 from longshore.model.mlp import MLP
 from longshore.model.moe import MoE
-from longshore.model.moe_config import MoEConfig
-from longshore.model.part import Norm, Part
-from longshore.model.scan_config import DeltaNetConfig, Mamba2Config
 
 MIXERS: dict[type, Any] = {
     AttentionConfig: Attention,

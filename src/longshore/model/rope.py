@@ -16,8 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from longshore.batch import SeqContext
-from longshore.model.rope_config import (
+from longshore.arch.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -25,6 +24,7 @@ from longshore.model.rope_config import (
     RopeConfig,
     YarnScaling,
 )
+from longshore.batch import SeqContext
 
 Tables = Mapping[RopeConfig, tuple[Tensor, Tensor]]
 Frequencies = list[float]

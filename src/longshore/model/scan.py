@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from longshore.batch import SeqContext
 from longshore.model.fill import DECAY_RATES, STEP_BIASES, Fill
-from longshore.model.float32 import Float32Parameters
+from longshore.model.norm import Float32Parameters
 from longshore.model.whole import refuse_shared
 from longshore.ops.boundaries import Bounds
 from longshore.ops.conv import causal_conv

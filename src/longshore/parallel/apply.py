@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from longshore.dist.cp_groups import CPGroups
-from longshore.dist.topology import Topology
+from longshore.distributed.cp_groups import CPGroups
+from longshore.distributed.topology import Topology
 from longshore.model.attention import Attention
 from longshore.model.decoder import Decoder
 from longshore.model.delta_net import DeltaNet

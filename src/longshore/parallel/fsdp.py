@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from longshore.dist.collectives import gather
-from longshore.dist.topology import Topology
-from longshore.model.float32 import Float32Parameters
+from longshore.distributed.collectives import gather
+from longshore.distributed.topology import Topology
+from longshore.model.norm import Float32Parameters
 
 Mode = Literal["zero3", "zero2", "none"]
 Rows = Callable[[str, torch.Size, int, int], Tensor]

@@ -19,8 +19,8 @@ import numpy as np
 
 from longshore.plan.cost import Ints
 from longshore.plan.cp_size import padded_length
+from longshore.plan.shapes import padded_lengths, spans
 from longshore.plan.types import Plan
-from longshore.plan.zigzag import padded_lengths, spans
 
 
 def chunk_ranges(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, int]]:

@@ -17,8 +17,7 @@ from longshore.report.run_cost import cost_data
 from longshore.report.run_curves import rounded, run_curves, total
 from longshore.report.run_experts import experts_data
 from longshore.report.run_files import Floats, RunFolder
-from longshore.report.run_slow import slow_steps
-from longshore.report.run_steps import steps_data
+from longshore.report.run_steps import slow_steps, steps_data
 
 MOST_RUNS = 8
 ITS_OWN = ("output.folder", "output.export")

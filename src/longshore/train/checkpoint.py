@@ -23,13 +23,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from longshore.data.loader import Loader
-from longshore.dist.collectives import agreed, gather_rows
-from longshore.dist.topology import Topology
+from longshore.distributed.collectives import agreed, gather_rows
+from longshore.distributed.topology import Topology
 from longshore.files import free_bytes, reason, size_text, way_out
 from longshore.parallel.fsdp import is_split, shard_rows
-from longshore.train.loop import Progress
-from longshore.train.moment import Moment
-from longshore.train.saved import (
+from longshore.train.checkpoint_files import (
     DamagedError,
     Saved,
     begin,
@@ -42,8 +40,10 @@ from longshore.train.saved import (
     remove_leftovers,
     saved_steps,
 )
+from longshore.train.checkpoint_storage import Part, load_parts, save_parts
+from longshore.train.device import Moment
+from longshore.train.loop import Progress
 from longshore.train.stop import RunError
-from longshore.train.storage import Part, load_parts, save_parts
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OTHERS = re.compile(r"^rank \d+ failed: \w+: (\[Errno \d+\] )?| \(rank[^()]* failed too\)$")

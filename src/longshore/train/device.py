@@ -2,9 +2,15 @@
 
 In: what the user asked for and the rank's place on its machine. Out: facts. Two ranks on a machine
 with one GPU share it, over gloo, because NCCL refuses two ranks on one GPU.
+
+A point in the work of a device, to measure how long things took without waiting for them.
+
+In: a device. Out: `Moment(device)`, now on a CPU, on a GPU when it gets there; later, the seconds
+between two of them. Two moments 40 ms apart: second.since(first) = 0.04.
 """
 
 import os
+import time
 
 import torch
 
@@ -62,3 +68,22 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+class Moment:
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self.time = time.perf_counter()
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> None:
+        """Until it has come."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def since(self, other: "Moment") -> float:
+        """Seconds from the other moment; both have come."""
+        if self.event is None or other.event is None:
+            return self.time - other.time
+        return float(other.event.elapsed_time(self.event)) / 1e3

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from longshore.files import reason, way_out
-from longshore.train.saved import remove_leftovers
+from longshore.train.checkpoint_files import remove_leftovers
 from longshore.train.stop import RunError
 
 

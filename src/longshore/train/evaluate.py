@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from longshore.batch import MicroBatch
 from longshore.data.batches import Place
 from longshore.data.steps import IndexedSteps
-from longshore.dist.collectives import sum_over
-from longshore.dist.topology import Topology
+from longshore.distributed.collectives import sum_over
+from longshore.distributed.topology import Topology
 from longshore.model.decoder import Decoder
 from longshore.train.heartbeat import RankStatus
 from longshore.train.loss import masked_sum

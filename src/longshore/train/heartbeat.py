@@ -7,8 +7,20 @@ Out: a file for each rank that a thread rewrites, also while the main thread is 
     with beating(status, lambda: Path("/tmp/longshore-x"), rank=3):
         status.at("forward", step=12, round=2)
 
-Beat(rank=3, step=12, round=2, phase="forward", …) is what others read; `longshore.train.watch` says
-which of several ranks the others wait for.
+Beat(rank=3, step=12, round=2, phase="forward", …) is what others read; `Watch` says which of
+several ranks the others wait for.
+
+Which rank the others wait for, in words. No torch.
+
+In: the beats of all ranks of a run. Out: a line when no rank has moved for a minute, and again
+after twice that time; and, once the run was told to stop, whether it ever will:
+
+    rank 3 has not moved for 60 s: step 12, round 2, forward (its process does not run); the others
+    wait for it: step 12, round 2, backward, in all_reduce
+
+A rank that does not beat is the one; else one that is in no collective while others are; else the
+one that is behind. Slow is not stuck: all limits grow with the longest time a rank has ever stood
+at one place, but for the first step.
 """
 
 import json
@@ -16,7 +28,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -194,3 +206,156 @@ def collective_of(thread: int) -> str:
             name = name or frame.f_code.co_name
         frame = frame.f_back
     return name
+
+
+NOTICE_S = 60.0  # without a move, until something is said
+STUCK_S = 20.0  # the same, until a run that was told to stop is ended
+SILENT_S = 10.0  # without a beat, which comes every second
+ANSWER_S = 2.0  # for a run that was told to stop, whatever it looks like
+SLOWER = 3.0  # times the longest that a rank stood at one place
+SAVING = "saving"
+"""The phase in which a run that was told to stop is never ended."""
+
+
+class Watch:
+    """Of the ranks that write their beats into a folder.
+
+    missing_is_stuck: so a rank without a file is, where ranks write only while they do not move;
+    elsewhere it has not begun, or has ended.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: int,
+        *,
+        missing_is_stuck: bool = False,
+        silent_s: float = SILENT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder = folder
+        self.ranks = ranks
+        self.beats: dict[int, Beat] = {}
+        self.missing: list[int] = []
+        self._missing_is_stuck = missing_is_stuck
+        self._silent_s = silent_s
+        self._clock = clock
+        self._heard: dict[int, float] = {}
+        self._next_notice_s = 0.0
+
+    def look(self) -> None:
+        """Reads all beats."""
+        now = self._clock()
+        self.missing = []
+        for rank in range(self.ranks):
+            beat = read_beat(beat_path(self.folder, rank))
+            before = self.beats.get(rank)
+            if beat is None:
+                self.missing.append(rank)
+                self.beats.pop(rank, None)
+            elif before is None or before.count != beat.count:
+                self.beats[rank] = beat
+                self._heard[rank] = now
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a rank is in its first step or further."""
+        return any(beat.step for beat in self.beats.values())
+
+    @property
+    def folder_of_run(self) -> str:
+        return next((beat.folder for beat in self.beats.values() if beat.folder), "")
+
+    def speaker(self) -> int:
+        """The lowest rank that beats, to speak for all."""
+        silent = self._silent()
+        return min((rank for rank in self.beats if rank not in silent), default=0)
+
+    def unmoved_s(self) -> float:
+        """Seconds since any rank moved; 0 as long as one has not said where it stands."""
+        if self.missing and not self._missing_is_stuck:
+            return 0.0
+        return min((self._since(beat) for beat in self.beats.values()), default=0.0)
+
+    def notice(self, notice_s: float = NOTICE_S) -> str:
+        """What there is to say now, or ""."""
+        unmoved = self.unmoved_s()
+        if unmoved < self._slow(notice_s):
+            self._next_notice_s = 0.0
+            return ""
+        if unmoved < self._next_notice_s:
+            return ""
+        self._next_notice_s = 2 * unmoved
+        return self.words()
+
+    def will_not_stop(self, told_s: float) -> bool:
+        """Whether a run that was told to stop so many seconds ago is stuck for good."""
+        if told_s < ANSWER_S:
+            return False
+        silent = self._silent()
+        if any(beat.phase == SAVING for beat in self.beats.values()) and not silent:
+            return False
+        return bool(silent) or self.unmoved_s() >= self._slow(STUCK_S)
+
+    def stuck(self, among: Collection[int] | None = None) -> list[int]:
+        """The ranks that the others wait for; all of them, if it cannot be told.
+
+        among: those that can be it, where others have given up.
+        """
+        if self._missing_is_stuck and self.missing:
+            return self.missing
+        if silent := self._silent():
+            return silent
+        beats = [beat for beat in self.beats.values() if among is None or beat.rank in among]
+        idle = [beat for beat in beats if not beat.waits]
+        if idle and len(idle) < len(beats):
+            beats = idle
+        behind = min((beat.moves for beat in beats), default=0)
+        return [beat.rank for beat in beats if beat.moves == behind]
+
+    def words(self, among: Collection[int] | None = None) -> str:
+        """What does not move, where it stands and where the others do."""
+        ranks = self.stuck(among)
+        beats = [self.beats[rank] for rank in ranks if rank in self.beats]
+        others = [beat for rank, beat in sorted(self.beats.items()) if rank not in ranks]
+        waiting = f"; the others wait for it: {_where(others[0])}" if others else ""
+        seconds = f"{min(map(self._since, beats or others), default=0.0):.0f} s"
+        if not beats:
+            return f"{ranks_in_words(ranks)} gave no sign of life for {seconds}{waiting}"
+        has = f"{ranks_in_words(ranks)} {'have' if len(ranks) > 1 else 'has'} not"
+        stopped = " (its process does not run)" if ranks[0] in self._silent() else ""
+        return (
+            f"{has if others else 'no rank has'} moved for {seconds}: {beats[0].words}{stopped}"
+            f"{waiting}"
+        )
+
+    def _since(self, beat: Beat) -> float:
+        return beat.unmoved_s + self._clock() - self._heard[beat.rank]
+
+    def _silent(self) -> list[int]:
+        now = self._clock()
+        return [rank for rank in sorted(self.beats) if now - self._heard[rank] > self._silent_s]
+
+    def _slow(self, seconds: float) -> float:
+        longest = max((beat.longest_s for beat in self.beats.values()), default=0.0)
+        return max(seconds, SLOWER * longest)
+
+
+def _where(beat: Beat) -> str:
+    return f"{beat.words}, in {beat.waits}" if beat.waits else beat.words
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """rank 3, or ranks 3, 5 and 7."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}" if ranks else "no rank"
+
+
+def last_saved(folder: str) -> str:
+    """The newest checkpoint of a run, in words."""
+    steps = sorted(Path(folder, "checkpoints").glob("step-*")) if folder else []
+    if not steps:
+        return "no checkpoint was written"
+    step = int(steps[-1].name.removeprefix("step-"))
+    return f"the last checkpoint is of step {step}; go on with --resume {folder}"

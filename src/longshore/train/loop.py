@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from longshore.data.steps import Step
+from longshore.train.device import Moment
 from longshore.train.metrics import StepMetrics
-from longshore.train.moment import Moment
 from longshore.train.optim import Schedule
 from longshore.train.step import Stepper, Trained
 from longshore.train.stop import RunError

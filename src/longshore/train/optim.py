@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
-from longshore.dist.collectives import sum_over
-from longshore.dist.topology import Topology
-from longshore.model.float32 import Float32Parameters
+from longshore.distributed.collectives import sum_over
+from longshore.distributed.topology import Topology
+from longshore.model.norm import Float32Parameters
 from longshore.parallel.fsdp import is_split
 
 ScheduleName = Literal["cosine", "linear", "constant"]

@@ -25,17 +25,16 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from longshore.batch import MicroBatch
-from longshore.dist.topology import Topology
+from longshore.distributed.topology import Topology
 from longshore.model.decoder import Decoder
 from longshore.model.output import Output
 from longshore.parallel.fsdp import Mode, begin_round
+from longshore.train.device import Moment
+from longshore.train.expert_bias import RoutingCounts, update_bias
 from longshore.train.heartbeat import RankStatus
-from longshore.train.loss import Loss, masked_sum
-from longshore.train.masked_loss import Faults
-from longshore.train.moment import Moment
+from longshore.train.loss import Faults, Loss, masked_sum
 from longshore.train.optim import clip, set_lr
 from longshore.train.out_of_memory import out_of_memory
-from longshore.train.routing import RoutingCounts, update_bias
 from longshore.train.stop import RunError
 
 

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from longshore.batch import PackContext, SeqContext
-from longshore.dist.cp_groups import CPGroups
+from longshore.distributed.cp_groups import CPGroups
 from longshore.ops.attention import attention, attention_backward, attention_forward
 from longshore.parallel.context.heads import from_heads, to_heads
 from longshore.parallel.context.seen import fetch_seen, return_seen

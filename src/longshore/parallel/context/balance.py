@@ -11,8 +11,8 @@ A sequence of 8 tokens at CP size 2, 3 experts: lanes with counts [3 1 0] and [0
 from torch import Tensor
 
 from longshore.batch import SeqContext
-from longshore.dist.collectives import sum_over
-from longshore.dist.cp_groups import CPGroups
+from longshore.distributed.collectives import sum_over
+from longshore.distributed.cp_groups import CPGroups
 
 
 class ContextCounts:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longshore.batch import PackContext
-from longshore.dist.collectives import all_to_all
+from longshore.distributed.collectives import all_to_all
 
 
 def to_heads(

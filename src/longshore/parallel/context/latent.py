@@ -12,10 +12,10 @@ DeepSeek-V3 are 3·576,000; the keys and values of its heads would be 3·40,960,
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from longshore.arch.attention import Form
 from longshore.batch import PackContext, SeqContext
-from longshore.dist.cp_groups import CPGroups
+from longshore.distributed.cp_groups import CPGroups
 from longshore.model.mla import Reach, meet, own
-from longshore.model.mla_config import Form
 from longshore.parallel.context.seen import fetch_seen, return_seen
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longshore.batch import PackContext, SeqContext
-from longshore.dist.cp_groups import CPGroups
+from longshore.distributed.cp_groups import CPGroups
 from longshore.model.scan import Scan, ScanInputs, split_heads
 from longshore.parallel.context.heads import from_heads, to_heads
 from longshore.parallel.context.states import by_states

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longshore.batch import PackContext
-from longshore.dist.collectives import gather, reduce_scatter
+from longshore.distributed.collectives import gather, reduce_scatter
 
 
 def fetch_seen(rows_TX: Tensor, pack: PackContext, group: ProcessGroup) -> Tensor:

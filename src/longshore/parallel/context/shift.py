@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longshore.dist.collectives import all_to_all
+from longshore.distributed.collectives import all_to_all
 from longshore.plan.cost import Ints
-from longshore.plan.zigzag import chunk_pair, ranges
+from longshore.plan.shapes import chunk_pair, ranges
 
 Cumulative = Sequence[int] | Tensor
 Scalar = bool | int | float | complex

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longshore.batch import PackContext
-from longshore.dist.collectives import all_to_all, gather
+from longshore.distributed.collectives import all_to_all, gather
 from longshore.model.scan import Scan, ScanInputs
 from longshore.ops.boundaries import to_device
 from longshore.plan.cost import Ints

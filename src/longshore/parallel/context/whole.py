@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from longshore.batch import SeqContext
-from longshore.dist.collectives import gather
-from longshore.dist.cp_groups import CPGroups
+from longshore.distributed.collectives import gather
+from longshore.distributed.cp_groups import CPGroups
 from longshore.model.whole import Mix
 
 

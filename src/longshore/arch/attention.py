@@ -1,0 +1,169 @@
+"""Multi-head latent attention, as DeepSeek-V3 has it: its numbers and its cost. Pure Python.
+
+In: numbers. Out: a frozen config, checked. A token keeps one latent for all heads, `kv_rank`
+numbers, and one key of `rope_dim` numbers that turns with its position; every head makes its own
+`nope_dim` key and `value_dim` value from the latent.
+
+With 2 heads, kv_rank 8, nope_dim 4, rope_dim 2, value_dim 6 and a plain query projection at width
+16 the parameters are q 16·2·6 = 192, down 16·10 = 160, norm 8, up 8·2·10 = 160, output 2·6·16 =
+192: 712. Over lanes a token is 10 numbers; its keys and values would be 2·(6 + 6) = 24.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from longshore.arch.checks import check_counts
+from longshore.arch.part import Saved, causal_pairs
+from longshore.arch.rope import RopeConfig, YarnScaling
+
+Form = Literal["decompressed", "absorbed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """Grouped-query attention. window: a token sees itself and the window − 1 before it.
+
+    bias: of the query, key and value projections. output_bias: of the last projection. gate: a
+    head's output is multiplied by the sigmoid of numbers that the query projection makes as well.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: RopeConfig | None = field(default_factory=RopeConfig)
+    qk_norm: bool = False
+    bias: bool = False
+    output_bias: bool = False
+    window: int | None = None
+    gate: bool = False
+
+    def __post_init__(self) -> None:
+        check_counts(self, "heads", "kv_heads", "head_dim")
+        check_counts(self, "window", optional=True)
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"AttentionConfig.kv_heads is {self.kv_heads}; it must divide heads, {self.heads}"
+            )
+        _ = self.ropes
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        return () if self.rope is None else (self.rope.within(self.head_dim),)
+
+    def parameters(self, width: int) -> int:
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        gates = queries * self.gate
+        biases = (queries + gates + 2 * keys) * self.bias + width * self.output_bias
+        weights = width * (2 * queries + gates + 2 * keys)
+        return weights + biases + 2 * self.head_dim * self.qk_norm
+
+    def flops(self, width: int, length: int) -> int:
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        projections = 2 * length * width * (2 * queries + queries * self.gate + 2 * keys)
+        return projections + 4 * queries * causal_pairs(length, window=self.window)
+
+    def saved(self, width: int) -> Saved:
+        """Turned queries and keys, values and the output; with qk_norm also what it normed.
+
+        With a gate, its sigmoid and the gated output; and where queries are kept as they were
+        projected, the gates that lie between them.
+        """
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        kept = Saved(2 * queries + 2 * keys, self.heads)
+        if self.qk_norm:
+            kept += Saved(queries + keys, self.heads + self.kv_heads)
+        if self.gate:
+            kept += Saved(queries * (3 if self.qk_norm or self.rope is None else 2))
+        return kept
+
+    def gathered(self) -> int:
+        """Its key and value."""
+        return 2 * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLAConfig:
+    """q_rank: of the queries' own latent; None for one plain projection.
+
+    A head's query and key are nope_dim numbers without position and then rope_dim with it. bias: of
+    the projections down to the latents and of the last one.
+
+    form: "decompressed" makes keys and values of all heads from the latents, "absorbed" takes
+    queries to the latents and attends there, with one key head of kv_rank + rope_dim. They give the
+    same numbers; the first is the cheaper one to train.
+    """
+
+    heads: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    q_rank: int | None = None
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    bias: bool = False
+    form: Form = "decompressed"
+
+    def __post_init__(self) -> None:
+        check_counts(self, "heads", "kv_rank", "nope_dim", "rope_dim", "value_dim")
+        check_counts(self, "q_rank", optional=True)
+        if self.form not in get_args(Form):
+            raise ValueError(
+                f"MLAConfig.form is {self.form!r}; known are {', '.join(get_args(Form))}"
+            )
+        _ = self.ropes
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        return (self.rope.within(self.rope_dim),)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Numbers a token keeps for all heads."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def scale(self) -> float:
+        """Of the scores: 1/√head_dim, with YaRN's mscale_all_dim times its own growth squared."""
+        plain, scaling = 1 / math.sqrt(self.head_dim), self.rope.scaling
+        if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim:
+            return plain
+        grown = 0.1 * scaling.mscale_all_dim * math.log(max(scaling.factor, 1.0)) + 1
+        return plain * grown * grown
+
+    def parameters(self, width: int) -> int:
+        norms = self.kv_rank + (self.q_rank or 0)
+        downs = self.latent_dim + (self.q_rank or 0)
+        return self._weights(width) + norms + (downs + width) * self.bias
+
+    def flops(self, width: int, length: int) -> int:
+        """Of the decompressed form, whichever is run."""
+        pairs = causal_pairs(length)
+        core = 2 * pairs * self.heads * (self.head_dim + self.value_dim)
+        return 2 * length * self._weights(width) + core
+
+    def saved(self, width: int) -> Saved:
+        """Queries, latents and the output; what the norms normed; absorbed, also what it made."""
+        kept = Saved(self.heads * (self.head_dim + self.value_dim), self.heads)
+        kept += Saved(2 * self.latent_dim, 1)
+        if self.q_rank is not None:
+            kept += Saved(2 * self.q_rank, 1)
+        if self.form == "absorbed":
+            kept += Saved(self.heads * (self.latent_dim + self.kv_rank))
+        return kept
+
+    def gathered(self) -> int:
+        """Its latent and its turned key."""
+        return self.latent_dim
+
+    def _weights(self, width: int) -> int:
+        """Of all matrices."""
+        queries = self.heads * self.head_dim
+        q = width * queries if self.q_rank is None else self.q_rank * (width + queries)
+        kv = width * self.latent_dim + self.kv_rank * self.heads * (self.nope_dim + self.value_dim)
+        return q + kv + self.heads * self.value_dim * width

@@ -1,0 +1,167 @@
+"""What a decoder is made of, layer by layer. Pure Python, so that a bad one is refused fast.
+
+In: numbers. Out: frozen configs, checked. A layer is a mixer (attention, …) and a feed-forward
+part, each behind its own norm; either may be left out. A decoder of two layers whose second sees
+only the 128 tokens before it:
+
+    full = AttentionConfig(heads=4, kv_heads=2, head_dim=16)
+    near = replace(full, window=128)
+    DecoderConfig(vocab_size=256, width=64, layers=(
+        LayerConfig(full, MLPConfig(width=192)), LayerConfig(near, MLPConfig(width=192))))
+
+A mixer or feed-forward config knows what it costs (see `Part`), so a new kind is a config, a
+module and a line in model/registry.py. `full` in that decoder has 4·16·64·2 + 2·16·64·2 = 12,288
+parameters and takes 2·12,288·n + 4·4·16·n(n+1)/2 FLOPs forward for n tokens.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from longshore.arch.checks import check_counts, check_more_than
+from longshore.arch.feed_forward import MoEConfig
+from longshore.arch.part import Norm, Part, Saved
+from longshore.arch.rope import RopeConfig
+
+MOST_LAYERS = 4096
+MOST_DEPTHS = 64
+MOST_EXPERTS = 1 << 18
+MOST_PARAMETERS = 10**15
+"""Limits far beyond any model, so that a mistyped number is answered before memory runs out."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """One block: a mixer, then a feed-forward part; None leaves it and its norm out."""
+
+    mixer: Part | None
+    mlp: Part | None
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError("a LayerConfig has neither mixer nor mlp; give at least one")
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(part for part in (self.mixer, self.mlp) if part is not None)
+
+    def parameters(self, width: int) -> int:
+        """With the norm before each part."""
+        return sum(width + part.parameters(width) for part in self.parts)
+
+    def flops(self, width: int, length: int) -> int:
+        return sum(part.flops(width, length) for part in self.parts)
+
+    def saved(self, width: int) -> Saved:
+        """Each part's, with the input of its norm and the norm's output."""
+        return sum((Saved(2 * width, 1) + part.saved(width) for part in self.parts), start=Saved(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """A decoder: embedding, layers, norm, head.
+
+    zero_centred: of its norms, see Norm. tied: the head uses the embedding's weight. mtp: a layer
+    for each depth of multi-token prediction. pad_token_id: a token whose row of the embedding gets
+    no gradient where it is an input, as in transformers; None for none. float32_residual: what
+    goes from layer to layer is float32 at least, whatever the layers compute in.
+    """
+
+    vocab_size: int
+    width: int
+    layers: tuple[LayerConfig, ...]
+    norm_eps: float = 1e-6
+    zero_centred: bool = False
+    tied: bool = False
+    init_std: float = 0.02
+    mtp: tuple[LayerConfig, ...] = ()
+    pad_token_id: int | None = None
+    float32_residual: bool = False
+
+    def __post_init__(self) -> None:
+        check_counts(self, "vocab_size", "width")
+        check_more_than(0, self, "norm_eps", "init_std")
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "mtp", tuple(self.mtp))
+        if not self.layers:
+            raise ValueError("DecoderConfig.layers is empty; a decoder has at least one layer")
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(
+                f"DecoderConfig.pad_token_id is {self.pad_token_id}; it must be a token, from 0 "
+                f"to {self.vocab_size - 1}"
+            )
+        self._check_size()
+
+    def _check_size(self) -> None:
+        layers = (*self.layers, *self.mtp)
+        kinds = Counter(layers)
+        sizes = {
+            "layers": (len(self.layers), MOST_LAYERS),
+            "depths of multi-token prediction": (len(self.mtp), MOST_DEPTHS),
+            "experts in all layers": (sum(map(_experts, layers)), MOST_EXPERTS),
+            "parameters": (
+                2 * self.vocab_size * self.width
+                + sum(layer.parameters(self.width) * times for layer, times in kinds.items()),
+                MOST_PARAMETERS,
+            ),
+        }
+        for what, (size, most) in sizes.items():
+            if size > most:
+                raise ValueError(f"a decoder has at most {most:,} {what}; this one has {size:,}")
+
+    @property
+    def norm(self) -> Norm:
+        return Norm(self.norm_eps, self.zero_centred)
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotary tables of all layers, each once, in the order of first use."""
+        return ropes_of((*self.layers, *self.mtp))
+
+
+def ropes_of(layers: Sequence[LayerConfig]) -> tuple[RopeConfig, ...]:
+    """The rotary tables these layers read, each once, in the order of first use."""
+    found = [rope for layer in layers for part in layer.parts for rope in part.ropes]
+    return tuple(dict.fromkeys(found))
+
+
+def _experts(layer: LayerConfig) -> int:
+    experts = getattr(layer.mlp, "experts", 0)
+    assert isinstance(experts, int)
+    return experts
+
+
+def has_experts(config: DecoderConfig) -> bool:
+    return any(isinstance(layer.mlp, MoEConfig) for layer in (*config.layers, *config.mtp))
+
+
+def with_balance(
+    config: DecoderConfig, *, aux_weight: float | None = None, bias_update: float | None = None
+) -> DecoderConfig:
+    """With these numbers in all layers and depths, see MoEConfig; None leaves them as they are."""
+    for name, number in (("aux_weight", aux_weight), ("bias_update", bias_update)):
+        if number and not has_experts(config):
+            raise ValueError(f"{name} is for experts, and this model has none; leave it out")
+    layers, mtp = (
+        tuple(_changed(layer, aux_weight, bias_update) for layer in found)
+        for found in (config.layers, config.mtp)
+    )
+    return replace(config, layers=layers, mtp=mtp)
+
+
+def _changed(
+    layer: LayerConfig, aux_weight: float | None, bias_update: float | None
+) -> LayerConfig:
+    moe = layer.mlp
+    if not isinstance(moe, MoEConfig):
+        return layer
+    if bias_update and not moe.bias:
+        raise ValueError(
+            "bias_update moves a bias of the router, and the experts of this model have none; "
+            "balance them by aux_weight"
+        )
+    if aux_weight is not None:
+        moe = replace(moe, aux_weight=aux_weight)
+    if bias_update is not None:
+        moe = replace(moe, bias_update=bias_update)
+    return replace(layer, mlp=moe)

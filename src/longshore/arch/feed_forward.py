@@ -1,0 +1,152 @@
+"""The feed-forward part of a layer: MLPConfig and, made of experts, MoEConfig. Pure Python.
+
+In: numbers. Out: frozen configs, checked, which follow `Part`. A layer of experts like those of
+Qwen3-30B-A3B, and one that chooses as DeepSeek-V3 does:
+
+    MoEConfig(experts=128, top_k=8, width=768)
+    MoEConfig(experts=256, top_k=8, width=2048, score="sigmoid", groups=8, top_groups=4, scale=2.5,
+              shared_width=2048, bias_update=1e-3, aux_weight=1e-4)
+
+Behind hidden states of 2048 the first has 128·2048 + 128·3·2048·768 = 604,241,920 parameters, and a
+token takes 2·(128·2048 + 8·3·2048·768) = 76,021,760 FLOPs forward.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from longshore.arch.checks import check_counts, check_more_than
+from longshore.arch.part import Saved
+from longshore.arch.rope import RopeConfig
+
+Score = Literal["softmax", "sigmoid"]
+SCORES = ("softmax", "sigmoid")
+
+
+ACTIVATIONS = ("swiglu", "relu2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLPConfig:
+    """`width` channels inside, by their activation.
+
+    swiglu: down(silu(gate(x)) · up(x)). relu2: down(relu(up(x))²), without a gate.
+    """
+
+    width: int
+    activation: Literal["swiglu", "relu2"] = "swiglu"
+
+    def __post_init__(self) -> None:
+        check_counts(self, "width")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"MLPConfig.activation is {self.activation!r}; known are {', '.join(ACTIVATIONS)}"
+            )
+
+    @property
+    def gated(self) -> bool:
+        return self.activation == "swiglu"
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        return ()
+
+    def parameters(self, width: int) -> int:
+        return (3 if self.gated else 2) * width * self.width
+
+    def flops(self, width: int, length: int) -> int:
+        return 2 * length * self.parameters(width)
+
+    def saved(self, width: int) -> Saved:
+        """Gate, silu(gate), up, and their product; or relu(up) and its square."""
+        return Saved((4 if self.gated else 2) * self.width)
+
+    def gathered(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """SwiGLU experts of `width` channels each, of which a token goes to `top_k`.
+
+    score: of an expert, from its logit. normalise: a token's weights add up to 1, before `scale`
+    multiplies them. groups, top_groups: experts lie in groups, and a token chooses among those of
+    the top_groups whose two best scores add up to most. shared_width: channels of the expert that
+    serves every token, 0 for none. shared_gate: a sigmoid of the token weighs that expert.
+    aux_weight: of the balance loss, 0 for none. bias: a number for each expert is added to its
+    score for choosing, not for weighing. bias_update: how far it moves after each step, towards
+    even counts; more than 0 means that there is a bias, 0 that it stays.
+    """
+
+    experts: int
+    top_k: int
+    width: int
+    score: Score = "softmax"
+    normalise: bool = True
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    shared_width: int = 0
+    shared_gate: bool = False
+    bias: bool = False
+    bias_update: float = 0.0
+    aux_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_counts(self, "experts", "top_k", "width", "groups", "top_groups")
+        check_more_than(0, self, "scale")
+        if self.shared_width != 0:
+            check_counts(self, "shared_width")
+        for name in ("bias_update", "aux_weight"):
+            if getattr(self, name) != 0:
+                check_more_than(0, self, name)
+        if self.score not in SCORES:
+            raise ValueError(f"MoEConfig.score is {self.score!r}; known are {', '.join(SCORES)}")
+        if self.shared_gate and not self.shared_width:
+            raise ValueError("MoEConfig.shared_gate weighs a shared expert; give a shared_width")
+        object.__setattr__(self, "bias", bool(self.bias or self.bias_update))
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        if self.experts % self.groups or (self.groups > 1 and self.experts < 2 * self.groups):
+            raise ValueError(
+                f"MoEConfig.groups is {self.groups}; it must divide the {self.experts} experts "
+                "into groups of 2 or more"
+            )
+        if self.top_groups > self.groups:
+            raise ValueError(
+                f"MoEConfig.top_groups is {self.top_groups}, and there are {self.groups} groups"
+            )
+        within = self.experts // self.groups * self.top_groups
+        if self.top_k > within:
+            raise ValueError(
+                f"MoEConfig.top_k is {self.top_k}, and a token can choose among {within} experts"
+            )
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        return ()
+
+    def parameters(self, width: int) -> int:
+        return self.experts * 3 * width * self.width + self._common(width)
+
+    def flops(self, width: int, length: int) -> int:
+        return 2 * length * (self.top_k * 3 * width * self.width + self._common(width))
+
+    def _common(self, width: int) -> int:
+        """Parameters that every token meets: router, shared expert and its gate."""
+        return width * (self.experts + 3 * self.shared_width + self.shared_gate)
+
+    def saved(self, width: int) -> Saved:
+        """Of each of top_k rows its input, gate, silu(gate), up, product and output.
+
+        The router keeps its input in float32, scores, and what the balance loss makes of them; for
+        each row it keeps a weight, an id and places.
+        """
+        routed = Saved(self.top_k * (2 * width + 4 * self.width))
+        scores = 3 if self.aux_weight else 1
+        router = Saved(0, width + scores * self.experts + 8 * self.top_k)
+        shared = Saved(4 * self.shared_width + (width + 1) * self.shared_gate)
+        return routed + router + shared
+
+    def gathered(self) -> int:
+        return 0

@@ -1,0 +1,207 @@
+"""What a rank's memory must hold, and how many tokens that leaves room for. Torch-free arithmetic.
+
+In: a DecoderConfig and how it is run. Out: bytes, and the capacity with the sum that led to it.
+
+Of a token, each block keeps what its backward reads; with recomputation only the block's input is
+kept, and one block at a time has the rest. tiny-llama's block in float32 keeps 1,408 values and 10
+statistics a token, 5,672 bytes; with recomputation 64 values, 256 bytes.
+
+The model: weights and gradients in float32 (float64 for float64), two moments of the optimizer, and
+a copy of the weights in `dtype` where that is smaller. How lanes share it:
+
+    zero3   weights, gradients, moments in shards; two blocks and the ends are whole for a while
+    zero2   weights and gradients stay whole within a step; float32 weights and moments in shards
+    none    every lane has everything
+
+These are estimates: kernels' own buffers and gaps between tensors are paid from a tenth kept free.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from longshore.arch.decoder import DecoderConfig
+from longshore.arch.flops import parameter_count
+from longshore.arch.part import Saved
+
+ShardMode = Literal["zero3", "zero2", "none"]
+SHARD_MODES = ("zero3", "zero2", "none")
+ITEM_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+KEPT_FREE = 10
+"""One part in ten is kept free."""
+STEP_TOKENS = 256
+"""A capacity is a multiple of this."""
+LOGITS_SHARE = 16
+LOGITS_BYTES = 512 << 20
+LOGITS_TOKENS = 16
+"""The loss makes the logits of 1/16 of the tokens at a time, and of at most 512 MiB, unless 16
+tokens already have more: the constants of ops/cross_entropy.py, which needs torch."""
+INPUT_BYTES = 48
+"""A token's id, label, position, index and masks, and the loss's copies of label and mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBytes:
+    """What the model takes on a rank. whole: blocks gathered for a while, with their gradients."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    whole: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.whole
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBytes:
+    """What a token takes. held: from forward to backward. working: while its block is in backward.
+
+    shared: what a lane fetches, for a while, for each token of a pack it shares.
+    """
+
+    held: int
+    working: int
+    shared: int
+
+
+def model_bytes(config: DecoderConfig, *, lanes: int, shard: str, dtype: str) -> ModelBytes:
+    """Bytes of weights, gradients and optimizer on each of `lanes` that share them as `shard`."""
+    item = _item(dtype)
+    kept = max(item, 4)
+    if shard not in SHARD_MODES:
+        raise ValueError(f"shard is {shard!r}; known are {', '.join(SHARD_MODES)}")
+    if lanes < 1:
+        raise ValueError(f"lanes is {lanes}; there is at least one")
+    count = parameter_count(config)
+    part = -(-count // lanes)
+    copy = item * count if item < kept else 0
+    if shard == "none":
+        return ModelBytes(kept * count + copy, kept * count, 2 * kept * count, 0)
+    if shard == "zero2":
+        whole = copy or kept * count
+        return ModelBytes(kept * part + whole, kept * (part + count), 2 * kept * part, 0)
+    layers = (*config.layers, *config.mtp)
+    block = max(layer.parameters(config.width) for layer in layers)
+    ends = count - sum(layer.parameters(config.width) for layer in layers)
+    return ModelBytes(
+        kept * part,
+        kept * part,
+        2 * kept * part,
+        item * (2 * block + ends) + kept * (block + ends),
+    )
+
+
+def token_bytes(config: DecoderConfig, *, dtype: str, recompute: bool) -> TokenBytes:
+    """Bytes of one token; recompute: blocks keep only their input and run again in backward."""
+    width = config.width
+    item = _item(dtype)
+    layers = (*config.layers, *config.mtp)
+    blocks = [_bytes(layer.saved(width), item) for layer in layers]
+    tables = sum(_bytes(Saved(0, rope.rotary_dim or 0), item) for rope in config.ropes)
+    ends = INPUT_BYTES + tables + _bytes(Saved(2 * width, 2), item)
+    # Of each depth: embedding, two norms' outputs and statistics, the joined input, the head's.
+    ends += len(config.mtp) * _bytes(Saved(7 * width, 3), item)
+    held = ends + (len(blocks) * width * item if recompute else sum(blocks))
+    parts = [part for layer in layers for part in layer.parts]
+    return TokenBytes(
+        held=held,
+        working=max(blocks) * (2 if recompute else 1),
+        # As it came, in natural order, and its gradient.
+        shared=3 * item * max(part.gathered() for part in parts),
+    )
+
+
+def logits_bytes(config: DecoderConfig, tokens: int, *, dtype: str) -> int:
+    """The loss's chunk of logits with its gradient, and the head's gradient in float32."""
+    row = config.vocab_size * max(_item(dtype), 4)
+    chunk = min(tokens // LOGITS_SHARE, _most_logits(row))
+    return 2 * max(1, chunk) * row + row * config.width
+
+
+def _most_logits(row: int) -> int:
+    """Tokens of a chunk of logits, at most, where those of one token are `row` bytes."""
+    return max(LOGITS_TOKENS, LOGITS_BYTES // row)
+
+
+def auto_capacity(
+    config: DecoderConfig,
+    *,
+    memory_bytes: int,
+    lanes: int,
+    shard: str,
+    dtype: str,
+    recompute: bool,
+    longest: int,
+) -> tuple[int, list[str]]:
+    """The tokens a lane may hold in a round, a multiple of 256, and the sum in lines to read.
+
+    longest: tokens of the longest sequence; lanes that share it fetch it whole, layer by layer.
+    """
+    model = model_bytes(config, lanes=lanes, shard=shard, dtype=dtype)
+    token = token_bytes(config, dtype=dtype, recompute=recompute)
+    shared = token.shared * longest if lanes > 1 else 0
+    free = memory_bytes // KEPT_FREE
+    room = memory_bytes - free - model.total - shared
+    each = token.held + token.working
+    capacity = STEP_TOKENS * _largest(
+        room // (STEP_TOKENS * each),
+        lambda steps: (
+            each * steps * STEP_TOKENS + logits_bytes(config, steps * STEP_TOKENS, dtype=dtype)
+            <= room
+        ),
+    )
+    loss = logits_bytes(config, max(capacity, STEP_TOKENS), dtype=dtype)
+    lines = [
+        f"memory {_size(memory_bytes)}, {_size(free)} of it kept free",
+        f"model {_size(model.total)} with {shard} over {lanes} lanes: "
+        f"weights {_size(model.parameters)}, gradients {_size(model.gradients)}, "
+        f"optimizer {_size(model.optimizer)}, gathered {_size(model.whole)}",
+        f"shared packs {_size(shared)}: keys and values of {longest} tokens",
+        f"loss {_size(loss)}: a chunk of logits and the head's gradient",
+        f"a token {_size(each)}: {_size(token.held)} held"
+        f"{', blocks run again' if recompute else ''}, {_size(token.working)} in backward",
+        f"capacity {_size(max(room - loss, 0))} / {_size(each)} = {capacity} tokens",
+    ]
+    if not capacity:
+        raise ValueError(_no_room(room - loss, each, shard=shard, recompute=recompute, lines=lines))
+    return capacity, lines
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `most` that fits, where all below one that fits do; else 0."""
+    return bisect_left(range(1, max(most, 0) + 1), True, key=lambda number: not fits(number))
+
+
+def _no_room(room: int, each: int, *, shard: str, recompute: bool, lines: list[str]) -> str:
+    lacking = STEP_TOKENS * each - room
+    ways = [
+        *([] if recompute else ["run blocks again in backward"]),
+        *([] if shard == "zero3" else ["share the model as zero3"]),
+        "use more lanes or a smaller model",
+    ]
+    return (
+        f"not even {STEP_TOKENS} tokens fit into a lane's memory, {_size(lacking)} are lacking; "
+        f"{', or '.join(ways)}\n" + "\n".join(lines)
+    )
+
+
+def _bytes(saved: Saved, item: int) -> int:
+    return saved.values * item + saved.stats * max(item, 4)
+
+
+def _item(dtype: str) -> int:
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"dtype is {dtype!r}; known are {', '.join(ITEM_BYTES)}")
+    return ITEM_BYTES[dtype]
+
+
+def _size(amount: int) -> str:
+    """1610612736 as "1.5 GiB"."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if amount >= unit:
+            return f"{amount / unit:.1f} {name}"
+    return f"{amount} B"

@@ -1,0 +1,60 @@
+"""What every part of a layer can say of itself, and the checks that configs share. Pure Python.
+
+In: numbers. Out: the protocol `Part`, costs, and ValueErrors. A new kind of mixer or feed-forward
+is a config that follows `Part`, a module, and a line in model/registry.py.
+
+    causal_pairs(5) = 15 pairs of a token and one it sees, itself included; window=2 leaves 9
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from longshore.arch.rope import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """How a decoder norms. zero_centred: the scale is 1 + weight, and weights begin at 0."""
+
+    eps: float
+    zero_centred: bool = False
+
+
+class Part(Protocol):
+    """A mixer's or feed-forward part's config: what it costs behind hidden states of `width`."""
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotary tables it reads, each with its `rotary_dim`."""
+        ...
+
+    def parameters(self, width: int) -> int: ...
+
+    def flops(self, width: int, length: int) -> int:
+        """FLOPs of the forward matrix products over one sequence of `length` tokens."""
+        ...
+
+    def saved(self, width: int) -> "Saved":
+        """What a token keeps for backward, without the part's input."""
+        ...
+
+    def gathered(self) -> int:
+        """Values a lane fetches for each token of a pack that several lanes share."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Numbers a token keeps: `values` in the model's dtype, `stats` always in float32 or more."""
+
+    values: int
+    stats: int = 0
+
+    def __add__(self, other: "Saved") -> "Saved":
+        return Saved(self.values + other.values, self.stats + other.stats)
+
+
+def causal_pairs(length: int, *, window: int | None = None) -> int:
+    """Pairs of a token and one it sees: 5 tokens make 15, with a window of 2 only 9."""
+    near = length if window is None else min(window, length)
+    return near * (near + 1) // 2 + (length - near) * near

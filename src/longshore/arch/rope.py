@@ -1,0 +1,149 @@
+"""Rotary positions and how they are squeezed beyond the trained length. Pure Python.
+
+In: numbers. Out: frozen configs, checked; model/rope.py makes tables of them. With theta 10,000 and
+64 dims of a head, dims i and i + 32 turn by 10,000^(−i/32) a token.
+"""
+
+from dataclasses import dataclass, replace
+
+from longshore.arch.checks import check_counts, check_more_than, is_positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """All positions divided by `factor`."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_more_than(0, self, "factor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicScaling:
+    """NTK: theta grows with each sequence's own length, once it is beyond `original_length`."""
+
+    factor: float
+    original_length: int
+
+    def __post_init__(self) -> None:
+        check_more_than(0, self, "factor")
+        check_counts(self, "original_length")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """Slow dims are squeezed by `factor`, fast ones stay, with a ramp between.
+
+    Dims that turn more than `beta_fast` times within original_length are fast, fewer than
+    `beta_slow` slow. Queries and keys are scaled by `attention_factor`; None: 0.1·ln(factor) + 1,
+    or with both mscales 0.1·mscale·ln(factor) + 1 over the same with mscale_all_dim.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        check_more_than(0, self, "factor", "beta_fast", "beta_slow")
+        check_more_than(0, self, "attention_factor", optional=True)
+        check_counts(self, "original_length")
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"YarnScaling.beta_fast is {self.beta_fast:g} and beta_slow {self.beta_slow:g}; "
+                "beta_fast is the larger one"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1: waves longer than original_length/low are squeezed, shorter than …/high stay."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_length: int
+
+    def __post_init__(self) -> None:
+        check_more_than(0, self, "factor", "low_freq_factor", "high_freq_factor")
+        check_counts(self, "original_length")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"Llama3Scaling.high_freq_factor is {self.high_freq_factor:g}; it must be more "
+                f"than low_freq_factor, {self.low_freq_factor:g}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRopeScaling:
+    """A factor for each pair of dims; the long ones for sequences beyond `original_length`.
+
+    Queries and keys are scaled by `attention_factor`; None: sqrt(1 + ln(factor) /
+    ln(original_length)), or 1 without a factor. factor: the longest length over the original.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_length: int
+    factor: float | None = None
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        check_more_than(0, self, "factor", "attention_factor", optional=True)
+        check_counts(self, "original_length")
+        if self.original_length < 2:
+            raise ValueError("LongRopeScaling.original_length is 1; it must be 2 or more")
+        for name in ("short_factor", "long_factor"):
+            values = tuple(getattr(self, name))
+            if not all(map(is_positive, values)):
+                raise ValueError(f"LongRopeScaling.{name} is {values}; each must be more than 0")
+            object.__setattr__(self, name, values)
+
+
+RopeScaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | LongRopeScaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary positions: the first `rotary_dim` dims of a head turn, all of them for None.
+
+    scaling: how positions beyond the trained length are squeezed in; see model/rope.py.
+    """
+
+    theta: float = 10_000.0
+    rotary_dim: int | None = None
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        check_more_than(1, self, "theta")
+        if self.rotary_dim is None:
+            return
+        check_counts(self, "rotary_dim")
+        if self.rotary_dim % 2:
+            raise ValueError(
+                f"RopeConfig.rotary_dim is {self.rotary_dim}; dims turn in pairs, so it is even"
+            )
+        if isinstance(self.scaling, DynamicScaling) and self.rotary_dim < 4:
+            raise ValueError("DynamicScaling needs a rotary_dim of 4 or more")
+        if isinstance(self.scaling, LongRopeScaling):
+            for name in ("short_factor", "long_factor"):
+                if (count := len(getattr(self.scaling, name))) != self.rotary_dim // 2:
+                    raise ValueError(
+                        f"LongRopeScaling.{name} has {count} factors; {self.rotary_dim} rotary "
+                        f"dims need {self.rotary_dim // 2}"
+                    )
+
+    def within(self, head_dim: int) -> "RopeConfig":
+        """The same with its `rotary_dim` known: a key of the rotary tables."""
+        if self.rotary_dim is None:
+            return replace(self, rotary_dim=head_dim)
+        if self.rotary_dim > head_dim:
+            raise ValueError(
+                f"RopeConfig.rotary_dim is {self.rotary_dim}; a head has only {head_dim} dims"
+            )
+        return self

@@ -1,0 +1,172 @@
+"""Configs of the mixers that carry a state along a sequence: Mamba2 and gated delta net. No torch.
+
+In: numbers. Out: frozen configs that follow `Part`. FLOPs are those of the recurrent form, which
+does not depend on how a scan is cut into chunks: for each token every head updates its state and
+reads it, and a product of a P×N state with a vector, as an outer product added to it, is 2·P·N.
+
+    Mamba2Config(heads=4, head_dim=8, state_dim=16) at width 16, conv channels 32 + 2·16 = 64:
+    parameters 16·(32 + 64 + 4) + 64·5 + 3·4 + 32 + 32·16 = 2,476
+    FLOPs of a token 2·16·100 + 2·64·4 + 4·(4·8·16) + 2·32·16 = 6,784
+"""
+
+from dataclasses import dataclass
+
+from longshore.arch.checks import check_counts, check_more_than, is_positive
+from longshore.arch.part import Saved
+from longshore.arch.rope import RopeConfig
+
+CHUNK = 64
+"""Rows of a chunk on a GPU, as in ops/chunks.py, which needs torch; a CPU has and keeps fewer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Config:
+    """Mamba2. state_dim: N of each head's head_dim × N state. groups: heads of a group share B, C.
+
+    kernel: tokens that the convolution sees. norm_groups: parts of the channels that are normed
+    apart, as many as groups for None. bias: of both projections. dt_min, dt_max: limits of a
+    token's step; None for no upper one.
+    """
+
+    heads: int
+    head_dim: int
+    state_dim: int
+    groups: int = 1
+    kernel: int = 4
+    norm_groups: int | None = None
+    bias: bool = False
+    conv_bias: bool = True
+    dt_min: float = 0.0
+    dt_max: float | None = None
+
+    def __post_init__(self) -> None:
+        check_counts(self, "heads", "head_dim", "state_dim", "groups", "kernel")
+        check_counts(self, "norm_groups", optional=True)
+        if not (self.dt_min == 0 or is_positive(self.dt_min)):
+            raise ValueError(
+                f"Mamba2Config.dt_min is {self.dt_min!r}; it must be a finite number of 0 or more"
+            )
+        check_more_than(self.dt_min, self, "dt_max", optional=True)
+        if self.heads % self.groups:
+            raise ValueError(
+                f"Mamba2Config.groups is {self.groups}; it must divide heads, {self.heads}"
+            )
+        if self.inner % (self.norm_groups or self.groups):
+            raise ValueError(
+                f"Mamba2Config.norm_groups is {self.norm_groups}; it must divide heads times "
+                f"head_dim, {self.inner}"
+            )
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of x, B and C."""
+        return self.inner + 2 * self.groups * self.state_dim
+
+    @property
+    def projected(self) -> int:
+        """Channels of the gate z, of x, B and C, and the step of each head."""
+        return self.inner + self.conv_dim + self.heads
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        return ()
+
+    def parameters(self, width: int) -> int:
+        projections = width * (self.projected + self.inner) + (self.projected + width) * self.bias
+        conv = self.conv_dim * (self.kernel + self.conv_bias)
+        return projections + conv + 3 * self.heads + self.inner
+
+    def flops(self, width: int, length: int) -> int:
+        """2 for each weight of projections and convolution, 4·P·N for each head."""
+        weights = width * (self.projected + self.inner) + self.conv_dim * self.kernel
+        return length * (2 * weights + 4 * self.inner * self.state_dim)
+
+    def saved(self, width: int) -> Saved:
+        """What the convolution made and the normed output; else float32, as scan and norm are.
+
+        The scan keeps two rows of a chunk's scores and decays for each head and one for each
+        group, and two states for each chunk.
+        """
+        rows = CHUNK * (2 * self.heads + self.groups)
+        states = 2 * self.inner * self.state_dim // CHUNK
+        groups = 6 * self.groups * self.state_dim + (self.norm_groups or self.groups)
+        copies = 3 * self.conv_dim + 9 * self.inner + 5 * self.heads + groups
+        return Saved(self.conv_dim + self.inner, rows + states + copies)
+
+    def gathered(self) -> int:
+        """Nothing that grows with a pack: an exchange swaps tokens for heads, or sends states."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetConfig:
+    """Gated delta net. A key head serves value_heads / key_heads heads of values.
+
+    kernel: tokens that the convolution sees.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int = 4
+
+    def __post_init__(self) -> None:
+        check_counts(self, "key_heads", "value_heads", "key_dim", "value_dim", "kernel")
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"DeltaNetConfig.key_heads is {self.key_heads}; it must divide value_heads, "
+                f"{self.value_heads}"
+            )
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        return ()
+
+    def parameters(self, width: int) -> int:
+        conv = self.conv_dim * self.kernel
+        return self._projections(width) + conv + 2 * self.value_heads + self.value_dim
+
+    def flops(self, width: int, length: int) -> int:
+        """2 for each weight of projections and convolution, 6·K·V for each head of values.
+
+        A head reads its state at the key, corrects it there, and reads it at the query.
+        """
+        weights = self._projections(width) + self.conv_dim * self.kernel
+        return length * (2 * weights + 6 * self.values * self.key_dim)
+
+    def saved(self, width: int) -> Saved:
+        """The normed output; else float32, as scan and norm are.
+
+        The scan keeps five rows of a chunk's matrices for each head, and two states for each chunk.
+        """
+        rows = 5 * CHUNK * self.value_heads
+        states = 2 * self.values * self.key_dim // CHUNK
+        keys = 2 * (self.keys + self.key_heads) + 8 * self.value_heads * self.key_dim
+        copies = 3 * self.conv_dim + keys + 10 * self.values + 8 * self.value_heads
+        return Saved(self.values, rows + states + copies)
+
+    def gathered(self) -> int:
+        """Nothing that grows with a pack: an exchange swaps tokens for heads, or sends states."""
+        return 0
+
+    def _projections(self, width: int) -> int:
+        """Weights of q, k, v, the gate z, and of beta and the decay; and of the output."""
+        return width * (self.conv_dim + 2 * self.values + 2 * self.value_heads)

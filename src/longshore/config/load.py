@@ -1,0 +1,167 @@
+"""From a recipe and overrides to a RunConfig: every key known, every value of its kind.
+
+In: the path of a TOML file and words such as `train.lr=3e-4`. Out: a RunConfig with the defaults
+that depend on other keys filled in; check.py says whether it makes sense. Without a recipe, and
+with no word that names other data or another model, it is the demo, which travels with the package.
+
+    load_config("chats.toml", ["train.lr=3e-4", "data.path=more.jsonl"])
+
+A value is TOML; what is not is taken as a text without quotes, and so is all that is for a text.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from longshore.config.schema import SECTIONS, RunConfig
+from longshore.config.unknown_keys import FOREIGN_VALUES, REFUSED, answer_key, answer_section
+from longshore.config.values import Kind
+
+Tables = dict[str, dict[str, Any]]
+
+DEMO = "demo.toml"
+NOT_THE_DEMO = ("data.path", "model.preset", "model.from_hf")
+# A word for one of these takes the others out of the recipe.
+EITHER = (
+    ("data.path", "data.mock", "data.count"),
+    ("data.mock", "data.path"),
+    ("data.eval_path", "data.eval_mock", "data.eval_count"),
+    ("data.eval_mock", "data.eval_path"),
+    ("data.batch", "data.batch_tokens"),
+    ("data.batch_tokens", "data.batch"),
+    ("model.preset", "model.from_hf"),
+    ("model.from_hf", "model.preset", "model.layers", "model.vocab_size"),
+    ("train.steps", "train.epochs"),
+    ("train.epochs", "train.steps"),
+)
+DATA_FILES = (".json", ".jsonl", ".ndjson", ".parquet")
+SHOWN = 60
+
+
+def load_config(recipe: str | None, overrides: Seq[str] = ()) -> RunConfig:
+    """The configuration of a run, or a ValueError of one line."""
+    pairs = [_split(word) for word in overrides]
+    name, tables = "train", Tables()
+    if recipe is not None:
+        name, tables = Path(recipe).stem, _read(recipe)
+    elif not any(key in NOT_THE_DEMO for key, _ in pairs):
+        name, tables = "demo", _parse(files("longshore").joinpath(DEMO).read_text("utf-8"), DEMO)
+    for given, *others in EITHER:
+        if any(f"{key}.".startswith(f"{given}.") for key, _ in pairs):
+            for section, other in (key.split(".") for key in others):
+                tables.get(section, {}).pop(other, None)
+    for key, text in pairs:
+        _override(tables, key, text)
+    sections = {section: _section(section, table) for section, table in tables.items()}
+    return with_defaults(RunConfig(**sections), name)
+
+
+def _read(recipe: str) -> Tables:
+    path = Path(recipe)
+    if path.suffix in (".yaml", ".yml", ".json"):
+        raise ValueError(f"{recipe}: a recipe is a TOML file; write [train] and below it lr = 3e-4")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{recipe}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{recipe}: is not UTF-8; a recipe is a TOML file") from None
+    return _parse(text, recipe)
+
+
+def _parse(text: str, name: str) -> Tables:
+    try:
+        tables = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ValueError(f"{name}: is not TOML ({error})") from None
+    for section, table in tables.items():
+        if not isinstance(table, dict):
+            raise ValueError(f"{name}: keys stand below a [section]; {answer_key(section)}")
+    return tables
+
+
+def _split(word: str) -> tuple[str, str]:
+    key, equals, text = word.partition("=")
+    key = key.strip()
+    if not equals:
+        hint = "a recipe ends in .toml" if "." not in word else f"write {word}=VALUE"
+        if word.endswith(DATA_FILES):
+            hint = f"write data.path={word}"
+        raise ValueError(f"{word!r} is no section.key=value, such as train.lr=3e-4; {hint}")
+    section, dot, name = key.partition(".")
+    if not dot or not section or not name:
+        raise ValueError(answer_key(key) if key else f"{word!r} has no key before the =")
+    return key, text.strip()
+
+
+def _override(tables: Tables, key: str, text: str) -> None:
+    """Sets section.key, or a key of a table such as data.mock.type."""
+    section, name, *inner = key.split(".")
+    kind = _kind(section, name)
+    value = _value(text)
+    if kind.is_text and not isinstance(value, str):
+        value = text
+    table = tables.setdefault(section, {})
+    for step in inner:
+        below = table.setdefault(name, {})
+        if not isinstance(below, dict):
+            raise ValueError(f"there is no {key}: {section}.{name} is {kind.wants}")
+        table, name = below, step
+    table[name] = value
+
+
+def _value(text: str) -> object:
+    try:
+        found = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return text
+    return found["value"] if len(found) == 1 else text
+
+
+def _kind(section: str, name: str) -> Kind:
+    for field in fields(SECTIONS[section]) if section in SECTIONS else ():
+        if field.name == name:
+            kind = field.metadata["kind"]
+            assert isinstance(kind, Kind)
+            return kind
+    raise ValueError(answer_key(f"{section}.{name}"))
+
+
+def _section(section: str, table: Mapping[str, object]) -> Any:  # noqa: ANN401 - one of six
+    if section not in SECTIONS and not table:
+        raise ValueError(answer_section(section))
+    values = {}
+    for name, value in table.items():
+        kind = _kind(section, name)
+        read = kind.read(value)
+        if read is None:
+            raise ValueError(_wrong(f"{section}.{name}", value, kind))
+        values[name] = read
+    return SECTIONS[section](**values)
+
+
+def _wrong(key: str, value: object, kind: Kind) -> str:
+    shown = "true" if value is True else "false" if value is False else repr(value)
+    shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 1] + "…"
+    ours = FOREIGN_VALUES.get(value) if isinstance(value, str) else None
+    if isinstance(value, str) and (key, value) in REFUSED:
+        return f"{key} is {shown}, {REFUSED[key, value]}"
+    if ours in kind.names:
+        return f"{key} is {shown}; use {ours}"
+    return f"{key} is {shown}; it must be {kind.wants}"
+
+
+def with_defaults(config: RunConfig, name: str = "train") -> RunConfig:
+    """Fills in what is not given and depends on other keys. name: of the run's folder."""
+    train, output = config.train, config.output
+    if not train.lr:
+        train = replace(train, lr=2e-5 if config.model.from_hf else 3e-4)
+    if not train.steps and not train.epochs:
+        train = replace(train, epochs=1)
+    if not output.folder:
+        output = replace(output, folder=f"runs/{name}-{{n}}")
+    return replace(config, train=train, output=output)

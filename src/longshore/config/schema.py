@@ -1,0 +1,244 @@
+"""The sections of a run's configuration, each key with its default, its kind and what it means.
+
+In: values of the right kinds (read.py sees to that). Out: frozen data. 0 and "" mean "not given".
+What belongs together is checked in check.py.
+
+    RunConfig(data=DataConfig(path="prepared", batch=64), model=ModelConfig(preset="tiny"))
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from longshore.config.toml import write_toml
+from longshore.config.values import (
+    choice,
+    flag,
+    function,
+    key,
+    number,
+    number_or,
+    shares,
+    table,
+    text,
+    texts,
+    whole,
+    whole_or,
+)
+from longshore.data.inputs import MAX_BYTES
+from longshore.data.rejected import MAX_REJECTED
+
+MOST_MOCK = 10_000_000
+LARGEST_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Where sequences come from, and how many a step takes."""
+
+    path: str = key("", text(), "JSONL, JSON or Parquet, or a folder made by `longshore prepare`")
+    mock: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "kind": table(),
+            "about": "made-up sequences instead of path: mode, type, min_seq_len, max_seq_len, …",
+        },
+    )
+    count: int = key(0, whole(0, MOST_MOCK), "how many made-up sequences an epoch has")
+    tokenizer: str = key("", text(), "a tokenizer folder, for text (default: model.from_hf)")
+    template: str = key(
+        "auto", text(), "chat template: auto, own (the tokenizer's), a family's name, or a file"
+    )
+    loss_on: Literal["assistant", "all"] = key(
+        "assistant", choice("assistant", "all"), "learn what the assistant says, or every token"
+    )
+    max_length: int = key(0, whole(0), "longest sequence in tokens, for text; 0: no limit")
+    too_long: Literal["reject", "truncate"] = key(
+        "reject", choice("reject", "truncate"), "what happens to longer ones"
+    )
+    fields: tuple[str, ...] = key(
+        (), texts(), 'extra fields, such as "advantage:per_token:float32"'
+    )
+    ignore: tuple[str, ...] = key((), texts(), "columns to leave out; *: all that are not used")
+    max_bytes: int = key(MAX_BYTES, whole(), "a sample of more bytes is rejected, unread")
+    max_rejected: float = key(
+        MAX_REJECTED, number(0, 1), "a run stops if a larger share of the samples is rejected"
+    )
+    cache: str = key("runs/prepared", text(), "the folder for text once it is tokenized")
+    batch: int = key(0, whole(0), "sequences in a step, over all ranks")
+    batch_tokens: int = key(0, whole(0), "instead of batch: as many as come up to these tokens")
+    shuffle: bool = key(True, flag(), "a new order for every epoch")
+    seed: int = key(0, whole(0, LARGEST_SEED), "of the order, and of made-up sequences")
+    prefetch: int = key(2, whole(1, 1024), "steps made ahead")
+    eval_path: str = key("", text(), "held-out data, to evaluate: as path")
+    eval_mock: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata={"kind": table(), "about": "made-up held-out sequences instead: as mock"},
+    )
+    eval_count: int = key(0, whole(0, MOST_MOCK), "how many of them; 0: all of eval_path")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """How each step is packed and split; `longshore plan --help` explains the words."""
+
+    policy: Literal["mixed", "dynamic", "balanced", "static", "padded"] = key(
+        "mixed",
+        choice("mixed", "dynamic", "balanced", "static", "padded"),
+        "how packs and CP sizes are chosen",
+    )
+    capacity: int | Literal["auto"] = key(
+        "auto", whole_or("auto"), "most tokens a rank holds in a round"
+    )
+    sync: Literal["round", "step"] = key(
+        "round", choice("round", "step"), "ranks wait for each other every round, or once a step"
+    )
+    cp_size: int = key(0, whole(0, 1 << 20), "the one CP size of padded, static and balanced")
+    min_cp: int = key(1, whole(1, 1 << 20), "smallest CP size")
+    max_cp: int = key(0, whole(0, 1 << 20), "largest CP size; 0: all ranks")
+    cp_sizes: Literal["pow2", "any"] = key(
+        "pow2", choice("pow2", "any"), "legal CP sizes: powers of two, or each up to 64 ranks"
+    )
+    max_sequences: int = key(0, whole(0), "most sequences of a rank in a round; 0: no limit")
+    align: int = key(1, whole(), "a rank's tokens are padded to a multiple of this")
+    buckets: int = key(0, whole(0, 1024), "pad tokens to so many sizes, for compile; 0: none")
+    cost: str = key("", text(), "a cost profile in JSON (default: an 8B model on H100s)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What is trained: a preset with new weights, or a checkpoint."""
+
+    preset: str = key("", text(), "a model by name, with new weights")
+    from_hf: str = key("", text(), "instead of preset: a Hugging Face checkpoint folder")
+    layers: int = key(0, whole(0, 4096), "with preset: this many layers; 0: its own")
+    vocab_size: int = key(0, whole(0, 1 << 24), "with preset: this many ids; 0: its own")
+    aux_weight: float | Literal["auto"] = key(
+        "auto",
+        number_or("auto", 0),
+        "of the experts' balance loss; auto: the preset's, and with from_hf 0",
+    )
+    bias_update: float | Literal["auto"] = key(
+        "auto",
+        number_or("auto", 0),
+        "how far a step moves the experts' bias; auto: the preset's, and with from_hf 0",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How the work is shared out."""
+
+    ranks: int = key(0, whole(0, 1 << 20), "processes; 0: one for each GPU, or one")
+    shard: Literal["auto", "zero3", "zero2", "none"] = key(
+        "auto", choice("auto", "zero3", "zero2", "none"), "what of the model is split over ranks"
+    )
+    attention: Literal["auto", "gather", "heads"] = key(
+        "auto", choice("auto", "gather", "heads"), "how ranks share the attention of a pack"
+    )
+    scan: Literal["auto", "heads", "states"] = key(
+        "auto",
+        choice("auto", "heads", "states"),
+        "how ranks share Mamba2 and the delta net: heads, or states passed on",
+    )
+    timeout_min: float = key(
+        10.0, number(0, above=True), "minutes a rank waits for the others before the run fails"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """The optimizer and the arithmetic."""
+
+    steps: int = key(0, whole(0), "updates of the model")
+    epochs: int = key(0, whole(0), "instead of steps: passes over the data (default 1)")
+    lr: float = key(
+        0.0, number(0, above=True), "learning rate (default: preset 3e-4, from_hf 2e-5)"
+    )
+    schedule: Literal["cosine", "linear", "constant"] = key(
+        "cosine", choice("cosine", "linear", "constant"), "of the learning rate after the warmup"
+    )
+    warmup: int = key(0, whole(0), "steps in which the learning rate rises")
+    min_lr: float = key(0.0, number(0, 1), "share of lr that is left at the end")
+    weight_decay: float = key(0.1, number(0), "of matrices")
+    betas: tuple[float, float] = key((0.9, 0.95), shares(), "of AdamW")
+    eps: float = key(1e-8, number(0, above=True), "of AdamW")
+    clip: float = key(1.0, number(0), "largest norm of the gradient; 0: never clip")
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = key(
+        "auto",
+        choice("auto", "bfloat16", "float32", "float64"),
+        "of the arithmetic; auto: bfloat16 on GPUs, float32 on CPUs",
+    )
+    recompute: Literal["none", "blocks"] = key(
+        "none", choice("none", "blocks"), "compute the activations of blocks twice, to save memory"
+    )
+    compile: bool = key(False, flag(), "compile the blocks")
+    loss: str = key("", function(""), "your own loss, as module:function")
+    loss_count: str = key(
+        "tokens", function("tokens", "sequences"), "what a step's loss is divided by"
+    )
+    eval_every: int = key(0, whole(0), "evaluate on held-out data every so many steps; 0: never")
+    mtp_weight: float = key(0.1, number(0), "of the loss of tokens further ahead, all depths")
+    seed: int = key(0, whole(0, LARGEST_SEED), "of new weights")
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto", choice("auto", "cpu", "cuda"), "to train on; auto: GPUs if there are any"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputConfig:
+    """What a run leaves behind."""
+
+    folder: str = key("", text(), "{n} is the next free number (default: runs/RECIPE-{n})")
+    display: Literal["auto", "live", "plain", "none"] = key(
+        "auto",
+        choice("auto", "live", "plain", "none"),
+        "of a step's figures; auto: live on a terminal",
+    )
+    save_every: int = key(
+        500, whole(0), "write a checkpoint every so many steps, and at the end; 0: only there"
+    )
+    keep: int = key(
+        2, whole(0, 1 << 20), "how many checkpoints are kept, the newest; 0: none is ever written"
+    )
+    weights: bool = key(True, flag(), "write the trained weights into the run's folder at the end")
+    export: str = key("", text(), "a folder for a Hugging Face checkpoint at the end")
+    trackers: tuple[str, ...] = key((), texts(), 'also log to "tensorboard" or "wandb"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """All of a run."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def with_ranks(self, ranks: int) -> "RunConfig":
+        return replace(self, parallel=replace(self.parallel, ranks=ranks))
+
+    def to_toml(self) -> str:
+        """A recipe that reads back as this configuration, each key with what it means."""
+        values = {
+            name: {f.name: getattr(getattr(self, name), f.name) for f in fields(kind)}
+            for name, kind in SECTIONS.items()
+        }
+        about = {
+            f"{name}.{f.name}": f.metadata["about"]
+            for name, kind in SECTIONS.items()
+            for f in fields(kind)
+        }
+        return write_toml(values, about)
+
+
+SECTIONS: dict[str, Any] = {
+    "data": DataConfig,
+    "plan": PlanConfig,
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "train": TrainConfig,
+    "output": OutputConfig,
+}

@@ -1,0 +1,316 @@
+"""What ranks send each other: differentiable for activations, plain for bookkeeping.
+
+In: this rank's tensor and a process group. Out: what the group makes of all of them. Sums are plain
+sums; nothing is averaged. Every rank of the group must call, and must run the backward.
+
+Two ranks with shards [1, 2] and [3, 4]: `gather` gives both [1, 2, 3, 4], and their gradients
+[a, b, c, d] and [e, f, g, h] come back summed and scattered, [a+e, b+f] and [c+g, d+h];
+`reduce_scatter` is the reverse. `all_to_all` with sends [0, 2] on the first rank and [1, 1] on the
+second gives them [3] and [1, 2, 4], and carries gradients back the way their rows came.
+
+In a group of one rank nothing is sent and the tensor itself comes back. Rows travel as bytes, so
+every dtype can move; only sums need a dtype the backend can add.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from longshore.distributed.topology import Groups
+
+LONGEST_ERROR = 16384
+MOST_NAMES = 8
+
+# torch 2.13 renamed both and warns at the old names; 2.11 has only these.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective: its name and the bytes it brought this rank from others."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """The collectives this process started, backward and other threads included."""
+
+    log: list[Call] = field(default_factory=list)
+
+    def calls(self, name: str | None = None) -> int:
+        return len(self._named(name))
+
+    def bytes(self, name: str | None = None) -> int:
+        """Bytes from other ranks, as if each sent its part straight to this one."""
+        return sum(call.bytes for call in self._named(name))
+
+    def _named(self, name: str | None) -> list[Call]:
+        return [call for call in self.log if name in (None, call.name)]
+
+
+# Not a context variable: on CUDA the backward runs in a thread that would not see it.
+_observers: list[Counts] = []
+
+
+@contextmanager
+def count() -> Iterator[Counts]:
+    """Counts the collectives of the block: `with count() as counts: …; counts.calls("gather")`."""
+    counts = Counts()
+    _observers.append(counts)
+    try:
+        yield counts
+    finally:
+        _observers[:] = [other for other in _observers if other is not counts]
+
+
+def gather(shard: Tensor, group: ProcessGroup) -> Tensor:
+    """The shards of all ranks, which have one shape, joined along dim 0 in the order of the ranks.
+
+    Backward: reduce_scatter.
+    """
+    return shard if group.size() == 1 else _apply(_Gather, shard, group)
+
+
+def reduce_scatter(whole: Tensor, group: ProcessGroup) -> Tensor:
+    """Rank r's part, the r-th of equal parts along dim 0, of the sum over all ranks.
+
+    Backward: gather.
+    """
+    if whole.shape[0] % group.size():
+        raise ValueError(
+            f"{whole.shape[0]} rows cannot be scattered evenly over {group.size()} ranks; "
+            "pad them to a multiple"
+        )
+    return whole if group.size() == 1 else _apply(_ReduceScatter, whole, group)
+
+
+def all_to_all(
+    rows: Tensor, group: ProcessGroup, *, sends: Sequence[int], receives: Sequence[int]
+) -> Tensor:
+    """Sends the first sends[0] rows to rank 0, the next sends[1] to rank 1, …; zeros are welcome.
+
+    Returns receives[0] rows from rank 0, then receives[1] from rank 1, …: what a rank expects of
+    another must be what that one sends. Backward: the same with the two swapped.
+    """
+    size = group.size()
+    if len(sends) != size or len(receives) != size:
+        raise ValueError(
+            f"all_to_all over {size} ranks needs {size} sends and {size} receives; "
+            f"there are {len(sends)} and {len(receives)}"
+        )
+    if sum(sends) != rows.shape[0] or min(*sends, *receives) < 0:
+        raise ValueError(
+            f"sends are {list(sends)}, receives {list(receives)}; none may be negative, and the "
+            f"sends must add up to the tensor's {rows.shape[0]} rows"
+        )
+    mine = group.rank()
+    if sends[mine] != receives[mine]:
+        raise ValueError(
+            f"rank {mine} sends itself {sends[mine]} rows and expects {receives[mine]}"
+        )
+    return rows if size == 1 else _apply(_AllToAll, rows, group, tuple(sends), tuple(receives))
+
+
+def sum_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Overwrites `tensor` with its sum over all ranks, and returns it. No gradient."""
+    if group.size() > 1:
+        with torch.no_grad():
+            dist.all_reduce(tensor, group=group)
+        _note("sum_over", (group.size() - 1) * tensor.nbytes)
+    return tensor
+
+
+def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Tensor:
+    """Overwrites `tensor` with that of the group's rank `source`, and returns it. No gradient."""
+    if not tensor.is_contiguous():
+        raise ValueError("broadcast writes in place and needs a contiguous tensor")
+    if group.size() > 1:
+        with torch.no_grad():
+            dist.broadcast(_as_bytes(tensor.view(-1, 1)), group=group, group_src=source)
+        _note("broadcast", 0 if group.rank() == source else tensor.nbytes)
+    return tensor
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:  # noqa: ANN401
+    made: Tensor = function.apply(*args)
+    return made
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, group: ProcessGroup) -> Tensor:  # noqa: ANN401
+        ctx.group = group
+        whole = shard.new_empty(group.size() * shard.shape[0], *shard.shape[1:])
+        _all_gather(_as_bytes(whole), _as_bytes(shard), group=group)
+        _note("gather", (group.size() - 1) * shard.nbytes)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        return reduce_scatter(grad, ctx.group), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: ProcessGroup) -> Tensor:  # noqa: ANN401
+        ctx.group = group
+        part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
+        _reduce_scatter(part, whole.contiguous(), group=group)
+        _note("reduce_scatter", (group.size() - 1) * part.nbytes)
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        return gather(grad, ctx.group), None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        rows: Tensor,
+        group: ProcessGroup,
+        sends: tuple[int, ...],
+        receives: tuple[int, ...],
+    ) -> Tensor:
+        ctx.group, ctx.sends, ctx.receives = group, sends, receives
+        got = rows.new_empty(sum(receives), *rows.shape[1:])
+        dist.all_to_all_single(
+            _as_bytes(got), _as_bytes(rows), list(receives), list(sends), group=group
+        )
+        row_bytes = rows.element_size() * prod(rows.shape[1:])
+        _note("all_to_all", (sum(receives) - receives[group.rank()]) * row_bytes)
+        return got
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
+        back = all_to_all(grad, ctx.group, sends=ctx.receives, receives=ctx.sends)
+        return back, None, None, None
+
+
+def gather_rows(rows: Tensor, group: ProcessGroup, *, room: int) -> list[Tensor]:
+    """Every rank's rows, int64 of shape (its own number, columns), in the order of the ranks.
+
+    One collective while no rank has more rows than `room`, which is the same on all ranks: each
+    sends room + 1 rows, the first with its number, the rest padded. If one has more, all see it in
+    the numbers and a second collective with room for the longest brings everything.
+
+    Lengths [[5], [7]] and [[9]] with room 2 travel as [2 5 7] and [1 9 0].
+    """
+    if rows.dtype != torch.int64 or rows.dim() != 2 or rows.shape[1] < 1 or room < 0:
+        raise ValueError(
+            f"gather_rows needs int64 of shape (rows, 1 or more columns) and a room of 0 or more; "
+            f"got {rows.dtype} of shape {tuple(rows.shape)} and room {room}"
+        )
+    sent = rows.new_zeros(room + 1, rows.shape[1])
+    sent[0, 0] = len(rows)
+    fitting = rows[:room]
+    sent[1 : 1 + len(fitting)] = fitting
+    found = gather(sent, group).view(group.size(), room + 1, -1)
+    numbers: list[int] = found[:, 0, 0].tolist()
+    if max(numbers) > room:
+        return gather_rows(rows, group, room=max(numbers))
+    return [part[1 : 1 + number] for part, number in zip(found, numbers, strict=True)]
+
+
+def broadcast_over_lane(tensor: Tensor, groups: Groups) -> Tensor:
+    """Overwrites `tensor` with that of the first rank of its lane, over PP, then over TP."""
+    if groups.tp.rank() == 0:
+        broadcast(tensor, groups.pp)
+    return broadcast(tensor, groups.tp)
+
+
+def same_on_all_ranks(digest: str, groups: Groups, *, what: str = "plan") -> None:
+    """Raises on every rank, naming those that differ, unless all ranks bring the same digest."""
+    short = hashlib.sha256(digest.encode()).digest()
+    row = torch.tensor([list(short)], dtype=torch.uint8, device=groups.device)
+    by_digest: dict[bytes, list[int]] = {}
+    for rank, got in enumerate(gather(row, groups.world).tolist()):
+        by_digest.setdefault(bytes(got), []).append(rank)
+    if len(by_digest) > 1:
+        most, *others = sorted(by_digest.values(), key=len, reverse=True)
+        raise RuntimeError(
+            f"the ranks made {len(by_digest)} different versions of the {what}: {_names(most)} "
+            f"against {'; against '.join(map(_names, others))}. Their inputs differ: look at data, "
+            "configuration and versions there"
+        )
+
+
+def agree(error: str | None, groups: Groups) -> None:
+    """Raises on every rank if one of them brings an error: that of the lowest such rank.
+
+    Call it on all ranks after work that may fail on one, before the next collective: where none
+    failed it costs one small collective, where one did all ranks learn of it in a second one.
+    """
+    if found := _first_error(error, groups):
+        raise RuntimeError(found[1])
+
+
+@contextmanager
+def agreed(groups: Groups) -> Iterator[None]:
+    """Runs the block, which holds no collective; then it has worked on all ranks, or on none.
+
+    The rank whose error it is raises that error itself, all others a RuntimeError that quotes it.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    text = None if failure is None else f"{type(failure).__name__}: {failure}"
+    found = _first_error(text, groups)
+    if found is None:
+        return
+    rank, quoted = found
+    if failure is not None and rank == groups.world.rank():
+        raise failure
+    raise RuntimeError(quoted) from failure
+
+
+def _first_error(error: str | None, groups: Groups) -> tuple[int, str] | None:
+    """The lowest rank with an error, and the error in words; None if no rank has one."""
+    # A file's name in the error may hold bytes that are no UTF-8; failing here would hang others.
+    text = b"" if error is None else error.encode(errors="backslashreplace")[:LONGEST_ERROR]
+    length = -1 if error is None else len(text)
+    mine = torch.tensor([length], dtype=torch.int64, device=groups.device)
+    lengths: list[int] = gather(mine, groups.world).tolist()
+    failed = [rank for rank, length in enumerate(lengths) if length >= 0]
+    if not failed:
+        return None
+    padded = list(text.ljust(max(lengths), b"\0"))
+    row = torch.tensor([padded], dtype=torch.uint8, device=groups.device)
+    first = failed[0]
+    words = bytes(gather(row, groups.world)[first].tolist())[: lengths[first]]
+    also = f" ({_names(failed[1:])} failed too)" if failed[1:] else ""
+    return first, f"rank {first} failed: {words.decode(errors='replace')}{also}"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    """[0, 2, 3] as "ranks 0, 2 and 3", long lists cut short."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > MOST_NAMES:
+        return f"ranks {', '.join(map(str, ranks[:MOST_NAMES]))} and {len(ranks) - MOST_NAMES} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    """The same memory, if contiguous, as uint8 of shape (rows, bytes of a row)."""
+    flat = rows.contiguous().view(rows.shape[0], prod(rows.shape[1:]))
+    return flat.view(torch.uint8)
+
+
+def _note(name: str, amount: int) -> None:
+    for counts in _observers:
+        counts.log.append(Call(name, amount))

@@ -1,0 +1,1 @@
+"""What this machine can do for training, and what is wrong with it."""

@@ -1,0 +1,263 @@
+"""What this machine can do for training, looked at piece by piece.
+
+In: a Setting, what only the command line knows. Out: findings, section by section, each good, worth
+a look, or broken, with the way out. A probe that fails is a finding too: looking never raises, and
+torch is imported only inside probes, so that a broken one can be told.
+
+    Finding("warn", "/dev/shm holds 0.1 GiB", "start the container with --shm-size=16g")
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longshore.doctor.ops import kernels, ops
+from longshore.doctor.result import Finding, bad, first_line, good, warn
+
+if TYPE_CHECKING:
+    import torch
+
+PYTHON = (3, 11)
+TORCH = (2, 11)
+GIB = 1 << 30
+LEAST_DISK = 10 * GIB
+LEAST_SHARED = GIB
+FILES_A_RANK = 8  # gloo connects each rank with each other, in several groups
+FILES_ALONE = 256
+DRIVER = Path("/proc/driver/nvidia/version")
+LIMIT = Path("/sys/fs/cgroup/memory.max")
+SHARED = Path("/dev/shm")
+TEXT = ("tokenizers", "jinja2")
+OPTIONAL = ("transformers", "tensorboard", "wandb")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """gpus: those the environment shows. ranks: those to come. folder: where runs go."""
+
+    gpus: int
+    ranks: int
+    folder: Path
+
+
+Probe = Callable[[Setting], Iterator[Finding]]
+Section = tuple[str, tuple[Finding, ...]]
+
+
+def examine(setting: Setting) -> Iterator[Section]:
+    """Each section's name and its findings, as they come."""
+    for name, probe in PROBES:
+        yield name, look(probe, setting)
+
+
+def look(probe: Probe, setting: Setting) -> tuple[Finding, ...]:
+    """What the probe finds; its failure is the last of it."""
+    found = []
+    try:
+        for finding in probe(setting):
+            found.append(finding)
+    except (Exception, SystemExit) as error:
+        found.append(warn(f"could not be looked at to the end: {first_line(error)}"))
+    return tuple(found)
+
+
+def machine(setting: Setting) -> Iterator[Finding]:
+    text = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.version_info < PYTHON:
+        yield bad(text, f"Longshore needs Python {_dotted(PYTHON)} or newer")
+    else:
+        yield good(f"{text}, longshore {version_of('longshore') or 'not installed'}")
+    yield _cores_and_memory()
+    yield _open_files(setting.ranks)
+
+
+def _cores_and_memory() -> Finding:
+    asked = getattr(os, "sched_getaffinity", None)
+    cores = len(asked(0)) if asked else os.cpu_count() or 1
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    text = f"{cores} CPU core{'s' if cores > 1 else ''}, {size(total)} of memory"
+    limit = LIMIT.read_text().strip() if LIMIT.is_file() else "max"
+    if limit.isdigit() and int(limit) < total:
+        return warn(
+            f"{text}, of which this container may use {size(int(limit))}",
+            "on a CPU give plan.capacity: `auto` reckons with all of it",
+        )
+    return good(text)
+
+
+def _open_files(ranks: int) -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needs = FILES_ALONE + FILES_A_RANK * ranks
+    if soft in (resource.RLIM_INFINITY, -1):
+        return good("open files: no limit")
+    if soft < needs:
+        return warn(f"open files: {soft:,}, and {ranks} ranks want {needs:,}", f"ulimit -n {needs}")
+    return good(f"open files: {soft:,}")
+
+
+def torch_build(setting: Setting) -> Iterator[Finding]:
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception as error:
+        yield bad(
+            f"torch cannot be imported: {first_line(error)}",
+            f"pip install 'torch>={_dotted(TORCH)}', in the build for your GPUs",
+        )
+        return
+    cuda, hip = torch.version.cuda, getattr(torch.version, "hip", None)
+    build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU only"
+    text = f"torch {torch.__version__}, built for {build}"
+    if _numbers(torch.__version__) < TORCH:
+        yield bad(text, f"Longshore needs torch {_dotted(TORCH)} or newer")
+    else:
+        yield good(text)
+    if not dist.is_available() or not dist.is_gloo_available():
+        yield bad("this torch has no gloo, which ranks use to agree", "install another build")
+        return
+    nccl = dist.is_nccl_available()
+    if setting.gpus > 1 and not nccl:
+        yield bad("gloo is there, and NCCL is not: GPUs cannot talk", "install a CUDA build")
+    else:
+        yield good(f"gloo is there, NCCL {'too' if nccl else 'is not, and a CPU needs none'}")
+
+
+def devices(setting: Setting) -> Iterator[Finding]:
+    import torch
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    why = first_line(said[0].message) if said else ""
+    if not usable and setting.gpus:
+        build = "" if torch.version.cuda else "this torch is built for the CPU only"
+        yield bad(
+            f"{setting.gpus} GPU{'s are' if setting.gpus > 1 else ' is'} here, and torch cannot "
+            f"use {'them' if setting.gpus > 1 else 'it'}: {why or build or 'it does not say why'}",
+            "install torch for your driver's CUDA, or train with train.device=cpu",
+        )
+    elif not usable:
+        yield good("no GPU: training runs on the CPU, which is for trying things out")
+    yield _computes(torch.device("cpu"), "the CPU")
+    if usable:
+        yield from _gpus()
+
+
+def _gpus() -> Iterator[Finding]:
+    import torch
+
+    found = DRIVER.read_text() if DRIVER.is_file() else ""
+    named = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", found)
+    yield good(f"{torch.cuda.device_count()} GPUs, driver {named[1] if named else 'unknown'}")
+    for number in range(torch.cuda.device_count()):
+        has = torch.cuda.get_device_properties(number)
+        text = (
+            f"GPU {number}: {has.name}, {size(has.total_memory)}, compute capability "
+            f"{has.major}.{has.minor}"
+        )
+        yield _computes(torch.device("cuda", number), text)
+
+
+def _computes(device: "torch.device", text: str) -> Finding:
+    """A product and its gradient, whose values are known."""
+    import torch
+
+    try:
+        ones_88 = torch.ones(8, 8, device=device, requires_grad=True)
+        (ones_88 @ ones_88).sum().backward()
+        if ones_88.grad is None or ones_88.grad.tolist() != [[16.0] * 8] * 8:
+            return bad(f"{text}: a product of ones comes out wrong", "do not train on it")
+    except Exception as error:
+        return bad(
+            f"{text}: a small product fails: {first_line(error)}",
+            "torch's build and the device do not fit; install the build for it",
+        )
+    return good(f"{text}: computes")
+
+
+def packages(setting: Setting) -> Iterator[Finding]:
+    for name in ("numpy", "pyarrow", "rich", "safetensors"):
+        if version_of(name) is None:
+            yield bad(f"{name} is missing", f"pip install {name}")
+    missing = [name for name in TEXT if version_of(name) is None]
+    if missing:
+        verb = "are" if len(missing) > 1 else "is"
+        yield warn(
+            f"for text {' and '.join(missing)} {verb} missing", "pip install 'longshore[hf]'"
+        )
+    else:
+        yield good("for text: " + ", ".join(f"{name} {version_of(name)}" for name in TEXT))
+    here = [f"{name} {version_of(name)}" for name in OPTIONAL if version_of(name)]
+    others = [name for name in OPTIONAL if not version_of(name)]
+    if here:
+        yield good(f"optional: {', '.join(here)}")
+    if others:
+        yield good(f"optional, not installed: {', '.join(others)}")
+
+
+def storage(setting: Setting) -> Iterator[Finding]:
+    path = setting.folder.absolute()
+    above = next(p for p in (path, *path.parents) if p.exists())
+    free = shutil.disk_usage(above).free
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        yield bad(f"{path} cannot be made: {above} is protected", "go to a folder of your own")
+    elif free < LEAST_DISK:
+        yield warn(
+            f"{setting.folder}/: {size(free)} of disk left",
+            "weights of a billion parameters take 4 GiB; name another output.folder",
+        )
+    else:
+        yield good(f"{setting.folder}/: {size(free)} of disk left")
+    if not SHARED.is_dir():
+        yield good(f"{SHARED} does not exist, and only NCCL wants it")
+        return
+    shared = shutil.disk_usage(SHARED).total
+    text = f"{SHARED} holds {size(shared)}"
+    if shared < LEAST_SHARED:
+        yield warn(text, "NCCL may run out of it; start the container with --shm-size=16g")
+    else:
+        yield good(text)
+
+
+PROBES: tuple[tuple[str, Probe], ...] = (
+    ("machine", machine),
+    ("torch", torch_build),
+    ("devices", devices),
+    ("ops", lambda setting: ops()),
+    ("kernels", lambda setting: kernels()),
+    ("packages", packages),
+    ("disk", storage),
+)
+
+
+def version_of(name: str) -> str | None:
+    """Of a package that can be imported; None if it cannot. Nothing is imported."""
+    if importlib.util.find_spec(name) is None:
+        return None
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def size(amount: int) -> str:
+    return f"{amount / GIB:,.1f} GiB" if amount < 100 * GIB else f"{amount / GIB:,.0f} GiB"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """ "2.13.0+cpu" as (2, 13)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))

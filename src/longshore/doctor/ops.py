@@ -1,0 +1,202 @@
+"""Which code serves each op on this machine, whether it computes right, and what would be faster.
+
+In: nothing; it looks at the first GPU, or at the CPU. Out: findings. On a CPU:
+
+    attention: blocks (varlen: the tensors are on cpu, not on CUDA); agrees with its slow twin
+
+An op is tried in the dtype that training takes there, forward and backward, on sequences of 1, 5
+and 10 tokens, against ops/reference in float64 on the CPU.
+"""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longshore.doctor.result import Finding, bad, first_line, good, warn
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+LENGTHS = (1, 5, 10)
+CLOSE = {"bfloat16": 3e-2, "float32": 1e-4}
+HOPPER = 9
+GATED_WRONG = ((3, 4, 0), (3, 7, 0))
+"""Triton from and to here: flash-linear-attention refuses its gated backward on Hopper."""
+
+
+def ops() -> Iterator[Finding]:
+    import torch
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    dtype = torch.bfloat16 if cuda else torch.float32
+    for name, width, value_width in (("attention", 128, 128), ("attention of MLA", 192, 128)):
+        yield _attention(name, (width, value_width), device=device, dtype=dtype)
+    yield _experts(device, dtype)
+    yield good("rotary embedding, convolution, scans, delta rule, loss: plain torch")
+
+
+def _attention(
+    name: str, widths: tuple[int, int], *, device: "torch.device", dtype: "torch.dtype"
+) -> Finding:
+    import torch
+
+    from longshore.batch import Boundaries
+    from longshore.ops.attention import attention
+    from longshore.ops.backends import pick_attention
+    from longshore.ops.reference.attention import attention as twin
+
+    random = torch.Generator().manual_seed(0)
+    rows, (width, value_width) = sum(LENGTHS), widths
+    shapes = ((rows, 4, width), (rows, 2, width), (rows, 2, value_width))
+    q, k, v = (torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes)
+    offsets = (0, *(sum(LENGTHS[: i + 1]) for i in range(len(LENGTHS))))
+
+    def bounds(where: "torch.device") -> Boundaries:
+        numbers = torch.tensor(offsets, dtype=torch.int32, device=where)
+        return Boundaries(offsets, numbers, max(LENGTHS))
+
+    here, cpu = bounds(device), bounds(torch.device("cpu"))
+    picked = pick_attention(q.to(device, dtype), v.to(device, dtype))
+    text = f"{name}: {picked.name} ({picked.reason})"
+    wrong = _differs(
+        lambda *given: attention(*given, bounds=here),
+        lambda *given: twin(*given, bounds=cpu),
+        (q, k, v),
+        device=device,
+        dtype=dtype,
+    )
+    if wrong:
+        return bad(f"{text}: {wrong}", "the kernel and this machine do not fit; tell us of it")
+    if device.type == "cuda" and picked.name == "blocks":
+        return warn(
+            f"{text}: agrees with its slow twin, and is slow itself",
+            "use a model whose heads a kernel takes",
+        )
+    return good(f"{text}, agrees with its slow twin")
+
+
+def _experts(device: "torch.device", dtype: "torch.dtype") -> Finding:
+    import torch
+
+    from longshore.ops.experts import grouped_mlp, refusal
+    from longshore.ops.reference.experts import grouped_mlp as twin
+
+    random = torch.Generator().manual_seed(0)
+    shapes = ((sum(LENGTHS), 16), (3, 64, 16), (3, 16, 32))
+    x, gate_up, down = (
+        torch.randn(shape, generator=random, dtype=torch.float64) / 4 for shape in shapes
+    )
+    offsets = torch.tensor([1, 6, 16], dtype=torch.int32)
+    refused = refusal(*(tensor.to(device, dtype) for tensor in (x, gate_up, down)))
+    text = f"experts: {f'one by one ({refused})' if refused else 'grouped product'}"
+    wrong = _differs(
+        lambda x, up, down: grouped_mlp(x, offsets.to(device), gate_up_E2FC=up, down_ECF=down),
+        lambda x, up, down: twin(x, offsets, gate_up_E2FC=up, down_ECF=down),
+        (x, gate_up, down),
+        device=device,
+        dtype=dtype,
+    )
+    if wrong:
+        return bad(f"{text}: {wrong}", "the kernel and this machine do not fit; tell us of it")
+    return (
+        warn(f"{text}, agrees with its slow twin, and is slow itself")
+        if refused
+        else good(f"{text}, agrees with its slow twin")
+    )
+
+
+def _differs(
+    op: Callable[..., "Tensor"],
+    twin: Callable[..., "Tensor"],
+    given: tuple["Tensor", ...],
+    *,
+    device: "torch.device",
+    dtype: "torch.dtype",
+) -> str:
+    """How the op's output and gradients differ from its twin's; "" if they agree."""
+    try:
+        ours = _with_gradients(op, [tensor.to(device, dtype) for tensor in given])
+    except Exception as error:
+        return f"fails: {first_line(error)}"
+    close = CLOSE[str(dtype).removeprefix("torch.")]
+    # The twin gets what the op gets, rounded alike.
+    theirs = _with_gradients(twin, [tensor.to(dtype).to(tensor.dtype) for tensor in given])
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        off = float((a.cpu().double() - b).abs().max() / b.abs().max())
+        if not off <= close:
+            what = f"gradient {number} of its inputs" if number else "its output"
+            return f"{what} is wrong by {off:.0%} of the largest value"
+    return ""
+
+
+def _with_gradients(op: Callable[..., "Tensor"], given: list["Tensor"]) -> list["Tensor"]:
+    leaves = [tensor.detach().requires_grad_() for tensor in given]
+    out = op(*leaves)
+    (out * out).sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def kernels() -> Iterator[Finding]:
+    """Faster kernels for GPUs; what they were measured at stands in the documentation."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield good("faster kernels are for GPUs; on a CPU there is nothing to install")
+        return
+    called = _backend_names()
+    yield _package(
+        "flash-attn-4",
+        _has_part("flash_attn", "cute"),
+        gain="1.4 to 1.9 times as fast as torch's attention on an H200",
+        is_called=any("flash" in name for name in called),
+    )
+    yield _package(
+        "flash-linear-attention",
+        importlib.util.find_spec("fla") is not None,
+        gain="kernels of the gated delta rule and of state-space scans",
+        is_called=any("fla" in name.split("_") for name in called),
+    )
+    yield _triton(torch.cuda.get_device_capability(0)[0])
+
+
+def _package(name: str, is_here: bool, *, gain: str, is_called: bool) -> Finding:
+    if is_here:
+        return good(f"{name} is installed" + ("" if is_called else "; Longshore does not call it"))
+    if is_called:
+        return warn(f"{name} is not installed: {gain}", f"pip install {name}")
+    return good(f"{name} is not installed, and Longshore does not call it yet ({gain})")
+
+
+def _triton(capability: int) -> Finding:
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return warn("Triton is missing: train.compile=true will fail", "pip install triton")
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
+    low, high = GATED_WRONG
+    if capability == HOPPER and low <= numbers <= high:
+        return warn(
+            f"Triton {version}: on Hopper flash-linear-attention refuses its gated backward as "
+            "incorrect with this version",
+            "for flash-linear-attention take Triton 3.7.1 or newer",
+        )
+    return good(f"Triton {version}")
+
+
+def _has_part(package: str, part: str) -> bool:
+    """Whether a package has a part, without importing either."""
+    spec = importlib.util.find_spec(package)
+    places = spec.submodule_search_locations if spec else None
+    return any((Path(place) / part).is_dir() for place in places or ())
+
+
+def _backend_names() -> set[str]:
+    """All backends that ops/backends.py knows."""
+    from longshore.ops import backends
+
+    lists = [value for value in vars(backends).values() if isinstance(value, tuple)]
+    return {entry.name for entries in lists for entry in entries if hasattr(entry, "name")}

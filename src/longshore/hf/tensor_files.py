@@ -1,0 +1,175 @@
+"""Tensors in safetensors files: one file, or several with an index, as Hugging Face lays them out.
+
+In: a folder, or (name, tensor) pairs as a stream. Out: tensors read lazily, whole or by rows; or
+the files. With shards of at most 100 bytes, tensors a, b, c of 80, 40 and 40 bytes become
+
+    model-00001-of-00002.safetensors    a
+    model-00002-of-00002.safetensors    b, c
+    model.safetensors.index.json        {"weight_map": {"a": "model-00001-of-00002.safetensors", …
+
+No pickle is ever opened.
+"""
+
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from longshore.hf.config_file import load_object
+from longshore.train.checkpoint_files import File
+from longshore.train.checkpoint_storage import write_safetensors
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+PICKLES = ("pytorch_model*.bin", "model*.bin", "*.pth", "*.pt", "*.ckpt")
+
+
+class TensorFiles:
+    """The tensors of a folder, by the names in its files. Only the headers are read at once."""
+
+    def __init__(self, folder: str | Path, stem: str = "model") -> None:
+        self.folder = Path(folder)
+        self._at: dict[str, Any] = {}
+        files = _files(self.folder, stem)
+        where = {name: path for path, names in files.items() for name in names}
+        for path, promised in files.items():
+            handle = _open(path)
+            held = set(handle.keys())
+            if absent := sorted(promised - held):
+                raise ValueError(f"{path} has no tensor {absent[0]}, which the index promises")
+            for name in sorted(held):
+                if name in self._at or where.get(name, path) != path:
+                    raise ValueError(_twice(name, path, where.get(name)))
+                self._at[name] = handle
+        self.names = tuple(sorted(self._at))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._at[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As safetensors calls it."""
+        return str(self._at[name].get_slice(name).get_dtype())
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start…stop of a tensor; no others are read."""
+        rows: Tensor = self._at[name].get_slice(name)[start:stop]
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFiles:
+    """dtype: that most of the numbers have. files: by name, with their checksums."""
+
+    dtype: torch.dtype
+    files: dict[str, File]
+
+
+def write_files(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], *, stem: str = "model", shard_bytes: int
+) -> WrittenFiles:
+    """Writes the stream, a shard at a time, so only one shard is held here."""
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes is {shard_bytes}; it must be 1 or more")
+    shards: list[tuple[list[str], File]] = []
+    shard: dict[str, Tensor] = {}
+    held, total, counts = 0, 0, dict[torch.dtype, int]()
+    for name, tensor in tensors:
+        tensor = tensor.detach().to("cpu").contiguous()
+        if shard and held + tensor.nbytes > shard_bytes:
+            shards.append(_save(folder, len(shards), shard))
+            shard, held = {}, 0
+        shard[name] = tensor
+        held += tensor.nbytes
+        total += tensor.nbytes
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
+    if not shard:
+        raise ValueError("there are no tensors to write")
+    shards.append(_save(folder, len(shards), shard))
+    files = _name_files(folder, stem, shards, total)
+    return WrittenFiles(max(counts, key=lambda dtype: counts[dtype]), files)
+
+
+def _files(folder: Path, stem: str) -> dict[Path, set[str]]:
+    """The files to open, with the tensors the index promises in each."""
+    single = folder / f"{stem}.safetensors"
+    index = folder / f"{stem}.safetensors.index.json"
+    if single.is_file():
+        return {single: set()}
+    if not index.is_file():
+        raise ValueError(_why_none(folder, single, index))
+    where = load_object(index).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise ValueError(f"{index} is broken: it has no weight_map")
+    files: dict[Path, set[str]] = {}
+    for name, file in where.items():
+        if (
+            not isinstance(file, str)
+            or Path(file).name != file
+            or not file.endswith(".safetensors")
+        ):
+            raise ValueError(
+                f"{index} says that {name} is in {file!r}; it must be a safetensors file beside it"
+            )
+        files.setdefault(folder / file, set()).add(name)
+    if absent := sorted(path.name for path in files if not path.is_file()):
+        raise ValueError(f"{folder} is not complete: {', '.join(absent)} of the index is missing")
+    return files
+
+
+def _twice(name: str, path: Path, promised: Path | None) -> str:
+    where = f"the index says it is in {promised.name}" if promised else "another file has it too"
+    return (
+        f"{path} holds the tensor {name}, and {where}; two copies may differ, so remove one, or "
+        "fetch the model again"
+    )
+
+
+def _why_none(folder: Path, single: Path, index: Path) -> str:
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        return (
+            f"{folder} has its weights in {pickles[0]}, a pickle, which could run any code and is "
+            "never opened; convert it to safetensors"
+        )
+    return f"{folder} has no weights: neither {single.name} nor {index.name}"
+
+
+def _open(path: Path) -> Any:  # noqa: ANN401
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is broken: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror or error})") from None
+
+
+def _save(folder: Path, number: int, shard: dict[str, Tensor]) -> tuple[list[str], File]:
+    # Wide numbers first: a reader maps each tensor at a multiple of its number's size.
+    ordered = dict(sorted(shard.items(), key=lambda item: -item[1].element_size()))
+    return list(shard), write_safetensors(folder / f"{number}.part", ordered)
+
+
+def _name_files(
+    folder: Path, stem: str, shards: list[tuple[list[str], File]], total: int
+) -> dict[str, File]:
+    """How many shards there are, which their names say, is known at the end only."""
+    if len(shards) == 1:
+        (folder / "0.part").rename(folder / f"{stem}.safetensors")
+        return {f"{stem}.safetensors": shards[0][1]}
+    where: dict[str, str] = {}
+    files: dict[str, File] = {}
+    for number, (names, written) in enumerate(shards):
+        file = f"{stem}-{number + 1:05}-of-{len(shards):05}.safetensors"
+        (folder / f"{number}.part").rename(folder / file)
+        where |= dict.fromkeys(names, file)
+        files[file] = written
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    text = (json.dumps(index, indent=2) + "\n").encode()
+    path = folder / f"{stem}.safetensors.index.json"
+    path.write_bytes(text)
+    return {**files, path.name: File(len(text), zlib.crc32(text))}

@@ -1,0 +1,1 @@
+"""From a checked configuration to a run: its folder, its data, what is auto, training."""

@@ -1,0 +1,168 @@
+import pytest
+import torch
+
+from longshore.arch.flops import parameter_count
+from longshore.arch.memory import (
+    INPUT_BYTES,
+    LOGITS_BYTES,
+    LOGITS_SHARE,
+    LOGITS_TOKENS,
+    auto_capacity,
+    logits_bytes,
+    model_bytes,
+    token_bytes,
+)
+from longshore.arch.presets import preset
+from longshore.batch import whole_context
+from longshore.model.decoder import Decoder
+from longshore.model.norm import RMSNorm
+from longshore.ops import cross_entropy
+
+GIB = 1 << 30
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+SAVED_INPUTS = 8 + 8 + 1  # id, and the loss's label and mask
+
+
+def saved_bytes(model, run):
+    """Bytes that autograd keeps of a run, each storage once, parameters aside."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        made = run()
+    total = sum(storage.nbytes() for storage in kept.values())
+    made.sum().backward()
+    return total
+
+
+def norm_copies(model, tokens, item):
+    """What norms keep on the CPU beyond a fused one: the normed rows before their scale."""
+    rows = []
+    hooks = [
+        part.register_forward_hook(lambda _, __, out: rows.append(out.numel()))
+        for part in model.modules()
+        if isinstance(part, RMSNorm)
+    ]
+    model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return sum(rows) * item
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3"])
+def test_activations_as_measured(name, dtype):
+    """Exactly: all but two things, each known, is what the estimate says."""
+    config = preset(name, layers=3, mlp=160)
+    model = Decoder(config).to(DTYPES[dtype])
+    ctx = whole_context((1, 2, 7, 54))
+    ids = torch.arange(ctx.tokens)
+    measured = saved_bytes(model, lambda: model(ids, ctx, ids).values)
+    item = DTYPES[dtype].itemsize
+    estimate = token_bytes(config, dtype=dtype, recompute=False).held
+    others = estimate - INPUT_BYTES + SAVED_INPUTS
+    assert measured - norm_copies(model, ids, item) == ctx.tokens * others
+
+
+def test_recomputation_keeps_inputs():
+    config = preset("tiny-llama", layers=5)
+    less = token_bytes(config, dtype="bfloat16", recompute=True)
+    more = token_bytes(config, dtype="bfloat16", recompute=False)
+    block = 1408 * 2 + 10 * 4
+    assert more.held - less.held == 5 * (block - 64 * 2)
+    assert (more.working, less.working) == (block, 2 * block)
+
+
+def test_model_bytes():
+    config = preset("llama-3.2-1b")
+    count = parameter_count(config)
+    none = model_bytes(config, lanes=8, shard="none", dtype="bfloat16")
+    assert (none.parameters, none.gradients, none.optimizer) == (6 * count, 4 * count, 8 * count)
+    zero2 = model_bytes(config, lanes=8, shard="zero2", dtype="bfloat16")
+    assert zero2.parameters == count // 8 * 4 + 2 * count
+    assert zero2.optimizer == count
+    zero3 = model_bytes(config, lanes=8, shard="zero3", dtype="bfloat16")
+    assert (zero3.parameters, zero3.gradients) == (count // 2, count // 2)
+    ends = 128_256 * 2048 + 2048
+    block = (count - ends) // 16
+    assert zero3.whole == 2 * (2 * block + ends) + 4 * (block + ends)
+    plain = model_bytes(config, lanes=1, shard="none", dtype="float32")
+    assert plain.total == 16 * count
+
+
+def test_logits_are_those_of_the_loss():
+    assert cross_entropy.MOST_BYTES == LOGITS_BYTES
+    assert cross_entropy.FEWEST_TOKENS == LOGITS_TOKENS
+    assert cross_entropy.SHARE == LOGITS_SHARE
+    config = preset("qwen3-8b")
+    row = config.vocab_size * 4
+    for tokens in (1, 1000, 10_000, 1 << 20):
+        chunk = cross_entropy.default_chunk(tokens, config.vocab_size, torch.float32)
+        got = logits_bytes(config, tokens, dtype="bfloat16")
+        assert got == 2 * chunk * row + row * config.width
+
+
+def run_8b(**changes):
+    given = {
+        "memory_bytes": 139 * GIB,
+        "lanes": 8,
+        "shard": "zero3",
+        "dtype": "bfloat16",
+        "recompute": True,
+        "longest": 131_072,
+    }
+    return auto_capacity(preset("qwen3-8b"), **{**given, **changes})
+
+
+def test_capacity():
+    capacity, lines = run_8b()
+    assert capacity % 256 == 0
+    assert f"= {capacity} tokens" in lines[-1]
+    assert fits("qwen3-8b", capacity, 139 * GIB)
+    assert not fits("qwen3-8b", capacity + 256, 139 * GIB)
+    assert run_8b(recompute=False)[0] < capacity < run_8b(lanes=64)[0]
+    assert run_8b(longest=1_000_000)[0] < capacity
+
+
+def fits(name, tokens, memory_bytes):
+    config = preset(name)
+    token = token_bytes(config, dtype="bfloat16", recompute=True)
+    needed = (
+        model_bytes(config, lanes=8, shard="zero3", dtype="bfloat16").total
+        + logits_bytes(config, tokens, dtype="bfloat16")
+        + 131_072 * token.shared
+        + tokens * (token.held + token.working)
+    )
+    return needed <= memory_bytes - memory_bytes // 10
+
+
+def test_a_small_model_pays_for_small_logits():
+    settings = {"lanes": 8, "shard": "zero3", "dtype": "bfloat16", "recompute": True}
+    config = preset("tiny-llama")
+    memory = 300 << 20
+    capacity, _ = auto_capacity(config, memory_bytes=memory, longest=131_072, **settings)
+    assert fits("tiny-llama", capacity, memory)
+    assert not fits("tiny-llama", capacity + 256, memory)
+
+
+def test_no_room():
+    with pytest.raises(ValueError, match="not even 256 tokens fit") as error:
+        run_8b(shard="none", recompute=False, memory_bytes=80 * GIB)
+    said = str(error.value)
+    assert "run blocks again in backward, or share the model as zero3, or use more lanes" in said
+    assert "model 137.3 GiB with none over 8 lanes" in said
+
+
+def test_unknown_settings():
+    with pytest.raises(ValueError, match="shard is 'zero1'; known are zero3, zero2, none"):
+        run_8b(shard="zero1")
+    with pytest.raises(ValueError, match="dtype is 'fp8'; known are bfloat16"):
+        run_8b(dtype="fp8")
+    with pytest.raises(ValueError, match="lanes is 0"):
+        run_8b(lanes=0)

@@ -1,0 +1,50 @@
+import os
+import signal
+from functools import partial
+
+import pytest
+
+from longshore.data.worker_pool import run_tasks
+
+
+def touch(folder, task):
+    if task == "bad value":
+        raise ValueError("this task is bad")
+    if task == "bad type":
+        raise TypeError("a fault in the code")
+    if task == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    with open(os.path.join(folder, task), "a") as file:
+        file.write(f"{os.getpid()}\n")
+
+
+def start(folder):
+    return partial(touch, folder)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 9])
+def test_every_task_once(tmp_path, workers):
+    tasks = [f"task {i}" for i in range(5)]
+    done = list(run_tasks(partial(start, tmp_path), tasks, workers))
+    assert sorted(done) == tasks
+    assert sorted(os.listdir(tmp_path)) == tasks
+    processes = {(tmp_path / task).read_text() for task in tasks}
+    assert len(processes) <= workers
+    assert (f"{os.getpid()}\n" in processes) == (workers == 1)
+
+
+def test_no_task(tmp_path):
+    assert list(run_tasks(partial(start, tmp_path), [], 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("task", "error", "message"),
+    [
+        ("bad value", ValueError, "this task is bad"),
+        ("bad type", RuntimeError, "in a worker:\n(.*\n)*TypeError: a fault in the code"),
+        ("killed", ChildProcessError, "a worker ended with exit code -9"),
+    ],
+)
+def test_faults_arrive(tmp_path, task, error, message):
+    with pytest.raises(error, match=message):
+        list(run_tasks(partial(start, tmp_path), ["good", task], 2))
