@@ -4,6 +4,8 @@ On a page every Python block runs unless `<!-- not run: why -->` stands above it
 prints below -->` it prints the text block behind it. A `sh` block runs where `<!-- run -->` stands
 above it; with `<!-- refused -->` it fails, and says the text block behind it; others are only
 looked at. The other text blocks of troubleshooting.md are messages of the code, … for what changes.
+A Python block with `<!-- run after the commands -->` needs what the page's commands make. The keys,
+commands and files that the READMEs name are checked too.
 """
 
 import argparse
@@ -35,7 +37,10 @@ from longshore.train.metrics import StepMetrics
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+TEXTS = [*PAGES, ROOT / "README.md", ROOT / "recipes" / "README.md"]
+AFTER = "run after the commands"
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+each_text = pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
 
 BLOCK = re.compile(r"(?:<!-- ([^\n]*?) -->\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`([^`\n]+)`")
@@ -85,7 +90,7 @@ def commands_of(page):
         if block.mark != "refused":
             lines += block.text.replace("\\\n", " ").splitlines()
     lines += [text for text in inline_of(page) if text.startswith(("longshore ", "make "))]
-    return [shlex.split(line) for line in lines if line.strip()]
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
 
 
 def ours(words):
@@ -135,8 +140,9 @@ def shell(folder, script):
     return done.returncode, done.stderr
 
 
-def generator():
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+def script(name):
+    """A script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -144,10 +150,15 @@ def generator():
 
 def test_configuration_has_every_key_as_it_is():
     page = (DOCS / "configuration.md").read_text(encoding="utf-8")
-    assert page == generator().with_keys(page), "docs/configuration.md is stale: run `make docs`"
+    assert page == script("generate").with_keys(page), "stale: run python docs/generate.py"
     for name, kind in SECTIONS.items():
         for field in fields(kind):
             assert page.count(f"\n| `{name}.{field.name}` | {field.metadata['about'][:20]}") == 1
+
+
+def test_the_drawing_of_a_step_is_what_the_planner_makes():
+    drawn = (DOCS / "drawings" / "step.svg").read_text(encoding="utf-8")
+    assert drawn == script("draw_plan").drawing(), "stale: run python docs/draw_plan.py"
 
 
 def foreign(page):
@@ -158,7 +169,7 @@ def foreign(page):
     return {text for row in rows for text in INLINE.findall(row.split("|")[1])}
 
 
-@each_page
+@each_text
 def test_keys_exist(page):
     shown = [text for text in inline_of(page) if text not in foreign(page)]
     shown += [block.text for block in blocks_of(page, "sh", "toml") if block.mark != "refused"]
@@ -167,7 +178,7 @@ def test_keys_exist(page):
         assert known, f"{page.name}: there is no key {section}.{name}"
 
 
-@each_page
+@each_text
 def test_commands_options_and_words_exist(page, parsers):
     for words in filter(None, map(ours, commands_of(page))):
         command, rest = words[0], words[1:]
@@ -183,7 +194,7 @@ def test_commands_options_and_words_exist(page, parsers):
             load_config(None, overrides)
 
 
-@each_page
+@each_text
 def test_make_targets_exist(page):
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in commands_of(page):
@@ -191,13 +202,14 @@ def test_make_targets_exist(page):
             assert words[1] in targets, f"{page.name}: make has no target {words[1]}"
 
 
-@each_page
+@each_text
 def test_named_files_and_functions_exist(page):
     shown = [*inline_of(page), *(word for words in commands_of(page) for word in words)]
     for path, name in (found for text in shown for found in NAMED_PATH.findall(text)):
         if path.startswith(MADE_BY_RUNS):
             continue
-        places = [base / path for base in (ROOT, PACKAGE) if (base / path).is_file()]
+        bases = (ROOT, PACKAGE, page.parent)
+        places = [base / path for base in bases if (base / path).is_file()]
         assert places, f"{page.name}: there is no file {path}"
         assert not name or name in defined_names(places[0]), f"{page.name}: {path} has no {name}"
 
@@ -228,7 +240,7 @@ def test_python_blocks_run_and_print_what_they_say(page, folder, monkeypatch):
     monkeypatch.chdir(folder)
     blocks = blocks_of(page)
     for block, after in pairwise([*blocks, Block("", "", "")]):
-        if block.language != "python" or block.mark.startswith("not run"):
+        if block.language != "python" or block.mark.startswith("not run") or block.mark == AFTER:
             continue
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(block.text, page.name, "exec"), {})
@@ -237,10 +249,14 @@ def test_python_blocks_run_and_print_what_they_say(page, folder, monkeypatch):
 
 
 @each_page
-def test_commands_that_can_run_do(page, folder):
+def test_commands_that_can_run_do(page, folder, monkeypatch):
     scripts = [block.text for block in blocks_of(page, "sh") if block.mark == "run"]
     code, said = shell(folder, "\n".join(scripts))
     assert code == 0, said
+    monkeypatch.chdir(folder)
+    for block in blocks_of(page, "python"):
+        if block.mark == AFTER:
+            exec(compile(block.text, page.name, "exec"), {})
 
 
 @each_page

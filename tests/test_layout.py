@@ -1,4 +1,4 @@
-"""README.md names real files and functions, and its tree names every folder."""
+"""README.md's tree names every folder, and how-it-works.md names real functions."""
 
 import ast
 import re
@@ -9,28 +9,28 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "longshore"
+LIFE = "docs/how-it-works.md"
 
 HEADING = re.compile(r"#{1,6} ")
 CODE_NAME = re.compile(r"`([\w/]+\.py):([\w.]+)`")
 TREE_LINE = re.compile(r"(\S+) {2,}\S")
 
 
-def section(title):
-    """The lines of README.md between the heading `title` and the next heading."""
-    readme = ROOT / "README.md"
-    if not readme.is_file():
-        pytest.fail("README.md is missing")
-    found, fenced, lines = False, False, []
-    for line in readme.read_text(encoding="utf-8").splitlines():
+def section(title, page="README.md"):
+    """The lines of a page between the heading `title` and the next heading."""
+    if not (ROOT / page).is_file():
+        pytest.fail(f"{page} is missing")
+    inside, fenced, lines = False, False, []
+    for line in (ROOT / page).read_text(encoding="utf-8").splitlines():
         fenced ^= line.startswith("```")
         if HEADING.match(line) and not fenced:
-            if found:
+            if inside:
                 return lines
-            found = HEADING.sub("", line).strip().lower() == title.lower()
-        elif found:
+            inside = HEADING.sub("", line).strip().lower() == title.lower()
+        elif inside:
             lines.append(line)
-    if not found:
-        pytest.fail(f"README.md has no heading '{title}'")
+    if not inside:
+        pytest.fail(f"{page} has no heading '{title}'")
     return lines
 
 
@@ -38,11 +38,11 @@ def life_rows():
     """The cells of each row below the header of the table "Life of a sequence"."""
     rows = [
         line.strip().strip("|").split("|")
-        for line in section("Life of a sequence")
+        for line in section("Life of a sequence", LIFE)
         if line.lstrip().startswith("|")
     ]
     if len(rows) < 3:
-        pytest.fail("README.md, 'Life of a sequence': no table | step | file:function |")
+        pytest.fail(f"{LIFE}, 'Life of a sequence': no table | step | file:function |")
     return rows[2:]
 
 
@@ -61,18 +61,22 @@ def tree_paths():
 
 
 def defined_names(path):
-    """Top-level functions and classes of a file, and methods as Class.method."""
+    """Top-level functions and classes of a file; methods and attributes as Class.name."""
     names = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            names |= {
-                f"{node.name}.{item.name}"
-                for item in node.body
-                if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
-            }
+            names |= {f"{node.name}.{name}" for item in node.body for name in bound_names(item)}
     return names
+
+
+def bound_names(node):
+    """The name that a method or an attribute in the body of a class has."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return [node.name]
+    targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def test_life_of_a_sequence_names_real_functions():
@@ -81,8 +85,35 @@ def test_life_of_a_sequence_names_real_functions():
         assert named, f"no `file.py:function` in the second cell of {row}"
         for file, name in named:
             path = PACKAGE / file
-            assert path.is_file(), f"{file}, named in README.md, does not exist in src/longshore"
-            assert name in defined_names(path), f"{file} defines no {name}, named in README.md"
+            assert path.is_file(), f"{file}, named in {LIFE}, does not exist in src/longshore"
+            assert name in defined_names(path), f"{file} defines no {name}, named in {LIFE}"
+
+
+def questions():
+    """The text of each answer below "Three questions" in how-it-works.md, by its question."""
+    page = (ROOT / LIFE).read_text(encoding="utf-8")
+    part = page.partition("\n## Three questions")[2].partition("\n## ")[0]
+    answers = [text.partition("\n") for text in part.split("\n### ")[1:]]
+    return [pytest.param(text, id=title) for title, _, text in answers]
+
+
+@pytest.mark.parametrize("answer", questions())
+def test_a_question_is_answered_within_three_files(answer):
+    """Its references are real, and lead to three files at most."""
+    named = CODE_NAME.findall(answer)
+    assert named or "<!-- files: " in answer, "no `file.py:function` in the answer"
+    assert len({file for file, _ in named}) <= 3
+    for file, name in named:
+        assert name in defined_names(PACKAGE / file), f"{file} has no {name}, named in {LIFE}"
+
+
+def test_three_questions_are_asked():
+    assert len(questions()) == 3
+
+
+def test_readme_is_short():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 200, "README.md is the door; what explains belongs into docs/"
 
 
 def test_tree_names_only_what_exists():
