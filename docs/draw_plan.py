@@ -3,7 +3,7 @@
 In: 48 sequences of the built-in sample, 8 lanes of 16,384 tokens, the built-in cost model. Out:
 drawings/step.svg, all of it the planner's own output; a test fails while the file is stale:
 
-    python docs/draw_plan.py
+    python docs/generate.py
 
 A panel is a plan. A block over k lanes is a pack of CP size k, as wide as its estimated seconds;
 what is grey is a lane that waits. Both panels have the same scale, so shorter is faster.
@@ -134,7 +134,3 @@ def _legend(y: int) -> Iterator[str]:
 
 def _text(x: float, y: float, words: str, style: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{style}">{words}</text>'
-
-
-if __name__ == "__main__":
-    DRAWING.write_text(drawing(), encoding="utf-8")

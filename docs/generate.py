@@ -1,7 +1,8 @@
-"""The keys of docs/configuration.md, written from config/schema.py.
+"""What docs/ generates from the code: the keys of configuration.md, and the drawing of a step.
 
-In: the page with its two marks. Out: the same page with a table for each section between them;
-whether anything changed is printed. A test fails while the page is stale:
+In: the page with its two marks. Out: the same page with a table for each section between them,
+from config/schema.py; drawings/step.svg as draw_plan.py draws it; and whether the page changed is
+printed. A test fails while either is stale:
 
     python docs/generate.py
 """
@@ -57,6 +58,9 @@ def _default(field: Field[Any]) -> str:
 
 
 if __name__ == "__main__":
+    from draw_plan import DRAWING, drawing  # beside this file
+
+    DRAWING.write_text(drawing(), encoding="utf-8")
     old = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(with_keys(old), encoding="utf-8")
-    sys.stdout.write(f"{PAGE.name}: {'as it was' if with_keys(old) == old else 'written anew'}\n")
+    sys.stdout.write(f"{PAGE.name}: {'unchanged' if with_keys(old) == old else 'written anew'}\n")

@@ -158,7 +158,7 @@ def test_configuration_has_every_key_as_it_is():
 
 def test_the_drawing_of_a_step_is_what_the_planner_makes():
     drawn = (DOCS / "drawings" / "step.svg").read_text(encoding="utf-8")
-    assert drawn == script("draw_plan").drawing(), "stale: run python docs/draw_plan.py"
+    assert drawn == script("draw_plan").drawing(), "stale: run python docs/generate.py"
 
 
 def foreign(page):
