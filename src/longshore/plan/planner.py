@@ -51,7 +51,7 @@ def make_plan(
     """Plans one optimizer step.
 
     lengths: tokens of each sequence. lanes: DP × CP coordinates. capacity: the most tokens a lane
-    holds in a round. policy, sync: see the README. cp_size: the one CP size of `padded`, `static`
+    holds in a round. policy, sync: see docs/planning.md. cp_size: of `padded`, `static`
     and `balanced`. cp_sizes: 'pow2' or 'any'. heads: where CP shares out heads, those of a rank;
     only CP sizes that divide them are used. max_sequences: of a lane in a round. align: a lane's
     total is padded to a multiple of this. pp, vpp: pipeline ranks, and stages for each. packs: for
