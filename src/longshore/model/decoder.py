@@ -22,9 +22,9 @@ from torch.nn import functional
 from longshore.arch.decoder import DecoderConfig, ropes_of
 from longshore.batch import Depth, SeqContext, whole_context
 from longshore.model.block import Block
+from longshore.model.interface import Output, Routed
 from longshore.model.mtp import MTPDepth
 from longshore.model.norm import RMSNorm
-from longshore.model.output import Output, Routed
 from longshore.model.rope import rope_tables
 from longshore.ops.cross_entropy import linear_cross_entropy
 

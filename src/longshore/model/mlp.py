@@ -14,7 +14,7 @@ from torch.nn import functional
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.part import Norm
 from longshore.model.fill import RESIDUAL, Fill
-from longshore.model.opaque import Context
+from longshore.model.interface import Context
 
 
 class MLP(nn.Module):
