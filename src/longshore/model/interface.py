@@ -97,8 +97,7 @@ class Exchange:
     def gather_chunks(self, values: Tensor) -> Tensor:
         """(2·size, S, …): a value of each chunk of every sequence, chunks in natural order.
 
-        values: (2·S, …), of this lane's chunks, the early and the late one of each sequence by
-        turns.
+        values: (2·S, …), of this lane's chunks: of each sequence the early one, then the late one.
         """
         by_chunk: Tensor = values.unflatten(0, (-1, 2))
         return by_chunk.transpose(0, 1)

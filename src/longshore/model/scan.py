@@ -1,6 +1,6 @@
 """Mixers that carry a state along a sequence: what they share.
 
-In: what a projection made of the tokens. Out: what the scan made of them. Such a mixer is
+In: projections of the tokens. Out: the scan's outputs. Such a mixer is
 
     project → convolution with SiLU, then scan, inside each sequence → gated norm → project
 
@@ -161,7 +161,7 @@ def over_heads(inputs: ScanInputs, cp_size: int, *, kind: ScanKind) -> bool:
 
 
 def entering_states(transition: Tensor, final: Tensor, *, scan: Scan, exchange: Exchange) -> Tensor:
-    """(2·S, …): the state that enters each chunk of this lane, early and late by turns."""
+    """(2·S, …): the state that enters each chunk of this lane, alternately early and late."""
     rank, size = exchange.rank, exchange.size
     ends = exchange.gather_chunks(torch.cat([transition.flatten(1), final.flatten(1)], dim=1))
     widths = [transition[0].numel(), final[0].numel()]
