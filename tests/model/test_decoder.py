@@ -239,9 +239,9 @@ def test_half_precision_keeps_its_dtype():
 def test_what_does_not_fit():
     config = CONFIGS["llama"]
     ctx, ids, labels = tokens(config, (3, 5))
-    with pytest.raises(ValueError, match=r"token ids of shape \(8,\).* it got \(7,\)"):
+    with pytest.raises(ValueError, match=r"token ids of shape \(8,\).* not of \(7,\)"):
         Decoder(config)(ids[:7], ctx)
-    with pytest.raises(ValueError, match=r"hidden states of shape \(8, 64\).* it got \(8,\)"):
+    with pytest.raises(ValueError, match=r"hidden states of shape \(8, 64\).* not of \(8,\)"):
         Decoder(config, embed=False)(ids, ctx)
     with pytest.raises(ValueError, match="without a head"):
         Decoder(config, head=False)(ids, ctx, labels)

@@ -17,6 +17,7 @@ from tests.ranks.hybrids import hybrid
 from tests.ranks.spine import exact, lanes_of, sharded
 
 from longshore.files import sealed_json
+from longshore.parallel.fsdp import gathered
 from longshore.train import checkpoint as checkpoints_module
 from longshore.train.checkpoint import Checkpoints, Position
 from longshore.train.checkpoint_files import (

@@ -137,8 +137,8 @@ class Decoder(nn.Module):
         what = "token ids" if self.embed is not None else "hidden states"
         if tuple(x.shape) != wanted:
             raise ValueError(
-                f"this stage wants {what} of shape {wanted} for a context of {ctx.tokens} tokens; "
-                f"its shape is {tuple(x.shape)}"
+                f"this stage wants {what} of shape {wanted} for a context of {ctx.tokens} tokens, "
+                f"not of {tuple(x.shape)}"
             )
         if labels is not None and self.head is None:
             raise ValueError("labels were given to a stage without a head; it cannot make a loss")
