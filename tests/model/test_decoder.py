@@ -245,7 +245,7 @@ def test_what_does_not_fit():
         Decoder(config, embed=False)(ids, ctx)
     with pytest.raises(ValueError, match="without a head"):
         Decoder(config, head=False)(ids, ctx, labels)
-    with pytest.raises(ValueError, match=r"range\(1, 3\) is no run of layers .* 0 to 1"):
+    with pytest.raises(ValueError, match=r"range\(1, 3\) is no range of layers .* 0 to 1"):
         Decoder(config, layers=range(1, 3))
 
 
