@@ -69,8 +69,8 @@ class Zigzag:
     local: the sequences inside the shard. chunks: their early and late chunk by turns, also inside
     the shard. to_natural, to_shards: int32 (cp_size · tokens of the shard). With the shards
     gathered in the order of the lanes, natural = gathered[to_natural] and gathered =
-    natural[to_shards]. seen: for each of the chunks all that a causal mixer may see of its
-    sequence, from the first token to the chunk's last; seen_rows: int32, where these lie in
+    natural[to_shards]. visible: for each of the chunks all that a causal mixer may see of its
+    sequence, from the first token to the chunk's last; visible_rows: int32, where these lie in
     gathered.
     """
 
@@ -78,8 +78,8 @@ class Zigzag:
     chunks: Boundaries
     to_natural: Tensor
     to_shards: Tensor
-    seen: Boundaries
-    seen_rows: Tensor
+    visible: Boundaries
+    visible_rows: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

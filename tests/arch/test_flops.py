@@ -14,8 +14,9 @@ from longshore.model.decoder import Decoder
 LENGTHS = (1, 2, 7, 30)
 
 
-def dense_core(q_THD, k_TKD, v_TKD, ctx, *, scale, window):
+def dense(q_THD, k_TKD, v_TKD, ctx):
     """All n² pairs of each sequence, as two products a head."""
+    scale = q_THD.shape[2] ** -0.5
     made = []
     group = q_THD.shape[1] // k_TKD.shape[1]
     k_THD, v_THD = (x.repeat_interleave(group, dim=1) for x in (k_TKD, v_TKD))
@@ -29,7 +30,7 @@ def counted(config: DecoderConfig, lengths: Sequence[int]) -> int:
     """What torch counts for a forward and backward with dense attention and all logits."""
     model = Decoder(config)
     for block in model.layers.values():
-        block.mixer.core = dense_core
+        block.mixer._attend = dense
     ctx = whole_context(lengths)
     ids = torch.zeros(ctx.tokens, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:

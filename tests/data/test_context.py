@@ -24,8 +24,8 @@ def test_by_hand() -> None:
     assert (shared.local.offsets, shared.zigzag.chunks.offsets) == ((0, 4), (0, 2, 4))
     assert shared.zigzag.to_natural.tolist() == [0, 1, 4, 5, 6, 7, 2, 3]
     assert shared.zigzag.to_shards.tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
-    assert shared.zigzag.seen.offsets == (0, 2, 10)
-    assert shared.zigzag.seen_rows.tolist() == [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]
+    assert shared.zigzag.visible.offsets == (0, 2, 10)
+    assert shared.zigzag.visible_rows.tolist() == [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]
     assert (own.group, own.rows, own.lengths) == (CPGroup(0, 1, 0), slice(4, 8), (3, 0))
     assert (own.padded.offsets, own.padded.longest, own.zigzag) == ((0, 3, 4), 3, None)
     assert own.local is own.padded
@@ -99,7 +99,7 @@ def check_packs(plan: Plan, ctx: SeqContext, lane: int) -> None:
         places = ctx.sequences[pack.sequences]
         assert pack.lengths[: len(places)] == tuple(plan.sequences[i].length for i in places)
         parts = [pack.real, pack.padded, pack.local]
-        parts += [pack.zigzag.chunks, pack.zigzag.seen] if pack.zigzag else []
+        parts += [pack.zigzag.chunks, pack.zigzag.visible] if pack.zigzag else []
         for part in parts:
             assert part.cu_seqlens.dtype == torch.int32
             assert part.cu_seqlens.tolist() == list(part.offsets)
@@ -133,8 +133,8 @@ def check_group(members: list[SeqContext], first_lane: int, cp_size: int) -> Non
             size, k, rank = len(early), cp_size, pack.group.cp_rank
             assert early.tolist() == list(range(rank * size, (rank + 1) * size))
             assert late.tolist() == [(2 * k - 1 - rank) * size + i for i in range(size)]
-        seen = gathered.index_select(0, pack.zigzag.seen_rows)
-        for chunk, (a, b) in zip(chunks, pack.zigzag.seen.pairs(), strict=True):
+        seen = gathered.index_select(0, pack.zigzag.visible_rows)
+        for chunk, (a, b) in zip(chunks, pack.zigzag.visible.pairs(), strict=True):
             assert seen[a:b].tolist() == list(range(int(chunk[-1]) + 1))
 
 

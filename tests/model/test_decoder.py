@@ -20,7 +20,9 @@ from longshore.arch.rope import DynamicScaling, LongRopeScaling, RopeConfig
 from longshore.batch import CPGroup, PackContext, whole_context
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
+from longshore.model.interface import Exchanges
 from longshore.model.rope import rope_tables
+from longshore.parallel.apply import set_exchanges
 
 
 def mixed():
@@ -202,26 +204,25 @@ def test_a_shared_pack_is_refused():
     config = CONFIGS["llama"]
     ctx, ids, _ = tokens(config)
     shared = replace(ctx.packs[0], group=CPGroup(0, 2, 0))
-    with pytest.raises(ValueError, match="shared by 2 lanes, and this model's attention knows"):
+    with pytest.raises(ValueError, match="shared by 2 lanes, and this model knows only"):
         Decoder(config)(ids, replace(ctx, packs=(shared,)))
 
 
-def test_another_core():
+def test_other_exchanges():
     config = CONFIGS["llama"]
     model = decoder(config)
-    seen = []
+    packs = []
 
-    def core(q_THD, k_TKD, v_TKD, ctx, *, scale, window):
-        seen.append((q_THD.shape, k_TKD.shape, v_TKD.shape, ctx, scale, window))
-        return torch.zeros_like(q_THD)
+    class Noted(Exchanges):
+        def of(self, pack):
+            packs.append(pack)
+            return super().of(pack)
 
     ctx, ids, _ = tokens(config)
-    for block in model.layers.values():
-        block.mixer.core = core
-    model(ids, ctx)
-    rows = ctx.tokens
-    assert seen == [((rows, 8, 16), (rows, 4, 16), (rows, 4, 16), ctx, 0.25, None)] * 2
-    assert not any(isinstance(part, type(core)) for part in model.modules())
+    expected = model(ids, ctx).values
+    set_exchanges(model, Noted())
+    assert torch.equal(model(ids, ctx).values, expected)
+    assert packs == [*ctx.packs] * len(config.layers)
 
 
 @pytest.mark.usefixtures("half_by_float32")
@@ -238,13 +239,13 @@ def test_half_precision_keeps_its_dtype():
 def test_what_does_not_fit():
     config = CONFIGS["llama"]
     ctx, ids, labels = tokens(config, (3, 5))
-    with pytest.raises(ValueError, match=r"token ids of shape \(8,\).* it got \(7,\)"):
+    with pytest.raises(ValueError, match=r"token ids of shape \(8,\).* not of \(7,\)"):
         Decoder(config)(ids[:7], ctx)
-    with pytest.raises(ValueError, match=r"hidden states of shape \(8, 64\).* it got \(8,\)"):
+    with pytest.raises(ValueError, match=r"hidden states of shape \(8, 64\).* not of \(8,\)"):
         Decoder(config, embed=False)(ids, ctx)
     with pytest.raises(ValueError, match="without a head"):
         Decoder(config, head=False)(ids, ctx, labels)
-    with pytest.raises(ValueError, match=r"range\(1, 3\) is no run of layers .* 0 to 1"):
+    with pytest.raises(ValueError, match=r"range\(1, 3\) is no range of layers .* 0 to 1"):
         Decoder(config, layers=range(1, 3))
 
 

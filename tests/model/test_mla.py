@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.part import Norm, causal_pairs
 from longshore.arch.rope import RopeConfig, YarnScaling
 from longshore.batch import CPGroup, whole_context
-from longshore.model.mla import MLA, local_core
+from longshore.model.interface import LOCAL
+from longshore.model.mla import MLA
 from longshore.model.rope import attention_factor, rope_tables
 
 BASE = MLAConfig(heads=3, kv_rank=5, nope_dim=4, rope_dim=6, value_dim=7)
@@ -224,11 +226,13 @@ def test_costs_as_measured(name, form):
     assert measured - known == 8 * ctx.tokens * (saved.values + saved.stats + copies)
 
 
-def dense_core(q_THD, latent_TL, weight_HXR, ctx, *, scale, form):
+def dense(mixer, q_THD, latent_TL, ctx):
     """All n² pairs of one sequence."""
-    del ctx, form
+    del ctx
+    config, scale = mixer.config, mixer.config.scale
+    nope = config.nope_dim
+    weight_HXR = mixer.kv_up.weight.unflatten(0, (config.heads, -1))
     heads, _, rank = weight_HXR.shape
-    nope = q_THD.shape[2] - latent_TL.shape[1] + rank
     up_THX = (latent_TL[:, :rank] @ weight_HXR.flatten(0, 1).T).unflatten(1, (heads, -1))
     k_THE = latent_TL[:, None, rank:].expand(-1, heads, -1)
     k_HTD = torch.cat([up_THX[..., :nope], k_THE], 2).transpose(0, 1)
@@ -240,7 +244,7 @@ def dense_core(q_THD, latent_TL, weight_HXR, ctx, *, scale, form):
 def test_flops_as_torch_counts(name):
     config, length = CONFIGS[name], 9
     made = mixer(config)
-    made.core = dense_core
+    made._attend = partial(dense, made)
     ctx = whole_context((length,))
     x_TC = torch.randn(length, WIDTH, dtype=torch.float64)
     with FlopCounterMode(display=False) as counter:
@@ -276,7 +280,7 @@ def test_a_shared_pack_is_refused():
     shared = replace(ctx.packs[0], group=CPGroup(first_lane=0, cp_size=2, cp_rank=0))
     made = mixer(BASE)
     tables = rope_tables(BASE.ropes, ctx, torch.float64)
-    assert made.core is local_core
+    assert made.exchanges is LOCAL
     with pytest.raises(ValueError, match="shared by 2 lanes"):
         made(torch.zeros(4, WIDTH).double(), replace(ctx, packs=(shared,)), tables)
 

@@ -114,7 +114,7 @@ def test_even_choices_and_scores_make_a_balance_loss_of_a_weight_for_each_token(
 
 def test_no_balance_loss_without_a_weight():
     moe = make(replace(KINDS["groups"], aux_weight=0.0))
-    moe.core = None
+    moe.exchanges = None
     _, routed = moe(rows(), whole_context(LENGTHS))
     assert routed.auxiliary.item() == 0
     assert routed.auxiliary.shape == ()
@@ -212,7 +212,7 @@ def test_a_bias_chooses_and_does_not_weigh():
 def test_a_shared_pack_needs_another_core():
     ctx = padded_batches((40,), lanes=4, buckets=())[0].ctx
     assert ctx.packs[0].group.cp_size == 4
-    with pytest.raises(ValueError, match="a pack is shared by 4 lanes, and this model's balance"):
+    with pytest.raises(ValueError, match="a pack is shared by 4 lanes, and this model knows only"):
         make(KINDS["softmax"])(rows((ctx.tokens,)), ctx)
 
 

@@ -6,10 +6,8 @@ import torch
 from torch import nn
 
 from longshore.arch.part import Saved
-from longshore.model.opaque import opened
-from longshore.model.whole import local_packs
-from longshore.parallel.apply import register_mixer
-from longshore.parallel.context.whole import WholePacks
+from longshore.model.interface import LOCAL, eager, over_packs
+from longshore.model.registry import register_mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +29,27 @@ class MeanConfig:
         return 0
 
 
+class Mean(nn.Module):
+    """Project and mix; the block adds the result to the residual stream."""
+
+    def __init__(self, config, width, *, norm):
+        super().__init__()
+        self.proj = nn.Linear(width, width, bias=False)
+        self.exchanges = LOCAL
+
+    def forward(self, x_TC, ctx, tables):
+        return self._mix(self.proj(x_TC), ctx)
+
+    @eager
+    def _mix(self, x_TC, ctx):
+        return over_packs(mean_of_pack, ctx, self.exchanges, x_TC)
+
+
+def mean_of_pack(exchange, x_TC):
+    """Gathers a pack that lanes share, and keeps this lane's rows of the result."""
+    return exchange.shard(running_mean(exchange.gather(x_TC), exchange.pack.padded))
+
+
 def running_mean(x, bounds):
     """Over joined sequences; it must keep them apart."""
     parts = [x[start:stop] for start, stop in bounds.pairs()]
@@ -38,20 +57,4 @@ def running_mean(x, bounds):
     return torch.cat([part.cumsum(0) / n for part, n in zip(parts, counts, strict=True)])
 
 
-class Mean(nn.Module):
-    """Project, meet, and the block adds it up."""
-
-    def __init__(self, config, width, *, norm):
-        super().__init__()
-        self.proj = nn.Linear(width, width, bias=False)
-        self.core = local_packs
-
-    def forward(self, x_TC, ctx, tables):
-        return self._meet(self.proj(x_TC), ctx)
-
-    @torch.compiler.disable
-    def _meet(self, x_TC, ctx):
-        return self.core(running_mean, x_TC, opened(ctx))
-
-
-register_mixer(MeanConfig, Mean, core=lambda groups, choices: WholePacks(groups))
+register_mixer(MeanConfig, Mean)

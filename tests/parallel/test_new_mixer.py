@@ -12,7 +12,7 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.flops import parameter_count
 from longshore.model.decoder import Decoder
-from longshore.parallel.apply import register_mixer
+from longshore.model.registry import register_mixer
 from longshore.plan import make_plan
 
 ROOT = Path(__file__).parents[2]
@@ -46,4 +46,4 @@ def test_any_plan_is_each_sequence_alone(lanes: int) -> None:
 
 def test_a_kind_is_registered_once() -> None:
     with pytest.raises(ValueError, match="MeanConfig has a module already, Mean"):
-        register_mixer(MeanConfig, Mean, core=lambda groups, choices: None)
+        register_mixer(MeanConfig, Mean)

@@ -17,7 +17,7 @@ from tests.ranks.hybrids import hybrid
 from tests.ranks.spine import exact, lanes_of, sharded
 
 from longshore.files import sealed_json
-from longshore.parallel.fsdp import whole
+from longshore.parallel.fsdp import gathered
 from longshore.train import checkpoint as checkpoints_module
 from longshore.train.checkpoint import Checkpoints, Position
 from longshore.train.checkpoint_files import (
@@ -59,12 +59,12 @@ def everything(checkpoints):
     """Parameters, buffers and the optimizer's state, whole."""
     model, optimizer = checkpoints.model, checkpoints.optimizer
     found = {
-        name: whole(tensor.detach()).clone()
+        name: gathered(tensor.detach()).clone()
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
     }
     for name, parameter in model.named_parameters():
         for kind, tensor in optimizer.state.get(parameter, {}).items():
-            found[f"{name} {kind}"] = whole(tensor).clone()
+            found[f"{name} {kind}"] = gathered(tensor).clone()
     return found
 
 

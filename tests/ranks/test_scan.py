@@ -15,9 +15,8 @@ from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.batch import whole_context
 from longshore.distributed.collectives import count
 from longshore.model.decoder import Decoder
-from longshore.model.scan import ScanInputs
-from longshore.parallel.context.scan import ContextScan, by_heads
-from longshore.parallel.context.states import by_states, halo_route
+from longshore.model.scan import ScanInputs, over_heads
+from longshore.parallel.context.halo import halo_route
 from longshore.plan import make_plan
 
 WIDTH = 12
@@ -138,10 +137,8 @@ def headed(heads: int, groups: int) -> ScanInputs:
     [(8, 8, [2, 4, 8]), (8, 2, [2, 4, 8]), (8, 1, [2, 4, 8]), (12, 4, [2, 4, 12]), (5, 1, [5])],
 )
 def test_auto_takes_heads_where_it_can(heads: int, groups: int, legal: list[int]) -> None:
-    core = ContextScan(None)
-    ways = {size: core._way(headed(heads, groups), size) for size in range(2, 13)}
-    assert [size for size, way in ways.items() if way is by_heads] == legal
-    assert {ways[size] for size in ways if size not in legal} == {by_states}
+    inputs = headed(heads, groups)
+    assert [size for size in range(2, 13) if over_heads(inputs, size, kind="auto")] == legal
 
 
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
@@ -150,7 +147,7 @@ def test_heads_that_cannot_be_shared_out_are_refused() -> None:
         "sizes, or use parallel.scan='states'"
     )
     with pytest.raises(ValueError, match=message):
-        ContextScan(None, "heads")._way(headed(6, 2), 4)
+        over_heads(headed(6, 2), 4, kind="heads")
 
 
 def test_a_model_that_was_not_made_ready_refuses_shared_packs() -> None:

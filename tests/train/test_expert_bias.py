@@ -6,7 +6,7 @@ import torch
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.model.decoder import Decoder
-from longshore.model.output import Routed
+from longshore.model.interface import Routed
 from longshore.train.expert_bias import RoutingCounts, update_bias
 
 ONE_LANE = SimpleNamespace(groups=SimpleNamespace(lanes=SimpleNamespace(size=lambda: 1)))

@@ -1,8 +1,18 @@
-"""Grouped-query attention as a mixer: project, turn, core, project.
+"""Grouped-query attention as a mixer: project, rotate, attend, project.
 
-In: hidden states (T, C), the context, the rotary tables. Out: (T, C). Tokens meet only in `core`,
-a plain function (not a module) that is called core(q_THD, k_TKD, v_TKD, ctx, scale=…, window=…);
-the default knows one lane, and parallel/ puts another in its place.
+In: hidden states (T, C), the context, the rotary tables. Out: (T, C). How a pack that lanes share
+is served is chosen anew for each pack:
+
+- `gather`: one gather of K and V over the group. Only the lane's own are kept for backward, which
+  gathers again and then sums and scatters the gradients, so memory does not grow with the pack. At
+  CP size 1 nothing travels.
+- `heads`: an all-to-all gives each lane all tokens of its share of the heads, a second one brings
+  the outputs back. The CP size must divide the KV heads.
+
+With T rows a lane, H query heads, K KV heads of width D and CP size c, forward and backward bring
+a lane 3·(c − 1)·T·2K·D numbers by gather (K and V twice, gradients once), and by heads
+2·(1 − 1/c)·T·(2H + 2K)·D. `auto` takes heads where that is legal and fewer: with H = 32 and K = 8
+they are 48 against 80 for each T·D at CP size 2, and 336 against 140 at CP size 8.
 
 With `gate`, q_proj makes for each head its query and then a gate; the head's output is multiplied
 by the gate's sigmoid.
@@ -12,69 +22,34 @@ dims at width 2048, 5 tokens become q (5, 32, 64), k and v (5, 8, 64), and (5, 2
 """
 
 from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from longshore.arch.attention import AttentionConfig
 from longshore.arch.part import Norm
 from longshore.batch import SeqContext
 from longshore.model.fill import NORM, RESIDUAL, Fill
+from longshore.model.interface import (
+    LOCAL,
+    AttentionKind,
+    Context,
+    Exchange,
+    Exchanges,
+    eager,
+    over_packs,
+)
 from longshore.model.norm import RMSNorm
-from longshore.model.opaque import Context, opened
 from longshore.model.rope import Tables
-from longshore.model.whole import refuse_shared
-from longshore.ops.attention import attention
+from longshore.ops.attention import attention, attention_backward, attention_forward
 from longshore.ops.rope import rotate
 
 
-class Core(Protocol):
-    """Causal attention inside each sequence of a context."""
-
-    def __call__(
-        self,
-        q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        ctx: SeqContext,
-        /,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> Tensor: ...
-
-
-def local_core(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    ctx: SeqContext,
-    /,
-    *,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """Attention over packs that this lane holds whole."""
-    made = []
-    for pack in ctx.packs:
-        refuse_shared(pack, "attention")
-        rows = pack.rows
-        made.append(
-            attention(
-                q_THD[rows],
-                k_TKD[rows],
-                v_TKD[rows],
-                bounds=pack.padded,
-                scale=scale,
-                window=window,
-            )
-        )
-    return made[0] if len(made) == 1 else torch.cat(made)
-
-
 class Attention(nn.Module):
-    """core: how tokens meet; see the module."""
+    """exchanges: how the lane reaches rows of shared packs; set by parallel/apply.py."""
 
     FILLS: ClassVar[Mapping[str, Fill]] = {
         "o_proj.weight": RESIDUAL,
@@ -85,7 +60,7 @@ class Attention(nn.Module):
     def __init__(self, config: AttentionConfig, width: int, *, norm: Norm) -> None:
         super().__init__()
         self.config = config
-        self.core: Core = local_core
+        self.exchanges: Exchanges = LOCAL
         self.rope = config.ropes[0] if config.ropes else None
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.q_proj = nn.Linear(width, queries * (2 if config.gate else 1), bias=config.bias)
@@ -105,11 +80,11 @@ class Attention(nn.Module):
         if self.rope is not None:
             cos_TR, sin_TR = tables[self.rope]
             q_THD, k_TKD = rotate(q_THD, cos_TR, sin_TR), rotate(k_TKD, cos_TR, sin_TR)
-        mixed_THD: Tensor = self._meet(q_THD, k_TKD, v_TKD, ctx)
+        attended_THD = self._attend(q_THD, k_TKD, v_TKD, ctx)
         if gate_THD is not None:
-            mixed_THD = mixed_THD * gate_THD.sigmoid()
-        made: Tensor = self.o_proj(mixed_THD.flatten(-2))
-        return made
+            attended_THD = attended_THD * gate_THD.sigmoid()
+        output_TC: Tensor = self.o_proj(attended_THD.flatten(-2))
+        return output_TC
 
     def _queries(self, x_TC: Tensor) -> tuple[Tensor, Tensor | None]:
         """Queries and, where the output is gated, gates."""
@@ -119,8 +94,119 @@ class Attention(nn.Module):
         q_THD, gate_THD = self.q_proj(x_TC).unflatten(-1, (-1, 2 * size)).chunk(2, dim=-1)
         return q_THD, gate_THD
 
-    # A compiled block must not specialise on the packs, which change every round.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _meet(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, ctx: Context) -> Tensor:
+    @eager
+    def _attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, ctx: SeqContext) -> Tensor:
+        return over_packs(self._attend_pack, ctx, self.exchanges, q_THD, k_TKD, v_TKD)
+
+    def _attend_pack(self, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale, window = self.config.head_dim**-0.5, self.config.window
-        return self.core(q_THD, k_TKD, v_TKD, opened(ctx), scale=scale, window=window)
+        if over_heads(q.shape[1], k.shape[1], exchange.size, kind=self.exchanges.attention):
+            q, k, v = exchange.to_heads((q, k, v))
+            bounds = exchange.pack.padded
+            return exchange.from_heads(
+                attention(q, k, v, bounds=bounds, scale=scale, window=window)
+            )
+        return attend_visible(exchange, q, (k, v), scale=scale, window=window)
+
+
+def over_heads(heads: int, kv_heads: int, cp_size: int, *, kind: AttentionKind) -> bool:
+    """Whether lanes share out the heads of a pack of this CP size; else they gather K and V."""
+    if cp_size == 1 or kind == "gather":
+        return False
+    legal = kv_heads % cp_size == 0
+    if kind == "heads" and not legal:
+        raise ValueError(
+            f"attention over heads: CP size {cp_size} does not divide the {kv_heads} KV heads; "
+            f"plan with heads={kv_heads}, or use parallel.attention='gather'"
+        )
+    fewer = 3 * cp_size * kv_heads > 2 * (heads + kv_heads)
+    return kind == "heads" or (legal and fewer)
+
+
+class KeysValues(Protocol):
+    """How keys and values come from the rows that lanes exchange."""
+
+    def make(self, rows: tuple[Tensor, ...], weight: Tensor | None) -> tuple[Tensor, Tensor]: ...
+
+    def gradients(
+        self, dk: Tensor, dv: Tensor, rows: tuple[Tensor, ...], weight: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Of the rows and of the weight, from those of keys and values."""
+        ...
+
+
+class AsTheyAre:
+    """The rows are keys and values."""
+
+    def make(self, rows: tuple[Tensor, ...], weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        k, v = rows
+        return k, v
+
+    def gradients(
+        self, dk: Tensor, dv: Tensor, rows: tuple[Tensor, ...], weight: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        return (dk, dv), None
+
+
+def attend_visible(
+    exchange: Exchange,
+    q_THD: Tensor,
+    rows: tuple[Tensor, ...],
+    *,
+    scale: float,
+    window: int | None = None,
+    weight: Tensor | None = None,
+    keys_values: KeysValues | None = None,
+) -> Tensor:
+    """(T, H, V): the lane's queries against all rows of the pack that they may see.
+
+    rows: of the lane's tokens, what others need of them to make keys and values. For backward only
+    the lane's own rows are kept, with q and the output; the others' are fetched again.
+    """
+    spec = _Spec(exchange, keys_values or AsTheyAre(), scale, window)
+    output: Tensor = _AttendVisible.apply(spec, q_THD, weight, *rows)  # type: ignore[no-untyped-call]
+    return output
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Spec:
+    exchange: Exchange
+    keys_values: KeysValues
+    scale: float
+    window: int | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "bounds": self.exchange.bounds,
+            "key_bounds": self.exchange.visible_bounds,
+            "scale": self.scale,
+            "window": self.window,
+        }
+
+
+class _AttendVisible(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        spec: _Spec,
+        q: Tensor,
+        weight: Tensor | None,
+        *rows: Tensor,
+    ) -> Tensor:
+        k, v = spec.keys_values.make(spec.exchange.visible(rows), weight)
+        output, lse = attention_forward(q, k, v, **spec.options)
+        ctx.spec = spec
+        ctx.save_for_backward(q, weight, output, lse, *rows)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        q, weight, output, lse, *rows = ctx.saved_tensors
+        spec: _Spec = ctx.spec
+        visible = spec.exchange.visible(tuple(rows))
+        k, v = spec.keys_values.make(visible, weight)
+        dq, dk, dv = attention_backward(grad, q, k, v, output, lse, **spec.options)
+        dvisible, dweight = spec.keys_values.gradients(dk, dv, visible, weight)
+        return None, dq, dweight, *spec.exchange.return_visible(dvisible)

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from longshore.arch.decoder import LayerConfig
 from longshore.arch.part import Norm
 from longshore.batch import SeqContext
+from longshore.model.interface import Context, Opaque, Output
 from longshore.model.norm import RMSNorm
-from longshore.model.opaque import Context, Opaque
-from longshore.model.output import Output
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.model.rope import Tables
 

@@ -22,9 +22,9 @@ from torch.nn import functional
 from longshore.arch.decoder import DecoderConfig, ropes_of
 from longshore.batch import Depth, SeqContext, whole_context
 from longshore.model.block import Block
+from longshore.model.interface import Output, Routed
 from longshore.model.mtp import MTPDepth
 from longshore.model.norm import RMSNorm
-from longshore.model.output import Output, Routed
 from longshore.model.rope import rope_tables
 from longshore.ops.cross_entropy import linear_cross_entropy
 
@@ -120,7 +120,7 @@ class Decoder(nn.Module):
         hidden_TC = self.norm(hidden_TC)
         if self.config.float32_residual:
             hidden_TC = hidden_TC.to(self.norm.weight.dtype)
-        made = self.head(hidden_TC, labels, tied_VC)
+        values = self.head(hidden_TC, labels, tied_VC)
         losses = []
         for part, depth in zip(self.mtp.values(), mtp, strict=False):
             assert self.embed is not None
@@ -128,7 +128,7 @@ class Decoder(nn.Module):
             hidden_TC, more, _ = part(hidden_TC, embedded_TC, ctx, tables)
             losses.append(self.head(hidden_TC, depth.targets.labels, tied_VC))
             routed += more
-        return Output(made, routed, tuple(losses))
+        return Output(values, routed, tuple(losses))
 
     def _check(
         self, x: Tensor, ctx: SeqContext, labels: Tensor | None, mtp: Sequence[Depth]
@@ -137,8 +137,8 @@ class Decoder(nn.Module):
         what = "token ids" if self.embed is not None else "hidden states"
         if tuple(x.shape) != wanted:
             raise ValueError(
-                f"this stage wants {what} of shape {wanted} for a context of {ctx.tokens} tokens; "
-                f"it got {tuple(x.shape)}"
+                f"this stage wants {what} of shape {wanted} for a context of {ctx.tokens} tokens, "
+                f"not of {tuple(x.shape)}"
             )
         if labels is not None and self.head is None:
             raise ValueError("labels were given to a stage without a head; it cannot make a loss")
@@ -157,6 +157,6 @@ def _embedding(config: DecoderConfig) -> nn.Embedding:
 def _checked(config: DecoderConfig, layers: range) -> range:
     if layers.step != 1 or layers.start < 0 or layers.stop > len(config.layers):
         raise ValueError(
-            f"{layers} is no run of layers of this decoder; it has 0 to {len(config.layers) - 1}"
+            f"{layers} is no range of layers of this decoder; it has 0 to {len(config.layers) - 1}"
         )
     return layers

@@ -1,4 +1,4 @@
-"""Gated delta net as a mixer: project, core (convolution and delta rule), gated norm, project.
+"""Gated delta net as a mixer: project, scan (convolution and delta rule), gated norm, project.
 
 In: hidden states (T, C) and the context. Out: (T, C). Parameters are named and laid out as in
 Hugging Face's Qwen3-Next, but for per_head.{A_log, dt_bias}, which stand directly in the mixer
@@ -20,11 +20,12 @@ from torch.nn.functional import softplus
 
 from longshore.arch.part import Norm
 from longshore.arch.scan import DeltaNetConfig
+from longshore.batch import SeqContext
 from longshore.model.fill import CONV, ONES, RESIDUAL, Fill
+from longshore.model.interface import LOCAL, Context, Exchanges, eager
 from longshore.model.norm import NormBeforeGate
-from longshore.model.opaque import Context, opened
 from longshore.model.rope import Tables
-from longshore.model.scan import Core, Decay, ScanInputs, conv_taps, local_core
+from longshore.model.scan import Decay, ScanInputs, conv_taps, scan_packs
 from longshore.ops.boundaries import Bounds
 from longshore.ops.delta_rule import PreparedDelta, prepare_delta
 
@@ -62,7 +63,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 class DeltaNet(nn.Module):
-    """core: how tokens meet; see model/scan.py."""
+    """exchanges: how the lane reaches rows of shared packs; set by parallel/apply.py."""
 
     FILLS: ClassVar[Mapping[str, Fill]] = {
         "conv1d.weight": CONV,
@@ -74,7 +75,7 @@ class DeltaNet(nn.Module):
     def __init__(self, config: DeltaNetConfig, width: int, *, norm: Norm) -> None:
         super().__init__()
         self.config = config
-        self.core: Core = local_core
+        self.exchanges: Exchanges = LOCAL
         self.scan = DeltaScan()
         self.in_proj_qkvz = nn.Linear(width, config.conv_dim + config.values, bias=False)
         self.in_proj_ba = nn.Linear(width, 2 * config.value_heads, bias=False)
@@ -92,14 +93,13 @@ class DeltaNet(nn.Module):
         ba_TRX = self.in_proj_ba(x_TC).unflatten(-1, (config.key_heads, -1))
         b_TH, a_TH = (part.flatten(-2) for part in ba_TRX.chunk(2, dim=-1))
         mixed_TX = torch.cat([part.flatten(-2) for part in qkv], dim=-1)
-        o_THV: Tensor = self._meet(mixed_TX, b_TH, a_TH, ctx)
+        o_THV: Tensor = self._scan(mixed_TX, b_TH, a_TH, ctx)
         normed_THV = self.norm(o_THV, z_TRX.reshape(o_THV.shape))
-        made: Tensor = self.out_proj(normed_THV.flatten(-2))
-        return made
+        output_TC: Tensor = self.out_proj(normed_THV.flatten(-2))
+        return output_TC
 
-    # A compiled block must not specialise on the packs, which change every round.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _meet(self, mixed_TX: Tensor, b_TH: Tensor, a_TH: Tensor, ctx: Context) -> Tensor:
+    @eager
+    def _scan(self, mixed_TX: Tensor, b_TH: Tensor, a_TH: Tensor, ctx: SeqContext) -> Tensor:
         config = self.config
         key = (config.key_heads, config.key_dim)
         inputs = ScanInputs(
@@ -110,4 +110,4 @@ class DeltaNet(nn.Module):
             bias=None,
             per_head=self.per_head(),
         )
-        return self.core(inputs, opened(ctx), scan=self.scan)
+        return scan_packs(inputs, ctx, scan=self.scan, exchanges=self.exchanges)

@@ -21,20 +21,21 @@ BLOCK_VALUES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """How a parameter begins: a constant, or normal with `std` times the decoder's init_std.
-
-    residual: what a block adds to the residual stream, made smaller by sqrt(2·layers), so that
-    the stream's size at the end does not grow with the number of layers. norm: the weight of a
-    norm, which begins at 0 where the decoder's norms are zero-centred. own_std: a std that does
-    not follow the decoder's. by_row: a function of rows' numbers and of how many there are.
-    """
+    """The first values of a parameter: constant, or normal around 0."""
 
     std: float = 1.0
+    """Times the decoder's init_std."""
     constant: float | None = None
+    """Instead of normal values."""
     residual: bool = False
+    """What a block adds to the residual stream: smaller by sqrt(2·layers), so that the stream's
+    size at the end does not grow with the number of layers."""
     norm: bool = False
+    """The weight of a norm, which begins at 0 where the decoder's norms are zero-centred."""
     own_std: float | None = None
+    """A std that does not follow the decoder's."""
     by_row: Callable[[Tensor, int], Tensor] | None = None
+    """A function of rows' numbers and of how many there are."""
 
 
 def _decay_rates(row: Tensor, count: int) -> Tensor:
@@ -43,7 +44,7 @@ def _decay_rates(row: Tensor, count: int) -> Tensor:
 
 
 def _step_biases(row: Tensor, count: int) -> Tensor:
-    """What softplus turns into steps from 0.001 to 0.1, even in their logs.
+    """What softplus makes steps from 0.001 to 0.1 of, even in their logs.
 
     Spread by the golden ratio, so that heads of like rates have unlike steps.
     """
@@ -87,8 +88,8 @@ def fill_rows(
         count = min(rows, shape[0] - block * rows)
         generator = torch.Generator().manual_seed(_seed_of(seed, name, block))
         blocks.append(torch.randn(count, *rest, generator=generator))
-    made = torch.cat(blocks)[start - first * rows : stop - first * rows]
-    return made.mul_(std).add_(constant)
+    values = torch.cat(blocks)[start - first * rows : stop - first * rows]
+    return values.mul_(std).add_(constant)
 
 
 def _seed_of(seed: int, name: str, block: int) -> int:

@@ -46,8 +46,8 @@ def init_decoder(model: Decoder, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             rows = len(parameter)
-            made = initial_rows(model.config, name, parameter.shape, 0, rows, seed=seed)
-            parameter.copy_(made)
+            values = initial_rows(model.config, name, parameter.shape, 0, rows, seed=seed)
+            parameter.copy_(values)
 
 
 def fill_of(config: DecoderConfig, name: str) -> Fill:

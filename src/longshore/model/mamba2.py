@@ -1,4 +1,4 @@
-"""Mamba2 as a mixer: project, core (convolution and state-space scan), gated norm, project.
+"""Mamba2 as a mixer: project, scan (convolution and state-space scan), gated norm, project.
 
 In: hidden states (T, C) and the context. Out: (T, C). Parameters are named and laid out as in
 Hugging Face's Mamba2 and Nemotron-H, but for per_head.{A_log, dt_bias, D}, which stand directly in
@@ -19,11 +19,12 @@ from torch.nn.functional import softplus
 
 from longshore.arch.part import Norm
 from longshore.arch.scan import Mamba2Config
+from longshore.batch import SeqContext
 from longshore.model.fill import CONV, ONES, RESIDUAL, Fill
+from longshore.model.interface import LOCAL, Context, Exchanges, eager
 from longshore.model.norm import NormAfterGate
-from longshore.model.opaque import Context, opened
 from longshore.model.rope import Tables
-from longshore.model.scan import Core, Decay, ScanInputs, conv_taps, copied, local_core
+from longshore.model.scan import Decay, ScanInputs, conv_taps, copied, scan_packs
 from longshore.ops.boundaries import Bounds
 from longshore.ops.ssd import PreparedSSD, prepare_ssd
 
@@ -65,7 +66,7 @@ class DecayAndSkip(Decay):
 
 
 class Mamba2(nn.Module):
-    """core: how tokens meet; see model/scan.py."""
+    """exchanges: how the lane reaches rows of shared packs; set by parallel/apply.py."""
 
     FILLS: ClassVar[Mapping[str, Fill]] = {
         "conv1d.weight": CONV,
@@ -78,7 +79,7 @@ class Mamba2(nn.Module):
     def __init__(self, config: Mamba2Config, width: int, *, norm: Norm) -> None:
         super().__init__()
         self.config = config
-        self.core: Core = local_core
+        self.exchanges: Exchanges = LOCAL
         self.scan = Mamba2Scan(config.dt_min, config.dt_max)
         self.in_proj = nn.Linear(width, config.projected, bias=config.bias)
         self.conv1d = conv_taps(config.conv_dim, config.kernel, bias=config.conv_bias)
@@ -90,13 +91,12 @@ class Mamba2(nn.Module):
         config = self.config
         sizes = [config.inner, config.conv_dim, config.heads]
         z_TX, mixed_TX, dt_TH = self.in_proj(x_TC).split(sizes, dim=-1)
-        y_THP: Tensor = self._meet(mixed_TX, dt_TH, ctx)
-        made: Tensor = self.out_proj(self.norm(y_THP.flatten(-2), z_TX))
-        return made
+        y_THP: Tensor = self._scan(mixed_TX, dt_TH, ctx)
+        output_TC: Tensor = self.out_proj(self.norm(y_THP.flatten(-2), z_TX))
+        return output_TC
 
-    # A compiled block must not specialise on the packs, which change every round.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _meet(self, mixed_TX: Tensor, dt_TH: Tensor, ctx: Context) -> Tensor:
+    @eager
+    def _scan(self, mixed_TX: Tensor, dt_TH: Tensor, ctx: SeqContext) -> Tensor:
         config = self.config
         group = (config.groups, config.state_dim)
         inputs = ScanInputs(
@@ -107,4 +107,4 @@ class Mamba2(nn.Module):
             bias=self.conv1d.bias,
             per_head=self.per_head(),
         )
-        return self.core(inputs, opened(ctx), scan=self.scan)
+        return scan_packs(inputs, ctx, scan=self.scan, exchanges=self.exchanges)

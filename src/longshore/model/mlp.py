@@ -14,7 +14,7 @@ from torch.nn import functional
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.part import Norm
 from longshore.model.fill import RESIDUAL, Fill
-from longshore.model.opaque import Context
+from longshore.model.interface import Context
 
 
 class MLP(nn.Module):
@@ -34,5 +34,5 @@ class MLP(nn.Module):
             inner_TF = functional.relu(up_TF).square()
         else:
             inner_TF = functional.silu(self.gate_proj(x_TC)) * up_TF
-        made: Tensor = self.down_proj(inner_TF)
-        return made, None
+        output_TC: Tensor = self.down_proj(inner_TF)
+        return output_TC, None

@@ -1,34 +1,25 @@
-"""The router: which experts a token goes to, with what weights, and what that costs in balance.
-
-In: hidden states (T, C), each token by itself. Out: ids and weights of K experts each, and the
-scores of all. Everything is in float32 at least, the weight too (see model/norm.py), because a
-rounded score sends a token elsewhere.
-
-T tokens, E experts, K of them a token, S sequences. With 4 experts, K = 2 and scores .4 .3 .2 .1 a
-token goes to experts 0 and 1 with weights 4/7 and 3/7; a bias of .2 on expert 2 would send it to 0
-and 2 with 4/6 and 2/6, since a bias chooses and does not weigh.
-
-The balance loss of a sequence of n tokens is n·Σ_i f_i·P_i: f_i is E/K times the share of its
-tokens that chose expert i, P_i the mean over them of the expert's share of all scores. n·P_i is a
-sum over tokens, so a lane that knows the whole sequence's f adds up its own tokens alone. Even
-choices and scores make it n.
-
-A layer of experts: route, sort by expert, each expert's SwiGLU, weigh and sum; a shared expert.
+"""A layer of experts: route, sort by expert, each expert's SwiGLU, weigh and sum; a shared expert.
 
 In: hidden states (T, C) and the context. Out: (T, C), and what the experts did: their part of the
 balance loss and how many tokens each got. Padding goes to no expert and counts nowhere; every
 expert gets a gradient in every round, zeros where no token chose it.
 
-Tokens of one sequence meet only in its counts, over the lanes that share it: `core`, a plain
-function that is called core(counts_SE, ctx) where there is a balance loss; the default knows one
-lane, and parallel/ puts another in its place.
+The router works in float32 at least, its weight too (see model/norm.py), because a rounded score
+sends a token elsewhere. With 4 experts, K = 2 and scores .4 .3 .2 .1 a token goes to experts 0 and
+1 with weights 4/7 and 3/7; a bias of .2 on expert 2 would send it to 0 and 2 with 4/6 and 2/6,
+since a bias chooses and does not weigh.
+
+The balance loss of a sequence of n tokens is n·Σ_i f_i·P_i: f_i is E/K times the share of its
+tokens that chose expert i, P_i the mean over them of the expert's share of all scores. n·P_i is a
+sum over tokens, so a lane that knows the whole sequence's f adds up its own tokens alone. Even
+choices and scores make it n. So of a shared sequence lanes exchange its counts alone.
 
 T tokens, E experts, K of them a token, C channels, F channels inside an expert, S sequences. With
 8 experts and K = 2, 5 tokens become 10 rows sorted by expert, and 5 rows again.
 """
 
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +28,9 @@ from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Norm
 from longshore.batch import SeqContext
 from longshore.model.fill import RESIDUAL, Fill
+from longshore.model.interface import LOCAL, Context, Exchanges, Routed, eager
 from longshore.model.mlp import MLP
 from longshore.model.norm import Float32Parameters
-from longshore.model.opaque import Context, opened
-from longshore.model.output import Routed
-from longshore.model.whole import refuse_shared
 from longshore.ops.experts import combine, dispatch, grouped_mlp, sort_by_expert
 
 TINY = 1e-20
@@ -110,19 +99,6 @@ def balance_loss(counts_SE: Tensor, chosen: Chosen, ctx: SeqContext) -> Tensor:
     return torch.where(ctx.is_real, (load_TE * shares_TE).sum(1), 0.0).sum()
 
 
-class Core(Protocol):
-    """Counts (S + 1, E) of this lane's tokens to those of whole sequences; the last row is free."""
-
-    def __call__(self, counts_SE: Tensor, ctx: SeqContext, /) -> Tensor: ...
-
-
-def local_core(counts_SE: Tensor, ctx: SeqContext, /) -> Tensor:
-    """The counts as they are, for packs that this lane holds whole."""
-    for pack in ctx.packs:
-        refuse_shared(pack, "balance loss")
-    return counts_SE
-
-
 class Experts(nn.Module):
     """gate_up: (E, 2F, C), of 2F the first F are the gate. down: (E, C, F)."""
 
@@ -143,7 +119,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """core: how counts of shared sequences meet; see the module."""
+    """exchanges: how counts of shared sequences are summed; set by parallel/apply.py."""
 
     FILLS: ClassVar[Mapping[str, Fill]] = {
         "experts.down": RESIDUAL,
@@ -153,7 +129,7 @@ class MoE(nn.Module):
     def __init__(self, config: MoEConfig, width: int, *, norm: Norm) -> None:
         super().__init__()
         self.config = config
-        self.core: Core = local_core
+        self.exchanges: Exchanges = LOCAL
         self.router = Router(config, width)
         self.experts = Experts(config, width)
         self.shared = self.shared_gate = None
@@ -163,28 +139,28 @@ class MoE(nn.Module):
             self.shared_gate = nn.Linear(width, 1, bias=False)
 
     def forward(self, x_TC: Tensor, ctx: Context) -> tuple[Tensor, Routed]:
-        made_TC, auxiliary, counts_E = self._routed(x_TC, ctx)
+        output_TC, auxiliary, counts_E = self._routed(x_TC, ctx)
         if self.shared is not None:
             shared_TC, _ = self.shared(x_TC, ctx)
             if self.shared_gate is not None:
                 shared_TC = self.shared_gate(x_TC).sigmoid() * shared_TC
-            made_TC = made_TC + shared_TC
-        return made_TC, Routed(auxiliary, counts_E)
+            output_TC = output_TC + shared_TC
+        return output_TC, Routed(auxiliary, counts_E)
 
-    # A compiled block must not specialise on the packs, which change every round.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _routed(self, x_TC: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+    @eager
+    def _routed(self, x_TC: Tensor, ctx: SeqContext) -> tuple[Tensor, Tensor, Tensor]:
         """The experts' output, their part of the balance loss, and their counts."""
-        ctx = opened(context)
         chosen = self.router(x_TC)
         real_T1 = ctx.is_real[:, None]
         ids_TK = torch.where(real_T1, chosen.ids, self.config.experts)
         weights_TK = torch.where(real_T1, chosen.weights, 0.0)
-        made_TC, counts_E = self.experts(x_TC, ids_TK, weights_TK)
-        return made_TC, self._auxiliary(chosen, ctx), counts_E
+        output_TC, counts_E = self.experts(x_TC, ids_TK, weights_TK)
+        return output_TC, self._auxiliary(chosen, ctx), counts_E
 
     def _auxiliary(self, chosen: Chosen, ctx: SeqContext) -> Tensor:
         if not self.config.aux_weight:
             return chosen.scores.new_zeros(())
         counts_SE = count_by_sequence(chosen.ids, self.config.experts, ctx)
-        return self.config.aux_weight * balance_loss(self.core(counts_SE, ctx), chosen, ctx)
+        for exchange in self.exchanges.each(ctx):
+            exchange.sum_counts(counts_SE[exchange.pack.sequences])
+        return self.config.aux_weight * balance_loss(counts_SE, chosen, ctx)

@@ -20,8 +20,8 @@ from longshore.arch.decoder import LayerConfig
 from longshore.arch.part import Norm
 from longshore.batch import SeqContext
 from longshore.model.block import Block
+from longshore.model.interface import Output
 from longshore.model.norm import RMSNorm
-from longshore.model.output import Output
 from longshore.model.rope import Tables
 
 

@@ -1,21 +1,10 @@
-"""RMSNorm: each row divided by its root mean square, then scaled channel by channel.
+"""RMS norms, plain and with a gate, and parameters that are never cast.
 
-In: (…, C). Out: the same shape and dtype. Half precision is normed in float32. The row [3, 4] has
-root mean square sqrt(12.5), so with a weight of ones and no eps it becomes [0.849, 1.131]; a
-zero-centred norm does the same with a weight of zeros.
-
-Parameters that keep their own dtype while all others are cast to that of the arithmetic.
-
-In: nothing. Out: a base class. Decay rates are exponentiated and multiplied over a whole sequence:
-bfloat16, with 8 bits, would turn a decay of 0.999 into 1. A module that follows holds only
-such parameters, and its forward gives new tensors made of them: parallel/fsdp.py wraps it on its
-own, and takes the gathered parameters away when forward returns.
-
-RMS norms with a gate: after it (Mamba2) or before it (gated delta net).
-
-In: rows and the gate's rows. Out: the same shape and dtype. Half precision is normed in float32.
-The row [3, 4] with a gate so large that silu(gate) = gate = [g, g]: normed after the gate it is
-[0.849, 1.131], whatever g is; before it [0.849·g, 1.131·g].
+In: (…, C), and for a gated norm the gate's rows. Out: the same shape and dtype. Half precision is
+normed in float32. The row [3, 4] has root mean square sqrt(12.5), so with a weight of ones and no
+eps it becomes [0.849, 1.131]; a zero-centred norm does the same with a weight of zeros. With a gate
+so large that silu(gate) = gate = [g, g], NormAfterGate (Mamba2) gives [0.849, 1.131] whatever g is,
+NormBeforeGate (gated delta net) [0.849·g, 1.131·g].
 """
 
 import torch
@@ -45,7 +34,13 @@ class RMSNorm(nn.Module):
 
 
 class Float32Parameters(nn.Module):
-    """Its parameters are never cast; see the module."""
+    """A module whose parameters keep their dtype while others are cast to that of the arithmetic.
+
+    Decay rates are exponentiated and multiplied over a whole sequence: bfloat16, with 8 bits, would
+    turn a decay of 0.999 into 1. Such a module holds no other parameters, and its forward returns
+    new tensors made of them: parallel/fsdp.py wraps it on its own, and takes the gathered
+    parameters away when forward returns.
+    """
 
 
 class NormAfterGate(nn.Module):

@@ -6,10 +6,10 @@ arch/decoder.py, a file with its module, and a line in MIXERS or FEED_FORWARDS:
     make_mixer(AttentionConfig(heads=4, kv_heads=2, head_dim=16), 64, norm=Norm(1e-6))   Attention
 
 A mixer is called mixer(x_TC, ctx, tables) and gives (T, C); a feed-forward part mlp(x_TC, ctx)
-gives (T, C) and what its experts did, or None. Both are made with (config, width, norm=…). In a
-compiled block ctx is closed (see model/opaque.py): read it below torch.compiler.disable only. FILLS
-names the parameters, by their names below the module, that do not begin as matrices and biases do;
-see model/init.py.
+gives (T, C) and what its experts did, or None. Both are made with (config, width, norm=…). They
+read ctx in methods marked @eager only, and reach rows of other lanes through `self.exchanges`; see
+model/interface.py. FILLS names the parameters, by their names below the module, that do not begin
+as matrices and biases do; see model/init.py.
 """
 
 from collections.abc import Mapping
@@ -37,21 +37,28 @@ MIXERS: dict[type, Any] = {
 FEED_FORWARDS: dict[type, Any] = {MLPConfig: MLP, MoEConfig: MoE}
 
 
+def register_mixer(config: type, module: type[nn.Module]) -> None:
+    """Makes layers of a new kind: its config and its module."""
+    if config in MIXERS:
+        raise ValueError(f"{config.__name__} has a module already, {MIXERS[config].__name__}")
+    MIXERS[config] = module
+
+
 def make_mixer(config: Part, width: int, *, norm: Norm) -> nn.Module:
     """The mixer of that config behind hidden states of `width`; norm: how its own norms norm."""
-    return _made(MIXERS, config, width, norm=norm)
+    return _module(MIXERS, config, width, norm=norm)
 
 
 def make_feed_forward(config: Part, width: int, *, norm: Norm) -> nn.Module:
     """The feed-forward part of that config behind hidden states of `width`."""
-    return _made(FEED_FORWARDS, config, width, norm=norm)
+    return _module(FEED_FORWARDS, config, width, norm=norm)
 
 
-def _made(modules: Mapping[type, Any], config: object, width: int, *, norm: Norm) -> nn.Module:
+def _module(modules: Mapping[type, Any], config: object, width: int, *, norm: Norm) -> nn.Module:
     kind = modules.get(type(config))
     if kind is None:
         known = ", ".join(known.__name__ for known in modules)
         raise ValueError(f"no module for a {type(config).__name__} here; known are {known}")
-    made = kind(config, width, norm=norm)
-    assert isinstance(made, nn.Module)
-    return made
+    module = kind(config, width, norm=norm)
+    assert isinstance(module, nn.Module)
+    return module

@@ -1,11 +1,11 @@
-"""Rotary tables: the cosine and sine by which each pair of dims turns at each token.
+"""Rotary tables: the cosine and sine by which each pair of dims is rotated at each token.
 
 In: the layers' RopeConfigs and the context. Out: for each config (cos, sin) of shape (T, R), R half
-of its rotary_dim, for ops/rope.py, which turns dims i and i + R together. Scalings that depend on
-the length take each sequence's own, so that packing cannot show.
+of its rotary_dim, for ops/rope.py, which rotates dims i and i + R together. Scalings that depend
+on the length take each sequence's own, so that packing changes nothing.
 
-With theta 100 and 4 rotary dims the frequencies are 1 and 0.1: at position 3 the pair (0, 2) turns
-by 3 and the pair (1, 3) by 0.3 radians. LinearScaling(factor=2) halves both.
+With theta 100 and 4 rotary dims the frequencies are 1 and 0.1: at position 3 the pair (0, 2) is
+rotated by 3 and the pair (1, 3) by 0.3 radians. LinearScaling(factor=2) halves both.
 
 Frequencies and angles are float64: at position 100,000 a float32 angle is wrong by up to 0.004.
 """
@@ -30,20 +30,20 @@ Tables = Mapping[RopeConfig, tuple[Tensor, Tensor]]
 Frequencies = list[float]
 
 
-class _Made(Tables):
+class _Tables(Tables):
     """Not a dict: FSDP casts what it finds in a dict among a block's inputs to half precision."""
 
-    def __init__(self, made: dict[RopeConfig, tuple[Tensor, Tensor]]) -> None:
-        self.made = made
+    def __init__(self, tables: dict[RopeConfig, tuple[Tensor, Tensor]]) -> None:
+        self.tables = tables
 
     def __getitem__(self, rope: RopeConfig) -> tuple[Tensor, Tensor]:
-        return self.made[rope]
+        return self.tables[rope]
 
     def __iter__(self) -> Iterator[RopeConfig]:
-        return iter(self.made)
+        return iter(self.tables)
 
     def __len__(self) -> int:
-        return len(self.made)
+        return len(self.tables)
 
 
 def rope_tables(ropes: Sequence[RopeConfig], ctx: SeqContext, dtype: torch.dtype) -> Tables:
@@ -51,13 +51,13 @@ def rope_tables(ropes: Sequence[RopeConfig], ctx: SeqContext, dtype: torch.dtype
 
     Nothing is read back from the device.
     """
-    kept = torch.float64 if dtype == torch.float64 else torch.float32
-    made = {}
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    tables = {}
     for rope in ropes:
         angles_TR = ctx.positions.double()[:, None] * _by_token(rope, ctx)
         factor = attention_factor(rope)
-        made[rope] = ((angles_TR.cos() * factor).to(kept), (angles_TR.sin() * factor).to(kept))
-    return _Made(made)
+        tables[rope] = ((angles_TR.cos() * factor).to(wide), (angles_TR.sin() * factor).to(wide))
+    return _Tables(tables)
 
 
 def _by_token(rope: RopeConfig, ctx: SeqContext) -> Tensor:
@@ -127,27 +127,27 @@ def _yarn(plain: Frequencies, scaling: YarnScaling, theta: float) -> Frequencies
     """Pairs before `low` stay, those beyond `high` are divided by the factor."""
     dim = 2 * len(plain)
 
-    def pair_that_turns(times: float) -> float:
+    def pair_that_rotates(times: float) -> float:
         waves = scaling.original_length / (times * 2 * math.pi)
         return dim * math.log(waves) / (2 * math.log(theta))
 
-    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    low, high = pair_that_rotates(scaling.beta_fast), pair_that_rotates(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    made = []
+    scaled = []
     for pair, frequency in enumerate(plain):
         squeezed = min(max((pair - low) / (high - low), 0.0), 1.0)
-        made.append(frequency / scaling.factor * squeezed + frequency * (1 - squeezed))
-    return made
+        scaled.append(frequency / scaling.factor * squeezed + frequency * (1 - squeezed))
+    return scaled
 
 
 def _llama3(frequency: float, scaling: Llama3Scaling) -> float:
-    turns = scaling.original_length * frequency / (2 * math.pi)
+    rotations = scaling.original_length * frequency / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    stays = min(max((turns - low) / (high - low), 0.0), 1.0)
+    stays = min(max((rotations - low) / (high - low), 0.0), 1.0)
     return (1 - stays) * frequency / scaling.factor + stays * frequency
 
 
@@ -158,7 +158,7 @@ def _dim(rope: RopeConfig) -> int:
 
 def _to_device(values: Frequencies, device: torch.device) -> Tensor:
     """float64 (R), copied without waiting for the device."""
-    made = torch.tensor(values, dtype=torch.float64)
+    on_host = torch.tensor(values, dtype=torch.float64)
     if device.type == "cuda":
-        made = made.pin_memory()
-    return made.to(device, non_blocking=True)
+        on_host = on_host.pin_memory()
+    return on_host.to(device, non_blocking=True)

@@ -1,15 +1,32 @@
-"""Mixers that carry a state along a sequence: what they share, and the core that knows one lane.
+"""Mixers that carry a state along a sequence: what they share.
 
-In: what a projection made of the tokens. Out: what the scan made of them. Such a mixer is
+In: projections of the tokens. Out: the scan's outputs. Such a mixer is
 
-    project → core: convolution with SiLU, then scan, inside each sequence → gated norm → project
+    project → convolution with SiLU, then scan, inside each sequence → gated norm → project
 
-A `Scan` says what the recurrence does with convolved parts, gates and numbers of each head; the
-core, a plain function called core(inputs, ctx, scan=…), brings tokens together, and parallel/ puts
-another in its place.
+A `Scan` says what the recurrence does with convolved parts, gates and numbers of each head. How a
+pack that lanes share is served is chosen anew for each pack:
 
-T tokens, C channels of the convolution and K its taps, H heads, V width of a head's output. Mamba2
-with 4 heads of 8, 2 groups and a state of 16 convolves x, B, C: parts (4, 8), (2, 16), (2, 16).
+- CP size 1: the scan alone; nothing travels.
+- `heads`: an all-to-all gives each lane all tokens of its share of the heads, with their channels
+  of the convolution, and a second one brings the outputs back. The CP size must divide the heads,
+  and for each part of the channels either divide its heads or be a multiple of them: then a head of
+  the part (a group of Mamba2, a key head of the delta rule) goes to all lanes that need it.
+- `states`: tokens stay, and lanes pass states. The convolution of a chunk reads the kernel − 1 rows
+  before it, brought by one exchange. Every chunk is scanned from a state of 0, which gives its
+  final state and its transition, and one gather brings those of all chunks and sequences to all
+  lanes. A lane composes the states that enter its own chunks, and adds what they contribute: the
+  products within chunks are not made again.
+
+`auto` takes heads where that is legal. With 4 heads in 2 groups CP sizes 2 and 4 go by heads, at 4
+with each group on two lanes; CP size 3 goes by states. With transition ½ and final states 4, 6, 8
+of chunks 0, 1, 2, chunk 3 begins with 8 + ½·(6 + ½·4) = 12. By states a lane receives 2·(c − 1)
+states of each sequence at CP size c, however long it is; so many short sequences in one such pack
+are expensive.
+
+T tokens, C channels of the convolution and K its taps, H heads, V width of a head's output; S
+sequences. Mamba2 with 4 heads of 8, 2 groups and a state of 16 convolves x, B, C: parts (4, 8),
+(2, 16), (2, 16).
 """
 
 from collections.abc import Mapping
@@ -21,50 +38,74 @@ from torch import Tensor, nn
 
 from longshore.batch import SeqContext
 from longshore.model.fill import DECAY_RATES, STEP_BIASES, Fill
+from longshore.model.interface import Exchange, Exchanges, ScanKind, over_packs
 from longshore.model.norm import Float32Parameters
-from longshore.model.whole import refuse_shared
 from longshore.ops.boundaries import Bounds
 from longshore.ops.conv import causal_conv
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScanInputs:
-    """mixed: (T, C), what is convolved. parts: heads and width of each part of its channels.
-
-    gates: (T, H) each. taps, bias: (C, K) and (C), of the convolution. per_head: (H) each.
-    """
+    """What a scan reads: rows of tokens, and what belongs to channels and heads."""
 
     mixed: Tensor
+    """(T, C), what is convolved."""
     parts: tuple[tuple[int, int], ...]
+    """Heads and width of each part of its channels."""
     gates: tuple[Tensor, ...]
+    """(T, H) each."""
     taps: Tensor
+    """(C, K), of the convolution."""
     bias: Tensor | None
+    """(C), of the convolution."""
     per_head: tuple[Tensor, ...]
-
-    def of_rows(self, rows: slice) -> "ScanInputs":
-        gates = tuple(gate[rows] for gate in self.gates)
-        return replace(self, mixed=self.mixed[rows], gates=gates)
+    """(H) each."""
 
     def prepare(
         self, scan: "Scan", bounds: Bounds | None, *, before: Tensor | None = None
     ) -> "Prepared":
-        """The scan over these runs, convolved; before: the rows that stand before each run."""
+        """The scan over these spans, convolved; before: the rows that stand before each span."""
         convolved_TC = causal_conv(
             self.mixed, self.taps, self.bias, bounds=bounds, before=before, activation=True
         )
         parts = split_heads(convolved_TC, self.parts, dim=1)
         return scan.prepare(parts, self.gates, self.per_head, bounds=bounds)
 
+    def of_lane(self, exchange: Exchange) -> "ScanInputs":
+        """All rows of the pack with the lane's share of the heads; see `heads` above."""
+        rank, size = exchange.rank, exchange.size
+        parts = [_at_least(size, part, dim=1) for part in self._split(self.mixed, dim=1)]
+        gates = [gate.unsqueeze(2) for gate in self.gates]
+        received = exchange.to_heads((*parts, *gates))
+        mixed, own_gates = received[: len(parts)], received[len(parts) :]
+
+        def share(channels: Tensor) -> Tensor:
+            spread = [_at_least(size, part, dim=0) for part in self._split(channels, dim=0)]
+            return torch.cat([part.chunk(size)[rank].flatten(0, 1) for part in spread])
+
+        return replace(
+            self,
+            mixed=torch.cat([part.flatten(1) for part in mixed], dim=1),
+            parts=tuple((part.shape[1], part.shape[2]) for part in mixed),
+            gates=tuple(gate.squeeze(2) for gate in own_gates),
+            taps=share(self.taps),
+            bias=None if self.bias is None else share(self.bias),
+            per_head=tuple(number.chunk(size)[rank] for number in self.per_head),
+        )
+
+    def _split(self, channels: Tensor, *, dim: int) -> tuple[Tensor, ...]:
+        return split_heads(channels, self.parts, dim=dim)
+
 
 class Prepared(Protocol):
-    """All of a scan that does not depend on the states its runs begin with."""
+    """All of a scan that does not depend on the states its spans begin with."""
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """Of each run (S, H, …), its transition and its final state from 0."""
+        """Of each span (S, H, …), its transition and its final state from 0."""
         ...
 
     def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Outputs (T, H, V), and the final state of each run."""
+        """Outputs (T, H, V), and the final state of each span."""
         ...
 
 
@@ -81,31 +122,75 @@ class Scan(Protocol):
     ) -> Prepared: ...
 
     def compose(self, transition: Tensor, state: Tensor) -> Tensor:
-        """What the transition of a run leaves of a state."""
+        """What the transition of a span leaves of a state."""
         ...
 
 
-class Core(Protocol):
+def scan_packs(inputs: ScanInputs, ctx: SeqContext, *, scan: Scan, exchanges: Exchanges) -> Tensor:
     """Convolution and scan inside each sequence of a context: (T, H, V)."""
 
-    def __call__(self, inputs: ScanInputs, ctx: SeqContext, /, *, scan: Scan) -> Tensor: ...
+    def scan_pack(exchange: Exchange, mixed: Tensor, *gates: Tensor) -> Tensor:
+        pack_inputs = replace(inputs, mixed=mixed, gates=gates)
+        if exchange.size == 1:
+            return pack_inputs.prepare(scan, exchange.bounds).run()[0]
+        if over_heads(pack_inputs, exchange.size, kind=exchanges.scan):
+            lane_inputs = pack_inputs.of_lane(exchange)
+            return exchange.from_heads(lane_inputs.prepare(scan, exchange.pack.padded).run()[0])
+        before = exchange.rows_before(mixed, inputs.taps.shape[1] - 1)
+        prepared = pack_inputs.prepare(scan, exchange.bounds, before=before)
+        return prepared.run(entering_states(*prepared.ends(), scan=scan, exchange=exchange))[0]
+
+    return over_packs(scan_pack, ctx, exchanges, inputs.mixed, *inputs.gates)
 
 
-def local_core(inputs: ScanInputs, ctx: SeqContext, /, *, scan: Scan) -> Tensor:
-    """The scan over packs that this lane holds whole."""
-    made = []
-    for pack in ctx.packs:
-        refuse_shared(pack, "scan")
-        made.append(inputs.of_rows(pack.rows).prepare(scan, pack.padded).run()[0])
-    return made[0] if len(made) == 1 else torch.cat(made)
+def over_heads(inputs: ScanInputs, cp_size: int, *, kind: ScanKind) -> bool:
+    """Whether lanes share out the heads of a pack of this CP size; else they pass states."""
+    if kind == "states":
+        return False
+    heads = inputs.gates[0].shape[1]
+    parts = [count for count, _ in inputs.parts]
+    if heads % cp_size == 0 and all(n % cp_size == 0 or cp_size % n == 0 for n in parts):
+        return True
+    if kind == "auto":
+        return False
+    raise ValueError(
+        f"a scan over heads: CP size {cp_size} cannot share out {heads} heads with parts of "
+        f"{', '.join(map(str, parts))} heads; plan with other CP sizes, or use "
+        "parallel.scan='states'"
+    )
+
+
+def entering_states(transition: Tensor, final: Tensor, *, scan: Scan, exchange: Exchange) -> Tensor:
+    """(2·S, …): the state that enters each chunk of this lane, alternately early and late."""
+    rank, size = exchange.rank, exchange.size
+    ends = exchange.gather_chunks(torch.cat([transition.flatten(1), final.flatten(1)], dim=1))
+    widths = [transition[0].numel(), final[0].numel()]
+    transitions, finals = ends.split(widths, dim=2)
+    state = final.new_zeros(len(final) // 2, *final.shape[1:])
+    early = state
+    steps = zip(transitions.unbind(), finals.unbind(), strict=True)
+    for chunk, (change, added) in enumerate(steps):
+        if chunk == rank:
+            early = state
+        if chunk == 2 * size - 1 - rank:
+            break
+        kept = scan.compose(change.unflatten(1, transition.shape[1:]), state)
+        state = kept + added.unflatten(1, final.shape[1:])
+    return torch.stack([early, state], dim=1).flatten(0, 1)
+
+
+def _at_least(size: int, part: Tensor, *, dim: int) -> Tensor:
+    """With at least one head for each of `size` lanes, by repeating each."""
+    heads = part.shape[dim]
+    return part if heads % size == 0 else part.repeat_interleave(size // heads, dim=dim)
 
 
 def split_heads(
     joined: Tensor, parts: tuple[tuple[int, int], ...], *, dim: int
 ) -> tuple[Tensor, ...]:
     """Channels along `dim` as parts, each with dims for its heads and their width."""
-    found = joined.split([heads * width for heads, width in parts], dim=dim)
-    return tuple(part.unflatten(dim, shape) for part, shape in zip(found, parts, strict=True))
+    pieces = joined.split([heads * width for heads, width in parts], dim=dim)
+    return tuple(piece.unflatten(dim, shape) for piece, shape in zip(pieces, parts, strict=True))
 
 
 class Decay(Float32Parameters):

@@ -102,13 +102,13 @@ def shard_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
     return local, start, min(start + each, count)
 
 
-def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def gathered_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter, gathered, then every buffer, on the CPU; all ranks take part in each."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        yield name, whole(tensor.detach()).cpu()
+        yield name, gathered(tensor.detach()).cpu()
 
 
-def whole(parameter: Tensor) -> Tensor:
+def gathered(parameter: Tensor) -> Tensor:
     """All rows of a parameter. DTensor's own gather crashes on CUDA tensors over gloo."""
     local, _, _ = shard_rows(parameter)
     if not isinstance(parameter, DTensor) or not is_split(parameter):

@@ -84,7 +84,7 @@ def natural_order(padded: Ints, cp_size: int) -> tuple[Ints32, Ints32]:
     return to_natural, to_shards
 
 
-def seen_lengths(padded: Ints, *, cp_rank: int, cp_size: int) -> Ints:
+def visible_lengths(padded: Ints, *, cp_rank: int, cp_size: int) -> Ints:
     """For a lane's early and late chunk of each sequence, by turns: the tokens up to its end."""
     chunk, early, late = chunk_pair(padded, cp_rank, cp_size)
     seen: Ints = (np.stack([early, late], axis=-1) + chunk[:, None]).ravel()

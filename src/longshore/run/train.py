@@ -34,7 +34,7 @@ from longshore.hf.weights import save_weights
 from longshore.model.decoder import Decoder
 from longshore.model.init import initial_rows
 from longshore.parallel.apply import Choices, parallelize
-from longshore.parallel.fsdp import fill, whole_parameters
+from longshore.parallel.fsdp import fill, gathered_tensors
 from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
 from longshore.plan.types import Sequence
@@ -391,7 +391,7 @@ def _save(run: Settled, stepper: Stepper, folder: Path, record: Record) -> None:
     output, base = run.config.output, run.config.model.from_hf or None
     if stepper.topology.rank:
         for _ in range(output.weights + bool(output.export)):
-            for _ in whole_parameters(stepper.model):
+            for _ in gathered_tensors(stepper.model):
                 pass
         return
     size = sum(p.shape.numel() * p.element_size() for p in stepper.model.parameters())
@@ -399,7 +399,7 @@ def _save(run: Settled, stepper: Stepper, folder: Path, record: Record) -> None:
     if output.weights:
         with writing(folder / "weights", then=f"write it again with --resume {folder}"):
             check_room(folder, size)
-            tensors = whole_parameters(stepper.model)
+            tensors = gathered_tensors(stepper.model)
             save_weights(folder / "weights", run.decoder, tensors, base=base, is_replaced=True)
         files.append("weights")
     record.note(f"wrote {folder}: {', '.join(files)}")
@@ -407,7 +407,7 @@ def _save(run: Settled, stepper: Stepper, folder: Path, record: Record) -> None:
         low = torch.bfloat16 if run.dtype == "bfloat16" else None
         with writing(Path(output.export), then=f"longshore export {folder} {output.export}"):
             check_room(Path(output.export), size // 2 if low else size)
-            tensors = whole_parameters(stepper.model)
+            tensors = gathered_tensors(stepper.model)
             write_checkpoint(output.export, run.decoder, tensors, base=base, dtype=low)
         record.note(f"wrote {output.export}, a Hugging Face folder")
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Topology
+from longshore.model.interface import Routed
 from longshore.model.moe import MoE
-from longshore.model.output import Routed
 
 
 class RoutingCounts:

@@ -27,7 +27,7 @@ from torch.optim import AdamW
 from longshore.batch import MicroBatch
 from longshore.distributed.topology import Topology
 from longshore.model.decoder import Decoder
-from longshore.model.output import Output
+from longshore.model.interface import Output
 from longshore.parallel.fsdp import Mode, begin_round
 from longshore.train.device import Moment
 from longshore.train.expert_bias import RoutingCounts, update_bias

@@ -35,19 +35,20 @@ Scalar = bool | int | float | complex
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShiftRows:
-    """Rows of one lane's shard: which are filled, which travel, by cp_rank of the other side.
-
-    filled: rows that take the fill value. sent: rows whose content goes to other lanes, sends[r] of
-    them to lane r, by rising r. received: rows that take what comes, receives[r] from lane r. All
-    other rows take the row below.
-    """
+    """What becomes of each row of one lane's shard; rows not listed take the row below."""
 
     rows: int
+    """How many the shard has."""
     filled: Ints
+    """Rows that take the fill value."""
     sent: Ints
+    """Rows whose content goes to other lanes, for the first lane first."""
     received: Ints
+    """Rows that take what comes, from the first lane first."""
     sends: tuple[int, ...]
+    """How many rows go to each lane."""
     receives: tuple[int, ...]
+    """How many rows come from each lane."""
 
 
 def shift(
@@ -82,9 +83,9 @@ def shift_rows(real: Cumulative, padded: Cumulative, *, cp_rank: int, cp_size: i
     """What a shift by one does to the rows of a lane; numbers alone."""
     lengths, spaces = _lengths(real, padded, cp_size)
     chunk, early, late = chunk_pair(spaces, cp_rank, cp_size)
-    held = spaces // cp_size
-    first = np.cumsum(held) - held
-    middle, end = first + chunk, first + held
+    own = spaces // cp_size
+    first = np.cumsum(own) - own
+    middle, end = first + chunk, first + own
     filled = (_past(first, middle, lengths - early), _past(middle, end, lengths - late))
     # A head travels if it is real: if its position lies before the end of its sequence.
     before, after = cp_rank - 1, cp_rank + 1
@@ -93,7 +94,7 @@ def shift_rows(real: Cumulative, padded: Cumulative, *, cp_rank: int, cp_size: i
     lanes = range(cp_size)
     none = np.zeros(0, dtype=np.int64)
     return ShiftRows(
-        rows=int(held.sum()),
+        rows=int(own.sum()),
         filled=np.concatenate(filled),
         sent=np.concatenate([none, *(sent[lane] for lane in lanes if lane in sent)]),
         received=np.concatenate([none, *(received[lane] for lane in lanes if lane in received)]),
@@ -169,8 +170,8 @@ class _Right(torch.autograd.Function):
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:  # noqa: ANN401
-    made: Tensor = function.apply(*args)
-    return made
+    output: Tensor = function.apply(*args)
+    return output
 
 
 def _past(starts: Ints, stops: Ints, left: Ints) -> Ints:

@@ -1,0 +1,204 @@
+"""What the parts of a model are given and what they return: context, other lanes' rows, outputs.
+
+In: a SeqContext. Out, for each of its packs, an `Exchange`: what a lane fetches of a pack that it
+shares with others, and what it returns to them. Attention, scans, experts and mixers of a user's
+own reach tokens of other lanes through it and in no other way:
+
+    @eager
+    def _mix(self, x_TC, ctx):
+        return over_packs(running_mean, ctx, self.exchanges, x_TC)
+
+    def running_mean(exchange, x_TC):                  # called once for each pack, with its rows
+        pack_NC = exchange.gather(x_TC)                # all rows of the pack, in order
+        return exchange.shard(mean(pack_NC, exchange.pack.padded))        # this lane's rows of it
+
+`LOCAL`, which a module begins with, serves packs that the lane holds whole; parallel/apply.py puts
+the exchanges of a CP group in its place. model/ itself knows no process group.
+
+A decoder of two layers of experts and one depth of multi-token prediction returns, with labels,
+Output(nll_T, (Routed, Routed), (nll_T,)); a dense one Output(nll_T, (), ()).
+"""
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from longshore.batch import Boundaries, PackContext, SeqContext
+
+AttentionKind = Literal["auto", "gather", "heads"]
+ScanKind = Literal["auto", "heads", "states"]
+
+
+class Exchange:
+    """One pack of a lane, and how its rows reach other lanes. Here the lane holds the whole pack.
+
+    The order of a pack's rows is natural where each sequence's tokens follow each other. A lane
+    that shares a pack holds two chunks of each sequence; see plan/shapes.py.
+    """
+
+    size = 1
+    """Lanes that share the pack: its CP size."""
+    rank = 0
+    """The place of this lane among them."""
+
+    def __init__(self, pack: PackContext) -> None:
+        self.pack = pack
+
+    @property
+    def bounds(self) -> Boundaries:
+        """Of the lane's own rows: where each chunk, or at CP size 1 each sequence, begins."""
+        return self.pack.padded
+
+    @property
+    def visible_bounds(self) -> Boundaries:
+        """Of the rows that `visible` returns: one span for each span of `bounds`."""
+        return self.pack.padded
+
+    def visible(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """For each chunk of the lane, all rows of its sequence up to the chunk's last; no autograd.
+
+        Whoever calls it keeps only the lane's own rows for backward, and calls it again there.
+        """
+        return rows
+
+    def return_visible(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """From all lanes' gradients of what `visible` gave them, those of the lane's own rows."""
+        return grads
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """All rows of the pack in natural order; differentiable."""
+        return rows
+
+    def shard(self, rows: Tensor) -> Tensor:
+        """The lane's own rows, from those of the whole pack in natural order."""
+        return rows
+
+    def to_heads(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Parts (T, heads, …) of the lane's rows as (N, heads / size, …), in natural order.
+
+        All rows of the pack with this lane's share of the heads; heads may differ between parts.
+        """
+        return parts
+
+    def from_heads(self, rows: Tensor) -> Tensor:
+        """The reverse of to_heads, for one tensor."""
+        return rows
+
+    def rows_before(self, rows: Tensor, count: int) -> Tensor | None:
+        """(2·S, count, …): the rows before each chunk of the lane, 0 before a sequence begins.
+
+        None where nothing stands before: the lane holds whole sequences, or count is 0.
+        """
+        return None
+
+    def gather_chunks(self, values: Tensor) -> Tensor:
+        """(2·size, S, …): a value of each chunk of every sequence, chunks in natural order.
+
+        values: (2·S, …), of this lane's chunks: of each sequence the early one, then the late one.
+        """
+        by_chunk: Tensor = values.unflatten(0, (-1, 2))
+        return by_chunk.transpose(0, 1)
+
+    def sum_counts(self, counts: Tensor) -> None:
+        """Adds up integer counts of the pack's sequences over the lanes that share it, in place."""
+
+
+class Exchanges:
+    """Makes the exchange of each pack. Here a pack that lanes share is refused.
+
+    attention, scan: which way is taken where there are several, see model/attention.py, model/scan.
+    """
+
+    attention: AttentionKind = "auto"
+    scan: ScanKind = "auto"
+
+    def of(self, pack: PackContext) -> Exchange:
+        if pack.group.cp_size != 1:
+            raise ValueError(
+                f"a pack is shared by {pack.group.cp_size} lanes, and this model knows only its "
+                "own; make it ready for context parallelism with parallelize, or plan with a CP "
+                "size of 1"
+            )
+        return Exchange(pack)
+
+    def each(self, ctx: SeqContext) -> Iterator[Exchange]:
+        """In the order of the packs, which is the same on all lanes that share one."""
+        for pack in ctx.packs:
+            yield self.of(pack)
+
+
+LOCAL = Exchanges()
+"""For one lane: what every module begins with."""
+
+
+def over_packs(
+    part: Callable[..., Tensor], ctx: SeqContext, exchanges: Exchanges, *tensors: Tensor
+) -> Tensor:
+    """part(exchange, *rows) for each pack, where rows are the pack's in each of the tensors (T, …).
+
+    Returns the results one after the other: (T, …).
+    """
+    outputs = [
+        part(exchange, *(tensor[exchange.pack.rows] for tensor in tensors))
+        for exchange in exchanges.each(ctx)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class Opaque:
+    """A context that a compiled block carries but does not look into.
+
+    torch.compile reads every field of a frozen dataclass that it meets (torch 2.11 does), and would
+    compile a block anew for each number of sequences; a plain object it passes on as it is.
+    """
+
+    def __init__(self, ctx: SeqContext) -> None:
+        self.ctx = ctx
+
+
+Context = SeqContext | Opaque
+"""What the parts of a block are given; a method marked @eager gets the SeqContext."""
+
+Returned = TypeVar("Returned")
+
+
+def eager(method: Callable[..., Returned]) -> Callable[..., Returned]:
+    """A method that reads the context: a compiled block runs it eagerly.
+
+    Packs change in every round, and a compiled block must not specialise on them.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @wraps(method)
+    def run(*args: object) -> Returned:
+        return method(*(arg.ctx if isinstance(arg, Opaque) else arg for arg in args))
+
+    return run  # type: ignore[no-any-return]
+
+
+class Routed(NamedTuple):
+    """What the experts of one layer did with this lane's real tokens.
+
+    A named tuple, as Output is, so that FSDP finds the tensors.
+    """
+
+    auxiliary: Tensor
+    """The sum, over tokens, of their balance loss; 0-dim."""
+    counts: Tensor
+    """How many tokens each expert got, (E), without gradient."""
+    depth: int = 0
+    """Of multi-token prediction, 0 in the decoder itself: which tokens were counted."""
+
+
+class Output(NamedTuple):
+    """What a model returns."""
+
+    values: Tensor
+    """Hidden states, logits or losses."""
+    routed: tuple[Routed, ...] = ()
+    """Of each layer of experts, in their order."""
+    mtp: tuple[Tensor, ...] = ()
+    """The losses (T) of each depth of multi-token prediction."""

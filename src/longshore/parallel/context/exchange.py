@@ -1,0 +1,138 @@
+"""Exchanges over a CP group: what lanes that share a pack send each other.
+
+In: a lane's rows of a shared pack and the process group of its lanes. Out: the rows it needs of the
+others, and on the way back what it owes them. One class for all mixers; see model/interface.py for
+what each method promises. Collectives are issued in the order of the calls, which is the same on
+all lanes that share the pack.
+
+With CP size 2 and one sequence of 8 tokens lane 0 holds rows 0 1 6 7 and lane 1 rows 2 3 4 5:
+
+    visible       lane 0 gets 0 1 for its early chunk, 0 1 2 3 4 5 6 7 for its late one
+    gather        0 1 2 3 4 5 6 7 on both
+    to_heads      of heads a b, lane 0 sends its rows of b, gets lane 1's rows of a, and orders them
+    rows_before   with a count of 1 lane 1 gets row 1 of lane 0, and lane 0 row 5 of lane 1
+    sum_counts    counts [3 1 0] and [0 2 2] become [3 3 2] on both
+
+T rows of the lane; N = size·T of the pack.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from longshore.batch import Boundaries, PackContext, Zigzag
+from longshore.distributed.collectives import all_to_all, gather, reduce_scatter, sum_over
+from longshore.distributed.cp_groups import CPGroups
+from longshore.model.interface import AttentionKind, Exchange, Exchanges, ScanKind
+from longshore.ops.boundaries import to_device
+from longshore.parallel.context.halo import halo_route
+from longshore.plan.cost import Ints
+
+
+class CPExchanges(Exchanges):
+    """The exchanges of packs of any CP size."""
+
+    def __init__(
+        self, groups: CPGroups, *, attention: AttentionKind = "auto", scan: ScanKind = "auto"
+    ) -> None:
+        self.groups = groups
+        self.attention = attention
+        self.scan = scan
+
+    def of(self, pack: PackContext) -> Exchange:
+        if pack.group.cp_size == 1:
+            return Exchange(pack)
+        return GroupExchange(pack, self.groups.group(pack.group.first_lane, pack.group.cp_size))
+
+
+class GroupExchange(Exchange):
+    """One pack that the lanes of `group` share."""
+
+    def __init__(self, pack: PackContext, group: ProcessGroup) -> None:
+        super().__init__(pack)
+        self.group = group
+        self.size = group.size()
+        self.rank = group.rank()
+
+    @property
+    def zigzag(self) -> Zigzag:
+        assert self.pack.zigzag is not None
+        return self.pack.zigzag
+
+    @property
+    def bounds(self) -> Boundaries:
+        return self.zigzag.chunks
+
+    @property
+    def visible_bounds(self) -> Boundaries:
+        return self.zigzag.visible
+
+    def visible(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            visible = gather(_join(rows), self.group).index_select(0, self.zigzag.visible_rows)
+        return _split(visible, rows)
+
+    def return_visible(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        joined = _join(grads)
+        by_lane = joined.new_zeros(len(self.zigzag.to_natural), joined.shape[1])
+        # At most two chunks of a lane see a row, so the order of the additions cannot show.
+        by_lane.index_add_(0, self.zigzag.visible_rows, joined)
+        return _split(reduce_scatter(by_lane, self.group), grads)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return gather(rows, self.group).index_select(0, self.zigzag.to_natural)
+
+    def shard(self, rows: Tensor) -> Tensor:
+        mine = self.zigzag.to_shards.view(self.size, -1)[self.rank]
+        return rows.index_select(0, mine)
+
+    def to_heads(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        shares = [part.unflatten(1, (self.size, -1)) for part in parts]
+        joined = torch.cat([share.flatten(2) for share in shares], dim=2)
+        received = self._all_to_all(joined.transpose(0, 1).flatten(0, 1), rows=len(joined))
+        natural = received.index_select(0, self.zigzag.to_natural)
+        return _split(natural, tuple(share[:, 0] for share in shares))
+
+    def from_heads(self, rows: Tensor) -> Tensor:
+        by_lane = rows.index_select(0, self.zigzag.to_shards).flatten(1)
+        received = self._all_to_all(by_lane, rows=len(rows) // self.size)
+        heads: Tensor = received.unflatten(0, (self.size, -1)).unflatten(2, rows.shape[1:])
+        return heads.transpose(0, 1).flatten(1, 2)
+
+    def _all_to_all(self, by_lane: Tensor, *, rows: int) -> Tensor:
+        """rows: for and from each lane."""
+        even = [rows] * self.size
+        return all_to_all(by_lane, self.group, sends=even, receives=even)
+
+    def rows_before(self, rows: Tensor, count: int) -> Tensor | None:
+        if count == 0:
+            return None
+        offsets: Ints = np.asarray(self.pack.padded.offsets, dtype=np.int64)
+        padded = offsets[1:] - offsets[:-1]
+        route = halo_route(padded, count, cp_rank=self.rank, cp_size=self.size)
+        sent = rows.index_select(0, to_device(route.sent, rows.device))
+        received = all_to_all(sent, self.group, sends=route.sends, receives=route.receives)
+        halos = rows.new_zeros(2 * len(padded) * count, rows.shape[1])
+        halos = halos.index_copy(0, to_device(route.received, rows.device), received)
+        return halos.view(2 * len(padded), count, rows.shape[1])
+
+    def gather_chunks(self, values: Tensor) -> Tensor:
+        by_lane = gather(values, self.group).unflatten(0, (self.size, -1, 2))
+        return torch.cat([by_lane[:, :, 0], by_lane[:, :, 1].flip(0)])
+
+    def sum_counts(self, counts: Tensor) -> None:
+        if len(counts):
+            sum_over(counts, self.group)
+
+
+def _join(rows: tuple[Tensor, ...]) -> Tensor:
+    """All that belongs to a token in one row, so that one exchange carries it."""
+    return torch.cat([part.flatten(1) for part in rows], dim=1)
+
+
+def _split(joined: Tensor, shaped: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The reverse of _join, for rows shaped as these."""
+    shapes = [part.shape[1:] for part in shaped]
+    parts = joined.split([shape.numel() for shape in shapes], dim=1)
+    return tuple(part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True))
