@@ -3,17 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from tests.data.plans import Sample
+from tests.ranks.exchanged import exchanged
 from tests.ranks.harness import run_ranks
-from tests.ranks.spine import VOCAB, batches_of, exact, lanes_of, make_samples, sharded
+from tests.ranks.spine import VOCAB, exact
 from tests.ranks.test_exactness import check, several_packs
-from tests.ranks.test_perturbation import mixer_outputs
 
 from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.rope import DynamicScaling, RopeConfig
-from longshore.distributed.collectives import count
 from longshore.plan import make_plan
 
 LENGTHS = [1, 2, 7, 33, 90, 5]
@@ -64,58 +62,10 @@ def test_several_packs_in_a_micro_batch_and_lanes_without_work() -> None:
     )
 
 
-def perturb(lanes: int) -> list[str]:
-    """Which changes of a token showed in another sequence, or in what came before it."""
-    lengths = [5, 40, 1, 17, 2]
-    plan = make_plan(lengths, lanes=lanes, capacity=128, policy="static", cp_size=lanes)
-    samples = make_samples(plan)
-    faults = []
-    with lanes_of(lanes) as (topology, groups):
-        for config in (LATENT, MIXED):
-            model = sharded(config, topology, groups, exact(mode="none"))
-            before = mixer_outputs(model, plan, samples, topology)
-            for place, position in [(0, 0), (1, 13), (1, 39), (2, 0), (3, 16), (4, 1)]:
-                tokens = samples[place].tokens.copy()
-                tokens[position] = (tokens[position] + 1) % VOCAB
-                changed = {**samples, place: Sample(tokens, samples[place].loss_mask)}
-                after = mixer_outputs(model, plan, changed, topology)
-                for layer, (a, b) in enumerate(zip(before, after, strict=True)):
-                    same = {i for i in a if a[i].equal(b[i])}
-                    past = a[place][:position].equal(b[place][:position])
-                    if same != set(range(len(lengths))) - {place} or not past:
-                        faults.append(f"{place}:{position} in layer {layer}: {same}, {past}")
-    return faults
-
-
-@pytest.mark.parametrize("lanes", [1, 2, 4])
-def test_nothing_leaks(lanes: int) -> None:
-    assert run_ranks(lanes, perturb, lanes, timeout=120)[0] == []
-
-
-def exchanged(lanes: int, cp_size: int) -> tuple[int, list, list]:
-    plan = make_plan(
-        [50, 3], lanes=lanes, capacity=128, policy="static", cp_size=cp_size, cp_sizes="any"
-    )
-    with lanes_of(lanes) as (topology, groups):
-        model = sharded(LATENT, topology, groups, exact(mode="none"))
-        (batch,) = batches_of(plan, make_samples(plan), topology.lane)
-        with count() as forward:
-            nll = model(batch.token_ids, batch.ctx, batch.targets.labels).values
-        with count() as backward:
-            nll.sum().backward()
-        rows = sum(pack.stop - pack.start for pack in batch.ctx.packs if pack.group.cp_size > 1)
-        logs = [[(call.name, call.bytes) for call in c.log] for c in (forward, backward)]
-        return rows, *logs
-
-
 @pytest.mark.parametrize("cp_size", [2, 3, 4])
 def test_only_latents_travel(cp_size: int) -> None:
-    for rows, forward, backward in run_ranks(cp_size, exchanged, cp_size, cp_size):
+    for rows, forward, backward in run_ranks(cp_size, exchanged, LATENT, cp_size):
         assert rows > 0
         others = (cp_size - 1) * rows * (5 + 6) * FLOAT
         assert forward == [("gather", others)] * 2
         assert backward == [("gather", others), ("reduce_scatter", others)] * 2
-
-
-def test_nothing_is_exchanged_at_cp_size_1() -> None:
-    assert [found[1:] for found in run_ranks(2, exchanged, 2, 1)] == [([], [])] * 2

@@ -1,19 +1,19 @@
 """Mamba2 and gated delta net over lanes, both ways: exact, nothing leaks, and what is sent."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
-from tests.data.plans import Sample
+from tests.ranks.exchanged import exchanged
 from tests.ranks.harness import run_ranks
-from tests.ranks.spine import VOCAB, batches_of, exact, lanes_of, make_samples, sharded
+from tests.ranks.spine import VOCAB, batches_of, exact, make_samples
 from tests.ranks.test_exactness import LENGTHS, check, several_packs
-from tests.ranks.test_perturbation import mixer_outputs
 
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.batch import whole_context
-from longshore.distributed.collectives import count
 from longshore.model.decoder import Decoder
 from longshore.model.scan import ScanInputs, over_heads
 from longshore.parallel.context.halo import halo_route
@@ -54,57 +54,8 @@ def test_cp_size_3() -> None:
     check(3, [(hybrid(h, g), plan, exact(mode="zero2", scan=way)) for h, g, way in settings])
 
 
-def perturb(lanes: int, way: str) -> list[str]:
-    lengths = [5, 40, 1, 17, 2]
-    plan = make_plan(lengths, lanes=lanes, capacity=128, policy="static", cp_size=lanes)
-    samples = make_samples(plan)
-    faults = []
-    with lanes_of(lanes) as (topology, groups):
-        model = sharded(hybrid(), topology, groups, exact(mode="none", scan=way))
-        before = mixer_outputs(model, plan, samples, topology)
-        for place, position in [(0, 0), (1, 13), (1, 39), (2, 0), (3, 16), (4, 1)]:
-            tokens = samples[place].tokens.copy()
-            tokens[position] = (tokens[position] + 1) % VOCAB
-            changed = {**samples, place: Sample(tokens, samples[place].loss_mask)}
-            after = mixer_outputs(model, plan, changed, topology)
-            for layer, (a, b) in enumerate(zip(before, after, strict=True)):
-                same = {i for i in a if torch.equal(a[i], b[i])}
-                if same != set(range(len(lengths))) - {place}:
-                    faults.append(f"{place}:{position} in layer {layer} left only {same}")
-                if not torch.equal(a[place][:position], b[place][:position]):
-                    faults.append(f"{place}:{position} in layer {layer} changed the past")
-                if torch.equal(a[place][position], b[place][position]):
-                    faults.append(f"{place}:{position} in layer {layer} did not show")
-    return faults
-
-
-@pytest.mark.parametrize(
-    ("lanes", "way"), [(1, "auto"), (2, "heads"), (2, "states"), (4, "heads"), (4, "states")]
-)
-def test_nothing_leaks(lanes: int, way: str) -> None:
-    assert run_ranks(lanes, perturb, lanes, way, timeout=120)[0] == []
-
-
-def exchanged(lanes: int, way: str, config: DecoderConfig, cp_size: int):
-    plan = make_plan([50, 3], lanes=lanes, capacity=128, policy="static", cp_size=cp_size)
-    samples = make_samples(plan)
-    with lanes_of(lanes) as (topology, groups):
-        model = sharded(config, topology, groups, exact(mode="none", scan=way))
-        (batch,) = batches_of(plan, samples, topology.lane)
-        with count() as forward:
-            nll = model(batch.token_ids, batch.ctx, batch.targets.labels).values
-        with count() as backward:
-            nll.sum().backward()
-        rows = sum(pack.stop - pack.start for pack in batch.ctx.packs if pack.group.cp_size > 1)
-        return (
-            rows,
-            [(call.name, call.bytes) for call in forward.log],
-            [(call.name, call.bytes) for call in backward.log],
-        )
-
-
 def test_heads_take_two_exchanges_a_layer() -> None:
-    for rows, forward, backward in run_ranks(2, exchanged, 2, "heads", hybrid(), 2):
+    for rows, forward, backward in run_ranks(2, partial(exchanged, scan="heads"), hybrid(), 2):
         # Half of x, B, C and dt, then of y; half of q, k, v, b and a, then of o.
         sizes = [32 + 4, 12, 12 + 16 + 8, 16]
         calls = [("all_to_all", rows * size // 2 * FLOAT) for size in sizes]
@@ -112,19 +63,13 @@ def test_heads_take_two_exchanges_a_layer() -> None:
 
 
 def test_states_do_not_grow_with_the_tokens() -> None:
-    for _, forward, backward in run_ranks(2, exchanged, 2, "states", hybrid(), 2):
+    for _, forward, backward in run_ranks(2, partial(exchanged, scan="states"), hybrid(), 2):
         # Two sequences of two chunks: transitions 1 and 3·3 a head, states 3·5 and 3·4.
         states = [4 * 4 * (1 + 15) * FLOAT, 4 * 4 * (9 + 12) * FLOAT]
         assert [name for name, _ in forward] == ["all_to_all", "gather"] * 2
         assert [name for name, _ in backward] == ["reduce_scatter", "all_to_all"] * 2
         assert [size for name, size in forward if name == "gather"] == states
         assert all(size <= 4 * 3 * 32 * FLOAT for name, size in forward if name == "all_to_all")
-
-
-@pytest.mark.parametrize("way", ["auto", "heads", "states"])
-def test_nothing_is_exchanged_at_cp_size_1(way: str) -> None:
-    for _, forward, backward in run_ranks(2, exchanged, 2, way, hybrid(), 1):
-        assert (forward, backward) == ([], [])
 
 
 def headed(heads: int, groups: int) -> ScanInputs:
