@@ -30,6 +30,9 @@ class MeanConfig:
     def gathered(self):
         return 0
 
+    def shared_heads(self, sharing):
+        return ()
+
 
 def running_mean(x, bounds):
     """Over joined sequences; it must keep them apart."""

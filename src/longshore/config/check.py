@@ -11,9 +11,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import DecoderConfig, has_experts, with_balance
-from longshore.arch.scan import DeltaNetConfig, Mamba2Config
+from longshore.arch.part import Sharing
 from longshore.config.check_data import check_data, known_longest
 from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
 from longshore.config.told import told_as
@@ -116,16 +115,9 @@ def planner_options(
 
 def shared_heads(decoder: DecoderConfig, parallel: ParallelConfig) -> int | None:
     """What a CP size must divide where ranks are to share heads; None if they are not."""
-    found = []
-    for layer in (*decoder.layers, *decoder.mtp):
-        match layer.mixer:
-            case AttentionConfig(kv_heads=heads) if parallel.attention == "heads":
-                found.append(heads)
-            case Mamba2Config(heads=heads, groups=groups) if parallel.scan == "heads":
-                found += [heads, groups]
-            case DeltaNetConfig(key_heads=heads) if parallel.scan == "heads":
-                found.append(heads)
-    return math.gcd(*found) or None
+    sharing = Sharing(parallel.attention, parallel.scan)
+    parts = {part for layer in (*decoder.layers, *decoder.mtp) for part in layer.parts}
+    return math.gcd(*(heads for part in parts for heads in part.shared_heads(sharing))) or None
 
 
 def check_longest(config: RunConfig, lanes: int, longest: int) -> None:

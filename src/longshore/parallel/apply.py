@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from longshore.arch.as_json import register_config
 from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import Topology
 from longshore.model.attention import Attention
@@ -79,6 +80,7 @@ def register_mixer(config: type, module: type[nn.Module], *, core: CoreMaker) ->
     """Makes layers of a new kind: its config, its module, and what that does over several lanes."""
     if config in MIXERS:
         raise ValueError(f"{config.__name__} has a module already, {MIXERS[config].__name__}")
+    register_config(config)
     MIXERS[config] = module
     CORES[module] = core
 
