@@ -107,7 +107,7 @@ def _from_json(value: Any) -> Any:  # noqa: ANN401
         raise ValueError(f"{kind.__name__} has no field {unknown[0]} {where}")
     try:
         return kind(**parts)
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         raise ValueError(f"{kind.__name__} cannot be made: {error}") from None
 
 

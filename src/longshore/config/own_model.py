@@ -26,9 +26,10 @@ def named_decoder(name: str) -> DecoderConfig:
     _, _, attribute = name.partition(":")
     module = import_module(name)
     if not hasattr(module, attribute):
+        where = getattr(module, "__file__", None) or "no file"
         raise ValueError(
-            f"model.module: {module.__name__} has no {attribute}; write a function {attribute}() "
-            "that returns a DecoderConfig"
+            f"model.module: {module.__name__} has no {attribute} (it is {where}); write a function "
+            f"{attribute}() that returns a DecoderConfig"
         )
     value, verb = getattr(module, attribute), "is"
     if callable(value):
