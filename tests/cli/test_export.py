@@ -9,10 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.hf.folders import llama, load, qwen3
+from tests.parallel.my_mixer import MeanConfig
 
+from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.presets import preset
 from longshore.cli.export import register_export
 from longshore.cli.options import Parser
+from longshore.config.check import decoder_config
+from longshore.config.schema import ModelConfig
 from longshore.hf.checkpoint import open_weights, read_config, tensor_shapes
 from longshore.hf.weights import save_weights
 
@@ -91,6 +95,51 @@ def test_a_run_without_base(tmp_path):
     assert load("made").config.max_position_embeddings == 4096
 
 
+def test_what_transformers_does_not_have_is_written_in_our_own_format(tmp_path):
+    config = preset("tiny-hybrid")
+    tensors = {name: torch.randn(shape) for name, shape in tensor_shapes(config).items()}
+    save_weights("run/weights", config, tensors.items(), base=None)
+    with pytest.raises(ValueError, match=r"^no architecture .*; --format longshore writes a folde"):
+        export("run", "made")
+    export("run", "made", "--format", "longshore")
+    assert sorted(path.name for path in tmp_path.glob("made/*")) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    assert read_config("made") == config
+    weights = open_weights("made")
+    assert weights.keys() == tensors.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_mixer_of_the_users_own_needs_its_module_named(monkeypatch):
+    layers = (LayerConfig(MeanConfig(), None),)
+    config = DecoderConfig(vocab_size=7, width=8, layers=layers)
+    tensors = {name: torch.randn(shape) for name, shape in tensor_shapes(config).items()}
+    save_weights("run/weights", config, tensors.items(), base=None)
+    with pytest.raises(ValueError, match="; --format longshore writes a folder"):
+        export("run", "made", "--module", "tests.parallel.my_mixer")
+    export("run", "made", "--format", "longshore", "--module", "tests.parallel.my_mixer:decoder")
+    assert read_config("made") == config
+    monkeypatch.setattr("longshore.arch.as_json.REGISTERED", {})
+    told = "'MeanConfig' of the Python module 'tests.parallel.my_mixer', .* --module tests.parallel"
+    with pytest.raises(ValueError, match=f"^run/weights/weights.json: it has a {told}"):
+        export("run", "again", "--format", "longshore")
+    with pytest.raises(ValueError, match=f"^model.from_hf: made/config.json: it has a {told}"):
+        decoder_config(ModelConfig(from_hf="made"))
+
+
+def test_from_a_folder_of_our_own_format_to_one_of_transformers():
+    config = preset("tiny-llama")
+    tensors = {name: torch.randn(shape) for name, shape in tensor_shapes(config).items()}
+    save_weights("first/weights", config, tensors.items(), base=None)
+    export("first", "own", "--format", "longshore")
+    save_weights("second/weights", config, open_weights("own").items(), base="own")
+    export("second", "made")
+    assert load("made").config.architectures == ["LlamaForCausalLM"]
+    assert all(torch.equal(open_weights("made")[name], tensors[name]) for name in tensors)
+
+
 def test_a_base_that_moved_is_named_with_base(run):
     shutil.move("base", "moved")
     with pytest.raises(ValueError, match="base, which the run began with, is gone; say with --ba"):
@@ -109,6 +158,9 @@ def test_mistakes_are_one_line(run, tmp_path):
         ((run, "made", "--base", "empty"), r"empty has no config\.json"),
         ((run, "made", "--base", "other"), "the decoder is no LlamaForCausalLM, as other is"),
         ((run, "made", "--dtype", "int8"), "'int8' is none of bfloat16, float32, keep"),
+        ((run, "made", "--format", "gguf"), "'gguf' is none of hf, longshore"),
+        ((run, "made", "--format", "longshore", "--max-length", 9), "--max-length is for --form"),
+        ((run, "made", "--module", "no_such"), "^--module: there is no module no_such; start whe"),
         ((run, "base/config.json/made"), r"cannot be made, because .*config\.json is not a folder"),
     ]:
         with pytest.raises(ValueError, match=reason) as caught:

@@ -34,6 +34,16 @@ LLAMA = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
+OWN = """\
+from longshore.arch.presets import preset
+from dataclasses import replace
+seven = 7
+fine = preset("tiny-qwen3")
+def wrong():
+    return {}["heads"]
+def zero():
+    return replace(fine, width=0)
+"""
 RECIPE = """\
 [data]
 path = "chats.jsonl"
@@ -61,6 +71,8 @@ def folder(tmp_path, monkeypatch):
     Path("broken.toml").write_text("[train\nlr = 3")
     Path("flat.toml").write_text("lr = 3e-4\n")
     Path("titan.toml").write_text("[optimizer]\nlr = 3e-4\n")
+    Path("own.py").write_text(OWN)
+    Path("bad.py").write_text("import no_such")
     Path("chats.jsonl").write_text('{"text": "a b"}\n')
     Path("list.jsonl").write_text('[{"text": "a b"}]\n')
     word_tokenizer(tmp_path / "tok", "a b", template=CHATML)
@@ -151,7 +163,7 @@ BAD = [
     (["r.toml", "train.loss=mine"], "train.loss is 'mine'; it must be module:function"),
     (["r.toml", "train.loss=no_such:loss"], "train.loss: there is no module no_such"),
     # Data.
-    (["data.path=chats.jsonl"], "there is no model; give model.preset, such as tiny-llama, or"),
+    (["data.path=chats.jsonl"], "there is no model; give model.preset, such as tiny-llama, mode"),
     (["model.preset=tiny-llama", "data.batch=8"], "there is no data; give data.path"),
     (["r.toml", "data.path=none.jsonl"], "data.path: none.jsonl: cannot be read (No such file"),
     (
@@ -179,6 +191,21 @@ BAD = [
     (["r.toml", "model.from_hf=tok"], "model.from_hf: tok has no config.json; name a Hugging"),
     (["r.toml", "model.from_hf=hf", "model.layers=2"], "model.layers changes a preset, and model"),
     (["r.toml", "model.from_hf=hf", "model.preset=tiny-llama"], "are both given; leave one out"),
+    (
+        ["r.toml", "model.preset=tiny-hybrid", "output.export=out"],
+        "; leave output.export out, and write the run with longshore export RUN DIR --format long",
+    ),
+    (["r.toml", "model.module=own", "model.preset=tiny-llama"], "model.preset and model.module ar"),
+    (["r.toml", "model.module=own:fine", "model.layers=2"], "model.layers changes a preset, and m"),
+    (["r.toml", "model.module=own"], "model.module is 'own', a module alone; name the decoder in"),
+    (["r.toml", "model.module=own:"], "model.module is 'own:'; it must be module:name, or a modu"),
+    (["r.toml", "model.module=no_such:d"], "model.module: there is no module no_such; start where"),
+    (["r.toml", "model.module=own:none"], "model.module: own has no none (it is /"),
+    (["r.toml", "model.module=own:seven"], "model.module: own:seven is a int; it must be a Decode"),
+    (["r.toml", "model.module=own:wrong"], "own:wrong raised KeyError: 'heads' (own.py, line 6)"),
+    (["r.toml", "model.module=own:zero"], "own:zero raised ValueError: DecoderConfig.width is 0"),
+    (["r.toml", "model.module=own:fine.x"], "model.module is 'own:fine.x'; it must be module:name"),
+    (["r.toml", "model.module=bad:d"], "importing bad raised ModuleNotFoundError: No module named"),
     (["r.toml", "plan.sync=step", "parallel.shard=zero3"], "use plan.sync=round, or parallel.shar"),
     (["r.toml", "plan.cp_size=2"], "plan.cp_size is for the policies padded, static, balanced"),
     (["r.toml", "plan.max_cp=4"], "plan.max_cp is 4, but there are only 2 lanes"),

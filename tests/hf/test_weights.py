@@ -147,6 +147,8 @@ def test_all_presets_go_through_json(name):
         ({"kind": None}, "kind is None"),
         ({"depth": 3}, "DecoderConfig has no field depth"),
         ({"width": 0}, r"DecoderConfig\.width is 0"),
+        ({"layers": [1]}, "DecoderConfig cannot be made: 'int' object has no attribute"),
+        ({"layers": 1}, "DecoderConfig cannot be made: 'int' object is not iterable"),
     ],
 )
 def test_json_that_is_no_config_is_refused(change, reason):

@@ -7,8 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from longshore.ops.cross_entropy import default_chunk, linear_cross_entropy
+from longshore.ops.cross_entropy import linear_cross_entropy
 from longshore.ops.reference import cross_entropy as reference
+from longshore.ops.sizes import logits_chunk
 
 
 class LiveBytes(TorchDispatchMode):
@@ -192,12 +193,12 @@ def test_the_twin_holds_all_logits():
     assert forward.peak >= 64 * 512 * 8
 
 
-def test_default_chunk():
-    assert default_chunk(4096, 8192, torch.float32) == 256
-    assert default_chunk(32768, 152_064, torch.float32) == 882
-    assert default_chunk(32768, 152_064, torch.float64) == 441
-    assert default_chunk(32768, 10_000_000, torch.float32) == 16
-    assert default_chunk(15, 8, torch.float32) == default_chunk(0, 8, torch.float32) == 1
+def test_tokens_of_a_chunk_of_logits():
+    assert logits_chunk(4096, 4 * 8192) == 256
+    assert logits_chunk(32768, 4 * 152_064) == 882
+    assert logits_chunk(32768, 8 * 152_064) == 441
+    assert logits_chunk(32768, 4 * 10_000_000) == 16
+    assert logits_chunk(15, 4 * 8) == logits_chunk(0, 4 * 8) == 1
 
 
 @pytest.mark.parametrize(("label", "words"), [(7, "label 7 of row 2"), (-1, "label -1 of row 2")])

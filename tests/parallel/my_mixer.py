@@ -28,6 +28,9 @@ class MeanConfig:
     def gathered(self):
         return 0
 
+    def shared_heads(self, sharing):
+        return ()
+
 
 class Mean(nn.Module):
     """Project and mix; the block adds the result to the residual stream."""

@@ -1,11 +1,14 @@
-"""Our configs as JSON, and back. No torch.
+"""Our configs as JSON, and back; a user's own too, once it is registered. No torch.
 
-In: a frozen dataclass of MODULES. Out: an object that names its class under `kind`:
+In: a frozen dataclass of MODULES, or one given to `register_config`. Out: an object that names its
+class under `kind`, and for a user's class also the Python module it comes from:
 
     config_to_json(MLPConfig(width=192))                      {"kind": "MLPConfig", "width": 192}
     config_from_json({"kind": "MLPConfig", "width": 192})     MLPConfig(width=192)
+    {"kind": "MeanConfig", "module": "mine"}                  MeanConfig(), if mine was imported
 
-A new class in one of MODULES needs nothing here.
+A new class in one of MODULES needs nothing here. Reading never imports: who reads a user's class
+imports its module before.
 """
 
 from dataclasses import fields, is_dataclass
@@ -15,33 +18,81 @@ from longshore.arch import attention, decoder, feed_forward, rope, scan
 from longshore.arch.decoder import DecoderConfig
 
 MODULES = (decoder, attention, feed_forward, rope, scan)
+RESERVED = ("kind", "module")
+OURS = {
+    name: kind
+    for module in MODULES
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and is_dataclass(kind)
+}
+REGISTERED: dict[str, type] = {}
+"""Classes of users by name: those of their mixers and feed-forward parts, and what these hold."""
+
+
+def register_config(kind: type) -> None:
+    """Lets configs of a user's class be saved and read back; each name stands for one class.
+
+    A class may take the place of itself, as when its module is loaded again.
+    """
+    name = kind.__name__
+    if not is_dataclass(kind):
+        raise ValueError(f"{name} is not a dataclass; a config is a frozen dataclass")
+    if clash := [field.name for field in fields(kind) if field.name in RESERVED]:
+        raise ValueError(f"{name} has a field {clash[0]}, which its JSON needs; rename the field")
+    taken = OURS.get(name) or REGISTERED.get(name)
+    if taken is not None and taken.__module__ != kind.__module__:
+        raise ValueError(
+            f"the name {name} is taken by a config of {taken.__module__}; rename the class"
+        )
+    REGISTERED[name] = kind
 
 
 def config_to_json(decoder: DecoderConfig) -> dict[str, Any]:
-    made = _to_json(decoder)
-    assert isinstance(made, dict)
-    return made
+    """The config as JSON; ValueError for a class that is not registered or a value JSON lacks."""
+    data = _to_json(decoder)
+    assert isinstance(data, dict)
+    return data
 
 
-def config_from_json(found: Any) -> DecoderConfig:  # noqa: ANN401
+def config_from_json(data: Any) -> DecoderConfig:  # noqa: ANN401
     """The decoder config; ValueError if a kind or a field is not known, or a value is wrong."""
     try:
-        made = _from_json(found)
+        config = _from_json(data)
     except RecursionError:
         raise ValueError("its lists and objects are nested too deep") from None
-    if not isinstance(made, DecoderConfig):
-        raise ValueError(f"it must be a DecoderConfig, and is {type(made).__name__}")
-    return made
+    if not isinstance(config, DecoderConfig):
+        raise ValueError(f"it must be a DecoderConfig, and is {type(config).__name__}")
+    return config
 
 
-def _to_json(value: Any) -> Any:  # noqa: ANN401
+def _to_json(value: Any, where: str = "a decoder") -> Any:  # noqa: ANN401
     if is_dataclass(value) and not isinstance(value, type):
-        parts = {field.name: _to_json(getattr(value, field.name)) for field in fields(value)}
-        return {"kind": type(value).__name__, **parts}
+        kind = type(value)
+        parts = {
+            field.name: _to_json(getattr(value, field.name), f"{kind.__name__}.{field.name}")
+            for field in fields(value)
+        }
+        return {**_named(kind), **parts}
     if isinstance(value, tuple):
-        return [_to_json(item) for item in value]
-    assert value is None or isinstance(value, bool | int | float | str)
-    return value
+        return [_to_json(item, where) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(
+        f"{where} is a {type(value).__name__}, which is not saved; a config holds numbers, texts, "
+        "None, tuples and registered configs"
+    )
+
+
+def _named(kind: type) -> dict[str, str]:
+    name = kind.__name__
+    if OURS.get(name) is kind:
+        return {"kind": name}
+    if REGISTERED.get(name) is kind:
+        return {"kind": name, "module": kind.__module__}
+    raise ValueError(
+        f"{name} is not registered, so it is neither trained nor saved; call register_mixer, or "
+        "register_config for a config inside one, in the file of the class"
+    )
 
 
 def _from_json(value: Any) -> Any:  # noqa: ANN401
@@ -49,14 +100,27 @@ def _from_json(value: Any) -> Any:  # noqa: ANN401
         return tuple(_from_json(item) for item in value)
     if not isinstance(value, dict):
         return value
-    name = value.get("kind")
-    kind = next((vars(module)[name] for module in MODULES if name in vars(module)), None)
-    if not isinstance(kind, type) or not is_dataclass(kind):
-        raise ValueError(f"kind is {name!r}, which is no config of this version of Longshore")
-    parts = {key: _from_json(item) for key, item in value.items() if key != "kind"}
-    if strange := sorted(parts.keys() - {field.name for field in fields(kind)}):
-        raise ValueError(f"{name} has no field {strange[0]} in this version of Longshore")
+    kind = _kind(value)
+    parts = {key: _from_json(item) for key, item in value.items() if key not in RESERVED}
+    if unknown := sorted(parts.keys() - {field.name for field in fields(kind)}):
+        where = "in this version of Longshore" if "module" not in value else "now"
+        raise ValueError(f"{kind.__name__} has no field {unknown[0]} {where}")
     try:
         return kind(**parts)
-    except TypeError as error:
-        raise ValueError(f"{name} cannot be made: {error}") from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{kind.__name__} cannot be made: {error}") from None
+
+
+def _kind(value: dict[str, Any]) -> Any:  # noqa: ANN401 - a dataclass
+    name, module = value.get("kind"), value.get("module")
+    kinds = OURS if module is None else REGISTERED
+    kind = kinds.get(name) if isinstance(name, str) else None
+    if kind is not None:
+        return kind
+    if not isinstance(module, str) or not all(map(str.isidentifier, module.split("."))):
+        raise ValueError(f"kind is {name!r}, which is no config of this version of Longshore")
+    raise ValueError(
+        f"it has a {name!r} of the Python module {module!r}, and a folder imports no code by "
+        f"itself; name the module: model.module={module} in a recipe, --module {module} for "
+        "longshore export"
+    )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from longshore.arch.checks import check_counts
-from longshore.arch.part import Saved, causal_pairs
+from longshore.arch.part import Saved, Sharing, causal_pairs
 from longshore.arch.rope import RopeConfig, YarnScaling
 
 Form = Literal["decompressed", "absorbed"]
@@ -80,6 +80,9 @@ class AttentionConfig:
     def gathered(self) -> int:
         """Its key and value."""
         return 2 * self.kv_heads * self.head_dim
+
+    def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:
+        return (self.kv_heads,) if sharing.attention == "heads" else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +163,10 @@ class MLAConfig:
     def gathered(self) -> int:
         """Its latent and its turned key."""
         return self.latent_dim
+
+    def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:
+        """None: lanes fetch latents, whatever the setting."""
+        return ()
 
     def _weights(self, width: int) -> int:
         """Of all matrices."""

@@ -10,7 +10,7 @@ only the 128 tokens before it:
         LayerConfig(full, MLPConfig(width=192)), LayerConfig(near, MLPConfig(width=192))))
 
 A mixer or feed-forward config knows what it costs (see `Part`), so a new kind is a config, a
-module and a line in model/registry.py. `full` in that decoder has 4·16·64·2 + 2·16·64·2 = 12,288
+module and its registration. `full` in that decoder has 4·16·64·2 + 2·16·64·2 = 12,288
 parameters and takes 2·12,288·n + 4·4·16·n(n+1)/2 FLOPs forward for n tokens.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from longshore.arch.checks import check_counts, check_more_than
 from longshore.arch.feed_forward import MoEConfig
-from longshore.arch.part import Norm, Part, Saved
+from longshore.arch.part import Norm, Part, Saved, check_part
 from longshore.arch.rope import RopeConfig
 
 MOST_LAYERS = 4096
@@ -40,6 +40,8 @@ class LayerConfig:
     def __post_init__(self) -> None:
         if not self.parts:
             raise ValueError("a LayerConfig has neither mixer nor mlp; give at least one")
+        for part in self.parts:
+            check_part(part)
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longshore.arch.checks import check_counts, check_more_than
-from longshore.arch.part import Saved
+from longshore.arch.part import Saved, Sharing
 from longshore.arch.rope import RopeConfig
 
 Score = Literal["softmax", "sigmoid"]
@@ -62,6 +62,9 @@ class MLPConfig:
 
     def gathered(self) -> int:
         return 0
+
+    def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:
+        return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,3 +153,6 @@ class MoEConfig:
 
     def gathered(self) -> int:
         return 0
+
+    def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:
+        return ()

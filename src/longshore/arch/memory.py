@@ -24,6 +24,7 @@ from typing import Literal
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.flops import parameter_count
 from longshore.arch.part import Saved
+from longshore.ops.sizes import logits_chunk
 
 ShardMode = Literal["zero3", "zero2", "none"]
 SHARD_MODES = ("zero3", "zero2", "none")
@@ -33,11 +34,6 @@ KEPT_FREE = 10
 """One part in ten is kept free."""
 STEP_TOKENS = 256
 """A capacity is a multiple of this."""
-LOGITS_SHARE = 16
-LOGITS_BYTES = 512 << 20
-LOGITS_TOKENS = 16
-"""The loss makes the logits of 1/16 of the tokens at a time, and of at most 512 MiB, unless 16
-tokens already have more: the constants of ops/cross_entropy.py, which needs torch."""
 INPUT_BYTES = 48
 """A token's id, label, position, index and masks, and the loss's copies of label and mask."""
 
@@ -118,13 +114,7 @@ def token_bytes(config: DecoderConfig, *, dtype: str, recompute: bool) -> TokenB
 def logits_bytes(config: DecoderConfig, tokens: int, *, dtype: str) -> int:
     """The loss's chunk of logits with its gradient, and the head's gradient in float32."""
     row = config.vocab_size * max(_item(dtype), 4)
-    chunk = min(tokens // LOGITS_SHARE, _most_logits(row))
-    return 2 * max(1, chunk) * row + row * config.width
-
-
-def _most_logits(row: int) -> int:
-    """Tokens of a chunk of logits, at most, where those of one token are `row` bytes."""
-    return max(LOGITS_TOKENS, LOGITS_BYTES // row)
+    return 2 * logits_chunk(tokens, row) * row + row * config.width
 
 
 def auto_capacity(

@@ -1,7 +1,7 @@
 """What every part of a layer can say of itself, and the checks that configs share. Pure Python.
 
 In: numbers. Out: the protocol `Part`, costs, and ValueErrors. A new kind of mixer or feed-forward
-is a config that follows `Part`, a module, and a line in model/registry.py.
+is a config that follows `Part`, a module, and its registration; docs/adding-a-mixer.md says how.
 
     causal_pairs(5) = 15 pairs of a token and one it sees, itself included; window=2 leaves 9
 """
@@ -18,6 +18,14 @@ class Norm:
 
     eps: float
     zero_centred: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How lanes share a pack: parallel.attention and parallel.scan of a recipe, such as heads."""
+
+    attention: str
+    scan: str
 
 
 class Part(Protocol):
@@ -41,6 +49,20 @@ class Part(Protocol):
     def gathered(self) -> int:
         """Values a lane fetches for each token of a pack that several lanes share."""
         ...
+
+    def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:
+        """Numbers that a CP size must divide, where lanes share heads; () for no limit."""
+        ...
+
+
+def check_part(part: object) -> None:
+    """Refuses a config that lacks something of `Part`, and says what."""
+    expected = ("ropes", "parameters", "flops", "saved", "gathered", "shared_heads")
+    if lacking := [name for name in expected if not hasattr(part, name)]:
+        raise ValueError(
+            f"{type(part).__name__} has no {lacking[0]}; a part of a layer has "
+            f"{', '.join(expected)}, see longshore/arch/part.py"
+        )
 
 
 @dataclass(frozen=True, slots=True)

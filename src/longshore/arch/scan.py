@@ -12,11 +12,9 @@ reads it, and a product of a P×N state with a vector, as an outer product added
 from dataclasses import dataclass
 
 from longshore.arch.checks import check_counts, check_more_than, is_positive
-from longshore.arch.part import Saved
+from longshore.arch.part import Saved, Sharing
 from longshore.arch.rope import RopeConfig
-
-CHUNK = 64
-"""Rows of a chunk on a GPU, as in ops/chunks.py, which needs torch; a CPU has and keeps fewer."""
+from longshore.ops.sizes import CHUNK_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +89,8 @@ class Mamba2Config:
         The scan keeps two rows of a chunk's scores and decays for each head and one for each
         group, and two states for each chunk.
         """
-        rows = CHUNK * (2 * self.heads + self.groups)
-        states = 2 * self.inner * self.state_dim // CHUNK
+        rows = CHUNK_ROWS * (2 * self.heads + self.groups)
+        states = 2 * self.inner * self.state_dim // CHUNK_ROWS
         groups = 6 * self.groups * self.state_dim + (self.norm_groups or self.groups)
         copies = 3 * self.conv_dim + 9 * self.inner + 5 * self.heads + groups
         return Saved(self.conv_dim + self.inner, rows + states + copies)
@@ -100,6 +98,9 @@ class Mamba2Config:
     def gathered(self) -> int:
         """Nothing that grows with a pack: an exchange swaps tokens for heads, or sends states."""
         return 0
+
+    def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:
+        return (self.heads, self.groups) if sharing.scan == "heads" else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +158,8 @@ class DeltaNetConfig:
 
         The scan keeps five rows of a chunk's matrices for each head, and two states for each chunk.
         """
-        rows = 5 * CHUNK * self.value_heads
-        states = 2 * self.values * self.key_dim // CHUNK
+        rows = 5 * CHUNK_ROWS * self.value_heads
+        states = 2 * self.values * self.key_dim // CHUNK_ROWS
         keys = 2 * (self.keys + self.key_heads) + 8 * self.value_heads * self.key_dim
         copies = 3 * self.conv_dim + keys + 10 * self.values + 8 * self.value_heads
         return Saved(self.values, rows + states + copies)
@@ -166,6 +167,9 @@ class DeltaNetConfig:
     def gathered(self) -> int:
         """Nothing that grows with a pack: an exchange swaps tokens for heads, or sends states."""
         return 0
+
+    def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:
+        return (self.key_heads,) if sharing.scan == "heads" else ()
 
     def _projections(self, width: int) -> int:
         """Weights of q, k, v, the gate z, and of beta and the decay; and of the output."""

@@ -1,12 +1,14 @@
 """`longshore export`: from a finished run to a Hugging Face folder.
 
-In: the options of EXPORT_HELP. Out: a folder that transformers loads, and a line that says so.
+In: the options of EXPORT_HELP. Out: a folder that transformers loads, or one of our own format for
+what transformers does not have, and a line that says so.
 """
 
 import argparse
 from pathlib import Path
 from typing import Any
 
+from longshore.cli.environment import working_folder_last
 from longshore.cli.options import add_command, count, one_of, say
 
 EXPORT_HELP = """\
@@ -19,8 +21,15 @@ config.json, safetensors, and the tokenizer of the model the run began with.
   --base DIR         the Hugging Face folder the run began with, if it is no longer where it was
   --max-length N     max_position_embeddings of config.json (default: what the base says; 32768
                      without one)
+  --format F         hf: what transformers loads (default); longshore: for models that transformers
+                     does not have, read again by longshore train model.from_hf=DIR
+  --module M         the Python module of your own mixers, for a run with model.module
 
-example: longshore export runs/first my-model --dtype bfloat16"""
+examples:
+  longshore export runs/first my-model --dtype bfloat16
+  longshore export runs/mine-1 my-model --format longshore --module mine"""
+
+FORMATS = ("hf", "longshore")
 
 
 def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -39,15 +48,23 @@ def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--dtype", type=kinds, default="keep", help=hidden)
     parser.add_argument("--base", help=hidden)
     parser.add_argument("--max-length", type=count(1 << 40), help=hidden)
+    parser.add_argument("--format", type=one_of(FORMATS), default="hf", help=hidden)
+    parser.add_argument("--module", help=hidden)
 
 
 def run_export(args: argparse.Namespace) -> None:
+    from longshore.config.own_model import import_module
     from longshore.files import check_new
     from longshore.hf.config_file import read_config
 
+    if args.max_length is not None and args.format == "longshore":
+        raise ValueError("--max-length is for --format hf; a folder of ours has no such key")
     try:
         found = _weights_folder(Path(args.weights))
         check_new(args.folder)
+        if args.module is not None:
+            working_folder_last()
+            import_module(args.module, "--module: ")
         if args.base is not None:
             read_config(args.base)
         _export(args, found)
@@ -70,7 +87,8 @@ def _export(args: argparse.Namespace, found: Path) -> None:
     import torch
 
     from longshore.files import check_room
-    from longshore.hf.checkpoint import write_checkpoint
+    from longshore.hf.checkpoint import write_checkpoint, write_own_checkpoint
+    from longshore.hf.config_file import choose_architecture
     from longshore.hf.weights import load_weights
 
     saved = load_weights(found)
@@ -79,11 +97,22 @@ def _export(args: argparse.Namespace, found: Path) -> None:
         raise ValueError(f"{base}, which the run began with, is gone; say with --base where it is")
     size = sum(path.stat().st_size for path in found.iterdir())
     check_room(Path(args.folder), size // 2 if args.dtype == "bfloat16" else size)
+    dtype = None if args.dtype == "keep" else getattr(torch, args.dtype)
+    if args.format == "longshore":
+        tensors = saved.tensors.items()
+        write_own_checkpoint(args.folder, saved.config, tensors, base=base, dtype=dtype)
+        return
+    try:
+        choose_architecture(saved.config, base)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; --format longshore writes a folder that longshore train reads"
+        ) from None
     write_checkpoint(
         args.folder,
         saved.config,
         saved.tensors.items(),
         base=base,
-        dtype=None if args.dtype == "keep" else getattr(torch, args.dtype),
+        dtype=dtype,
         max_length=args.max_length,
     )

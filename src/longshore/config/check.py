@@ -11,9 +11,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import DecoderConfig, has_experts, with_balance
-from longshore.arch.scan import DeltaNetConfig, Mamba2Config
+from longshore.arch.part import Sharing
 from longshore.config.check_data import check_data, known_longest
 from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
 from longshore.config.told import told_as
@@ -37,14 +36,19 @@ def check_config(config: RunConfig, lanes: int) -> None:
 
 
 def decoder_config(model: ModelConfig) -> DecoderConfig:
-    """The decoder that a preset or a checkpoint describes, with experts balanced as asked for."""
+    """The decoder of a preset, a checkpoint or the user's module, experts balanced as asked for."""
     from longshore.arch.presets import preset
+    from longshore.config.own_model import import_module, named_decoder
     from longshore.hf.config_file import read_config
 
+    if model.module:
+        import_module(model.module)
     if model.from_hf:
         with told_as("model.from_hf: "):
             decoder = read_config(model.from_hf)
             _check_balance(model, decoder)
+    elif model.module:
+        decoder = named_decoder(model.module)
     else:
         changed = {"layers": model.layers, "vocab_size": model.vocab_size}
         given = {name: value for name, value in changed.items() if value}
@@ -74,18 +78,20 @@ def _check_balance(model: ModelConfig, decoder: DecoderConfig) -> None:
 
 def _check_written(config: RunConfig, decoder: DecoderConfig) -> None:
     """Refuses before the first step what could not be written as a Hugging Face folder."""
-    from longshore.hf.config_file import choose_architecture
+    from longshore.hf.config_file import choose_architecture, foreign_base
 
-    base, export = config.model.from_hf, config.output.export
+    export = config.output.export
+    base = foreign_base(Path(config.model.from_hf) if config.model.from_hf else None)
     if not base and not export:
         return
     try:
-        choose_architecture(decoder, Path(base) if base else None)
+        choose_architecture(decoder, base)
     except ValueError as error:
         key = "model.from_hf" if base else "output.export"
+        after = "; leave output.export out, and write the run with longshore export RUN DIR "
         raise ValueError(
             f"{key}: this model can be trained, but not be written as a Hugging Face folder: "
-            f"{error}" + ("" if base else "; leave output.export out")
+            f"{error}" + ("" if base else f"{after}--format longshore")
         ) from None
 
 
@@ -116,16 +122,9 @@ def planner_options(
 
 def shared_heads(decoder: DecoderConfig, parallel: ParallelConfig) -> int | None:
     """What a CP size must divide where ranks are to share heads; None if they are not."""
-    found = []
-    for layer in (*decoder.layers, *decoder.mtp):
-        match layer.mixer:
-            case AttentionConfig(kv_heads=heads) if parallel.attention == "heads":
-                found.append(heads)
-            case Mamba2Config(heads=heads, groups=groups) if parallel.scan == "heads":
-                found += [heads, groups]
-            case DeltaNetConfig(key_heads=heads) if parallel.scan == "heads":
-                found.append(heads)
-    return math.gcd(*found) or None
+    sharing = Sharing(parallel.attention, parallel.scan)
+    parts = {part for layer in (*decoder.layers, *decoder.mtp) for part in layer.parts}
+    return math.gcd(*(heads for part in parts for heads in part.shared_heads(sharing))) or None
 
 
 def check_longest(config: RunConfig, lanes: int, longest: int) -> None:
@@ -140,20 +139,26 @@ def check_longest(config: RunConfig, lanes: int, longest: int) -> None:
 
 
 def _check_model(model: ModelConfig) -> None:
-    if not model.preset and not model.from_hf:
+    others = [name for name in ("from_hf", "module") if getattr(model, name)]
+    if not model.preset and not others:
         raise ValueError(
-            "there is no model; give model.preset, such as tiny-llama, or model.from_hf, a "
-            "Hugging Face checkpoint folder"
+            "there is no model; give model.preset, such as tiny-llama, model.from_hf, a Hugging "
+            "Face checkpoint folder, or model.module, a decoder of your own"
         )
-    if model.preset and model.from_hf:
-        raise ValueError("model.preset and model.from_hf are both given; leave one out")
+    if model.preset and others:
+        raise ValueError(f"model.preset and model.{others[0]} are both given; leave one out")
+    for name in ("layers", "vocab_size"):
+        if others and getattr(model, name):
+            raise ValueError(
+                f"model.{name} changes a preset, and model.{others[0]} has its own; leave "
+                f"model.{name} out"
+            )
+    if others == ["module"] and ":" not in model.module:
+        raise ValueError(
+            f"model.module is {model.module!r}, a module alone; name the decoder in it too, such "
+            f"as {model.module}:decoder, or give model.from_hf, a folder with its mixers"
+        )
     if model.from_hf:
-        for name in ("layers", "vocab_size"):
-            if getattr(model, name):
-                raise ValueError(
-                    f"model.{name} changes a preset, and model.from_hf has its own; leave "
-                    f"model.{name} out"
-                )
         if (path := Path(model.from_hf)).is_dir() and not (path / "config.json").is_file():
             raise ValueError(
                 f"model.from_hf: {path} has no config.json; name a Hugging Face checkpoint folder"

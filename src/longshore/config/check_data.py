@@ -44,7 +44,7 @@ def check_data(config: RunConfig, vocab_size: int) -> None:
         _check_rejected(data)
     else:
         _check_text(data, data.tokenizer or config.model.from_hf)
-        if config.model.preset:  # a checkpoint's tokenizer may have ids that no text uses
+        if not config.model.from_hf:  # a checkpoint's tokenizer may have ids that no text uses
             _check_vocabulary(data.tokenizer, vocab_size)
     if data.path and data.count:
         raise ValueError("data.count is for data.mock, and data.path has its own; leave it out")

@@ -24,7 +24,7 @@ from longshore.config.values import Kind
 Tables = dict[str, dict[str, Any]]
 
 DEMO = "demo.toml"
-NOT_THE_DEMO = ("data.path", "model.preset", "model.from_hf")
+NOT_THE_DEMO = ("data.path", "model.preset", "model.from_hf", "model.module")
 # A word for one of these takes the others out of the recipe.
 EITHER = (
     ("data.path", "data.mock", "data.count"),
@@ -33,8 +33,9 @@ EITHER = (
     ("data.eval_mock", "data.eval_path"),
     ("data.batch", "data.batch_tokens"),
     ("data.batch_tokens", "data.batch"),
-    ("model.preset", "model.from_hf"),
+    ("model.preset", "model.from_hf", "model.module"),
     ("model.from_hf", "model.preset", "model.layers", "model.vocab_size"),
+    ("model.module", "model.preset", "model.from_hf", "model.layers", "model.vocab_size"),
     ("train.steps", "train.epochs"),
     ("train.epochs", "train.steps"),
 )

@@ -16,6 +16,7 @@ from longshore.config.values import (
     flag,
     function,
     key,
+    module,
     number,
     number_or,
     shares,
@@ -107,21 +108,28 @@ class PlanConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What is trained: a preset with new weights, or a checkpoint."""
+    """What is trained: a preset or your own model with new weights, or a checkpoint."""
 
     preset: str = key("", text(), "a model by name, with new weights")
     from_hf: str = key("", text(), "instead of preset: a Hugging Face checkpoint folder")
+    module: str = key(
+        "",
+        module(),
+        "instead of preset: your own decoder, as module:function; with from_hf: the module of its "
+        "mixers",
+    )
     layers: int = key(0, whole(0, 4096), "with preset: this many layers; 0: its own")
     vocab_size: int = key(0, whole(0, 1 << 24), "with preset: this many ids; 0: its own")
     aux_weight: float | Literal["auto"] = key(
         "auto",
         number_or("auto", 0),
-        "of the experts' balance loss; auto: the preset's, and with from_hf 0",
+        "of the experts' balance loss; auto: the model's own, 0 for a Hugging Face folder",
     )
     bias_update: float | Literal["auto"] = key(
         "auto",
         number_or("auto", 0),
-        "how far a step moves the experts' bias; auto: the preset's, and with from_hf 0",
+        "how far a step moves the experts' bias; auto: the model's own, 0 for a Hugging Face "
+        "folder",
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 LARGEST = 2**40
 FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+MODULE = re.compile(rf"{FUNCTION.pattern.partition(':')[0]}(:[^\W\d]\w*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,16 @@ def function(*names: str) -> Kind:
 
     shown = [name for name in names if name]
     return Kind(_listed([*shown, "module:function"]), read, tuple(shown), True)
+
+
+def module() -> Kind:
+    """A module of the user's, alone or with something in it as module:name."""
+
+    def read(value: object) -> str | None:
+        given = isinstance(value, str) and (not value or MODULE.fullmatch(value))
+        return value if given and isinstance(value, str) else None
+
+    return Kind("module:name, or a module alone", read, is_text=True)
 
 
 def whole_or(name: str) -> Kind:

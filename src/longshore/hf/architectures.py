@@ -30,6 +30,7 @@ from longshore.hf.names import (
     place_deepseek,
     place_nemotron,
 )
+from longshore.hf.own_format import MODEL_TYPE, own_keys, place_own, read_own
 
 OLD_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 """What old folders hold beside the weights, and nobody reads."""
@@ -86,6 +87,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     )
 }
 
+OWN = Architecture("LongshoreDecoder", MODEL_TYPE, read_own, own_keys, place_own, ignored="")
+"""Our own format: read like the others, and written only where it is asked for."""
+
 
 def find_architecture(raw: Raw) -> Architecture:
     """The architecture a config.json names, by model_type where it names none."""
@@ -94,7 +98,7 @@ def find_architecture(raw: Raw) -> Architecture:
     kind = raw.get("model_type")
     if isinstance(kind, str) and kind in REFUSED:
         raise ValueError(f"model_type {kind} is not supported: {REFUSED[kind]}")
-    for architecture in ARCHITECTURES.values():
+    for architecture in (*ARCHITECTURES.values(), OWN):
         if architecture.name in names or (not names and kind == architecture.model_type):
             _check_model_type(architecture, names, kind)
             return architecture

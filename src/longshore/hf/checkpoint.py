@@ -7,11 +7,14 @@ no byte of a tensor or of config.json:
     weights = open_weights("Qwen3-8B")
     weights.rows("embed.weight", 0, 1024)         what one rank of a sharded model needs
     write_checkpoint("copy", read_config("Qwen3-8B"), weights.items(), base="Qwen3-8B")
+
+A decoder that no architecture of transformers can be is written in our own format instead, see
+hf/own_format.py.
 """
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -24,6 +27,8 @@ from longshore.hf.config_file import (
     choose_architecture,
     config_text,
     describe,
+    foreign_base,
+    own_config_text,
     read_config,
 )
 from longshore.hf.names import Copied, Layout, Shape, Source
@@ -31,7 +36,14 @@ from longshore.hf.tensor_files import FLOATS, TensorFiles, write_files
 from longshore.hf.tensor_names import held_names
 from longshore.model.decoder import Decoder
 
-__all__ = ["Weights", "open_weights", "read_config", "tensor_shapes", "write_checkpoint"]
+__all__ = [
+    "Weights",
+    "open_weights",
+    "read_config",
+    "tensor_shapes",
+    "write_checkpoint",
+    "write_own_checkpoint",
+]
 
 SHARD_BYTES = 5 * 10**9
 COMPANIONS = (
@@ -160,15 +172,55 @@ def write_checkpoint(
     written, None for their own; a router's bias keeps its own. max_length: see config_text.
     """
     base = None if base is None else Path(base)
+    of_theirs = foreign_base(base)
     place = choose_architecture(config, base).place
-    layout = _layout(config, base)
+    layout = _layout(config, of_theirs)
     expected = check_stream(tensors, tensor_shapes(config), dtype=dtype)
+    theirs = (part for name, tensor in expected for part in place(name, layout).write(tensor))
+    _write_folder(
+        folder,
+        theirs,
+        lambda kind: config_text(config, base=of_theirs, dtype=kind, max_length=max_length),
+        base=base,
+        shard_bytes=shard_bytes,
+    )
+
+
+def write_own_checkpoint(
+    folder: str | Path,
+    config: DecoderConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    base: str | Path | None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes a folder in our own format, which model.from_hf reads: any decoder fits.
+
+    base: whose tokenizer and generation settings are kept, or None. dtype: see write_checkpoint.
+    """
+    _write_folder(
+        folder,
+        check_stream(tensors, tensor_shapes(config), dtype=dtype),
+        lambda kind: own_config_text(config, dtype=kind),
+        base=None if base is None else Path(base),
+        shard_bytes=shard_bytes,
+    )
+
+
+def _write_folder(
+    folder: str | Path,
+    tensors: Iterator[tuple[str, Tensor]],
+    text: Callable[[str], str],
+    *,
+    base: Path | None,
+    shard_bytes: int,
+) -> None:
+    """text: of config.json, for the dtype of the tensors."""
     with new_folder(folder) as partial:
-        theirs = (part for name, tensor in expected for part in place(name, layout).write(tensor))
-        written = write_files(partial, theirs, shard_bytes=shard_bytes)
+        written = write_files(partial, tensors, shard_bytes=shard_bytes)
         kind = str(written.dtype).removeprefix("torch.")
-        text = config_text(config, base=base, dtype=kind, max_length=max_length)
-        (partial / CONFIG).write_text(text, encoding="utf-8")
+        (partial / CONFIG).write_text(text(kind), encoding="utf-8")
         if base is not None:
             _copy_companions(base, partial)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from longshore.arch.decoder import DecoderConfig
-from longshore.hf.architectures import Architecture, architecture_for, find_architecture
+from longshore.hf.architectures import OWN, Architecture, architecture_for, find_architecture
 from longshore.hf.deepseek_keys import OTHER_NAMES
 from longshore.hf.mamba_keys import OLDER
 from longshore.hf.moe_keys import balance_weight
@@ -95,8 +95,14 @@ def asked_balance(folder: str | Path) -> float:
     return balance_weight(found.raw) if found.architecture.name in BALANCED else 0.0
 
 
+def foreign_base(base: Path | None) -> Path | None:
+    """The base if an architecture of transformers describes it; None for a folder of our format."""
+    return None if base is None or describe(base).architecture is OWN else base
+
+
 def choose_architecture(config: DecoderConfig, base: Path | None) -> Architecture:
-    """The architecture to write: that of the base, or the first that fits."""
+    """The architecture of transformers to write: that of the base, or the first that fits."""
+    base = foreign_base(base)
     if base is None:
         return architecture_for(config)
     architecture = describe(base).architecture
@@ -129,6 +135,12 @@ def config_text(
     if base is not None and changed == raw:
         return (base / CONFIG).read_text(encoding="utf-8")
     return json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
+
+
+def own_config_text(config: DecoderConfig, *, dtype: str) -> str:
+    """The text of a config.json in our own format."""
+    keys = {"model_type": OWN.model_type, "torch_dtype": dtype, **OWN.keys(config)}
+    return json.dumps(keys, indent=2, ensure_ascii=False) + "\n"
 
 
 def _made_anew(

@@ -1,7 +1,8 @@
 """Which module a config stands for: the one place where a new mixer or feed-forward part goes.
 
 In: the config of a layer's part. Out: its module, not yet initialised. A new kind is a config in
-arch/decoder.py, a file with its module, and a line in MIXERS or FEED_FORWARDS:
+arch/, a file with its module, and a line in MIXERS or FEED_FORWARDS; a user's own is registered by
+parallel/apply.py:register_mixer, or register_feed_forward here:
 
     make_mixer(AttentionConfig(heads=4, kv_heads=2, head_dim=16), 64, norm=Norm(1e-6))   Attention
 
@@ -17,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from longshore.arch.as_json import register_config
 from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Norm, Part
@@ -41,6 +43,7 @@ def register_mixer(config: type, module: type[nn.Module]) -> None:
     """Makes layers of a new kind: its config and its module."""
     if config in MIXERS:
         raise ValueError(f"{config.__name__} has a module already, {MIXERS[config].__name__}")
+    register_config(config)
     MIXERS[config] = module
 
 
@@ -52,6 +55,16 @@ def make_mixer(config: Part, width: int, *, norm: Norm) -> nn.Module:
 def make_feed_forward(config: Part, width: int, *, norm: Norm) -> nn.Module:
     """The feed-forward part of that config behind hidden states of `width`."""
     return _module(FEED_FORWARDS, config, width, norm=norm)
+
+
+def register_feed_forward(config: type, module: type[nn.Module]) -> None:
+    """Makes layers with a new feed-forward part: its config and its module."""
+    if config in FEED_FORWARDS:
+        raise ValueError(
+            f"{config.__name__} has a module already, {FEED_FORWARDS[config].__name__}"
+        )
+    register_config(config)
+    FEED_FORWARDS[config] = module
 
 
 def _module(modules: Mapping[type, Any], config: object, width: int, *, norm: Norm) -> nn.Module:

@@ -19,10 +19,7 @@ import torch
 from torch import Tensor
 
 from longshore.ops.boundaries import to_device
-
-ON_CPU = 32
-"""Rows of a chunk. A CPU does the small products that this gives as fast, and half of the rest."""
-ELSEWHERE = 64
+from longshore.ops.sizes import CHUNK_ROWS, CPU_CHUNK_ROWS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +51,7 @@ class Chunks:
 def chunks_of(offsets: Sequence[int], size: int | None, *, device: torch.device) -> Chunks:
     """The chunks of runs with these offsets, made on the host; size: the device's for None."""
     if size is None:
-        size = ON_CPU if device.type == "cpu" else ELSEWHERE
+        size = CPU_CHUNK_ROWS if device.type == "cpu" else CHUNK_ROWS
     if size < 1:
         raise ValueError(f"a chunk of {size} rows is impossible; take 1 or more")
     starts = np.asarray(offsets[:-1], dtype=np.int64)

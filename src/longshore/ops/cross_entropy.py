@@ -18,15 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-SHARE = 16
-"""Chunks that the tokens are cut into at least."""
-MOST_BYTES = 512 << 20
-"""Logits of a chunk, unless FEWEST_TOKENS already have more.
-
-Each chunk reads and writes the whole gradient of the weight: with a vocabulary of 152k and 64 MiB
-that took three times as long on an H200, and saved nothing beside the gradient's own memory.
-"""
-FEWEST_TOKENS = 16
+from longshore.ops.sizes import logits_chunk
 
 
 def linear_cross_entropy(
@@ -46,19 +38,13 @@ def linear_cross_entropy(
     _check(hidden_TC, weight_VC, labels_T, ignore)
     dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
     if chunk_tokens is None:
-        chunk_tokens = default_chunk(len(hidden_TC), len(weight_VC), dtype)
+        chunk_tokens = logits_chunk(len(hidden_TC), len(weight_VC) * dtype.itemsize)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; give 1 or more, or None")
     made: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden_TC, weight_VC, labels_T, chunk_tokens, ignore
     )
     return made
-
-
-def default_chunk(tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """Tokens of a chunk: 256 of 4096 with a vocabulary of 8192, 882 of 32768 with one of 152k."""
-    fitting = MOST_BYTES // (vocabulary * dtype.itemsize)
-    return max(1, min(tokens // SHARE, max(FEWEST_TOKENS, fitting)))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

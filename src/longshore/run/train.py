@@ -415,8 +415,9 @@ def _save(run: Settled, stepper: Stepper, folder: Path, record: Record) -> None:
 def _about(run: Settled, source: IndexedSource, topology: Topology) -> str:
     """The run in one line."""
     model, ranks = run.config.model, topology.world_size
+    name = model.preset or model.from_hf or model.module
     return (
-        f"{model.preset or model.from_hf}: {parameter_count(run.decoder):,} parameters; "
+        f"{name}: {parameter_count(run.decoder):,} parameters; "
         f"{len(source):,} sequences of {source.lengths.sum():,} tokens, the longest "
         f"{source.lengths.max():,}; {ranks} rank{'s' if ranks > 1 else ''} on "
         f"{topology.device.type}, {run.dtype}"
