@@ -34,9 +34,9 @@ from longshore.config.told import as_keys
 from longshore.config.toml import toml_value
 from longshore.config.unknown_keys import all_keys, answer_key
 from longshore.run.data import prepare_text
-from longshore.run.folder import CONFIG
+from longshore.run.folder import CONFIG, newest_runs
 from longshore.run.ranks import Ranks
-from longshore.run.resume import FRESH, Start, check_output, newest_runs
+from longshore.run.resume import FRESH, Start, check_output
 from longshore.train.stop import Interrupted, RunError, StoppedError, exit_code
 
 MOST_RANKS = 1 << 20
