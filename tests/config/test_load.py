@@ -17,7 +17,7 @@ from longshore.config.unknown_keys import (
     answer_key,
     answer_section,
 )
-from longshore.config.values import Kind
+from longshore.config.values import ValueKind
 
 RECIPE = """\
 [data]
@@ -117,7 +117,7 @@ def test_every_default_is_of_its_kind():
     for name, section in SECTIONS.items():
         for field in fields(section):
             kind = field.metadata["kind"]
-            assert isinstance(kind, Kind)
+            assert isinstance(kind, ValueKind)
             default = getattr(section(), field.name)
             if f"{name}.{field.name}" != "train.lr":  # always filled in
                 assert kind.read(default) == default, field.name

@@ -19,7 +19,7 @@ from typing import Any
 
 from longshore.config.schema import SECTIONS, RunConfig
 from longshore.config.unknown_keys import FOREIGN_VALUES, REFUSED, answer_key, answer_section
-from longshore.config.values import Kind
+from longshore.config.values import ValueKind
 
 Tables = dict[str, dict[str, Any]]
 
@@ -122,11 +122,11 @@ def _value(text: str) -> object:
     return found["value"] if len(found) == 1 else text
 
 
-def _kind(section: str, name: str) -> Kind:
+def _kind(section: str, name: str) -> ValueKind:
     for field in fields(SECTIONS[section]) if section in SECTIONS else ():
         if field.name == name:
             kind = field.metadata["kind"]
-            assert isinstance(kind, Kind)
+            assert isinstance(kind, ValueKind)
             return kind
     raise ValueError(answer_key(f"{section}.{name}"))
 
@@ -144,7 +144,7 @@ def _section(section: str, table: Mapping[str, object]) -> Any:  # noqa: ANN401 
     return SECTIONS[section](**values)
 
 
-def _wrong(key: str, value: object, kind: Kind) -> str:
+def _wrong(key: str, value: object, kind: ValueKind) -> str:
     shown = "true" if value is True else "false" if value is False else repr(value)
     shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 1] + "…"
     ours = FOREIGN_VALUES.get(value) if isinstance(value, str) else None

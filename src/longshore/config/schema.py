@@ -1,6 +1,6 @@
 """The sections of a run's configuration, each key with its default, its kind and what it means.
 
-In: values of the right kinds (read.py sees to that). Out: frozen data. 0 and "" mean "not given".
+In: values of the right kinds (load.py sees to that). Out: frozen data. 0 and "" mean "not given".
 What belongs together is checked in check.py.
 
     RunConfig(data=DataConfig(path="prepared", batch=64), model=ModelConfig(preset="tiny"))
@@ -10,6 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from longshore.choices import (
+    AttentionSharing,
+    CPSizes,
+    DeviceChoice,
+    DisplayChoice,
+    DTypeChoice,
+    LossOn,
+    Recompute,
+    ScanSharing,
+    ScheduleName,
+    ShardChoice,
+    Sync,
+    TooLong,
+)
 from longshore.config.toml import write_toml
 from longshore.config.values import (
     choice,
@@ -18,6 +32,7 @@ from longshore.config.values import (
     key,
     number,
     number_or,
+    one_of,
     shares,
     table,
     text,
@@ -49,13 +64,11 @@ class DataConfig:
     template: str = key(
         "auto", text(), "chat template: auto, own (the tokenizer's), a family's name, or a file"
     )
-    loss_on: Literal["assistant", "all"] = key(
-        "assistant", choice("assistant", "all"), "learn what the assistant says, or every token"
+    loss_on: LossOn = key(
+        "assistant", one_of(LossOn), "learn what the assistant says, or every token"
     )
     max_length: int = key(0, whole(0), "longest sequence in tokens, for text; 0: no limit")
-    too_long: Literal["reject", "truncate"] = key(
-        "reject", choice("reject", "truncate"), "what happens to longer ones"
-    )
+    too_long: TooLong = key("reject", one_of(TooLong), "what happens to longer ones")
     fields: tuple[str, ...] = key(
         (), texts(), 'extra fields, such as "advantage:per_token:float32"'
     )
@@ -90,14 +103,12 @@ class PlanConfig:
     capacity: int | Literal["auto"] = key(
         "auto", whole_or("auto"), "most tokens a rank holds in a round"
     )
-    sync: Literal["round", "step"] = key(
-        "round", choice("round", "step"), "ranks wait for each other every round, or once a step"
-    )
+    sync: Sync = key("round", one_of(Sync), "ranks wait for each other every round, or once a step")
     cp_size: int = key(0, whole(0, 1 << 20), "the one CP size of padded, static and balanced")
     min_cp: int = key(1, whole(1, 1 << 20), "smallest CP size")
     max_cp: int = key(0, whole(0, 1 << 20), "largest CP size; 0: all ranks")
-    cp_sizes: Literal["pow2", "any"] = key(
-        "pow2", choice("pow2", "any"), "legal CP sizes: powers of two, or each up to 64 ranks"
+    cp_sizes: CPSizes = key(
+        "pow2", one_of(CPSizes), "legal CP sizes: powers of two, or each up to 64 ranks"
     )
     max_sequences: int = key(0, whole(0), "most sequences of a rank in a round; 0: no limit")
     align: int = key(1, whole(), "a rank's tokens are padded to a multiple of this")
@@ -130,15 +141,13 @@ class ParallelConfig:
     """How the work is shared out."""
 
     ranks: int = key(0, whole(0, 1 << 20), "processes; 0: one for each GPU, or one")
-    shard: Literal["auto", "zero3", "zero2", "none"] = key(
-        "auto", choice("auto", "zero3", "zero2", "none"), "what of the model is split over ranks"
+    shard: ShardChoice = key("auto", one_of(ShardChoice), "what of the model is split over ranks")
+    attention: AttentionSharing = key(
+        "auto", one_of(AttentionSharing), "how ranks share the attention of a pack"
     )
-    attention: Literal["auto", "gather", "heads"] = key(
-        "auto", choice("auto", "gather", "heads"), "how ranks share the attention of a pack"
-    )
-    scan: Literal["auto", "heads", "states"] = key(
+    scan: ScanSharing = key(
         "auto",
-        choice("auto", "heads", "states"),
+        one_of(ScanSharing),
         "how ranks share Mamba2 and the delta net: heads, or states passed on",
     )
     timeout_min: float = key(
@@ -155,8 +164,8 @@ class TrainConfig:
     lr: float = key(
         0.0, number(0, above=True), "learning rate (default: preset 3e-4, from_hf 2e-5)"
     )
-    schedule: Literal["cosine", "linear", "constant"] = key(
-        "cosine", choice("cosine", "linear", "constant"), "of the learning rate after the warmup"
+    schedule: ScheduleName = key(
+        "cosine", one_of(ScheduleName), "of the learning rate after the warmup"
     )
     warmup: int = key(0, whole(0), "steps in which the learning rate rises")
     min_lr: float = key(0.0, number(0, 1), "share of lr that is left at the end")
@@ -164,13 +173,13 @@ class TrainConfig:
     betas: tuple[float, float] = key((0.9, 0.95), shares(), "of AdamW")
     eps: float = key(1e-8, number(0, above=True), "of AdamW")
     clip: float = key(1.0, number(0), "largest norm of the gradient; 0: never clip")
-    dtype: Literal["auto", "bfloat16", "float32", "float64"] = key(
+    dtype: DTypeChoice = key(
         "auto",
-        choice("auto", "bfloat16", "float32", "float64"),
+        one_of(DTypeChoice),
         "of the arithmetic; auto: bfloat16 on GPUs, float32 on CPUs",
     )
-    recompute: Literal["none", "blocks"] = key(
-        "none", choice("none", "blocks"), "compute the activations of blocks twice, to save memory"
+    recompute: Recompute = key(
+        "none", one_of(Recompute), "compute the activations of blocks twice, to save memory"
     )
     compile: bool = key(False, flag(), "compile the blocks")
     loss: str = key("", function(""), "your own loss, as module:function")
@@ -180,8 +189,8 @@ class TrainConfig:
     eval_every: int = key(0, whole(0), "evaluate on held-out data every so many steps; 0: never")
     mtp_weight: float = key(0.1, number(0), "of the loss of tokens further ahead, all depths")
     seed: int = key(0, whole(0, LARGEST_SEED), "of new weights")
-    device: Literal["auto", "cpu", "cuda"] = key(
-        "auto", choice("auto", "cpu", "cuda"), "to train on; auto: GPUs if there are any"
+    device: DeviceChoice = key(
+        "auto", one_of(DeviceChoice), "to train on; auto: GPUs if there are any"
     )
 
 
@@ -190,9 +199,9 @@ class OutputConfig:
     """What a run leaves behind."""
 
     folder: str = key("", text(), "{n} is the next free number (default: runs/RECIPE-{n})")
-    display: Literal["auto", "live", "plain", "none"] = key(
+    display: DisplayChoice = key(
         "auto",
-        choice("auto", "live", "plain", "none"),
+        one_of(DisplayChoice),
         "of a step's figures; auto: live on a terminal",
     )
     save_every: int = key(

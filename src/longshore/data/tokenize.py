@@ -28,11 +28,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from longshore.choices import LossOn, TooLong, names_of
 from longshore.data.chat_template import DATE, ChatTemplate, Span
 from longshore.data.chats import Chat, chat_from
 from longshore.data.columns import COLUMNS, form_of, from_alpaca
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from tokenizers import Tokenizer as Backend
 
-LossOn = Literal["assistant", "all"]
-TooLong = Literal["reject", "truncate"]
 Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]
 
 
@@ -181,9 +180,9 @@ class Rules:
     ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.loss_on not in ("assistant", "all"):
+        if self.loss_on not in names_of(LossOn):
             raise ValueError(f"loss_on is {self.loss_on!r}; it must be 'assistant' or 'all'")
-        if self.too_long not in ("reject", "truncate"):
+        if self.too_long not in names_of(TooLong):
             raise ValueError(f"too_long is {self.too_long!r}; it must be 'reject' or 'truncate'")
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"max_length is {self.max_length}; below 2 tokens there is no loss")

@@ -12,12 +12,13 @@ once for both; compilation sees the block alone.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from longshore.choices import AttentionSharing, Recompute, ScanSharing, ShardMode
 from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import Topology
 from longshore.model.attention import Attention
@@ -27,13 +28,11 @@ from longshore.model.mamba2 import Mamba2
 from longshore.model.mla import MLA
 from longshore.model.moe import MoE
 from longshore.model.registry import MIXERS
-from longshore.parallel.context.attention import ContextAttention, Kind
+from longshore.parallel.context.attention import ContextAttention
 from longshore.parallel.context.balance import ContextCounts
 from longshore.parallel.context.latent import ContextLatent
-from longshore.parallel.context.scan import ContextScan, ScanKind
-from longshore.parallel.fsdp import Mode, shard
-
-Recompute = Literal["none", "blocks"]
+from longshore.parallel.context.scan import ContextScan
+from longshore.parallel.fsdp import shard
 
 CoreMaker = Callable[[CPGroups, "Choices"], Callable[..., Any]]
 
@@ -51,10 +50,10 @@ CORES: dict[type[nn.Module], CoreMaker] = {
 class Choices:
     """What the user may choose. dtype: of the arithmetic; parameters keep their own."""
 
-    mode: Mode
+    mode: ShardMode
     dtype: torch.dtype
-    attention: Kind = "auto"
-    scan: ScanKind = "auto"
+    attention: AttentionSharing = "auto"
+    scan: ScanSharing = "auto"
     recompute: Recompute = "none"
     compile: bool = False
 

@@ -14,7 +14,6 @@ With 4 lanes a weight of 10 rows is split into 3, 3, 3 and 1 (`shard_rows`).
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from longshore.choices import ShardMode
 from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
 from longshore.model.norm import Float32Parameters
 
-Mode = Literal["zero3", "zero2", "none"]
 Rows = Callable[[str, torch.Size, int, int], Tensor]
 """Rows start … stop of the whole parameter of a name and shape."""
 
@@ -36,7 +35,7 @@ def shard(
     parts: Iterable[nn.Module],
     topology: Topology,
     *,
-    mode: Mode,
+    mode: ShardMode,
     dtype: torch.dtype,
 ) -> None:
     """Wraps each part, then the model, which holds what no part does.
@@ -71,7 +70,7 @@ def _replicas(topology: Topology) -> DeviceMesh:
     return mesh["replicas", "shard"]
 
 
-def begin_round(model: nn.Module, *, mode: Mode, is_last: bool) -> None:
+def begin_round(model: nn.Module, *, mode: ShardMode, is_last: bool) -> None:
     """Says what the round's backward does. is_last: of the plan, the same on all lanes."""
     assert isinstance(model, FSDPModule)
     every_round = mode == "zero3"
