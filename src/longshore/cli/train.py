@@ -220,9 +220,9 @@ def _ranks(asked: int | None, config: RunConfig, place: Ranks | None) -> int:
     return asked or config.parallel.ranks or gpus or 1
 
 
-def answer_option(strange: Seq[str]) -> str:
-    """What to say to options that there are not: keys are written without dashes."""
-    typed = strange[0].split("=")[0]
+def answer_option(unknown: Seq[str]) -> str:
+    """The answer to unknown options: keys are written without dashes."""
+    typed = unknown[0].split("=")[0]
     if near := difflib.get_close_matches(typed, OPTIONS, n=1):
         return f"there is no {typed}; did you mean {near[0]}?"
     word = typed.lstrip("-").replace("-", "_")

@@ -17,8 +17,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from longshore.config.foreign import FOREIGN_VALUES, REFUSED_VALUES
 from longshore.config.schema import SECTIONS, RunConfig
-from longshore.config.unknown_keys import FOREIGN_VALUES, REFUSED, answer_key, answer_section
+from longshore.config.unknown_keys import answer_key, answer_section
 from longshore.config.values import ValueKind
 
 Tables = dict[str, dict[str, Any]]
@@ -148,8 +149,8 @@ def _wrong(key: str, value: object, kind: ValueKind) -> str:
     shown = "true" if value is True else "false" if value is False else repr(value)
     shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 1] + "…"
     ours = FOREIGN_VALUES.get(value) if isinstance(value, str) else None
-    if isinstance(value, str) and (key, value) in REFUSED:
-        return f"{key} is {shown}, {REFUSED[key, value]}"
+    if isinstance(value, str) and (key, value) in REFUSED_VALUES:
+        return f"{key} is {shown}, {REFUSED_VALUES[key, value]}"
     if ours in kind.names:
         return f"{key} is {shown}; use {ours}"
     return f"{key} is {shown}; it must be {kind.wants}"
