@@ -133,7 +133,7 @@ def test_two_ranks_in_a_hostile_folder_without_a_reader(start, tmp_path):
     assert process.returncode == 130, err
     done = len(read_metrics(run / "metrics.jsonl"))
     assert err == (
-        "longshore: nobody reads the output any more; the run goes on without it\n"
+        "longshore: nobody reads the output any more; the run continues without it\n"
         "longshore: stopping after this step; saving (Ctrl-C again quits at once)\n"
         f"longshore: stopped after step {done} of 100000; resume with --resume run\n"
     )

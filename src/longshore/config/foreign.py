@@ -69,7 +69,7 @@ WORDS_BY_ANSWER = {
     "per_gpu_eval_batch_size val_batch_size",
     ": a batch has one size all the time, data.batch": "rampup_batch_size",
     "data.ignore": "remove_unused_columns remove_columns columns_to_remove",
-    "data.prefetch, steps made ahead": "dataloader_num_workers dataloader_prefetch_factor "
+    "data.prefetch, steps prepared ahead": "dataloader_num_workers dataloader_prefetch_factor "
     "num_workers prefetch_factor num_dataset_workers",
     ": the last, short step of an epoch is kept, so that every sequence is trained": "drop_last "
     "dataloader_drop_last",

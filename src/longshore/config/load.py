@@ -1,12 +1,12 @@
 """From a recipe and overrides to a RunConfig: every key known, every value of its kind.
 
-In: the path of a TOML file and words such as `train.lr=3e-4`. Out: a RunConfig with the defaults
-that depend on other keys filled in; check.py says whether it makes sense. Without a recipe, and
-with no word that names other data or another model, it is the demo, which travels with the package.
+In: the path of a TOML file and overrides such as `train.lr=3e-4`. Out: a RunConfig with the
+defaults that depend on other keys filled in; check.py says whether it makes sense. Without a
+recipe, and with no override that names other data or another model, it is the demo of the package.
 
     load_config("chats.toml", ["train.lr=3e-4", "data.path=more.jsonl"])
 
-A value is TOML; what is not is taken as a text without quotes, and so is all that is for a text.
+A value is TOML; what is no TOML is a text without quotes, and so is every value of a text key.
 """
 
 import tomllib
@@ -26,8 +26,8 @@ Tables = dict[str, dict[str, Any]]
 
 DEMO = "demo.toml"
 NOT_THE_DEMO = ("data.path", "model.preset", "model.from_hf")
-# A word for one of these takes the others out of the recipe.
-EITHER = (
+# An override of the first removes the others from the recipe.
+EXCLUSIVE = (
     ("data.path", "data.mock", "data.count"),
     ("data.mock", "data.path"),
     ("data.eval_path", "data.eval_mock", "data.eval_count"),
@@ -51,7 +51,7 @@ def load_config(recipe: str | None, overrides: Seq[str] = ()) -> RunConfig:
         name, tables = Path(recipe).stem, _read(recipe)
     elif not any(key in NOT_THE_DEMO for key, _ in pairs):
         name, tables = "demo", _parse(files("longshore").joinpath(DEMO).read_text("utf-8"), DEMO)
-    for given, *others in EITHER:
+    for given, *others in EXCLUSIVE:
         if any(f"{key}.".startswith(f"{given}.") for key, _ in pairs):
             for section, other in (key.split(".") for key in others):
                 tables.get(section, {}).pop(other, None)
@@ -117,10 +117,10 @@ def _override(tables: Tables, key: str, text: str) -> None:
 
 def _value(text: str) -> object:
     try:
-        found = tomllib.loads(f"value = {text}")
+        parsed = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):
         return text
-    return found["value"] if len(found) == 1 else text
+    return parsed["value"] if len(parsed) == 1 else text
 
 
 def _kind(section: str, name: str) -> ValueKind:

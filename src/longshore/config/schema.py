@@ -77,16 +77,16 @@ class DataConfig:
     max_rejected: float = key(
         MAX_REJECTED, number(0, 1), "a run stops if a larger share of the samples is rejected"
     )
-    cache: str = key("runs/prepared", text(), "the folder for text once it is tokenized")
+    cache: str = key("runs/prepared", text(), "folder for tokenized text")
     batch: int = key(0, whole(0), "sequences in a step, over all ranks")
-    batch_tokens: int = key(0, whole(0), "instead of batch: as many as come up to these tokens")
+    batch_tokens: int = key(0, whole(0), "instead of batch: tokens in a step, over all ranks")
     shuffle: bool = key(True, flag(), "a new order for every epoch")
-    seed: int = key(0, whole(0, LARGEST_SEED), "of the order, and of made-up sequences")
-    prefetch: int = key(2, whole(1, 1024), "steps made ahead")
-    eval_path: str = key("", text(), "held-out data, to evaluate: as path")
+    seed: int = key(0, whole(0, LARGEST_SEED), "seed of the order, and of made-up sequences")
+    prefetch: int = key(2, whole(1, 1024), "steps prepared ahead")
+    eval_path: str = key("", text(), "held-out data to evaluate on, as path")
     eval_mock: Mapping[str, Any] = field(
         default_factory=dict,
-        metadata={"kind": table(), "about": "made-up held-out sequences instead: as mock"},
+        metadata={"kind": table(), "about": "made-up held-out sequences instead, as mock"},
     )
     eval_count: int = key(0, whole(0, MOST_MOCK), "how many of them; 0: all of eval_path")
 
@@ -112,7 +112,9 @@ class PlanConfig:
     )
     max_sequences: int = key(0, whole(0), "most sequences of a rank in a round; 0: no limit")
     align: int = key(1, whole(), "a rank's tokens are padded to a multiple of this")
-    buckets: int = key(0, whole(0, 1024), "pad tokens to so many sizes, for compile; 0: none")
+    buckets: int = key(
+        0, whole(0, 1024), "pad to this many sizes, so that compile sees few; 0: none"
+    )
     cost: str = key("", text(), "a cost profile in JSON (default: an 8B model on H100s)")
 
 
@@ -127,7 +129,7 @@ class ModelConfig:
     aux_weight: float | Literal["auto"] = key(
         "auto",
         number_or("auto", 0),
-        "of the experts' balance loss; auto: the preset's, and with from_hf 0",
+        "weight of the experts' balance loss; auto: the preset's, and with from_hf 0",
     )
     bias_update: float | Literal["auto"] = key(
         "auto",
@@ -140,7 +142,7 @@ class ModelConfig:
 class ParallelConfig:
     """How the work is shared out."""
 
-    ranks: int = key(0, whole(0, 1 << 20), "processes; 0: one for each GPU, or one")
+    ranks: int = key(0, whole(0, 1 << 20), "processes; 0: one for each GPU, or one on a CPU")
     shard: ShardChoice = key("auto", one_of(ShardChoice), "what of the model is split over ranks")
     attention: AttentionSharing = key(
         "auto", one_of(AttentionSharing), "how ranks share the attention of a pack"
@@ -148,7 +150,7 @@ class ParallelConfig:
     scan: ScanSharing = key(
         "auto",
         one_of(ScanSharing),
-        "how ranks share Mamba2 and the delta net: heads, or states passed on",
+        "how ranks share Mamba2 and the delta net: split heads, or pass states on",
     )
     timeout_min: float = key(
         10.0, number(0, above=True), "minutes a rank waits for the others before the run fails"
@@ -165,18 +167,18 @@ class TrainConfig:
         0.0, number(0, above=True), "learning rate (default: preset 3e-4, from_hf 2e-5)"
     )
     schedule: ScheduleName = key(
-        "cosine", one_of(ScheduleName), "of the learning rate after the warmup"
+        "cosine", one_of(ScheduleName), "shape of the learning rate after the warmup"
     )
     warmup: int = key(0, whole(0), "steps in which the learning rate rises")
     min_lr: float = key(0.0, number(0, 1), "share of lr that is left at the end")
-    weight_decay: float = key(0.1, number(0), "of matrices")
-    betas: tuple[float, float] = key((0.9, 0.95), shares(), "of AdamW")
-    eps: float = key(1e-8, number(0, above=True), "of AdamW")
+    weight_decay: float = key(0.1, number(0), "weight decay, of matrices only")
+    betas: tuple[float, float] = key((0.9, 0.95), shares(), "betas of AdamW")
+    eps: float = key(1e-8, number(0, above=True), "epsilon of AdamW")
     clip: float = key(1.0, number(0), "largest norm of the gradient; 0: never clip")
     dtype: DTypeChoice = key(
         "auto",
         one_of(DTypeChoice),
-        "of the arithmetic; auto: bfloat16 on GPUs, float32 on CPUs",
+        "dtype of the arithmetic; auto: bfloat16 on GPUs, float32 on CPUs",
     )
     recompute: Recompute = key(
         "none", one_of(Recompute), "compute the activations of blocks twice, to save memory"
@@ -187,10 +189,10 @@ class TrainConfig:
         "tokens", function("tokens", "sequences"), "what a step's loss is divided by"
     )
     eval_every: int = key(0, whole(0), "evaluate on held-out data every so many steps; 0: never")
-    mtp_weight: float = key(0.1, number(0), "of the loss of tokens further ahead, all depths")
-    seed: int = key(0, whole(0, LARGEST_SEED), "of new weights")
+    mtp_weight: float = key(0.1, number(0), "weight of the multi-token-prediction losses together")
+    seed: int = key(0, whole(0, LARGEST_SEED), "seed of new weights")
     device: DeviceChoice = key(
-        "auto", one_of(DeviceChoice), "to train on; auto: GPUs if there are any"
+        "auto", one_of(DeviceChoice), "device to train on; auto: GPUs if there are any"
     )
 
 
@@ -202,13 +204,13 @@ class OutputConfig:
     display: DisplayChoice = key(
         "auto",
         one_of(DisplayChoice),
-        "of a step's figures; auto: live on a terminal",
+        "how a step's figures are shown; auto: live on a terminal",
     )
     save_every: int = key(
-        500, whole(0), "write a checkpoint every so many steps, and at the end; 0: only there"
+        500, whole(0), "write a checkpoint every so many steps, and at the end; 0: only at the end"
     )
     keep: int = key(
-        2, whole(0, 1 << 20), "how many checkpoints are kept, the newest; 0: none is ever written"
+        2, whole(0, 1 << 20), "how many checkpoints are kept, the newest; 0: write none"
     )
     weights: bool = key(True, flag(), "write the trained weights into the run's folder at the end")
     export: str = key("", text(), "a folder for a Hugging Face checkpoint at the end")
