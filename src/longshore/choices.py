@@ -17,8 +17,8 @@ CPSizes = Literal["pow2", "any"]
 
 ShardMode = Literal["zero3", "zero2", "none"]
 ShardChoice = Literal["auto", ShardMode]
-AttentionSharing = Literal["auto", "gather", "heads"]
-ScanSharing = Literal["auto", "heads", "states"]
+AttentionKind = Literal["auto", "gather", "heads"]
+ScanKind = Literal["auto", "heads", "states"]
 
 ScheduleName = Literal["cosine", "linear", "constant"]
 DTypeChoice = Literal["auto", "bfloat16", "float32", "float64"]

@@ -11,7 +11,7 @@ from longshore.config.foreign import FOREIGN_KEYS, FOREIGN_SECTIONS, FOREIGN_VAL
 from longshore.config.schema import SECTIONS, DataConfig, ModelConfig, TrainConfig
 from longshore.config.toml import toml_value
 from longshore.config.unknown_keys import all_keys, answer_key, answer_section
-from longshore.config.values import ValueKind
+from longshore.config.values import Kind
 
 RECIPE = """\
 [data]
@@ -111,7 +111,7 @@ def test_every_default_is_of_its_kind():
     for name, section in SECTIONS.items():
         for field in fields(section):
             kind = field.metadata["kind"]
-            assert isinstance(kind, ValueKind)
+            assert isinstance(kind, Kind)
             default = getattr(section(), field.name)
             if f"{name}.{field.name}" != "train.lr":  # always filled in
                 assert kind.read(default) == default, field.name

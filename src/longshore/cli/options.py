@@ -72,7 +72,7 @@ def one_of(names: Seq[str]) -> Callable[[str], str]:
 
 
 def answer(unknown: Seq[str], *, options: Seq[str]) -> str:
-    """The answer to unknown words, to the first option among them."""
+    """The answer to unknown words: to the first option among them, if there is one."""
     word = next((word for word in unknown if word.startswith("-")), unknown[0])
     if not word.startswith("-"):
         return f"{word!r} is one word too many; see --help"

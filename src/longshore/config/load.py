@@ -20,14 +20,14 @@ from typing import Any
 from longshore.config.foreign import FOREIGN_VALUES, REFUSED_VALUES
 from longshore.config.schema import SECTIONS, RunConfig
 from longshore.config.unknown_keys import answer_key, answer_section
-from longshore.config.values import ValueKind
+from longshore.config.values import Kind
 
 Tables = dict[str, dict[str, Any]]
 
 DEMO = "demo.toml"
 NOT_THE_DEMO = ("data.path", "model.preset", "model.from_hf")
-# An override of the first removes the others from the recipe.
-EXCLUSIVE = (
+# A word for one of these takes the others out of the recipe.
+EITHER = (
     ("data.path", "data.mock", "data.count"),
     ("data.mock", "data.path"),
     ("data.eval_path", "data.eval_mock", "data.eval_count"),
@@ -51,7 +51,7 @@ def load_config(recipe: str | None, overrides: Seq[str] = ()) -> RunConfig:
         name, tables = Path(recipe).stem, _read(recipe)
     elif not any(key in NOT_THE_DEMO for key, _ in pairs):
         name, tables = "demo", _parse(files("longshore").joinpath(DEMO).read_text("utf-8"), DEMO)
-    for given, *others in EXCLUSIVE:
+    for given, *others in EITHER:
         if any(f"{key}.".startswith(f"{given}.") for key, _ in pairs):
             for section, other in (key.split(".") for key in others):
                 tables.get(section, {}).pop(other, None)
@@ -123,11 +123,11 @@ def _value(text: str) -> object:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-def _kind(section: str, name: str) -> ValueKind:
+def _kind(section: str, name: str) -> Kind:
     for field in fields(SECTIONS[section]) if section in SECTIONS else ():
         if field.name == name:
             kind = field.metadata["kind"]
-            assert isinstance(kind, ValueKind)
+            assert isinstance(kind, Kind)
             return kind
     raise ValueError(answer_key(f"{section}.{name}"))
 
@@ -145,7 +145,7 @@ def _section(section: str, table: Mapping[str, object]) -> Any:  # noqa: ANN401 
     return SECTIONS[section](**values)
 
 
-def _wrong(key: str, value: object, kind: ValueKind) -> str:
+def _wrong(key: str, value: object, kind: Kind) -> str:
     shown = "true" if value is True else "false" if value is False else repr(value)
     shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 1] + "…"
     ours = FOREIGN_VALUES.get(value) if isinstance(value, str) else None

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from longshore.choices import (
-    AttentionSharing,
+    AttentionKind,
     CPSizes,
     DeviceChoice,
     DisplayChoice,
     DTypeChoice,
     LossOn,
     Recompute,
-    ScanSharing,
+    ScanKind,
     ScheduleName,
     ShardChoice,
     Sync,
@@ -129,7 +129,7 @@ class ModelConfig:
     aux_weight: float | Literal["auto"] = key(
         "auto",
         number_or("auto", 0),
-        "weight of the experts' balance loss; auto: the preset's, and with from_hf 0",
+        "of the experts' balance loss; auto: the preset's, and with from_hf 0",
     )
     bias_update: float | Literal["auto"] = key(
         "auto",
@@ -144,12 +144,12 @@ class ParallelConfig:
 
     ranks: int = key(0, whole(0, 1 << 20), "processes; 0: one for each GPU, or one on a CPU")
     shard: ShardChoice = key("auto", one_of(ShardChoice), "what of the model is split over ranks")
-    attention: AttentionSharing = key(
-        "auto", one_of(AttentionSharing), "how ranks share the attention of a pack"
+    attention: AttentionKind = key(
+        "auto", one_of(AttentionKind), "how ranks share the attention of a pack"
     )
-    scan: ScanSharing = key(
+    scan: ScanKind = key(
         "auto",
-        one_of(ScanSharing),
+        one_of(ScanKind),
         "how ranks share Mamba2 and the delta net: split heads, or pass states on",
     )
     timeout_min: float = key(

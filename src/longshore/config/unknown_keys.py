@@ -18,7 +18,7 @@ def all_keys() -> list[str]:
 
 
 def answer_key(typed: str) -> str:
-    """The answer to an unknown section.key."""
+    """What to say to section.key where there is no such key."""
     word = typed.rpartition(".")[2].lower().replace("-", "_")
     known = all_keys()
     is_ours = any(key.endswith(f".{word}") for key in known)

@@ -18,7 +18,7 @@ FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 @dataclass(frozen=True, slots=True)
-class ValueKind:
+class Kind:
     """wants: the values it takes, in words. read: the value, or None. names: all, if it names."""
 
     wants: str
@@ -27,22 +27,22 @@ class ValueKind:
     is_text: bool = False
 
 
-def key(default: object, kind: ValueKind, about: str) -> Any:  # noqa: ANN401 - the type of the default
+def key(default: object, kind: Kind, about: str) -> Any:  # noqa: ANN401 - the type of the default
     """A field of a section: its default, its kind and what it means; names it takes are listed."""
     listed = f"{about} ({kind.wants})" if kind.names else about
     return field(default=default, metadata={"kind": kind, "about": listed})
 
 
-def whole(least: int = 1, most: int = LARGEST) -> ValueKind:
+def whole(least: int = 1, most: int = LARGEST) -> Kind:
     def read(value: object) -> int | None:
         fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
         return value if fits and isinstance(value, int) else None
 
     limits = f", {least} or more" if most == LARGEST else f" from {least} to {most}"
-    return ValueKind(f"a whole number{limits}", read)
+    return Kind(f"a whole number{limits}", read)
 
 
-def number(least: float, most: float = math.inf, *, above: bool = False) -> ValueKind:
+def number(least: float, most: float = math.inf, *, above: bool = False) -> Kind:
     """A finite number from `least` to `most`, or only above `least`."""
 
     def read(value: object) -> float | None:
@@ -52,29 +52,27 @@ def number(least: float, most: float = math.inf, *, above: bool = False) -> Valu
         return float(value) if fits else None
 
     low = f"above {least:g}" if above else f"of at least {least:g}"
-    return ValueKind(f"a number {low}" + (f", at most {most:g}" if most < math.inf else ""), read)
+    return Kind(f"a number {low}" + (f", at most {most:g}" if most < math.inf else ""), read)
 
 
-def flag() -> ValueKind:
-    return ValueKind("true or false", lambda value: value if isinstance(value, bool) else None)
+def flag() -> Kind:
+    return Kind("true or false", lambda value: value if isinstance(value, bool) else None)
 
 
-def text() -> ValueKind:
-    return ValueKind(
-        "a text", lambda value: value if isinstance(value, str) else None, is_text=True
-    )
+def text() -> Kind:
+    return Kind("a text", lambda value: value if isinstance(value, str) else None, is_text=True)
 
 
-def choice(*names: str) -> ValueKind:
-    return ValueKind(_listed(names), lambda value: value if value in names else None, names, True)
+def choice(*names: str) -> Kind:
+    return Kind(_listed(names), lambda value: value if value in names else None, names, True)
 
 
-def one_of(literal: Any) -> ValueKind:  # noqa: ANN401 - Literal types have no type
+def one_of(literal: Any) -> Kind:  # noqa: ANN401 - Literal types have no type
     """One of a Literal's names; choices.py lists them."""
     return choice(*names_of(literal))
 
 
-def function(*names: str) -> ValueKind:
+def function(*names: str) -> Kind:
     """A name, or a function of the user's as module:function."""
 
     def read(value: object) -> str | None:
@@ -82,24 +80,24 @@ def function(*names: str) -> ValueKind:
         return value if given and isinstance(value, str) else None
 
     shown = [name for name in names if name]
-    return ValueKind(_listed([*shown, "module:function"]), read, tuple(shown), True)
+    return Kind(_listed([*shown, "module:function"]), read, tuple(shown), True)
 
 
-def whole_or(name: str) -> ValueKind:
+def whole_or(name: str) -> Kind:
     def read(value: object) -> object:
         return name if value == name else whole().read(value)
 
-    return ValueKind(f"{whole().wants}, or {name!r}", read)
+    return Kind(f"{whole().wants}, or {name!r}", read)
 
 
-def number_or(name: str, least: float) -> ValueKind:
+def number_or(name: str, least: float) -> Kind:
     def read(value: object) -> object:
         return name if value == name else number(least).read(value)
 
-    return ValueKind(f"{number(least).wants}, or {name!r}", read)
+    return Kind(f"{number(least).wants}, or {name!r}", read)
 
 
-def texts() -> ValueKind:
+def texts() -> Kind:
     """Texts as a list; a,b is a list of two, and a bare word a list of one."""
 
     def read(value: object) -> tuple[str, ...] | None:
@@ -108,7 +106,7 @@ def texts() -> ValueKind:
             return None
         return tuple(items) if all(items) else None
 
-    return ValueKind('a list of texts, such as ["a", "b"] or a,b', read)
+    return Kind('a list of texts, such as ["a", "b"] or a,b', read)
 
 
 def split_list(text: str) -> list[str]:
@@ -120,7 +118,7 @@ def split_list(text: str) -> list[str]:
     return [item[1:-1] if re.fullmatch(r"""(["']).*\1""", item) else item for item in items]
 
 
-def shares() -> ValueKind:
+def shares() -> Kind:
     """Two numbers of at least 0 and below 1."""
 
     def read(value: object) -> tuple[float, float] | None:
@@ -129,11 +127,11 @@ def shares() -> ValueKind:
         first, second = (number(0, 1).read(item) for item in value)
         return (first, second) if None not in (first, second) and max(first, second) < 1 else None
 
-    return ValueKind("two numbers of at least 0 and below 1, such as [0.9, 0.95]", read)
+    return Kind("two numbers of at least 0 and below 1, such as [0.9, 0.95]", read)
 
 
-def table() -> ValueKind:
-    return ValueKind("a table", lambda value: dict(value) if isinstance(value, dict) else None)
+def table() -> Kind:
+    return Kind("a table", lambda value: dict(value) if isinstance(value, dict) else None)
 
 
 def _listed(names: tuple[str, ...] | list[str]) -> str:

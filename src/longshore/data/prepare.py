@@ -32,7 +32,6 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from longshore.choices import LossOn, TooLong
 from longshore.data.chat_template import DATE
 from longshore.data.families import OWN, is_file_choice, templates_digest
 from longshore.data.fields import Field, parse_field
@@ -62,7 +61,7 @@ from longshore.data.store import (
     write_durably,
     write_shard,
 )
-from longshore.data.tokenize import Rules, SampleTokenizer
+from longshore.data.tokenize import LossOn, Rules, SampleTokenizer, TooLong
 from longshore.data.worker_pool import run_tasks
 
 Report = Callable[[int, int], None]

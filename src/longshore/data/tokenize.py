@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.choices import LossOn, TooLong, names_of
+from longshore import choices
 from longshore.data.chat_template import DATE, ChatTemplate, Span
 from longshore.data.chats import Chat, chat_from
 from longshore.data.columns import COLUMNS, form_of, from_alpaca
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from tokenizers import Tokenizer as Backend
 
+LossOn = choices.LossOn
+TooLong = choices.TooLong
 Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]
 
 
@@ -180,9 +182,9 @@ class Rules:
     ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.loss_on not in names_of(LossOn):
+        if self.loss_on not in ("assistant", "all"):
             raise ValueError(f"loss_on is {self.loss_on!r}; it must be 'assistant' or 'all'")
-        if self.too_long not in names_of(TooLong):
+        if self.too_long not in ("reject", "truncate"):
             raise ValueError(f"too_long is {self.too_long!r}; it must be 'reject' or 'truncate'")
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"max_length is {self.max_length}; below 2 tokens there is no loss")

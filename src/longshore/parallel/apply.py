@@ -12,13 +12,12 @@ once for both; compilation sees the block alone.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from longshore.choices import AttentionSharing, Recompute, ScanSharing, ShardMode
 from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import Topology
 from longshore.model.attention import Attention
@@ -28,11 +27,13 @@ from longshore.model.mamba2 import Mamba2
 from longshore.model.mla import MLA
 from longshore.model.moe import MoE
 from longshore.model.registry import MIXERS
-from longshore.parallel.context.attention import ContextAttention
+from longshore.parallel.context.attention import ContextAttention, Kind
 from longshore.parallel.context.balance import ContextCounts
 from longshore.parallel.context.latent import ContextLatent
-from longshore.parallel.context.scan import ContextScan
-from longshore.parallel.fsdp import shard
+from longshore.parallel.context.scan import ContextScan, ScanKind
+from longshore.parallel.fsdp import Mode, shard
+
+Recompute = Literal["none", "blocks"]
 
 CoreMaker = Callable[[CPGroups, "Choices"], Callable[..., Any]]
 
@@ -50,10 +51,10 @@ CORES: dict[type[nn.Module], CoreMaker] = {
 class Choices:
     """What the user may choose. dtype: of the arithmetic; parameters keep their own."""
 
-    mode: ShardMode
+    mode: Mode
     dtype: torch.dtype
-    attention: AttentionSharing = "auto"
-    scan: ScanSharing = "auto"
+    attention: Kind = "auto"
+    scan: ScanKind = "auto"
     recompute: Recompute = "none"
     compile: bool = False
 

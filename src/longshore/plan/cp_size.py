@@ -5,8 +5,6 @@ group of 4 may start at lane 0 only, one of 2 at lanes 0, 2 and 4. A sequence of
 at CP size 1 and is padded to 12 (a multiple of 2·2) at CP size 2, 6 tokens for each lane.
 """
 
-from longshore.choices import CPSizes, names_of
-
 ANY_SIZE_LANES = 64
 
 
@@ -23,7 +21,7 @@ def legal_cp_sizes(
     heads: of these a rank's heads are shared out over a CP group, so a size must divide them.
     """
     highest = lanes if max_cp is None else max_cp
-    if kind not in names_of(CPSizes):
+    if kind not in ("pow2", "any"):
         raise ValueError(f"cp_sizes is {kind!r}; it may be 'pow2' or 'any'")
     if kind == "any" and lanes > ANY_SIZE_LANES:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Job: what one rank is to do, decided once when the run starts and passed to all that builds.
+"""A training job: what one rank is to do, decided once when the run starts, passed to all builders.
 
-In: a checked configuration and this rank's topology. Out: a Job: the configuration with nothing
-"auto", the opened sequences, the number of steps. All ranks make it together; 1000 sequences with
-data.batch 64 and train.epochs 2 are a Job of 32 steps on every rank.
+In: a checked configuration and this rank's topology. Out: a TrainingJob: the configuration, what is
+"auto" in it decided, the opened sequences, the number of steps. All ranks make it together; 1000
+sequences with data.batch 64 and train.epochs 2 are a job of 32 steps on every rank.
 """
 
 import sys
@@ -33,7 +33,7 @@ from longshore.train.stop import Stop
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Job:
+class TrainingJob:
     """One rank's share of a run; the same on all ranks but for topology, stop and tell."""
 
     resolved: Resolved
@@ -67,7 +67,7 @@ class Job:
         return self.stop.status
 
 
-def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: int) -> Job:
+def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: int) -> TrainingJob:
     """Opens the data and decides what is "auto". local_size: ranks of this machine."""
     tell = teller(config.output.display, stream=sys.stdout, is_first=topology.rank == 0)
     tell("reading the data…")
@@ -89,7 +89,7 @@ def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: i
     ):
         tell(line)
     steps = count_steps(config, source.lengths)
-    return Job(resolved, source, steps, topology, stop, tell)
+    return TrainingJob(resolved, source, steps, topology, stop, tell)
 
 
 def _open_source(config: RunConfig, decoder: DecoderConfig, topology: Topology) -> IndexedSource:

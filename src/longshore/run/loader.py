@@ -1,6 +1,6 @@
 """The steps of a run: which sequences each takes, how they are planned, and who makes them ahead.
 
-In: a Job. Out: the Loader that training reads from, or the Evaluator of its held-out data. With
+In: a job. Out: the Loader that training reads from, or the Evaluator of its held-out data. With
 data.batch 64 on 4 lanes, a step is one plan of 64 sequences and this lane's micro-batches of it.
 """
 
@@ -15,12 +15,12 @@ from longshore.distributed.collectives import agreed
 from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
 from longshore.run.data import batch_size, held_out, open_sequences
-from longshore.run.job import Job
+from longshore.run.job import TrainingJob
 from longshore.train.evaluate import Evaluator, HeldOut, Tell
 from longshore.train.step import Stepper
 
 
-def make_planner(job: Job) -> Planner:
+def make_planner(job: TrainingJob) -> Planner:
     """make_plan with all of its options given; only the sequences of a step are missing."""
     options = planner_options(
         job.config,
@@ -31,13 +31,13 @@ def make_planner(job: Job) -> Planner:
     return partial(make_plan, **options)
 
 
-def make_loader(job: Job) -> Loader:
+def make_loader(job: TrainingJob) -> Loader:
     data = job.config.data
     steps = _make_steps(job, job.config, source=job.source, shuffle=data.shuffle)
     return Loader(steps, prefetch=data.prefetch, pin=job.topology.device.type == "cuda")
 
 
-def make_evaluator(job: Job, stepper: Stepper, *, tell: Tell) -> Evaluator | None:
+def make_evaluator(job: TrainingJob, stepper: Stepper, *, tell: Tell) -> Evaluator | None:
     """What evaluates the run's held-out data, if it has any."""
     config = held_out(job.config)
     if config is None:
@@ -56,7 +56,7 @@ def make_evaluator(job: Job, stepper: Stepper, *, tell: Tell) -> Evaluator | Non
 
 
 def _make_steps(
-    job: Job, config: RunConfig, *, source: IndexedSource, shuffle: bool
+    job: TrainingJob, config: RunConfig, *, source: IndexedSource, shuffle: bool
 ) -> IndexedSteps:
     """config: the job's, or that of its held-out data."""
     plan = config.plan

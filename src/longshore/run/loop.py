@@ -1,6 +1,6 @@
 """The steps of a job, trained one after another, and what happens between them.
 
-In: a Job, its Parts, and what saves, evaluates and records. Out: a report of each step. Saving,
+In: a job, its Parts, and what saves, evaluates and records. Out: a report of each step. Saving,
 evaluating and stopping are hooks of the loop in train/loop.py: with output.save_every 500 and
 train.eval_every 100 a checkpoint is begun after step 500, and then the held-out data are evaluated.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from longshore.arch.flops import step_flops
-from longshore.run.job import Job
+from longshore.run.job import TrainingJob
 from longshore.run.parts import Parts
 from longshore.train.checkpoint import Saver
 from longshore.train.device import peak_flops
@@ -23,7 +23,7 @@ from longshore.train.record import Record
 
 
 def train_steps(
-    job: Job, parts: Parts, *, saver: Saver, evaluator: Evaluator | None, record: Record
+    job: TrainingJob, parts: Parts, *, saver: Saver, evaluator: Evaluator | None, record: Record
 ) -> Iterator[Report]:
     """Trains one step for each report that is asked for, from where the saver stands."""
     device = job.topology.device
@@ -43,7 +43,7 @@ def train_steps(
     )
 
 
-def _schedule(job: Job) -> Schedule:
+def _schedule(job: TrainingJob) -> Schedule:
     train = job.config.train
     return Schedule(
         kind=train.schedule,
@@ -55,7 +55,7 @@ def _schedule(job: Job) -> Schedule:
 
 
 def _hooks(
-    job: Job, parts: Parts, *, saver: Saver, evaluator: Evaluator | None, record: Record
+    job: TrainingJob, parts: Parts, *, saver: Saver, evaluator: Evaluator | None, record: Record
 ) -> Hooks:
     between = _BetweenSteps(job, saver, evaluator)
     checkpoints = parts.checkpoints
@@ -73,7 +73,7 @@ def _hooks(
 class _BetweenSteps:
     """Saves, then evaluates, and says where this rank stands."""
 
-    job: Job
+    job: TrainingJob
     saver: Saver
     evaluator: Evaluator | None
 
@@ -90,7 +90,7 @@ class _BetweenSteps:
         return self.evaluator is not None and self.evaluator.is_due(step, is_last=is_last)
 
 
-def _show_phase(job: Job, record: Record, name: str) -> None:
+def _show_phase(job: TrainingJob, record: Record, name: str) -> None:
     compiles = job.config.train.compile or job.topology.device.type == "cuda"
     is_slow = compiles and name == "first step"
     record.phase(f"{name} (compiling)…" if is_slow else f"{name}…")

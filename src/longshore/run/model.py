@@ -1,6 +1,6 @@
 """The model of a run on this rank: built, made parallel, filled with weights, with its optimizer.
 
-In: a Job. Out: a Stepper, which trains one step at a time. The decoder is built without memory,
+In: a job. Out: a Stepper, which trains one step at a time. The decoder is built without memory,
 `parallelize` splits it, and only then each rank makes or reads the rows it holds: with zero3 on 4
 ranks, 139,584 parameters become 34,896 on each.
 """
@@ -16,20 +16,20 @@ from longshore.model.init import initial_rows
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import fill
 from longshore.plan.types import Sequence
-from longshore.run.job import Job
+from longshore.run.job import TrainingJob
 from longshore.run.loader import make_planner
 from longshore.train.loss import make_loss
 from longshore.train.optim import make_optimizer
 from longshore.train.step import Stepper
 
 
-def make_cp_groups(job: Job) -> CPGroups:
+def make_cp_groups(job: TrainingJob) -> CPGroups:
     """The process groups of all CP sizes that the run's plans may use."""
     smallest_plan = make_planner(job)([Sequence(0, 1, 1)])
     return CPGroups(job.topology, smallest_plan.setting.cp_sizes)
 
 
-def make_stepper(job: Job, groups: CPGroups) -> Stepper:
+def make_stepper(job: TrainingJob, groups: CPGroups) -> Stepper:
     """The model with its first weights, its optimizer and its loss."""
     train, model = job.config.train, _make_model(job, groups)
     return Stepper(
@@ -46,7 +46,7 @@ def make_stepper(job: Job, groups: CPGroups) -> Stepper:
     )
 
 
-def _make_model(job: Job, groups: CPGroups) -> Decoder:
+def _make_model(job: TrainingJob, groups: CPGroups) -> Decoder:
     """The decoder with its first weights; each rank makes or reads only the rows it holds."""
     with torch.device("meta"):
         model = Decoder(job.decoder).to(torch.promote_types(job.dtype, torch.float32))
@@ -55,7 +55,7 @@ def _make_model(job: Job, groups: CPGroups) -> Decoder:
     return model
 
 
-def _choices(job: Job) -> Choices:
+def _choices(job: TrainingJob) -> Choices:
     parallel, train = job.config.parallel, job.config.train
     return Choices(
         mode=job.resolved.shard,
@@ -67,7 +67,7 @@ def _choices(job: Job) -> Choices:
     )
 
 
-def _fill(model: Decoder, job: Job) -> None:
+def _fill(model: Decoder, job: TrainingJob) -> None:
     """Weights of a checkpoint, or new ones from the seed."""
     config, device = job.config, job.topology.device
     if config.model.from_hf:

@@ -1,6 +1,6 @@
 """Parts: what a run is put together from on one rank, built in one order and closed in one.
 
-In: a Job and the run's folder. Out: Parts, with weights but without what a checkpoint holds.
+In: a job and the run's folder. Out: Parts, with weights but without what a checkpoint holds.
 Building makes process groups, so all ranks build together: on 4 lanes with CP sizes 1, 2 and 4 the
 CP groups come first, then those of the loader's thread, then those of the checkpoints' thread.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from longshore.data.loader import Loader
 from longshore.distributed.cp_groups import CPGroups
-from longshore.run.job import Job
+from longshore.run.job import TrainingJob
 from longshore.run.loader import make_loader
 from longshore.run.model import make_cp_groups, make_stepper
 from longshore.train.checkpoint import Checkpoints
@@ -33,7 +33,7 @@ class Parts:
         self.groups.close()
 
 
-def build_parts(job: Job, folder: Path) -> Parts:
+def build_parts(job: TrainingJob, folder: Path) -> Parts:
     """All ranks call it together. folder: of the run, for its checkpoints."""
     job.status.at("building the model")
     groups = make_cp_groups(job)

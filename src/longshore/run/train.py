@@ -20,7 +20,7 @@ import signal
 from itertools import chain, islice
 
 from longshore.config.schema import RunConfig
-from longshore.run.job import Job, make_job
+from longshore.run.job import TrainingJob, make_job
 from longshore.run.loader import make_evaluator
 from longshore.run.loop import train_steps
 from longshore.run.parts import Parts, build_parts
@@ -50,7 +50,7 @@ def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
         raise StoppedError(text, stop.number or signal.SIGTERM)
 
 
-def _run_job(job: Job, run: OpenRun) -> int:
+def _run_job(job: TrainingJob, run: OpenRun) -> int:
     """Builds the parts, trains, and closes them; returns the steps done."""
     parts = build_parts(job, run.folder)
     if run.is_resumed:
@@ -63,7 +63,7 @@ def _run_job(job: Job, run: OpenRun) -> int:
 
 
 def _train_and_save(
-    job: Job, parts: Parts, run: OpenRun, *, start: Progress, notes: list[str]
+    job: TrainingJob, parts: Parts, run: OpenRun, *, start: Progress, notes: list[str]
 ) -> int:
     """From where the run stands to its last step, or to a signal; returns the steps done."""
     output = job.config.output
@@ -87,7 +87,7 @@ def _train_and_save(
 
 
 def _train_and_record(
-    job: Job, parts: Parts, run: OpenRun, *, saver: Saver, record: Record, notes: list[str]
+    job: TrainingJob, parts: Parts, run: OpenRun, *, saver: Saver, record: Record, notes: list[str]
 ) -> None:
     """Trains and records each step; the first must work before the run's settings change."""
     after = saver.progress.step

@@ -1,6 +1,6 @@
 """The trained weights, written once a run is at its end.
 
-In: a Job, its model and the run's folder. Out: RUN/weights, and output.export as a Hugging Face
+In: a job, its model and the run's folder. Out: RUN/weights, and output.export as a Hugging Face
 folder. All ranks come here together: rank 0 writes one whole tensor at a time, and the others bring
 their rows of it, so no rank ever holds the whole model.
 """
@@ -15,11 +15,13 @@ from longshore.hf.checkpoint import write_checkpoint
 from longshore.hf.weights import save_weights
 from longshore.model.decoder import Decoder
 from longshore.parallel.fsdp import whole_parameters
-from longshore.run.job import Job
+from longshore.run.job import TrainingJob
 from longshore.train.disk import writing
 
 
-def write_weights(job: Job, model: Decoder, *, folder: Path, note: Callable[[str], None]) -> None:
+def write_weights(
+    job: TrainingJob, model: Decoder, *, folder: Path, note: Callable[[str], None]
+) -> None:
     """Writes what output.weights and output.export ask for; note: shows what was written."""
     output = job.config.output
     if job.topology.rank:
@@ -37,7 +39,7 @@ def write_weights(job: Job, model: Decoder, *, folder: Path, note: Callable[[str
         note(f"wrote {output.export}, a Hugging Face folder")
 
 
-def _write_weights(job: Job, model: Decoder, folder: Path) -> None:
+def _write_weights(job: TrainingJob, model: Decoder, folder: Path) -> None:
     """RUN/weights: in the dtype of training."""
     with writing(folder / "weights", then=f"write it again with --resume {folder}"):
         check_room(folder, _size(model))
@@ -50,7 +52,7 @@ def _write_weights(job: Job, model: Decoder, folder: Path) -> None:
         )
 
 
-def _export(job: Job, model: Decoder, folder: Path) -> None:
+def _export(job: TrainingJob, model: Decoder, folder: Path) -> None:
     """A Hugging Face folder; in bfloat16 where the arithmetic was."""
     export = job.config.output.export
     low = torch.bfloat16 if job.dtype == torch.bfloat16 else None

@@ -8,6 +8,7 @@ In: a model whose parameters may be split over the lanes. Out: updated parameter
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
-from longshore.choices import ScheduleName
 from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Topology
 from longshore.model.norm import Float32Parameters
 from longshore.parallel.fsdp import is_split
+
+ScheduleName = Literal["cosine", "linear", "constant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,11 +25,10 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from longshore.batch import MicroBatch
-from longshore.choices import ShardMode
 from longshore.distributed.topology import Topology
 from longshore.model.decoder import Decoder
 from longshore.model.output import Output
-from longshore.parallel.fsdp import begin_round
+from longshore.parallel.fsdp import Mode, begin_round
 from longshore.train.device import Moment
 from longshore.train.expert_bias import RoutingCounts, update_bias
 from longshore.train.heartbeat import RankStatus
@@ -78,7 +77,7 @@ class Stepper:
     model: Decoder
     optimizer: AdamW
     topology: Topology
-    mode: ShardMode
+    mode: Mode
     loss: Loss
     clip: float
     mtp_weight: float = 0.0

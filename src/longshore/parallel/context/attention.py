@@ -19,7 +19,7 @@ T tokens of the lane; N = c·T of the pack; H query heads, K KV heads; D, V widt
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,11 +27,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from longshore.batch import PackContext, SeqContext
-from longshore.choices import AttentionSharing
 from longshore.distributed.cp_groups import CPGroups
 from longshore.ops.attention import attention, attention_backward, attention_forward
 from longshore.parallel.context.heads import from_heads, to_heads
 from longshore.parallel.context.seen import fetch_seen, return_seen
+
+Kind = Literal["auto", "gather", "heads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ Way = Callable[[Tensor, Tensor, Tensor, Shared], Tensor]
 class ContextAttention:
     """The core of attention for packs of any CP size."""
 
-    def __init__(self, groups: CPGroups, kind: AttentionSharing = "auto") -> None:
+    def __init__(self, groups: CPGroups, kind: Kind = "auto") -> None:
         self.groups = groups
         self.kind = kind
 

@@ -18,25 +18,26 @@ T tokens of the lane; N = c·T of the pack at CP size c; H heads.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longshore.batch import PackContext, SeqContext
-from longshore.choices import ScanSharing
 from longshore.distributed.cp_groups import CPGroups
 from longshore.model.scan import Scan, ScanInputs, split_heads
 from longshore.parallel.context.heads import from_heads, to_heads
 from longshore.parallel.context.states import by_states
 
+ScanKind = Literal["auto", "heads", "states"]
 Way = Callable[[ScanInputs, Scan, PackContext, ProcessGroup], Tensor]
 
 
 class ContextScan:
     """The core of a scan for packs of any CP size."""
 
-    def __init__(self, groups: CPGroups, kind: ScanSharing = "auto") -> None:
+    def __init__(self, groups: CPGroups, kind: ScanKind = "auto") -> None:
         self.groups = groups
         self.kind = kind
 
