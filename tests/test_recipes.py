@@ -13,7 +13,7 @@ from longshore.arch.presets import PRESETS
 from longshore.cli.main import main
 from longshore.config.check import check_config, decoder_config
 from longshore.config.load import load_config
-from longshore.run.auto import settle
+from longshore.run.auto import resolve
 
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))
@@ -51,11 +51,11 @@ def test_fits_the_machine_it_names(recipe, tmp_path, monkeypatch):
     decoder = decoder_config(config.model)
     dtype = "float32" if config.train.device == "cpu" else "bfloat16"
     # It refuses what does not fit: the model, or the longest sequence on all ranks.
-    settled = settle(
+    resolved = resolve(
         config, decoder, lanes=ranks, dtype=dtype, memory=memory << 30, longest=longest
     )
     if config.data.batch_tokens:
-        assert config.data.batch_tokens >= ranks * settled.capacity, "less than a round"
+        assert config.data.batch_tokens >= ranks * resolved.capacity, "less than a round"
     assert recipe.stem.startswith(config.model.preset)
     assert config.parallel.ranks == (ranks if dtype == "float32" else 0)
     assert set(START.findall(recipe.read_text())) == {recipe.name}, "how to start it"
@@ -73,7 +73,7 @@ def test_refuses_a_machine_that_is_too_small(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = loaded(FOLDER / "qwen3-8b-8gpus.toml", 131072)
     with pytest.raises(ValueError, match="fit"):
-        settle(
+        resolve(
             config,
             decoder_config(config.model),
             lanes=2,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from longshore.cli.foreign import FOREIGN_OPTIONS
 from longshore.cli.main import main
-from longshore.cli.options import FOREIGN
 from longshore.cli.plan import CHOICES, COUNTS
 from longshore.plan.lengths_file import Lengths
 from longshore.plan.policies import POLICIES
@@ -353,14 +353,14 @@ def test_a_name_with_a_line_break_stays_one_line(run):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", [name for name in FOREIGN if name.startswith("--")])
+@pytest.mark.parametrize("name", [name for name in FOREIGN_OPTIONS if name.startswith("--")])
 def test_foreign_options_are_answered_with_ours(run, name):
     for typed in (name, "--" + name[2:].replace("-", "_")):
         code, _, err = run("plan", typed, "8", "l.csv", *MACHINE)
         assert code == 2
         assert err.count("\n") == 1
         assert typed in err
-        assert FOREIGN[name] in err
+        assert FOREIGN_OPTIONS[name] in err
         assert run(*PLAN, f"{typed}=8")[2] == err
 
 
@@ -386,10 +386,10 @@ def test_foreign_policies_are_answered_with_ours(run, foreign, ours):
 
 
 def test_foreign_answers_name_real_options():
-    ours = {word for text in FOREIGN.values() for word in re.findall(r"--[a-z-]+", text)}
+    ours = {word for text in FOREIGN_OPTIONS.values() for word in re.findall(r"--[a-z-]+", text)}
     known = {f"--{name}" for name in [*COUNTS, *CHOICES]}
     assert ours <= known
-    assert not known & set(FOREIGN)
+    assert not known & set(FOREIGN_OPTIONS)
 
 
 def test_help_names_every_option(run):

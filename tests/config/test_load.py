@@ -7,16 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.config import RunConfig, load_config, with_defaults
+from longshore.config.foreign import FOREIGN_KEYS, FOREIGN_SECTIONS, FOREIGN_VALUES
 from longshore.config.schema import SECTIONS, DataConfig, ModelConfig, TrainConfig
 from longshore.config.toml import toml_value
-from longshore.config.unknown_keys import (
-    FOREIGN,
-    FOREIGN_SECTIONS,
-    FOREIGN_VALUES,
-    all_keys,
-    answer_key,
-    answer_section,
-)
+from longshore.config.unknown_keys import all_keys, answer_key, answer_section
 from longshore.config.values import Kind
 
 RECIPE = """\
@@ -160,7 +154,7 @@ def test_what_toml_cannot_hold_is_refused():
 
 def test_foreign_answers_name_real_keys():
     known = set(all_keys())
-    for word, ours in FOREIGN.items():
+    for word, ours in FOREIGN_KEYS.items():
         named = ours.split(",")[0].split(" ")[0]
         assert ours.startswith(": ") or named in known, word
         assert not any(key.endswith(f".{word}") for key in known), word
@@ -173,7 +167,7 @@ def test_foreign_answers_name_real_keys():
 
 @pytest.mark.parametrize("section", ["train", "data", "training", "actor"])
 def test_foreign_keys_are_answered_in_any_section(section):
-    for word, ours in FOREIGN.items():
+    for word, ours in FOREIGN_KEYS.items():
         told = answer_key(f"{section}.{word}")
         assert told.startswith(f"there is no {section}.{word}")
         assert told.endswith(ours)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from longshore.config.foreign import PREFIXES
-from longshore.config.unknown_keys import FOREIGN, all_keys, answer_key
+from longshore.config.foreign import FOREIGN_KEYS, FOREIGN_PREFIXES, WORDS_BY_ANSWER
+from longshore.config.unknown_keys import all_keys, answer_key
 
 SFT_CONFIG = """
     model_init_kwargs chat_template_path dataset_text_field dataset_kwargs dataset_num_proc
@@ -55,7 +55,7 @@ def training_arguments():
 
 def is_specific(word):
     known = {key.partition(".")[2] for key in all_keys()}
-    return word in known or word in FOREIGN or word.startswith(tuple(PREFIXES))
+    return word in known or word in FOREIGN_KEYS or word.startswith(tuple(FOREIGN_PREFIXES))
 
 
 def test_every_field_of_training_arguments_has_its_answer():
@@ -72,9 +72,15 @@ def test_every_word_of_other_configurations_has_its_answer(words):
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("train.lora", ": LoRA and other adapters are not there yet; all weights are trained"),
-        ("train.lora_r", ": LoRA and other adapters are not there yet; all weights are trained"),
-        ("model.use_peft", ": LoRA and other adapters are not there yet; all weights are trained"),
+        ("train.lora", ": LoRA and other adapters are not supported yet; all weights are trained"),
+        (
+            "train.lora_r",
+            ": LoRA and other adapters are not supported yet; all weights are trained",
+        ),
+        (
+            "model.use_peft",
+            ": LoRA and other adapters are not supported yet; all weights are trained",
+        ),
         ("output.report_to", "; use output.trackers, tensorboard or wandb"),
         ("train.report_to", "; use output.trackers, tensorboard or wandb"),
         ("train.packing_strategy", "; use plan.policy"),
@@ -97,8 +103,12 @@ def test_the_right_answer(typed, told):
     assert answer_key(typed).startswith(f"there is no {typed}{told}")
 
 
+def test_no_word_has_two_answers():
+    assert sum(len(words.split()) for words in WORDS_BY_ANSWER.values()) == len(FOREIGN_KEYS)
+
+
 def test_families_name_real_keys_and_take_none_of_ours():
     known = set(all_keys())
-    for prefix, told in PREFIXES.items():
+    for prefix, told in FOREIGN_PREFIXES.items():
         assert told.startswith(": ") or told.split(",")[0] in known, prefix
         assert not any(key.partition(".")[2].startswith(prefix) for key in known), prefix

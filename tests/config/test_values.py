@@ -1,6 +1,22 @@
+from dataclasses import fields
+from typing import Literal, get_args, get_origin, get_type_hints
+
 import pytest
 
+from longshore.config.schema import SECTIONS
 from longshore.config.values import texts
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_choice_takes_the_names_of_its_annotation(section):
+    hints = get_type_hints(SECTIONS[section])
+    for field in fields(SECTIONS[section]):
+        kind, hint = field.metadata["kind"], hints[field.name]
+        if get_origin(hint) is Literal:
+            assert kind.names == get_args(hint), field.name
+            assert [kind.read(name) for name in kind.names] == [*kind.names]
+            assert field.default in kind.names
+            assert kind.read("no such name") is None
 
 
 @pytest.mark.parametrize(

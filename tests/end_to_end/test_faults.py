@@ -80,14 +80,14 @@ def test_sigterm_ends_a_run_with_a_checkpoint(start, tmp_path):
     done = len(read_metrics(run / "metrics.jsonl"))
     assert err == (
         "longshore: stopping after this step; saving\n"
-        f"longshore: stopped after step {done} of 100000; go on with --resume run\n"
+        f"longshore: stopped after step {done} of 100000; resume with --resume run\n"
     )
     assert checkpoints_of(run) == [f"step-{done:08}"]
     assert not (run / "weights").exists()
     words = ("output.display=plain", f"train.steps={done + 1}")
     code, out, err = call(tmp_path, "train", "--resume", "run", *words)
     assert (code, err) == (0, "")
-    assert f"run goes on after step {done}\n" in out
+    assert f"run resumes after step {done}\n" in out
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [*range(1, done + 2)]
 
 
@@ -133,9 +133,9 @@ def test_two_ranks_in_a_hostile_folder_without_a_reader(start, tmp_path):
     assert process.returncode == 130, err
     done = len(read_metrics(run / "metrics.jsonl"))
     assert err == (
-        "longshore: nobody reads the output any more; the run goes on without it\n"
+        "longshore: nobody reads the output any more; the run continues without it\n"
         "longshore: stopping after this step; saving (Ctrl-C again quits at once)\n"
-        f"longshore: stopped after step {done} of 100000; go on with --resume run\n"
+        f"longshore: stopped after step {done} of 100000; resume with --resume run\n"
     )
     assert checkpoints_of(run) == [f"step-{done:08}"]
 
@@ -185,7 +185,7 @@ def test_everything_is_killed_and_gone_on_with(start, tmp_path):
     words = ("output.display=plain", f"train.steps={seen + 1}")
     code, out, err = call(tmp_path, "train", "--resume", "run", *words)
     assert (code, err) == (0, "")
-    assert "run goes on after step " in out
+    assert "run resumes after step " in out
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [*range(1, seen + 2)]
     assert len(checkpoints_of(run)) == 2, "and nothing of the save that was killed"
 
@@ -382,6 +382,6 @@ def test_torchrun_restarts_and_goes_on(tmp_path):
     words = ("train.loss=mine:once", "output.folder=run-{n}", "output.display=plain")
     code, out, err = call(tmp_path, "train", *SMALL, *words, command=command)
     assert code == 0, err
-    assert "run-1 goes on after step " in out
+    assert "run-1 resumes after step " in out
     assert not (tmp_path / "run-2").exists()
     assert len(read_metrics(tmp_path / "run-1" / "metrics.jsonl")) == 8

@@ -1,4 +1,4 @@
-"""Killed at any moment and gone on with, a run ends as if nothing had been."""
+"""Killed at any moment and resumed, a run ends as if nothing had been."""
 
 import json
 import random
@@ -33,7 +33,7 @@ def check_same(runs, name, *, tolerance):
 
 
 def killed_and_resumed(runs, name, *, kills, seed, words, last_ranks=4):
-    """A run that is killed so many times, each time gone on with; the last time to its end."""
+    """A run that is killed so many times, each time resumed; the last time to its end."""
     randomly = random.Random(seed)
     for attempt in range(kills):
         done = len(runs.losses(name)) if attempt else 0
@@ -89,7 +89,7 @@ def test_what_may_change_and_what_may_not(runs, capfd):
     words = ("--resume", "train.steps=4", "output.keep=1", "output.display=plain")
     assert runs.train("run-{n}", *words, ranks=1) == 0
     out = capfd.readouterr().out
-    assert "run-1 goes on after step 3\ntrain.steps was 3 and is 4 from here on\nplanning…\n" in out
+    assert "run-1 resumes after step 3\ntrain.steps was 3 and is 4 from here on\nplanning…\n" in out
     assert "\nstep 4 of 4" in out
     run = runs.folder / "run-1"
     assert (run / "config-until-step-3.toml").read_text() == first

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from longshore.config.load import load_config
-from longshore.run.claim import Claimed, _claim, change_config, write_config
-from longshore.run.resume import Start, check_steps, newest_runs, reached_step
+from longshore.run.folder import newest_runs, reached_step, write_config
+from longshore.run.resume import OpenRun, Start, _open, change_config, check_steps
 from longshore.train.checkpoint_files import Saved, begin, finish
 
 
@@ -32,9 +32,9 @@ def asked(*words):
     return load_config(None, words)
 
 
-def claim(config, *, steps):
-    with ExitStack() as held:
-        return _claim(config, Start(is_asked=True), held, steps=steps)
+def open_run(config, *, steps):
+    with ExitStack() as locked:
+        return _open(config, Start(is_asked=True), locked, steps=steps)
 
 
 def test_fewer_steps_than_are_done_are_refused_before_anything_changes():
@@ -46,12 +46,12 @@ def test_fewer_steps_than_are_done_are_refused_before_anything_changes():
         match=r"runs/a has done 13 steps, and is to end after 8, because train.epochs is 1; .* "
         r"train.steps=13 to end it where it stands",
     ):
-        claim(config, steps=8)
+        open_run(config, steps=8)
     with pytest.raises(ValueError, match="has done 13 steps, and is to end after 2; give more"):
         check_steps(2, asked("train.steps=2"), run)
     assert (sorted(run.rglob("*.toml")), (run / "config.toml").read_text()) == before
-    assert claim(config, steps=13).is_resumed
-    assert claim(config, steps=14).is_resumed
+    assert open_run(config, steps=13).is_resumed
+    assert open_run(config, steps=14).is_resumed
 
 
 def test_a_kept_configuration_is_never_overwritten():
@@ -59,7 +59,7 @@ def test_a_kept_configuration_is_never_overwritten():
     texts = [(run / "config.toml").read_text()]
     for steps in (4, 5, 6):
         config = asked("train.steps=" + str(steps))
-        change_config(config, Claimed(run, True, ("train.steps was …",)), step=3)
+        change_config(config, OpenRun(run, True, ("train.steps was …",)), step=3)
         texts.append((run / "config.toml").read_text())
     kept = ["config-until-step-3.toml", "config-until-step-3-2.toml", "config-until-step-3-3.toml"]
     assert [(run / name).read_text() for name in (*kept, "config.toml")] == texts
@@ -67,10 +67,10 @@ def test_a_kept_configuration_is_never_overwritten():
 
 
 def test_where_there_is_no_run_yet_a_new_one_begins_and_says_so():
-    claimed = claim(asked("output.folder=runs/mine-{n}"), steps=9)
-    assert not claimed.is_resumed
-    assert claimed.note == "--resume: there is no run to resume yet, so runs/mine-1 is a new one"
-    assert (claimed.folder / "config.toml").is_file()
+    run = open_run(asked("output.folder=runs/mine-{n}"), steps=9)
+    assert not run.is_resumed
+    assert run.note == "--resume: there is no run to resume yet, so runs/mine-1 is a new one"
+    assert (run.folder / "config.toml").is_file()
 
 
 def test_the_newest_runs_with_their_step_and_age():

@@ -19,15 +19,14 @@ These are estimates: kernels' own buffers and gaps between tensors are paid from
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.flops import parameter_count
 from longshore.arch.part import Saved
+from longshore.choices import ShardMode, names_of
 from longshore.ops.sizes import logits_chunk
 
-ShardMode = Literal["zero3", "zero2", "none"]
-SHARD_MODES = ("zero3", "zero2", "none")
+SHARD_MODES = names_of(ShardMode)
 ITEM_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 KEPT_FREE = 10

@@ -1,16 +1,16 @@
-"""What a command changes around itself and its ranks: where they listen, what they import, write.
+"""The environment of a command and its ranks: interfaces, imports, output, signals, torch's files.
 
 In: nothing but the process. Out: the same process, changed for the time of a block.
 
     with safe_path(): ...        processes started here do not import from the working folder
     with loopback(): ...         ranks that meet here listen on 127.0.0.1 alone
     with lossy_output(): ...     a reader that goes away, such as `head`, ends no run
+    with signals_raise(): ...    SIGTERM and SIGHUP raise Interrupted, as Ctrl-C does
 
-The environment of a command: torch's own files stay out of the shared temporary folder.
-
-In: this process's environment. Out: the same with two settings for torch, unless they are set. With
-them torch writes no /tmp/perf-PID.map and no /tmp/torchinductor_USER, names that others on the
-machine can guess and take before; what it compiles is kept in ~/.cache/longshore/torchinductor.
+`keep_out_of_temp` lasts: torch's own files stay out of the shared temporary folder. With two
+variables, unless they are set, torch writes no /tmp/perf-PID.map and no /tmp/torchinductor_USER,
+names that others on the machine can guess and take first; what it compiles is kept in
+~/.cache/longshore/torchinductor.
 """
 
 import atexit
@@ -33,7 +33,7 @@ from longshore.train.stop import Interrupted, heard_signals
 SAFE_PATH = "PYTHONSAFEPATH"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = ("lo", "lo0")
-LOST = "longshore: nobody reads the output any more; the run goes on without it\n"
+LOST = "longshore: nobody reads the output any more; the run continues without it\n"
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def safe_path() -> Iterator[None]:
 
 
 def working_folder_last() -> None:
-    """For a loss of the user's, behind all that is installed."""
+    """Makes a user's own loss importable; what is installed comes first."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
@@ -70,12 +70,12 @@ def loopback() -> Iterator[None]:
 
 def loopback_variables() -> dict[str, str]:
     names = [name for _, name in socket.if_nameindex()]
-    found = next((name for name in LOOPBACK if name in names), None)
-    return dict.fromkeys(INTERFACES, found) if found else {}
+    interface = next((name for name in LOOPBACK if name in names), None)
+    return dict.fromkeys(INTERFACES, interface) if interface else {}
 
 
 class _Lossy(io.FileIO):
-    """A file of which nobody may want to know more."""
+    """A file that drops what cannot be written, because its reader is gone."""
 
     def write(self, data: object) -> int:
         try:

@@ -1,15 +1,16 @@
-"""Starts the ranks of a run on this machine, or finds this process among those of torchrun.
+"""Starts the ranks of a run on this machine, or reads this process's rank from torchrun.
 
 In: a function, a config and a number of ranks. Out: the function's work done on every rank, or the
 error of the rank that failed first: a ValueError, RunError or StoppedError as it is, anything else
 as RankError with that rank's traceback. With 4 ranks on 2 cores each rank computes with 1 thread.
 
 The processes are forked from a server that has imported torch once; one rank alone runs here. They
-meet through a file and talk over the loopback. When a rank fails or dies the others are ended, and
-all end when this process does, however it does. Signals are this process's: it tells the ranks to
-stop, which they do in their own time; a second Ctrl-C ends them, and so does a rank that hangs.
-Until then a rank that does not move is only named, as it says itself where it stands. Rank 0 writes
-to the terminal, the others to a file that is shown only if they die.
+meet through a file and talk over the loopback. When a rank fails or dies the others are killed, and
+all end when this process does, for whatever reason. Only this process handles signals: it asks the
+ranks to stop, which they do after their step; a second Ctrl-C kills them, and so does a rank that
+hangs once it was asked. A rank that makes no progress before that is only reported, with the status
+that it wrote itself. Rank 0 writes to the terminal, the others to a file that is shown only if they
+die.
 """
 
 import faulthandler
@@ -60,10 +61,12 @@ PRELOAD = (
 )
 GRACE_S = 1.0  # for the rank whose error it is, once another has failed of it
 END_S = 5.0  # for ranks to end by themselves
-LOOK_S = 1.0  # between two looks at where the ranks stand
+POLL_S = 1.0  # between two checks of the ranks' progress
 SHOWN = 4000  # characters of what a dead rank wrote
 RANKS_PER_CORE = 8
 FEW_RANKS = 16
+FATAL = ("refused", "run error", "failed", "died")
+OUTCOMES = (*FATAL, "stopped")
 
 
 class RankError(Exception):
@@ -118,12 +121,12 @@ def launch(work: Work, config: RunConfig, ranks: int) -> None:
             with loopback():
                 work(config, _local(0, 1, folder))
             return
-        run = _Run(work, config, ranks, folder)
+        processes = _RankProcesses(work, config, ranks, folder)
         try:
-            with _signals(run.take):
-                run.wait()
+            with _signals(processes.handle_signal):
+                processes.wait()
         finally:
-            run.end()
+            processes.end()
 
 
 def _local(rank: int, ranks: int, folder: str) -> Ranks:
@@ -131,20 +134,20 @@ def _local(rank: int, ranks: int, folder: str) -> Ranks:
 
 
 def _start_server(context: ForkServerContext) -> None:
-    """Starts it deaf to what a terminal sends to all: this process decides."""
+    """Starts it ignoring what a terminal sends to all processes: this one decides."""
     context.set_forkserver_preload(list(PRELOAD))
     with _handled((signal.SIGINT, signal.SIGHUP), signal.SIG_IGN), safe_path():
         ensure_running()
 
 
 @contextmanager
-def _signals(take: Callable[[int], None]) -> Iterator[None]:
-    """Has what stops a run call `take`."""
+def _signals(handle: Callable[[int], None]) -> Iterator[None]:
+    """Has the signals that stop a run call `handle`."""
 
-    def note(number: int, frame: FrameType | None) -> None:
-        take(number)
+    def handler(number: int, frame: FrameType | None) -> None:
+        handle(number)
 
-    with _handled(heard_signals(), note):
+    with _handled(heard_signals(), handler):
         yield
 
 
@@ -153,7 +156,7 @@ def _handled(
     numbers: Iterable[signal.Signals],
     handler: Callable[[int, FrameType | None], None] | signal.Handlers,
 ) -> Iterator[None]:
-    """Signals are the main thread's."""
+    """Handles signals in a block; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -166,14 +169,14 @@ def _handled(
 
 
 def _preload_here(error: Exception) -> NoReturn:
-    """The server has ended with its imports: they tell why, here."""
+    """The server has failed in its imports: repeats them here, where they raise the cause."""
     for name in PRELOAD:
         importlib.import_module(name)
     raise error
 
 
-class _Run:
-    """The processes of a run, and what has come back from them."""
+class _RankProcesses:
+    """The processes of a run, and the outcome of each rank that has ended."""
 
     def __init__(self, work: Work, config: RunConfig, ranks: int, folder: str) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -182,13 +185,9 @@ class _Run:
         self.pending: dict[Connection, int] = {}
         self.processes: list[ForkServerProcess] = []
         self.watch = Watch(self.folder, ranks)
-        self.told_to_stop = Stop(RankStatus())
-        self.unsaid = ""  # a signal may come while something is printed, and cannot print itself
-        self.stopped: dict[int, str] = {}
-        self.told: dict[int, str] = {}
-        self.refused: dict[int, str] = {}
-        self.failed: dict[int, str] = {}
-        self.died: dict[int, str] = {}
+        self.stop = Stop(RankStatus())
+        self.unprinted = ""  # a signal may come while something is printed, and cannot print itself
+        self.outcomes: dict[str, dict[int, str]] = {state: {} for state in OUTCOMES}
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             place = _local(rank, ranks, folder)
@@ -201,17 +200,17 @@ class _Run:
             self.processes.append(process)
             self.pending[ours] = rank
 
-    def take(self, number: int) -> None:
-        """A signal: the ranks agree on a step, save a checkpoint and end; at once before that."""
-        is_first = not self.told_to_stop.is_asked
-        is_twice = self.told_to_stop.take(number)
+    def handle_signal(self, number: int) -> None:
+        """The ranks agree on a step, save a checkpoint and end; at once before the first step."""
+        is_first = not self.stop.is_asked
+        is_twice = self.stop.take(number)
         self.watch.look()
         if is_twice:
             raise StoppedError("quit at once, without a checkpoint", number)
         if not self.watch.has_begun:
             raise Interrupted(number)
         if is_first:
-            self.unsaid = stopping(number)
+            self.unprinted = stopping(number)
         for process in self.processes:
             if process.pid is not None:
                 with suppress(ProcessLookupError):
@@ -220,27 +219,27 @@ class _Run:
     def wait(self) -> None:
         deadline: float | None = None
         while self.pending and (deadline is None or time.monotonic() < deadline):
-            left = LOOK_S if deadline is None else max(0.0, deadline - time.monotonic())
+            left = POLL_S if deadline is None else max(0.0, deadline - time.monotonic())
             finished = connection.wait([*self.pending], left)
-            self._say_unsaid()
+            self._print_unprinted()
             for ready in finished:
                 assert isinstance(ready, Connection)
-                self._take(ready)
-            if deadline is None and (self.refused or self.told or self.failed or self.died):
+                self._receive(ready)
+            if deadline is None and any(self.outcomes[state] for state in FATAL):
                 deadline = time.monotonic() + GRACE_S
             if deadline is None:
-                self._look()
+                self._check_progress()
         self._raise_first()
 
-    def _say_unsaid(self) -> None:
-        text, self.unsaid = self.unsaid, ""
+    def _print_unprinted(self) -> None:
+        text, self.unprinted = self.unprinted, ""
         if text:
             say(f"longshore: {text}", to_stderr=True)
 
-    def _look(self) -> None:
-        """Names a rank that does not move; ends a run that was told to stop and cannot."""
+    def _check_progress(self) -> None:
+        """Reports a rank without progress; ends a run that was asked to stop and cannot."""
         self.watch.look()
-        stop = self.told_to_stop
+        stop = self.stop
         if stop.number is not None and self.watch.will_not_stop(time.monotonic() - stop.at):
             saved = last_saved(self.watch.folder_of_run)
             text = f"ended without a checkpoint of this step: {self.watch.words()}; {saved}"
@@ -248,7 +247,8 @@ class _Run:
         if text := self.watch.notice(NOTICE_S):
             say(f"longshore: {text}", to_stderr=True)
 
-    def _take(self, ready: Connection) -> None:
+    def _receive(self, ready: Connection) -> None:
+        """Takes the outcome of a rank that has ended."""
         rank = self.pending.pop(ready)
         try:
             state, text = ready.recv()
@@ -256,33 +256,26 @@ class _Run:
             state, text = "died", self._last_words(rank)
         ready.close()
         if state == "interrupted":
-            raise Interrupted(self.told_to_stop.number or int(text))
-        found: dict[str, dict[int, str]] = {
-            "stopped": self.stopped,
-            "told": self.told,
-            "refused": self.refused,
-            "failed": self.failed,
-            "died": self.died,
-        }
-        if state in found:
-            found[state][rank] = text
+            raise Interrupted(self.stop.number or int(text))
+        if state in self.outcomes:
+            self.outcomes[state][rank] = text
 
     def _raise_first(self) -> None:
-        """Others fail of a rank that refused or died: the cause goes first."""
-        for message in self.refused.values():
+        """A rank that refused or died makes others fail: the cause comes first."""
+        for message in self.outcomes["refused"].values():
             raise ValueError(message)
-        for _, message in sorted(self.told.items()):
+        for _, message in sorted(self.outcomes["run error"].items()):
             raise RunError(message)
-        number = self.told_to_stop.number
-        for _, message in sorted(self.stopped.items()):
+        number = self.stop.number
+        for _, message in sorted(self.outcomes["stopped"].items()):
             raise StoppedError(message, number or signal.SIGTERM)
-        for found in (self.died, self.failed):
-            for rank, text in found.items():
+        for state in ("died", "failed"):
+            for rank, text in self.outcomes[state].items():
                 self._raise_hung(text)
                 raise RankError(f"rank {rank} {text}")
 
     def _raise_hung(self, text: str) -> None:
-        """If ranks gave up waiting for another: that one is the cause."""
+        """If ranks timed out waiting for another, that one is the cause."""
         self.watch.look()
         among = [rank for rank in self.pending.values() if rank in self.watch.beats]
         if among and is_time_out(text):
@@ -320,7 +313,7 @@ class _Run:
 
 
 def _work(work: Work, config: RunConfig, ranks: Ranks, results: Connection) -> None:
-    """One rank, from its first to its last line; its parent alone hears the terminal."""
+    """One rank, from its first to its last line; only its parent handles the terminal's signals."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.environ.update({**loopback_variables(), **os.environ})
@@ -338,7 +331,7 @@ def _work(work: Work, config: RunConfig, ranks: Ranks, results: Connection) -> N
     except StoppedError as error:
         answer = ("stopped", str(error))
     except RunError as error:
-        answer = ("told", str(error))
+        answer = ("run error", str(error))
     except ValueError as error:
         answer = ("refused", str(error))
     except BaseException:

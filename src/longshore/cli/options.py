@@ -1,4 +1,4 @@
-"""Words of the command line: the types of options, and answers to those who use other words.
+"""Options of the command line: their types, and answers to unknown ones.
 
 In: what a user typed. Out: a value, or a ValueError of one line. `--max-length 4096`, which TRL
 knows, is answered with "for --max-length use --capacity".
@@ -12,60 +12,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, NoReturn
 
+from longshore.cli.foreign import FOREIGN_OPTIONS
 from longshore.printable import printable
-
-# What users of Megatron, TRL, torchtitan and verl may type for `plan` and others, and our word for
-# it; ": …" says why there is none.
-FOREIGN = {
-    "dp_balanced": "static",
-    "default_dynamic_cp": "dynamic",
-    "--batch-size": "--batch",
-    "--context-parallel-degree": "--cp-size",
-    "--context-parallel-size": "--cp-size",
-    "--dynamic-context-parallel": "--policy dynamic",
-    "--dp-size": "--lanes, the ranks of DP and CP together",
-    "--expert-model-parallel-size": ": experts stay inside a lane",
-    "--expert-parallel-degree": ": experts stay inside a lane",
-    "--global-batch-size": "--batch",
-    "--gradient-accumulation-steps": ": the plan decides the number of rounds",
-    "--hybrid-context-parallel": "--policy dynamic",
-    "--local-batch-size": ": --capacity decides how many sequences a micro-batch holds",
-    "--max-context-parallel-size": "--max-cp",
-    "--max-length": "--capacity",
-    "--max-seq-len": "--capacity",
-    "--max-seq-length": "--capacity",
-    "--max-seqlen-per-dp-cp-rank": "--capacity",
-    "--max-token-len-per-gpu": "--capacity",
-    "--max-tokens": "--capacity",
-    "--micro-batch-size": ": --capacity decides how many sequences a micro-batch holds",
-    "--min-dynamic-context-parallel-size": "--min-cp",
-    "--n-gpus-per-node": "--gpus, over all machines",
-    "--nproc-per-node": "--gpus, over all machines",
-    "--num-gpus": "--gpus",
-    "--num-layers-per-virtual-pipeline-stage": "--vpp, the stages of a rank",
-    "--num-microbatches": ": the plan decides the number of rounds",
-    "--packing": ": sequences are always packed",
-    "--packing-strategy": "--policy",
-    "--pad-to-multiple-of": "--align",
-    "--padding-free": ": sequences are always packed",
-    "--per-device-train-batch-size": "--batch, over all devices",
-    "--pipeline-model-parallel-size": "--pp",
-    "--pipeline-parallel-degree": "--pp",
-    "--pipeline-parallel-size": "--pp",
-    "--ppo-max-token-len-per-gpu": "--capacity",
-    "--sample-packing": ": sequences are always packed",
-    "--seq-len": "--capacity",
-    "--seq-length": "--capacity",
-    "--sequence-packing-scheduler": "--policy (dp_balanced: static, default_dynamic_cp: dynamic)",
-    "--sequence-len": "--capacity",
-    "--tensor-model-parallel-size": "--tp",
-    "--tensor-parallel-degree": "--tp",
-    "--tensor-parallel-size": "--tp",
-    "--train-batch-size": "--batch",
-    "--ulysses-sequence-parallel-size": "--cp-size",
-    "--virtual-pipeline-model-parallel-size": "--vpp",
-    "--world-size": "--gpus",
-}
 
 
 def say(text: str, *, to_stderr: bool = False) -> None:
@@ -114,8 +62,8 @@ def one_of(names: Seq[str]) -> Callable[[str], str]:
     """The type of an option that names one of several."""
 
     def parse(text: str) -> str:
-        if text in FOREIGN:
-            raise argparse.ArgumentTypeError(f"for {text} use {FOREIGN[text]}")
+        if text in FOREIGN_OPTIONS:
+            raise argparse.ArgumentTypeError(f"for {text} use {FOREIGN_OPTIONS[text]}")
         if text not in names:
             raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
         return text
@@ -123,14 +71,14 @@ def one_of(names: Seq[str]) -> Callable[[str], str]:
     return parse
 
 
-def answer(strange: Seq[str], *, options: Seq[str]) -> str:
-    """What to say to words that nothing takes, the first option among them."""
-    word = next((word for word in strange if word.startswith("-")), strange[0])
+def answer(unknown: Seq[str], *, options: Seq[str]) -> str:
+    """The answer to unknown words: to the first option among them, if there is one."""
+    word = next((word for word in unknown if word.startswith("-")), unknown[0])
     if not word.startswith("-"):
         return f"{word!r} is one word too many; see --help"
     typed = word.split("=")[0]
     name = typed.lower().replace("_", "-")
-    if ours := FOREIGN.get(name):
+    if ours := FOREIGN_OPTIONS.get(name):
         return f"there is no {typed}{ours}" if ours[0] == ":" else f"for {typed} use {ours}"
     known = ["--" + dest.replace("_", "-") for dest in options if dest not in ("run", "lengths")]
     near = difflib.get_close_matches(name, known, n=1)

@@ -8,6 +8,7 @@ import os
 import sys
 from typing import Any
 
+from longshore.choices import LossOn, TooLong, names_of
 from longshore.cli.options import add_command, count, one_of, say
 
 PREPARE_HELP = """\
@@ -54,11 +55,9 @@ def register_prepare(commands: "argparse._SubParsersAction[Any]") -> None:
         parser.add_argument(f"--{name}", required=True, help=hidden)
     parser.add_argument("--template", help=hidden)
     parser.add_argument(
-        "--loss-on", type=one_of(("assistant", "all")), default="assistant", help=hidden
+        "--loss-on", type=one_of(names_of(LossOn)), default="assistant", help=hidden
     )
-    parser.add_argument(
-        "--too-long", type=one_of(("reject", "truncate")), default="reject", help=hidden
-    )
+    parser.add_argument("--too-long", type=one_of(names_of(TooLong)), default="reject", help=hidden)
     parser.add_argument("--max-length", type=count(1 << 40), help=hidden)
     parser.add_argument("--workers", type=count(1 << 12), default=os.cpu_count(), help=hidden)
     parser.add_argument("--field", action="append", default=[], help=hidden)

@@ -1,8 +1,8 @@
 """`longshore train`: from a recipe to a trained model.
 
-In: a recipe, and words that change it. Out: the run's folder. All that can be refused is refused
-before torch is imported; then the ranks start. `longshore train --ranks 2 train.steps=10` runs the
-demo on two processes for ten steps.
+In: a recipe, and overrides. Out: the run's folder. All that can be refused is refused before torch
+is imported; then the ranks start. `longshore train --ranks 2 train.steps=10` runs the demo on two
+processes for ten steps. What --resume does: run/resume.py.
 """
 
 import argparse
@@ -34,9 +34,9 @@ from longshore.config.told import as_keys
 from longshore.config.toml import toml_value
 from longshore.config.unknown_keys import all_keys, answer_key
 from longshore.run.data import prepare_text
-from longshore.run.folder import CONFIG
+from longshore.run.folder import CONFIG, newest_runs
 from longshore.run.ranks import Ranks
-from longshore.run.resume import FRESH, Start, check_output, newest_runs
+from longshore.run.resume import FRESH, Start, check_output
 from longshore.train.stop import Interrupted, RunError, StoppedError, exit_code
 
 MOST_RANKS = 1 << 20
@@ -97,7 +97,7 @@ def run_train(args: argparse.Namespace) -> None:
     place = ranks_from_environment()
     start = start_from_environment() if place is not None else FRESH
     try:
-        start = _asked(args, start)
+        start = _with_resume(args, start)
         config = _config(args, place, start)
     except ValueError as error:
         if place is not None and place.local_rank:
@@ -112,7 +112,7 @@ def run_train(args: argparse.Namespace) -> None:
 
 
 def _train_on_ranks(config: RunConfig, place: Ranks | None, start: Start) -> None:
-    """Here, or in processes of its own; what goes wrong is told in a line and an exit code."""
+    """Here under torchrun, else in new processes; an error becomes a line and an exit code."""
     try:
         if place is None:
             prepare_text(config)
@@ -140,14 +140,14 @@ def _train_on_ranks(config: RunConfig, place: Ranks | None, start: Start) -> Non
 
 
 def _say_start(config: RunConfig) -> None:
-    """The ranks take seconds to start, in which nothing else is to be seen."""
+    """A sign of life: the ranks take seconds to start."""
     ranks = config.parallel.ranks
     if config.output.display != "none":
         print(f"starting {ranks} rank{'s' if ranks > 1 else ''}…", flush=True)
 
 
 def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
-    """One rank's part. It brings torch in, so it is imported where it runs."""
+    """One rank's part. It imports torch, so it is imported only where it runs."""
     from longshore.run.train import train as train_rank
 
     train_rank(config, ranks, start)
@@ -157,8 +157,8 @@ def _work(start: Start) -> Work:
     return train if start == FRESH else partial(train, start=start)
 
 
-def _asked(args: argparse.Namespace, start: Start) -> Start:
-    """With --resume; a recipe or key behind it is a word like others."""
+def _with_resume(args: argparse.Namespace, start: Start) -> Start:
+    """What --resume and --force ask for; a recipe or an override behind --resume is no folder."""
     if args.resume is None:
         if args.force:
             raise ValueError("--force goes with --resume; many processes need --force-ranks")
@@ -170,9 +170,9 @@ def _asked(args: argparse.Namespace, start: Start) -> Start:
 
 def _config(args: argparse.Namespace, place: Ranks | None, start: Start) -> RunConfig:
     """The configuration, checked, with the ranks it will run on."""
-    recipe, overrides = _sorted_words(args.words)
+    recipe, overrides = _split_words(args.words)
     if args.resume:
-        recipe, overrides = _of_run(Path(args.resume), recipe, overrides)
+        recipe, overrides = _resumed_recipe(Path(args.resume), recipe, overrides)
     elif args.resume == "" and recipe is None and not any(map(_names_run, overrides)):
         raise ValueError(f"--resume: which run? {newest_runs()}")
     config = load_config(recipe, overrides)
@@ -187,12 +187,12 @@ def _config(args: argparse.Namespace, place: Ranks | None, start: Start) -> RunC
 
 
 def _names_run(word: str) -> bool:
-    """Whether a word says what is trained or where, so that the run is not just any demo."""
+    """Whether an override says what is trained or where, so that the run is not just any demo."""
     return word.partition("=")[0].strip() in (*NOT_THE_DEMO, "output.folder")
 
 
-def _of_run(run: Path, recipe: str | None, overrides: list[str]) -> tuple[str, list[str]]:
-    """The recipe of a run to go on with, and its folder among the overrides."""
+def _resumed_recipe(run: Path, recipe: str | None, overrides: list[str]) -> tuple[str, list[str]]:
+    """The recipe of a run to resume, its own if none is given, and overrides with its folder."""
     if not (run / CONFIG).is_file():
         raise ValueError(
             f"--resume: {run} has no {CONFIG}; name the folder of a run: {newest_runs()}"
@@ -200,15 +200,17 @@ def _of_run(run: Path, recipe: str | None, overrides: list[str]) -> tuple[str, l
     return recipe or str(run / CONFIG), [*overrides, f"output.folder={run}"]
 
 
-def _sorted_words(words: Seq[str]) -> tuple[str | None, list[str]]:
+def _split_words(words: Seq[str]) -> tuple[str | None, list[str]]:
+    """The recipe, if there is one, and the overrides."""
     recipes = [word for word in words if "=" not in word and word.endswith((".toml", ".yaml"))]
     if len(recipes) > 1:
-        raise ValueError(f"{recipes[1]!r} is a second recipe; give one, and words to change it")
+        raise ValueError(f"{recipes[1]!r} is a second recipe; give one, and overrides to change it")
     others = [word for word in words if word not in recipes]
     return (recipes[0] if recipes else None), others
 
 
 def _ranks(asked: int | None, config: RunConfig, place: Ranks | None) -> int:
+    """How many ranks the run has. asked: with --ranks."""
     if place is not None:
         if asked is not None and asked != place.world_size:
             raise ValueError(
@@ -220,9 +222,9 @@ def _ranks(asked: int | None, config: RunConfig, place: Ranks | None) -> int:
     return asked or config.parallel.ranks or gpus or 1
 
 
-def answer_option(strange: Seq[str]) -> str:
-    """What to say to options that there are not: keys are written without dashes."""
-    typed = strange[0].split("=")[0]
+def answer_option(unknown: Seq[str]) -> str:
+    """The answer to unknown options: keys are written without dashes."""
+    typed = unknown[0].split("=")[0]
     if near := difflib.get_close_matches(typed, OPTIONS, n=1):
         return f"there is no {typed}; did you mean {near[0]}?"
     word = typed.lstrip("-").replace("-", "_")

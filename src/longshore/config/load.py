@@ -1,12 +1,12 @@
 """From a recipe and overrides to a RunConfig: every key known, every value of its kind.
 
-In: the path of a TOML file and words such as `train.lr=3e-4`. Out: a RunConfig with the defaults
-that depend on other keys filled in; check.py says whether it makes sense. Without a recipe, and
-with no word that names other data or another model, it is the demo, which travels with the package.
+In: the path of a TOML file and overrides such as `train.lr=3e-4`. Out: a RunConfig with the
+defaults that depend on other keys filled in; check.py says whether it makes sense. Without a
+recipe, and with no override that names other data or another model, it is the demo of the package.
 
     load_config("chats.toml", ["train.lr=3e-4", "data.path=more.jsonl"])
 
-A value is TOML; what is not is taken as a text without quotes, and so is all that is for a text.
+A value is TOML; what is no TOML is a text without quotes, and so is every value of a text key.
 """
 
 import tomllib
@@ -17,8 +17,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from longshore.config.foreign import FOREIGN_VALUES, REFUSED_VALUES
 from longshore.config.schema import SECTIONS, RunConfig
-from longshore.config.unknown_keys import FOREIGN_VALUES, REFUSED, answer_key, answer_section
+from longshore.config.unknown_keys import answer_key, answer_section
 from longshore.config.values import Kind
 
 Tables = dict[str, dict[str, Any]]
@@ -117,10 +118,10 @@ def _override(tables: Tables, key: str, text: str) -> None:
 
 def _value(text: str) -> object:
     try:
-        found = tomllib.loads(f"value = {text}")
+        parsed = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):
         return text
-    return found["value"] if len(found) == 1 else text
+    return parsed["value"] if len(parsed) == 1 else text
 
 
 def _kind(section: str, name: str) -> Kind:
@@ -149,8 +150,8 @@ def _wrong(key: str, value: object, kind: Kind) -> str:
     shown = "true" if value is True else "false" if value is False else repr(value)
     shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 1] + "…"
     ours = FOREIGN_VALUES.get(value) if isinstance(value, str) else None
-    if isinstance(value, str) and (key, value) in REFUSED:
-        return f"{key} is {shown}, {REFUSED[key, value]}"
+    if isinstance(value, str) and (key, value) in REFUSED_VALUES:
+        return f"{key} is {shown}, {REFUSED_VALUES[key, value]}"
     if ours in kind.names:
         return f"{key} is {shown}; use {ours}"
     return f"{key} is {shown}; it must be {kind.wants}"

@@ -1,6 +1,6 @@
 """The sections of a run's configuration, each key with its default, its kind and what it means.
 
-In: values of the right kinds (read.py sees to that). Out: frozen data. 0 and "" mean "not given".
+In: values of the right kinds (load.py sees to that). Out: frozen data. 0 and "" mean "not given".
 What belongs together is checked in check.py.
 
     RunConfig(data=DataConfig(path="prepared", batch=64), model=ModelConfig(preset="tiny"))
@@ -10,6 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from longshore.choices import (
+    AttentionKind,
+    CPSizes,
+    DeviceChoice,
+    DisplayChoice,
+    DTypeChoice,
+    LossOn,
+    Recompute,
+    ScanKind,
+    ScheduleName,
+    ShardChoice,
+    Sync,
+    TooLong,
+)
 from longshore.config.toml import write_toml
 from longshore.config.values import (
     choice,
@@ -19,6 +33,7 @@ from longshore.config.values import (
     module,
     number,
     number_or,
+    one_of,
     shares,
     table,
     text,
@@ -50,13 +65,11 @@ class DataConfig:
     template: str = key(
         "auto", text(), "chat template: auto, own (the tokenizer's), a family's name, or a file"
     )
-    loss_on: Literal["assistant", "all"] = key(
-        "assistant", choice("assistant", "all"), "learn what the assistant says, or every token"
+    loss_on: LossOn = key(
+        "assistant", one_of(LossOn), "learn what the assistant says, or every token"
     )
     max_length: int = key(0, whole(0), "longest sequence in tokens, for text; 0: no limit")
-    too_long: Literal["reject", "truncate"] = key(
-        "reject", choice("reject", "truncate"), "what happens to longer ones"
-    )
+    too_long: TooLong = key("reject", one_of(TooLong), "what happens to longer ones")
     fields: tuple[str, ...] = key(
         (), texts(), 'extra fields, such as "advantage:per_token:float32"'
     )
@@ -65,16 +78,16 @@ class DataConfig:
     max_rejected: float = key(
         MAX_REJECTED, number(0, 1), "a run stops if a larger share of the samples is rejected"
     )
-    cache: str = key("runs/prepared", text(), "the folder for text once it is tokenized")
+    cache: str = key("runs/prepared", text(), "folder for tokenized text")
     batch: int = key(0, whole(0), "sequences in a step, over all ranks")
-    batch_tokens: int = key(0, whole(0), "instead of batch: as many as come up to these tokens")
+    batch_tokens: int = key(0, whole(0), "instead of batch: tokens in a step, over all ranks")
     shuffle: bool = key(True, flag(), "a new order for every epoch")
-    seed: int = key(0, whole(0, LARGEST_SEED), "of the order, and of made-up sequences")
-    prefetch: int = key(2, whole(1, 1024), "steps made ahead")
-    eval_path: str = key("", text(), "held-out data, to evaluate: as path")
+    seed: int = key(0, whole(0, LARGEST_SEED), "seed of the order, and of made-up sequences")
+    prefetch: int = key(2, whole(1, 1024), "steps prepared ahead")
+    eval_path: str = key("", text(), "held-out data to evaluate on, as path")
     eval_mock: Mapping[str, Any] = field(
         default_factory=dict,
-        metadata={"kind": table(), "about": "made-up held-out sequences instead: as mock"},
+        metadata={"kind": table(), "about": "made-up held-out sequences instead, as mock"},
     )
     eval_count: int = key(0, whole(0, MOST_MOCK), "how many of them; 0: all of eval_path")
 
@@ -91,18 +104,18 @@ class PlanConfig:
     capacity: int | Literal["auto"] = key(
         "auto", whole_or("auto"), "most tokens a rank holds in a round"
     )
-    sync: Literal["round", "step"] = key(
-        "round", choice("round", "step"), "ranks wait for each other every round, or once a step"
-    )
+    sync: Sync = key("round", one_of(Sync), "ranks wait for each other every round, or once a step")
     cp_size: int = key(0, whole(0, 1 << 20), "the one CP size of padded, static and balanced")
     min_cp: int = key(1, whole(1, 1 << 20), "smallest CP size")
     max_cp: int = key(0, whole(0, 1 << 20), "largest CP size; 0: all ranks")
-    cp_sizes: Literal["pow2", "any"] = key(
-        "pow2", choice("pow2", "any"), "legal CP sizes: powers of two, or each up to 64 ranks"
+    cp_sizes: CPSizes = key(
+        "pow2", one_of(CPSizes), "legal CP sizes: powers of two, or each up to 64 ranks"
     )
     max_sequences: int = key(0, whole(0), "most sequences of a rank in a round; 0: no limit")
     align: int = key(1, whole(), "a rank's tokens are padded to a multiple of this")
-    buckets: int = key(0, whole(0, 1024), "pad tokens to so many sizes, for compile; 0: none")
+    buckets: int = key(
+        0, whole(0, 1024), "pad to this many sizes, so that compile sees few; 0: none"
+    )
     cost: str = key("", text(), "a cost profile in JSON (default: an 8B model on H100s)")
 
 
@@ -137,17 +150,15 @@ class ModelConfig:
 class ParallelConfig:
     """How the work is shared out."""
 
-    ranks: int = key(0, whole(0, 1 << 20), "processes; 0: one for each GPU, or one")
-    shard: Literal["auto", "zero3", "zero2", "none"] = key(
-        "auto", choice("auto", "zero3", "zero2", "none"), "what of the model is split over ranks"
+    ranks: int = key(0, whole(0, 1 << 20), "processes; 0: one for each GPU, or one on a CPU")
+    shard: ShardChoice = key("auto", one_of(ShardChoice), "what of the model is split over ranks")
+    attention: AttentionKind = key(
+        "auto", one_of(AttentionKind), "how ranks share the attention of a pack"
     )
-    attention: Literal["auto", "gather", "heads"] = key(
-        "auto", choice("auto", "gather", "heads"), "how ranks share the attention of a pack"
-    )
-    scan: Literal["auto", "heads", "states"] = key(
+    scan: ScanKind = key(
         "auto",
-        choice("auto", "heads", "states"),
-        "how ranks share Mamba2 and the delta net: heads, or states passed on",
+        one_of(ScanKind),
+        "how ranks share Mamba2 and the delta net: split heads, or pass states on",
     )
     timeout_min: float = key(
         10.0, number(0, above=True), "minutes a rank waits for the others before the run fails"
@@ -163,22 +174,22 @@ class TrainConfig:
     lr: float = key(
         0.0, number(0, above=True), "learning rate (default: preset 3e-4, from_hf 2e-5)"
     )
-    schedule: Literal["cosine", "linear", "constant"] = key(
-        "cosine", choice("cosine", "linear", "constant"), "of the learning rate after the warmup"
+    schedule: ScheduleName = key(
+        "cosine", one_of(ScheduleName), "shape of the learning rate after the warmup"
     )
     warmup: int = key(0, whole(0), "steps in which the learning rate rises")
     min_lr: float = key(0.0, number(0, 1), "share of lr that is left at the end")
-    weight_decay: float = key(0.1, number(0), "of matrices")
-    betas: tuple[float, float] = key((0.9, 0.95), shares(), "of AdamW")
-    eps: float = key(1e-8, number(0, above=True), "of AdamW")
+    weight_decay: float = key(0.1, number(0), "weight decay, of matrices only")
+    betas: tuple[float, float] = key((0.9, 0.95), shares(), "betas of AdamW")
+    eps: float = key(1e-8, number(0, above=True), "epsilon of AdamW")
     clip: float = key(1.0, number(0), "largest norm of the gradient; 0: never clip")
-    dtype: Literal["auto", "bfloat16", "float32", "float64"] = key(
+    dtype: DTypeChoice = key(
         "auto",
-        choice("auto", "bfloat16", "float32", "float64"),
-        "of the arithmetic; auto: bfloat16 on GPUs, float32 on CPUs",
+        one_of(DTypeChoice),
+        "dtype of the arithmetic; auto: bfloat16 on GPUs, float32 on CPUs",
     )
-    recompute: Literal["none", "blocks"] = key(
-        "none", choice("none", "blocks"), "compute the activations of blocks twice, to save memory"
+    recompute: Recompute = key(
+        "none", one_of(Recompute), "compute the activations of blocks twice, to save memory"
     )
     compile: bool = key(False, flag(), "compile the blocks")
     loss: str = key("", function(""), "your own loss, as module:function")
@@ -186,10 +197,10 @@ class TrainConfig:
         "tokens", function("tokens", "sequences"), "what a step's loss is divided by"
     )
     eval_every: int = key(0, whole(0), "evaluate on held-out data every so many steps; 0: never")
-    mtp_weight: float = key(0.1, number(0), "of the loss of tokens further ahead, all depths")
-    seed: int = key(0, whole(0, LARGEST_SEED), "of new weights")
-    device: Literal["auto", "cpu", "cuda"] = key(
-        "auto", choice("auto", "cpu", "cuda"), "to train on; auto: GPUs if there are any"
+    mtp_weight: float = key(0.1, number(0), "weight of the multi-token-prediction losses together")
+    seed: int = key(0, whole(0, LARGEST_SEED), "seed of new weights")
+    device: DeviceChoice = key(
+        "auto", one_of(DeviceChoice), "device to train on; auto: GPUs if there are any"
     )
 
 
@@ -198,16 +209,16 @@ class OutputConfig:
     """What a run leaves behind."""
 
     folder: str = key("", text(), "{n} is the next free number (default: runs/RECIPE-{n})")
-    display: Literal["auto", "live", "plain", "none"] = key(
+    display: DisplayChoice = key(
         "auto",
-        choice("auto", "live", "plain", "none"),
-        "of a step's figures; auto: live on a terminal",
+        one_of(DisplayChoice),
+        "how a step's figures are shown; auto: live on a terminal",
     )
     save_every: int = key(
-        500, whole(0), "write a checkpoint every so many steps, and at the end; 0: only there"
+        500, whole(0), "write a checkpoint every so many steps, and at the end; 0: only at the end"
     )
     keep: int = key(
-        2, whole(0, 1 << 20), "how many checkpoints are kept, the newest; 0: none is ever written"
+        2, whole(0, 1 << 20), "how many checkpoints are kept, the newest; 0: write none"
     )
     weights: bool = key(True, flag(), "write the trained weights into the run's folder at the end")
     export: str = key("", text(), "a folder for a Hugging Face checkpoint at the end")

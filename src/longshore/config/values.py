@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from longshore.choices import names_of
+
 LARGEST = 2**40
 FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 MODULE = re.compile(rf"{FUNCTION.pattern.partition(':')[0]}(:[^\W\d]\w*)?")
@@ -64,6 +66,11 @@ def text() -> Kind:
 
 def choice(*names: str) -> Kind:
     return Kind(_listed(names), lambda value: value if value in names else None, names, True)
+
+
+def one_of(literal: Any) -> Kind:  # noqa: ANN401 - Literal types have no type
+    """One of a Literal's names; choices.py lists them."""
+    return choice(*names_of(literal))
 
 
 def function(*names: str) -> Kind:

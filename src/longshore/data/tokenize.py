@@ -28,11 +28,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from longshore import choices
 from longshore.data.chat_template import DATE, ChatTemplate, Span
 from longshore.data.chats import Chat, chat_from
 from longshore.data.columns import COLUMNS, form_of, from_alpaca
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from tokenizers import Tokenizer as Backend
 
-LossOn = Literal["assistant", "all"]
-TooLong = Literal["reject", "truncate"]
+LossOn = choices.LossOn
+TooLong = choices.TooLong
 Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]
 
 

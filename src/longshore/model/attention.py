@@ -32,10 +32,10 @@ from torch.autograd.function import once_differentiable
 from longshore.arch.attention import AttentionConfig
 from longshore.arch.part import Norm
 from longshore.batch import SeqContext
+from longshore.choices import AttentionKind
 from longshore.model.fill import NORM, RESIDUAL, Fill
 from longshore.model.interface import (
     LOCAL,
-    AttentionKind,
     Context,
     Exchange,
     Exchanges,

@@ -21,15 +21,13 @@ Output(nll_T, (Routed, Routed), (nll_T,)); a dense one Output(nll_T, (), ()).
 
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from longshore.batch import Boundaries, PackContext, SeqContext
-
-AttentionKind = Literal["auto", "gather", "heads"]
-ScanKind = Literal["auto", "heads", "states"]
+from longshore.choices import AttentionKind, ScanKind
 
 
 class Exchange:

@@ -37,8 +37,9 @@ import torch
 from torch import Tensor, nn
 
 from longshore.batch import SeqContext
+from longshore.choices import ScanKind
 from longshore.model.fill import DECAY_RATES, STEP_BIASES, Fill
-from longshore.model.interface import Exchange, Exchanges, ScanKind, over_packs
+from longshore.model.interface import Exchange, Exchanges, over_packs
 from longshore.model.norm import Float32Parameters
 from longshore.ops.boundaries import Bounds
 from longshore.ops.conv import causal_conv

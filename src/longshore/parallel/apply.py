@@ -11,20 +11,18 @@ once for both; compilation sees the block alone.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from longshore.choices import AttentionKind, Recompute, ScanKind
 from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import Topology
 from longshore.model.decoder import Decoder
-from longshore.model.interface import AttentionKind, Exchanges, ScanKind
+from longshore.model.interface import Exchanges
 from longshore.parallel.context.exchange import CPExchanges
 from longshore.parallel.fsdp import Mode, shard
-
-Recompute = Literal["none", "blocks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

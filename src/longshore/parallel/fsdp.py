@@ -14,7 +14,6 @@ With 4 lanes a weight of 10 rows is split into 3, 3, 3 and 1 (`shard_rows`).
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from longshore.choices import ShardMode
 from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
 from longshore.model.norm import Float32Parameters
 
-Mode = Literal["zero3", "zero2", "none"]
+Mode = ShardMode
 Rows = Callable[[str, torch.Size, int, int], Tensor]
 """Rows start … stop of the whole parameter of a name and shape."""
 

@@ -1,7 +1,7 @@
 """What a run decides for itself: everything that is "auto" in its configuration.
 
-In: a config, the decoder, the ranks' memory and dtype, the longest sequence. Out: Settled, in which
-nothing is open, with lines that say how each choice came about:
+In: a config, the decoder, the ranks' memory and dtype, the longest sequence. Out: Resolved, in
+which nothing is "auto", with notes that say how each choice came about:
 
     parallel.shard: none, every rank holds all: model and optimizer take 2% of a rank's memory
 """
@@ -9,27 +9,31 @@ nothing is open, with lines that say how each choice came about:
 from dataclasses import dataclass, replace
 
 from longshore.arch.decoder import DecoderConfig
-from longshore.arch.memory import ShardMode, auto_capacity, model_bytes
+from longshore.arch.memory import auto_capacity, model_bytes
+from longshore.choices import ShardMode
 from longshore.config.check import check_longest
 from longshore.config.schema import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """A configuration after everything "auto" in it was decided; `lines` say how, for people.
-
-    dtype: its name, such as bfloat16.
-    """
+class Resolved:
+    """A configuration, and what became of everything "auto" in it."""
 
     config: RunConfig
+    """As it was given, with plan.capacity as a number."""
     decoder: DecoderConfig
-    mode: ShardMode
+    """The model."""
+    shard: ShardMode
+    """What of the model is split over ranks."""
     capacity: int
+    """Most tokens a rank holds in a round."""
     dtype: str
-    lines: tuple[str, ...]
+    """Of the arithmetic, by name, such as bfloat16."""
+    notes: tuple[str, ...]
+    """How each choice came about, for people."""
 
 
-def settle(
+def resolve(
     config: RunConfig,
     decoder: DecoderConfig,
     *,
@@ -37,32 +41,32 @@ def settle(
     dtype: str,
     memory: int,
     longest: int,
-) -> Settled:
+) -> Resolved:
     """Decides what is "auto"; memory: bytes of the rank that has least."""
-    mode, why = _mode(config, decoder, lanes=lanes, dtype=dtype, memory=memory)
-    lines = [f"parallel.shard: {why}"] if config.parallel.shard == "auto" else []
+    shard, why = _shard(config, decoder, lanes=lanes, dtype=dtype, memory=memory)
+    notes = [f"parallel.shard: {why}"] if config.parallel.shard == "auto" else []
     capacity = config.plan.capacity
     if capacity == "auto":
         capacity, arithmetic = auto_capacity(
             decoder,
             memory_bytes=memory,
             lanes=lanes,
-            shard=mode,
+            shard=shard,
             dtype=dtype,
             recompute=config.train.recompute == "blocks",
             longest=longest,
         )
-        lines.append(f"plan.capacity: {capacity:,} tokens a rank and round")
-        lines += [f"  {line}" for line in arithmetic]
-    fixed = replace(config, plan=replace(config.plan, capacity=capacity))
-    check_longest(fixed, lanes, longest)
-    return Settled(fixed, decoder, mode, capacity, dtype, tuple(lines))
+        notes.append(f"plan.capacity: {capacity:,} tokens a rank and round")
+        notes += [f"  {line}" for line in arithmetic]
+    resolved = replace(config, plan=replace(config.plan, capacity=capacity))
+    check_longest(resolved, lanes, longest)
+    return Resolved(resolved, decoder, shard, capacity, dtype, tuple(notes))
 
 
-def _mode(
+def _shard(
     config: RunConfig, decoder: DecoderConfig, *, lanes: int, dtype: str, memory: int
 ) -> tuple[ShardMode, str]:
-    """How the model is shared out: whole on every rank while that takes a quarter of the memory."""
+    """How the model is split: whole on every rank while that takes a quarter of the memory."""
     if config.parallel.shard != "auto":
         return config.parallel.shard, ""
     whole = model_bytes(decoder, lanes=1, shard="none", dtype=dtype).total

@@ -1,15 +1,12 @@
-"""Text of a run: which rules its configuration gives, and where it lies once it is tokenized.
+"""The data of a run: text tokenized into its cache, sequences opened, steps counted. No torch.
 
-In: a RunConfig. Out: the prepared folder, made if need be. data.path=chats.jsonl becomes
-runs/prepared/chats-1f3a…; a folder that `longshore prepare` made is itself.
-
-The sequences of a run, and how many steps they make.
-
-In: a config and the decoder. Out: an indexed source whose every sequence the model can read, and
-the number of steps. 1000 sequences, data.batch 64 and train.epochs 2 make 2 × 16 steps.
+In: a RunConfig and the decoder. Out: an indexed source, every sequence of which the model can read,
+and the number of steps. Text is tokenized once: data.path=chats.jsonl becomes the folder
+runs/prepared/chats-1f3a…, and a folder that `longshore prepare` wrote is used as it is. 1000
+sequences, data.batch 64 and train.epochs 2 are 2 × 16 steps.
 
 A token id past the model's vocabulary would be a device assert in the middle of a run, so each
-sequence is looked at on the host when it is read, and refused by its number.
+sequence is checked on the host when it is read, and refused by its number.
 """
 
 import os
@@ -35,7 +32,7 @@ from longshore.printable import printable
 
 
 def text_folder(config: RunConfig) -> Path:
-    """Where the run's sequences lie, or will lie."""
+    """The folder of the run's tokenized sequences, which may not exist yet."""
     data = config.data
     if is_prepared(data.path):
         return Path(data.path)
@@ -52,13 +49,13 @@ def held_out(config: RunConfig) -> RunConfig | None:
         path=data.eval_path,
         mock=data.eval_mock,
         count=data.eval_count,
-        seed=data.seed + 1,  # made-up sequences that training has not seen
+        seed=data.seed + 1,  # made-up sequences that are not in training
     )
     return replace(config, data=other, train=replace(config.train, eval_every=0))
 
 
 def text_is_ready(config: RunConfig) -> bool:
-    """Whether nothing is left to prepare: made-up data, a prepared folder, or a cache that is."""
+    """Whether no text is left to tokenize: made-up data, a prepared folder, or a full cache."""
     data, others = config.data, held_out(config)
     ready = not data.path or is_prepared(data.path) or (text_folder(config) / MANIFEST).exists()
     return ready and (others is None or text_is_ready(others))
@@ -116,7 +113,7 @@ def _rules(config: RunConfig) -> TextRules:
 
 
 class Readable:
-    """A source for a model of `vocab_size` ids. name: of the source, for people."""
+    """A source whose token ids are checked against a model's `vocab_size`. name: for people."""
 
     def __init__(self, source: IndexedSource, vocab_size: int, *, name: str) -> None:
         self.source = source
@@ -146,7 +143,7 @@ class Readable:
 
 
 def open_sequences(config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
-    """The run's data: made up, or from a prepared folder. Text is prepared before."""
+    """The run's sequences: made up, or from a prepared folder. Text must be prepared already."""
     data = config.data
     if data.mock:
         return MockSource(
@@ -172,7 +169,7 @@ def batch_size(config: RunConfig) -> BatchSize:
 
 
 def small_data(config: RunConfig, source: IndexedSource) -> list[str]:
-    """A line where a step wants more than all data, so that each step is an epoch."""
+    """A line if a step takes more than all data, so that each step is an epoch."""
     size = batch_size(config)
     has = len(source) if size.unit == "sequences" else int(source.lengths.sum())
     if size.amount <= has:
@@ -185,7 +182,7 @@ def small_data(config: RunConfig, source: IndexedSource) -> list[str]:
 
 
 def count_steps(config: RunConfig, lengths: Ints) -> int:
-    """Steps of the run, which the warmup must not outlast."""
+    """Steps of the run; refuses a warmup that is longer."""
     data, train = config.data, config.train
     if train.steps:
         return train.steps

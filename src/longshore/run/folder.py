@@ -1,17 +1,28 @@
-"""The folder of a run: a new one each time, so that no run writes over another.
+"""The folder of a run: a new one each time, so that no run writes over another, and its lock.
 
 In: a name, in which {n} stands for the next free number. Out: a folder that was not there, or was
-empty. With runs/demo-1 and runs/demo-3 there, runs/demo-{n} is runs/demo-4; to a run that is to be
-gone on with it is runs/demo-3.
+empty. With runs/demo-1 and runs/demo-3 there, runs/demo-{n} is runs/demo-4 for a new run, and
+runs/demo-3 for one that is resumed. The process that trains a run holds its lock.
 """
 
+import fcntl
 import os
 import re
+import time
+from contextlib import suppress
+from io import TextIOWrapper
+from itertools import chain, count
 from pathlib import Path
+
+from longshore.config.schema import RunConfig
+from longshore.train.checkpoint_files import newest_complete
 
 NUMBER = "{n}"
 CONFIG = "config.toml"
 TRIES = 1000
+LOCK = ".lock"
+WAIT_S = 15.0  # for the ranks of a run that was just killed
+SHOWN_RUNS = 5
 
 
 def check_run_folder(folder: str) -> None:
@@ -43,14 +54,14 @@ def make_run_folder(folder: str) -> Path:
     path = Path(folder)
     try:
         for _ in range(TRIES):
-            made = path.with_name(path.name.replace(NUMBER, str(_next_number(path))))
+            new = path.with_name(path.name.replace(NUMBER, str(_next_number(path))))
             try:
-                made.mkdir(parents=True)
+                new.mkdir(parents=True)
             except FileExistsError:
                 if NUMBER in path.name:
                     continue
                 check_new_folder(folder, "output.folder")
-            return made
+            return new
     except OSError as error:
         raise ValueError(f"output.folder: {folder} cannot be made ({error.strerror})") from None
     raise ValueError(f"output.folder: {folder} finds no free number")
@@ -59,11 +70,102 @@ def make_run_folder(folder: str) -> Path:
 def find_run(folder: str) -> Path | None:
     """The run of this name, with {n} the newest; None if there is none.
 
-    A newest folder that holds no run is none: going on with one before it would surprise.
+    If the newest folder holds no run, there is none: to resume one before it would surprise.
     """
     path = Path(folder)
     newest = path.with_name(path.name.replace(NUMBER, str(_next_number(path) - 1)))
     return newest if (newest / CONFIG).is_file() else None
+
+
+def write_config(config: RunConfig, folder: Path) -> None:
+    """At once, so that a folder with half a configuration is never found."""
+    partial = folder / f".{CONFIG}"
+    partial.write_text(config.to_toml(), encoding="utf-8")
+    partial.replace(folder / CONFIG)
+
+
+def keep_config(folder: Path, stem: str) -> None:
+    """Copies the configuration beside itself, to a name that nothing has yet."""
+    text = (folder / CONFIG).read_text(encoding="utf-8")
+    for name in chain([stem], (f"{stem}-{number}" for number in count(2))):
+        try:
+            with (folder / f"{name}.toml").open("x", encoding="utf-8") as out:
+                out.write(text)
+        except FileExistsError:
+            continue
+        return
+
+
+def lock_run(run: Path, job: str) -> TextIOWrapper:
+    """Holds the run for this process alone, until the file is closed or the process ends.
+
+    job: the name of the torchrun job that trains it, "" without torchrun.
+    """
+    file = (run / LOCK).open("a+", encoding="utf-8")
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                raise ValueError(
+                    f"{run} is being trained by another process; wait for it, or end it"
+                ) from None
+            time.sleep(0.1)
+            continue
+        except OSError:
+            pass  # a file system without locks
+        file.truncate(0)
+        file.write(job)
+        file.flush()
+        return file
+
+
+def job_of(run: Path) -> str | None:
+    """The job that locked the run last; None if nobody ever did."""
+    with suppress(OSError):
+        return (run / LOCK).read_text(encoding="utf-8")
+    return None
+
+
+def reached_step(run: Path) -> int | None:
+    """The step of the run's newest checkpoint; None if it has none."""
+    newest = newest_complete(run)
+    return None if newest is None else int(newest.name.partition("-")[2])
+
+
+def newest_runs(folder: str = "runs") -> str:
+    """The runs in a folder, for one who has to name one: how far each came, and how to resume."""
+    runs = [path.parent for path in Path(folder).glob(f"*/{CONFIG}")]
+    newest = sorted(runs, key=lambda run: (-_touched(run), run.name))[:SHOWN_RUNS]
+    if not newest:
+        return f"there is none in {folder}; leave --resume out to begin a new one"
+    listed = ", ".join(f"{run} ({_state(run)})" for run in newest)
+    more = f" and {len(runs) - len(newest)} more" if len(runs) > len(newest) else ""
+    return f"in {folder} there are {listed}{more}; resume with --resume {newest[0]}"
+
+
+def _state(run: Path) -> str:
+    step = reached_step(run)
+    reached = "no checkpoint" if step is None else f"step {step:,}"
+    return f"{reached}, {_age(time.time() - _touched(run))} ago"
+
+
+def _touched(run: Path) -> float:
+    """When the run last wrote a file."""
+    with suppress(OSError):
+        return max(entry.stat().st_mtime for entry in run.iterdir())
+    return 0.0
+
+
+def _age(seconds: float) -> str:
+    """90 seconds are 1 minute, 200,000 are 2 days."""
+    for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= size:
+            count = int(seconds // size)
+            return f"{count} {unit}{'s' if count > 1 else ''}"
+    return "less than a minute"
 
 
 def _unused(path: Path) -> Path:
@@ -75,5 +177,5 @@ def _next_number(path: Path) -> int:
     before, _, behind = path.name.partition(NUMBER)
     pattern = re.compile(re.escape(before) + r"(\d{1,9})" + re.escape(behind))
     names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    taken = [int(found[1]) for name in names if (found := pattern.fullmatch(name))]
+    taken = [int(match[1]) for name in names if (match := pattern.fullmatch(name))]
     return max(taken, default=0) + 1

@@ -9,10 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """local_rank, local_size: among those of the same machine."""
+    """A process of a run."""
 
     rank: int
+    """Of this process, from 0."""
     world_size: int
+    """Processes of the run."""
     local_rank: int
+    """Of this process among those of its machine."""
     local_size: int
+    """Processes of this machine."""
     rendezvous: str
+    """Where they meet."""

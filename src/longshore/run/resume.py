@@ -1,47 +1,75 @@
-"""Going on with a run: which one, and what of its configuration may differ.
+"""How a run starts: in a new folder, or from where an earlier run stopped.
 
-In: a configuration and the folder of an earlier run. Out: the settings that differ, or a ValueError
-where they would change the order of the data or the model. Ranks, capacity, policy, the learning
-rate and the number of steps may change; with train.steps 100 before and 200 now:
+What does --resume do?
+
+1. `longshore train --resume runs/x-1` takes runs/x-1/config.toml as the recipe; with a recipe and a
+   bare --resume the run is the newest of output.folder, and where there is none a new one begins
+   (cli/train.py). `check_output` refuses settings that would change the model or the order of the
+   data, and fewer steps than are done, before any rank starts.
+2. `open_run`: rank 0 takes the run's lock, so that nobody else resumes it, and checks again.
+3. `load_checkpoint`: all ranks load the newest checkpoint that can be read (train/checkpoint.py):
+   parameters, optimizer, random states, and the loader's place in the data. Their number may
+   differ. Without a checkpoint it begins with step 1. Other data are refused, but for --force.
+4. `keep_settings`: once the first step has worked, config.toml gets the settings from there on, and
+   those before stay as config-until-step-40.toml (or -2, -3, …: nothing kept is overwritten).
+   After a resume that fails, a plain --resume does as before.
+
+Ranks, capacity, policy, the learning rate and the number of steps may change; with train.steps 100
+before and 200 now the run says
 
     train.steps was 100 and is 200 from here on
 
-A run that has done 13 steps cannot end after 2: `check_steps` refuses that before anything changes.
-A rank that torchrun restarts goes on by itself, but only with a run that the same torchrun began,
-whose name stands in the run's lock.
+A rank that torchrun restarts resumes by itself, but only a run that the same torchrun began, whose
+name stands in the run's lock. No torch until ranks run: `longshore train` checks with it first.
 """
 
-import fcntl
-import time
-from contextlib import suppress
-from dataclasses import dataclass, fields
-from io import TextIOWrapper
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from longshore.config.load import load_config
 from longshore.config.schema import SECTIONS, RunConfig
-from longshore.run.folder import CONFIG, check_new_folder, check_run_folder, find_run
-from longshore.train.checkpoint_files import newest_complete
+from longshore.run.folder import (
+    CONFIG,
+    check_new_folder,
+    check_run_folder,
+    find_run,
+    job_of,
+    keep_config,
+    lock_run,
+    make_run_folder,
+    reached_step,
+    write_config,
+)
+from longshore.train.checkpoint_files import remove_leftovers
+from longshore.train.disk import writing
+
+if TYPE_CHECKING:
+    from longshore.data.loader import Loader
+    from longshore.distributed.topology import Groups, Topology
+    from longshore.train.checkpoint import Checkpoints
+    from longshore.train.loop import Progress
 
 MAY_CHANGE = {"prefetch", "cache", "eval_path", "eval_mock", "eval_count"}  # of data
-UNTOLD = ("output.", "parallel.ranks", "plan.capacity")
-LOCK = ".lock"
-WAIT_S = 15.0  # for the ranks of a run that was just killed
-SHOWN_RUNS = 5
+UNREPORTED = ("output.", "parallel.ranks", "plan.capacity")
+ROOM = 256  # bytes of a path in the first collective
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a run starts. resume: it goes on, where there is something to go on with.
-
-    is_asked: the user wants it, and torchrun has not only restarted. attempt: of torchrun, from 0.
-    job: of torchrun, which names all its attempts alike. is_forced: also with other data.
-    """
+    """How a run starts: anew, or from an earlier run where there is one."""
 
     is_asked: bool = False
+    """The user wants to resume; otherwise only torchrun has restarted."""
     attempt: int = 0
+    """Of torchrun, from 0."""
     job: str = ""
+    """Of torchrun, the same name in all its attempts."""
     is_forced: bool = False
+    """Resume with other data too."""
 
     @property
     def resume(self) -> bool:
@@ -51,111 +79,20 @@ class Start:
 FRESH = Start()
 
 
-def run_to_resume(config: RunConfig, start: Start) -> Path | None:
-    """The folder to go on in, or None to make a new one."""
-    found = find_run(config.output.folder) if start.resume else None
-    if found is None or start.is_asked:
-        return found
-    return found if _job_of(found) == start.job else None
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """The run that is trained, locked by rank 0."""
 
-
-def changed_settings(config: RunConfig, run: Path) -> list[str]:
-    """What differs from the run's own settings, in words."""
-    before = load_config(str(run / CONFIG))
-    told = []
-    for section, kind in SECTIONS.items():
-        for field in fields(kind):
-            key = f"{section}.{field.name}"
-            was, now = (getattr(getattr(c, section), field.name) for c in (before, config))
-            if was == now or key.startswith(UNTOLD):
-                continue
-            if section == "model" or (section == "data" and field.name not in MAY_CHANGE):
-                raise ValueError(
-                    f"{key} was {was!r} in {run} and is {now!r}; a run goes on with the data and "
-                    "the model it began with, so set it as it was, or leave --resume out"
-                )
-            told.append(f"{key} was {was!r} and is {now!r} from here on")
-    return told
-
-
-def reached_step(run: Path) -> int | None:
-    """The step of the run's newest checkpoint; None if it has none."""
-    newest = newest_complete(run)
-    return None if newest is None else int(newest.name.partition("-")[2])
-
-
-def check_steps(steps: int, config: RunConfig, run: Path) -> None:
-    """Refuses to end a run after fewer steps than it has done. steps: of the whole run."""
-    done = reached_step(run) or 0
-    if steps < done:
-        epochs = "" if config.train.steps else f", because train.epochs is {config.train.epochs}"
-        raise ValueError(
-            f"{run} has done {done} steps, and is to end after {steps}{epochs}; give more to train "
-            f"it further, train.steps={done} to end it where it stands, or leave --resume out to "
-            "begin a new run"
-        )
-
-
-def newest_runs(folder: str = "runs") -> str:
-    """The runs in a folder, for one who has to name one: how far each came, and how to resume."""
-    runs = [path.parent for path in Path(folder).glob(f"*/{CONFIG}")]
-    newest = sorted(runs, key=lambda run: (-_touched(run), run.name))[:SHOWN_RUNS]
-    if not newest:
-        return f"there is none in {folder}; leave --resume out to begin a new one"
-    listed = ", ".join(f"{run} ({_state(run)})" for run in newest)
-    more = f" and {len(runs) - len(newest)} more" if len(runs) > len(newest) else ""
-    return f"in {folder} there are {listed}{more}; resume with --resume {newest[0]}"
-
-
-def _state(run: Path) -> str:
-    step = reached_step(run)
-    reached = "no checkpoint" if step is None else f"step {step:,}"
-    return f"{reached}, {_age(time.time() - _touched(run))} ago"
-
-
-def _touched(run: Path) -> float:
-    """When the run last wrote a file."""
-    with suppress(OSError):
-        return max(entry.stat().st_mtime for entry in run.iterdir())
-    return 0.0
-
-
-def _age(seconds: float) -> str:
-    """90 seconds are 1 minute, 200,000 are 2 days."""
-    for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if seconds >= size:
-            count = int(seconds // size)
-            return f"{count} {unit}{'s' if count > 1 else ''}"
-    return "less than a minute"
-
-
-def lock_run(run: Path, start: Start) -> TextIOWrapper:
-    """Holds the run for this process alone, until the file is closed or the process ends."""
-    file = (run / LOCK).open("a+", encoding="utf-8")
-    deadline = time.monotonic() + WAIT_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                file.close()
-                raise ValueError(
-                    f"{run} is being trained by another process; wait for it, or end it"
-                ) from None
-            time.sleep(0.1)
-            continue
-        except OSError:
-            pass  # a file system without locks
-        file.truncate(0)
-        file.write(start.job)
-        file.flush()
-        return file
-
-
-def _job_of(run: Path) -> str | None:
-    with suppress(OSError):
-        return (run / LOCK).read_text(encoding="utf-8")
-    return None
+    folder: Path
+    """Where it writes."""
+    is_resumed: bool
+    """An earlier run is in the folder."""
+    changes: tuple[str, ...] = ()
+    """From the earlier run's settings, in words; on rank 0 only."""
+    note: str = ""
+    """What else to say, "" for nothing; on rank 0 only."""
+    is_forced: bool = False
+    """It resumes with other data too."""
 
 
 def check_output(config: RunConfig, start: Start) -> None:
@@ -171,3 +108,148 @@ def check_output(config: RunConfig, start: Start) -> None:
         check_new_folder(config.output.export, "output.export")
         if Path(config.output.export).absolute() == Path(config.output.folder).absolute():
             raise ValueError("output.export is output.folder; name a folder of its own")
+
+
+def changed_settings(config: RunConfig, run: Path) -> list[str]:
+    """What differs from the run's own settings, in words; a ValueError for what may not."""
+    before = load_config(str(run / CONFIG))
+    changes = []
+    for section, kind in SECTIONS.items():
+        for field in fields(kind):
+            key = f"{section}.{field.name}"
+            was, now = (getattr(getattr(c, section), field.name) for c in (before, config))
+            if was == now or key.startswith(UNREPORTED):
+                continue
+            if section == "model" or (section == "data" and field.name not in MAY_CHANGE):
+                raise ValueError(
+                    f"{key} was {was!r} in {run} and is {now!r}; a run resumes with the data and "
+                    "the model it began with, so set it as it was, or leave --resume out"
+                )
+            changes.append(f"{key} was {was!r} and is {now!r} from here on")
+    return changes
+
+
+def check_steps(steps: int, config: RunConfig, run: Path) -> None:
+    """Refuses to end a run after fewer steps than it has done. steps: of the whole run."""
+    done = reached_step(run) or 0
+    if steps < done:
+        epochs = "" if config.train.steps else f", because train.epochs is {config.train.epochs}"
+        raise ValueError(
+            f"{run} has done {done} steps, and is to end after {steps}{epochs}; give more to train "
+            f"it further, train.steps={done} to end it where it stands, or leave --resume out to "
+            "begin a new run"
+        )
+
+
+@contextmanager
+def open_run(
+    config: RunConfig, start: Start, topology: "Topology", *, steps: int
+) -> Iterator[OpenRun]:
+    """Opens the run's folder on rank 0, for all ranks, which enter together.
+
+    All checks come first. steps: of the whole run.
+    """
+    from longshore.distributed.collectives import agreed
+
+    with ExitStack() as locked:
+        mine = OpenRun(Path(), False)
+        with agreed(topology.groups):
+            if topology.rank == 0:
+                with writing(Path(config.output.folder), then="start again"):
+                    mine = _open(config, start, locked, steps=steps)
+        folder, is_resumed = _from_first([str(mine.folder), str(mine.is_resumed)], topology.groups)
+        yield replace(
+            mine,
+            folder=Path(folder),
+            is_resumed=is_resumed == "True",
+            is_forced=start.is_forced,
+        )
+
+
+def _open(config: RunConfig, start: Start, locked: ExitStack, *, steps: int) -> OpenRun:
+    """Rank 0's part. locked: closes the lock when the run ends."""
+    run = _run_to_resume(config, start)
+    if run is not None:
+        locked.enter_context(lock_run(run, start.job))
+        check_steps(steps, config, run)
+        return OpenRun(run, True, tuple(changed_settings(config, run)))
+    folder = make_run_folder(config.output.folder)
+    try:
+        locked.enter_context(lock_run(folder, start.job))
+        write_config(config, folder)
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)  # nothing is in it yet
+        raise
+    note = f"--resume: there is no run to resume yet, so {folder} is a new one"
+    return OpenRun(folder, False, note=note if start.is_asked else "")
+
+
+def _run_to_resume(config: RunConfig, start: Start) -> Path | None:
+    """The folder of the run to resume, or None to make a new one."""
+    run = find_run(config.output.folder) if start.resume else None
+    if run is None or start.is_asked:
+        return run
+    return run if job_of(run) == start.job else None
+
+
+def load_checkpoint(
+    run: OpenRun, checkpoints: "Checkpoints", loader: "Loader", *, steps: int
+) -> tuple["Progress", list[str]]:
+    """Loads the newest checkpoint of a resumed run into its model, optimizer and loader.
+
+    Returns what the run has done, and what to say of it. All ranks call it together.
+    """
+    from longshore.distributed.collectives import agreed
+    from longshore.train.checkpoint import same_data
+    from longshore.train.loop import Progress
+
+    if not run.is_resumed:
+        return Progress(), [run.note] if run.note else []
+    with agreed(checkpoints.topology.groups):
+        if checkpoints.topology.rank == 0:
+            remove_leftovers(run.folder)
+    position, notes = checkpoints.load_newest()
+    if position is None:
+        notes.append(f"{run.folder} has no checkpoint, so it begins with step 1")
+        return Progress(), [*notes, *run.changes]
+    state, warnings = same_data(position.loader, loader.steps.describe(), is_forced=run.is_forced)
+    loader.load_state_dict(state)
+    reached = f"{run.folder} resumes after step {position.step}"
+    if position.step >= steps:
+        reached = (
+            f"{run.folder} is already finished: step {position.step} of {steps} is done; "
+            "a larger train.steps or train.epochs trains it further"
+        )
+    return Progress(position.step, position.updates), [*notes, *warnings, reached, *run.changes]
+
+
+def keep_settings(config: RunConfig, run: OpenRun, topology: "Topology", *, step: int) -> None:
+    """Writes the settings of a resumed run, whose first step has just worked with them."""
+    from longshore.distributed.collectives import agreed
+
+    if not run.is_resumed:
+        return
+    with agreed(topology.groups):
+        if topology.rank == 0:
+            with writing(run.folder):
+                change_config(config, run, step=step)
+
+
+def change_config(config: RunConfig, run: OpenRun, *, step: int) -> None:
+    """On rank 0: the settings from this step on, where they differ from those before."""
+    name = load_config(str(run.folder / CONFIG)).output.folder
+    if run.changes:
+        keep_config(run.folder, f"config-until-step-{step}")
+    write_config(replace(config, output=replace(config.output, folder=name)), run.folder)
+
+
+def _from_first(words: list[str], groups: "Groups") -> list[str]:
+    """The words of rank 0, on all ranks."""
+    import torch
+
+    from longshore.distributed.collectives import gather_rows
+
+    text = list("\0".join(words).encode())
+    rows = torch.tensor(text, dtype=torch.int64, device=groups.device).view(-1, 1)
+    first = gather_rows(rows, groups.world, room=ROOM)[0]
+    return bytes(first.view(-1).tolist()).decode().split("\0")

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longshore.batch import Boundaries, PackContext, Zigzag
+from longshore.choices import AttentionKind, ScanKind
 from longshore.distributed.collectives import all_to_all, gather, reduce_scatter, sum_over
 from longshore.distributed.cp_groups import CPGroups
-from longshore.model.interface import AttentionKind, Exchange, Exchanges, ScanKind
+from longshore.model.interface import Exchange, Exchanges
 from longshore.ops.boundaries import to_device
 from longshore.parallel.context.halo import halo_route
 from longshore.plan.cost import Ints

@@ -1,0 +1,34 @@
+"""Every choice of a recipe, listed once; the parts that act on it read it from here. No torch.
+
+In: nothing. Out: Literal types, for annotations, and `names_of`, for checks and for help:
+
+    names_of(Recompute)     ("none", "blocks")
+
+What the names mean stands in config/schema.py. Policies are listed where they are made, in plan/.
+"""
+
+from typing import Any, Literal, get_args
+
+LossOn = Literal["assistant", "all"]
+TooLong = Literal["reject", "truncate"]
+
+Sync = Literal["round", "step"]
+CPSizes = Literal["pow2", "any"]
+
+ShardMode = Literal["zero3", "zero2", "none"]
+ShardChoice = Literal["auto", ShardMode]
+AttentionKind = Literal["auto", "gather", "heads"]
+ScanKind = Literal["auto", "heads", "states"]
+
+ScheduleName = Literal["cosine", "linear", "constant"]
+DTypeChoice = Literal["auto", "bfloat16", "float32", "float64"]
+Recompute = Literal["none", "blocks"]
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+DisplayChoice = Literal["auto", "live", "plain", "none"]
+
+
+def names_of(choice: Any) -> tuple[str, ...]:  # noqa: ANN401 - Literal types have no type
+    """The names of one of the types above, in their order."""
+    names: tuple[str, ...] = get_args(choice)
+    assert names, choice
+    return names

@@ -1,0 +1,119 @@
+"""A training job: what one rank is to do, decided once when the run starts, passed to all builders.
+
+In: a checked configuration and this rank's topology. Out: a TrainingJob: the configuration, what is
+"auto" in it decided, the opened sequences, the number of steps. All ranks make it together; 1000
+sequences with data.batch 64 and train.epochs 2 are a job of 32 steps on every rank.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from longshore.arch.decoder import DecoderConfig
+from longshore.arch.flops import parameter_count
+from longshore.config.check import decoder_config
+from longshore.config.schema import RunConfig
+from longshore.data.source import IndexedSource
+from longshore.distributed.collectives import agreed, gather
+from longshore.distributed.topology import Topology
+from longshore.run.auto import Resolved, resolve
+from longshore.run.data import (
+    count_steps,
+    open_sequences,
+    prepare_text,
+    small_data,
+    text_is_ready,
+)
+from longshore.train.device import memory_bytes, pick_dtype
+from longshore.train.display import teller
+from longshore.train.heartbeat import RankStatus
+from longshore.train.stop import Stop
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingJob:
+    """One rank's share of a run; the same on all ranks but for topology, stop and tell."""
+
+    resolved: Resolved
+    """The configuration, and what became of everything "auto" in it."""
+    source: IndexedSource
+    """The sequences to train on."""
+    steps: int
+    """Of the whole run, those of earlier runs included."""
+    topology: Topology
+    """This rank's place among the others."""
+    stop: Stop
+    """Whether a signal has come, and this rank's status."""
+    tell: Callable[[str], None]
+    """Shows a line before there are steps; silent on all ranks but the first."""
+
+    @property
+    def config(self) -> RunConfig:
+        return self.resolved.config
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        return self.resolved.decoder
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the arithmetic."""
+        return pick_dtype(self.resolved.dtype, self.topology.device)
+
+    @property
+    def status(self) -> RankStatus:
+        return self.stop.status
+
+
+def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: int) -> TrainingJob:
+    """Opens the data and decides what is "auto". local_size: ranks of this machine."""
+    tell = teller(config.output.display, stream=sys.stdout, is_first=topology.rank == 0)
+    tell("reading the data…")
+    stop.status.at("reading the data")
+    decoder = decoder_config(config.model)
+    source = _open_source(config, decoder, topology)
+    resolved = resolve(
+        config,
+        decoder,
+        lanes=topology.lanes,
+        dtype=str(pick_dtype(config.train.dtype, topology.device)).removeprefix("torch."),
+        memory=_least_memory(topology, local_size),
+        longest=int(source.lengths.max()),
+    )
+    for line in (
+        _summary(resolved, source, topology),
+        *small_data(config, source),
+        *resolved.notes,
+    ):
+        tell(line)
+    steps = count_steps(config, source.lengths)
+    return TrainingJob(resolved, source, steps, topology, stop, tell)
+
+
+def _open_source(config: RunConfig, decoder: DecoderConfig, topology: Topology) -> IndexedSource:
+    """The run's sequences; text that is not yet tokenized is tokenized by rank 0."""
+    with agreed(topology.groups):
+        if topology.rank == 0 and not text_is_ready(config):
+            prepare_text(config)
+    with agreed(topology.groups):
+        source = open_sequences(config, decoder)
+    return source
+
+
+def _least_memory(topology: Topology, local_size: int) -> int:
+    """Bytes of the rank that has least."""
+    mine = torch.tensor([memory_bytes(topology.device, local_size)], device=topology.device)
+    return int(gather(mine, topology.groups.world).min())
+
+
+def _summary(resolved: Resolved, source: IndexedSource, topology: Topology) -> str:
+    """The run in one line."""
+    model, ranks = resolved.config.model, topology.world_size
+    return (
+        f"{model.preset or model.from_hf or model.module}: {parameter_count(resolved.decoder):,} parameters; "
+        f"{len(source):,} sequences of {source.lengths.sum():,} tokens, the longest "
+        f"{source.lengths.max():,}; {ranks} rank{'s' if ranks > 1 else ''} on "
+        f"{topology.device.type}, {resolved.dtype}"
+    )

@@ -1,0 +1,96 @@
+"""The steps of a job, trained one after another, and what happens between them.
+
+In: a job, its Parts, and what saves, evaluates and records. Out: a report of each step. Saving,
+evaluating and stopping are hooks of the loop in train/loop.py: with output.save_every 500 and
+train.eval_every 100 a checkpoint is begun after step 500, and then the held-out data are evaluated.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from longshore.arch.flops import step_flops
+from longshore.run.job import TrainingJob
+from longshore.run.parts import Parts
+from longshore.train.checkpoint import Saver
+from longshore.train.device import peak_flops
+from longshore.train.evaluate import Evaluator
+from longshore.train.failed_step import explain
+from longshore.train.heartbeat import SAVING
+from longshore.train.loop import Hooks, Machine, Progress, Report, train
+from longshore.train.optim import Schedule
+from longshore.train.record import Record
+
+
+def train_steps(
+    job: TrainingJob, parts: Parts, *, saver: Saver, evaluator: Evaluator | None, record: Record
+) -> Iterator[Report]:
+    """Trains one step for each report that is asked for, from where the saver stands."""
+    device = job.topology.device
+    return train(
+        parts.stepper,
+        parts.loader,
+        steps=job.steps,
+        schedule=_schedule(job),
+        flops=partial(step_flops, job.decoder),
+        machine=Machine(
+            ranks=job.topology.world_size,
+            device=device,
+            peak_flops=peak_flops(device, job.dtype),
+        ),
+        start=saver.progress,
+        hooks=_hooks(job, parts, saver=saver, evaluator=evaluator, record=record),
+    )
+
+
+def _schedule(job: TrainingJob) -> Schedule:
+    train = job.config.train
+    return Schedule(
+        kind=train.schedule,
+        lr=train.lr,
+        warmup=train.warmup,
+        updates=job.steps,
+        min_lr=train.min_lr,
+    )
+
+
+def _hooks(
+    job: TrainingJob, parts: Parts, *, saver: Saver, evaluator: Evaluator | None, record: Record
+) -> Hooks:
+    between = _BetweenSteps(job, saver, evaluator)
+    checkpoints = parts.checkpoints
+    return Hooks(
+        wants_stop=lambda: job.stop.is_asked or checkpoints.has_failed,
+        reported=checkpoints.confirm,
+        after_step=between.after_step,
+        wants_report=between.is_evaluated,
+        phase=partial(_show_phase, job, record),
+        not_finite=partial(explain, checkpoints.run, parts.stepper),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _BetweenSteps:
+    """Saves, then evaluates, and says where this rank stands."""
+
+    job: TrainingJob
+    saver: Saver
+    evaluator: Evaluator | None
+
+    def after_step(self, progress: Progress) -> None:
+        status = self.job.status
+        status.at(SAVING)
+        self.saver.after_step(progress)
+        if self.evaluator is not None:
+            self.evaluator.after_step(progress.step, is_last=progress.step == self.job.steps)
+        status.at("waiting for data", step=progress.step + 1)
+
+    def is_evaluated(self, step: int) -> bool:
+        is_last = step == self.job.steps
+        return self.evaluator is not None and self.evaluator.is_due(step, is_last=is_last)
+
+
+def _show_phase(job: TrainingJob, record: Record, name: str) -> None:
+    compiles = job.config.train.compile or job.topology.device.type == "cuda"
+    is_slow = compiles and name == "first step"
+    record.phase(f"{name} (compiling)…" if is_slow else f"{name}…")

@@ -1,0 +1,43 @@
+"""This process as a rank of the run: its device, its signals, its process group.
+
+In: a configuration and this rank's place. Out: a Topology and a Stop, for as long as the block
+lasts. Rank 5 of 8 on two machines of 4 GPUs is local rank 1, on cuda:1, with NCCL; on CPUs all
+ranks talk through gloo.
+"""
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+
+from longshore.config.schema import RunConfig
+from longshore.distributed.process_group import Rendezvous, attempt_address, process_group
+from longshore.distributed.topology import Topology, make_topology
+from longshore.run.ranks import Ranks
+from longshore.train.device import multiply_plainly, pick_backend, pick_device, pick_dtype
+from longshore.train.heartbeat import RankStatus
+from longshore.train.stop import Stop, attended
+
+
+@contextmanager
+def joined_ranks(
+    config: RunConfig, ranks: Ranks, *, attempt: int
+) -> Iterator[tuple[Topology, Stop]]:
+    """All ranks enter it together. attempt: of torchrun, from 0."""
+    device = pick_device(config.train.device, ranks.local_rank)
+    multiply_plainly(device, pick_dtype(config.train.dtype, device), platform.machine())
+    backend = pick_backend(device, ranks.local_size)
+    address = attempt_address(ranks.rendezvous, attempt)
+    rendezvous = Rendezvous(ranks.rank, ranks.world_size, address)
+    limit = timedelta(minutes=config.parallel.timeout_min)
+    with (
+        attended(
+            RankStatus(), rank=ranks.rank, ranks=ranks.world_size, address=ranks.rendezvous
+        ) as stop,
+        process_group(rendezvous, backend=backend, device=device, timeout=limit),
+    ):
+        topology = make_topology(lanes=ranks.world_size, device=device)
+        torch.manual_seed(config.train.seed + topology.rank)
+        yield topology, stop
