@@ -16,6 +16,7 @@ from longshore.config.values import (
     flag,
     function,
     key,
+    listed,
     number,
     number_or,
     shares,
@@ -27,6 +28,7 @@ from longshore.config.values import (
 )
 from longshore.data.inputs import MAX_BYTES
 from longshore.data.rejected import MAX_REJECTED
+from longshore.plan.policy import DEFAULT_POLICY, names_of
 
 MOST_MOCK = 10_000_000
 LARGEST_SEED = 2**63 - 1
@@ -82,9 +84,9 @@ class DataConfig:
 class PlanConfig:
     """How each step is packed and split; `longshore plan --help` explains the words."""
 
-    policy: Literal["mixed", "dynamic", "balanced", "static", "padded"] = key(
-        "mixed",
-        choice("mixed", "dynamic", "balanced", "static", "padded"),
+    policy: str = key(
+        DEFAULT_POLICY,
+        function(*names_of(lambda policy: not policy.needs_packs)),
         "how packs and CP sizes are chosen",
     )
     capacity: int | Literal["auto"] = key(
@@ -93,7 +95,11 @@ class PlanConfig:
     sync: Literal["round", "step"] = key(
         "round", choice("round", "step"), "ranks wait for each other every round, or once a step"
     )
-    cp_size: int = key(0, whole(0, 1 << 20), "the one CP size of padded, static and balanced")
+    cp_size: int = key(
+        0,
+        whole(0, 1 << 20),
+        f"the one CP size of {listed(names_of(lambda policy: policy.one_cp_size), 'and')}",
+    )
     min_cp: int = key(1, whole(1, 1 << 20), "smallest CP size")
     max_cp: int = key(0, whole(0, 1 << 20), "largest CP size; 0: all ranks")
     cp_sizes: Literal["pow2", "any"] = key(

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from longshore.plan.own_policy import FUNCTION
+
 LARGEST = 2**40
-FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def text() -> Kind:
 
 
 def choice(*names: str) -> Kind:
-    return Kind(_listed(names), lambda value: value if value in names else None, names, True)
+    return Kind(listed(names), lambda value: value if value in names else None, names, True)
 
 
 def function(*names: str) -> Kind:
@@ -73,7 +74,7 @@ def function(*names: str) -> Kind:
         return value if given and isinstance(value, str) else None
 
     shown = [name for name in names if name]
-    return Kind(_listed([*shown, "module:function"]), read, tuple(shown), True)
+    return Kind(listed([*shown, "module:function"]), read, tuple(shown), True)
 
 
 def whole_or(name: str) -> Kind:
@@ -127,5 +128,5 @@ def table() -> Kind:
     return Kind("a table", lambda value: dict(value) if isinstance(value, dict) else None)
 
 
-def _listed(names: tuple[str, ...] | list[str]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+def listed(names: tuple[str, ...] | list[str], last: str = "or") -> str:
+    return f"{', '.join(names[:-1])} {last} {names[-1]}" if len(names) > 1 else names[0]

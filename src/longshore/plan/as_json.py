@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from longshore.plan.policy import DEFAULT_POLICY
 from longshore.plan.types import Pack, Plan, Setting, Stats
 
 FORMAT_VERSION = 1
@@ -104,8 +105,11 @@ def advice(stats: Stats, setting: Setting) -> str:
     saving = 1 - stats.lower_bound / stats.predicted
     if stats.efficiency >= WELL_USED:
         return f"Little is left to gain: {stats.efficiency:.1%} of the time is work on real tokens."
-    if setting.policy != "mixed" and saving > WORTH_A_WORD:
-        return f"Look at the gap: another plan could save up to {saving:.0%}; try --policy mixed."
+    if setting.policy != DEFAULT_POLICY and saving > WORTH_A_WORD:
+        return (
+            f"Look at the gap: another plan could save up to {saving:.0%}; "
+            f"try --policy {DEFAULT_POLICY}."
+        )
     if max(idle, stats.bubble, stats.padding) < WORTH_A_WORD:
         if not any(size > 1 for size, _ in stats.cp_histogram):
             return "Look at the rounds: packs cost time each; a larger --capacity needs fewer."

@@ -22,6 +22,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
+from longshore.errors import SettingError
 from longshore.plan.cost import Ints
 from longshore.plan.cp_size import usable_capacity
 from longshore.plan.types import Pack, Plan
@@ -31,7 +32,7 @@ Ints32 = NDArray[np.int32]
 
 def padded_lengths(plan: Plan, lengths: Ints, cp_size: int | Ints) -> Ints:
     """Tokens of a plan's sequences with their padding; policy `padded` makes all as the longest."""
-    if plan.setting.policy == "padded":
+    if plan.setting.planned_by.pads_to_longest:
         longest = max(sequence.length for sequence in plan.sequences)
         lengths = np.full_like(lengths, longest)
     step = np.where(np.equal(cp_size, 1), 1, 2 * np.asarray(cp_size))
@@ -117,10 +118,10 @@ def make_buckets(capacity: int, *, align: int = 1, count: int = 8) -> tuple[int,
     eight buckets it is at most an eighth of the capacity.
     """
     if count < 1:
-        raise ValueError(f"count of buckets is {count}; it must be at least 1")
+        raise SettingError(f"{{buckets}} is {count}; it must be at least 1")
     most = usable_capacity(capacity, align)
     if most < 1:
-        raise ValueError(f"capacity {capacity} holds no multiple of align ({align})")
+        raise SettingError(f"{{capacity}} {capacity} holds no multiple of {{align}} ({align})")
     sizes = (-(-most * part // (count * align)) * align for part in range(1, count + 1))
     return tuple(sorted(set(sizes)))
 

@@ -196,7 +196,7 @@ def table_for(setting: Setting, lengths: Seq[int]) -> CostTable:
     Policy `padded` runs every sequence at the length of the longest, so its costs are equal.
     """
     array = np.array(lengths, dtype=np.int64)
-    if setting.policy == "padded":
+    if setting.planned_by.pads_to_longest:
         array = np.full_like(array, array.max())
     return CostTable(array, sizes=setting.cp_sizes, profile=setting.profile)
 

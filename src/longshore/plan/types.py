@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from longshore.plan.cost import CostProfile
+from longshore.plan.policy import Policy, policy_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,11 @@ class Setting:
     max_sequences: int | None
     pp: int
     vpp: int
+
+    @property
+    def planned_by(self) -> Policy:
+        """The policy with its properties; the default ones under a name that is not registered."""
+        return policy_named(self.policy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from longshore.plan.cost import parse_profile
 from longshore.plan.cp_size import padded_length
+from longshore.plan.policy import DEFAULT_POLICY, policy_named
 from longshore.plan.types import Pack, Plan, Round, Sequence, Setting, Stats
 
 Floats = NDArray[np.float64]
@@ -61,7 +62,7 @@ class JournalSteps:
     path: Path
     lines: Mapping[int, Line]
 
-    def plan(self, step: int, *, policy: str = "mixed") -> Plan:
+    def plan(self, step: int, *, policy: str = DEFAULT_POLICY) -> Plan:
         """The plan of a step; policy is not in the journal, and `padded` counts padding as work."""
         line = self.lines[step]
         where = f"{self.path}, line {line.number}"
@@ -107,7 +108,7 @@ def _read(text: bytes, where: str, *, number: int, place: int) -> tuple[int, Lin
 
 def _plan(data: Mapping[str, Any], policy: str) -> Plan:
     lengths = [int(length) for length in data["lengths"]]
-    held = [max(lengths)] * len(lengths) if policy == "padded" else lengths
+    held = [max(lengths)] * len(lengths) if policy_named(policy).pads_to_longest else lengths
     rounds = tuple(Round(tuple(_pack(raw, held) for raw in packs)) for packs in data["rounds"])
     if not lengths or not rounds:
         raise ValueError("no sequences or no rounds")

@@ -65,7 +65,7 @@ def pack_costs(plan: Plan) -> list[float]:
     """
     profile = plan.setting.profile
     lengths = [sequence.length for sequence in plan.sequences]
-    if plan.setting.policy == "padded":
+    if plan.setting.planned_by.pads_to_longest:
         lengths = [max(lengths)] * len(lengths)
 
     def cost(pack: Pack) -> float:
