@@ -1,16 +1,16 @@
 import pytest
 
 from longshore.plan.policies import static
-from longshore.plan.policy import POLICIES, Policy, names_of, policy_named, register_policy
+from longshore.plan.policy import POLICIES, Policy, policy_named, policy_names, register_policy
 
 
 def test_every_policy_is_registered_with_its_properties():
     assert list(POLICIES) == ["mixed", "dynamic", "balanced", "static", "padded", "given"]
-    assert names_of(lambda policy: policy.one_cp_size) == ("balanced", "static", "padded")
-    assert names_of(lambda policy: policy.fixed_packs) == ("static", "padded", "given")
-    assert names_of(lambda policy: policy.pads_to_longest) == ("padded",)
-    assert names_of(lambda policy: policy.needs_packs) == ("given",)
-    assert names_of(lambda policy: not policy.one_pack_per_lane) == ("mixed",)
+    assert policy_names(lambda policy: policy.one_cp_size) == ("balanced", "static", "padded")
+    assert policy_names(lambda policy: policy.fixed_packs) == ("static", "padded", "given")
+    assert policy_names(lambda policy: policy.pads_to_longest) == ("padded",)
+    assert policy_names(lambda policy: policy.needs_packs) == ("given",)
+    assert policy_names(lambda policy: not policy.one_pack_per_lane) == ("mixed",)
     assert all(policy.name == name and policy.about for name, policy in POLICIES.items())
 
 

@@ -25,7 +25,7 @@ from longshore.plan.as_json import plans_as_json
 from longshore.plan.cost import BUILT_IN, CostProfile, load_profile
 from longshore.plan.lengths_file import Lengths, demo_lengths, read_lengths
 from longshore.plan.own_policy import FUNCTION
-from longshore.plan.policy import DEFAULT_POLICY, POLICIES, names_of, policy_named
+from longshore.plan.policy import DEFAULT_POLICY, POLICIES, policy_named, policy_names
 from longshore.plan.types import Plan
 from longshore.report.plan_page import write_plan_page
 from longshore.report.text import plan_summary
@@ -92,7 +92,7 @@ CHOICES = {
     "sync": ["round", "step"],
 }
 PLANNER = ("sync", "cp_size", "min_cp", "max_cp", "cp_sizes", "max_sequences", "align", "pp", "vpp")
-COMPARED = names_of(lambda policy: not policy.needs_packs)[::-1]
+COMPARED = policy_names(lambda policy: not policy.needs_packs)[::-1]
 DEMO_LANES, DEMO_CAPACITY = 32, 16384
 
 
@@ -122,7 +122,7 @@ def plan_help() -> str:
         f"{name:<9} {policy.about}" + " (default)" * (name == DEFAULT_POLICY)
         for name, policy in POLICIES.items()
     ]
-    sizes = listed(names_of(lambda policy: policy.one_cp_size), "and")
+    sizes = listed(policy_names(lambda policy: policy.one_cp_size), "and")
     policies = f"\n{indent}".join(rows)
     return PLAN_HELP.replace("POLICY_LIST", policies).replace("ONE_CP_SIZE", sizes)
 

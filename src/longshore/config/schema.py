@@ -28,7 +28,7 @@ from longshore.config.values import (
 )
 from longshore.data.inputs import MAX_BYTES
 from longshore.data.rejected import MAX_REJECTED
-from longshore.plan.policy import DEFAULT_POLICY, names_of
+from longshore.plan.policy import DEFAULT_POLICY, policy_names
 
 MOST_MOCK = 10_000_000
 LARGEST_SEED = 2**63 - 1
@@ -86,7 +86,7 @@ class PlanConfig:
 
     policy: str = key(
         DEFAULT_POLICY,
-        function(*names_of(lambda policy: not policy.needs_packs)),
+        function(*policy_names(lambda policy: not policy.needs_packs)),
         "how packs and CP sizes are chosen",
     )
     capacity: int | Literal["auto"] = key(
@@ -98,7 +98,7 @@ class PlanConfig:
     cp_size: int = key(
         0,
         whole(0, 1 << 20),
-        f"the one CP size of {listed(names_of(lambda policy: policy.one_cp_size), 'and')}",
+        f"the one CP size of {listed(policy_names(lambda policy: policy.one_cp_size), 'and')}",
     )
     min_cp: int = key(1, whole(1, 1 << 20), "smallest CP size")
     max_cp: int = key(0, whole(0, 1 << 20), "largest CP size; 0: all ranks")

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from longshore.plan.policy import DEFAULT_POLICY
-from longshore.plan.types import Pack, Plan, Setting, Stats
+from longshore.plan.types import Pack, Plan, PlanSetting, Stats
 
 FORMAT_VERSION = 1
 WELL_USED = 0.95
@@ -75,7 +75,7 @@ def total_stats(steps: Seq[Stats]) -> Stats:
     spans = [stats.predicted * (1 - stats.bubble) for stats in steps]
     rounds = sum(stats.rounds for stats in steps)
     tokens = sum(stats.tokens for stats in steps)
-    held = math.fsum(stats.tokens / (1 - stats.padding) for stats in steps)
+    padded = math.fsum(stats.tokens / (1 - stats.padding) for stats in steps)
     histogram: Counter[int] = Counter()
     for stats in steps:
         histogram.update(dict(stats.cp_histogram))
@@ -90,7 +90,7 @@ def total_stats(steps: Seq[Stats]) -> Stats:
         / math.fsum(spans),
         bubble=1 - math.fsum(spans) / predicted,
         fill=math.fsum(stats.fill * stats.rounds for stats in steps) / rounds,
-        padding=1 - tokens / held,
+        padding=1 - tokens / padded,
         cp_histogram=tuple(sorted(histogram.items())),
         rounds=rounds,
         tokens=tokens,
@@ -99,7 +99,7 @@ def total_stats(steps: Seq[Stats]) -> Stats:
     )
 
 
-def advice(stats: Stats, setting: Setting) -> str:
+def advice(stats: Stats, setting: PlanSetting) -> str:
     """One sentence: what costs most, and what would help."""
     idle = stats.imbalance * (1 - stats.bubble)
     saving = 1 - stats.lower_bound / stats.predicted

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from longshore.plan.types import Pack, Plan, Round, Sequence, Setting
+from longshore.plan.types import Pack, Plan, PlanSetting, Round, Sequence
 
 
 def check_step(plan: Plan, sequences: Seq[Sequence], *, lanes: int) -> None:
@@ -50,7 +50,7 @@ def check(plan: Plan) -> None:
         )
 
 
-def check_rounds(rounds: Seq[Round], *, setting: Setting, lengths: Seq[int]) -> None:
+def check_rounds(rounds: Seq[Round], *, setting: PlanSetting, lengths: Seq[int]) -> None:
     """Raises ValueError unless the rounds hold each sequence once, within every limit."""
     if not rounds:
         raise ValueError("plan: it has no rounds; even a step without work has one")
@@ -67,7 +67,7 @@ def check_rounds(rounds: Seq[Round], *, setting: Setting, lengths: Seq[int]) -> 
         _lanes_within_limits(setting, round_, number, sequences=len(lengths))
 
 
-def _sane_setting(setting: Setting) -> None:
+def _sane_setting(setting: PlanSetting) -> None:
     numbers = {
         "lanes": setting.lanes,
         "capacity": setting.capacity,
@@ -93,7 +93,7 @@ def _each_sequence_once(rounds: Seq[Round], sequences: int) -> None:
             raise ValueError(f"sequence {place}: it is in the plan {count} times, not once")
 
 
-def _legal_group(setting: Setting, pack: Pack, where: str) -> None:
+def _legal_group(setting: PlanSetting, pack: Pack, where: str) -> None:
     if not pack.sequences:
         raise ValueError(f"{where}: a pack without sequences is listed")
     if pack.cp_size not in setting.cp_sizes:
@@ -125,7 +125,9 @@ def _ordered(round_: Round, number: int) -> None:
         raise ValueError(f"round {number}: a group has two packs")
 
 
-def _lanes_within_limits(setting: Setting, round_: Round, number: int, *, sequences: int) -> None:
+def _lanes_within_limits(
+    setting: PlanSetting, round_: Round, number: int, *, sequences: int
+) -> None:
     # What each pack adds at its first lane goes again behind its last.
     change = np.zeros((setting.lanes + 1, 3), dtype=np.int64)
     rows = [(pack.tokens_per_lane, len(pack.sequences), 1) for pack in round_.packs]

@@ -32,16 +32,18 @@ SHOWN = 40
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths from a file, with the line of each. `labels` says each one's pack, or is empty.
-
-    From a folder of sequences `counted` is "sequence", and `lines` are their numbers.
-    """
+    """Lengths from a file, with the line of each."""
 
     name: str
+    """Of the file or folder."""
     lengths: tuple[int, ...]
+    """In tokens."""
     lines: tuple[int, ...]
+    """The line of each; from a folder, the number of each sequence."""
     labels: tuple[str, ...]
+    """The pack of each, or empty."""
     counted: str = "line"
+    """What `lines` count: "line", or "sequence" for a folder."""
 
     def part(self, places: Iterable[int]) -> "Lengths":
         """Some of them, in this order."""

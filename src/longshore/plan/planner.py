@@ -19,12 +19,12 @@ from longshore.errors import SettingError
 from longshore.plan.cost import BUILT_IN, CostProfile, CostTable
 from longshore.plan.cp_size import legal_cp_sizes, usable_capacity
 from longshore.plan.own_policy import load_policy
-from longshore.plan.packing import Limits, Problem
+from longshore.plan.packing import PackingLimits, Problem
 from longshore.plan.policies import bound_of
-from longshore.plan.policy import DEFAULT_POLICY, names_of
-from longshore.plan.simulate import held_tokens, simulate_rounds, table_for
+from longshore.plan.policy import DEFAULT_POLICY, policy_names
+from longshore.plan.simulate import simulate_rounds, table_for, total_lane_tokens
 from longshore.plan.task import UNLIMITED, Choice, Rounds, Task
-from longshore.plan.types import Plan, Sequence, Setting, Stats
+from longshore.plan.types import Plan, PlanSetting, Sequence, Stats
 
 LARGEST = 2**40
 """Of lengths, capacities and counts: beyond, sums would not fit into 64 bits."""
@@ -85,9 +85,9 @@ def make_plan(
 
 def _setting(
     counts: dict[str, int], *, policy: str, sync: str, profile: CostProfile, kind: str
-) -> Setting:
+) -> PlanSetting:
     """kind: of the legal CP sizes."""
-    return Setting(
+    return PlanSetting(
         lanes=counts["lanes"],
         capacity=counts["capacity"],
         policy=policy,
@@ -161,7 +161,7 @@ def _place(value: object) -> int:
 
 
 def _task(
-    setting: Setting,
+    setting: PlanSetting,
     sequences: tuple[Sequence, ...],
     cp_size: int,
     packs: Iterable[Iterable[int]] | None,
@@ -182,7 +182,7 @@ def _task(
     return task
 
 
-def _check_setting(setting: Setting, sequences: tuple[Sequence, ...], cp_size: int) -> None:
+def _check_setting(setting: PlanSetting, sequences: tuple[Sequence, ...], cp_size: int) -> None:
     if not sequences:
         raise ValueError("there are no sequences to plan")
     if setting.sync not in ("round", "step"):
@@ -205,7 +205,7 @@ def _check_setting(setting: Setting, sequences: tuple[Sequence, ...], cp_size: i
         raise SettingError(
             "{cp_size} is for the policies {names}; with {given!r} limit the sizes with {min_cp} "
             "and {max_cp}",
-            names=", ".join(names_of(lambda policy: policy.one_cp_size)),
+            names=", ".join(policy_names(lambda policy: policy.one_cp_size)),
             given=setting.policy,
         )
     if cp_size and cp_size not in setting.cp_sizes:
@@ -213,13 +213,13 @@ def _check_setting(setting: Setting, sequences: tuple[Sequence, ...], cp_size: i
 
 
 def _check_packs(
-    setting: Setting, packs: tuple[tuple[int, ...], ...], *, has_packs: bool, sequences: int
+    setting: PlanSetting, packs: tuple[tuple[int, ...], ...], *, has_packs: bool, sequences: int
 ) -> None:
     if not setting.planned_by.needs_packs:
         if has_packs:
             raise SettingError(
                 "packs are for policy {names}, and {policy} is {given!r}",
-                names=" or ".join(map(repr, names_of(lambda policy: policy.needs_packs))),
+                names=" or ".join(map(repr, policy_names(lambda policy: policy.needs_packs))),
                 given=setting.policy,
             )
         return
@@ -298,7 +298,7 @@ def _stats(task: Task, sequences: tuple[Sequence, ...], rounds: Rounds, started:
     for round_ in rounds:
         for pack in round_.packs:
             histogram[pack.cp_size] += len(pack.sequences)
-    held = held_tokens(rounds, lanes=setting.lanes, align=1)
+    lane_tokens = total_lane_tokens(rounds, lanes=setting.lanes, align=1)
     return Stats(
         predicted=timeline.predicted,
         lower_bound=bound,
@@ -306,7 +306,7 @@ def _stats(task: Task, sequences: tuple[Sequence, ...], rounds: Rounds, started:
         efficiency=setting.profile.ideal(lengths) / setting.lanes / timeline.predicted,
         imbalance=timeline.imbalance,
         bubble=timeline.bubble,
-        fill=held / (setting.lanes * len(rounds) * setting.capacity),
+        fill=lane_tokens / (setting.lanes * len(rounds) * setting.capacity),
         padding=timeline.padding,
         cp_histogram=tuple(sorted(histogram.items())),
         rounds=len(rounds),
@@ -322,7 +322,7 @@ def _lower_bound(task: Task, lengths: list[int]) -> float:
     table = CostTable(
         np.array(lengths, dtype=np.int64), sizes=setting.cp_sizes, profile=setting.profile
     )
-    limits = Limits(
+    limits = PackingLimits(
         lanes=setting.lanes,
         capacity=task.capacity,
         lane_tokens=task.capacity,
@@ -341,7 +341,7 @@ DIGESTED = ("lanes", "capacity", "align", "sync", "cp_sizes", "pp", "vpp")
 """What of a setting decides how rounds are run: a lane's shapes, the groups, the order of work."""
 
 
-def _digest(setting: Setting, sequences: tuple[Sequence, ...], rounds: Rounds) -> str:
+def _digest(setting: PlanSetting, sequences: tuple[Sequence, ...], rounds: Rounds) -> str:
     """A name for what was decided: equal digests, the same tensors on every lane in every round.
 
     It does not tell why it was decided (policy, costs), nor which samples the sequences are.

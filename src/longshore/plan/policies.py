@@ -12,11 +12,11 @@ from dataclasses import replace
 import numpy as np
 
 from longshore.plan.bound import lower_bound
-from longshore.plan.packing import Limits, Placed, Problem
+from longshore.plan.packing import PackingLimits, Placed, Problem
 from longshore.plan.policy import Policy, register_policy
 from longshore.plan.search import Draft, search_rounds, search_step
 from longshore.plan.task import UNLIMITED, Choice, Rounds, Task, make_pack
-from longshore.plan.types import Pack, Round, Setting
+from longshore.plan.types import Pack, PlanSetting, Round
 
 WORTH_MORE = 1.02
 """A plan further above the bound than this is worth a second search."""
@@ -112,9 +112,11 @@ for _policy in (
     register_policy(_policy)
 
 
-def _limits(task: Task, *, lanes: int, max_items: int, sole: bool, min_rounds: int = 1) -> Limits:
+def _limits(
+    task: Task, *, lanes: int, max_items: int, sole: bool, min_rounds: int = 1
+) -> PackingLimits:
     step = task.setting.sync == "step"
-    return Limits(
+    return PackingLimits(
         lanes=lanes,
         capacity=task.capacity,
         lane_tokens=1 << 50 if step else task.capacity,
@@ -166,7 +168,7 @@ def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> Non
     choice.offer(_to_rounds(task, draft.packs(), members))
 
 
-def bound_of(problem: Problem, setting: Setting) -> int:
+def bound_of(problem: Problem, setting: PlanSetting) -> int:
     linear = int(setting.profile.linear * problem.table.scale)
     return lower_bound(problem, sync=setting.sync, linear=linear)
 
@@ -189,7 +191,7 @@ def _lay_out(
     a pack goes into its lanes' last round where there is room, which saves rounds but makes lanes
     joined that way end together.
     """
-    held = [[0, 0] for _ in range(task.setting.lanes)]
+    used = [[0, 0] for _ in range(task.setting.lanes)]
     last = [-1] * task.setting.lanes
     packs: list[Placed] = []
     for placed in sorted(draft.packs(), key=lambda p: (-p.cp_size, p.first_lane)):
@@ -202,16 +204,16 @@ def _lay_out(
             fits = all(
                 last[lane] < round_
                 or (
-                    held[lane][0] + need <= task.capacity
-                    and held[lane][1] + count <= task.most_sequences
+                    used[lane][0] + need <= task.capacity
+                    and used[lane][1] + count <= task.most_sequences
                 )
                 for lane in lanes
             )
             if not (join and number == 0 and round_ >= 0 and fits):
                 round_ += 1
             for lane in lanes:
-                before = held[lane] if last[lane] == round_ else [0, 0]
-                held[lane], last[lane] = [before[0] + need, before[1] + count], round_
+                before = used[lane] if last[lane] == round_ else [0, 0]
+                used[lane], last[lane] = [before[0] + need, before[1] + count], round_
             packs.append(Placed(round_, placed.first_lane, placed.cp_size, part))
     return packs
 

@@ -54,7 +54,7 @@ def policy_named(name: str) -> Policy:
     return POLICIES.get(name) or Policy(name, _cannot_run, about="")
 
 
-def names_of(has: Callable[[Policy], bool]) -> tuple[str, ...]:
+def policy_names(has: Callable[[Policy], bool]) -> tuple[str, ...]:
     """The names of the registered policies that have a property."""
     return tuple(name for name, policy in POLICIES.items() if has(policy))
 

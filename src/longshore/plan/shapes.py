@@ -76,8 +76,8 @@ def natural_order(padded: Ints, cp_size: int) -> tuple[Ints32, Ints32]:
     first = np.cumsum(padded) - padded
     chunks = np.arange(2 * cp_size, dtype=np.int64)
     rank = np.minimum(chunks, chunks[::-1])
-    held = first // cp_size + chunk * (chunks[:, None] >= cp_size)
-    gathered = held + rank[:, None] * (padded.sum() // cp_size)
+    local = first // cp_size + chunk * (chunks[:, None] >= cp_size)
+    gathered = local + rank[:, None] * (padded.sum() // cp_size)
     to_natural = _ranges32(gathered.T.ravel(), np.repeat(chunk, 2 * cp_size))
     pair = np.stack([chunks[:cp_size], chunks[: cp_size - 1 : -1]], axis=-1)
     natural = first[:, None] + chunk[:, None] * pair[:, None]
@@ -131,8 +131,8 @@ def lane_packs(plan: Plan, number: int, lane: int) -> tuple[Pack, ...]:
     if not 0 <= lane < plan.setting.lanes:
         raise ValueError(f"lane is {lane}; the plan has lanes 0 to {plan.setting.lanes - 1}")
     packs = plan.rounds[number].packs
-    found = (pack for pack in packs if 0 <= lane - pack.first_lane < pack.cp_size)
-    return tuple(sorted(found, key=lambda pack: (-pack.cp_size, pack.first_lane)))
+    shared = (pack for pack in packs if 0 <= lane - pack.first_lane < pack.cp_size)
+    return tuple(sorted(shared, key=lambda pack: (-pack.cp_size, pack.first_lane)))
 
 
 def lane_tokens(plan: Plan, number: int, lane: int, *, buckets: Seq[int] = ()) -> int:

@@ -13,8 +13,9 @@ import numpy as np
 from longshore.plan.cost import CostTable
 from longshore.plan.order import make_order
 from longshore.plan.pipeline import arrange
-from longshore.plan.simulate import lane_costs, round_heights, step_time, walk
-from longshore.plan.types import Pack, Round, Setting
+from longshore.plan.pipeline_times import walk
+from longshore.plan.simulate import lane_costs, round_heights, step_time
+from longshore.plan.types import Pack, PlanSetting, Round
 
 UNLIMITED = 1 << 30
 Rounds = tuple[Round, ...]
@@ -24,7 +25,7 @@ Rounds = tuple[Round, ...]
 class Task:
     """A step to be planned."""
 
-    setting: Setting
+    setting: PlanSetting
     """What the plan was asked for."""
     lengths: tuple[int, ...]
     """Tokens of each sequence, in the order they came; a sequence is named by its place here."""

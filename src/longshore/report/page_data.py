@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.plan.simulate import simulate
-from longshore.plan.types import Plan, Setting, Stats
+from longshore.plan.types import Plan, PlanSetting, Stats
 from longshore.report.graph_caps import cap_rows, micro_batch_sizes
 from longshore.report.timeline import Floats, Timeline, make_timeline
 
@@ -104,8 +104,8 @@ def check_input(steps: Seq[Plan], comparisons: Comparisons) -> None:
             )
 
 
-def setting_data(setting: Setting) -> Json:
-    data = {name: getattr(setting, name) for name in Setting.__slots__}
+def setting_data(setting: PlanSetting) -> Json:
+    data = {name: getattr(setting, name) for name in PlanSetting.__slots__}
     return {**data, "profile": setting.profile.as_json(), "cp_sizes": list(setting.cp_sizes)}
 
 

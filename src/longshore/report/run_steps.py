@@ -22,7 +22,7 @@ from longshore.plan.types import Plan
 from longshore.report.page_data import TICKS, Json, one_or_many, pack_columns, significant, ticks
 from longshore.report.run_curves import edges, rounded
 from longshore.report.run_files import RunFolder
-from longshore.report.run_journal import Line
+from longshore.report.run_journal import JournalLine
 from longshore.report.timeline import make_timeline
 
 Floats = NDArray[np.float64]
@@ -105,7 +105,7 @@ def _work(values: Mapping[str, float], usual: Mapping[str, float]) -> Iterator[s
         yield f"padding {values['padding']:.0%} (usually {usual['padding']:.0%})"
 
 
-def _ratios(lines: Mapping[int, Line]) -> dict[int, float]:
+def _ratios(lines: Mapping[int, JournalLine]) -> dict[int, float]:
     return {
         step: float(line.elapsed.sum() / line.predicted.sum())
         for step, line in lines.items()
@@ -151,7 +151,7 @@ def choose_steps(run: RunFolder, *, share: float = 1.0) -> list[int]:
     return sorted(kept)
 
 
-def timeline_data(step: int, plan: Plan, line: Line) -> Json:
+def timeline_data(step: int, plan: Plan, line: JournalLine) -> Json:
     timeline = make_timeline(plan)
     unit = timeline.total / TICKS
     lengths = np.array([sequence.length for sequence in plan.sequences], dtype=np.int64)
