@@ -15,14 +15,13 @@ HERE = "tests.plan.test_own_policy"
 def one_a_round(task, choice):
     for place in range(len(task.lengths)):
         assert task.costs_at(1)[place] > 0
-    seconds = choice.offer_rounds([[(0, 1, [place])] for place in range(len(task.lengths))])
-    assert seconds > 0
+    return choice.offer_rounds([[(0, 1, [place])] for place in range(len(task.lengths))])
 
 
 def slow_then_fast(task, choice):
-    one_a_round(task, choice)
-    choice.offer_packs([(2, np.arange(len(task.lengths)))])
-    one_a_round(task, choice)
+    slow = one_a_round(task, choice)
+    fast = choice.offer_packs([(2, np.arange(len(task.lengths)))])
+    assert 0 < fast < slow == one_a_round(task, choice)
 
 
 def two_on_a_lane(task, choice):
@@ -43,6 +42,14 @@ def too_wide(task, choice):
 
 def beyond(task, choice):
     choice.offer_packs([(1, [0, 4])])
+
+
+def in_floats(task, choice):
+    choice.offer_packs([(1, [0.0, 1, 2, 3])])
+
+
+def without_a_lane(task, choice):
+    choice.offer_rounds([[(1, [0, 1, 2, 3])]])
 
 
 def crooked(task, choice):
@@ -92,6 +99,8 @@ WRONG = {
     "twice": "sequence 3: it is in the plan 2 times, not once",
     "too_wide": "CP size 4 is not legal; legal here are 1, 2",
     "beyond": "there is no sequence 4; they go from 0 to 3",
+    "in_floats": "a pack is (first_lane, cp_size, sequences), in whole numbers",
+    "without_a_lane": "a pack is (first_lane, cp_size, sequences), in whole numbers",
     "crooked": "round 0, lane 1: a group of 2 lanes is not aligned",
     "overfull": "round 0, lane 0: 17 tokens, and the capacity is 16",
 }

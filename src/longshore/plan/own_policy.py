@@ -11,7 +11,8 @@ on 2 lanes with the lengths 6 and 3 makes two rounds, each of one pack at CP siz
 
 import importlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from operator import index
 
 from longshore.errors import SettingError
@@ -36,12 +37,14 @@ class OwnChoice:
 
         Returns the predicted seconds of the step.
         """
-        wide_first = sorted(packs, key=lambda pack: -index(pack[0]))
+        with _only_whole_numbers("(cp_size, sequences)"):
+            sized = [(index(cp_size), list(sequences)) for cp_size, sequences in packs]
         rounds: list[list[tuple[int, int, Iterable[int]]]] = [[]]
         free = 0
-        for cp_size, sequences in wide_first:
-            first_lane = -(-free // cp_size) * cp_size if cp_size > 0 else 0
-            if first_lane + cp_size > self._task.lanes and rounds[-1]:
+        for cp_size, sequences in sorted(sized, key=lambda pack: -pack[0]):
+            self._check_legal(cp_size)
+            first_lane = -(-free // cp_size) * cp_size
+            if first_lane + cp_size > self._task.lanes:
                 rounds.append([])
                 first_lane = 0
             rounds[-1].append((first_lane, cp_size, sequences))
@@ -54,7 +57,8 @@ class OwnChoice:
         Returns the predicted seconds of the step.
         """
         task = self._task
-        offered: Rounds = tuple(self._round(packs) for packs in rounds)
+        with _only_whole_numbers("(first_lane, cp_size, sequences)"):
+            offered: Rounds = tuple(self._round(packs) for packs in rounds)
         check_rounds(offered, setting=task.setting, lengths=task.lengths)
         time = self._choice.offer(offered)
         return task.table.seconds(time) / (3 * task.setting.vpp)
@@ -69,10 +73,22 @@ class OwnChoice:
         for place in places:
             if not 0 <= place <= most:
                 raise ValueError(f"there is no sequence {place}; they go from 0 to {most}")
+        self._check_legal(index(cp_size))
+        return make_pack(self._task, index(first_lane), index(cp_size), places)
+
+    def _check_legal(self, cp_size: int) -> None:
         if cp_size not in self._task.cp_sizes:
             legal = ", ".join(map(str, self._task.cp_sizes))
             raise ValueError(f"CP size {cp_size} is not legal; legal here are {legal}")
-        return make_pack(self._task, index(first_lane), index(cp_size), places)
+
+
+@contextmanager
+def _only_whole_numbers(pack: str) -> Iterator[None]:
+    """A pack that is something else is the user's mistake. pack: what it must be."""
+    try:
+        yield
+    except TypeError as error:
+        raise ValueError(f"a pack is {pack}, in whole numbers ({error})") from error
 
 
 def load_policy(name: str) -> Policy:

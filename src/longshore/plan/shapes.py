@@ -155,8 +155,8 @@ def check_buckets(buckets: Seq[int], *, capacity: int, align: int) -> tuple[int,
     most = usable_capacity(capacity, align)
     for size in buckets:
         if size < 1 or size % align or size > most:
-            raise ValueError(
-                f"bucket size {size}: it must be a multiple of align ({align}), at least 1 and at "
-                f"most the capacity ({most}); make_buckets gives such sizes"
+            raise SettingError(
+                f"bucket size {size}: it must be a multiple of {{align}} ({align}), at least 1 and "
+                f"at most the capacity ({most}); make_buckets gives such sizes"
             )
     return tuple(sorted({*buckets, most})) if buckets else ()
