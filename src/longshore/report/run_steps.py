@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from longshore.plan.policy import DEFAULT_POLICY
 from longshore.plan.types import Plan
 from longshore.report.page_data import TICKS, Json, one_or_many, pack_columns, significant, ticks
 from longshore.report.run_curves import edges, rounded
@@ -126,7 +127,7 @@ SWELL = 2.5
 
 def steps_data(run: RunFolder, *, share: float = 1.0) -> list[Json]:
     """Timelines of the chosen steps; `share` is the run's part of the page's bytes."""
-    policy = str(run.config.get("plan.policy", "mixed"))
+    policy = str(run.config.get("plan.policy", DEFAULT_POLICY))
     lines = run.journal.lines
     return [
         timeline_data(step, run.journal.plan(step, policy=policy), lines[step])
