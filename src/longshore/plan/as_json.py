@@ -19,7 +19,7 @@ from longshore.plan.types import Pack, Plan, PlanSetting, Stats
 
 FORMAT_VERSION = 1
 WELL_USED = 0.95
-WORTH_A_WORD = 0.05
+WORTH_MENTIONING = 0.05
 
 Json = dict[str, Any]
 
@@ -105,12 +105,12 @@ def advice(stats: Stats, setting: PlanSetting) -> str:
     saving = 1 - stats.lower_bound / stats.predicted
     if stats.efficiency >= WELL_USED:
         return f"Little is left to gain: {stats.efficiency:.1%} of the time is work on real tokens."
-    if setting.policy != DEFAULT_POLICY and saving > WORTH_A_WORD:
+    if setting.policy != DEFAULT_POLICY and saving > WORTH_MENTIONING:
         return (
             f"Look at the gap: another plan could save up to {saving:.0%}; "
             f"try --policy {DEFAULT_POLICY}."
         )
-    if max(idle, stats.bubble, stats.padding) < WORTH_A_WORD:
+    if max(idle, stats.bubble, stats.padding) < WORTH_MENTIONING:
         if not any(size > 1 for size, _ in stats.cp_histogram):
             return "Look at the rounds: packs cost time each; a larger --capacity needs fewer."
         return (

@@ -176,7 +176,9 @@ def _length(text: str, where: str) -> int:
             "so leave empty ones out"
         )
     if len(digits) > MOST_DIGITS:
-        raise ValueError(f"{where}: {_shown(text)} is more tokens than anything holds")
+        raise ValueError(
+            f"{where}: {_shown(text)} is too large; a length has at most {MOST_DIGITS} digits"
+        )
     return int(digits)
 
 

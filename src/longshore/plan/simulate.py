@@ -1,4 +1,4 @@
-"""Runs a plan on paper: when each lane works and waits, and how long the step takes.
+"""Predicts how a plan runs: when each lane works and waits, and how long the step takes.
 
 In: rounds with a cost table, or a whole plan. Out: the step's time as an exact integer, or a
 simulated step in seconds with the shares lost to waiting, to the pipeline's bubble and to padding.
