@@ -1,4 +1,4 @@
-"""What docs/ generates from the code: the keys of configuration.md, and the drawing of a step.
+"""What docs/ generates from the code: keys and policies of configuration.md, a drawing of a step.
 
 In: the page with its two marks. Out: the same page with a table for each section between them,
 from config/schema.py; drawings/step.svg as draw_plan.py draws it; and whether the page changed is
@@ -14,6 +14,7 @@ from typing import Any
 
 from longshore.config.schema import SECTIONS
 from longshore.config.toml import toml_value
+from longshore.plan.policy import POLICIES
 
 PAGE = Path(__file__).with_name("configuration.md")
 BEGIN, END = "<!-- keys: written by docs/generate.py -->", "<!-- end of keys -->"
@@ -35,7 +36,17 @@ def keys() -> str:
         rows = "".join(_row(name, field) for field in fields(kind))
         about = (kind.__doc__ or "").strip()
         parts.append(f"## {name}\n\n{about}\n\n{HEAD}{rows}")
+        if name == "plan":
+            parts.append(policies())
     return "\n".join(parts)
+
+
+def policies() -> str:
+    """The registered policies that a recipe can name."""
+    known = [policy for policy in POLICIES.values() if not policy.needs_packs]
+    rows = "".join(f"| `{policy.name}` | {policy.about} |\n" for policy in known)
+    own = "| `module:function` | [a policy of your own](adding-a-policy.md) |\n"
+    return f"| policy | what it does |\n|---|---|\n{rows}{own}"
 
 
 def _row(section: str, field: Field[Any]) -> str:

@@ -11,8 +11,9 @@ import pytest
 from longshore.cli.foreign import FOREIGN_OPTIONS
 from longshore.cli.main import main
 from longshore.cli.plan import CHOICES, COUNTS
+from longshore.errors import SettingError
 from longshore.plan.lengths_file import Lengths
-from longshore.plan.policies import POLICIES
+from longshore.plan.policy import POLICIES
 
 LENGTHS = "length\n900\n12000\n\n300\n5000\n77\n"
 MACHINE = ("--lanes", "4", "--capacity", "8192")
@@ -223,7 +224,7 @@ def test_the_page_says_why_a_policy_was_refused(plan, monkeypatch):
 
     def refuse_static(lengths, policy, options):
         if policy == "static":
-            raise ValueError("raise max_cp; cp_size is 3, runs/max_cp/l.csv")
+            raise SettingError("raise {max_cp}; {cp_size} is 3, runs/max_cp/l.csv")
         return honest(lengths, policy, options)
 
     monkeypatch.setattr(Lengths, "plan", refuse_static)
@@ -265,15 +266,15 @@ BAD = [
     (("plan", "l.csv", "--lanes", "4", "--capacity"), "--capacity: expected one argument"),
     (("plan", "l.csv", "--lanes", "2", "--capacity", "512"), "l.csv line 3: its 12000 tokens do"),
     ((*PLAN, "--batch", "0"), "--batch: 0 does not lie"),
-    ((*PLAN, "--policy", "best"), "--policy: 'best' is none of padded, static, balanced"),
-    ((*PLAN, "--policy", "given"), "l.csv: policy given needs"),
-    ((*PLAN, "--cp-size", "2"), "--cp-size is for the policies padded, static, balanced"),
+    ((*PLAN, "--policy", "best"), "--policy: 'best' is none of mixed, dynamic, balanced"),
+    ((*PLAN, "--policy", "given"), "l.csv: --policy given needs"),
+    ((*PLAN, "--cp-size", "2"), "--cp-size is for the policies balanced, static, padded"),
     ((*PLAN, "--policy", "static", "--cp-size", "3"), "--cp-size is 3; legal here are 1, 2, 4"),
     ((*PLAN, "--min-cp", "4", "--max-cp", "2"), "--min-cp is 4, which must lie"),
     ((*PLAN, "--max-cp", "8"), "--max-cp is 8, but there are only 4 lanes"),
     ((*PLAN, "--cp-sizes", "odd"), "--cp-sizes: 'odd' is none of pow2, any"),
     ((*PLAN, "--sync", "never"), "--sync: 'never' is none of round, step"),
-    ((*PLAN, "--sync", "step", "--pp", "2"), "does not work with a pipeline (pp 2)"),
+    ((*PLAN, "--sync", "step", "--pp", "2"), "does not work with a pipeline (--pp 2)"),
     ((*PLAN, "--vpp", "2"), "vpp is 2, but without a pipeline"),
     ((*PLAN, "--align", "9000"), "align is 9000, more than the capacity"),
     ((*PLAN, "--cost", "none.json"), "cost profile none.json: cannot be read"),

@@ -207,7 +207,7 @@ BAD = [
     (["r.toml", "model.module=own:fine.x"], "model.module is 'own:fine.x'; it must be module:name"),
     (["r.toml", "model.module=bad:d"], "importing bad raised ModuleNotFoundError: No module named"),
     (["r.toml", "plan.sync=step", "parallel.shard=zero3"], "use plan.sync=round, or parallel.shar"),
-    (["r.toml", "plan.cp_size=2"], "plan.cp_size is for the policies padded, static, balanced"),
+    (["r.toml", "plan.cp_size=2"], "plan.cp_size is for the policies balanced, static, padded"),
     (["r.toml", "plan.max_cp=4"], "plan.max_cp is 4, but there are only 2 lanes"),
     (["r.toml", "plan.min_cp=2", "plan.max_cp=1"], "plan.min_cp is 2, which must lie between 1"),
     (["r.toml", "plan.align=4096"], "plan.align is 4096, more than the capacity of 1024 tokens"),

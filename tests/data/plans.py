@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from longshore.batch import Counts, MicroBatch
 from longshore.data.pack import pack_step
 from longshore.data.shard import count_targets, cut_shards, lane_cuts
-from longshore.plan import Pack, Plan, Round, Sequence, Setting, Stats, check, make_plan
+from longshore.plan import Pack, Plan, PlanSetting, Round, Sequence, Stats, check, make_plan
 from longshore.plan.cost import BUILT_IN
 from longshore.plan.cp_size import legal_cp_sizes, padded_length
 
@@ -95,7 +95,7 @@ def plan_of(
     align: int = 1,
     policy: str = "mixed",
 ) -> Plan:
-    setting = Setting(
+    setting = PlanSetting(
         lanes=lanes,
         capacity=capacity,
         policy=policy,

@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 from tests.plan.samples import TOKENS
 
-from longshore.plan import Pack, Plan, Round, Sequence, Setting, Stats, check
+from longshore.plan import Pack, Plan, PlanSetting, Round, Sequence, Stats, check
 
-SETTING = Setting(
+SETTING = PlanSetting(
     lanes=4,
     capacity=10,
     policy="mixed",

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tests.plan.samples import CHARGED, TOKENS
 
 from longshore.plan.cost import CostProfile, CostTable
-from longshore.plan.packing import Aim, Filled, Limits, Placed, Problem, choose_levels, fill
+from longshore.plan.packing import Aim, Filled, PackingLimits, Placed, Problem, choose_levels, fill
 
-LIMITS = Limits(
+LIMITS = PackingLimits(
     lanes=2, capacity=100, lane_tokens=100, max_items=99, min_rounds=1, sole=False, bubble=0.0
 )
 

@@ -11,7 +11,8 @@ from longshore.plan.cost import CostProfile, CostTable
 from longshore.plan.cp_size import padded_length
 from longshore.plan.order import make_order
 from longshore.plan.pipeline import arrange
-from longshore.plan.simulate import finish_times, round_heights, wait_graph, walk
+from longshore.plan.pipeline_times import finish_times, wait_graph, walk
+from longshore.plan.simulate import round_heights
 from longshore.plan.types import Pack, Round
 
 TOKENS = CostProfile(linear=1.0, quadratic=0.0, gather=(0.0, 0.0), node=8, pack=0.0, round=0.0)

@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 from longshore.plan.cost import CostProfile
 from longshore.plan.cp_size import padded_length
 from longshore.plan.route import Transfer, chunk_ranges, route
-from longshore.plan.types import Pack, Plan, Round, Sequence, Setting, Stats
+from longshore.plan.types import Pack, Plan, PlanSetting, Round, Sequence, Stats
 
 PROFILE = CostProfile(linear=1.0, quadratic=0.0, gather=(0.0, 0.0), node=8, pack=0.0, round=0.0)
 NO_STATS = Stats(0, 0, 0, 0, 0, 0, 0, 0, (), 0, 0, 0, 0)
 
 
 def plan_of(lengths: list[int], rounds: list[Round], lanes: int) -> Plan:
-    setting = Setting(
+    setting = PlanSetting(
         lanes=lanes,
         capacity=10_000,
         policy="mixed",

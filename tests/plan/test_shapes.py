@@ -35,7 +35,7 @@ def test_make_buckets() -> None:
     assert make_buckets(100, align=16, count=4) == (32, 48, 80, 96)
     assert make_buckets(3) == (1, 2, 3)
     assert make_buckets(64, align=64) == (64,)
-    with pytest.raises(ValueError, match="count of buckets is 0"):
+    with pytest.raises(ValueError, match="buckets is 0"):
         make_buckets(3, count=0)
     with pytest.raises(ValueError, match="capacity 3 holds no multiple of align"):
         make_buckets(3, align=4)

@@ -8,21 +8,13 @@ from hypothesis import strategies as st
 
 from longshore.plan.cost import CostProfile, CostTable
 from longshore.plan.order import Action, Order, make_order
-from longshore.plan.simulate import (
-    finish_times,
-    lane_costs,
-    round_heights,
-    simulate,
-    step_time,
-    table_for,
-    wait_graph,
-    walk,
-)
-from longshore.plan.types import Pack, Plan, Round, Sequence, Setting, Stats
+from longshore.plan.pipeline_times import finish_times, wait_graph, walk
+from longshore.plan.simulate import lane_costs, round_heights, simulate, step_time, table_for
+from longshore.plan.types import Pack, Plan, PlanSetting, Round, Sequence, Stats
 
 # Costs are token counts, so times can be read off by hand.
 TOKENS = CostProfile(linear=1.0, quadratic=0.0, gather=(0.0, 0.0), node=8, pack=0.0, round=0.0)
-SETTING = Setting(
+SETTING = PlanSetting(
     lanes=2,
     capacity=100,
     policy="mixed",
@@ -66,7 +58,7 @@ def slow_ends(order: Order, heights: list[int], pp: int, vpp: int) -> dict[Actio
     return ends
 
 
-def plan_of(lengths: list[int], rounds: list[Round], setting: Setting) -> Plan:
+def plan_of(lengths: list[int], rounds: list[Round], setting: PlanSetting) -> Plan:
     sequences = tuple(Sequence(i, n, n) for i, n in enumerate(lengths))
     return Plan(setting, sequences, tuple(rounds), NO_STATS, "")
 

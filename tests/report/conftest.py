@@ -8,7 +8,7 @@ import pytest
 
 from longshore.plan.cost import CostProfile
 from longshore.plan.cp_size import legal_cp_sizes, padded_length
-from longshore.plan.types import Pack, Plan, Round, Setting, Stats
+from longshore.plan.types import Pack, Plan, PlanSetting, Round, Stats
 from longshore.plan.types import Sequence as PlanSequence
 from longshore.report.timeline import make_timeline
 
@@ -31,7 +31,7 @@ def hand_made_plan(
     pp: int = 1,
 ) -> Plan:
     """A plan from lengths and, for each round, packs (first_lane, cp_size, sequences)."""
-    setting = Setting(
+    setting = PlanSetting(
         lanes=lanes,
         capacity=capacity,
         policy=policy,

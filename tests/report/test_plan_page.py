@@ -68,6 +68,14 @@ def test_the_pages_own_policy_stands_beside_the_others(small):
     assert rows[2] == {"name": "padded", "refused": "too long"}
 
 
+def test_every_policy_is_described_and_an_unknown_one_has_no_words(small):
+    theirs = replace(small, setting=replace(small.setting, policy="mine:greedy"))
+    data = page_data([theirs], {"static": [small], "padded": "too long"})
+    assert data["about"]["mine:greedy"] == ""
+    assert data["about"]["padded"] == "one sequence a lane a round, padded to the longest"
+    assert list(data["about"]) == ["mine:greedy", "static", "padded"]
+
+
 def test_cp_sizes_are_those_of_all_steps(small, make):
     other = make([5], [[(0, 1, (0,))]], lanes=2)
     assert page_data([other, small], {})["cp_sizes"] == [1, 2]

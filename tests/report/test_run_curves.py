@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from longshore.report.run_cost import choose_dots, cost_data, cost_words, fit_cost, verdict
 from longshore.report.run_curves import SHOWN, curve, edges, rounded, run_curves
 from longshore.report.run_experts import experts_data, relative
-from longshore.report.run_journal import Line
+from longshore.report.run_journal import JournalLine
 
 
 def journal_line(predicted, elapsed, experts=()):
-    return Line(
+    return JournalLine(
         number=1,
         place=0,
         size=1,

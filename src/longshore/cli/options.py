@@ -83,9 +83,3 @@ def answer(unknown: Seq[str], *, options: Seq[str]) -> str:
     known = ["--" + dest.replace("_", "-") for dest in options if dest not in ("run", "lengths")]
     near = difflib.get_close_matches(name, known, n=1)
     return f"there is no {typed}; " + (f"did you mean {near[0]}?" if near else "see --help")
-
-
-def as_options(message: str) -> str:
-    """The planner says cp_size where the user typed --cp-size."""
-    names = r"(?<![\w/.-])(?:cp_sizes?|min_cp|max_cp|max_sequences)(?![\w/.-])"
-    return re.sub(names, lambda found: "--" + found[0].replace("_", "-"), message)

@@ -15,14 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from longshore.cli.options import add_command, as_options, count, one_of, say
+from longshore.cli.environment import working_folder_last
+from longshore.cli.options import add_command, count, one_of, say
+from longshore.config.values import listed
 from longshore.data.batches import Batches, BatchSize, Place
+from longshore.errors import SettingError, as_option
 from longshore.files import write_whole
 from longshore.plan.as_json import plans_as_json
 from longshore.plan.cost import BUILT_IN, CostProfile, load_profile
 from longshore.plan.lengths_file import Lengths, demo_lengths, read_lengths
-from longshore.plan.planner import ONE_SIZE
-from longshore.plan.policies import POLICIES
+from longshore.plan.own_policy import FUNCTION
+from longshore.plan.policy import DEFAULT_POLICY, POLICIES, policy_named, policy_names
 from longshore.plan.types import Plan
 from longshore.report.plan_page import write_plan_page
 from longshore.report.text import plan_summary
@@ -57,15 +60,11 @@ the machine:
                      what they exchange is left out
 
 how to plan:
-  --policy NAME      mixed     packs of different CP sizes side by side on a lane (default)
-                     dynamic   a CP size for each pack, one pack a lane a round
-                     balanced  one CP size for all, packs balanced by cost
-                     static    one CP size for all, packs filled in the order of the file
-                     padded    one sequence a lane a round, padded to the longest
-                     given     packs of your own: the file's first line is 'length,pack', and
-                               lines such as '900,a' and '512,a' form a pack
+  --policy NAME      POLICY_LIST
+                     For given the file's first line is 'length,pack', and lines such as '900,a'
+                     and '512,a' form a pack. A function of yours is module:function.
                      Megatron's default_dynamic_cp is dynamic, its dp_balanced is static.
-  --cp-size K        the CP size of padded, static and balanced, Megatron's context-parallel
+  --cp-size K        the CP size of ONE_CP_SIZE, Megatron's context-parallel
                      size (default: the smallest that fits; for balanced the fastest)
   --min-cp K         smallest CP size allowed (default 1)
   --max-cp K         largest CP size allowed (default: all lanes)
@@ -87,9 +86,13 @@ COUNTS = {
     **dict.fromkeys(("steps", "seed"), 1 << 40),
     **dict.fromkeys(("pp", "vpp"), 1 << 10),
 }
-CHOICES = {"policy": [*POLICIES], "cp-sizes": ["pow2", "any"], "sync": ["round", "step"]}
+CHOICES = {
+    "policy": [*POLICIES, "module:function"],
+    "cp-sizes": ["pow2", "any"],
+    "sync": ["round", "step"],
+}
 PLANNER = ("sync", "cp_size", "min_cp", "max_cp", "cp_sizes", "max_sequences", "align", "pp", "vpp")
-COMPARED = ("padded", "static", "balanced", "dynamic", "mixed")
+COMPARED = policy_names(lambda policy: not policy.needs_packs)[::-1]
 DEMO_LANES, DEMO_CAPACITY = 32, 16384
 
 
@@ -99,7 +102,7 @@ def register_plan(commands: "argparse._SubParsersAction[Any]") -> None:
         "plan",
         summary="plan the steps for a file of lengths and predict their time",
         usage="longshore plan (LENGTHS.csv --lanes N --capacity C | --demo) [options]",
-        text=PLAN_HELP,
+        text=plan_help(),
     )
     parser.set_defaults(run=run_plan)
     hidden = argparse.SUPPRESS  # PLAN_HELP describes them all
@@ -107,12 +110,35 @@ def register_plan(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--demo", action="store_true", help=hidden)
     kinds: dict[str, Callable[[str], Any]] = {name: count(most) for name, most in COUNTS.items()}
     kinds |= {name: one_of(names) for name, names in CHOICES.items()}
-    kinds |= {"cost": str, "json": str, "html": str}
+    kinds |= {"policy": _policy_name, "cost": str, "json": str, "html": str}
     for name, kind in kinds.items():
         parser.add_argument(f"--{name}", type=kind, help=hidden)
 
 
+def plan_help() -> str:
+    """The help, with the registered policies in it."""
+    indent = " " * 21
+    rows = [
+        f"{name:<9} {policy.about}" + " (default)" * (name == DEFAULT_POLICY)
+        for name, policy in POLICIES.items()
+    ]
+    sizes = listed(policy_names(lambda policy: policy.one_cp_size), "and")
+    policies = f"\n{indent}".join(rows)
+    return PLAN_HELP.replace("POLICY_LIST", policies).replace("ONE_CP_SIZE", sizes)
+
+
+def _policy_name(text: str) -> str:
+    return text if FUNCTION.fullmatch(text) else one_of(CHOICES["policy"])(text)
+
+
 def run_plan(args: argparse.Namespace) -> None:
+    try:
+        _plan(args)
+    except SettingError as error:
+        raise ValueError(error.spelled(as_option)) from error
+
+
+def _plan(args: argparse.Namespace) -> None:
     _check_complete(args)
     steps = _steps(args)
     options = {name: value for name in PLANNER if (value := getattr(args, name)) is not None}
@@ -120,7 +146,9 @@ def run_plan(args: argparse.Namespace) -> None:
     ranks = {"tp": args.tp or 1, "pp": args.pp or 1}
     options |= {"profile": _profile(args.cost).on_ranks(**ranks)}
     _check_outputs(args)
-    policy = args.policy or "mixed"
+    policy = args.policy or DEFAULT_POLICY
+    if policy not in POLICIES:
+        working_folder_last()
     others: dict[str, list[Plan] | str] = {}
     try:
         plans = _plan_steps(steps, policy, options)
@@ -245,7 +273,7 @@ def _check_longest(steps: Seq[Lengths], policy: str, options: dict[str, Any]) ->
     longest, most = steps[0].part([0]), 0
     for step in steps:
         alone = [(place,) for place in range(len(step.lengths))]
-        for places in step.packs() if policy == "given" else alone:
+        for places in step.packs() if policy_named(policy).needs_packs else alone:
             if (tokens := sum(step.lengths[place] for place in places)) > most:
                 longest, most = step.part(places), tokens
     longest.plan(policy, options)
@@ -253,11 +281,13 @@ def _check_longest(steps: Seq[Lengths], policy: str, options: dict[str, Any]) ->
 
 def _compare(steps: Seq[Lengths], policy: str, options: dict[str, Any]) -> list[Plan] | str:
     """Another policy's plans, or why it was refused. Only some policies take a CP size."""
-    own = {k: v for k, v in options.items() if k != "cp_size" or policy in ONE_SIZE}
+    own = {k: v for k, v in options.items() if k != "cp_size" or policy_named(policy).one_cp_size}
     try:
         return _plan_steps(steps, policy, own)
+    except SettingError as error:
+        return error.spelled(as_option)
     except ValueError as error:
-        return as_options(str(error))
+        return str(error)
 
 
 def _progress(text: str) -> None:

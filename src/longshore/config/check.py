@@ -15,6 +15,7 @@ from longshore.arch.decoder import DecoderConfig, has_experts, with_balance
 from longshore.arch.part import Sharing
 from longshore.config.check_data import check_data, known_longest
 from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
+from longshore.config.spelling import as_recipe_keys
 from longshore.config.told import told_as
 from longshore.plan.cost import BUILT_IN, load_profile
 from longshore.plan.planner import make_plan
@@ -102,7 +103,7 @@ def planner_options(
     plan = config.plan
     cost = BUILT_IN
     if plan.cost:
-        with told_as("plan.cost: "):
+        with as_recipe_keys("plan", "cost"):
             cost = load_profile(plan.cost)
     return {
         "lanes": lanes,
@@ -131,11 +132,8 @@ def check_longest(config: RunConfig, lanes: int, longest: int) -> None:
     """Refuses data whose longest sequence fits nowhere; a capacity yet unknown refuses nothing."""
     capacity = config.plan.capacity
     if isinstance(capacity, int):
-        try:
+        with as_recipe_keys("plan", where="the longest sequence"):
             _try_plan(config, lanes, capacity=capacity, longest=longest)
-        except ValueError as error:
-            message = str(error).replace("sequence 0: its", "the longest sequence: its")
-            raise ValueError(message) from None
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -197,9 +195,9 @@ def _check_plan(config: RunConfig, lanes: int, decoder: DecoderConfig) -> None:
     _check_heads(plan, shared_heads(decoder, config.parallel))
     # One token fits anywhere, so only the settings can be wrong.
     capacity = plan.capacity if isinstance(plan.capacity, int) else max(plan.align, 1 << 20)
-    _try_plan(config, lanes, capacity=capacity, longest=1)
-    if plan.buckets:
-        with told_as("plan.buckets: "):
+    with as_recipe_keys("plan"):
+        _try_plan(config, lanes, capacity=capacity, longest=1)
+        if plan.buckets:
             make_buckets(capacity, align=plan.align, count=plan.buckets)
 
 
@@ -215,11 +213,10 @@ def _check_heads(plan: PlanConfig, heads: int | None) -> None:
 
 
 def _try_plan(config: RunConfig, lanes: int, *, capacity: int, longest: int) -> None:
-    with told_as():
-        options = planner_options(
-            config, lanes=lanes, capacity=capacity, decoder=decoder_config(config.model)
-        )
-        make_plan([longest], **options)
+    options = planner_options(
+        config, lanes=lanes, capacity=capacity, decoder=decoder_config(config.model)
+    )
+    make_plan([longest], **options)
 
 
 def _check_evaluation(config: RunConfig) -> None:

@@ -26,10 +26,10 @@ from longshore.choices import (
 )
 from longshore.config.toml import write_toml
 from longshore.config.values import (
-    choice,
     flag,
     function,
     key,
+    listed,
     module,
     number,
     number_or,
@@ -43,6 +43,7 @@ from longshore.config.values import (
 )
 from longshore.data.inputs import MAX_BYTES
 from longshore.data.rejected import MAX_REJECTED
+from longshore.plan.policy import DEFAULT_POLICY, policy_names
 
 MOST_MOCK = 10_000_000
 LARGEST_SEED = 2**63 - 1
@@ -96,16 +97,20 @@ class DataConfig:
 class PlanConfig:
     """How each step is packed and split; `longshore plan --help` explains the words."""
 
-    policy: Literal["mixed", "dynamic", "balanced", "static", "padded"] = key(
-        "mixed",
-        choice("mixed", "dynamic", "balanced", "static", "padded"),
+    policy: str = key(
+        DEFAULT_POLICY,
+        function(*policy_names(lambda policy: not policy.needs_packs)),
         "how packs and CP sizes are chosen",
     )
     capacity: int | Literal["auto"] = key(
         "auto", whole_or("auto"), "most tokens a rank holds in a round"
     )
     sync: Sync = key("round", one_of(Sync), "ranks wait for each other every round, or once a step")
-    cp_size: int = key(0, whole(0, 1 << 20), "the one CP size of padded, static and balanced")
+    cp_size: int = key(
+        0,
+        whole(0, 1 << 20),
+        f"the one CP size of {listed(policy_names(lambda policy: policy.one_cp_size), 'and')}",
+    )
     min_cp: int = key(1, whole(1, 1 << 20), "smallest CP size")
     max_cp: int = key(0, whole(0, 1 << 20), "largest CP size; 0: all ranks")
     cp_sizes: CPSizes = key(

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longshore.choices import names_of
+from longshore.plan.own_policy import FUNCTION
 
 LARGEST = 2**40
-FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 MODULE = re.compile(rf"{FUNCTION.pattern.partition(':')[0]}(:[^\W\d]\w*)?")
 
 
@@ -65,7 +65,7 @@ def text() -> Kind:
 
 
 def choice(*names: str) -> Kind:
-    return Kind(_listed(names), lambda value: value if value in names else None, names, True)
+    return Kind(listed(names), lambda value: value if value in names else None, names, True)
 
 
 def one_of(literal: Any) -> Kind:  # noqa: ANN401 - Literal types have no type
@@ -81,7 +81,7 @@ def function(*names: str) -> Kind:
         return value if given and isinstance(value, str) else None
 
     shown = [name for name in names if name]
-    return Kind(_listed([*shown, "module:function"]), read, tuple(shown), True)
+    return Kind(listed([*shown, "module:function"]), read, tuple(shown), True)
 
 
 def module() -> Kind:
@@ -145,5 +145,5 @@ def table() -> Kind:
     return Kind("a table", lambda value: dict(value) if isinstance(value, dict) else None)
 
 
-def _listed(names: tuple[str, ...] | list[str]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+def listed(names: tuple[str, ...] | list[str], last: str = "or") -> str:
+    return f"{', '.join(names[:-1])} {last} {names[-1]}" if len(names) > 1 else names[0]

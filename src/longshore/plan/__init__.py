@@ -3,15 +3,15 @@
 from longshore.plan.check import check
 from longshore.plan.cost import CostProfile, load_profile
 from longshore.plan.planner import make_plan
-from longshore.plan.types import Pack, Plan, Round, Sequence, Setting, Stats
+from longshore.plan.types import Pack, Plan, PlanSetting, Round, Sequence, Stats
 
 __all__ = [
     "CostProfile",
     "Pack",
     "Plan",
+    "PlanSetting",
     "Round",
     "Sequence",
-    "Setting",
     "Stats",
     "check",
     "load_profile",

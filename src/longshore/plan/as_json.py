@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from longshore.plan.types import Pack, Plan, Setting, Stats
+from longshore.plan.policy import DEFAULT_POLICY
+from longshore.plan.types import Pack, Plan, PlanSetting, Stats
 
 FORMAT_VERSION = 1
 WELL_USED = 0.95
-WORTH_A_WORD = 0.05
+WORTH_MENTIONING = 0.05
 
 Json = dict[str, Any]
 
@@ -74,7 +75,7 @@ def total_stats(steps: Seq[Stats]) -> Stats:
     spans = [stats.predicted * (1 - stats.bubble) for stats in steps]
     rounds = sum(stats.rounds for stats in steps)
     tokens = sum(stats.tokens for stats in steps)
-    held = math.fsum(stats.tokens / (1 - stats.padding) for stats in steps)
+    padded = math.fsum(stats.tokens / (1 - stats.padding) for stats in steps)
     histogram: Counter[int] = Counter()
     for stats in steps:
         histogram.update(dict(stats.cp_histogram))
@@ -89,7 +90,7 @@ def total_stats(steps: Seq[Stats]) -> Stats:
         / math.fsum(spans),
         bubble=1 - math.fsum(spans) / predicted,
         fill=math.fsum(stats.fill * stats.rounds for stats in steps) / rounds,
-        padding=1 - tokens / held,
+        padding=1 - tokens / padded,
         cp_histogram=tuple(sorted(histogram.items())),
         rounds=rounds,
         tokens=tokens,
@@ -98,15 +99,18 @@ def total_stats(steps: Seq[Stats]) -> Stats:
     )
 
 
-def advice(stats: Stats, setting: Setting) -> str:
+def advice(stats: Stats, setting: PlanSetting) -> str:
     """One sentence: what costs most, and what would help."""
     idle = stats.imbalance * (1 - stats.bubble)
     saving = 1 - stats.lower_bound / stats.predicted
     if stats.efficiency >= WELL_USED:
         return f"Little is left to gain: {stats.efficiency:.1%} of the time is work on real tokens."
-    if setting.policy != "mixed" and saving > WORTH_A_WORD:
-        return f"Look at the gap: another plan could save up to {saving:.0%}; try --policy mixed."
-    if max(idle, stats.bubble, stats.padding) < WORTH_A_WORD:
+    if setting.policy != DEFAULT_POLICY and saving > WORTH_MENTIONING:
+        return (
+            f"Look at the gap: another plan could save up to {saving:.0%}; "
+            f"try --policy {DEFAULT_POLICY}."
+        )
+    if max(idle, stats.bubble, stats.padding) < WORTH_MENTIONING:
         if not any(size > 1 for size, _ in stats.cp_histogram):
             return "Look at the rounds: packs cost time each; a larger --capacity needs fewer."
         return (

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from longshore.plan.types import Pack, Plan, Round, Sequence
+from longshore.plan.types import Pack, Plan, PlanSetting, Round, Sequence
 
 
 def check_step(plan: Plan, sequences: Seq[Sequence], *, lanes: int) -> None:
@@ -39,28 +39,35 @@ def check_step(plan: Plan, sequences: Seq[Sequence], *, lanes: int) -> None:
 
 def check(plan: Plan) -> None:
     """Raises ValueError unless the plan keeps every promise."""
-    _sane_setting(plan)
-    if not plan.rounds:
-        raise ValueError("plan: it has no rounds; even a step without work has one")
-    if not plan.sequences:
-        raise ValueError("plan: it has no sequences; a step has at least one")
-    _each_sequence_once(plan)
-    if plan.setting.vpp > 1 and len(plan.rounds) % plan.setting.pp:
+    setting = plan.setting
+    _sane_setting(setting)
+    lengths = [sequence.length for sequence in plan.sequences]
+    check_rounds(plan.rounds, setting=setting, lengths=lengths)
+    if setting.vpp > 1 and len(plan.rounds) % setting.pp:
         raise ValueError(
             f"plan: {len(plan.rounds)} rounds, and an interleaved pipeline of "
-            f"{plan.setting.pp} ranks needs a multiple of that"
+            f"{setting.pp} ranks needs a multiple of that"
         )
-    longest = max(sequence.length for sequence in plan.sequences)
-    for number, round_ in enumerate(plan.rounds):
+
+
+def check_rounds(rounds: Seq[Round], *, setting: PlanSetting, lengths: Seq[int]) -> None:
+    """Raises ValueError unless the rounds hold each sequence once, within every limit."""
+    if not rounds:
+        raise ValueError("plan: it has no rounds; even a step without work has one")
+    if not lengths:
+        raise ValueError("plan: it has no sequences; a step has at least one")
+    _each_sequence_once(rounds, len(lengths))
+    sizes = [max(lengths)] * len(lengths) if setting.planned_by.pads_to_longest else lengths
+    for number, round_ in enumerate(rounds):
         for pack in round_.packs:
-            _legal_group(plan, pack, f"round {number}, lane {pack.first_lane}")
-            _honest_tokens(plan, pack, longest, f"round {number}, lane {pack.first_lane}")
+            where = f"round {number}, lane {pack.first_lane}"
+            _legal_group(setting, pack, where)
+            _honest_tokens(pack, sizes, where)
         _ordered(round_, number)
-        _lanes_within_limits(plan, round_, number)
+        _lanes_within_limits(setting, round_, number, sequences=len(lengths))
 
 
-def _sane_setting(plan: Plan) -> None:
-    setting = plan.setting
+def _sane_setting(setting: PlanSetting) -> None:
     numbers = {
         "lanes": setting.lanes,
         "capacity": setting.capacity,
@@ -74,11 +81,11 @@ def _sane_setting(plan: Plan) -> None:
             raise ValueError(f"plan: {name} is {number}; it must be at least 1")
 
 
-def _each_sequence_once(plan: Plan) -> None:
-    times = [0] * len(plan.sequences)
-    for number, pack in plan.packs():
-        for place in pack.sequences:
-            if not 0 <= place < len(times):
+def _each_sequence_once(rounds: Seq[Round], sequences: int) -> None:
+    times = [0] * sequences
+    for number, round_ in enumerate(rounds):
+        for place in (place for pack in round_.packs for place in pack.sequences):
+            if not 0 <= place < sequences:
                 raise ValueError(f"round {number}: there is no sequence {place}")
             times[place] += 1
     for place, count in enumerate(times):
@@ -86,8 +93,7 @@ def _each_sequence_once(plan: Plan) -> None:
             raise ValueError(f"sequence {place}: it is in the plan {count} times, not once")
 
 
-def _legal_group(plan: Plan, pack: Pack, where: str) -> None:
-    setting = plan.setting
+def _legal_group(setting: PlanSetting, pack: Pack, where: str) -> None:
     if not pack.sequences:
         raise ValueError(f"{where}: a pack without sequences is listed")
     if pack.cp_size not in setting.cp_sizes:
@@ -98,11 +104,11 @@ def _legal_group(plan: Plan, pack: Pack, where: str) -> None:
         raise ValueError(f"{where}: a group of {pack.cp_size} leaves the {setting.lanes} lanes")
 
 
-def _honest_tokens(plan: Plan, pack: Pack, longest: int, where: str) -> None:
+def _honest_tokens(pack: Pack, lengths: Seq[int], where: str) -> None:
     total = 0
+    chunk = 1 if pack.cp_size == 1 else 2 * pack.cp_size
     for place in pack.sequences:
-        length = longest if plan.setting.policy == "padded" else plan.sequences[place].length
-        chunk = 1 if pack.cp_size == 1 else 2 * pack.cp_size
+        length = lengths[place]
         total += length if length % chunk == 0 else length + chunk - length % chunk
     if total != pack.tokens_per_lane * pack.cp_size:
         raise ValueError(
@@ -119,8 +125,9 @@ def _ordered(round_: Round, number: int) -> None:
         raise ValueError(f"round {number}: a group has two packs")
 
 
-def _lanes_within_limits(plan: Plan, round_: Round, number: int) -> None:
-    setting = plan.setting
+def _lanes_within_limits(
+    setting: PlanSetting, round_: Round, number: int, *, sequences: int
+) -> None:
     # What each pack adds at its first lane goes again behind its last.
     change = np.zeros((setting.lanes + 1, 3), dtype=np.int64)
     rows = [(pack.tokens_per_lane, len(pack.sequences), 1) for pack in round_.packs]
@@ -131,10 +138,10 @@ def _lanes_within_limits(plan: Plan, round_: Round, number: int) -> None:
     np.add.at(change, first + size, -adds)
     tokens, count, packs = np.cumsum(change[:-1], axis=0).T
     tokens = tokens + -tokens % setting.align
-    most = len(plan.sequences) if setting.max_sequences is None else setting.max_sequences
+    most = sequences if setting.max_sequences is None else setting.max_sequences
     too_much = tokens > setting.capacity
     too_many = count > most
-    too_mixed = (packs > 1) & (setting.policy != "mixed")
+    too_mixed = (packs > 1) & setting.planned_by.one_pack_per_lane
     for lane in np.flatnonzero(too_much | too_many | too_mixed).tolist():
         where = f"round {number}, lane {lane}"
         if too_much[lane]:

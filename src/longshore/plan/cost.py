@@ -35,14 +35,20 @@ SMALLEST, LARGEST = 1e-30, 1e15
 
 @dataclass(frozen=True, slots=True)
 class CostProfile:
-    """Coefficients. `gather` is (inside a node, across nodes); `node` counts lanes."""
+    """The coefficients of the cost model, in seconds."""
 
     linear: float
+    """Of a token, padding included."""
     quadratic: float
+    """Of a squared length."""
     gather: tuple[float, float]
+    """Of a token that a lane gathers: inside a node, across nodes."""
     node: int
+    """Lanes of a node."""
     pack: float
+    """Of a pack."""
     round: float
+    """Of a round."""
 
     def __post_init__(self) -> None:
         numbers = {**asdict(self), "gather[0]": self.gather[0], "gather[1]": self.gather[1]}

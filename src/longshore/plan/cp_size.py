@@ -5,6 +5,8 @@ group of 4 may start at lane 0 only, one of 2 at lanes 0, 2 and 4. A sequence of
 at CP size 1 and is padded to 12 (a multiple of 2·2) at CP size 2, 6 tokens for each lane.
 """
 
+from longshore.errors import SettingError
+
 ANY_SIZE_LANES = 64
 
 
@@ -22,24 +24,27 @@ def legal_cp_sizes(
     """
     highest = lanes if max_cp is None else max_cp
     if kind not in ("pow2", "any"):
-        raise ValueError(f"cp_sizes is {kind!r}; it may be 'pow2' or 'any'")
+        raise SettingError("{cp_sizes} is {given!r}; it may be 'pow2' or 'any'", given=kind)
     if kind == "any" and lanes > ANY_SIZE_LANES:
-        raise ValueError(
-            f"cp_sizes='any' works up to {ANY_SIZE_LANES} lanes and there are {lanes}; use 'pow2'"
+        raise SettingError(
+            f"{{cp_sizes}}='any' works up to {ANY_SIZE_LANES} lanes and there are {lanes}; use "
+            "'pow2'"
         )
     if not 1 <= min_cp <= highest:
-        raise ValueError(f"min_cp is {min_cp}, which must lie between 1 and max_cp ({highest})")
+        raise SettingError(
+            f"{{min_cp}} is {min_cp}, which must lie between 1 and {{max_cp}} ({highest})"
+        )
     if highest > lanes:
-        raise ValueError(f"max_cp is {highest}, but there are only {lanes} lanes")
+        raise SettingError(f"{{max_cp}} is {highest}, but there are only {lanes} lanes")
     powers = [1 << i for i in range(lanes.bit_length())]
     sizes = range(1, lanes + 1) if kind == "any" else [*powers, lanes]
     between = {size for size in sizes if min_cp <= size <= highest}
     legal = tuple(sorted(size for size in between if not heads or heads % size == 0))
     if not legal:
         dividing = f" that divides the {heads} heads" if heads and between else ""
-        raise ValueError(
-            f"no legal CP size{dividing} lies between min_cp {min_cp} and max_cp {highest} on "
-            f"{lanes} lanes; widen the two, or allow cp_sizes='any'"
+        raise SettingError(
+            f"no legal CP size{dividing} lies between {{min_cp}} {min_cp} and {{max_cp}} {highest} "
+            f"on {lanes} lanes; widen the two, or allow {{cp_sizes}}='any'"
         )
     return legal
 

@@ -20,7 +20,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from longshore.errors import SettingError
 from longshore.plan.planner import make_plan
+from longshore.plan.policy import policy_named
 from longshore.plan.types import Plan
 
 HEADERS = (["length"], ["length", "pack"])
@@ -30,16 +32,18 @@ SHOWN = 40
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths from a file, with the line of each. `labels` says each one's pack, or is empty.
-
-    From a folder of sequences `counted` is "sequence", and `lines` are their numbers.
-    """
+    """Lengths from a file, with the line of each."""
 
     name: str
+    """Of the file or folder."""
     lengths: tuple[int, ...]
+    """In tokens."""
     lines: tuple[int, ...]
+    """The line of each; from a folder, the number of each sequence."""
     labels: tuple[str, ...]
+    """The pack of each, or empty."""
     counted: str = "line"
+    """What `lines` count: "line", or "sequence" for a folder."""
 
     def part(self, places: Iterable[int]) -> "Lengths":
         """Some of them, in this order."""
@@ -60,27 +64,32 @@ class Lengths:
 
     def plan(self, policy: str, options: Mapping[str, Any]) -> Plan:
         """make_plan of all these lengths as one step; its errors name the file and the line."""
-        if policy == "given" and not self.labels:
-            raise ValueError(
-                f"{self.name}: policy given needs to know your packs; make 'length,pack' the first "
-                "line and name the pack of each sequence in a second column"
+        needs_packs = policy_named(policy).needs_packs
+        if needs_packs and not self.labels:
+            raise SettingError(
+                "{name}: {policy} {given} needs to know your packs; make 'length,pack' the first "
+                "line and name the pack of each sequence in a second column",
+                name=self.name,
+                given=policy,
             )
-        packs = self.packs() if policy == "given" else None
+        packs = self.packs() if needs_packs else None
         try:
             return make_plan(self.lengths, policy=policy, packs=packs, **options)
-        except ValueError as error:
-            raise ValueError(self._located(str(error))) from None
+        except SettingError as error:
+            if where := self._where(error.values):
+                raise SettingError(error.message, **{**error.values, "where": where}) from None
+            raise
 
-    def _located(self, message: str) -> str:
-        """The planner's message about "sequence 3" or "pack 3" as one about a line of the file."""
-        found = re.match(r"(?:packs: )?(sequence|pack) ([0-9]+)(:? .*)", message, re.DOTALL)
-        if not found:
-            return message
-        kind, number, rest = found[1], int(found[2]), found[3]
-        if kind == "sequence":
-            return f"{self.name} {self.counted} {self.lines[number]}{rest}"
-        place = self.packs()[number][0]
-        return f"{self.name} {self.counted} {self.lines[place]}: pack {self.labels[place]!r}{rest}"
+    def _where(self, about: Mapping[str, object]) -> str:
+        """The line of the sequence or the pack that an error of the planner is about, if any."""
+        match about:
+            case {"sequence": int(place)}:
+                return f"{self.name} {self.counted} {self.lines[place]}"
+            case {"pack": int(number)}:
+                place = self.packs()[number][0]
+                line = f"{self.name} {self.counted} {self.lines[place]}"
+                return f"{line}: pack {self.labels[place]!r}"
+        return ""
 
 
 def read_lengths(path: str | Path) -> Lengths:
@@ -108,7 +117,7 @@ def parse_lengths(lines: Iterable[str], name: str) -> Lengths:
     if rows and _is_header(rows[0][1]):
         header = [cell.lower() for cell in rows.pop(0)[1]]
     elif rows:
-        _refuse_strange_header(*rows[0], name)
+        _refuse_unknown_header(*rows[0], name)
     if not rows:
         raise ValueError(f"{name}: has no lengths")
     for number, cells in rows:
@@ -138,7 +147,7 @@ def _is_header(cells: list[str]) -> bool:
     return [cell.lower() for cell in cells] in HEADERS
 
 
-def _refuse_strange_header(number: int, cells: list[str], name: str) -> None:
+def _refuse_unknown_header(number: int, cells: list[str], name: str) -> None:
     """A first line that starts with a letter was meant as a header."""
     if cells[0][:1].isalpha():
         raise ValueError(
@@ -167,7 +176,9 @@ def _length(text: str, where: str) -> int:
             "so leave empty ones out"
         )
     if len(digits) > MOST_DIGITS:
-        raise ValueError(f"{where}: {_shown(text)} is more tokens than anything holds")
+        raise ValueError(
+            f"{where}: {_shown(text)} is too large; a length has at most {MOST_DIGITS} digits"
+        )
     return int(digits)
 
 

@@ -53,7 +53,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What a filling gave: levels, the heights of rounds, and items that found no place."""
+    """What a filling gave: levels, the heights of rounds, and items without a place."""
 
     levels: list[Level]
     heights: list[int]
@@ -61,28 +61,29 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a filling must keep to.
-
-    capacity: tokens of an item on a lane. lane_tokens: tokens of a lane in a round (more than the
-    capacity where rounds are made afterwards). max_items: items of a lane in a round. min_rounds:
-    rounds wanted at least. sole: one pack for a lane and round. bubble: how many heights of the
-    tallest round a pipeline adds to fill and drain.
-    """
+class PackingLimits:
+    """What a filling must keep to."""
 
     lanes: int
+    """Lanes of a round."""
     capacity: int
+    """The most tokens of an item on a lane."""
     lane_tokens: int
+    """The most tokens of a lane in a round; above the capacity where rounds are cut later."""
     max_items: int
+    """The most items of a lane in a round."""
     min_rounds: int
+    """The least number of rounds."""
     sole: bool
+    """Whether a lane has at most one pack in a round."""
     bubble: float
+    """How many heights of the tallest round a pipeline adds to fill and drain."""
 
 
 class Problem:
     """The items of a step, by falling cost, with all that filling needs to know of them."""
 
-    def __init__(self, table: CostTable, limits: Limits) -> None:
+    def __init__(self, table: CostTable, limits: PackingLimits) -> None:
         self.table = table
         self.limits = limits
         self.lanes = limits.lanes
@@ -106,19 +107,16 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """How a filling goes about it.
-
-    height: what a round should cost, so that no item gets a CP size at which it alone costs more.
-    tolerance: how much more area an item may take so that it costs each lane less and can be placed
-    more evenly. tight: put an item where it leaves the least room below the height, and nowhere if
-    there is none, instead of where the load is least. whole: stop as soon as an item finds no
-    place.
-    """
+    """What a filling aims at."""
 
     height: int
+    """What a round should cost: no item gets a CP size at which it alone costs more."""
     tolerance: float
+    """How much more area an item may take to cost each lane less and be placed more evenly."""
     tight: bool
+    """Best fit below the height, and no place if nothing fits; else where the load is least."""
     whole: bool = False
+    """Stop as soon as an item has no place."""
 
 
 def choose_levels(problem: Problem, items: Ints, aim: Aim) -> NDArray[np.intp]:
@@ -218,7 +216,7 @@ class _Blocks:
         is its key.
         """
         bits, mask, end = self.bits, (1 << self.bits) - 1, len(cost)
-        load, held, count, members = self.load, self.tokens, self.count, self.members
+        load, used, count, members = self.load, self.tokens, self.count, self.members
         height, capacity, max_items, pack = aim.height, self.capacity, self.max_items, self.pack
         keys = self._first_places(cost, tokens, height - pack)
         costs, needs = cost.tolist(), tokens.tolist()
@@ -236,13 +234,13 @@ class _Blocks:
             block = mask - (keys.pop(bisect_left(keys, (item + 1) << bits) - 1) & mask)
             inside = members[block]
             load[block] += costs[item] if inside else costs[item] + pack
-            held[block] += needs[item]
+            used[block] += needs[item]
             count[block] += 1
             inside.append(item)
             item += 1
             if count[block] < max_items:
                 start = bisect_left(falling, load[block] - height, item)
-                start = bisect_left(thinning, held[block] - capacity, start)
+                start = bisect_left(thinning, used[block] - capacity, start)
                 if start < end:
                     insort(keys, (start << bits) | (mask - block))
         left.extend(range(item, end))
@@ -263,7 +261,7 @@ class _Blocks:
         A block without room for an item waits until the items are small enough for it.
         """
         bits, mask = self.bits, (1 << self.bits) - 1
-        load, held, count, members = self.load, self.tokens, self.count, self.members
+        load, used, count, members = self.load, self.tokens, self.count, self.members
         capacity, max_items, pack = self.capacity, self.max_items, self.pack
         thinning = (-tokens).tolist()
         heap = [(load[b] << bits) | b for b in self.open.tolist()]
@@ -274,9 +272,9 @@ class _Blocks:
             while waiting and waiting[0] >> bits <= item:
                 block = heappop(waiting) & mask
                 heappush(heap, (load[block] << bits) | block)
-            while heap and held[heap[0] & mask] + need > capacity:
+            while heap and used[heap[0] & mask] + need > capacity:
                 block = heappop(heap) & mask
-                start = bisect_left(thinning, held[block] - capacity, item)
+                start = bisect_left(thinning, used[block] - capacity, item)
                 heappush(waiting, (start << bits) | block)
             if not heap:
                 left.append(item)
@@ -284,7 +282,7 @@ class _Blocks:
             block = heap[0] & mask
             inside = members[block]
             load[block] += add if inside else add + pack
-            held[block] += need
+            used[block] += need
             count[block] += 1
             inside.append(item)
             if count[block] < max_items:

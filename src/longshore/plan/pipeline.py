@@ -19,7 +19,8 @@ from itertools import permutations
 import numpy as np
 
 from longshore.plan.cost import CostTable, Ints
-from longshore.plan.simulate import PackCosts, finish_times, round_heights, wait_graph
+from longshore.plan.pipeline_times import finish_times, wait_graph
+from longshore.plan.simulate import PackCosts, round_heights
 from longshore.plan.types import Pack, Round
 
 # Effort, counted in actions walked and never in time, so that every rank decides alike.
@@ -55,7 +56,7 @@ class Pipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Lineup:
     """Rounds in the order they run, their heights (shifted) and the finish of their walk."""
 
     rounds: tuple[Round, ...]
@@ -82,36 +83,36 @@ def arrange(
     pipe = Pipe(pp, vpp, max(0, (3 * pp * pp * vpp * total).bit_length() - 63))
     empty = table.round >> pipe.shift
     start = [(round_, height >> pipe.shift) for round_, height in zip(work, heights, strict=True)]
-    lines = _lines(start, pipe, empty)
-    given, whole = lines[0], min(lines, key=_finish)
-    line = _improve(whole, pipe)
+    lineups = _lineups(start, pipe, empty)
+    given, whole = lineups[0], min(lineups, key=_finish)
+    lineup = _improve(whole, pipe)
     if may_split:
         splitter = _Splitter(table, lanes, pipe.shift)
         cut = _split_while_faster(whole, pipe, splitter, empty)
-        line = line if cut is whole else min(line, _improve(cut, pipe), key=_finish)
+        lineup = lineup if cut is whole else min(lineup, _improve(cut, pipe), key=_finish)
     # The shift has taken less than two units from each action, so a larger gain is a true one.
-    lost = 2 * pipe.actions(len(line.rounds)) if pipe.shift else 0
-    return line.rounds if line.finish + lost < given.finish else given.rounds
+    lost = 2 * pipe.actions(len(lineup.rounds)) if pipe.shift else 0
+    return lineup.rounds if lineup.finish + lost < given.finish else given.rounds
 
 
-def _finish(line: Line) -> int:
-    return line.finish
+def _finish(lineup: Lineup) -> int:
+    return lineup.finish
 
 
 Item = tuple[Round, int]
 
 
-def _lines(items: Seq[Item], pipe: Pipe, empty: int) -> list[Line]:
+def _lineups(items: Seq[Item], pipe: Pipe, empty: int) -> list[Lineup]:
     """A few orders, as given first, after adding the empty rounds that make the number legal."""
     filled = [*items, *[(Round(()), empty)] * (pipe.legal(len(items)) - len(items))]
     heights = np.array([height for _, height in filled], dtype=np.int64)
     orders = np.array(_shapes(heights.tolist()))
     finishes = pipe.finishes(heights[orders]).tolist()
-    lines = []
+    lineups = []
     for order, finish in zip(orders.tolist(), finishes, strict=True):
         rounds, ordered = zip(*(filled[i] for i in order), strict=True)
-        lines.append(Line(rounds, ordered, finish))
-    return lines
+        lineups.append(Lineup(rounds, ordered, finish))
+    return lineups
 
 
 def _shapes(heights: list[int]) -> list[list[int]]:
@@ -127,22 +128,22 @@ def _shapes(heights: list[int]) -> list[list[int]]:
     return [given, falling, rising, hill, valley, early_hill]
 
 
-def _improve(line: Line, pipe: Pipe) -> Line:
+def _improve(lineup: Lineup, pipe: Pipe) -> Lineup:
     """A better order of the same rounds: the best of all if they are few, else one near by."""
-    bound, actions = _bound(line.heights, pipe), pipe.actions(len(line.heights))
+    bound, actions = _bound(lineup.heights, pipe), pipe.actions(len(lineup.heights))
     most = ORDER_ACTIONS // actions
-    if (line.finish - bound) * CLOSE <= bound or most < len(line.heights):
-        return line
-    heights = np.array(line.heights, dtype=np.int64)
+    if (lineup.finish - bound) * CLOSE <= bound or most < len(lineup.heights):
+        return lineup
+    heights = np.array(lineup.heights, dtype=np.int64)
     if math.factorial(len(heights)) <= most:
         order, finish = _best_of_all(heights, pipe)
     else:
         order, finish = _local_search(heights, pipe, most)
-    if finish >= line.finish:
-        return line
+    if finish >= lineup.finish:
+        return lineup
     chosen = order.tolist()
-    ordered = tuple(line.heights[i] for i in chosen)
-    return Line(tuple(line.rounds[i] for i in chosen), ordered, finish)
+    ordered = tuple(lineup.heights[i] for i in chosen)
+    return Lineup(tuple(lineup.rounds[i] for i in chosen), ordered, finish)
 
 
 def _best_of_all(heights: Ints, pipe: Pipe) -> tuple[Ints, int]:
@@ -236,15 +237,15 @@ class _Splitter:
         return self._done[id(round_)][1]
 
     def _sides(self, round_: Round) -> tuple[list[list[set[int]]], list[int]]:
-        """Which sequences of each pack go to either side, the dearest first, and both heights."""
-        dear = sorted(
+        """Which sequences of each pack go to either side, expensive ones first; both heights."""
+        by_cost = sorted(
             (-self._costs.column(pack.cp_size)[sequence], number, sequence)
             for number, pack in enumerate(round_.packs)
             for sequence in pack.sequences
         )
         sides: list[list[set[int]]] = [[set() for _ in round_.packs] for _ in range(2)]
         loads = [[0] * self._lanes for _ in range(2)]
-        for negative, number, sequence in dear:
+        for negative, number, sequence in by_cost:
             pack = round_.packs[number]
             first, stop = pack.first_lane, pack.first_lane + pack.cp_size
             new = [-negative if side[number] else self._table.pack - negative for side in sides]
@@ -266,27 +267,27 @@ class _Splitter:
         return Round(tuple(packs))
 
 
-def _split_while_faster(line: Line, pipe: Pipe, splitter: _Splitter, empty: int) -> Line:
+def _split_while_faster(lineup: Lineup, pipe: Pipe, splitter: _Splitter, empty: int) -> Lineup:
     """Cuts the highest rounds in two, some or all of them, as long as the finish falls."""
     for _ in range(SPLIT_GENERATIONS):
-        work = 3 * pipe.vpp * sum(line.heights)
-        if (line.finish - work) * SMALL_BUBBLE < work:
+        work = 3 * pipe.vpp * sum(lineup.heights)
+        if (lineup.finish - work) * SMALL_BUBBLE < work:
             break
-        tried = [line]
-        for items in _proposals(line, pipe, splitter):
+        tried = [lineup]
+        for items in _proposals(lineup, pipe, splitter):
             heights = [height for _, height in items]
-            if pipe.actions(len(items)) <= SPLIT_ACTIONS and _bound(heights, pipe) < line.finish:
-                tried += _lines(items, pipe, empty)
+            if pipe.actions(len(items)) <= SPLIT_ACTIONS and _bound(heights, pipe) < lineup.finish:
+                tried += _lineups(items, pipe, empty)
         best = min(tried, key=_finish)
-        gain, line = line.finish - best.finish, best
-        if gain * CLOSE <= line.finish:
+        gain, lineup = lineup.finish - best.finish, best
+        if gain * CLOSE <= lineup.finish:
             break
-    return line
+    return lineup
 
 
-def _proposals(line: Line, pipe: Pipe, splitter: _Splitter) -> Iterator[list[Item]]:
+def _proposals(lineup: Lineup, pipe: Pipe, splitter: _Splitter) -> Iterator[list[Item]]:
     """The rounds with work, with different numbers of the highest cut in two."""
-    items = [item for item in zip(line.rounds, line.heights, strict=True) if item[0].packs]
+    items = [item for item in zip(lineup.rounds, lineup.heights, strict=True) if item[0].packs]
     by_height = sorted(range(len(items)), key=lambda i: -items[i][1])
     splittable = [i for i in by_height if sum(len(p.sequences) for p in items[i][0].packs) > 1]
     for count in _counts(len(items), len(splittable), pipe):

@@ -15,15 +15,16 @@ from typing import SupportsIndex
 
 import numpy as np
 
+from longshore.errors import SettingError
 from longshore.plan.cost import BUILT_IN, CostProfile, CostTable
 from longshore.plan.cp_size import legal_cp_sizes, usable_capacity
-from longshore.plan.packing import Limits, Problem
-from longshore.plan.policies import POLICIES, UNLIMITED, Choice, Rounds, Task, bound_of
-from longshore.plan.simulate import held_tokens, simulate_rounds, table_for
-from longshore.plan.types import Plan, Sequence, Setting, Stats
-
-ONE_SIZE = ("padded", "static", "balanced")
-FIXED_PACKS = ("padded", "static", "given")
+from longshore.plan.own_policy import load_policy
+from longshore.plan.packing import PackingLimits, Problem
+from longshore.plan.policies import bound_of
+from longshore.plan.policy import DEFAULT_POLICY, policy_names
+from longshore.plan.simulate import simulate_rounds, table_for, total_lane_tokens
+from longshore.plan.task import UNLIMITED, Choice, Rounds, Task
+from longshore.plan.types import Plan, PlanSetting, Sequence, Stats
 
 LARGEST = 2**40
 """Of lengths, capacities and counts: beyond, sums would not fit into 64 bits."""
@@ -34,7 +35,7 @@ def make_plan(
     *,
     lanes: int,
     capacity: int,
-    policy: str = "mixed",
+    policy: str = DEFAULT_POLICY,
     sync: str = "round",
     profile: CostProfile = BUILT_IN,
     cp_size: int | None = None,
@@ -51,11 +52,12 @@ def make_plan(
     """Plans one optimizer step.
 
     lengths: tokens of each sequence. lanes: DP × CP coordinates. capacity: the most tokens a lane
-    holds in a round. policy, sync: see docs/planning.md. cp_size: of `padded`, `static`
-    and `balanced`. cp_sizes: 'pow2' or 'any'. heads: where CP shares out heads, those of a rank;
-    only CP sizes that divide them are used. max_sequences: of a lane in a round. align: a lane's
-    total is padded to a multiple of this. pp, vpp: pipeline ranks, and stages for each. packs: for
-    policy `given`, the places of each pack's sequences.
+    holds in a round. policy: a name in POLICIES, or a function of yours as module:function. sync:
+    'round' or 'step', when lanes wait for each other. cp_size: for policies of one CP size.
+    cp_sizes: 'pow2' or 'any'. heads: where CP shares out heads, those of a rank; only CP sizes that
+    divide them are used. max_sequences: of a lane in a round. align: a lane's total is padded to a
+    multiple of this. pp, vpp: pipeline ranks, and stages for each. packs: for policy `given`, the
+    places of each pack's sequences.
     """
     started = time.perf_counter()
     sequences = tuple(_sequence(place, entry) for place, entry in enumerate(lengths))
@@ -72,9 +74,10 @@ def make_plan(
         vpp=vpp,
     )
     setting = _setting(counts, policy=policy, sync=sync, profile=profile, kind=cp_sizes)
+    chosen = load_policy(policy)
     task = _task(setting, sequences, counts.get("cp_size", 0), packs)
-    choice = Choice(task, may_split=policy not in FIXED_PACKS)
-    POLICIES[policy](task, choice)
+    choice = Choice(task, may_split=not chosen.fixed_packs)
+    chosen.run(task, choice)
     stats = _stats(task, sequences, choice.rounds, started)
     digest = _digest(setting, sequences, choice.rounds)
     return Plan(setting, sequences, choice.rounds, stats, digest)
@@ -82,9 +85,9 @@ def make_plan(
 
 def _setting(
     counts: dict[str, int], *, policy: str, sync: str, profile: CostProfile, kind: str
-) -> Setting:
+) -> PlanSetting:
     """kind: of the legal CP sizes."""
-    return Setting(
+    return PlanSetting(
         lanes=counts["lanes"],
         capacity=counts["capacity"],
         policy=policy,
@@ -108,17 +111,24 @@ def _sequence(place: int, entry: int | Sequence) -> Sequence:
     given = entry.length if isinstance(entry, Sequence) else entry
     length = _index(given)
     if length is None:
-        raise ValueError(
-            f"sequence {place}: its length is {given!r}, which is not a whole number of tokens"
+        raise _about_sequence(
+            place, "its length is {given!r}, which is not a whole number of tokens", given=given
         )
     if length > LARGEST:
-        raise ValueError(f"sequence {place}: its length is {length}, more than {LARGEST}")
+        raise _about_sequence(place, f"its length is {length}, more than {LARGEST}")
     if length < 1:
-        raise ValueError(
-            f"sequence {place}: its length is {length}; a sequence has at least 1 token, "
-            "so leave empty ones out"
+        raise _about_sequence(
+            place,
+            f"its length is {length}; a sequence has at least 1 token, so leave empty ones out",
         )
     return entry if isinstance(entry, Sequence) else Sequence(place, length, length)
+
+
+def _about_sequence(place: int, problem: str, **values: object) -> SettingError:
+    """An error whose `where` a caller may say in its own words, such as a line of a file."""
+    return SettingError(
+        f"{{where}}: {problem}", where=f"sequence {place}", sequence=place, **values
+    )
 
 
 def _whole_numbers(**values: object) -> dict[str, int]:
@@ -129,9 +139,9 @@ def _whole_numbers(**values: object) -> dict[str, int]:
             continue
         number = _index(value)
         if number is None:
-            raise ValueError(f"{name} is {value!r}; it must be a whole number")
+            raise SettingError(f"{{{name}}} is {{given!r}}; it must be a whole number", given=value)
         if not 1 <= number <= LARGEST:
-            raise ValueError(f"{name} is {number}; it must lie between 1 and {LARGEST}")
+            raise SettingError(f"{{{name}}} is {number}; it must lie between 1 and {LARGEST}")
         numbers[name] = number
     return numbers
 
@@ -151,7 +161,7 @@ def _place(value: object) -> int:
 
 
 def _task(
-    setting: Setting,
+    setting: PlanSetting,
     sequences: tuple[Sequence, ...],
     cp_size: int,
     packs: Iterable[Iterable[int]] | None,
@@ -159,10 +169,11 @@ def _task(
     _check_setting(setting, sequences, cp_size)
     own_packs = tuple(tuple(map(_place, pack)) for pack in (() if packs is None else packs))
     _check_packs(setting, own_packs, has_packs=packs is not None, sequences=len(sequences))
-    table = table_for(setting, [sequence.length for sequence in sequences])
+    lengths = tuple(sequence.length for sequence in sequences)
     task = Task(
         setting=setting,
-        table=table,
+        lengths=lengths,
+        table=table_for(setting, lengths),
         capacity=usable_capacity(setting.capacity, setting.align),
         cp_size=cp_size,
         packs=own_packs,
@@ -171,56 +182,68 @@ def _task(
     return task
 
 
-def _check_setting(setting: Setting, sequences: tuple[Sequence, ...], cp_size: int) -> None:
+def _check_setting(setting: PlanSetting, sequences: tuple[Sequence, ...], cp_size: int) -> None:
     if not sequences:
         raise ValueError("there are no sequences to plan")
-    if setting.policy not in POLICIES:
-        raise ValueError(f"policy is {setting.policy!r}; it may be {', '.join(POLICIES)}")
     if setting.sync not in ("round", "step"):
-        raise ValueError(f"sync is {setting.sync!r}; it may be 'round' or 'step'")
+        raise SettingError("{sync} is {given!r}; it may be 'round' or 'step'", given=setting.sync)
     if setting.sync == "step" and setting.pp > 1:
-        raise ValueError(
-            f"sync 'step' does not work with a pipeline (pp {setting.pp}), whose ranks meet in "
-            "every round; use sync 'round'"
+        raise SettingError(
+            f"{{sync}} 'step' does not work with a pipeline ({{pp}} {setting.pp}), whose ranks "
+            "meet in every round; use {sync} 'round'"
         )
     if setting.vpp > 1 and setting.pp == 1:
-        raise ValueError(f"vpp is {setting.vpp}, but without a pipeline (pp 1) it must be 1")
-    if setting.align > setting.capacity:
-        raise ValueError(
-            f"align is {setting.align}, more than the capacity of {setting.capacity} tokens; "
-            "lower align or raise the capacity"
+        raise SettingError(
+            f"{{vpp}} is {setting.vpp}, but without a pipeline ({{pp}} 1) it must be 1"
         )
-    if cp_size and setting.policy not in ONE_SIZE:
-        raise ValueError(
-            f"cp_size is for the policies {', '.join(ONE_SIZE)}; with {setting.policy!r} "
-            "limit the sizes with min_cp and max_cp"
+    if setting.align > setting.capacity:
+        raise SettingError(
+            f"{{align}} is {setting.align}, more than the capacity of {setting.capacity} tokens; "
+            "lower {align} or raise {capacity}"
+        )
+    if cp_size and not setting.planned_by.one_cp_size:
+        raise SettingError(
+            "{cp_size} is for the policies {names}; with {given!r} limit the sizes with {min_cp} "
+            "and {max_cp}",
+            names=", ".join(policy_names(lambda policy: policy.one_cp_size)),
+            given=setting.policy,
         )
     if cp_size and cp_size not in setting.cp_sizes:
-        raise ValueError(f"cp_size is {cp_size}; legal here are {_listed(setting.cp_sizes)}")
+        raise SettingError(f"{{cp_size}} is {cp_size}; legal here are {_listed(setting.cp_sizes)}")
 
 
 def _check_packs(
-    setting: Setting, packs: tuple[tuple[int, ...], ...], *, has_packs: bool, sequences: int
+    setting: PlanSetting, packs: tuple[tuple[int, ...], ...], *, has_packs: bool, sequences: int
 ) -> None:
-    if setting.policy != "given":
+    if not setting.planned_by.needs_packs:
         if has_packs:
-            raise ValueError(f"packs are for policy 'given', and the policy is {setting.policy!r}")
+            raise SettingError(
+                "packs are for policy {names}, and {policy} is {given!r}",
+                names=" or ".join(map(repr, policy_names(lambda policy: policy.needs_packs))),
+                given=setting.policy,
+            )
         return
-    seen = Counter(place for pack in packs for place in pack)
+    uses = Counter(place for pack in packs for place in pack)
     for place in range(sequences):
-        if seen[place] != 1:
-            raise ValueError(f"packs: sequence {place} is in {seen[place]} packs, not in one")
-    if strange := sorted(set(seen) - set(range(sequences))):
+        if uses[place] != 1:
+            raise SettingError(
+                f"{{where}} is in {uses[place]} packs, not in one",
+                where=f"packs: sequence {place}",
+                sequence=place,
+            )
+    if unknown := sorted(set(uses) - set(range(sequences))):
         raise ValueError(
-            f"packs: there is no sequence {strange[0]}; they go from 0 to {sequences - 1}"
+            f"packs: there is no sequence {unknown[0]}; they go from 0 to {sequences - 1}"
         )
     for number, pack in enumerate(packs):
         if not pack:
             raise ValueError(f"packs: pack {number} is empty")
         if setting.max_sequences is not None and len(pack) > setting.max_sequences:
-            raise ValueError(
-                f"packs: pack {number} has {len(pack)} sequences, and max_sequences is "
-                f"{setting.max_sequences}"
+            raise SettingError(
+                f"{{where}} has {len(pack)} sequences, and {{max_sequences}} is "
+                f"{setting.max_sequences}",
+                where=f"packs: pack {number}",
+                pack=number,
             )
 
 
@@ -236,31 +259,29 @@ def _check_fit(task: Task, sequences: tuple[Sequence, ...]) -> None:
         tokens = [sum(sequences[i].length for i in pack) for pack in task.packs or alone]
         equals = [i for i, count in enumerate(least.tolist()) if count == needed]
         longest = max(equals, key=lambda i: (tokens[i], -i))
-        raise ValueError(_too_long(task, sizes, longest, sequences, needed=needed))
+        raise _too_long(task, sizes, longest, tokens=tokens[longest], needed=needed)
 
 
 def _too_long(
-    task: Task, sizes: tuple[int, ...], worst: int, sequences: tuple[Sequence, ...], *, needed: int
-) -> str:
-    setting = task.setting
-    if task.packs:
-        tokens = sum(sequences[i].length for i in task.packs[worst])
-        what = f"pack {worst}: its {tokens} tokens do"
-    else:
-        what = f"sequence {worst}: its {sequences[worst].length} tokens do"
+    task: Task, sizes: tuple[int, ...], longest: int, *, tokens: int, needed: int
+) -> SettingError:
+    """longest: the place of the sequence, or of the given pack."""
+    setting, kind = task.setting, "pack" if task.packs else "sequence"
     at = f"CP size {sizes[-1]}" if len(sizes) == 1 else f"any CP size (up to {sizes[-1]})"
     aligned = -(-needed // setting.align) * setting.align
-    ways = [f"raise the capacity to {aligned}"]
+    ways = [f"raise {{capacity}} to {aligned}"]
     if task.cp_size:
         larger = task.cp_size < setting.cp_sizes[-1]
-        ways.append("choose a larger cp_size" if larger else "raise lanes and cp_size together")
+        ways.append("choose a larger {cp_size}" if larger else "raise lanes and {cp_size} together")
     elif sizes[-1] < setting.lanes:
-        ways.append("raise max_cp")
+        ways.append("raise {max_cp}")
     else:
         ways.append("use more lanes")
-    return (
-        f"{what} not fit at {at} into {setting.lanes} lanes of {task.capacity} tokens; "
-        f"{', '.join(ways)}, or shorten the sequence"
+    return SettingError(
+        f"{{where}}: its {tokens} tokens do not fit at {at} into {setting.lanes} lanes of "
+        f"{task.capacity} tokens; {', '.join(ways)}, or shorten the sequence",
+        where=f"{kind} {longest}",
+        **{kind: longest},
     )
 
 
@@ -277,7 +298,7 @@ def _stats(task: Task, sequences: tuple[Sequence, ...], rounds: Rounds, started:
     for round_ in rounds:
         for pack in round_.packs:
             histogram[pack.cp_size] += len(pack.sequences)
-    held = held_tokens(rounds, lanes=setting.lanes, align=1)
+    lane_tokens = total_lane_tokens(rounds, lanes=setting.lanes, align=1)
     return Stats(
         predicted=timeline.predicted,
         lower_bound=bound,
@@ -285,7 +306,7 @@ def _stats(task: Task, sequences: tuple[Sequence, ...], rounds: Rounds, started:
         efficiency=setting.profile.ideal(lengths) / setting.lanes / timeline.predicted,
         imbalance=timeline.imbalance,
         bubble=timeline.bubble,
-        fill=held / (setting.lanes * len(rounds) * setting.capacity),
+        fill=lane_tokens / (setting.lanes * len(rounds) * setting.capacity),
         padding=timeline.padding,
         cp_histogram=tuple(sorted(histogram.items())),
         rounds=len(rounds),
@@ -301,7 +322,7 @@ def _lower_bound(task: Task, lengths: list[int]) -> float:
     table = CostTable(
         np.array(lengths, dtype=np.int64), sizes=setting.cp_sizes, profile=setting.profile
     )
-    limits = Limits(
+    limits = PackingLimits(
         lanes=setting.lanes,
         capacity=task.capacity,
         lane_tokens=task.capacity,
@@ -320,7 +341,7 @@ DIGESTED = ("lanes", "capacity", "align", "sync", "cp_sizes", "pp", "vpp")
 """What of a setting decides how rounds are run: a lane's shapes, the groups, the order of work."""
 
 
-def _digest(setting: Setting, sequences: tuple[Sequence, ...], rounds: Rounds) -> str:
+def _digest(setting: PlanSetting, sequences: tuple[Sequence, ...], rounds: Rounds) -> str:
     """A name for what was decided: equal digests, the same tensors on every lane in every round.
 
     It does not tell why it was decided (policy, costs), nor which samples the sequences are.

@@ -2,113 +2,24 @@
 
 In: a Task. Out: rounds, offered to a Choice that times them. On 2 lanes of 8 tokens, lengths 6, 3
 and 3 give under `static` at CP size 1 the packs (6) and (3, 3) side by side, and under `padded` two
-rounds of one sequence each, all of them as long as 6.
+rounds of one sequence each, all of them as long as 6. A new policy is a function and its Policy.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
 
 from longshore.plan.bound import lower_bound
-from longshore.plan.cost import CostTable
-from longshore.plan.order import make_order
-from longshore.plan.packing import Limits, Placed, Problem
-from longshore.plan.pipeline import arrange
+from longshore.plan.packing import PackingLimits, Placed, Problem
+from longshore.plan.policy import Policy, register_policy
 from longshore.plan.search import Draft, search_rounds, search_step
-from longshore.plan.simulate import lane_costs, round_heights, step_time, walk
-from longshore.plan.types import Pack, Round, Setting
-
-UNLIMITED = 1 << 30
-Rounds = tuple[Round, ...]
+from longshore.plan.task import UNLIMITED, Choice, Rounds, Task, make_pack
+from longshore.plan.types import Pack, PlanSetting, Round
 
 WORTH_MORE = 1.02
 """A plan further above the bound than this is worth a second search."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """A step to be planned: the table has a row for each sequence, in the order they came.
-
-    `capacity` is what alignment leaves of the setting's. `cp_size` is the one a policy must use, or
-    0. `packs` are those of policy `given`.
-    """
-
-    setting: Setting
-    table: CostTable
-    capacity: int
-    cp_size: int
-    packs: tuple[tuple[int, ...], ...]
-
-    @cached_property
-    def by_length(self) -> list[int]:
-        order: list[int] = np.argsort(-self.table.tokens[:, 0], kind="stable").tolist()
-        return order
-
-    @cached_property
-    def _token_columns(self) -> dict[int, list[int]]:
-        return {}
-
-    def tokens_at(self, cp_size: int) -> list[int]:
-        """Tokens of every sequence on each lane at this CP size."""
-        if cp_size not in self._token_columns:
-            column = self.table.tokens[:, self.table.sizes.index(cp_size)]
-            self._token_columns[cp_size] = column.tolist()
-        return self._token_columns[cp_size]
-
-    @property
-    def most_sequences(self) -> int:
-        return self.setting.max_sequences or UNLIMITED
-
-    def sizes_that_fit(self) -> tuple[int, ...]:
-        """The CP sizes at which every sequence fits, or the one asked for."""
-        if self.cp_size:
-            return (self.cp_size,)
-        widest = self.table.tokens.max(axis=0)
-        return tuple(k for k, n in zip(self.table.sizes, widest, strict=True) if n <= self.capacity)
-
-    def least_time(self, cp_size: int) -> int:
-        """Quanta that no plan with just this CP size can beat."""
-        column = self.table.cost[:, self.table.sizes.index(cp_size)]
-        return int(column.sum()) // (self.setting.lanes // cp_size) + self.table.pack
-
-
-class Choice:
-    """The fastest rounds offered so far; the first of equals stays."""
-
-    def __init__(self, task: Task, *, may_split: bool) -> None:
-        self.task = task
-        self.may_split = may_split
-        self.rounds: Rounds = ()
-        self.time: int | None = None
-
-    def offer(self, rounds: Rounds) -> int:
-        """Keeps the rounds if they are the fastest; returns their time in 1/(3·vpp) quanta."""
-        setting, table = self.task.setting, self.task.table
-        if setting.pp > 1:
-            rounds = arrange(
-                rounds,
-                table=table,
-                lanes=setting.lanes,
-                pp=setting.pp,
-                vpp=setting.vpp,
-                may_split=self.may_split,
-            )
-            heights = round_heights(rounds, table, setting.lanes)
-            order = make_order(len(rounds), pp=setting.pp, vpp=setting.vpp)
-            time = walk(order, heights, pp=setting.pp, vpp=setting.vpp).finish
-        else:
-            costs = lane_costs(rounds, table, setting.lanes)
-            time = step_time(costs, rounds, table, setting.sync) * 3 * setting.vpp
-        if self.time is None or time < self.time:
-            self.rounds, self.time = rounds, time
-        return time
-
-    def could_gain(self, least: int) -> bool:
-        """Whether a plan of at least this many quanta could be faster than the best."""
-        return self.time is None or least * 3 * self.task.setting.vpp < self.time
 
 
 def padded(task: Task, choice: Choice) -> None:
@@ -153,19 +64,59 @@ def given(task: Task, choice: Choice) -> None:
     _run(choice, Problem(table.part(order, table.sizes), limits), members)
 
 
-POLICIES: dict[str, Callable[[Task, Choice], None]] = {
-    "padded": padded,
-    "static": static,
-    "balanced": balanced,
-    "dynamic": dynamic,
-    "mixed": mixed,
-    "given": given,
-}
+for _policy in (
+    Policy(
+        "mixed",
+        mixed,
+        about="packs of different CP sizes side by side on a lane",
+    ),
+    Policy(
+        "dynamic",
+        dynamic,
+        one_pack_per_lane=True,
+        about="a CP size for each pack, one pack a lane a round",
+    ),
+    Policy(
+        "balanced",
+        balanced,
+        one_cp_size=True,
+        one_pack_per_lane=True,
+        about="one CP size for all, packs balanced by cost",
+    ),
+    Policy(
+        "static",
+        static,
+        one_cp_size=True,
+        fixed_packs=True,
+        one_pack_per_lane=True,
+        about="one CP size for all, packs filled in the order the sequences came",
+    ),
+    Policy(
+        "padded",
+        padded,
+        one_cp_size=True,
+        fixed_packs=True,
+        pads_to_longest=True,
+        one_pack_per_lane=True,
+        about="one sequence a lane a round, padded to the longest",
+    ),
+    Policy(
+        "given",
+        given,
+        fixed_packs=True,
+        needs_packs=True,
+        one_pack_per_lane=True,
+        about="packs of your own, which are only placed",
+    ),
+):
+    register_policy(_policy)
 
 
-def _limits(task: Task, *, lanes: int, max_items: int, sole: bool, min_rounds: int = 1) -> Limits:
+def _limits(
+    task: Task, *, lanes: int, max_items: int, sole: bool, min_rounds: int = 1
+) -> PackingLimits:
     step = task.setting.sync == "step"
-    return Limits(
+    return PackingLimits(
         lanes=lanes,
         capacity=task.capacity,
         lane_tokens=1 << 50 if step else task.capacity,
@@ -217,7 +168,7 @@ def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> Non
     choice.offer(_to_rounds(task, draft.packs(), members))
 
 
-def bound_of(problem: Problem, setting: Setting) -> int:
+def bound_of(problem: Problem, setting: PlanSetting) -> int:
     linear = int(setting.profile.linear * problem.table.scale)
     return lower_bound(problem, sync=setting.sync, linear=linear)
 
@@ -231,11 +182,6 @@ def _to_rounds(task: Task, packs: Iterable[Placed], members: Seq[tuple[int, ...]
     return tuple(Round(tuple(packs)) for packs in rounds)
 
 
-def make_pack(task: Task, first_lane: int, cp_size: int, sequences: tuple[int, ...]) -> Pack:
-    column = task.tokens_at(cp_size)
-    return Pack(first_lane, cp_size, sequences, sum(map(column.__getitem__, sequences)))
-
-
 def _lay_out(
     task: Task, problem: Problem, draft: Draft, members: Seq[tuple[int, ...]], *, join: bool
 ) -> list[Placed]:
@@ -245,7 +191,7 @@ def _lay_out(
     a pack goes into its lanes' last round where there is room, which saves rounds but makes lanes
     joined that way end together.
     """
-    held = [[0, 0] for _ in range(task.setting.lanes)]
+    used = [[0, 0] for _ in range(task.setting.lanes)]
     last = [-1] * task.setting.lanes
     packs: list[Placed] = []
     for placed in sorted(draft.packs(), key=lambda p: (-p.cp_size, p.first_lane)):
@@ -258,16 +204,16 @@ def _lay_out(
             fits = all(
                 last[lane] < round_
                 or (
-                    held[lane][0] + need <= task.capacity
-                    and held[lane][1] + count <= task.most_sequences
+                    used[lane][0] + need <= task.capacity
+                    and used[lane][1] + count <= task.most_sequences
                 )
                 for lane in lanes
             )
             if not (join and number == 0 and round_ >= 0 and fits):
                 round_ += 1
             for lane in lanes:
-                before = held[lane] if last[lane] == round_ else [0, 0]
-                held[lane], last[lane] = [before[0] + need, before[1] + count], round_
+                before = used[lane] if last[lane] == round_ else [0, 0]
+                used[lane], last[lane] = [before[0] + need, before[1] + count], round_
             packs.append(Placed(round_, placed.first_lane, placed.cp_size, part))
     return packs
 

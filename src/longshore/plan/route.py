@@ -27,7 +27,7 @@ def chunk_ranges(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, int
     """The real tokens of a sequence that one lane of a CP group holds, as rising (start, stop).
 
     Chunks that are padding alone are left out. Policy `padded` cuts by the longest instead: there
-    zigzag.spans tells.
+    plan/shapes.py:spans says which.
     """
     if not 0 <= cp_rank < cp_size:
         raise ValueError(
@@ -44,15 +44,21 @@ def chunk_ranges(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, int
 class Transfer:
     """A lane's shard of one sequence, on its way from the sequence's owner.
 
-    `sequence` is its place in the plan; `chunk_ranges(length, cp_rank, cp_size)` says which tokens.
+    `chunk_ranges(length, cp_rank, cp_size)` says which tokens.
     """
 
     sequence: int
+    """Its place in the plan."""
     round: int
+    """The round in which it is used."""
     source: int
+    """The lane that owns the sequence."""
     destination: int
+    """The lane that holds the shard."""
     cp_rank: int
+    """The destination's place in the CP group."""
     cp_size: int
+    """The size of the group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,11 +80,11 @@ class Routes:
 
     def sends(self, lane: int) -> dict[int, tuple[Transfer, ...]]:
         """What a lane sends, by destination."""
-        return {b: found for b in range(self.lanes) if (found := self.between(lane, b))}
+        return {b: sent for b in range(self.lanes) if (sent := self.between(lane, b))}
 
     def receives(self, lane: int) -> dict[int, tuple[Transfer, ...]]:
         """What a lane receives, by source."""
-        return {a: found for a in range(self.lanes) if (found := self.between(a, lane))}
+        return {a: sent for a in range(self.lanes) if (sent := self.between(a, lane))}
 
     def send_tokens(self) -> Ints:
         """Real tokens by (source, destination)."""
@@ -110,7 +116,7 @@ def route(plan: Plan, owners: Seq[int]) -> Routes:
         lanes=lanes,
         transfers=transfers,
         tokens=_real_tokens(plan, transfers),
-        pairs={pair: tuple(found) for pair, found in pairs.items()},
+        pairs={pair: tuple(shards) for pair, shards in pairs.items()},
     )
 
 

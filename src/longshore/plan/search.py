@@ -87,7 +87,7 @@ class Search:
 
 
 def search_rounds(problem: Problem, *, bound: int) -> Draft:
-    """The best draft found for lanes that meet after every round."""
+    """The best draft for lanes that meet after every round."""
     search = Search(problem, bound)
     everything = np.arange(len(problem.cost))
     ranked = []
@@ -261,10 +261,10 @@ def guess_time(problem: Problem, items: Ints, enough: int, height: int, time: in
     levels = choose_levels(problem, head, Aim(height, 0.0, tight=True))
     alone = 2 * problem.cost[head, levels] > height - problem.pack
     width = (np.array(problem.sizes)[levels] * alone).cumsum()
-    held = ~alone | (width <= problem.lanes)
-    held &= (problem.area[head, levels] * held).cumsum() <= problem.lanes * height
-    held &= (problem.least_tokens[head] * held).cumsum() <= problem.lanes * problem.capacity
-    rest = np.concatenate((head[~held], items[len(head) :]))
+    placed = ~alone | (width <= problem.lanes)
+    placed &= (problem.area[head, levels] * placed).cumsum() <= problem.lanes * height
+    placed &= (problem.least_tokens[head] * placed).cumsum() <= problem.lanes * problem.capacity
+    rest = np.concatenate((head[~placed], items[len(head) :]))
     return time_after(problem, rest, height, time)
 
 

@@ -22,6 +22,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
+from longshore.errors import SettingError
 from longshore.plan.cost import Ints
 from longshore.plan.cp_size import usable_capacity
 from longshore.plan.types import Pack, Plan
@@ -31,7 +32,7 @@ Ints32 = NDArray[np.int32]
 
 def padded_lengths(plan: Plan, lengths: Ints, cp_size: int | Ints) -> Ints:
     """Tokens of a plan's sequences with their padding; policy `padded` makes all as the longest."""
-    if plan.setting.policy == "padded":
+    if plan.setting.planned_by.pads_to_longest:
         longest = max(sequence.length for sequence in plan.sequences)
         lengths = np.full_like(lengths, longest)
     step = np.where(np.equal(cp_size, 1), 1, 2 * np.asarray(cp_size))
@@ -75,8 +76,8 @@ def natural_order(padded: Ints, cp_size: int) -> tuple[Ints32, Ints32]:
     first = np.cumsum(padded) - padded
     chunks = np.arange(2 * cp_size, dtype=np.int64)
     rank = np.minimum(chunks, chunks[::-1])
-    held = first // cp_size + chunk * (chunks[:, None] >= cp_size)
-    gathered = held + rank[:, None] * (padded.sum() // cp_size)
+    local = first // cp_size + chunk * (chunks[:, None] >= cp_size)
+    gathered = local + rank[:, None] * (padded.sum() // cp_size)
     to_natural = _ranges32(gathered.T.ravel(), np.repeat(chunk, 2 * cp_size))
     pair = np.stack([chunks[:cp_size], chunks[: cp_size - 1 : -1]], axis=-1)
     natural = first[:, None] + chunk[:, None] * pair[:, None]
@@ -117,10 +118,10 @@ def make_buckets(capacity: int, *, align: int = 1, count: int = 8) -> tuple[int,
     eight buckets it is at most an eighth of the capacity.
     """
     if count < 1:
-        raise ValueError(f"count of buckets is {count}; it must be at least 1")
+        raise SettingError(f"{{buckets}} is {count}; it must be at least 1")
     most = usable_capacity(capacity, align)
     if most < 1:
-        raise ValueError(f"capacity {capacity} holds no multiple of align ({align})")
+        raise SettingError(f"{{capacity}} {capacity} holds no multiple of {{align}} ({align})")
     sizes = (-(-most * part // (count * align)) * align for part in range(1, count + 1))
     return tuple(sorted(set(sizes)))
 
@@ -130,8 +131,8 @@ def lane_packs(plan: Plan, number: int, lane: int) -> tuple[Pack, ...]:
     if not 0 <= lane < plan.setting.lanes:
         raise ValueError(f"lane is {lane}; the plan has lanes 0 to {plan.setting.lanes - 1}")
     packs = plan.rounds[number].packs
-    found = (pack for pack in packs if 0 <= lane - pack.first_lane < pack.cp_size)
-    return tuple(sorted(found, key=lambda pack: (-pack.cp_size, pack.first_lane)))
+    shared = (pack for pack in packs if 0 <= lane - pack.first_lane < pack.cp_size)
+    return tuple(sorted(shared, key=lambda pack: (-pack.cp_size, pack.first_lane)))
 
 
 def lane_tokens(plan: Plan, number: int, lane: int, *, buckets: Seq[int] = ()) -> int:
@@ -154,8 +155,8 @@ def check_buckets(buckets: Seq[int], *, capacity: int, align: int) -> tuple[int,
     most = usable_capacity(capacity, align)
     for size in buckets:
         if size < 1 or size % align or size > most:
-            raise ValueError(
-                f"bucket size {size}: it must be a multiple of align ({align}), at least 1 and at "
-                f"most the capacity ({most}); make_buckets gives such sizes"
+            raise SettingError(
+                f"bucket size {size}: it must be a multiple of {{align}} ({align}), at least 1 and "
+                f"at most the capacity ({most}); make_buckets gives such sizes"
             )
     return tuple(sorted({*buckets, most})) if buckets else ()

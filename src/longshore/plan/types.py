@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from longshore.plan.cost import CostProfile
+from longshore.plan.policy import Policy, policy_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,56 +44,82 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What a plan was asked for. `cp_sizes` are the legal sizes, rising."""
+class PlanSetting:
+    """What a plan was asked for."""
 
     lanes: int
+    """DP × CP coordinates."""
     capacity: int
+    """The most tokens a lane holds in a round."""
     policy: str
+    """A name in POLICIES, or module:function."""
     sync: str
+    """When lanes wait for each other: after each "round", or each "step"."""
     cp_sizes: tuple[int, ...]
+    """The legal CP sizes, rising."""
     profile: CostProfile
+    """What packs cost."""
     align: int
+    """A lane's tokens in a round are padded to a multiple of this."""
     max_sequences: int | None
+    """The most sequences of a lane in a round; None: no limit."""
     pp: int
+    """Pipeline ranks; 1: no pipeline."""
     vpp: int
+    """Stages of each pipeline rank."""
+
+    @property
+    def planned_by(self) -> Policy:
+        """The policy with its properties; the default ones under a name that is not registered."""
+        return policy_named(self.policy)
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What a plan is worth.
-
-    predicted, lower_bound: seconds of the step, and what no plan can beat. gap: predicted /
-    lower_bound − 1. efficiency: seconds of pure arithmetic on real tokens, spread over all lanes, /
-    predicted. imbalance: share of the lanes' time spent waiting for other lanes; bubble: for the
-    pipeline. fill: tokens / (lanes · rounds · capacity). padding: share of all tokens that is
-    padding. cp_histogram: sequences at each CP size.
-    """
+    """How good a plan is."""
 
     predicted: float
+    """Estimated seconds of the step."""
     lower_bound: float
+    """Seconds that no plan can beat."""
     gap: float
+    """predicted / lower_bound − 1."""
     efficiency: float
+    """Seconds of arithmetic on real tokens, spread evenly over all lanes, / predicted."""
     imbalance: float
+    """Share of the lanes' time spent waiting for other lanes."""
     bubble: float
+    """Share of the step that a pipeline rank waits for others."""
     fill: float
+    """Tokens / (lanes · rounds · capacity)."""
     padding: float
+    """Share of all tokens that is padding."""
     cp_histogram: tuple[tuple[int, int], ...]
+    """(CP size, number of sequences), rising."""
     rounds: int
+    """Rounds of the step."""
     tokens: int
+    """Real tokens."""
     sum_squared_lengths: int
+    """Of all sequences: what attention costs grows with it."""
     planning_seconds: float
+    """Measured; the plan does not depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All rounds of one optimizer step. `digest` names the decision, not how long it took."""
+    """All rounds of one optimizer step."""
 
-    setting: Setting
+    setting: PlanSetting
+    """What the plan was asked for."""
     sequences: tuple[Sequence, ...]
+    """In the order they came; packs name them by their place here."""
     rounds: tuple[Round, ...]
+    """In the order they run."""
     stats: Stats
+    """How good the plan is."""
     digest: str
+    """A hash of what was decided: equal on all ranks."""
 
     def packs(self) -> Iterator[tuple[int, Pack]]:
         """Every pack with the number of its round."""

@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from longshore.plan.policy import policy_named
 from longshore.plan.simulate import simulate
-from longshore.plan.types import Plan, Setting, Stats
+from longshore.plan.types import Plan, PlanSetting, Stats
 from longshore.report.graph_caps import cap_rows, micro_batch_sizes
 from longshore.report.timeline import Floats, Timeline, make_timeline
 
@@ -82,6 +83,7 @@ def page_data(steps: Seq[Plan], comparisons: Comparisons) -> Json:
         "cp_sizes": sorted({pack.cp_size for plan in steps for _, pack in plan.packs()}),
         "steps": [step_data(plan) for plan in steps],
         "policies": policy_data(steps, comparisons),
+        "about": {n: policy_named(n).about for n in (steps[0].setting.policy, *comparisons)},
         "micro_batches": len(sizes),
         "caps": [asdict(row) for row in cap_rows(sizes)],
     }
@@ -104,8 +106,8 @@ def check_input(steps: Seq[Plan], comparisons: Comparisons) -> None:
             )
 
 
-def setting_data(setting: Setting) -> Json:
-    data = {name: getattr(setting, name) for name in Setting.__slots__}
+def setting_data(setting: PlanSetting) -> Json:
+    data = {name: getattr(setting, name) for name in PlanSetting.__slots__}
     return {**data, "profile": setting.profile.as_json(), "cp_sizes": list(setting.cp_sizes)}
 
 

@@ -60,7 +60,7 @@ class Page {
 
   showSetting() {
     const { setting } = this.data;
-    const facts = settingFacts(setting).map(([name, value, small]) => element("div", {},
+    const facts = settingFacts(setting, this.data.about).map(([name, value, small]) => element("div", {},
       element("dt", {}, name), element("dd", {}, value), element("dd", { class: "small" }, small)));
     byId("setting").replaceChildren(...facts);
     const words = Object.entries(WORDS).flatMap(([word, text]) => [element("dt", {}, word), element("dd", {}, text)]);
@@ -89,7 +89,7 @@ class Page {
     this.showFigures();
     this.showTimeline();
     this.showLengths();
-    policiesTable(byId("policies"), this.data.policies, index, this.data.setting.policy);
+    policiesTable(byId("policies"), this.data, index);
   }
 
   showFigures() {
@@ -157,9 +157,9 @@ class Page {
   }
 }
 
-function settingFacts(setting) {
+function settingFacts(setting, about) {
   const facts = [
-    ["Policy", setting.policy, POLICIES[setting.policy] || ""],
+    ["Policy", setting.policy, about[setting.policy]],
     ["Lanes", number(setting.lanes), "places that work side by side"],
     ["Capacity", `${number(setting.capacity)} tokens`, "the most a lane holds in a round"],
     ["Sync", setting.sync, SYNC[setting.sync] || ""],

@@ -110,7 +110,8 @@ function histogramTable(table, { edges, counts, tokens }) {
     [lengthClass(edges, i), number(count), number(tokens[i]), percent(tokens[i] / all)])));
 }
 
-function policiesTable(table, policies, stepIndex, shown) {
+function policiesTable(table, { policies, about, setting }, stepIndex) {
+  const shown = setting.policy;
   const planned = policies.filter((policy) => policy.steps)
     .sort((a, b) => a.steps[stepIndex].predicted - b.steps[stepIndex].predicted);
   const times = planned.map((policy) => policy.steps[stepIndex].predicted);
@@ -118,8 +119,8 @@ function policiesTable(table, policies, stepIndex, shown) {
   const heads = ["Policy", "Predicted time", "Against this plan", "Efficiency", "Padding", "Rounds"];
   const several = planned[0].steps.length > 1;
   if (several) heads.push("All steps");
-  const rows = planned.map((policy) => policyRow(policy, { stepIndex, shown, base, longest: barLimit(times), several }));
-  const refused = policies.filter((policy) => policy.refused).map((policy) => refusedRow(policy, heads.length - 1));
+  const rows = planned.map((policy) => policyRow(policy, { stepIndex, shown, base, about, longest: barLimit(times), several }));
+  const refused = policies.filter((policy) => policy.refused).map((policy) => refusedRow(policy, heads.length - 1, about));
   const head = heads.map((text, i) => element("th", { scope: "col", role: "columnheader", class: i === 1 ? "time" : null }, text));
   table.setAttribute("role", "table");
   table.replaceChildren(
@@ -127,8 +128,8 @@ function policiesTable(table, policies, stepIndex, shown) {
     element("tbody", { role: "rowgroup" }, ...rows, ...refused));
 }
 
-function policyHead(name, shown) {
-  const note = element("small", {}, POLICIES[name] || "");
+function policyHead(name, about, shown) {
+  const note = element("small", {}, about[name]);
   return element("th", { scope: "row", role: "rowheader" }, name + (shown ? " (this plan)" : ""), note);
 }
 
@@ -138,7 +139,7 @@ function barLimit(times) {
   return Math.min(Math.max(...times), 4 * Math.min(...times));
 }
 
-function policyRow(policy, { stepIndex, shown, base, longest, several }) {
+function policyRow(policy, { stepIndex, shown, base, about, longest, several }) {
   const stats = policy.steps[stepIndex];
   const cut = stats.predicted > longest;
   const width = cut ? 100 : (stats.predicted / longest) * 100;
@@ -146,7 +147,7 @@ function policyRow(policy, { stepIndex, shown, base, longest, several }) {
   const time = element("td", { class: "time", role: "cell" }, element("div", {}, seconds(stats.predicted), element("span", {}, bar)));
   const cell = (label, text) => element("td", { role: "cell", "data-label": label }, text);
   const row = element("tr", { role: "row", class: policy.name === shown ? "shown" : null },
-    policyHead(policy.name, policy.name === shown), time,
+    policyHead(policy.name, about, policy.name === shown), time,
     cell("against this plan", `${number(stats.predicted / base, 2)} ×`),
     cell("efficiency", percent(stats.efficiency)), cell("padding", percent(stats.padding)),
     cell("rounds", number(stats.rounds)));
@@ -154,8 +155,8 @@ function policyRow(policy, { stepIndex, shown, base, longest, several }) {
   return row;
 }
 
-function refusedRow(policy, columns) {
-  return element("tr", { role: "row", class: "refused" }, policyHead(policy.name, false),
+function refusedRow(policy, columns, about) {
+  return element("tr", { role: "row", class: "refused" }, policyHead(policy.name, about, false),
     element("td", { role: "cell", colspan: columns }, `not possible here: ${policy.refused}`));
 }
 

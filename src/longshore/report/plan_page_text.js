@@ -11,15 +11,6 @@ const WORDS = {
   capacity: "The most tokens a lane can hold in one round; memory sets it.",
 };
 
-const POLICIES = {
-  padded: "one sequence a lane a round, padded to the longest",
-  static: "one CP size, sequences packed as they arrive",
-  balanced: "one CP size, packs balanced by cost",
-  dynamic: "a CP size for each pack, one pack a lane a round",
-  mixed: "packs of different CP sizes side by side on a lane",
-  given: "packs that the caller made, only placed on lanes",
-};
-
 const SYNC = {
   round: "lanes wait for each other after every round",
   step: "lanes meet only where they share a pack, and at the end of the step",

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.report.run_curves import MOST_POINTS, Json, curve, edges, rounded
-from longshore.report.run_journal import Line
+from longshore.report.run_journal import JournalLine
 
 Floats = NDArray[np.float64]
 
@@ -45,7 +45,7 @@ class CostFit:
     skipped: int | None
 
 
-def cost_data(lines: Mapping[int, Line]) -> Json | None:
+def cost_data(lines: Mapping[int, JournalLine]) -> Json | None:
     """The fit, its words, dots for a scatter, and the ratio over steps; None where none measured.
 
     In its first step a machine makes memory and kernels ready: it is left out of the fit and of the
@@ -130,7 +130,7 @@ def choose_dots(predicted: Floats, ratios: Floats, *, most: int = MOST_DOTS) -> 
     return sorted(kept)
 
 
-def ratio_curve(lines: Mapping[int, Line]) -> Json:
+def ratio_curve(lines: Mapping[int, JournalLine]) -> Json:
     """Measured / predicted of each whole step, thinned as the other curves are."""
     steps = np.array(list(lines), dtype=np.int64)
     ratios = np.array([line.elapsed.sum() / line.predicted.sum() for line in lines.values()])

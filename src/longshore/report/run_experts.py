@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.report.run_curves import MOST_POINTS, Json, curve, edges, rounded
-from longshore.report.run_journal import Line
+from longshore.report.run_journal import JournalLine
 
 Floats = NDArray[np.float64]
 
@@ -19,7 +19,7 @@ MOST_COLUMNS = 100
 STARVED = 0.1
 
 
-def experts_data(lines: Mapping[int, Line], *, cells: int = MOST_CELLS) -> Json | None:
+def experts_data(lines: Mapping[int, JournalLine], *, cells: int = MOST_CELLS) -> Json | None:
     """Maps, peaks and a row for each layer; None for a model without experts.
 
     `maps` has a list for each layer, in it one for each expert, in it a number for each column.
@@ -76,5 +76,5 @@ def layer_row(tokens: NDArray[np.int64]) -> Json:
     }
 
 
-def _shape(line: Line) -> tuple[int, ...]:
+def _shape(line: JournalLine) -> tuple[int, ...]:
     return tuple(len(layer) for layer in line.experts)

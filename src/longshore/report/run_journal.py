@@ -1,4 +1,4 @@
-"""steps.jsonl, which may be large: what all its steps have in common is kept, plans are read again.
+"""steps.jsonl, which may be large: the times of all steps are kept, plans are read again.
 
 In: the file. Out: for each step the predicted and measured seconds of its rounds, the tokens of its
 experts, and where its line stands, so that a few steps' plans can be read later:
@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from longshore.plan.cost import parse_profile
 from longshore.plan.cp_size import padded_length
-from longshore.plan.types import Pack, Plan, Round, Sequence, Setting, Stats
+from longshore.plan.policy import DEFAULT_POLICY, policy_named
+from longshore.plan.types import Pack, Plan, PlanSetting, Round, Sequence, Stats
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -29,23 +30,26 @@ MOST_LANES = 1 << 20  # as `longshore plan` takes them
 MOST_CELLS = 1 << 24  # rounds x lanes of one step, which a timeline holds in memory
 MOST_NUMBER = 1 << 53
 
-# A journal tells what was decided; the figures of a plan stand in metrics.jsonl.
+# A journal holds what was decided; the figures of a plan stand in metrics.jsonl.
 NO_STATS = Stats(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, (), 0, 0, 0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Line:
-    """One step. predicted, elapsed: seconds of each round; a skipped step measured none.
-
-    experts: tokens by layer of experts. place, size: of the line in the file, in bytes.
-    """
+class JournalLine:
+    """The line of one step."""
 
     number: int
+    """Of the line in the file, from 1."""
     place: int
+    """Where the line begins, in bytes."""
     size: int
+    """Bytes of the line."""
     predicted: Floats
+    """Seconds of each round."""
     elapsed: Floats
+    """Measured seconds of each round; empty for a skipped step."""
     experts: tuple[Ints, ...]
+    """Tokens of each expert, by layer."""
 
     @property
     def measured(self) -> bool:
@@ -56,13 +60,13 @@ class Line:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JournalSteps:
-    """lines: by step, rising."""
+    """The lines of a file by step, rising."""
 
     path: Path
-    lines: Mapping[int, Line]
+    lines: Mapping[int, JournalLine]
 
-    def plan(self, step: int, *, policy: str = "mixed") -> Plan:
-        """The plan of a step; policy is not in the journal, and `padded` counts padding as work."""
+    def plan(self, step: int, *, policy: str = DEFAULT_POLICY) -> Plan:
+        """The plan of a step; its policy stands in the run's config, not in the journal."""
         line = self.lines[step]
         where = f"{self.path}, line {line.number}"
         with open(self.path, "rb") as file:
@@ -71,11 +75,11 @@ class JournalSteps:
         try:
             return _plan(data, policy)
         except (KeyError, TypeError, IndexError, ValueError, OverflowError) as error:
-            raise ValueError(f"{where}: tells no plan ({error!r}); delete the line") from None
+            raise ValueError(f"{where}: holds no plan ({error!r}); delete the line") from None
 
 
 def read_journal(path: Path) -> JournalSteps:
-    lines: dict[int, Line] = {}
+    lines: dict[int, JournalLine] = {}
     if path.is_file():
         place = 0
         with open(path, "rb") as file:
@@ -87,10 +91,10 @@ def read_journal(path: Path) -> JournalSteps:
     return JournalSteps(path, {step: lines[step] for step in sorted(lines)})
 
 
-def _read(text: bytes, where: str, *, number: int, place: int) -> tuple[int, Line]:
+def _read(text: bytes, where: str, *, number: int, place: int) -> tuple[int, JournalLine]:
     try:
         data = json.loads(text)
-        line = Line(
+        line = JournalLine(
             number=number,
             place=place,
             size=len(text),
@@ -102,13 +106,15 @@ def _read(text: bytes, where: str, *, number: int, place: int) -> tuple[int, Lin
             raise ValueError(f"step {step}")
         return step, line
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise ValueError(f"{where}: is not a step; delete the line to go on without it") from None
+        raise ValueError(
+            f"{where}: is not a step; delete the line to continue without it"
+        ) from None
 
 
 def _plan(data: Mapping[str, Any], policy: str) -> Plan:
     lengths = [int(length) for length in data["lengths"]]
-    held = [max(lengths)] * len(lengths) if policy == "padded" else lengths
-    rounds = tuple(Round(tuple(_pack(raw, held) for raw in packs)) for packs in data["rounds"])
+    charged = [max(lengths)] * len(lengths) if policy_named(policy).pads_to_longest else lengths
+    rounds = tuple(Round(tuple(_pack(raw, charged) for raw in packs)) for packs in data["rounds"])
     if not lengths or not rounds:
         raise ValueError("no sequences or no rounds")
     lanes = int(data["lanes"])
@@ -121,7 +127,7 @@ def _plan(data: Mapping[str, Any], policy: str) -> Plan:
         raise ValueError(f"a length or capacity above {MOST_NUMBER}")
     if any(pack.first_lane < 0 or pack.lanes[-1] >= lanes for r in rounds for pack in r.packs):
         raise ValueError(f"a pack lies beyond lane {lanes - 1}")
-    setting = Setting(
+    setting = PlanSetting(
         lanes=lanes,
         capacity=int(data["capacity"]),
         policy=policy,

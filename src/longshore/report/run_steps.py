@@ -18,11 +18,12 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from longshore.plan.policy import DEFAULT_POLICY
 from longshore.plan.types import Plan
 from longshore.report.page_data import TICKS, Json, one_or_many, pack_columns, significant, ticks
 from longshore.report.run_curves import edges, rounded
 from longshore.report.run_files import RunFolder
-from longshore.report.run_journal import Line
+from longshore.report.run_journal import JournalLine
 from longshore.report.timeline import make_timeline
 
 Floats = NDArray[np.float64]
@@ -105,7 +106,7 @@ def _work(values: Mapping[str, float], usual: Mapping[str, float]) -> Iterator[s
         yield f"padding {values['padding']:.0%} (usually {usual['padding']:.0%})"
 
 
-def _ratios(lines: Mapping[int, Line]) -> dict[int, float]:
+def _ratios(lines: Mapping[int, JournalLine]) -> dict[int, float]:
     return {
         step: float(line.elapsed.sum() / line.predicted.sum())
         for step, line in lines.items()
@@ -126,7 +127,7 @@ SWELL = 2.5
 
 def steps_data(run: RunFolder, *, share: float = 1.0) -> list[Json]:
     """Timelines of the chosen steps; `share` is the run's part of the page's bytes."""
-    policy = str(run.config.get("plan.policy", "mixed"))
+    policy = str(run.config.get("plan.policy", DEFAULT_POLICY))
     lines = run.journal.lines
     return [
         timeline_data(step, run.journal.plan(step, policy=policy), lines[step])
@@ -151,7 +152,7 @@ def choose_steps(run: RunFolder, *, share: float = 1.0) -> list[int]:
     return sorted(kept)
 
 
-def timeline_data(step: int, plan: Plan, line: Line) -> Json:
+def timeline_data(step: int, plan: Plan, line: JournalLine) -> Json:
     timeline = make_timeline(plan)
     unit = timeline.total / TICKS
     lengths = np.array([sequence.length for sequence in plan.sequences], dtype=np.int64)

@@ -23,19 +23,20 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A plan in time, all in seconds.
-
-    start, cost, end: arrays [round, lane]; a lane works from start to start + cost and is held
-    until end. pack_cost: for each pack in the order of `plan.packs()`, what it costs each of its
-    lanes. pack_start: for each pack, when each of its lanes begins it. total: the latest end.
-    """
+    """A plan in time, all in seconds."""
 
     start: Floats
+    """[round, lane]: when a lane starts its work."""
     cost: Floats
+    """[round, lane]: how long it works."""
     end: Floats
+    """[round, lane]: until when it works or waits."""
     pack_cost: list[float]
+    """For each pack, in the order of `plan.packs()`, what it costs each of its lanes."""
     pack_start: list[Floats]
+    """For each pack, when each of its lanes begins it."""
     total: float
+    """The latest end."""
 
     @property
     def idle(self) -> float:
@@ -65,7 +66,7 @@ def pack_costs(plan: Plan) -> list[float]:
     """
     profile = plan.setting.profile
     lengths = [sequence.length for sequence in plan.sequences]
-    if plan.setting.policy == "padded":
+    if plan.setting.planned_by.pads_to_longest:
         lengths = [max(lengths)] * len(lengths)
 
     def cost(pack: Pack) -> float:

@@ -112,7 +112,8 @@ def _summary(resolved: Resolved, source: IndexedSource, topology: Topology) -> s
     """The run in one line."""
     model, ranks = resolved.config.model, topology.world_size
     return (
-        f"{model.preset or model.from_hf or model.module}: {parameter_count(resolved.decoder):,} parameters; "
+        f"{model.preset or model.from_hf or model.module}: "
+        f"{parameter_count(resolved.decoder):,} parameters; "
         f"{len(source):,} sequences of {source.lengths.sum():,} tokens, the longest "
         f"{source.lengths.max():,}; {ranks} rank{'s' if ranks > 1 else ''} on "
         f"{topology.device.type}, {resolved.dtype}"

@@ -1,0 +1,127 @@
+"""What a policy is given: the step to be planned, and a place to offer rounds to.
+
+In: a Task, whose costs and tokens are known for every legal CP size. Out: the fastest rounds that
+were offered to its Choice. On 2 lanes of 8 tokens two sequences of 6 and 3 tokens can run side by
+side, or one after the other; whichever way costs less stays in the Choice.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from longshore.plan.cost import CostTable
+from longshore.plan.order import make_order
+from longshore.plan.pipeline import arrange
+from longshore.plan.pipeline_times import walk
+from longshore.plan.simulate import lane_costs, round_heights, step_time
+from longshore.plan.types import Pack, PlanSetting, Round
+
+UNLIMITED = 1 << 30
+Rounds = tuple[Round, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A step to be planned."""
+
+    setting: PlanSetting
+    """What the plan was asked for."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence, in the order they came; a sequence is named by its place here."""
+    table: CostTable
+    """Costs and tokens, a row for each sequence."""
+    capacity: int
+    """The most tokens a lane holds in a round, after alignment."""
+    cp_size: int
+    """The one CP size that a policy must use, or 0."""
+    packs: tuple[tuple[int, ...], ...]
+    """The caller's packs, for a policy that needs them."""
+
+    @property
+    def lanes(self) -> int:
+        return self.setting.lanes
+
+    @property
+    def cp_sizes(self) -> tuple[int, ...]:
+        """The legal CP sizes, rising."""
+        return self.table.sizes
+
+    @cached_property
+    def by_length(self) -> list[int]:
+        order: list[int] = np.argsort(-self.table.tokens[:, 0], kind="stable").tolist()
+        return order
+
+    @cached_property
+    def _token_columns(self) -> dict[int, list[int]]:
+        return {}
+
+    def tokens_at(self, cp_size: int) -> list[int]:
+        """Tokens of every sequence on each lane at this CP size."""
+        if cp_size not in self._token_columns:
+            column = self.table.tokens[:, self.table.sizes.index(cp_size)]
+            self._token_columns[cp_size] = column.tolist()
+        return self._token_columns[cp_size]
+
+    def costs_at(self, cp_size: int) -> list[int]:
+        """What every sequence costs each lane at this CP size, in units of equal time."""
+        costs: list[int] = self.table.cost[:, self.table.sizes.index(cp_size)].tolist()
+        return costs
+
+    @property
+    def most_sequences(self) -> int:
+        """Of a lane in a round."""
+        return self.setting.max_sequences or UNLIMITED
+
+    def sizes_that_fit(self) -> tuple[int, ...]:
+        """The CP sizes at which every sequence fits, or the one asked for."""
+        if self.cp_size:
+            return (self.cp_size,)
+        widest = self.table.tokens.max(axis=0)
+        return tuple(k for k, n in zip(self.table.sizes, widest, strict=True) if n <= self.capacity)
+
+    def least_time(self, cp_size: int) -> int:
+        """Quanta that no plan with just this CP size can beat."""
+        column = self.table.cost[:, self.table.sizes.index(cp_size)]
+        return int(column.sum()) // (self.setting.lanes // cp_size) + self.table.pack
+
+
+class Choice:
+    """The fastest rounds offered so far; the first of equals stays."""
+
+    def __init__(self, task: Task, *, may_split: bool) -> None:
+        self.task = task
+        self.may_split = may_split
+        self.rounds: Rounds = ()
+        self.time: int | None = None
+
+    def offer(self, rounds: Rounds) -> int:
+        """Keeps the rounds if they are the fastest; returns their time in 1/(3·vpp) quanta."""
+        setting, table = self.task.setting, self.task.table
+        if setting.pp > 1:
+            rounds = arrange(
+                rounds,
+                table=table,
+                lanes=setting.lanes,
+                pp=setting.pp,
+                vpp=setting.vpp,
+                may_split=self.may_split,
+            )
+            heights = round_heights(rounds, table, setting.lanes)
+            order = make_order(len(rounds), pp=setting.pp, vpp=setting.vpp)
+            time = walk(order, heights, pp=setting.pp, vpp=setting.vpp).finish
+        else:
+            costs = lane_costs(rounds, table, setting.lanes)
+            time = step_time(costs, rounds, table, setting.sync) * 3 * setting.vpp
+        if self.time is None or time < self.time:
+            self.rounds, self.time = rounds, time
+        return time
+
+    def could_gain(self, least: int) -> bool:
+        """Whether a plan of at least this many quanta could be faster than the best."""
+        return self.time is None or least * 3 * self.task.setting.vpp < self.time
+
+
+def make_pack(task: Task, first_lane: int, cp_size: int, sequences: tuple[int, ...]) -> Pack:
+    column = task.tokens_at(cp_size)
+    return Pack(first_lane, cp_size, sequences, sum(map(column.__getitem__, sequences)))

@@ -1,0 +1,136 @@
+"""Policies of a user's own: this module's functions are named as tests.plan.test_own_policy:…"""
+
+import re
+
+import numpy as np
+import pytest
+
+from longshore.errors import SettingError, as_option
+from longshore.plan import check, make_plan
+
+LENGTHS = [9, 3, 3, 2]
+HERE = "tests.plan.test_own_policy"
+
+
+def one_a_round(task, choice):
+    for place in range(len(task.lengths)):
+        assert task.costs_at(1)[place] > 0
+    return choice.offer_rounds([[(0, 1, [place])] for place in range(len(task.lengths))])
+
+
+def slow_then_fast(task, choice):
+    slow = one_a_round(task, choice)
+    fast = choice.offer_packs([(2, np.arange(len(task.lengths)))])
+    assert 0 < fast < slow == one_a_round(task, choice)
+
+
+def two_on_a_lane(task, choice):
+    choice.offer_rounds([[(1, np.int64(1), (1, 2, 3)), (0, 2, [0])]])
+
+
+def nothing(task, choice):
+    pass
+
+
+def twice(task, choice):
+    choice.offer_packs([(1, [0, 1, 2, 3]), (1, [3])])
+
+
+def too_wide(task, choice):
+    choice.offer_packs([(4, [0, 1, 2, 3])])
+
+
+def beyond(task, choice):
+    choice.offer_packs([(1, [0, 4])])
+
+
+def in_floats(task, choice):
+    choice.offer_packs([(1, [0.0, 1, 2, 3])])
+
+
+def without_a_lane(task, choice):
+    choice.offer_rounds([[(1, [0, 1, 2, 3])]])
+
+
+def crooked(task, choice):
+    choice.offer_rounds([[(1, 2, [0, 1, 2, 3])]])
+
+
+def overfull(task, choice):
+    choice.offer_rounds([[(0, 1, [0, 1, 2, 3])]])
+
+
+not_a_function = 3
+
+
+def plan_by(name, capacity=20, **options):
+    policy = f"{HERE}:{name}"
+    return make_plan(LENGTHS, lanes=2, capacity=capacity, policy=policy, **options)
+
+
+def packs_of(plan):
+    return [(number, p.first_lane, p.cp_size, p.sequences) for number, p in plan.packs()]
+
+
+def test_rounds_stay_as_they_were_offered():
+    plan = plan_by("one_a_round")
+    check(plan)
+    assert packs_of(plan) == [(i, 0, 1, (i,)) for i in range(4)]
+    assert plan.setting.policy == f"{HERE}:one_a_round"
+
+
+def test_the_fastest_offer_is_kept():
+    assert packs_of(plan_by("slow_then_fast")) == [(0, 0, 2, (0, 1, 2, 3))]
+
+
+def test_a_lane_may_have_several_packs():
+    plan = plan_by("two_on_a_lane")
+    assert packs_of(plan) == [(0, 0, 2, (0,)), (0, 1, 1, (1, 2, 3))]
+    assert all(type(p.cp_size) is int for _, p in plan.packs())
+
+
+def test_a_pipeline_reorders_its_rounds_and_splits_none():
+    plan = plan_by("one_a_round", pp=2)
+    assert sorted(p.sequences for _, p in plan.packs()) == [(0,), (1,), (2,), (3,)]
+
+
+WRONG = {
+    "nothing": "it offered no rounds",
+    "twice": "sequence 3: it is in the plan 2 times, not once",
+    "too_wide": "CP size 4 is not legal; legal here are 1, 2",
+    "beyond": "there is no sequence 4; they go from 0 to 3",
+    "in_floats": "a pack is (first_lane, cp_size, sequences), in whole numbers",
+    "without_a_lane": "a pack is (first_lane, cp_size, sequences), in whole numbers",
+    "crooked": "round 0, lane 1: a group of 2 lanes is not aligned",
+    "overfull": "round 0, lane 0: 17 tokens, and the capacity is 16",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_offer_names_the_policy(name):
+    with pytest.raises(SettingError) as caught:
+        plan_by(name, capacity=16)
+    assert str(caught.value).startswith(f"policy {HERE}:{name}: {WRONG[name]}")
+    assert caught.value.spelled(as_option).startswith(f"--policy {HERE}:{name}: ")
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("nowhere:greedy", "cannot be imported (No module named 'nowhere')"),
+        (f"{HERE}:missing", "cannot be imported"),
+        (f"{HERE}:not_a_function", "which is not a function"),
+        ("a b:c", "or a function of yours as module:function"),
+        (["mixed"], "it may be mixed, dynamic"),
+    ],
+)
+def test_what_is_no_policy_is_refused(policy, message):
+    with pytest.raises(SettingError, match=f"^policy is .*{re.escape(message)}"):
+        make_plan(LENGTHS, lanes=2, capacity=20, policy=policy)
+
+
+def test_it_takes_no_cp_size_and_no_packs():
+    with pytest.raises(SettingError, match="cp_size is for the policies balanced, static, padded"):
+        plan_by("one_a_round", cp_size=2)
+    with pytest.raises(SettingError, match="packs are for policy 'given'"):
+        plan_by("one_a_round", packs=[[0, 1, 2, 3]])
