@@ -153,10 +153,10 @@ def refuse(*_, **__):
 @pytest.mark.parametrize(
     ("what", "words", "told"),
     [
-        ("config.claim.write_config", (), "there cannot be written (No space left on device); make "
+        ("run.resume.write_config", (), "there cannot be written (No space left on device); make "
          "room there, then start again"),
-        ("run.save_weights", ("output.keep=0",), "make room there, then write it again with --res"),
-        ("run.write_checkpoint", ("output.export={folder}/hf", "output.keep=0"),
+        ("run.weights.save_weights", ("output.keep=0",), "make room there, then write it again with --res"),
+        ("run.weights.write_checkpoint", ("output.export={folder}/hf", "output.keep=0"),
          "make room there, then longshore export "),
     ],
     ids=["config", "weights", "export"],
@@ -168,7 +168,7 @@ def test_files_that_cannot_be_written(runs, tmp_path, capfd, monkeypatch, what, 
     assert told in one_line(capfd)
     assert (tmp_path / "run").exists() == ("config" not in what)
     assert not [*tmp_path.rglob("*.partial*")]
-    if what == "run.save_weights":
+    if what == "run.weights.save_weights":
         monkeypatch.undo()
         assert main(["train", "--resume", str(tmp_path / "run")]) == 0
 
