@@ -13,14 +13,14 @@ and up to its end (0…65). Both must be a beginning of the whole text: what lie
 the model writes at that point of the chat. A template that renders an early turn differently once
 later turns follow (it drops old reasoning, say) fails this and is refused, never guessed at; so is
 one that has a header for the assistant but leaves it out of the generation prompt. Longshore's own
-templates for such families (families.py) have {% generation %} blocks.
+templates for such families (training_templates.py) have {% generation %} blocks.
 
 The end-of-turn token is part of a span, so that the model learns to stop; white space behind it is
 not, because nothing is generated after the stop. Where a turn ends without a special token, its
 trailing white space is all there is to learn the stop from, and stays.
 
-Templates run in a sandbox with limits (sandbox.py). `strftime_now` gives a fixed date, because the
-text must be the same whenever it is made.
+Templates run in a sandbox with limits (template_sandbox.py). `strftime_now` gives a fixed date,
+because the text must be the same whenever it is rendered.
 """
 
 import contextlib
@@ -32,8 +32,9 @@ from types import MappingProxyType
 from typing import Any
 
 from longshore.data.chats import Chat, Message
-from longshore.data.sandbox import (
-    Limits,
+from longshore.data.source import SampleError
+from longshore.data.template_sandbox import (
+    TemplateLimits,
     TooLargeError,
     TooSlowError,
     compile_template,
@@ -41,7 +42,6 @@ from longshore.data.sandbox import (
     thought_and_content,
     write,
 )
-from longshore.data.source import SampleError
 
 Span = tuple[int, int]
 Marks = tuple[str, str]
@@ -75,7 +75,7 @@ class ChatTemplate:
         date: datetime.date = DATE,
         settings: Mapping[str, Any] = MappingProxyType({}),
         opening: "ChatTemplate | None" = None,
-        limits: Limits = Limits(),  # noqa: B008 - frozen
+        limits: TemplateLimits = TemplateLimits(),  # noqa: B008 - frozen
     ) -> None:
         known = f"{text}{dict(settings)}" if settings else text
         known = known if opening is None else f"{known}\n{opening.digest}"
@@ -190,7 +190,7 @@ class ChatTemplate:
 
 
 @contextlib.contextmanager
-def _told_limits(limits: Limits, chat: Chat) -> Iterator[None]:
+def _told_limits(limits: TemplateLimits, chat: Chat) -> Iterator[None]:
     """Where a template passes its limits, the sample is refused."""
     try:
         with limited(limits, len(chat.messages)):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from longshore.batch import IGNORE, Counts, Depth, MicroBatch, PackContext, SeqContext, Targets
-from longshore.data.context import lane_context
+from longshore.data.lane_context import lane_context
 from longshore.data.shard import Array, Shards, cut_tokens, lane_cuts
 from longshore.plan.cost import Ints
 from longshore.plan.shapes import chunk_pair, ranges, spans

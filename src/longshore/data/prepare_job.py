@@ -78,7 +78,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RangeRecord:
     """That a range is done: its lines, its shard if it has sequences, and what was rejected."""
 
     job: str
@@ -142,7 +142,7 @@ def _look_at_first(inputs: Sequence[Input], tokenizer: SampleTokenizer, max_byte
             if isinstance(sample, SampleError):
                 continue
             try:
-                tokenizer.whole(sample, 0)
+                tokenizer.untruncated(sample, 0)
             except SampleError as error:
                 if error.reason == "undeclared field":
                     names, form = _unused(inputs, tokenizer.rules, max_bytes)
@@ -236,7 +236,7 @@ def _earlier_job(job: Job, path: Path, finished: bool) -> dict[str, Any] | None:
     return {**about.get("settings", {}), "inputs": inputs}
 
 
-def write_record(job: Job, part: Range, record: Record) -> None:
+def write_record(job: Job, part: Range, record: RangeRecord) -> None:
     text = json.dumps(asdict(record))
     write_durably(_record_path(job, part), text.encode(), scratch=job.work)
 
@@ -245,11 +245,11 @@ def _record_path(job: Job, part: Range) -> Path:
     return job.work / f"range-{part.number:05}.json"
 
 
-def read_record(job: Job, part: Range) -> Record | None:
+def read_record(job: Job, part: Range) -> RangeRecord | None:
     """The record of a range, if it is done by this job and its shard is there."""
     try:
         data = json.loads(_record_path(job, part).read_text())
-        record = Record(**{**data, "shard": data["shard"] and ShardInfo(**data["shard"])})
+        record = RangeRecord(**{**data, "shard": data["shard"] and ShardInfo(**data["shard"])})
         shard = record.shard
         whole = shard is None or (job.out / shard.file).stat().st_size == shard.bytes
     except OSError:

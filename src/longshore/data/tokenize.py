@@ -36,9 +36,15 @@ from numpy.typing import NDArray
 from longshore.data.chat_template import DATE, ChatTemplate, Span
 from longshore.data.chats import Chat, chat_from
 from longshore.data.columns import COLUMNS, form_of, from_alpaca
-from longshore.data.families import AUTO, BY_NAME, check_choice, choose_template, is_file_choice
 from longshore.data.fields import Field, check_declared, collect_fields
 from longshore.data.source import Ints, SampleError, TokenizedSample
+from longshore.data.training_templates import (
+    AUTO,
+    BY_NAME,
+    check_choice,
+    choose_template,
+    is_file_choice,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -52,9 +58,10 @@ Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]
 class Tokenizer:
     """A tokenizer folder and a chat template.
 
-    `template` chooses it: "auto" (the folder's, or one of families.py where that rewrites chats),
-    "own" (the folder's), the name of a family, or a file. `digest` and `template_digest` name what
-    they hold; the latter is "" without a template. `template_note` says what "auto" has chosen.
+    `template` chooses it: "auto" (the folder's, or one of training_templates.py where that rewrites
+    chats), "own" (the folder's), the name of a family, or a file. `digest` and `template_digest`
+    name the content of both; the latter is "" without a template. `template_note` says what "auto"
+    has chosen.
     """
 
     def __init__(
@@ -201,9 +208,9 @@ class SampleTokenizer:
 
     def __call__(self, sample: Mapping[str, Any], id: int) -> TokenizedSample:
         """The sequence of a sample, fitted; SampleError where there is none."""
-        return self.fitted(self.whole(sample, id))
+        return self.fitted(self.untruncated(sample, id))
 
-    def whole(self, sample: Mapping[str, Any], id: int) -> TokenizedSample:
+    def untruncated(self, sample: Mapping[str, Any], id: int) -> TokenizedSample:
         """The sequence of a sample, however long, and whether or not it has loss tokens."""
         sample = {name: value for name, value in sample.items() if name not in self.rules.ignore}
         form = form_of(sample, self.rules.ignore, self.rules.fields)

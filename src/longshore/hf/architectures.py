@@ -5,9 +5,9 @@ where it lies in a Hugging Face folder. No torch, so that a bad folder is refuse
 
     find_architecture({"architectures": ["LlamaForCausalLM"], …}).name  "LlamaForCausalLM"
 
-A new architecture is an entry of ARCHITECTURES: two functions for the keys, and in hf/names.py a
-table of names. Where a tensor of ours is several of theirs, or turned, a class of hf/names.py
-says so.
+A new architecture is an entry of ARCHITECTURES: two functions for the keys, and in tensor_map.py a
+table of names. Where a tensor of ours is several of theirs, or interleaved, a class of
+tensor_map.py says so.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,10 +17,9 @@ from typing import Any
 from longshore.arch.decoder import DecoderConfig
 from longshore.hf.deepseek_keys import deepseek_keys, read_deepseek
 from longshore.hf.dense_keys import llama_keys, qwen3_keys, read_llama, read_qwen3
-from longshore.hf.keys import SHOWN, Raw, shown
 from longshore.hf.mamba_keys import mamba2_keys, nemotron_keys, read_mamba2, read_nemotron
 from longshore.hf.moe_keys import qwen3_moe_keys, qwen3_next_keys, read_qwen3_moe, read_qwen3_next
-from longshore.hf.names import (
+from longshore.hf.tensor_map import (
     DENSE_NAMES,
     MAMBA_NAMES,
     MOE_NAMES,
@@ -30,6 +29,7 @@ from longshore.hf.names import (
     place_deepseek,
     place_nemotron,
 )
+from longshore.hf.typed_keys import SHOWN, Raw, shown
 
 OLD_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 """What old folders hold beside the weights, and nobody reads."""

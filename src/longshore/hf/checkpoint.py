@@ -26,8 +26,8 @@ from longshore.hf.config_file import (
     describe,
     read_config,
 )
-from longshore.hf.names import Copied, Layout, Shape, Source
 from longshore.hf.tensor_files import FLOATS, TensorFiles, write_files
+from longshore.hf.tensor_map import Copied, Layout, Shape, Source
 from longshore.hf.tensor_names import held_names
 from longshore.model.decoder import Decoder
 

@@ -19,9 +19,9 @@ from longshore.hf.architectures import Architecture, architecture_for, find_arch
 from longshore.hf.deepseek_keys import OTHER_NAMES
 from longshore.hf.mamba_keys import OLDER
 from longshore.hf.moe_keys import balance_weight
-from longshore.hf.names import Layout
 from longshore.hf.rope_keys import ROPE_KEYS
 from longshore.hf.shared_keys import bare
+from longshore.hf.tensor_map import Layout
 from longshore.hf.tensor_names import held_names
 
 CONFIG = "config.json"

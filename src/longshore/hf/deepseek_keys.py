@@ -17,7 +17,6 @@ from longshore.arch.attention import MLAConfig
 from longshore.arch.decoder import MOST_DEPTHS, DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.rope import YarnScaling
-from longshore.hf.keys import Raw, count, flag, number, shown
 from longshore.hf.rope_keys import read_rope, rope_object
 from longshore.hf.shared_keys import (
     SILU,
@@ -32,6 +31,7 @@ from longshore.hf.shared_keys import (
     rope_keys,
     the_one,
 )
+from longshore.hf.typed_keys import Raw, count, flag, number, shown
 
 DEEPSEEK_DEFAULTS = {
     "kv_lora_rank": 512,

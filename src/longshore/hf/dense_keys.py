@@ -13,7 +13,6 @@ from typing import Any
 from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
-from longshore.hf.keys import Raw, count, flag, shown
 from longshore.hf.shared_keys import (
     SILU,
     attention_keys,
@@ -27,6 +26,7 @@ from longshore.hf.shared_keys import (
     read_pad_token,
     refuse_unsupported,
 )
+from longshore.hf.typed_keys import Raw, count, flag, shown
 
 QWEN3_DEFAULTS = {
     "num_key_value_heads": 32,

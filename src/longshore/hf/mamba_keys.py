@@ -15,7 +15,6 @@ from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import MOST_LAYERS, DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.scan import Mamba2Config
-from longshore.hf.keys import Raw, count, flag, number, shown
 from longshore.hf.shared_keys import (
     decoder_keys,
     every,
@@ -28,6 +27,7 @@ from longshore.hf.shared_keys import (
     refuse_unsupported,
     the_one,
 )
+from longshore.hf.typed_keys import Raw, count, flag, number, shown
 
 MAMBA2_DEFAULTS = {
     "num_heads": 128,

@@ -19,7 +19,6 @@ from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.scan import DeltaNetConfig
-from longshore.hf.keys import Raw, count, flag, number, shown
 from longshore.hf.shared_keys import (
     SILU,
     attention_keys,
@@ -36,6 +35,7 @@ from longshore.hf.shared_keys import (
     refuse_unsupported,
     the_one,
 )
+from longshore.hf.typed_keys import Raw, count, flag, number, shown
 
 MOE_DEFAULTS = {
     "num_key_value_heads": 4,

@@ -19,7 +19,7 @@ from longshore.arch.rope import (
     RopeScaling,
     YarnScaling,
 )
-from longshore.hf.keys import Raw, count, flag, maybe_number, number, numbers, shown
+from longshore.hf.typed_keys import Raw, count, flag, maybe_number, number, numbers, shown
 
 ROPE_KEYS = (
     "rope_theta",

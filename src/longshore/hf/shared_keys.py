@@ -16,8 +16,8 @@ from longshore.arch.decoder import MOST_LAYERS, DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Part
 from longshore.arch.rope import RopeConfig
-from longshore.hf.keys import Raw, count, flag, number, shown
 from longshore.hf.rope_keys import read_rope, scaled_length, write_rope
+from longshore.hf.typed_keys import Raw, count, flag, number, shown
 
 Kind = TypeVar("Kind", bound=Part)
 

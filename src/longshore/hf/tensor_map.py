@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from longshore.arch.attention import MLAConfig
 from longshore.arch.decoder import DecoderConfig
-from longshore.hf.keys import Raw, flag
+from longshore.hf.typed_keys import Raw, flag
 
 if TYPE_CHECKING:
     from torch import Tensor

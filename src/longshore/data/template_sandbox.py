@@ -45,7 +45,7 @@ class TooLargeError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TemplateLimits:
     """What a template may use for one sample.
 
     seconds: CPU time of all its renderings together
@@ -61,7 +61,7 @@ class Limits:
 
 
 @contextlib.contextmanager
-def limited(limits: Limits, messages: int = 0) -> Iterator[None]:
+def limited(limits: TemplateLimits, messages: int = 0) -> Iterator[None]:
     """Stops the block at its limits on time and memory."""
     seconds = limits.seconds + limits.seconds_a_message * messages
     with _limited_memory(limits.memory), _limited_time(seconds):
@@ -110,7 +110,7 @@ def _limited_memory(more: int) -> Iterator[None]:
 def write(
     template: "Template",
     values: Mapping[str, Any],
-    limits: Limits,
+    limits: TemplateLimits,
     *,
     marks: tuple[str, str] = ("", ""),
 ) -> str:
@@ -134,7 +134,7 @@ def compile_template(text: str, date: datetime.date) -> "Template":
     from jinja2 import TemplateError
 
     try:
-        with limited(Limits()):  # constant expressions are computed here
+        with limited(TemplateLimits()):  # constant expressions are computed here
             return environment.from_string(text)
     except TemplateError as error:
         line = getattr(error, "lineno", None)

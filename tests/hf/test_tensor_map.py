@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from longshore.hf.names import Copied, PerExpert, Source, Turned
+from longshore.hf.tensor_map import Copied, PerExpert, Source, Turned
 from longshore.hf.tensor_names import held_names
 
 
