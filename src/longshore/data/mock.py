@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.data.fields import Field
-from longshore.data.source import Ints, TokenizedSample, place
+from longshore.data.source import Ints, TokenizedSample, checked_index
 from longshore.plan.lengths_file import read_lengths
 
 IDS = 64
@@ -102,7 +102,7 @@ class MockSource:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> TokenizedSample:
-        i = place(index, len(self))
+        i = checked_index(index, len(self))
         length = int(self.lengths[i])
         bits = np.random.Philox(key=self._seed, counter=[0, 0, i, 1]).random_raw(length + 1)
         ids = min(IDS, self._vocab_size)
@@ -113,7 +113,7 @@ class MockSource:
         return TokenizedSample(i, tokens.astype(np.int32), np.ones(length, dtype=np.bool_))
 
     def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
-        length = int(self.lengths[place(index, len(self))])
+        length = int(self.lengths[checked_index(index, len(self))])
         return np.ones(min(count, length), dtype=np.bool_)
 
 
