@@ -29,7 +29,7 @@ def made(lengths, fields=FIELDS, seed=0):
     rng = np.random.default_rng(seed)
 
     def values(field, n):
-        return rng.integers(0, 2, field.whole_shape(n)).astype(field.dtype)
+        return rng.integers(0, 2, field.array_shape(n)).astype(field.dtype)
 
     return [
         TokenizedSample(

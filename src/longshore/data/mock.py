@@ -43,13 +43,18 @@ Draw = Callable[["Distribution", np.random.Generator, int], NDArray[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Lengths to draw; a type reads some of the numbers and the others are 0."""
+    """Lengths to draw; each type uses some of the numbers, the others are 0."""
 
     draw: Draw
+    """The function of its type."""
     min_seq_len: int = 1
+    """Shorter draws are clipped to this."""
     max_seq_len: int = 0
+    """Longer draws are clipped to this."""
     mean_seq_len: float = 0.0
+    """The mean before clipping, or the fixed length."""
     lognormal_sigma: float = 0.0
+    """The standard deviation of the length's logarithm."""
 
 
 def _lognormal(d: Distribution, random: np.random.Generator, count: int) -> NDArray[np.float64]:
@@ -61,7 +66,7 @@ def _lognormal(d: Distribution, random: np.random.Generator, count: int) -> NDAr
 
 def _uniform(d: Distribution, random: np.random.Generator, count: int) -> NDArray[np.float64]:
     span = d.max_seq_len - d.min_seq_len + 1
-    # NumPy promises to keep the bits, and not what it makes of them.
+    # NumPy keeps the raw bits of a generator stable over versions, but not its distributions.
     bits: NDArray[np.uint64] = random.bit_generator.random_raw(count)
     uniform: NDArray[np.float64] = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return d.min_seq_len + np.floor(uniform * span)
@@ -79,7 +84,7 @@ TYPES: dict[str, tuple[Draw, tuple[str, ...]]] = {
 
 
 class MockSource:
-    """An indexed source of made-up sequences. `count` may be None for a file: one for each line."""
+    """An indexed source of mock sequences. `count` may be None for a file: one for each line."""
 
     fields: tuple[Field, ...] = ()
 

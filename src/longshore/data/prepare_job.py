@@ -8,8 +8,8 @@ range of input that is done. A run killed after one of two ranges leaves
     prepare.work/job.json          the settings, the inputs with their sizes and times
     prepare.work/range-00000.json  {"job": …, "lines": 70, "shard": {…}, "rejected": [[2, …]], …}
 
-and the next run with the same job does range 1 alone. One with another job is refused, or told to
-start over; then records of the old job no longer count, because each names its job.
+and the next run with the same job does range 1 alone. A run with another job is refused, or starts
+over; records of the old job then no longer count, because each names its job.
 """
 
 import contextlib
@@ -49,18 +49,19 @@ class TokenizerFiles:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All that decides the content of a store. `settings` names it in JSON, files by content.
-
-    `template_note` says which chat template was chosen, where that is not the tokenizer's own.
-    """
+    """All that decides the content of a store."""
 
     out: Path
+    """The folder of the store."""
     tokenizer: TokenizerFiles
     rules: Rules
     inputs: tuple[Input, ...]
     settings: Mapping[str, Any]
+    """The rules and limits as JSON, with digests of the tokenizer and the template."""
     digest: str
+    """Of settings and inputs."""
     template_note: str = ""
+    """Which chat template was chosen, where it is not the tokenizer's own."""
 
     @property
     def work(self) -> Path:
@@ -79,13 +80,17 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class RangeRecord:
-    """That a range is done: its lines, its shard if it has sequences, and what was rejected."""
+    """The result of a range that is done."""
 
     job: str
+    """The digest of its job."""
     lines: int
     truncated: int
+    """Sequences cut to max_length."""
     shard: ShardInfo | None
+    """None if no line became a sequence."""
     rejected: Sequence[tuple[int, str, str]]
+    """(line, reason, detail) of each sample left out."""
 
 
 def make_job(
@@ -97,7 +102,7 @@ def make_job(
     shard_bytes: int | None,
     max_bytes: int,
 ) -> Job:
-    """The job, after a look at the tokenizer and at the first sample of each input."""
+    """The job, after checking the tokenizer and the first sample of each input."""
     if shard_bytes is not None and shard_bytes < 1:
         raise ValueError(f"shard_bytes is {shard_bytes}; it must be at least 1")
     if max_bytes < 1:
@@ -169,7 +174,7 @@ def _unused(inputs: Sequence[Input], rules: Rules, max_bytes: int) -> tuple[list
 
 @contextlib.contextmanager
 def claimed(job: Job, start_over: bool) -> Iterator[bool]:
-    """Holds the folder for this job alone. Gives True if its store is already finished."""
+    """Locks the folder for this job. Yields True if its store is already finished."""
     if job.out.is_dir() and not job.work.is_dir():
         others = [p.name for p in job.out.iterdir()]
         if others and MANIFEST not in others:
@@ -218,7 +223,7 @@ def _check_same_job(job: Job, start_over: bool) -> bool:
             f"{job.out}: was begun with other settings or inputs ({', '.join(changed)} differ); "
             "give them as they were, choose another folder, or start over (--start-over)"
         )
-    # The new job is written first: a kill from here on leaves a folder that can be gone on with.
+    # The new job is written first: a kill from here on leaves a folder that can be resumed.
     write_durably(path, json.dumps(mine).encode(), scratch=job.work)
     (job.out / MANIFEST).unlink(missing_ok=True)
     return False
@@ -229,10 +234,10 @@ def _earlier_job(job: Job, path: Path, finished: bool) -> dict[str, Any] | None:
     if not finished:
         return json.loads(path.read_text()) if path.exists() else None
     about = read_manifest(job.out).about
-    made = (job.out / MANIFEST).stat().st_mtime_ns
+    finished_ns = (job.out / MANIFEST).stat().st_mtime_ns
     inputs = [dict(entry) for entry in about.get("inputs", [])]
     for entry, file in zip(inputs, job.inputs, strict=False):
-        entry["mtime_ns"] = min(file.mtime_ns, made)  # an input newer than the store differs
+        entry["mtime_ns"] = min(file.mtime_ns, finished_ns)  # an input newer than the store differs
     return {**about.get("settings", {}), "inputs": inputs}
 
 
@@ -251,7 +256,7 @@ def read_record(job: Job, part: Range) -> RangeRecord | None:
         data = json.loads(_record_path(job, part).read_text())
         record = RangeRecord(**{**data, "shard": data["shard"] and ShardInfo(**data["shard"])})
         shard = record.shard
-        whole = shard is None or (job.out / shard.file).stat().st_size == shard.bytes
+        is_complete = shard is None or (job.out / shard.file).stat().st_size == shard.bytes
     except OSError:
         return None
-    return record if whole and record.job == job.digest else None
+    return record if is_complete and record.job == job.digest else None

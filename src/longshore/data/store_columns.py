@@ -33,7 +33,7 @@ def flat_values(column: Any) -> tuple[Array, Ints]:  # noqa: ANN401 - pyarrow ha
 
 
 def in_shape(values: Array, field: Field, length: int) -> Array:
-    return values.view(field.dtype).reshape(field.whole_shape(length))
+    return values.view(field.dtype).reshape(field.array_shape(length))
 
 
 def sample_arrays(sample: TokenizedSample, fields: Sequence[Field]) -> list[Array]:

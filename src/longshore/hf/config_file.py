@@ -22,7 +22,7 @@ from longshore.hf.moe_keys import balance_weight
 from longshore.hf.rope_keys import ROPE_KEYS
 from longshore.hf.shared_keys import bare
 from longshore.hf.tensor_map import Layout
-from longshore.hf.tensor_names import held_names
+from longshore.hf.tensor_names import read_tensor_names
 
 CONFIG = "config.json"
 MOST_CONFIG_BYTES = 10_000_000
@@ -63,8 +63,8 @@ def describe(folder: str | Path) -> Described:
         raise ValueError(f"{folder / CONFIG}: {error}") from None
     if config.mtp:
         join = architecture.place("mtp.0.proj.weight", Layout(config, raw)).theirs
-        held = held_names(folder)
-        if held is not None and join not in held:
+        names = read_tensor_names(folder)
+        if names is not None and join not in names:
             config = replace(config, mtp=())
     return Described(raw, architecture, config)
 

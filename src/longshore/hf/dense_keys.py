@@ -1,7 +1,7 @@
 """Dense decoders, Qwen3 and Llama: the keys of config.json, and our config.
 
-In: a config.json as a dict. Out: a DecoderConfig, and back. Keys that are missing have the values
-that transformers gives them. A Qwen3 of two layers whose second sees 128 tokens:
+In: a config.json as a dict. Out: a DecoderConfig, and back. Missing keys have the defaults of
+transformers. A Qwen3 of two layers whose second sees 128 tokens:
 
     {"num_hidden_layers": 2, "use_sliding_window": true, "sliding_window": 128,
      "max_window_layers": 1, …}      layers[0].mixer.window None, layers[1].mixer.window 128
@@ -17,14 +17,14 @@ from longshore.hf.shared_keys import (
     SILU,
     attention_keys,
     decoder_keys,
-    gated_mlp,
-    no_depths,
-    plain_norms,
     read_attention,
     read_decoder,
     read_layers,
     read_pad_token,
     refuse_unsupported,
+    require_gated,
+    require_no_mtp,
+    require_plain_norms,
 )
 from longshore.hf.typed_keys import Raw, count, flag, shown
 
@@ -62,7 +62,7 @@ def read_llama(raw: Raw) -> DecoderConfig:
 
 
 def qwen3_keys(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of config.json that say this config; ValueError if a Qwen3 cannot be it."""
+    """The keys of config.json for this config; raises ValueError if it is not a Qwen3."""
     mixer, windows = _uniform(config)
     if not mixer.qk_norm:
         raise ValueError("its queries and keys have no norm")
@@ -81,7 +81,7 @@ def qwen3_keys(config: DecoderConfig) -> dict[str, Any]:
 
 
 def llama_keys(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of config.json that say this config; ValueError if a Llama cannot be it."""
+    """The keys of config.json for this config; raises ValueError if it is not a Llama."""
     mixer, windows = _uniform(config)
     if mixer.qk_norm:
         raise ValueError("its queries and keys have norms")
@@ -126,8 +126,8 @@ def _read_windows(raw: Raw) -> Windows:
 
 def _uniform(config: DecoderConfig) -> tuple[AttentionConfig, Windows]:
     """The one mixer all layers have, and their windows."""
-    plain_norms(config)
-    no_depths(config)
+    require_plain_norms(config)
+    require_no_mtp(config)
     mixers = []
     for i, layer in enumerate(config.layers):
         if not isinstance(layer.mixer, AttentionConfig) or not isinstance(layer.mlp, MLPConfig):
@@ -148,6 +148,6 @@ def _dense_keys(config: DecoderConfig, mixer: AttentionConfig) -> dict[str, Any]
     return {
         **decoder_keys(config),
         **attention_keys(mixer),
-        "intermediate_size": gated_mlp(mlp).width,
+        "intermediate_size": require_gated(mlp).width,
         "rms_norm_eps": config.norm_eps,
     }
