@@ -265,7 +265,7 @@ def test_a_bit_in_any_file_of_a_store_is_noticed(tmp_path):
         for at in sorted(places):
             bit = at * 5 % 8
             flip(path, at, bit)
-            with pytest.raises(ValueError, match="again or prepare the store anew") as caught:
+            with pytest.raises(ValueError, match="again or prepare the store again") as caught:
                 use(tmp_path)
             assert str(path) in str(caught.value), (path.name, at, bit)
             flip(path, at, bit)

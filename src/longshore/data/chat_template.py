@@ -111,7 +111,7 @@ class ChatTemplate:
             return spans
         raise SampleError(
             NOT_LOCATED,
-            "the template changes what stands between its {% generation %} marks, or a message "
+            "the template changes the text between its {% generation %} marks, or a message "
             f"contains the character U+{ord(OPEN):X} or U+{ord(CLOSE):X}",
         )
 
@@ -148,7 +148,7 @@ class ChatTemplate:
             raise SampleError(
                 NOT_LOCATED,
                 "the template ignores add_generation_prompt, so that its header of the assistant "
-                f"({header.strip()[:40]!r}) cannot be told from the assistant's words; {WAY_OUT}",
+                f"({header.strip()[:40]!r}) cannot be told apart from its content; {WAY_OUT}",
             )
 
     def _full_text(self, chat: Chat, *, prompt: bool = False, marks: Marks = ("", "")) -> str:
@@ -232,7 +232,7 @@ def _spans_in_loss(spans: list[Span], chat: Chat) -> list[Span]:
         raise SampleError(
             NOT_LOCATED,
             f"some of the {len(every)} assistant messages are not in the loss, but the template "
-            f"marks {len(spans)} spans, so which is whose cannot be told; mark one span a message",
+            f"marks {len(spans)} spans, so they cannot be matched; mark one span a message",
         )
     return [span for turn, span in zip(every, spans, strict=True) if turn in chat.turns()]
 
@@ -259,7 +259,7 @@ def _check_prefix(part: str, text: str, what: str) -> None:
     at = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), len(text))
     raise SampleError(
         NOT_LOCATED,
-        f"rendered {what}, the chat is not a beginning of the whole chat (from character {at}: "
+        f"rendered {what}, the chat is not a prefix of the full chat (from character {at}: "
         f"{part[at : at + 20]!r} against {text[at : at + 20]!r}), so the template rewrites turns "
         f"and the assistant's part cannot be located; {WAY_OUT}",
     )

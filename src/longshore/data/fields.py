@@ -1,8 +1,8 @@
 """Extra fields: values that travel with a sequence, such as advantages or a sample's id.
 
 In: what a row holds besides tokens and loss mask. Out: one array for each declared field, or a
-ValueError: a field that nobody declared, a missing one and one of the wrong length are named, and
-nothing is ever dropped or cast to something else.
+ValueError: it names an undeclared field, a missing one or one of the wrong length. Nothing is
+dropped or cast silently.
 
 With `advantage:per_token:float32` and `sample_id:per_sequence:int64` declared, a sequence of three
 tokens may carry

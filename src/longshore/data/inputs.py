@@ -1,7 +1,7 @@
 """Inputs: files of raw samples, cut into ranges that can be read independently.
 
 In: names of JSONL, JSON and Parquet files or of folders. Out: ranges, and the samples of each with
-their lines, counted from 1 at the start of the range (nobody has counted the lines before it yet).
+their lines, counted from 1 at the start of the range (how many come before it is not known yet).
 
 A JSONL file of 10 bytes in ranges of 4, with lines that begin at 0, 3 and 8, gives bytes 0…4 with
 two lines, 4…8 with none and 8…10 with one: a line belongs to the range in which it begins. A range
@@ -61,15 +61,17 @@ class Range:
     number: int
     """Over all inputs."""
     input: Input
+    """The file."""
     start: int
     """A byte, or a row group."""
     stop: int
+    """Behind the last byte or row group."""
     bytes: int
     """Its size, for progress."""
 
 
 def find_inputs(names: Sequence[str | Path]) -> tuple[Input, ...]:
-    """The files behind names of files and folders; a folder stands for its files by name."""
+    """The files that are named, or are in a named folder, there in the order of their names."""
     paths: list[Path] = []
     for name in names:
         path = Path(name)
@@ -138,7 +140,7 @@ def _check_start(path: Path, file: BinaryIO) -> None:
 
 
 def _first_byte(file: BinaryIO) -> bytes:
-    """The next byte that is no white space, behind a byte order mark."""
+    """The next byte that is not white space, after a byte order mark."""
     is_start = file.tell() == 0
     while chunk := file.read(CHUNK):
         chunk = chunk.removeprefix(BOM) if is_start else chunk
@@ -200,7 +202,7 @@ def _byte_ranges(file: Input, size: int) -> list[tuple[int, int, int]]:
 
 
 def _record_spans(file: Input, start: int, size: int) -> list[tuple[int, int, int]]:
-    """Reads the list once; it must be closed, and nothing may stand behind it."""
+    """Reads the list once; it must be closed, and nothing may follow it."""
     parts: list[tuple[int, int, int]] = []
     number, first, stop = 0, start, start
     with open(file.name, "rb") as opened:

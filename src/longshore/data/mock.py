@@ -1,7 +1,7 @@
 """Mock data: sequences with chosen lengths and a content that can be learned.
 
 In: where the lengths come from, how many sequences, a vocabulary size, a seed. Out: an indexed
-source that holds the lengths alone and makes the tokens of any sequence when asked.
+source that stores only the lengths and generates the tokens of a sequence on access.
 
     {"mode": "file", "path": "lengths.csv"}
     {"mode": "distribution", "type": "lognormal", "min_seq_len": 16, "max_seq_len": 65536,

@@ -72,11 +72,13 @@ class Summary:
     """What is in a prepared store."""
 
     folder: Path
+    """The store's."""
     samples: int
     """Raw samples read."""
     sequences: int
     """Samples that became sequences."""
     tokens: int
+    """Of all sequences."""
     loss_tokens: int
     """Tokens that are targets of the loss."""
     longest: int
@@ -84,6 +86,7 @@ class Summary:
     truncated: int
     """Sequences cut to max_length."""
     shards: int
+    """Files that the sequences are in."""
     reused: int
     """Shards that were there before this call."""
     rejected: Mapping[str, int]
@@ -315,6 +318,7 @@ class TextRules:
     template: str
     """A file, "auto", "own" or a family; "" is "auto"."""
     loss_on: LossOn
+    """Which tokens are targets."""
     max_length: int
     """0 for no limit."""
     too_long: TooLong

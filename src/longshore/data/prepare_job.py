@@ -1,4 +1,4 @@
-"""The job of `prepare`, and what its folder says between two runs.
+"""The job of `prepare`, and its state in the folder between two runs.
 
 In: the settings and inputs of a run. Out: a Job, the folder claimed for it, and the record of each
 range of input that is done. A run killed after one of two ranges leaves
@@ -54,8 +54,11 @@ class Job:
     out: Path
     """The folder of the store."""
     tokenizer: TokenizerFiles
+    """Where each worker loads it from."""
     rules: Rules
+    """How samples become sequences."""
     inputs: tuple[Input, ...]
+    """The files of samples."""
     settings: Mapping[str, Any]
     """The rules and limits as JSON, with digests of the tokenizer and the template."""
     digest: str
@@ -85,6 +88,7 @@ class RangeRecord:
     job: str
     """The digest of its job."""
     lines: int
+    """How many the range has."""
     truncated: int
     """Sequences cut to max_length."""
     shard: ShardInfo | None
@@ -198,7 +202,7 @@ def claimed(job: Job, start_over: bool) -> Iterator[bool]:
 
 
 def _refuse_others(folder: Path, names: Sequence[str], start_over: bool) -> None:
-    """A folder that only holds what is left of a store may be begun anew."""
+    """Only an empty folder, or one with the remains of a store, may be used."""
     others = sorted(name for name in names if not is_of_store(name) and name != REJECTED)
     if others or (REJECTED in names and len(names) == 1):
         raise ValueError(f"{folder}: holds {sorted(names)[0]} and no store; choose an empty folder")
@@ -210,7 +214,7 @@ def _refuse_others(folder: Path, names: Sequence[str], start_over: bool) -> None
 
 
 def _check_same_job(job: Job, start_over: bool) -> bool:
-    """Whether the job's store is finished; a folder of another job is refused or begun anew."""
+    """Whether the job's store is finished; a folder of another job is refused or started over."""
     path = job.work / "job.json"
     finished = (job.out / MANIFEST).exists()
     before = _earlier_job(job, path, finished)

@@ -9,9 +9,8 @@ two loss tokens and 8 9 with one. Chats and texts come through tokenize.py, mock
 
 Weights: `Mixture([a, b], [3, 1], seed=0)` draws a a a b, a a a b, …; after n draws the count of
 each source differs from n·share by less than one. Each pass over a source is a fresh permutation.
-An epoch ends when every sequence of every source was drawn at least once, so sources that are small
-for their weight repeat; with ends="first" it ends before the first repetition, and the remaining
-sequences of the other sources are not drawn in this epoch.
+An epoch ends when every source was drawn completely, so sources that are small for their weight
+repeat; with ends="first" it ends before the first repetition, with the others drawn in part.
 """
 
 import hashlib
@@ -195,10 +194,10 @@ def _cut(
     sequences = len(bounds) - 1
     if per is None:
         return [value] * sequences  # make_sample refuses it by name
-    wanted = sequences if per == "sequence" else bounds[-1]
-    if np.ndim(value) < 1 or len(value) != wanted:
+    size = sequences if per == "sequence" else bounds[-1]
+    if np.ndim(value) < 1 or len(value) != size:
         raise ValueError(
-            f"{where}: field {name!r} must be a list of {wanted} values "
+            f"{where}: field {name!r} must be a list of {size} values "
             f"(per {per}, {bounds[-1]} tokens in {sequences} sequences)"
         )
     return value if per == "sequence" else [value[a:b] for a, b in pairwise(bounds)]

@@ -230,7 +230,7 @@ class IndexedSteps:
             if state.get(name) != value:
                 raise ValueError(
                     f"the run to resume had {name} {state.get(name)!r} and this one has {value!r}; "
-                    "its order of sequences would differ, so set it as it was, or start anew"
+                    "its order of sequences would differ, so set it as it was, or start a new run"
                 )
 
     def close(self) -> None:

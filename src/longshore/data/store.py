@@ -60,7 +60,7 @@ SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
 INDEX = ("lengths.npy", "loss_tokens.npy", "checksums.npy", "mask_heads.npy")
 BLOCK = 1 << 24
-AGAIN = "copy it again or prepare the store anew"
+AGAIN = "copy it again or prepare the store again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,11 @@ class Manifest:
     """The content of manifest.json."""
 
     schema_version: int
+    """Of the store's format."""
     sequences: int
+    """How many the store has."""
     tokens: int
+    """Of all sequences."""
     loss_tokens: int
     """Tokens that are targets of the loss."""
     longest: int
@@ -96,6 +99,7 @@ class Manifest:
     fields: tuple[Field, ...]
     """Extra fields of each sequence."""
     shards: tuple[ShardInfo, ...]
+    """The files with the sequences, in order."""
     index: tuple[FileInfo, ...]
     """The files of INDEX."""
     about: Mapping[str, Any]

@@ -183,6 +183,7 @@ class Probe:
     """A chat on which two templates are compared."""
 
     chat: Chat
+    """What both render."""
     shown: tuple[str, ...] = ()
     """Texts that the tokenizer's template must write; otherwise it does not support this chat."""
     behind: int = 0

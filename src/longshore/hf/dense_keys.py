@@ -19,6 +19,7 @@ from longshore.hf.shared_keys import (
     decoder_keys,
     read_attention,
     read_decoder,
+    read_layer_types,
     read_layers,
     read_pad_token,
     refuse_unsupported,
@@ -105,17 +106,10 @@ def _read_windows(raw: Raw) -> Windows:
     layers = read_layers(raw)
     has_windows = flag(raw, "use_sliding_window") and raw.get("sliding_window") is not None
     window = count(raw, "sliding_window") if has_windows else None
-    kinds = raw.get("layer_types")
+    kinds = read_layer_types(raw, ("full_attention", "sliding_attention"))
     if kinds is None:
         first = count(raw, "max_window_layers", least=0)
         return tuple(window if i >= first else None for i in range(layers))
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ValueError(f"layer_types must name a kind for each of the {layers} layers")
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ValueError(
-                f"layer_types has {shown(kind)}; supported are full_attention and sliding_attention"
-            )
     if window is None and "sliding_attention" in kinds:
         raise ValueError(
             "layer_types has sliding_attention, but there is no window; set use_sliding_window "

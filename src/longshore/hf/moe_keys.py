@@ -28,6 +28,7 @@ from longshore.hf.shared_keys import (
     parts_of_kind,
     read_attention,
     read_decoder,
+    read_layer_types,
     read_layers,
     read_pad_token,
     refuse_unsupported,
@@ -256,15 +257,8 @@ def _check_attention(mixer: AttentionConfig, *, gate: bool) -> None:
 
 def _read_kinds(raw: Raw) -> Sequence[bool]:
     """For each layer, whether it is full attention."""
-    layers, kinds = read_layers(raw), raw.get("layer_types")
+    kinds = read_layer_types(raw, ("full_attention", "linear_attention"))
     if kinds is None:
-        interval = count(raw, "full_attention_interval")
+        layers, interval = read_layers(raw), count(raw, "full_attention_interval")
         return [(i + 1) % interval == 0 for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ValueError(f"layer_types must name a kind for each of the {layers} layers")
-    for kind in kinds:
-        if kind not in ("full_attention", "linear_attention"):
-            raise ValueError(
-                f"layer_types has {shown(kind)}; supported are full_attention and linear_attention"
-            )
     return [kind == "full_attention" for kind in kinds]

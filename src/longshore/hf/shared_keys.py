@@ -39,6 +39,19 @@ def read_layers(raw: Raw) -> int:
     return count(raw, "num_hidden_layers", most=MOST_LAYERS)
 
 
+def read_layer_types(raw: Raw, known: Sequence[str]) -> list[str] | None:
+    """layer_types, one of the `known` kinds for each layer; None where the key is missing."""
+    layers, kinds = read_layers(raw), raw.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ValueError(f"layer_types must name a kind for each of the {layers} layers")
+    for kind in kinds:
+        if kind not in known:
+            raise ValueError(f"layer_types has {shown(kind)}; supported are {' and '.join(known)}")
+    return kinds
+
+
 def read_pad_token(raw: Raw) -> int | None:
     """pad_token_id, for architectures that freeze its row; below 0 it counts from the end."""
     token, vocab_size = raw.get("pad_token_id"), count(raw, "vocab_size")
