@@ -1,18 +1,20 @@
-"""Files and folders that are complete or absent, JSON with a checksum, free disk space. No torch.
+"""A folder that appears whole or not at all. No torch.
 
-In: a path and what goes there. Out: a folder or a file that replaces nothing before it is complete:
+In: the path wanted. Out: a temporary folder beside it to write into, renamed at the end:
 
     with new_folder("out/model") as partial:      out/.model.partial-4711
         (partial / "config.json").write_text(…)
-    # now out/model exists
-    write_whole("out/state.json", text)           has its old or its new content, never a part
+    # now out/model is there
 
-JSON with a seal, the SHA-256 of the file itself with zeros in the seal's place:
+Files that are whole or not there, JSON that notices a changed byte, and room on a disk.
+
+In: what is to be written. Out: a file, replaced at once; bytes with a seal, their own SHA-256:
 
     sealed_json({"step": 40})         {"step": 40, "sha256": "9f86d081…"}
-    open_sealed(raw)                  {"step": 40}; a ValueError if any bit of raw was changed
+    open_sealed(raw)                  {"step": 40, …}; a ValueError if any bit of raw was changed
 
-The seal detects accidents, not forgery: whoever can write the file can seal it again.
+The seal is taken with zeros in its own place. It finds accidents, not forgers: whoever can write
+the file can seal it again.
 """
 
 import contextlib
@@ -29,7 +31,7 @@ from typing import Any
 
 
 def check_new(folder: str | Path) -> Path:
-    """Refuses a path that exists already, unless it is an empty folder."""
+    """Refuses a path that holds something already."""
     path = Path(folder)
     if path.is_dir():
         if any(path.iterdir()):
@@ -44,9 +46,9 @@ def check_new(folder: str | Path) -> Path:
 
 @contextlib.contextmanager
 def new_folder(folder: str | Path, *, is_replaced: bool = False) -> Iterator[Path]:
-    """A temporary folder, renamed at the end; after an error it is removed.
+    """The temporary folder; after an error it is removed and nothing is left.
 
-    is_replaced: an existing folder stays until the new one is complete.
+    is_replaced: a folder that is there already stays until the new one is whole.
     """
     path = Path(folder).absolute() if is_replaced else check_new(folder).absolute()
     start = f".{path.name}.partial-"
@@ -68,7 +70,7 @@ def new_folder(folder: str | Path, *, is_replaced: bool = False) -> Iterator[Pat
 
 
 def _remove_leftovers(folder: Path, start: str) -> None:
-    """Removes what killed writers have left, but nothing of a running one."""
+    """What writers that were killed have left; not of one that is still at work."""
     for left in [path for path in folder.iterdir() if path.name.startswith(start)]:
         pid = left.name.removeprefix(start).removesuffix("-old")
         if pid == str(os.getpid()) or (pid.isdecimal() and not _is_alive(int(pid))):
@@ -101,13 +103,13 @@ def sealed_json(data: Mapping[str, Any], *, indent: int | None = None) -> bytes:
 
 
 def open_sealed(raw: bytes) -> dict[str, Any]:
-    """The data of sealed_json; raises ValueError if any byte was changed."""
+    """What sealed_json was given; a ValueError if a byte is another."""
     data = json.loads(raw)
     seal = data.pop(SEAL, None) if isinstance(data, dict) else None
     if not isinstance(seal, str) or len(seal) != len(BLANK):
         raise ValueError(f"it has no {SEAL}")
-    head, separator, tail = raw.rpartition(seal.encode())
-    if not separator or hashlib.sha256(head + BLANK + tail).hexdigest() != seal:
+    head, found, tail = raw.rpartition(seal.encode())
+    if not found or hashlib.sha256(head + BLANK + tail).hexdigest() != seal:
         raise ValueError("its checksum is another")
     assert isinstance(data, dict)
     return data
@@ -148,7 +150,7 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """What this user may still write there; None where the system does not tell."""
+    """What this user may still write there; None where the system does not know."""
     above = next((p for p in (folder.absolute(), *folder.absolute().parents) if p.exists()), None)
     try:
         state = os.statvfs(above) if above else None

@@ -121,15 +121,15 @@ def _packs(drafts: Seq[_Draft]) -> tuple[PackContext, ...]:
 def _zigzag(padded: Ints, group: CPGroup) -> Zigzag:
     to_natural, to_shards = natural_order(padded, group.cp_size)
     chunk, _, _ = chunk_pair(padded, group.cp_rank, group.cp_size)
-    visible = seen_lengths(padded, cp_rank=group.cp_rank, cp_size=group.cp_size)
+    seen = seen_lengths(padded, cp_rank=group.cp_rank, cp_size=group.cp_size)
     first = np.repeat(np.cumsum(padded) - padded, 2)
     return Zigzag(
         local=_boundaries(padded // group.cp_size),
         chunks=_boundaries(np.repeat(chunk, 2)),
         to_natural=torch.from_numpy(to_natural),
         to_shards=torch.from_numpy(to_shards),
-        seen=_boundaries(visible),
-        seen_rows=torch.from_numpy(to_natural[ranges(first, visible)]),
+        seen=_boundaries(seen),
+        seen_rows=torch.from_numpy(to_natural[ranges(first, seen)]),
     )
 
 

@@ -149,7 +149,7 @@ def _open(path: Path) -> Any:  # noqa: ANN401
 
 
 def _save(folder: Path, number: int, shard: dict[str, Tensor]) -> tuple[list[str], File]:
-    # Widest dtypes first: a reader needs each tensor at a multiple of its item size.
+    # Wide numbers first: a reader maps each tensor at a multiple of its number's size.
     ordered = dict(sorted(shard.items(), key=lambda item: -item[1].element_size()))
     return list(shard), write_safetensors(folder / f"{number}.part", ordered)
 
@@ -157,7 +157,7 @@ def _save(folder: Path, number: int, shard: dict[str, Tensor]) -> tuple[list[str
 def _name_files(
     folder: Path, stem: str, shards: list[tuple[list[str], File]], total: int
 ) -> dict[str, File]:
-    """Renames the shards once their number, which is part of the names, is known."""
+    """How many shards there are, which their names say, is known at the end only."""
     if len(shards) == 1:
         (folder / "0.part").rename(folder / f"{stem}.safetensors")
         return {f"{stem}.safetensors": shards[0][1]}
