@@ -65,7 +65,7 @@ class Packing:
     depths: int = 0
     """Of multi-token prediction."""
     buckets: tuple[int, ...] = ()
-    """Totals of tokens that a lane's micro-batch is rounded up to; none: no rounding."""
+    """Token totals that a lane's micro-batch is rounded up to; without any, a multiple of align."""
     pad_id: int = 0
     """The token id at padding."""
 
