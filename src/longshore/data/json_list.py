@@ -83,7 +83,7 @@ def _pieces(file: BinaryIO, start: int, stop: int) -> Iterator[tuple[str, bytes,
 
 
 def _skip(chunk: bytes, here: int, depth: int, in_string: bool) -> int:
-    """The next place that matters, or the chunk's end."""
+    """The next byte that opens, closes or ends something, or the chunk's end."""
     pattern = IN_STRING if in_string else IN_RECORD if depth else BETWEEN
     match = pattern.match(chunk, here)
     return max(here, match.end()) if match else here

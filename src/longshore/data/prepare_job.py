@@ -202,7 +202,7 @@ def claimed(job: Job, start_over: bool) -> Iterator[bool]:
 
 
 def _refuse_others(folder: Path, names: Sequence[str], start_over: bool) -> None:
-    """Only an empty folder, or one with the remains of a store, may be used."""
+    """Refuses a folder with other files, or with the remains of a store unless starting over."""
     others = sorted(name for name in names if not is_of_store(name) and name != REJECTED)
     if others or (REJECTED in names and len(names) == 1):
         raise ValueError(f"{folder}: holds {sorted(names)[0]} and no store; choose an empty folder")

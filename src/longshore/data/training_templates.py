@@ -95,7 +95,7 @@ CALL = {"type": "function", "function": {"name": "add_up", "arguments": {"first"
 
 
 def check_choice(choice: str) -> None:
-    """Refuses what is neither a way to choose, nor a family, nor a file."""
+    """Refuses a choice that is not "auto", "own", a family or a file."""
     if choice and choice not in (AUTO, OWN, *BY_NAME) and not Path(choice).is_file():
         raise ValueError(
             f"there is no file {choice}; give a file, {AUTO}, {OWN} (the tokenizer's), or one of "
@@ -142,7 +142,7 @@ def choose_template(
 
 
 def _fault(own: ChatTemplate) -> str:
-    """What a template does that training cannot use, or ""; rewriting counts most."""
+    """Why a template cannot be used for training, or ""; rewriting is named before the rest."""
     faults = []
     for what, chat in _trials():
         try:

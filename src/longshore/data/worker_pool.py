@@ -24,7 +24,7 @@ Start = Callable[[], Callable[[Task], None]]
 
 
 def run_tasks(start: Start[Task], tasks: Sequence[Task], workers: int) -> Iterator[Task]:
-    """Does all tasks, in this process if one worker is enough."""
+    """Runs all tasks; in this process where one worker is enough."""
     if min(workers, len(tasks)) > 1:
         yield from _in_processes(start, tasks, min(workers, len(tasks)))
     elif tasks:

@@ -63,7 +63,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Copied(Source):
-    """Theirs has it several times, under other names too."""
+    """The folder has copies of it under other names."""
 
     copies: tuple[str, ...]
 
