@@ -6,7 +6,7 @@ import torch
 from tests.data.plans import make_samples, pack_all, plan_of
 
 from longshore.batch import Counts, MicroBatch, whole_context
-from longshore.data.context import lane_context
+from longshore.data.lane_context import lane_context
 from longshore.plan import Pack, Round
 
 CONTEXT = {"ctx.positions", "ctx.sequence_index", "ctx.is_real", "ctx.lengths"}

@@ -245,7 +245,7 @@ def test_mixture_is_a_source_like_any_other():
 def test_epochs_and_seeds_change_the_order_alone():
     source = numbered(0, 50)
     orders = [
-        Mixture([source], [1], seed=seed, epoch=epoch).drawn_place.tolist()
+        Mixture([source], [1], seed=seed, epoch=epoch).drawn_index.tolist()
         for seed, epoch in [(0, 0), (0, 1), (1, 0), (0, 0)]
     ]
     assert orders[0] == orders[3]

@@ -29,7 +29,7 @@ def made(lengths, fields=FIELDS, seed=0):
     rng = np.random.default_rng(seed)
 
     def values(field, n):
-        return rng.integers(0, 2, field.whole_shape(n)).astype(field.dtype)
+        return rng.integers(0, 2, field.array_shape(n)).astype(field.dtype)
 
     return [
         TokenizedSample(
@@ -265,7 +265,7 @@ def test_a_bit_in_any_file_of_a_store_is_noticed(tmp_path):
         for at in sorted(places):
             bit = at * 5 % 8
             flip(path, at, bit)
-            with pytest.raises(ValueError, match="again or prepare the store anew") as caught:
+            with pytest.raises(ValueError, match="again or prepare the store again") as caught:
                 use(tmp_path)
             assert str(path) in str(caught.value), (path.name, at, bit)
             flip(path, at, bit)

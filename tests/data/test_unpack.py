@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.plans import any_plans, make_samples, pack_all, plan_of
 
-from longshore.data.context import lane_context
+from longshore.data.lane_context import lane_context
 from longshore.data.pack import Piece, merge, unpack
 from longshore.plan import Pack, Plan, Round
 from longshore.plan.shapes import make_buckets

@@ -9,7 +9,7 @@ from longshore.arch.as_json import config_from_json, config_to_json
 from longshore.arch.presets import preset
 from longshore.hf.architectures import find_architecture
 from longshore.hf.config_file import read_config
-from longshore.hf.tensor_names import held_names
+from longshore.hf.tensor_names import read_tensor_names
 
 ABSURD = (
     10**9,
@@ -73,7 +73,7 @@ def test_deep_and_large_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json is broken: its lists .* nested too deep"):
         read_config(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
-    assert held_names(tmp_path) is None
+    assert read_tensor_names(tmp_path) is None
     path.write_bytes(b"")
     with path.open("r+b") as file:
         file.truncate(200_000_000)

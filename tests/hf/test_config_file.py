@@ -19,7 +19,7 @@ from longshore.arch.rope import (
 )
 from longshore.hf.architectures import ARCHITECTURES, architecture_for
 from longshore.hf.config_file import config_text, read_config
-from longshore.hf.names import DENSE_NAMES, Layout, by_table
+from longshore.hf.tensor_map import DENSE_NAMES, Layout, by_table
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16, **SIZES}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}

@@ -12,7 +12,7 @@ import transformers
 
 from longshore.hf.architectures import ARCHITECTURES, find_architecture
 from longshore.hf.config_file import asked_balance, describe
-from longshore.hf.names import Layout
+from longshore.hf.tensor_map import Layout
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 SIZES = {

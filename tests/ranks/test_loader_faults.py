@@ -9,7 +9,7 @@ import pytest
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_data_path import FIELDS, PACKING, RandomSource, indexed, lane_stream, planner
 
-from longshore.data import exchange, loader, stages, steps
+from longshore.data import exchange, lane_broadcast, loader, steps
 from longshore.data.batches import Batches, BatchSize
 from longshore.data.lengths import StepLengths
 from longshore.data.steps import IndexedSteps, StreamedSteps
@@ -37,11 +37,11 @@ STREAMED = (
 )
 SHARED = (
     (StepLengths, "counts"),
-    (stages, "shells"),
-    (stages, "_parts"),
-    (stages, "for_stage"),
-    (stages, "_flat"),
-    (stages, "_fill"),
+    (lane_broadcast, "zero_batches"),
+    (lane_broadcast, "_pipeline_messages"),
+    (lane_broadcast, "for_stage"),
+    (lane_broadcast, "_to_bytes"),
+    (lane_broadcast, "_fill"),
     (loader, "_pinned"),
 )
 
@@ -114,11 +114,11 @@ def test_a_fault_on_one_lane_ends_all_lanes_with_its_error():
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
 def test_a_fault_on_one_rank_of_a_lane_ends_them_all(tp, pp):
-    """All of it that this rank does: the first has no shells, and in a pipeline nothing to fill."""
+    """All that this rank does: the first makes no zero batches, and in a pipeline fills none."""
     first, second = run_ranks(2, every_fault, 1, tp, pp, timeout=180)
     assert first == second
     names = [name for _, name in SHARED]
-    unused = {"shells"} if tp > 1 else {"shells", "_fill"}
+    unused = {"zero_batches"} if tp > 1 else {"zero_batches", "_fill"}
     assert first == both([n for n in names if n not in unused], [0]) + both(names, [1])
 
 

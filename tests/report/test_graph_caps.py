@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from longshore.data.context import lane_context
+from longshore.data.lane_context import lane_context
 from longshore.report.graph_caps import cap_rows, micro_batch_sizes
 
 

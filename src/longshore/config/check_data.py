@@ -11,11 +11,11 @@ from pathlib import Path
 
 from longshore.config.schema import DataConfig, RunConfig
 from longshore.config.told import told_as
-from longshore.data.families import check_choice
 from longshore.data.fields import check_declared, parse_field
 from longshore.data.inputs import find_inputs
 from longshore.data.mock import mock_lengths
 from longshore.data.rejected import as_key, rejections_of
+from longshore.data.training_templates import check_choice
 
 MANIFEST = "manifest.json"
 TEXT_ONLY = ("template", "loss_on", "max_length", "too_long", "fields", "ignore", "max_bytes")

@@ -1,27 +1,26 @@
-"""A shuffled order that is Longshore's own: the same on every machine and with every NumPy.
+"""Batches: which sequences each step takes. Every epoch is shuffled anew and cut into batches.
 
-In: how many, and a key of whole numbers such as (seed, epoch). Out: a permutation. Place i gets the
-i-th number of SplitMix64, whose state begins with a hash of the key; its last bits, as many as the
-largest place needs, are replaced by the place; the numbers are sorted, and their last bits are the
-order. No two are alike, so every sorting algorithm gives the same. All is modulo 2⁶⁴:
-
-    state    s = hash of the key: begin with the number of its parts, then for each part p
-             s = mix((s + GAMMA) ^ p)
-    number   of place i: mix(s + (i + 1) · GAMMA)
-    mix(z)   z ^= z >> 30;  z *= 0xBF58476D1CE4E5B9;  z ^= z >> 27;  z *= 0x94D049BB133111EB;
-             z ^= z >> 31
-
-A run that is resumed relies on it, so it must never change. The numbers of 4 places with key (0, 0)
-begin 1956…, a329…, 88e8… and 5c9e…: their order is 0 3 2 1. 10⁸ places take 0.8 GB.
-
-Which sequences each step takes: a fresh order for every epoch, cut into global batches.
-
-In: all lengths, a seed and the size of a batch. Out: for every step the places of its sequences.
-Nothing depends on lanes, ranks or what was read before, so a run resumes anywhere, on any number of
-lanes.
+In: all lengths, a seed and the size of a global batch. Out: for every step the indices of its
+sequences. Nothing depends on lanes, ranks or what was read before, so a run resumes at any step, on
+any number of lanes.
 
 Lengths 5 1 4 2 by 6 tokens, unshuffled: the steps are (0, 1) and (2, 3). By 3 sequences they are
 (0, 1, 2) and (3,): a short last step is kept, so that an epoch has every sequence exactly once.
+
+`shuffled` is a permutation of Longshore's own, the same on every machine and with every NumPy.
+Resumed runs rely on it, so it must never change. Index i gets the i-th number of SplitMix64, whose
+state begins with a hash of the key (seed, epoch); the number's last bits, as many as the largest
+index needs, are replaced by the index; the numbers are sorted, and their last bits are the order.
+No two numbers are equal, so every sorting algorithm gives the same. All is modulo 2⁶⁴:
+
+    state    s = hash of the key: begin with the number of its parts, then for each part p
+             s = mix((s + GAMMA) ^ p)
+    number   of index i: mix(s + (i + 1) · GAMMA)
+    mix(z)   z ^= z >> 30;  z *= 0xBF58476D1CE4E5B9;  z ^= z >> 27;  z *= 0x94D049BB133111EB;
+             z ^= z >> 31
+
+With 4 indices and key (0, 0) the numbers begin 1956…, a329…, 88e8… and 5c9e…: the order is 0 3 2 1.
+10⁸ indices take 0.8 GB.
 """
 
 from collections.abc import Iterator
@@ -33,13 +32,13 @@ from numpy.typing import NDArray
 from longshore.plan.cost import Ints
 
 ORDER = "splitmix64"
-"""Its name in a checkpoint, where runs of before had NumPy's."""
+"""The shuffle's name in a checkpoint; early checkpoints have NumPy's shuffle, and no name."""
 GAMMA = 0x9E3779B97F4A7C15
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
 LIMIT = 2**64
 BLOCK = 1 << 16
-"""Numbers made at a time, so that what they need in between stays small."""
+"""Numbers computed at a time, so that temporary arrays stay small."""
 
 
 def shuffled(size: int, *key: int) -> Ints:
@@ -62,12 +61,12 @@ def _state(key: tuple[int, ...]) -> int:
 
 
 def _numbers(size: int, state: int, last_bits: np.uint64) -> NDArray[np.uint64]:
-    """The number of each place, which its last bits are."""
+    """For each index its random number, with the index as its last bits."""
     numbers = np.empty(size, dtype=np.uint64)
     for first in range(0, size, BLOCK):
-        places = np.arange(first, min(first + BLOCK, size), dtype=np.uint64)
-        block = (places + np.uint64(1)) * np.uint64(GAMMA) + np.uint64(state)
-        numbers[first : first + BLOCK] = _mix(block) & ~last_bits | places
+        indices = np.arange(first, min(first + BLOCK, size), dtype=np.uint64)
+        block = (indices + np.uint64(1)) * np.uint64(GAMMA) + np.uint64(state)
+        numbers[first : first + BLOCK] = _mix(block) & ~last_bits | indices
     return numbers
 
 
@@ -79,10 +78,10 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """A global batch: a number of sequences, or so many that their tokens come up to a number.
+    """A global batch: a number of sequences, or as many as come closest to a number of tokens.
 
-    By tokens, a step ends with the sequence that reaches the number, if that leaves it nearer to it
-    than ending before; it always has one sequence.
+    By tokens, a step ends with the sequence that reaches the number, or with the one before where
+    that total is closer; a step always has at least one sequence.
     """
 
     unit: str
@@ -97,7 +96,7 @@ class BatchSize:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The next step to take: its epoch, its number in the epoch, and its number in the run."""
+    """Where a step stands: its epoch, its number in the epoch, and its number in the run."""
 
     epoch: int = 0
     step_in_epoch: int = 0
@@ -124,7 +123,7 @@ class Batches:
         self._cuts = [0]
 
     def from_place(self, place: Place) -> Iterator[tuple[Place, Ints]]:
-        """Every step from a place on, without end: where it stands, and its sequences."""
+        """All steps from a place on, without end: the place and the indices of the sequences."""
         while True:
             self._open(place.epoch)
             if place.step_in_epoch >= self.steps():
@@ -150,7 +149,7 @@ class Batches:
 
 
 def _cuts(lengths: Ints, size: BatchSize) -> list[int]:
-    """Where steps begin, and the end."""
+    """Where in the order each step begins, and the end."""
     count = len(lengths)
     if size.unit == "sequences":
         return [*range(0, count, size.amount), count]

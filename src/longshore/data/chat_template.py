@@ -7,20 +7,20 @@ characters that the assistant wrote. A short chat in ChatML:
 
 has 65 characters and one span, 52…64, which holds Yo<|im_end|>.
 
-A template with {% generation %} blocks says itself where the assistant writes, and is believed. For
-any other, the chat is rendered up to each assistant turn with the generation prompt (0…52 above)
-and up to its end (0…65). Both must be a beginning of the whole text: what lies between them is what
-the model writes at that point of the chat. A template that renders an early turn differently once
-later turns follow (it drops old reasoning, say) fails this and is refused, never guessed at; so is
-one that has a header for the assistant but leaves it out of the generation prompt. Longshore's own
-templates for such families (families.py) have {% generation %} blocks.
+A template with {% generation %} blocks marks what the assistant writes. With any other template the
+chat is rendered up to each assistant turn with the generation prompt (0…52 above) and up to the
+turn's end (0…65). Both must be prefixes of the full text: what lies between their ends is what the
+model writes in that turn. A template that renders an early turn differently once later turns follow
+(it drops old reasoning, say) fails this and is refused; so is one that has a header for the
+assistant but leaves it out of the generation prompt. Longshore's own templates for such families
+(training_templates.py) have {% generation %} blocks.
 
-The end-of-turn token is part of a span, so that the model learns to stop; white space behind it is
+The end-of-turn token is part of a span, so that the model learns to stop; white space after it is
 not, because nothing is generated after the stop. Where a turn ends without a special token, its
-trailing white space is all there is to learn the stop from, and stays.
+trailing white space is the only sign of the end, and stays in the span.
 
-Templates run in a sandbox with limits (sandbox.py). `strftime_now` gives a fixed date, because the
-text must be the same whenever it is made.
+Templates run in a sandbox with limits (template_sandbox.py). `strftime_now` gives a fixed date,
+because the text must be the same whenever it is rendered.
 """
 
 import contextlib
@@ -32,8 +32,9 @@ from types import MappingProxyType
 from typing import Any
 
 from longshore.data.chats import Chat, Message
-from longshore.data.sandbox import (
-    Limits,
+from longshore.data.source import SampleError
+from longshore.data.template_sandbox import (
+    TemplateLimits,
     TooLargeError,
     TooSlowError,
     compile_template,
@@ -41,7 +42,6 @@ from longshore.data.sandbox import (
     thought_and_content,
     write,
 )
-from longshore.data.source import SampleError
 
 Span = tuple[int, int]
 Marks = tuple[str, str]
@@ -61,9 +61,10 @@ PROBE = "Longshore\ufdd2probe"
 class ChatTemplate:
     """A compiled template with the special tokens that it may name.
 
-    One of Longshore's own may be given the tokenizer's, `opening`: what comes before the first turn
-    of the assistant (system message, tools, a user's words) is then rendered by that, and reaches
-    the template as `head`, with the messages behind it. `settings` are values for the template.
+    settings: values for the template.
+    opening: the tokenizer's template, for one of Longshore's own. It renders what comes before the
+    assistant's first turn (system message, tools, a user's words); the result reaches this template
+    as `head`, with the messages that follow.
     """
 
     def __init__(
@@ -75,11 +76,11 @@ class ChatTemplate:
         date: datetime.date = DATE,
         settings: Mapping[str, Any] = MappingProxyType({}),
         opening: "ChatTemplate | None" = None,
-        limits: Limits = Limits(),  # noqa: B008 - frozen
+        limits: TemplateLimits = TemplateLimits(),  # noqa: B008 - frozen
     ) -> None:
-        known = f"{text}{dict(settings)}" if settings else text
-        known = known if opening is None else f"{known}\n{opening.digest}"
-        self.digest: str = hashlib.sha256(known.encode()).hexdigest()
+        content = f"{text}{dict(settings)}" if settings else text
+        content = content if opening is None else f"{content}\n{opening.digest}"
+        self.digest: str = hashlib.sha256(content.encode()).hexdigest()
         self._values = {**special_tokens, **settings}
         self._ends = tuple(ends)
         self._opening = opening
@@ -88,37 +89,37 @@ class ChatTemplate:
         self.has_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", text) is not None
 
     def render(self, chat: Chat, *, add_generation_prompt: bool = False) -> str:
-        """The text of a whole chat."""
-        with _told_limits(self._limits, chat):
-            return self._whole(chat, prompt=add_generation_prompt)
+        """The text of a chat."""
+        with _limits_as_sample_errors(self._limits, chat):
+            return self._full_text(chat, prompt=add_generation_prompt)
 
     def locate(self, chat: Chat) -> tuple[str, list[Span]]:
-        """The text of a whole chat and the spans of `chat.turns()` in it, rising."""
-        with _told_limits(self._limits, chat):
-            text = self._whole(chat)
+        """The text of a chat and the spans of `chat.turns()` in it, in order."""
+        with _limits_as_sample_errors(self._limits, chat):
+            text = self._full_text(chat)
             if not self.has_marks:
                 spans = [self._turn_span(chat, turn, text) for turn in chat.turns()]
                 self._check_headers(chat, spans)
             else:
-                spans = _chosen(self._marked_spans(chat, text), chat)
+                spans = _spans_in_loss(self._marked_spans(chat, text), chat)
         _check_complete(chat, text)
         return text, spans
 
     def _marked_spans(self, chat: Chat, text: str) -> list[Span]:
-        unmarked, spans = _unmark(self._whole(chat, marks=(OPEN, CLOSE)))
+        unmarked, spans = _unmark(self._full_text(chat, marks=(OPEN, CLOSE)))
         if unmarked == text:
             return spans
         raise SampleError(
             NOT_LOCATED,
-            "the template changes what stands between its {% generation %} marks, or a message "
+            "the template changes the text between its {% generation %} marks, or a message "
             f"contains the character U+{ord(OPEN):X} or U+{ord(CLOSE):X}",
         )
 
     def _turn_span(self, chat: Chat, turn: int, text: str) -> Span:
         before = self._render(chat, chat.messages[:turn], add_generation_prompt=True)
         through = self._render(chat, chat.messages[: turn + 1])
-        _check_beginning(before, text, f"up to message {turn + 1}, with the generation prompt")
-        _check_beginning(through, text, f"up to the end of message {turn + 1}")
+        _check_prefix(before, text, f"up to message {turn + 1}, with the generation prompt")
+        _check_prefix(through, text, f"up to the end of message {turn + 1}")
         start, stop = len(before), len(through)
         if stop <= start:
             raise SampleError(
@@ -128,9 +129,9 @@ class ChatTemplate:
         return (start, start + len(written)) if written.endswith(self._ends) else (start, stop)
 
     def _check_headers(self, chat: Chat, spans: Sequence[Span]) -> None:
-        """Where a generation prompt is empty, a turn must have no header, which would be learned.
+        """Where the generation prompt is empty, a turn must have no header: it would be a target.
 
-        One turn is looked at for each role that comes before the assistant.
+        One turn is checked for each role that comes before the assistant.
         """
         after: dict[str, tuple[int, int]] = {}
         for turn, (start, _) in zip(chat.turns(), spans, strict=True):
@@ -142,15 +143,15 @@ class ChatTemplate:
     def _check_no_header(self, chat: Chat, turn: int, start: int) -> None:
         other = {"role": "assistant", "content": PROBE}
         probed = self._render(chat, (*chat.messages[:turn], other))
-        header, found, _ = probed[start:].partition(PROBE)
-        if header.strip() or not found:
+        header, probe, _ = probed[start:].partition(PROBE)
+        if header.strip() or not probe:
             raise SampleError(
                 NOT_LOCATED,
                 "the template ignores add_generation_prompt, so that its header of the assistant "
-                f"({header.strip()[:40]!r}) cannot be told from the assistant's words; {WAY_OUT}",
+                f"({header.strip()[:40]!r}) cannot be told apart from its content; {WAY_OUT}",
             )
 
-    def _whole(self, chat: Chat, *, prompt: bool = False, marks: Marks = ("", "")) -> str:
+    def _full_text(self, chat: Chat, *, prompt: bool = False, marks: Marks = ("", "")) -> str:
         first, messages, values = chat.first_answer(), chat.messages, {}
         if self._opening is not None and first:
             values["head"] = self._opening._render(chat, messages[:first])
@@ -168,7 +169,7 @@ class ChatTemplate:
         marks: Marks = ("", ""),
         values: Mapping[str, str] = MappingProxyType({}),
     ) -> str:
-        given = {
+        variables = {
             **self._values,
             **chat.settings,
             "messages": list(messages),
@@ -178,7 +179,7 @@ class ChatTemplate:
             **values,
         }
         try:
-            return write(self._template, given, self._limits, marks=marks)
+            return write(self._template, variables, self._limits, marks=marks)
         except (TooSlowError, TooLargeError, MemoryError):
             raise
         except Exception as error:  # a template is a program of somebody else's
@@ -190,8 +191,8 @@ class ChatTemplate:
 
 
 @contextlib.contextmanager
-def _told_limits(limits: Limits, chat: Chat) -> Iterator[None]:
-    """Where a template passes its limits, the sample is refused."""
+def _limits_as_sample_errors(limits: TemplateLimits, chat: Chat) -> Iterator[None]:
+    """A template that exceeds its limits raises a SampleError."""
     try:
         with limited(limits, len(chat.messages)):
             yield
@@ -202,7 +203,7 @@ def _told_limits(limits: Limits, chat: Chat) -> Iterator[None]:
 
 
 def _check_complete(chat: Chat, text: str) -> None:
-    """What the assistant thought and called must be in the text."""
+    """The assistant's thinking, tool calls and content must be in the text."""
     for turn in chat.turns():
         message = chat.messages[turn]
         thought, content = thought_and_content(message)
@@ -222,8 +223,8 @@ def _check_complete(chat: Chat, text: str) -> None:
         )
 
 
-def _chosen(spans: list[Span], chat: Chat) -> list[Span]:
-    """Of the marked spans those of `chat.turns()`, when these are not all turns."""
+def _spans_in_loss(spans: list[Span], chat: Chat) -> list[Span]:
+    """Of the marked spans those of `chat.turns()`."""
     every = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if chat.turns() == every:
         return spans
@@ -231,13 +232,13 @@ def _chosen(spans: list[Span], chat: Chat) -> list[Span]:
         raise SampleError(
             NOT_LOCATED,
             f"some of the {len(every)} assistant messages are not in the loss, but the template "
-            f"marks {len(spans)} spans, so which is whose cannot be told; mark one span a message",
+            f"marks {len(spans)} spans, so they cannot be matched; mark one span a message",
         )
     return [span for turn, span in zip(every, spans, strict=True) if turn in chat.turns()]
 
 
 def _unmark(marked: str) -> tuple[str, list[Span]]:
-    """Takes the marks out of a text and says where they stood."""
+    """The text without its marks, and the spans that were marked."""
     pieces, spans, length, start = [], [], 0, -1
     for piece in re.split(f"([{OPEN}{CLOSE}])", marked):
         if piece in (OPEN, CLOSE):
@@ -252,13 +253,13 @@ def _unmark(marked: str) -> tuple[str, list[Span]]:
     return "".join(pieces), spans
 
 
-def _check_beginning(part: str, text: str, what: str) -> None:
+def _check_prefix(part: str, text: str, what: str) -> None:
     if text.startswith(part):
         return
     at = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), len(text))
     raise SampleError(
         NOT_LOCATED,
-        f"rendered {what}, the chat is not a beginning of the whole chat (from character {at}: "
+        f"rendered {what}, the chat is not a prefix of the full chat (from character {at}: "
         f"{part[at : at + 20]!r} against {text[at : at + 20]!r}), so the template rewrites turns "
         f"and the assistant's part cannot be located; {WAY_OUT}",
     )

@@ -1,4 +1,4 @@
-"""Chats: the messages of a sample in any of the usual forms, checked and alike.
+"""Chats: the messages of a sample in any of the usual forms, checked and brought into one form.
 
 In: a sample with `messages`, `conversations` (ShareGPT) or `prompt` and `completion`, and perhaps
 `tools` (a list, or JSON text of one). Out: a Chat as templates expect it, or a SampleError. The
@@ -33,15 +33,17 @@ SHAREGPT_ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages for a template. Those before `first` are a prompt and never in the loss."""
+    """Messages for a template."""
 
     messages: tuple[Message, ...]
     tools: Sequence[Any] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    """chat_template_kwargs: values for the template."""
     first: int = 0
+    """Messages before this one are a prompt and never in the loss."""
 
     def turns(self) -> list[int]:
-        """The assistant's messages that are in the loss."""
+        """Indices of the assistant's messages that are in the loss."""
         return [
             i
             for i, message in enumerate(self.messages)
@@ -159,7 +161,7 @@ def _list_of_dicts(value: object, name: str) -> list[Message]:
 
 
 def _parsed(value: object) -> object:
-    """What JSON text says, where the value is such text."""
+    """The value of JSON text; anything else as it is."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,8 +1,8 @@
-"""Exchange: sequences travel from the lanes that own them to the lanes that compute them, and back.
+"""Exchange: sequences go from the lanes that own them to the lanes that compute them, and back.
 
-In: a plan, who owns which sequence, and the whole sequences of this lane. Out: this lane's shards.
-One uneven all-to-all carries everything; only real tokens travel, cut and labelled for the lane
-that gets them. Both sides know the plan, so no message says how long another is.
+In: a plan, which lane owns each sequence, and this lane's own uncut sequences. Out: this lane's
+shards. One uneven all-to-all carries everything; only real tokens are sent, cut and labelled for
+the lane that receives them. Both sides know the plan, so message sizes are never sent.
 
 A sequence of 7 tokens owned by lane 0 and split over lanes 0 and 1: lane 0 keeps positions 0 1 6
 and sends positions 2 3 4 5 with the token after each: 4 rows of (token, next token, is the next a
@@ -20,10 +20,9 @@ from torch.distributed import ProcessGroup
 
 from longshore.data.fields import Field
 from longshore.data.pack import Piece, merge
-from longshore.data.shard import Array, Cut, Shards, Tokenized, cut_shards, cut_tokens
+from longshore.data.shard import Array, Cut, CutSpans, Shards, Tokenized, cut_shards, cut_tokens
 from longshore.distributed.collectives import all_to_all
 from longshore.plan.route import Routes, route
-from longshore.plan.shapes import padded_lengths, spans
 from longshore.plan.types import Plan
 
 
@@ -39,8 +38,8 @@ def exchange(
     """This lane's shards of a step. All lanes of the group call it together.
 
     `group` orders its ranks by lane. `samples`: this lane's own sequences by their place in the
-    plan. It is cut_parcels, deliver and open_parcels; only the second sends, so whoever has others
-    waiting can agree with them on the first and the third.
+    plan. Same as cut_parcels, deliver and open_parcels in a row; only `deliver` communicates, so a
+    caller can let all ranks agree that the other two worked.
     """
     parcels = cut_parcels(plan, owners, samples, group, depths=depths, fields=fields)
     return open_parcels(parcels, deliver(parcels, group))
@@ -48,11 +47,14 @@ def exchange(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parcels:
-    """What a lane sends to the others, so many bytes to each, and how it reads what they send."""
+    """What a lane sends to the others, and how it reads what they send."""
 
     sent: Tensor
+    """Bytes for all lanes, one lane after the other."""
     sizes: list[int]
-    expected: "list[_Layout]"
+    """How many of them go to each lane."""
+    expected: "list[_ByteLayout]"
+    """What comes from each lane."""
 
 
 def cut_parcels(
@@ -70,17 +72,18 @@ def cut_parcels(
         _to_bytes(cut_shards(plan, samples, cuts, depths=depths, fields=fields))
         if cuts
         else np.empty(0, dtype=np.uint8)
-        for cuts in _each(routes, lane, group, sending=True)
+        for cuts in _transfers(routes, lane, group, sending=True)
     ]
     expected = [
-        _Layout(plan, cuts, depths, fields) for cuts in _each(routes, lane, group, sending=False)
+        _ByteLayout(plan, cuts, depths, fields)
+        for cuts in _transfers(routes, lane, group, sending=False)
     ]
-    whole = torch.from_numpy(np.concatenate(sent))
-    return Parcels(whole, [len(part) for part in sent], expected)
+    joined = torch.from_numpy(np.concatenate(sent))
+    return Parcels(joined, [len(part) for part in sent], expected)
 
 
 def deliver(parcels: Parcels, group: ProcessGroup) -> Array:
-    """Sends them, and returns the bytes that came. All lanes of the group call it together."""
+    """Sends them and returns the received bytes. All lanes of the group call it together."""
     received: Array = all_to_all(
         parcels.sent,
         group,
@@ -91,7 +94,7 @@ def deliver(parcels: Parcels, group: ProcessGroup) -> Array:
 
 
 def open_parcels(parcels: Parcels, received: Array) -> Shards:
-    """What came, as this lane's shards."""
+    """The received bytes as this lane's shards."""
     ends = np.cumsum([layout.size for layout in parcels.expected])
     parts = zip(parcels.expected, np.split(received, ends[:-1]), strict=True)
     return _joined([layout.read(part) for layout, part in parts])
@@ -100,34 +103,34 @@ def open_parcels(parcels: Parcels, received: Array) -> Shards:
 def send_back(
     plan: Plan, owners: Seq[int], pieces: Seq[Piece], group: ProcessGroup, *, like: Tensor
 ) -> dict[int, Tensor]:
-    """What a model said of each token, at the lane that owns the sequence, in the original order.
+    """Returns a model's outputs for each token to the lane that owns the sequence, in token order.
 
-    `pieces` are those of all rounds of this lane (see data/pack.py); `like` has the dtype and,
-    behind its first, the dimensions of their values. Returns this lane's own sequences by place.
+    `pieces` are those of all rounds of this lane (see data/pack.py); `like` has the dtype of their
+    values and, after the first, their dimensions. Returns this lane's own sequences by place.
     """
     routes, lane = route(plan, owners), group.rank()
-    at_hand: dict[int, list[Piece]] = {}
+    by_sequence: dict[int, list[Piece]] = {}
     for piece in sorted(pieces, key=lambda piece: piece.start):
-        at_hand.setdefault(piece.sequence, []).append(piece)
-    back = [
-        [piece.values for cut in cuts for piece in at_hand.get(cut.sequence, [])]
-        for cuts in _each(routes, lane, group, sending=False)
+        by_sequence.setdefault(piece.sequence, []).append(piece)
+    returned = [
+        [piece.values for cut in cuts for piece in by_sequence.get(cut.sequence, [])]
+        for cuts in _transfers(routes, lane, group, sending=False)
     ]
-    awaited = list(_each(routes, lane, group, sending=True))
+    awaited = list(_transfers(routes, lane, group, sending=True))
     empty = like.new_empty((0, *like.shape[1:]))
     received = all_to_all(
-        torch.cat([empty, *(values for part in back for values in part)]),
+        torch.cat([empty, *(values for part in returned for values in part)]),
         group,
-        sends=[sum(len(values) for values in part) for part in back],
+        sends=[sum(len(values) for values in part) for part in returned],
         receives=[int(cut_tokens(plan, cuts).sum()) if cuts else 0 for cuts in awaited],
     )
     return merge(plan, _pieces(plan, [cut for cuts in awaited for cut in cuts], received))
 
 
-def _each(
+def _transfers(
     routes: Routes, lane: int, group: ProcessGroup, *, sending: bool
 ) -> Iterator[tuple[Cut, ...]]:
-    """The transfers between this lane and each other, in the order of the lanes."""
+    """For each lane, the cuts this lane sends to it, or receives from it."""
     for other in range(group.size()):
         yield routes.between(lane, other) if sending else routes.between(other, lane)
 
@@ -142,8 +145,8 @@ def _to_bytes(shards: Shards) -> Array:
     return np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays])
 
 
-class _Layout:
-    """How the bytes of some cuts are read."""
+class _ByteLayout:
+    """How the bytes of some cuts are read back into shards."""
 
     def __init__(self, plan: Plan, cuts: Seq[Cut], depths: int, fields: Seq[Field]) -> None:
         self.sequences = np.array([cut.sequence for cut in cuts], dtype=np.int64)
@@ -166,7 +169,7 @@ class _Layout:
         arrays, at = [], 0
         for dtype, shape in self.shapes:
             size = dtype.itemsize * int(np.prod(shape))
-            # A copy, because a view of another dtype would have to start at a multiple of its size.
+            # A copy: a view of another dtype would have to start at a multiple of its item size.
             arrays.append(data[at : at + size].copy().view(dtype).reshape(shape))
             at += size
         ids, mask, *extra = arrays
@@ -199,17 +202,13 @@ def _joined(parts: Seq[Shards]) -> Shards:
 
 
 def _pieces(plan: Plan, cuts: Seq[Cut], values: Tensor) -> Iterator[Piece]:
-    """Values that came back, cut by cut, as pieces of consecutive tokens."""
+    """Returned values, cut by cut, as pieces of consecutive tokens."""
     if not cuts:
         return
-    table = np.array([(cut.sequence, cut.cp_rank, cut.cp_size) for cut in cuts], dtype=np.int64)
-    place, rank, size = table.T
-    lengths = np.array([plan.sequences[i].length for i in place.tolist()], dtype=np.int64)
-    padded = padded_lengths(plan, lengths, size)
-    starts, stops = spans(lengths, padded, cp_rank=rank, cp_size=size)
+    spans = CutSpans.of(plan, cuts)
     at = 0
-    for sequence, begins, ends in zip(place.tolist(), starts.tolist(), stops.tolist(), strict=True):
-        for start, stop in zip(begins, ends, strict=True):
+    for cut, starts, stops in zip(cuts, spans.starts.tolist(), spans.stops.tolist(), strict=True):
+        for start, stop in zip(starts, stops, strict=True):
             if stop > start:
-                yield Piece(sequence, start, values[at : at + stop - start])
+                yield Piece(cut.sequence, start, values[at : at + stop - start])
                 at += stop - start

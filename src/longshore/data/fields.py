@@ -1,8 +1,8 @@
 """Extra fields: values that travel with a sequence, such as advantages or a sample's id.
 
 In: what a row holds besides tokens and loss mask. Out: one array for each declared field, or a
-ValueError: a field that nobody declared, a missing one and one of the wrong length are named, and
-nothing is ever dropped or cast to something else.
+ValueError: it names an undeclared field, a missing one or one of the wrong length. Nothing is
+dropped or cast silently.
 
 With `advantage:per_token:float32` and `sample_id:per_sequence:int64` declared, a sequence of three
 tokens may carry
@@ -66,7 +66,7 @@ class Field:
         """Numbers in one value."""
         return prod(self.shape)
 
-    def whole_shape(self, length: int) -> tuple[int, ...]:
+    def array_shape(self, length: int) -> tuple[int, ...]:
         """The shape of this field's array for a sequence of `length` tokens."""
         return self.shape if self.per == "sequence" else (length, *self.shape)
 
@@ -77,13 +77,13 @@ class Field:
 
 def parse_field(text: str) -> Field:
     """A field from `name:per_token:dtype`, as a command line gives it; str(field) undoes it."""
-    found = re.fullmatch(r"(\w+):per_(\w+):(\w+)(?::([0-9]{1,9}(?:x[0-9]{1,9})*))?", text)
-    if not found:
+    match = re.fullmatch(r"(\w+):per_(\w+):(\w+)(?::([0-9]{1,9}(?:x[0-9]{1,9})*))?", text)
+    if not match:
         raise ValueError(
             f"field {text!r}: must be name:per_token:dtype, name:per_target:dtype or "
             "name:per_sequence:dtype, with :4x2 behind where a value has a shape"
         )
-    name, per, dtype, shape = found.groups()
+    name, per, dtype, shape = match.groups()
     sizes = tuple(int(size) for size in shape.split("x")) if shape else ()
     return Field(name, cast(Per, per), dtype, sizes)  # Field refuses any other
 
@@ -112,7 +112,7 @@ def collect_fields(
         if field.name not in given:
             raise ValueError(f"{where}: the declared field {field.name!r} is missing")
         array = _as_array(given[field.name], field, where)
-        wanted = field.whole_shape(length)
+        wanted = field.array_shape(length)
         if array.shape != wanted:
             raise ValueError(
                 f"{where}: field {field.name!r} holds {_shape(array.shape)}; declared "

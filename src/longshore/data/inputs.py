@@ -1,11 +1,11 @@
-"""Inputs: files of raw samples, cut into ranges that can be read apart from each other.
+"""Inputs: files of raw samples, cut into ranges that can be read independently.
 
 In: names of JSONL, JSON and Parquet files or of folders. Out: ranges, and the samples of each with
-their lines, counted from 1 at the start of the range (nobody has counted the lines before it yet).
+their lines, counted from 1 at the start of the range (how many come before it is not known yet).
 
 A JSONL file of 10 bytes in ranges of 4, with lines that begin at 0, 3 and 8, gives bytes 0…4 with
 two lines, 4…8 with none and 8…10 with one: a line belongs to the range in which it begins. A range
-of a Parquet file is a run of row groups, and its lines are rows; one of a JSON list is a run of
+of a Parquet file is a span of row groups, and its lines are rows; one of a JSON list is a span of
 records. A .json file with an object a line is read as JSONL.
 """
 
@@ -59,14 +59,19 @@ class Range:
     """A part of an input: Parquet row groups, or lines or records in bytes [start, stop)."""
 
     number: int
+    """Over all inputs."""
     input: Input
+    """The file."""
     start: int
+    """A byte, or a row group."""
     stop: int
+    """Behind the last byte or row group."""
     bytes: int
+    """Its size, for progress."""
 
 
 def find_inputs(names: Sequence[str | Path]) -> tuple[Input, ...]:
-    """The files behind names of files and folders; a folder stands for its files by name."""
+    """The files that are named, or are in a named folder, there in the order of their names."""
     paths: list[Path] = []
     for name in names:
         path = Path(name)
@@ -135,12 +140,12 @@ def _check_start(path: Path, file: BinaryIO) -> None:
 
 
 def _first_byte(file: BinaryIO) -> bytes:
-    """The next byte that is no white space, behind a byte order mark."""
+    """The next byte that is not white space, after a byte order mark."""
     is_start = file.tell() == 0
     while chunk := file.read(CHUNK):
         chunk = chunk.removeprefix(BOM) if is_start else chunk
-        if found := chunk.lstrip():
-            return found[:1]
+        if text := chunk.lstrip():
+            return text[:1]
         is_start = False
     return b""
 
@@ -160,8 +165,8 @@ def _list_start(file: Input) -> int | None:
         start = 0
         while chunk := opened.read(CHUNK):
             rest = chunk.removeprefix(BOM) if not start else chunk
-            if found := rest.lstrip():
-                return start + len(chunk) - len(found) + 1 if found[:1] == b"[" else None
+            if text := rest.lstrip():
+                return start + len(chunk) - len(text) + 1 if text[:1] == b"[" else None
             start += len(chunk)
     return None
 
@@ -187,7 +192,7 @@ def _parts(file: Input, size: int) -> list[tuple[int, int, int]]:
     if file.is_parquet:
         return _row_groups(file, size)
     start = _list_start(file)
-    return _byte_ranges(file, size) if start is None else _runs_of_records(file, start, size)
+    return _byte_ranges(file, size) if start is None else _record_spans(file, start, size)
 
 
 def _byte_ranges(file: Input, size: int) -> list[tuple[int, int, int]]:
@@ -196,8 +201,8 @@ def _byte_ranges(file: Input, size: int) -> list[tuple[int, int, int]]:
     return [(start, stop, stop - start) for start, stop in zip(starts, stops, strict=True)]
 
 
-def _runs_of_records(file: Input, start: int, size: int) -> list[tuple[int, int, int]]:
-    """Reads the list once; it must be closed, and nothing may stand behind it."""
+def _record_spans(file: Input, start: int, size: int) -> list[tuple[int, int, int]]:
+    """Reads the list once; it must be closed, and nothing may follow it."""
     parts: list[tuple[int, int, int]] = []
     number, first, stop = 0, start, start
     with open(file.name, "rb") as opened:
@@ -225,14 +230,14 @@ def _runs_of_records(file: Input, start: int, size: int) -> list[tuple[int, int,
 
 
 def _row_groups(file: Input, size: int) -> list[tuple[int, int, int]]:
-    parts, start, held = [], 0, 0
+    parts, start, size_so_far = [], 0, 0
     with _parquet(file) as table:
         groups = table.metadata.num_row_groups
         for group in range(groups):
-            held += table.metadata.row_group(group).total_byte_size
-            if held >= size or group + 1 == groups:
-                parts.append((start, group + 1, held))
-                start, held = group + 1, 0
+            size_so_far += table.metadata.row_group(group).total_byte_size
+            if size_so_far >= size or group + 1 == groups:
+                parts.append((start, group + 1, size_so_far))
+                start, size_so_far = group + 1, 0
     return parts
 
 
@@ -245,7 +250,7 @@ def read_range(
 ) -> Iterator[tuple[int, Sample | SampleError]]:
     """The samples of a range with their lines; a line that is no sample gives its error.
 
-    One of more than `max_bytes` is an error too, and is neither parsed nor held whole.
+    One of more than `max_bytes` is an error too, and is neither parsed nor read into memory.
     """
     if part.input.is_parquet:
         rows: Iterator[Sample | SampleError] = _read_rows(part, leaves_out, max_bytes)
@@ -270,7 +275,7 @@ def _lines(part: Range, limit: int) -> Iterator[bytes | SampleError]:
 
 
 def _skip_line(file: BinaryIO, stop: int) -> int:
-    """Goes behind the end of the line, or past `stop`, and says how many bytes that were."""
+    """Skips to the end of the line, or past `stop`, and returns how many bytes that were."""
     skipped = 0
     while file.tell() < stop and (part := file.readline(CHUNK)):
         skipped += len(part)
@@ -313,7 +318,7 @@ def _read_rows(
         columns = [name for name in table.schema_arrow.names if not leaves_out(name)]
         groups = list(range(part.start, part.stop))
         batches = table.iter_batches(ROWS, row_groups=groups, columns=columns)
-        for batch in _told_by_name(batches, part.input):
+        for batch in _named_errors(batches, part.input):
             step = 1 if batch.nbytes > limit else ROWS
             for first in range(0, batch.num_rows, step):
                 rows = batch.slice(first, step)
@@ -336,10 +341,10 @@ def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - any value of JSON
 def _parquet(file: Input) -> Any:  # noqa: ANN401 - pyarrow has no types
     from pyarrow.parquet import ParquetFile
 
-    return next(_told_by_name((ParquetFile(name) for name in [file.name]), file))
+    return next(_named_errors((ParquetFile(name) for name in [file.name]), file))
 
 
-def _told_by_name(things: Iterator[Any], file: Input) -> Iterator[Any]:
+def _named_errors(things: Iterator[Any], file: Input) -> Iterator[Any]:
     import pyarrow as pa
 
     try:

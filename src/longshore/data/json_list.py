@@ -1,12 +1,12 @@
 """JSON lists: the records of a file `[{…}, {…}, …]`, one at a time, whatever the file's size.
 
-In: an open file, and where its first record begins. Out: each record's bytes, found by counting
-brackets outside of strings, so that a record that is broken inside takes no other with it. The file
+In: an open file, and where its first record begins. Out: each record's bytes, located by counting
+brackets outside of strings, so that a broken record does not affect the others. The file
 
     [{"a": "]"}, 7 ]
 
-has records at bytes 1…11 and 12…15, white space included. No more than `limit` bytes of a record
-are held; of a longer one comes its size alone.
+has records at bytes 1…11 and 12…15, white space included. At most `limit` bytes of a record are in
+memory; of a longer record only the size is returned.
 """
 
 import re
@@ -40,22 +40,22 @@ class Element:
 
 
 def read_elements(file: BinaryIO, start: int, stop: int, *, limit: int) -> Iterator[Element]:
-    """The records in bytes [start, stop), of which the first is a record's; ends behind a ]."""
+    """The records in bytes [start, stop), where a record begins at `start`; ends after a ]."""
     file.seek(start)
-    held, begin, at = bytearray(), start, start
+    text, begin, at = bytearray(), start, start
     for kind, data, end in _pieces(file, start, stop):
         if end - begin <= limit:
-            held += data
+            text += data
         else:
-            held.clear()
+            text.clear()
         at = end
         if kind:
-            yield Element(begin, end, bytes(held), kind)
-            held.clear()
+            yield Element(begin, end, bytes(text), kind)
+            text.clear()
             begin = at = end + 1
         if kind == "]":
             return
-    yield Element(begin, at, bytes(held), "")
+    yield Element(begin, at, bytes(text), "")
 
 
 def _pieces(file: BinaryIO, start: int, stop: int) -> Iterator[tuple[str, bytes, int]]:
@@ -83,7 +83,7 @@ def _pieces(file: BinaryIO, start: int, stop: int) -> Iterator[tuple[str, bytes,
 
 
 def _skip(chunk: bytes, here: int, depth: int, in_string: bool) -> int:
-    """The next place that matters, or the chunk's end."""
+    """The next byte that opens, closes or ends something, or the chunk's end."""
     pattern = IN_STRING if in_string else IN_RECORD if depth else BETWEEN
-    found = pattern.match(chunk, here)
-    return max(here, found.end()) if found else here
+    match = pattern.match(chunk, here)
+    return max(here, match.end()) if match else here

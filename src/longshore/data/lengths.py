@@ -1,11 +1,11 @@
-"""Gather lengths: every rank learns how long the step's sequences are, and who owns them.
+"""Gather lengths: every rank learns how long the step's sequences are, and which lane owns each.
 
-In: the sequences this lane drew. Out: a StepLengths, the same on every rank, from which all make
-the same plan. Sequences are counted lane after lane. With sequences of 5 and 7 tokens on lane 0 and
-one of 9 on lane 1 the plan's places are 0, 1, 2, lengths 5 7 9, owners 0 0 1.
+In: the sequences this lane drew. Out: a StepLengths, the same on every rank, from which all ranks
+make the same plan. Sequences are numbered lane after lane. With sequences of 5 and 7 tokens on lane
+0 and one of 9 on lane 1 the plan's places are 0, 1, 2, lengths 5 7 9, owners 0 0 1.
 
-One row a sequence travels: its length, a checksum of its content, and how many labels count in the
-main loss and at each depth. So the divisors of all loss terms come with the lengths.
+One row a sequence is gathered: its length, a checksum of its content, and how many labels count in
+the main loss and at each depth. So the divisors of all loss terms come with the lengths.
 """
 
 import zlib
@@ -24,7 +24,7 @@ from longshore.plan.cost import Ints
 from longshore.plan.types import Sequence
 
 FIRST_LABELS = 2
-"""The column where the counts of labels begin, behind length and checksum."""
+"""The first column with a count of labels, after length and checksum."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,41 +49,40 @@ class StepLengths:
 
 
 def length_rows(samples: Seq[TokenizedSample], depths: int = 0) -> Tensor:
-    """A row for each sequence, as they travel; a sequence that is not sound fails here."""
+    """A row for each sequence, as it is gathered; a broken sequence raises here."""
     rows = torch.tensor([_row(sample, depths) for sample in samples], dtype=torch.int64)
     return rows.reshape(-1, FIRST_LABELS + 1 + depths)
 
 
 def gather_lengths(mine: Tensor, groups: Groups, *, room: int, everywhere: bool) -> StepLengths:
-    """Brings all lanes' rows of lengths to every rank. All ranks call it together.
+    """All lanes' rows of lengths on every rank. All ranks call it together.
 
-    With `everywhere` each rank drew the sequences of its lane itself, and ranks that drew other
-    ones are named in an error; without it only the first rank of a lane did, and the others bring
-    none. `room`: the number of sequences a lane usually brings at most; more cost one collective
-    more.
+    everywhere: each rank drew the sequences of its lane itself, and an error names ranks that drew
+    different ones; otherwise only the first rank of a lane did, and the others pass no rows.
+    room: the number of sequences a lane usually has at most; more cost one collective more.
     """
     is_source = everywhere or (groups.tp.rank() == 0 and groups.pp.rank() == 0)
-    found = gather_rows(mine, groups.lanes, room=room) if is_source else []
+    by_lane = gather_rows(mine, groups.lanes, room=room) if is_source else []
     if everywhere:
-        same_on_all_ranks(str([rows.tolist() for rows in found]), groups, what="data of a lane")
+        same_on_all_ranks(str([rows.tolist() for rows in by_lane]), groups, what="data of a lane")
     else:
-        found = _over_lane(found, groups, columns=mine.shape[1])
-    owners = tuple(lane for lane, rows in enumerate(found) for _ in range(len(rows)))
-    return StepLengths(owners, torch.cat(found).numpy())
+        by_lane = _broadcast_in_lane(by_lane, groups, columns=mine.shape[1])
+    owners = tuple(lane for lane, rows in enumerate(by_lane) for _ in range(len(rows)))
+    return StepLengths(owners, torch.cat(by_lane).numpy())
 
 
 def _row(sample: TokenizedSample, depths: int) -> list[int]:
-    content = 0
+    checksum = 0
     for array in (sample.tokens, sample.loss_mask, *sample.fields.values()):
-        content = zlib.crc32(array.tobytes(), content)
-    return [sample.length, content, *count_targets(sample.loss_mask, depths)]
+        checksum = zlib.crc32(array.tobytes(), checksum)
+    return [sample.length, checksum, *count_targets(sample.loss_mask, depths)]
 
 
-def _over_lane(found: list[Tensor], groups: Groups, *, columns: int) -> list[Tensor]:
-    """What the first rank of the lane found, on all ranks of the lane."""
+def _broadcast_in_lane(by_lane: list[Tensor], groups: Groups, *, columns: int) -> list[Tensor]:
+    """What the first rank of the lane gathered, on all ranks of the lane."""
     if groups.tp.size() == groups.pp.size() == 1:
-        return found
-    numbers = torch.tensor([len(rows) for rows in found] or [0] * groups.lanes.size())
+        return by_lane
+    numbers = torch.tensor([len(rows) for rows in by_lane] or [0] * groups.lanes.size())
     sizes: list[int] = broadcast_over_lane(numbers, groups).tolist()
-    rows = torch.cat(found) if found else torch.empty(sum(sizes), columns, dtype=torch.int64)
+    rows = torch.cat(by_lane) if by_lane else torch.empty(sum(sizes), columns, dtype=torch.int64)
     return list(torch.split(broadcast_over_lane(rows, groups), sizes))

@@ -1,7 +1,7 @@
-"""Loader: makes the next steps while the last one trains.
+"""Loader: prefetches steps while the model trains.
 
-In: Steps. Out: the same steps, made ahead by one background thread whose collectives have groups of
-their own; what the consumer waits is measured.
+In: Steps. Out: the same steps, made ahead by one background thread whose collectives have process
+groups of their own; the time that the consumer waits is measured.
 
     loader = Loader(IndexedSteps(source, batch=BatchSize("sequences", 256), ...), prefetch=2)
     for step in loader: ...          # step.batches, step.plan, step.wait_seconds
@@ -21,9 +21,9 @@ from longshore.data.steps import Step, Steps, unchanged
 class Loader:
     """Steps, made ahead by a background thread.
 
-    pin: put the micro-batches into page-locked memory, for a GPU that fetches them without waiting.
-    Its state counts steps that were consumed, not those made ahead. Whoever iterates ends it with
-    `close()`, or uses it in a `with` block; all ranks do so together.
+    pin: put the micro-batches into page-locked memory, so that copies to a GPU are asynchronous.
+    The state counts consumed steps, not prefetched ones. End it with `close()` or use it in a
+    `with` block; all ranks do so together.
     """
 
     def __init__(self, steps: Steps, *, prefetch: int = 2, pin: bool = False) -> None:
@@ -45,15 +45,15 @@ class Loader:
             self._thread = threading.Thread(target=self._run, name="longshore-loader", daemon=True)
             self._thread.start()
         started = time.perf_counter()
-        found = self._ready.get()
+        item = self._ready.get()
         waited = time.perf_counter() - started
-        if isinstance(found, Step):
-            self._next = found.place.following
-            return replace(found, wait_seconds=waited)
-        self._ready.put(found)  # whoever asks again gets the same answer
-        if found is None:
+        if isinstance(item, Step):
+            self._next = item.place.following
+            return replace(item, wait_seconds=waited)
+        self._ready.put(item)  # the next call gets the same answer
+        if item is None:
             raise StopIteration
-        raise found
+        raise item
 
     def _run(self) -> None:
         try:
@@ -64,32 +64,32 @@ class Loader:
         except BaseException as error:
             self._put(error)
 
-    def _put(self, found: Step | BaseException | None) -> None:
-        """Hands a step over when there is room, or drops it if nobody wants it any more.
+    def _put(self, item: Step | BaseException | None) -> None:
+        """Queues an item when there is room, or drops it once the loader is being closed.
 
-        The thread goes on after a drop until all ranks stop at the same step: a rank that just left
-        would leave the others waiting in a collective.
+        The thread continues after a drop until all ranks stop at the same step: a rank that stopped
+        alone would leave the others waiting in a collective.
         """
         while not self._stop.is_set():
             try:
-                self._ready.put(found, timeout=0.1)
+                self._ready.put(item, timeout=0.1)
             except queue.Full:
                 continue
             return
 
     def state_dict(self) -> dict[str, object]:
-        """Where the next step stands, and what its order depends on; plain numbers and text."""
+        """Where the next step stands, and all that decides the order; plain numbers and text."""
         return {**self.steps.describe(), **asdict(self._next)}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Goes on from a saved state, also one saved on another number of lanes."""
+        """Resumes from a saved state, also one saved on another number of lanes."""
         if self._thread is not None:
             raise RuntimeError("the loader has begun; load its state before the first step")
         self.steps.check_can_resume(state)
         self._next = Place(*(int(str(state[name])) for name in ("epoch", "step_in_epoch", "step")))
 
     def close(self) -> None:
-        """Ends the thread and destroys its groups."""
+        """Ends the thread and destroys its process groups."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

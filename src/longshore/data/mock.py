@@ -1,7 +1,7 @@
 """Mock data: sequences with chosen lengths and a content that can be learned.
 
 In: where the lengths come from, how many sequences, a vocabulary size, a seed. Out: an indexed
-source that holds the lengths alone and makes the tokens of any sequence when asked.
+source that stores only the lengths and generates the tokens of a sequence on access.
 
     {"mode": "file", "path": "lengths.csv"}
     {"mode": "distribution", "type": "lognormal", "min_seq_len": 16, "max_seq_len": 65536,
@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.data.fields import Field
-from longshore.data.source import Ints, TokenizedSample, place
+from longshore.data.source import Ints, TokenizedSample, checked_index
 from longshore.plan.lengths_file import read_lengths
 
 IDS = 64
@@ -43,13 +43,18 @@ Draw = Callable[["Distribution", np.random.Generator, int], NDArray[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Lengths to draw; a type reads some of the numbers and the others are 0."""
+    """Lengths to draw; each type uses some of the numbers, the others are 0."""
 
     draw: Draw
+    """The function of its type."""
     min_seq_len: int = 1
+    """Shorter draws are clipped to this."""
     max_seq_len: int = 0
+    """Longer draws are clipped to this."""
     mean_seq_len: float = 0.0
+    """The mean before clipping, or the fixed length."""
     lognormal_sigma: float = 0.0
+    """The standard deviation of the length's logarithm."""
 
 
 def _lognormal(d: Distribution, random: np.random.Generator, count: int) -> NDArray[np.float64]:
@@ -61,7 +66,7 @@ def _lognormal(d: Distribution, random: np.random.Generator, count: int) -> NDAr
 
 def _uniform(d: Distribution, random: np.random.Generator, count: int) -> NDArray[np.float64]:
     span = d.max_seq_len - d.min_seq_len + 1
-    # NumPy promises to keep the bits, and not what it makes of them.
+    # NumPy keeps the raw bits of a generator stable over versions, but not its distributions.
     bits: NDArray[np.uint64] = random.bit_generator.random_raw(count)
     uniform: NDArray[np.float64] = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return d.min_seq_len + np.floor(uniform * span)
@@ -79,7 +84,7 @@ TYPES: dict[str, tuple[Draw, tuple[str, ...]]] = {
 
 
 class MockSource:
-    """An indexed source of made-up sequences. `count` may be None for a file: one for each line."""
+    """An indexed source of mock sequences. `count` may be None for a file: one for each line."""
 
     fields: tuple[Field, ...] = ()
 
@@ -102,7 +107,7 @@ class MockSource:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> TokenizedSample:
-        i = place(index, len(self))
+        i = checked_index(index, len(self))
         length = int(self.lengths[i])
         bits = np.random.Philox(key=self._seed, counter=[0, 0, i, 1]).random_raw(length + 1)
         ids = min(IDS, self._vocab_size)
@@ -113,7 +118,7 @@ class MockSource:
         return TokenizedSample(i, tokens.astype(np.int32), np.ones(length, dtype=np.bool_))
 
     def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
-        length = int(self.lengths[place(index, len(self))])
+        length = int(self.lengths[checked_index(index, len(self))])
         return np.ones(min(count, length), dtype=np.bool_)
 
 

@@ -1,19 +1,16 @@
-"""Pack: a lane's shards become the micro-batches of a step, one for each round.
+"""Pack and unpack: a lane's shards become micro-batches, and a model's outputs become sequences.
 
-In: a plan, a lane, its shards (see data/shard.py) and the step's counts. Out: MicroBatches, with
-padding, buckets and empty packs as plan/shapes.py says. No process, no device, no randomness.
-
-Lane 0 of two holds positions 0 1 6 of tokens [5 6 7 8 9 4 3] at CP size 2, padded to 8:
+`pack_step`. In: a plan, a lane, its shards (see data/shard.py) and the step's counts. Out: one
+MicroBatch for each round, with padding, buckets and empty packs as plan/shapes.py defines them. No
+process, no device, no randomness. Lane 0 of two holds positions 0 1 6 of tokens [5 6 7 8 9 4 3] at
+CP size 2, padded to 8:
 
     token_ids  5 6 3 0        labels  6 7 −100 −100        positions  0 1 6 7
 
-Unpack: what a model said of each token goes back to its sequence, in order and without padding.
-
-In: a lane's outputs (T, …) with the micro-batch's context, then the pieces of all lanes. Out: for
-each sequence its values (length, …).
-
-At CP size 2 a sequence of 7 tokens comes back in three pieces: positions 0…2 and 6…7 from the first
-lane, 2…6 from the second, whose two chunks join. `merge` puts them in order.
+`unpack` and `merge`. In: a lane's outputs (T, …), one row a token, and the context of its
+micro-batch. Out: for each sequence its values (length, …), in order and without padding. The
+sequence above comes back in three pieces: positions 0…2 and 6…7 from lane 0, 2…6 from lane 1, whose
+two chunks are adjacent.
 """
 
 from collections.abc import Iterable
@@ -25,7 +22,7 @@ import torch
 from torch import Tensor
 
 from longshore.batch import IGNORE, Counts, Depth, MicroBatch, PackContext, SeqContext, Targets
-from longshore.data.context import lane_context
+from longshore.data.lane_context import lane_context
 from longshore.data.shard import Array, Shards, cut_tokens, lane_cuts
 from longshore.plan.cost import Ints
 from longshore.plan.shapes import chunk_pair, ranges, spans
@@ -49,12 +46,12 @@ def pack_step(
         )
     if not plan.rounds:
         raise ValueError("plan: it has no rounds; check(plan) names what else is wrong with it")
-    found = _checked(plan, lane, shards)
+    cut_of = _cut_of_sequence(plan, lane, shards)
     batches = []
     for number in range(len(plan.rounds)):
         ctx = lane_context(plan, number, lane, buckets=buckets)
-        cuts = np.array([found[place] for place in ctx.sequences], dtype=np.int64)
-        rows = _Rows(shards, ctx, cuts)
+        cuts = np.array([cut_of[place] for place in ctx.sequences], dtype=np.int64)
+        rows = _CutRows(shards, ctx, cuts)
         token_ids, targets, mtp = _token_tensors(rows, pad_id)
         batches.append(
             MicroBatch(
@@ -75,29 +72,29 @@ def pack_step(
     return batches
 
 
-def _checked(plan: Plan, lane: int, shards: Shards) -> dict[int, int]:
-    """Where among the shards each sequence of the lane is, after checking that all are there."""
+def _cut_of_sequence(plan: Plan, lane: int, shards: Shards) -> dict[int, int]:
+    """For each sequence of the lane the number of its cut among the shards; all must be there."""
     cuts = lane_cuts(plan, lane)
-    found = {place: at for at, place in enumerate(shards.sequences.tolist())}
-    if len(found) < len(shards.sequences):
+    cut_of = {place: number for number, place in enumerate(shards.sequences.tolist())}
+    if len(cut_of) < len(shards.sequences):
         raise ValueError(f"lane {lane}: a sequence is twice among the shards")
-    held = {cut.sequence for cut in cuts}
-    if missing := sorted(held - found.keys()):
+    planned = {cut.sequence for cut in cuts}
+    if missing := sorted(planned - cut_of.keys()):
         raise ValueError(f"lane {lane}: the shard of sequence {missing[0]} is missing")
-    if strange := sorted(found.keys() - held):
-        raise ValueError(f"lane {lane}: it has a shard of sequence {strange[0]}, but no part in it")
+    if extra := sorted(cut_of.keys() - planned):
+        raise ValueError(f"lane {lane}: it has a shard of sequence {extra[0]}, but no part in it")
     for cut, tokens in zip(cuts, cut_tokens(plan, cuts).tolist(), strict=True):
-        got = int(shards.tokens[found[cut.sequence]])
-        if got != tokens:
+        actual = int(shards.tokens[cut_of[cut.sequence]])
+        if actual != tokens:
             raise ValueError(
-                f"lane {lane}: the shard of sequence {cut.sequence} has {got} tokens; at rank "
+                f"lane {lane}: the shard of sequence {cut.sequence} has {actual} tokens; at rank "
                 f"{cut.cp_rank} of CP size {cut.cp_size} it must have {tokens}"
             )
-    return found
+    return cut_of
 
 
-class _Rows:
-    """Takes rows of some cuts out of the shards and spreads them over a micro-batch's tokens."""
+class _CutRows:
+    """The rows of some cuts among the shards, and the rows of a micro-batch they go to."""
 
     def __init__(self, shards: Shards, ctx: SeqContext, cuts: Ints) -> None:
         counts = shards.tokens[cuts]
@@ -114,10 +111,10 @@ class _Rows:
         return torch.from_numpy(out)
 
     def column(self, values: Array, number: int, *, past: int) -> Tensor:
-        """One column of the shards' ids as int64 (T), `past` at padding and beyond the end."""
+        """One column of the shards' ids as int64 (T), with `past` at padding and past the end."""
         out = np.full(self.tokens, past, dtype=np.int64)
-        taken = values[self.rows, number]
-        out[self.real] = np.where(taken < 0, past, taken) if number else taken
+        ids = values[self.rows, number]
+        out[self.real] = np.where(ids < 0, past, ids) if number else ids
         return torch.from_numpy(out)
 
 
@@ -128,8 +125,8 @@ def _as_slice(index: Ints) -> slice | Ints:
     return slice(int(index[0]), int(index[-1]) + 1)
 
 
-def _token_tensors(rows: _Rows, pad_id: int) -> tuple[Tensor, Targets, tuple[Depth, ...]]:
-    """Token ids, targets, and the same for each depth; depth d takes ids d and labels d + 1 on."""
+def _token_tensors(rows: _CutRows, pad_id: int) -> tuple[Tensor, Targets, tuple[Depth, ...]]:
+    """Token ids and targets, and both of each depth d: ids d and labels d + 1 tokens ahead."""
     shards = rows.shards
     ids = [rows.column(shards.ids, d, past=pad_id) for d in range(shards.depths + 1)]
     targets = [
@@ -141,7 +138,7 @@ def _token_tensors(rows: _Rows, pad_id: int) -> tuple[Tensor, Targets, tuple[Dep
 
 
 def _with_padding(values: Array) -> Tensor:
-    """A row of 0 behind the others."""
+    """The values with a row of 0 at the end, for padding."""
     out = np.zeros((len(values) + 1, *values.shape[1:]), dtype=values.dtype)
     out[:-1] = values
     return torch.from_numpy(out)
@@ -151,7 +148,7 @@ def _with_padding(values: Array) -> Tensor:
 class Piece:
     """Values of consecutive tokens of one sequence, from position `start` on.
 
-    `sequence` is its place in the plan; `values` is a view of what was unpacked.
+    `sequence` is its place in the plan; `values` is a view of the tensor that was unpacked.
     """
 
     sequence: int
@@ -169,14 +166,14 @@ def unpack(ctx: SeqContext, values: Tensor) -> list[Piece]:
     return [
         Piece(sequence, start, values[row : row + count])
         for pack in ctx.packs
-        for sequence, start, row, count in _runs(ctx, pack)
+        for sequence, start, row, count in _spans_of_pack(ctx, pack)
     ]
 
 
 def merge(plan: Plan, pieces: Iterable[Piece]) -> dict[int, Tensor]:
     """Every sequence's values (length, …) by its place in the plan, from the pieces of all lanes.
 
-    Pieces may come in any order and of a part of the sequences; each of those must be complete.
+    Pieces may come in any order, of all sequences or of some; each of those must be complete.
     """
     by_sequence: dict[int, list[Piece]] = {}
     for piece in pieces:
@@ -184,8 +181,11 @@ def merge(plan: Plan, pieces: Iterable[Piece]) -> dict[int, Tensor]:
     return {i: _joined(plan, i, by_sequence[i]) for i in sorted(by_sequence)}
 
 
-def _runs(ctx: SeqContext, pack: PackContext) -> list[tuple[int, int, int, int]]:
-    """(sequence, first position, first row, tokens) of each run of real tokens in a lane's pack."""
+def _spans_of_pack(ctx: SeqContext, pack: PackContext) -> list[tuple[int, int, int, int]]:
+    """(sequence, first position, first row, tokens) of each span of real tokens in a lane's pack.
+
+    A lane has two chunks of each sequence: two spans, or one where the chunks are adjacent.
+    """
     group, sequences = pack.group, ctx.sequences[pack.sequences]
     count = len(sequences)
     lengths = np.array(pack.lengths[:count], dtype=np.int64)
@@ -193,16 +193,16 @@ def _runs(ctx: SeqContext, pack: PackContext) -> list[tuple[int, int, int, int]]
     padded = offsets[1:] - offsets[:-1]
     starts, stops = spans(lengths, padded, cp_rank=group.cp_rank, cp_size=group.cp_size)
     chunk, _, _ = chunk_pair(padded, group.cp_rank, group.cp_size)
-    early = pack.start + np.array(pack.local.offsets[:count], dtype=np.int64)
-    rows = np.stack([early, early + chunk], axis=-1)
+    first_rows = pack.start + np.array(pack.local.offsets[:count], dtype=np.int64)
+    rows = np.stack([first_rows, first_rows + chunk], axis=-1)
     tokens = stops - starts
-    joins = stops[:, 0] == starts[:, 1]
-    tokens[joins, 0] += tokens[joins, 1]
-    tokens[joins, 1] = 0
+    adjacent = stops[:, 0] == starts[:, 1]
+    tokens[adjacent, 0] += tokens[adjacent, 1]
+    tokens[adjacent, 1] = 0
     table = np.stack([starts, rows, tokens], axis=-1).reshape(-1, 3)
     twice = [sequence for sequence in sequences for _ in range(2)]
-    runs = zip(twice, table.tolist(), strict=True)
-    return [(sequence, start, row, n) for sequence, (start, row, n) in runs if n]
+    every = zip(twice, table.tolist(), strict=True)
+    return [(sequence, start, row, n) for sequence, (start, row, n) in every if n]
 
 
 def _joined(plan: Plan, sequence: int, pieces: list[Piece]) -> Tensor:

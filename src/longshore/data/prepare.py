@@ -1,23 +1,23 @@
-"""Prepare: files of raw samples become a store, in parallel; a killed run goes on where it was.
+"""Prepare: files of raw samples become a store, in parallel; a killed `prepare` resumes.
 
-In: JSONL, JSON or Parquet files and a tokenizer folder. Out: a store (store.py), rejected.jsonl,
-and a summary. Three lines, of which the second is broken, give a store of two sequences and
+In: JSONL, JSON or Parquet files, a tokenizer folder, and where the store goes: a folder that the
+user names (`prepare`), or one in a cache (`cache_folder`, `prepare_cache`). Out: a store
+(store.py), rejected.jsonl, and a summary. Three lines, of which the second is broken, give a store
+of two sequences and
 
     {"file": "chats.jsonl", "line": 2, "reason": "broken JSON", "detail": "Expecting value: …"}
 
 The inputs are cut into ranges that depend on their sizes alone, never on the number of workers.
 Each range becomes one shard: a worker writes the shard, then a record that the range is done, each
-to a temporary file that is synced and renamed, so whatever is there is whole. A rerun does the
-ranges without a record (job.py). When all are done the index, rejected.jsonl and at last the
-manifest are written and the records go. The bytes are the same after any number of kills.
+to a temporary file that is synced and renamed, so that a file is complete or absent. A rerun does
+the ranges without a record (prepare_job.py). After the last one the index, rejected.jsonl and
+finally the manifest are written, and the records are removed. The bytes are the same after any
+number of kills.
+
+The cached store of chats.jsonl is CACHE/chats-1f3a…: the name has a digest of all that decides the
+content, so the same settings find the store again and other settings get another folder.
 
 With workers > 1 processes are spawned: a script that calls this needs `if __name__ == "__main__"`.
-
-The sequences of a run: from a prepared folder, or from files that are prepared into a cache.
-
-In: a path, a tokenizer and rules. Out: the folder of a store. The cache of chats.jsonl is
-CACHE/chats-1f3a…, named after all that decides its content, so other settings get another folder
-and the same ones find what is there; a killed run goes on where it was.
 """
 
 import contextlib
@@ -33,12 +33,11 @@ from pathlib import Path
 from typing import TextIO
 
 from longshore.data.chat_template import DATE
-from longshore.data.families import OWN, is_file_choice, templates_digest
 from longshore.data.fields import Field, parse_field
 from longshore.data.inputs import MAX_BYTES, Range, cut_ranges, find_inputs
 from longshore.data.prepare_job import (
     Job,
-    Record,
+    RangeRecord,
     TokenizerFiles,
     claimed,
     make_job,
@@ -62,26 +61,38 @@ from longshore.data.store import (
     write_shard,
 )
 from longshore.data.tokenize import LossOn, Rules, SampleTokenizer, TooLong
+from longshore.data.training_templates import OWN, is_file_choice, templates_digest
 from longshore.data.worker_pool import run_tasks
 
-Report = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What is in a prepared store. `reused` of its shards were there before this run."""
+    """What is in a prepared store."""
 
     folder: Path
+    """The store's."""
     samples: int
+    """Raw samples read."""
     sequences: int
+    """Samples that became sequences."""
     tokens: int
+    """Of all sequences."""
     loss_tokens: int
+    """Tokens that are targets of the loss."""
     longest: int
+    """Tokens of the longest sequence."""
     truncated: int
+    """Sequences cut to max_length."""
     shards: int
+    """Files that the sequences are in."""
     reused: int
+    """Shards that were there before this call."""
     rejected: Mapping[str, int]
+    """How many samples were left out, for each reason."""
     template_note: str = ""
+    """Which chat template was chosen, where it is not the tokenizer's own."""
 
     @property
     def rejections(self) -> Rejections:
@@ -119,14 +130,16 @@ def prepare(
     date: datetime.date = DATE,
     shard_bytes: int | None = None,
     start_over: bool = False,
-    progress: Report | None = None,
+    progress: OnProgress | None = None,
 ) -> Summary:
-    """Makes the store `out` from files of samples, or goes on with it; see the module's text.
+    """Makes the store `out` from files of samples, or resumes it; see the module's docstring.
 
-    `template` is a file, "auto", "own" or a family (tokenize.Tokenizer explains them), `ignore`
-    names columns to leave out, "*" all that are not used; a sample of more than `max_bytes` is
-    rejected unread; `shard_bytes` says how much input makes a shard, `date` what `strftime_now`
-    tells a template. `progress` is told the bytes done and those in all.
+    template: a file, "auto", "own" or a family (tokenize.Tokenizer explains them)
+    ignore: columns to leave out, "*" for all that are not used
+    max_bytes: a larger sample is rejected unread
+    date: what `strftime_now` returns in a template
+    shard_bytes: how much input makes one shard
+    progress: called with the bytes done and the total
     """
     if workers < 1:
         raise ValueError(f"prepare: workers is {workers}; it must be at least 1")
@@ -138,7 +151,7 @@ def prepare(
     )
     is_there = (job.out / MANIFEST).exists()
     ranges = () if is_there else cut_ranges(files, job.settings["shard_bytes"])
-    with _told_plainly(job), claimed(job, start_over) as finished:
+    with _explained_os_errors(job), claimed(job, start_over) as finished:
         if finished:
             return _summary(job, reused=len(read_manifest(job.out).shards))
         ranges = ranges or cut_ranges(files, job.settings["shard_bytes"])
@@ -149,8 +162,8 @@ def prepare(
 
 
 @contextlib.contextmanager
-def _told_plainly(job: Job) -> Iterator[None]:
-    """What the system refuses, with the file, how far the run came and how to go on."""
+def _explained_os_errors(job: Job) -> Iterator[None]:
+    """An OSError names the file, how many shards are finished and how to resume."""
     try:
         yield
     except OSError as error:
@@ -164,7 +177,7 @@ def _told_plainly(job: Job) -> Iterator[None]:
 
 
 def _make_shards(
-    job: Job, ranges: Sequence[Range], todo: Sequence[Range], workers: int, report: Report
+    job: Job, ranges: Sequence[Range], todo: Sequence[Range], workers: int, report: OnProgress
 ) -> None:
     total = sum(part.bytes for part in ranges)
     done = total - sum(part.bytes for part in todo)
@@ -188,20 +201,20 @@ def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> None:
         try:
             if isinstance(sample, SampleError):
                 raise sample
-            whole = tokenizer.whole(sample, 0)
-            sequences.append(tokenizer.fitted(whole))
-            truncated += sequences[-1].length < whole.length
+            full = tokenizer.untruncated(sample, 0)
+            sequences.append(tokenizer.fitted(full))
+            truncated += sequences[-1].length < full.length
         except SampleError as error:
             rejected.append((line, error.reason, error.detail[:LONGEST_DETAIL]))
     shard = None
     if sequences:
         path = job.out / shard_name(part.number)
         shard = write_shard(path, sequences, fields=tokenizer.rules.fields, scratch=job.work)
-    write_record(job, part, Record(job.digest, line, truncated, shard, rejected))
+    write_record(job, part, RangeRecord(job.digest, line, truncated, shard, rejected))
 
 
 def _finish(job: Job, ranges: Sequence[Range]) -> None:
-    """Everything that is made of all shards together, the manifest last."""
+    """Writes what covers all shards: rejected.jsonl, the index and, last, the manifest."""
     lines: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     shards, rejected, truncated = [], [], 0
@@ -257,13 +270,13 @@ def _summary(job: Job, *, reused: int) -> Summary:
 
 
 @contextlib.contextmanager
-def show_progress(stream: TextIO) -> Iterator[Report]:
+def show_progress(stream: TextIO) -> Iterator[OnProgress]:
     """A bar on a terminal; elsewhere, or without rich, a line for each tenth."""
     if not stream.isatty() or importlib.util.find_spec("rich") is None:
         yield _tenths(stream)
         return
     with contextlib.ExitStack() as shown:
-        bars: list[Report] = []
+        bars: list[OnProgress] = []
 
         def report(done: int, total: int) -> None:
             if not bars:  # nothing is shown where nothing is left to do
@@ -273,7 +286,7 @@ def show_progress(stream: TextIO) -> Iterator[Report]:
         yield report
 
 
-def _bar(stream: TextIO, shown: contextlib.ExitStack) -> Report:
+def _bar(stream: TextIO, shown: contextlib.ExitStack) -> OnProgress:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
@@ -283,7 +296,7 @@ def _bar(stream: TextIO, shown: contextlib.ExitStack) -> Report:
     return lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _tenths(stream: TextIO) -> Report:
+def _tenths(stream: TextIO) -> OnProgress:
     shown = -1
 
     def report(done: int, total: int) -> None:
@@ -298,42 +311,50 @@ def _tenths(stream: TextIO) -> Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRules:
-    """How files of samples become sequences; "" and 0 mean what `longshore prepare` does."""
+    """How files of samples become sequences; `prepare` explains the values."""
 
     tokenizer: str
+    """A Hugging Face tokenizer folder."""
     template: str
+    """A file, "auto", "own" or a family; "" is "auto"."""
     loss_on: LossOn
+    """Which tokens are targets."""
     max_length: int
+    """0 for no limit."""
     too_long: TooLong
+    """What happens to sequences above max_length."""
     fields: Sequence[str]
+    """Extra columns, each as name:per_token:dtype."""
     ignore: Sequence[str]
+    """Columns to leave out."""
     max_bytes: int
+    """The largest raw sample."""
 
 
 def cache_folder(path: str, rules: TextRules, cache: str) -> Path:
-    """Where the sequences of these files, made by these rules, lie in the cache."""
+    """The folder in the cache for these files and rules."""
     inputs = [(str(Path(f.name).resolve()), f.bytes, f.mtime_ns) for f in find_inputs([path])]
     tokenizer = [
-        (found.name, found.stat().st_mtime_ns)
-        for found in sorted(Path(rules.tokenizer).glob("*"))
-        if found.suffix in (".json", ".jinja", ".txt", ".model")
+        (file.name, file.stat().st_mtime_ns)
+        for file in sorted(Path(rules.tokenizer).glob("*"))
+        if file.suffix in (".json", ".jinja", ".txt", ".model")
     ]
     template = _template_digest(rules.template)
-    told = json.dumps([inputs, tokenizer, asdict(rules), template], default=str)
-    return Path(cache) / f"{Path(path).stem}-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+    identity = json.dumps([inputs, tokenizer, asdict(rules), template], default=str)
+    return Path(cache) / f"{Path(path).stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
 
 def _template_digest(choice: str) -> str:
-    """What a choice of template stands for today: a file's content, or our templates'."""
+    """A digest of the content that a choice of template stands for: a file, or our templates."""
     if is_file_choice(choice):
         return hashlib.sha256(Path(choice).read_bytes()).hexdigest()
     return "" if choice == OWN else templates_digest()
 
 
 def prepare_cache(
-    path: str, rules: TextRules, folder: Path, *, workers: int, progress: Report | None = None
+    path: str, rules: TextRules, folder: Path, *, workers: int, progress: OnProgress | None = None
 ) -> Summary:
-    """Makes the folder, or finds it made."""
+    """Makes the folder; one that is finished already is only summarised."""
     return prepare(
         path,
         rules.tokenizer,

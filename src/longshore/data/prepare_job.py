@@ -1,4 +1,4 @@
-"""The job of `prepare`, and what its folder says between two runs.
+"""The job of `prepare`, and its state in the folder between two runs.
 
 In: the settings and inputs of a run. Out: a Job, the folder claimed for it, and the record of each
 range of input that is done. A run killed after one of two ranges leaves
@@ -8,8 +8,8 @@ range of input that is done. A run killed after one of two ranges leaves
     prepare.work/job.json          the settings, the inputs with their sizes and times
     prepare.work/range-00000.json  {"job": …, "lines": 70, "shard": {…}, "rejected": [[2, …]], …}
 
-and the next run with the same job does range 1 alone. One with another job is refused, or told to
-start over; then records of the old job no longer count, because each names its job.
+and the next run with the same job does range 1 alone. A run with another job is refused, or starts
+over; records of the old job then no longer count, because each names its job.
 """
 
 import contextlib
@@ -49,18 +49,22 @@ class TokenizerFiles:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All that decides the content of a store. `settings` names it in JSON, files by content.
-
-    `template_note` says which chat template was chosen, where that is not the tokenizer's own.
-    """
+    """All that decides the content of a store."""
 
     out: Path
+    """The folder of the store."""
     tokenizer: TokenizerFiles
+    """Where each worker loads it from."""
     rules: Rules
+    """How samples become sequences."""
     inputs: tuple[Input, ...]
+    """The files of samples."""
     settings: Mapping[str, Any]
+    """The rules and limits as JSON, with digests of the tokenizer and the template."""
     digest: str
+    """Of settings and inputs."""
     template_note: str = ""
+    """Which chat template was chosen, where it is not the tokenizer's own."""
 
     @property
     def work(self) -> Path:
@@ -78,14 +82,19 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """That a range is done: its lines, its shard if it has sequences, and what was rejected."""
+class RangeRecord:
+    """The result of a range that is done."""
 
     job: str
+    """The digest of its job."""
     lines: int
+    """How many the range has."""
     truncated: int
+    """Sequences cut to max_length."""
     shard: ShardInfo | None
+    """None if no line became a sequence."""
     rejected: Sequence[tuple[int, str, str]]
+    """(line, reason, detail) of each sample left out."""
 
 
 def make_job(
@@ -97,7 +106,7 @@ def make_job(
     shard_bytes: int | None,
     max_bytes: int,
 ) -> Job:
-    """The job, after a look at the tokenizer and at the first sample of each input."""
+    """The job, after checking the tokenizer and the first sample of each input."""
     if shard_bytes is not None and shard_bytes < 1:
         raise ValueError(f"shard_bytes is {shard_bytes}; it must be at least 1")
     if max_bytes < 1:
@@ -142,7 +151,7 @@ def _look_at_first(inputs: Sequence[Input], tokenizer: SampleTokenizer, max_byte
             if isinstance(sample, SampleError):
                 continue
             try:
-                tokenizer.whole(sample, 0)
+                tokenizer.untruncated(sample, 0)
             except SampleError as error:
                 if error.reason == "undeclared field":
                     names, form = _unused(inputs, tokenizer.rules, max_bytes)
@@ -169,7 +178,7 @@ def _unused(inputs: Sequence[Input], rules: Rules, max_bytes: int) -> tuple[list
 
 @contextlib.contextmanager
 def claimed(job: Job, start_over: bool) -> Iterator[bool]:
-    """Holds the folder for this job alone. Gives True if its store is already finished."""
+    """Locks the folder for this job. Yields True if its store is already finished."""
     if job.out.is_dir() and not job.work.is_dir():
         others = [p.name for p in job.out.iterdir()]
         if others and MANIFEST not in others:
@@ -193,7 +202,7 @@ def claimed(job: Job, start_over: bool) -> Iterator[bool]:
 
 
 def _refuse_others(folder: Path, names: Sequence[str], start_over: bool) -> None:
-    """A folder that only holds what is left of a store may be begun anew."""
+    """Refuses a folder with other files, or with the remains of a store unless starting over."""
     others = sorted(name for name in names if not is_of_store(name) and name != REJECTED)
     if others or (REJECTED in names and len(names) == 1):
         raise ValueError(f"{folder}: holds {sorted(names)[0]} and no store; choose an empty folder")
@@ -205,7 +214,7 @@ def _refuse_others(folder: Path, names: Sequence[str], start_over: bool) -> None
 
 
 def _check_same_job(job: Job, start_over: bool) -> bool:
-    """Whether the job's store is finished; a folder of another job is refused or begun anew."""
+    """Whether the job's store is finished; a folder of another job is refused or started over."""
     path = job.work / "job.json"
     finished = (job.out / MANIFEST).exists()
     before = _earlier_job(job, path, finished)
@@ -218,7 +227,7 @@ def _check_same_job(job: Job, start_over: bool) -> bool:
             f"{job.out}: was begun with other settings or inputs ({', '.join(changed)} differ); "
             "give them as they were, choose another folder, or start over (--start-over)"
         )
-    # The new job is written first: a kill from here on leaves a folder that can be gone on with.
+    # The new job is written first: a kill from here on leaves a folder that can be resumed.
     write_durably(path, json.dumps(mine).encode(), scratch=job.work)
     (job.out / MANIFEST).unlink(missing_ok=True)
     return False
@@ -229,14 +238,14 @@ def _earlier_job(job: Job, path: Path, finished: bool) -> dict[str, Any] | None:
     if not finished:
         return json.loads(path.read_text()) if path.exists() else None
     about = read_manifest(job.out).about
-    made = (job.out / MANIFEST).stat().st_mtime_ns
+    finished_ns = (job.out / MANIFEST).stat().st_mtime_ns
     inputs = [dict(entry) for entry in about.get("inputs", [])]
     for entry, file in zip(inputs, job.inputs, strict=False):
-        entry["mtime_ns"] = min(file.mtime_ns, made)  # an input newer than the store differs
+        entry["mtime_ns"] = min(file.mtime_ns, finished_ns)  # an input newer than the store differs
     return {**about.get("settings", {}), "inputs": inputs}
 
 
-def write_record(job: Job, part: Range, record: Record) -> None:
+def write_record(job: Job, part: Range, record: RangeRecord) -> None:
     text = json.dumps(asdict(record))
     write_durably(_record_path(job, part), text.encode(), scratch=job.work)
 
@@ -245,13 +254,13 @@ def _record_path(job: Job, part: Range) -> Path:
     return job.work / f"range-{part.number:05}.json"
 
 
-def read_record(job: Job, part: Range) -> Record | None:
+def read_record(job: Job, part: Range) -> RangeRecord | None:
     """The record of a range, if it is done by this job and its shard is there."""
     try:
         data = json.loads(_record_path(job, part).read_text())
-        record = Record(**{**data, "shard": data["shard"] and ShardInfo(**data["shard"])})
+        record = RangeRecord(**{**data, "shard": data["shard"] and ShardInfo(**data["shard"])})
         shard = record.shard
-        whole = shard is None or (job.out / shard.file).stat().st_size == shard.bytes
+        is_complete = shard is None or (job.out / shard.file).stat().st_size == shard.bytes
     except OSError:
         return None
-    return record if whole and record.job == job.digest else None
+    return record if is_complete and record.job == job.digest else None

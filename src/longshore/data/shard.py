@@ -1,9 +1,9 @@
-"""Shards: what a lane holds of each sequence, with labels made while the sequence was whole.
+"""Shards: a lane's part of each sequence, with labels that are made before the cut.
 
 In: tokenized sequences by their place in the plan, and the cuts wanted (which sequence, for which
-rank of how many lanes). Out: the real tokens of all cuts, one row a token, each with the tokens
-that follow it in the sequence, so that neither labels nor the shifted ids of multi-token prediction
-need another lane. Padding is not in here: `pack_step` adds it, and it never travels.
+rank of which CP size). Out: the real tokens of all cuts, one row a token, each with the tokens that
+follow it in the sequence, so that neither labels nor the shifted ids of multi-token prediction need
+another lane. Shards have no padding: `pack_step` adds it, and it is never sent.
 
 Tokens [5 6 7 8 9 4 3] cut for rank 0 of 2 (positions 0 1 6) with no depth:
 
@@ -30,7 +30,7 @@ MOST_IDS = 2**31
 
 
 class Tokenized(Protocol):
-    """A whole sequence: tokens (n), loss_mask (n), True where a token is a target, extra fields."""
+    """An uncut sequence: tokens (n); loss_mask (n), True where a token is a target; fields."""
 
     @property
     def tokens(self) -> Array: ...
@@ -43,8 +43,8 @@ class Tokenized(Protocol):
 class FieldSpec(Protocol):
     """A declared extra field: (n, *shape) per token or target, (*shape) per sequence.
 
-    A value per `target` belongs to a token as a target, so it is shifted as labels are and stands
-    where that token is predicted; the last token of a sequence gets 0.
+    A value per target belongs to a token as a target, so it is shifted like the labels, to the
+    position that predicts this token; the last token of a sequence gets 0.
     """
 
     @property
@@ -79,19 +79,20 @@ class LaneCut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
-    """Cuts one after the other, N of them with M real tokens in all.
-
-    sequences, tokens: (N), each cut's place in the plan and its tokens. ids: int32 (M, D + 2),
-    column j the token j places on. mask: bool (M, D + 1), column j whether the token j + 1 places
-    on is a target. token_fields: (M, …), those per target shifted. sequence_fields: (N, …).
-    """
+    """Cuts one after the other: N cuts, M real tokens in all, D depths."""
 
     sequences: Ints
+    """(N): each cut's sequence, by its place in the plan."""
     tokens: Ints
+    """(N): each cut's real tokens."""
     ids: NDArray[np.int32]
+    """(M, D + 2): column j is the id of the token j positions ahead, −1 past the end."""
     mask: NDArray[np.bool_]
+    """(M, D + 1): column j says whether the token j + 1 positions ahead is a target."""
     token_fields: dict[str, Array]
+    """(M, …) each; those per target are shifted."""
     sequence_fields: dict[str, Array]
+    """(N, …) each."""
 
     @property
     def depths(self) -> int:
@@ -99,7 +100,7 @@ class Shards:
 
 
 def lane_cuts(plan: Plan, lane: int) -> tuple[LaneCut, ...]:
-    """All that a lane holds in a step, by round, then pack, then place in the pack."""
+    """All cuts of a lane in a step, by round, then pack, then order in the pack."""
     return tuple(
         LaneCut(sequence, lane - pack.first_lane, pack.cp_size)
         for number in range(len(plan.rounds))
@@ -110,13 +111,12 @@ def lane_cuts(plan: Plan, lane: int) -> tuple[LaneCut, ...]:
 
 def cut_tokens(plan: Plan, cuts: Iterable[Cut]) -> Ints:
     """Real tokens of each cut."""
-    grid = _Grid.of(plan, tuple(cuts))
-    counted: Ints = (grid.stops - grid.starts).sum(axis=1)
-    return counted
+    counts: Ints = CutSpans.of(plan, tuple(cuts)).tokens
+    return counts
 
 
 def count_targets(loss_mask: Array, depths: int) -> tuple[int, ...]:
-    """Labels that count in a sequence: of the main loss, then of each depth."""
+    """How many labels of a sequence count: in the main loss, then at each depth."""
     total = int(np.count_nonzero(loss_mask))
     return tuple(total - int(np.count_nonzero(loss_mask[: j + 1])) for j in range(depths + 1))
 
@@ -129,48 +129,54 @@ def cut_shards(
     depths: int = 0,
     fields: Seq[FieldSpec] = (),
 ) -> Shards:
-    """Cuts whole sequences; `samples` are by place in the plan, and may hold more than is wanted.
+    """Cuts sequences; `samples` are by place in the plan, and may be more than the cuts need.
 
     `cuts` are `lane_cuts(plan, lane)` or the transfers of a route; the shards keep their order.
     """
     _check_fields(fields, depths)
     wanted = tuple(cuts)
-    grid = _Grid.of(plan, wanted)
+    cut_spans = CutSpans.of(plan, wanted)
     for place in dict.fromkeys(cut.sequence for cut in wanted):
         _check_sample(plan, place, samples, fields)
-    whole = [samples[cut.sequence] for cut in wanted]
-    rows = _Rows.of(grid, reach=depths + 1)
+    uncut = [samples[cut.sequence] for cut in wanted]
+    rows = _Lookahead.of(cut_spans, reach=depths + 1)
     token_fields, sequence_fields = {}, {}
     for spec in fields:
-        values = [np.asarray(sample.fields[spec.name]) for sample in whole]
+        values = [np.asarray(sample.fields[spec.name]) for sample in uncut]
         if spec.per == "sequence":
             sequence_fields[spec.name] = _stacked(values, spec)
         else:
             flat = rows.joined(values, spec.dtype, spec.shape)
-            token_fields[spec.name] = rows.taken(flat, int(spec.per == "target"), 0)
-    ids = _checked_ids(rows.joined([sample.tokens for sample in whole], "int64"), wanted, samples)
-    mask = rows.joined([sample.loss_mask for sample in whole], "bool")
+            token_fields[spec.name] = rows.ahead(flat, int(spec.per == "target"), 0)
+    ids = _checked_ids(rows.joined([sample.tokens for sample in uncut], "int64"), wanted, samples)
+    mask = rows.joined([sample.loss_mask for sample in uncut], "bool")
     return Shards(
-        sequences=grid.sequences,
-        tokens=(grid.stops - grid.starts).sum(axis=1),
-        ids=np.stack([rows.taken(ids, j, -1) for j in range(depths + 2)], axis=1),
-        mask=np.stack([rows.taken(mask, j + 1, False) for j in range(depths + 1)], axis=1),
+        sequences=cut_spans.sequences,
+        tokens=cut_spans.tokens,
+        ids=np.stack([rows.ahead(ids, j, -1) for j in range(depths + 2)], axis=1),
+        mask=np.stack([rows.ahead(mask, j + 1, False) for j in range(depths + 1)], axis=1),
         token_fields=token_fields,
         sequence_fields=sequence_fields,
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Grid:
-    """The two spans (N, 2) of each cut."""
+class CutSpans:
+    """Positions [start, stop) of the two spans of each cut: starts and stops are (N, 2)."""
 
     sequences: Ints
     lengths: Ints
     starts: Ints
     stops: Ints
 
+    @property
+    def tokens(self) -> Ints:
+        """(N): real tokens of each cut."""
+        counts: Ints = (self.stops - self.starts).sum(axis=1)
+        return counts
+
     @classmethod
-    def of(cls, plan: Plan, cuts: Seq[Cut]) -> "_Grid":
+    def of(cls, plan: Plan, cuts: Seq[Cut]) -> "CutSpans":
         table = [(cut.sequence, cut.cp_rank, cut.cp_size) for cut in cuts]
         place, rank, size = np.array(table, dtype=np.int64).reshape(-1, 3).T
         if (bad := (rank < 0) | (rank >= size)).any():
@@ -184,42 +190,46 @@ class _Grid:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    """Where each row of the shards lies among the joined spans, each with `reach` tokens more.
+class _Lookahead:
+    """Finds for each row of the shards the tokens that follow it.
 
-    left: tokens of the sequence from this row on, itself included.
+    The spans of all cuts are joined into one array, each with up to `reach` tokens more.
     """
 
     slices: list[tuple[slice, slice]]
-    place: Ints
+    """For each cut the two slices of its sequence, lengthened by `reach`."""
+    index: Ints
+    """(M): where each row is in the joined array."""
     left: Ints
+    """(M): tokens of the sequence from this row on, itself included."""
     reach: int
 
     @classmethod
-    def of(cls, grid: _Grid, *, reach: int) -> "_Rows":
-        ends = np.minimum(grid.stops + reach, grid.lengths[:, None])
-        counts = (grid.stops - grid.starts).ravel()
-        before = np.cumsum((ends - grid.starts).ravel()) - (ends - grid.starts).ravel()
-        place = ranges(before, counts)
-        behind = (grid.lengths[:, None] - grid.starts).ravel()
-        left = np.repeat(behind + before, counts) - place
-        bounds = zip(grid.starts.tolist(), ends.tolist(), strict=True)
+    def of(cls, cut_spans: CutSpans, *, reach: int) -> "_Lookahead":
+        ends = np.minimum(cut_spans.stops + reach, cut_spans.lengths[:, None])
+        counts = (cut_spans.stops - cut_spans.starts).ravel()
+        sizes = (ends - cut_spans.starts).ravel()
+        before = np.cumsum(sizes) - sizes
+        index = ranges(before, counts)
+        remaining = (cut_spans.lengths[:, None] - cut_spans.starts).ravel()
+        left = np.repeat(remaining + before, counts) - index
+        bounds = zip(cut_spans.starts.tolist(), ends.tolist(), strict=True)
         slices = [(slice(a, b), slice(c, d)) for (a, c), (b, d) in bounds]
-        return cls(slices, place, left, reach)
+        return cls(slices, index, left, reach)
 
     def joined(self, values: Seq[Array], dtype: str, shape: tuple[int, ...] = ()) -> Array:
-        """The spans of all cuts in one array, with `reach` rows of 0 behind the last."""
+        """The spans of all cuts in one array, with `reach` rows of 0 at the end."""
         parts = [
             value[cut] for value, cuts in zip(values, self.slices, strict=True) for cut in cuts
         ]
         parts.append(np.zeros((self.reach, *shape), dtype=dtype))
         return np.concatenate(parts, dtype=dtype, casting="same_kind")
 
-    def taken(self, flat: Array, ahead: int, past: int | bool) -> Array:
-        """For each row the value `ahead` places on, or `past` beyond the end of its sequence."""
-        values: Array = flat[self.place + ahead]
-        if ahead:
-            values[self.left <= ahead] = past
+    def ahead(self, joined: Array, distance: int, past: int | bool) -> Array:
+        """For each row the value `distance` tokens ahead, or `past` past the sequence's end."""
+        values: Array = joined[self.index + distance]
+        if distance:
+            values[self.left <= distance] = past
         return values
 
 
@@ -233,15 +243,15 @@ def _stacked(values: Seq[Array], spec: FieldSpec) -> Array:
 def _check_fields(fields: Seq[FieldSpec], depths: int) -> None:
     if depths < 0:
         raise ValueError(f"depths is {depths}; it must be 0 or more")
-    seen = set()
+    names = set()
     for spec in fields:
         if spec.per not in ("token", "target", "sequence"):
             raise ValueError(
                 f"field {spec.name!r}: it is per {spec.per!r}; say 'token', 'target' or 'sequence'"
             )
-        if spec.name in seen:
+        if spec.name in names:
             raise ValueError(f"field {spec.name!r} is declared twice")
-        seen.add(spec.name)
+        names.add(spec.name)
 
 
 def _check_sample(
@@ -286,7 +296,7 @@ def _check_field(who: str, sample: Tokenized, spec: FieldSpec, length: int) -> N
 
 
 def _checked_ids(ids: Array, cuts: Seq[Cut], samples: Mapping[int, Tokenized]) -> NDArray[np.int32]:
-    """The ids as int32, after one look at all of them."""
+    """The ids as int32; all are checked to fit."""
     if ids.size and (ids.min() < 0 or ids.max() >= MOST_IDS):
         for place in sorted({cut.sequence for cut in cuts}):
             tokens = samples[place].tokens

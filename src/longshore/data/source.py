@@ -1,4 +1,4 @@
-"""Sources: where sequences come from, and the TokenizedSample that all of them give.
+"""Sources: where sequences come from, and the TokenizedSample that all of them return.
 
 In: Python rows of token ids and loss masks, rows that are already packed, or other sources with
 weights. Out: TokenizedSamples, from an iterator or, where the source knows all lengths, by index.
@@ -7,11 +7,10 @@ The packed row {"tokens": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 0, 1], "bounda
 (or "positions": [0, 1, 2, 0, 1] in place of the boundaries) gives two sequences back, 5 6 7 with
 two loss tokens and 8 9 with one. Chats and texts come through tokenize.py, mock data from mock.py.
 
-Weights: `Mixture([a, b], [3, 1], seed=0)` draws a a a b, a a a b, …; after n draws each source's
-share differs from n·weight by less than one. Each pass over a source is a fresh permutation. The
-mixture ends when every source was drawn whole at least once, so smaller ones (for their weight)
-repeat; with ends="first" it ends before the first repetition, and the rest of the others waits for
-the next epoch's permutation.
+Weights: `Mixture([a, b], [3, 1], seed=0)` draws a a a b, a a a b, …; after n draws the count of
+each source differs from n·share by less than one. Each pass over a source is a fresh permutation.
+An epoch ends when every source was drawn completely, so sources that are small for their weight
+repeat; with ends="first" it ends before the first repetition, with the others drawn in part.
 """
 
 import hashlib
@@ -37,7 +36,7 @@ LARGEST_TOKEN = 2**31 - 1
 
 
 class SampleError(ValueError):
-    """A sample that cannot become a sequence. `reason` is a short fixed phrase, to count by."""
+    """A sample that cannot become a sequence. `reason` is a short fixed phrase, for statistics."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(reason, detail)
@@ -85,7 +84,7 @@ class TokenizedSample:
 
 
 class IndexedSource(Protocol):
-    """A source that knows all lengths and gives any sequence by its place; its id is its place."""
+    """A source that knows all lengths and returns any sequence by its index, which is its id."""
 
     @property
     def lengths(self) -> Ints: ...
@@ -96,11 +95,11 @@ class IndexedSource(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> TokenizedSample: ...
     def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
-        """The first `count` values of a loss mask, or all if it is shorter, at little cost."""
+        """The first `count` values of a loss mask, or all if it is shorter; it must be cheap."""
 
 
 def source_digest(source: IndexedSource) -> str:
-    """Names the content of a source: its own `digest`, or else that of its lengths."""
+    """Identifies the content of a source: its own `digest`, or else one of its lengths."""
     own = getattr(source, "digest", None)
     if isinstance(own, str):
         return own
@@ -108,8 +107,8 @@ def source_digest(source: IndexedSource) -> str:
     return hashlib.sha256(b"".join(np.asarray(a, np.int64).tobytes() for a in arrays)).hexdigest()
 
 
-def place(index: int, size: int) -> int:
-    """A place in a source of `size` sequences; negative ones count from the end."""
+def checked_index(index: int, size: int) -> int:
+    """An index into a source of `size` sequences; a negative one counts from the end."""
     number = operator.index(index)
     if not -size <= number < size:
         raise IndexError(f"sequence {number} of a source with {size}")
@@ -125,7 +124,7 @@ def make_sample(
     fields: Sequence[Field],
     where: str,
 ) -> TokenizedSample:
-    """A TokenizedSample from anything array-like, checked; errors begin with `where`."""
+    """A TokenizedSample from anything array-like, checked. Errors begin with `where`."""
     ids = np.asarray(tokens)
     if ids.ndim != 1 or not len(ids):
         raise ValueError(f"{where}: tokens must be a list of at least one token id")
@@ -195,10 +194,10 @@ def _cut(
     sequences = len(bounds) - 1
     if per is None:
         return [value] * sequences  # make_sample refuses it by name
-    wanted = sequences if per == "sequence" else bounds[-1]
-    if np.ndim(value) < 1 or len(value) != wanted:
+    size = sequences if per == "sequence" else bounds[-1]
+    if np.ndim(value) < 1 or len(value) != size:
         raise ValueError(
-            f"{where}: field {name!r} must be a list of {wanted} values "
+            f"{where}: field {name!r} must be a list of {size} values "
             f"(per {per}, {bounds[-1]} tokens in {sequences} sequences)"
         )
     return value if per == "sequence" else [value[a:b] for a, b in pairwise(bounds)]
@@ -212,9 +211,9 @@ def _boundaries(content: dict[str, Any], length: int, where: str) -> list[int]:
         positions = np.asarray(content.pop("positions"))
         starts = np.flatnonzero(positions == 0)
         bounds = np.append(starts, length)
-        counts = positions.shape == (length,) and positions[0] == 0
+        starts_at_0 = positions.shape == (length,) and positions[0] == 0
         if (
-            not counts
+            not starts_at_0
             or (positions != np.arange(length) - np.repeat(starts, np.diff(bounds))).any()
         ):
             raise ValueError(
@@ -248,7 +247,7 @@ def _take(content: dict[str, Any], name: str, where: str) -> Any:  # noqa: ANN40
 
 
 class MemorySource:
-    """An indexed source of samples held in memory, numbered anew in their order."""
+    """An indexed source of samples in memory, renumbered in their order."""
 
     def __init__(self, samples: Iterable[TokenizedSample], fields: Sequence[Field] = ()) -> None:
         self.fields = check_declared(fields)
@@ -260,7 +259,7 @@ class MemorySource:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> TokenizedSample:
-        return self._samples[place(index, len(self))]
+        return self._samples[checked_index(index, len(self))]
 
     def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
         return self[index].loss_mask[:count]
@@ -284,34 +283,34 @@ class Mixture:
         self.fields = sources[0].fields
         sizes = [len(source) for source in sources]
         self.drawn_from = _epoch_of_draws(sizes, shares, seed, ends)
-        self.drawn_place = np.empty(len(self.drawn_from), dtype=np.int64)
-        self.lengths: Ints = np.empty_like(self.drawn_place)
-        self.loss_tokens: Ints = np.empty_like(self.drawn_place)
+        self.drawn_index = np.empty(len(self.drawn_from), dtype=np.int64)
+        self.lengths: Ints = np.empty_like(self.drawn_index)
+        self.loss_tokens: Ints = np.empty_like(self.drawn_index)
         for number, source in enumerate(sources):
             draws = np.flatnonzero(self.drawn_from == number)
             passes = range(-(-len(draws) // sizes[number]))
-            orders = [shuffled(sizes[number], seed, epoch, number, turn) for turn in passes]
-            places = np.concatenate(orders or [draws])[: len(draws)]
-            self.drawn_place[draws] = places
-            self.lengths[draws] = source.lengths[places]
-            self.loss_tokens[draws] = source.loss_tokens[places]
+            orders = [shuffled(sizes[number], seed, epoch, number, i) for i in passes]
+            indices = np.concatenate(orders or [draws])[: len(draws)]
+            self.drawn_index[draws] = indices
+            self.lengths[draws] = source.lengths[indices]
+            self.loss_tokens[draws] = source.loss_tokens[indices]
 
     def __len__(self) -> int:
         return len(self.drawn_from)
 
     def __getitem__(self, index: int) -> TokenizedSample:
-        i = place(index, len(self))
-        sample = self._sources[int(self.drawn_from[i])][int(self.drawn_place[i])]
+        i = checked_index(index, len(self))
+        sample = self._sources[int(self.drawn_from[i])][int(self.drawn_index[i])]
         return replace(sample, id=i)
 
     def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
-        i = place(index, len(self))
+        i = checked_index(index, len(self))
         source = self._sources[int(self.drawn_from[i])]
-        return source.mask_head(int(self.drawn_place[i]), count)
+        return source.mask_head(int(self.drawn_index[i]), count)
 
 
 def _check_alike(sources: Sequence[IndexedSource]) -> None:
-    """Sources of a mixture have the same extra fields and, where they know theirs, tokenizers."""
+    """Sources of a mixture must have the same extra fields and, where known, the same tokenizer."""
     tokenizers: dict[str, int] = {}
     for number, source in enumerate(sources):
         if not len(source):
@@ -334,7 +333,7 @@ def _check_alike(sources: Sequence[IndexedSource]) -> None:
 def mix_streams(
     streams: Sequence[Iterable[TokenizedSample]], weights: Sequence[float], *, seed: int
 ) -> Iterator[TokenizedSample]:
-    """Iterators as one, numbered anew; it ends when the stream that is due has no more."""
+    """Several iterators as one, renumbered; it ends when the stream that is due is exhausted."""
     iterators = [iter(stream) for stream in streams]
     for number, due in enumerate(draw_order(weights, seed=seed)):
         try:
@@ -345,10 +344,11 @@ def mix_streams(
 
 
 def draw_order(weights: Sequence[float], *, seed: int) -> Iterator[int]:
-    """Endlessly, which source is due: the j-th draw of a source of share w falls into the window
-    from ⌊j/w⌋ to ⌈(j+1)/w⌉, of the open windows the one that closes first, ties in seeded order.
+    """Which source each draw comes from, without end.
 
-    That schedule exists for any shares that sum to 1, and keeps each count within 1 of n·w.
+    The j-th draw of a source of share w falls into the window from ⌊j/w⌋ to ⌈(j+1)/w⌉. Each draw
+    serves the open window that closes first; ties go by a seeded order. Such a schedule exists for
+    any shares that sum to 1, and keeps each count within 1 of n·w.
     """
     shares = _shares(weights, len(weights))
     total = sum(shares)
@@ -366,7 +366,7 @@ def draw_order(weights: Sequence[float], *, seed: int) -> Iterator[int]:
 
 
 def _shares(weights: Sequence[float], sources: int) -> list[int]:
-    """The weights as whole numbers in the same proportion."""
+    """The weights as integers in the same proportion."""
     if not sources or len(weights) != sources:
         raise ValueError(f"mixture: {sources} sources, but {len(weights)} weights")
     for number, weight in enumerate(weights):
@@ -377,9 +377,9 @@ def _shares(weights: Sequence[float], sources: int) -> list[int]:
             )
     exact = [Fraction(repr(float(weight))) for weight in weights]
     scale = lcm(*(fraction.denominator for fraction in exact))
-    whole = [int(fraction * scale) for fraction in exact]
-    common = gcd(*whole)
-    return [share // common for share in whole]
+    integers = [int(fraction * scale) for fraction in exact]
+    common = gcd(*integers)
+    return [share // common for share in integers]
 
 
 def _epoch_of_draws(
@@ -389,8 +389,8 @@ def _epoch_of_draws(
     if ends not in ("all", "first"):
         raise ValueError(f"mixture: ends is {ends!r}; it must be 'all' or 'first'")
     period = sum(shares)
-    whole = [-(-size * period // share) for size, share in zip(sizes, shares, strict=True)]
-    longest = max(whole) if ends == "all" else min(whole) + period
+    full_passes = [-(-size * period // share) for size, share in zip(sizes, shares, strict=True)]
+    longest = max(full_passes) if ends == "all" else min(full_passes) + period
     once = np.fromiter(islice(draw_order(shares, seed=seed), min(period, longest)), np.int32)
     draws = np.resize(once, longest)
     last = [np.flatnonzero(draws == i)[size - 1 : size + 1] for i, size in enumerate(sizes)]

@@ -1,13 +1,13 @@
-"""Steps: from a source to a rank's micro-batches, one optimizer step after another.
+"""Optimizer steps: from a source to a rank's micro-batches, one step after another.
 
-In: a source, how steps are batched, and a planner. Out: Steps, each with its plan and this rank's
-micro-batches. Two ways of owning data give the same micro-batches:
+In: a source, the size of a batch, and a planner. Out: Steps, each with its plan and this rank's
+micro-batches. Two ways to own the data give the same micro-batches:
 
 - IndexedSteps: every rank knows all lengths, makes the same plan and reads only its own sequences;
-- StreamedSteps: each lane draws from an iterator of its own, and sequences travel.
+- StreamedSteps: each lane draws from its own iterator, and sequences are exchanged.
 
-A controller that planned already needs neither: cut_shards and pack_step are enough. With 4 lanes
-and a batch of 10 sequences the lanes of StreamedSteps draw 3, 3, 2 and 2.
+A controller that has planned already needs neither: cut_shards and pack_step are enough. With 4
+lanes and a batch of 10 sequences the lanes of StreamedSteps draw 3, 3, 2 and 2.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,11 +23,17 @@ from longshore.batch import Counts, MicroBatch
 from longshore.data.batches import ORDER, Batches, BatchSize, Place
 from longshore.data.exchange import Parcels, cut_parcels, deliver, open_parcels
 from longshore.data.fields import Field
+from longshore.data.lane_broadcast import (
+    LaneShape,
+    broadcast_step,
+    for_stage,
+    one_stage_per_rank,
+    zero_batches,
+)
 from longshore.data.lengths import StepLengths, gather_lengths, length_rows
 from longshore.data.pack import pack_step
 from longshore.data.shard import Shards, cut_shards, lane_cuts
 from longshore.data.source import IndexedSource, TokenizedSample, source_digest
-from longshore.data.stages import Form, for_stage, share_step, shells, usual_stages
 from longshore.distributed.collectives import agreed, gather, same_on_all_ranks
 from longshore.distributed.topology import Groups, Topology
 from longshore.plan.check import check_step
@@ -35,20 +41,21 @@ from longshore.plan.cost import Ints
 from longshore.plan.types import Plan, Sequence
 
 Planner = Callable[[Seq[Sequence]], Plan]
-"""make_plan with everything but the sequences filled in, or another: its plans are checked."""
+"""make_plan with all arguments but the sequences bound, or any other; its plans are checked."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One optimizer step for one rank.
-
-    place: where the step stands in the run. wait_seconds: how long its consumer waited for it.
-    """
+    """One optimizer step for one rank."""
 
     plan: Plan
+    """Of all lanes."""
     batches: list[MicroBatch]
+    """This rank's, one for each round."""
     place: Place
+    """Where the step stands in the training run."""
     wait_seconds: float = 0.0
+    """How long the consumer waited for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +63,14 @@ class Packing:
     """How a lane's sequences become micro-batches; the same on all ranks."""
 
     depths: int = 0
+    """Of multi-token prediction."""
     buckets: tuple[int, ...] = ()
+    """Token totals that a lane's micro-batch is rounded up to; without any, a multiple of align."""
     pad_id: int = 0
+    """The token id at padding."""
 
 
-PLAIN = Packing()
-
-
+DEFAULT_PACKING = Packing()
 Finish = Callable[[Step], Step]
 
 
@@ -71,10 +79,11 @@ def unchanged(step: Step) -> Step:
 
 
 class Steps(Protocol):
-    """Makes steps from a place on, and says whether another run can start there.
+    """Makes steps from a place on, and says whether a saved run can be resumed with them.
 
-    finish: what else each rank does with a step. Whatever may fail on one rank alone is done where
-    all ranks agree that it worked, so that none is left waiting in the next collective.
+    finish: what else each rank does with a step (pinning its memory, say). Whatever may fail on one
+    rank alone happens where all ranks agree that it worked, so that no rank waits forever in the
+    next collective.
     """
 
     def from_place(
@@ -92,7 +101,7 @@ class _Rank:
         self.lane = topology.lane if topology else 0
         self.lanes = topology.lanes if topology else 1
         self.is_first_of_lane = topology.is_first_of_lane if topology else True
-        self.stages = usual_stages(topology.pp if topology else 1, depths=packing.depths)
+        self.stages = one_stage_per_rank(topology.pp if topology else 1, depths=packing.depths)
         self.stage = self.stages[topology.pp_rank if topology else 0]
         self.packing = packing
         self.groups: Groups | None = topology.host_groups() if topology else None
@@ -101,17 +110,18 @@ class _Rank:
         """A block that fails on all ranks if it fails on one."""
         return agreed(self.groups) if self.groups else nullcontext()
 
-    def anyone(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank; all ranks learn it at the same step."""
         if self.groups is None:
             return flag
         return bool(gather(torch.tensor([flag]), self.groups.world).any())
 
-    def planned(self, planner: Planner, sequences: Seq[Sequence]) -> tuple[Plan, str]:
-        """A checked plan: a planner of one's own may leave a sequence out, or name no lane.
+    def make_plan(self, planner: Planner, sequences: Seq[Sequence]) -> tuple[Plan, str]:
+        """A checked plan, and a digest that must be the same on all ranks.
 
-        And what must be the same on all ranks: the packs too, for a digest is only what a planner
-        says; integers hash alike.
+        The check is for users' own planners, which may leave a sequence out or use a lane that does
+        not exist. The digest covers the packs too, because plan.digest is only what the planner
+        claims; tuples of integers hash alike on all ranks.
         """
         plan = planner(sequences)
         check_step(plan, sequences, lanes=self.lanes)
@@ -122,8 +132,8 @@ class _Rank:
         if self.groups:
             same_on_all_ranks(digest, self.groups)
 
-    def form(self, fields: tuple[Field, ...]) -> Form:
-        return Form(self.lane, self.packing.depths, fields, self.packing.buckets)
+    def shape(self, fields: tuple[Field, ...]) -> LaneShape:
+        return LaneShape(self.lane, self.packing.depths, fields, self.packing.buckets)
 
     def pack(self, plan: Plan, shards: Shards, counts: Counts) -> list[MicroBatch]:
         packing = self.packing
@@ -142,7 +152,7 @@ class _Rank:
 
 
 class IndexedSteps:
-    """Steps from a source whose lengths every rank knows: nothing is exchanged but agreement."""
+    """Steps from a source whose lengths every rank knows: no sequence is exchanged."""
 
     def __init__(
         self,
@@ -153,7 +163,7 @@ class IndexedSteps:
         seed: int,
         shuffle: bool = True,
         topology: Topology | None = None,
-        packing: Packing = PLAIN,
+        packing: Packing = DEFAULT_PACKING,
     ) -> None:
         self.source = source
         self.planner = planner
@@ -166,11 +176,11 @@ class IndexedSteps:
         self, place: Place, stop: Callable[[], bool], finish: Finish = unchanged
     ) -> Iterator[Step]:
         order = self.batches.from_place(place)
-        while not self.rank.anyone(stop()):
+        while not self.rank.any_rank(stop()):
             with self.rank.agreed():
-                here, places = next(order)
-                plan, digest = self.rank.planned(self.planner, self._sequences(places))
-                step = finish(Step(plan, self._batches(plan, places), here))
+                place, places = next(order)
+                plan, digest = self.rank.make_plan(self.planner, self._sequences(places))
+                step = finish(Step(plan, self._batches(plan, places), place))
             self.rank.check_same(digest)
             yield step
 
@@ -184,7 +194,8 @@ class IndexedSteps:
         depths = self.rank.packing.depths
         counts = self._counts(plan, places)
         if not self.rank.stage.needs_tokens:
-            return shells(plan, self.rank.form(self.source.fields), counts, self.rank.stage)
+            shape = self.rank.shape(self.source.fields)
+            return zero_batches(plan, shape, counts, self.rank.stage)
         cuts = lane_cuts(plan, self.rank.lane)
         wanted = dict.fromkeys(cut.sequence for cut in cuts)
         samples = {i: self.source[int(places[i])] for i in wanted}
@@ -193,7 +204,7 @@ class IndexedSteps:
         return [for_stage(self.rank.stage, batch) for batch in batches]
 
     def _counts(self, plan: Plan, places: Ints) -> Counts:
-        """Depth d loses the targets among the first d + 1 tokens, which nothing predicts there."""
+        """Depth d has no targets among the first d + 1 tokens: nothing predicts them there."""
         depths = self.rank.packing.depths
         main = sum(sequence.loss_tokens for sequence in plan.sequences)
         early = np.zeros(depths, dtype=np.int64)
@@ -215,11 +226,11 @@ class IndexedSteps:
         }
 
     def check_can_resume(self, state: dict[str, object]) -> None:
-        for name, mine in self.describe().items():
-            if state.get(name) != mine:
+        for name, value in self.describe().items():
+            if state.get(name) != value:
                 raise ValueError(
-                    f"the run to resume had {name} {state.get(name)!r} and this one has {mine!r}; "
-                    "its order of sequences would differ, so set it as it was, or start anew"
+                    f"the run to resume had {name} {state.get(name)!r} and this one has {value!r}; "
+                    "its order of sequences would differ, so set it as it was, or start a new run"
                 )
 
     def close(self) -> None:
@@ -227,9 +238,9 @@ class IndexedSteps:
 
 
 class StreamedSteps:
-    """Steps from an iterator for each lane: on its first rank or, `everywhere`, on every rank.
+    """Steps from one iterator a lane, given to its first rank or, with `everywhere`, to all ranks.
 
-    A step ends the stream when no lane has a sequence left; lanes may run out at different times.
+    The steps end when no lane has a sequence left; lanes may run out at different times.
     """
 
     def __init__(
@@ -241,7 +252,7 @@ class StreamedSteps:
         topology: Topology,
         fields: tuple[Field, ...] = (),
         everywhere: bool = False,
-        packing: Packing = PLAIN,
+        packing: Packing = DEFAULT_PACKING,
     ) -> None:
         self.rank = _Rank(topology, packing)
         if (samples is None) == (everywhere or self.rank.is_first_of_lane):
@@ -262,21 +273,22 @@ class StreamedSteps:
             raise ValueError("a plain iterator cannot start in the middle; use an indexed source")
         groups = self.rank.groups
         assert groups is not None
-        while not self.rank.anyone(stop()):
+        while not self.rank.any_rank(stop()):
             with self.rank.agreed():
                 drawn = list(self._draw())
                 rows = length_rows(drawn, self.rank.packing.depths)
-            found = gather_lengths(rows, groups, room=self._room(), everywhere=self.everywhere)
-            if not found.owners:
+            lengths = gather_lengths(rows, groups, room=self._room(), everywhere=self.everywhere)
+            if not lengths.owners:
                 return
             with self.rank.agreed():
-                plan, digest = self.rank.planned(self.planner, found.sequences())
-                parcels = self._parcels(plan, found, drawn)
+                plan, digest = self.rank.make_plan(self.planner, lengths.sequences())
+                parcels = self._parcels(plan, lengths, drawn)
             self.rank.check_same(digest)
-            yield self._step(plan, found, parcels, place=place, finish=finish)
+            yield self._step(plan, lengths, parcels, place=place, finish=finish)
             place = place.following
 
     def _room(self) -> int:
+        """How many sequences a lane usually draws at most."""
         return -(-self.batch.amount // self.rank.lanes) if self.batch.unit == "sequences" else 64
 
     def _draw(self) -> Iterator[TokenizedSample]:
@@ -291,17 +303,17 @@ class StreamedSteps:
             yield sample
 
     def _parcels(
-        self, plan: Plan, found: StepLengths, drawn: list[TokenizedSample]
+        self, plan: Plan, lengths: StepLengths, drawn: list[TokenizedSample]
     ) -> Parcels | None:
         """What this rank sends to other lanes; None where it takes no part in that."""
         rank, groups = self.rank, self.rank.groups
         assert groups is not None
         if not (rank.is_first_of_lane or (self.everywhere and rank.stage.needs_tokens)):
             return None
-        own = dict(zip(found.places_of(rank.lane), drawn, strict=True))
+        own = dict(zip(lengths.places_of(rank.lane), drawn, strict=True))
         return cut_parcels(
             plan,
-            found.owners,
+            lengths.owners,
             own,
             groups.lanes,
             depths=rank.packing.depths,
@@ -311,35 +323,35 @@ class StreamedSteps:
     def _step(
         self,
         plan: Plan,
-        found: StepLengths,
+        lengths: StepLengths,
         parcels: Parcels | None,
         *,
         place: Place,
         finish: Finish,
     ) -> Step:
-        """The step of this rank, once sequences have travelled."""
+        """The step of this rank, after the exchange of sequences."""
         rank, groups = self.rank, self.rank.groups
         assert groups is not None
-        received = None if parcels is None else deliver(parcels, groups.lanes)
-        is_shared = not self.everywhere and groups.tp.size() * groups.pp.size() > 1
+        delivered = None if parcels is None else deliver(parcels, groups.lanes)
+        is_broadcast = not self.everywhere and groups.tp.size() * groups.pp.size() > 1
         with rank.agreed():
-            counts, form = found.counts(), rank.form(self.fields)
-            whole = None
-            if parcels is not None and received is not None:
-                whole = rank.pack(plan, open_parcels(parcels, received), counts)
-            if not is_shared:
-                return finish(Step(plan, self._of_stage(plan, whole, form, counts), place))
-        shared = share_step(plan, whole, groups, rank.stages, form=form, counts=counts)
+            counts, shape = lengths.counts(), rank.shape(self.fields)
+            batches = None
+            if parcels is not None and delivered is not None:
+                batches = rank.pack(plan, open_parcels(parcels, delivered), counts)
+            if not is_broadcast:
+                return finish(Step(plan, self._of_stage(plan, batches, shape, counts), place))
+        received = broadcast_step(plan, batches, groups, rank.stages, shape=shape, counts=counts)
         with rank.agreed():
-            return finish(Step(plan, shared, place))
+            return finish(Step(plan, received, place))
 
     def _of_stage(
-        self, plan: Plan, whole: list[MicroBatch] | None, form: Form, counts: Counts
+        self, plan: Plan, batches: list[MicroBatch] | None, shape: LaneShape, counts: Counts
     ) -> list[MicroBatch]:
         """This rank's part of its lane's micro-batches, where all ranks of a lane have them."""
-        if whole is None:
-            return shells(plan, form, counts, self.rank.stage)
-        return [for_stage(self.rank.stage, batch) for batch in whole]
+        if batches is None:
+            return zero_batches(plan, shape, counts, self.rank.stage)
+        return [for_stage(self.rank.stage, batch) for batch in batches]
 
     def describe(self) -> dict[str, object]:
         raise ValueError(

@@ -1,7 +1,7 @@
 """The store: sequences on disk, read by memory map, with an index of lengths.
 
-In: TokenizedSamples. Out: a folder that gives any sequence by its number. A store of five sequences
-in two shards:
+In: TokenizedSamples. Out: a folder, and a Store that reads any sequence by its index. A store of
+five sequences in two shards:
 
     manifest.json      counts, extra fields, sizes and SHA-256 of all files below, how it was made,
                        and its own SHA-256
@@ -16,14 +16,14 @@ A shard is an Arrow IPC file of one record batch: lists `tokens` (int32), `loss_
 one for each extra field, numbers `loss_tokens` and `checksum`. The manifest is written last, so a
 folder without one is unfinished.
 
-Every bit is checked before it is used, and none is read for the check alone. Opening compares the
-manifest and the index with their SHA-256 (28 bytes a sequence: 0.02 s for a million) and the sizes
-of the shards. Of a shard, all but the sequences is compared when it is first used (its `frame`, 16
-bytes a sequence and column), and each sequence with its CRC-32 whenever it is read. So a store of
+All bytes are verified before use, and none are read only for that. Opening a store compares the
+manifest and the index with their SHA-256 (28 bytes a sequence: 0.02 s for a million) and checks the
+sizes of the shards. A shard's `frame`, all of it but the sequences (16 bytes a sequence and
+column), is verified at first use, and each sequence with its CRC-32 at every read. So a store of
 100 GB opens at once, and a damaged file is named before it is trained on.
 
-Between reads only memory maps stay open, so a store may be used after a fork; pickled, it opens
-again.
+Between reads only memory maps stay open, so a store may be used after a fork; a pickled store opens
+its folder again.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from longshore.data.fields import Array, Field, check_declared, parse_field
-from longshore.data.source import Ints, TokenizedSample, place
+from longshore.data.source import Ints, TokenizedSample, checked_index
 from longshore.data.store_columns import (
     HEAD,
     checksum,
@@ -60,7 +60,7 @@ SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
 INDEX = ("lengths.npy", "loss_tokens.npy", "checksums.npy", "mask_heads.npy")
 BLOCK = 1 << 24
-AGAIN = "copy it again or prepare the store anew"
+AGAIN = "copy it again or prepare the store again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,30 +74,40 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo(FileInfo):
-    """A shard: its file, and what is in it. frame: CRC-32 of all bytes but the sequences' own."""
+    """A shard's file and content."""
 
     sequences: int
     tokens: int
     frame: int
+    """CRC-32 of all bytes but the sequences' own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a store says of itself. `about`: how it was made, as its writer tells it."""
+    """The content of manifest.json."""
 
     schema_version: int
+    """Of the store's format."""
     sequences: int
+    """How many the store has."""
     tokens: int
+    """Of all sequences."""
     loss_tokens: int
+    """Tokens that are targets of the loss."""
     longest: int
+    """Tokens of the longest sequence."""
     fields: tuple[Field, ...]
+    """Extra fields of each sequence."""
     shards: tuple[ShardInfo, ...]
+    """The files with the sequences, in order."""
     index: tuple[FileInfo, ...]
+    """The files of INDEX."""
     about: Mapping[str, Any]
+    """How the store was made, as its writer describes it."""
 
 
 class Store:
-    """An indexed source over a folder. `digest` names its content."""
+    """An indexed source over a folder. `digest` identifies its content."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -105,7 +115,7 @@ class Store:
         for info in (*self.manifest.index, *self.manifest.shards):
             _check_size(self.folder / info.file, info.bytes)
         for info in self.manifest.index:
-            _check_whole(self.folder / info.file, info)
+            _check_sha256(self.folder / info.file, info)
         self.fields = self.manifest.fields
         self.lengths: Ints = self._load("lengths.npy")
         self.loss_tokens: Ints = self._load("loss_tokens.npy")
@@ -120,36 +130,36 @@ class Store:
 
     @property
     def digest(self) -> str:
-        """Of the sequences in their order, however many shards they lie in."""
+        """Of the sequences in their order; it does not depend on how they are split into shards."""
         fields = [str(field) for field in self.fields]
-        told = json.dumps([fields, [info.sha256 for info in self.manifest.index]])
-        return hashlib.sha256(told.encode()).hexdigest()
+        content = json.dumps([fields, [info.sha256 for info in self.manifest.index]])
+        return hashlib.sha256(content.encode()).hexdigest()
 
     @property
     def tokenizer_digest(self) -> str:
-        """What tokenizer made the tokens, as `prepare` recorded it, or ""."""
+        """Identifies the tokenizer, as `prepare` recorded it, or ""."""
         return str(self.manifest.about.get("settings", {}).get("tokenizer", ""))
 
     def __len__(self) -> int:
         return self.manifest.sequences
 
     def __getitem__(self, index: int) -> TokenizedSample:
-        i = place(index, len(self))
+        i = checked_index(index, len(self))
         shard, row, columns = self._find(i)
         length = int(self.lengths[i])
         flat = {name: a[at[row] : at[row + 1]] for name, (a, at) in columns.items()}
         sizes = {"tokens": length, "loss_mask": length}
         sizes |= {f.name: f.width * (1 if f.per == "sequence" else length) for f in self.fields}
-        whole = all(len(flat[name]) == size for name, size in sizes.items())
-        if not whole or checksum(flat.values()) != self._checksums[i]:
+        fits = all(len(flat[name]) == size for name, size in sizes.items())
+        if not fits or checksum(flat.values()) != self._checksums[i]:
             raise self._damaged(shard, f"sequence {i} does not match its checksum")
         tokens, mask = flat["tokens"], flat["loss_mask"].view(np.bool_)
         extra = {f.name: in_shape(flat[f.name], f, length) for f in self.fields}
         return TokenizedSample(i, tokens, mask, extra)
 
     def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
-        """The first values of a loss mask, from the index: every lane asks for all sequences."""
-        i = place(index, len(self))
+        """The first values of a loss mask, from the index: a lane needs those of all sequences."""
+        i = checked_index(index, len(self))
         if count > HEAD:
             return self[i].loss_mask[:count]
         return head_values(int(self._heads[i]), min(count, int(self.lengths[i])))
@@ -162,9 +172,9 @@ class Store:
         return shard, i - int(self._starts[shard]), self._columns[shard]
 
     def verify(self) -> None:
-        """Reads every file whole and compares it with the manifest."""
+        """Reads all bytes of every file and compares them with the manifest."""
         for info in (*self.manifest.index, *self.manifest.shards):
-            _check_whole(self.folder / info.file, info)
+            _check_sha256(self.folder / info.file, info)
 
     def _load(self, name: str) -> NDArray[Any]:
         try:
@@ -179,7 +189,7 @@ class Store:
         return array
 
     def _open(self, shard: int) -> dict[str, tuple[Array, Ints]]:
-        """The flat values and offsets of each column; the memory map lives as long as they do."""
+        """The flat values and offsets of each column; these keep the memory map alive."""
         info = self.manifest.shards[shard]
         path = self.folder / info.file
         _check_size(path, info.bytes)
@@ -209,7 +219,7 @@ class Store:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a store, with a clear word where there is none."""
+    """The manifest of a store; a ValueError that says what to do where there is none."""
     path = folder / MANIFEST
     try:
         raw = path.read_bytes()
@@ -222,14 +232,14 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     try:
         data = json.loads(raw)
-        made = (data["format"], data["schema_version"])
-        if made == (FORMAT, SCHEMA_VERSION):
+        version = (data["format"], data["schema_version"])
+        if version == (FORMAT, SCHEMA_VERSION):
             return _parse_manifest(open_sealed(raw))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}: is damaged ({error}); {AGAIN}") from None
     raise ValueError(
-        f"{path}: is {made[0]!r}, version {made[1]}; this Longshore reads {FORMAT!r}, version "
-        f"{SCHEMA_VERSION}, so {AGAIN}"
+        f"{path}: is {version[0]!r}, version {version[1]}; this Longshore reads {FORMAT!r}, "
+        f"version {SCHEMA_VERSION}, so {AGAIN}"
     )
 
 
@@ -241,7 +251,7 @@ def write_store(
     shard_sequences: int = 4096,
     about: Mapping[str, Any] | None = None,
 ) -> Store:
-    """Writes samples from anywhere as a store into an empty or new folder."""
+    """Writes samples as a store into an empty or new folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
@@ -292,12 +302,12 @@ def finish_store(
     about: Mapping[str, Any],
     scratch: Path,
 ) -> None:
-    """Makes the index from the shards, then writes the manifest: with it the store exists."""
+    """Writes the index of all shards, then the manifest, which completes the store."""
     if not shards:
         raise ValueError(f"{folder}: there is no sequence to store")
-    for shard in shards:  # it may be days since it was written
+    for shard in shards:  # a resumed `prepare` may have written it days ago
         again = "remove it, and the same command makes it again"
-        _check_whole(folder / shard.file, shard, way_out=again)
+        _check_sha256(folder / shard.file, shard, way_out=again)
     parts = [index_of(folder / shard.file) for shard in shards]
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     index = []
@@ -322,7 +332,7 @@ def finish_store(
 
 
 def write_durably(path: Path, data: bytes | memoryview, *, scratch: Path) -> FileInfo:
-    """Writes a file so that after any crash it is there whole or not at all."""
+    """Writes a file so that after any crash it is complete or absent."""
     temporary = scratch / f"{path.name}.{os.getpid()}.tmp"
     try:
         with temporary.open("wb") as file:
@@ -354,16 +364,16 @@ def _parse_manifest(data: Mapping[str, Any]) -> Manifest:
 
 def _check_size(path: Path, size: int) -> None:
     try:
-        found = path.stat().st_size
+        actual = path.stat().st_size
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); the store needs it") from None
-    if found != size:
+    if actual != size:
         raise ValueError(
-            f"{path}: has {found} bytes and should have {size}, so it is damaged; {AGAIN}"
+            f"{path}: has {actual} bytes and should have {size}, so it is damaged; {AGAIN}"
         )
 
 
-def _check_whole(path: Path, info: FileInfo, *, way_out: str = AGAIN) -> None:
+def _check_sha256(path: Path, info: FileInfo, *, way_out: str = AGAIN) -> None:
     """Reads a file and compares it with its SHA-256."""
     digest = hashlib.sha256()
     try:

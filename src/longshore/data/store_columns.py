@@ -1,7 +1,7 @@
 """A shard of a store as Arrow columns: sequences of any length in flat arrays, with checksums.
 
-In: samples. Out: columns; or, from a shard's bytes, what the index and the checks need. Sequences
-[7, 8, 9] and [5] are the values 7 8 9 5 with the offsets 0 3 4.
+In: samples, or a shard's bytes. Out: columns, or the index and the checksums of the shard.
+Sequences [7, 8, 9] and [5] become the values 7 8 9 5 with the offsets 0 3 4.
 """
 
 import zlib
@@ -17,6 +17,7 @@ from longshore.data.fields import Array, Field
 from longshore.data.source import Ints, TokenizedSample
 
 HEAD = 64
+"""Values of a loss mask that the index has."""
 
 
 def list_column(arrays: Sequence[Array], dtype: str) -> Any:  # noqa: ANN401 - pyarrow has no types
@@ -32,7 +33,7 @@ def flat_values(column: Any) -> tuple[Array, Ints]:  # noqa: ANN401 - pyarrow ha
 
 
 def in_shape(values: Array, field: Field, length: int) -> Array:
-    return values.view(field.dtype).reshape(field.whole_shape(length))
+    return values.view(field.dtype).reshape(field.array_shape(length))
 
 
 def sample_arrays(sample: TokenizedSample, fields: Sequence[Field]) -> list[Array]:
@@ -47,7 +48,7 @@ def checksum(arrays: Iterable[Array]) -> int:
 
 
 def frame_checksum(content: Any, batch: Any, names: Iterable[str]) -> int:  # noqa: ANN401 - pyarrow
-    """CRC-32 of a shard without the values of these columns, which each sequence checks."""
+    """CRC-32 of a shard without the values of these columns: each sequence has its own."""
     spans = []
     for name in names:
         values = batch.column(name).values
@@ -73,12 +74,13 @@ def mask_heads(mask: Array, offsets: Ints) -> NDArray[np.uint64]:
     """The first HEAD values of each sequence's mask as bits: 1 0 1 1 is 0b1101."""
     lengths = np.diff(offsets)
     heads = np.zeros(len(lengths), dtype=np.uint64)
-    for place in range(min(HEAD, int(lengths.max()))):
-        has = lengths > place
-        heads[has] |= mask[offsets[:-1][has] + place].astype(np.uint64) << np.uint64(place)
+    for position in range(min(HEAD, int(lengths.max()))):
+        has = lengths > position
+        values = mask[offsets[:-1][has] + position].astype(np.uint64)
+        heads[has] |= values << np.uint64(position)
     return heads
 
 
 def head_values(head: int, count: int) -> NDArray[np.bool_]:
     """The first values of a mask, back from its bits."""
-    return np.array([head >> place & 1 for place in range(count)], dtype=np.bool_)
+    return np.array([head >> bit & 1 for bit in range(count)], dtype=np.bool_)

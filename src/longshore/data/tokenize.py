@@ -14,7 +14,7 @@ _ for the end-of-turn token, loss_on="assistant" gives
     mask    . . . . . ✓ ✓ ✓
 
 so a token that begins before a span and reaches into it is no target, and one that begins in it
-and reaches beyond is. A completion is a target in the same way. A text is a target as a whole; a
+and reaches beyond is. A completion is a span in the same way. All tokens of a text are targets. A
 text, and a prompt with its completion, begins with what the tokenizer puts before any text (the BOS
 token, say) and ends with its EOS token. loss_on="all" makes every token a target. The first token
 of a sequence is never counted: nothing predicts it.
@@ -37,9 +37,15 @@ from longshore import choices
 from longshore.data.chat_template import DATE, ChatTemplate, Span
 from longshore.data.chats import Chat, chat_from
 from longshore.data.columns import COLUMNS, form_of, from_alpaca
-from longshore.data.families import AUTO, BY_NAME, check_choice, choose_template, is_file_choice
 from longshore.data.fields import Field, check_declared, collect_fields
 from longshore.data.source import Ints, SampleError, TokenizedSample
+from longshore.data.training_templates import (
+    AUTO,
+    BY_NAME,
+    check_choice,
+    choose_template,
+    is_file_choice,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -53,9 +59,10 @@ Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]
 class Tokenizer:
     """A tokenizer folder and a chat template.
 
-    `template` chooses it: "auto" (the folder's, or one of families.py where that rewrites chats),
-    "own" (the folder's), the name of a family, or a file. `digest` and `template_digest` name what
-    they hold; the latter is "" without a template. `template_note` says what "auto" has chosen.
+    `template` chooses it: "auto" (the folder's, or one of training_templates.py where that rewrites
+    chats), "own" (the folder's), the name of a family, or a file. `digest` and `template_digest`
+    name the content of both; the latter is "" without a template. `template_note` says what "auto"
+    has chosen.
     """
 
     def __init__(
@@ -72,26 +79,26 @@ class Tokenizer:
         self._backend = _load_backend(text, self.folder)
         config = _read_config(self.folder)
         special = _special_tokens(config)
-        known = json.dumps(special, sort_keys=True)
-        self.digest = hashlib.sha256(f"{text}\n{known}".encode()).hexdigest()
+        content = f"{text}\n{json.dumps(special, sort_keys=True)}"
+        self.digest = hashlib.sha256(content.encode()).hexdigest()
         self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
-        self._before, self._behind = self._added_around_text(special.get("eos_token"))
+        self._prefix, self._suffix = self._added_around_text(special.get("eos_token"))
         added = self._backend.get_added_tokens_decoder().values()
         ends = {token.content for token in added if token.special} | {special.get("eos_token", "")}
         make = partial(ChatTemplate, special_tokens=special, ends=sorted(ends - {""}), date=date)
-        given = choice if is_file_choice(choice) else None
+        file = choice if is_file_choice(choice) else None
         own = {
-            name: make(text) for name, text in _template_texts(self.folder, config, given).items()
+            name: make(text) for name, text in _template_texts(self.folder, config, file).items()
         }
         self.template_note = ""
-        self._templates = own if given else self._chosen(own, choice, make)
+        self._templates = own if file else self._choose(own, choice, make)
         digests = "".join(f"{n}:{t.digest} " for n, t in sorted(self._templates.items()))
         self.template_digest = hashlib.sha256(digests.encode()).hexdigest() if digests else ""
 
-    def _chosen(
+    def _choose(
         self, own: Mapping[str, ChatTemplate], choice: str, make: Callable[..., ChatTemplate]
     ) -> dict[str, ChatTemplate]:
-        """For each of the folder's templates the one to use instead."""
+        """For each of the folder's templates the one to train with."""
         chosen = {}
         for name in list(own) or ["default"]:
             template, note = choose_template(
@@ -106,13 +113,13 @@ class Tokenizer:
         return chosen
 
     def _added_around_text(self, eos_token: str | None) -> tuple[list[int], list[int]]:
-        """The ids that belong before and behind any text."""
+        """The ids that go before and after any text."""
         encoding = self._backend.encode("a", add_special_tokens=True)
         content = [i for i, mask in enumerate(encoding.special_tokens_mask) if not mask]
-        before = encoding.ids[: content[0]] if content else []
-        behind = encoding.ids[content[-1] + 1 :] if content else []
+        prefix = encoding.ids[: content[0]] if content else []
+        suffix = encoding.ids[content[-1] + 1 :] if content else []
         eos = None if eos_token is None else self._backend.token_to_id(eos_token)
-        return before, behind if eos is None or eos in behind else [*behind, eos]
+        return prefix, suffix if eos is None or eos in suffix else [*suffix, eos]
 
     @property
     def has_template(self) -> bool:
@@ -130,7 +137,7 @@ class Tokenizer:
         return self._templates[name]
 
     def encode(self, text: str) -> tuple[NDArray[np.int32], Ints]:
-        """Token ids of a text as it stands, and the place of each token's first character."""
+        """Token ids of a text, nothing added, and the offset of each token's first character."""
         encoding = self._encoding(text)
         ids = np.array(encoding.ids, dtype=np.int32)
         flat = chain.from_iterable(encoding.offsets)
@@ -146,10 +153,10 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=False)
 
     def encode_spans(self, text: str, spans: Iterable[Span] | None) -> Encoded:
-        """Tokens and mask of a text; a token is a target if it begins in a span, or if None."""
+        """Tokens and mask of a text: targets begin in a span; None makes every token a target."""
         if spans is None:
-            every = np.array(self._encoding(text).ids, dtype=np.int32)
-            return every, np.ones(len(every), dtype=np.bool_)
+            ids = np.array(self._encoding(text).ids, dtype=np.int32)
+            return ids, np.ones(len(ids), dtype=np.bool_)
         ids, starts = self.encode(text)
         mask = np.zeros(len(ids), dtype=np.bool_)
         for start, stop in spans:
@@ -157,29 +164,30 @@ class Tokenizer:
         return ids, mask
 
     def encode_text(self, text: str, spans: Iterable[Span] | None) -> Encoded:
-        """The same with what belongs before and behind any text; the latter is a target."""
+        """The same with the prefix and suffix of any text; the suffix is a target."""
         ids, mask = self.encode_spans(text, spans)
         if not len(ids):
             return ids, mask
-        before = np.array(self._before, dtype=np.int32)
-        behind = np.array([] if ids[-1] in self._behind[-1:] else self._behind, dtype=np.int32)
-        counts = np.concatenate([np.zeros(len(before)), mask, np.ones(len(behind))])
-        return np.concatenate([before, ids, behind]), counts.astype(np.bool_)
+        prefix = np.array(self._prefix, dtype=np.int32)
+        suffix = np.array([] if ids[-1] in self._suffix[-1:] else self._suffix, dtype=np.int32)
+        targets = np.concatenate([np.zeros(len(prefix)), mask, np.ones(len(suffix))])
+        return np.concatenate([prefix, ids, suffix]), targets.astype(np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How samples become sequences. Without `max_length` they may be of any length.
-
-    Columns that are no part of a sample's form are extra fields; those in `ignore` are left out,
-    and with "*" in it all that are not used.
-    """
+    """How samples become sequences."""
 
     loss_on: LossOn = "assistant"
+    """Which tokens are targets."""
     max_length: int | None = None
+    """The most tokens of a sequence; None for no limit."""
     too_long: TooLong = "reject"
+    """What happens to longer ones."""
     fields: tuple[Field, ...] = ()
+    """Columns besides those of a sample's form that go with the sequence."""
     ignore: tuple[str, ...] = ()
+    """Columns to leave out; "*" for all that are not used."""
 
     def __post_init__(self) -> None:
         if self.loss_on not in ("assistant", "all"):
@@ -201,10 +209,10 @@ class SampleTokenizer:
     rules: Rules
 
     def __call__(self, sample: Mapping[str, Any], id: int) -> TokenizedSample:
-        """The sequence of a sample, fitted; SampleError where there is none."""
-        return self.fitted(self.whole(sample, id))
+        """The sequence of a sample, within max_length; raises SampleError where there is none."""
+        return self.fitted(self.untruncated(sample, id))
 
-    def whole(self, sample: Mapping[str, Any], id: int) -> TokenizedSample:
+    def untruncated(self, sample: Mapping[str, Any], id: int) -> TokenizedSample:
         """The sequence of a sample, however long, and whether or not it has loss tokens."""
         sample = {name: value for name, value in sample.items() if name not in self.rules.ignore}
         form = form_of(sample, self.rules.ignore, self.rules.fields)
@@ -212,15 +220,15 @@ class SampleTokenizer:
         if not len(tokens):
             raise SampleError("empty", "it has no tokens")
         declared = self.rules.fields
-        given = {field.name: sample[field.name] for field in declared if field.name in sample}
+        values = {field.name: sample[field.name] for field in declared if field.name in sample}
         try:
-            fields = collect_fields(given, declared, length=len(tokens), where="its fields")
+            fields = collect_fields(values, declared, length=len(tokens), where="its fields")
         except ValueError as error:
             raise SampleError("bad field", str(error)) from None
         return TokenizedSample(id, tokens, mask, fields)
 
     def fitted(self, sequence: TokenizedSample) -> TokenizedSample:
-        """The sequence itself, or what fits of it; SampleError where that is refused or useless."""
+        """The sequence, truncated if the rules say so; SampleError if too long or without loss."""
         limit = self.rules.max_length
         if limit is not None and sequence.length > limit:
             if self.rules.too_long == "reject":
@@ -241,7 +249,7 @@ class SampleTokenizer:
         return TokenizedSample(sequence.id, tokens, mask, fields)
 
     def _encoded(self, sample: Mapping[str, Any], form: str) -> Encoded:
-        everything = self.rules.loss_on == "all"
+        on_all = self.rules.loss_on == "all"
         if form == "instruction":
             sample, form = from_alpaca(sample, as_chat=self.tokenizer.has_template)
         if form == "text":
@@ -251,10 +259,10 @@ class SampleTokenizer:
             if not completion:
                 raise SampleError("no loss tokens", "its completion is empty")
             span = (len(prompt), len(prompt) + len(completion))
-            return self.tokenizer.encode_text(prompt + completion, None if everything else [span])
+            return self.tokenizer.encode_text(prompt + completion, None if on_all else [span])
         chat = chat_from(sample, form)
         template = self.tokenizer.template_for(chat)
-        if everything:
+        if on_all:
             return self.tokenizer.encode_spans(template.render(chat), None)
         return self.tokenizer.encode_spans(*template.locate(chat))
 
@@ -262,7 +270,7 @@ class SampleTokenizer:
 def tokenize_samples(
     samples: Iterable[Mapping[str, Any]], tokenizer: SampleTokenizer
 ) -> Iterator[TokenizedSample]:
-    """The sequences of all samples; the first bad one ends it, with its number."""
+    """The sequences of all samples; the first bad one raises, with its number."""
     for number, sample in enumerate(samples):
         try:
             yield tokenizer(sample, number)
@@ -329,12 +337,10 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _template_texts(
-    folder: Path, config: Mapping[str, Any], given: str | Path | None
-) -> dict[str, str]:
-    """Templates by name: the given one alone, else chat_template.jinja, else the config's."""
-    if given is not None:
-        return {"default": _read(Path(given), "the chat template")}
+def _template_texts(folder: Path, config: Mapping[str, Any], file: str | None) -> dict[str, str]:
+    """Templates by name: the user's file alone, else chat_template.jinja, else the config's."""
+    if file is not None:
+        return {"default": _read(Path(file), "the chat template")}
     texts = config.get("chat_template") or {}
     if isinstance(texts, str):
         texts = {"default": texts}

@@ -1,9 +1,9 @@
-"""A pool of processes that end with their parent, whatever ends it.
+"""A pool of worker processes that end with their parent, even if it is killed.
 
-In: a function that a worker calls once (to load what it needs) and that gives the function for one
-task; the tasks. Out: each task when it is done, in the order in which they end. With three tasks
-and two workers, two run at once and the first to end takes the third. An error in a worker is
-raised here, and the other workers are stopped; a worker that is killed is an error too, not a hang.
+In: a function that each worker calls once (to load what it needs) and that returns the function for
+one task; the tasks. Out: each task when it is done, in the order of completion. With three tasks
+and two workers, two run at once and the first to finish takes the third. An error in a worker is
+raised here, and the other workers are stopped; a killed worker is an error too, not a hang.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ Start = Callable[[], Callable[[Task], None]]
 
 
 def run_tasks(start: Start[Task], tasks: Sequence[Task], workers: int) -> Iterator[Task]:
-    """Does all tasks, in this process if one worker is enough."""
+    """Runs all tasks; in this process where one worker is enough."""
     if min(workers, len(tasks)) > 1:
         yield from _in_processes(start, tasks, min(workers, len(tasks)))
     elif tasks:
@@ -43,19 +43,19 @@ def _in_processes(start: Start[Task], tasks: Sequence[Task], workers: int) -> It
             connection, process = _start_worker(start)
             processes[connection] = process
             running[connection] = waiting.popleft()
-            with _told_if_dead(process):
+            with _error_if_dead(process):
                 connection.send(running[connection])
         while running:
             for ready in wait(list(running)):
                 assert isinstance(ready, Connection)
-                with _told_if_dead(processes[ready]):
-                    answer = ready.recv()
-                if answer is not None:
-                    raise answer
+                with _error_if_dead(processes[ready]):
+                    error = ready.recv()
+                if error is not None:
+                    raise error
                 yield running.pop(ready)
                 if waiting:
                     running[ready] = waiting.popleft()
-                    with _told_if_dead(processes[ready]):
+                    with _error_if_dead(processes[ready]):
                         ready.send(running[ready])
     finally:
         for connection, process in processes.items():
@@ -75,7 +75,7 @@ def _start_worker(start: Start[Task]) -> tuple[Connection, SpawnProcess]:
 
 
 @contextlib.contextmanager
-def _told_if_dead(process: SpawnProcess) -> Iterator[None]:
+def _error_if_dead(process: SpawnProcess) -> Iterator[None]:
     try:
         yield
     except (EOFError, ConnectionError):

@@ -1,13 +1,13 @@
 """The architectures of transformers that we read and write: their keys and their tensors' names.
 
-In: a config.json as a dict. Out: a DecoderConfig, and back; and for each of our tensors the place
-where it lies in a Hugging Face folder. No torch, so that a bad folder is refused fast.
+In: a config.json as a dict. Out: a DecoderConfig, and back; and for each of our tensors its source
+in a Hugging Face folder. No torch, so that a bad folder is refused fast.
 
     find_architecture({"architectures": ["LlamaForCausalLM"], …}).name  "LlamaForCausalLM"
 
-A new architecture is an entry of ARCHITECTURES: two functions for the keys, and in hf/names.py a
-table of names. Where a tensor of ours is several of theirs, or turned, a class of hf/names.py
-says so.
+A new architecture is an entry of ARCHITECTURES: two functions for the keys, and in tensor_map.py a
+table of names. Where a tensor of ours is several of theirs, or interleaved, a class of
+tensor_map.py says so.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,10 +17,10 @@ from typing import Any
 from longshore.arch.decoder import DecoderConfig
 from longshore.hf.deepseek_keys import deepseek_keys, read_deepseek
 from longshore.hf.dense_keys import llama_keys, qwen3_keys, read_llama, read_qwen3
-from longshore.hf.keys import SHOWN, Raw, shown
 from longshore.hf.mamba_keys import mamba2_keys, nemotron_keys, read_mamba2, read_nemotron
 from longshore.hf.moe_keys import qwen3_moe_keys, qwen3_next_keys, read_qwen3_moe, read_qwen3_next
-from longshore.hf.names import (
+from longshore.hf.own_format import MODEL_TYPE, own_keys, place_own, read_own
+from longshore.hf.tensor_map import (
     DENSE_NAMES,
     MAMBA_NAMES,
     MOE_NAMES,
@@ -30,33 +30,34 @@ from longshore.hf.names import (
     place_deepseek,
     place_nemotron,
 )
-from longshore.hf.own_format import MODEL_TYPE, own_keys, place_own, read_own
+from longshore.hf.typed_keys import SHOWN, Raw, shown
 
 OLD_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-"""What old folders hold beside the weights, and nobody reads."""
+"""Tensors of old folders that are not weights and are never read."""
 
 REFUSED = {
     "deepseek_v32": "its attention sees tokens that an index chooses",
     "deepseek_v4": "its attention is compressed and sparse",
 }
-"""Model types that look like one of ours, and why they are none."""
+"""Model types that look supported, and why they are not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """name: as in `architectures`. model_type: as in config.json, unique here too.
-
-    read: keys → config. keys: config → the keys that say it, without name and model_type; it
-    refuses what the architecture cannot be. place: where our tensors lie. ignored: a pattern of
-    their tensors that are left out.
-    """
+    """An architecture of transformers."""
 
     name: str
+    """As in the key `architectures` of config.json."""
     model_type: str
+    """As in config.json; unique."""
     read: Callable[[Raw], DecoderConfig]
+    """From the keys of config.json to our config."""
     keys: Callable[[DecoderConfig], dict[str, Any]]
+    """Back, without name and model_type; raises ValueError if the config is not of this kind."""
     place: Place
+    """From the name of one of our tensors to its source in the folder."""
     ignored: str = OLD_BUFFERS
+    """A pattern of tensor names that are not read."""
 
 
 _DENSE = by_table(DENSE_NAMES)
@@ -109,7 +110,7 @@ def find_architecture(raw: Raw) -> Architecture:
 
 
 def _check_model_type(architecture: Architecture, names: list[str], kind: object) -> None:
-    """transformers goes by model_type, and others by architectures: they must agree."""
+    """transformers looks at model_type, other programs at architectures: they must agree."""
     others = [name for name in names if name in ARCHITECTURES and name != architecture.name]
     if others:
         raise ValueError(f"architectures names {architecture.name} and {others[0]}; keep one")
@@ -121,7 +122,7 @@ def _check_model_type(architecture: Architecture, names: list[str], kind: object
 
 
 def architecture_for(config: DecoderConfig) -> Architecture:
-    """The first architecture that can be this decoder."""
+    """The first architecture that fits this decoder."""
     reasons = []
     for architecture in ARCHITECTURES.values():
         try:

@@ -31,9 +31,9 @@ from longshore.hf.config_file import (
     own_config_text,
     read_config,
 )
-from longshore.hf.names import Copied, Layout, Shape, Source
 from longshore.hf.tensor_files import FLOATS, TensorFiles, write_files
-from longshore.hf.tensor_names import held_names
+from longshore.hf.tensor_map import Copied, Layout, Shape, Source
+from longshore.hf.tensor_names import read_tensor_names
 from longshore.model.decoder import Decoder
 
 __all__ = [
@@ -102,9 +102,9 @@ class Weights(Mapping[str, Tensor]):
 
 def open_weights(folder: str | Path) -> Weights:
     """The tensors of a Hugging Face folder, after checking that all are there and fit."""
-    found, files = describe(folder), TensorFiles(folder)
-    config, place = found.config, found.architecture.place
-    layout = Layout(config, found.raw, frozenset(files.names))
+    described, files = describe(folder), TensorFiles(folder)
+    config, place = described.config, described.architecture.place
+    layout = Layout(config, described.raw, frozenset(files.names))
     shapes = tensor_shapes(config)
     sources = {name: place(name, layout) for name in shapes}
     theirs = {
@@ -112,7 +112,7 @@ def open_weights(folder: str | Path) -> Weights:
         for name, shape in shapes.items()
         for part, part_shape in sources[name].shapes(shape).items()
     }
-    ignored = found.architecture.ignored
+    ignored = described.architecture.ignored
     if config.tied:
         head = place("head.weight", layout).theirs
         _check_copy(files, head, sources["embed.weight"].theirs, why=TIED)
@@ -133,26 +133,28 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
 
 def check_tensors(files: TensorFiles, shapes: Mapping[str, Shape], *, ignored: str = "") -> None:
     """Refuses files whose tensors are not these; names that fit `ignored` may be there too."""
-    held = {name for name in files.names if name in shapes or not re.fullmatch(ignored, name)}
+    names = {name for name in files.names if name in shapes or not re.fullmatch(ignored, name)}
     misshapen = [
         f"{name} (it is {files.shape(name)}, and must be {shapes[name]})"
-        for name in sorted(held & shapes.keys())
+        for name in sorted(names & shapes.keys())
         if files.shape(name) != shapes[name]
     ]
-    for name in sorted(held & shapes.keys()):
+    for name in sorted(names & shapes.keys()):
         if (dtype := files.dtype(name)) not in FLOATS:
             raise ValueError(
                 f"{files.folder}: the tensor {name} is {dtype}; only {', '.join(FLOATS)} can be "
                 "trained, so convert quantized weights to bfloat16 first"
             )
     wrong = {
-        "missing": sorted(shapes.keys() - held),
-        "strange": sorted(held - shapes.keys()),
+        "missing": sorted(shapes.keys() - names),
+        "unknown": sorted(names - shapes.keys()),
         "misshapen": misshapen,
     }
-    said = [f"{state} {_some(names)}" for state, names in wrong.items() if names]
-    if said:
-        raise ValueError(f"the weights in {files.folder} do not fit its config: {'; '.join(said)}")
+    problems = [f"{state} {_some(tensors)}" for state, tensors in wrong.items() if tensors]
+    if problems:
+        raise ValueError(
+            f"the weights in {files.folder} do not fit its config: {'; '.join(problems)}"
+        )
 
 
 def write_checkpoint(
@@ -245,7 +247,7 @@ def _layout(config: DecoderConfig, base: Path | None) -> Layout:
     """How to lay tensors out: as in the base, where there is one."""
     if base is None:
         return Layout(config, {})
-    return Layout(config, describe(base).raw, held_names(base) or frozenset())
+    return Layout(config, describe(base).raw, read_tensor_names(base) or frozenset())
 
 
 def _check_copy(files: TensorFiles, copy: str, of: str, *, why: str) -> None:

@@ -19,10 +19,10 @@ from longshore.hf.architectures import OWN, Architecture, architecture_for, find
 from longshore.hf.deepseek_keys import OTHER_NAMES
 from longshore.hf.mamba_keys import OLDER
 from longshore.hf.moe_keys import balance_weight
-from longshore.hf.names import Layout
 from longshore.hf.rope_keys import ROPE_KEYS
 from longshore.hf.shared_keys import bare
-from longshore.hf.tensor_names import held_names
+from longshore.hf.tensor_map import Layout
+from longshore.hf.tensor_names import read_tensor_names
 
 CONFIG = "config.json"
 MOST_CONFIG_BYTES = 10_000_000
@@ -63,8 +63,8 @@ def describe(folder: str | Path) -> Described:
         raise ValueError(f"{folder / CONFIG}: {error}") from None
     if config.mtp:
         join = architecture.place("mtp.0.proj.weight", Layout(config, raw)).theirs
-        held = held_names(folder)
-        if held is not None and join not in held:
+        names = read_tensor_names(folder)
+        if names is not None and join not in names:
             config = replace(config, mtp=())
     return Described(raw, architecture, config)
 
@@ -74,7 +74,7 @@ def load_object(path: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     if path.is_file() and (size := path.stat().st_size) > most_bytes:
         raise ValueError(f"{path} has {size:,} bytes; it can have at most {most_bytes:,}")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         what = f"has no {path.name}" if path.parent.is_dir() else "is not a folder"
         raise ValueError(f"{path.parent} {what}") from None
@@ -84,15 +84,15 @@ def load_object(path: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
         raise ValueError(f"{path} is broken: its lists and objects are nested too deep") from None
     except ValueError:
         raise ValueError(f"{path} is broken: it is not JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise ValueError(f"{path} is broken: it must hold a JSON object")
-    return found
+    return data
 
 
 def asked_balance(folder: str | Path) -> float:
     """The weight of the balance loss that transformers adds by itself; 0 for none."""
-    found = describe(folder)
-    return balance_weight(found.raw) if found.architecture.name in BALANCED else 0.0
+    described = describe(folder)
+    return balance_weight(described.raw) if described.architecture.name in BALANCED else 0.0
 
 
 def foreign_base(base: Path | None) -> Path | None:

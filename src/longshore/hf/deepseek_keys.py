@@ -1,14 +1,13 @@
 """DeepSeek-V3: the keys of config.json, and our config.
 
-In: a config.json as a dict. Out: a DecoderConfig, and back. Keys that are missing have the values
-that transformers gives them. How the experts' bias moves is a matter of training, and no
-config.json says it.
+In: a config.json as a dict. Out: a DecoderConfig, and back. Missing keys have the defaults of
+transformers. How the experts' bias is updated is a matter of training: config.json does not say it.
 
     {"num_hidden_layers": 61, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1, …}
     61 layers, of which 3 have an MLP and 58 experts, and one depth of multi-token prediction
 
 A folder that transformers saved has no tensors for multi-token prediction, though its config.json
-says num_nextn_predict_layers; config_file.py looks, and such a folder is read without.
+has num_nextn_predict_layers; config_file.py checks, and reads such a folder without depths.
 """
 
 from typing import Any
@@ -17,21 +16,21 @@ from longshore.arch.attention import MLAConfig
 from longshore.arch.decoder import MOST_DEPTHS, DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.rope import YarnScaling
-from longshore.hf.keys import Raw, count, flag, number, shown
 from longshore.hf.rope_keys import read_rope, rope_object
 from longshore.hf.shared_keys import (
     SILU,
+    common_part,
     decoder_keys,
-    every,
-    gated_mlp,
-    plain_norms,
+    parts_of_kind,
     read_decoder,
     read_layers,
     read_pad_token,
     refuse_unsupported,
+    require_gated,
+    require_plain_norms,
     rope_keys,
-    the_one,
 )
+from longshore.hf.typed_keys import Raw, count, flag, number, shown
 
 DEEPSEEK_DEFAULTS = {
     "kv_lora_rank": 512,
@@ -53,13 +52,13 @@ DEEPSEEK_DEFAULTS = {
     "num_nextn_predict_layers": 1,
 }
 ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-"""Keys of DeepSeek's own code, with the one value that transformers and we have."""
+"""Keys of DeepSeek's own code, with the only value that transformers and we support."""
 
 OTHER_NAMES = {
     "num_local_experts": "n_routed_experts",
     "num_mtp_layers": "num_nextn_predict_layers",
 }
-"""Names that transformers also takes, which win where they are given."""
+"""Other names that transformers accepts; they take precedence."""
 
 LATENT_EPS = 1e-6
 
@@ -82,13 +81,13 @@ def read_deepseek(raw: Raw) -> DecoderConfig:
 
 
 def deepseek_keys(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of config.json that say this config; ValueError if a DeepSeek-V3 cannot be it."""
-    plain_norms(config)
+    """The keys of config.json for this config; raises ValueError if it is not a DeepSeek-V3."""
+    require_plain_norms(config)
     if config.norm_eps != LATENT_EPS:
         raise ValueError(f"its norms have eps {config.norm_eps:g}, and not {LATENT_EPS:g}")
     layers = (*config.layers, *config.mtp)
-    mixers = every(layers, "mixer", MLAConfig)
-    mixer = the_one(mixers, "latent attention")
+    mixers = parts_of_kind(layers, "mixer", MLAConfig)
+    mixer = common_part(mixers, "latent attention")
     if None in mixers:
         raise ValueError(f"layer {mixers.index(None)} is not latent attention")
     return {
@@ -184,20 +183,20 @@ def _read_experts(raw: Raw) -> MoEConfig:
 
 
 def _mlp_keys(config: DecoderConfig) -> dict[str, Any]:
-    """Layers with an MLP come first, all others and every depth have the same experts."""
-    moes = every((*config.layers, *config.mtp), "mlp", MoEConfig)
-    dense = next((i for i, found in enumerate(moes) if found is not None), len(moes))
+    """Layers with an MLP come first; all others and every depth have the same experts."""
+    moes = parts_of_kind((*config.layers, *config.mtp), "mlp", MoEConfig)
+    dense = next((i for i, moe in enumerate(moes) if moe is not None), len(moes))
     if None in moes[dense:]:
         raise ValueError("a layer with experts comes before one without")
     if config.mtp and dense > len(config.layers):
         raise ValueError("a depth of multi-token prediction has no experts")
-    mlps = every(config.layers[:dense], "mlp", MLPConfig)
+    mlps = parts_of_kind(config.layers[:dense], "mlp", MLPConfig)
     if None in mlps:
         raise ValueError(f"layer {mlps.index(None)} has neither experts nor an MLP")
     return {
-        **({"intermediate_size": gated_mlp(the_one(mlps, "MLP")).width} if mlps else {}),
+        **({"intermediate_size": require_gated(common_part(mlps, "MLP")).width} if mlps else {}),
         "first_k_dense_replace": min(dense, len(config.layers)),
-        **(_expert_keys(the_one(moes, "layer of experts")) if dense < len(moes) else {}),
+        **(_expert_keys(common_part(moes, "layer of experts")) if dense < len(moes) else {}),
     }
 
 

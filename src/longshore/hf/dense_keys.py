@@ -1,7 +1,7 @@
 """Dense decoders, Qwen3 and Llama: the keys of config.json, and our config.
 
-In: a config.json as a dict. Out: a DecoderConfig, and back. Keys that are missing have the values
-that transformers gives them. A Qwen3 of two layers whose second sees 128 tokens:
+In: a config.json as a dict. Out: a DecoderConfig, and back. Missing keys have the defaults of
+transformers. A Qwen3 of two layers whose second sees 128 tokens:
 
     {"num_hidden_layers": 2, "use_sliding_window": true, "sliding_window": 128,
      "max_window_layers": 1, …}      layers[0].mixer.window None, layers[1].mixer.window 128
@@ -13,20 +13,21 @@ from typing import Any
 from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
-from longshore.hf.keys import Raw, count, flag, shown
 from longshore.hf.shared_keys import (
     SILU,
     attention_keys,
     decoder_keys,
-    gated_mlp,
-    no_depths,
-    plain_norms,
     read_attention,
     read_decoder,
+    read_layer_types,
     read_layers,
     read_pad_token,
     refuse_unsupported,
+    require_gated,
+    require_no_mtp,
+    require_plain_norms,
 )
+from longshore.hf.typed_keys import Raw, count, flag, shown
 
 QWEN3_DEFAULTS = {
     "num_key_value_heads": 32,
@@ -62,7 +63,7 @@ def read_llama(raw: Raw) -> DecoderConfig:
 
 
 def qwen3_keys(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of config.json that say this config; ValueError if a Qwen3 cannot be it."""
+    """The keys of config.json for this config; raises ValueError if it is not a Qwen3."""
     mixer, windows = _uniform(config)
     if not mixer.qk_norm:
         raise ValueError("its queries and keys have no norm")
@@ -81,7 +82,7 @@ def qwen3_keys(config: DecoderConfig) -> dict[str, Any]:
 
 
 def llama_keys(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of config.json that say this config; ValueError if a Llama cannot be it."""
+    """The keys of config.json for this config; raises ValueError if it is not a Llama."""
     mixer, windows = _uniform(config)
     if mixer.qk_norm:
         raise ValueError("its queries and keys have norms")
@@ -105,17 +106,10 @@ def _read_windows(raw: Raw) -> Windows:
     layers = read_layers(raw)
     has_windows = flag(raw, "use_sliding_window") and raw.get("sliding_window") is not None
     window = count(raw, "sliding_window") if has_windows else None
-    kinds = raw.get("layer_types")
+    kinds = read_layer_types(raw, ("full_attention", "sliding_attention"))
     if kinds is None:
         first = count(raw, "max_window_layers", least=0)
         return tuple(window if i >= first else None for i in range(layers))
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ValueError(f"layer_types must name a kind for each of the {layers} layers")
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ValueError(
-                f"layer_types has {shown(kind)}; supported are full_attention and sliding_attention"
-            )
     if window is None and "sliding_attention" in kinds:
         raise ValueError(
             "layer_types has sliding_attention, but there is no window; set use_sliding_window "
@@ -126,8 +120,8 @@ def _read_windows(raw: Raw) -> Windows:
 
 def _uniform(config: DecoderConfig) -> tuple[AttentionConfig, Windows]:
     """The one mixer all layers have, and their windows."""
-    plain_norms(config)
-    no_depths(config)
+    require_plain_norms(config)
+    require_no_mtp(config)
     mixers = []
     for i, layer in enumerate(config.layers):
         if not isinstance(layer.mixer, AttentionConfig) or not isinstance(layer.mlp, MLPConfig):
@@ -148,6 +142,6 @@ def _dense_keys(config: DecoderConfig, mixer: AttentionConfig) -> dict[str, Any]
     return {
         **decoder_keys(config),
         **attention_keys(mixer),
-        "intermediate_size": gated_mlp(mlp).width,
+        "intermediate_size": require_gated(mlp).width,
         "rms_norm_eps": config.norm_eps,
     }

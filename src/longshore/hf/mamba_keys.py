@@ -1,8 +1,8 @@
 """Mamba2 and Nemotron-H: the keys of config.json, and our config.
 
-In: a config.json as a dict. Out: a DecoderConfig, and back. Keys that are missing have the values
-that transformers gives them. In both a layer is one part: of Nemotron-H's pattern M is Mamba2, * is
-attention, which knows no positions, and - is an MLP.
+In: a config.json as a dict. Out: a DecoderConfig, and back. Missing keys have the defaults of
+transformers. In both a layer is one part: in Nemotron-H's pattern M is Mamba2, * is attention
+without RoPE, and - is an MLP.
 
     {"hybrid_override_pattern": "M-*", …}
     layers[0] Mamba2 and no mlp, layers[1] an MLP and no mixer, layers[2] attention and no mlp
@@ -15,19 +15,19 @@ from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import MOST_LAYERS, DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.scan import Mamba2Config
-from longshore.hf.keys import Raw, count, flag, number, shown
 from longshore.hf.shared_keys import (
+    common_part,
+    common_part_or_none,
     decoder_keys,
-    every,
-    no_depths,
-    one_if_any,
-    plain_norms,
+    parts_of_kind,
     read_decoder,
     read_kv_heads,
     read_layers,
     refuse_unsupported,
-    the_one,
+    require_no_mtp,
+    require_plain_norms,
 )
+from longshore.hf.typed_keys import Raw, count, flag, number, shown
 
 MAMBA2_DEFAULTS = {
     "num_heads": 128,
@@ -56,7 +56,7 @@ OLDER = {
     "mamba_dt_min": "time_step_min",
     "mamba_conv_bias": "use_conv_bias",
 }
-"""Older names of keys, which win where they are given."""
+"""Older names of keys; they take precedence."""
 
 LETTERS = {
     "linear_attention": "M",
@@ -99,10 +99,10 @@ def read_mamba2(raw: Raw) -> DecoderConfig:
 
 
 def mamba2_keys(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of config.json that say this config; ValueError if a Mamba2 cannot be it."""
-    plain_norms(config)
-    no_depths(config)
-    mixer = the_one(every(config.layers, "mixer", Mamba2Config), "Mamba2")
+    """The keys of config.json for this config; raises ValueError if it is not a Mamba2."""
+    require_plain_norms(config)
+    require_no_mtp(config)
+    mixer = common_part(parts_of_kind(config.layers, "mixer", Mamba2Config), "Mamba2")
     for i, layer in enumerate(config.layers):
         if layer != LayerConfig(mixer, None):
             raise ValueError(f"layer {i} is not Mamba2 alone")
@@ -168,14 +168,14 @@ def read_nemotron(raw: Raw) -> DecoderConfig:
 
 
 def nemotron_keys(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of config.json that say this config; ValueError if a Nemotron-H cannot be it."""
-    plain_norms(config)
-    no_depths(config)
+    """The keys of config.json for this config; raises ValueError if it is not a Nemotron-H."""
+    require_plain_norms(config)
+    require_no_mtp(config)
     if config.tied:
         raise ValueError("its head is tied to the embedding, which it never is in transformers")
-    scan = one_if_any(every(config.layers, "mixer", Mamba2Config), "Mamba2")
-    full = one_if_any(every(config.layers, "mixer", AttentionConfig), "attention")
-    mlp = one_if_any(every(config.layers, "mlp", MLPConfig), "MLP")
+    scan = common_part_or_none(parts_of_kind(config.layers, "mixer", Mamba2Config), "Mamba2")
+    full = common_part_or_none(parts_of_kind(config.layers, "mixer", AttentionConfig), "attention")
+    mlp = common_part_or_none(parts_of_kind(config.layers, "mlp", MLPConfig), "MLP")
     pattern = ""
     for i, layer in enumerate(config.layers):
         match layer:
@@ -235,13 +235,13 @@ def _scan_keys(scan: Mamba2Config) -> dict[str, Any]:
 
 
 def _limits(raw: Raw) -> tuple[float, float | None]:
-    """time_step_limit; infinity, which JSON does not know, is spelled in several ways."""
-    found = raw.get("time_step_limit")
-    if found is None:
+    """time_step_limit; infinity, which JSON does not have, is spelled in several ways."""
+    limits = raw.get("time_step_limit")
+    if limits is None:
         return 0.0, None
-    if not isinstance(found, list) or len(found) != 2:
-        raise ValueError(f"time_step_limit is {shown(found)}; it must be a list of two numbers")
-    least, most = (_number(value) for value in found)
+    if not isinstance(limits, list) or len(limits) != 2:
+        raise ValueError(f"time_step_limit is {shown(limits)}; it must be a list of two numbers")
+    least, most = (_number(value) for value in limits)
     return least, None if math.isinf(most) else most
 
 

@@ -1,14 +1,14 @@
 """Qwen3-MoE and Qwen3-Next: the keys of config.json, and our config.
 
-In: a config.json as a dict. Out: a DecoderConfig, and back. Keys that are missing have the values
-that transformers gives them. The balance loss is a matter of training: a config.json asks for it
-only with output_router_logits, see `balance_weight`.
+In: a config.json as a dict. Out: a DecoderConfig, and back. Missing keys have the defaults of
+transformers. The balance loss is a matter of training: a config.json asks for it only with
+output_router_logits, see `balance_weight`.
 
     {"num_hidden_layers": 3, "mlp_only_layers": [0], "num_experts": 128, …}
     layers[0].mlp an MLPConfig, layers[1].mlp and layers[2].mlp a MoEConfig with 128 experts
 
 Qwen3-Next has one depth of multi-token prediction, a layer of full attention and experts, which
-transformers leaves out; config_file.py looks whether a folder holds its tensors.
+transformers leaves out; config_file.py checks whether a folder has its tensors.
 """
 
 from collections.abc import Sequence
@@ -19,23 +19,24 @@ from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.scan import DeltaNetConfig
-from longshore.hf.keys import Raw, count, flag, number, shown
 from longshore.hf.shared_keys import (
     SILU,
     attention_keys,
+    common_part,
+    common_part_or_none,
     decoder_keys,
-    every,
-    gated_mlp,
-    no_depths,
-    one_if_any,
-    plain_norms,
+    parts_of_kind,
     read_attention,
     read_decoder,
+    read_layer_types,
     read_layers,
     read_pad_token,
     refuse_unsupported,
-    the_one,
+    require_gated,
+    require_no_mtp,
+    require_plain_norms,
 )
+from longshore.hf.typed_keys import Raw, count, flag, number, shown
 
 MOE_DEFAULTS = {
     "num_key_value_heads": 4,
@@ -82,11 +83,11 @@ def read_qwen3_moe(raw: Raw) -> DecoderConfig:
 
 
 def qwen3_moe_keys(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of config.json that say this config; ValueError if a Qwen3-MoE cannot be it."""
-    plain_norms(config)
-    no_depths(config)
-    mixers = every(config.layers, "mixer", AttentionConfig)
-    mixer = the_one(mixers, "attention")
+    """The keys of config.json for this config; raises ValueError if it is not a Qwen3-MoE."""
+    require_plain_norms(config)
+    require_no_mtp(config)
+    mixers = parts_of_kind(config.layers, "mixer", AttentionConfig)
+    mixer = common_part(mixers, "attention")
     if None in mixers:
         raise ValueError(f"layer {mixers.index(None)} is not attention")
     _check_attention(mixer, gate=False)
@@ -131,11 +132,13 @@ def read_qwen3_next(raw: Raw) -> DecoderConfig:
 
 
 def qwen3_next_keys(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of config.json that say this config; ValueError if a Qwen3-Next cannot be it."""
+    """The keys of config.json for this config; raises ValueError if it is not a Qwen3-Next."""
     if not config.zero_centred:
         raise ValueError("its norms are not zero-centred")
-    full = one_if_any(every((*config.layers, *config.mtp), "mixer", AttentionConfig), "attention")
-    scan = one_if_any(every(config.layers, "mixer", DeltaNetConfig), "delta net")
+    full = common_part_or_none(
+        parts_of_kind((*config.layers, *config.mtp), "mixer", AttentionConfig), "attention"
+    )
+    scan = common_part_or_none(parts_of_kind(config.layers, "mixer", DeltaNetConfig), "delta net")
     for i, layer in enumerate(config.layers):
         if layer.mixer is None or layer.mixer not in (full, scan):
             raise ValueError(f"layer {i} is neither attention nor a delta net")
@@ -158,7 +161,7 @@ def qwen3_next_keys(config: DecoderConfig) -> dict[str, Any]:
 
 
 NO_ATTENTION = {"num_attention_heads": 16, "hidden_act": "silu"}
-"""What a Qwen3-Next of delta nets alone says of its attention: the number of transformers."""
+"""Attention keys of a Qwen3-Next with delta nets alone: the defaults of transformers."""
 
 
 def _gated_keys(full: AttentionConfig) -> dict[str, Any]:
@@ -179,9 +182,9 @@ def _scan_keys(scan: DeltaNetConfig) -> dict[str, Any]:
 
 
 def balance_weight(raw: Raw) -> float:
-    """What transformers multiplies its balance loss by in training, 0 where it has none.
+    """The weight of the balance loss that transformers adds in training, 0 for none.
 
-    Theirs is one for all layers and the whole batch, ours one for each layer and sequence.
+    Theirs is one loss for all layers and the batch, ours one for each layer and sequence.
     """
     if not flag(raw, "output_router_logits") or raw.get("router_aux_loss_coef") == 0:
         return 0.0
@@ -221,16 +224,16 @@ def _read_mlps(raw: Raw, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
 
 
 def _mlp_keys(config: DecoderConfig) -> tuple[MoEConfig | None, dict[str, Any]]:
-    """The experts, if any, and the keys that say where they are and where an MLP is."""
-    moes = every((*config.layers, *config.mtp), "mlp", MoEConfig)
-    moe = one_if_any(moes, "layer of experts")
-    dense = [i for i, found in enumerate(moes[: len(config.layers)]) if found is None]
+    """The experts, if any, and the keys for which layers have them and which an MLP."""
+    moes = parts_of_kind((*config.layers, *config.mtp), "mlp", MoEConfig)
+    moe = common_part_or_none(moes, "layer of experts")
+    dense = [i for i, expert in enumerate(moes[: len(config.layers)]) if expert is None]
     width = {}
     if dense:
-        mlps = every([config.layers[i] for i in dense], "mlp", MLPConfig)
+        mlps = parts_of_kind([config.layers[i] for i in dense], "mlp", MLPConfig)
         if None in mlps:
             raise ValueError(f"layer {dense[mlps.index(None)]} has neither experts nor an MLP")
-        width = {"intermediate_size": gated_mlp(the_one(mlps, "MLP")).width}
+        width = {"intermediate_size": require_gated(common_part(mlps, "MLP")).width}
     where = {**width, "mlp_only_layers": dense, "decoder_sparse_step": 1}
     if moe is None:
         return None, where
@@ -254,15 +257,8 @@ def _check_attention(mixer: AttentionConfig, *, gate: bool) -> None:
 
 def _read_kinds(raw: Raw) -> Sequence[bool]:
     """For each layer, whether it is full attention."""
-    layers, kinds = read_layers(raw), raw.get("layer_types")
+    kinds = read_layer_types(raw, ("full_attention", "linear_attention"))
     if kinds is None:
-        every_so_many = count(raw, "full_attention_interval")
-        return [(i + 1) % every_so_many == 0 for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ValueError(f"layer_types must name a kind for each of the {layers} layers")
-    for kind in kinds:
-        if kind not in ("full_attention", "linear_attention"):
-            raise ValueError(
-                f"layer_types has {shown(kind)}; supported are full_attention and linear_attention"
-            )
+        layers, interval = read_layers(raw), count(raw, "full_attention_interval")
+        return [(i + 1) % interval == 0 for i in range(layers)]
     return [kind == "full_attention" for kind in kinds]

@@ -15,8 +15,8 @@ from typing import Any
 
 from longshore.arch.as_json import config_from_json, config_to_json
 from longshore.arch.decoder import DecoderConfig
-from longshore.hf.keys import Raw
-from longshore.hf.names import Layout, Source
+from longshore.hf.tensor_map import Layout, Source
+from longshore.hf.typed_keys import Raw
 
 MODEL_TYPE = "longshore"
 

@@ -1,7 +1,7 @@
 """Rotary positions as config.json spells them, and as we do.
 
 In: a config.json of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`). Out: a
-RopeConfig, and back. Written is the older spelling, which both versions read.
+RopeConfig, and back. The older spelling is written, which both versions read.
 
     {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
     RopeConfig(theta=500000.0, scaling=LinearScaling(factor=4.0))
@@ -19,7 +19,7 @@ from longshore.arch.rope import (
     RopeScaling,
     YarnScaling,
 )
-from longshore.hf.keys import Raw, count, flag, maybe_number, number, numbers, shown
+from longshore.hf.typed_keys import Raw, count, flag, maybe_number, number, numbers, shown
 
 ROPE_KEYS = (
     "rope_theta",
@@ -28,21 +28,21 @@ ROPE_KEYS = (
     "partial_rotary_factor",
     "original_max_position_embeddings",
 )
-"""All keys that `read_rope` looks at, but for max_position_embeddings."""
+"""All keys that `read_rope` reads, except max_position_embeddings."""
 
 
 def read_rope(raw: Raw, head_dim: int | None = None) -> RopeConfig:
     """The rotary positions of a model, the same in all layers.
 
-    head_dim: of a model where a share of each head may turn; None where it is always the whole.
+    head_dim: for models where RoPE may rotate only a share of each head; None for the others.
     """
-    found = rope_object(raw)
-    if nested := [key for key, value in found.items() if isinstance(value, Mapping)]:
+    parameters = rope_object(raw)
+    if nested := [key for key, value in parameters.items() if isinstance(value, Mapping)]:
         raise ValueError(
             f"rope_parameters differ by layer type ({', '.join(nested)}); one set for all layers "
             "is supported"
         )
-    rope = {**found, "rope_theta": found.get("rope_theta", raw.get("rope_theta"))}
+    rope = {**parameters, "rope_theta": parameters.get("rope_theta", raw.get("rope_theta"))}
     share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if share not in (None, 1) and head_dim is None:
         raise ValueError(f"partial_rotary_factor is {shown(share)}; only 1 is supported here")
@@ -55,10 +55,10 @@ def read_rope(raw: Raw, head_dim: int | None = None) -> RopeConfig:
 
 def rope_object(raw: Raw) -> Raw:
     """rope_scaling, or rope_parameters; empty where neither is there."""
-    found = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(found, Mapping):
-        raise ValueError(f"rope_parameters is {shown(found)}; it must be an object")
-    return found
+    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"rope_parameters is {shown(parameters)}; it must be an object")
+    return parameters
 
 
 def write_rope(rope: RopeConfig, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _rotary_dim(share: Any, head_dim: int) -> int | None:  # noqa: ANN401
 
 
 def scaled_length(rope: RopeConfig) -> int | None:
-    """max_position_embeddings as the scaling has it; None where it has no say."""
+    """max_position_embeddings that the scaling implies; None where it implies none."""
     match rope.scaling:
         case DynamicScaling(original_length=length):
             return length
@@ -115,8 +115,8 @@ def _original(raw: Raw, rope: Raw) -> int:
     return count(raw, "max_position_embeddings")
 
 
-def _stretch(raw: Raw, rope: Raw) -> float:
-    """The factor, or else what the two lengths say."""
+def _factor(raw: Raw, rope: Raw) -> float:
+    """The factor, or else the ratio of the two lengths."""
     if rope.get("factor") is not None:
         return number(rope, "factor")
     return count(raw, "max_position_embeddings") / _original(raw, rope)
@@ -134,7 +134,7 @@ def _read_dynamic(raw: Raw, rope: Raw) -> RopeScaling:
 
 def _read_yarn(raw: Raw, rope: Raw) -> RopeScaling:
     return YarnScaling(
-        factor=_stretch(raw, rope),
+        factor=_factor(raw, rope),
         original_length=_original(raw, rope),
         beta_fast=number(rope, "beta_fast", 32.0),
         beta_slow=number(rope, "beta_slow", 1.0),
@@ -146,7 +146,7 @@ def _read_yarn(raw: Raw, rope: Raw) -> RopeScaling:
 
 
 def _unless_zero(rope: Raw, key: str) -> float | None:
-    """A positive number; 0 means that it is not given."""
+    """A positive number; None where the key is missing, null or 0."""
     return None if rope.get(key) == 0 else maybe_number(rope, key)
 
 
@@ -164,7 +164,7 @@ def _read_longrope(raw: Raw, rope: Raw) -> RopeScaling:
         short_factor=numbers(rope, "short_factor"),
         long_factor=numbers(rope, "long_factor"),
         original_length=_original(raw, rope),
-        factor=_stretch(raw, rope),
+        factor=_factor(raw, rope),
         attention_factor=maybe_number(rope, "attention_factor"),
     )
 

@@ -1,7 +1,7 @@
 """Keys of config.json that several architectures share, read and written.
 
-In: a config.json as a dict, or parts of our config. Out: parts of our config, or keys. A key that
-is missing has the value that transformers gives it.
+In: a config.json as a dict, or parts of our config. Out: parts of our config, or keys. Missing keys
+have the defaults of transformers.
 
     read_attention({"num_attention_heads": 4, "hidden_size": 64, …}, qk_norm=True)
     AttentionConfig(heads=4, kv_heads=4, head_dim=16, qk_norm=True, …)
@@ -16,8 +16,8 @@ from longshore.arch.decoder import MOST_LAYERS, DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Part
 from longshore.arch.rope import RopeConfig
-from longshore.hf.keys import Raw, count, flag, number, shown
 from longshore.hf.rope_keys import read_rope, scaled_length, write_rope
+from longshore.hf.typed_keys import Raw, count, flag, number, shown
 
 Kind = TypeVar("Kind", bound=Part)
 
@@ -37,6 +37,19 @@ def read_decoder(raw: Raw, layers: Sequence[LayerConfig], **more: Any) -> Decode
 
 def read_layers(raw: Raw) -> int:
     return count(raw, "num_hidden_layers", most=MOST_LAYERS)
+
+
+def read_layer_types(raw: Raw, known: Sequence[str]) -> list[str] | None:
+    """layer_types, one of the `known` kinds for each layer; None where the key is missing."""
+    layers, kinds = read_layers(raw), raw.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ValueError(f"layer_types must name a kind for each of the {layers} layers")
+    for kind in kinds:
+        if kind not in known:
+            raise ValueError(f"layer_types has {shown(kind)}; supported are {' and '.join(known)}")
+    return kinds
 
 
 def read_pad_token(raw: Raw) -> int | None:
@@ -65,7 +78,7 @@ def decoder_keys(config: DecoderConfig) -> dict[str, Any]:
 
 
 def read_attention(raw: Raw, *, qk_norm: bool, partial: bool = False) -> AttentionConfig:
-    """partial: whether a share of each head only may turn with the position."""
+    """partial: whether RoPE may rotate only a share of each head."""
     width, heads = count(raw, "hidden_size"), count(raw, "num_attention_heads")
     head_dim = _head_dim(raw, width, heads)
     return AttentionConfig(
@@ -96,7 +109,7 @@ def attention_keys(mixer: AttentionConfig, *, partial: bool = False) -> dict[str
 
 
 def rope_keys(rope: RopeConfig, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
-    """With max_position_embeddings, where the scaling has a say in it."""
+    """The keys of RoPE, and max_position_embeddings where the scaling depends on it."""
     length = scaled_length(rope)
     return {
         **({"max_position_embeddings": length} if length else {}),
@@ -105,7 +118,7 @@ def rope_keys(rope: RopeConfig, head_dim: int, *, partial: bool = False) -> dict
 
 
 def read_kv_heads(raw: Raw, heads: int) -> int:
-    """As many as heads where nothing says it."""
+    """As many as heads where the key is missing."""
     if raw.get("num_key_value_heads") is None:
         return heads
     kv_heads = count(raw, "num_key_value_heads")
@@ -127,7 +140,7 @@ def _head_dim(raw: Raw, width: int, heads: int) -> int:
 
 
 def refuse_unsupported(raw: Raw, activations: Mapping[str, Sequence[str]]) -> None:
-    """Refuses what no architecture here does. activations: what each key of that kind may be."""
+    """Refuses what no architecture here supports. activations: the values allowed for each key."""
     for key, known in activations.items():
         if (activation := raw.get(key, known[0])) not in known:
             raise ValueError(f"{key} is {shown(activation)}; supported is {known[0]}")
@@ -164,62 +177,62 @@ ELSEWHERE = {
 SILU = {"hidden_act": ("silu", "swish")}
 
 
-def plain_norms(config: DecoderConfig) -> None:
+def require_plain_norms(config: DecoderConfig) -> None:
     if config.zero_centred:
         raise ValueError("its norms are zero-centred")
 
 
-def no_depths(config: DecoderConfig) -> None:
+def require_no_mtp(config: DecoderConfig) -> None:
     if config.mtp:
         raise ValueError("it predicts several tokens, for which there is no place")
 
 
-def every(layers: Sequence[LayerConfig], field: str, kind: type[Kind]) -> list[Kind | None]:
-    """The mixers or mlps of the layers; None where it is of another kind."""
-    found = (getattr(layer, field) for layer in layers)
-    return [part if isinstance(part, kind) else None for part in found]
+def parts_of_kind(layers: Sequence[LayerConfig], field: str, kind: type[Kind]) -> list[Kind | None]:
+    """The mixer or mlp of each layer; None where it is of another kind."""
+    parts = (getattr(layer, field) for layer in layers)
+    return [part if isinstance(part, kind) else None for part in parts]
 
 
-def the_one(parts: Sequence[Kind | None], what: str) -> Kind:
-    """The one config that all of them have, where there is any."""
-    there = [(i, part) for i, part in enumerate(parts) if part is not None]
-    if not there:
+def common_part(parts: Sequence[Kind | None], what: str) -> Kind:
+    """The config that all layers with such a part share; raises if they differ or none has it."""
+    present = [(i, part) for i, part in enumerate(parts) if part is not None]
+    if not present:
         raise ValueError(f"it has no {what}")
-    first, one = there[0]
-    for i, part in there:
-        if part != one:
+    first, common = present[0]
+    for i, part in present:
+        if part != common:
             raise ValueError(f"layer {i} has another {what} than layer {first}")
-    return one
+    return common
 
 
-def one_if_any(parts: Sequence[Kind | None], what: str) -> Kind | None:
-    """The one config that all of them have, or None where there is none."""
-    return the_one(parts, what) if any(part is not None for part in parts) else None
+def common_part_or_none(parts: Sequence[Kind | None], what: str) -> Kind | None:
+    """The same, but None where no layer has such a part."""
+    return common_part(parts, what) if any(part is not None for part in parts) else None
 
 
 def bare(config: DecoderConfig) -> DecoderConfig:
-    """The config without what no config.json says: how it is trained and computed.
+    """The config without what config.json does not say: how the model is trained and computed.
 
-    Those are the experts' balance loss and the speed of their bias, the form of MLA, the token
-    whose row is frozen and the dtype of the residual: the base's keys for these are kept.
+    That is the experts' balance loss and bias update, the form of MLA, the token whose row is
+    frozen and the dtype of the residual; keys of the base for these are kept.
     """
     layers, mtp = map(_bare_layers, (config.layers, config.mtp))
     return replace(config, layers=layers, mtp=mtp, pad_token_id=None, float32_residual=False)
 
 
 def _bare_layers(layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
-    made = []
+    bare_layers = []
     for layer in layers:
         mixer, mlp = layer.mixer, layer.mlp
         if isinstance(mixer, MLAConfig):
             mixer = replace(mixer, form="decompressed")
         if isinstance(mlp, MoEConfig):
             mlp = replace(mlp, aux_weight=0.0, bias_update=0.0)
-        made.append(LayerConfig(mixer, mlp))
-    return tuple(made)
+        bare_layers.append(LayerConfig(mixer, mlp))
+    return tuple(bare_layers)
 
 
-def gated_mlp(mlp: MLPConfig) -> MLPConfig:
+def require_gated(mlp: MLPConfig) -> MLPConfig:
     if not mlp.gated:
         raise ValueError(f"its MLP is {mlp.activation}, without a gate")
     return mlp

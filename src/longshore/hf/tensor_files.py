@@ -30,40 +30,40 @@ PICKLES = ("pytorch_model*.bin", "model*.bin", "*.pth", "*.pt", "*.ckpt")
 
 
 class TensorFiles:
-    """The tensors of a folder, by the names in its files. Only the headers are read at once."""
+    """The tensors of a folder, by the names in its files. Opening reads the headers only."""
 
     def __init__(self, folder: str | Path, stem: str = "model") -> None:
         self.folder = Path(folder)
-        self._at: dict[str, Any] = {}
+        self._handles: dict[str, Any] = {}
         files = _files(self.folder, stem)
         where = {name: path for path, names in files.items() for name in names}
         for path, promised in files.items():
             handle = _open(path)
-            held = set(handle.keys())
-            if absent := sorted(promised - held):
+            names = set(handle.keys())
+            if absent := sorted(promised - names):
                 raise ValueError(f"{path} has no tensor {absent[0]}, which the index promises")
-            for name in sorted(held):
-                if name in self._at or where.get(name, path) != path:
-                    raise ValueError(_twice(name, path, where.get(name)))
-                self._at[name] = handle
-        self.names = tuple(sorted(self._at))
+            for name in sorted(names):
+                if name in self._handles or where.get(name, path) != path:
+                    raise ValueError(_duplicate(name, path, where.get(name)))
+                self._handles[name] = handle
+        self.names = tuple(sorted(self._handles))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._at[name].get_slice(name).get_shape())
+        return tuple(self._handles[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
         """As safetensors calls it."""
-        return str(self._at[name].get_slice(name).get_dtype())
+        return str(self._handles[name].get_slice(name).get_dtype())
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start…stop of a tensor; no others are read."""
-        rows: Tensor = self._at[name].get_slice(name)[start:stop]
+        rows: Tensor = self._handles[name].get_slice(name)[start:stop]
         return rows
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """dtype: that most of the numbers have. files: by name, with their checksums."""
+    """dtype: of most of the numbers. files: by name, with their checksums."""
 
     dtype: torch.dtype
     files: dict[str, File]
@@ -72,19 +72,19 @@ class WrittenFiles:
 def write_files(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], *, stem: str = "model", shard_bytes: int
 ) -> WrittenFiles:
-    """Writes the stream, a shard at a time, so only one shard is held here."""
+    """Writes the stream one shard at a time, so that only one shard is in memory."""
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes is {shard_bytes}; it must be 1 or more")
     shards: list[tuple[list[str], File]] = []
     shard: dict[str, Tensor] = {}
-    held, total, counts = 0, 0, dict[torch.dtype, int]()
+    shard_size, total, counts = 0, 0, dict[torch.dtype, int]()
     for name, tensor in tensors:
         tensor = tensor.detach().to("cpu").contiguous()
-        if shard and held + tensor.nbytes > shard_bytes:
+        if shard and shard_size + tensor.nbytes > shard_bytes:
             shards.append(_save(folder, len(shards), shard))
-            shard, held = {}, 0
+            shard, shard_size = {}, 0
         shard[name] = tensor
-        held += tensor.nbytes
+        shard_size += tensor.nbytes
         total += tensor.nbytes
         counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
     if not shard:
@@ -101,7 +101,7 @@ def _files(folder: Path, stem: str) -> dict[Path, set[str]]:
     if single.is_file():
         return {single: set()}
     if not index.is_file():
-        raise ValueError(_why_none(folder, single, index))
+        raise ValueError(_no_weights(folder, single, index))
     where = load_object(index).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise ValueError(f"{index} is broken: it has no weight_map")
@@ -121,7 +121,7 @@ def _files(folder: Path, stem: str) -> dict[Path, set[str]]:
     return files
 
 
-def _twice(name: str, path: Path, promised: Path | None) -> str:
+def _duplicate(name: str, path: Path, promised: Path | None) -> str:
     where = f"the index says it is in {promised.name}" if promised else "another file has it too"
     return (
         f"{path} holds the tensor {name}, and {where}; two copies may differ, so remove one, or "
@@ -129,7 +129,7 @@ def _twice(name: str, path: Path, promised: Path | None) -> str:
     )
 
 
-def _why_none(folder: Path, single: Path, index: Path) -> str:
+def _no_weights(folder: Path, single: Path, index: Path) -> str:
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
     if pickles:
         return (

@@ -1,11 +1,12 @@
-"""The names of a folder's tensors, from its headers alone. No torch.
+"""The names of a folder's tensors, from the headers of its files alone. No torch.
 
 In: a folder. Out: the names, or None where it has no weights. A safetensors file begins with the
 length of its header, 8 bytes, and the header, JSON:
 
-    held_names("DeepSeek-V3")    {"lm_head.weight", "model.layers.61.eh_proj.weight", …}
+    read_tensor_names("DeepSeek-V3")    {"lm_head.weight", "model.layers.61.eh_proj.weight", …}
 
-Whether the files are whole and fit is not asked here; see hf/tensor_files.py.
+Whether the files are complete and fit the config is checked in hf/tensor_files.py and
+hf/checkpoint.py.
 """
 
 import json
@@ -14,15 +15,15 @@ from pathlib import Path
 LONGEST_HEADER = 100_000_000
 
 
-def held_names(folder: Path, stem: str = "model") -> frozenset[str] | None:
-    """Names of the tensors; None for no weights, or broken ones."""
+def read_tensor_names(folder: Path, stem: str = "model") -> frozenset[str] | None:
+    """Names of the tensors; None where there are no weights, or broken ones."""
     try:
         if (single := folder / f"{stem}.safetensors").is_file():
-            found = _header(single)
+            names = _header(single)
         else:
             index = folder / f"{stem}.safetensors.index.json"
-            found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return frozenset(found) - {"__metadata__"}
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return frozenset(names) - {"__metadata__"}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -32,7 +33,7 @@ def _header(path: Path) -> dict[str, object]:
         size = int.from_bytes(file.read(8), "little")
         if size > LONGEST_HEADER:
             raise ValueError(f"{path} has a header of {size} bytes")
-        found = json.loads(file.read(size))
-    if not isinstance(found, dict):
+        header = json.loads(file.read(size))
+    if not isinstance(header, dict):
         raise ValueError(f"{path} has no header")
-    return found
+    return header

@@ -24,8 +24,8 @@ from longshore.arch.decoder import DecoderConfig
 from longshore.files import new_folder, open_sealed, sealed_json
 from longshore.hf.checkpoint import SHARD_BYTES, Weights, check_stream, check_tensors, tensor_shapes
 from longshore.hf.config_file import load_object
-from longshore.hf.names import Source
 from longshore.hf.tensor_files import TensorFiles, write_files
+from longshore.hf.tensor_map import Source
 from longshore.train.checkpoint_files import DamagedError, File, check_file
 
 FORMAT = "longshore weights"

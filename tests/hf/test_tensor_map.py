@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from longshore.hf.names import Copied, PerExpert, Source, Turned
-from longshore.hf.tensor_names import held_names
+from longshore.hf.tensor_map import Copied, Interleaved, PerExpert, Source
+from longshore.hf.tensor_names import read_tensor_names
 
 
 class Files:
@@ -25,8 +25,8 @@ SOURCES = {
     "copied": (Copied("a", copies=("b", "c")), (12, 3)),
     "two parts": (PerExpert("e", parts=("gate", "up")), (4, 6, 5)),
     "one part": (PerExpert("e", parts=("down",)), (4, 5, 3)),
-    "turned": (Turned("a", block=6, turned=4), (12, 3)),
-    "turned bias": (Turned("a", block=12, turned=10), (12,)),
+    "interleaved": (Interleaved("a", block=6, rotary=4), (12, 3)),
+    "interleaved bias": (Interleaved("a", block=12, rotary=10), (12,)),
 }
 
 
@@ -44,7 +44,7 @@ def test_what_is_written_is_read_by_any_rows(case):
 
 def test_the_docstrings_examples():
     rows = torch.arange(6)
-    source = Turned("q", block=6, turned=4)
+    source = Interleaved("q", block=6, rotary=4)
     assert source.read(Files({"q": rows}), 0, 6).tolist() == [0, 1, 2, 4, 3, 5]
     assert dict(source.write(torch.tensor([0, 1, 2, 4, 3, 5])))["q"].tolist() == rows.tolist()
     source = PerExpert("mlp.experts", parts=("gate_proj", "up_proj"))
@@ -58,7 +58,7 @@ def test_no_more_is_read_than_needed():
     files = Files(dict(source.write(torch.zeros(8, 6, 5))))
     source.read(files, 2, 4)
     assert files.rows_read == 2 * 6
-    source = Turned("a", block=6, turned=4)
+    source = Interleaved("a", block=6, rotary=4)
     files = Files({"a": torch.zeros(60, 2)})
     source.read(files, 13, 19)
     assert files.rows_read == 12
@@ -74,14 +74,14 @@ def test_copies_have_memory_of_their_own():
 def test_names_of_a_folder(tmp_path):
     from longshore.hf.tensor_files import write_files
 
-    assert held_names(tmp_path) is None
+    assert read_tensor_names(tmp_path) is None
     tensors = {"a": torch.zeros(3), "b": torch.zeros(2)}
     write_files(tmp_path, tensors.items(), shard_bytes=100)
-    assert held_names(tmp_path) == {"a", "b"}
+    assert read_tensor_names(tmp_path) == {"a", "b"}
     other = tmp_path / "other"
     other.mkdir()
     write_files(other, tensors.items(), shard_bytes=12)
-    assert held_names(other) == {"a", "b"}
+    assert read_tensor_names(other) == {"a", "b"}
 
 
 @pytest.mark.parametrize(
@@ -89,4 +89,4 @@ def test_names_of_a_folder(tmp_path):
 )
 def test_broken_weights_have_no_names(tmp_path, data):
     (tmp_path / "model.safetensors").write_bytes(data)
-    assert held_names(tmp_path) is None
+    assert read_tensor_names(tmp_path) is None

@@ -1,15 +1,15 @@
-"""The sandbox of chat templates: Jinja that reaches nothing outside and stops at its limits.
+"""The sandbox of chat templates: Jinja without access to anything outside, with limits.
 
 In: the text of a template and values. Out: the text that it writes, or one of the errors below.
-A template is a program of somebody else's, so it runs in Jinja's immutable sandbox, and
+A template is somebody else's program, so it runs in Jinja's immutable sandbox, and
 
     {% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
 
 ends with TooSlowError after some 10 s of CPU time, `{{ 'a' * 10**10 }}` with TooLargeError at once.
 
-The time is measured by a signal, which reaches the main thread of a process alone (each worker of
-`prepare` renders in its own); in other threads the limits on memory and output hold. The limit on
-memory is one of the system's on the whole process, so it is set while a template runs only.
+The time is measured by a signal, which only the main thread of a process receives (each worker of
+`prepare` renders in its main thread); other threads have the limits on memory and output only. The
+limit on memory is the operating system's for the process, so it is set only while a template runs.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class TooLargeError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TemplateLimits:
     """What a template may use for one sample.
 
     seconds: CPU time of all its renderings together
@@ -61,7 +61,7 @@ class Limits:
 
 
 @contextlib.contextmanager
-def limited(limits: Limits, messages: int = 0) -> Iterator[None]:
+def limited(limits: TemplateLimits, messages: int = 0) -> Iterator[None]:
     """Stops the block at its limits on time and memory."""
     seconds = limits.seconds + limits.seconds_a_message * messages
     with _limited_memory(limits.memory), _limited_time(seconds):
@@ -110,13 +110,13 @@ def _limited_memory(more: int) -> Iterator[None]:
 def write(
     template: "Template",
     values: Mapping[str, Any],
-    limits: Limits,
+    limits: TemplateLimits,
     *,
     marks: tuple[str, str] = ("", ""),
 ) -> str:
     """What a template writes, its {% generation %} blocks between `marks`.
 
-    TooLargeError where that is too much.
+    Raises TooLargeError where that is too much.
     """
     pieces, length = [], 0
     for piece in template.generate({**values, MARKS: marks}):
@@ -129,12 +129,12 @@ def write(
 
 @functools.lru_cache(maxsize=64)
 def compile_template(text: str, date: datetime.date) -> "Template":
-    """A template to `write`; ValueError where it is no Jinja."""
+    """A template for `write`; raises ValueError where it is not valid Jinja."""
     environment = _environment(date)
     from jinja2 import TemplateError
 
     try:
-        with limited(Limits()):  # constant expressions are computed here
+        with limited(TemplateLimits()):  # constant expressions are computed here
             return environment.from_string(text)
     except TemplateError as error:
         line = getattr(error, "lineno", None)
@@ -144,7 +144,7 @@ def compile_template(text: str, date: datetime.date) -> "Template":
 
 
 def _environment(date: datetime.date) -> "Environment":
-    """What Hugging Face templates expect to find, the `generation` tag included."""
+    """The filters, functions and tags that Hugging Face templates use, `generation` included."""
     try:
         from jinja2 import TemplateError, nodes
         from jinja2.ext import Extension
@@ -191,7 +191,7 @@ def _environment(date: datetime.date) -> "Environment":
 
 
 def _check_product(operator: str, left: object, right: object) -> None:
-    """Refuses what one operator would blow up; no signal interrupts it."""
+    """Refuses operands of * and ** whose result is huge: no signal interrupts the operator."""
     for one, other in ((left, right), (right, left)):
         if isinstance(one, int) and isinstance(other, str | list | tuple):
             if one * len(other) > MOST_CHARACTERS:
@@ -204,9 +204,9 @@ def _check_product(operator: str, left: object, right: object) -> None:
 
 
 def thought_and_content(message: Mapping[str, Any]) -> tuple[str, str]:
-    """What an assistant thought, and what it said. Both may stand in the content, </think> between.
+    """The assistant's thinking and its content; both may be in the content, with </think> between.
 
-    Text before <think> makes it no thought: then nothing is taken apart, and nothing is lost.
+    With text before <think> the content is not split, so that nothing is lost.
     """
     thought, content = message.get("reasoning_content"), message["content"]
     if isinstance(thought, str) and thought:
@@ -225,7 +225,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As json.dumps writes it; Jinja's own filter escapes HTML and sorts keys."""
+    """Same as json.dumps; Jinja's own filter escapes HTML and sorts keys."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

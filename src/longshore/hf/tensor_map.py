@@ -1,25 +1,22 @@
-"""Where a tensor of ours lies in a Hugging Face folder: one class for each way it can lie there.
+"""Which tensors of a Hugging Face folder ("theirs") hold each tensor of our decoder ("ours").
 
-In: a folder's files, or a tensor of ours. Out: rows of ours, or their tensors by name. No torch
-until a tensor is touched.
-
-    Source("lm_head.weight")                       one of theirs, as it stands
-    Copied("lm_head.weight", copies=("a", "b"))    and the same again under other names
-    PerExpert("mlp.experts", parts=("gate_proj", "up_proj"))
-        row e of ours is mlp.experts.e.gate_proj.weight above mlp.experts.e.up_proj.weight
-    Turned("q_proj.weight", block=6, turned=4)
-        of every 6 rows the last 4, theirs 0 1 2 3, are ours in the order 0 2 1 3
-
-Our tensors' names, and theirs: tables for each architecture. No torch.
-
-In: the name of a tensor of ours, and the layout of a folder. Out: its Source there.
+In: the name of one of our tensors, and the layout of a folder. Out: its Source, which reads rows of
+ours from the folder's files, and splits ours into their tensors for writing. No torch until a
+tensor is read or written.
 
     place = by_table(DENSE_NAMES)
     place("layers.3.mlp.up_proj.weight", layout).theirs    "model.layers.3.mlp.up_proj.weight"
 
-A row of a table is (ours, theirs), or (ours, theirs, make) where make(theirs, layout) gives the
-Source; {i} is a layer's number, {part} the rest of the name, the same on both sides. The first row
-that fits counts.
+Each architecture has a table of names. A row is (ours, theirs), or (ours, theirs, make) where
+make(theirs, layout) returns the Source; {i} is a layer's number, {part} the rest of the name, the
+same on both sides. The first matching row counts. There is a class for each way to store a tensor:
+
+    Source("lm_head.weight")                       one of theirs, unchanged
+    Copied("lm_head.weight", copies=("a", "b"))    and copies of it under other names
+    PerExpert("mlp.experts", parts=("gate_proj", "up_proj"))
+        row e of ours is mlp.experts.e.gate_proj.weight above mlp.experts.e.up_proj.weight
+    Interleaved("q_proj.weight", block=6, rotary=4)
+        of every 6 rows the last 4, theirs 0 1 2 3, are ours in the order 0 2 1 3
 """
 
 import re
@@ -29,7 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from longshore.arch.attention import MLAConfig
 from longshore.arch.decoder import DecoderConfig
-from longshore.hf.keys import Raw, flag
+from longshore.hf.typed_keys import Raw, flag
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +34,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 
-class Rows(Protocol):
+class RowReader(Protocol):
     """Files whose tensors are read by rows."""
 
     def shape(self, name: str) -> Shape: ...
@@ -47,7 +44,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """It is one of theirs, as it stands."""
+    """Ours is one of theirs, unchanged."""
 
     theirs: str
 
@@ -55,7 +52,7 @@ class Source:
         """The shape of each of their tensors, for this shape of ours."""
         return {self.theirs: shape}
 
-    def read(self, files: Rows, start: int, stop: int) -> "Tensor":
+    def read(self, files: RowReader, start: int, stop: int) -> "Tensor":
         """Rows start…stop of ours."""
         return files.rows(self.theirs, start, stop)
 
@@ -66,7 +63,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Copied(Source):
-    """It lies there several times."""
+    """The folder has copies of it under other names."""
 
     copies: tuple[str, ...]
 
@@ -76,13 +73,13 @@ class Copied(Source):
     def write(self, tensor: "Tensor") -> Iterator[tuple[str, "Tensor"]]:
         yield self.theirs, tensor
         for name in self.copies:
-            # A file takes no two tensors of the same memory.
+            # safetensors refuses two tensors that share memory.
             yield name, tensor.clone()
 
 
 @dataclass(frozen=True, slots=True)
 class PerExpert(Source):
-    """Its rows are experts, each in `parts` of its own, one above the other."""
+    """Each row of ours is an expert: its `parts`, tensors of their own, one above the other."""
 
     parts: tuple[str, ...]
 
@@ -91,7 +88,7 @@ class PerExpert(Source):
         part = (rows // len(self.parts), *rest)
         return {name: part for expert in range(experts) for name in self._names(expert)}
 
-    def read(self, files: Rows, start: int, stop: int) -> "Tensor":
+    def read(self, files: RowReader, start: int, stop: int) -> "Tensor":
         import torch
 
         if start == stop:
@@ -114,59 +111,59 @@ class PerExpert(Source):
 
 
 @dataclass(frozen=True, slots=True)
-class Turned(Source):
-    """Of every `block` rows the last `turned` stand in another order.
+class Interleaved(Source):
+    """Of every `block` rows the last `rotary` are in another order.
 
-    They turn in pairs with the position: theirs are rows 2i and 2i + 1, ours i and i + turned/2.
+    RoPE rotates them in pairs: theirs are rows 2i and 2i + 1, ours i and i + rotary/2.
     """
 
     block: int
-    turned: int
+    rotary: int
 
-    def read(self, files: Rows, start: int, stop: int) -> "Tensor":
+    def read(self, files: RowReader, start: int, stop: int) -> "Tensor":
         first = start // self.block * self.block
         last = min(-(-stop // self.block) * self.block, files.shape(self.theirs)[0])
-        found = files.rows(self.theirs, first, max(first, last))
-        kept, turned = self._split(found)
-        turned = turned.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-        return self._joined(kept, turned)[start - first : stop - first]
+        theirs = files.rows(self.theirs, first, max(first, last))
+        plain, rotary = self._split(theirs)
+        rotary = rotary.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        return self._joined(plain, rotary)[start - first : stop - first]
 
     def write(self, tensor: "Tensor") -> Iterator[tuple[str, "Tensor"]]:
-        kept, turned = self._split(tensor)
-        turned = turned.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-        yield self.theirs, self._joined(kept, turned)
+        plain, rotary = self._split(tensor)
+        rotary = rotary.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        yield self.theirs, self._joined(plain, rotary)
 
     def _split(self, rows: "Tensor") -> tuple["Tensor", "Tensor"]:
-        """The first and the turned rows of each block."""
+        """The first and the rotary rows of each block."""
         blocks = rows.unflatten(0, (-1, self.block))
-        kept, turned = blocks.split([self.block - self.turned, self.turned], dim=1)
-        return kept, turned
+        plain, rotary = blocks.split([self.block - self.rotary, self.rotary], dim=1)
+        return plain, rotary
 
-    def _joined(self, kept: "Tensor", turned: "Tensor") -> "Tensor":
+    def _joined(self, plain: "Tensor", rotary: "Tensor") -> "Tensor":
         import torch
 
-        return torch.cat([kept, turned], dim=1).flatten(0, 1)
+        return torch.cat([plain, rotary], dim=1).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What decides where tensors lie. raw: config.json, of the folder or of the base to write.
-
-    held: the names of the tensors there; none for a model that came from no folder.
-    """
+    """What, besides the name, decides how a tensor is stored."""
 
     config: DecoderConfig
     raw: Raw
-    held: frozenset[str] = frozenset()
+    """config.json of the folder to read, or of the base of the folder to write."""
+    tensor_names: frozenset[str] = frozenset()
+    """Of the tensors in that folder; none for a model that came from no folder."""
 
 
 Make = Callable[[str, Layout], Source]
 Row = tuple[str, str] | tuple[str, str, Make]
 Place = Callable[[str, Layout], Source]
+"""From the name of one of our tensors to its Source."""
 
 
 def by_table(table: Sequence[Row]) -> Place:
-    """Looks names up in a table."""
+    """A Place that looks names up in a table."""
     return lambda name, layout: look_up(name, table, layout)
 
 
@@ -175,37 +172,41 @@ def look_up(name: str, table: Sequence[Row], layout: Layout) -> Source:
         pattern = (
             re.escape(ours).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{part\}", "(?P<part>.+)")
         )
-        if found := re.fullmatch(pattern, name):
-            filled = theirs.format(**found.groupdict())
+        if match := re.fullmatch(pattern, name):
+            filled = theirs.format(**match.groupdict())
             return make[0](filled, layout) if make else Source(filled)
     raise ValueError(f"tensor {name} has no name in transformers; a row is missing in the table")
 
 
 def gate_up(theirs: str, layout: Layout) -> Source:
-    """Gates and ups of all experts: one tensor, or two for each expert."""
-    fused = f"{theirs}.gate_up_proj"
-    return Source(fused) if fused in layout.held else PerExpert(theirs, ("gate_proj", "up_proj"))
+    """gate_proj and up_proj of all experts: one tensor, or two for each expert."""
+    return _of_experts(theirs, layout, fused="gate_up_proj", parts=("gate_proj", "up_proj"))
 
 
 def down(theirs: str, layout: Layout) -> Source:
-    fused = f"{theirs}.down_proj"
-    return Source(fused) if fused in layout.held else PerExpert(theirs, ("down_proj",))
+    """down_proj of all experts: one tensor, or one for each expert."""
+    return _of_experts(theirs, layout, fused="down_proj", parts=("down_proj",))
+
+
+def _of_experts(theirs: str, layout: Layout, *, fused: str, parts: tuple[str, ...]) -> Source:
+    name = f"{theirs}.{fused}"
+    return Source(name) if name in layout.tensor_names else PerExpert(theirs, parts)
 
 
 def queries(theirs: str, layout: Layout) -> Source:
-    """Rows of MLA's queries: in each head the last ones turn."""
-    return _turned(theirs, layout, block=_latent(layout).head_dim)
+    """Rows of MLA's queries: RoPE rotates the last ones of each head."""
+    return _interleaved(theirs, layout, block=_latent(layout).head_dim)
 
 
 def latents(theirs: str, layout: Layout) -> Source:
-    """Rows of MLA's latent, of which the last turn."""
-    return _turned(theirs, layout, block=_latent(layout).latent_dim)
+    """Rows of MLA's latent, of which RoPE rotates the last."""
+    return _interleaved(theirs, layout, block=_latent(layout).latent_dim)
 
 
-def _turned(theirs: str, layout: Layout, *, block: int) -> Source:
+def _interleaved(theirs: str, layout: Layout, *, block: int) -> Source:
     if not flag(layout.raw, "rope_interleave", True):
         return Source(theirs)
-    return Turned(theirs, block=block, turned=_latent(layout).rope_dim)
+    return Interleaved(theirs, block=block, rotary=_latent(layout).rope_dim)
 
 
 def _latent(layout: Layout) -> MLAConfig:
@@ -242,7 +243,7 @@ def _experts(ours: str, theirs: str, shared: str = "") -> tuple[Row, ...]:
 
 
 def _next_layer(ours: str, theirs: str) -> tuple[Row, ...]:
-    """A layer of Qwen3-Next; the parts of a delta net have names of their own."""
+    """A layer of Qwen3-Next; tensors of a delta net have other names than those of attention."""
     scan = f"{theirs}.linear_attn"
     return (
         *_norms(ours, theirs),
@@ -312,14 +313,14 @@ MAMBA_NAMES: tuple[Row, ...] = (
 
 
 def place_deepseek(name: str, layout: Layout) -> Source:
-    """Depth d of multi-token prediction lies where layer num_hidden_layers + d would.
+    """Depth d of multi-token prediction is layer num_hidden_layers + d in the folder.
 
-    A folder may hold copies of embedding and head in there.
+    A folder may have copies of embedding and head there.
     """
     layers = len(layout.config.layers)
-    found = re.fullmatch(r"mtp\.(\d+)\.(?:block\.)?(.+)", name)
-    if found:
-        name = f"layers.{layers + int(found[1])}.{found[2]}"
+    match = re.fullmatch(r"mtp\.(\d+)\.(?:block\.)?(.+)", name)
+    if match:
+        name = f"layers.{layers + int(match[1])}.{match[2]}"
     source = look_up(name, DEEPSEEK_NAMES, layout)
     if name not in ("embed.weight", "head.weight"):
         return source
@@ -328,11 +329,11 @@ def place_deepseek(name: str, layout: Layout) -> Source:
         parts = ["embed_tokens", "shared_head.head"]
     depths = range(layers, layers + len(layout.config.mtp))
     copies = [f"model.layers.{i}.{part}.weight" for i in depths for part in parts]
-    return Copied(source.theirs, tuple(name for name in copies if name in layout.held))
+    return Copied(source.theirs, tuple(name for name in copies if name in layout.tensor_names))
 
 
 def place_nemotron(name: str, layout: Layout) -> Source:
-    """Folders call the decoder backbone, or, as transformers has it in memory, model."""
+    """Folders name the decoder `backbone` or, as transformers does in memory, `model`."""
     theirs = look_up(name, MAMBA_NAMES, layout).theirs
     renamed = re.sub(r"^backbone\.", "model.", theirs)
-    return Source(renamed if renamed in layout.held else theirs)
+    return Source(renamed if renamed in layout.tensor_names else theirs)

@@ -1,7 +1,7 @@
 """The SeqContext of a lane in a round, from the plan alone.
 
 In: a plan, a round, a lane, the bucket sizes. Out: boundaries, positions and CP groups of the
-lane's packs, padding included. It reads no data, so ranks of the same lane make it themselves.
+lane's packs, padding included. It reads no data, so every rank of a lane computes it by itself.
 
 Two lanes of capacity 8 with align 8: a sequence of 7 tokens at CP size 2 gives lane 0 positions
 0 1 6 7; a second of 3 tokens at CP size 1 beside it fills rows 4 to 6, and one row of padding makes
@@ -36,10 +36,10 @@ def lane_context(plan: Plan, number: int, lane: int, *, buckets: Seq[int] = ()) 
     drafts = _drafts(plan, number, lane, tokens)
     places = tuple(place for draft in drafts for place in draft.sequences)
     lengths = np.concatenate([draft.lengths for draft in drafts])
-    held = np.concatenate([draft.padded // draft.group.cp_size for draft in drafts])
+    local_lengths = np.concatenate([draft.padded // draft.group.cp_size for draft in drafts])
     positions = np.concatenate([draft.positions() for draft in drafts])
-    sequence = np.repeat(np.arange(len(lengths), dtype=np.int64), held)
-    is_real = positions < np.repeat(lengths, held)
+    sequence = np.repeat(np.arange(len(lengths), dtype=np.int64), local_lengths)
+    is_real = positions < np.repeat(lengths, local_lengths)
     sequence[~is_real] = len(places)
     return SeqContext(
         tokens=tokens,
@@ -55,7 +55,7 @@ def lane_context(plan: Plan, number: int, lane: int, *, buckets: Seq[int] = ()) 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Draft:
-    """A pack before its tensors are made; a run of padding is one more sequence, of length 0."""
+    """A pack before its tensors exist; a lane's own padding is one more sequence, of length 0."""
 
     group: CPGroup
     sequences: tuple[int, ...]
@@ -72,7 +72,7 @@ class _Draft:
 
 
 def _drafts(plan: Plan, number: int, lane: int, tokens: int) -> list[_Draft]:
-    """The lane's packs; padding goes into its pack of CP size 1, which is made if there is none."""
+    """The lane's packs; its padding goes into its pack of CP size 1, or into a new one."""
     drafts = []
     for pack in lane_packs(plan, number, lane):
         if not pack.sequences:
@@ -90,12 +90,12 @@ def _drafts(plan: Plan, number: int, lane: int, tokens: int) -> list[_Draft]:
                 f"{pack.tokens_per_lane} tokens a lane, and its sequences make {draft.tokens}"
             )
         drafts.append(draft)
-    rest = tokens - sum(draft.tokens for draft in drafts)
-    if rest:
+    padding = tokens - sum(draft.tokens for draft in drafts)
+    if padding:
         none: Ints = np.zeros(0, dtype=np.int64)
         alone = _Draft(CPGroup(lane, 1, 0), (), none, none)
         last = drafts.pop() if drafts and drafts[-1].group.cp_size == 1 else alone
-        lengths, padded = np.append(last.lengths, 0), np.append(last.padded, rest)
+        lengths, padded = np.append(last.lengths, 0), np.append(last.padded, padding)
         drafts.append(_Draft(last.group, last.sequences, lengths, padded))
     return drafts
 

@@ -8,8 +8,8 @@ import pytest
 
 from longshore.data.chat_template import ChatTemplate
 from longshore.data.chats import Chat
-from longshore.data.sandbox import Limits
 from longshore.data.source import SampleError
+from longshore.data.template_sandbox import TemplateLimits
 from longshore.data.worker_pool import run_tasks
 
 CHAT = Chat(({"role": "user", "content": "Hi"},))
@@ -17,7 +17,7 @@ LOOPS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 
 def rendered(text, **limits):
-    template = ChatTemplate(text, special_tokens={}, ends=(), limits=Limits(**limits))
+    template = ChatTemplate(text, special_tokens={}, ends=(), limits=TemplateLimits(**limits))
     return template.render(CHAT)
 
 

@@ -2,14 +2,14 @@
 
 In: the chat template of a tokenizer, and which one the user wants. Out: the template to use, and a
 line that says so. Qwen3's own drops the thinking of all turns but the last, so that the chat up to
-its second turn is no beginning of the whole chat; "auto" finds this out by rendering short chats
-and answers with templates/qwen3.jinja, in which every turn stays as the model wrote it.
+its second turn is not a prefix of the full chat; "auto" detects this by rendering short chats and
+chooses templates/qwen3.jinja, in which every turn stays as the model wrote it.
 
 A family is recognised by what the tokenizer's template writes, not by a name: its special tokens
 are in the vocabulary, and wherever the tokenizer's template can render a chat whose last turn is
-the assistant's (with thinking, with calls) ours renders the same text, and so it does for the words
-of a user and results behind it. Only earlier turns differ. What comes before the assistant first
-speaks (system message, tools, default texts) is rendered by the tokenizer's own template.
+the assistant's (with thinking, with tool calls), ours renders the same text, also with a user's
+message or tool results after it. Only earlier turns differ. What comes before the assistant's first
+turn (system message, tools, default texts) is rendered by the tokenizer's own template.
 """
 
 import hashlib
@@ -30,20 +30,18 @@ Make = Callable[..., ChatTemplate]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A layout of chats.
-
-    name: of its file, and what a user writes
-    title: what a user reads
-    tokens: special tokens that it cannot do without
-    variants: settings of its file, to be tried in turn
-    quiet: what a user says to a model of this family so that it does not think
-    """
+    """Models that lay chats out alike."""
 
     name: str
+    """Of its file, and of the choice in a recipe."""
     title: str
+    """Its name in messages."""
     tokens: tuple[str, ...]
+    """Special tokens that the template needs."""
     variants: tuple[Mapping[str, Any], ...] = field(default=({},))
+    """Settings of its file, tried one after the other."""
     quiet: str = ""
+    """What a user writes so that a model of this family does not think."""
 
     def text(self) -> str:
         return (files("longshore.data") / "templates" / f"{self.name}.jinja").read_text("utf-8")
@@ -97,7 +95,7 @@ CALL = {"type": "function", "function": {"name": "add_up", "arguments": {"first"
 
 
 def check_choice(choice: str) -> None:
-    """Refuses what is neither a way to choose, nor a family, nor a file."""
+    """Refuses a choice that is not "auto", "own", a family or a file."""
     if choice and choice not in (AUTO, OWN, *BY_NAME) and not Path(choice).is_file():
         raise ValueError(
             f"there is no file {choice}; give a file, {AUTO}, {OWN} (the tokenizer's), or one of "
@@ -111,7 +109,7 @@ def is_file_choice(choice: str) -> bool:
 
 
 def templates_digest() -> str:
-    """Names the content of all training templates."""
+    """Identifies the content of all training templates."""
     return hashlib.sha256("\n".join(family.text() for family in FAMILIES).encode()).hexdigest()
 
 
@@ -144,7 +142,7 @@ def choose_template(
 
 
 def _fault(own: ChatTemplate) -> str:
-    """What a template does that training cannot use, or ""; rewriting counts most."""
+    """Why a template cannot be used for training, or ""; rewriting is named before the rest."""
     faults = []
     for what, chat in _trials():
         try:
@@ -182,19 +180,18 @@ def _agreeing(family: Family, own: ChatTemplate, make: Make) -> ChatTemplate | N
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A chat on which two templates are compared.
-
-    shown: texts that the tokenizer's template must have written, or else it cannot do this
-    behind: how many of the last messages to compare; 0 compares the whole chat
-    needed: whether the tokenizer's template must be able to render this
-    prompt: whether to compare with the generation prompt behind it
-    """
+    """A chat on which two templates are compared."""
 
     chat: Chat
+    """What both render."""
     shown: tuple[str, ...] = ()
+    """Texts that the tokenizer's template must write; otherwise it does not support this chat."""
     behind: int = 0
+    """How many of the last messages to compare; 0 compares the full chat."""
     needed: bool = False
+    """Whether the tokenizer's template must be able to render this chat."""
     prompt: bool = False
+    """Whether to compare with the generation prompt at the end."""
 
 
 def _probes(quiet: str) -> Iterator[Probe]:

@@ -6,9 +6,9 @@ from tests.data.family_templates import QWEN3, REBUILT
 from tests.data.many_chats import ORACLES, chats
 from tests.data.tiny import MARKED, SPECIAL, byte_tokenizer
 
-from longshore.data.families import BY_NAME, FAMILIES
 from longshore.data.source import SampleError
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
+from longshore.data.training_templates import BY_NAME, FAMILIES
 
 TOKENS = sorted({token for family in FAMILIES for token in family.tokens} - set(SPECIAL))
 EACH = 40  # chats for each family, 400 in all
