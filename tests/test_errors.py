@@ -33,3 +33,22 @@ def test_it_survives_the_way_to_another_process():
     assert copy.spelled(as_option) == too_large().spelled(as_option)
     with pytest.raises(ValueError, match="max_cp is 8"):
         raise copy
+
+
+def test_a_setting_may_have_a_value():
+    error = SettingError("take {found} with {max_rejected:{enough}}", found="it", enough="0.43")
+    assert error.settings == ("max_rejected",)
+    assert str(error) == "take it with max_rejected=0.43"
+    assert error.spelled(as_option) == "take it with --max-rejected 0.43"
+
+
+def test_words_in_front_are_not_read_as_settings():
+    error = too_large().after("a{b}.csv line 3: ")
+    assert isinstance(error, SettingError)
+    assert error.spelled(as_option) == f"a{{b}}.csv line 3: {too_large().spelled(as_option)}"
+    assert str(error.after("{x} ")).startswith("{x} a{b}.csv line 3: max_cp")
+
+
+def test_any_name_may_be_a_value():
+    error = SettingError("{message} {spell} {self}", message=1, spell=2, self=3)
+    assert str(pickle.loads(pickle.dumps(error))) == "1 2 3"

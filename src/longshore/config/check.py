@@ -15,6 +15,7 @@ from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import DecoderConfig, has_experts, with_balance
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.config.check_data import check_data, known_longest
+from longshore.config.located import in_keys
 from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
 from longshore.config.told import told_as
 from longshore.plan.cost import BUILT_IN, load_profile
@@ -42,18 +43,18 @@ def decoder_config(model: ModelConfig) -> DecoderConfig:
     from longshore.hf.config_file import read_config
 
     if model.from_hf:
-        with told_as("model.from_hf: "):
+        with in_keys("model.from_hf"):
             decoder = read_config(model.from_hf)
             _check_balance(model, decoder)
     else:
         changed = {"layers": model.layers, "vocab_size": model.vocab_size}
         given = {name: value for name, value in changed.items() if value}
-        with told_as("model.preset: "):
+        with in_keys("model.preset"):
             decoder = preset(model.preset, **given)
     aux_weight, bias_update = (
         None if number == "auto" else number for number in (model.aux_weight, model.bias_update)
     )
-    with told_as("model."):
+    with in_keys():
         return with_balance(decoder, aux_weight=aux_weight, bias_update=bias_update)
 
 

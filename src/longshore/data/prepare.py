@@ -49,8 +49,6 @@ from longshore.data.rejected import (
     LONGEST_DETAIL,
     REJECTED,
     Rejections,
-    Spelling,
-    as_option,
 )
 from longshore.data.source import SampleError
 from longshore.data.store import (
@@ -63,6 +61,7 @@ from longshore.data.store import (
 )
 from longshore.data.tokenize import LossOn, Rules, SampleTokenizer, TooLong
 from longshore.data.worker_pool import run_tasks
+from longshore.errors import SettingError, Spelling, in_python
 
 Report = Callable[[int, int], None]
 
@@ -100,7 +99,7 @@ class Summary:
         return f"{text}\n{self.rejections.explain(spell)}" if self.rejected else text
 
     def __str__(self) -> str:
-        return self.explain(as_option)
+        return self.explain(in_python)
 
 
 def prepare(
@@ -129,7 +128,7 @@ def prepare(
     tells a template. `progress` is told the bytes done and those in all.
     """
     if workers < 1:
-        raise ValueError(f"prepare: workers is {workers}; it must be at least 1")
+        raise SettingError("{workers} is {given}; it must be at least 1", given=workers)
     rules = Rules(loss_on, max_length, too_long, tuple(fields), tuple(ignore))
     files = find_inputs([inputs] if isinstance(inputs, str | Path) else inputs)
     source = TokenizerFiles(Path(tokenizer), None if template is None else str(template), date)
