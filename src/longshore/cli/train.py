@@ -221,7 +221,7 @@ def _ranks(asked: int | None, config: RunConfig, place: Ranks | None) -> int:
 
 
 def answer_option(strange: Seq[str]) -> str:
-    """What to say to options that there are not: keys are written without dashes."""
+    """What to say to unknown options: keys are written without dashes."""
     typed = strange[0].split("=")[0]
     if near := difflib.get_close_matches(typed, OPTIONS, n=1):
         return f"there is no {typed}; did you mean {near[0]}?"
@@ -229,7 +229,7 @@ def answer_option(strange: Seq[str]) -> str:
     for key in all_keys():
         if word in (key, key.rpartition(".")[2]):
             return f"there is no {typed}; write {key}=VALUE, without dashes"
-    return answer_key(word).replace(f"there is no {word}", f"there is no {typed}", 1)
+    return answer_key(word, typed=typed)
 
 
 def _keys_help() -> str:
