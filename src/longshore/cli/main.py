@@ -22,7 +22,7 @@ from typing import TextIO
 from longshore.cli.doctor import register_doctor
 from longshore.cli.environment import keep_out_of_temp, safe_path, signals_raise
 from longshore.cli.export import register_export
-from longshore.cli.options import Parser, answer, as_options
+from longshore.cli.options import Parser, answer
 from longshore.cli.plan import register_plan
 from longshore.cli.prepare import register_prepare
 from longshore.cli.report import register_report
@@ -60,7 +60,7 @@ def main(argv: Seq[str] | None = None) -> int:
         _drop_stdout()
         return _refuse(f"the summary cannot be printed ({error.strerror})")
     except ValueError as error:
-        return _refuse(as_options(str(error)))
+        return _refuse(str(error))
     except KeyboardInterrupt as error:
         return _interrupted(getattr(error, "number", signal.SIGINT))
     except Exception:

@@ -17,7 +17,6 @@ from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.config.check_data import check_data, known_longest
 from longshore.config.located import in_keys
 from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
-from longshore.config.told import told_as
 from longshore.plan.cost import BUILT_IN, load_profile
 from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
@@ -97,7 +96,7 @@ def planner_options(
     plan = config.plan
     cost = BUILT_IN
     if plan.cost:
-        with told_as("plan.cost: "):
+        with in_keys("plan.cost"):
             cost = load_profile(plan.cost)
     return {
         "lanes": lanes,
@@ -195,7 +194,7 @@ def _check_plan(config: RunConfig, lanes: int, decoder: DecoderConfig) -> None:
     capacity = plan.capacity if isinstance(plan.capacity, int) else max(plan.align, 1 << 20)
     _try_plan(config, lanes, capacity=capacity, longest=1)
     if plan.buckets:
-        with told_as("plan.buckets: "):
+        with in_keys("plan.buckets"):
             make_buckets(capacity, align=plan.align, count=plan.buckets)
 
 
@@ -211,7 +210,7 @@ def _check_heads(plan: PlanConfig, heads: int | None) -> None:
 
 
 def _try_plan(config: RunConfig, lanes: int, *, capacity: int, longest: int) -> None:
-    with told_as():
+    with in_keys():
         options = planner_options(
             config, lanes=lanes, capacity=capacity, decoder=decoder_config(config.model)
         )

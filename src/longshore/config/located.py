@@ -21,13 +21,21 @@ WITHOUT_KEY = {"start_over": "remove the folder"}
 
 
 @contextmanager
+def settings_in_keys(**values: object) -> Iterator[None]:
+    """Errors about settings name keys; all others pass. values: said in place of an error's own."""
+    try:
+        yield
+    except SettingError as error:
+        raise ValueError(error.spelled(as_key, **values)) from None
+
+
+@contextmanager
 def in_keys(key: str = "") -> Iterator[None]:
     """Errors of the block name keys, and begin with this one. A file's are errors of the user."""
     start = f"{key}: " if key else ""
     try:
-        yield
-    except SettingError as error:
-        raise ValueError(start + error.spelled(as_key)) from None
+        with settings_in_keys():
+            yield
     except ValueError as error:
         raise ValueError(f"{start}{error}") from None
     except OSError as error:
