@@ -133,9 +133,9 @@ def one_of(names: Seq[str]) -> Callable[[str], str]:
     return parse
 
 
-def answer(strange: Seq[str], *, options: Seq[str]) -> str:
-    """What to say to words that nothing takes, the first option among them."""
-    word = next((word for word in strange if word.startswith("-")), strange[0])
+def answer(unknown: Seq[str], *, options: Seq[str]) -> str:
+    """The answer to unknown words: to the first option among them, if there is one."""
+    word = next((word for word in unknown if word.startswith("-")), unknown[0])
     if not word.startswith("-"):
         return f"{word!r} is one word too many; see --help"
     typed = word.split("=")[0]

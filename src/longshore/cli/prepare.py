@@ -19,7 +19,7 @@ Tokenizes files of samples, in parallel, into a folder that training and `longsh
 A sample is a line of JSONL, a record of a JSON list or a row of Parquet: a chat under `messages`
 (role and content, tool calls too) or `conversations` (from and value), `prompt` and `completion`,
 Alpaca's `instruction`, `input` and `output`, or a plain `text`.
-A killed run goes on where it was when the same command is given again. Bad samples go to
+A killed run resumes where it was when the same command is given again. Bad samples go to
 rejected.jsonl with their line and the reason; if there are many the command fails, and what it
 prepared is kept.
 

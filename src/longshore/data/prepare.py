@@ -158,7 +158,7 @@ def _told_plainly(job: Job) -> Iterator[None]:
         raise OSError(
             error.errno,
             f"{error.filename or job.out}: {error.strerror or error}; {done} of {len(ranges)} "
-            "shards are finished, and the same command goes on from there once the cause is gone",
+            "shards are finished, and once the cause is gone the same command resumes from there",
         ) from error
 
 

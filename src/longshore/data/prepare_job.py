@@ -217,8 +217,8 @@ def _check_same_job(job: Job, start_over: bool) -> bool:
     if before is not None and not start_over:
         changed = [name for name in mine if before.get(name) != mine[name]]
         raise SettingError(
-            "{folder}: was begun with other settings or inputs ({changed} differ); give them as "
-            "they were, choose another folder, or start over ({start_over})",
+            "{folder}: was started with other settings or inputs ({changed} differ); use the same "
+            "ones, choose another folder, or start over ({start_over})",
             folder=job.out,
             changed=", ".join(changed),
         )

@@ -145,8 +145,8 @@ def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Tensor
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:  # noqa: ANN401
-    made: Tensor = function.apply(*args)
-    return made
+    output: Tensor = function.apply(*args)
+    return output
 
 
 class _Gather(torch.autograd.Function):
@@ -187,13 +187,13 @@ class _AllToAll(torch.autograd.Function):
         receives: tuple[int, ...],
     ) -> Tensor:
         ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        got = rows.new_empty(sum(receives), *rows.shape[1:])
+        received = rows.new_empty(sum(receives), *rows.shape[1:])
         dist.all_to_all_single(
-            _as_bytes(got), _as_bytes(rows), list(receives), list(sends), group=group
+            _as_bytes(received), _as_bytes(rows), list(receives), list(sends), group=group
         )
         row_bytes = rows.element_size() * prod(rows.shape[1:])
         _note("all_to_all", (sum(receives) - receives[group.rank()]) * row_bytes)
-        return got
+        return received
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
@@ -219,11 +219,11 @@ def gather_rows(rows: Tensor, group: ProcessGroup, *, room: int) -> list[Tensor]
     sent[0, 0] = len(rows)
     fitting = rows[:room]
     sent[1 : 1 + len(fitting)] = fitting
-    found = gather(sent, group).view(group.size(), room + 1, -1)
-    numbers: list[int] = found[:, 0, 0].tolist()
+    gathered = gather(sent, group).view(group.size(), room + 1, -1)
+    numbers: list[int] = gathered[:, 0, 0].tolist()
     if max(numbers) > room:
         return gather_rows(rows, group, room=max(numbers))
-    return [part[1 : 1 + number] for part, number in zip(found, numbers, strict=True)]
+    return [part[1 : 1 + number] for part, number in zip(gathered, numbers, strict=True)]
 
 
 def broadcast_over_lane(tensor: Tensor, groups: Groups) -> Tensor:
@@ -238,8 +238,8 @@ def same_on_all_ranks(digest: str, groups: Groups, *, what: str = "plan") -> Non
     short = hashlib.sha256(digest.encode()).digest()
     row = torch.tensor([list(short)], dtype=torch.uint8, device=groups.device)
     by_digest: dict[bytes, list[int]] = {}
-    for rank, got in enumerate(gather(row, groups.world).tolist()):
-        by_digest.setdefault(bytes(got), []).append(rank)
+    for rank, other in enumerate(gather(row, groups.world).tolist()):
+        by_digest.setdefault(bytes(other), []).append(rank)
     if len(by_digest) > 1:
         most, *others = sorted(by_digest.values(), key=len, reverse=True)
         raise RuntimeError(
