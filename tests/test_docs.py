@@ -31,7 +31,6 @@ from tests.test_layout import PACKAGE, ROOT, defined_names
 from longshore.cli import main as cli
 from longshore.config.load import load_config
 from longshore.config.schema import SECTIONS
-from longshore.config.told import as_keys
 from longshore.config.unknown_keys import all_keys
 from longshore.train.metrics import StepMetrics
 
@@ -274,13 +273,21 @@ def strings_of(path):
             yield "".join(map(str, parts))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
+            yield PLACE.sub(lambda match: _as_told(match[1]), node.value)
+
+
+PLACE = re.compile(r"\{(\w+)(?:![rs])?(:(?:[^{}]|\{\w+\})*)?\}")
+KEYS = {key.rpartition(".")[2]: key for key in all_keys()}
+
+
+def _as_told(name):
+    """A {name} of an error: a setting is told as its key, all else is …"""
+    return KEYS.get(name, "…")
 
 
 def test_messages_of_troubleshooting_are_those_of_the_code():
     said = [text for path in PACKAGE.rglob("*.py") for text in strings_of(path)]
-    said = "\0".join([*said, *map(as_keys, said)])
-    said += said.replace("in ignore (", "in data.ignore (")
-    said += said.replace("or declare each (", "or declare each in data.fields (")
+    said = "\0".join(said)
     blocks = blocks_of(DOCS / "troubleshooting.md")
     pairs = pairwise([Block("", "", ""), *blocks])
     messages = [b.text for before, b in pairs if (before.mark, b.language) == ("", "text")]

@@ -1,6 +1,8 @@
+import ast
 import pickle
 
 import pytest
+from tests.test_layout import PACKAGE
 
 from longshore.errors import SettingError, as_option
 
@@ -33,3 +35,46 @@ def test_it_survives_the_way_to_another_process():
     assert copy.spelled(as_option) == too_large().spelled(as_option)
     with pytest.raises(ValueError, match="max_cp is 8"):
         raise copy
+
+
+def test_a_setting_may_have_a_value():
+    error = SettingError("take {found} with {max_rejected:{enough}}", found="it", enough="0.43")
+    assert error.settings == ("max_rejected",)
+    assert str(error) == "take it with max_rejected=0.43"
+    assert error.spelled(as_option) == "take it with --max-rejected 0.43"
+
+
+def test_words_in_front_are_not_read_as_settings():
+    error = too_large().after("a{b}.csv line 3: ")
+    assert isinstance(error, SettingError)
+    assert error.spelled(as_option) == f"a{{b}}.csv line 3: {too_large().spelled(as_option)}"
+    assert str(error.after("{x} ")).startswith("{x} a{b}.csv line 3: max_cp")
+
+
+def test_any_name_may_be_a_value():
+    error = SettingError("{message} {spell} {self}", message=1, spell=2, self=3)
+    assert str(pickle.loads(pickle.dumps(error))) == "1 2 3"
+
+
+CHANGES = {"replace", "removeprefix", "removesuffix", "sub", "subn", "split", "partition"}
+
+
+def changed_errors(source):
+    """Lines that change the text of an error: methods of CHANGES called on or with str(error)."""
+    for handler in ast.walk(ast.parse(source)):
+        if not isinstance(handler, ast.ExceptHandler) or handler.name is None:
+            continue
+        for call in ast.walk(handler):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                texts = [ast.unparse(text) for text in (call.func.value, *call.args)]
+                if call.func.attr in CHANGES and f"str({handler.name})" in texts:
+                    yield call.lineno
+
+
+def test_no_error_is_rewritten():
+    source = "try:\n    f()\nexcept ValueError as e:\n    raise ValueError({})"
+    for bad in ("str(e).replace('a', 'b')", "NAMES.sub('b', str(e))"):
+        assert list(changed_errors(source.format(bad))) == [4]
+    assert not list(changed_errors(source.format("f'data.path: {e}'")))
+    for path in PACKAGE.rglob("*.py"):
+        assert not list(changed_errors(path.read_text(encoding="utf-8"))), path

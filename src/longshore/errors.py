@@ -1,25 +1,31 @@
 """Errors that name settings as data, so that each front end spells them in its own way.
 
-In: a message in which {name} stands for a setting, and values for the other places. Out: a
-ValueError that says it in Python's words, and `spelled` for a recipe or the command line:
+In: a message in which {name} stands for a setting, {name:value} for a setting with a value, and
+values for the other places. Out: a ValueError that says it in Python's words, and `spelled` for a
+recipe or the command line:
 
     error = SettingError("{max_cp} is {given}, but there are only {count} lanes", given=8, count=4)
     str(error)                                        max_cp is 8, but there are only 4 lanes
     error.spelled(lambda name: f"plan.{name}")        plan.max_cp is 8, but there are only 4 lanes
     error.spelled(as_option)                          --max-cp is 8, but there are only 4 lanes
+
+"lower {max_cp:4}" is "lower max_cp=4" in Python, and "lower --max-cp 4" on the command line.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from string import Formatter
+
+Spelling = Callable[..., str]
+"""How a front end writes a setting: takes its name and, where the message has one, its value."""
 
 
 class SettingError(ValueError):
     """A ValueError about settings; a {name} of its message that has no value is a setting."""
 
-    def __init__(self, message: str, **values: object) -> None:
+    def __init__(self, message: str, /, **values: object) -> None:
         self.message = message
         self.values = values
-        super().__init__(self.spelled(str))
+        super().__init__(self.spelled(in_python))
 
     def __reduce__(self) -> tuple[object, ...]:
         return _restored, (type(self), self.message, self.values)
@@ -27,19 +33,50 @@ class SettingError(ValueError):
     @property
     def settings(self) -> tuple[str, ...]:
         """The names of the settings it is about, each once, in the order of the message."""
-        names = [name for _, name, _, _ in Formatter().parse(self.message) if name]
-        return tuple(dict.fromkeys(name for name in names if name not in self.values))
+        return _settings(self.message, self.values)
 
-    def spelled(self, spell: Callable[[str], str], **values: object) -> str:
+    def spelled(self, spell: Spelling, /, **values: object) -> str:
         """The message with each setting as `spell` has it; values: said in place of its own."""
-        settings = {name: spell(name) for name in self.settings}
-        return self.message.format(**{**self.values, **values, **settings})
+        return spell_settings(self.message, spell, **{**self.values, **values})
+
+    def after(self, start: str) -> "SettingError":
+        """The same error with words in front of it, such as the file and line it is about."""
+        plain = start.replace("{", "{{").replace("}", "}}")
+        return type(self)(plain + self.message, **self.values)
+
+
+def spell_settings(message: str, spell: Spelling, /, **values: object) -> str:
+    """A message with its values, and each setting as `spell` has it."""
+    settings = {name: _Setting(name, spell) for name in _settings(message, values)}
+    return message.format(**values, **settings)
+
+
+def as_option(name: str, value: str = "") -> str:
+    """A setting as the command line spells it: max_cp is --max-cp."""
+    option = f"--{name.replace('_', '-')}"
+    return f"{option} {value}" if value else option
+
+
+def in_python(name: str, value: str = "") -> str:
+    """A setting as a call spells it."""
+    return f"{name}={value}" if value else name
+
+
+class _Setting:
+    """A setting in a message; what stands behind its colon is its value."""
+
+    def __init__(self, name: str, spell: Spelling) -> None:
+        self.name = name
+        self.spell = spell
+
+    def __format__(self, value: str) -> str:
+        return self.spell(self.name, value) if value else self.spell(self.name)
+
+
+def _settings(message: str, values: Iterable[str]) -> tuple[str, ...]:
+    names = [name for _, name, _, _ in Formatter().parse(message) if name]
+    return tuple(dict.fromkeys(name for name in names if name not in values))
 
 
 def _restored(kind: type[SettingError], message: str, values: dict[str, object]) -> SettingError:
     return kind(message, **values)
-
-
-def as_option(name: str) -> str:
-    """A setting as the command line spells it: max_cp is --max-cp."""
-    return f"--{name.replace('_', '-')}"

@@ -55,9 +55,9 @@ def add_ranks(config, ranks):
 
 def refuse(config, ranks):
     if ranks.rank == 1:
-        raise ValueError("raise max_cp")
+        raise ValueError("raise plan.max_cp")
     if ranks.rank == 0:
-        raise RuntimeError("rank 1 failed: ValueError: raise max_cp")
+        raise RuntimeError("rank 1 failed: ValueError: raise plan.max_cp")
     time.sleep(60)
 
 
@@ -138,7 +138,7 @@ def test_one_rank_runs_here():
 
 
 def test_a_refusal_is_told_before_what_it_did_to_others():
-    with pytest.raises(ValueError, match=r"^raise max_cp$"):
+    with pytest.raises(ValueError, match=r"^raise plan.max_cp$"):
         launch(refuse, CONFIG, 3)
 
 
@@ -215,7 +215,7 @@ def test_exit_codes_of_a_real_run(command):
     assert err.startswith("longshore: rank 2 failed:\nTraceback")
     out, err = runs[2].communicate(timeout=60)
     assert (runs[2].returncode, out) == (1, "")
-    assert err.endswith("RuntimeError: rank 1 failed: ValueError: raise max_cp\n")
+    assert err.endswith("RuntimeError: rank 1 failed: ValueError: raise plan.max_cp\n")
     out, err = runs[3].communicate(timeout=60)
     assert (runs[3].returncode, out) == (1, "")
     assert err == "longshore: rank 1 is out of GPU memory in step 3\n"

@@ -48,7 +48,7 @@ def test_columns_to_ignore(run):
     code, _, err = run(rows)
     assert code == 2
     assert "rows.json record 1: columns 'id', 'source' are" in err
-    assert "name them with --ignore (id,source, or * for all" in err
+    assert "name them in --ignore (id,source, or * for all" in err
     assert not Path("out").exists()
     assert run(rows, "--ignore", "id,source", out="two")[0] == 0
     assert run(rows, "--ignore", "id", "--ignore", "source", out="again")[0] == 0

@@ -98,7 +98,7 @@ def refusal(path, content):
         ('[{"a": 1}]'.encode("utf-16"), "is UTF-16; convert it to UTF-8"),
         (b'[{"a": 1}, {"b": 2}', "the list has no end; record 2, at byte 10, is not closed"),
         (b'[{"a": "1}]', "the list has no end; record 1, at byte 1, is not closed"),
-        (b"[{}][{}]", "goes on behind the list's end, at byte 4"),
+        (b"[{}][{}]", "has more after the list's end, at byte 4"),
         (b"", "the file is empty"),
     ],
 )

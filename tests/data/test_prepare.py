@@ -277,7 +277,7 @@ def test_a_store_that_lost_its_manifest_may_be_started_over(here):
     run("reference")
     run()
     Path("out/manifest.json").unlink()
-    with pytest.raises(ValueError, match=r"out: .* without its manifest.json.* \(--start-over\)"):
+    with pytest.raises(ValueError, match=r"out: .* without its manifest.json.* \(start_over\)"):
         run()
     run(start_over=True)
     assert files_of(here / "out") == files_of(here / "reference")
@@ -315,7 +315,7 @@ def test_other_settings_are_refused_or_start_over(here, monkeypatch, finished):
         monkeypatch.chdir(here)
     before = files_of(here / "out")
     with pytest.raises(
-        ValueError, match=r"out: was begun with other .*\(max_length, shard_bytes d"
+        ValueError, match=r"out: was started with other .*\(max_length, shard_bytes d"
     ):
         run(max_length=50, shard_bytes=3000)
     assert files_of(here / "out") == before

@@ -3,13 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from longshore.data.rejected import (
-    WAYS_OUT,
-    Rejections,
-    as_key,
-    as_option,
-    rejections_of,
-)
+from longshore.config.located import as_key
+from longshore.data.rejected import WAYS_OUT, Rejections, rejections_of
+from longshore.errors import SettingError, as_option, spell_settings
 
 REASONS = {"empty": 1, "too long": 12, "spans not located": 30}
 
@@ -42,10 +38,10 @@ def test_the_most_frequent_reason_comes_first_with_an_example_and_the_way_out(re
 
 
 def test_above_the_limit_it_is_refused_with_the_way_out(rejections):
-    rejections.check(0.43, as_option)
-    with pytest.raises(ValueError, match="rejected 43 of 100") as caught:
-        rejections.check(0.05, as_key)
-    message = str(caught.value)
+    rejections.check(0.43)
+    with pytest.raises(SettingError, match="rejected 43 of 100") as caught:
+        rejections.check(0.05)
+    message = caught.value.spelled(as_key)
     assert "(43 %): 30 spans not located, 12 too long, 1 empty" in message
     assert "more than the 5 % that data.max_rejected=0.05 allows" in message
     assert message.endswith("with data.max_rejected=0.43")
@@ -55,9 +51,9 @@ def test_above_the_limit_it_is_refused_with_the_way_out(rejections):
 
 def test_what_it_suggests_is_enough():
     few = Rejections(Path("x"), 30_000, {"empty": 1501})
-    with pytest.raises(ValueError, match="--max-rejected") as caught:
-        few.check(0.05, as_option)
-    few.check(float(str(caught.value).split()[-1]), as_option)
+    with pytest.raises(SettingError, match="max_rejected=") as caught:
+        few.check(0.05)
+    few.check(float(caught.value.spelled(as_option).split()[-1]))
 
 
 def test_examples_are_missed_without_their_file(tmp_path):
@@ -67,10 +63,10 @@ def test_examples_are_missed_without_their_file(tmp_path):
 
 
 def test_stores_of_other_makers_rejected_nothing(tmp_path):
-    rejections_of(tmp_path, {}).check(0.0, as_key)
+    rejections_of(tmp_path, {}).check(0.0)
     assert rejections_of(tmp_path, {"samples": 4, "rejected": {"empty": 1}}).share == 0.25
 
 
 def test_every_way_out_is_one_sentence():
     for way_out in WAYS_OUT.values():
-        assert "\n" not in way_out(as_key)
+        assert "\n" not in spell_settings(way_out, as_key)

@@ -1,5 +1,6 @@
 """The collectives against a reference in one process, and the harness the ranks run in."""
 
+import errno
 import os
 import signal
 import time
@@ -341,14 +342,35 @@ def load_shard(broken):
 def test_work_that_fails_on_a_rank_fails_on_all():
     quoted = "rank 1 failed: OSError: shard 1 is corrupt"
     assert run_ranks(3, load_shard, [1]) == [
-        ("RuntimeError", quoted, "None"),
+        ("PeerError", quoted, "None"),
         ("OSError", "shard 1 is corrupt", "None"),
-        ("RuntimeError", quoted, "None"),
+        ("PeerError", quoted, "None"),
     ]
     also = f"{quoted} (rank 2 failed too)"
     assert run_ranks(3, load_shard, [1, 2]) == [
-        ("RuntimeError", also, "None"),
+        ("PeerError", also, "None"),
         ("OSError", "shard 1 is corrupt", "None"),
-        ("RuntimeError", also, "OSError('shard 2 is corrupt')"),
+        ("PeerError", also, "OSError('shard 2 is corrupt')"),
     ]
     assert run_ranks(3, load_shard, []) == [None] * 3
+
+
+def fill_disk():
+    """What rank 0 learns of two ranks that failed, the first of them with too long a text."""
+    topology = make_topology(lanes=3, device="cpu")
+    try:
+        with collectives.agreed(topology.groups):
+            if topology.rank:
+                raise OSError(errno.ENOSPC, "no room" * 10_000, "a\udcff{b}")
+    except Exception as error:
+        return error
+
+
+def test_an_error_of_another_rank_is_known_as_data():
+    error, *_ = run_ranks(3, fill_disk)
+    assert isinstance(error, collectives.PeerError)
+    assert (error.rank, error.kind, error.also) == (1, "OSError", (2,))
+    assert error.message.startswith("[Errno 28] no roomno room")
+    assert error.as_os_error().errno == errno.ENOSPC
+    assert error.as_os_error().strerror == ("no room" * 10_000)[: collectives.LONGEST_ERROR]
+    assert collectives.PeerError("why", rank=0).as_os_error() is None

@@ -22,6 +22,7 @@ from longshore.arch.checks import check_counts, check_more_than
 from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.part import Norm, Part, Saved, check_part
 from longshore.arch.rope import RopeConfig
+from longshore.errors import SettingError
 
 MOST_LAYERS = 4096
 MOST_DEPTHS = 64
@@ -143,7 +144,9 @@ def with_balance(
     """With these numbers in all layers and depths, see MoEConfig; None leaves them as they are."""
     for name, number in (("aux_weight", aux_weight), ("bias_update", bias_update)):
         if number and not has_experts(config):
-            raise ValueError(f"{name} is for experts, and this model has none; leave it out")
+            raise SettingError(
+                "{" + name + "} is for experts, and this model has none; leave it out"
+            )
     layers, mtp = (
         tuple(_changed(layer, aux_weight, bias_update) for layer in found)
         for found in (config.layers, config.mtp)
@@ -158,9 +161,9 @@ def _changed(
     if not isinstance(moe, MoEConfig):
         return layer
     if bias_update and not moe.bias:
-        raise ValueError(
-            "bias_update moves a bias of the router, and the experts of this model have none; "
-            "balance them by aux_weight"
+        raise SettingError(
+            "{bias_update} moves a bias of the router, and the experts of this model have none; "
+            "balance them by {aux_weight}"
         )
     if aux_weight is not None:
         moe = replace(moe, aux_weight=aux_weight)

@@ -54,7 +54,7 @@ def main(argv: Seq[str] | None = None) -> int:
             code = _run(sys.argv[1:] if argv is None else argv)
             print(end="", flush=True)
             return code
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed it
         return _drop_stdout()
     except OSError as error:
         _drop_stdout()
@@ -83,13 +83,13 @@ def _dispatch(argv: Seq[str]) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for register in COMMANDS:
         register(commands)
-    args, strange = parser.parse_known_args(argv)
+    args, unknown = parser.parse_known_args(argv)
     if "words" in args:  # those behind an option too
-        args.words = [*args.words, *(word for word in strange if word[:1] != "-")]
-        strange = [word for word in strange if word[:1] == "-"]
-    if strange:
+        args.words = [*args.words, *(word for word in unknown if word[:1] != "-")]
+        unknown = [word for word in unknown if word[:1] == "-"]
+    if unknown:
         other = getattr(args, "answer", None)
-        raise ValueError(other(strange) if other else answer(strange, options=[*vars(args)]))
+        raise ValueError(other(unknown) if other else answer(unknown, options=[*vars(args)]))
     if args.version:
         print("longshore", importlib.metadata.version("longshore"))
     elif "run" in args:

@@ -22,10 +22,20 @@ def say(text: str, *, to_stderr: bool = False) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit."""
+    """Raises a ValueError where argparse would print its usage and exit."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - argparse's own
+        super().__init__(*args, **{**kwargs, "exit_on_error": False})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # noqa: ANN401
+        try:
+            return super().parse_known_args(args, namespace)
+        except argparse.ArgumentError as error:
+            option = f"{error.argument_name}: " if error.argument_name else ""
+            raise ValueError(f"{option}{error.message}") from None
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
+        raise ValueError(message)
 
 
 def add_command(

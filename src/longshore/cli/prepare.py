@@ -6,17 +6,21 @@ In: the options of PREPARE_HELP. Out: a store, and a summary of what is in it an
 import argparse
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longshore.choices import LossOn, TooLong, names_of
 from longshore.cli.options import add_command, count, one_of, say
+from longshore.errors import SettingError, as_option
+
+if TYPE_CHECKING:
+    from longshore.data.prepare import Summary
 
 PREPARE_HELP = """\
 Tokenizes files of samples, in parallel, into a folder that training and `longshore plan` read.
 A sample is a line of JSONL, a record of a JSON list or a row of Parquet: a chat under `messages`
 (role and content, tool calls too) or `conversations` (from and value), `prompt` and `completion`,
 Alpaca's `instruction`, `input` and `output`, or a plain `text`.
-A killed run goes on where it was when the same command is given again. Bad samples go to
+A killed run resumes where it was when the same command is given again. Bad samples go to
 rejected.jsonl with their line and the reason; if there are many the command fails, and what it
 prepared is kept.
 
@@ -79,15 +83,25 @@ def share(text: str) -> float:
 
 
 def run_prepare(args: argparse.Namespace) -> None:
+    from longshore.data.rejected import MAX_REJECTED
+
+    try:
+        summary = _prepare(args)
+        say(summary.explain(prepare_option))
+        summary.rejections.check(MAX_REJECTED if args.max_rejected is None else args.max_rejected)
+    except SettingError as error:
+        raise ValueError(error.spelled(prepare_option)) from None
+
+
+def _prepare(args: argparse.Namespace) -> "Summary":
     from longshore.config.values import split_list
     from longshore.data.fields import parse_field
     from longshore.data.inputs import MAX_BYTES
     from longshore.data.prepare import prepare, show_progress
-    from longshore.data.rejected import MAX_REJECTED, as_option
 
     try:
         with show_progress(sys.stderr) as progress:
-            summary = prepare(
+            return prepare(
                 args.inputs,
                 args.tokenizer,
                 args.out,
@@ -104,8 +118,8 @@ def run_prepare(args: argparse.Namespace) -> None:
             )
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from None
-    except ValueError as error:
-        raise ValueError(str(error).replace("in ignore (", "with --ignore (")) from None
-    say(str(summary))
-    limit = MAX_REJECTED if args.max_rejected is None else args.max_rejected
-    summary.rejections.check(limit, as_option)
+
+
+def prepare_option(name: str, value: str = "") -> str:
+    """A setting of `prepare` as its option; of `fields` each has an option of its own."""
+    return as_option("field" if name == "fields" else name, value)

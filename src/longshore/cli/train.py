@@ -29,8 +29,8 @@ from longshore.cli.launch import (
 from longshore.cli.options import add_command, count, say
 from longshore.config.check import check_config
 from longshore.config.load import NOT_THE_DEMO, load_config
+from longshore.config.located import settings_in_keys
 from longshore.config.schema import SECTIONS, RunConfig
-from longshore.config.told import as_keys
 from longshore.config.toml import toml_value
 from longshore.config.unknown_keys import all_keys, answer_key
 from longshore.run.data import prepare_text
@@ -99,10 +99,10 @@ def run_train(args: argparse.Namespace) -> None:
     try:
         start = _with_resume(args, start)
         config = _config(args, place, start)
-    except ValueError as error:
+    except ValueError:
         if place is not None and place.local_rank:
             raise SystemExit(2) from None  # the first rank of each machine says it
-        raise ValueError(as_keys(str(error))) from None
+        raise
     if args.print_config:
         if place is None or place.rank == 0:
             print(config.to_toml(), end="")
@@ -121,8 +121,8 @@ def _train_on_ranks(config: RunConfig, place: Ranks | None, start: Start) -> Non
         else:
             with loopback() if place.local_size == place.world_size else nullcontext():
                 _work(start)(config, place)
-    except ValueError as error:
-        raise ValueError(as_keys(str(error))) from None
+    except ValueError:
+        raise  # main prints it
     except Interrupted as error:
         if place is None or place.rank == 0:
             say("longshore: stopped before the first step", to_stderr=True)
@@ -150,7 +150,8 @@ def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
     """One rank's part. It imports torch, so it is imported only where it runs."""
     from longshore.run.train import train as train_rank
 
-    train_rank(config, ranks, start)
+    with settings_in_keys():
+        train_rank(config, ranks, start)
 
 
 def _work(start: Start) -> Work:
@@ -231,7 +232,7 @@ def answer_option(unknown: Seq[str]) -> str:
     for key in all_keys():
         if word in (key, key.rpartition(".")[2]):
             return f"there is no {typed}; write {key}=VALUE, without dashes"
-    return answer_key(word).replace(f"there is no {word}", f"there is no {typed}", 1)
+    return answer_key(word, typed=typed)
 
 
 def _keys_help() -> str:

@@ -14,9 +14,8 @@ from typing import Any
 from longshore.arch.decoder import DecoderConfig, has_experts, with_balance
 from longshore.arch.part import Sharing
 from longshore.config.check_data import check_data, known_longest
+from longshore.config.located import in_keys, settings_in_keys
 from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
-from longshore.config.spelling import as_recipe_keys
-from longshore.config.told import told_as
 from longshore.plan.cost import BUILT_IN, load_profile
 from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
@@ -45,7 +44,7 @@ def decoder_config(model: ModelConfig) -> DecoderConfig:
     if model.module:
         import_module(model.module)
     if model.from_hf:
-        with told_as("model.from_hf: "):
+        with in_keys("model.from_hf"):
             decoder = read_config(model.from_hf)
             _check_balance(model, decoder)
     elif model.module:
@@ -53,12 +52,12 @@ def decoder_config(model: ModelConfig) -> DecoderConfig:
     else:
         changed = {"layers": model.layers, "vocab_size": model.vocab_size}
         given = {name: value for name, value in changed.items() if value}
-        with told_as("model.preset: "):
+        with in_keys("model.preset"):
             decoder = preset(model.preset, **given)
     aux_weight, bias_update = (
         None if number == "auto" else number for number in (model.aux_weight, model.bias_update)
     )
-    with told_as("model."):
+    with in_keys():
         return with_balance(decoder, aux_weight=aux_weight, bias_update=bias_update)
 
 
@@ -103,7 +102,7 @@ def planner_options(
     plan = config.plan
     cost = BUILT_IN
     if plan.cost:
-        with as_recipe_keys("plan", "cost"):
+        with in_keys("plan.cost"):
             cost = load_profile(plan.cost)
     return {
         "lanes": lanes,
@@ -132,7 +131,7 @@ def check_longest(config: RunConfig, lanes: int, longest: int) -> None:
     """Refuses data whose longest sequence fits nowhere; a capacity yet unknown refuses nothing."""
     capacity = config.plan.capacity
     if isinstance(capacity, int):
-        with as_recipe_keys("plan", where="the longest sequence"):
+        with settings_in_keys(where="the longest sequence"):
             _try_plan(config, lanes, capacity=capacity, longest=longest)
 
 
@@ -195,7 +194,7 @@ def _check_plan(config: RunConfig, lanes: int, decoder: DecoderConfig) -> None:
     _check_heads(plan, shared_heads(decoder, config.parallel))
     # One token fits anywhere, so only the settings can be wrong.
     capacity = plan.capacity if isinstance(plan.capacity, int) else max(plan.align, 1 << 20)
-    with as_recipe_keys("plan"):
+    with settings_in_keys():
         _try_plan(config, lanes, capacity=capacity, longest=1)
         if plan.buckets:
             make_buckets(capacity, align=plan.align, count=plan.buckets)

@@ -9,12 +9,12 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
+from longshore.config.located import in_keys
 from longshore.config.schema import DataConfig, RunConfig
-from longshore.config.told import told_as
 from longshore.data.fields import check_declared, parse_field
 from longshore.data.inputs import find_inputs
 from longshore.data.mock import mock_lengths
-from longshore.data.rejected import as_key, rejections_of
+from longshore.data.rejected import rejections_of
 from longshore.data.training_templates import check_choice
 
 MANIFEST = "manifest.json"
@@ -59,31 +59,29 @@ def _check_rejected(data: DataConfig) -> None:
     """Refuses a prepared folder that left out more samples than data.max_rejected allows."""
     from longshore.data.store import read_manifest
 
-    with told_as("data.path: "):
+    with in_keys("data.path"):
         folder = Path(data.path)
-        rejections_of(folder, read_manifest(folder).about).check(data.max_rejected, as_key)
+        rejections_of(folder, read_manifest(folder).about).check(data.max_rejected)
 
 
 def known_longest(config: RunConfig) -> int:
     """The longest sequence of made-up or prepared data; 0 for text, which nobody has counted."""
     data = config.data
     if data.mock:
-        with told_as("data.mock: "):
+        with in_keys("data.mock"):
             _check_mock(data)
             return int(mock_lengths(data.mock, count=data.count or None, seed=data.seed).max())
     if not is_prepared(data.path):
         return 0
     from longshore.data.store import read_manifest
 
-    with told_as("data.path: "):
+    with in_keys("data.path"):
         return read_manifest(Path(data.path)).longest
 
 
 def _check_mock(data: DataConfig) -> None:
     if data.mock.get("mode") == "file" and not isinstance(data.mock.get("path", ""), str):
         raise ValueError(f"path is {data.mock['path']!r}; it must be a text")
-    if data.mock.get("mode") == "distribution" and not data.count:
-        raise ValueError("a distribution has no end; give data.count, how many sequences to draw")
 
 
 def _refuse_text_keys(data: DataConfig, what: str) -> None:
@@ -95,7 +93,7 @@ def _refuse_text_keys(data: DataConfig, what: str) -> None:
 
 
 def _check_text(data: DataConfig, tokenizer: str) -> None:
-    with told_as("data.path: "):
+    with in_keys("data.path"):
         find_inputs([data.path])
     if not tokenizer:
         raise ValueError(
@@ -107,9 +105,9 @@ def _check_text(data: DataConfig, tokenizer: str) -> None:
         raise ValueError(
             f"{key}: {tokenizer} holds no tokenizer.json; give {key}, a folder that does"
         )
-    with told_as("data.template: "):
+    with in_keys():
         check_choice(data.template)
-    with told_as("data.fields: "):
+    with in_keys("data.fields"):
         check_declared([parse_field(text) for text in data.fields])
     for name in ("tokenizers", "jinja2"):
         if importlib.util.find_spec(name) is None:

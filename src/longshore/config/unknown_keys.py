@@ -17,14 +17,18 @@ def all_keys() -> list[str]:
     return [f"{name}.{f.name}" for name, kind in SECTIONS.items() for f in fields(kind)]
 
 
-def answer_key(typed: str) -> str:
-    """What to say to section.key where there is no such key."""
-    word = typed.rpartition(".")[2].lower().replace("-", "_")
+def answer_key(key: str, *, typed: str = "") -> str:
+    """What to say to section.key where there is no such key.
+
+    typed: as the user wrote it, where that is not just the key.
+    """
+    typed = typed or key
+    word = key.rpartition(".")[2].lower().replace("-", "_")
     known = all_keys()
     is_ours = any(key.endswith(f".{word}") for key in known)
     if not is_ours and (foreign := FOREIGN_KEYS.get(word) or _of_family(word)):
         return f"there is no {typed}" + (foreign if foreign[0] == ":" else f"; use {foreign}")
-    section = typed.partition(".")[0].lower()
+    section = key.partition(".")[0].lower()
     home = FOREIGN_SECTIONS.get(section, section)
     ours = [key for key in known if key.startswith(f"{home}.")]
     for keys, likeness in ((ours, 1.0), (known, 1.0), (ours, 0.7), (known, 0.75)):
@@ -33,7 +37,7 @@ def answer_key(typed: str) -> str:
     if section in SECTIONS:
         names = ", ".join(key.rpartition(".")[2] for key in ours)
         return f"there is no {typed}; [{section}] has {names}"
-    return answer_section(typed.partition(".")[0])
+    return answer_section(key.partition(".")[0])
 
 
 def _of_family(word: str) -> str:

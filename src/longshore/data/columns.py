@@ -15,6 +15,7 @@ from typing import Any
 
 from longshore.data.fields import Field
 from longshore.data.source import SampleError
+from longshore.errors import SettingError
 
 ALL = "*"
 
@@ -58,7 +59,7 @@ def form_of(columns: Iterable[str], ignore: Sequence[str], fields: Sequence[Fiel
         if name not in columns:
             raise SampleError("no messages", f"it has a {form} but no {name}")
     if others := unused_columns(columns, form, ignore, fields):
-        raise SampleError("undeclared field", refuse_columns(others, form))
+        raise SampleError("undeclared field", str(refuse_columns(others, form)))
     return form
 
 
@@ -73,20 +74,22 @@ def unused_columns(
     return [name for name in columns if name not in known]
 
 
-def refuse_columns(names: Sequence[str], form: str) -> str:
-    """What to do about columns that have no meaning, all in one message."""
-    listed, joined = ", ".join(map(repr, names)), ",".join(names)
+def refuse_columns(names: Sequence[str], form: str) -> SettingError:
+    """The error of columns that have no meaning, all in one message, and what to do about them."""
     if len(names) == 1:
-        return (
-            f"column {listed} is neither part of a sample with {form!r} nor a declared field; name "
-            f"it in ignore ({joined}, or * for all that are not used), or declare it "
-            f"({joined}:per_sequence:DTYPE)"
+        message = (
+            "column {listed} is neither part of a sample with {form!r} nor a declared field; name "
+            "it in {ignore} ({joined}, or * for all that are not used), or declare it in {fields} "
+            "({first}:per_sequence:DTYPE)"
         )
-    return (
-        f"columns {listed} are neither part of a sample with {form!r} nor declared fields; name "
-        f"them in ignore ({joined}, or * for all that are not used), or declare each "
-        f"({names[0]}:per_sequence:DTYPE)"
-    )
+    else:
+        message = (
+            "columns {listed} are neither part of a sample with {form!r} nor declared fields; name "
+            "them in {ignore} ({joined}, or * for all that are not used), or declare each in "
+            "{fields} ({first}:per_sequence:DTYPE)"
+        )
+    listed, joined = ", ".join(map(repr, names)), ",".join(names)
+    return SettingError(message, listed=listed, joined=joined, form=form, first=names[0])
 
 
 def from_alpaca(sample: Mapping[str, Any], *, as_chat: bool) -> tuple[dict[str, Any], str]:

@@ -89,8 +89,8 @@ def _inside(folder: Path) -> list[Path]:
     if any(is_of_store(name) for name in names):
         raise ValueError(
             f"{folder}: is a prepared folder without its manifest.json, so it is unfinished or "
-            f"damaged; copy it again, or give the 'longshore prepare' command that made it once "
-            f"more, with --start-over if it refuses to go on"
+            f"damaged; copy it again, or run the 'longshore prepare' command that made it again, "
+            f"with --start-over if it refuses to resume"
         )
     inside = [folder / name for name in names if Path(name).suffix in SUFFIXES]
     if not inside:
@@ -219,7 +219,7 @@ def _record_spans(file: Input, start: int, size: int) -> list[tuple[int, int, in
         opened.seek(stop + 1)
         if _first_byte(opened):
             raise ValueError(
-                f"{file.name}: goes on behind the list's end, at byte {stop + 1:,}; a .json file "
+                f"{file.name}: has more after the list's end, at byte {stop + 1:,}; a .json file "
                 "holds one list"
             )
         opened.seek(start)

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from longshore.data.fields import Field
 from longshore.data.source import Ints, TokenizedSample, checked_index
+from longshore.errors import SettingError
 from longshore.plan.lengths_file import read_lengths
 
 IDS = 64
@@ -39,6 +40,13 @@ NOISE = 16
 LARGEST_SEED = 2**63 - 1
 
 Draw = Callable[["Distribution", np.random.Generator, int], NDArray[np.float64]]
+
+
+class MockError(SettingError):
+    """What is wrong with mock data; a recipe says which of its keys it is about instead."""
+
+    def __str__(self) -> str:
+        return f"mock data: {super().__str__()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +139,20 @@ def mock_lengths(config: Mapping[str, Any], *, count: int | None, seed: int) -> 
         return lengths if count is None else np.resize(lengths, count)
     if mode == "distribution":
         if count is None:
-            raise ValueError("mock data: a distribution has no end; give count, how many to draw")
+            raise MockError("a distribution has no end; give {count}, how many sequences to draw")
         distribution = parse_distribution(config)
         random = np.random.Generator(np.random.Philox(key=seed))
         return distribution.draw(distribution, random, count).astype(np.int64)
-    raise ValueError(f"mock data: mode is {mode!r}; it must be 'file' or 'distribution'")
+    raise MockError("mode is {mode!r}; it must be 'file' or 'distribution'", mode=mode)
 
 
 def parse_distribution(config: Mapping[str, Any]) -> Distribution:
     """A distribution from its configuration: just the keys that its type reads."""
     kind = config.get("type")
     if not isinstance(kind, str) or kind not in TYPES:
-        raise ValueError(f"mock data: type is {kind!r}; it must be one of {', '.join(TYPES)}")
+        raise MockError(
+            "type is {kind!r}; it must be one of {types}", kind=kind, types=", ".join(TYPES)
+        )
     draw, keys = TYPES[kind]
     _check_keys(config, ("mode", "type", *keys), f"type {kind!r}")
     values: dict[str, Any] = {}
@@ -153,24 +163,30 @@ def parse_distribution(config: Mapping[str, Any]) -> Distribution:
             values[key] = _number(config[key], key)
     distribution = Distribution(draw, **values)
     if "min_seq_len" in values and distribution.min_seq_len > distribution.max_seq_len:
-        raise ValueError(
-            f"mock data: min_seq_len is {distribution.min_seq_len}, above max_seq_len, which is "
-            f"{distribution.max_seq_len}"
+        raise MockError(
+            "min_seq_len is {least}, above max_seq_len, which is {most}",
+            least=distribution.min_seq_len,
+            most=distribution.max_seq_len,
         )
     if kind == "lognormal" and distribution.mean_seq_len <= 0:
-        raise ValueError(f"mock data: mean_seq_len is {distribution.mean_seq_len}; it must be > 0")
+        raise MockError("mean_seq_len is {mean}; it must be > 0", mean=distribution.mean_seq_len)
     return distribution
 
 
 def _check_keys(config: Mapping[str, Any], keys: tuple[str, ...], what: str) -> None:
     for key in config:
         if key not in keys:
-            raise ValueError(
-                f"mock data: {key!r} means nothing to {what}; it takes {', '.join(keys)}"
+            raise MockError(
+                "{key!r} means nothing to {what}; it takes {keys}",
+                key=key,
+                what=what,
+                keys=", ".join(keys),
             )
     for key in keys:
         if key not in config:
-            raise ValueError(f"mock data: {key!r} is missing; {what} takes {', '.join(keys)}")
+            raise MockError(
+                "{key!r} is missing; {what} takes {keys}", key=key, what=what, keys=", ".join(keys)
+            )
 
 
 def _whole(value: object, name: str, *, least: int, most: int) -> int:
@@ -179,15 +195,21 @@ def _whole(value: object, name: str, *, least: int, most: int) -> int:
     except TypeError:
         number = None
     if number is None or isinstance(value, bool) or not least <= number <= most:
-        raise ValueError(
-            f"mock data: {name} is {value!r}; it must be a whole number from {least} to {most}"
+        raise MockError(
+            "{name} is {value!r}; it must be a whole number from {least} to {most}",
+            name=name,
+            value=value,
+            least=least,
+            most=most,
         )
     return number
 
 
 def _number(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"mock data: {name} is {value!r}; it must be a number")
+        raise MockError("{name} is {value!r}; it must be a number", name=name, value=value)
     if not math.isfinite(value) or value < 0:
-        raise ValueError(f"mock data: {name} is {value}; it must be finite and not negative")
+        raise MockError(
+            "{name} is {value}; it must be finite and not negative", name=name, value=value
+        )
     return float(value)

@@ -48,8 +48,6 @@ from longshore.data.rejected import (
     LONGEST_DETAIL,
     REJECTED,
     Rejections,
-    Spelling,
-    as_option,
 )
 from longshore.data.source import SampleError
 from longshore.data.store import (
@@ -63,6 +61,7 @@ from longshore.data.store import (
 from longshore.data.tokenize import LossOn, Rules, SampleTokenizer, TooLong
 from longshore.data.training_templates import OWN, is_file_choice, templates_digest
 from longshore.data.worker_pool import run_tasks
+from longshore.errors import SettingError, Spelling, in_python
 
 OnProgress = Callable[[int, int], None]
 
@@ -111,7 +110,7 @@ class Summary:
         return f"{text}\n{self.rejections.explain(spell)}" if self.rejected else text
 
     def __str__(self) -> str:
-        return self.explain(as_option)
+        return self.explain(in_python)
 
 
 def prepare(
@@ -142,7 +141,7 @@ def prepare(
     progress: called with the bytes done and the total
     """
     if workers < 1:
-        raise ValueError(f"prepare: workers is {workers}; it must be at least 1")
+        raise SettingError("{workers} is {given}; it must be at least 1", given=workers)
     rules = Rules(loss_on, max_length, too_long, tuple(fields), tuple(ignore))
     files = find_inputs([inputs] if isinstance(inputs, str | Path) else inputs)
     source = TokenizerFiles(Path(tokenizer), None if template is None else str(template), date)
@@ -172,7 +171,7 @@ def _explained_os_errors(job: Job) -> Iterator[None]:
         raise OSError(
             error.errno,
             f"{error.filename or job.out}: {error.strerror or error}; {done} of {len(ranges)} "
-            "shards are finished, and the same command goes on from there once the cause is gone",
+            "shards are finished, and once the cause is gone the same command resumes from there",
         ) from error
 
 

@@ -30,6 +30,7 @@ from longshore.data.rejected import REJECTED
 from longshore.data.source import SampleError
 from longshore.data.store import MANIFEST, ShardInfo, read_manifest, write_durably
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer, is_chat
+from longshore.errors import SettingError
 
 LEAST_RANGE, MOST_RANGE, RANGES = 2**20, 2**26, 64
 LOOKED_AT = 100
@@ -108,9 +109,9 @@ def make_job(
 ) -> Job:
     """The job, after checking the tokenizer and the first sample of each input."""
     if shard_bytes is not None and shard_bytes < 1:
-        raise ValueError(f"shard_bytes is {shard_bytes}; it must be at least 1")
+        raise SettingError("{shard_bytes} is {given}; it must be at least 1", given=shard_bytes)
     if max_bytes < 1:
-        raise ValueError(f"max_bytes is {max_bytes}; it must be at least 1")
+        raise SettingError("{max_bytes} is {given}; it must be at least 1", given=max_bytes)
     size = sum(file.bytes for file in inputs) // RANGES
     loaded = tokenizer.load()
     has_chats = _look_at_first(inputs, SampleTokenizer(loaded, rules), max_bytes)
@@ -155,9 +156,8 @@ def _look_at_first(inputs: Sequence[Input], tokenizer: SampleTokenizer, max_byte
             except SampleError as error:
                 if error.reason == "undeclared field":
                     names, form = _unused(inputs, tokenizer.rules, max_bytes)
-                    raise ValueError(
-                        f"{file.name} {file.unit} {line}: {refuse_columns(names, form)}"
-                    ) from None
+                    where = f"{file.name} {file.unit} {line}: "
+                    raise refuse_columns(names, form).after(where) from None
             has_chats = has_chats or is_chat(sample)
             break
     return has_chats
@@ -207,9 +207,11 @@ def _refuse_others(folder: Path, names: Sequence[str], start_over: bool) -> None
     if others or (REJECTED in names and len(names) == 1):
         raise ValueError(f"{folder}: holds {sorted(names)[0]} and no store; choose an empty folder")
     if not start_over:
-        raise ValueError(
-            f"{folder}: is a prepared folder without its {MANIFEST}, so it is damaged; copy it "
-            "again, or start over (--start-over)"
+        raise SettingError(
+            "{folder}: is a prepared folder without its {manifest}, so it is damaged; copy it "
+            "again, or start over ({start_over})",
+            folder=folder,
+            manifest=MANIFEST,
         )
 
 
@@ -223,9 +225,11 @@ def _check_same_job(job: Job, start_over: bool) -> bool:
         return finished
     if before is not None and not start_over:
         changed = [name for name in mine if before.get(name) != mine[name]]
-        raise ValueError(
-            f"{job.out}: was begun with other settings or inputs ({', '.join(changed)} differ); "
-            "give them as they were, choose another folder, or start over (--start-over)"
+        raise SettingError(
+            "{folder}: was started with other settings or inputs ({changed} differ); use the same "
+            "ones, choose another folder, or start over ({start_over})",
+            folder=job.out,
+            changed=", ".join(changed),
         )
     # The new job is written first: a kill from here on leaves a folder that can be resumed.
     write_durably(path, json.dumps(mine).encode(), scratch=job.work)

@@ -5,17 +5,18 @@ rejected samples is above a limit.
 
     rejected 170 of 407 samples (41.8 %); each is in prepared/rejected.jsonl
       150 spans not located, such as chats.jsonl line 3: the template rewrites turns …
-          give a template with {% generation %} marks (--template), or learn all (--loss-on all)
+          give a template with {% generation %} marks, --template FILE, or learn every token, …
        20 no loss tokens, such as chats.jsonl line 9: none of its 12 tokens is a target of …
 """
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from longshore.data.inputs import unit_of
+from longshore.errors import SettingError, Spelling, spell_settings
 
 REJECTED = "rejected.jsonl"
 MAX_REJECTED = 0.05
@@ -23,39 +24,27 @@ LONGEST_DETAIL = 400
 SHOWN_DETAIL = 120
 MOST_LOOKED_AT = 100_000
 
-Spelling = Callable[[str, str], str]
-"""How a setting and its value are written: ("max_length", "N") as --max-length N, say."""
-
-WAYS_OUT: Mapping[str, Callable[[Spelling], str]] = {
-    "bad field": lambda spell: "mend its value, or declare the field otherwise",
-    "bad message": lambda spell: "mend the messages: each has a role and content",
-    "broken JSON": lambda spell: "mend it: a sample is a JSON object in UTF-8",
-    "no loss tokens": lambda spell: (
-        "mend it if the answer is missing; if there is none to learn, "
-        f"learn every token, {spell('loss_on', 'all')}"
+WAYS_OUT: Mapping[str, str] = {
+    "bad field": "fix its value, or declare the field differently",
+    "bad message": "fix the messages: each has a role and content",
+    "broken JSON": "fix it: a sample is a JSON object in UTF-8",
+    "no loss tokens": (
+        "fix it if the answer is missing; if there is none to learn, "
+        "learn every token, {loss_on:all}"
     ),
-    "no messages": lambda spell: (
+    "no messages": (
         "give it messages, conversations, a prompt and completion, an "
         "instruction and output, or a text"
     ),
-    "spans not located": lambda spell: (
-        "give a template with {% generation %} marks, "
-        f"{spell('template', 'FILE')}, or learn every token, {spell('loss_on', 'all')}"
+    "spans not located": (
+        "give a template with {{% generation %}} marks, {template:FILE}, "
+        "or learn every token, {loss_on:all}"
     ),
-    "too large": lambda spell: f"raise the limit, {spell('max_bytes', 'N')}, or split it",
-    "too long": lambda spell: (
-        f"raise the limit, {spell('max_length', 'N')}, or cut it, {spell('too_long', 'truncate')}"
-    ),
-    "undeclared field": lambda spell: f"ignore the column, {spell('ignore', 'NAME')}",
+    "too large": "raise the limit, {max_bytes:N}, or split it",
+    "too long": "raise the limit, {max_length:N}, or cut it, {too_long:truncate}",
+    "undeclared field": "ignore the column, {ignore:NAME}",
 }
-
-
-def as_option(name: str, value: str) -> str:
-    return f"--{name.replace('_', '-')} {value}"
-
-
-def as_key(name: str, value: str) -> str:
-    return f"data.{name}={value}"
+"""What to do about each reason; errors.py explains the settings in braces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +85,24 @@ class Rejections:
             example = f", such as {examples[reason]}" if reason in examples else ""
             lines.append(f"  {number:>{width},} {reason}{example}")
             if way_out := WAYS_OUT.get(reason):
-                lines.append(f"  {' ' * width}   {way_out(spell)}")
+                lines.append(f"  {' ' * width}   {spell_settings(way_out, spell)}")
         return "\n".join(lines)
 
-    def check(self, limit: float, spell: Spelling) -> None:
+    def check(self, limit: float) -> None:
         """Refuses a folder of which more than this share was rejected."""
         if self.share <= limit:
             return
         enough = f"{math.ceil(self.share * 100) / 100:g}"
-        raise ValueError(
-            f"{self.folder}: {self.in_short()}; more than the {_percent(limit)} that "
-            f"{spell('max_rejected', f'{limit:g}')} allows. What was prepared is kept: look into "
-            f"{self.folder / REJECTED} and mend the data or the settings, or take what there is "
-            f"with {spell('max_rejected', enough)}"
+        raise SettingError(
+            "{folder}: {counts}; more than the {share} that {max_rejected:{limit}} allows. What "
+            "was prepared is kept: look into {list} and fix the data or the settings, or take "
+            "what there is with {max_rejected:{enough}}",
+            folder=self.folder,
+            counts=self.in_short(),
+            share=_percent(limit),
+            limit=f"{limit:g}",
+            list=self.folder / REJECTED,
+            enough=enough,
         )
 
     def _by_number(self) -> list[tuple[str, int]]:

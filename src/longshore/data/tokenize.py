@@ -46,6 +46,7 @@ from longshore.data.training_templates import (
     choose_template,
     is_file_choice,
 )
+from longshore.errors import SettingError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -129,10 +130,11 @@ class Tokenizer:
         """The folder's template; one named tool_use, if there is one, for chats with tools."""
         name = "tool_use" if chat.tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
-            raise ValueError(
-                f"tokenizer {self.folder}: has no chat template, and the samples are chats; "
-                "give one with --template (data.template): a file, or the family that it belongs "
-                f"to: {', '.join(BY_NAME)}"
+            raise SettingError(
+                "tokenizer {folder}: has no chat template, and the samples are chats; give one "
+                "with {template}: a file, or the family that it belongs to: {names}",
+                folder=self.folder,
+                names=", ".join(BY_NAME),
             )
         return self._templates[name]
 
@@ -191,11 +193,17 @@ class Rules:
 
     def __post_init__(self) -> None:
         if self.loss_on not in ("assistant", "all"):
-            raise ValueError(f"loss_on is {self.loss_on!r}; it must be 'assistant' or 'all'")
+            raise SettingError(
+                "{loss_on} is {given!r}; it must be 'assistant' or 'all'", given=self.loss_on
+            )
         if self.too_long not in ("reject", "truncate"):
-            raise ValueError(f"too_long is {self.too_long!r}; it must be 'reject' or 'truncate'")
+            raise SettingError(
+                "{too_long} is {given!r}; it must be 'reject' or 'truncate'", given=self.too_long
+            )
         if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length is {self.max_length}; below 2 tokens there is no loss")
+            raise SettingError(
+                "{max_length} is {given}; below 2 tokens there is no loss", given=self.max_length
+            )
         for field in check_declared(self.fields):
             if field.name in COLUMNS:
                 raise ValueError(f"field {field.name}: is the name of a column of samples")

@@ -13,9 +13,11 @@ every dtype can move; only sums need a dtype the backend can add.
 """
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -143,8 +145,8 @@ def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Tensor
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:  # noqa: ANN401
-    made: Tensor = function.apply(*args)
-    return made
+    output: Tensor = function.apply(*args)
+    return output
 
 
 class _Gather(torch.autograd.Function):
@@ -185,13 +187,13 @@ class _AllToAll(torch.autograd.Function):
         receives: tuple[int, ...],
     ) -> Tensor:
         ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        got = rows.new_empty(sum(receives), *rows.shape[1:])
+        received = rows.new_empty(sum(receives), *rows.shape[1:])
         dist.all_to_all_single(
-            _as_bytes(got), _as_bytes(rows), list(receives), list(sends), group=group
+            _as_bytes(received), _as_bytes(rows), list(receives), list(sends), group=group
         )
         row_bytes = rows.element_size() * prod(rows.shape[1:])
         _note("all_to_all", (sum(receives) - receives[group.rank()]) * row_bytes)
-        return got
+        return received
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
@@ -217,11 +219,11 @@ def gather_rows(rows: Tensor, group: ProcessGroup, *, room: int) -> list[Tensor]
     sent[0, 0] = len(rows)
     fitting = rows[:room]
     sent[1 : 1 + len(fitting)] = fitting
-    found = gather(sent, group).view(group.size(), room + 1, -1)
-    numbers: list[int] = found[:, 0, 0].tolist()
+    gathered = gather(sent, group).view(group.size(), room + 1, -1)
+    numbers: list[int] = gathered[:, 0, 0].tolist()
     if max(numbers) > room:
         return gather_rows(rows, group, room=max(numbers))
-    return [part[1 : 1 + number] for part, number in zip(found, numbers, strict=True)]
+    return [part[1 : 1 + number] for part, number in zip(gathered, numbers, strict=True)]
 
 
 def broadcast_over_lane(tensor: Tensor, groups: Groups) -> Tensor:
@@ -236,8 +238,8 @@ def same_on_all_ranks(digest: str, groups: Groups, *, what: str = "plan") -> Non
     short = hashlib.sha256(digest.encode()).digest()
     row = torch.tensor([list(short)], dtype=torch.uint8, device=groups.device)
     by_digest: dict[bytes, list[int]] = {}
-    for rank, got in enumerate(gather(row, groups.world).tolist()):
-        by_digest.setdefault(bytes(got), []).append(rank)
+    for rank, other in enumerate(gather(row, groups.world).tolist()):
+        by_digest.setdefault(bytes(other), []).append(rank)
     if len(by_digest) > 1:
         most, *others = sorted(by_digest.values(), key=len, reverse=True)
         raise RuntimeError(
@@ -253,35 +255,78 @@ def agree(error: str | None, groups: Groups) -> None:
     Call it on all ranks after work that may fail on one, before the next collective: where none
     failed it costs one small collective, where one did all ranks learn of it in a second one.
     """
-    if found := _first_error(error, groups):
-        raise RuntimeError(found[1])
+    if first := _first_error(None if error is None else {"message": error}, groups):
+        raise first
+
+
+class PeerError(RuntimeError):
+    """Work failed on other ranks; what they know of it, as data.
+
+    rank: the lowest that failed; the rest is of its error
+    message: its text
+    kind: the name of its class, "" where there was only a text
+    errno, strerror: of an OSError; 0 and "" for any other
+    also: the other ranks that failed
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        kind: str = "",
+        errno: int = 0,
+        strerror: str = "",
+        also: tuple[int, ...] = (),
+    ) -> None:
+        self.rank = rank
+        self.kind = kind
+        self.message = message
+        self.errno = errno
+        self.strerror = strerror
+        self.also = also
+        words = f"{kind}: {message}" if kind else message
+        others = f" ({_names(also)} failed too)" if also else ""
+        super().__init__(f"rank {rank} failed: {words}{others}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(type(self), **vars(self)), ()
+
+    def as_os_error(self) -> OSError | None:
+        """The system's refusal on the other rank, if it was one."""
+        return OSError(self.errno, self.strerror) if self.errno else None
 
 
 @contextmanager
 def agreed(groups: Groups) -> Iterator[None]:
     """Runs the block, which holds no collective; then it has worked on all ranks, or on none.
 
-    The rank whose error it is raises that error itself, all others a RuntimeError that quotes it.
+    The rank whose error it is raises that error itself, all others a PeerError that quotes it.
     """
     failure: Exception | None = None
     try:
         yield
     except Exception as error:
         failure = error
-    text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    found = _first_error(text, groups)
-    if found is None:
+    first = _first_error(None if failure is None else _as_data(failure), groups)
+    if first is None:
         return
-    rank, quoted = found
-    if failure is not None and rank == groups.world.rank():
+    if failure is not None and first.rank == groups.world.rank():
         raise failure
-    raise RuntimeError(quoted) from failure
+    raise first from failure
 
 
-def _first_error(error: str | None, groups: Groups) -> tuple[int, str] | None:
-    """The lowest rank with an error, and the error in words; None if no rank has one."""
-    # A file's name in the error may hold bytes that are no UTF-8; failing here would hang others.
-    text = b"" if error is None else error.encode(errors="backslashreplace")[:LONGEST_ERROR]
+def _as_data(error: Exception) -> dict[str, Any]:
+    """What other ranks learn of an error: the fields of PeerError that its own rank knows."""
+    data: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
+    if isinstance(error, OSError) and error.errno is not None:
+        data |= {"errno": error.errno, "strerror": error.strerror or ""}
+    return data
+
+
+def _first_error(error: dict[str, Any] | None, groups: Groups) -> PeerError | None:
+    """The error of the lowest rank that has one; None if no rank has one."""
+    text = b"" if error is None else _as_bytes_of_json(error)
     length = -1 if error is None else len(text)
     mine = torch.tensor([length], dtype=torch.int64, device=groups.device)
     lengths: list[int] = gather(mine, groups.world).tolist()
@@ -291,9 +336,20 @@ def _first_error(error: str | None, groups: Groups) -> tuple[int, str] | None:
     padded = list(text.ljust(max(lengths), b"\0"))
     row = torch.tensor([padded], dtype=torch.uint8, device=groups.device)
     first = failed[0]
-    words = bytes(gather(row, groups.world)[first].tolist())[: lengths[first]]
-    also = f" ({_names(failed[1:])} failed too)" if failed[1:] else ""
-    return first, f"rank {first} failed: {words.decode(errors='replace')}{also}"
+    data = bytes(gather(row, groups.world)[first].tolist())[: lengths[first]]
+    return PeerError(rank=first, also=tuple(failed[1:]), **json.loads(data))
+
+
+def _as_bytes_of_json(error: dict[str, Any]) -> bytes:
+    """Texts are cut, not the JSON around them."""
+    # A file's name in the error may hold bytes that are no UTF-8; failing here would hang others.
+    short = {
+        name: value.encode(errors="backslashreplace")[:LONGEST_ERROR].decode(errors="replace")
+        if isinstance(value, str)
+        else value
+        for name, value in error.items()
+    }
+    return json.dumps(short, ensure_ascii=False).encode()
 
 
 def _names(ranks: Sequence[int]) -> str:

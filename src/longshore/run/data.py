@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.config.check_data import MANIFEST, is_prepared
+from longshore.config.located import as_key, in_keys
 from longshore.config.schema import RunConfig
-from longshore.config.told import told_as
 from longshore.data.batches import Batches, BatchSize
 from longshore.data.fields import Field
 from longshore.data.mock import MockSource
 from longshore.data.prepare import TextRules, cache_folder, prepare_cache, show_progress
-from longshore.data.rejected import as_key, rejections_of
+from longshore.data.rejected import rejections_of
 from longshore.data.source import IndexedSource, Ints, TokenizedSample, source_digest
 from longshore.data.store import Store
 from longshore.printable import printable
@@ -71,31 +71,22 @@ def prepare_text(config: RunConfig) -> None:
     data = config.data
     if not data.path or is_prepared(data.path):
         return
-    try:
-        with show_progress(sys.stderr) as progress:
-            summary = prepare_cache(
-                data.path,
-                _rules(config),
-                text_folder(config),
-                workers=len(os.sched_getaffinity(0)),
-                progress=progress,
-            )
-    except OSError as error:
-        raise ValueError(f"data.path: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ValueError(f"data.path: {_in_keys(str(error))}") from None
+    with in_keys("data.path"):
+        try:
+            with show_progress(sys.stderr) as progress:
+                summary = prepare_cache(
+                    data.path,
+                    _rules(config),
+                    text_folder(config),
+                    workers=len(os.sched_getaffinity(0)),
+                    progress=progress,
+                )
+        except OSError as error:
+            raise ValueError(error.strerror or str(error)) from None
     before = "using the tokenized data of " if summary.reused == summary.shards else ""
     sys.stderr.write(printable(f"{summary.explain(as_key, before=before)}\n"))
-    with told_as("data.path: "):
-        summary.rejections.check(data.max_rejected, as_key)
-
-
-def _in_keys(message: str) -> str:
-    """What `prepare` says, in the words of a recipe."""
-    said = message.replace("in ignore (", "in data.ignore (")
-    for start in ("or declare it (", "or declare each ("):
-        said = said.replace(start, start.replace("(", "in data.fields ("))
-    return said
+    with in_keys("data.path"):
+        summary.rejections.check(data.max_rejected)
 
 
 def _rules(config: RunConfig) -> TextRules:
@@ -151,8 +142,8 @@ def open_sequences(config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
         )
     folder = text_folder(config)
     store = Store(folder)
-    with told_as("data.path: "):
-        rejections_of(folder, store.manifest.about).check(data.max_rejected, as_key)
+    with in_keys("data.path"):
+        rejections_of(folder, store.manifest.about).check(data.max_rejected)
     if not store.loss_tokens.any():
         raise ValueError(
             f"data.path: {data.path} has nothing to learn, no token of {folder} is in the loss; "

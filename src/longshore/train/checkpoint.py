@@ -11,7 +11,6 @@ so 4 lanes with 139,584 parameters and two moments of each copy 104,688 numbers.
 same memory each time, and one save at a time uses it.
 """
 
-import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from longshore.data.loader import Loader
-from longshore.distributed.collectives import agreed, gather_rows
+from longshore.distributed.collectives import PeerError, agreed, gather_rows
 from longshore.distributed.topology import Topology
 from longshore.files import free_bytes, reason, size_text, way_out
 from longshore.parallel.fsdp import is_split, shard_rows
@@ -46,8 +45,6 @@ from longshore.train.loop import Progress
 from longshore.train.stop import RunError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-OTHERS = re.compile(r"^rank \d+ failed: \w+: (\[Errno \d+\] )?| \(rank[^()]* failed too\)$")
-"""Who failed, around what another rank said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +127,7 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
         if self._error is not None:
-            raise RunError(self._told(self._error))
+            raise RunError(self._explain(self._error))
 
     def close(self) -> None:
         self.wait()
@@ -193,8 +190,12 @@ class Checkpoints:
                 remove_leftovers(self.run)
             self._error = error
 
-    def _told(self, error: Exception) -> str:
-        why, then = OTHERS.sub("", str(error)), "make room there"
+    def _explain(self, error: Exception) -> str:
+        """Alike on all ranks, whichever of them failed."""
+        why, then = str(error), "make room there"
+        if isinstance(error, PeerError):
+            why = error.message
+            error = error.as_os_error() or error
         if isinstance(error, OSError):
             why, then = reason(error), way_out(error)
         good = newest_complete(self.run)
@@ -213,15 +214,17 @@ class Checkpoints:
         mine = torch.tensor(saved_steps(self.run), dtype=torch.int64).view(-1, 1)
         steps = gather_rows(mine, self._groups.world, room=4)[0].view(-1).tolist()
         notes: list[str] = []
+        newest: DamagedError | None = None
         for step in steps:
             try:
                 return self.load(step), notes
             except DamagedError as error:
+                newest = newest or error
                 notes.append(f"warning: {error}; taking the checkpoint before it")
-        if notes:
+        if newest is not None:
             raise ValueError(
-                f"no checkpoint of {self.run} can be read: {notes[0].split(': ', 1)[1]}; bring it "
-                f"back, or remove {self.run / 'checkpoints'} to begin anew"
+                f"no checkpoint of {self.run} can be read: {newest}; bring it back, or remove "
+                f"{self.run / 'checkpoints'} to begin anew"
             )
         return None, notes
 
@@ -232,8 +235,10 @@ class Checkpoints:
             with agreed(self._groups):
                 content = read_saved(folder)
                 check_files(folder, content, part=world.rank(), parts=world.size())
-        except RuntimeError as error:  # of another rank
-            raise DamagedError(OTHERS.sub("", str(error))) from None
+        except PeerError as error:
+            if error.kind != DamagedError.__name__:
+                raise  # as on the rank that failed: all must do the same
+            raise DamagedError(error.message) from None
         if content.updates:
             _make_moments(self.model, self.optimizer, updates=content.updates)
         parts = {}

@@ -1,0 +1,53 @@
+"""Errors of the parts below in a recipe's words: each setting as its key, and where the error is.
+
+In: errors that name settings as data (errors.py). Out: a ValueError of one line. What `prepare`
+calls max_bytes is data.max_bytes in a recipe, and what is wrong with a file is said of its key:
+
+    with in_keys("data.path"):
+        find_inputs(["chats.txt"])      data.path: chats.txt: must end in .jsonl, …
+    with in_keys():
+        prepare(…, max_bytes=0)         data.max_bytes is 0; it must be at least 1
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+
+from longshore.config.schema import SECTIONS
+from longshore.errors import SettingError
+
+WITHOUT_KEY = {"start_over": "remove the folder"}
+"""What has no key, and what to do instead."""
+
+
+@contextmanager
+def settings_in_keys(**values: object) -> Iterator[None]:
+    """Errors about settings name keys; all others pass. values: said in place of an error's own."""
+    try:
+        yield
+    except SettingError as error:
+        raise ValueError(error.spelled(as_key, **values)) from None
+
+
+@contextmanager
+def in_keys(key: str = "") -> Iterator[None]:
+    """Errors of the block name keys, and begin with this one. A file's are errors of the user."""
+    start = f"{key}: " if key else ""
+    try:
+        with settings_in_keys():
+            yield
+    except ValueError as error:
+        raise ValueError(f"{start}{error}") from None
+    except OSError as error:
+        raise ValueError(f"{start}{error.filename}: cannot be read ({error.strerror})") from None
+
+
+def as_key(name: str, value: str = "") -> str:
+    """A setting as a recipe spells it: max_cp is plan.max_cp, with a value plan.max_cp=8."""
+    sections = [section for section, kind in SECTIONS.items() if name in _names(kind)]
+    key = f"{sections[0]}.{name}" if sections else WITHOUT_KEY.get(name, name)
+    return f"{key}={value}" if value else key
+
+
+def _names(section: type) -> list[str]:
+    return [field.name for field in fields(section)]

@@ -1,0 +1,100 @@
+"""One mistake, three front ends: each names the setting as its user writes it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.data.tiny import CHATML, word_tokenizer
+
+from longshore.cli.main import main
+from longshore.config import check_config, load_config
+from longshore.data.prepare import prepare
+from longshore.errors import SettingError
+from longshore.run.data import prepare_text
+
+TEXT = {"text": "a b"}
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+RECIPE = ("data.path=rows.jsonl", "data.tokenizer=tok", "model.preset=tiny-llama", "data.batch=2")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    word_tokenizer(Path("tok"), "user assistant a b \n", template=CHATML)
+    word_tokenizer(Path("plain"), "user assistant a b \n")
+
+
+def in_python(settings):
+    options = {"tokenizer": "tok", **settings}
+    with pytest.raises(SettingError) as caught:
+        prepare("rows.jsonl", out="out", **options).rejections.check(0.05)
+    return str(caught.value)
+
+
+def check_and_prepare(config):
+    check_config(config, 1)
+    prepare_text(config)
+
+
+def in_a_recipe(settings):
+    words = [*RECIPE, "plan.capacity=64", *(f"data.{key}={settings[key]}" for key in settings)]
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller looks at its text
+        check_and_prepare(load_config(None, words))
+    assert not isinstance(caught.value, SettingError)
+    return str(caught.value)
+
+
+def on_the_command_line(settings, capsys):
+    options = {"tokenizer": "tok", **settings}
+    pairs = [(f"--{key.replace('_', '-')}", str(options[key])) for key in options]
+    words = ["rows.jsonl", "--out", "out", "--workers", "1", *(w for pair in pairs for w in pair)]
+    assert main(["prepare", *words]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "python", "recipe", "options"),
+    [
+        (
+            [{**TEXT, "score": 1}],
+            {},
+            "name it in ignore (score, or * for all that are not used), or declare it in fields (",
+            "it in data.ignore (score, or * for all that are not used), or declare it in data.field"
+            "s (",
+            "it in --ignore (score, or * for all that are not used), or declare it in --field (",
+        ),
+        (
+            [TEXT],
+            {"max_length": 1},
+            "max_length is 1; below 2",
+            "data.path: data.max_length is 1; below 2",
+            "longshore: --max-length is 1; below 2",
+        ),
+        (
+            [TEXT],
+            {"template": "none.jinja"},
+            "template: there is no file none.jinja; give a file, auto, own",
+            "data.template: there is no file none.jinja; give a file, auto, own",
+            "longshore: --template: there is no file none.jinja; give a file, auto, own",
+        ),
+        (
+            [CHAT],
+            {"tokenizer": "plain"},
+            "give one with template: a file, or",
+            "give one with data.template: a file, or",
+            "give one with --template: a file, or",
+        ),
+        (
+            [TEXT, {}],
+            {},
+            "50 %): 1 no messages; more than the 5 % that max_rejected=0.05 allows. What",
+            "50 %): 1 no messages; more than the 5 % that data.max_rejected=0.05 allows. What",
+            "50 %): 1 no messages; more than the 5 % that --max-rejected 0.05 allows. What",
+        ),
+    ],
+)
+def test_each_front_end_names_the_setting(rows, settings, python, recipe, options, capsys):
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert python in in_python(settings)
+    assert recipe in in_a_recipe(settings)
+    assert options in on_the_command_line(settings, capsys)

@@ -1,0 +1,54 @@
+"""Errors of the parts below, in a recipe's words."""
+
+import pytest
+
+from longshore.config.located import as_key, in_keys, settings_in_keys
+from longshore.config.unknown_keys import all_keys
+from longshore.data.mock import mock_lengths
+from longshore.errors import SettingError
+
+
+def test_a_setting_is_its_key():
+    assert as_key("max_cp") == "plan.max_cp"
+    assert as_key("max_rejected", "0.43") == "data.max_rejected=0.43"
+    assert as_key("start_over") == "remove the folder"
+    assert as_key("workers") == "workers"
+
+
+def test_a_name_is_a_key_of_one_section():
+    names = [key.rpartition(".")[2] for key in all_keys()]
+    assert {name for name in names if names.count(name) > 1} == {"seed"}
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (SettingError("{max_bytes} is 0"), "data.path: data.max_bytes is 0"),
+        (ValueError("a{b}.txt: must end in .jsonl"), "data.path: a{b}.txt: must end in .jsonl"),
+        (OSError(13, "Permission denied", "a"), "data.path: a: cannot be read (Permission denied)"),
+    ],
+)
+def test_an_error_is_one_of_its_key(error, message):
+    with pytest.raises(ValueError) as caught, in_keys("data.path"):  # noqa: PT011 - compared below
+        raise error
+    assert str(caught.value) == message
+
+
+def test_errors_about_other_things_pass():
+    error = OSError(28, "No space left on device")
+    with pytest.raises(OSError) as caught, settings_in_keys():  # noqa: PT011 - compared below
+        raise error
+    assert caught.value is error
+    message = r"^the longest sequence: lower plan.max_cp$"
+    with pytest.raises(ValueError, match=message), settings_in_keys(where="the longest sequence"):
+        raise SettingError("{where}: lower {max_cp}", where="sequence 0")
+
+
+def test_mock_data_is_named_once():
+    """Python says what it is about; a recipe has its key for that."""
+    settings = {"mode": "distribution", "type": "fixed", "mean_seq_len": 8}
+    with pytest.raises(ValueError, match=r"^mock data: a distribution has no end; give count, "):
+        mock_lengths(settings, count=None, seed=0)
+    end = r"^data.mock: a distribution has no end; give data.count, how many sequences to draw$"
+    with pytest.raises(ValueError, match=end), in_keys("data.mock"):
+        mock_lengths(settings, count=None, seed=0)
