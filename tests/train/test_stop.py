@@ -72,7 +72,7 @@ def test_a_run_that_will_not_stop_is_ended_with_a_word(left, monkeypatch):
     lines, answers = [], iter(["", "", "rank 3 has not moved", *[""] * 500])
     with (
         stop_on_signals(
-            RankStatus(), tell=lines.append, will_not_stop=lambda told_s: next(answers)
+            RankStatus(), tell=lines.append, will_not_stop=lambda since_s: next(answers)
         ) as stop,
         stop.after_steps(),
     ):

@@ -243,7 +243,7 @@ class _Run:
         stop = self.told_to_stop
         if stop.number is not None and self.watch.will_not_stop(time.monotonic() - stop.at):
             saved = last_saved(self.watch.folder_of_run)
-            text = f"ended without a checkpoint of this step: {self.watch.words()}; {saved}"
+            text = f"ended without a checkpoint of this step: {self.watch.description()}; {saved}"
             raise StoppedError(text, stop.number)
         if text := self.watch.notice(NOTICE_S):
             say(f"longshore: {text}", to_stderr=True)
@@ -287,7 +287,7 @@ class _Run:
         among = [rank for rank in self.pending.values() if rank in self.watch.beats]
         if among and is_time_out(text):
             saved = gave_up(self.watch.folder_of_run)
-            raise RunError(f"{self.watch.words(among)}; {saved}")
+            raise RunError(f"{self.watch.description(among)}; {saved}")
 
     def _last_words(self, rank: int) -> str:
         """How a rank died, and what it wrote before."""

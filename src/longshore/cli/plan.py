@@ -17,7 +17,7 @@ import numpy as np
 
 from longshore.cli.options import add_command, as_options, count, one_of, say
 from longshore.data.batches import Batches, BatchSize, Place
-from longshore.files import write_whole
+from longshore.files import write_atomically
 from longshore.plan.as_json import plans_as_json
 from longshore.plan.cost import BUILT_IN, CostProfile, load_profile
 from longshore.plan.lengths_file import Lengths, demo_lengths, read_lengths
@@ -130,7 +130,7 @@ def run_plan(args: argparse.Namespace) -> None:
         _progress("")
     if args.json:
         text = json.dumps(plans_as_json(plans), allow_nan=False) + "\n"
-        _write(args.json, lambda path: write_whole(path, text))
+        _write(args.json, lambda path: write_atomically(path, text))
     if args.html:
         _write(args.html, lambda path: write_plan_page(path, plans, others))
     if args.gpus:

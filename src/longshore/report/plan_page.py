@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from importlib.resources import files
 from pathlib import Path
 
-from longshore.files import write_whole
+from longshore.files import write_atomically
 from longshore.plan.types import Plan
 from longshore.report.page_data import Comparisons, Json, page_data
 
@@ -32,7 +32,7 @@ SCRIPTS = (
 
 def write_plan_page(path: str | Path, steps: Seq[Plan], comparisons: Comparisons) -> None:
     """Writes the page; with a pipeline (pp > 1) it also shows the simulated ranks."""
-    write_whole(path, plan_page(page_data(steps, comparisons)))
+    write_atomically(path, plan_page(page_data(steps, comparisons)))
 
 
 def plan_page(data: Json) -> str:

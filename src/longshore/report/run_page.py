@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from importlib.resources import files
 from pathlib import Path
 
-from longshore.files import write_whole
+from longshore.files import write_atomically
 from longshore.report.page_data import Json
 from longshore.report.plan_page import script_json
 from longshore.report.run_data import run_page_data
@@ -43,7 +43,7 @@ def read_runs(folders: Seq[str | Path]) -> Json:
 
 
 def write_run_page(path: str | Path, data: Json) -> None:
-    write_whole(path, run_page(data))
+    write_atomically(path, run_page(data))
 
 
 def run_page(data: Json) -> str:

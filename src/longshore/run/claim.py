@@ -25,7 +25,7 @@ from longshore.run.resume import (
     lock_run,
     run_to_resume,
 )
-from longshore.train.disk import writing
+from longshore.train.record import writing
 
 ROOM = 256  # bytes of a path in the first collective
 

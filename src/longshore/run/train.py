@@ -55,42 +55,43 @@ from longshore.train.checkpoint import Checkpoints, Saver, same_data
 from longshore.train.checkpoint_files import remove_leftovers
 from longshore.train.device import (
     memory_bytes,
-    multiply_plainly,
     peak_flops,
     pick_backend,
     pick_device,
     pick_dtype,
+    prefer_blas,
 )
-from longshore.train.disk import writing
-from longshore.train.display import teller
-from longshore.train.evaluate import Evaluator, HeldOut
+from longshore.train.display import startup_notes
+from longshore.train.evaluation import Evaluator, HeldOut
 from longshore.train.failed_step import explain
 from longshore.train.heartbeat import SAVING, RankStatus
-from longshore.train.loop import Hooks, Machine, Progress, Report
+from longshore.train.loop import Hooks, Machine, Progress, StepReport
 from longshore.train.loop import train as run_steps
 from longshore.train.loss import make_loss
-from longshore.train.optim import Schedule, make_optimizer
-from longshore.train.record import Record, recording
+from longshore.train.optimizer import Schedule, make_optimizer
+from longshore.train.record import RunRecord, recording, writing
 from longshore.train.step import Stepper
-from longshore.train.stop import Stop, StoppedError, attended
+from longshore.train.stop import Stop, StoppedError, supervised
 
 
 def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
     """Trains up to the last step, from the first or from a checkpoint, and leaves a run folder."""
     device = pick_device(config.train.device, ranks.local_rank)
-    multiply_plainly(device, pick_dtype(config.train.dtype, device), platform.machine())
+    prefer_blas(device, pick_dtype(config.train.dtype, device), platform.machine())
     backend = pick_backend(device, ranks.local_size)
     address = attempt_address(ranks.rendezvous, start.attempt)
     where = Rendezvous(ranks.rank, ranks.world_size, address)
     limit = timedelta(minutes=config.parallel.timeout_min)
     status = RankStatus()
     with (
-        attended(status, rank=ranks.rank, ranks=ranks.world_size, address=ranks.rendezvous) as stop,
+        supervised(
+            status, rank=ranks.rank, ranks=ranks.world_size, address=ranks.rendezvous
+        ) as stop,
         process_group(where, backend=backend, device=device, timeout=limit),
     ):
         topology = make_topology(lanes=ranks.world_size, device=device)
         torch.manual_seed(config.train.seed + topology.rank)
-        tell = teller(config.output.display, stream=sys.stdout, is_first=topology.rank == 0)
+        tell = startup_notes(config.output.display, stream=sys.stdout, is_first=topology.rank == 0)
         tell("reading the data…")
         status.at("reading the data")
         source, run = _settled(config, topology, memory_bytes(device, ranks.local_size))
@@ -103,7 +104,7 @@ def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
                 run, source, topology, claimed=claimed, steps=steps, tell=tell, stop=stop
             )
     if done < steps:
-        then = f"go on with --resume {claimed.folder}"
+        then = f"resume with --resume {claimed.folder}"
         if not config.output.keep:
             then = "nothing is saved, because output.keep is 0"
         text = f"stopped after step {done} of {steps}; {then}"
@@ -205,7 +206,7 @@ def _train(
     return saver.progress.step
 
 
-def _evaluator(run: Settled, stepper: Stepper, record: Record) -> Evaluator | None:
+def _evaluator(run: Settled, stepper: Stepper, record: RunRecord) -> Evaluator | None:
     """What evaluates the run's held-out data, if it has any."""
     others, topology = held_out(run.config), stepper.topology
     if others is None:
@@ -266,7 +267,7 @@ def _keep_settings(run: Settled, checkpoints: Checkpoints, claimed: Claimed, *, 
                 change_config(run.config, claimed, step=step)
 
 
-def _phase(run: Settled, stepper: Stepper, record: Record, name: str) -> None:
+def _phase(run: Settled, stepper: Stepper, record: RunRecord, name: str) -> None:
     compiles = run.config.train.compile or stepper.topology.device.type == "cuda"
     is_slow = compiles and name == "first step"
     record.phase(f"{name} (compiling)…" if is_slow else f"{name}…")
@@ -361,7 +362,7 @@ def _stepper(run: Settled, model: Decoder, topology: Topology, status: RankStatu
 
 def _reports(
     run: Settled, stepper: Stepper, loader: Loader, *, steps: int, start: Progress, hooks: Hooks
-) -> Iterator[Report]:
+) -> Iterator[StepReport]:
     """Trains one step for each report that is asked for."""
     train, topology = run.config.train, stepper.topology
     return run_steps(
@@ -386,7 +387,7 @@ def _reports(
     )
 
 
-def _save(run: Settled, stepper: Stepper, folder: Path, record: Record) -> None:
+def _save(run: Settled, stepper: Stepper, folder: Path, record: RunRecord) -> None:
     """Rank 0 writes the weights, one whole tensor at a time; the others bring their rows."""
     output, base = run.config.output, run.config.model.from_hf or None
     if stepper.topology.rank:
