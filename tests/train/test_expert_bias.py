@@ -84,5 +84,5 @@ def test_counts_of_another_model_are_caught():
     counts.add([routed(1, 1)])
     with pytest.raises(AssertionError, match="other MoE layers"):
         counts.add([routed(1, 1), routed(1, 1)])
-    with pytest.raises(AssertionError, match="no counts of every layer"):
+    with pytest.raises(AssertionError, match="counts of some MoE layers are missing"):
         update_bias(model_of(2, 2, bias_update=0.1), counts.over_lanes(ONE_LANE))

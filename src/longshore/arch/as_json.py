@@ -18,20 +18,20 @@ MODULES = (decoder, attention, feed_forward, rope, scan)
 
 
 def config_to_json(decoder: DecoderConfig) -> dict[str, Any]:
-    made = _to_json(decoder)
-    assert isinstance(made, dict)
-    return made
+    data = _to_json(decoder)
+    assert isinstance(data, dict)
+    return data
 
 
-def config_from_json(found: Any) -> DecoderConfig:  # noqa: ANN401
-    """The decoder config; ValueError if a kind or a field is not known, or a value is wrong."""
+def config_from_json(data: Any) -> DecoderConfig:  # noqa: ANN401
+    """The decoder config; raises ValueError for an unknown kind or field, or a wrong value."""
     try:
-        made = _from_json(found)
+        config = _from_json(data)
     except RecursionError:
         raise ValueError("its lists and objects are nested too deep") from None
-    if not isinstance(made, DecoderConfig):
-        raise ValueError(f"it must be a DecoderConfig, and is {type(made).__name__}")
-    return made
+    if not isinstance(config, DecoderConfig):
+        raise ValueError(f"it must be a DecoderConfig, and is {type(config).__name__}")
+    return config
 
 
 def _to_json(value: Any) -> Any:  # noqa: ANN401
@@ -54,8 +54,8 @@ def _from_json(value: Any) -> Any:  # noqa: ANN401
     if not isinstance(kind, type) or not is_dataclass(kind):
         raise ValueError(f"kind is {name!r}, which is no config of this version of Longshore")
     parts = {key: _from_json(item) for key, item in value.items() if key != "kind"}
-    if strange := sorted(parts.keys() - {field.name for field in fields(kind)}):
-        raise ValueError(f"{name} has no field {strange[0]} in this version of Longshore")
+    if unknown := sorted(parts.keys() - {field.name for field in fields(kind)}):
+        raise ValueError(f"{name} has no field {unknown[0]} in this version of Longshore")
     try:
         return kind(**parts)
     except TypeError as error:
