@@ -273,8 +273,11 @@ def test_strided_inputs_and_expanded_gradients():
     [
         ({"window": 0}, "window is 0"),
         ({"bounds": joined([3])}, "3, and there are 5 rows"),
-        ({"key_bounds": joined([2, 3])}, "1 runs of queries and 2 of keys"),
-        ({"bounds": joined([3, 2]), "key_bounds": joined([2, 3])}, "run 0 has 3 queries over 2"),
+        ({"key_bounds": joined([2, 3])}, "1 sequences of queries and 2 of keys"),
+        (
+            {"bounds": joined([3, 2]), "key_bounds": joined([2, 3])},
+            "sequence 0 has 3 queries over 2",
+        ),
     ],
 )
 def test_bad_bounds_are_refused(change, words):
@@ -289,7 +292,7 @@ def test_bad_bounds_are_refused(change, words):
         (((5, 4, 6), (5, 2, 8), (5, 2, 6)), "q and k need one width"),
         (((5, 4, 6), (5, 2, 6), (4, 2, 6)), "k and v the same rows"),
         (((5, 24), (5, 2, 6), (5, 2, 6)), "rows, heads and width"),
-        (((6, 4, 6), (5, 4, 6), (5, 4, 6)), "run 0 has 6 queries over 5 keys"),
+        (((6, 4, 6), (5, 4, 6), (5, 4, 6)), "sequence 0 has 6 queries over 5 keys"),
     ],
 )
 def test_bad_shapes_are_refused(shapes, words):
