@@ -1,15 +1,15 @@
-"""What ranks send each other: differentiable for activations, plain for bookkeeping.
+"""Collectives: differentiable ones for activations, plain ones for everything else.
 
-In: this rank's tensor and a process group. Out: what the group makes of all of them. Sums are plain
-sums; nothing is averaged. Every rank of the group must call, and must run the backward.
+In: this rank's tensor and a process group. Out: the result over all ranks of the group. Sums are
+plain sums; nothing is averaged. Every rank of the group must call, and must run the backward.
 
 Two ranks with shards [1, 2] and [3, 4]: `gather` gives both [1, 2, 3, 4], and their gradients
 [a, b, c, d] and [e, f, g, h] come back summed and scattered, [a+e, b+f] and [c+g, d+h];
 `reduce_scatter` is the reverse. `all_to_all` with sends [0, 2] on the first rank and [1, 1] on the
-second gives them [3] and [1, 2, 4], and carries gradients back the way their rows came.
+second gives them [3] and [1, 2, 4], and sends gradients back to where the rows came from.
 
-In a group of one rank nothing is sent and the tensor itself comes back. Rows travel as bytes, so
-every dtype can move; only sums need a dtype the backend can add.
+In a group of one rank nothing is sent and the tensor itself is returned. Rows are sent as bytes, so
+every dtype works; only sums need a dtype that the backend can add.
 """
 
 import hashlib
@@ -36,14 +36,14 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One collective: its name and the bytes it brought this rank from others."""
+    """One collective: its name and the bytes this rank received from others."""
 
     name: str
     bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class CollectiveLog:
     """The collectives this process started, backward and other threads included."""
 
     log: list[Call] = field(default_factory=list)
@@ -52,21 +52,21 @@ class Counts:
         return len(self._named(name))
 
     def bytes(self, name: str | None = None) -> int:
-        """Bytes from other ranks, as if each sent its part straight to this one."""
+        """Bytes from other ranks, as if each sent its part directly to this one."""
         return sum(call.bytes for call in self._named(name))
 
     def _named(self, name: str | None) -> list[Call]:
         return [call for call in self.log if name in (None, call.name)]
 
 
-# Not a context variable: on CUDA the backward runs in a thread that would not see it.
-_observers: list[Counts] = []
+# Not a context variable: on CUDA the backward runs in a thread without it.
+_observers: list[CollectiveLog] = []
 
 
 @contextmanager
-def count() -> Iterator[Counts]:
+def count() -> Iterator[CollectiveLog]:
     """Counts the collectives of the block: `with count() as counts: …; counts.calls("gather")`."""
-    counts = Counts()
+    counts = CollectiveLog()
     _observers.append(counts)
     try:
         yield counts
@@ -98,10 +98,10 @@ def reduce_scatter(whole: Tensor, group: ProcessGroup) -> Tensor:
 def all_to_all(
     rows: Tensor, group: ProcessGroup, *, sends: Sequence[int], receives: Sequence[int]
 ) -> Tensor:
-    """Sends the first sends[0] rows to rank 0, the next sends[1] to rank 1, …; zeros are welcome.
+    """Sends the first sends[0] rows to rank 0, the next sends[1] to rank 1, …; zeros are allowed.
 
-    Returns receives[0] rows from rank 0, then receives[1] from rank 1, …: what a rank expects of
-    another must be what that one sends. Backward: the same with the two swapped.
+    Returns receives[0] rows from rank 0, then receives[1] from rank 1, …: what a rank expects must
+    be what the other sends. Backward: the same with sends and receives swapped.
     """
     size = group.size()
     if len(sends) != size or len(receives) != size:
@@ -143,8 +143,8 @@ def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Tensor
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:  # noqa: ANN401
-    made: Tensor = function.apply(*args)
-    return made
+    output: Tensor = function.apply(*args)
+    return output
 
 
 class _Gather(torch.autograd.Function):
@@ -185,13 +185,13 @@ class _AllToAll(torch.autograd.Function):
         receives: tuple[int, ...],
     ) -> Tensor:
         ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        got = rows.new_empty(sum(receives), *rows.shape[1:])
+        received = rows.new_empty(sum(receives), *rows.shape[1:])
         dist.all_to_all_single(
-            _as_bytes(got), _as_bytes(rows), list(receives), list(sends), group=group
+            _as_bytes(received), _as_bytes(rows), list(receives), list(sends), group=group
         )
         row_bytes = rows.element_size() * prod(rows.shape[1:])
         _note("all_to_all", (sum(receives) - receives[group.rank()]) * row_bytes)
-        return got
+        return received
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
@@ -203,10 +203,10 @@ def gather_rows(rows: Tensor, group: ProcessGroup, *, room: int) -> list[Tensor]
     """Every rank's rows, int64 of shape (its own number, columns), in the order of the ranks.
 
     One collective while no rank has more rows than `room`, which is the same on all ranks: each
-    sends room + 1 rows, the first with its number, the rest padded. If one has more, all see it in
-    the numbers and a second collective with room for the longest brings everything.
+    sends room + 1 rows, the first with its number of rows, the rest padded. If one has more, all
+    see it in these numbers, and a second collective has room for the longest.
 
-    Lengths [[5], [7]] and [[9]] with room 2 travel as [2 5 7] and [1 9 0].
+    Lengths [[5], [7]] and [[9]] with room 2 are sent as [2 5 7] and [1 9 0].
     """
     if rows.dtype != torch.int64 or rows.dim() != 2 or rows.shape[1] < 1 or room < 0:
         raise ValueError(
@@ -217,11 +217,11 @@ def gather_rows(rows: Tensor, group: ProcessGroup, *, room: int) -> list[Tensor]
     sent[0, 0] = len(rows)
     fitting = rows[:room]
     sent[1 : 1 + len(fitting)] = fitting
-    found = gather(sent, group).view(group.size(), room + 1, -1)
-    numbers: list[int] = found[:, 0, 0].tolist()
+    gathered = gather(sent, group).view(group.size(), room + 1, -1)
+    numbers: list[int] = gathered[:, 0, 0].tolist()
     if max(numbers) > room:
         return gather_rows(rows, group, room=max(numbers))
-    return [part[1 : 1 + number] for part, number in zip(found, numbers, strict=True)]
+    return [part[1 : 1 + number] for part, number in zip(gathered, numbers, strict=True)]
 
 
 def broadcast_over_lane(tensor: Tensor, groups: Groups) -> Tensor:
@@ -232,12 +232,12 @@ def broadcast_over_lane(tensor: Tensor, groups: Groups) -> Tensor:
 
 
 def same_on_all_ranks(digest: str, groups: Groups, *, what: str = "plan") -> None:
-    """Raises on every rank, naming those that differ, unless all ranks bring the same digest."""
+    """Raises on every rank, naming those that differ, unless the digest is the same on all."""
     short = hashlib.sha256(digest.encode()).digest()
     row = torch.tensor([list(short)], dtype=torch.uint8, device=groups.device)
     by_digest: dict[bytes, list[int]] = {}
-    for rank, got in enumerate(gather(row, groups.world).tolist()):
-        by_digest.setdefault(bytes(got), []).append(rank)
+    for rank, received in enumerate(gather(row, groups.world).tolist()):
+        by_digest.setdefault(bytes(received), []).append(rank)
     if len(by_digest) > 1:
         most, *others = sorted(by_digest.values(), key=len, reverse=True)
         raise RuntimeError(
@@ -248,20 +248,20 @@ def same_on_all_ranks(digest: str, groups: Groups, *, what: str = "plan") -> Non
 
 
 def agree(error: str | None, groups: Groups) -> None:
-    """Raises on every rank if one of them brings an error: that of the lowest such rank.
+    """Raises on every rank if one of them has an error: that of the lowest such rank.
 
-    Call it on all ranks after work that may fail on one, before the next collective: where none
-    failed it costs one small collective, where one did all ranks learn of it in a second one.
+    Call it on all ranks after work that may fail on one, before the next collective. It costs one
+    small collective, and a second one if a rank failed.
     """
-    if found := _first_error(error, groups):
-        raise RuntimeError(found[1])
+    if failed := _first_error(error, groups):
+        raise RuntimeError(failed[1])
 
 
 @contextmanager
 def agreed(groups: Groups) -> Iterator[None]:
-    """Runs the block, which holds no collective; then it has worked on all ranks, or on none.
+    """Runs the block, which has no collective; if it fails on one rank, it raises on all.
 
-    The rank whose error it is raises that error itself, all others a RuntimeError that quotes it.
+    The rank that failed raises its own error, all others a RuntimeError that quotes it.
     """
     failure: Exception | None = None
     try:
@@ -269,18 +269,18 @@ def agreed(groups: Groups) -> Iterator[None]:
     except Exception as error:
         failure = error
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    found = _first_error(text, groups)
-    if found is None:
+    failed = _first_error(text, groups)
+    if failed is None:
         return
-    rank, quoted = found
+    rank, quoted = failed
     if failure is not None and rank == groups.world.rank():
         raise failure
     raise RuntimeError(quoted) from failure
 
 
 def _first_error(error: str | None, groups: Groups) -> tuple[int, str] | None:
-    """The lowest rank with an error, and the error in words; None if no rank has one."""
-    # A file's name in the error may hold bytes that are no UTF-8; failing here would hang others.
+    """The lowest rank with an error, and its text; None if no rank has one."""
+    # A file name in the error may not be UTF-8; failing here would make other ranks hang.
     text = b"" if error is None else error.encode(errors="backslashreplace")[:LONGEST_ERROR]
     length = -1 if error is None else len(text)
     mine = torch.tensor([length], dtype=torch.int64, device=groups.device)
@@ -297,7 +297,7 @@ def _first_error(error: str | None, groups: Groups) -> tuple[int, str] | None:
 
 
 def _names(ranks: Sequence[int]) -> str:
-    """[0, 2, 3] as "ranks 0, 2 and 3", long lists cut short."""
+    """[0, 2, 3] as "ranks 0, 2 and 3"; long lists are shortened."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > MOST_NAMES:
