@@ -24,7 +24,7 @@ from longshore.plan.lengths_file import Lengths, demo_lengths, read_lengths
 from longshore.plan.planner import ONE_SIZE
 from longshore.plan.policies import POLICIES
 from longshore.plan.types import Plan
-from longshore.report.plan_page import write_plan_page
+from longshore.report.pages import write_plan_page
 from longshore.report.text import plan_summary
 
 PLAN_HELP = """\

@@ -2,27 +2,27 @@
 /* Words and numbers: how the page writes them. seconds(0.0421) is "42.1 ms", percent(0.953) is "95.3 %". */
 
 const WORDS = {
-  lane: "One place that works on its own tokens: a GPU, or the GPUs that share one copy of the model's layers.",
+  lane: "A worker with its own tokens: a GPU, or the GPUs that share one copy of the model's layers.",
   sequence: "One training example, measured in tokens.",
   pack: "Sequences joined end to end and processed together, on one lane or split over several.",
   "CP size": "Context parallelism: over how many lanes a pack is split. 1 means it stays on one lane.",
-  round: "One turn in which every lane processes its packs. A step has one or more rounds.",
+  round: "One micro-batch of every lane, in which it processes its packs. A step has one or more rounds.",
   step: "One update of the model. All sequences of a step count equally, however they are packed.",
   capacity: "The most tokens a lane can hold in one round; memory sets it.",
 };
 
 const POLICIES = {
-  padded: "one sequence a lane a round, padded to the longest",
+  padded: "one sequence per lane and round, padded to the longest",
   static: "one CP size, sequences packed as they arrive",
   balanced: "one CP size, packs balanced by cost",
-  dynamic: "a CP size for each pack, one pack a lane a round",
+  dynamic: "a CP size for each pack, one pack per lane and round",
   mixed: "packs of different CP sizes side by side on a lane",
-  given: "packs that the caller made, only placed on lanes",
+  given: "packs given by the caller, only placed on lanes",
 };
 
 const SYNC = {
   round: "lanes wait for each other after every round",
-  step: "lanes meet only where they share a pack, and at the end of the step",
+  step: "lanes synchronise only where they share a pack, and at the end of the step",
 };
 
 const NBSP = "\u00a0";
