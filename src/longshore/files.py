@@ -37,7 +37,7 @@ def check_new(folder: str | Path) -> Path:
         raise ValueError(f"{path} is not a folder; name a new folder")
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir():
-        raise ValueError(f"{path} cannot be made, because {above} is not a folder")
+        raise ValueError(f"{path} cannot be created, because {above} is not a folder")
     return path
 
 

@@ -109,7 +109,10 @@ def test_mistakes_are_one_line(run, tmp_path):
         ((run, "made", "--base", "empty"), r"empty has no config\.json"),
         ((run, "made", "--base", "other"), "the decoder is no LlamaForCausalLM, as other is"),
         ((run, "made", "--dtype", "int8"), "'int8' is none of bfloat16, float32, keep"),
-        ((run, "base/config.json/made"), r"cannot be made, because .*config\.json is not a folder"),
+        (
+            (run, "base/config.json/made"),
+            r"cannot be created, because .*config\.json is not a folder",
+        ),
     ]:
         with pytest.raises(ValueError, match=reason) as caught:
             export(*words)

@@ -59,4 +59,4 @@ def _from_json(value: Any) -> Any:  # noqa: ANN401
     try:
         return kind(**parts)
     except TypeError as error:
-        raise ValueError(f"{name} cannot be made: {error}") from None
+        raise ValueError(f"{name} cannot be created: {error}") from None

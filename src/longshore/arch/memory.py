@@ -83,8 +83,8 @@ def model_bytes(config: DecoderConfig, *, lanes: int, shard: str, dtype: str) ->
     if shard == "none":
         return ModelBytes(master * count + copy, master * count, 2 * master * count, 0)
     if shard == "zero2":
-        whole = copy or master * count
-        return ModelBytes(master * part + whole, master * (part + count), 2 * master * part, 0)
+        gathered = copy or master * count
+        return ModelBytes(master * part + gathered, master * (part + count), 2 * master * part, 0)
     layers = (*config.layers, *config.mtp)
     block = max(layer.parameters(config.width) for layer in layers)
     ends = count - sum(layer.parameters(config.width) for layer in layers)

@@ -86,7 +86,7 @@ def _page(template: str, data: Json, *, styles: Seq[str], scripts: Seq[str]) -> 
 
 
 def script_json(data: Json) -> str:
-    """JSON that cannot end the script element it stands in: "<" becomes "\\u003c"."""
+    """JSON that cannot end the script element around it: "<" becomes "\\u003c"."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -48,7 +48,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """Callbacks of the loop; all ranks must answer alike, except for `wants_stop`."""
+    """Callbacks of the loop; all ranks must return the same, except for `wants_stop`."""
 
     wants_stop: Callable[[], bool] = lambda: False
     """Whether this rank wants the run to stop."""

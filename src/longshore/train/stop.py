@@ -115,7 +115,7 @@ class Stop:
 def stop_on_signals(
     status: RankStatus,
     *,
-    tell: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
     will_not_stop: Callable[[float], str] = lambda since_s: "",
 ) -> Iterator[Stop]:
     """Signals set a flag instead of ending the process; only the main thread can receive them.
@@ -134,7 +134,7 @@ def stop_on_signals(
     before = {number: signal.getsignal(number) for number in heard_signals()}
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    thread = _SignalThread(stop, reader, tell, will_not_stop)
+    thread = _SignalThread(stop, reader, report, will_not_stop)
     thread.start()
     old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in before:
@@ -157,13 +157,13 @@ class _SignalThread(threading.Thread):
         self,
         stop: Stop,
         reader: int,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         will_not_stop: Callable[[float], str],
     ) -> None:
         super().__init__(name="longshore-signals", daemon=True)
         self._stop_flag = stop
         self._reader = reader
-        self._tell = tell
+        self._report = report
         self._will_not_stop = will_not_stop
 
     def run(self) -> None:
@@ -183,10 +183,10 @@ class _SignalThread(threading.Thread):
     def _take(self, number: int) -> None:
         is_first = not self._stop_flag.is_asked
         if self._stop_flag.take(number):
-            self._tell("quit at once, without a checkpoint")
+            self._report("quit at once, without a checkpoint")
             leave(exit_code(number))
         elif is_first and self._stop_flag.can_save:
-            self._tell(stopping(number))
+            self._report(stopping(number))
 
     def _check_stuck(self, since_s: float) -> None:
         """Ends a process whose main thread never answers."""
@@ -194,10 +194,10 @@ class _SignalThread(threading.Thread):
         code = exit_code(self._stop_flag.number)
         if not self._stop_flag.can_save:
             if since_s > START_S:
-                self._tell("stopped before the first step")
+                self._report("stopped before the first step")
                 leave(code)
         elif since_s > ANSWER_S and (text := self._will_not_stop(since_s)):
-            self._tell(text)
+            self._report(text)
             leave(code)
 
 
@@ -220,7 +220,7 @@ def supervised(
 ) -> AbstractContextManager[Stop]:
     """address: the rendezvous, a file of our launcher or torchrun's environment."""
     if ranks == 1:
-        return stop_on_signals(status, tell=_tell)
+        return stop_on_signals(status, report=_print_line)
     if address.startswith("file://"):
         return _launched(status, rank, Path(address.removeprefix("file://")).parent)
     return _Peers(status, rank, ranks).supervised()
@@ -253,7 +253,7 @@ class _Peers:
         )
         with (
             beats,
-            stop_on_signals(self.status, tell=self._tell, will_not_stop=self._stuck) as stop,
+            stop_on_signals(self.status, report=self._report, will_not_stop=self._stuck) as stop,
         ):
             try:
                 yield stop
@@ -264,9 +264,9 @@ class _Peers:
                     f"{self.watch.description()}; {gave_up(self.status.folder)}"
                 ) from None
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if self.rank == (self.watch.speaker() if self.watch is not None else 0):
-            _tell(text)
+            _print_line(text)
 
     def _folder(self) -> Path | None:
         return Path(self.status.folder, FOLDER) if self.status.folder else None
@@ -279,7 +279,7 @@ class _Peers:
             self.watch = Watch(folder, self.ranks, missing_is_stuck=True, silent_s=SILENT_S)
         self.watch.look()
         if text := self.watch.notice(NOTICE_S):
-            self._tell(text)
+            self._report(text)
 
     def _stuck(self, since_s: float) -> str:
         status = self.status
@@ -299,6 +299,6 @@ def gave_up(folder: str) -> str:
     return f"the others gave up (parallel.timeout_min); {last_saved(folder)}"
 
 
-def _tell(text: str) -> None:
+def _print_line(text: str) -> None:
     sys.stderr.write(f"longshore: {text}\n")
     sys.stderr.flush()
