@@ -191,12 +191,12 @@ def test_the_cut_into_blocks_does_not_show(monkeypatch):
 
 
 def test_blocks_meet_only_the_keys_they_may_see():
-    run = attention_blocks.Run(slice(10, 1210), slice(0, 1500))
+    sequence = attention_blocks.QueriesAndKeys(slice(10, 1210), slice(0, 1500))
 
     def cut(window):
         return [
             (b.rows.start, b.rows.stop, b.keys.start, b.keys.stop)
-            for b in attention_blocks._blocks(run, 1, window)
+            for b in attention_blocks._blocks(sequence, 1, window)
         ]
 
     assert cut(None) == [(10, 522, 0, 812), (522, 1034, 0, 1324), (1034, 1210, 0, 1500)]
