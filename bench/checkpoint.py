@@ -36,7 +36,7 @@ from longshore.plan.planner import make_plan
 from longshore.run.data import batch_size, open_sequences
 from longshore.train.checkpoint import Checkpoints, Position
 from longshore.train.loss import make_loss
-from longshore.train.optim import make_optimizer
+from longshore.train.optimizer import make_optimizer
 from longshore.train.step import Stepper
 
 LANES, EVERY, SAVES, WANTED = 2, 4, 8, 0.05

@@ -7,7 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from longshore import files
-from longshore.files import check_room, free_bytes, open_sealed, sealed_json, size_text, write_whole
+from longshore.files import (
+    check_room,
+    free_bytes,
+    open_sealed,
+    sealed_json,
+    size_text,
+    write_atomically,
+)
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -31,9 +38,9 @@ def test_what_has_no_seal_is_refused(raw):
 
 def test_a_file_is_replaced_at_once(tmp_path, monkeypatch):
     path = tmp_path / "page.html"
-    write_whole(path, "old")
+    write_atomically(path, "old")
     path.chmod(0o640)
-    write_whole(path, b"new")
+    write_atomically(path, b"new")
     assert path.read_text() == "new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
@@ -42,7 +49,7 @@ def test_a_file_is_replaced_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match=r"No space left on device: .*page.html'$"):
-        write_whole(path, "newer")
+        write_atomically(path, "newer")
     assert [entry.name for entry in tmp_path.iterdir()] == ["page.html"]
     assert path.read_text() == "new"
 
@@ -50,10 +57,10 @@ def test_a_file_is_replaced_at_once(tmp_path, monkeypatch):
 def test_links_and_pipes_stay_what_they_are(tmp_path):
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")
-    write_whole(tmp_path / "link", "new")
+    write_atomically(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real").read_text() == "new"
-    write_whole("/dev/null", "nothing")
+    write_atomically("/dev/null", "nothing")
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 

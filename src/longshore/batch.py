@@ -13,7 +13,7 @@ total of 7 is rounded up to 8:
     labels          a1 a2  –  – | b1 b2  – |  –        – is −100
     packs           (0, 4) at CP size 2, lengths (7,)  |  (4, 8) at CP size 1, lengths (3, 0)
 
-The last sequence of the last pack, of length 0, is the run of padding: kernels see every row.
+The last sequence of the last pack, of length 0, is the padding span: kernels see every row.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-Part = TypeVar("Part")
+T = TypeVar("T")
 
 IGNORE = -100
 """The label of a token that has none: the last of its sequence, and padding."""
@@ -45,14 +45,17 @@ class CPGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boundaries:
-    """Where joined sequences begin and end, on the host and, for kernels, as int32 on the device.
+    """Where joined sequences begin and end, on the host and, for kernels, on the device.
 
-    offsets: one more than there are sequences, from 0. longest: the longest of them.
+    Sequences of 3 and 5 tokens have the offsets 0, 3, 8.
     """
 
     offsets: tuple[int, ...]
+    """On the host: 0, then the end of each sequence."""
     cu_seqlens: Tensor
+    """The same as int32 on the device."""
     longest: int
+    """Tokens of the longest sequence."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -64,42 +67,42 @@ class Boundaries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Zigzag:
-    """What a pack has only where several lanes share it.
-
-    local: the sequences inside the shard. chunks: their early and late chunk by turns, also inside
-    the shard. to_natural, to_shards: int32 (cp_size · tokens of the shard). With the shards
-    gathered in the order of the lanes, natural = gathered[to_natural] and gathered =
-    natural[to_shards]. visible: for each of the chunks all that a causal mixer may see of its
-    sequence, from the first token to the chunk's last; visible_rows: int32, where these lie in
-    gathered.
-    """
+    """How a pack that several lanes share is sharded; `gathered` is its shards in lane order."""
 
     local: Boundaries
+    """The sequences inside this lane's shard."""
     chunks: Boundaries
+    """The early and the late chunk of each sequence, alternating, inside this lane's shard."""
     to_natural: Tensor
+    """int32 (cp_size · tokens of the shard): natural order = gathered[to_natural]."""
     to_shards: Tensor
+    """int32, the inverse: gathered = natural[to_shards]."""
     visible: Boundaries
+    """For each chunk the tokens visible to it: from its sequence's first to the chunk's last."""
     visible_rows: Tensor
+    """int32: the rows of `gathered` that hold these visible tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackContext:
-    """One pack: rows start…stop of the lane's tokens.
-
-    first_sequence: the place of the pack's first sequence among the micro-batch's S. lengths: real
-    tokens of each, over all lanes; 0 for the run of padding, which only the last pack has. real,
-    padded: the whole pack's boundaries without and with padding, the same on every lane of the
-    group. zigzag: None at CP size 1, where the lane holds the whole pack.
-    """
+    """One pack of a micro-batch, as one lane of its CP group holds it."""
 
     group: CPGroup
+    """The lanes that share the pack."""
     start: int
+    """The pack's first row among the lane's T tokens."""
     stop: int
+    """One past its last row."""
     first_sequence: int
+    """The index of its first sequence among the micro-batch's S."""
     lengths: tuple[int, ...]
+    """Real tokens of each sequence over all lanes; 0 for the padding span of the last pack."""
     real: Boundaries
+    """Boundaries of the full pack without padding, the same on every lane of the group."""
     padded: Boundaries
+    """Boundaries of the full pack with padding, the same on every lane of the group."""
     zigzag: Zigzag | None
+    """How the pack is sharded; None at CP size 1, where the lane holds all of it."""
 
     @property
     def rows(self) -> slice:
@@ -107,7 +110,7 @@ class PackContext:
 
     @property
     def sequences(self) -> slice:
-        """Places of the pack's sequences among the micro-batch's; without the run of padding."""
+        """Indices of the pack's sequences among the micro-batch's; without the padding span."""
         count = sum(1 for length in self.lengths if length)
         return slice(self.first_sequence, self.first_sequence + count)
 
@@ -119,33 +122,35 @@ class PackContext:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeqContext:
-    """The boundaries, positions and CP group of every pack of a micro-batch.
-
-    tokens: T. real_tokens: those of them that are no padding. positions: int64 (T), in the whole
-    sequence; padding inside one counts on. sequence_index: int64 (T), S for padding. is_real: bool
-    (T). lengths: int64 (S + 1), real, over all lanes; 1 for padding, so that nothing divides by 0;
-    lengths[sequence_index] is each token's. sequences: the places in the plan. packs: by falling
-    CP size.
-    """
+    """The boundaries, positions and CP group of every pack of a micro-batch."""
 
     tokens: int
+    """T: tokens of this lane, padding included."""
     real_tokens: int
+    """Those of them that are not padding."""
     positions: Tensor
+    """int64 (T): position in the full sequence; padding inside a sequence continues the count."""
     sequence_index: Tensor
+    """int64 (T): which of the S sequences a token belongs to; S for padding."""
     is_real: Tensor
+    """bool (T): False for padding."""
     lengths: Tensor
+    """int64 (S + 1): real tokens of each sequence over all lanes; the last, for padding, is 1, so
+    that nothing divides by 0. lengths[sequence_index] is the length of each token's sequence."""
     sequences: tuple[int, ...]
+    """The index in the plan of each of the S sequences."""
     packs: tuple[PackContext, ...]
+    """In descending order of CP size."""
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "SeqContext":
-        return _changed(self, lambda _, tensor: tensor.to(device, non_blocking=non_blocking))
+        return _map_tensors(self, lambda _, tensor: tensor.to(device, non_blocking=non_blocking))
 
     def ahead(self, depth: int) -> "SeqContext":
-        """The same, where only tokens that have another one `depth` places on are real.
+        """The same context in which only tokens with a successor `depth` positions later are real.
 
-        What a depth of multi-token prediction counts: sequences are `depth` tokens shorter, and
-        their last tokens are padding. `real_tokens` and the packs stay those of the whole
-        sequences; a causal mixer looks only back, so it needs no others.
+        This is what a depth of multi-token prediction counts: each sequence is `depth` tokens
+        shorter, its last tokens are padding. `real_tokens` and the packs stay those of the full
+        sequences, which is enough for a causal mixer.
         """
         padding = len(self.lengths) - 1
         is_real = self.is_real & (self.positions + depth < self.lengths[self.sequence_index])
@@ -158,7 +163,7 @@ class SeqContext:
 
 
 def whole_context(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> SeqContext:
-    """The context of whole sequences joined on one lane, for a model that runs alone."""
+    """The context of full sequences joined on one lane, for a model without parallelism."""
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths are {list(lengths)}; give at least one, each of 1 or more")
     offsets = tuple(accumulate(lengths, initial=0))
@@ -189,17 +194,19 @@ def whole_context(lengths: Sequence[int], *, device: torch.device | str = "cpu")
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What all lanes and rounds of a step hold together: the divisor of each loss term.
-
-    main: labels that count. mtp: the same at each depth. tokens, sequences: real ones. mtp_tokens:
-    at depth d the tokens that have another one d places on: 4 of a sequence of 5 at depth 1.
-    """
+    """Totals over all lanes and rounds of a step: the divisor of each loss term."""
 
     main: int
+    """Labels that count in the main loss."""
     mtp: tuple[int, ...]
+    """Labels that count at each depth of multi-token prediction."""
     tokens: int
+    """Real tokens."""
     sequences: int
+    """Real sequences."""
     mtp_tokens: tuple[int, ...]
+    """Tokens that each depth sees, those with a successor d positions later: of a sequence of 5
+    tokens, 4 at depth 1."""
 
     @staticmethod
     def of(labels: Sequence[int], lengths: Sequence[int]) -> "Counts":
@@ -224,34 +231,37 @@ class Targets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Depth:
-    """Multi-token prediction at depth d: the token d places on goes in, the one after comes out.
-
-    token_ids: int64 (T), pad_id past the end of the sequence.
-    """
+    """Multi-token prediction at depth d: token t + d is the input, token t + d + 1 the label."""
 
     token_ids: Tensor
+    """int64 (T): pad_id past the end of the sequence."""
     targets: Targets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """A lane's tensors for one round; a pipeline stage holds a part of them, see `for_stage`.
-
-    token_ids: int64 (T), or None. targets: or None. mtp: depths 1…D, or (). token_fields: extra
-    fields, (T, …), 0 at padding. sequence_fields: (S + 1, …), the last row 0 for padding. counts:
-    of the whole step.
-    """
+    """A lane's tensors for one round; a pipeline stage holds some of them, see `for_stage`."""
 
     lane: int
+    """The lane, from 0."""
     round: int
+    """The round, from 0."""
     rounds: int
+    """Rounds of the plan."""
     ctx: SeqContext
+    """Boundaries, positions and CP groups; every pipeline stage has it."""
     counts: Counts
+    """Totals of the step over all lanes and rounds."""
     token_ids: Tensor | None
+    """int64 (T); None on all but the first pipeline stage."""
     targets: Targets | None
+    """Labels and loss mask; None on all but the last pipeline stage."""
     mtp: tuple[Depth, ...]
+    """Depths 1…D; () on stages without multi-token prediction."""
     token_fields: dict[str, Tensor]
+    """Extra fields of each token, (T, …), 0 at padding."""
     sequence_fields: dict[str, Tensor]
+    """Extra fields of each sequence, (S + 1, …), the last row 0 for padding."""
 
     @property
     def is_last(self) -> bool:
@@ -274,52 +284,52 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "MicroBatch":
-        return _changed(self, lambda _, tensor: tensor.to(device, non_blocking=non_blocking))
+        return _map_tensors(self, lambda _, tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "MicroBatch":
         """In page-locked memory, from which `to(device, non_blocking=True)` does not wait."""
-        return _changed(self, lambda _, tensor: tensor.pin_memory())
+        return _map_tensors(self, lambda _, tensor: tensor.pin_memory())
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Every tensor by its path, such as `ctx.packs.0.padded.cu_seqlens`, in a fixed order."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
 
-        def note(path: str, tensor: Tensor) -> Tensor:
-            found[path] = tensor
+        def collect(path: str, tensor: Tensor) -> Tensor:
+            tensors[path] = tensor
             return tensor
 
-        _changed(self, note)
-        return found
+        _map_tensors(self, collect)
+        return tensors
 
     def skeleton(self) -> "MicroBatch":
-        """All but the numbers: tensors on the device `meta`, which keep shape and dtype.
+        """The micro-batch with its tensors on the device `meta`: shapes and dtypes, no values.
 
-        Small, and it can be pickled; with `to_tensors` it makes the micro-batch again.
+        Small and picklable; `from_tensors` restores the micro-batch from it and `to_tensors()`.
         """
         return self.to("meta")
 
     @staticmethod
     def from_tensors(skeleton: "MicroBatch", tensors: dict[str, Tensor]) -> "MicroBatch":
         """The micro-batch whose `skeleton()` and `to_tensors()` these are."""
-        wanted = skeleton.to_tensors()
-        if strange := sorted(wanted.keys() ^ tensors.keys()):
-            state = "missing" if strange[0] in wanted else "not in the skeleton"
-            raise ValueError(f"tensor {strange[0]} is {state}; give those of to_tensors()")
-        for path, want in wanted.items():
-            got = tensors[path]
-            if got.shape != want.shape or got.dtype != want.dtype:
+        expected = skeleton.to_tensors()
+        if unmatched := sorted(expected.keys() ^ tensors.keys()):
+            state = "missing" if unmatched[0] in expected else "not in the skeleton"
+            raise ValueError(f"tensor {unmatched[0]} is {state}; give those of to_tensors()")
+        for path, like in expected.items():
+            tensor = tensors[path]
+            if tensor.shape != like.shape or tensor.dtype != like.dtype:
                 raise ValueError(
-                    f"tensor {path} is {got.dtype} of shape {tuple(got.shape)}; the skeleton says "
-                    f"{want.dtype} of shape {tuple(want.shape)}"
+                    f"tensor {path} is {tensor.dtype} of shape {tuple(tensor.shape)}; the skeleton "
+                    f"says {like.dtype} of shape {tuple(like.shape)}"
                 )
-        return _changed(skeleton, lambda path, _: tensors[path])
+        return _map_tensors(skeleton, lambda path, _: tensors[path])
 
 
-def _changed(value: Part, change: Callable[[str, Tensor], Tensor]) -> Part:
+def _map_tensors(value: T, change: Callable[[str, Tensor], Tensor]) -> T:
     """A copy with each tensor replaced by change(path, tensor)."""
-    made = _walk(value, change, "")
-    assert isinstance(made, type(value))
-    return made
+    copy = _walk(value, change, "")
+    assert isinstance(copy, type(value))
+    return copy
 
 
 def _walk(value: Any, change: Callable[[str, Tensor], Tensor], path: str) -> Any:  # noqa: ANN401

@@ -1,20 +1,17 @@
-"""A folder that appears whole or not at all. No torch.
+"""Folders and files that appear atomically, JSON with a checksum, and free disk space. No torch.
 
-In: the path wanted. Out: a temporary folder beside it to write into, renamed at the end:
+In: a path and what to write. Out: a folder that is complete or absent, because it is written under
+another name and renamed; a file with its old or its new content; or JSON with its own SHA-256:
 
     with new_folder("out/model") as partial:      out/.model.partial-4711
         (partial / "config.json").write_text(…)
-    # now out/model is there
-
-Files that are whole or not there, JSON that notices a changed byte, and room on a disk.
-
-In: what is to be written. Out: a file, replaced at once; bytes with a seal, their own SHA-256:
+    # now out/model exists
 
     sealed_json({"step": 40})         {"step": 40, "sha256": "9f86d081…"}
     open_sealed(raw)                  {"step": 40, …}; a ValueError if any bit of raw was changed
 
-The seal is taken with zeros in its own place. It finds accidents, not forgers: whoever can write
-the file can seal it again.
+The checksum is computed with zeros in its own place. It detects accidents, not forgery: whoever can
+write the file can compute it again.
 """
 
 import contextlib
@@ -31,7 +28,7 @@ from typing import Any
 
 
 def check_new(folder: str | Path) -> Path:
-    """Refuses a path that holds something already."""
+    """Raises ValueError if the path already holds something."""
     path = Path(folder)
     if path.is_dir():
         if any(path.iterdir()):
@@ -40,15 +37,15 @@ def check_new(folder: str | Path) -> Path:
         raise ValueError(f"{path} is not a folder; name a new folder")
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir():
-        raise ValueError(f"{path} cannot be made, because {above} is not a folder")
+        raise ValueError(f"{path} cannot be created, because {above} is not a folder")
     return path
 
 
 @contextlib.contextmanager
 def new_folder(folder: str | Path, *, is_replaced: bool = False) -> Iterator[Path]:
-    """The temporary folder; after an error it is removed and nothing is left.
+    """Yields the temporary folder; after an error it is removed.
 
-    is_replaced: a folder that is there already stays until the new one is whole.
+    is_replaced: an existing folder stays until the new one is complete.
     """
     path = Path(folder).absolute() if is_replaced else check_new(folder).absolute()
     start = f".{path.name}.partial-"
@@ -70,7 +67,7 @@ def new_folder(folder: str | Path, *, is_replaced: bool = False) -> Iterator[Pat
 
 
 def _remove_leftovers(folder: Path, start: str) -> None:
-    """What writers that were killed have left; not of one that is still at work."""
+    """Removes what killed writers have left; not that of a process that still runs."""
     for left in [path for path in folder.iterdir() if path.name.startswith(start)]:
         pid = left.name.removeprefix(start).removesuffix("-old")
         if pid == str(os.getpid()) or (pid.isdecimal() and not _is_alive(int(pid))):
@@ -89,13 +86,13 @@ def _is_alive(pid: int) -> bool:
 
 SEAL = "sha256"
 BLANK = b"0" * 64
-SPARE = 1 << 20  # bytes beside a big file: metrics, names, JSON
+SPARE = 1 << 20  # bytes next to a big file: metrics, names, JSON
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PROTECTED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def sealed_json(data: Mapping[str, Any], *, indent: int | None = None) -> bytes:
-    """The data as JSON with a seal as its last key."""
+    """The data as JSON with a checksum as its last key."""
     blank = {**data, SEAL: BLANK.decode()}
     raw = json.dumps(blank, indent=indent, ensure_ascii=False).encode() + b"\n"
     head, _, tail = raw.rpartition(BLANK)
@@ -103,20 +100,20 @@ def sealed_json(data: Mapping[str, Any], *, indent: int | None = None) -> bytes:
 
 
 def open_sealed(raw: bytes) -> dict[str, Any]:
-    """What sealed_json was given; a ValueError if a byte is another."""
+    """What sealed_json was given; a ValueError if any byte has changed."""
     data = json.loads(raw)
     seal = data.pop(SEAL, None) if isinstance(data, dict) else None
     if not isinstance(seal, str) or len(seal) != len(BLANK):
         raise ValueError(f"it has no {SEAL}")
-    head, found, tail = raw.rpartition(seal.encode())
-    if not found or hashlib.sha256(head + BLANK + tail).hexdigest() != seal:
-        raise ValueError("its checksum is another")
+    head, separator, tail = raw.rpartition(seal.encode())
+    if not separator or hashlib.sha256(head + BLANK + tail).hexdigest() != seal:
+        raise ValueError("its checksum does not match")
     assert isinstance(data, dict)
     return data
 
 
-def write_whole(path: str | Path, data: str | bytes) -> None:
-    """Writes a file so that it has its old or its new content, never a part of either."""
+def write_atomically(path: str | Path, data: str | bytes) -> None:
+    """Writes a file atomically: it has its old or its new content, never half of either."""
     content = data.encode() if isinstance(data, str) else data
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():  # a pipe or a device cannot be replaced
@@ -140,7 +137,7 @@ def write_whole(path: str | Path, data: str | bytes) -> None:
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raises the OSError of a full disk, before anything is written, if there is no room."""
+    """Raises the OSError of a full disk, before writing, if there is too little room."""
     free = free_bytes(folder)
     if free is not None and needed + SPARE > free:
         raise OSError(
@@ -150,7 +147,7 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """What this user may still write there; None where the system does not know."""
+    """Bytes this user may still write there; None if the system does not know."""
     above = next((p for p in (folder.absolute(), *folder.absolute().parents) if p.exists()), None)
     try:
         state = os.statvfs(above) if above else None
@@ -165,7 +162,7 @@ def reason(error: OSError) -> str:
 
 
 def way_out(error: OSError) -> str:
-    """What to do about it, to stand before "then …"."""
+    """The advice for an error, to be followed by "then …"."""
     if error.errno in FULL:
         return "make room there"
     return "make it writable" if error.errno in PROTECTED else "see to the disk"

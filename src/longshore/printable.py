@@ -1,11 +1,11 @@
-"""Printable text: what comes from data, names and recipes, made safe for a terminal.
+"""Escapes text from data, names and recipes so that it is safe to print on a terminal.
 
-In: any text. Out: the same with each character that a terminal obeys rather than shows written as
-an escape: of "\\x1b[2J", which clears the screen, the first character becomes the four letters
-\\x1b. New lines and tabs stay.
+In: any text. Out: the same with each character that a terminal would execute rather than show
+escaped: of "\\x1b[2J", which clears the screen, the first character becomes the four letters
+\\x1b. Newlines and tabs stay.
 
-Escaped are control characters (C0, DEL and C1, so every escape sequence), what changes the
-direction of writing or hides text, other line separators, and lone surrogates, which a stream
+Escaped are control characters (C0, DEL and C1, so every escape sequence), characters that change
+the writing direction or hide text, other line separators, and lone surrogates, which a stream
 cannot encode. The joiners that scripts and emoji need stay.
 """
 
@@ -18,13 +18,13 @@ ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal would obey escaped."""
+    """The text with characters escaped that a terminal would execute."""
     if PLAIN.fullmatch(text):
         return text
-    return "".join(_shown(letter) for letter in text)
+    return "".join(_escaped(letter) for letter in text)
 
 
-def _shown(letter: str) -> str:
+def _escaped(letter: str) -> str:
     if letter in KEPT or unicodedata.category(letter) not in ESCAPED:
         return letter
     code = ord(letter)

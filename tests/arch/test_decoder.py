@@ -31,7 +31,7 @@ LONG = LongRopeScaling(short_factor=(1.0,) * 8, long_factor=(2.0,) * 8, original
         (lambda: replace(ATTENTION, head_dim=None), "AttentionConfig.head_dim is None"),
         (lambda: replace(ATTENTION, kv_heads=3), "must divide heads, 4"),
         (lambda: replace(ATTENTION, window=0), "AttentionConfig.window is 0"),
-        (lambda: replace(ATTENTION, head_dim=15), "dims turn in pairs"),
+        (lambda: replace(ATTENTION, head_dim=15), "dims rotate in pairs"),
         (lambda: replace(ATTENTION, rope=RopeConfig(rotary_dim=18)), "a head has only 16 dims"),
         (lambda: RopeConfig(theta=1.0), "RopeConfig.theta is 1.0"),
         (lambda: RopeConfig(theta=float("nan")), "RopeConfig.theta is nan"),

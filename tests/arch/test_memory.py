@@ -61,7 +61,7 @@ def test_activations_as_measured(name, dtype):
     ids = torch.arange(ctx.tokens)
     measured = saved_bytes(model, lambda: model(ids, ctx, ids).values)
     item = DTYPES[dtype].itemsize
-    estimate = token_bytes(config, dtype=dtype, recompute=False).held
+    estimate = token_bytes(config, dtype=dtype, recompute=False).saved
     others = estimate - INPUT_BYTES + SAVED_INPUTS
     assert measured - norm_copies(model, ids, item) == ctx.tokens * others
 
@@ -71,7 +71,7 @@ def test_recomputation_keeps_inputs():
     less = token_bytes(config, dtype="bfloat16", recompute=True)
     more = token_bytes(config, dtype="bfloat16", recompute=False)
     block = 1408 * 2 + 10 * 4
-    assert more.held - less.held == 5 * (block - 64 * 2)
+    assert more.saved - less.saved == 5 * (block - 64 * 2)
     assert (more.working, less.working) == (block, 2 * block)
 
 
@@ -87,7 +87,7 @@ def test_model_bytes():
     assert (zero3.parameters, zero3.gradients) == (count // 2, count // 2)
     ends = 128_256 * 2048 + 2048
     block = (count - ends) // 16
-    assert zero3.whole == 2 * (2 * block + ends) + 4 * (block + ends)
+    assert zero3.gathered == 2 * (2 * block + ends) + 4 * (block + ends)
     plain = model_bytes(config, lanes=1, shard="none", dtype="float32")
     assert plain.total == 16 * count
 
@@ -129,7 +129,7 @@ def fits(name, tokens, memory_bytes):
         model_bytes(config, lanes=8, shard="zero3", dtype="bfloat16").total
         + logits_bytes(config, tokens, dtype="bfloat16")
         + 131_072 * token.shared
-        + tokens * (token.held + token.working)
+        + tokens * (token.saved + token.working)
     )
     return needed <= memory_bytes - memory_bytes // 10
 
@@ -147,7 +147,7 @@ def test_no_room():
     with pytest.raises(ValueError, match="not even 256 tokens fit") as error:
         run_8b(shard="none", recompute=False, memory_bytes=80 * GIB)
     said = str(error.value)
-    assert "run blocks again in backward, or share the model as zero3, or use more lanes" in said
+    assert "recompute blocks in backward, or share the model as zero3, or use more lanes" in said
     assert "model 137.3 GiB with none over 8 lanes" in said
 
 

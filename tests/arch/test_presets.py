@@ -101,7 +101,7 @@ def test_overrides():
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match=r"no preset 'qwen3-8B'; did you mean qwen3-8b\?"):
+    with pytest.raises(ValueError, match=r"unknown preset 'qwen3-8B'; did you mean qwen3-8b\?"):
         preset("qwen3-8B")
     with pytest.raises(ValueError, match=r"no 'vocab' to change; did you mean vocab_size\?"):
         preset("tiny-llama", vocab=8)

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from longshore.cli import doctor as command
-from longshore.cli.doctor import DOCTOR_HELP, Report, register_doctor
+from longshore.cli.doctor import DOCTOR_HELP, DoctorReport, register_doctor
 from longshore.cli.launch import RankError
 from longshore.cli.options import Parser
 from longshore.doctor import machine, ops, ranks
-from longshore.doctor.machine import Setting, examine, look
-from longshore.doctor.ranks import Meeting, Seat, within
+from longshore.doctor.machine import DoctorOptions, examine, findings_of
+from longshore.doctor.ranks import RankPlace, RankProbe, with_time_limit
 from longshore.doctor.result import Finding, bad, first_line, good, warn
 
 SECTIONS = ["machine", "torch", "devices", "ops", "kernels", "packages", "disk", "ranks"]
-HERE = Setting(gpus=0, ranks=2, folder=Path("runs"))
+HERE = DoctorOptions(gpus=0, ranks=2, folder=Path("runs"))
 DRIVER = """\
 import argparse
 from longshore.cli.doctor import register_doctor
@@ -61,13 +61,13 @@ def run(capsys):
 
 
 @pytest.fixture
-def met(monkeypatch):
-    """Ranks that have met already."""
-    seats = tuple(
-        Seat(rank, 0, rank, "host", "cpu", "Python 3", rank, ((rank, 1), (0, 2)))
+def connected(monkeypatch):
+    """Ranks that are connected already."""
+    places = tuple(
+        RankPlace(rank, 0, rank, "host", "cpu", "Python 3", rank, ((rank, 1), (0, 2)))
         for rank in range(2)
     )
-    monkeypatch.setattr(command, "_meet_here", lambda ranks: Meeting(seats, (good("met"),)))
+    monkeypatch.setattr(command, "_probe_local", lambda ranks: RankProbe(places, (good("met"),)))
 
 
 def only(monkeypatch, *findings):
@@ -84,7 +84,7 @@ def test_this_machine(run):
     assert max(map(len, lines)) <= 80
     assert "✗" not in out
     assert "\x1b" not in out
-    assert "CP groups of 1, 2, 3 lanes: made in" in out
+    assert "CP groups of 1, 2, 3 lanes: created in" in out
     rows = [line.split(maxsplit=6) for line in lines[lines.index("ranks") :]]
     places = [(row[0], row[3], row[5], row[6]) for row in rows if len(row) == 7 and "cpu" in row]
     # Lane 2 is left over by the groups of two.
@@ -93,7 +93,7 @@ def test_this_machine(run):
         ("1", "1", "1", "1, 0-1, 0-2"),
         ("2", "2", "2", "2, 0-2"),
     ]
-    assert lines[-1].startswith("all that training needs is here")
+    assert lines[-1].startswith("everything that training needs is available")
 
 
 def test_json(run):
@@ -105,12 +105,12 @@ def test_json(run):
         for finding in findings:
             assert list(finding) == ["mark", "text", "way_out"]
             assert finding["mark"] in ("ok", "warn")
-    (seat,) = found["ranks"]
-    assert (seat["rank"], seat["lane"], seat["cp_groups"]) == (0, 0, [[0, 1]])
+    (place,) = found["ranks"]
+    assert (place["rank"], place["lane"], place["cp_groups"]) == (0, 0, [[0, 1]])
 
 
 def test_under_torchrun(tmp_path):
-    """The real ranks meet, rank 0 alone tells, and a remark of a rank would reach it."""
+    """The real ranks connect, only rank 0 prints, and a remark of a rank would reach it."""
     (tmp_path / "driver.py").write_text(DRIVER)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
@@ -122,8 +122,8 @@ def test_under_torchrun(tmp_path):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("all that training needs is here") == 1
-    assert "2 ranks met over gloo" in done.stdout
+    assert done.stdout.count("everything that training needs is available") == 1
+    assert "2 ranks connected over gloo" in done.stdout
     assert re.search(r"\n  1 +0 \S+ +1 +cpu +1 +1, 0-1\n", done.stdout)
 
 
@@ -144,7 +144,7 @@ def test_ranks_of_torchrun_are_given(run, monkeypatch):
         run("--ranks", "4")
 
 
-def test_broken_things_end_with_1(run, met, monkeypatch):
+def test_broken_things_end_with_1(run, connected, monkeypatch):
     only(monkeypatch, good("fine"), warn("odd", "look at it"), bad("gone", "get it"))
     code, out = run()
     assert code == 1
@@ -156,10 +156,10 @@ def test_broken_things_end_with_1(run, met, monkeypatch):
         "  ✗ gone",
         "    → get it",
     ]
-    assert out.splitlines()[-1] == "1 broken, and training needs it; 1 worth a look"
+    assert out.splitlines()[-1] == "1 broken, and training needs it; 1 warning"
 
 
-def test_a_probe_that_fails_is_a_remark(run, met, monkeypatch):
+def test_a_probe_that_fails_is_a_remark(run, connected, monkeypatch):
     def fails(setting):
         yield good("so far")
         raise OSError("no such thing\nand more")
@@ -167,7 +167,7 @@ def test_a_probe_that_fails_is_a_remark(run, met, monkeypatch):
     monkeypatch.setattr(machine, "PROBES", (("torch", fails),))
     code, out = run()
     assert code == 0
-    assert "  ✓ so far\n  ! could not be looked at to the end: OSError: no such thing\n" in out
+    assert "  ✓ so far\n  ! the check failed: OSError: no such thing\n" in out
 
 
 def test_every_probe_survives_a_machine_without_anything(monkeypatch):
@@ -191,7 +191,7 @@ def test_without_torch(run, monkeypatch):
     code, out = run()
     assert code == 1
     assert "✗ torch cannot be imported: ModuleNotFoundError" in out
-    assert "✗ not tried: torch is missing" in out
+    assert "✗ not tested: torch is missing" in out
 
 
 @pytest.mark.parametrize(
@@ -199,9 +199,12 @@ def test_without_torch(run, monkeypatch):
     [
         (
             RankError("rank 1 failed:\nTraceback …\n  File …\nTimeoutError: no end after 9 s of x"),
-            "the ranks did not meet: rank 1 failed: TimeoutError: no end after 9 s of x",
+            "the ranks could not connect: rank 1 failed: TimeoutError: no end after 9 s of x",
         ),
-        (RuntimeError("connectFullMesh"), "the ranks did not meet: RuntimeError: connectFullMesh"),
+        (
+            RuntimeError("connectFullMesh"),
+            "the ranks could not connect: RuntimeError: connectFullMesh",
+        ),
     ],
 )
 def test_ranks_that_do_not_meet(run, monkeypatch, error, said):
@@ -231,11 +234,11 @@ def test_within_ends_what_hangs():
         stage.enter("waiting for rank 7")
         threading.Event().wait(60)
 
-    assert within(60, lambda stage: stage.name) == "starting"
+    assert with_time_limit(60, lambda stage: stage.name) == "starting"
     with pytest.raises(KeyError, match="mine"):
-        within(60, lambda stage: {}["mine"])
+        with_time_limit(60, lambda stage: {}["mine"])
     with pytest.raises(TimeoutError, match=r"no end after 0\.05 s of waiting for rank 7"):
-        within(0.05, hangs)
+        with_time_limit(0.05, hangs)
 
 
 def test_an_op_that_is_wrong(monkeypatch):
@@ -264,9 +267,9 @@ def test_triton(monkeypatch, version, capability, mark):
     ("is_here", "is_called", "mark", "said"),
     [
         (True, True, "ok", "flash is installed"),
-        (True, False, "ok", "flash is installed; Longshore does not call it"),
+        (True, False, "ok", "flash is installed; Longshore does not use it"),
         (False, True, "warn", "flash is not installed: fast"),
-        (False, False, "ok", "flash is not installed, and Longshore does not call it yet (fast)"),
+        (False, False, "ok", "flash is not installed; Longshore does not use it yet (fast)"),
     ],
 )
 def test_faster_kernels(is_here, is_called, mark, said):
@@ -278,7 +281,7 @@ def test_open_files(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     assert machine._open_files(96).mark == "ok"
     assert machine._open_files(97) == warn(
-        "open files: 1,024, and 97 ranks want 1,032", "ulimit -n 1032"
+        "open files: 1,024, and 97 ranks need 1,032", "ulimit -n 1032"
     )
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, -1))
     assert machine._open_files(10**6).mark == "ok"
@@ -300,11 +303,11 @@ def test_disk_and_shared_memory(monkeypatch, tmp_path):
     usage = type("Usage", (), amounts)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     monkeypatch.setattr(machine, "SHARED", tmp_path)
-    disk, shared = look(machine.storage, HERE)
+    disk, shared = findings_of(machine.storage, HERE)
     assert (disk.mark, disk.text) == ("warn", "runs/: 1.0 GiB of disk left")
-    assert (shared.mark, shared.text) == ("warn", f"{tmp_path} holds 0.1 GiB")
+    assert (shared.mark, shared.text) == ("warn", f"{tmp_path} has 0.1 GiB")
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert look(machine.storage, HERE)[0].mark == "bad"
+    assert findings_of(machine.storage, HERE)[0].mark == "bad"
 
 
 def test_gpus_that_torch_cannot_use(monkeypatch):
@@ -315,26 +318,26 @@ def test_gpus_that_torch_cannot_use(monkeypatch):
         return False
 
     monkeypatch.setattr(torch.cuda, "is_available", unavailable)
-    first, cpu = look(machine.devices, Setting(2, 2, Path("runs")))
+    first, cpu = findings_of(machine.devices, DoctorOptions(2, 2, Path("runs")))
     assert first.mark == "bad"
-    assert first.text == "2 GPUs are here, and torch cannot use them: the driver is too old"
-    assert cpu == good("the CPU: computes")
-    assert look(machine.devices, HERE)[0].mark == "ok"
+    assert first.text == "2 GPUs are visible, but torch cannot use them: the driver is too old"
+    assert cpu == good("the CPU: works")
+    assert findings_of(machine.devices, HERE)[0].mark == "ok"
 
 
 def test_an_old_torch_and_one_without_gloo(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
-    assert look(machine.torch_build, HERE)[0].mark == "bad"
+    assert findings_of(machine.torch_build, HERE)[0].mark == "bad"
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     monkeypatch.setattr("torch.distributed.is_gloo_available", lambda: False)
-    version, gloo = look(machine.torch_build, HERE)
+    version, gloo = findings_of(machine.torch_build, HERE)
     assert (version.mark, gloo.mark) == ("ok", "bad")
 
 
 def test_missing_packages(monkeypatch):
     missing = {"jinja2", "wandb", "tensorboard", "safetensors"}
     monkeypatch.setattr(machine, "version_of", lambda name: None if name in missing else "1")
-    assert look(machine.packages, HERE) == (
+    assert findings_of(machine.packages, HERE) == (
         bad("safetensors is missing", "pip install safetensors"),
         warn("for text jinja2 is missing", "pip install 'longshore[hf]'"),
         good("optional: transformers 1"),
@@ -343,9 +346,11 @@ def test_missing_packages(monkeypatch):
 
 
 def test_differences_between_machines():
-    one = Seat(0, 0, 0, "a", "cuda:0", "torch 2.11")
-    two = Seat(1, 1, 0, "b", "cuda:0", "torch 2.13", remarks=(warn("little disk", "clear it"),))
-    third = Seat(2, 1, 1, "b", "cuda:0", "torch 2.13")
+    one = RankPlace(0, 0, 0, "a", "cuda:0", "torch 2.11")
+    two = RankPlace(
+        1, 1, 0, "b", "cuda:0", "torch 2.13", remarks=(warn("little disk", "clear it"),)
+    )
+    third = RankPlace(2, 1, 1, "b", "cuda:0", "torch 2.13")
     assert ranks._differences([one], "nccl") == []
     assert ranks._differences([one, two, third], "gloo") == [
         warn("rank 1 has torch 2.13, and rank 0 torch 2.11", "install the same on all machines"),
@@ -363,19 +368,19 @@ def test_colour_on_a_terminal_and_letters_that_the_stream_has(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     terminal = Terminal()
-    Report(terminal, is_json=False).add("torch", [bad("gone", "get it")])
+    DoctorReport(terminal, is_json=False).add("torch", [bad("gone", "get it")])
     assert "\x1b[1;31m✗\x1b[0m gone" in terminal.getvalue()
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    Report(stream, is_json=False).add("torch", [good("fine"), bad("gone – so", "get it")])
+    DoctorReport(stream, is_json=False).add("torch", [good("fine"), bad("gone – so", "get it")])
     stream.flush()
     assert raw.getvalue().decode() == "torch\n  + fine\n  x gone ? so\n    -> get it\n"
 
 
 def test_a_table_of_many_ranks_is_cut():
     groups = tuple((0, 1 << i) for i in range(14))
-    seats = tuple(Seat(i, 0, i, "host", "cuda:0", "", i, groups) for i in range(70))
-    lines = command._table(Meeting(seats, ()), 80)
+    places = tuple(RankPlace(i, 0, i, "host", "cuda:0", "", i, groups) for i in range(70))
+    lines = command._table(RankProbe(places, ()), 80)
     assert max(map(len, lines)) == 80
     assert lines[-1] == "  … and 6 more; --json has all"
 

@@ -161,7 +161,10 @@ def test_mistakes_are_one_line(run, tmp_path):
         ((run, "made", "--format", "gguf"), "'gguf' is none of hf, longshore"),
         ((run, "made", "--format", "longshore", "--max-length", 9), "--max-length is for --form"),
         ((run, "made", "--module", "no_such"), "^--module: there is no module no_such; start whe"),
-        ((run, "base/config.json/made"), r"cannot be made, because .*config\.json is not a folder"),
+        (
+            (run, "base/config.json/made"),
+            r"cannot be created, because .*config\.json is not a folder",
+        ),
     ]:
         with pytest.raises(ValueError, match=reason) as caught:
             export(*words)

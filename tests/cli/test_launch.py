@@ -23,7 +23,7 @@ from longshore.cli.main import main
 from longshore.config import load_config
 from longshore.run.ranks import Ranks
 from longshore.train.heartbeat import RankStatus, beat_path
-from longshore.train.stop import TWICE_S, RunError, attended
+from longshore.train.stop import TWICE_S, RunError, supervised
 
 CONFIG = load_config(None)
 
@@ -95,7 +95,7 @@ def in_step_3(config, ranks, then):
     status.at("forward", step=3, round=1)
     status.folder = "runs/a"
     address = ranks.rendezvous
-    attending = attended(status, rank=ranks.rank, ranks=ranks.world_size, address=address)
+    attending = supervised(status, rank=ranks.rank, ranks=ranks.world_size, address=address)
     with attending as stop, stop.after_steps():
         while not all(beat_path(Path(address[7:]).parent, r).exists() for r in range(2)):
             time.sleep(0.01)

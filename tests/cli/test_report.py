@@ -33,7 +33,7 @@ def test_compares_runs_in_a_page_of_that_name(tmp_path, capsys):
 
 def test_refuses_what_it_cannot_read_or_write(tmp_path):
     folder = make_run(tmp_path / "run", steps=2)
-    with pytest.raises(ValueError, match=r"nowhere is not there; name the folder of a run"):
+    with pytest.raises(ValueError, match=r"nowhere is missing; name the folder of a run"):
         report(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"nowhere/page.html: No such file or directory"):
         report(folder, "--html", tmp_path / "nowhere/page.html")

@@ -187,7 +187,7 @@ BAD = [
     (["r.toml", "data.path=made"], "the longest sequence: its 3000 tokens do not fit at any CP"),
     (["r.toml", "data.path=made", "data.loss_on=all"], "data.loss_on is for text, and data.path"),
     # Model, plan and machine.
-    (["r.toml", "model.preset=tiny-lama"], "model.preset: there is no preset 'tiny-lama'; did you"),
+    (["r.toml", "model.preset=tiny-lama"], "model.preset: unknown preset 'tiny-lama'; did you"),
     (["r.toml", "model.from_hf=me/x"], "model.from_hf: there is no folder me/x"),
     (["r.toml", "model.from_hf=tok"], "model.from_hf: tok has no config.json; name a Hugging"),
     (["r.toml", "model.from_hf=hf", "model.layers=2"], "model.layers changes a preset, and model"),

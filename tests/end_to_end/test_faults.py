@@ -167,7 +167,7 @@ def test_a_hung_rank_is_named_and_sigterm_answered(start, tmp_path):
     last = err.splitlines()[-1]
     told = re.fullmatch(
         rf"longshore: ended without a checkpoint of this step: {where}; the last checkpoint is of "
-        r"step (\d+); go on with --resume run",
+        r"step (\d+); resume with --resume run",
         last,
     )
     assert told, err
@@ -295,7 +295,7 @@ def test_a_disk_that_takes_no_more(runs, tmp_path, capfd):
     assert out == ""
     told = re.fullmatch(
         r"longshore: the checkpoint of step (\d+) cannot be written into (.*) \(File too large\); "
-        r"the last good one is (.*); make room there, then go on with --resume\n",
+        r"the last good one is (.*); make room there, then resume with --resume\n",
         err,
     )
     assert told, err
@@ -318,7 +318,7 @@ def test_metrics_that_cannot_be_written(runs, tmp_path, capfd):
     out, err = capfd.readouterr()
     assert out == ""
     assert re.fullmatch(
-        rf"longshore: {run}/\w+\.jsonl cannot be written \(.*\); make room there, then go on with "
+        rf"longshore: {run}/\w+\.jsonl cannot be written \(.*\); make room there, then resume with "
         rf"--resume {run}\n",
         err,
     ), err

@@ -64,9 +64,9 @@ def test_resume_compares_the_data(runs, tmp_path, capfd):
     assert runs.train("run", *more, data=data) == 2
     told = one_line(capfd)
     assert "the data are not those that the run was trained on: they were 12 sequences (" in told
-    assert told.endswith("leave --resume out, or go on with these: --resume --force")
+    assert told.endswith("leave --resume out, or resume with these: --resume --force")
     assert runs.train("run", *more, "--force", data=data) == 0
-    assert "; --force goes over it\n" in capfd.readouterr().out
+    assert "; --force accepts them\n" in capfd.readouterr().out
 
     # The same content in other shards is the same data; now that of the forced run.
     store_of(tmp_path / "made", first=7, shard_sequences=5)
@@ -134,7 +134,8 @@ def test_a_real_full_disk(runs, tmp_path, capfd, monkeypatch, is_looked_for):
         why = "it takes" if is_looked_for else "No space left on device); "
         assert f"the checkpoint of step 6 cannot be written into {where} ({why}" in told
         assert told.endswith(
-            f"the last good one is {where}/step-00000004; make room there, then go on with --resume"
+            f"the last good one is {where}/step-00000004; make room there, then resume with "
+            "--resume"
         )
         assert sorted(os.listdir(where)) == ["step-00000002", "step-00000004"]
         if is_looked_for:
@@ -155,7 +156,7 @@ def refuse(*_, **__):
     [
         ("run.resume.write_config", (), "there cannot be written (No space left on device); make "
          "room there, then start again"),
-        ("run.weights.save_weights", ("output.keep=0",), "make room there, then write it again with --res"),
+        ("run.weights.save_weights", ("output.keep=0",), "then write it again with --resume"),
         ("run.weights.write_checkpoint", ("output.export={folder}/hf", "output.keep=0"),
          "make room there, then longshore export "),
     ],

@@ -82,7 +82,7 @@ def test_a_step_waits_for_nothing_the_plan_knows(tmp_path: Path) -> None:
     from longshore.parallel.fsdp import fill
     from longshore.plan import make_plan
     from longshore.train.loss import make_loss
-    from longshore.train.optim import make_optimizer
+    from longshore.train.optimizer import make_optimizer
     from longshore.train.step import Stepper
 
     device = torch.device("cuda", 0)

@@ -159,7 +159,7 @@ def test_json_that_is_no_config_is_refused(change, reason):
 def test_json_with_a_field_missing_is_refused():
     found = config_to_json(CONFIG)
     del found["width"]
-    with pytest.raises(ValueError, match=r"DecoderConfig cannot be made: .*'width'"):
+    with pytest.raises(ValueError, match=r"DecoderConfig cannot be created: .*'width'"):
         config_from_json(found)
     with pytest.raises(ValueError, match="must be a DecoderConfig, and is NoneType"):
         config_from_json(None)

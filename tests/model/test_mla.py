@@ -265,7 +265,7 @@ def test_example_of_the_module():
     [
         ({"q_rank": 0}, "MLAConfig.q_rank is 0"),
         ({"kv_rank": None}, "MLAConfig.kv_rank is None"),
-        ({"rope_dim": 5}, "dims turn in pairs"),
+        ({"rope_dim": 5}, "dims rotate in pairs"),
         ({"rope": RopeConfig(rotary_dim=8)}, "a head has only 6 dims"),
         ({"form": "compressed"}, "form is 'compressed'; known are decompressed, absorbed"),
     ],

@@ -191,12 +191,12 @@ def test_the_cut_into_blocks_does_not_show(monkeypatch):
 
 
 def test_blocks_meet_only_the_keys_they_may_see():
-    run = attention_blocks.Run(slice(10, 1210), slice(0, 1500))
+    sequence = attention_blocks.QueriesAndKeys(slice(10, 1210), slice(0, 1500))
 
     def cut(window):
         return [
             (b.rows.start, b.rows.stop, b.keys.start, b.keys.stop)
-            for b in attention_blocks._blocks(run, 1, window)
+            for b in attention_blocks._blocks(sequence, 1, window)
         ]
 
     assert cut(None) == [(10, 522, 0, 812), (522, 1034, 0, 1324), (1034, 1210, 0, 1500)]
@@ -273,8 +273,11 @@ def test_strided_inputs_and_expanded_gradients():
     [
         ({"window": 0}, "window is 0"),
         ({"bounds": joined([3])}, "3, and there are 5 rows"),
-        ({"key_bounds": joined([2, 3])}, "1 runs of queries and 2 of keys"),
-        ({"bounds": joined([3, 2]), "key_bounds": joined([2, 3])}, "run 0 has 3 queries over 2"),
+        ({"key_bounds": joined([2, 3])}, "1 sequences of queries and 2 of keys"),
+        (
+            {"bounds": joined([3, 2]), "key_bounds": joined([2, 3])},
+            "sequence 0 has 3 queries over 2",
+        ),
     ],
 )
 def test_bad_bounds_are_refused(change, words):
@@ -289,7 +292,7 @@ def test_bad_bounds_are_refused(change, words):
         (((5, 4, 6), (5, 2, 8), (5, 2, 6)), "q and k need one width"),
         (((5, 4, 6), (5, 2, 6), (4, 2, 6)), "k and v the same rows"),
         (((5, 24), (5, 2, 6), (5, 2, 6)), "rows, heads and width"),
-        (((6, 4, 6), (5, 4, 6), (5, 4, 6)), "run 0 has 6 queries over 5 keys"),
+        (((6, 4, 6), (5, 4, 6), (5, 4, 6)), "sequence 0 has 6 queries over 5 keys"),
     ],
 )
 def test_bad_shapes_are_refused(shapes, words):

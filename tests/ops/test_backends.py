@@ -42,11 +42,11 @@ def test_half_precision_on_cuda_is_for_varlen(dtype):
 @pytest.mark.parametrize(
     ("q", "v", "why"),
     [
-        (on_cuda(torch.float32), on_cuda(torch.float32), "torch.float32 is no half precision"),
-        (on_cuda(torch.float64), on_cuda(torch.float64), "torch.float64 is no half precision"),
+        (on_cuda(torch.float32), on_cuda(torch.float32), "torch.float32 is not half precision"),
+        (on_cuda(torch.float64), on_cuda(torch.float64), "torch.float64 is not half precision"),
         (on_cuda(), on_cuda(width=32), "values have width 32 and queries 64"),
-        (on_cuda(width=60), on_cuda(width=60), "width of 60 is no multiple of 8"),
-        (on_cuda(width=264), on_cuda(width=264), "width of 264 is no multiple of 8 up to 256"),
+        (on_cuda(width=60), on_cuda(width=60), "width of 60 is not a multiple of 8"),
+        (on_cuda(width=264), on_cuda(width=264), "width of 264 is not a multiple of 8 up to 256"),
         (on_cuda(tokens=0), on_cuda(tokens=0), "there are no rows"),
     ],
 )

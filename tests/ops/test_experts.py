@@ -143,9 +143,9 @@ def test_expanded_and_transposed_gradients_are_taken():
     [
         (4, 8, torch.float32, None),
         (8, 8, torch.bfloat16, None),
-        (4, 8, torch.bfloat16, "rows of 4 numbers are no multiple of 16 bytes"),
-        (8, 4, torch.bfloat16, "rows of 4 numbers are no multiple of 16 bytes"),
-        (6, 8, torch.float32, "rows of 6 numbers are no multiple of 16 bytes"),
+        (4, 8, torch.bfloat16, "rows of 4 numbers are not a multiple of 16 bytes"),
+        (8, 4, torch.bfloat16, "rows of 4 numbers are not a multiple of 16 bytes"),
+        (6, 8, torch.float32, "rows of 6 numbers are not a multiple of 16 bytes"),
         (4, 8, torch.float64, "it takes float32 and bfloat16, not torch.float64"),
     ],
 )

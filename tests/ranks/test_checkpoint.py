@@ -24,10 +24,10 @@ from longshore.train.checkpoint_files import (
     DamagedError,
     checkpoint_folder,
     newest_complete,
-    read_saved,
+    read_index,
     saved_steps,
 )
-from longshore.train.optim import make_optimizer
+from longshore.train.optimizer import make_optimizer
 from longshore.train.stop import RunError
 
 LOADER = {"epoch": 1, "step_in_epoch": 2, "step": 5, "seed": 3, "shuffle": True}
@@ -222,7 +222,7 @@ def test_a_failed_save_is_told_on_all_ranks(tmp_path):
     assert first == second
     assert first == (
         f"the checkpoint of step 2 cannot be written into {folder} (File too large); the last good "
-        f"one is {folder}/step-00000001; make room there, then go on with --resume"
+        f"one is {folder}/step-00000001; make room there, then resume with --resume"
     )
     assert [path.name for path in folder.iterdir()] == ["step-00000001"], "no partial is left"
     (folder / ".step-00000002.partial").mkdir()  # of a killed save; the next clears it away
@@ -288,13 +288,13 @@ def flip_marker(folder):
 
 HARM = [
     (truncate, r"lane-00000\.safetensors has \d+ bytes of \d+; taking"),
-    (flip, r"lane-00000\.safetensors is damaged: its checksum is another; taking"),
+    (flip, r"lane-00000\.safetensors is damaged: its checksum does not match; taking"),
     (lose, r"lane-00000\.safetensors is missing; taking"),
     (unmark, r"checkpoint\.json is damaged \(.*\); taking"),
     (lead_away, r"checkpoint\.json is damaged \(it names files that are not its own\); taking"),
-    (count_more, r"checkpoint\.json is damaged \(its checksum is another\); taking"),
-    (rewind, r"checkpoint\.json is damaged \(its checksum is another\); taking"),
-    (flip_marker, r"checkpoint\.json is damaged \(its checksum is another\); taking"),
+    (count_more, r"checkpoint\.json is damaged \(its checksum does not match\); taking"),
+    (rewind, r"checkpoint\.json is damaged \(its checksum does not match\); taking"),
+    (flip_marker, r"checkpoint\.json is damaged \(its checksum does not match\); taking"),
     (miss_rows, r"damaged \(rows of model.embed.weight are missing or there twice\); taking"),
     (rename, r"checkpoint\.json is of step 100, its folder is not; taking"),
 ]
@@ -354,14 +354,14 @@ def test_no_pickle_is_ever_opened(tmp_path):
     path.write_bytes(bomb)
     data["files"][path.name] = {"bytes": len(bomb), "crc32": zlib.crc32(bomb)}
     (instead / "checkpoint.json").write_bytes(sealed_json(data))
-    read_saved(instead)
+    read_index(instead)
     for position, lines, state, *_ in run_ranks(2, loaded, 2, "none", str(tmp_path)):
         assert position.step == 1
         assert "lane-00000.safetensors is broken" in lines[0]
         check_equal(state, states[0])
     (instead / "checkpoint.json").write_bytes(bomb)
     with pytest.raises(DamagedError, match="is damaged"):
-        read_saved(instead)
+        read_index(instead)
     assert run_ranks(1, loaded, 1, "none", str(tmp_path))[0][0].step == 1
     assert not trap.exists()
 
@@ -388,7 +388,7 @@ def test_room_is_looked_for_before_a_save(tmp_path):
         assert re.fullmatch(
             rf"the checkpoint of step 2 cannot be written into {folder} \(it takes [\d.]+ MB, and "
             rf"only [\d.]+ kB are free\); the last good one is {folder}/step-00000001; make room "
-            r"there, then go on with --resume",
+            r"there, then resume with --resume",
             told,
         ), told
         assert 0.85 < share < 1.0, "the size is known before: all but names and JSON"

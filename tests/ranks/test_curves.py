@@ -17,7 +17,7 @@ from longshore.data.steps import IndexedSteps, Packing
 from longshore.plan import make_plan
 from longshore.train.loop import Machine, train
 from longshore.train.loss import make_loss
-from longshore.train.optim import Schedule, make_optimizer
+from longshore.train.optimizer import Schedule, make_optimizer
 from longshore.train.step import Stepper
 
 Way = tuple[str, str, str]

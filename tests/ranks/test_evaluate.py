@@ -9,9 +9,9 @@ from longshore.data.batches import BatchSize
 from longshore.data.source import MemorySource, TokenizedSample
 from longshore.data.steps import IndexedSteps, Packing
 from longshore.plan import make_plan
-from longshore.train.evaluate import HeldOut
+from longshore.train.evaluation import HeldOut
 from longshore.train.loss import make_loss
-from longshore.train.optim import make_optimizer
+from longshore.train.optimizer import make_optimizer
 from longshore.train.step import Stepper
 
 LENGTHS = [40, 3, 1, 17, 2, 60, 5, 9]

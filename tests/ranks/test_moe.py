@@ -20,8 +20,8 @@ from longshore.model.init import init_decoder, initial_rows
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import begin_round, fill
 from longshore.plan import Pack, Plan, Round, make_plan
-from longshore.train.expert_bias import RoutingCounts, update_bias
 from longshore.train.loss import make_loss
+from longshore.train.optimizer import RoutingCounts, update_bias
 
 LIMIT = 1e-9
 STEP = 0.01

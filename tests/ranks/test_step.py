@@ -15,7 +15,7 @@ from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 from longshore.plan import make_plan
 from longshore.train.loss import make_loss
-from longshore.train.optim import make_optimizer
+from longshore.train.optimizer import make_optimizer
 from longshore.train.step import Stepper
 
 LENGTHS = [40, 7, 1, 2, 16]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from longshore.report.plan_page import write_plan_page
+from longshore.report.pages import write_plan_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = [

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from longshore.report.page_data import MOST_CLASSES, length_histogram
+from longshore.report.page_data import MOST_BINS, length_histogram
 
 
 def test_small_lengths_get_a_class_each():
@@ -21,7 +21,7 @@ def test_one_length():
 def test_every_length_is_in_its_class(low, high):
     lengths = np.unique(np.geomspace(low, high, 500).astype(np.int64))
     histogram = length_histogram(lengths)
-    assert len(histogram.counts) <= MOST_CLASSES
+    assert len(histogram.counts) <= MOST_BINS
     assert histogram.edges[0] <= lengths.min()
     assert histogram.edges[-1] > lengths.max()
     for i, count in enumerate(histogram.counts):

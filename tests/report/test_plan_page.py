@@ -7,7 +7,7 @@ import pytest
 
 from longshore.plan.cost import CostProfile
 from longshore.report.page_data import TICKS, page_data
-from longshore.report.plan_page import SCRIPTS, script_json, write_plan_page
+from longshore.report.pages import PLAN_SCRIPTS, script_json, write_plan_page
 
 TOKENS_ONLY = CostProfile(linear=1.0, quadratic=0.0, gather=(0.0, 0.0), node=8, pack=0.0, round=0.0)
 
@@ -138,7 +138,7 @@ def test_steps_are_counted_from_1_as_in_the_text(small, tmp_path):
     assert "Steps are counted from 1; lanes" in text
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "plan_page.css"])
+@pytest.mark.parametrize("name", [*PLAN_SCRIPTS, "plan_page.css"])
 def test_no_piece_ends_its_own_element(name):
     piece = files("longshore.report").joinpath(name).read_text(encoding="utf-8")
     assert "</" not in piece

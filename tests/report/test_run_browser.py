@@ -6,7 +6,7 @@ import pytest
 from tests.report.run_folders import make_run, write_lines
 from tests.report.test_browser import CHROMIUM, FLAGS, Seen
 
-from longshore.report.run_page import read_runs, write_run_page
+from longshore.report.pages import read_runs, write_run_page
 
 pytestmark = [
     pytest.mark.browser,

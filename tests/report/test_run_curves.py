@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.report.run_cost import choose_dots, cost_data, cost_words, fit_cost, verdict
+from longshore.report.run_cost import choose_dots, cost_data, cost_text, fit_cost, verdict
 from longshore.report.run_curves import SHOWN, curve, edges, rounded, run_curves
 from longshore.report.run_experts import experts_data, relative
 from longshore.report.run_journal import JournalLine
@@ -84,7 +84,7 @@ def test_a_perfect_model_of_another_machine_is_very_good():
     assert (fit.factor, fit.error) == (pytest.approx(7), pytest.approx(0))
     assert fit.correlation == pytest.approx(1)
     assert verdict(fit) == "very good"
-    assert "The factor is 7" in cost_words(fit)
+    assert "The factor is 7" in cost_text(fit)
 
 
 def test_a_model_that_knows_nothing_is_poor():
@@ -97,7 +97,7 @@ def test_a_model_that_knows_nothing_is_poor():
 def test_predictions_that_never_differ_have_no_correlation():
     fit = fit_cost(np.full(9, 0.1), np.linspace(1, 2, 9))
     assert fit.correlation is None
-    assert "correlation says little" in cost_words(fit)
+    assert "correlation says little" in cost_text(fit)
 
 
 def test_the_first_step_is_left_out_and_skipped_ones_are_none():

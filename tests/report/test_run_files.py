@@ -75,7 +75,7 @@ def test_a_value_of_the_wrong_kind_is_named(tmp_path):
 
 
 def test_refuses_folders_that_are_no_runs(tmp_path):
-    with pytest.raises(ValueError, match=r"nowhere is not there; name the folder of a run"):
+    with pytest.raises(ValueError, match=r"nowhere is missing; name the folder of a run"):
         read_run(tmp_path / "nowhere")
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"file is a file; name the folder"):
@@ -83,7 +83,7 @@ def test_refuses_folders_that_are_no_runs(tmp_path):
     with pytest.raises(ValueError, match=r"has no metrics.jsonl"):
         read_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "los')
-    with pytest.raises(ValueError, match=r"metrics.jsonl holds no step"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl has no step"):
         read_run(tmp_path)
 
 

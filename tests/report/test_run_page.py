@@ -7,9 +7,9 @@ import pytest
 from tests.report.run_folders import make_run, write_lines
 
 from longshore.report.page_data import page_data
+from longshore.report.pages import RUN_SCRIPTS, RUN_STYLES, read_runs, run_page, write_run_page
 from longshore.report.run_data import differences, run_page_data
 from longshore.report.run_files import read_run
-from longshore.report.run_page import SCRIPTS, STYLES, read_runs, run_page, write_run_page
 from longshore.report.run_steps import choose_steps, slow_steps, steps_data
 from longshore.report.text import report_summary
 
@@ -90,12 +90,12 @@ def slow_run(tmp_path, **odd):
     [
         ({"data_wait_s": 1.8}, "waited 1.8 s for data"),
         ({"data_wait_s": 1.8, "plan_s": 1.5}, "waited 1.8 s for data (planning took 1.5 s)"),
-        ({"plan_s": 1.5}, "nothing that was recorded explains it"),
+        ({"plan_s": 1.5}, "no reason in the recorded metrics"),
         ({"tokens": 3000}, "3.0 × the usual tokens"),
         ({"rounds": 5}, "5 rounds (usually 2)"),
         ({"efficiency": 0.4}, "plan efficiency 40% (usually 90%)"),
         ({"padding": 0.2}, "padding 20% (usually 1%)"),
-        ({"padding": None, "tokens": None}, "nothing that was recorded explains it"),
+        ({"padding": None, "tokens": None}, "no reason in the recorded metrics"),
     ],
 )
 def test_why_a_step_was_slow(tmp_path, odd, why):
@@ -114,7 +114,7 @@ def test_rounds_that_took_longer_than_predicted_are_a_reason(run):
     write_lines(run / "metrics.jsonl", metrics)
     row = slow_steps(read_run(run))[0]
     assert row["step"] == 7
-    assert re.fullmatch(r"rounds took [345]\.\d × what the cost model .*", row["why"][-1])
+    assert re.fullmatch(r"rounds took [345]\.\d × the time the cost model predicts", row["why"][-1])
 
 
 def test_keys_that_differ(tmp_path):
@@ -131,12 +131,12 @@ def test_keys_that_differ(tmp_path):
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
     folders = [make_run(tmp_path / name / "demo", steps=1) for name in "ab"]
     assert [run["name"] for run in read_runs(folders)["runs"]] == [str(f) for f in folders]
-    with pytest.raises(ValueError, match="is named twice"):
+    with pytest.raises(ValueError, match="is given twice"):
         read_runs([folders[0], folders[0]])
 
 
 def test_refuses_more_runs_than_colours(run):
-    with pytest.raises(ValueError, match="9 runs; a page holds 1 to 8"):
+    with pytest.raises(ValueError, match="9 runs; a page shows 1 to 8"):
         run_page_data([read_run(run)] * 9)
     with pytest.raises(ValueError, match="0 runs"):
         run_page_data([])
@@ -160,7 +160,7 @@ def test_the_page_needs_nothing_from_outside(run, tmp_path):
     assert "{{" not in text
 
 
-@pytest.mark.parametrize("name", [name for name in (*SCRIPTS, *STYLES) if "run_" in name])
+@pytest.mark.parametrize("name", [name for name in (*RUN_SCRIPTS, *RUN_STYLES) if "run_" in name])
 def test_no_piece_ends_its_own_element(name):
     piece = files("longshore.report").joinpath(name).read_text(encoding="utf-8")
     assert "</" not in piece

@@ -10,7 +10,7 @@ import pytest
 from longshore.config.load import load_config
 from longshore.run.folder import newest_runs, reached_step, write_config
 from longshore.run.resume import OpenRun, Start, _open, change_config, check_steps
-from longshore.train.checkpoint_files import Saved, begin, finish
+from longshore.train.checkpoint_files import CheckpointIndex, begin_save, finish_save
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +23,8 @@ def make_run(name, *, steps=None):
     run.mkdir(parents=True)
     write_config(load_config(None), run)
     if steps:
-        begin(run, steps, needed=0)
-        finish(run, Saved(steps, steps, 1, {}, {}, {}), keep=2)
+        begin_save(run, steps, needed=0)
+        finish_save(run, CheckpointIndex(steps, steps, 1, {}, {}, {}), keep=2)
     return run
 
 

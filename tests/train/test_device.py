@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from longshore.train.device import multiply_plainly
+from longshore.train.device import prefer_blas
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def onednn():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_aarch64_multiplies_by_blas_alone(onednn, dtype):
-    multiply_plainly(torch.device("cpu"), dtype, "aarch64")
+    prefer_blas(torch.device("cpu"), dtype, "aarch64")
     assert not onednn()
 
 
@@ -28,5 +28,5 @@ def test_aarch64_multiplies_by_blas_alone(onednn, dtype):
     ],
 )
 def test_all_others_are_left_alone(onednn, device, dtype, machine):
-    multiply_plainly(torch.device(device), dtype, machine)
+    prefer_blas(torch.device(device), dtype, machine)
     assert onednn()

@@ -8,11 +8,11 @@ from tests.train.test_metrics import METRICS
 from longshore.train.display import (
     Lines,
     Panel,
-    Progress,
+    ProgressText,
     Silent,
     make_display,
     sparkline,
-    teller,
+    startup_notes,
 )
 
 
@@ -121,7 +121,7 @@ def test_a_note_on_a_step_comes_behind_the_step_s_own_line():
 def test_what_happens_before_there_is_a_step():
     for is_first, expected in ((True, "reading the data…\n"), (False, "")):
         stream = io.StringIO()
-        teller("auto", stream=stream, is_first=is_first)("reading the data…")
+        startup_notes("auto", stream=stream, is_first=is_first)("reading the data…")
         assert stream.getvalue() == expected
     panel = Panel(60, Console(file=io.StringIO()), "demo", done=40)
     assert "step 40 of 60" in shown(panel), "where a resumed run stands"
@@ -221,7 +221,7 @@ def test_a_long_sparkline_is_means_of_even_parts():
 
 
 def test_time_left_is_from_the_recent_steps():
-    progress = Progress(1000)
+    progress = ProgressText(1000)
     assert progress.left() == "starting"
     progress.add(step(1, elapsed_s=500.0))
     assert progress.left() == "138:45:00 left"

@@ -7,7 +7,7 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.model.decoder import Decoder
 from longshore.model.interface import Routed
-from longshore.train.expert_bias import RoutingCounts, update_bias
+from longshore.train.optimizer import RoutingCounts, update_bias
 
 ONE_LANE = SimpleNamespace(groups=SimpleNamespace(lanes=SimpleNamespace(size=lambda: 1)))
 
@@ -82,7 +82,7 @@ def test_a_dense_model_has_no_counts():
 def test_counts_of_another_model_are_caught():
     counts = RoutingCounts()
     counts.add([routed(1, 1)])
-    with pytest.raises(AssertionError, match="other layers of experts"):
+    with pytest.raises(AssertionError, match="other MoE layers"):
         counts.add([routed(1, 1), routed(1, 1)])
-    with pytest.raises(AssertionError, match="no counts of every layer"):
+    with pytest.raises(AssertionError, match="counts of some MoE layers are missing"):
         update_bias(model_of(2, 2, bias_update=0.1), counts.over_lanes(ONE_LANE))

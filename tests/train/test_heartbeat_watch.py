@@ -65,19 +65,27 @@ def test_a_process_that_does_not_run(ranks):
 def test_a_rank_that_is_in_no_collective(ranks):
     for rank in range(3):
         ranks.beat(rank, unmoved_s=61.0, waits="" if rank == 2 else "all_reduce")
-    assert ranks.look().words().startswith("rank 2 has not moved for 61 s: step 12, round 2, forw")
+    assert (
+        ranks.look()
+        .description()
+        .startswith("rank 2 has not moved for 61 s: step 12, round 2, forw")
+    )
 
 
 def test_ranks_that_are_behind(ranks):
     for rank in range(3):
         ranks.beat(rank, unmoved_s=61.0, waits="all_reduce", moves=100 + (rank == 0))
-    assert ranks.look().words().startswith("ranks 1 and 2 have not moved for 61 s: step 12, round")
+    assert (
+        ranks.look()
+        .description()
+        .startswith("ranks 1 and 2 have not moved for 61 s: step 12, round")
+    )
 
 
 def test_where_none_can_be_named(ranks):
     for rank in range(3):
         ranks.beat(rank, unmoved_s=61.0, step=0, round=0, phase="building the model")
-    assert ranks.look().words() == "no rank has moved for 61 s: building the model"
+    assert ranks.look().description() == "no rank has moved for 61 s: building the model"
 
 
 def test_one_that_moves_is_enough(ranks):
@@ -135,5 +143,5 @@ def test_the_last_checkpoint(tmp_path):
     for step in (4, 20, 8):
         (tmp_path / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
     assert last_saved(str(tmp_path)) == (
-        f"the last checkpoint is of step 20; go on with --resume {tmp_path}"
+        f"the last checkpoint is of step 20; resume with --resume {tmp_path}"
     )

@@ -9,10 +9,10 @@ from longshore.data.batches import Place
 from longshore.data.steps import Step
 from longshore.plan import make_plan
 from longshore.train import loop
-from longshore.train.device import Moment
+from longshore.train.device import Timestamp
 from longshore.train.loop import Hooks, Machine, Progress
-from longshore.train.optim import Schedule
-from longshore.train.step import Rounds, Trained
+from longshore.train.optimizer import Schedule
+from longshore.train.step import RoundResults, StepResult
 from longshore.train.stop import RunError
 
 PLAN = make_plan([5, 3], lanes=1, capacity=8)
@@ -37,13 +37,13 @@ class Stepper:
         loss = float("nan") if self.number == self.bad else 2.0
         stops = torch.tensor([float(self.number == self.stop)], dtype=torch.float64)
         losses = torch.tensor([loss, 0.0], dtype=torch.float64)
-        return Trained(losses, torch.tensor(1.0), stops, (), Rounds((), (), ()))
+        return StepResult(losses, torch.tensor(1.0), stops, (), RoundResults((), (), ()))
 
 
 def run(monkeypatch, device, *, count=4, evaluated=(), **choices):
     """What happened, in its order."""
     cpu = torch.device("cpu")
-    monkeypatch.setattr(loop, "Moment", lambda _: Moment(cpu))
+    monkeypatch.setattr(loop, "Timestamp", lambda _: Timestamp(cpu))
     monkeypatch.setattr(loop, "peak_memory", lambda _: 0)
     seen = []
     hooks = Hooks(

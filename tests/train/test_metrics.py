@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from longshore.train.disk import writing
 from longshore.train.metrics import MetricsFile, StepMetrics, cut_steps, read_metrics
-from longshore.train.record import recording
+from longshore.train.record import recording, writing
 from longshore.train.stop import RunError
 
 MODULES = {"metrics.jsonl": "metrics", "steps.jsonl": "record"}
@@ -144,7 +143,7 @@ def test_what_the_disk_refuses_is_one_line_and_no_partial_stays(tmp_path, number
     with pytest.raises(RunError) as caught, writing(tmp_path):
         raise OSError(number, os.strerror(number), "a/metrics.jsonl")
     assert str(caught.value) == (
-        f"a/metrics.jsonl cannot be written {told} go on with --resume {tmp_path}"
+        f"a/metrics.jsonl cannot be written {told} resume with --resume {tmp_path}"
     )
     assert not partial.exists()
     assert not (tmp_path / ".weights.partial-4711").exists()

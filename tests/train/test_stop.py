@@ -37,7 +37,7 @@ def wait_for(condition):
 )
 def test_the_first_signal_sets_a_flag(number, line, code, left):
     lines, before = [], signal.getsignal(number)
-    with stop_on_signals(RankStatus(), tell=lines.append) as stop, stop.after_steps():
+    with stop_on_signals(RankStatus(), report=lines.append) as stop, stop.after_steps():
         assert not stop.is_asked
         os.kill(os.getpid(), number)
         assert wait_for(lambda: stop.is_asked and lines)
@@ -72,7 +72,7 @@ def test_a_run_that_will_not_stop_is_ended_with_a_word(left, monkeypatch):
     lines, answers = [], iter(["", "", "rank 3 has not moved", *[""] * 500])
     with (
         stop_on_signals(
-            RankStatus(), tell=lines.append, will_not_stop=lambda told_s: next(answers)
+            RankStatus(), report=lines.append, will_not_stop=lambda since_s: next(answers)
         ) as stop,
         stop.after_steps(),
     ):

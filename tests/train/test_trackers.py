@@ -97,19 +97,19 @@ def test_a_tracker_that_fails_says_so_once(calls, tmp_path, fails):
         tracker.log(step, STEP)
     tracker.close()
     tracker.close()
-    assert said == ["wandb stopped, the run goes on: OSError: no network"]
+    assert said == ["wandb stopped, the run continues: OSError: no network"]
 
 
 def test_warns_by_itself(calls, tmp_path):
     calls.fails = "log"
     (tracker,) = make_trackers(["wandb"], tmp_path, {})
-    with pytest.warns(RuntimeWarning, match="the run goes on"):
+    with pytest.warns(RuntimeWarning, match="the run continues"):
         tracker.log(1, STEP)
     tracker.log(2, STEP)
 
 
 def test_refuses_an_unknown_name(tmp_path):
-    with pytest.raises(ValueError, match="no tracker 'mlflow'; there are tensorboard, wandb"):
+    with pytest.raises(ValueError, match="unknown tracker 'mlflow'; known are tensorboard, wandb"):
         make_trackers(["mlflow"], tmp_path, {})
 
 

@@ -55,7 +55,7 @@ def config_to_json(decoder: DecoderConfig) -> dict[str, Any]:
 
 
 def config_from_json(data: Any) -> DecoderConfig:  # noqa: ANN401
-    """The decoder config; ValueError if a kind or a field is not known, or a value is wrong."""
+    """The decoder config; raises ValueError for an unknown kind or field, or a wrong value."""
     try:
         config = _from_json(data)
     except RecursionError:
@@ -108,7 +108,7 @@ def _from_json(value: Any) -> Any:  # noqa: ANN401
     try:
         return kind(**parts)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"{kind.__name__} cannot be made: {error}") from None
+        raise ValueError(f"{kind.__name__} cannot be created: {error}") from None
 
 
 def _kind(value: dict[str, Any]) -> Any:  # noqa: ANN401 - a dataclass

@@ -1,12 +1,12 @@
-"""Multi-head latent attention, as DeepSeek-V3 has it: its numbers and its cost. Pure Python.
+"""Attention as data: grouped-query attention and multi-head latent attention (MLA). Pure Python.
 
-In: numbers. Out: a frozen config, checked. A token keeps one latent for all heads, `kv_rank`
-numbers, and one key of `rope_dim` numbers that turns with its position; every head makes its own
-`nope_dim` key and `value_dim` value from the latent.
+In: numbers. Out: frozen configs, checked, which follow `Part`. With MLA, as in DeepSeek-V3, a token
+has one latent of `kv_rank` numbers for all heads, and one rotary key of `rope_dim` numbers; each
+head projects its own `nope_dim` key and `value_dim` value from the latent.
 
-With 2 heads, kv_rank 8, nope_dim 4, rope_dim 2, value_dim 6 and a plain query projection at width
-16 the parameters are q 16·2·6 = 192, down 16·10 = 160, norm 8, up 8·2·10 = 160, output 2·6·16 =
-192: 712. Over lanes a token is 10 numbers; its keys and values would be 2·(6 + 6) = 24.
+MLA with 2 heads, kv_rank 8, nope_dim 4, rope_dim 2, value_dim 6 and a plain query projection at
+width 16 has these parameters: q 16·2·6 = 192, down 16·10 = 160, norm 8, up 8·2·10 = 160, output
+2·6·16 = 192: 712. Lanes exchange 10 numbers per token; its keys and values would be 2·(6 + 6) = 24.
 """
 
 import math
@@ -22,21 +22,26 @@ Form = Literal["decompressed", "absorbed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """Grouped-query attention. window: a token sees itself and the window − 1 before it.
-
-    bias: of the query, key and value projections. output_bias: of the last projection. gate: a
-    head's output is multiplied by the sigmoid of numbers that the query projection makes as well.
-    """
+    """Grouped-query attention."""
 
     heads: int
+    """Query heads."""
     kv_heads: int
+    """Key and value heads; must divide `heads`."""
     head_dim: int
+    """Width of a head."""
     rope: RopeConfig | None = field(default_factory=RopeConfig)
+    """Rotary position embeddings; None for none."""
     qk_norm: bool = False
+    """RMS norm of each head's queries and keys."""
     bias: bool = False
+    """Of the query, key and value projections."""
     output_bias: bool = False
+    """Of the output projection."""
     window: int | None = None
+    """A token sees itself and the window − 1 tokens before it; None for all before it."""
     gate: bool = False
+    """A head's output is multiplied by a sigmoid gate, computed by the query projection."""
 
     def __post_init__(self) -> None:
         check_counts(self, "heads", "kv_heads", "head_dim")
@@ -64,10 +69,10 @@ class AttentionConfig:
         return projections + 4 * queries * causal_pairs(length, window=self.window)
 
     def saved(self, width: int) -> Saved:
-        """Turned queries and keys, values and the output; with qk_norm also what it normed.
+        """Rotated queries and keys, values and the output; with qk_norm also its inputs.
 
-        With a gate, its sigmoid and the gated output; and where queries are kept as they were
-        projected, the gates that lie between them.
+        With a gate, its sigmoid and the gated output; and where queries are saved as projected,
+        the gates stored between them.
         """
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         kept = Saved(2 * queries + 2 * keys, self.heads)
@@ -87,25 +92,28 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLAConfig:
-    """q_rank: of the queries' own latent; None for one plain projection.
-
-    A head's query and key are nope_dim numbers without position and then rope_dim with it. bias: of
-    the projections down to the latents and of the last one.
-
-    form: "decompressed" makes keys and values of all heads from the latents, "absorbed" takes
-    queries to the latents and attends there, with one key head of kv_rank + rope_dim. They give the
-    same numbers; the first is the cheaper one to train.
-    """
+    """Multi-head latent attention."""
 
     heads: int
+    """Query, key and value heads."""
     kv_rank: int
+    """Width of the latent that all heads' keys and values are projected from."""
     nope_dim: int
+    """Leading dims of a head's query and key, without position."""
     rope_dim: int
+    """Trailing dims of a head's query and key, with rotary position."""
     value_dim: int
+    """Width of a head's value."""
     q_rank: int | None = None
+    """Width of the queries' latent; None for one plain projection."""
     rope: RopeConfig = field(default_factory=RopeConfig)
+    """Rotary position embeddings of the rope_dim dims."""
     bias: bool = False
+    """Of the projections down to the latents and of the output projection."""
     form: Form = "decompressed"
+    """decompressed: projects the keys and values of all heads from the latents. absorbed: projects
+    queries to the latents and attends there, with one key head of kv_rank + rope_dim. Both give the
+    same numbers; decompressed is cheaper to train."""
 
     def __post_init__(self) -> None:
         check_counts(self, "heads", "kv_rank", "nope_dim", "rope_dim", "value_dim")
@@ -127,17 +135,17 @@ class MLAConfig:
 
     @property
     def latent_dim(self) -> int:
-        """Numbers a token keeps for all heads."""
+        """Numbers per token for all heads: the latent and the rotary key."""
         return self.kv_rank + self.rope_dim
 
     @property
     def scale(self) -> float:
-        """Of the scores: 1/√head_dim, with YaRN's mscale_all_dim times its own growth squared."""
+        """Of the scores: 1/√head_dim, times (0.1·mscale_all_dim·ln(factor) + 1)² with YaRN."""
         plain, scaling = 1 / math.sqrt(self.head_dim), self.rope.scaling
         if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim:
             return plain
-        grown = 0.1 * scaling.mscale_all_dim * math.log(max(scaling.factor, 1.0)) + 1
-        return plain * grown * grown
+        mscale = 0.1 * scaling.mscale_all_dim * math.log(max(scaling.factor, 1.0)) + 1
+        return plain * mscale * mscale
 
     def parameters(self, width: int) -> int:
         norms = self.kv_rank + (self.q_rank or 0)
@@ -151,7 +159,7 @@ class MLAConfig:
         return 2 * length * self._weights(width) + core
 
     def saved(self, width: int) -> Saved:
-        """Queries, latents and the output; what the norms normed; absorbed, also what it made."""
+        """Queries, latents and the output; the norms' inputs; absorbed, also its projections."""
         kept = Saved(self.heads * (self.head_dim + self.value_dim), self.heads)
         kept += Saved(2 * self.latent_dim, 1)
         if self.q_rank is not None:
@@ -161,7 +169,7 @@ class MLAConfig:
         return kept
 
     def gathered(self) -> int:
-        """Its latent and its turned key."""
+        """Its latent and its rotary key."""
         return self.latent_dim
 
     def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Checks that all configs of a model share. Pure Python.
+"""Checks of numbers, shared by all configs of a model. Pure Python.
 
 In: a config and names of its fields. Out: nothing, or a ValueError that names the field:
 "AttentionConfig.heads is 0; it must be a whole number of 1 or more".
@@ -9,25 +9,25 @@ import operator
 
 
 def check_counts(config: object, *names: str, optional: bool = False) -> None:
-    """Refuses anything but whole numbers of 1 or more; None passes where it is optional."""
+    """Raises for anything but whole numbers of 1 or more; None passes if it is optional."""
     for name in names:
         value = getattr(config, name)
         if value is None and optional:
             continue
         try:
-            found = operator.index(value)
+            count = operator.index(value)
         except TypeError:
-            found = 0
-        if found < 1 or isinstance(value, bool):
+            count = 0
+        if count < 1 or isinstance(value, bool):
             raise ValueError(
                 f"{type(config).__name__}.{name} is {value!r}; it must be a whole number of "
                 "1 or more"
             )
-        object.__setattr__(config, name, found)
+        object.__setattr__(config, name, count)
 
 
 def check_more_than(least: float, config: object, *names: str, optional: bool = False) -> None:
-    """Refuses anything but finite numbers above `least`; None passes where it is optional."""
+    """Raises for anything but finite numbers above `least`; None passes if it is optional."""
     for name in names:
         value = getattr(config, name)
         if value is None and optional:

@@ -1,8 +1,8 @@
-"""What a decoder is made of, layer by layer. Pure Python, so that a bad one is refused fast.
+"""A decoder as data, layer by layer. Pure Python, so that a wrong config is rejected quickly.
 
 In: numbers. Out: frozen configs, checked. A layer is a mixer (attention, …) and a feed-forward
-part, each behind its own norm; either may be left out. A decoder of two layers whose second sees
-only the 128 tokens before it:
+part, each after its own norm; either may be left out. A decoder of two layers, the second with a
+window of 128 tokens:
 
     full = AttentionConfig(heads=4, kv_heads=2, head_dim=16)
     near = replace(full, window=128)
@@ -28,12 +28,12 @@ MOST_LAYERS = 4096
 MOST_DEPTHS = 64
 MOST_EXPERTS = 1 << 18
 MOST_PARAMETERS = 10**15
-"""Limits far beyond any model, so that a mistyped number is answered before memory runs out."""
+"""Limits far beyond any model, so that a typo is reported before memory runs out."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """One block: a mixer, then a feed-forward part; None leaves it and its norm out."""
+    """One layer: a mixer, then a feed-forward part; None leaves it and its norm out."""
 
     mixer: Part | None
     mlp: Part | None
@@ -56,30 +56,34 @@ class LayerConfig:
         return sum(part.flops(width, length) for part in self.parts)
 
     def saved(self, width: int) -> Saved:
-        """Each part's, with the input of its norm and the norm's output."""
+        """What the parts save, with the input and the output of each norm."""
         return sum((Saved(2 * width, 1) + part.saved(width) for part in self.parts), start=Saved(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """A decoder: embedding, layers, norm, head.
-
-    zero_centred: of its norms, see Norm. tied: the head uses the embedding's weight. mtp: a layer
-    for each depth of multi-token prediction. pad_token_id: a token whose row of the embedding gets
-    no gradient where it is an input, as in transformers; None for none. float32_residual: what
-    goes from layer to layer is float32 at least, whatever the layers compute in.
-    """
+    """A decoder: embedding, layers, norm, head."""
 
     vocab_size: int
+    """Rows of the embedding and of the head."""
     width: int
+    """Channels of the hidden states."""
     layers: tuple[LayerConfig, ...]
+    """In order, at least one."""
     norm_eps: float = 1e-6
+    """Of all RMS norms."""
     zero_centred: bool = False
+    """Of all RMS norms, see Norm."""
     tied: bool = False
+    """The head uses the embedding's weight."""
     init_std: float = 0.02
+    """Standard deviation of the initial weights."""
     mtp: tuple[LayerConfig, ...] = ()
+    """A layer for each depth of multi-token prediction."""
     pad_token_id: int | None = None
+    """A token whose embedding gets no gradient as an input, as in transformers; None for none."""
     float32_residual: bool = False
+    """The residual stream is float32 at least, whatever dtype the layers compute in."""
 
     def __post_init__(self) -> None:
         check_counts(self, "vocab_size", "width")
@@ -124,8 +128,8 @@ class DecoderConfig:
 
 def ropes_of(layers: Sequence[LayerConfig]) -> tuple[RopeConfig, ...]:
     """The rotary tables these layers read, each once, in the order of first use."""
-    found = [rope for layer in layers for part in layer.parts for rope in part.ropes]
-    return tuple(dict.fromkeys(found))
+    ropes = [rope for layer in layers for part in layer.parts for rope in part.ropes]
+    return tuple(dict.fromkeys(ropes))
 
 
 def _experts(layer: LayerConfig) -> int:
@@ -141,20 +145,20 @@ def has_experts(config: DecoderConfig) -> bool:
 def with_balance(
     config: DecoderConfig, *, aux_weight: float | None = None, bias_update: float | None = None
 ) -> DecoderConfig:
-    """With these numbers in all layers and depths, see MoEConfig; None leaves them as they are."""
+    """The config with these numbers in all MoE layers, see MoEConfig; None: unchanged."""
     for name, number in (("aux_weight", aux_weight), ("bias_update", bias_update)):
         if number and not has_experts(config):
             raise SettingError(
                 "{" + name + "} is for experts, and this model has none; leave it out"
             )
     layers, mtp = (
-        tuple(_changed(layer, aux_weight, bias_update) for layer in found)
-        for found in (config.layers, config.mtp)
+        tuple(_balanced(layer, aux_weight, bias_update) for layer in group)
+        for group in (config.layers, config.mtp)
     )
     return replace(config, layers=layers, mtp=mtp)
 
 
-def _changed(
+def _balanced(
     layer: LayerConfig, aux_weight: float | None, bias_update: float | None
 ) -> LayerConfig:
     moe = layer.mlp

@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer: MLPConfig and, made of experts, MoEConfig. Pure Python.
+"""The feed-forward part of a layer: MLPConfig and, with experts, MoEConfig. Pure Python.
 
 In: numbers. Out: frozen configs, checked, which follow `Part`. A layer of experts like those of
 Qwen3-30B-A3B, and one that chooses as DeepSeek-V3 does:
@@ -7,7 +7,7 @@ Qwen3-30B-A3B, and one that chooses as DeepSeek-V3 does:
     MoEConfig(experts=256, top_k=8, width=2048, score="sigmoid", groups=8, top_groups=4, scale=2.5,
               shared_width=2048, bias_update=1e-3, aux_weight=1e-4)
 
-Behind hidden states of 2048 the first has 128·2048 + 128·3·2048·768 = 604,241,920 parameters, and a
+At hidden width 2048 the first has 128·2048 + 128·3·2048·768 = 604,241,920 parameters, and a
 token takes 2·(128·2048 + 8·3·2048·768) = 76,021,760 FLOPs forward.
 """
 
@@ -27,13 +27,11 @@ ACTIVATIONS = ("swiglu", "relu2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPConfig:
-    """`width` channels inside, by their activation.
-
-    swiglu: down(silu(gate(x)) · up(x)). relu2: down(relu(up(x))²), without a gate.
-    """
+    """An MLP with `width` intermediate channels."""
 
     width: int
     activation: Literal["swiglu", "relu2"] = "swiglu"
+    """swiglu: down(silu(gate(x)) · up(x)). relu2: down(relu(up(x))²), without a gate."""
 
     def __post_init__(self) -> None:
         check_counts(self, "width")
@@ -69,30 +67,34 @@ class MLPConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """SwiGLU experts of `width` channels each, of which a token goes to `top_k`.
-
-    score: of an expert, from its logit. normalise: a token's weights add up to 1, before `scale`
-    multiplies them. groups, top_groups: experts lie in groups, and a token chooses among those of
-    the top_groups whose two best scores add up to most. shared_width: channels of the expert that
-    serves every token, 0 for none. shared_gate: a sigmoid of the token weighs that expert.
-    aux_weight: of the balance loss, 0 for none. bias: a number for each expert is added to its
-    score for choosing, not for weighing. bias_update: how far it moves after each step, towards
-    even counts; more than 0 means that there is a bias, 0 that it stays.
-    """
+    """A mixture of SwiGLU experts."""
 
     experts: int
+    """Number of routed experts."""
     top_k: int
+    """Experts that each token is routed to."""
     width: int
+    """Intermediate channels of each expert."""
     score: Score = "softmax"
+    """How a logit becomes an expert's score."""
     normalise: bool = True
+    """A token's weights are normalised to sum to 1, before `scale`."""
     groups: int = 1
+    """Groups that the experts are divided into."""
     top_groups: int = 1
+    """A token is routed within the groups whose two best scores have the largest sums."""
     scale: float = 1.0
+    """Multiplies the weights."""
     shared_width: int = 0
+    """Intermediate channels of the shared expert, which every token uses; 0 for none."""
     shared_gate: bool = False
+    """The shared expert's output is multiplied by a sigmoid of a projection of the token."""
     bias: bool = False
+    """Each expert's score has a bias, used to choose experts but not to weigh them."""
     bias_update: float = 0.0
+    """How far the bias moves after each step, towards even counts; above 0 it implies `bias`."""
     aux_weight: float = 0.0
+    """Weight of the balance loss; 0 for none."""
 
     def __post_init__(self) -> None:
         check_counts(self, "experts", "top_k", "width", "groups", "top_groups")
@@ -136,14 +138,14 @@ class MoEConfig:
         return 2 * length * (self.top_k * 3 * width * self.width + self._common(width))
 
     def _common(self, width: int) -> int:
-        """Parameters that every token meets: router, shared expert and its gate."""
+        """Parameters that every token uses: router, shared expert and its gate."""
         return width * (self.experts + 3 * self.shared_width + self.shared_gate)
 
     def saved(self, width: int) -> Saved:
-        """Of each of top_k rows its input, gate, silu(gate), up, product and output.
+        """For each of top_k rows its input, gate, silu(gate), up, product and output.
 
-        The router keeps its input in float32, scores, and what the balance loss makes of them; for
-        each row it keeps a weight, an id and places.
+        The router saves its input in float32, the scores, and what the balance loss computes from
+        them; for each row a weight, an id and indices.
         """
         routed = Saved(self.top_k * (2 * width + 4 * self.width))
         scores = 3 if self.aux_weight else 1

@@ -1,11 +1,11 @@
-"""How much arithmetic a step is, and how many parameters a decoder has. Torch-free.
+"""FLOPs of a step and the number of parameters of a decoder. Torch-free.
 
 In: a DecoderConfig and the sequences' real lengths. Out: exact integers. A product of (m, k) and
 (k, n) matrices is 2·m·k·n FLOPs, and attention counts only the pairs a token may see, n(n+1)/2 of a
 sequence of n, whatever a kernel really computes. Backward is twice the forward: each product has
-two gradients. Recomputation is not counted, nor is anything that is no matrix product.
+two gradients. Recomputation is not counted, and only matrix products are.
 
-A decoder with one MLP of width 8 behind hidden states of 4, vocabulary 10, for 3 tokens: MLP
+A decoder with one MLP of width 8, hidden width 4 and vocabulary 10, for 3 tokens: MLP
 2·3·(3·4·8) = 576, head 2·3·4·10 = 240, so 816 forward and 2,448 for a step.
 """
 
@@ -32,7 +32,7 @@ def forward_flops(config: DecoderConfig, length: int) -> int:
 
 
 def parameter_count(config: DecoderConfig) -> int:
-    """Parameters of the whole decoder; a tied head has none of its own."""
+    """Parameters of the decoder; a tied head has none of its own."""
     width = config.width
     layers = sum(layer.parameters(width) for layer in (*config.layers, *config.mtp))
     joins = len(config.mtp) * (2 * width + 3) * width

@@ -1,19 +1,19 @@
-"""What a rank's memory must hold, and how many tokens that leaves room for. Torch-free arithmetic.
+"""Memory of a rank: the model, each token, and the capacity that is left. Torch-free arithmetic.
 
-In: a DecoderConfig and how it is run. Out: bytes, and the capacity with the sum that led to it.
+In: a DecoderConfig and how it is trained. Out: bytes, and the capacity with its calculation.
 
-Of a token, each block keeps what its backward reads; with recomputation only the block's input is
-kept, and one block at a time has the rest. tiny-llama's block in float32 keeps 1,408 values and 10
-statistics a token, 5,672 bytes; with recomputation 64 values, 256 bytes.
+For each token a block saves what its backward reads; with recomputation only the block's input is
+saved, and one block at a time has the rest. tiny-llama's block in float32 saves 1,408 values and 10
+statistics per token, 5,672 bytes; with recomputation 64 values, 256 bytes.
 
 The model: weights and gradients in float32 (float64 for float64), two moments of the optimizer, and
 a copy of the weights in `dtype` where that is smaller. How lanes share it:
 
-    zero3   weights, gradients, moments in shards; two blocks and the ends are whole for a while
-    zero2   weights and gradients stay whole within a step; float32 weights and moments in shards
-    none    every lane has everything
+    zero3   weights, gradients, moments sharded; two blocks and the ends are gathered temporarily
+    zero2   weights and gradients gathered during a step; float32 weights and moments sharded
+    none    every lane holds everything
 
-These are estimates: kernels' own buffers and gaps between tensors are paid from a tenth kept free.
+These are estimates: a tenth is kept free for kernels' buffers and fragmentation.
 """
 
 from bisect import bisect_left
@@ -34,64 +34,65 @@ KEPT_FREE = 10
 STEP_TOKENS = 256
 """A capacity is a multiple of this."""
 INPUT_BYTES = 48
-"""A token's id, label, position, index and masks, and the loss's copies of label and mask."""
+"""Per token: id, label, position, index and masks, and the loss's copies of label and mask."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBytes:
-    """What the model takes on a rank. whole: blocks gathered for a while, with their gradients."""
+    """Bytes of the model on a rank."""
 
     parameters: int
     gradients: int
     optimizer: int
-    whole: int
+    gathered: int
+    """Blocks that are gathered temporarily, with their gradients."""
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.whole
+        return self.parameters + self.gradients + self.optimizer + self.gathered
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """What a token takes. held: from forward to backward. working: while its block is in backward.
+    """Bytes per token."""
 
-    shared: what a lane fetches, for a while, for each token of a pack it shares.
-    """
-
-    held: int
+    saved: int
+    """From forward to backward."""
     working: int
+    """While its block is in backward."""
     shared: int
+    """Gathered temporarily, for each token of a pack that several lanes share."""
 
 
 def model_bytes(config: DecoderConfig, *, lanes: int, shard: str, dtype: str) -> ModelBytes:
     """Bytes of weights, gradients and optimizer on each of `lanes` that share them as `shard`."""
     item = _item(dtype)
-    kept = max(item, 4)
+    master = max(item, 4)
     if shard not in SHARD_MODES:
         raise ValueError(f"shard is {shard!r}; known are {', '.join(SHARD_MODES)}")
     if lanes < 1:
         raise ValueError(f"lanes is {lanes}; there is at least one")
     count = parameter_count(config)
     part = -(-count // lanes)
-    copy = item * count if item < kept else 0
+    copy = item * count if item < master else 0
     if shard == "none":
-        return ModelBytes(kept * count + copy, kept * count, 2 * kept * count, 0)
+        return ModelBytes(master * count + copy, master * count, 2 * master * count, 0)
     if shard == "zero2":
-        whole = copy or kept * count
-        return ModelBytes(kept * part + whole, kept * (part + count), 2 * kept * part, 0)
+        gathered = copy or master * count
+        return ModelBytes(master * part + gathered, master * (part + count), 2 * master * part, 0)
     layers = (*config.layers, *config.mtp)
     block = max(layer.parameters(config.width) for layer in layers)
     ends = count - sum(layer.parameters(config.width) for layer in layers)
     return ModelBytes(
-        kept * part,
-        kept * part,
-        2 * kept * part,
-        item * (2 * block + ends) + kept * (block + ends),
+        master * part,
+        master * part,
+        2 * master * part,
+        item * (2 * block + ends) + master * (block + ends),
     )
 
 
 def token_bytes(config: DecoderConfig, *, dtype: str, recompute: bool) -> TokenBytes:
-    """Bytes of one token; recompute: blocks keep only their input and run again in backward."""
+    """Bytes of one token; recompute: blocks save only their input and recompute in backward."""
     width = config.width
     item = _item(dtype)
     layers = (*config.layers, *config.mtp)
@@ -100,12 +101,12 @@ def token_bytes(config: DecoderConfig, *, dtype: str, recompute: bool) -> TokenB
     ends = INPUT_BYTES + tables + _bytes(Saved(2 * width, 2), item)
     # Of each depth: embedding, two norms' outputs and statistics, the joined input, the head's.
     ends += len(config.mtp) * _bytes(Saved(7 * width, 3), item)
-    held = ends + (len(blocks) * width * item if recompute else sum(blocks))
+    saved = ends + (len(blocks) * width * item if recompute else sum(blocks))
     parts = [part for layer in layers for part in layer.parts]
     return TokenBytes(
-        held=held,
+        saved=saved,
         working=max(blocks) * (2 if recompute else 1),
-        # As it came, in natural order, and its gradient.
+        # As gathered, in natural order, and its gradient.
         shared=3 * item * max(part.gathered() for part in parts),
     )
 
@@ -126,16 +127,16 @@ def auto_capacity(
     recompute: bool,
     longest: int,
 ) -> tuple[int, list[str]]:
-    """The tokens a lane may hold in a round, a multiple of 256, and the sum in lines to read.
+    """The tokens a lane may hold in a round, a multiple of 256, and the calculation as lines.
 
-    longest: tokens of the longest sequence; lanes that share it fetch it whole, layer by layer.
+    longest: tokens of the longest sequence; lanes that share it gather it, layer by layer.
     """
     model = model_bytes(config, lanes=lanes, shard=shard, dtype=dtype)
     token = token_bytes(config, dtype=dtype, recompute=recompute)
     shared = token.shared * longest if lanes > 1 else 0
     free = memory_bytes // KEPT_FREE
     room = memory_bytes - free - model.total - shared
-    each = token.held + token.working
+    each = token.saved + token.working
     capacity = STEP_TOKENS * _largest(
         room // (STEP_TOKENS * each),
         lambda steps: (
@@ -148,11 +149,11 @@ def auto_capacity(
         f"memory {_size(memory_bytes)}, {_size(free)} of it kept free",
         f"model {_size(model.total)} with {shard} over {lanes} lanes: "
         f"weights {_size(model.parameters)}, gradients {_size(model.gradients)}, "
-        f"optimizer {_size(model.optimizer)}, gathered {_size(model.whole)}",
+        f"optimizer {_size(model.optimizer)}, gathered {_size(model.gathered)}",
         f"shared packs {_size(shared)}: keys and values of {longest} tokens",
         f"loss {_size(loss)}: a chunk of logits and the head's gradient",
-        f"a token {_size(each)}: {_size(token.held)} held"
-        f"{', blocks run again' if recompute else ''}, {_size(token.working)} in backward",
+        f"a token {_size(each)}: {_size(token.saved)} saved"
+        f"{', blocks recomputed' if recompute else ''}, {_size(token.working)} in backward",
         f"capacity {_size(max(room - loss, 0))} / {_size(each)} = {capacity} tokens",
     ]
     if not capacity:
@@ -168,7 +169,7 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 def _no_room(room: int, each: int, *, shard: str, recompute: bool, lines: list[str]) -> str:
     lacking = STEP_TOKENS * each - room
     ways = [
-        *([] if recompute else ["run blocks again in backward"]),
+        *([] if recompute else ["recompute blocks in backward"]),
         *([] if shard == "zero3" else ["share the model as zero3"]),
         "use more lanes or a smaller model",
     ]

@@ -1,7 +1,7 @@
-"""What every part of a layer can say of itself, and the checks that configs share. Pure Python.
+"""The protocol that the config of every mixer and feed-forward part follows. Pure Python.
 
-In: numbers. Out: the protocol `Part`, costs, and ValueErrors. A new kind of mixer or feed-forward
-is a config that follows `Part`, a module, and its registration; docs/adding-a-mixer.md says how.
+In: numbers. Out: the protocol `Part` and what a part costs. A new kind of mixer or feed-forward is
+a config that follows `Part`, a module, and its registration; docs/adding-a-mixer.md says how.
 
     causal_pairs(5) = 15 pairs of a token and one it sees, itself included; window=2 leaves 9
 """
@@ -14,10 +14,11 @@ from longshore.arch.rope import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """How a decoder norms. zero_centred: the scale is 1 + weight, and weights begin at 0."""
+    """The RMS norms of a decoder."""
 
     eps: float
     zero_centred: bool = False
+    """The scale is 1 + weight, and weights are initialised to 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Sharing:
 
 
 class Part(Protocol):
-    """A mixer's or feed-forward part's config: what it costs behind hidden states of `width`."""
+    """The config of a mixer or feed-forward part: what it costs at hidden width `width`."""
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -43,11 +44,11 @@ class Part(Protocol):
         ...
 
     def saved(self, width: int) -> "Saved":
-        """What a token keeps for backward, without the part's input."""
+        """What is saved for backward per token, without the part's input."""
         ...
 
     def gathered(self) -> int:
-        """Values a lane fetches for each token of a pack that several lanes share."""
+        """Values a lane gathers for each token of a pack that several lanes share."""
         ...
 
     def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:
@@ -67,10 +68,12 @@ def check_part(part: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Numbers a token keeps: `values` in the model's dtype, `stats` always in float32 or more."""
+    """Numbers saved for backward per token."""
 
     values: int
+    """In the model's dtype."""
     stats: int = 0
+    """Always in float32 or more."""
 
     def __add__(self, other: "Saved") -> "Saved":
         return Saved(self.values + other.values, self.stats + other.stats)

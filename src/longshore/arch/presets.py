@@ -1,24 +1,22 @@
-"""How presets describe a decoder: by a few numbers, or by a pattern of layers. Torch-free.
+"""Presets: ready decoders by name. Torch-free.
 
-In: numbers. Out: a DecoderConfig.
-
-    Dense(layers=2, width=64, heads=4, …).config()               two layers, alike
-    Patterned(layers=5, first=(a,), pattern=(b, c), …).config()  layers a b c b c
-
-Ready decoders by name. Torch-free.
-
-In: a name, and numbers to change. Out: a DecoderConfig. The large ones have the public shapes, the
-tiny ones train on a laptop and split over 2 or 4 lanes by heads (tiny-qwen3 also over 8):
+In: a name, and numbers to override. Out: a DecoderConfig. The large ones have the public shapes;
+the tiny ones train on a laptop, and their heads divide by 2 and 4 lanes (tiny-qwen3's also by 8):
 
     preset("llama-3.2-1b")                      16 layers, 1,235,814,400 parameters
-    preset("tiny-qwen3", layers=4, tied=True)   the same as tiny-qwen3 otherwise
+    preset("tiny-qwen3", layers=4, tied=True)   otherwise tiny-qwen3
+
+A preset is described by a few numbers (Dense) or by a pattern of layers (Patterned):
+
+    Dense(layers=2, width=64, heads=4, …).config()               two identical layers
+    Patterned(layers=5, first=(a,), pattern=(b, c), …).config()  layers a b c b c
 
 Numbers are those of config.json of the public folders: meta-llama/Llama-3.2-1B, Qwen/Qwen3-0.6B,
 Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B, Qwen/Qwen3-Next-80B-A3B-Instruct (without its depth of
 multi-token prediction, which that file does not mention), deepseek-ai/DeepSeek-V3 (with its one
-depth) and nvidia/Nemotron-H-8B-Base-8K. How experts are balanced: by a loss of 0.001 for Qwen3, its
-router_aux_loss_coef, and for DeepSeek-V3, as its report says, by a bias that moves by 0.001 and a
-loss of 0.0001. tiny-hybrid has something of everything.
+depth) and nvidia/Nemotron-H-8B-Base-8K. Experts are balanced by a loss with weight 0.001 for Qwen3,
+its router_aux_loss_coef, and for DeepSeek-V3, as in its report, by a bias that moves by 0.001 and a
+loss with weight 0.0001. tiny-hybrid has every kind of layer.
 """
 
 import difflib
@@ -34,7 +32,7 @@ from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """A decoder whose layers are all alike: attention, then SwiGLU of `mlp` channels."""
+    """A decoder of identical layers: attention, then SwiGLU of `mlp` channels; see the configs."""
 
     layers: int
     width: int
@@ -74,7 +72,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patterned:
-    """A decoder whose layers are `first`, then `pattern` again and again; `layers` of them."""
+    """A decoder whose layers are `first`, then `pattern` repeated, cut at `layers`."""
 
     layers: int
     width: int
@@ -150,7 +148,7 @@ def _qwen3_moe(*, heads: int, kv_heads: int, head_dim: int, moe: MoEConfig) -> L
 def _qwen3_next(
     full: AttentionConfig, scan: DeltaNetConfig, moe: MoEConfig
 ) -> tuple[LayerConfig, ...]:
-    """Three delta nets, then attention, which is gated and turns a quarter of each head."""
+    """Three delta nets, then gated attention that rotates a quarter of each head."""
     rope = RopeConfig(theta=10_000_000.0, rotary_dim=full.head_dim // 4)
     full = replace(full, rope=rope, qk_norm=True, gate=True)
     moe = replace(moe, shared_width=moe.width, shared_gate=True, aux_weight=1e-3)
@@ -314,9 +312,9 @@ PRESETS: dict[str, Dense | Patterned] = {
 
 
 def preset(name: str, **overrides: Any) -> DecoderConfig:  # noqa: ANN401
-    """The decoder of that name, with some of the numbers of its Dense or Patterned changed."""
+    """The decoder of that name, with some numbers of its Dense or Patterned overridden."""
     if name not in PRESETS:
-        raise ValueError(f"there is no preset {name!r}; {_near(name, list(PRESETS))}")
+        raise ValueError(f"unknown preset {name!r}; {_near(name, list(PRESETS))}")
     known = [field.name for field in fields(PRESETS[name])]
     for key in overrides:
         if key not in known:
@@ -325,6 +323,6 @@ def preset(name: str, **overrides: Any) -> DecoderConfig:  # noqa: ANN401
 
 
 def _near(word: str, known: list[str]) -> str:
-    """A hint: the nearest known word, and all of them."""
+    """A hint: the nearest known name, and all known names."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
     return f"{f'did you mean {near[0]}? ' if near else ''}known are {', '.join(known)}"

@@ -1,7 +1,7 @@
-"""Rotary positions and how they are squeezed beyond the trained length. Pure Python.
+"""Rotary position embeddings and their scaling beyond the trained length. Pure Python.
 
-In: numbers. Out: frozen configs, checked; model/rope.py makes tables of them. With theta 10,000 and
-64 dims of a head, dims i and i + 32 turn by 10,000^(−i/32) a token.
+In: numbers. Out: frozen configs, checked; model/rope.py computes the tables. With theta 10,000 and
+64 dims in a head, dims i and i + 32 rotate by 10,000^(−i/32) per token.
 """
 
 from dataclasses import dataclass, replace
@@ -33,21 +33,25 @@ class DynamicScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
-    """Slow dims are squeezed by `factor`, fast ones stay, with a ramp between.
-
-    Dims that turn more than `beta_fast` times within original_length are fast, fewer than
-    `beta_slow` slow. Queries and keys are scaled by `attention_factor`; None: 0.1·ln(factor) + 1,
-    or with both mscales 0.1·mscale·ln(factor) + 1 over the same with mscale_all_dim.
-    """
+    """YaRN: slow dims are interpolated by `factor`, fast ones stay, with a ramp in between."""
 
     factor: float
+    """The extended length over the original one."""
     original_length: int
+    """The length the model was trained with."""
     beta_fast: float = 32.0
+    """Dims with more rotations than this within original_length stay."""
     beta_slow: float = 1.0
+    """Dims with fewer rotations than this are interpolated fully."""
     attention_factor: float | None = None
+    """Scales queries and keys. None: 0.1·ln(factor) + 1, or with both mscales
+    (0.1·mscale·ln(factor) + 1) / (0.1·mscale_all_dim·ln(factor) + 1)."""
     mscale: float | None = None
+    """See attention_factor."""
     mscale_all_dim: float | None = None
+    """See attention_factor and MLAConfig.scale."""
     truncate: bool = True
+    """Round the ends of the ramp to whole dims."""
 
     def __post_init__(self) -> None:
         check_more_than(0, self, "factor", "beta_fast", "beta_slow")
@@ -62,7 +66,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1: waves longer than original_length/low are squeezed, shorter than …/high stay."""
+    """Llama 3.1: wavelengths above original_length/low are scaled, below …/high they stay."""
 
     factor: float
     low_freq_factor: float
@@ -81,17 +85,19 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRopeScaling:
-    """A factor for each pair of dims; the long ones for sequences beyond `original_length`.
-
-    Queries and keys are scaled by `attention_factor`; None: sqrt(1 + ln(factor) /
-    ln(original_length)), or 1 without a factor. factor: the longest length over the original.
-    """
+    """LongRoPE: a factor for each pair of dims, depending on the sequence's length."""
 
     short_factor: tuple[float, ...]
+    """For sequences up to original_length."""
     long_factor: tuple[float, ...]
+    """For longer sequences."""
     original_length: int
+    """The length the model was trained with."""
     factor: float | None = None
+    """The extended length over the original one."""
     attention_factor: float | None = None
+    """Scales queries and keys. None: sqrt(1 + ln(factor) / ln(original_length)), or 1 without a
+    factor."""
 
     def __post_init__(self) -> None:
         check_more_than(0, self, "factor", "attention_factor", optional=True)
@@ -110,14 +116,14 @@ RopeScaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | Lon
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary positions: the first `rotary_dim` dims of a head turn, all of them for None.
-
-    scaling: how positions beyond the trained length are squeezed in; see model/rope.py.
-    """
+    """Rotary position embeddings of a head; model/rope.py computes the tables."""
 
     theta: float = 10_000.0
+    """The base of the frequencies."""
     rotary_dim: int | None = None
+    """The first dims of a head, which rotate; None for all."""
     scaling: RopeScaling | None = None
+    """How positions beyond the trained length are scaled."""
 
     def __post_init__(self) -> None:
         check_more_than(1, self, "theta")
@@ -126,7 +132,7 @@ class RopeConfig:
         check_counts(self, "rotary_dim")
         if self.rotary_dim % 2:
             raise ValueError(
-                f"RopeConfig.rotary_dim is {self.rotary_dim}; dims turn in pairs, so it is even"
+                f"RopeConfig.rotary_dim is {self.rotary_dim}; dims rotate in pairs, so it is even"
             )
         if isinstance(self.scaling, DynamicScaling) and self.rotary_dim < 4:
             raise ValueError("DynamicScaling needs a rotary_dim of 4 or more")
@@ -139,7 +145,7 @@ class RopeConfig:
                     )
 
     def within(self, head_dim: int) -> "RopeConfig":
-        """The same with its `rotary_dim` known: a key of the rotary tables."""
+        """The config with its `rotary_dim` set: the key of a rotary table."""
         if self.rotary_dim is None:
             return replace(self, rotary_dim=head_dim)
         if self.rotary_dim > head_dim:

@@ -1,8 +1,8 @@
-"""Configs of the mixers that carry a state along a sequence: Mamba2 and gated delta net. No torch.
+"""Configs of the recurrent mixers, Mamba2 and gated delta net. No torch.
 
 In: numbers. Out: frozen configs that follow `Part`. FLOPs are those of the recurrent form, which
-does not depend on how a scan is cut into chunks: for each token every head updates its state and
-reads it, and a product of a P×N state with a vector, as an outer product added to it, is 2·P·N.
+does not depend on the chunk size: for each token every head updates its state and reads it; adding
+an outer product to a P×N state, like multiplying it by a vector, is 2·P·N.
 
     Mamba2Config(heads=4, head_dim=8, state_dim=16) at width 16, conv channels 32 + 2·16 = 64:
     parameters 16·(32 + 64 + 4) + 64·5 + 3·4 + 32 + 32·16 = 2,476
@@ -19,23 +19,28 @@ from longshore.ops.sizes import CHUNK_ROWS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Config:
-    """Mamba2. state_dim: N of each head's head_dim × N state. groups: heads of a group share B, C.
-
-    kernel: tokens that the convolution sees. norm_groups: parts of the channels that are normed
-    apart, as many as groups for None. bias: of both projections. dt_min, dt_max: limits of a
-    token's step; None for no upper one.
-    """
+    """Mamba2."""
 
     heads: int
+    """Heads, each with its own state."""
     head_dim: int
+    """Channels of a head."""
     state_dim: int
+    """N of each head's head_dim × N state."""
     groups: int = 1
+    """Heads of one group share B and C."""
     kernel: int = 4
+    """Tokens that the convolution sees."""
     norm_groups: int | None = None
+    """Groups of channels that are normed separately; None for as many as `groups`."""
     bias: bool = False
+    """Of both projections."""
     conv_bias: bool = True
+    """Of the convolution."""
     dt_min: float = 0.0
+    """Lower limit of a token's step size."""
     dt_max: float | None = None
+    """Upper limit of a token's step size; None for none."""
 
     def __post_init__(self) -> None:
         check_counts(self, "heads", "head_dim", "state_dim", "groups", "kernel")
@@ -84,9 +89,9 @@ class Mamba2Config:
         return length * (2 * weights + 4 * self.inner * self.state_dim)
 
     def saved(self, width: int) -> Saved:
-        """What the convolution made and the normed output; else float32, as scan and norm are.
+        """The convolution's output and the normed output; the rest in float32, like scan and norm.
 
-        The scan keeps two rows of a chunk's scores and decays for each head and one for each
+        The scan saves two rows of a chunk's scores and decays for each head and one for each
         group, and two states for each chunk.
         """
         rows = CHUNK_ROWS * (2 * self.heads + self.groups)
@@ -105,16 +110,18 @@ class Mamba2Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNetConfig:
-    """Gated delta net. A key head serves value_heads / key_heads heads of values.
-
-    kernel: tokens that the convolution sees.
-    """
+    """Gated delta net."""
 
     key_heads: int
+    """Heads of queries and keys; must divide `value_heads`."""
     value_heads: int
+    """Heads of values, each with its own state; value_heads / key_heads share a key head."""
     key_dim: int
+    """Width of a key head."""
     value_dim: int
+    """Width of a value head."""
     kernel: int = 4
+    """Tokens that the convolution sees."""
 
     def __post_init__(self) -> None:
         check_counts(self, "key_heads", "value_heads", "key_dim", "value_dim", "kernel")
@@ -154,9 +161,9 @@ class DeltaNetConfig:
         return length * (2 * weights + 6 * self.values * self.key_dim)
 
     def saved(self, width: int) -> Saved:
-        """The normed output; else float32, as scan and norm are.
+        """The normed output; the rest in float32, like scan and norm.
 
-        The scan keeps five rows of a chunk's matrices for each head, and two states for each chunk.
+        The scan saves five rows of a chunk's matrices for each head, and two states for each chunk.
         """
         rows = 5 * CHUNK_ROWS * self.value_heads
         states = 2 * self.values * self.key_dim // CHUNK_ROWS

@@ -1,10 +1,10 @@
-"""`longshore doctor`: what this machine can do for training, and what is wrong with it.
+"""`longshore doctor`: checks whether this machine can train, and what is wrong with it.
 
 In: the options of DOCTOR_HELP. Out: a line for each finding, or JSON; exit code 1 if something that
-training needs is broken. Alone it starts ranks of its own; under torchrun it tries the real ones,
-and rank 0 tells.
+training needs is broken. Alone it starts its own ranks; under torchrun it tests torchrun's ranks,
+and rank 0 prints.
 
-    ! /dev/shm holds 0.1 GiB
+    ! /dev/shm has 0.1 GiB
       → NCCL may run out of it; start the container with --shm-size=16g
 """
 
@@ -26,24 +26,24 @@ from longshore.cli.environment import loopback
 from longshore.cli.launch import check_ranks, gpu_count, launch, ranks_from_environment
 from longshore.cli.options import add_command, count, say
 from longshore.config.schema import RunConfig
-from longshore.doctor.machine import Setting, examine
+from longshore.doctor.machine import DoctorOptions, examine
 from longshore.doctor.result import Finding, bad, first_line, good, warn
 from longshore.printable import printable
 from longshore.run.ranks import Ranks
 
 if TYPE_CHECKING:
-    from longshore.doctor.ranks import Meeting
+    from longshore.doctor.ranks import RankProbe
 
 DOCTOR_HELP = """\
-Says what this machine can do: torch and its devices, which code serves each op and whether it
-computes right, packages, disk; and whether processes can meet and form the groups of a run.
-✓ is fine, ! is worth a look, ✗ is broken and ends the command with exit code 1.
+Checks this machine: torch and its devices, the backend of each op and whether its results are
+right, packages, disk; and whether processes can connect and form the groups of a run.
+✓ is fine, ! is a warning, ✗ is broken and ends the command with exit code 1.
 
   --ranks N          processes to start here, over gloo (default: 4)
   --json             print JSON instead
 
-Under torchrun it tries the processes that torchrun started, over NCCL on GPUs, and prints where
-each of them stands:
+Under torchrun it tests the processes that torchrun started, over NCCL on GPUs, and prints the node,
+device and lane of each:
 
   torchrun --nproc-per-node 8 -m longshore.cli.main doctor"""
 MOST_RANKS = 1024
@@ -60,7 +60,7 @@ def register_doctor(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = add_command(
         commands,
         "doctor",
-        summary="say what this machine can do, and what is wrong with it",
+        summary="check whether this machine can train, and what is wrong with it",
         usage="longshore doctor [--ranks N] [--json]",
         text=DOCTOR_HELP,
     )
@@ -80,117 +80,121 @@ def run_doctor(args: argparse.Namespace) -> None:
     ranks = args.ranks or (place.world_size if place else RANKS)
     if place is None:
         check_ranks(ranks, way_out="lower --ranks")
-    setting = Setting(gpu_count(), ranks, Path("runs"))
+    setting = DoctorOptions(gpu_count(), ranks, Path("runs"))
     if place is not None and place.rank:
         _follow(setting, place)
         return
-    report = Report(sys.stdout, is_json=args.json)
+    report = DoctorReport(sys.stdout, is_json=args.json)
     for name, findings in examine(setting):
         report.add(name, findings)
-    meeting, error = _meeting(report, setting, place)
-    report.end(meeting)
+    probe, error = _probe_ranks(report, setting, place)
+    report.end(probe)
     if isinstance(error, TimeoutError):
-        _leave(1)  # a rank hangs on in a thread, which would keep this process
+        _leave(1)  # the probe still hangs in a thread, which would keep this process alive
     if report.is_broken:
         raise SystemExit(1)
 
 
-def _meeting(
-    report: "Report", setting: Setting, place: Ranks | None
-) -> "tuple[Meeting | None, Exception | None]":
-    """Lets the ranks meet, and tells; a meeting that fails is a finding."""
+def _probe_ranks(
+    report: "DoctorReport", setting: DoctorOptions, place: Ranks | None
+) -> "tuple[RankProbe | None, Exception | None]":
+    """Connects the ranks and reports; a failure is a finding."""
     if any(f.text.startswith("torch cannot be imported") for f in report.sections["torch"]):
-        report.add("ranks", [bad("not tried: torch is missing")])
+        report.add("ranks", [bad("not tested: torch is missing")])
         return None, None
     try:
-        met = _meet_here(setting.ranks) if place is None else meet_as(place, ())
+        probe = _probe_local(setting.ranks) if place is None else probe_as(place, ())
     except Exception as error:
         from longshore.doctor.ranks import failed
 
         report.add("ranks", [failed(error)])
         return None, error
-    hint = [good("gloo alone was tried; for NCCL start the command with torchrun, see --help")]
+    hint = [good("only gloo was tested; for NCCL start this command with torchrun, see --help")]
     more = _restarts() if place else hint if setting.gpus > 1 else []
-    report.add("ranks", [*met.findings, *more])
-    return met, None
+    report.add("ranks", [*probe.findings, *more])
+    return probe, None
 
 
 def _restarts() -> list[Finding]:
-    """Processes that torchrun starts again meet in the old store, among dead addresses."""
+    """Ranks that torchrun restarts find the addresses of dead ranks in the store they share."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return []
     return [
         warn(
-            f"torchrun may start the ranks again (--max-restarts {restarts}), and they would then "
-            "wait for each other for ever, in the store they met in before",
+            f"torchrun may restart the ranks (--max-restarts {restarts}), and they would then wait "
+            "forever for the addresses of the dead ones, which are still in torchrun's store",
             "start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment",
         )
     ]
 
 
-def _follow(setting: Setting, place: Ranks) -> None:
-    """The part of the other ranks; the first of each machine tells rank 0 of its troubles."""
+def _follow(setting: DoctorOptions, place: Ranks) -> None:
+    """What the other ranks do; the first of each machine sends its warnings to rank 0."""
     remarks: list[Finding] = []
     if place.local_rank == 0:
-        found = [finding for _, findings in examine(setting) for finding in findings]
-        remarks = [finding for finding in found if finding.mark != "ok"]
+        findings = [finding for _, section in examine(setting) for finding in section]
+        remarks = [finding for finding in findings if finding.mark != "ok"]
     try:
-        meet_as(place, tuple(remarks))
+        probe_as(place, tuple(remarks))
     except Exception as error:
         say(f"longshore: rank {place.rank}: {first_line(error)}", to_stderr=True)
         _leave(1)
 
 
-def meet_as(place: Ranks, remarks: tuple[Finding, ...], *, limit_s: float = LIMIT_S) -> "Meeting":
-    """This process's part of the meeting, on the device and backend that training would take."""
+def probe_as(
+    place: Ranks, remarks: tuple[Finding, ...], *, limit_s: float = LIMIT_S
+) -> "RankProbe":
+    """This process's part of the probe, on the device and backend that training would use."""
     from longshore.distributed.process_group import Rendezvous
-    from longshore.doctor.ranks import here, meet, within
+    from longshore.doctor.ranks import local_place, probe_ranks, with_time_limit
     from longshore.train.device import pick_backend, pick_device
 
     is_local = place.rendezvous.startswith("file://")
     device = pick_device("cpu" if is_local else "auto", place.local_rank)
-    seat = here(place.rank, node=_node(place), local_rank=place.local_rank, device=device)
+    rank_place = local_place(
+        place.rank, node=_node(place), local_rank=place.local_rank, device=device
+    )
     work = partial(
-        meet,
-        replace(seat, remarks=remarks),
+        probe_ranks,
+        replace(rank_place, remarks=remarks),
         where=Rendezvous(place.rank, place.world_size, place.rendezvous),
         backend=pick_backend(device, place.local_size),
         device=device,
     )
     with loopback() if place.local_size == place.world_size else nullcontext():
-        return within(limit_s, work)
+        return with_time_limit(limit_s, work)
 
 
 def _node(place: Ranks) -> int:
-    """torchrun numbers its agents; elsewhere all ranks are on one node."""
+    """torchrun numbers its agents; otherwise all ranks are on one node."""
     text = os.environ.get("GROUP_RANK", "0")
     return int(text) if text.isdigit() and place.rendezvous == "env://" else 0
 
 
-def _meet_here(ranks: int) -> "Meeting":
+def _probe_local(ranks: int) -> "RankProbe":
     """Starts ranks on this machine, as `longshore train` does."""
     import pickle
 
     with tempfile.TemporaryDirectory(prefix="longshore-doctor-") as folder:
-        answer = Path(folder) / "meeting"
-        launch(partial(_meet_and_write, answer), RunConfig(), ranks)
-        met: Meeting = pickle.loads(answer.read_bytes())
-        return met
+        answer = Path(folder) / "probe"
+        launch(partial(_probe_and_write, answer), RunConfig(), ranks)
+        probe: RankProbe = pickle.loads(answer.read_bytes())
+        return probe
 
 
-def _meet_and_write(answer: Path, config: RunConfig, place: Ranks) -> None:
-    """One local rank's part; rank 0 leaves the answer in a file."""
+def _probe_and_write(answer: Path, config: RunConfig, place: Ranks) -> None:
+    """One local rank's part; rank 0 writes the result to a file."""
     import pickle
 
-    met = meet_as(place, ())
+    probe = probe_as(place, ())
     if place.rank == 0:
-        answer.write_bytes(pickle.dumps(met))
+        answer.write_bytes(pickle.dumps(probe))
 
 
 @dataclass(slots=True)
-class Report:
-    """Findings as they come: at once for people, all at the end as JSON."""
+class DoctorReport:
+    """Prints findings as they come, or all at the end as JSON."""
 
     stream: TextIO
     is_json: bool
@@ -205,33 +209,33 @@ class Report:
         if not self.is_json:
             self._write([name, *_lines(self.sections[name], self._width())])
 
-    def end(self, meeting: "Meeting | None") -> None:
+    def end(self, probe: "RankProbe | None") -> None:
         if self.is_json:
-            self._write([self._json(meeting)])
+            self._write([self._json(probe)])
             return
-        if meeting is not None:
-            self._write(_table(meeting, self._width()))
+        if probe is not None:
+            self._write(_table(probe, self._width()))
         marks = [finding.mark for finding in self._all()]
         looks, broken = marks.count("warn"), marks.count("bad")
-        worth = f"; {looks} worth a look" if looks else ""
+        worth = f"; {looks} warning{'s' if looks > 1 else ''}" if looks else ""
         if broken:
             self._write(["", f"{broken} broken, and training needs {_it(broken)}{worth}"])
         else:
-            self._write(["", f"all that training needs is here{worth}"])
+            self._write(["", f"everything that training needs is available{worth}"])
 
     def _all(self) -> list[Finding]:
         return [finding for findings in self.sections.values() for finding in findings]
 
-    def _json(self, meeting: "Meeting | None") -> str:
-        found = {
+    def _json(self, probe: "RankProbe | None") -> str:
+        data = {
             "ok": not self.is_broken,
             "sections": {
                 name: [asdict(finding) for finding in findings]
                 for name, findings in self.sections.items()
             },
-            "ranks": [asdict(seat) for seat in meeting.seats] if meeting else [],
+            "ranks": [asdict(rank_place) for rank_place in probe.places] if probe else [],
         }
-        return json.dumps(found, indent=1)
+        return json.dumps(data, indent=1)
 
     def _width(self) -> int:
         if not self.stream.isatty():
@@ -239,7 +243,7 @@ class Report:
         return max(40, min(100, shutil.get_terminal_size((WIDTH, 24)).columns))
 
     def _write(self, lines: list[str]) -> None:
-        """Coloured on a terminal; in letters that the stream has."""
+        """With colours on a terminal; in characters that the stream can encode."""
         encoding = self.stream.encoding or "utf-8"
         lines = [printable(line) for line in lines]
         if self.stream.isatty() and _in_colour(lines, self.stream):
@@ -269,19 +273,19 @@ def _lines(findings: Iterable[Finding], width: int) -> list[str]:
     return lines
 
 
-def _table(meeting: "Meeting", width: int) -> list[str]:
-    """A row for each rank, the first ones of many."""
+def _table(probe: "RankProbe", width: int) -> list[str]:
+    """A row for each rank, up to ROWS."""
     rows = [("rank", "node", "local", "device", "lane", "CP groups, as lanes")]
     rows += [
         (
-            str(seat.rank),
-            f"{seat.node} {seat.host}"[:20],
-            str(seat.local_rank),
-            seat.device,
-            str(seat.lane),
-            seat.groups_in_words,
+            str(rank_place.rank),
+            f"{rank_place.node} {rank_place.host}"[:20],
+            str(rank_place.local_rank),
+            rank_place.device,
+            str(rank_place.lane),
+            rank_place.groups_in_words,
         )
-        for seat in meeting.seats[:ROWS]
+        for rank_place in probe.places[:ROWS]
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = []
@@ -289,12 +293,12 @@ def _table(meeting: "Meeting", width: int) -> list[str]:
         cells = [cell.ljust(wide) for cell, wide in zip(row, widths, strict=False)]
         line = "  " + "  ".join([*cells, row[5]])
         lines.append(line if len(line) <= width else line[: width - 1] + "…")
-    more = len(meeting.seats) - ROWS
+    more = len(probe.places) - ROWS
     return [*lines, f"  … and {more} more; --json has all"] if more > 0 else lines
 
 
 def _in_colour(lines: list[str], stream: TextIO) -> bool:
-    """Whether rich is there and has printed the lines."""
+    """Prints the lines with rich; False if that is not possible."""
     with suppress(Exception):
         from rich.console import Console
         from rich.text import Text

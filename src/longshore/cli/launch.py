@@ -242,7 +242,7 @@ class _RankProcesses:
         stop = self.stop
         if stop.number is not None and self.watch.will_not_stop(time.monotonic() - stop.at):
             saved = last_saved(self.watch.folder_of_run)
-            text = f"ended without a checkpoint of this step: {self.watch.words()}; {saved}"
+            text = f"ended without a checkpoint of this step: {self.watch.description()}; {saved}"
             raise StoppedError(text, stop.number)
         if text := self.watch.notice(NOTICE_S):
             say(f"longshore: {text}", to_stderr=True)
@@ -280,7 +280,7 @@ class _RankProcesses:
         among = [rank for rank in self.pending.values() if rank in self.watch.beats]
         if among and is_time_out(text):
             saved = gave_up(self.watch.folder_of_run)
-            raise RunError(f"{self.watch.words(among)}; {saved}")
+            raise RunError(f"{self.watch.description(among)}; {saved}")
 
     def _last_words(self, rank: int) -> str:
         """How a rank died, and what it wrote before."""

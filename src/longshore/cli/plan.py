@@ -20,14 +20,14 @@ from longshore.cli.options import add_command, count, one_of, say
 from longshore.config.values import listed
 from longshore.data.batches import Batches, BatchSize, Place
 from longshore.errors import SettingError, as_option
-from longshore.files import write_whole
+from longshore.files import write_atomically
 from longshore.plan.as_json import plans_as_json
 from longshore.plan.cost import BUILT_IN, CostProfile, load_profile
 from longshore.plan.lengths_file import Lengths, demo_lengths, read_lengths
 from longshore.plan.own_policy import FUNCTION
 from longshore.plan.policy import DEFAULT_POLICY, POLICIES, policy_named, policy_names
 from longshore.plan.types import Plan
-from longshore.report.plan_page import write_plan_page
+from longshore.report.pages import write_plan_page
 from longshore.report.text import plan_summary
 
 PLAN_HELP = """\
@@ -158,7 +158,7 @@ def _plan(args: argparse.Namespace) -> None:
         _progress("")
     if args.json:
         text = json.dumps(plans_as_json(plans), allow_nan=False) + "\n"
-        _write(args.json, lambda path: write_whole(path, text))
+        _write(args.json, lambda path: write_atomically(path, text))
     if args.html:
         _write(args.html, lambda path: write_plan_page(path, plans, others))
     if args.gpus:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longshore.cli.options import add_command, say
-from longshore.report.run_page import read_runs, write_run_page
+from longshore.report.pages import read_runs, write_run_page
 from longshore.report.text import report_summary
 
 REPORT_HELP = """\

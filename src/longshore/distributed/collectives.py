@@ -1,15 +1,15 @@
-"""What ranks send each other: differentiable for activations, plain for bookkeeping.
+"""Collectives: differentiable ones for activations, plain ones for everything else.
 
-In: this rank's tensor and a process group. Out: what the group makes of all of them. Sums are plain
-sums; nothing is averaged. Every rank of the group must call, and must run the backward.
+In: this rank's tensor and a process group. Out: the result over all ranks of the group. Sums are
+plain sums; nothing is averaged. Every rank of the group must call, and must run the backward.
 
 Two ranks with shards [1, 2] and [3, 4]: `gather` gives both [1, 2, 3, 4], and their gradients
 [a, b, c, d] and [e, f, g, h] come back summed and scattered, [a+e, b+f] and [c+g, d+h];
 `reduce_scatter` is the reverse. `all_to_all` with sends [0, 2] on the first rank and [1, 1] on the
-second gives them [3] and [1, 2, 4], and carries gradients back the way their rows came.
+second gives them [3] and [1, 2, 4], and sends gradients back to where the rows came from.
 
-In a group of one rank nothing is sent and the tensor itself comes back. Rows travel as bytes, so
-every dtype can move; only sums need a dtype the backend can add.
+In a group of one rank nothing is sent and the tensor itself is returned. Rows are sent as bytes, so
+every dtype works; only sums need a dtype that the backend can add.
 """
 
 import hashlib
@@ -38,14 +38,14 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One collective: its name and the bytes it brought this rank from others."""
+    """One collective: its name and the bytes this rank received from others."""
 
     name: str
     bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class CollectiveLog:
     """The collectives this process started, backward and other threads included."""
 
     log: list[Call] = field(default_factory=list)
@@ -54,21 +54,21 @@ class Counts:
         return len(self._named(name))
 
     def bytes(self, name: str | None = None) -> int:
-        """Bytes from other ranks, as if each sent its part straight to this one."""
+        """Bytes from other ranks, as if each sent its part directly to this one."""
         return sum(call.bytes for call in self._named(name))
 
     def _named(self, name: str | None) -> list[Call]:
         return [call for call in self.log if name in (None, call.name)]
 
 
-# Not a context variable: on CUDA the backward runs in a thread that would not see it.
-_observers: list[Counts] = []
+# Not a context variable: on CUDA the backward runs in a thread without it.
+_observers: list[CollectiveLog] = []
 
 
 @contextmanager
-def count() -> Iterator[Counts]:
+def count() -> Iterator[CollectiveLog]:
     """Counts the collectives of the block: `with count() as counts: …; counts.calls("gather")`."""
-    counts = Counts()
+    counts = CollectiveLog()
     _observers.append(counts)
     try:
         yield counts
@@ -100,10 +100,10 @@ def reduce_scatter(whole: Tensor, group: ProcessGroup) -> Tensor:
 def all_to_all(
     rows: Tensor, group: ProcessGroup, *, sends: Sequence[int], receives: Sequence[int]
 ) -> Tensor:
-    """Sends the first sends[0] rows to rank 0, the next sends[1] to rank 1, …; zeros are welcome.
+    """Sends the first sends[0] rows to rank 0, the next sends[1] to rank 1, …; zeros are allowed.
 
-    Returns receives[0] rows from rank 0, then receives[1] from rank 1, …: what a rank expects of
-    another must be what that one sends. Backward: the same with the two swapped.
+    Returns receives[0] rows from rank 0, then receives[1] from rank 1, …: what a rank expects must
+    be what the other sends. Backward: the same with sends and receives swapped.
     """
     size = group.size()
     if len(sends) != size or len(receives) != size:
@@ -205,10 +205,10 @@ def gather_rows(rows: Tensor, group: ProcessGroup, *, room: int) -> list[Tensor]
     """Every rank's rows, int64 of shape (its own number, columns), in the order of the ranks.
 
     One collective while no rank has more rows than `room`, which is the same on all ranks: each
-    sends room + 1 rows, the first with its number, the rest padded. If one has more, all see it in
-    the numbers and a second collective with room for the longest brings everything.
+    sends room + 1 rows, the first with its number of rows, the rest padded. If one has more, all
+    see it in these numbers, and a second collective has room for the longest.
 
-    Lengths [[5], [7]] and [[9]] with room 2 travel as [2 5 7] and [1 9 0].
+    Lengths [[5], [7]] and [[9]] with room 2 are sent as [2 5 7] and [1 9 0].
     """
     if rows.dtype != torch.int64 or rows.dim() != 2 or rows.shape[1] < 1 or room < 0:
         raise ValueError(
@@ -234,12 +234,12 @@ def broadcast_over_lane(tensor: Tensor, groups: Groups) -> Tensor:
 
 
 def same_on_all_ranks(digest: str, groups: Groups, *, what: str = "plan") -> None:
-    """Raises on every rank, naming those that differ, unless all ranks bring the same digest."""
+    """Raises on every rank, naming those that differ, unless the digest is the same on all."""
     short = hashlib.sha256(digest.encode()).digest()
     row = torch.tensor([list(short)], dtype=torch.uint8, device=groups.device)
     by_digest: dict[bytes, list[int]] = {}
-    for rank, other in enumerate(gather(row, groups.world).tolist()):
-        by_digest.setdefault(bytes(other), []).append(rank)
+    for rank, received in enumerate(gather(row, groups.world).tolist()):
+        by_digest.setdefault(bytes(received), []).append(rank)
     if len(by_digest) > 1:
         most, *others = sorted(by_digest.values(), key=len, reverse=True)
         raise RuntimeError(
@@ -250,10 +250,10 @@ def same_on_all_ranks(digest: str, groups: Groups, *, what: str = "plan") -> Non
 
 
 def agree(error: str | None, groups: Groups) -> None:
-    """Raises on every rank if one of them brings an error: that of the lowest such rank.
+    """Raises on every rank if one of them has an error: that of the lowest such rank.
 
-    Call it on all ranks after work that may fail on one, before the next collective: where none
-    failed it costs one small collective, where one did all ranks learn of it in a second one.
+    Call it on all ranks after work that may fail on one, before the next collective. It costs one
+    small collective, and a second one if a rank failed.
     """
     if first := _first_error(None if error is None else {"message": error}, groups):
         raise first
@@ -299,7 +299,7 @@ class PeerError(RuntimeError):
 
 @contextmanager
 def agreed(groups: Groups) -> Iterator[None]:
-    """Runs the block, which holds no collective; then it has worked on all ranks, or on none.
+    """Runs the block, which has no collective; if it fails on one rank, it raises on all.
 
     The rank whose error it is raises that error itself, all others a PeerError that quotes it.
     """
@@ -353,7 +353,7 @@ def _as_bytes_of_json(error: dict[str, Any]) -> bytes:
 
 
 def _names(ranks: Sequence[int]) -> str:
-    """[0, 2, 3] as "ranks 0, 2 and 3", long lists cut short."""
+    """[0, 2, 3] as "ranks 0, 2 and 3"; long lists are shortened."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > MOST_NAMES:

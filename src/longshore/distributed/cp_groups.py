@@ -1,6 +1,6 @@
-"""The process groups of context parallelism: for each CP size, the one that holds this rank.
+"""The process groups of context parallelism: for each CP size, the one this rank is in.
 
-In: a topology and the legal CP sizes. Out: a group for each size, found by first lane and size.
+In: a topology and the legal CP sizes. Out: a group for each size, by first lane and size.
 
 A group of size k is the lanes first_lane … first_lane + k − 1, first_lane a multiple of k, at one
 TP and PP coordinate; its rank 0 is on first_lane. With 6 lanes and sizes 1, 2, 4 and 6, lane 5 is
@@ -26,22 +26,22 @@ def cp_blocks(lanes: int, cp_size: int) -> list[range]:
 
 
 def check_cp_sizes(sizes: Iterable[int], lanes: int) -> tuple[int, ...]:
-    """The sizes, rising, each once; refuses what these lanes cannot have."""
-    rising = tuple(sorted({index(size) for size in sizes}))
-    if not rising:
+    """The sizes, ascending, each once; raises for sizes that these lanes cannot have."""
+    ascending = tuple(sorted({index(size) for size in sizes}))
+    if not ascending:
         raise ValueError("there are no CP sizes; give at least one, such as 1")
-    for size in rising:
+    for size in ascending:
         if not 1 <= size <= lanes:
             raise ValueError(
                 f"CP size {size}: it must lie between 1 and the number of lanes, {lanes}"
             )
-    odd = [size for size in rising if not is_power_of_two(size) and size != lanes]
+    odd = [size for size in ascending if not is_power_of_two(size) and size != lanes]
     if odd and lanes > ANY_SIZE_LANES:
         raise ValueError(
             f"CP size {odd[0]} is neither a power of two nor all {lanes} lanes; other sizes work "
             f"up to {ANY_SIZE_LANES} lanes, since each costs every rank one more group"
         )
-    return rising
+    return ascending
 
 
 class CPGroups:
@@ -51,9 +51,9 @@ class CPGroups:
         self._place = f"rank {topology.rank} (lane {topology.lane} of {topology.lanes})"
         self._groups: dict[tuple[int, int], ProcessGroup] = {}
         self._left_over: list[ProcessGroup] = []
-        rising = check_cp_sizes(sizes, topology.lanes)
+        ascending = check_cp_sizes(sizes, topology.lanes)
         make = _split if _can_split(topology) else _create
-        for size in rising:
+        for size in ascending:
             group = make(topology, size)
             first = topology.lane // size * size
             if group is not None and first + size <= topology.lanes:
@@ -63,7 +63,7 @@ class CPGroups:
 
     @property
     def keys(self) -> tuple[tuple[int, int], ...]:
-        """(first_lane, cp_size) of this rank's groups, sizes rising."""
+        """(first_lane, cp_size) of this rank's groups, sizes ascending."""
         return tuple(self._groups)
 
     def group(self, first_lane: int, cp_size: int) -> ProcessGroup:
@@ -97,22 +97,22 @@ class CPGroups:
 
 
 def _create(topology: Topology, size: int) -> ProcessGroup | None:
-    """This rank's group of one size, all groups in one order on all ranks."""
+    """This rank's group of one size; all ranks create the groups in the same order."""
     blocks = [b for lanes in cp_blocks(topology.lanes, size) for b in topology.lane_blocks(lanes)]
     return new_group_if_in(blocks, backend=_backends(topology)[topology.device.type])
 
 
 def _split(topology: Topology, size: int) -> ProcessGroup | None:
-    """The same with one call that splits the communicator of all ranks.
+    """The same by one split of the communicator of all ranks.
 
-    torch names a split after its ranks and the number of groups a rank has, so lanes left over
-    get a group too, which nobody asks for: without it the next names would differ.
+    torch names a split by its ranks and the number of groups a rank has, so lanes left over get an
+    unused group too: without it the next names would differ.
     """
     return dist.split_group(split_ranks=splits(topology, size), group_desc=f"cp_{size}")
 
 
 def splits(axes: Axes, size: int) -> list[list[int]]:
-    """Blocks of ranks that hold every rank once: the CP groups of a size, then the lanes left."""
+    """Blocks that contain every rank once: the CP groups of a size, then the lanes left over."""
     covered = axes.lanes // size * size
     left = [range(covered, axes.lanes)] if covered < axes.lanes else []
     return [
@@ -123,7 +123,7 @@ def splits(axes: Axes, size: int) -> list[list[int]]:
 
 
 def _can_split(topology: Topology) -> bool:
-    """Whether the default group is an NCCL communicator that exists already, and nothing else."""
+    """Whether the default group has only NCCL, and its communicator already exists."""
     world = topology.groups.world
     return set(_backends(topology).values()) == {"nccl"} and world.bound_device_id is not None
 

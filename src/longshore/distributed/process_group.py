@@ -1,11 +1,12 @@
-"""The default process group of a rank, from the first to the last of its collectives.
+"""The default process group of a rank: opens it, closes it, and finds the other ranks.
 
-In: the rank's place, a backend, its device. Out: an open default group, closed at the end.
-Rendezvous(1, 4, "file:///tmp/store") is the second of four ranks that find each other in a file.
+In: a Rendezvous, a backend and the rank's device. Out: a default process group, open during a
+`with` block. Rendezvous(1, 4, "file:///tmp/store") is the second of four ranks that find each other
+through a file.
 
-torchrun keeps one store for all its attempts, in which the second would find the addresses of the
-first and wait for ranks that are gone; so `env://` of attempt 1 is `attempt://1`, which is the same
-store with a prefix.
+After a restart (`--max-restarts`) torchrun reuses its store, in which new ranks would find the
+addresses of dead ones and wait for them. So each attempt prefixes its keys: `attempt_address` makes
+`env://` of attempt 1 `attempt://1`, the same store with the prefix "attempt-1".
 """
 
 from collections.abc import Iterator
@@ -26,20 +27,21 @@ DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """address: "env://" under torchrun, or "file:///…"."""
+    """Where the ranks find each other."""
 
     rank: int
     world_size: int
     address: str
+    """Either env://, under torchrun, or file:///…"""
 
 
 @contextmanager
 def process_group(
     where: Rendezvous, *, backend: str, device: torch.device, timeout: timedelta | None = None
 ) -> Iterator[None]:
-    """NCCL connects at once, so that CP groups can be split off it.
+    """Opens the default group for the block. NCCL connects eagerly, so that CP groups can be split.
 
-    timeout: of every collective in this group and in all that are formed within the block.
+    timeout: of every collective in this group and in all groups created within the block.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -53,14 +55,14 @@ def process_group(
             device_id=device if backend == "nccl" else None,
         )
         yield
-        # Only after success: a failed rank's groups cannot be taken down, and the process ends.
+        # Only after success: a failed rank's groups cannot be destroyed, and its process ends.
         dist.barrier()
         dist.destroy_process_group()
 
 
 @contextmanager
 def _default_timeout(timeout: timedelta | None) -> Iterator[None]:
-    """A group takes torch's default where none is named, and meshes name none."""
+    """Changes torch's default timeout, which device meshes use."""
     before = {name: getattr(distributed_c10d, name) for name in DEFAULTS}
     for name in DEFAULTS if timeout is not None else ():
         setattr(distributed_c10d, name, timeout)
@@ -75,10 +77,10 @@ SCHEME = "attempt"
 
 
 def attempt_address(address: str, attempt: int) -> str:
-    """attempt: 0 is the first, which needs nothing."""
+    """The address of an attempt; 0 is the first, whose address stays."""
     if address != "env://" or attempt == 0:
         return address
-    with suppress(RuntimeError):  # it is known already
+    with suppress(RuntimeError):  # already registered
         register_rendezvous_handler(SCHEME, _handler)
     return f"{SCHEME}://{attempt}"
 

@@ -1,8 +1,8 @@
-"""Where a rank stands: its lane, its TP and PP coordinates, and the groups it talks in.
+"""The topology: a rank's lane, its TP and PP coordinates, and its process groups.
 
 In: the sizes of the axes and a default process group. Out: one frozen Topology, passed explicitly.
 
-Ranks count through the mesh (pp, lanes, tp), the last axis fastest. With 3 lanes, tp 2 and pp 2
+Ranks are numbered in the mesh (pp, lanes, tp), the last axis fastest. With 3 lanes, tp 2 and pp 2
 there are 12 ranks; rank 9 = (1·3 + 1)·2 + 1 has pp_rank 1, lane 1 and tp_rank 1. Lane 1 is held by
 ranks 2, 3, 8 and 9, which see the same tokens; rank 2 is its first. Rank 9 sums gradients with
 ranks 7, 9 and 11, the other lanes at its TP and PP coordinates.
@@ -23,15 +23,16 @@ AXES = ("pp", "lanes", "tp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """The sizes of the axes, and the arithmetic between ranks and coordinates.
-
-    `ep` lanes in a row share one set of experts; it is no axis of its own and must divide `lanes`.
-    """
+    """The sizes of the axes, and the arithmetic between ranks and coordinates."""
 
     lanes: int
+    """Data and context parallelism together."""
     tp: int = 1
+    """Tensor parallelism."""
     pp: int = 1
+    """Pipeline parallelism."""
     ep: int = 1
+    """Expert parallelism: neighbouring lanes that share one set of experts; divides `lanes`."""
 
     def __post_init__(self) -> None:
         for axis in fields(Axes):
@@ -48,7 +49,7 @@ class Axes:
         return self.lanes * self.tp * self.pp
 
     def check_world_size(self, ranks: int) -> None:
-        """Refuses a number of ranks that these axes do not fill exactly."""
+        """Raises unless the axes multiply to this number of ranks."""
         if ranks == self.world_size:
             return
         each = self.tp * self.pp
@@ -102,8 +103,8 @@ class Axes:
         """All groups along one axis, each as its ranks. Every rank is in exactly one."""
         size: int = getattr(self, axis)
         mesh = np.arange(self.world_size).reshape(self.pp, self.lanes, self.tp)
-        found: list[list[int]] = np.moveaxis(mesh, AXES.index(axis), -1).reshape(-1, size).tolist()
-        return found
+        blocks: list[list[int]] = np.moveaxis(mesh, AXES.index(axis), -1).reshape(-1, size).tolist()
+        return blocks
 
 
 def _check_size(name: str, size: object) -> None:
@@ -117,17 +118,18 @@ def _check_size(name: str, size: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """The groups one rank talks in, and the device whose tensors they carry.
-
-    `lanes` joins all lanes at this rank's TP and PP coordinates, `tp` and `pp` join the ranks of
-    its lane along one axis, `world` joins all ranks. Each orders its ranks by that coordinate.
-    """
+    """The process groups of one rank; each orders its ranks by its own coordinate."""
 
     device: torch.device
+    """Of the tensors that are sent."""
     world: ProcessGroup = field(repr=False)
+    """All ranks."""
     lanes: ProcessGroup = field(repr=False)
+    """All lanes at this rank's TP and PP coordinates."""
     tp: ProcessGroup = field(repr=False)
+    """The ranks of this rank's lane along TP."""
     pp: ProcessGroup = field(repr=False)
+    """The ranks of this rank's lane along PP."""
 
     def close(self) -> None:
         """Destroys the groups, except the default one. Every rank calls it, after its last use."""
@@ -166,16 +168,16 @@ class Topology(Axes):
         """A second set of the same groups, on gloo and for CPU tensors, for another thread.
 
         Two threads must not share a group, because their collectives would mix. All ranks call it
-        together; whoever asked closes them.
+        together; the caller closes them.
         """
         world = new_group_of([range(self.world_size)], backend="gloo")
-        made = {
+        groups = {
             axis: world
             if getattr(self, axis) == self.world_size
             else new_group_of(self.blocks(axis), backend="gloo")
             for axis in AXES
         }
-        return Groups(device=torch.device("cpu"), world=world, **made)
+        return Groups(device=torch.device("cpu"), world=world, **groups)
 
 
 def make_topology(
@@ -183,7 +185,7 @@ def make_topology(
 ) -> Topology:
     """The topology of this rank, after init_process_group. All ranks call it together.
 
-    Checks every number before it forms a group.
+    All numbers are checked before a group is created.
     """
     axes = Axes(lanes=lanes, tp=tp, pp=pp, ep=ep)
     if not dist.is_initialized():
@@ -193,7 +195,7 @@ def make_topology(
     if device.type == "cuda" and device.index is None:
         raise ValueError("device is 'cuda'; name this rank's own, such as 'cuda:0'")
     if device.type == "cuda":
-        # Before the mesh does, which would choose a device by itself.
+        # Before the mesh is created, which would choose a device by itself.
         torch.cuda.init()
         torch.cuda.set_device(device)
     mesh = init_device_mesh(device.type, (pp, lanes, tp), mesh_dim_names=AXES)
@@ -206,7 +208,7 @@ def make_topology(
 
 
 def new_group_of(blocks: Iterable[Sequence[int]], *, backend: str) -> ProcessGroup:
-    """Creates, of these disjoint blocks of ranks, the group of the one that holds this rank.
+    """Creates the group of the block, of these disjoint blocks of ranks, that contains this rank.
 
     All ranks call it together with the same blocks, which cover all ranks.
     """
@@ -218,12 +220,12 @@ def new_group_of(blocks: Iterable[Sequence[int]], *, backend: str) -> ProcessGro
 def new_group_if_in(blocks: Iterable[Sequence[int]], *, backend: str) -> ProcessGroup | None:
     """The same, for blocks that leave some ranks out; these get None.
 
-    A rank only counts the groups it is not in, so that all ranks give a group the same new name;
-    it waits for nobody but the members of its own. With local synchronisation the name comes from
-    the ranks and the number of living groups: a group opened again after it was closed would find
-    the addresses of the closed one in the store, and fail. That way is taken only where the
-    counting is not free: below an eagerly connected NCCL group a rank outside answers with a
-    split, which gloo members never join.
+    All ranks call new_group for every block, so that a group has the same new name on all of them;
+    a rank waits only for the members of its own. With local synchronisation the name comes from
+    the ranks and the number of open groups: a group opened again after it was closed would find
+    the addresses of the closed one in the store, and fail. It is used only where it must be: below
+    an eagerly connected NCCL group, ranks outside a group call a split that gloo members never
+    join.
     """
     mine, rank = None, dist.get_rank()
     locally = backend == "gloo" and _is_eager_nccl()
@@ -235,7 +237,7 @@ def new_group_if_in(blocks: Iterable[Sequence[int]], *, backend: str) -> Process
 
 
 def destroy_groups(groups: Iterable[ProcessGroup]) -> None:
-    """Destroys each group once; leaves alone the default group and what went down with it."""
+    """Destroys each group once, except the default group and those destroyed with it."""
     if not dist.is_initialized():
         return
     for group in dict.fromkeys(groups):

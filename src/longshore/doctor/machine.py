@@ -1,10 +1,10 @@
-"""What this machine can do for training, looked at piece by piece.
+"""Probes of this machine: Python, torch, devices, packages, disk.
 
-In: a Setting, what only the command line knows. Out: findings, section by section, each good, worth
-a look, or broken, with the way out. A probe that fails is a finding too: looking never raises, and
-torch is imported only inside probes, so that a broken one can be told.
+In: DoctorOptions, from the command line. Out: findings, section by section, each ok, a warning, or
+broken, with advice. A probe that fails is a finding too: `examine` never raises, and torch is
+imported only inside probes, so that a broken torch can be reported.
 
-    Finding("warn", "/dev/shm holds 0.1 GiB", "start the container with --shm-size=16g")
+    Finding("warn", "/dev/shm has 0.1 GiB", "start the container with --shm-size=16g")
 """
 
 import importlib.metadata
@@ -42,36 +42,39 @@ OPTIONAL = ("transformers", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """gpus: those the environment shows. ranks: those to come. folder: where runs go."""
+class DoctorOptions:
+    """What to check for."""
 
     gpus: int
+    """Visible in the environment."""
     ranks: int
+    """That a run would have."""
     folder: Path
+    """Where runs are written."""
 
 
-Probe = Callable[[Setting], Iterator[Finding]]
+Probe = Callable[[DoctorOptions], Iterator[Finding]]
 Section = tuple[str, tuple[Finding, ...]]
 
 
-def examine(setting: Setting) -> Iterator[Section]:
-    """Each section's name and its findings, as they come."""
+def examine(setting: DoctorOptions) -> Iterator[Section]:
+    """Yields each section's name and its findings."""
     for name, probe in PROBES:
-        yield name, look(probe, setting)
+        yield name, findings_of(probe, setting)
 
 
-def look(probe: Probe, setting: Setting) -> tuple[Finding, ...]:
-    """What the probe finds; its failure is the last of it."""
-    found = []
+def findings_of(probe: Probe, setting: DoctorOptions) -> tuple[Finding, ...]:
+    """The findings of a probe; if it fails, that is the last one."""
+    findings = []
     try:
         for finding in probe(setting):
-            found.append(finding)
+            findings.append(finding)
     except (Exception, SystemExit) as error:
-        found.append(warn(f"could not be looked at to the end: {first_line(error)}"))
-    return tuple(found)
+        findings.append(warn(f"the check failed: {first_line(error)}"))
+    return tuple(findings)
 
 
-def machine(setting: Setting) -> Iterator[Finding]:
+def machine(setting: DoctorOptions) -> Iterator[Finding]:
     text = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info < PYTHON:
         yield bad(text, f"Longshore needs Python {_dotted(PYTHON)} or newer")
@@ -82,15 +85,15 @@ def machine(setting: Setting) -> Iterator[Finding]:
 
 
 def _cores_and_memory() -> Finding:
-    asked = getattr(os, "sched_getaffinity", None)
-    cores = len(asked(0)) if asked else os.cpu_count() or 1
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     text = f"{cores} CPU core{'s' if cores > 1 else ''}, {size(total)} of memory"
     limit = LIMIT.read_text().strip() if LIMIT.is_file() else "max"
     if limit.isdigit() and int(limit) < total:
         return warn(
             f"{text}, of which this container may use {size(int(limit))}",
-            "on a CPU give plan.capacity: `auto` reckons with all of it",
+            "on a CPU set plan.capacity: `auto` would count on all of it",
         )
     return good(text)
 
@@ -101,11 +104,11 @@ def _open_files(ranks: int) -> Finding:
     if soft in (resource.RLIM_INFINITY, -1):
         return good("open files: no limit")
     if soft < needs:
-        return warn(f"open files: {soft:,}, and {ranks} ranks want {needs:,}", f"ulimit -n {needs}")
+        return warn(f"open files: {soft:,}, and {ranks} ranks need {needs:,}", f"ulimit -n {needs}")
     return good(f"open files: {soft:,}")
 
 
-def torch_build(setting: Setting) -> Iterator[Finding]:
+def torch_build(setting: DoctorOptions) -> Iterator[Finding]:
     try:
         import torch
         import torch.distributed as dist
@@ -123,27 +126,27 @@ def torch_build(setting: Setting) -> Iterator[Finding]:
     else:
         yield good(text)
     if not dist.is_available() or not dist.is_gloo_available():
-        yield bad("this torch has no gloo, which ranks use to agree", "install another build")
+        yield bad("this torch has no gloo, which ranks need", "install another build")
         return
     nccl = dist.is_nccl_available()
     if setting.gpus > 1 and not nccl:
-        yield bad("gloo is there, and NCCL is not: GPUs cannot talk", "install a CUDA build")
+        yield bad("gloo is available, but NCCL is not, which GPUs need", "install a CUDA build")
     else:
-        yield good(f"gloo is there, NCCL {'too' if nccl else 'is not, and a CPU needs none'}")
+        yield good(f"gloo is available, NCCL {'too' if nccl else 'is not (a CPU needs none)'}")
 
 
-def devices(setting: Setting) -> Iterator[Finding]:
+def devices(setting: DoctorOptions) -> Iterator[Finding]:
     import torch
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
-    why = first_line(said[0].message) if said else ""
+    why = first_line(caught[0].message) if caught else ""
     if not usable and setting.gpus:
         build = "" if torch.version.cuda else "this torch is built for the CPU only"
         yield bad(
-            f"{setting.gpus} GPU{'s are' if setting.gpus > 1 else ' is'} here, and torch cannot "
-            f"use {'them' if setting.gpus > 1 else 'it'}: {why or build or 'it does not say why'}",
+            f"{setting.gpus} GPU{'s are' if setting.gpus > 1 else ' is'} visible, but torch cannot "
+            f"use {'them' if setting.gpus > 1 else 'it'}: {why or build or 'reason unknown'}",
             "install torch for your driver's CUDA, or train with train.device=cpu",
         )
     elif not usable:
@@ -156,36 +159,36 @@ def devices(setting: Setting) -> Iterator[Finding]:
 def _gpus() -> Iterator[Finding]:
     import torch
 
-    found = DRIVER.read_text() if DRIVER.is_file() else ""
-    named = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", found)
-    yield good(f"{torch.cuda.device_count()} GPUs, driver {named[1] if named else 'unknown'}")
+    text = DRIVER.read_text() if DRIVER.is_file() else ""
+    version = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    yield good(f"{torch.cuda.device_count()} GPUs, driver {version[1] if version else 'unknown'}")
     for number in range(torch.cuda.device_count()):
-        has = torch.cuda.get_device_properties(number)
+        gpu = torch.cuda.get_device_properties(number)
         text = (
-            f"GPU {number}: {has.name}, {size(has.total_memory)}, compute capability "
-            f"{has.major}.{has.minor}"
+            f"GPU {number}: {gpu.name}, {size(gpu.total_memory)}, compute capability "
+            f"{gpu.major}.{gpu.minor}"
         )
         yield _computes(torch.device("cuda", number), text)
 
 
 def _computes(device: "torch.device", text: str) -> Finding:
-    """A product and its gradient, whose values are known."""
+    """Checks a matrix product and its gradient against known values."""
     import torch
 
     try:
         ones_88 = torch.ones(8, 8, device=device, requires_grad=True)
         (ones_88 @ ones_88).sum().backward()
         if ones_88.grad is None or ones_88.grad.tolist() != [[16.0] * 8] * 8:
-            return bad(f"{text}: a product of ones comes out wrong", "do not train on it")
+            return bad(f"{text}: a small matrix product is wrong", "do not train on it")
     except Exception as error:
         return bad(
-            f"{text}: a small product fails: {first_line(error)}",
-            "torch's build and the device do not fit; install the build for it",
+            f"{text}: a small matrix product fails: {first_line(error)}",
+            "this build of torch does not support the device; install one that does",
         )
-    return good(f"{text}: computes")
+    return good(f"{text}: works")
 
 
-def packages(setting: Setting) -> Iterator[Finding]:
+def packages(setting: DoctorOptions) -> Iterator[Finding]:
     for name in ("numpy", "pyarrow", "rich", "safetensors"):
         if version_of(name) is None:
             yield bad(f"{name} is missing", f"pip install {name}")
@@ -197,32 +200,32 @@ def packages(setting: Setting) -> Iterator[Finding]:
         )
     else:
         yield good("for text: " + ", ".join(f"{name} {version_of(name)}" for name in TEXT))
-    here = [f"{name} {version_of(name)}" for name in OPTIONAL if version_of(name)]
+    installed = [f"{name} {version_of(name)}" for name in OPTIONAL if version_of(name)]
     others = [name for name in OPTIONAL if not version_of(name)]
-    if here:
-        yield good(f"optional: {', '.join(here)}")
+    if installed:
+        yield good(f"optional: {', '.join(installed)}")
     if others:
         yield good(f"optional, not installed: {', '.join(others)}")
 
 
-def storage(setting: Setting) -> Iterator[Finding]:
+def storage(setting: DoctorOptions) -> Iterator[Finding]:
     path = setting.folder.absolute()
     above = next(p for p in (path, *path.parents) if p.exists())
     free = shutil.disk_usage(above).free
     if not above.is_dir() or not os.access(above, os.W_OK):
-        yield bad(f"{path} cannot be made: {above} is protected", "go to a folder of your own")
+        yield bad(f"{path} cannot be created: {above} is not writable", "use another folder")
     elif free < LEAST_DISK:
         yield warn(
             f"{setting.folder}/: {size(free)} of disk left",
-            "weights of a billion parameters take 4 GiB; name another output.folder",
+            "weights of a billion parameters take 4 GiB; set another output.folder",
         )
     else:
         yield good(f"{setting.folder}/: {size(free)} of disk left")
     if not SHARED.is_dir():
-        yield good(f"{SHARED} does not exist, and only NCCL wants it")
+        yield good(f"{SHARED} does not exist, but only NCCL needs it")
         return
     shared = shutil.disk_usage(SHARED).total
-    text = f"{SHARED} holds {size(shared)}"
+    text = f"{SHARED} has {size(shared)}"
     if shared < LEAST_SHARED:
         yield warn(text, "NCCL may run out of it; start the container with --shm-size=16g")
     else:
@@ -241,7 +244,7 @@ PROBES: tuple[tuple[str, Probe], ...] = (
 
 
 def version_of(name: str) -> str | None:
-    """Of a package that can be imported; None if it cannot. Nothing is imported."""
+    """The version of a package, without importing it; None if it is not installed."""
     if importlib.util.find_spec(name) is None:
         return None
     try:

@@ -1,10 +1,10 @@
-"""Which code serves each op on this machine, whether it computes right, and what would be faster.
+"""Probes of the ops: the backend of each on this machine, whether it is right, what is faster.
 
-In: nothing; it looks at the first GPU, or at the CPU. Out: findings. On a CPU:
+In: nothing; it tests the first GPU, or the CPU. Out: findings. On a CPU:
 
-    attention: blocks (varlen: the tensors are on cpu, not on CUDA); agrees with its slow twin
+    attention: blocks (varlen: the tensors are on cpu, not on CUDA), matches the reference
 
-An op is tried in the dtype that training takes there, forward and backward, on sequences of 1, 5
+An op is tested in the dtype that training uses there, forward and backward, on sequences of 1, 5
 and 10 tokens, against ops/reference in float64 on the CPU.
 """
 
@@ -24,7 +24,7 @@ LENGTHS = (1, 5, 10)
 CLOSE = {"bfloat16": 3e-2, "float32": 1e-4}
 HOPPER = 9
 GATED_WRONG = ((3, 4, 0), (3, 7, 0))
-"""Triton from and to here: flash-linear-attention refuses its gated backward on Hopper."""
+"""Triton versions with which flash-linear-attention refuses its gated backward on Hopper."""
 
 
 def ops() -> Iterator[Finding]:
@@ -47,7 +47,7 @@ def _attention(
     from longshore.batch import Boundaries
     from longshore.ops.attention import attention
     from longshore.ops.backends import pick_attention
-    from longshore.ops.reference.attention import attention as twin
+    from longshore.ops.reference.attention import attention as reference
 
     random = torch.Generator().manual_seed(0)
     rows, (width, value_width) = sum(LENGTHS), widths
@@ -64,26 +64,28 @@ def _attention(
     text = f"{name}: {picked.name} ({picked.reason})"
     wrong = _differs(
         lambda *given: attention(*given, bounds=here),
-        lambda *given: twin(*given, bounds=cpu),
+        lambda *given: reference(*given, bounds=cpu),
         (q, k, v),
         device=device,
         dtype=dtype,
     )
     if wrong:
-        return bad(f"{text}: {wrong}", "the kernel and this machine do not fit; tell us of it")
+        return bad(
+            f"{text}: {wrong}", "this kernel does not work on this machine; please report it"
+        )
     if device.type == "cuda" and picked.name == "blocks":
         return warn(
-            f"{text}: agrees with its slow twin, and is slow itself",
-            "use a model whose heads a kernel takes",
+            f"{text}: matches the reference, but is slow",
+            "use a model whose head size a kernel supports",
         )
-    return good(f"{text}, agrees with its slow twin")
+    return good(f"{text}, matches the reference")
 
 
 def _experts(device: "torch.device", dtype: "torch.dtype") -> Finding:
     import torch
 
     from longshore.ops.experts import grouped_mlp, refusal
-    from longshore.ops.reference.experts import grouped_mlp as twin
+    from longshore.ops.reference.experts import grouped_mlp as reference
 
     random = torch.Generator().manual_seed(0)
     shapes = ((sum(LENGTHS), 16), (3, 64, 16), (3, 16, 32))
@@ -92,39 +94,41 @@ def _experts(device: "torch.device", dtype: "torch.dtype") -> Finding:
     )
     offsets = torch.tensor([1, 6, 16], dtype=torch.int32)
     refused = refusal(*(tensor.to(device, dtype) for tensor in (x, gate_up, down)))
-    text = f"experts: {f'one by one ({refused})' if refused else 'grouped product'}"
+    text = f"experts: {f'loop over experts ({refused})' if refused else 'grouped product'}"
     wrong = _differs(
         lambda x, up, down: grouped_mlp(x, offsets.to(device), gate_up_E2FC=up, down_ECF=down),
-        lambda x, up, down: twin(x, offsets, gate_up_E2FC=up, down_ECF=down),
+        lambda x, up, down: reference(x, offsets, gate_up_E2FC=up, down_ECF=down),
         (x, gate_up, down),
         device=device,
         dtype=dtype,
     )
     if wrong:
-        return bad(f"{text}: {wrong}", "the kernel and this machine do not fit; tell us of it")
+        return bad(
+            f"{text}: {wrong}", "this kernel does not work on this machine; please report it"
+        )
     return (
-        warn(f"{text}, agrees with its slow twin, and is slow itself")
+        warn(f"{text}, matches the reference, but is slow")
         if refused
-        else good(f"{text}, agrees with its slow twin")
+        else good(f"{text}, matches the reference")
     )
 
 
 def _differs(
     op: Callable[..., "Tensor"],
-    twin: Callable[..., "Tensor"],
+    reference: Callable[..., "Tensor"],
     given: tuple["Tensor", ...],
     *,
     device: "torch.device",
     dtype: "torch.dtype",
 ) -> str:
-    """How the op's output and gradients differ from its twin's; "" if they agree."""
+    """How the op's output and gradients differ from the reference; "" if they match."""
     try:
         ours = _with_gradients(op, [tensor.to(device, dtype) for tensor in given])
     except Exception as error:
         return f"fails: {first_line(error)}"
     close = CLOSE[str(dtype).removeprefix("torch.")]
-    # The twin gets what the op gets, rounded alike.
-    theirs = _with_gradients(twin, [tensor.to(dtype).to(tensor.dtype) for tensor in given])
+    # The reference gets the same inputs, with the same rounding.
+    theirs = _with_gradients(reference, [tensor.to(dtype).to(tensor.dtype) for tensor in given])
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         off = float((a.cpu().double() - b).abs().max() / b.abs().max())
         if not off <= close:
@@ -141,11 +145,11 @@ def _with_gradients(op: Callable[..., "Tensor"], given: list["Tensor"]) -> list[
 
 
 def kernels() -> Iterator[Finding]:
-    """Faster kernels for GPUs; what they were measured at stands in the documentation."""
+    """Faster kernels for GPUs; the documentation has the measurements."""
     import torch
 
     if not torch.cuda.is_available():
-        yield good("faster kernels are for GPUs; on a CPU there is nothing to install")
+        yield good("faster kernels exist only for GPUs")
         return
     called = _backend_names()
     yield _package(
@@ -165,10 +169,10 @@ def kernels() -> Iterator[Finding]:
 
 def _package(name: str, is_here: bool, *, gain: str, is_called: bool) -> Finding:
     if is_here:
-        return good(f"{name} is installed" + ("" if is_called else "; Longshore does not call it"))
+        return good(f"{name} is installed" + ("" if is_called else "; Longshore does not use it"))
     if is_called:
         return warn(f"{name} is not installed: {gain}", f"pip install {name}")
-    return good(f"{name} is not installed, and Longshore does not call it yet ({gain})")
+    return good(f"{name} is not installed; Longshore does not use it yet ({gain})")
 
 
 def _triton(capability: int) -> Finding:
@@ -182,13 +186,13 @@ def _triton(capability: int) -> Finding:
         return warn(
             f"Triton {version}: on Hopper flash-linear-attention refuses its gated backward as "
             "incorrect with this version",
-            "for flash-linear-attention take Triton 3.7.1 or newer",
+            "for flash-linear-attention use Triton 3.7.1 or newer",
         )
     return good(f"Triton {version}")
 
 
 def _has_part(package: str, part: str) -> bool:
-    """Whether a package has a part, without importing either."""
+    """Whether a package has a subpackage, without importing either."""
     spec = importlib.util.find_spec(package)
     places = spec.submodule_search_locations if spec else None
     return any((Path(place) / part).is_dir() for place in places or ())

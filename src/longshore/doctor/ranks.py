@@ -1,8 +1,8 @@
-"""Whether the ranks of a run can meet, and where each of them stands.
+"""Probes of the ranks: whether they can connect, and the place of each.
 
-In: this rank's place. Out: Meeting, the same on every rank: where each rank stands, and findings.
-All ranks call `meet` together; it forms the groups that training forms, sends numbers whose answer
-is known through each, and tells all ranks what went wrong on any.
+In: this rank's RankPlace. Out: RankProbe, the same on every rank: each rank's place, and findings.
+All ranks call `probe_ranks` together; it creates the process groups that training creates, runs
+collectives with known results in each, and reports to all ranks what went wrong on any.
 
 With 4 ranks on 2 nodes, rank 3 is local rank 1 of node 1, lane 3, in the CP groups 3, 2-3 and 0-3.
 An uneven exchange sends (r + s) mod 3 rows from rank r to rank s: rank 1 of 4 sends 1 2 0 1.
@@ -37,18 +37,27 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """Where a rank stands. versions: of what must be alike on all. remarks: of its machine."""
+class RankPlace:
+    """The place of a rank in the machines and in the topology."""
 
     rank: int
+    """Global rank."""
     node: int
+    """The machine's number."""
     local_rank: int
+    """Rank on its machine."""
     host: str
+    """The machine's name."""
     device: str
+    """Such as cuda:0."""
     versions: str
+    """Of Python and torch, which must be the same on all ranks."""
     lane: int = 0
+    """In the topology."""
     cp_groups: tuple[tuple[int, int], ...] = ()
+    """(first_lane, cp_size) of each of its CP groups."""
     remarks: tuple[Finding, ...] = ()
+    """Findings about its machine."""
 
     @property
     def groups_in_words(self) -> str:
@@ -58,15 +67,15 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """seats: of all ranks, in their order."""
+class RankProbe:
+    """places: of all ranks, in rank order."""
 
-    seats: tuple[Seat, ...]
+    places: tuple[RankPlace, ...]
     findings: tuple[Finding, ...]
 
 
-class Stage:
-    """What a rank is doing, for when it hangs."""
+class StageTimer:
+    """The stage a rank is in, in case it hangs, and the seconds of each stage before."""
 
     def __init__(self) -> None:
         self.name = "starting"
@@ -83,59 +92,59 @@ def versions() -> str:
     return f"Python {platform.python_version()}, torch {torch.__version__}"
 
 
-def here(rank: int, *, node: int, local_rank: int, device: torch.device) -> Seat:
-    """The seat of a rank on this machine, before the ranks have met."""
-    return Seat(rank, node, local_rank, socket.gethostname(), str(device), versions())
+def local_place(rank: int, *, node: int, local_rank: int, device: torch.device) -> RankPlace:
+    """The place of a rank on this machine, before the ranks are connected."""
+    return RankPlace(rank, node, local_rank, socket.gethostname(), str(device), versions())
 
 
-def within(seconds: float, work: Callable[[Stage], T]) -> T:
-    """What `work` returns; TimeoutError, naming its stage, if it does not come to an end.
+def with_time_limit(seconds: float, work: Callable[[StageTimer], T]) -> T:
+    """Returns work(stage); raises TimeoutError with the stage's name if it takes too long.
 
-    Whoever gets the TimeoutError must leave the process: the work hangs on in its thread.
+    After the TimeoutError the caller must end the process: the work still hangs in its thread.
     """
-    stage, results = Stage(), SimpleQueue[tuple[T | None, BaseException | None]]()
+    stage, results = StageTimer(), SimpleQueue[tuple[T | None, BaseException | None]]()
 
-    def attempt() -> None:
+    def run_work() -> None:
         try:
             results.put((work(stage), None))
         except BaseException as error:
             results.put((None, error))
 
-    Thread(target=attempt, daemon=True).start()
+    Thread(target=run_work, daemon=True).start()
     try:
-        made, error = results.get(timeout=seconds)
+        result, error = results.get(timeout=seconds)
     except Empty:
         raise TimeoutError(f"no end after {seconds:g} s of {stage.name}") from None
     if error is not None:
         raise error
-    return made  # type: ignore[return-value]
+    return result  # type: ignore[return-value]
 
 
-def meet(
-    seat: Seat, stage: Stage, *, where: Rendezvous, backend: str, device: torch.device
-) -> Meeting:
-    """Forms the groups of a run and tries them, on every rank together."""
-    stage.enter("meeting the other ranks")
+def probe_ranks(
+    place: RankPlace, stage: StageTimer, *, where: Rendezvous, backend: str, device: torch.device
+) -> RankProbe:
+    """Creates the groups of a run and tests them; all ranks call it together."""
+    stage.enter("connecting the ranks")
     with process_group(where, backend=backend, device=device):
         topology = make_topology(lanes=where.world_size, device=device)
         problems = _try_sum(topology, stage)
-        stage.enter("making the CP groups")
+        stage.enter("creating the CP groups")
         with CPGroups(topology, legal_cp_sizes(topology.lanes)) as groups:
             keys = groups.keys
             problems += _try_groups(topology, groups, stage)
         problems += _try_uneven(topology, stage)
-        stage.enter("telling each other")
-        mine = replace(seat, lane=topology.lane, cp_groups=keys)
-        told: list[tuple[Seat, list[str]]] = [(mine, [])] * where.world_size
-        dist.all_gather_object(told, (mine, problems))
-        stage.enter("taking leave")
-    seats = tuple(sorted((seat for seat, _ in told), key=lambda seat: seat.rank))
-    wrong = [f"rank {seat.rank}: {text}" for seat, texts in told for text in texts]
-    findings = [*_times(seats, stage, backend), *(bad(text, INTERFACE) for text in wrong)]
-    return Meeting(seats, (*findings, *_differences(seats, backend)))
+        stage.enter("exchanging the results")
+        mine = replace(place, lane=topology.lane, cp_groups=keys)
+        results: list[tuple[RankPlace, list[str]]] = [(mine, [])] * where.world_size
+        dist.all_gather_object(results, (mine, problems))
+        stage.enter("closing the process group")
+    places = tuple(sorted((place for place, _ in results), key=lambda place: place.rank))
+    wrong = [f"rank {place.rank}: {text}" for place, texts in results for text in texts]
+    findings = [*_times(places, stage, backend), *(bad(text, INTERFACE) for text in wrong)]
+    return RankProbe(places, (*findings, *_differences(places, backend)))
 
 
-def _try_sum(topology: Topology, stage: Stage) -> list[str]:
+def _try_sum(topology: Topology, stage: StageTimer) -> list[str]:
     """The first sum connects the ranks; the second shows what one costs."""
     ranks, wrong = topology.world_size, False
     right = [ranks * i + ranks * (ranks - 1) // 2 for i in range(NUMBERS)]
@@ -143,83 +152,83 @@ def _try_sum(topology: Topology, stage: Stage) -> list[str]:
         stage.enter(name)
         numbers = torch.arange(NUMBERS, device=topology.device) + topology.rank
         wrong |= sum_over(numbers, topology.groups.world).tolist() != right
-    return ["a sum over all ranks comes out wrong"] if wrong else []
+    return ["a sum over all ranks is wrong"] if wrong else []
 
 
-def _try_groups(topology: Topology, groups: CPGroups, stage: Stage) -> list[str]:
+def _try_groups(topology: Topology, groups: CPGroups, stage: StageTimer) -> list[str]:
     """Each lane sends its number to its groups, small ones first."""
-    found = []
+    problems = []
     for first, size in groups.keys:
         stage.enter(f"a CP group of {size} lanes")
         mine = torch.tensor([topology.lane], device=topology.device)
-        got = gather(mine, groups.group(first, size)).tolist()
-        if got != [*range(first, first + size)]:
-            found.append(f"the CP group of {size} lanes from {first} gathers {got}")
-    return found
+        lanes = gather(mine, groups.group(first, size)).tolist()
+        if lanes != [*range(first, first + size)]:
+            problems.append(f"the CP group of {size} lanes from {first} gathers {lanes}")
+    return problems
 
 
-def _try_uneven(topology: Topology, stage: Stage) -> list[str]:
-    stage.enter("an uneven exchange")
+def _try_uneven(topology: Topology, stage: StageTimer) -> list[str]:
+    stage.enter("an uneven all-to-all")
     me, ranks = topology.rank, topology.world_size
     sends = [(me + other) % UNEVEN for other in range(ranks)]
     rows = [[me, other] for other in range(ranks) for _ in range(sends[other])]
     sent = torch.tensor(rows, dtype=torch.int64, device=topology.device).view(-1, 2)
     # What others send me is what I send them: the numbers are symmetric.
-    got = all_to_all(sent, topology.groups.world, sends=sends, receives=sends).tolist()
+    received = all_to_all(sent, topology.groups.world, sends=sends, receives=sends).tolist()
     right = [[other, me] for other in range(ranks) for _ in range(sends[other])]
-    return [] if got == right else ["an uneven exchange brings wrong rows"]
+    return [] if received == right else ["an uneven all-to-all returns wrong rows"]
 
 
-def _times(seats: Sequence[Seat], stage: Stage, backend: str) -> list[Finding]:
-    took, ranks = stage.times, len(seats)
-    nodes = len({seat.node for seat in seats})
+def _times(places: Sequence[RankPlace], stage: StageTimer, backend: str) -> list[Finding]:
+    took, ranks = stage.times, len(places)
+    nodes = len({place.node for place in places})
     sizes = [name for name in took if name.startswith("a CP group of")]
     numbers = ", ".join(name.split()[4] for name in sizes)
     many = f"{ranks} ranks" if ranks > 1 else "1 rank"
     where = f" on {nodes} nodes" if nodes > 1 else ""
     return [
         good(
-            f"{many}{where} met over {backend} in "
-            f"{words(took['meeting the other ranks'] + took['the first sum over all ranks'])}; "
+            f"{many}{where} connected over {backend} in "
+            f"{words(took['connecting the ranks'] + took['the first sum over all ranks'])}; "
             f"a sum over all takes {words(took['a sum over all ranks'])}"
         ),
         good(
-            f"CP groups of {numbers} lanes: made in {words(took['making the CP groups'])}, tried "
-            f"in {words(sum(took[name] for name in sizes))}"
+            f"CP groups of {numbers} lanes: created in {words(took['creating the CP groups'])}, "
+            f"tested in {words(sum(took[name] for name in sizes))}"
         ),
-        good(f"an uneven exchange between all ranks: {words(took['an uneven exchange'])}"),
+        good(f"an uneven all-to-all over all ranks: {words(took['an uneven all-to-all'])}"),
     ]
 
 
-def _differences(seats: Sequence[Seat], backend: str) -> list[Finding]:
-    """What is not alike on all ranks, and what the other machines have to remark."""
-    found = []
-    first = seats[0]
-    for seat in seats[1:]:
-        if seat.versions != first.versions:
-            found.append(
+def _differences(places: Sequence[RankPlace], backend: str) -> list[Finding]:
+    """What differs between ranks, and the findings of the other machines."""
+    findings = []
+    first = places[0]
+    for place in places[1:]:
+        if place.versions != first.versions:
+            findings.append(
                 warn(
-                    f"rank {seat.rank} has {seat.versions}, and rank 0 {first.versions}",
+                    f"rank {place.rank} has {place.versions}, and rank 0 {first.versions}",
                     "install the same on all machines",
                 )
             )
             break
-    places = [(seat.node, seat.device) for seat in seats if seat.device != "cpu"]
-    if len(set(places)) < len(places):
-        found.append(warn(f"ranks share GPUs, over {backend}", "start one rank for each GPU"))
-    for seat in seats:
-        for remark in seat.remarks:
-            text = f"node {seat.node} ({seat.host}): {remark.text}"
-            found.append(Finding(remark.mark, text, remark.way_out))
-    return found
+    devices = [(place.node, place.device) for place in places if place.device != "cpu"]
+    if len(set(devices)) < len(devices):
+        findings.append(warn(f"ranks share GPUs, over {backend}", "start one rank for each GPU"))
+    for place in places:
+        for remark in place.remarks:
+            text = f"node {place.node} ({place.host}): {remark.text}"
+            findings.append(Finding(remark.mark, text, remark.way_out))
+    return findings
 
 
 def failed(error: BaseException) -> Finding:
-    """Why the ranks did not meet."""
+    """Why the ranks could not connect."""
     lines = str(error).strip().splitlines()
     # A rank's traceback: what it is of, and the error itself.
     said = f"{lines[0]} {lines[-1]}" if len(lines) > 2 and "Traceback" in lines[1] else ""
-    return bad(f"the ranks did not meet: {said or first_line(error)}", INTERFACE)
+    return bad(f"the ranks could not connect: {said or first_line(error)}", INTERFACE)
 
 
 def words(seconds: float) -> str:

@@ -1,8 +1,8 @@
-"""One thing that `longshore doctor` found.
+"""A finding of `longshore doctor`.
 
-In: a mark, a text and the way out, for people. Out: frozen data that travels between ranks.
+In: a mark, a text and advice. Out: frozen data, which ranks send to each other.
 
-    warn("open files: 256, and 64 ranks want 768", "ulimit -n 768")
+    warn("open files: 256, and 64 ranks need 768", "ulimit -n 768")
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,13 @@ LONGEST = 200
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """mark: ok; warn, worth a look; bad, training needs it and it is broken."""
+    """One result of a probe."""
 
     mark: Mark
+    """ok, warn, or bad: broken, and training needs it."""
     text: str
     way_out: str = ""
+    """Advice."""
 
 
 def good(text: str) -> Finding:
@@ -34,7 +36,7 @@ def bad(text: str, way_out: str = "") -> Finding:
 
 
 def first_line(error: object) -> str:
-    """An error or a warning in one line; for an error with its type."""
+    """An error or a warning in one line; an error with its type."""
     lines = str(error).strip().splitlines()
     said = lines[0] if lines else ""
     if isinstance(error, BaseException) and not isinstance(error, Warning):

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longshore.hf.config_file import load_object
-from longshore.train.checkpoint_files import File
+from longshore.train.checkpoint_files import SavedFile
 from longshore.train.checkpoint_storage import write_safetensors
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -66,7 +66,7 @@ class WrittenFiles:
     """dtype: of most of the numbers. files: by name, with their checksums."""
 
     dtype: torch.dtype
-    files: dict[str, File]
+    files: dict[str, SavedFile]
 
 
 def write_files(
@@ -75,7 +75,7 @@ def write_files(
     """Writes the stream one shard at a time, so that only one shard is in memory."""
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes is {shard_bytes}; it must be 1 or more")
-    shards: list[tuple[list[str], File]] = []
+    shards: list[tuple[list[str], SavedFile]] = []
     shard: dict[str, Tensor] = {}
     shard_size, total, counts = 0, 0, dict[torch.dtype, int]()
     for name, tensor in tensors:
@@ -148,21 +148,21 @@ def _open(path: Path) -> Any:  # noqa: ANN401
         raise ValueError(f"{path} cannot be read ({error.strerror or error})") from None
 
 
-def _save(folder: Path, number: int, shard: dict[str, Tensor]) -> tuple[list[str], File]:
+def _save(folder: Path, number: int, shard: dict[str, Tensor]) -> tuple[list[str], SavedFile]:
     # Wide numbers first: a reader maps each tensor at a multiple of its number's size.
     ordered = dict(sorted(shard.items(), key=lambda item: -item[1].element_size()))
     return list(shard), write_safetensors(folder / f"{number}.part", ordered)
 
 
 def _name_files(
-    folder: Path, stem: str, shards: list[tuple[list[str], File]], total: int
-) -> dict[str, File]:
+    folder: Path, stem: str, shards: list[tuple[list[str], SavedFile]], total: int
+) -> dict[str, SavedFile]:
     """How many shards there are, which their names say, is known at the end only."""
     if len(shards) == 1:
         (folder / "0.part").rename(folder / f"{stem}.safetensors")
         return {f"{stem}.safetensors": shards[0][1]}
     where: dict[str, str] = {}
-    files: dict[str, File] = {}
+    files: dict[str, SavedFile] = {}
     for number, (names, written) in enumerate(shards):
         file = f"{stem}-{number + 1:05}-of-{len(shards):05}.safetensors"
         (folder / f"{number}.part").rename(folder / file)
@@ -172,4 +172,4 @@ def _name_files(
     text = (json.dumps(index, indent=2) + "\n").encode()
     path = folder / f"{stem}.safetensors.index.json"
     path.write_bytes(text)
-    return {**files, path.name: File(len(text), zlib.crc32(text))}
+    return {**files, path.name: SavedFile(len(text), zlib.crc32(text))}

@@ -26,7 +26,7 @@ from longshore.hf.checkpoint import SHARD_BYTES, Weights, check_stream, check_te
 from longshore.hf.config_file import load_object
 from longshore.hf.tensor_files import TensorFiles, write_files
 from longshore.hf.tensor_map import Source
-from longshore.train.checkpoint_files import DamagedError, File, check_file
+from longshore.train.checkpoint_files import DamagedError, SavedFile, check_file
 
 FORMAT = "longshore weights"
 VERSION = 2
@@ -99,7 +99,7 @@ def _check_bytes(folder: Path, path: Path) -> None:
     try:
         try:
             files = open_sealed(path.read_bytes())["files"]
-            expected = {folder / str(name): File(**file) for name, file in files.items()}
+            expected = {folder / str(name): SavedFile(**file) for name, file in files.items()}
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise DamagedError(f"{path} is damaged: {error}") from None
         for each, file in expected.items():

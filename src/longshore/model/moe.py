@@ -46,7 +46,7 @@ class Chosen(NamedTuple):
 
 
 class Router(Float32Parameters):
-    """bias: a buffer (E), or None; it begins at 0, and train/expert_bias.py moves it."""
+    """bias: a buffer (E), or None; it begins at 0, and train/optimizer.py moves it."""
 
     bias: Tensor | None
 

@@ -1,17 +1,17 @@
-"""Causal attention over joined sequences: no run sees another.
+"""Causal attention over joined sequences: no sequence sees another.
 
-In: queries (T, H, D), keys (S, K, D), values (S, K, V), where runs of rows begin and end, and an
+In: queries (T, H, D), keys (S, K, D), values (S, K, V), where sequences begin and end, and an
 optional window. Out: (T, H, V). Query head h reads key head h·K // H, so K divides H; V may differ
 from D. `attention` is differentiable; `attention_forward` and `attention_backward` are the pair
-underneath, for callers that keep less than k and v between the two.
+underneath, for callers that save less than k and v in between.
 
-Run i of the queries meets run i of the keys, and the two are aligned at their end. With 2 queries
-over 5 keys, and with window 3:
+Sequence i of the queries attends to sequence i of the keys, and the two are aligned at their end.
+With 2 queries over 5 keys, and with window 3:
 
     query 0   sees keys 0 1 2 3         with window 3   1 2 3
     query 1   sees keys 0 1 2 3 4       with window 3     2 3 4
 
-Runs of lengths (2, 1) over keys of lengths (5, 1): the last query sees the last key alone.
+Queries of lengths (2, 1) over keys of lengths (5, 1): the last query sees only the last key.
 """
 
 from dataclasses import dataclass
@@ -26,16 +26,16 @@ from longshore.ops.boundaries import Bounds, offsets_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OneRun:
-    """The bounds of rows that are all one run."""
+class OneSequence:
+    """The bounds of rows that are all one sequence."""
 
     offsets: tuple[int, ...]
     cu_seqlens: Tensor
     longest: int
 
 
-class Sight(TypedDict):
-    """What each query may see, and the scale of its scores."""
+class AttentionSpec(TypedDict):
+    """Which keys each query sees, and the scale of its scores."""
 
     bounds: Bounds
     key_bounds: Bounds
@@ -53,15 +53,15 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """(T, H, V). key_bounds: None where keys lie as queries do. scale: 1/√D for None.
+    """(T, H, V). key_bounds: None if keys have the queries' bounds. scale: 1/√D for None.
 
     window: a token sees itself and the window − 1 before it; None for all before it. Without any
     bounds the queries are the last T tokens of one sequence of S.
     """
     _check_shapes(q_THD, k_SKD, v_SKV)
-    sight = _sight(q_THD, k_SKD, bounds, key_bounds, scale, window)
-    made: Tensor = _Attention.apply(q_THD, k_SKD, v_SKV, sight)  # type: ignore[no-untyped-call]
-    return made
+    spec = _spec(q_THD, k_SKD, bounds, key_bounds, scale, window)
+    out: Tensor = _Attention.apply(q_THD, k_SKD, v_SKV, spec)  # type: ignore[no-untyped-call]
+    return out
 
 
 def attention_forward(
@@ -76,7 +76,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """The output (T, H, V) and the log-sum-exp of each query's scores (H, T). No autograd."""
     _check_shapes(q_THD, k_SKD, v_SKV)
-    return _forward(q_THD, k_SKD, v_SKV, _sight(q_THD, k_SKD, bounds, key_bounds, scale, window))
+    return _forward(q_THD, k_SKD, v_SKV, _spec(q_THD, k_SKD, bounds, key_bounds, scale, window))
 
 
 def attention_backward(
@@ -94,35 +94,35 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, from that of the output. No autograd."""
     _check_shapes(q_THD, k_SKD, v_SKV)
-    sight = _sight(q_THD, k_SKD, bounds, key_bounds, scale, window)
-    return _backward(grad_THV, q_THD, k_SKD, v_SKV, out_THV, lse_HT, sight)
+    spec = _spec(q_THD, k_SKD, bounds, key_bounds, scale, window)
+    return _backward(grad_THV, q_THD, k_SKD, v_SKV, out_THV, lse_HT, spec)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:  # noqa: ANN401
-        out, lse = _forward(q, k, v, sight)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:  # noqa: ANN401
+        out, lse = _forward(q, k, v, spec)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.sight = sight
+        ctx.spec = spec
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         q, k, v, out, lse = ctx.saved_tensors
-        return *_backward(grad, q, k, v, out, lse, ctx.sight), None
+        return *_backward(grad, q, k, v, out, lse, ctx.spec), None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        return pick_attention(q, v).forward(q, k, v, **sight)
+        return pick_attention(q, v).forward(q, k, v, **spec)
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sight: Sight
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.no_grad():
-        return pick_attention(q, v).backward(grad, q, k, v, out, lse, **sight)
+        return pick_attention(q, v).backward(grad, q, k, v, out, lse, **spec)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -142,21 +142,21 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; attention takes one dtype")
 
 
-def _sight(
+def _spec(
     q: Tensor,
     k: Tensor,
     bounds: Bounds | None,
     key_bounds: Bounds | None,
     scale: float | None,
     window: int | None,
-) -> Sight:
+) -> AttentionSpec:
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; a token sees at least itself, so give 1 or more")
     if bounds is None and key_bounds is None:
-        bounds, key_bounds = _one_run(q), _one_run(k)
-    bounds = bounds or _one_run(q)
+        bounds, key_bounds = _one_sequence(q), _one_sequence(k)
+    bounds = bounds or _one_sequence(q)
     key_bounds = key_bounds or bounds
-    _check_runs(offsets_of(bounds, q.shape[0]), offsets_of(key_bounds, k.shape[0]))
+    _check_sequences(offsets_of(bounds, q.shape[0]), offsets_of(key_bounds, k.shape[0]))
     return {
         "bounds": bounds,
         "key_bounds": key_bounds,
@@ -165,25 +165,25 @@ def _sight(
     }
 
 
-def _one_run(rows_of: Tensor) -> OneRun:
+def _one_sequence(rows_of: Tensor) -> OneSequence:
     rows = rows_of.shape[0]
-    # Made on the device: a copy from the host would wait, and cannot be captured in a CUDA graph.
+    # On the device: a copy from the host would wait, and cannot be captured in a CUDA graph.
     cu_seqlens = torch.arange(2, dtype=torch.int32, device=rows_of.device) * rows
-    return OneRun((0, rows), cu_seqlens, rows)
+    return OneSequence((0, rows), cu_seqlens, rows)
 
 
-def _check_runs(offsets: tuple[int, ...], key_offsets: tuple[int, ...]) -> None:
+def _check_sequences(offsets: tuple[int, ...], key_offsets: tuple[int, ...]) -> None:
     if offsets == key_offsets:
         return
     if len(offsets) != len(key_offsets):
         raise ValueError(
-            f"there are {len(offsets) - 1} runs of queries and {len(key_offsets) - 1} of keys; "
-            "each run of queries needs its run of keys"
+            f"there are {len(offsets) - 1} sequences of queries and {len(key_offsets) - 1} of "
+            "keys; each sequence of queries needs its sequence of keys"
         )
     for i in range(len(offsets) - 1):
         queries, keys = offsets[i + 1] - offsets[i], key_offsets[i + 1] - key_offsets[i]
         if queries > keys:
             raise ValueError(
-                f"run {i} has {queries} queries over {keys} keys; a query is one of its keys, "
+                f"sequence {i} has {queries} queries over {keys} keys; a query is one of its keys, "
                 "so give at least as many keys"
             )

@@ -1,22 +1,22 @@
-"""Attention in plain torch: blocks of query rows, each against only the keys it may see.
+"""Attention in plain torch: blocks of query rows, each against the keys visible to it.
 
-In and out: as ops/attention.py, with everything filled in. Runs on any device and dtype; half
-precision is computed in float32. Scores are at most MOST_ROWS rows at a time, so memory grows with
-a sequence's length, not with its square.
+In and out: as ops/attention.py, without defaults. Works on any device and dtype; half
+precision is computed in float32. Scores of at most MOST_ROWS rows exist at a time, so memory grows
+with a sequence's length, not with its square.
 
-A run of 1200 queries over 1500 keys in blocks of 512 rows: rows 0…511 meet keys 0…811, rows
-512…1023 keys 0…1323, rows 1024…1199 all 1500. With window 100 the second block meets 713…1323.
+A sequence of 1200 queries over 1500 keys in blocks of 512 rows: rows 0…511 see keys 0…811, rows
+512…1023 keys 0…1323, rows 1024…1199 all 1500. With window 100 the second block sees 713…1323.
 
-How a run is cut depends on its own lengths alone, and its matrices are copied before they are
-multiplied: its result is the same in every bit, whatever lies beside it. The right side of each
-product is copied as the product reads it, for the reason that ops/products.py gives.
+How a sequence is divided depends only on its own lengths, and its matrices are copied before they
+are multiplied: its result is bitwise the same, whatever it is packed with. The right operand of
+each product is copied in the layout the product reads, for the reason given in ops/products.py.
 
-A block has all scores of its rows at once, so backward takes their softmax anew and needs no
+A block has all scores of its rows at once, so backward recomputes their softmax and needs no
 statistics from forward. exp(score − lse) would be off by the rounding of lse, 1e-3 in float32 where
 scores are about 1e4.
 
-Shapes: n rows of a block, m keys of a run, N = H/K · n, the rows of all query heads that share a
-key head.
+Shapes: n rows of a block, m keys of a sequence, N = H/K · n, the rows of all query heads that share
+a key head.
 """
 
 from collections.abc import Iterator
@@ -32,27 +32,27 @@ _softmax_backward = torch.ops.aten._softmax_backward_data.default
 MOST_ROWS = 512
 FEWEST_ROWS = 16
 MOST_SCORES = 1 << 24
-"""Scores held at once, over all heads, unless FEWEST_ROWS rows already have more."""
+"""Scores computed at once, over all heads, unless FEWEST_ROWS rows already have more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Rows of the queries and of the keys that belong together."""
+class QueriesAndKeys:
+    """The rows of one sequence among the queries and among the keys."""
 
     rows: slice
     keys: slice
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Some rows of a run. rows: in the whole tensor; the rest counts keys of the run.
-
-    keys: those that some row sees. own: the key that is the first row's own token.
-    """
+class RowBlock:
+    """A block of query rows of one sequence."""
 
     rows: slice
+    """In the tensor of all queries."""
     keys: slice
+    """The keys, of this sequence, that some row sees."""
     own: int
+    """The key, of this sequence, that is the first row's own token."""
 
 
 def forward(
@@ -66,12 +66,15 @@ def forward(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = q_THD.shape
-    dtype = _computed_in(q_THD)
+    dtype = _compute_dtype(q_THD)
     out_THV = q_THD.new_empty(tokens, heads, v_SKV.shape[2])
     lse_HT = q_THD.new_empty(heads, tokens, dtype=dtype)
-    for run in _runs(bounds, key_bounds):
-        k_KDm, v_KmV = _turned(k_SKD[run.keys], dtype), _by_head(v_SKV[run.keys], dtype)
-        for block in _blocks(run, heads, window):
+    for sequence in _sequences(bounds, key_bounds):
+        k_KDm, v_KmV = (
+            _transposed(k_SKD[sequence.keys], dtype),
+            _by_head(v_SKV[sequence.keys], dtype),
+        )
+        for block in _blocks(sequence, heads, window):
             q_KND = _grouped(q_THD[block.rows], k_KDm).mul_(scale)
             scores_KNm = _scores(q_KND, k_KDm, block, window)
             probs_KNm = scores_KNm.softmax(2)
@@ -96,16 +99,19 @@ def backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     del out_THV, lse_HT
-    dtype = _computed_in(q_THD)
+    dtype = _compute_dtype(q_THD)
     # Keys that no query sees keep a gradient of 0.
     dq_THD, dk_SKD, dv_SKV = (
         torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_THD, k_SKD, v_SKV)
     )
-    for run in _runs(bounds, key_bounds):
-        k_KmD, v_KVm = _by_head(k_SKD[run.keys], dtype), _turned(v_SKV[run.keys], dtype)
+    for sequence in _sequences(bounds, key_bounds):
+        k_KmD, v_KVm = (
+            _by_head(k_SKD[sequence.keys], dtype),
+            _transposed(v_SKV[sequence.keys], dtype),
+        )
         k_KDm = k_KmD.mT.contiguous()
         dk_KmD, dv_KmV = torch.zeros_like(k_KmD), torch.zeros_like(v_KVm.mT)
-        for block in _blocks(run, q_THD.shape[1], window):
+        for block in _blocks(sequence, q_THD.shape[1], window):
             q_KND = _grouped(q_THD[block.rows], k_KmD).mul_(scale)
             grad_KNV = _grouped(grad_THV[block.rows], k_KmD)
             probs_KNm = _scores(q_KND, k_KDm, block, window).softmax(2)
@@ -114,8 +120,8 @@ def backward(
             dscores_KNm = _softmax_backward(dprobs_KNm, probs_KNm, 2, dtype)
             dk_KmD[:, block.keys] += dscores_KNm.mT @ q_KND
             _put(dq_THD, block, (dscores_KNm @ k_KmD[:, block.keys]).mul_(scale))
-        dk_SKD[run.keys] = dk_KmD.transpose(0, 1)
-        dv_SKV[run.keys] = dv_KmV.transpose(0, 1)
+        dk_SKD[sequence.keys] = dk_KmD.transpose(0, 1)
+        dv_SKV[sequence.keys] = dv_KmV.transpose(0, 1)
     return dq_THD, dk_SKD, dv_SKV
 
 
@@ -125,27 +131,27 @@ def refusal(q_THD: Tensor, v_SKV: Tensor) -> str | None:
     return None
 
 
-def _computed_in(q: Tensor) -> torch.dtype:
+def _compute_dtype(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-def _runs(bounds: Bounds, key_bounds: Bounds) -> Iterator[Run]:
-    """The runs that have queries."""
+def _sequences(bounds: Bounds, key_bounds: Bounds) -> Iterator[QueriesAndKeys]:
+    """The sequences that have queries."""
     rows, keys = bounds.offsets, key_bounds.offsets
     for i in range(len(rows) - 1):
         if rows[i] < rows[i + 1]:
-            yield Run(slice(rows[i], rows[i + 1]), slice(keys[i], keys[i + 1]))
+            yield QueriesAndKeys(slice(rows[i], rows[i + 1]), slice(keys[i], keys[i + 1]))
 
 
-def _blocks(run: Run, heads: int, window: int | None) -> Iterator[Block]:
-    rows, keys = run.rows.stop - run.rows.start, run.keys.stop - run.keys.start
+def _blocks(sequence: QueriesAndKeys, heads: int, window: int | None) -> Iterator[RowBlock]:
+    rows, keys = sequence.rows.stop - sequence.rows.start, sequence.keys.stop - sequence.keys.start
     step = min(MOST_ROWS, max(FEWEST_ROWS, MOST_SCORES // (heads * keys)))
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         own = keys - rows + start
         first = 0 if window is None else max(0, own - window + 1)
-        here = slice(run.rows.start + start, run.rows.start + stop)
-        yield Block(here, slice(first, own + stop - start), own)
+        block_rows = slice(sequence.rows.start + start, sequence.rows.start + stop)
+        yield RowBlock(block_rows, slice(first, own + stop - start), own)
 
 
 def _by_head(x_mKD: Tensor, dtype: torch.dtype) -> Tensor:
@@ -153,7 +159,7 @@ def _by_head(x_mKD: Tensor, dtype: torch.dtype) -> Tensor:
     return x_mKD.transpose(0, 1).to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _turned(x_mKD: Tensor, dtype: torch.dtype) -> Tensor:
+def _transposed(x_mKD: Tensor, dtype: torch.dtype) -> Tensor:
     """(K, D, m), a copy."""
     return x_mKD.permute(1, 2, 0).to(dtype, copy=True, memory_format=torch.contiguous_format)
 
@@ -166,14 +172,14 @@ def _grouped(x_nHD: Tensor, like: Tensor) -> Tensor:
     return copied.view(shared, -1, width)
 
 
-def _put(whole_THD: Tensor, block: Block, part_KND: Tensor) -> None:
-    """Writes what `_grouped` would read."""
-    target_nHD = whole_THD[block.rows]
+def _put(out_THD: Tensor, block: RowBlock, part_KND: Tensor) -> None:
+    """Writes to where `_grouped` would read."""
+    target_nHD = out_THD[block.rows]
     rows, heads, width = target_nHD.shape
     target_nHD.copy_(part_KND.reshape(heads, rows, width).transpose(0, 1))
 
 
-def _scores(q_KND: Tensor, k_KDm: Tensor, block: Block, window: int | None) -> Tensor:
+def _scores(q_KND: Tensor, k_KDm: Tensor, block: RowBlock, window: int | None) -> Tensor:
     """(K, N, keys of the block), −inf where a row does not see the key."""
     scores_KNm = q_KND @ k_KDm[:, :, block.keys]
     rows = block.rows.stop - block.rows.start

@@ -1,10 +1,10 @@
 """Attention by the flash kernels inside torch, for half precision on CUDA.
 
-In and out: as ops/attention.py, with everything filled in. Nothing is read back from the device:
+In and out: as ops/attention.py, without defaults. Nothing is read back from the device:
 lengths reach the kernels as `cu_seqlens` and, on the host, as `longest`.
 
-torch's own words for what is seen are (left, right): all before a token and itself is (−1, 0),
-window 3 is (2, 0). Both align runs of different lengths at their end, as Longshore does.
+torch's windows are (left, right): a token and all before it is (−1, 0), window 3 is (2, 0). Queries
+and keys of different lengths are aligned at their end, as in Longshore.
 """
 
 import torch
@@ -17,7 +17,7 @@ WIDEST = 256
 
 _forward_op = torch.ops.torch_attn._varlen_attn.default
 _backward_op = torch.ops.torch_attn._varlen_attn_backward.default
-# torch 2.11 shares key heads unasked and does not know the word.
+# torch 2.11 shares key heads by default and does not have this argument.
 _GROUPED = {
     argument.name: True
     for argument in _forward_op._schema.arguments
@@ -76,7 +76,7 @@ def backward(
         _longest(bounds),
         _longest(key_bounds),
         is_causal=window is None,
-        # The state of dropout's random numbers: there is no dropout.
+        # The random state of dropout, of which there is none.
         rng_state=torch.zeros(2, dtype=torch.uint64, device=q_THD.device),
         scale=scale,
         window_size=_left_right(window),
@@ -90,11 +90,11 @@ def refusal(q_THD: Tensor, v_SKV: Tensor) -> str | None:
     if not q_THD.is_cuda:
         return f"the tensors are on {q_THD.device.type}, not on CUDA"
     if q_THD.dtype not in (torch.float16, torch.bfloat16):
-        return f"{q_THD.dtype} is no half precision"
+        return f"{q_THD.dtype} is not half precision"
     if v_SKV.shape[2] != width:
         return f"values have width {v_SKV.shape[2]} and queries {width}"
     if width % 8 or width > WIDEST:
-        return f"a head's width of {width} is no multiple of 8 up to {WIDEST}"
+        return f"a head's width of {width} is not a multiple of 8 up to {WIDEST}"
     if tokens == 0:
         return "there are no rows"
     if torch.cuda.get_device_capability(q_THD.device) < (8, 0):
@@ -103,12 +103,12 @@ def refusal(q_THD: Tensor, v_SKV: Tensor) -> str | None:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The kernels want a head's numbers side by side; an expanded gradient's are not."""
+    """The kernels need a head's numbers contiguous; those of an expanded gradient are not."""
     return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
 
 
 def _longest(bounds: Bounds) -> int:
-    # It need not be tight. At 1 the kernel swaps heads and rows, and shapes its results otherwise.
+    # An upper bound is enough. At 1 the kernel swaps heads and rows in its results.
     return max(bounds.longest, 2)
 
 

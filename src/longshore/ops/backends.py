@@ -1,12 +1,12 @@
-"""Which code serves an op: the one place that picks.
+"""The backends of an op, and which one runs: the only place that chooses.
 
-In: the tensors of a call. Out: the first backend that does not refuse them, and why it was picked.
+In: the tensors of a call. Out: the first backend that supports them, and why it was chosen.
 For float32 on the CPU:
 
     pick_attention(q, v).name     "blocks"
     pick_attention(q, v).reason   "varlen: the tensors are on cpu, not on CUDA"
 
-A new kernel joins by its entry in ATTENTION, in order of preference; the last entry takes all.
+A new kernel is a new entry in ATTENTION, in order of preference; the last supports everything.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from longshore.ops.boundaries import Bounds
 
 
 class Forward(Protocol):
-    """(out, lse) of attention, bounds and scale filled in."""
+    """(out, lse) of attention, without defaults."""
 
     def __call__(
         self,
@@ -37,7 +37,7 @@ class Forward(Protocol):
 
 
 class Backward(Protocol):
-    """(dq, dk, dv) of attention, bounds and scale filled in."""
+    """(dq, dk, dv) of attention, without defaults."""
 
     def __call__(
         self,
@@ -58,7 +58,7 @@ class Backward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionBackend:
-    """refusal: why it cannot serve such q and v, or None where it can."""
+    """refusal: why it does not support such q and v, or None if it does."""
 
     name: str
     refusal: Callable[[Tensor, Tensor], str | None]
@@ -67,8 +67,8 @@ class AttentionBackend:
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
-    """A backend for one call. reason: why those before it in the order refused."""
+class PickedBackend:
+    """The backend of one call. reason: why the preferred ones do not support it."""
 
     name: str
     reason: str
@@ -89,13 +89,13 @@ ATTENTION = (
 
 def pick_attention(
     q_THD: Tensor, v_SKV: Tensor, *, among: tuple[AttentionBackend, ...] = ATTENTION
-) -> Picked:
-    """The first backend that serves these tensors, forward and backward alike."""
+) -> PickedBackend:
+    """The first backend that supports these tensors; forward and backward use the same."""
     refused: list[str] = []
     for backend in among:
         why_not = backend.refusal(q_THD, v_SKV)
         if why_not is None:
             reason = "; ".join(refused) or "the first choice"
-            return Picked(backend.name, reason, backend.forward, backend.backward)
+            return PickedBackend(backend.name, reason, backend.forward, backend.backward)
         refused.append(f"{backend.name}: {why_not}")
     raise ValueError(f"no backend serves attention here: {'; '.join(refused)}")

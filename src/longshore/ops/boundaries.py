@@ -1,8 +1,9 @@
-"""What an op must know of joined sequences: where each begins and ends.
+"""Where each of several joined sequences begins and ends, as the ops need it.
 
-In: nothing. Out: the protocol `Bounds`, which batch.Boundaries satisfies. Runs of 3 and 5 tokens
-have offsets (0, 3, 8), cu_seqlens [0, 3, 8] as int32 on the device, and longest 5. An op that gets
-None instead takes all rows as one run.
+In: rows of joined sequences. Out: the protocol `Bounds`, which batch.Boundaries satisfies. Two
+sequences of 3 and 5 tokens have offsets (0, 3, 8), cu_seqlens [0, 3, 8] as int32 on the device, and
+longest 5. An op that gets None instead treats all rows as one sequence. To an op a sequence is any
+span of rows: a lane's chunks of a longer sequence are sequences too.
 """
 
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from torch import Tensor
 
 
 class Bounds(Protocol):
-    """Runs of rows, joined without gaps."""
+    """Sequences of rows, joined without gaps."""
 
     @property
     def offsets(self) -> tuple[int, ...]: ...
@@ -24,7 +25,7 @@ class Bounds(Protocol):
 
 
 def offsets_of(bounds: Bounds | None, rows: int) -> tuple[int, ...]:
-    """The host's offsets, checked against the rows they must cover."""
+    """The offsets on the host, checked against the number of rows."""
     if bounds is None:
         return (0, rows)
     if bounds.offsets[0] != 0 or bounds.offsets[-1] != rows:
@@ -36,7 +37,7 @@ def offsets_of(bounds: Bounds | None, rows: int) -> tuple[int, ...]:
 
 
 def to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
-    """The numbers on a device; from page-locked memory, so that the host does not wait."""
+    """Copies numbers to a device, from page-locked memory so that the host does not wait."""
     tensor = torch.from_numpy(numbers)
     if device.type == "cuda":
         tensor = tensor.pin_memory()

@@ -1,14 +1,14 @@
-"""Chunks of joined runs: how a scan is cut so that most of it becomes matrix products.
+"""Chunks of joined sequences: a chunked scan is mostly matrix products.
 
-In: the offsets of runs, rows. Out: chunks of Q rows, and the states that enter them. Each run is
-padded to whole chunks of its own, so no chunk holds two runs. Chunks lie by their number within the
-run, longest run first. Runs a of 3 chunks, b of 1 and c of 2:
+In: the offsets of sequences, rows. Out: chunks of Q rows, and the states that enter them. Each
+sequence is padded to a multiple of Q, so no chunk holds two sequences. Chunks are ordered by their
+number within the sequence, longest sequence first. Sequences a of 3 chunks, b of 1 and c of 2:
 
     chunks  a0 c0 b0 | a1 c1 | a2        steps (3, 2, 1)
 
 so that a step takes the next slice of the chunks and the first rows of the states.
 
-T rows, S runs; M chunks of Q rows.
+T rows, S sequences; M chunks of Q rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,18 +24,20 @@ from longshore.ops.sizes import CHUNK_ROWS, CPU_CHUNK_ROWS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
-    """The rows of joined runs, laid out in chunks as the top of this file shows.
-
-    places: int64 (T), of each row among the M·Q. steps: the chunks of each step, falling. order:
-    int64 (S), the runs from the longest down; back: its inverse.
-    """
+    """The layout of joined sequences in chunks, as the top of this file shows."""
 
     size: int
-    runs: int
+    """Q, rows of a chunk."""
+    sequences: int
+    """S."""
     steps: tuple[int, ...]
+    """Chunks of each step, in descending order."""
     places: Tensor
+    """int64 (T): the index of each row among the M·Q rows of the chunks."""
     order: Tensor
+    """int64 (S): the sequences from the longest down."""
     back: Tensor
+    """int64 (S): the inverse of `order`."""
 
     def cut(self, rows: Tensor) -> Tensor:
         """(T, …) as (M, Q, …), with 0 at padding."""
@@ -49,11 +51,11 @@ class Chunks:
 
 
 def chunks_of(offsets: Sequence[int], size: int | None, *, device: torch.device) -> Chunks:
-    """The chunks of runs with these offsets, made on the host; size: the device's for None."""
+    """The chunks of sequences with these offsets; size: None for the device's default."""
     if size is None:
         size = CPU_CHUNK_ROWS if device.type == "cpu" else CHUNK_ROWS
     if size < 1:
-        raise ValueError(f"a chunk of {size} rows is impossible; take 1 or more")
+        raise ValueError(f"a chunk of {size} rows is not possible; give 1 or more")
     starts = np.asarray(offsets[:-1], dtype=np.int64)
     lengths = np.asarray(offsets[1:], dtype=np.int64) - starts
     counts = -(-lengths // size)
@@ -62,15 +64,15 @@ def chunks_of(offsets: Sequence[int], size: int | None, *, device: torch.device)
     most = int(counts.max(initial=0))
     steps = len(counts) - np.searchsorted(np.sort(counts), np.arange(most), side="right")
 
-    run = np.repeat(np.arange(len(counts)), counts)
-    number = np.arange(len(run)) - (np.cumsum(counts) - counts)[run]
-    place = (np.cumsum(steps) - steps)[number] + back[run]
-    first = starts[run] + number * size
-    tokens = np.minimum(size, starts[run] + lengths[run] - first)
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]
+    place = (np.cumsum(steps) - steps)[number] + back[sequence]
+    first = starts[sequence] + number * size
+    tokens = np.minimum(size, starts[sequence] + lengths[sequence] - first)
     places = np.arange(offsets[-1]) + np.repeat(place * size - first, tokens)
     return Chunks(
         size=size,
-        runs=len(counts),
+        sequences=len(counts),
         steps=tuple(steps.tolist()),
         places=to_device(places, device),
         order=to_device(order, device),
@@ -85,10 +87,10 @@ def carry(
     *,
     parts: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
-    """The state leaving each run (S, …), then what the steps emitted, (M, …) each.
+    """The final state of each sequence (S, …), then what the steps emitted, (M, …) each.
 
-    step(state, *parts) takes the states of some runs past one chunk of each and returns the next
-    states, then what it emits; parts are (M, …).
+    step(state, *parts) advances the states of some sequences by one chunk each and returns the
+    next states, then what it emits; parts are (M, …).
     """
     state = initial.index_select(0, layout.order)
     ended: list[Tensor] = []
@@ -106,29 +108,28 @@ def carry(
 
 
 def decays(logs: Tensor) -> Tensor:
-    """(…, Q) of log decays as (…, Q, Q): what is left at row i of what came in at row j, 0 for
-    j > i.
+    """(…, Q) of log decays as (…, Q, Q): the decay from row j to row i, 0 for j > i.
 
-    Each sum of logs from j + 1 to i is made on its own: a difference of two long sums would lose
-    the small decays that follow a strong one.
+    Each sum of logs from j + 1 to i is computed on its own: a difference of two long sums would
+    lose the small decays after a strong one.
     """
     ones = torch.ones(logs.shape[-1], logs.shape[-1], dtype=torch.bool, device=logs.device)
     sums = torch.where(ones.tril(-1), logs[..., None], 0.0).cumsum(-2)
     return sums.masked_fill(ones.triu(1), float("-inf")).exp()
 
 
-def kept(logs: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(logs) in two parts, the first 0 or 1: what is kept of a state S is one·S + rest·S.
+def split_decay(logs: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(logs) as one + rest, where one is 0 or 1: a decayed state is one·S + rest·S.
 
-    A decay so near 1 that it rounds to 1, or off by 1e-8 each time, shows after many chunks. With
-    what is added A it is one·S + (rest·S + A): the small terms meet first.
+    A decay that rounds to 1, or has an error of 1e-8, shows after many chunks. With an update A the
+    next state is one·S + (rest·S + A), so that the small terms are added first.
     """
     mostly = logs > -0.5
     return mostly.to(logs.dtype), torch.where(mostly, logs.expm1(), logs.exp())
 
 
 def first_states(initial: Tensor | None, shape: tuple[int, ...], *, like: Tensor) -> Tensor:
-    """`initial`, or zeros, of this shape and of float32 or float64 as the rows `like` need."""
+    """`initial`, or zeros, of this shape, in float32 or float64 depending on `like`."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     if initial is None:
         return like.new_zeros(shape, dtype=dtype)

@@ -1,9 +1,9 @@
-"""Causal depthwise convolution over joined runs: nothing reaches over the start of a run.
+"""Causal depthwise convolution over joined sequences; no sequence sees another.
 
 In: rows and a kernel for each channel. Out: rows; a token sees itself and the K − 1 before it in
-its own run. Before a run stand zeros, or the rows handed in: those another lane holds.
+its sequence. Before a sequence there are zeros, or the given rows, which another lane holds.
 
-T rows, C channels, K taps, S runs. Runs of 3 and 2 rows of one channel, taps [1, 10]:
+T rows, C channels, K taps, S sequences. Sequences of 3 and 2 rows of one channel, taps [1, 10]:
 
     x  1  2  3 | 4  5     y = 1·(row before) + 10·(row)
     y 10 21 32 | 40 54    and with before [[7]], [[8]]: 17 21 32 | 48 54
@@ -26,15 +26,15 @@ def causal_conv(
     before: Tensor | None = None,
     activation: bool = False,
 ) -> Tensor:
-    """(T, C); `before` (S, K − 1, C) are the rows just before each run; activation: SiLU after.
+    """(T, C); `before` (S, K − 1, C): the rows just before each sequence. activation: SiLU.
 
     Computed in float32 at least, returned in the dtype of x.
     """
     taps = weight_CK.shape[1]
-    longer, places = _with_halos(x_TC, taps - 1, bounds=bounds, before=before)
+    padded, places = _with_halos(x_TC, taps - 1, bounds=bounds, before=before)
     # Entry i of `sums` is the output of row i + taps − 1; those of halos are dropped.
-    count = len(longer) - taps + 1
-    sums = sum(longer[k : k + count] * weight_CK[:, k] for k in range(taps))
+    count = len(padded) - taps + 1
+    sums = sum(padded[k : k + count] * weight_CK[:, k] for k in range(taps))
     assert isinstance(sums, Tensor)
     y_TC = sums.index_select(0, places - (taps - 1))
     if bias_C is not None:
@@ -47,36 +47,36 @@ def causal_conv(
 def last_rows(
     x_TC: Tensor, count: int, *, bounds: Bounds | None = None, before: Tensor | None = None
 ) -> Tensor:
-    """(S, count, C): what each run hands on as `before`, its last rows.
+    """(S, count, C): the last rows of each sequence, the `before` of its continuation.
 
-    A run shorter than `count` hands on rows it was handed itself, or zeros.
+    A sequence shorter than `count` is preceded by its own `before`, or zeros.
     """
     offsets = offsets_of(bounds, len(x_TC))
-    longer, _ = _with_halos(x_TC, count, bounds=bounds, before=before)
+    padded, _ = _with_halos(x_TC, count, bounds=bounds, before=before)
     stops = np.asarray(offsets[1:]) + np.arange(1, len(offsets)) * count
     ends = to_device(stops[:, None] - count + np.arange(count), x_TC.device)
-    return longer[ends].to(x_TC.dtype)
+    return padded[ends].to(x_TC.dtype)
 
 
 def _with_halos(
     x_TC: Tensor, halo: int, *, bounds: Bounds | None, before: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The rows, each run behind its halo, (T + S·halo, C), and the place of each row in them."""
+    """The rows, each sequence after its halo, (T + S·halo, C), and the index of each row there."""
     offsets = np.asarray(offsets_of(bounds, len(x_TC)))
-    runs = len(offsets) - 1
-    shape = (runs, halo, x_TC.shape[1])
+    sequences = len(offsets) - 1
+    shape = (sequences, halo, x_TC.shape[1])
     if before is not None and before.shape != shape:
         raise ValueError(
-            f"`before` has shape {tuple(before.shape)}; it must be (runs, taps − 1, channels), "
-            f"here {shape}"
+            f"`before` has shape {tuple(before.shape)}; it must be (sequences, taps − 1, "
+            f"channels), here {shape}"
         )
     dtype = torch.promote_types(x_TC.dtype, torch.float32)
-    shifts = np.repeat(np.arange(1, runs + 1) * halo, np.diff(offsets))
+    shifts = np.repeat(np.arange(1, sequences + 1) * halo, np.diff(offsets))
     places = to_device(np.arange(len(x_TC)) + shifts, x_TC.device)
-    longer = x_TC.new_zeros(len(x_TC) + runs * halo, x_TC.shape[1], dtype=dtype)
-    longer = longer.index_copy(0, places, x_TC.to(dtype))
+    padded = x_TC.new_zeros(len(x_TC) + sequences * halo, x_TC.shape[1], dtype=dtype)
+    padded = padded.index_copy(0, places, x_TC.to(dtype))
     if before is not None:
-        starts = offsets[:-1] + np.arange(runs) * halo
+        starts = offsets[:-1] + np.arange(sequences) * halo
         halos = to_device((starts[:, None] + np.arange(halo)).reshape(-1), x_TC.device)
-        longer = longer.index_copy(0, halos, before.to(dtype).flatten(0, 1))
-    return longer, places
+        padded = padded.index_copy(0, halos, before.to(dtype).flatten(0, 1))
+    return padded, places

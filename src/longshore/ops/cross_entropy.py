@@ -1,14 +1,14 @@
-"""The output layer and its loss in one, without ever holding all logits.
+"""The output layer fused with its loss, without materialising all logits.
 
 In: hidden (T, C), the weight of the output layer (V, C), labels (T). Out: the negative
 log-likelihood of each label (T), in float32 (float64 for float64), 0 where the label is `ignore`.
 
-Tokens go through in chunks: the logits of a chunk are made, used and dropped, and made again in
-backward. 4096 tokens with a vocabulary of 8192 have 128 MiB of logits; in chunks of 256 tokens, 8
-MiB are held at a time. Of the whole only a log-sum-exp for each token stays until backward.
+Tokens are processed in chunks: the logits of a chunk are computed, used and freed, and recomputed
+in backward. 4096 tokens with a vocabulary of 8192 have 128 MiB of logits; in chunks of 256 tokens 8
+MiB exist at a time. Only a log-sum-exp for each token is saved for backward.
 
-Half precision: products add up in float32 and logits are float32; on CUDA the logits' gradient is
-rounded to the inputs' dtype before it is multiplied. The weight's gradient adds up in float32.
+Half precision: products accumulate in float32 and logits are float32; on CUDA the logits' gradient
+is rounded to the inputs' dtype before it is multiplied. The weight's gradient is float32.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     ignore: int = -100,
 ) -> Tensor:
-    """The loss of each token, 0 at ignored ones, whatever stands in their rows.
+    """The loss of each token, 0 at ignored ones, whatever their rows contain.
 
     chunk_tokens: None for chunks of at most 1/16 of all tokens and 512 MiB of logits. On the
     CPU a label outside the vocabulary is a ValueError; on CUDA a device assertion, since looking
@@ -41,10 +41,10 @@ def linear_cross_entropy(
         chunk_tokens = logits_chunk(len(hidden_TC), len(weight_VC) * dtype.itemsize)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; give 1 or more, or None")
-    made: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    nll_T: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden_TC, weight_VC, labels_T, chunk_tokens, ignore
     )
-    return made
+    return nll_T
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -63,15 +63,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         nll_T, lse_T = (hidden_TC.new_empty(len(hidden_TC), dtype=dtype) for _ in range(2))
         weight = _operand(weight_VC, dtype)
         for rows in _chunks(len(hidden_TC), chunk_tokens):
-            hidden_nC = _kept(hidden_TC[rows], keep_T[rows], dtype)
+            hidden_nC = _masked(hidden_TC[rows], keep_T[rows], dtype)
             logits_nV = _product(hidden_nC, weight.T, dtype)
             own_n = logits_nV.gather(1, labels_T[rows, None]).squeeze(1)
-            # In place: torch.logsumexp would hold a second chunk.
+            # In place: torch.logsumexp would allocate a second chunk.
             top_n1 = logits_nV.amax(1, keepdim=True)
             lse_n = logits_nV.sub_(top_n1).exp_().sum(1).log_().add_(top_n1.squeeze(1))
             lse_T[rows] = lse_n
             nll_T[rows] = (lse_n - own_n).where(keep_T[rows], 0)
-            # The next chunk's logits would be made beside this one's.
+            # Otherwise the next chunk's logits would be allocated next to these.
             del logits_nV
         ctx.save_for_backward(hidden_TC, weight_VC, labels_T, keep_T, lse_T)
         ctx.chunk_tokens = chunk_tokens
@@ -87,7 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhidden_TC = torch.empty_like(hidden_TC) if ctx.needs_input_grad[0] else None
         dweight_VC = weight_VC.new_zeros(weight_VC.shape, dtype=dtype)
         for rows in _chunks(len(hidden_TC), ctx.chunk_tokens):
-            hidden_nC = _kept(hidden_TC[rows], keep_T[rows], dtype)
+            hidden_nC = _masked(hidden_TC[rows], keep_T[rows], dtype)
             logits_nV = _product(hidden_nC, weight.T, dtype)
             dlogits_nV = _dlogits(logits_nV, labels_T[rows], lse_T[rows], grad_T[rows])
             dlogits_nV = dlogits_nV.to(weight.dtype)
@@ -101,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _dlogits(logits_nV: Tensor, labels_n: Tensor, lse_n: Tensor, grad_n: Tensor) -> Tensor:
-    """(softmax − 1 at the label) · grad, in place of the logits."""
+    """(softmax − 1 at the label) · grad, written over the logits."""
     probs_nV = logits_nV.sub_(lse_n.unsqueeze(1)).exp_()
     dlogits_nV = probs_nV.mul_(grad_n.unsqueeze(1))
     return dlogits_nV.scatter_add_(1, labels_n.unsqueeze(1), -grad_n.unsqueeze(1))
@@ -112,18 +112,18 @@ def _chunks(tokens: int, chunk_tokens: int) -> Iterator[slice]:
         yield slice(start, min(start + chunk_tokens, tokens))
 
 
-def _kept(hidden_nC: Tensor, keep_n: Tensor, dtype: torch.dtype) -> Tensor:
+def _masked(hidden_nC: Tensor, keep_n: Tensor, dtype: torch.dtype) -> Tensor:
     """0 in ignored rows: padding may hold anything, and 0 · NaN is NaN."""
     return _operand(hidden_nC.where(keep_n.unsqueeze(1), 0), dtype)
 
 
 def _operand(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is multiplied: on CUDA half precision as it is, elsewhere in the dtype of the logits."""
+    """An operand of a product: unchanged on CUDA, elsewhere in the dtype of the logits."""
     return x if x.is_cuda else x.to(dtype)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b, added up and returned in `dtype`."""
+    """a @ b, accumulated and returned in `dtype`."""
     return a @ b if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
 
 

@@ -1,27 +1,27 @@
-"""The gated delta rule over joined runs, chunk by chunk.
+"""The gated delta rule over joined sequences, chunk by chunk.
 
-In: rows. Out: rows, and the state each run ends with. A state S is a map from keys to values that
-fades, then is corrected at one key towards one value:
+In: rows. Out: rows, and the final state of each sequence. A state S maps keys to values; each token
+decays it, then corrects it at one key towards one value:
 
     S ← exp(g_t)·S        S ← S + k_t ⊗ u_t,  u_t = beta_t·(v_t − k_tᵀS)        o_t = scale·q_tᵀS
 
-A state begins at 0, or where another lane left it, and is affine in that beginning:
-final = delta_transition · initial + (final from 0), which is how lanes pass it on.
+The initial state is 0, or another lane's final state, and the final state is affine in it:
+final = delta_transition · initial + (final from 0), which is how lanes pass states.
 
-Within a chunk that begins with S0, with c_ij the decay from row j to row i and c_i from S0 to it,
+In a chunk with the initial state S0, with c_ij the decay from row j to row i and c_i from S0 to it,
 
     u_i + beta_i·Σ_{j<i} c_ij·(k_i·k_j)·u_j = beta_i·v_i − beta_i·c_i·k_iᵀS0
 
-is a triangular system; solved for both right sides it gives u = U − W·S0, and all else is products.
-`prepare_delta` does all that needs no S0, so that lanes can exchange states in between.
+is a triangular system; solved for both right sides it gives u = U − W·S0, and the rest is matrix
+products. `prepare_delta` does everything that needs no S0, so that lanes can then exchange states.
 
-A chunk leaves S = c·S0 + K̂ᵀ(U − W·S0), with c and K̂ the decay and the keys as its end sees them.
-As a matrix, (c − K̂ᵀW)·S0 + K̂ᵀU, it would be rounded once and err the same way in every chunk:
-where keys repeat and little fades, states would drift away as sequences grow.
+The final state of a chunk is S = c·S0 + K̂ᵀ(U − W·S0), with c and K̂ the decay, and the keys decayed
+to the chunk's end. The matrix form (c − K̂ᵀW)·S0 + K̂ᵀU is not used: its rounding error would be the
+same in every chunk, and with repeated keys and little decay states would drift in long sequences.
 
-T rows, S runs, H heads, K and V width of keys and values; M chunks of Q rows, laid out as in
+T rows, S sequences, H heads, K and V width of keys and values; M chunks of Q rows, laid out as in
 ops/chunks.py. With one head, K = V = 1, q = k = scale = 1, g = 0 and beta = ½ the state goes half
-way to each value: runs of values 4 8 | 6 give 2 5 | 3.
+way to each value: sequences of values 4 8 | 6 give 2 5 | 3.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longshore.ops.boundaries import Bounds, offsets_of
-from longshore.ops.chunks import Chunks, carry, chunks_of, decays, first_states, kept
+from longshore.ops.chunks import Chunks, carry, chunks_of, decays, first_states, split_decay
 from longshore.ops.products import product, solve_unit_lower
 
 
@@ -49,7 +49,7 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """(T, H, V) in the dtype of v, and final states (S, H, K, V) in float32 at least.
 
-    g: log decay, 0 or less. q and k are normalised already; scale: K^−½ for None. initial: (S, H,
+    g: log decay, 0 or less. q and k are already normalised; scale: K^−½ for None. initial: (S, H,
     K, V), 0 for None.
     """
     prepared = prepare_delta(
@@ -66,7 +66,7 @@ def delta_transition(
     bounds: Bounds | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """(S, H, K, K): the matrix by which each run multiplies the state it is handed."""
+    """(S, H, K, K): the matrix by which each sequence multiplies its initial state."""
     layout = chunks_of(offsets_of(bounds, len(k_THK)), chunk, device=k_THK.device)
     dtype = torch.promote_types(k_THK.dtype, torch.float32)
     k, none, g, beta = (
@@ -95,7 +95,7 @@ def prepare_delta(
     decay = decays(g)
     return PreparedDelta(
         layout=layout,
-        changes=_solve(k, v, g, beta, decay=decay),
+        updates=_solve(k, v, g, beta, decay=decay),
         scores=product(q, k.mT) * decay,
         faded_q=q * _since_start(g),
         dtype=v_THV.dtype,
@@ -103,32 +103,33 @@ def prepare_delta(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Changes:
-    """What each chunk does to the state that enters it.
-
-    from_values, from_state: U (M, H, Q, V) and W (M, H, Q, K). faded_k: K̂, (M, H, Q, K). one, rest:
-    (M, H, 1, 1), whose sum is c.
-    """
+class ChunkUpdates:
+    """How each chunk updates its initial state."""
 
     from_values: Tensor
+    """U, (M, H, Q, V)."""
     from_state: Tensor
+    """W, (M, H, Q, K)."""
     faded_k: Tensor
+    """K̂, (M, H, Q, K)."""
     one: Tensor
+    """(M, H, 1, 1): one + rest is c, see chunks.split_decay."""
     rest: Tensor
+    """(M, H, 1, 1)."""
 
     def ends(self, layout: Chunks) -> tuple[Tensor, Tensor]:
-        """Of each run, the transition (S, H, K, K) and the final state from 0 (S, H, K, V)."""
+        """Of each sequence, the transition (S, H, K, K) and the final state from 0 (S, H, K, V)."""
         heads, _, values = self.from_values.shape[1:]
         keys = self.from_state.shape[3]
         nothing, eye = torch.zeros_like(self.from_state), self.rest.new_ones(keys).diag()
-        # Columns that no value reaches, from the identity, become the transition.
-        start = pad(eye, (values, 0)).expand(layout.runs, heads, keys, values + keys)
+        # Extra columns that start as the identity and get no values become the transition.
+        start = pad(eye, (values, 0)).expand(layout.sequences, heads, keys, values + keys)
         wide = replace(self, from_values=torch.cat([self.from_values, nothing], dim=3))
         final, transition = wide.carried(layout, start)[0].split([values, keys], dim=3)
         return transition, final
 
     def carried(self, layout: Chunks, start: Tensor) -> tuple[Tensor, ...]:
-        """States that leave the runs; those that enter the chunks (M, H, K, V); u (M, H, Q, V)."""
+        """Final states of sequences, initial states of chunks (M, H, K, V), and u (M, H, Q, V)."""
         parts = (self.from_values, self.from_state, self.faded_k, self.one, self.rest)
         return carry(layout, start, _past_chunk, parts=parts)
 
@@ -141,7 +142,7 @@ def _past_chunk(
     one: Tensor,
     rest: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The next state, the one that entered, and the updates u of the chunk's rows."""
+    """The next state, the chunk's initial state, and the updates u of its rows."""
     updates = from_values - product(from_state, state)
     changed = rest * state + product(faded_k.mT, updates)
     return one * state + changed, state, updates
@@ -149,41 +150,42 @@ def _past_chunk(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedDelta:
-    """What the chunks do, whatever states they begin with.
-
-    scores: (M, H, Q, Q). faded_q: queries as they see the state that entered, (M, H, Q, K). dtype:
-    of the outputs.
-    """
+    """What each chunk computes independently of its initial state."""
 
     layout: Chunks
-    changes: Changes
+    """How the rows are divided into chunks."""
+    updates: ChunkUpdates
+    """How each chunk updates its initial state."""
     scores: Tensor
+    """(M, H, Q, Q)."""
     faded_q: Tensor
+    """(M, H, Q, K): queries with the decay since the chunk's start."""
     dtype: torch.dtype
+    """Of the outputs."""
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """Of each run, the transition (S, H, K, K) and the final state from 0 (S, H, K, V)."""
-        return self.changes.ends(self.layout)
+        """Of each sequence, the transition (S, H, K, K) and the final state from 0 (S, H, K, V)."""
+        return self.updates.ends(self.layout)
 
     def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (T, H, V) and final states (S, H, K, V)."""
-        heads, _, values = self.changes.from_values.shape[1:]
-        shape = (self.layout.runs, heads, self.faded_q.shape[3], values)
+        heads, _, values = self.updates.from_values.shape[1:]
+        shape = (self.layout.sequences, heads, self.faded_q.shape[3], values)
         start = first_states(initial, shape, like=self.faded_q)
-        final, entering, updates = self.changes.carried(self.layout, start)
+        final, entering, updates = self.updates.carried(self.layout, start)
         out = product(self.scores, updates) + product(self.faded_q, entering)
         return self.layout.join(out.transpose(1, 2)).to(self.dtype), final
 
 
-def _solve(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, decay: Tensor) -> Changes:
-    """Of chunks (M, H, Q, …)."""
+def _solve(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, decay: Tensor) -> ChunkUpdates:
+    """Solves the triangular systems of chunks (M, H, Q, …)."""
     scaled_k = beta[..., None] * k
     system = (product(scaled_k, k.mT) * decay).tril(-1)
     right = torch.cat([beta[..., None] * v, scaled_k * _since_start(g)], dim=-1)
     solution = solve_unit_lower(system, right)
     from_values, from_state = solution.split([v.shape[3], k.shape[3]], dim=-1)
-    one, rest = kept(g.sum(-1)[..., None, None])
-    return Changes(
+    one, rest = split_decay(g.sum(-1)[..., None, None])
+    return ChunkUpdates(
         from_values=from_values,
         from_state=from_state,
         faded_k=k * decay[..., -1, :, None],

@@ -1,6 +1,6 @@
-"""Experts: rows to the experts they were routed to, through each one's SwiGLU, and back.
+"""Experts: dispatches rows to the experts they are routed to, applies SwiGLU, and combines them.
 
-In: rows and the experts each goes to. Out: rows, weighted and summed. Nothing here chooses experts.
+In: rows and the experts of each. Out: rows, weighted and summed. The router is in model/moe.py.
 
 T tokens, K experts a token, M = T·K rows, E experts, C channels, F channels inside an expert. Two
 tokens, 3 experts, ids [[2, 0], [0, 1]]:
@@ -9,8 +9,8 @@ tokens, 3 experts, ids [[2, 0], [0, 1]]:
     order    1 2 3 0         rows by expert: t0→0  t1→0  t1→1  t0→2
     counts   2 1 1           offsets  2 3 4, the stop of each expert's rows
 
-An id of E or more goes to no expert: its row lies past the last offset and comes out as 0. Only the
-per-expert loop waits for the device; nothing depends on the order in which threads add.
+An id of E or more means no expert: its row is past the last offset and its output is 0. Only the
+per-expert loop waits for the device; no result depends on the order in which threads add.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ def sort_by_expert(expert_ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor,
 
 
 def dispatch(x_TC: Tensor, order: Tensor) -> Tensor:
-    """(M, C): the row of its token for each of `order`."""
+    """(M, C): for each entry of `order` the row of its token."""
     top_k = len(order) // max(len(x_TC), 1)
     inverse_TK = _inverse(order).view(len(x_TC), top_k)
     return _take(x_TC, order // max(top_k, 1), inverse_TK)
@@ -56,22 +56,22 @@ def grouped_mlp(
     """
     refused = refusal(x_MC, gate_up_E2FC, down_ECF)
     product = looped_product if refused else grouped_product
-    held = torch.arange(len(x_MC), device=x_MC.device)[:, None] < offsets_E[-1]
+    is_routed = torch.arange(len(x_MC), device=x_MC.device)[:, None] < offsets_E[-1]
     # Rows past the end may be garbage in a grouped product, forward and backward.
-    hidden_M2F = product(_only(x_MC, held), gate_up_E2FC, offsets_E)
+    hidden_M2F = product(_masked(x_MC, is_routed), gate_up_E2FC, offsets_E)
     gate_MF, up_MF = hidden_M2F.chunk(2, dim=-1)
-    return _only(product(silu(gate_MF) * up_MF, down_ECF, offsets_E), held)
+    return _masked(product(silu(gate_MF) * up_MF, down_ECF, offsets_E), is_routed)
 
 
 def refusal(*operands: Tensor) -> str | None:
-    """Why torch's grouped product cannot take these operands, or None where it can."""
+    """Why torch's grouped product does not support these operands, or None if it does."""
     for operand in operands:
         if operand.dtype not in (torch.float32, torch.bfloat16):
             return f"it takes float32 and bfloat16, not {operand.dtype}"
         if operand.dtype != operands[0].dtype:
             return f"it takes one dtype, not {operands[0].dtype} and {operand.dtype}"
         if operand.shape[-1] * operand.element_size() % ALIGNMENT:
-            return f"rows of {operand.shape[-1]} numbers are no multiple of {ALIGNMENT} bytes"
+            return f"rows of {operand.shape[-1]} numbers are not a multiple of {ALIGNMENT} bytes"
     return None
 
 
@@ -86,25 +86,25 @@ def looped_product(x_MC: Tensor, weight_EFC: Tensor, offsets_E: Tensor) -> Tenso
     stops = offsets_E.tolist()
     sizes = [stop - start for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
     *parts, past = x_MC.split_with_sizes([*sizes, len(x_MC) - stops[-1]])
-    made = [linear(part, weight) for part, weight in zip(parts, weight_EFC, strict=True)]
-    return torch.cat([*made, past.new_zeros(len(past), weight_EFC.shape[1])])
+    outputs = [linear(part, weight) for part, weight in zip(parts, weight_EFC, strict=True)]
+    return torch.cat([*outputs, past.new_zeros(len(past), weight_EFC.shape[1])])
 
 
 def _inverse(order: Tensor) -> Tensor:
-    places = torch.arange(len(order), device=order.device)
-    return torch.empty_like(order).scatter(0, order, places)
+    indices = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter(0, order, indices)
 
 
 def _take(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """rows[index]; inverse (rows, k) says where each row went. Backward adds in the order of k."""
-    made: Tensor = _Take.apply(rows, index, inverse)  # type: ignore[no-untyped-call]
-    return made
+    taken: Tensor = _Take.apply(rows, index, inverse)  # type: ignore[no-untyped-call]
+    return taken
 
 
-def _only(rows_MC: Tensor, held_M1: Tensor) -> Tensor:
-    """0 where not held, forward and backward, and contiguous in both."""
-    made: Tensor = _Only.apply(rows_MC, held_M1)  # type: ignore[no-untyped-call]
-    return made
+def _masked(rows_MC: Tensor, mask_M1: Tensor) -> Tensor:
+    """0 where the mask is False, forward and backward, and contiguous in both."""
+    masked: Tensor = _Mask.apply(rows_MC, mask_M1)  # type: ignore[no-untyped-call]
+    return masked
 
 
 class _Take(torch.autograd.Function):
@@ -120,13 +120,13 @@ class _Take(torch.autograd.Function):
         return taken.view(*inverse.shape, *grad.shape[1:]).sum(1), None, None
 
 
-class _Only(torch.autograd.Function):
+class _Mask(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_MC: Tensor, held_M1: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(held_M1)
-        return torch.where(held_M1, rows_MC.contiguous(), 0.0)
+    def forward(ctx: Any, rows_MC: Tensor, mask_M1: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(mask_M1)
+        return torch.where(mask_M1, rows_MC.contiguous(), 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        (held_M1,) = ctx.saved_tensors
-        return torch.where(held_M1, grad.contiguous(), 0.0), None
+        (mask_M1,) = ctx.saved_tensors
+        return torch.where(mask_M1, grad.contiguous(), 0.0), None

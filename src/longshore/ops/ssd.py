@@ -1,21 +1,21 @@
-"""Mamba2's state-space scan over joined runs, chunk by chunk.
+"""Mamba2's state-space scan over joined sequences, chunk by chunk.
 
-In: rows. Out: rows, and the state each run ends with. With a = exp(dt·A), a number for each head:
+In: rows. Out: rows, and the final state of each sequence. With a = exp(dt·A), one for each head:
 
     h_t = a_t·h_{t−1} + dt_t·x_t ⊗ B_t        y_t = h_t·C_t + D·x_t
 
-The state of a run begins at 0, or where another lane left it. It is affine in that beginning:
-final = ssd_transition · initial + (final from 0), which is how lanes pass it on. With one head,
-P = N = 1, dt = B = C = 1 and exp(A) = ½, runs of x 4 2 8 | 6 give y 4 4 10 | 6.
+The initial state of a sequence is 0, or another lane's final state. The final state is affine in
+it: final = ssd_transition · initial + (final from 0), which is how lanes pass states. With one
+head, P = N = 1, dt = B = C = 1 and exp(A) = ½, sequences x 4 2 8 | 6 give y 4 4 10 | 6.
 
-`prepare_ssd` does all that needs no initial state, so that lanes can exchange states in between:
+`prepare_ssd` does everything that needs no initial state, so that lanes can then exchange states:
 
     prepared = prepare_ssd(x, dt, A, B, C, bounds=bounds)
-    transition, final = prepared.ends()         of each run, from a state of 0
+    transition, final = prepared.ends()         of each sequence, from a state of 0
     y, final = prepared.run(initial)
 
-T rows, S runs, H heads, P width of a head, G groups of heads, N width of the state; M chunks of Q
-rows, as ops/chunks.py lays them out.
+T rows, S sequences, H heads, P width of a head, G groups of heads, N width of the state; M chunks
+of Q rows, laid out as in ops/chunks.py.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from longshore.ops.boundaries import Bounds, offsets_of
-from longshore.ops.chunks import Chunks, carry, chunks_of, decays, first_states, kept
+from longshore.ops.chunks import Chunks, carry, chunks_of, decays, first_states, split_decay
 from longshore.ops.products import product
 
 
@@ -42,8 +42,8 @@ def ssd(
 ) -> tuple[Tensor, Tensor]:
     """(T, H, P) in the dtype of x, and final states (S, H, P, N) in float32 at least.
 
-    dt is biased and positive already, A negative. Head h uses group h·G // H. initial: (S, H, P,
-    N), 0 for None.
+    dt already has its bias and is positive, A is negative. Head h uses group h·G // H. initial:
+    (S, H, P, N), 0 for None.
     """
     prepared = prepare_ssd(x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H=D_H, bounds=bounds, chunk=chunk)
     return prepared.run(initial)
@@ -52,11 +52,11 @@ def ssd(
 def ssd_transition(
     dt_TH: Tensor, A_H: Tensor, *, bounds: Bounds | None = None, chunk: int | None = None
 ) -> Tensor:
-    """(S, H): by how much each run shrinks the state it is handed."""
+    """(S, H): the decay of the initial state over each sequence."""
     layout = chunks_of(offsets_of(bounds, len(dt_TH)), chunk, device=dt_TH.device)
     dtype = torch.promote_types(dt_TH.dtype, torch.float32)
     logs = layout.cut(dt_TH.to(dtype) * A_H.to(dtype))
-    return _shrinking(layout, logs.sum(1))
+    return _total_decay(layout, logs.sum(1))
 
 
 def prepare_ssd(
@@ -90,7 +90,7 @@ def prepare_ssd(
         layout=layout,
         C=C,
         since_start=logs.cumsum(-1).exp()[..., None],
-        whole=logs.sum(-1)[..., None, None],
+        log_decay=logs.sum(-1)[..., None, None],
         added=product(faded.mT.flatten(2, 3), B).unflatten(2, (x.shape[2], -1)),
         inner=product(scores, x),
         direct=None if D_H is None else D_H.to(dtype)[:, None] * x_THP,
@@ -100,56 +100,58 @@ def prepare_ssd(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedSSD:
-    """What the chunks do, whatever states they begin with.
-
-    C: (M, G, Q, N). since_start: (M, G, H/G, Q, 1), what is left at a row of the state that
-    entered. whole: (M, G, H/G, 1, 1), the log of what is left of it past the last row. added: what
-    a chunk adds to the state, (M, G, H/G, P, N). inner: outputs from a state of 0, (M, G, H/G, Q,
-    P). direct: (T, H, P), D·x, or None. dtype: of the outputs.
-    """
+    """What each chunk computes independently of its initial state."""
 
     layout: Chunks
+    """How the rows are divided into chunks."""
     C: Tensor
+    """(M, G, Q, N)."""
     since_start: Tensor
-    whole: Tensor
+    """(M, G, H/G, Q, 1): the decay of the chunk's initial state at each row."""
+    log_decay: Tensor
+    """(M, G, H/G, 1, 1): the log of its decay over the chunk."""
     added: Tensor
+    """(M, G, H/G, P, N): what the chunk adds to the state."""
     inner: Tensor
+    """(M, G, H/G, Q, P): outputs from a state of 0."""
     direct: Tensor | None
+    """(T, H, P): D·x, or None."""
     dtype: torch.dtype
+    """Of the outputs."""
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """Of each run, the transition (S, H) and the final state from 0 (S, H, P, N)."""
+        """Of each sequence, the transition (S, H) and the final state from 0 (S, H, P, N)."""
         final = self._carried(None)[0]
-        return _shrinking(self.layout, self.whole.flatten(1)), final.flatten(1, 2)
+        return _total_decay(self.layout, self.log_decay.flatten(1)), final.flatten(1, 2)
 
     def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (T, H, P) and final states (S, H, P, N)."""
         final, entering = self._carried(initial)
-        seen = product(self.C, entering.flatten(2, 3).mT)
-        outer = seen.unflatten(3, entering.shape[2:4]).transpose(2, 3) * self.since_start
+        read = product(self.C, entering.flatten(2, 3).mT)
+        outer = read.unflatten(3, entering.shape[2:4]).transpose(2, 3) * self.since_start
         y_THP = self.layout.join((self.inner + outer).flatten(1, 2).transpose(1, 2))
         if self.direct is not None:
             y_THP = y_THP + self.direct
         return y_THP.to(self.dtype), final.flatten(1, 2)
 
     def _carried(self, initial: Tensor | None) -> tuple[Tensor, ...]:
-        """The states that leave the runs, and those that enter the chunks."""
+        """The final states of the sequences, and the initial states of the chunks."""
         groups, each, width, state = self.added.shape[1:]
-        shape = (self.layout.runs, groups * each, width, state)
+        shape = (self.layout.sequences, groups * each, width, state)
         start = first_states(initial, shape, like=self.added).unflatten(1, (groups, each))
-        parts = (*kept(self.whole), self.added)
+        parts = (*split_decay(self.log_decay), self.added)
         return carry(self.layout, start, _past_chunk, parts=parts)
 
 
 def _past_chunk(h: Tensor, one: Tensor, rest: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-    """The next state, and the one that entered."""
+    """The next state, and the chunk's initial state."""
     return one * h + (rest * h + added), h
 
 
-def _shrinking(layout: Chunks, whole_MH: Tensor) -> Tensor:
-    """(S, H): what each run leaves, from the logs of what its chunks leave."""
-    start = whole_MH.new_zeros(layout.runs, whole_MH.shape[1])
-    return carry(layout, start, lambda sums, logs: (sums + logs,), parts=(whole_MH,))[0].exp()
+def _total_decay(layout: Chunks, logs_MH: Tensor) -> Tensor:
+    """(S, H): the decay over each sequence, from the log decays of its chunks."""
+    start = logs_MH.new_zeros(layout.sequences, logs_MH.shape[1])
+    return carry(layout, start, lambda sums, logs: (sums + logs,), parts=(logs_MH,))[0].exp()
 
 
 def _cut(layout: Chunks, rows_TG: Tensor) -> Tensor:

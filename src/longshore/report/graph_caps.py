@@ -2,8 +2,8 @@
 
 In: plans. Out: one row for each candidate cap. A graph replays one shape, so the boundaries of a
 micro-batch's sequences are padded to cap + 1 entries by repeating the last; a micro-batch with more
-sequences than the cap runs without the graph. The shape has one number of tokens too, the capacity:
-the run of padding that fills a lane up to it is one more sequence for every kernel.
+sequences than the cap runs without the graph. The number of tokens is fixed too, to the capacity:
+the padding that fills a lane up to it is one more sequence for every kernel.
 
 A lane of capacity 8 with sequences of 3 and 2 tokens counts 3: they and 3 tokens of padding. One
 with 5 and 3 tokens is full and counts 2.
@@ -26,22 +26,22 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class CapRow:
-    """One candidate cap.
-
-    marks: the percentiles it is, such as ("P50",). covered: share of micro-batches with at most
-    `cap` sequences, padding's included. empty_slots: how many of the cap's slots stay empty in
-    those, on average; empty_share: the same / cap.
-    """
+    """One candidate cap."""
 
     cap: int
+    """The most sequences of a micro-batch."""
     marks: tuple[str, ...]
+    """The percentiles that equal it, such as ("P50",)."""
     covered: float
+    """Share of micro-batches with at most `cap` sequences, padding included."""
     empty_slots: float
+    """Empty slots of the covered micro-batches, on average."""
     empty_share: float
+    """empty_slots / cap."""
 
 
 def micro_batch_sizes(plan: Plan) -> Ints:
-    """Sequences in each micro-batch (a lane's share of a round) that has any, with padding's."""
+    """Sequences of each micro-batch that has any, its padding included as one."""
     lanes = plan.setting.lanes
     change = np.zeros((2, len(plan.rounds), lanes + 1), dtype=np.int64)
     for number, pack in plan.packs():

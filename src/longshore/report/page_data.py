@@ -1,19 +1,17 @@
-"""Lengths in classes that grow by a fixed factor, for an axis that is even in the logarithm.
-
-In: lengths. Out: edges, and the sequences and tokens between each edge and the next. The lengths 1,
-2, 3, 3 make the classes 1, 2 and 3 with the counts 1, 1, 2 and the tokens 1, 2, 6.
-
-The numbers behind the page, as compact JSON.
+"""The data of the plan page, as compact JSON.
 
 In: the plans of the steps and the other policies' plans for the same steps. Out: a dictionary of
-lists. Times inside a step are whole ticks, a millionth of the step's total each, so `cost * unit`
-is in seconds. Packs are columns: two packs on lanes 0–1 and on lane 1 of round 0 read
+lists. Times inside a step are integer ticks, a millionth of the step's total each, so `cost * unit`
+is in seconds. Packs are columns: two packs on lanes 0–1 and on lane 1 of round 0 are
 
     {"round": [0, 0], "lane": [0, 1], "cp": [2, 1], "tokens": [4, 3], "cost": […], "start": […],
      "count": [1, 1], "sequences": [0, 1]}
 
-where `count` cuts `sequences` into packs and `start` is one number, or a list when the pack's lanes
-begin it at different times. The same holds for `start` and `end` of a round.
+where `count` splits `sequences` into packs and `start` is one number, or a list when the pack's
+lanes start it at different times. The same holds for `start` and `end` of a round.
+
+The histogram of lengths has bins on a logarithmic scale: the lengths 1, 2, 3, 3 make the bins 1, 2
+and 3 with the counts 1, 1, 2 and the tokens 1, 2, 6.
 """
 
 import math
@@ -32,12 +30,12 @@ from longshore.report.graph_caps import cap_rows, micro_batch_sizes
 from longshore.report.timeline import Floats, Timeline, make_timeline
 
 Ints = NDArray[np.int64]
-MOST_CLASSES = 24
+MOST_BINS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Class i holds the lengths from edges[i] to edges[i + 1] − 1."""
+    """Bin i has the lengths from edges[i] to edges[i + 1] − 1."""
 
     edges: list[int]
     counts: list[int]
@@ -45,22 +43,22 @@ class Histogram:
 
 
 def length_histogram(lengths: Ints) -> Histogram:
-    """Up to 24 classes; a narrow range of lengths gets finer ones."""
-    edges = class_edges(int(lengths.min()), int(lengths.max()))
-    place = np.searchsorted(edges, lengths, side="right") - 1
-    classes = len(edges) - 1
-    counts = np.bincount(place, minlength=classes)
-    tokens = np.zeros(classes, dtype=np.int64)
-    np.add.at(tokens, place, lengths)
+    """Up to 24 bins; a narrow range of lengths gets finer ones."""
+    edges = bin_edges(int(lengths.min()), int(lengths.max()))
+    bin_index = np.searchsorted(edges, lengths, side="right") - 1
+    bins = len(edges) - 1
+    counts = np.bincount(bin_index, minlength=bins)
+    tokens = np.zeros(bins, dtype=np.int64)
+    np.add.at(tokens, bin_index, lengths)
     return Histogram(edges.tolist(), counts.tolist(), tokens.tolist())
 
 
-def class_edges(low: int, high: int) -> Ints:
-    """Edges 2^(i/n) around low … high, n the largest of 8, 4, 2, 1 with few enough classes."""
+def bin_edges(low: int, high: int) -> Ints:
+    """Edges 2^(i/n) around low … high, n the largest of 8, 4, 2, 1 with few enough bins."""
     for per_octave in (8, 4, 2, 1):
         first = math.floor(math.log2(low) * per_octave)
         last = math.floor(math.log2(high) * per_octave) + 1
-        if last - first <= MOST_CLASSES or per_octave == 1:
+        if last - first <= MOST_BINS or per_octave == 1:
             break
     powers = np.exp2(np.arange(first, last + 1) / per_octave)
     edges: Ints = np.unique(np.ceil(powers - 1e-9).astype(np.int64))
@@ -90,7 +88,7 @@ def page_data(steps: Seq[Plan], comparisons: Comparisons) -> Json:
 
 
 def check_input(steps: Seq[Plan], comparisons: Comparisons) -> None:
-    """Refuses what cannot be drawn side by side."""
+    """Raises for plans that cannot be drawn together."""
     if not steps:
         raise ValueError("the page needs at least one step's plan and got none")
     lanes = {plan.setting.lanes for plan in steps}
@@ -148,7 +146,7 @@ def pack_columns(plan: Plan, timeline: Timeline, unit: float) -> Json:
 
 
 def pipeline_columns(plan: Plan) -> Json | None:
-    """What each pipeline rank does when, as columns; None without a pipeline."""
+    """The simulated events of the pipeline ranks, as columns; None without a pipeline."""
     simulated = simulate(plan) if plan.setting.pp > 1 else None
     if simulated is None or simulated.walk is None:
         return None
@@ -169,11 +167,11 @@ def pipeline_columns(plan: Plan) -> Json | None:
 
 
 def policy_data(steps: Seq[Plan], comparisons: Comparisons) -> list[Json]:
-    """A row for each policy, the page's own first: its figures a step, or why it was refused."""
-    shown = steps[0].setting.policy
-    others = {name: plans for name, plans in comparisons.items() if name != shown}
+    """A row for each policy, the page's own first: its stats per step, or why it was refused."""
+    own = steps[0].setting.policy
+    others = {name: plans for name, plans in comparisons.items() if name != own}
     rows: list[Json] = []
-    for name, plans in {shown: steps, **others}.items():
+    for name, plans in {own: steps, **others}.items():
         if isinstance(plans, str):
             rows.append({"name": name, "refused": plans})
         else:
@@ -182,7 +180,7 @@ def policy_data(steps: Seq[Plan], comparisons: Comparisons) -> list[Json]:
 
 
 def stats_data(stats: Stats) -> Json:
-    """The figures with six digits; what is not finite becomes None, which JSON can hold."""
+    """The figures with six digits; values that are not finite become None, for JSON."""
     data = {name: getattr(stats, name) for name in Stats.__slots__}
     return {
         name: significant(value) if isinstance(value, float) else value
@@ -201,5 +199,5 @@ def one_or_many(seconds: Floats, unit: float) -> int | list[int]:
 
 
 def ticks(seconds: Floats, unit: float) -> list[int]:
-    whole: list[int] = np.rint(seconds / unit).astype(np.int64).tolist()
-    return whole
+    counts: list[int] = np.rint(seconds / unit).astype(np.int64).tolist()
+    return counts

@@ -26,17 +26,17 @@ const FIGURES = [
   ["bubble", "Bubble", ({ stats }, { pp }) => (pp > 1 ? percent(stats.bubble) : "none"),
     "Share of time that pipeline ranks wait for their neighbours; none without a pipeline."],
   ["rounds", "Rounds", ({ stats }) => number(stats.rounds),
-    "Turns of the step. More rounds mean less memory at a time."],
+    "Micro-batches of each lane in the step. More rounds need less memory at a time."],
   ["fill", "Fill", ({ stats }) => percent(stats.fill),
-    "How full the lanes are: tokens held, of all that capacity allows. Low fill is no harm by itself."],
+    "How full the lanes are: tokens relative to the capacity. A low fill is not a problem in itself."],
   ["padding", "Padding", ({ stats }) => percent(stats.padding),
-    "Share of all tokens that only fill up and train nothing."],
+    "Share of all tokens that are padding and train nothing."],
   ["tokens", "Real tokens", ({ stats }) => number(stats.tokens),
     "Tokens of the step's sequences, without padding."],
   ["planning_seconds", "Planning time", ({ stats }) => seconds(stats.planning_seconds),
     "How long it took to make this plan."],
   ["digest", "Digest", ({ digest }) => digest,
-    "A fingerprint of the plan. All processes must show the same one."],
+    "A hash of the plan. It must be the same on all ranks."],
 ];
 
 class Page {
@@ -97,7 +97,7 @@ class Page {
     const figures = FIGURES.map(([name, label, text, note]) => figure(name, label, text(this.step, setting), note));
     const sizes = element("div", { class: "wide", "data-figure": "cp_histogram" },
       element("dt", {}, "CP sizes"), element("dd", {}, this.sizeBars()),
-      element("dd", { class: "small" }, "Over how many lanes the sequences are split: sequences at each CP size."));
+      element("dd", { class: "small" }, "Sequences at each CP size, the number of lanes a sequence is split over."));
     byId("figures").replaceChildren(...figures, sizes);
   }
 
@@ -160,11 +160,11 @@ class Page {
 function settingFacts(setting, about) {
   const facts = [
     ["Policy", setting.policy, about[setting.policy]],
-    ["Lanes", number(setting.lanes), "places that work side by side"],
+    ["Lanes", number(setting.lanes), "workers in parallel"],
     ["Capacity", `${number(setting.capacity)} tokens`, "the most a lane holds in a round"],
     ["Sync", setting.sync, SYNC[setting.sync] || ""],
     ["Pipeline", setting.pp > 1 ? `pp ${setting.pp}, vpp ${setting.vpp}` : "none",
-      setting.pp > 1 ? "ranks in a row, and stages on each" : "every lane holds all layers"],
+      setting.pp > 1 ? "pipeline ranks, and stages on each" : "every lane holds all layers"],
   ];
   if (setting.align > 1) facts.push(["Align", number(setting.align), "a lane's tokens are rounded up to a multiple"]);
   if (setting.max_sequences) facts.push(["Cap", plural(setting.max_sequences, "sequence"), "the most in a lane's micro-batch"]);
@@ -174,7 +174,7 @@ function settingFacts(setting, about) {
 function summary({ stats, lengths }, setting) {
   return `${plural(lengths.length, "sequence")} with ${plural(stats.tokens, "token")} on ${plural(setting.lanes, "lane")} ` +
     `in ${plural(stats.rounds, "round")}: predicted to take ${seconds(stats.predicted)}, ` +
-    `${percent(stats.gap)} above what no plan can beat.`;
+    `${percent(stats.gap)} above the lower bound.`;
 }
 
 function figure(name, label, text, note) {
@@ -185,7 +185,7 @@ function figure(name, label, text, note) {
 function timelineNote(setting) {
   const wait = setting.sync === "round"
     ? "A round starts when the slowest lane has finished the round before."
-    : "A lane goes on as soon as it is done; only lanes that share a pack wait for each other.";
+    : "A lane continues as soon as it is done; only lanes that share a pack wait for each other.";
   const pipeline = setting.pp > 1
     ? " The picture shows the lanes of one pipeline rank with its rounds back to back; the predicted time adds the bubble."
     : "";
@@ -216,7 +216,7 @@ function roundRows({ busy, packs, unit }) {
 function capsNote(count, steps) {
   return "A CUDA graph replays one fixed shape, so it needs a cap on the sequences in a lane's micro-batch. A smaller " +
     "micro-batch is filled up with empty slots: entries of the boundary array, which then has cap + 1 of them, and no " +
-    "tokens. A larger one runs without the graph. The run of padding that fills a lane up to its capacity counts as a " +
+    "tokens. A larger one runs without the graph. The padding that fills a lane up to its capacity counts as a " +
     "sequence. P50, P90 and P99 are the least caps that cover so many percent of the " +
     `${plural(count, "micro-batch")}`.replace("batchs", "batches") +
     `${steps > 1 ? ` of all ${number(steps)} steps together` : ""} (one for each lane and round with work).`;

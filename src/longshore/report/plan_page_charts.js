@@ -101,7 +101,7 @@ function histogramNote(step, capacity) {
     ? `${plural(long.length, "sequence")} with ${percent(share)} of the tokens ${long.length === 1 ? "is" : "are"} longer ` +
       `than a lane's capacity of ${number(capacity)} tokens and must be split over several lanes.`
     : `Every sequence fits into a lane's capacity of ${number(capacity)} tokens.`;
-  return "How long the sequences are, on an axis that doubles (k is 1,024 tokens). " + split;
+  return "How long the sequences are, on a logarithmic axis (k is 1,024 tokens). " + split;
 }
 
 function histogramTable(table, { edges, counts, tokens }) {

@@ -21,7 +21,7 @@ class LaneModel {
     if (frame.rowHeight >= 1) return "";
     const lanes = this.groupsFor(frame).lanes;
     return `There are more lanes than pixels, so ${lanes} neighbouring lanes share a line. Colours show the mean time at ` +
-      "each CP size; they turn paler where the least busy of the lanes is done, and a grey tail reaches to the end of " +
+      "each CP size; they become paler where the least busy of the lanes is done, and a grey tail reaches to the end of " +
       "the busiest. Zoom in to see single packs.";
   }
 

@@ -93,7 +93,7 @@ function sizeCanvas(canvas, width, height) {
 
 function hint() {
   return element("p", { class: "hint" },
-    element("span", { class: "mouse" }, "Point at a block for its details. Drag to move; click the picture, then turn " +
+    element("span", { class: "mouse" }, "Point at a block for its details. Drag to move; click the picture, then use " +
       "the wheel to zoom (Shift: time only, Alt: rows only). Keys: arrows go from block to block, + and − zoom, 0 shows all."),
     element("span", { class: "touch" }, "Tap a block for its details, pinch to zoom, drag to move."));
 }

@@ -1,8 +1,8 @@
 """How good the cost model is: predicted against measured seconds of rounds.
 
-In: the lines of a journal. Out: a CostFit, points to draw, and a judgement in words. Absolute
-seconds of a profile for another machine are off by one factor, which plans do not notice; so the
-factor is taken out first. Rounds predicted at 1, 2 and 3 s that took 2, 4 and 9 s have ratios 2, 2
+In: the lines of steps.jsonl. Out: a CostFit, points to draw, and a verdict as text. The seconds of
+a profile made for another machine are off by one factor, which does not change plans; so the factor
+is removed first. Rounds predicted at 1, 2 and 3 s that took 2, 4 and 9 s have ratios 2, 2
 and 3: the factor is their median 2, and the errors are 0 %, 0 % and 50 %, in the middle 0 %.
 """
 
@@ -27,29 +27,31 @@ JUDGEMENTS = ((0.05, "very good"), (0.12, "good"), (0.25, "rough"), (math.inf, "
 
 @dataclass(frozen=True, slots=True)
 class CostFit:
-    """What remains when predictions are scaled by the best factor.
-
-    factor: the median of measured / predicted. low, high: nine of ten ratios in the middle lie
-    between these, in factors. error: the middle distance of measured from scaled prediction, as a
-    share. correlation: of the two, None where either never changes. variety: how much predictions
-    differ, as standard deviation / mean. skipped: the first step, which is left out, or None.
-    """
+    """How well predictions match after scaling by the best factor."""
 
     rounds: int
+    """Rounds that were compared."""
     factor: float
+    """The median of measured / predicted."""
     low: float
+    """The 5th percentile of measured / predicted, relative to `factor`."""
     high: float
+    """The 95th percentile of measured / predicted, relative to `factor`."""
     error: float
+    """The median relative error after scaling."""
     correlation: float | None
+    """Of predicted and measured; None if either is constant."""
     variety: float
+    """How much predictions differ: standard deviation / mean."""
     skipped: int | None
+    """The first step, which is left out, or None."""
 
 
 def cost_data(lines: Mapping[int, JournalLine]) -> Json | None:
-    """The fit, its words, dots for a scatter, and the ratio over steps; None where none measured.
+    """The fit, its text, dots for a scatter plot, and the ratio over steps; None without times.
 
-    In its first step a machine makes memory and kernels ready: it is left out of the fit and of the
-    dots, where there are others.
+    The first step, in which memory and kernels warm up, is left out of the fit and of the dots if
+    there are enough others.
     """
     measured = {step: line for step, line in lines.items() if line.measured}
     if not measured:
@@ -64,7 +66,7 @@ def cost_data(lines: Mapping[int, JournalLine]) -> Json | None:
     return {
         **{name: _short(value) for name, value in asdict(fit).items()},
         "verdict": verdict(fit),
-        "words": cost_words(fit),
+        "words": cost_text(fit),
         "dots": {
             "predicted": rounded(predicted[dots]),
             "elapsed": rounded(elapsed[dots]),
@@ -97,41 +99,45 @@ def verdict(fit: CostFit) -> str:
     return next(word for most, word in JUDGEMENTS if fit.error <= most)
 
 
-def cost_words(fit: CostFit) -> str:
-    """The judgement, for a person who has not read about cost models."""
-    found = [
-        f"The cost model is {verdict(fit)} here: scaled by one factor, half of the "
-        f"{fit.rounds:,} rounds took within {fit.error:.0%} of what it says.",
+def cost_text(fit: CostFit) -> str:
+    """The verdict, for readers new to cost models."""
+    sentences = [
+        f"The cost model is {verdict(fit)} here: after scaling by one factor, half of the "
+        f"{fit.rounds:,} rounds were within {fit.error:.0%} of the prediction.",
         f"The factor is {fit.factor:.3g}: a round takes {fit.factor:.3g} times as long as "
-        "predicted. A factor away from 1 means another machine or model than the profile's, and "
-        "does no harm to plans.",
-        f"Nine rounds of ten lie between {fit.low:.2f} and {fit.high:.2f} times that.",
+        "predicted. A factor other than 1 means that the profile is for another machine or model; "
+        "plans do not depend on it.",
+        f"Nine of ten rounds took {fit.low:.2f} to {fit.high:.2f} times the scaled prediction.",
     ]
     if fit.variety < ALIKE:
-        found.append("Predictions hardly differ from round to round, so correlation says little.")
+        sentences.append(
+            "Predictions hardly differ from round to round, so correlation says little."
+        )
     elif fit.correlation is not None:
-        found.append(f"Predicted and measured times correlate by {fit.correlation:.2f} (best: 1).")
+        sentences.append(
+            f"Predicted and measured times correlate by {fit.correlation:.2f} (best: 1)."
+        )
     if fit.skipped is not None:
-        found.append(f"Step {fit.skipped}, in which memory and kernels get ready, is left out.")
-    return " ".join(found)
+        sentences.append(f"Step {fit.skipped}, in which memory and kernels warm up, is left out.")
+    return " ".join(sentences)
 
 
 def choose_dots(predicted: Floats, ratios: Floats, *, most: int = MOST_DOTS) -> list[int]:
-    """All places, or of each run of similar predictions the first and the two extremes."""
+    """All indices, or of each group of similar predictions the first and the two extremes."""
     if len(predicted) <= most:
         return list(range(len(predicted)))
     order = np.argsort(predicted, kind="stable")
     at = edges(len(order), most=most // 3)
-    kept: set[int] = set()
+    chosen: set[int] = set()
     for start, end in pairwise(at.tolist()):
-        run = order[start:end]
-        best, worst = run[ratios[run].argmin()], run[ratios[run].argmax()]
-        kept |= {int(run[0]), int(best), int(worst)}
-    return sorted(kept)
+        group = order[start:end]
+        low, high = group[ratios[group].argmin()], group[ratios[group].argmax()]
+        chosen |= {int(group[0]), int(low), int(high)}
+    return sorted(chosen)
 
 
 def ratio_curve(lines: Mapping[int, JournalLine]) -> Json:
-    """Measured / predicted of each whole step, thinned as the other curves are."""
+    """Measured / predicted of each step, thinned like the other curves."""
     steps = np.array(list(lines), dtype=np.int64)
     ratios = np.array([line.elapsed.sum() / line.predicted.sum() for line in lines.values()])
     at = edges(len(steps), most=MOST_POINTS)

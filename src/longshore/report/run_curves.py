@@ -1,7 +1,7 @@
-"""Curves of thousands of steps as at most a thousand points, without losing a spike.
+"""Curves of thousands of steps as at most a thousand points, without losing spikes.
 
-In: an array for each metric. Out: the mean of each run of neighbouring steps, with the lowest and
-the highest of them where a point stands for several. Six steps in three points:
+In: an array for each metric. Out: the mean of each group of neighbouring steps, with its minimum
+and maximum where a point stands for several steps. Six steps in three points:
 
     edges(6, most=3) = [0, 2, 4, 6]
     curve([1, 3, 9, 1, 2, 2], [0, 2, 4, 6]) = {"y": [2, 5, 2], "low": [1, 1, 2], "high": [3, 9, 2]}
@@ -38,10 +38,10 @@ SHOWN = (
 
 
 def run_curves(metrics: Mapping[str, Floats], *, most: int = MOST_POINTS) -> Json:
-    """Every metric that has a value, and what its points have in common.
+    """Every metric that has a value, and the steps, tokens and seconds of its points.
 
-    A point stands at the last of its steps, with the tokens and seconds from the run's first step
-    to the end of that one.
+    A point is at the last of its steps, with the tokens and seconds from the run's first step to
+    the end of that one.
     """
     at = edges(len(metrics["step"]), most=most)
     last = at[1:] - 1
@@ -57,13 +57,13 @@ def run_curves(metrics: Mapping[str, Floats], *, most: int = MOST_POINTS) -> Jso
 
 
 def edges(count: int, *, most: int) -> Ints:
-    """Cuts `count` steps into at most `most` runs of almost the same number."""
+    """Divides `count` steps into at most `most` groups of almost the same size."""
     points = min(count, most)
     return np.arange(points + 1, dtype=np.int64) * count // points
 
 
 def curve(values: Floats, at: Ints) -> Json:
-    """Mean, lowest and highest of each run; null where no step of it has a value."""
+    """Mean, minimum and maximum of each group; null where no step of it has a value."""
     if len(at) == len(values) + 1:
         return {"y": rounded(values)}
     known = np.isfinite(values)
@@ -75,12 +75,12 @@ def curve(values: Floats, at: Ints) -> Json:
 
 
 def total(values: Floats) -> Floats:
-    """The sum up to and with each step; a step without a value adds nothing."""
+    """The cumulative sum; a step without a value adds nothing."""
     return np.cumsum(np.nan_to_num(values))
 
 
 def rounded(values: Iterable[float], digits: int = 5) -> list[float | None]:
-    """As JSON holds them, with so many digits; what is not finite becomes None."""
+    """For JSON, with so many significant digits; values that are not finite become None."""
     return [_rounded(float(value), digits) for value in values]
 
 

@@ -1,4 +1,4 @@
-"""The numbers behind the page of one or more runs, as compact JSON.
+"""The data of the run page, for one or more runs, as compact JSON.
 
 In: RunFolders. Out: a dictionary with curves, figures, cost model, experts, slowest steps and
 timelines of each run, and the keys in which the runs' configurations differ:
@@ -20,7 +20,7 @@ from longshore.report.run_files import Floats, RunFolder
 from longshore.report.run_steps import slow_steps, steps_data
 
 MOST_RUNS = 8
-ITS_OWN = ("output.folder", "output.export")
+PER_RUN = ("output.folder", "output.export")
 """Keys in which any two runs differ."""
 ABSENT = "–"
 
@@ -28,7 +28,7 @@ ABSENT = "–"
 def run_page_data(runs: Seq[RunFolder]) -> Json:
     """Everything the page shows."""
     if not 1 <= len(runs) <= MOST_RUNS:
-        raise ValueError(f"{len(runs)} runs; a page holds 1 to {MOST_RUNS}, so choose among them")
+        raise ValueError(f"{len(runs)} runs; a page shows 1 to {MOST_RUNS} runs")
     named = zip(runs, names(runs), strict=True)
     shown = [run_data(run, name, share=1 / len(runs)) for run, name in named]
     sizes = {size for run in shown for step in run["steps"] for size in step["packs"]["cp"]}
@@ -41,15 +41,15 @@ def run_page_data(runs: Seq[RunFolder]) -> Json:
 
 
 def names(runs: Seq[RunFolder]) -> list[str]:
-    """Each run's folder; where two have the same name, all of its path."""
+    """The name of each run's folder; if two are the same, the paths."""
     short = [run.name for run in runs]
     if len(set(short)) == len(short):
         return short
-    whole = [str(run.folder) for run in runs]
-    if len(set(whole)) < len(whole):
-        twice = next(name for name in whole if whole.count(name) > 1)
-        raise ValueError(f"{twice} is named twice; name each run once")
-    return whole
+    paths = [str(run.folder) for run in runs]
+    if len(set(paths)) < len(paths):
+        twice = next(name for name in paths if paths.count(name) > 1)
+        raise ValueError(f"{twice} is given twice; give each run once")
+    return paths
 
 
 def run_data(run: RunFolder, name: str, *, share: float = 1.0) -> Json:
@@ -69,7 +69,7 @@ def run_data(run: RunFolder, name: str, *, share: float = 1.0) -> Json:
 
 
 def figures(run: RunFolder) -> Json:
-    """The run in numbers; None where it has none. Speeds are medians, shares are means."""
+    """The key figures of a run, None if unknown. Speeds are medians, shares are means."""
     m = run.metrics
     finite = np.flatnonzero(np.isfinite(m["loss"]))
     elapsed = float(np.nansum(m["elapsed_s"]))
@@ -95,7 +95,7 @@ def figures(run: RunFolder) -> Json:
         "rounds": _mean(m["rounds"]),
         "data_wait": float(np.nansum(m["data_wait_s"])) / elapsed if elapsed else math.nan,
         "planning": _median(m["plan_s"]),
-        "memory_gib": _extreme(m["memory_gib"]),
+        "memory_gib": _max(m["memory_gib"]),
         "grad_norm": _median(m["grad_norm"]),
         "skipped": float(np.nansum(m["skipped"])),
         "no_loss": float(len(run.steps) - len(finite) - np.nansum(m["skipped"])),
@@ -104,7 +104,7 @@ def figures(run: RunFolder) -> Json:
 
 
 def evals_data(run: RunFolder) -> list[Json]:
-    """Each evaluation's losses, at its step and at the tokens and seconds trained by then."""
+    """The losses of each held-out set, with the step, and the tokens and seconds until then."""
     tokens, seconds = total(run.metrics["tokens"]), total(run.metrics["elapsed_s"])
     rows = []
     for name, losses in run.evals.items():
@@ -124,7 +124,7 @@ def evals_data(run: RunFolder) -> list[Json]:
 
 def differences(runs: Seq[RunFolder]) -> list[Json]:
     """The keys whose values are not the same in all runs, with each run's value as text."""
-    keys = dict.fromkeys(key for run in runs for key in run.config if key not in ITS_OWN)
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in PER_RUN)
     rows = [(key, [text(run.config.get(key, ABSENT)) for run in runs]) for key in keys]
     return [
         {"key": key, "values": values, "everywhere": all(key in run.config for run in runs)}
@@ -150,6 +150,6 @@ def _mean(values: Floats) -> float:
     return float(known.mean()) if len(known) else math.nan
 
 
-def _extreme(values: Floats) -> float:
+def _max(values: Floats) -> float:
     known = values[np.isfinite(values)]
     return float(known.max()) if len(known) else math.nan

@@ -1,7 +1,7 @@
-"""How evenly experts are used: a map for each layer, and the busiest against the mean.
+"""How evenly experts are used: a heat map for each layer, and the busiest relative to the mean.
 
-In: the lines of a journal. Out: columns for drawing. Four experts that got 10, 10, 20 and 0 tokens
-in a step have shares of 100, 100, 200 and 0 hundredths of an even share, and a peak of 2.
+In: the lines of steps.jsonl. Out: columns for drawing. Four experts that got 10, 10, 20 and 0
+tokens in a step have shares of 100, 100, 200 and 0 hundredths of an even share, and a peak of 2.
 """
 
 from collections.abc import Mapping
@@ -46,13 +46,13 @@ def experts_data(lines: Mapping[int, JournalLine], *, cells: int = MOST_CELLS) -
 
 
 def relative(tokens: NDArray[np.int64]) -> Floats:
-    """Tokens of each expert [step, expert] as multiples of an even share; 1 where none had any."""
+    """Tokens [step, expert] as multiples of an even share; 1 where no expert had any."""
     mean = tokens.mean(axis=-1, keepdims=True)
     return np.where(mean > 0, tokens / np.where(mean > 0, mean, 1.0), 1.0)
 
 
 def peak_curve(steps: NDArray[np.int64], peaks: list[Floats]) -> Json:
-    """The busiest expert / the mean: over the layers the mean, the lowest and the highest."""
+    """The busiest expert relative to the mean: mean, minimum and maximum over the layers."""
     each = np.stack(peaks)
     at = edges(len(steps), most=MOST_POINTS)
     low, high = (curve(extreme, at) for extreme in (each.min(axis=0), each.max(axis=0)))
@@ -65,7 +65,7 @@ def peak_curve(steps: NDArray[np.int64], peaks: list[Floats]) -> Json:
 
 
 def layer_row(tokens: NDArray[np.int64]) -> Json:
-    """A layer over the whole run: its busiest and idlest experts, and how many are starved."""
+    """A layer over all steps: its busiest and idlest experts, and how many are starved."""
     shares = relative(tokens)
     return {
         "busiest": int(shares.argmax()),

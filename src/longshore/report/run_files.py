@@ -1,4 +1,4 @@
-"""Reads the folder of a run: its configuration, its steps, its evaluations and its journal.
+"""Reads the folder of a run: its configuration, metrics, evaluations and steps.jsonl.
 
 In: a folder. Out: a RunFolder with one array for each metric, NaN where a step has none. The lines
 
@@ -6,8 +6,8 @@ In: a folder. Out: a RunFolder with one array for each metric, NaN where a step 
     {"step": 2, "loss": 4.0, …}
     {"step": 2, "loss": 3.9, …}
 
-of a run that was resumed give step [1, 2] and loss [5.5, 3.9]: the later line wins. Half a line at
-the end, which a killed run leaves, is left out; a broken line before it is a ValueError.
+of a run that was resumed give step [1, 2] and loss [5.5, 3.9]: the later line counts. An incomplete
+last line, which a killed run leaves, is ignored; any other broken line is a ValueError.
 """
 
 import json
@@ -50,18 +50,21 @@ METRICS = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunFolder:
-    """A run as its folder tells it.
-
-    config: by section.key. metrics: an array for "step" and each metric, sorted by step; the depths
-    of multi-token prediction are depth_1, depth_2, …. evals: (step, loss) by name.
-    """
+    """The content of a run's folder."""
 
     name: str
+    """The folder's name."""
     folder: Path
+    """As given by the user."""
     config: Mapping[str, object]
+    """By section.key."""
     metrics: Mapping[str, Floats]
+    """An array for "step" and each metric, sorted by step; depths of multi-token prediction are
+    depth_1, depth_2, …."""
     evals: Mapping[str, list[tuple[int, float]]]
+    """(step, loss) by the held-out set's name."""
     journal: JournalSteps
+    """The plans and the times of the rounds, from steps.jsonl."""
 
     @property
     def steps(self) -> Floats:
@@ -69,10 +72,10 @@ class RunFolder:
 
 
 def read_run(folder: str | Path) -> RunFolder:
-    """Everything of a run but its weights; refuses a folder without steps."""
+    """Everything of a run but its weights; raises ValueError for a folder without steps."""
     path = Path(folder)
     if not path.is_dir():
-        what = "a file" if path.exists() else "not there"
+        what = "a file" if path.exists() else "missing"
         raise ValueError(f"{folder} is {what}; name the folder of a run, such as runs/demo-1")
     return RunFolder(
         name=path.resolve().name,
@@ -100,9 +103,9 @@ def read_metrics(path: Path) -> dict[str, Floats]:
         raise ValueError(f"{path.parent} has no {path.name}: it is not a run, or has no step yet")
     rows: dict[int, dict[str, float]] = {}
     for where, line in read_lines(path):
-        rows[_whole(line, "step", where)] = _numbers(line, where)
+        rows[_integer(line, "step", where)] = _numbers(line, where)
     if not rows:
-        raise ValueError(f"{path} holds no step; wait until the first step has ended")
+        raise ValueError(f"{path} has no step yet; wait for the first step to end")
     steps = sorted(rows)
     names = [*METRICS, *_depths(rows.values())]
     columns = {name: [rows[step].get(name, math.nan) for step in steps] for name in names}
@@ -110,21 +113,22 @@ def read_metrics(path: Path) -> dict[str, Floats]:
 
 
 def read_evals(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """(step, loss) of each evaluation, by its name; of two lines for a step the later counts."""
+    """(step, loss) of each evaluation by name; of two lines for a step the later counts."""
     if not path.is_file():
         return {}
-    found: dict[str, dict[int, float]] = {}
+    by_name: dict[str, dict[int, float]] = {}
     for where, line in read_lines(path):
         loss = _number(line.get("loss"), f"{where}: loss")
-        found.setdefault(str(line.get("name", "held-out")), {})[_whole(line, "step", where)] = loss
+        name = str(line.get("name", "held-out"))
+        by_name.setdefault(name, {})[_integer(line, "step", where)] = loss
     return {
         name: [(step, loss) for step, loss in sorted(losses.items()) if math.isfinite(loss)]
-        for name, losses in found.items()
+        for name, losses in by_name.items()
     }
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each whole line, with "file, line n" for whoever complains about it."""
+    """Each complete line, with "file, line n" for error messages."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n") and line.strip():
@@ -138,7 +142,7 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: is not a JSON object; delete the line to go on without it")
+        raise ValueError(f"{where}: is not a JSON object; delete the line to continue without it")
     return value
 
 
@@ -167,7 +171,7 @@ def _number(value: object, where: str) -> float:
     return number if math.isfinite(number) else math.nan
 
 
-def _whole(line: Mapping[str, Any], key: str, where: str) -> int:
+def _integer(line: Mapping[str, Any], key: str, where: str) -> int:
     value = line.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_NUMBER:
         raise ValueError(
@@ -177,8 +181,8 @@ def _whole(line: Mapping[str, Any], key: str, where: str) -> int:
 
 
 def _depths(rows: Any) -> list[str]:  # noqa: ANN401 - a view of dictionaries
-    found = {name for row in rows for name in row if name.startswith("depth_")}
-    return sorted(found, key=lambda name: int(name.removeprefix("depth_")))
+    depths = {name for row in rows for name in row if name.startswith("depth_")}
+    return sorted(depths, key=lambda name: int(name.removeprefix("depth_")))
 
 
 def _flat(table: Mapping[str, Any], before: str) -> Iterator[tuple[str, object]]:

@@ -107,8 +107,8 @@ class RunPage {
   }
 
   showSlowest() {
-    byId("slowest-note").textContent = "The steps that took longest, and what was unlike other steps in them. " +
-      "A step's number leads to its timeline.";
+    byId("slowest-note").textContent = "The steps that took longest, and how they differ from others. " +
+      "Click a step's number for its timeline.";
     byId("slowest").replaceChildren(...this.runs.flatMap((run, i) => [
       ...(this.several ? [element("h3", {}, swatch(i), ` ${run.name}`)] : []), this.slowTable(run, i)]));
   }
@@ -145,7 +145,7 @@ function runSummary({ figures }) {
   const { steps, tokens, seconds: time, loss, tokens_per_s: speed } = figures;
   const ended = loss === null ? "" : ` The loss of the last step is ${figureText(loss)}.`;
   return `${plural(steps, "step")} on ${plural(tokens, "token")} in ${duration(time)}` +
-    `${speed === null ? "" : `, ${compact(speed)} tokens a second`}.${ended}`;
+    `${speed === null ? "" : `, ${compact(speed)} tokens per second`}.${ended}`;
 }
 
 new RunPage(JSON.parse(byId("run-data").textContent)).start();

@@ -23,8 +23,8 @@ class CostView {
       this.runs.map(({ name, cost }) => [name, cost.verdict, percent(cost.error), `${significant(cost.low, 2)} to ${times(cost.high)}`,
         cost.correlation === null ? "–" : significant(cost.correlation, 2), times(cost.factor), number(cost.rounds)]));
     table.querySelectorAll("th[scope=row]").forEach((cell, row) => cell.prepend(swatch(this.runs[row].i)));
-    return element("div", {}, element("p", { class: "note" }, "A common factor between predicted and measured time does no harm to " +
-      "plans, so it is taken out first; the error is what remains."), element("div", { class: "scroll" }, table));
+    return element("div", {}, element("p", { class: "note" }, "A common factor between predicted and measured time does not change " +
+      "plans, so it is removed first; the error is what remains."), element("div", { class: "scroll" }, table));
   }
 
   draw() {
@@ -45,8 +45,8 @@ class CostView {
       plot.dots({ x: cost.dots.predicted, y: cost.dots.elapsed, colour: colour(i) }, { width: 6, opacity: 0.55 });
     }
     const tip = element("div", { class: "tip", hidden: "" });
-    const caption = "Each dot is a round: predicted time to the right, measured time upwards, on scales that multiply. " +
-      "Dots on the line follow the cost model but for one factor.";
+    const caption = "Each dot is a round: predicted time to the right, measured time upwards, on logarithmic scales. " +
+      "Dots on the line match the cost model except for one factor.";
     host.replaceChildren(element("h3", {}, "Rounds"), element("p", { class: "caption" }, caption), plot.node, tip);
     this.listen(host, plot, tip);
   }
@@ -82,7 +82,7 @@ class CostView {
       placeTip(tip, host, {
         title: `${this.several ? run.name + ", " : ""}step ${number(step[i])}`, x, y: y + (plot.node.offsetTop || 40),
         rows: [[null, "Predicted", seconds(predicted[i])], [null, "Measured", seconds(elapsed[i])],
-          [null, "Of what is expected", times(elapsed[i] / predicted[i] / run.cost.factor)]],
+          [null, "Relative to expected", times(elapsed[i] / predicted[i] / run.cost.factor)]],
       });
     });
     plot.node.addEventListener("pointerleave", () => { tip.hidden = true; });
@@ -94,8 +94,8 @@ class CostView {
 
   drawRatio() {
     const lines = this.runs.map(({ i, name, cost }) => ({ ...cost.ratio, x: cost.ratio.step, name, colour: colour(i) }));
-    const caption = "Seconds measured for each second predicted, all rounds of a step together, on a scale that multiplies. " +
-      "A flat line is a good cost model, at whatever height.";
+    const caption = "Seconds measured for each second predicted, all rounds of a step together, on a logarithmic scale. " +
+      "A flat line, at any height, means a good cost model.";
     drawOverSteps(byId("ratio"), lines, { title: "Ratio over steps", caption, format: times, log: true, height: 300 });
   }
 }

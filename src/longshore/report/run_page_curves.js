@@ -5,17 +5,17 @@
 
 const CHARTS = [
   ["loss", "Loss", "Training loss of each step", [["loss", "training"]], figureText, { large: true }],
-  ["depths", "Loss of further tokens", "Multi-token prediction, by depth", "depths", figureText, {}],
-  ["balance", "Balance loss", "What uneven use of experts costs", [["balance_loss", "balance"]], figureText, {}],
+  ["depths", "Multi-token prediction loss", "By depth", "depths", figureText, {}],
+  ["balance", "Balance loss", "Penalty for uneven use of experts", [["balance_loss", "balance"]], figureText, {}],
   ["grad", "Gradient norm", "Before clipping", [["grad_norm", "gradient norm"]], figureText, {}],
   ["lr", "Learning rate", "", [["lr", "learning rate"]], figureText, { steady: true }],
-  ["speed", "Tokens a second", "Real tokens, over all lanes", [["tokens_per_s", "tokens/s"]], compact, {}],
-  ["time", "Time of a step", "From the end of the step before to its own", [["elapsed_s", "time"]], seconds, {}],
+  ["speed", "Tokens per second", "Real tokens, over all lanes", [["tokens_per_s", "tokens/s"]], compact, {}],
+  ["time", "Time of a step", "From the end of the previous step to its own", [["elapsed_s", "time"]], seconds, {}],
   ["efficiency", "Plan efficiency", "Share of the lanes' time put into real tokens", [["efficiency", "efficiency"]], percent, {}],
-  ["padding", "Padding", "Share of tokens that only fill up", [["padding", "padding"]], percent, { ifItVaries: true }],
-  ["rounds", "Rounds", "Turns of a step", [["rounds", "rounds"]], (value) => number(value, 1), { ifItVaries: true }],
-  ["wait", "Waiting for data, planning", "", [["data_wait_s", "waiting for data"], ["plan_s", "planning, mostly aside"]], seconds, {}],
-  ["memory", "Memory", "The most that a rank held so far", [["memory_gib", "memory"]], gib, { steady: true }],
+  ["padding", "Padding", "Share of tokens that are padding", [["padding", "padding"]], percent, { ifItVaries: true }],
+  ["rounds", "Rounds", "Micro-batches of each lane in a step", [["rounds", "rounds"]], (value) => number(value, 1), { ifItVaries: true }],
+  ["wait", "Waiting for data, planning", "", [["data_wait_s", "waiting for data"], ["plan_s", "planning, mostly in the background"]], seconds, {}],
+  ["memory", "Memory", "Peak memory of a rank so far", [["memory_gib", "memory"]], gib, { steady: true }],
   ["mfu", "MFU", "Share of the hardware's peak", [["mfu", "MFU"]], percent, {}],
 ];
 
@@ -210,7 +210,7 @@ function curvesNote(runs) {
   const thinned = runs.filter(({ figures, points }) => figures.steps > points.step.length);
   const smoothing = "Pale lines are single steps, strong ones a running mean. ";
   const few = thinned.length
-    ? `So that the page stays small, neighbouring steps share a point: the line is their mean, the pale band reaches ` +
+    ? `To keep the page small, neighbouring steps share a point: the line is their mean, the pale band reaches ` +
       `from the lowest to the highest of them, so that no spike is lost. `
     : "";
   return (thinned.length < runs.length ? smoothing : "") + few + "Point at a curve for its numbers; click it to see that step below.";

@@ -27,7 +27,7 @@ class ExpertsView {
   show(run, layer) {
     Object.assign(this, { run, layer });
     byId("experts-layer").replaceChildren(...run.experts.rows.map(({ most }, i) => element("option", { value: i },
-      `Layer of experts ${i}: busiest ${times(most)} an even share`)));
+      `MoE layer ${i}: busiest ${times(most)} an even share`)));
     byId("experts-layer").value = layer;
     fillTable(byId("layers"), ["Layer", "Experts", "Busiest", "Its share", "Idlest", "Its share", "Below a tenth"],
       run.experts.rows.map((row, i) => [number(i), number(run.experts.experts[i]), `expert ${row.busiest}`, times(row.most),
@@ -48,7 +48,7 @@ class ExpertsView {
   drawHeat() {
     const host = byId("heat"), { experts } = this.run, map = experts.maps[this.layer];
     const plot = new Plot(host, {
-      height: 280, label: `Shares of ${plural(map.length, "expert")} in layer of experts ${this.layer}`,
+      height: 280, label: `Shares of ${plural(map.length, "expert")} in MoE layer ${this.layer}`,
       formats: [AXES.step[2], number], ranges: [[experts.first - 0.5, experts.step.at(-1) + 0.5], [0, map.length]], whole: true,
     });
     const picture = this.paint(map, experts.step.length);

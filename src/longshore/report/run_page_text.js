@@ -14,8 +14,8 @@ function complain(message) {
 const RUN_WORDS = {
   ...WORDS,
   efficiency: "Share of the lanes' time that goes into arithmetic on real tokens, by the cost model's estimate.",
-  padding: "Share of all tokens that only fill up and train nothing.",
-  "cost model": "What tokens are thought to cost; the planner balances lanes by it. A common factor does not change plans.",
+  padding: "Share of all tokens that are padding and train nothing.",
+  "cost model": "The estimated time of a pack, by which the planner balances lanes. A common factor does not change plans.",
   "data wait": "Time a step waited because its data were not ready.",
 };
 
@@ -57,17 +57,17 @@ const RUN_FIGURES = [
   ["steps", "Steps", number, "Updates of the model that were recorded.", 0],
   ["tokens", "Tokens", compact, "Real tokens that were trained on, without padding.", 0],
   ["seconds", "Time", duration, "All steps together.", 0],
-  ["tokens_per_s", "Tokens a second", compact, "Over all lanes, in the middle step (median).", 1],
-  ["step_s", "Time of a step", seconds, "In the middle step (median).", 0],
-  ["mfu", "MFU", percent, "Model FLOPs a second as a share of the hardware's peak (median).", 1],
-  ["tflops", "TFLOP/s", figureText, "Of one rank, in the middle step (median).", 1],
+  ["tokens_per_s", "Tokens per second", compact, "Over all lanes (median).", 1],
+  ["step_s", "Time of a step", seconds, "Median over steps.", 0],
+  ["mfu", "MFU", percent, "Model FLOPs per second as a share of the hardware's peak (median).", 1],
+  ["tflops", "TFLOP/s", figureText, "Of one rank (median).", 1],
   ["efficiency", "Plan efficiency", percent, "Share of the lanes' time that plans put into real tokens (mean).", 1],
-  ["padding", "Padding", percent, "Share of all tokens that only fill up (mean).", -1],
-  ["rounds", "Rounds", (value) => number(value, 1), "Turns of a step (mean).", 0],
+  ["padding", "Padding", percent, "Share of all tokens that are padding (mean).", -1],
+  ["rounds", "Rounds", (value) => number(value, 1), "Micro-batches of each lane in a step (mean).", 0],
   ["data_wait", "Waiting for data", percent, "Share of the time in which a step waited for its data.", -1],
-  ["planning", "Planning", seconds, "Time to plan a step (median), mostly while the step before is trained.", -1],
-  ["memory_gib", "Memory", gib, "The most that a rank held.", -1],
-  ["skipped", "Skipped steps", number, "Steps without a token to learn from.", 0],
+  ["planning", "Planning", seconds, "Time to plan a step (median), mostly during the previous step.", -1],
+  ["memory_gib", "Memory", gib, "Peak memory of a rank.", -1],
+  ["skipped", "Skipped steps", number, "Steps without a loss token.", 0],
   ["no_loss", "Steps without a loss", number, "Steps whose loss was not a finite number.", 0],
 ];
 const ONLY_IF_ANY = ["skipped", "no_loss"];
@@ -85,8 +85,8 @@ const CHIPS = [
   ["Policy", ["plan.policy"]],
   ["Capacity", ["plan.capacity"]],
   ["Sync", ["plan.sync"]],
-  ["Sequences a step", ["data.batch"]],
-  ["Tokens a step", ["data.batch_tokens"]],
+  ["Sequences per step", ["data.batch"]],
+  ["Tokens per step", ["data.batch_tokens"]],
   ["Learning rate", ["train.lr"]],
   ["Arithmetic", ["train.dtype"]],
 ];

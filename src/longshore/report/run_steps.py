@@ -1,15 +1,13 @@
-"""The slowest steps of a run, and why they were slow.
+"""Single steps of a run: the slowest with the reasons, and timelines of as many as fit a page.
 
-In: a RunFolder. Out: rows with reasons, the largest first. In a run whose steps take 1 s, one of
-3 s that waited 1.8 s for its data explains most of its 2 s more by that:
+In: a RunFolder. Out: a row for each of the slowest steps, slowest first. In a run whose steps take
+1 s, one of 3 s that waited 1.8 s for its data has that as its reason:
 
     {"step": 7, "elapsed": 3.0, "times": 3.0, …, "why": ["waited 1.8 s for data"]}
 
-The timelines of a run's steps, few enough for a page.
-
-In: a RunFolder. Out: for each chosen step what the plan page's drawing wants (times in ticks, packs
-as columns; see page_data.py) and the predicted and measured seconds of its rounds. Of 1000 steps
-with a cap of 200 the first, the last and the slowest ten are kept, and about every fifth.
+And for each chosen step the data of its timeline (times in ticks, packs as columns; see
+page_data.py) with the predicted and measured seconds of its rounds. Of 1000 steps with a limit of
+200 the first, the last and the slowest ten are chosen, and about every fifth.
 """
 
 import math
@@ -30,28 +28,28 @@ Floats = NDArray[np.float64]
 
 MOST_ROWS = 10
 EXPLAINS = 0.25
-"""A wait explains a slow step when it makes up this share of the extra time."""
+"""A wait is a reason if it is at least this share of the extra time."""
 COLUMNS = ("data_wait_s", "plan_s", "tokens", "rounds", "efficiency", "padding")
-UNEXPLAINED = "nothing that was recorded explains it"
-FIRST = "the first step: memory and kernels are made ready"
+UNEXPLAINED = "no reason in the recorded metrics"
+FIRST = "the first step: warm-up of memory and kernels"
 
 
-def slowest_places(metrics: Mapping[str, Floats], *, most: int = MOST_ROWS) -> list[int]:
-    """The places of the slowest steps, the slowest first; ties go to the earlier step."""
+def slowest_indices(metrics: Mapping[str, Floats], *, most: int = MOST_ROWS) -> list[int]:
+    """The indices of the slowest steps, the slowest first; ties go to the earlier step."""
     elapsed = np.nan_to_num(metrics["elapsed_s"], nan=-math.inf)
     order = np.argsort(-elapsed, kind="stable")[:most]
-    return [int(place) for place in order if math.isfinite(elapsed[place])]
+    return [int(index) for index in order if math.isfinite(elapsed[index])]
 
 
 def slow_steps(run: RunFolder) -> list[Json]:
     metrics, usual = run.metrics, usual_values(run.metrics)
     ratio = _ratios(run.journal.lines)
     rows = []
-    for place in slowest_places(metrics):
-        values = {name: float(metrics[name][place]) for name in ("elapsed_s", *COLUMNS)}
-        step = int(run.steps[place])
-        reasons = [FIRST] if place == 0 else []
-        reasons += why(values, usual, ratio=ratio.get(step), usual_ratio=_middle(ratio.values()))
+    for index in slowest_indices(metrics):
+        values = {name: float(metrics[name][index]) for name in ("elapsed_s", *COLUMNS)}
+        step = int(run.steps[index])
+        reasons = [FIRST] if index == 0 else []
+        reasons += why(values, usual, ratio=ratio.get(step), usual_ratio=_median(ratio.values()))
         rows.append(
             {
                 "step": step,
@@ -65,8 +63,8 @@ def slow_steps(run: RunFolder) -> list[Json]:
 
 
 def usual_values(metrics: Mapping[str, Floats]) -> dict[str, float]:
-    """The median of each column over the steps that have it; NaN where none has."""
-    return {name: _middle(metrics[name]) for name in ("elapsed_s", *COLUMNS)}
+    """The median of each column over the steps that have it; NaN if none has."""
+    return {name: _median(metrics[name]) for name in ("elapsed_s", *COLUMNS)}
 
 
 def why(
@@ -76,15 +74,15 @@ def why(
     ratio: float | None,
     usual_ratio: float,
 ) -> list[str]:
-    """What was unlike other steps; ratio: measured / predicted seconds of the step's rounds."""
-    found = [*_waits(values, usual), *_work(values, usual)]
+    """How the step differs from others; ratio: measured / predicted seconds of its rounds."""
+    reasons = [*_waits(values, usual), *_work(values, usual)]
     if ratio is not None and ratio > 1.25 * usual_ratio:
-        found.append(f"rounds took {ratio / usual_ratio:.1f} × what the cost model leads to expect")
-    return found
+        reasons.append(f"rounds took {ratio / usual_ratio:.1f} × the time the cost model predicts")
+    return reasons
 
 
 def _waits(values: Mapping[str, float], usual: Mapping[str, float]) -> Iterator[str]:
-    """Steps are planned ahead, so planning costs time only where it made the step wait."""
+    """Steps are planned ahead, so planning matters only if the step had to wait for it."""
     more = values["elapsed_s"] - usual["elapsed_s"]
     wait = values["data_wait_s"]
     if more > 0 and wait - usual["data_wait_s"] >= EXPLAINS * more:
@@ -95,7 +93,7 @@ def _waits(values: Mapping[str, float], usual: Mapping[str, float]) -> Iterator[
 
 
 def _work(values: Mapping[str, float], usual: Mapping[str, float]) -> Iterator[str]:
-    """Comparisons with NaN are false, so what is not known is no reason."""
+    """Comparisons with NaN are false, so an unknown value is never a reason."""
     if values["tokens"] > 1.25 * usual["tokens"]:
         yield f"{values['tokens'] / usual['tokens']:.1f} × the usual tokens"
     if values["rounds"] > usual["rounds"]:
@@ -114,7 +112,7 @@ def _ratios(lines: Mapping[int, JournalLine]) -> dict[int, float]:
     }
 
 
-def _middle(values: object) -> float:
+def _median(values: object) -> float:
     known = np.array([value for value in values if math.isfinite(value)])  # type: ignore[attr-defined]
     return float(np.median(known)) if len(known) else math.nan
 
@@ -122,11 +120,11 @@ def _middle(values: object) -> float:
 MOST_STEPS = 200
 MOST_BYTES = 4_000_000
 SWELL = 2.5
-"""A step takes about so many times the bytes of its journal line on the page."""
+"""Bytes of a step on the page, relative to its line in steps.jsonl, roughly."""
 
 
 def steps_data(run: RunFolder, *, share: float = 1.0) -> list[Json]:
-    """Timelines of the chosen steps; `share` is the run's part of the page's bytes."""
+    """Timelines of the chosen steps; `share` is the run's share of the page's bytes."""
     policy = str(run.config.get("plan.policy", DEFAULT_POLICY))
     lines = run.journal.lines
     return [
@@ -136,7 +134,7 @@ def steps_data(run: RunFolder, *, share: float = 1.0) -> list[Json]:
 
 
 def choose_steps(run: RunFolder, *, share: float = 1.0) -> list[int]:
-    """All steps of the journal if they are few, else the first, last, slowest and even ones."""
+    """All steps of steps.jsonl if they are few, else the first, last, slowest and evenly spaced."""
     lines = run.journal.lines
     steps = list(lines)
     if not steps:
@@ -145,11 +143,11 @@ def choose_steps(run: RunFolder, *, share: float = 1.0) -> list[int]:
     most = int(min(MOST_STEPS, share * MOST_BYTES / (SWELL * mean)))
     if len(steps) <= most:
         return steps
-    slowest = {int(run.steps[place]) for place in slowest_places(run.metrics)}
-    kept = {steps[0], steps[-1], *(slowest & lines.keys())}
-    if (more := most - len(kept)) > 0:
-        kept |= {steps[place] for place in edges(len(steps), most=more)[:-1]}
-    return sorted(kept)
+    slowest = {int(run.steps[index]) for index in slowest_indices(run.metrics)}
+    chosen = {steps[0], steps[-1], *(slowest & lines.keys())}
+    if (more := most - len(chosen)) > 0:
+        chosen |= {steps[index] for index in edges(len(steps), most=more)[:-1]}
+    return sorted(chosen)
 
 
 def timeline_data(step: int, plan: Plan, line: JournalLine) -> Json:

@@ -1,14 +1,12 @@
-"""A plan in words: the summary that `longshore plan` prints.
+"""The summaries that `longshore plan` and `longshore report` print.
 
-In: the plans of one or more steps. Out: lines. One step is a list of figures, each with what it
-means; several are a table with one line a step. A predicted time of 0.5 s on a bound of 0.4 s reads
+In: the plans of one or more steps, or the data of a run page. Out: lines of text. One step is a
+list of figures with explanations, several steps are a table with one line per step:
 
     predicted       0.5 s (estimated) for the step
     bound           0.4 s (estimated): no plan within these limits is faster
 
-Runs in words: the summary that `longshore report` prints.
-
-In: the data of a page. Out: lines, for each run what it did and how good its cost model was:
+A run is its progress, its speed and the quality of its cost model:
 
     demo-1: 100 steps, 268,431 tokens in 31 s; loss 0.42
       8,500 tokens/s, efficiency 91%, padding 0.4%, waiting for data 1.2%
@@ -23,7 +21,7 @@ from longshore.report.page_data import Json
 
 
 def plan_summary(plans: Seq[Plan], *, unit: str) -> list[str]:
-    """What was planned and what it is worth; `unit` is that of all times."""
+    """The figures of the plans and advice; `unit` is that of all times."""
     setting, total = plans[0].setting, total_stats([plan.stats for plan in plans])
     lengths = [sequence.length for plan in plans for sequence in plan.sequences]
     names = [name for name in FIGURES if name != "bubble" or setting.pp > 1]
@@ -84,7 +82,7 @@ def report_summary(data: Json) -> list[str]:
         lines.append(f"{run['name']}: {trained}{took}{ended}")
         lines.append("  " + ", ".join(_speeds(figures)))
         if run["cost"]:
-            lines.append(f"  the cost model is {_judged(run['cost'])}")
+            lines.append(f"  the cost model is {_cost_quality(run['cost'])}")
     if len(data["runs"]) > 1:
         keys = ", ".join(row["key"] for row in data["differences"]) or "nothing"
         lines.append(f"the configurations differ in: {keys}")
@@ -94,12 +92,12 @@ def report_summary(data: Json) -> list[str]:
 def _speeds(figures: Json) -> list[str]:
     shares = {"efficiency": "efficiency", "padding": "padding", "data_wait": "waiting for data"}
     speed = figures["tokens_per_s"]
-    found = [] if speed is None else [f"{speed:,.0f} tokens/s"]
-    return found + [
+    parts = [] if speed is None else [f"{speed:,.0f} tokens/s"]
+    return parts + [
         f"{name} {figures[key]:.1%}" for key, name in shares.items() if figures[key] is not None
     ]
 
 
-def _judged(cost: Json) -> str:
+def _cost_quality(cost: Json) -> str:
     error, factor = cost["error"], cost["factor"]
     return f"{cost['verdict']}: typical error {error:.0%} after scaling by {factor:.3g}"

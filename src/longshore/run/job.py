@@ -27,7 +27,7 @@ from longshore.run.data import (
     text_is_ready,
 )
 from longshore.train.device import memory_bytes, pick_dtype
-from longshore.train.display import teller
+from longshore.train.display import startup_notes
 from longshore.train.heartbeat import RankStatus
 from longshore.train.stop import Stop
 
@@ -69,7 +69,7 @@ class TrainingJob:
 
 def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: int) -> TrainingJob:
     """Opens the data and decides what is "auto". local_size: ranks of this machine."""
-    tell = teller(config.output.display, stream=sys.stdout, is_first=topology.rank == 0)
+    tell = startup_notes(config.output.display, stream=sys.stdout, is_first=topology.rank == 0)
     tell("reading the data…")
     stop.status.at("reading the data")
     decoder = decoder_config(config.model)

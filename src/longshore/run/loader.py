@@ -16,7 +16,7 @@ from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
 from longshore.run.data import batch_size, held_out, open_sequences
 from longshore.run.job import TrainingJob
-from longshore.train.evaluate import Evaluator, HeldOut, Tell
+from longshore.train.evaluation import Evaluator, HeldOut, OnEvaluation
 from longshore.train.step import Stepper
 
 
@@ -37,7 +37,7 @@ def make_loader(job: TrainingJob) -> Loader:
     return Loader(steps, prefetch=data.prefetch, pin=job.topology.device.type == "cuda")
 
 
-def make_evaluator(job: TrainingJob, stepper: Stepper, *, tell: Tell) -> Evaluator | None:
+def make_evaluator(job: TrainingJob, stepper: Stepper, *, tell: OnEvaluation) -> Evaluator | None:
     """What evaluates the run's held-out data, if it has any."""
     config = held_out(job.config)
     if config is None:

@@ -14,17 +14,17 @@ from longshore.run.job import TrainingJob
 from longshore.run.parts import Parts
 from longshore.train.checkpoint import Saver
 from longshore.train.device import peak_flops
-from longshore.train.evaluate import Evaluator
+from longshore.train.evaluation import Evaluator
 from longshore.train.failed_step import explain
 from longshore.train.heartbeat import SAVING
-from longshore.train.loop import Hooks, Machine, Progress, Report, train
-from longshore.train.optim import Schedule
-from longshore.train.record import Record
+from longshore.train.loop import Hooks, Machine, Progress, StepReport, train
+from longshore.train.optimizer import Schedule
+from longshore.train.record import RunRecord
 
 
 def train_steps(
-    job: TrainingJob, parts: Parts, *, saver: Saver, evaluator: Evaluator | None, record: Record
-) -> Iterator[Report]:
+    job: TrainingJob, parts: Parts, *, saver: Saver, evaluator: Evaluator | None, record: RunRecord
+) -> Iterator[StepReport]:
     """Trains one step for each report that is asked for, from where the saver stands."""
     device = job.topology.device
     return train(
@@ -55,7 +55,7 @@ def _schedule(job: TrainingJob) -> Schedule:
 
 
 def _hooks(
-    job: TrainingJob, parts: Parts, *, saver: Saver, evaluator: Evaluator | None, record: Record
+    job: TrainingJob, parts: Parts, *, saver: Saver, evaluator: Evaluator | None, record: RunRecord
 ) -> Hooks:
     between = _BetweenSteps(job, saver, evaluator)
     checkpoints = parts.checkpoints
@@ -90,7 +90,7 @@ class _BetweenSteps:
         return self.evaluator is not None and self.evaluator.is_due(step, is_last=is_last)
 
 
-def _show_phase(job: TrainingJob, record: Record, name: str) -> None:
+def _show_phase(job: TrainingJob, record: RunRecord, name: str) -> None:
     compiles = job.config.train.compile or job.topology.device.type == "cuda"
     is_slow = compiles and name == "first step"
     record.phase(f"{name} (compiling)…" if is_slow else f"{name}…")

@@ -19,7 +19,7 @@ from longshore.plan.types import Sequence
 from longshore.run.job import TrainingJob
 from longshore.run.loader import make_planner
 from longshore.train.loss import make_loss
-from longshore.train.optim import make_optimizer
+from longshore.train.optimizer import make_optimizer
 from longshore.train.step import Stepper
 
 

@@ -16,9 +16,9 @@ from longshore.config.schema import RunConfig
 from longshore.distributed.process_group import Rendezvous, attempt_address, process_group
 from longshore.distributed.topology import Topology, make_topology
 from longshore.run.ranks import Ranks
-from longshore.train.device import multiply_plainly, pick_backend, pick_device, pick_dtype
+from longshore.train.device import pick_backend, pick_device, pick_dtype, prefer_blas
 from longshore.train.heartbeat import RankStatus
-from longshore.train.stop import Stop, attended
+from longshore.train.stop import Stop, supervised
 
 
 @contextmanager
@@ -27,13 +27,13 @@ def joined_ranks(
 ) -> Iterator[tuple[Topology, Stop]]:
     """All ranks enter it together. attempt: of torchrun, from 0."""
     device = pick_device(config.train.device, ranks.local_rank)
-    multiply_plainly(device, pick_dtype(config.train.dtype, device), platform.machine())
+    prefer_blas(device, pick_dtype(config.train.dtype, device), platform.machine())
     backend = pick_backend(device, ranks.local_size)
     address = attempt_address(ranks.rendezvous, attempt)
     rendezvous = Rendezvous(ranks.rank, ranks.world_size, address)
     limit = timedelta(minutes=config.parallel.timeout_min)
     with (
-        attended(
+        supervised(
             RankStatus(), rank=ranks.rank, ranks=ranks.world_size, address=ranks.rendezvous
         ) as stop,
         process_group(rendezvous, backend=backend, device=device, timeout=limit),

@@ -45,7 +45,7 @@ from longshore.run.folder import (
     write_config,
 )
 from longshore.train.checkpoint_files import remove_leftovers
-from longshore.train.disk import writing
+from longshore.train.record import writing
 
 if TYPE_CHECKING:
     from longshore.data.loader import Loader

@@ -31,7 +31,7 @@ from longshore.run.weights import write_weights
 from longshore.train.checkpoint import Saver
 from longshore.train.heartbeat import SAVING
 from longshore.train.loop import Progress
-from longshore.train.record import Record, recording
+from longshore.train.record import RunRecord, recording
 from longshore.train.stop import StoppedError
 
 
@@ -87,7 +87,13 @@ def _train_and_save(
 
 
 def _train_and_record(
-    job: TrainingJob, parts: Parts, run: OpenRun, *, saver: Saver, record: Record, notes: list[str]
+    job: TrainingJob,
+    parts: Parts,
+    run: OpenRun,
+    *,
+    saver: Saver,
+    record: RunRecord,
+    notes: list[str],
 ) -> None:
     """Trains and records each step; the first must work before the run's settings change."""
     after = saver.progress.step

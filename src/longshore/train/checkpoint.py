@@ -1,14 +1,14 @@
-"""Checkpoints: all that a run needs to go on, saved while it goes on, for any number of lanes.
+"""Checkpoints: saved while the run continues, loaded on any number of lanes.
 
-In: a model and its optimizer on the lanes, and where the run stands. Out: RUN/checkpoints/step-N;
-or the same again. Training waits for a copy in host memory alone; a thread writes it.
+In: a model and its optimizer on the lanes, and the run's position. Out: RUN/checkpoints/step-N, or
+the same restored from it. Training waits only for a copy in host memory; a thread writes it.
 
     checkpoints.save(Position(step=40, updates=40, loader=loader.state_dict()))
-    checkpoints.confirm(40)          once the loss of step 40 is known: only then it may exist
+    checkpoints.confirm(40)          once the loss of step 40 is known to be finite: completes it
 
-Each lane copies and writes its own rows. What every lane holds whole is shared out by rows as well,
-so 4 lanes with 139,584 parameters and two moments of each copy 104,688 numbers. The copy has the
-same memory each time, and one save at a time uses it.
+Each lane copies and writes its own rows. Rows of replicated tensors are divided among the lanes
+too, so 4 lanes with 139,584 parameters and two moments of each copy 104,688 numbers. The host
+memory of the copy is reused, by one save at a time.
 """
 
 import threading
@@ -27,20 +27,20 @@ from longshore.distributed.topology import Topology
 from longshore.files import free_bytes, reason, size_text, way_out
 from longshore.parallel.fsdp import is_split, shard_rows
 from longshore.train.checkpoint_files import (
+    CheckpointIndex,
     DamagedError,
-    Saved,
-    begin,
+    begin_save,
     check_files,
     checkpoint_folder,
-    finish,
+    finish_save,
     newest_complete,
     partial_folder,
-    read_saved,
+    read_index,
     remove_leftovers,
     saved_steps,
 )
-from longshore.train.checkpoint_storage import Part, load_parts, save_parts
-from longshore.train.device import Moment
+from longshore.train.checkpoint_storage import TensorRows, load_parts, save_parts
+from longshore.train.device import Timestamp
 from longshore.train.loop import Progress
 from longshore.train.stop import RunError
 
@@ -49,7 +49,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a run stands after a step: steps and updates done, and the loader's state."""
+    """The position of a run after a step: steps and updates done, and the loader's state."""
 
     step: int
     updates: int
@@ -57,7 +57,7 @@ class Position:
 
 
 class Checkpoints:
-    """Of one run. All ranks make it, save, load and close together."""
+    """The checkpoints of one run. All ranks construct, save, load and close together."""
 
     def __init__(
         self, run: Path, model: nn.Module, optimizer: AdamW, *, topology: Topology, keep: int
@@ -88,7 +88,7 @@ class Checkpoints:
         return state + random + sum(_whole_bytes(tensor) for tensor in self.model.buffers())
 
     def room_warning(self) -> list[str]:
-        """In words, if the next checkpoint would not fit on the disk."""
+        """A warning, if the next checkpoint would not fit on the disk."""
         free, needed = free_bytes(self.run), self.save_bytes
         if free is None or free > needed:
             return []
@@ -98,7 +98,7 @@ class Checkpoints:
         ]
 
     def save(self, position: Position) -> None:
-        """Copies the state, and leaves the rest to a thread; waits for the save before this one."""
+        """Copies the state and writes it in a thread; waits for the previous save first."""
         self.wait()
         parts, copied = self._copy()
         self.last = position.step
@@ -122,33 +122,33 @@ class Checkpoints:
         return self._error is not None
 
     def wait(self) -> None:
-        """Until the last save is done, which must be confirmed; raises its error on all ranks."""
+        """Waits for the last save, which must be confirmed; raises its error on all ranks."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._error is not None:
-            raise RunError(self._explain(self._error))
+            raise RunError(self._error_text(self._error))
 
     def close(self) -> None:
         self.wait()
         self._groups.close()
 
     @torch.no_grad()
-    def _copy(self) -> tuple[dict[str, Part], Moment]:
-        """This lane's rows in host memory, once the moment has come."""
+    def _copy(self) -> tuple[dict[str, TensorRows], Timestamp]:
+        """This lane's rows in host memory, complete once the timestamp is reached."""
         lane, lanes = self.topology.lane, self.topology.lanes
-        parts, rows, hosts = dict[str, Part](), list[Tensor](), list[Tensor]()
+        parts, rows, hosts = dict[str, TensorRows](), list[Tensor](), list[Tensor]()
         for name, tensor in _state(self.model, self.optimizer):
             own, start = _own_rows(tensor, lane, lanes)
             if own.numel():
                 host = self._buffer(name, own)
-                parts[name] = Part(host, start, tuple(tensor.shape))
+                parts[name] = TensorRows(host, start, tuple(tensor.shape))
                 rows.append(own)
                 hosts.append(host)
         torch._foreach_copy_(hosts, rows, non_blocking=True)
-        copied = Moment(self.topology.device)
+        copied = Timestamp(self.topology.device)
         for name, state in self._rng_states():
-            parts[name] = Part(state, 0, tuple(state.shape))
+            parts[name] = TensorRows(state, 0, tuple(state.shape))
         return parts, copied
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
@@ -163,20 +163,20 @@ class Checkpoints:
         if device.type == "cuda":
             yield f"rng.cuda.{rank}", torch.cuda.get_rng_state(device)
 
-    def _write(self, position: Position, parts: dict[str, Part], copied: Moment) -> None:
-        """The thread's part: all but what exists under the checkpoint's name, then that at once."""
+    def _write(self, position: Position, parts: dict[str, TensorRows], copied: Timestamp) -> None:
+        """Run by the thread: writes a partial folder, then renames it."""
         is_first = self.topology.rank == 0
         try:
             with agreed(self._groups):
                 if is_first:
-                    begin(self.run, position.step, needed=self.save_bytes)
+                    begin_save(self.run, position.step, needed=self.save_bytes)
             copied.wait()
             folder = partial_folder(self.run, position.step)
             files, tensors = save_parts(parts, folder, self._groups.world)
             self._confirmed.wait()
             with agreed(self._groups):
                 if is_first:
-                    content = Saved(
+                    content = CheckpointIndex(
                         step=position.step,
                         updates=position.updates,
                         ranks=self.topology.world_size,
@@ -184,13 +184,13 @@ class Checkpoints:
                         files=files,
                         tensors=tensors,
                     )
-                    finish(self.run, content, keep=self.keep)
+                    finish_save(self.run, content, keep=self.keep)
         except Exception as error:
             if is_first:  # all ranks have written what they could, or nothing
                 remove_leftovers(self.run)
             self._error = error
 
-    def _explain(self, error: Exception) -> str:
+    def _error_text(self, error: Exception) -> str:
         """Alike on all ranks, whichever of them failed."""
         why, then = str(error), "make room there"
         if isinstance(error, PeerError):
@@ -202,12 +202,12 @@ class Checkpoints:
         last = f"the last good one is {good}" if good else "there is none before it"
         return (
             f"the checkpoint of step {self.last} cannot be written into "
-            f"{checkpoint_folder(self.run, 0).parent} ({why}); {last}; {then}, then go on with "
+            f"{checkpoint_folder(self.run, 0).parent} ({why}); {last}; {then}, then resume with "
             "--resume"
         )
 
     def load_newest(self) -> tuple[Position | None, list[str]]:
-        """Loads the newest checkpoint that can be read, and says in words which could not.
+        """Loads the newest readable checkpoint, and returns warnings about unreadable ones.
 
         None if the run has none; a ValueError if it has some, and none can be read.
         """
@@ -229,11 +229,11 @@ class Checkpoints:
         return None, notes
 
     def load(self, step: int) -> Position:
-        """Loads the checkpoint of a step, saved on any lanes; DamagedError if it cannot."""
+        """Loads the checkpoint of a step, saved on any number of lanes; may raise DamagedError."""
         folder, world = checkpoint_folder(self.run, step), self._groups.world
         try:
             with agreed(self._groups):
-                content = read_saved(folder)
+                content = read_index(folder)
                 check_files(folder, content, part=world.rank(), parts=world.size())
         except PeerError as error:
             if error.kind != DamagedError.__name__:
@@ -245,10 +245,10 @@ class Checkpoints:
         for name, tensor in _state(self.model, self.optimizer):
             local, start, _ = shard_rows(tensor.detach())
             if local.numel():
-                parts[name] = Part(local, start, tuple(tensor.shape))
+                parts[name] = TensorRows(local, start, tuple(tensor.shape))
         random = dict(self._rng_states())
         known = {name: state for name, state in random.items() if name in content.tensors}
-        parts |= {name: Part(state, 0, tuple(state.shape)) for name, state in known.items()}
+        parts |= {name: TensorRows(state, 0, tuple(state.shape)) for name, state in known.items()}
         load_parts(parts, folder, content, world)
         self._set_rng(known)
         self.last = step
@@ -265,7 +265,7 @@ class Checkpoints:
 def same_data(
     state: dict[str, object], now: dict[str, object], *, is_forced: bool
 ) -> tuple[dict[str, object], list[str]]:
-    """A loader's saved state, to go on from with the data there are now, and what to say of it.
+    """A loader's saved state, to resume from with the current data, and notes about it.
 
     now: what the loader says of its data. Other data are refused, or taken if the user says so.
     """
@@ -273,12 +273,12 @@ def same_data(
     if all(state.get(name) == now[name] for name in known):
         return state, []
     was, are = (f"{each.get('sequences')} sequences ({_short(each)})" for each in (state, now))
-    told = f"the data are not those that the run was trained on: they were {was} and are {are}"
+    text = f"the data are not those that the run was trained on: they were {was} and are {are}"
     if is_forced:
-        return {**state, **{name: now[name] for name in known}}, [f"{told}; --force goes over it"]
+        return {**state, **{name: now[name] for name in known}}, [f"{text}; --force accepts them"]
     raise ValueError(
-        f"{told}; bring back what data.path or data.mock named then, leave --resume out, or go on "
-        "with these: --resume --force"
+        f"{text}; bring back what data.path or data.mock named then, leave --resume out, or "
+        "resume with these: --resume --force"
     )
 
 
@@ -287,9 +287,9 @@ def _short(state: dict[str, object]) -> str:
 
 
 class Saver:
-    """Saves every so many steps of a loop, and at its end. every: 0 is only at the end.
+    """Saves every `every` steps of a loop (0: never) and at its end.
 
-    Where no checkpoint is kept, it only follows the progress.
+    With keep=0 it only tracks the progress.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ class Saver:
             self._save()
 
     def finish(self) -> None:
-        """Until the last step is saved too; the loop is over, so its losses are known."""
+        """Saves the last step and waits for it; the loop is over, so its losses are known."""
         if self.is_on and self.checkpoints.last != self.progress.step and self.progress.step:
             self._save()
         self.checkpoints.confirm(self.progress.step)
@@ -320,7 +320,7 @@ class Saver:
 
 
 def _state(model: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers and moments, by name; there are no moments before the first update."""
+    """Parameters, buffers and moments by name; there are no moments before the first update."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         yield f"model.{name}", tensor
     for name, parameter in model.named_parameters():
@@ -334,7 +334,7 @@ def _whole_bytes(tensor: Tensor) -> int:
 
 
 def _own_rows(tensor: Tensor, lane: int, lanes: int) -> tuple[Tensor, int]:
-    """The rows that a lane saves: its own of a split tensor, its share of one that all hold."""
+    """The rows that a lane saves: its own of a sharded tensor, its share of a replicated one."""
     local, start, _ = shard_rows(tensor)
     if is_split(tensor):
         return local, start
@@ -346,7 +346,7 @@ def _own_rows(tensor: Tensor, lane: int, lanes: int) -> tuple[Tensor, int]:
 
 
 def _make_moments(model: nn.Module, optimizer: AdamW, *, updates: int) -> None:
-    """The optimizer's state as its first step makes it, after so many updates."""
+    """Creates the optimizer's state as its first step would, with this number of updates."""
     for parameter in model.parameters():
         state = optimizer.state[parameter]
         state["step"] = torch.tensor(float(updates), dtype=torch.float32, device=parameter.device)

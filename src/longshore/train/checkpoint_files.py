@@ -1,14 +1,14 @@
-"""Checkpoints as files: which are complete, how one appears at once, and which may go. No torch.
+"""The files of checkpoints: which are complete, how one is written, which to remove. No torch.
 
-In: a run's folder. Out: RUN/checkpoints, where a folder named for its step is a whole checkpoint:
+In: a run's folder. Out: RUN/checkpoints, where a folder named after its step is complete:
 
     step-00000020/lane-00000.safetensors …   rows of parameters and moments, one file of each lane
-    step-00000020/checkpoint.json            written last: the step, the loader's place, of each
-                                             file its size and checksum, and a checksum of itself
-    .step-00000040.partial/                  a save that is going on, or was killed
+    step-00000020/checkpoint.json            written last: the step, the loader's state, the size
+                                             and checksum of each file, and a checksum of itself
+    .step-00000040.partial/                  a save in progress, or one that was killed
 
-A partial folder is renamed once all is on disk, so a killed save harms nothing. Only JSON and
-safetensors are ever read: no file in a checkpoint can bring code.
+A partial folder is renamed once everything is on disk, so a killed save does no harm. Only JSON and
+safetensors are read: no file in a checkpoint can contain code.
 """
 
 import json
@@ -35,36 +35,40 @@ class DamagedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class File:
-    """bytes: its size. crc32: of all of them."""
+class SavedFile:
+    """The size of a file and the checksum of all its bytes."""
 
     bytes: int
     crc32: int
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
-    """A tensor over all files. dtype: as safetensors calls it. chunks: (first row, rows, file)."""
+class SavedTensor:
+    """A tensor, and the files its rows are in."""
 
     dtype: str
+    """The name that safetensors uses, such as F32."""
     shape: tuple[int, ...]
     chunks: tuple[tuple[int, int, str], ...]
+    """(first row, number of rows, file)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """What checkpoint.json says.
-
-    updates: of the parameters; fewer than steps where steps were skipped. ranks: that saved it.
-    loader: its state.
-    """
+class CheckpointIndex:
+    """The content of checkpoint.json."""
 
     step: int
+    """Steps done."""
     updates: int
+    """Updates of the parameters: fewer than steps where steps were skipped."""
     ranks: int
+    """Ranks that saved it."""
     loader: dict[str, object]
-    files: dict[str, File]
-    tensors: dict[str, Tensor]
+    """The loader's state."""
+    files: dict[str, SavedFile]
+    """By name."""
+    tensors: dict[str, SavedTensor]
+    """By name."""
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -76,70 +80,70 @@ def partial_folder(run: Path, step: int) -> Path:
 
 
 def saved_steps(run: Path) -> list[int]:
-    """Steps with a checkpoint, the newest first; whether it can be read is not looked at."""
+    """Steps with a checkpoint, the newest first; not checked for damage."""
     folder = run / FOLDER
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(
-        (int(found[1]) for name in names if (found := NAME.fullmatch(name))), reverse=True
+        (int(match[1]) for name in names if (match := NAME.fullmatch(name))), reverse=True
     )
 
 
 def newest_complete(run: Path) -> Path | None:
-    """The newest checkpoint whose files are all there, in their sizes."""
+    """The newest checkpoint whose files all exist with the right sizes."""
     for step in saved_steps(run):
         try:
-            read_saved(checkpoint_folder(run, step))
+            read_index(checkpoint_folder(run, step))
         except DamagedError:
             continue
         return checkpoint_folder(run, step)
     return None
 
 
-def read_saved(folder: Path) -> Saved:
-    """What a checkpoint holds, after a look at the size of each file."""
+def read_index(folder: Path) -> CheckpointIndex:
+    """The index of a checkpoint; also checks that each file exists with the right size."""
     try:
         raw = (folder / MARKER).read_bytes()
         data = json.loads(raw)
-        made = (data["format"], data["version"])
-        saved = _parse(open_sealed(raw)) if made == (FORMAT, VERSION) else None
+        version = (data["format"], data["version"])
+        index = _parse(open_sealed(raw)) if version == (FORMAT, VERSION) else None
     except OSError as error:
         raise DamagedError(f"{folder / MARKER} cannot be read ({reason(error)})") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DamagedError(f"{folder / MARKER} is damaged ({error})") from None
-    if saved is None:
+    if index is None:
         raise DamagedError(
-            f"{folder / MARKER} is {made[0]!r}, version {made[1]!r}; this Longshore reads "
+            f"{folder / MARKER} is {version[0]!r}, version {version[1]!r}; this Longshore reads "
             f"{FORMAT!r}, version {VERSION}"
         )
-    if folder.name != checkpoint_folder(Path(), saved.step).name:
-        raise DamagedError(f"{folder / MARKER} is of step {saved.step}, its folder is not")
-    for name, file in saved.files.items():
+    if folder.name != checkpoint_folder(Path(), index.step).name:
+        raise DamagedError(f"{folder / MARKER} is of step {index.step}, its folder is not")
+    for name, file in index.files.items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if size != file.bytes:
             state = "is missing" if size is None else f"has {size} bytes of {file.bytes}"
             raise DamagedError(f"{path} {state}")
-    return saved
+    return index
 
 
-def _parse(data: dict[str, Any]) -> Saved:
-    files = {name: File(**file) for name, file in data["files"].items()}
+def _parse(data: dict[str, Any]) -> CheckpointIndex:
+    files = {name: SavedFile(**file) for name, file in data["files"].items()}
     tensors = {}
     for name, tensor in data["tensors"].items():
         chunks = tuple((int(row), int(rows), str(file)) for row, rows, file in tensor["chunks"])
         shape = tuple(int(size) for size in tensor["shape"])
-        tensors[name] = Tensor(str(tensor["dtype"]), shape, chunks)
-        if not _is_whole(tensors[name]):
+        tensors[name] = SavedTensor(str(tensor["dtype"]), shape, chunks)
+        if not _is_complete(tensors[name]):
             raise ValueError(f"rows of {name} are missing or there twice")
-    inside = [*files, *(file for tensor in tensors.values() for _, _, file in tensor.chunks)]
-    if any(Path(name).name != name or name not in files for name in inside):
+    names = [*files, *(file for tensor in tensors.values() for _, _, file in tensor.chunks)]
+    if any(Path(name).name != name or name not in files for name in names):
         raise ValueError("it names files that are not its own")
     counts = {name: int(data[name]) for name in ("step", "updates", "ranks")}
-    return Saved(**counts, loader=dict(data["loader"]), files=files, tensors=tensors)
+    return CheckpointIndex(**counts, loader=dict(data["loader"]), files=files, tensors=tensors)
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    """Whether its chunks hold every row once."""
+def _is_complete(tensor: SavedTensor) -> bool:
+    """Whether its chunks cover every row exactly once."""
     end = 0
     for row, rows, _ in sorted(tensor.chunks):
         if row != end or rows < 1:
@@ -148,14 +152,14 @@ def _is_whole(tensor: Tensor) -> bool:
     return end == (tensor.shape[0] if tensor.shape else 1)
 
 
-def check_files(folder: Path, saved: Saved, *, part: int, parts: int) -> None:
-    """Reads every parts-th file whole, from the part-th on, and compares its checksum."""
-    for name, file in sorted(saved.files.items())[part::parts]:
+def check_files(folder: Path, index: CheckpointIndex, *, part: int, parts: int) -> None:
+    """Verifies the checksums of every parts-th file, starting with the part-th."""
+    for name, file in sorted(index.files.items())[part::parts]:
         check_file(folder / name, file)
 
 
-def check_file(path: Path, file: File) -> None:
-    """Reads a file whole and compares its checksum."""
+def check_file(path: Path, file: SavedFile) -> None:
+    """Verifies the checksum of a file."""
     size, crc32 = 0, 0
     try:
         with path.open("rb") as opened:
@@ -164,40 +168,40 @@ def check_file(path: Path, file: File) -> None:
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({reason(error)})") from None
     if (size, crc32) != (file.bytes, file.crc32):
-        raise DamagedError(f"{path} is damaged: its checksum is another")
+        raise DamagedError(f"{path} is damaged: its checksum does not match")
 
 
-def begin(run: Path, step: int, *, needed: int) -> None:
-    """Makes the folder that a save of so many bytes writes into, if there is room for it."""
+def begin_save(run: Path, step: int, *, needed: int) -> None:
+    """Creates the partial folder of a save, if there is room for `needed` bytes."""
     remove_leftovers(run)
     check_room(run, needed)
     partial_folder(run, step).mkdir(parents=True)
 
 
 def remove_leftovers(run: Path) -> None:
-    """What killed or failed saves have left: it may fill the disk."""
+    """Removes what killed or failed saves have left: it may fill the disk."""
     for left in (*(run / FOLDER).glob(".step-*"), *run.glob(".weights.partial-*")):
         shutil.rmtree(left, ignore_errors=True)
 
 
-def finish(run: Path, saved: Saved, *, keep: int) -> None:
-    """Makes the checkpoint exist, all at once, then removes those before the last `keep`."""
-    partial, folder = partial_folder(run, saved.step), checkpoint_folder(run, saved.step)
+def finish_save(run: Path, index: CheckpointIndex, *, keep: int) -> None:
+    """Completes the checkpoint atomically, then removes all but the last `keep`."""
+    partial, folder = partial_folder(run, index.step), checkpoint_folder(run, index.step)
     with (partial / MARKER).open("wb") as file:
-        file.write(sealed_json({"format": FORMAT, "version": VERSION, **asdict(saved)}))
+        file.write(sealed_json({"format": FORMAT, "version": VERSION, **asdict(index)}))
         file.flush()
         os.fsync(file.fileno())
     sync_folder(partial)
     if folder.exists():
-        _remove(run, saved.step)  # a damaged one: a good one is not saved again
+        _remove(run, index.step)  # a damaged one: a good one is not saved again
     partial.rename(folder)
     sync_folder(folder.parent)
-    for old in [step for step in saved_steps(run) if step < saved.step][keep - 1 :]:
+    for old in [step for step in saved_steps(run) if step < index.step][keep - 1 :]:
         _remove(run, old)
 
 
 def _remove(run: Path, step: int) -> None:
-    """Under another name first: a half of a checkpoint must not look like one."""
+    """Renames it first: half a checkpoint must not look like a complete one."""
     gone = run / FOLDER / f".step-{step:08}.removed"
     shutil.rmtree(gone, ignore_errors=True)
     checkpoint_folder(run, step).rename(gone)
@@ -205,7 +209,7 @@ def _remove(run: Path, step: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Until the names in a folder are on disk."""
+    """Waits until the names in a folder are on disk."""
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -1,15 +1,15 @@
-"""Tensors of all ranks through torch.distributed.checkpoint, in safetensors and JSON.
+"""Saves and loads the tensors of all ranks, as safetensors, by torch.distributed.checkpoint.
 
-In: on each rank, Parts: rows of tensors that all ranks share out. Out: one safetensors file of each
-rank, and on rank 0 what is in them; or, from these, any rows on any number of ranks.
+In: on each rank, by name, the rows of each tensor that this rank saves. Out: one safetensors file
+of each rank, and on rank 0 an index of them; or, from these, any rows on any number of ranks.
 
-    rank 0: Part("model.embed.weight", rows 0…2,  start 0, shape (256, 64))
-    rank 1: Part("model.embed.weight", rows 2…256, start 2, shape (256, 64))
+    rank 0: {"model.embed.weight": TensorRows(rows 0…2,   start=0, shape=(256, 64))}
+    rank 1: {"model.embed.weight": TensorRows(rows 2…256, start=2, shape=(256, 64))}
 
 torch.distributed.checkpoint plans, checks that every row is saved once, and finds the rows that a
-rank wants. Its own storages do not serve: one keeps a pickle, which runs code when it is read, and
-the one for safetensors holds a second and a third copy of a rank's tensors while it writes. This
-one writes tensors from where they are.
+rank needs. Its own storages do not fit: one writes a pickle, which executes code when it is read,
+and the one for safetensors makes two more copies of a rank's tensors while it writes. This one
+writes tensors from the memory they are in.
 """
 
 import json
@@ -50,8 +50,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from longshore.files import reason
-from longshore.train import checkpoint_files
-from longshore.train.checkpoint_files import DamagedError, File, Saved
+from longshore.train.checkpoint_files import CheckpointIndex, DamagedError, SavedFile, SavedTensor
 
 DTYPES = {
     torch.float64: "F64",
@@ -70,8 +69,8 @@ BLOCK = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """Rows of a tensor, from `start` on; a tensor of no dimension is one row."""
+class TensorRows:
+    """Rows of a tensor, from row `start` on; a 0-dim tensor is one row."""
 
     rows: Tensor
     start: int
@@ -84,9 +83,9 @@ class Part:
 
 
 def save_parts(
-    parts: Mapping[str, Part], folder: Path, group: ProcessGroup
-) -> tuple[dict[str, File], dict[str, checkpoint_files.Tensor]]:
-    """Writes each rank's parts; rank 0 gets all files and tensors. An OSError is on all ranks."""
+    parts: Mapping[str, TensorRows], folder: Path, group: ProcessGroup
+) -> tuple[dict[str, SavedFile], dict[str, SavedTensor]]:
+    """Writes each rank's rows; rank 0 gets all files and tensors. An OSError is on all ranks."""
     writer = _Writer(folder, group.rank())
     state = {name: part.rows for name, part in parts.items()}
     try:
@@ -99,9 +98,9 @@ def save_parts(
 
 
 def load_parts(
-    parts: Mapping[str, Part], folder: Path, content: Saved, group: ProcessGroup
+    parts: Mapping[str, TensorRows], folder: Path, content: CheckpointIndex, group: ProcessGroup
 ) -> None:
-    """Fills the rows of each rank's parts; DamagedError, on all ranks, if one cannot."""
+    """Fills each rank's rows; raises DamagedError on all ranks if one fails."""
     state = {name: part.rows for name, part in parts.items()}
     planner, reader = _LoadPlanner(parts), _Reader(folder, content)
     try:
@@ -111,7 +110,7 @@ def load_parts(
 
 
 def _first(error: CheckpointException) -> str:
-    """What the first of the ranks said, which failed."""
+    """The error text of the lowest rank that failed."""
     cause, _ = error.failures[min(error.failures)]
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror
@@ -119,7 +118,7 @@ def _first(error: CheckpointException) -> str:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    def __init__(self, parts: Mapping[str, Part]) -> None:
+    def __init__(self, parts: Mapping[str, TensorRows]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.parts = parts
 
@@ -141,7 +140,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self, parts: Mapping[str, Part]) -> None:
+    def __init__(self, parts: Mapping[str, TensorRows]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.parts = parts
 
@@ -149,12 +148,12 @@ class _LoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         items: list[ReadItem] = []
         for name, part in self.parts.items():
-            found = self.metadata.state_dict_metadata.get(name)
-            if not isinstance(found, TensorStorageMetadata):
+            saved = self.metadata.state_dict_metadata.get(name)
+            if not isinstance(saved, TensorStorageMetadata):
                 raise ValueError(f"it has no {name}")
-            if found.size != torch.Size(part.shape):
-                raise ValueError(f"its {name} is {tuple(found.size)}, and not {part.shape}")
-            items += create_read_items_for_chunk_list(name, found, [part.chunk])
+            if saved.size != torch.Size(part.shape):
+                raise ValueError(f"its {name} is {tuple(saved.size)}, and not {part.shape}")
+            items += create_read_items_for_chunk_list(name, saved, [part.chunk])
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -167,8 +166,8 @@ class _Writer(StorageWriter):
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
         self.name = f"lane-{rank:05}.safetensors"
-        self.files: dict[str, File] = {}
-        self.tensors: dict[str, checkpoint_files.Tensor] = {}
+        self.files: dict[str, SavedFile] = {}
+        self.tensors: dict[str, SavedTensor] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -185,9 +184,9 @@ class _Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         tensors: dict[str, Tensor] = {}
         for item in plan.items:
-            found = planner.resolve_data(item)
-            assert isinstance(found, Tensor)
-            tensors[item.index.fqn] = found
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, Tensor)
+            tensors[item.index.fqn] = tensor
         results = []
         if tensors:
             file = write_safetensors(self.folder / self.name, tensors)
@@ -199,21 +198,21 @@ class _Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0: where everything is. The caller writes it down."""
+        """On rank 0: collects which rows are in which file; the caller writes the index."""
         chunks: dict[str, list[tuple[int, int, str]]] = {}
         for result in (result for each in results for result in each):
             name, (file, info) = result.index.fqn, result.storage_data
             self.files[file] = info
-            found = metadata.state_dict_metadata[name]
-            assert isinstance(found, TensorStorageMetadata)
-            chunk = found.chunks[result.index.index or 0]
+            saved = metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata)
+            chunk = saved.chunks[result.index.index or 0]
             row, rows = (chunk.offsets[0], chunk.sizes[0]) if chunk.offsets else (0, 1)
             chunks.setdefault(name, []).append((row, rows, file))
         for name, pieces in chunks.items():
-            found = metadata.state_dict_metadata[name]
-            assert isinstance(found, TensorStorageMetadata)
-            dtype, shape = DTYPES[found.properties.dtype], tuple(found.size)
-            self.tensors[name] = checkpoint_files.Tensor(dtype, shape, tuple(sorted(pieces)))
+            saved = metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata)
+            dtype, shape = DTYPES[saved.properties.dtype], tuple(saved.size)
+            self.tensors[name] = SavedTensor(dtype, shape, tuple(sorted(pieces)))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -221,9 +220,9 @@ class _Writer(StorageWriter):
 
 
 class _Reader(StorageReader):
-    """Reads rows out of the files that hold them; their content is known from checkpoint.json."""
+    """Reads rows from the files that hold them, as listed in checkpoint.json."""
 
-    def __init__(self, folder: Path, content: Saved) -> None:
+    def __init__(self, folder: Path, content: CheckpointIndex) -> None:
         self.folder = folder
         self.content = content
 
@@ -297,8 +296,8 @@ def _chunk(shape: tuple[int, ...], row: int, rows: int) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets, torch.Size((rows, *shape[1:])))
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> File:
-    """Writes tensors of the CPU from where they are, and waits until they are on disk.
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> SavedFile:
+    """Writes CPU tensors without a copy, and waits until they are on disk.
 
     safetensors' own writer copies each tensor to bytes first.
     """
@@ -322,7 +321,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> File:
             os.fsync(file.fileno())
     except OSError as error:
         raise OSError(error.errno, reason(error), str(path)) from None
-    return File(size, crc32)
+    return SavedFile(size, crc32)
 
 
 def _blocks(head: bytes, tensors: Iterable[Tensor]) -> Iterable[memoryview]:

@@ -1,12 +1,10 @@
-"""The machine under a rank: its device, the backend of its process group, its memory, its peak.
+"""The device of a rank: which one, its process group backend, dtype, memory, peak, and timestamps.
 
-In: what the user asked for and the rank's place on its machine. Out: facts. Two ranks on a machine
-with one GPU share it, over gloo, because NCCL refuses two ranks on one GPU.
+In: what the user asked for and the rank's local rank. Out: a torch device and facts about it. Two
+ranks on a machine with one GPU share it and use gloo, because NCCL allows one rank per GPU.
 
-A point in the work of a device, to measure how long things took without waiting for them.
-
-In: a device. Out: `Moment(device)`, now on a CPU, on a GPU when it gets there; later, the seconds
-between two of them. Two moments 40 ms apart: second.since(first) = 0.04.
+A Timestamp is a point in a device's queue of work, so that measuring does not wait for the device:
+of two 40 ms apart, second.since(first) = 0.04.
 """
 
 import os
@@ -15,7 +13,7 @@ import time
 import torch
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12}
-"""Dense bf16 products a second, as their makers state them."""
+"""Dense bf16 FLOPs per second, from the vendor's data sheets."""
 
 
 def pick_device(asked: str, local_rank: int) -> torch.device:
@@ -37,25 +35,25 @@ def pick_backend(device: torch.device, local_size: int) -> str:
 def pick_dtype(asked: str, device: torch.device) -> torch.dtype:
     """auto: bfloat16 on GPUs, float32 on CPUs."""
     auto = "bfloat16" if device.type == "cuda" else "float32"
-    found = getattr(torch, auto if asked == "auto" else asked)
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, auto if asked == "auto" else asked)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
-def multiply_plainly(device: torch.device, dtype: torch.dtype, machine: str) -> None:
-    """Has torch multiply by BLAS alone where oneDNN costs more than it saves; machine: its CPU's.
+def prefer_blas(device: torch.device, dtype: torch.dtype, machine: str) -> None:
+    """Disables oneDNN where it costs more than it saves. machine: the CPU's architecture.
 
-    On aarch64 torch hands the product of every linear layer in float32 to oneDNN, which sets up
-    each new shape: 131×128 by 128×128 took 0.65 ms the first time on a Neoverse N1, 0.2 ms later,
-    and packed micro-batches are new shapes all the time. Half precision is left to it: some of
-    these CPUs have products of their own.
+    On aarch64 torch hands every linear layer in float32 to oneDNN, which sets up each new shape:
+    131×128 by 128×128 took 0.65 ms the first time on a Neoverse N1, 0.2 ms later, and packed
+    micro-batches bring new shapes all the time. Half precision stays with oneDNN, since some of
+    these CPUs have instructions for it.
     """
     if device.type == "cpu" and machine in ("aarch64", "arm64") and dtype.itemsize >= 4:
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
 
 
 def memory_bytes(device: torch.device, local_size: int) -> int:
-    """What one rank may use: its share of the device, or of the machine's memory on a CPU."""
+    """Memory of one rank: its share of the GPU, or of the machine's memory on a CPU."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return int(total // -(-local_size // torch.cuda.device_count()))
@@ -63,14 +61,16 @@ def memory_bytes(device: torch.device, local_size: int) -> int:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Of one rank a second; None where it is not known."""
+    """FLOPs per second of one rank at best; None if unknown."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
-class Moment:
+class Timestamp:
+    """Now on a CPU; on a GPU, when its stream gets there."""
+
     def __init__(self, device: torch.device) -> None:
         self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
         self.time = time.perf_counter()
@@ -78,12 +78,12 @@ class Moment:
             self.event.record()
 
     def wait(self) -> None:
-        """Until it has come."""
+        """Waits until the device has reached it."""
         if self.event is not None:
             self.event.synchronize()
 
-    def since(self, other: "Moment") -> float:
-        """Seconds from the other moment; both have come."""
+    def since(self, other: "Timestamp") -> float:
+        """Seconds since another one; the device has reached both."""
         if self.event is None or other.event is None:
             return self.time - other.time
         return float(other.event.elapsed_time(self.event)) / 1e3

@@ -33,7 +33,7 @@ WIDTH = 40
 
 
 class Display(AbstractContextManager["Display"], Protocol):
-    """Where a run tells of itself; a context, so that a terminal is left as it was found."""
+    """Where a run reports to; a context manager that restores the terminal at its end."""
 
     def update(self, metrics: StepMetrics) -> None: ...
     def note(self, text: str) -> None: ...
@@ -43,7 +43,7 @@ class Display(AbstractContextManager["Display"], Protocol):
         self.note(text)
 
     def note_on_step(self, text: str) -> None:
-        """A note on the last step, behind that step's own figures."""
+        """A note on the last step, after that step's own figures."""
         self.note(text)
 
 
@@ -56,9 +56,9 @@ def make_display(
     done: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Display:
-    """kind: live, plain, none, or auto. Where no terminal can move its cursor, live is plain.
+    """kind: live, plain, none, or auto. Without a terminal that can redraw, live is plain.
 
-    done: the steps that an earlier run has done.
+    done: the steps done before the run was resumed.
     """
     if kind == "none":
         return Silent()
@@ -72,8 +72,8 @@ def make_display(
     return Panel(total_steps, console, title, done=done)
 
 
-def teller(kind: str, *, stream: TextIO, is_first: bool) -> Callable[[str], None]:
-    """Says what happens before there are steps; ranks but the first say nothing."""
+def startup_notes(kind: str, *, stream: TextIO, is_first: bool) -> Callable[[str], None]:
+    """Prints notes before the first step; silent on all ranks but the first."""
     return make_display(kind if is_first else "none", 0, stream=stream).note
 
 
@@ -96,10 +96,10 @@ class Silent(Display):
 
 
 class Lines(Display):
-    """A line now and then."""
+    """A line every EVERY_S seconds."""
 
     def __init__(self, total_steps: int, stream: TextIO, clock: Callable[[], float]) -> None:
-        self._progress = Progress(total_steps)
+        self._progress = ProgressText(total_steps)
         self._stream, self._clock = stream, clock
         self._shown_at: float | None = None
         self._shown: StepMetrics | None = None
@@ -133,7 +133,7 @@ class Lines(Display):
 
     def _show(self, metrics: StepMetrics, now: float) -> None:
         self._shown, self._shown_at = metrics, now
-        self._print("   ".join(self._progress.words()))
+        self._print("   ".join(self._progress.line_parts()))
 
     def _print(self, text: str) -> None:
         self._stream.write(text + "\n")
@@ -141,12 +141,12 @@ class Lines(Display):
 
 
 class Panel(Display):
-    """A panel that is drawn over and over, and stays when the run ends. Notes go above it."""
+    """A panel that is redrawn in place, and stays when the run ends. Notes go above it."""
 
     def __init__(self, total_steps: int, console: "Console", title: str, *, done: int = 0) -> None:
         from rich.live import Live
 
-        self._progress = Progress(total_steps, done)
+        self._progress = ProgressText(total_steps, done)
         self._console, self._title = console, title
         self._live = Live(console=console, refresh_per_second=REFRESH, get_renderable=self.render)
 
@@ -198,8 +198,8 @@ class Panel(Display):
         return Frame(Group(head, body), title=title, title_align="left", box=box.ROUNDED)
 
 
-class Progress:
-    """What has been measured so far, in words."""
+class ProgressText:
+    """The metrics so far, as text."""
 
     def __init__(self, total_steps: int, done: int = 0) -> None:
         self.total = total_steps
@@ -232,24 +232,24 @@ class Progress:
         mean = sum(self._seconds) / len(self._seconds)
         return f"{_duration(mean * (self.total - self.step))} left"
 
-    def words(self) -> list[str]:
+    def line_parts(self) -> list[str]:
         """The last step on one line."""
         last = self.last
         assert last is not None
-        words = [f"step {last.step:,} of {self.total:,}", f"loss {_number(last.loss, '.4f')}"]
-        words.append(f"{last.tokens_per_s:,.0f} tokens/s")
-        words += _named(
+        parts = [f"step {last.step:,} of {self.total:,}", f"loss {_number(last.loss, '.4f')}"]
+        parts.append(f"{last.tokens_per_s:,.0f} tokens/s")
+        parts += _named(
             ("efficiency", last.efficiency, ".0%"),
             ("mfu", last.mfu, ".0%"),
             ("grad norm", last.grad_norm, ".2f"),
             ("lr", last.lr, ".1e"),
         )
         if last.skipped:
-            words.append("update skipped")
-        return [*words, self.left()] if self.step < self.total else words
+            parts.append("update skipped")
+        return [*parts, self.left()] if self.step < self.total else parts
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """The panel's: a name, a number and what belongs to it."""
+        """Rows of the panel: a name, a number, and details."""
         last = self.last
         if last is None:
             return [(name, "–", "") for name in ("loss", "tokens/s", "efficiency", "lr")]
@@ -278,7 +278,7 @@ class Progress:
 
 
 def sparkline(values: list[float], width: int = WIDTH) -> str:
-    """Values as bars, the mean of each of `width` even parts; one that is not finite is a gap.
+    """Values as bars, each the mean of one of `width` even parts; a non-finite mean is a gap.
 
     [3, 2, 1] is █▅▁.
     """
@@ -292,12 +292,12 @@ def sparkline(values: list[float], width: int = WIDTH) -> str:
 
 
 def _named(*entries: tuple[str, float | None, str]) -> list[str]:
-    """Those that are known, each behind its name."""
+    """The known values, each after its name."""
     return [f"{name} {value:{form}}" for name, value, form in entries if value is not None]
 
 
 def _measured(*entries: tuple[float | None, str, str]) -> list[str]:
-    """Those that are known, each before its unit."""
+    """The known values, each before its unit."""
     return [f"{value:{form}} {unit}" for value, form, unit in entries if value is not None]
 
 

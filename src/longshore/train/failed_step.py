@@ -1,14 +1,14 @@
-"""The step in which a run failed, kept for a look: RUN/failed-step-N.
+"""The step in which a run failed, written to RUN/failed-step-N for inspection.
 
-In: a step and what it left. Out: of each lane its micro-batches, and which sequences they hold:
+In: a step and its result. Out: the micro-batches of each lane, and the sequences in them:
 
     lane-0.safetensors    round.0.token_ids, round.0.targets.labels, round.0.ctx.positions, …
     lane-0.json           {"step": 7, "lane": 0, "rounds": [{"loss": "nan", "sequences":
                           [{"id": 93, "length": 180, "cp_size": 2}, …]}, …]}
 
-`loss` is this lane's part of the step's loss in that round, so it tells where the first NaN was.
-Where a loss function of the user made it, a round has "fault": {"sequence": 93, "position": 17,
-"of": "value"}: at that token nll was finite, and its value, or the gradient of it, was not.
+`loss` is this lane's part of the step's loss in that round, so it shows where the first NaN was. If
+a user's loss function caused it, a round has "fault": {"sequence": 93, "position": 17, "of":
+"value"}: at that token nll was finite, and the function's value, or its gradient, was not.
 """
 
 import json
@@ -24,51 +24,53 @@ from longshore.distributed.collectives import gather
 from longshore.files import reason
 from longshore.train.checkpoint_storage import write_safetensors
 from longshore.train.loss import Faults
-from longshore.train.step import Stepper, Trained
+from longshore.train.step import Stepper, StepResult
 
 SHOWN = 3
-"""Tokens that a message names."""
+"""Tokens named in a message, at most."""
 
 
 @dataclass(frozen=True, slots=True)
-class Blamed:
-    """A token at which a loss function went wrong. of: "value" or "gradient"."""
+class FaultyToken:
+    """A token at which a user's loss function is not finite."""
 
     sequence: int
+    """The sequence's id."""
     position: int
     of: str
+    """What is not finite: "value" or "gradient"."""
 
 
-def explain(run: Path, stepper: Stepper, step: Step, trained: Trained) -> str:
-    """Keeps the step and says whose fault it is; all ranks call it together."""
-    pairs = zip(step.batches, trained.rounds.faults, strict=True)
-    mine = [token for batch, faults in pairs if (token := _blamed(step, batch, faults))]
-    tokens = _over_ranks(mine, stepper)  # first, for to write may fail on one rank
-    kept = keep_batch(run, step, trained)
+def explain(run: Path, stepper: Stepper, step: Step, result: StepResult) -> str:
+    """Writes the step and returns the likely cause; all ranks call it together."""
+    pairs = zip(step.batches, result.rounds.faults, strict=True)
+    mine = [token for batch, faults in pairs if (token := _faulty_token(step, batch, faults))]
+    tokens = _over_ranks(mine, stepper)  # first: writing may fail on one rank
+    written = keep_batch(run, step, result)
     if not tokens:
         own = f", or look at train.loss={name}" if (name := stepper.loss.name) else ""
-        return f"{kept}; lower train.lr, or set train.clip{own}"
+        return f"{written}; lower train.lr, or set train.clip{own}"
     places = [f"the {t.of} at sequence {t.sequence}, position {t.position}" for t in tokens[:SHOWN]]
     more = f" and at {len(tokens) - SHOWN} more" if len(tokens) > SHOWN else ""
     return (
-        f"{kept}; train.loss={stepper.loss.name} made {', '.join(places)}{more} not finite, where "
-        "the model's own loss is: look at what the function divides by, or takes a logarithm or a "
-        "root of"
+        f"{written}; train.loss={stepper.loss.name} made {', '.join(places)}{more} not finite, "
+        "where the model's own loss is: look at what the function divides by, or takes a logarithm "
+        "or a root of"
     )
 
 
-def _blamed(step: Step, batch: MicroBatch, faults: Faults | None) -> Blamed | None:
-    """The first token of a round at which a loss function went wrong."""
+def _faulty_token(step: Step, batch: MicroBatch, faults: Faults | None) -> FaultyToken | None:
+    """The first token of a round at which the loss function is not finite."""
     for of, row in faults._asdict().items() if faults else ():
         if row >= 0:
-            place = batch.ctx.sequences[batch.ctx.sequence_index[row.cpu()]]
+            index = batch.ctx.sequences[batch.ctx.sequence_index[row.cpu()]]
             position = int(batch.ctx.positions[row.cpu()])
-            return Blamed(step.plan.sequences[place].id, position, of)
+            return FaultyToken(step.plan.sequences[index].id, position, of)
     return None
 
 
-def _over_ranks(mine: list[Blamed], stepper: Stepper) -> list[Blamed]:
-    """The first of each rank, the same on all."""
+def _over_ranks(mine: list[FaultyToken], stepper: Stepper) -> list[FaultyToken]:
+    """The first such token of each rank; the same list on all ranks."""
     row = (
         [1, mine[0].sequence, mine[0].position, Faults._fields.index(mine[0].of)]
         if mine
@@ -76,14 +78,18 @@ def _over_ranks(mine: list[Blamed], stepper: Stepper) -> list[Blamed]:
     )
     device, world = stepper.topology.device, stepper.topology.groups.world
     rows = gather(torch.tensor([row], device=device), world).tolist()
-    return [Blamed(id_, position, Faults._fields[of]) for any_, id_, position, of in rows if any_]
+    return [
+        FaultyToken(id_, position, Faults._fields[of])
+        for is_set, id_, position, of in rows
+        if is_set
+    ]
 
 
-def keep_batch(run: Path, step: Step, trained: Trained) -> str:
-    """Writes this lane's part, and returns what there is to say of it."""
+def keep_batch(run: Path, step: Step, result: StepResult) -> str:
+    """Writes this lane's part, and returns a text about it."""
     folder = run / f"failed-step-{step.place.step + 1}"
     try:
-        _write(folder, step, trained)
+        _write(folder, step, result)
     except OSError as error:
         for part in folder.glob(f"lane-{step.batches[0].lane}.*"):
             part.unlink(missing_ok=True)
@@ -91,7 +97,7 @@ def keep_batch(run: Path, step: Step, trained: Trained) -> str:
     return f"its sequences are in {folder}"
 
 
-def _write(folder: Path, step: Step, trained: Trained) -> None:
+def _write(folder: Path, step: Step, result: StepResult) -> None:
     lane = step.batches[0].lane
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
@@ -101,23 +107,23 @@ def _write(folder: Path, step: Step, trained: Trained) -> None:
     }
     write_safetensors(folder / f"lane-{lane}.safetensors", tensors)
     rounds = []
-    parts = zip(step.batches, trained.rounds.losses, trained.rounds.faults, strict=True)
+    parts = zip(step.batches, result.rounds.losses, result.rounds.faults, strict=True)
     for batch, losses, faults in parts:
         about_round = {"loss": _number(losses[0].item()), "sequences": _sequences(step, batch)}
-        token = _blamed(step, batch, faults)
+        token = _faulty_token(step, batch, faults)
         rounds.append({**about_round, "fault": asdict(token)} if token else about_round)
     about = {"step": step.place.step + 1, "lane": lane, "rounds": rounds}
     (folder / f"lane-{lane}.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
 
 
 def _sequences(step: Step, batch: MicroBatch) -> list[dict[str, int]]:
-    found = []
+    sequences = []
     for pack in batch.ctx.packs:
-        for place in batch.ctx.sequences[pack.sequences]:
-            sequence = step.plan.sequences[place]
+        for index in batch.ctx.sequences[pack.sequences]:
+            sequence = step.plan.sequences[index]
             about = {"id": sequence.id, "length": sequence.length}
-            found.append({**about, "cp_size": pack.group.cp_size})
-    return found
+            sequences.append({**about, "cp_size": pack.group.cp_size})
+    return sequences
 
 
 def _number(value: float) -> float | str:

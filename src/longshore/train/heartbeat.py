@@ -1,26 +1,21 @@
-"""Where a rank stands, written down once a second, so that one that hangs can be named. No torch.
+"""Heartbeats: the status of each rank, written once a second, to name the rank that hangs.
 
-In: a RankStatus, which the rank's main thread moves along: a few assignments, no communication.
-Out: a file for each rank that a thread rewrites, also while the main thread is in a collective:
+In: a RankStatus, which the rank's main thread updates: a few assignments, no communication. Out: a
+file for each rank that a thread rewrites, also while the main thread is in a collective. No torch.
 
     status = RankStatus()
     with beating(status, lambda: Path("/tmp/longshore-x"), rank=3):
         status.at("forward", step=12, round=2)
 
-Beat(rank=3, step=12, round=2, phase="forward", …) is what others read; `Watch` says which of
-several ranks the others wait for.
-
-Which rank the others wait for, in words. No torch.
-
-In: the beats of all ranks of a run. Out: a line when no rank has moved for a minute, and again
-after twice that time; and, once the run was told to stop, whether it ever will:
+Other processes read Beat(rank=3, step=12, round=2, phase="forward", …). `Watch` reads the beats of
+all ranks and reports when no rank has moved for a minute, and again after twice that time:
 
     rank 3 has not moved for 60 s: step 12, round 2, forward (its process does not run); the others
     wait for it: step 12, round 2, backward, in all_reduce
 
-A rank that does not beat is the one; else one that is in no collective while others are; else the
-one that is behind. Slow is not stuck: all limits grow with the longest time a rank has ever stood
-at one place, but for the first step.
+The stuck rank is one without a beat; else one that is in no collective while others are; else the
+one that is behind. Slow is not stuck: all limits grow with the longest time between two moves of a
+rank, the first step excepted.
 """
 
 import json
@@ -38,27 +33,29 @@ WARM_STEPS = 2  # changes of the step before times count: the first step compile
 
 
 class RankStatus:
-    """A rank's; its main thread moves it, other threads only read.
-
-    moves: how often it moved, which is the same on all ranks at the same status. longest_s: between
-    two moves, after the first step. folder: of the run, once it is known. on_first_step: called at
-    once when the first step begins, from which on a run that is told to stop saves.
-    """
+    """Where a rank is in the run; its main thread updates it, other threads only read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.step = 0
+        """From 1; 0 before the first."""
         self.round = 0
+        """From 1; 0 outside of rounds."""
         self.phase = "starting"
+        """What the rank does, such as "forward"."""
         self.moves = 0
+        """How often the status changed: the same on all ranks at the same point of the run."""
         self.longest_s = 0.0
+        """The longest time between two moves, after the first step."""
         self.folder = ""
+        """Of the run, once it is known."""
         self.on_first_step: Callable[[], None] = lambda: None
+        """Called when the first step begins; from then on a run that is asked to stop saves."""
         self._clock = clock
         self._steps = 0
         self._moved = clock()
 
     def at(self, phase: str, *, step: int | None = None, round: int = 0) -> None:
-        """step: from 1, kept where it is None. round: from 1; 0: in none."""
+        """step: from 1; None: unchanged. round: from 1; 0: in none."""
         now = self._clock()
         if self._steps >= WARM_STEPS:
             self.longest_s = max(self.longest_s, now - self._moved)
@@ -79,21 +76,24 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A rank's status as others read it. count: of beats. waits: the collective it is in, or ""."""
+    """A rank's status as other processes read it; see RankStatus."""
 
     rank: int
     count: int
+    """Beats so far."""
     step: int
     round: int
     phase: str
     moves: int
     unmoved_s: float
+    """Seconds since the last move."""
     longest_s: float
     waits: str
+    """The collective the rank is in, or ""."""
     folder: str
 
     @property
-    def words(self) -> str:
+    def place(self) -> str:
         """step 12, round 2, forward."""
         step = [f"step {self.step}"] if self.step else []
         return ", ".join([*step, *([f"round {self.round}"] if self.round else []), self.phase])
@@ -104,7 +104,7 @@ def beat_path(folder: Path, rank: int) -> Path:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """None where there is none, or one that cannot be read."""
+    """None if there is none, or if it cannot be read."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         content = json.loads(path.read_text(encoding="utf-8"))
         return Beat(**{field.name: content[field.name] for field in fields(Beat)})
@@ -121,10 +121,10 @@ def beating(
     after: Callable[[], None] = lambda: None,
     period_s: float = PERIOD_S,
 ) -> Iterator[None]:
-    """Writes the calling thread's status, until the end of the block.
+    """Writes the calling thread's status until the block ends.
 
-    folder: None as long as there is none to write into. quiet_s: nothing is written while the
-    status moved within these seconds. after: called by the thread when it has written.
+    folder: returns None as long as there is no folder to write to. quiet_s: nothing is written
+    while the status moved within these seconds. after: called by the thread after each write.
     """
     main, stop, wake = threading.get_ident(), threading.Event(), threading.Event()
     status.on_first_step = wake.set
@@ -152,7 +152,7 @@ def beating(
         yield
         where = folder()
     except BaseException:
-        where = None  # its last beat stays, for whoever asks what went wrong
+        where = None  # its last beat stays, to show where it failed
         raise
     finally:
         stop.set()
@@ -178,7 +178,7 @@ def _beat(status: RankStatus, rank: int, count: int, main: int) -> Beat:
 
 
 def _write(path: Path, beat: Beat) -> None:
-    """At once, so that nobody reads half of it; a full disk costs the beat, not the run."""
+    """Atomically, so that nobody reads half of it; a full disk loses the beat, not the run."""
     partial = path.with_name(f".{path.name}")
     with suppress(OSError):
         path.parent.mkdir(exist_ok=True)
@@ -192,9 +192,9 @@ def _remove(path: Path) -> None:
 
 
 def collective_of(thread: int) -> str:
-    """The collective that a thread is in, such as all_reduce; "" if it is elsewhere.
+    """The collective that a thread is in, such as all_reduce, or "".
 
-    Read off its innermost calls: those of torch, up to the first that is not.
+    Read from its innermost stack frames: those of torch, up to the first of another package.
     """
     frame = sys._current_frames().get(thread)
     name = ""
@@ -208,20 +208,20 @@ def collective_of(thread: int) -> str:
     return name
 
 
-NOTICE_S = 60.0  # without a move, until something is said
-STUCK_S = 20.0  # the same, until a run that was told to stop is ended
+NOTICE_S = 60.0  # without a move, until it is reported
+STUCK_S = 20.0  # without a move, until a run that was asked to stop is ended
 SILENT_S = 10.0  # without a beat, which comes every second
-ANSWER_S = 2.0  # for a run that was told to stop, whatever it looks like
-SLOWER = 3.0  # times the longest that a rank stood at one place
+ANSWER_S = 2.0  # every run that was asked to stop has this long
+SLOWER = 3.0  # limits are at least this many times the longest time between two moves
 SAVING = "saving"
-"""The phase in which a run that was told to stop is never ended."""
+"""The phase in which a run that was asked to stop is never ended."""
 
 
 class Watch:
-    """Of the ranks that write their beats into a folder.
+    """Reads the beats of all ranks from a folder.
 
-    missing_is_stuck: so a rank without a file is, where ranks write only while they do not move;
-    elsewhere it has not begun, or has ended.
+    missing_is_stuck: a rank without a file is stuck. So it is where ranks write only while they do
+    not move; elsewhere such a rank has not started, or has ended.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class Watch:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a rank is in its first step or further."""
+        """Whether any rank has reached its first step."""
         return any(beat.step for beat in self.beats.values())
 
     @property
@@ -267,18 +267,18 @@ class Watch:
         return next((beat.folder for beat in self.beats.values() if beat.folder), "")
 
     def speaker(self) -> int:
-        """The lowest rank that beats, to speak for all."""
+        """The lowest rank that beats: it prints for all."""
         silent = self._silent()
         return min((rank for rank in self.beats if rank not in silent), default=0)
 
     def unmoved_s(self) -> float:
-        """Seconds since any rank moved; 0 as long as one has not said where it stands."""
+        """Seconds since any rank moved; 0 until all ranks have a beat."""
         if self.missing and not self._missing_is_stuck:
             return 0.0
         return min((self._since(beat) for beat in self.beats.values()), default=0.0)
 
     def notice(self, notice_s: float = NOTICE_S) -> str:
-        """What there is to say now, or ""."""
+        """A line to print now, or ""."""
         unmoved = self.unmoved_s()
         if unmoved < self._slow(notice_s):
             self._next_notice_s = 0.0
@@ -286,11 +286,11 @@ class Watch:
         if unmoved < self._next_notice_s:
             return ""
         self._next_notice_s = 2 * unmoved
-        return self.words()
+        return self.description()
 
-    def will_not_stop(self, told_s: float) -> bool:
-        """Whether a run that was told to stop so many seconds ago is stuck for good."""
-        if told_s < ANSWER_S:
+    def will_not_stop(self, since_s: float) -> bool:
+        """Whether a run that was asked to stop so many seconds ago is stuck for good."""
+        if since_s < ANSWER_S:
             return False
         silent = self._silent()
         if any(beat.phase == SAVING for beat in self.beats.values()) and not silent:
@@ -298,9 +298,9 @@ class Watch:
         return bool(silent) or self.unmoved_s() >= self._slow(STUCK_S)
 
     def stuck(self, among: Collection[int] | None = None) -> list[int]:
-        """The ranks that the others wait for; all of them, if it cannot be told.
+        """The ranks that the others wait for; all ranks, if that is unclear.
 
-        among: those that can be it, where others have given up.
+        among: the candidates, where the others have already given up.
         """
         if self._missing_is_stuck and self.missing:
             return self.missing
@@ -313,8 +313,8 @@ class Watch:
         behind = min((beat.moves for beat in beats), default=0)
         return [beat.rank for beat in beats if beat.moves == behind]
 
-    def words(self, among: Collection[int] | None = None) -> str:
-        """What does not move, where it stands and where the others do."""
+    def description(self, among: Collection[int] | None = None) -> str:
+        """Which ranks do not move, where they are, and where the others are."""
         ranks = self.stuck(among)
         beats = [self.beats[rank] for rank in ranks if rank in self.beats]
         others = [beat for rank, beat in sorted(self.beats.items()) if rank not in ranks]
@@ -325,7 +325,7 @@ class Watch:
         has = f"{ranks_in_words(ranks)} {'have' if len(ranks) > 1 else 'has'} not"
         stopped = " (its process does not run)" if ranks[0] in self._silent() else ""
         return (
-            f"{has if others else 'no rank has'} moved for {seconds}: {beats[0].words}{stopped}"
+            f"{has if others else 'no rank has'} moved for {seconds}: {beats[0].place}{stopped}"
             f"{waiting}"
         )
 
@@ -342,7 +342,7 @@ class Watch:
 
 
 def _where(beat: Beat) -> str:
-    return f"{beat.words}, in {beat.waits}" if beat.waits else beat.words
+    return f"{beat.place}, in {beat.waits}" if beat.waits else beat.place
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
@@ -353,9 +353,9 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def last_saved(folder: str) -> str:
-    """The newest checkpoint of a run, in words."""
+    """A text about the newest checkpoint of a run."""
     steps = sorted(Path(folder, "checkpoints").glob("step-*")) if folder else []
     if not steps:
         return "no checkpoint was written"
     step = int(steps[-1].name.removeprefix("step-"))
-    return f"the last checkpoint is of step {step}; go on with --resume {folder}"
+    return f"the last checkpoint is of step {step}; resume with --resume {folder}"

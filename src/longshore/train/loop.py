@@ -1,12 +1,11 @@
 """The training loop: steps from a loader through a stepper, and a report of each.
 
-In: a Stepper, a loader, a schedule, the number of steps. Out: one Report for each step.
+In: a Stepper, a loader, a schedule, the number of steps. Out: one StepReport for each step.
 
-On a GPU the numbers of a step are read when the next step has been queued, so the device never
-waits for the host: with steps 1, 2, 3, 4 the reports of 2, 3 and 4 come after the queueing of 3, 4
-and 4. So a rank that wants the run to stop in step 2 is heard after step 3 was queued, on all
-ranks, and 3 is the last. The first step, and those that a hook wants to see before it goes on, are
-read at once; on a CPU, where nothing would be won, all are.
+On a GPU the numbers of a step are read after the next step was queued, so the device never waits
+for the host: with steps 1, 2, 3, 4 the reports of 2, 3 and 4 come after 3, 4 and 4 were queued. If
+a rank asks to stop in step 2, all ranks see this after step 3 was queued, and 3 is the last step.
+The first step, and those whose report a hook wants first, are read at once; so are all on a CPU.
 """
 
 import math
@@ -19,23 +18,24 @@ import torch
 from torch import Tensor
 
 from longshore.data.steps import Step
-from longshore.train.device import Moment
+from longshore.train.device import Timestamp
 from longshore.train.metrics import StepMetrics
-from longshore.train.optim import Schedule
-from longshore.train.step import Stepper, Trained
+from longshore.train.optimizer import Schedule
+from longshore.train.step import Stepper, StepResult
 from longshore.train.stop import RunError
 
 GIB = 2**30
-LOOK = "look at its data, lower train.lr, or set train.clip"
+ADVICE = "look at its data, lower train.lr, or set train.clip"
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a run's speed is measured against. peak_flops: of one rank a second, None if unknown."""
+    """What a run's speed is measured against."""
 
     ranks: int
     device: torch.device
     peak_flops: float | None
+    """Of one rank, per second; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +48,20 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What else happens, the same on all ranks but for `wants_stop`.
-
-    wants_stop: whether this rank wants the run to stop. reported: the numbers of the steps up to
-    this one are finite and were taken. after_step: a step has been queued and the next has not, so
-    the model is that of this step: a place to save or evaluate. wants_report: whether the report of
-    a step is to come before its after_step, so that the device waits. phase: what happens now,
-    until the first report. not_finite: a step and what it left, before the run fails; returns what
-    to say of it, and what to do.
-    """
+    """Callbacks of the loop; all ranks must return the same, except for `wants_stop`."""
 
     wants_stop: Callable[[], bool] = lambda: False
+    """Whether this rank wants the run to stop."""
     reported: Callable[[int], None] = lambda step: None
+    """The steps up to this one were reported, and their numbers are finite."""
     after_step: Callable[[Progress], None] = lambda progress: None
+    """A step was queued and the next was not, so the model is that of this step: save, evaluate."""
     wants_report: Callable[[int], bool] = lambda step: False
+    """Whether a step is to be reported before its after_step, for which the host has to wait."""
     phase: Callable[[str], None] = lambda text: None
-    not_finite: Callable[[Step, Trained], str] = lambda step, trained: LOOK
+    """What happens now, before the first report."""
+    not_finite: Callable[[Step, StepResult], str] = lambda step, result: ADVICE
+    """A step whose loss or norm is not finite, before the run fails; returns text and advice."""
 
 
 NO_HOOKS = Hooks()
@@ -71,29 +69,29 @@ START = Progress()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Report:
-    """A step, and what it measured on this rank.
-
-    rounds_s: seconds of each round. experts: tokens each expert got, by layer of experts, over all
-    lanes. Both are () for a skipped step.
-    """
+class StepReport:
+    """A step, and what this rank measured of it."""
 
     step: Step
     metrics: StepMetrics
     rounds_s: tuple[float, ...]
+    """Seconds of each round; () for a skipped step."""
     experts: tuple[tuple[int, ...], ...]
+    """Tokens routed to each expert over all lanes, by MoE layer; () for a skipped step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Done:
-    """A step whose numbers may still be on their way from the device."""
+class _QueuedStep:
+    """A step that was queued; its numbers may still be on their way from the device."""
 
     step: Step
     lr: float
-    trained: Trained | None
+    result: StepResult | None
+    """None for a skipped step."""
     numbers: Tensor
-    begin: Moment
-    end: Moment
+    """On the host, see _on_host; valid once `end` was reached."""
+    begin: Timestamp
+    end: Timestamp
 
     @property
     def number(self) -> int:
@@ -101,8 +99,8 @@ class _Done:
 
     @property
     def stops(self) -> bool:
-        """Whether a rank wants the run to stop; its numbers have come."""
-        return self.trained is not None and bool(self.numbers[0])
+        """Whether a rank wants the run to stop; valid once `numbers` is."""
+        return self.result is not None and bool(self.numbers[0])
 
 
 def train(
@@ -115,20 +113,20 @@ def train(
     machine: Machine,
     start: Progress = START,
     hooks: Hooks = NO_HOOKS,
-) -> Iterator[Report]:
-    """Trains up to a number of steps, and yields what happened in each.
+) -> Iterator[StepReport]:
+    """Trains up to step `steps`, and yields a report of each step.
 
-    start: what an earlier run has done; the loader stands there.
+    start: the progress to resume from; the loader is already there.
     """
     meter = _Meter(flops, machine)
-    waiting: _Done | None = None
+    waiting: _QueuedStep | None = None
     updates, stops, is_first = start.updates, False, True
-    begin = Moment(machine.device)
-    for step in islice(_first_told(loader, hooks), steps - start.step):
+    begin = Timestamp(machine.device)
+    for step in islice(_announced(loader, hooks), steps - start.step):
         lr = schedule.at(updates)
-        trained = stepper.step(step.batches, lr, stop=hooks.wants_stop())
-        updates += trained is not None
-        done = _Done(step, lr, trained, _on_host(trained), begin, Moment(machine.device))
+        result = stepper.step(step.batches, lr, stop=hooks.wants_stop())
+        updates += result is not None
+        done = _QueuedStep(step, lr, result, _on_host(result), begin, Timestamp(machine.device))
         if waiting is not None:
             yield _checked(meter.read(waiting), waiting, hooks)
             hooks.reported(waiting.number)
@@ -140,8 +138,8 @@ def train(
         is_first = False
         hooks.after_step(Progress(done.number, updates))
         if waiting is None:
-            hooks.reported(done.number)  # after the hook, which may have begun a checkpoint of it
-        begin = Moment(machine.device)  # what the hooks did is no part of the next step
+            hooks.reported(done.number)  # after the hook, which may have started its checkpoint
+        begin = Timestamp(machine.device)  # the hooks' time is not part of the next step
         if stops:
             break
     if waiting is not None:
@@ -149,8 +147,8 @@ def train(
         hooks.reported(waiting.number)
 
 
-def _first_told(loader: Iterable[Step], hooks: Hooks) -> Iterator[Step]:
-    """The loader's steps; what goes on before the first, and in it, is told."""
+def _announced(loader: Iterable[Step], hooks: Hooks) -> Iterator[Step]:
+    """The loader's steps; the phases before the first report are announced."""
     hooks.phase("planning")
     for number, step in enumerate(loader):
         if number == 0:
@@ -158,36 +156,36 @@ def _first_told(loader: Iterable[Step], hooks: Hooks) -> Iterator[Step]:
         yield step
 
 
-def _checked(report: Report, done: _Done, hooks: Hooks) -> Report:
+def _checked(report: StepReport, done: _QueuedStep, hooks: Hooks) -> StepReport:
     """The report; a loss or a norm that is not finite, the same on all ranks, ends the run."""
     loss, norm = report.metrics.loss, report.metrics.grad_norm
     if all(number is None or math.isfinite(number) for number in (loss, norm)):
         return report
-    assert done.trained is not None
-    advice = hooks.not_finite(done.step, done.trained)
+    assert done.result is not None
+    advice = hooks.not_finite(done.step, done.result)
     raise RunError(f"step {done.number}: the loss is {loss} and the gradient norm {norm}; {advice}")
 
 
-def _on_host(trained: Trained | None) -> Tensor:
-    """Stops, gradient norm, losses, counts of experts: float64, sent at once, to be read later."""
-    if trained is None:
+def _on_host(result: StepResult | None) -> Tensor:
+    """Stops, gradient norm, losses, expert counts as float64; the copy is started, not awaited."""
+    if result is None:
         return torch.empty(0)
-    first = [trained.stops, trained.grad_norm.view(1), trained.losses]
-    all_ = torch.cat([*first, *trained.experts]).double()
-    if all_.device.type != "cuda":
-        return all_
-    host = torch.empty_like(all_, device="cpu", pin_memory=True)
-    return host.copy_(all_, non_blocking=True)
+    first = [result.stops, result.grad_norm.view(1), result.losses]
+    numbers = torch.cat([*first, *result.experts]).double()
+    if numbers.device.type != "cuda":
+        return numbers
+    host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+    return host.copy_(numbers, non_blocking=True)
 
 
 class _Meter:
-    """Turns finished steps into metrics; a step's time begins with the wait for its data."""
+    """Makes metrics from finished steps; a step's time includes waiting for its data."""
 
     def __init__(self, flops: Callable[[list[int]], int], machine: Machine) -> None:
         self.flops = flops
         self.machine = machine
 
-    def read(self, done: _Done) -> Report:
+    def read(self, done: _QueuedStep) -> StepReport:
         done.end.wait()
         experts = _experts(done)
         losses = len(done.numbers) - sum(map(len, experts))
@@ -217,28 +215,28 @@ class _Meter:
             plan_s=plan.stats.planning_seconds,
             data_wait_s=step.wait_seconds,
             memory_gib=peak_memory(self.machine.device) / GIB,
-            skipped=done.trained is None,
+            skipped=done.result is None,
             balance_loss=balance or None,
             mtp_losses=tuple(depths) or None,
         )
-        return Report(step, metrics, _rounds(done), experts)
+        return StepReport(step, metrics, _rounds(done), experts)
 
 
-def _experts(done: _Done) -> tuple[tuple[int, ...], ...]:
-    if done.trained is None or not done.trained.experts:
+def _experts(done: _QueuedStep) -> tuple[tuple[int, ...], ...]:
+    if done.result is None or not done.result.experts:
         return ()
-    sizes = [len(layer) for layer in done.trained.experts]
-    found = done.numbers[-sum(sizes) :].long().split(sizes)
-    return tuple(tuple(layer.tolist()) for layer in found)
+    sizes = [len(layer) for layer in done.result.experts]
+    layers = done.numbers[-sum(sizes) :].long().split(sizes)
+    return tuple(tuple(layer.tolist()) for layer in layers)
 
 
-def _rounds(done: _Done) -> tuple[float, ...]:
-    moments = done.trained.rounds.moments if done.trained else ()
-    return tuple(later.since(earlier) for earlier, later in pairwise(moments))
+def _rounds(done: _QueuedStep) -> tuple[float, ...]:
+    timestamps = done.result.rounds.timestamps if done.result else ()
+    return tuple(later.since(earlier) for earlier, later in pairwise(timestamps))
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes this rank ever held: of the device, or of the process on a CPU."""
+    """Peak bytes of this rank: of the device, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,22 +1,10 @@
-"""A loss function of a user, kept from tokens that have no loss.
+"""Losses: a value for each token, summed, and divided by one count of the full step.
 
-In: the function, the negative log-likelihood of each token (T), and the micro-batch. Out: its
-values (T), 0 where no loss counts, and the rows at which it is to blame for what is not finite.
+In: the negative log-likelihood (nll) of each token, and the micro-batch. Out: a sum whose gradient
+does not depend on the plan, because its divisor is counted over all lanes and rounds.
 
-A token without loss reaches the function as 0, and what comes back there is dropped. That is not
-enough: `nll / w` with w = 0 has the derivative 1/0, and 0 · ∞ is NaN. So a NaN that is born of a
-gradient of 0 is 0 again, in every operation of the function: for `sums[sequence] / w` it would
-otherwise pass to all tokens of the sequence.
-
-With nll 2 3 5, w 2 0 1 and a mask 1 0 1, `nll / w` gives 1 0 5 and the gradient 1/2 0 1.
-
-Losses: a value for each token, summed, and divided by one count of the whole step.
-
-In: the negative log-likelihood of each token, and the micro-batch. Out: a sum whose gradient does
-not depend on the plan, because it is scaled before backward by what all lanes and rounds hold.
-
-The usual loss is the mean over the step's loss tokens. Another one names a function of its own,
-`train.loss = "my_losses:weighted"`, and, where tokens are not what it divides by, a count:
+The default loss is the mean over the step's loss tokens. A user's loss names a function,
+`train.loss = "my_losses:weighted"`, and, if the divisor is not the loss tokens, a count:
 
     def weighted(nll, batch):             # (T) in, (T) out; where no loss counts both are 0
         return nll * batch.token_fields["weight"]
@@ -25,6 +13,11 @@ The usual loss is the mean over the step's loss tokens. Another one names a func
         return (batch.token_fields["weight"] * batch.targets.loss_mask).sum()
 
 Tokens of weight 1 and 3 with nll 2 and 4 then give (2 + 12) / 4.
+
+Tokens without loss must not disturb the others. A user's function gets nll 0 there and its result
+is dropped; but `nll / w` with w = 0 has the derivative 1/0, and 0 · ∞ is NaN in backward. So in
+every operation of the function a NaN computed from a gradient of 0 becomes 0 again: with nll 2 3 5,
+w 2 0 1 and the mask 1 0 1, `nll / w` gives 1 0 5 and the gradient 1/2 0 1.
 """
 
 import importlib
@@ -45,15 +38,19 @@ NONE = -1
 
 
 class Faults(NamedTuple):
-    """int64, 0-dim, on the device: the first row with loss whose value, or whose gradient, is not
-    finite although its nll is; −1 if there is none. The gradient's is known after backward."""
+    """The first row at which a user's loss function is not finite although nll is, or −1.
+
+    Both are int64, 0-dim, on the device.
+    """
 
     value: Tensor
+    """Where its value is not finite."""
     gradient: Tensor
+    """Where its gradient is not finite; known after backward."""
 
 
 def masked_values(function: PerToken, nll_T: Tensor, batch: MicroBatch) -> tuple[Tensor, Faults]:
-    """What the function says of tokens with loss; others reach neither forward nor backward."""
+    """The function's values of loss tokens; other tokens affect neither forward nor backward."""
     assert batch.targets is not None
     mask_T = batch.targets.loss_mask
     given_T = torch.where(mask_T, nll_T, 0.0)
@@ -64,16 +61,16 @@ def masked_values(function: PerToken, nll_T: Tensor, batch: MicroBatch) -> tuple
             f"the loss function returned {shape} for {len(nll_T)} tokens; "
             "it must return one value for each token"
         )
-    blamed_T = mask_T & nll_T.detach().isfinite()
-    value = _first(blamed_T & ~values_T.detach().isfinite())
+    checked_T = mask_T & nll_T.detach().isfinite()
+    value = _first(checked_T & ~values_T.detach().isfinite())
     faults = Faults(value, torch.full_like(value, NONE))
 
-    def note(grad_T: Tensor) -> None:
-        faults.gradient.copy_(_first(blamed_T & ~grad_T.isfinite()))
+    def check_gradient(grad_T: Tensor) -> None:
+        faults.gradient.copy_(_first(checked_T & ~grad_T.isfinite()))
 
     if given_T.requires_grad:
         _keep_zeros(values_T, given_T)
-        given_T.register_hook(note)
+        given_T.register_hook(check_gradient)
     # 0 · given: parameters get a gradient in every round, whatever the function reads.
     return torch.where(mask_T, values_T, 0.0 * given_T), faults
 
@@ -84,7 +81,7 @@ def _first(bad_T: Tensor) -> Tensor:
 
 
 def _keep_zeros(values_T: Tensor, given_T: Tensor) -> None:
-    """Of all operations between the two, a gradient of 0 stays one."""
+    """Hooks all operations between the two so that a gradient of 0 stays 0."""
     known = {given_T.grad_fn, None}
     nodes = [values_T.grad_fn]
     while nodes:
@@ -101,15 +98,15 @@ def _keep_zeros(values_T: Tensor, given_T: Tensor) -> None:
 def _zero_stays_zero(
     inner: tuple[Tensor | None, ...], outer: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...] | None:
-    """For operations that work on each element; of others a NaN is left to be reported."""
+    """For elementwise operations; a NaN of any other operation stays, and is reported."""
     if len(outer) != 1 or outer[0] is None:
         return None
     gradient = outer[0]
-    born = gradient.isfinite().all() & (gradient == 0)
+    is_zero = gradient.isfinite().all() & (gradient == 0)
     return tuple(
         part
         if part is None or part.shape != gradient.shape
-        else torch.where(born & part.isnan(), 0.0, part)
+        else torch.where(is_zero & part.isnan(), 0.0, part)
         for part in inner
     )
 
@@ -119,17 +116,17 @@ Count = Callable[[MicroBatch], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """per_token: the value of each token, None for its nll. name: of that function, as given.
-
-    divisor: of a step, from a lane's micro-batches.
-    """
+    """A value for each token, and what the sum of a step is divided by."""
 
     per_token: PerToken | None
+    """The value of each token; None for its nll."""
     divisor: Callable[[list[MicroBatch], Groups], float]
+    """Of a step, from a lane's micro-batches."""
     name: str = ""
+    """Of the function, as the user wrote it."""
 
     def summed(self, nll_T: Tensor, batch: MicroBatch) -> tuple[Tensor, Faults | None]:
-        """The sum over this lane's loss tokens, and where the user's function went wrong."""
+        """The sum over this lane's loss tokens, and where the user's function is not finite."""
         assert batch.targets is not None
         if self.per_token is None:
             return masked_sum(nll_T, batch.targets), None
@@ -138,19 +135,19 @@ class Loss:
 
 
 def masked_sum(values_T: Tensor, targets: Targets) -> Tensor:
-    """The sum over loss tokens; `where`, so that nothing of padding passes, not even NaN."""
+    """The sum over loss tokens; `where`, so that not even a NaN of padding passes."""
     return torch.where(targets.loss_mask, values_T, 0.0).sum()
 
 
 def make_loss(function: str = "", count: str = "tokens") -> Loss:
-    """From names: "" is the usual loss; "tokens", "sequences" or a function count."""
+    """From names. function: "" is nll. count: "tokens", "sequences" or a function."""
     per_token = named_function(function, "train.loss") if function else None
     if count == "tokens":
         return Loss(per_token, _tokens, function)
     if count == "sequences":
         return Loss(per_token, _sequences, function)
-    counted = _Counted(named_function(count, "train.loss_count"), count)
-    return Loss(per_token, counted, function)
+    divisor = _UserCount(named_function(count, "train.loss_count"), count)
+    return Loss(per_token, divisor, function)
 
 
 def _tokens(batches: list[MicroBatch], groups: Groups) -> float:
@@ -162,8 +159,8 @@ def _sequences(batches: list[MicroBatch], groups: Groups) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Counted:
-    """A count that only the data know: summed over rounds and lanes, in one small collective."""
+class _UserCount:
+    """A user's count, summed over rounds and, in one small collective, over lanes."""
 
     count: Count
     name: str
@@ -185,12 +182,12 @@ def named_function(name: str, what: str) -> Callable[..., Any]:
     """The function that "package.module:function" names."""
     module, _, function = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function)
+        target = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{what} is {name!r}, which cannot be imported ({error}); "
             "write module:function, with the module on PYTHONPATH"
         ) from error
-    if not callable(found):
+    if not callable(target):
         raise ValueError(f"{what} is {name!r}, which is not a function")
-    return found  # type: ignore[no-any-return]
+    return target  # type: ignore[no-any-return]

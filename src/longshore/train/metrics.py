@@ -1,13 +1,12 @@
-"""What a step measured, and the file that keeps it: one JSON object a line.
+"""The metrics of a step, and the file that keeps them: one JSON object per line.
 
-In: StepMetrics. Out: metrics.jsonl, in which a line is there whole or not at all. A number that is
-not finite, or not known here, is null:
+In: StepMetrics. Out: metrics.jsonl. A number that is not finite or unknown is null:
 
     {"step": 1, "epoch": 0, "loss": 5.5407, …, "mfu": null, …, "skipped": false}
 
-A run that was killed while it wrote leaves half a line, which the next to open the file takes off;
-one that goes on from a checkpoint first takes off the steps after that, and puts lines that cannot
-be read aside.
+A run that was killed while writing leaves an incomplete last line, which is removed when the file
+is next opened. A run that resumes from a checkpoint first removes the steps after it, and moves
+unreadable lines to another file.
 """
 
 import errno
@@ -19,59 +18,74 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from longshore.files import reason, write_whole
+from longshore.files import reason, write_atomically
 
-MAYBE = ("balance_loss", "mtp_losses")
-"""Only models with experts, or with multi-token prediction, have these."""
+OPTIONAL = ("balance_loss", "mtp_losses")
+"""Left out where the model has no experts, or no multi-token prediction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step, over all ranks.
-
-    step: from 1. epoch: from 0. loss: the step's loss divided by its count. loss_tokens: labels
-    that count. tokens, sequences: real ones. elapsed_s: seconds of this step. tflops: of one rank,
-    a second. mfu: its share of the hardware's peak. rounds, efficiency, padding: of the plan.
-    plan_s, data_wait_s: seconds for planning, and waiting for data. memory_gib: the most a rank
-    held. skipped: whether the step had no loss token, so that nothing was updated. balance_loss: of
-    experts. mtp_losses: of each depth.
-    """
+    """One optimizer step, over all ranks."""
 
     step: int
+    """From 1."""
     epoch: float
+    """From 0."""
     loss: float | None
+    """The main loss, divided by its count; None for a skipped step."""
     loss_tokens: int
+    """Labels that count in the main loss."""
     tokens: int
+    """Real tokens, without padding."""
     sequences: int
+    """Real sequences."""
     grad_norm: float | None
+    """The global gradient norm before clipping."""
     lr: float
+    """The learning rate of the update."""
     elapsed_s: float
+    """Seconds of the step, waiting for data included."""
     tokens_per_s: float
+    """Real tokens per second over all ranks."""
     tflops: float | None
+    """TFLOP/s of one rank."""
     mfu: float | None
+    """Model FLOPs utilization: the fraction of the hardware's peak; None if that is unknown."""
     rounds: int
+    """Rounds of the plan."""
     efficiency: float | None
+    """Of the plan: the fraction of the lanes' time spent on real work, as estimated."""
     padding: float | None
+    """Of the plan: the fraction of tokens that are padding."""
     plan_s: float | None
+    """Seconds of planning."""
     data_wait_s: float | None
+    """Seconds of waiting for data."""
     memory_gib: float | None
+    """Peak memory of this rank."""
     skipped: bool
+    """Whether the step had no loss token, so that nothing was updated."""
     balance_loss: float | None = None
+    """The experts' balance loss."""
     mtp_losses: tuple[float, ...] | None = None
+    """The loss of each depth of multi-token prediction."""
 
     def to_json(self) -> str:
-        known = {name: value for name, value in asdict(self).items() if name not in MAYBE or value}
+        known = {
+            name: value for name, value in asdict(self).items() if name not in OPTIONAL or value
+        }
         values = {name: _finite(value) for name, value in known.items()}
         return json.dumps(values, allow_nan=False)
 
 
 class MetricsFile:
-    """Appends steps to a file; each is with the system before `write` returns."""
+    """Appends steps to a file; each is handed to the operating system before `write` returns."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        _cut_half_line(self._file)
+        _cut_incomplete_line(self._file)
 
     def write(self, metrics: StepMetrics) -> None:
         append_line(self._file, metrics.to_json(), self.path)
@@ -94,7 +108,7 @@ class MetricsFile:
 
 
 def append_line(file: int, text: str, path: Path) -> None:
-    """Hands a line to the system, whole; path: of the open file, for the error."""
+    """Writes a line in one call; path: of the open file, for the error."""
     line = (text + "\n").encode()
     try:
         written = os.write(file, line)
@@ -105,15 +119,15 @@ def append_line(file: int, text: str, path: Path) -> None:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The steps of a metrics file; half a line at its end is left out."""
+    """The steps of a metrics file, without an incomplete last line."""
     lines = Path(path).read_text(encoding="utf-8").split("\n")[:-1]
     return [json.loads(line) for line in lines]
 
 
 def cut_steps(path: Path, last: int) -> list[str]:
-    """Takes off the lines of steps after the last, and half a line: they will be written anew.
+    """Removes the lines of steps after `last` and an incomplete line: they will be written again.
 
-    Lines that cannot be read go to PATH.unreadable; returns what to say of them.
+    Unreadable lines go to PATH.unreadable; returns a warning about them.
     """
     if not path.exists():
         return []
@@ -123,18 +137,18 @@ def cut_steps(path: Path, last: int) -> list[str]:
         with aside.open("ab") as file:
             file.write(broken)
     if not broken and [start for start, _ in kept] in ([], [0]):
-        os.truncate(path, kept[0][1] if kept else 0)  # the usual case, which takes no room
+        os.truncate(path, kept[0][1] if kept else 0)  # the usual case, which needs no disk space
     else:
         with path.open("rb") as file:
             content = file.read()
-        write_whole(path, b"".join(content[start:stop] for start, stop in kept))
+        write_atomically(path, b"".join(content[start:stop] for start, stop in kept))
     count = broken.count(b"\n")
-    told = f"warning: {path}: lines that cannot be read ({count}) are now in {path.name}.unreadable"
-    return [told] if broken else []
+    text = f"warning: {path}: lines that cannot be read ({count}) are now in {path.name}.unreadable"
+    return [text] if broken else []
 
 
 def _spans(path: Path, last: int) -> tuple[list[tuple[int, int]], bytes]:
-    """Where the lines lie that stay, neighbours joined, and the lines that cannot be read."""
+    """The byte spans of the lines to keep, neighbours joined, and the unreadable lines."""
     kept: list[tuple[int, int]] = []
     broken, stop = bytearray(), 0
     with path.open("rb") as file:
@@ -143,22 +157,22 @@ def _spans(path: Path, last: int) -> tuple[list[tuple[int, int]], bytes]:
             if not line.endswith(b"\n"):
                 break
             try:
-                stays = json.loads(line)["step"] <= last
+                is_kept = json.loads(line)["step"] <= last
             except (ValueError, LookupError, TypeError):
                 broken += line
                 continue
-            if stays and kept and kept[-1][1] == start:
+            if is_kept and kept and kept[-1][1] == start:
                 kept[-1] = (kept[-1][0], stop)
-            elif stays:
+            elif is_kept:
                 kept.append((start, stop))
     return kept, bytes(broken)
 
 
-def _finite(value: Any) -> Any:  # noqa: ANN401 - a number, or what is none
+def _finite(value: Any) -> Any:  # noqa: ANN401 - a number, or anything else
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _cut_half_line(file: int) -> None:
+def _cut_incomplete_line(file: int) -> None:
     size = os.fstat(file).st_size
     end = size
     while end:

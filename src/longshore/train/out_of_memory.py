@@ -1,6 +1,6 @@
-"""A GPU whose memory is used up, in one line: where, what is in it, what to change.
+"""Out of GPU memory, in one line: where in the step, what is in memory, what to change.
 
-In: torch's error and the status where it came up. Out: a text such as
+In: torch's error and the rank's status. Out: a text such as
 
     is out of GPU memory in step 12, round 2, backward: 16,384 tokens, and 2.00 GiB more did not
     fit; parameters 14.0 GiB, gradients 14.0, optimizer 28.0, activations and the rest 21.3; lower …
@@ -35,11 +35,11 @@ def out_of_memory(
     rounds = [f"round {status.round} of {len(batches)}"] if status.round else []
     where = ", ".join([*step, *rounds, status.phase])
     tokens = [_tokens(batch) for batch in batches]
-    most = tokens[status.round - 1] if status.round else max(tokens, default=0)
+    count = tokens[status.round - 1] if status.round else max(tokens, default=0)
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
     more = f", and {asked[1]} more did not fit" if asked else ""
     parts = ", ".join(f"{name} {bytes_ / GIB:.1f} GiB" for name, bytes_ in _parts(optimizer))
-    return f"is out of GPU memory in {where}: {most:,} tokens{more}; {parts}; {WAY_OUT}"
+    return f"is out of GPU memory in {where}: {count:,} tokens{more}; {parts}; {WAY_OUT}"
 
 
 def _tokens(batch: MicroBatch) -> int:
@@ -47,9 +47,9 @@ def _tokens(batch: MicroBatch) -> int:
 
 
 def _parts(optimizer: Optimizer) -> list[tuple[str, int]]:
-    """What is in this rank's memory, in bytes; of a GPU also what is none of the model's.
+    """What is in this rank's memory, in bytes; on a GPU with activations and the total.
 
-    Parameters are the optimizer's: a module holds gathered ones in their place during a step.
+    Parameters are read from the optimizer: during a step modules hold gathered ones instead.
     """
     parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     states = optimizer.state.values()

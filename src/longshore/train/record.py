@@ -1,22 +1,19 @@
-"""steps.jsonl: what was planned in each step and how long its rounds took, for the page of a run.
+"""The record of a run: metrics.jsonl, steps.jsonl, evals.jsonl, the display and the trackers.
 
-In: Reports. Out: one JSON object a line, until the file has `most` bytes; a page draws from it.
-
-    {"step": 1, "lanes": 2, "capacity": 64, "sync": "round", "cost": {…}, "lengths": [7, 50],
-     "rounds": [[[0, 2, [1]], [0, 1, [0]]]], "predicted_s": [0.11], "elapsed_s": [0.13]}
-
-A pack is [first lane, CP size, places of its sequences]. `experts`, only where there are any: the
-tokens each expert got, by layer.
-
-What a run writes and shows of its steps; rank 0 does, the others only take part.
-
-In: Reports and Evaluations, one after the other. Out: metrics.jsonl, steps.jsonl, evals.jsonl, a
-display and trackers. A run that goes on after step 40 first takes the lines of steps 41, 42, … off
-the files.
+In: StepReports and Evaluations, one after another, on rank 0; other ranks record nothing. Out: one
+JSON object per line in each file. A run that resumes after step 40 first removes the lines of
+steps 41, 42, … from the files.
 
     with recording(folder, display="auto", steps=100, after=0, is_first=True) as record:
         record.note("4 ranks on cpu")
         record.write(report)
+
+steps.jsonl holds each step's plan and how long its rounds took, for the run's report; it stops
+growing at MOST_BYTES. A pack is [first lane, CP size, indices of its sequences], and `experts`, for
+models that have any, is the tokens routed to each expert, by MoE layer:
+
+    {"step": 1, "lanes": 2, "capacity": 64, "sync": "round", "cost": {…}, "lengths": [7, 50],
+     "rounds": [[[0, 2, [1]], [0, 1, [0]]]], "predicted_s": [0.11], "elapsed_s": [0.13]}
 """
 
 import json
@@ -27,27 +24,46 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from longshore.files import reason, way_out
 from longshore.plan.types import Plan
 from longshore.report.timeline import make_timeline
-from longshore.train.disk import writing
+from longshore.train.checkpoint_files import remove_leftovers
 from longshore.train.display import make_display
-from longshore.train.evaluate import Evaluation, as_line
-from longshore.train.loop import Report
+from longshore.train.evaluation import Evaluation, as_line
+from longshore.train.loop import StepReport
 from longshore.train.metrics import MetricsFile, append_line, cut_steps
+from longshore.train.stop import RunError
 from longshore.train.trackers import make_trackers
 
 MOST_BYTES = 256 << 20
 
 
-class Journal:
-    """Appends steps to a file, and stops when it is full."""
+@contextmanager
+def writing(run: Path, *, then: str = "") -> Iterator[None]:
+    """Raises RunError instead of OSError, after removing partial saves that may fill the disk.
+
+    then: the advice once the cause is gone; by default, to resume the run.
+    """
+    try:
+        yield
+    except OSError as error:
+        remove_leftovers(run)
+        after = then or f"resume with --resume {run}"
+        raise RunError(
+            f"{error.filename or run} cannot be written ({reason(error)}); {way_out(error)}, then "
+            f"{after}"
+        ) from None
+
+
+class StepsFile:
+    """Appends steps to steps.jsonl until it has `most` bytes."""
 
     def __init__(self, path: str | Path, *, most: int = MOST_BYTES) -> None:
         self.path = Path(path)
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._left = most - os.fstat(self._file).st_size
 
-    def write(self, report: Report) -> None:
+    def write(self, report: StepReport) -> None:
         line = json.dumps(step_as_line(report), allow_nan=False)
         self._left -= len(line) + 1
         if self._left >= 0:
@@ -58,14 +74,14 @@ class Journal:
             os.close(self._file)
             self._file = -1
 
-    def __enter__(self) -> "Journal":
+    def __enter__(self) -> "StepsFile":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def step_as_line(report: Report) -> dict[str, object]:
+def step_as_line(report: StepReport) -> dict[str, object]:
     plan = report.step.plan
     setting = plan.setting
     line: dict[str, object] = {
@@ -86,23 +102,23 @@ def step_as_line(report: Report) -> dict[str, object]:
 
 
 def round_costs(plan: Plan) -> list[float]:
-    """Seconds from the end of the round before, on the latest lane, to that of each round."""
+    """Estimated seconds of each round: from the end of the previous one, on the latest lane."""
     ends = make_timeline(plan).end.max(axis=1).tolist()
     return [end - before for before, end in zip([0.0, *ends[:-1]], ends, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """note: shows a line, also after the last step. write: keeps and shows a step.
-
-    evaluated: keeps and shows an evaluation after a step. phase: shows what happens now, before the
-    first step.
-    """
+class RunRecord:
+    """Where a run reports to."""
 
     note: Callable[[str], None]
-    write: Callable[[Report], None]
+    """Shows a line, also after the last step."""
+    write: Callable[[StepReport], None]
+    """Records and shows a step."""
     evaluated: Callable[[int, Evaluation], None]
+    """Records and shows an evaluation after a step."""
     phase: Callable[[str], None] = lambda text: None
+    """Shows what happens now, before the first step."""
 
 
 @contextmanager
@@ -114,29 +130,29 @@ def recording(
     steps: int,
     after: int,
     is_first: bool,
-) -> Iterator[Record]:
+) -> Iterator[RunRecord]:
     if not is_first:
-        yield Record(lambda text: None, lambda report: None, lambda step, evaluation: None)
+        yield RunRecord(lambda text: None, lambda report: None, lambda step, evaluation: None)
         return
-    metrics, journal, evals = (folder / f"{name}.jsonl" for name in ("metrics", "steps", "evals"))
+    metrics, plans, evals = (folder / f"{name}.jsonl" for name in ("metrics", "steps", "evals"))
     with writing(folder):
-        notes = [note for path in (metrics, journal, evals) for note in cut_steps(path, after)]
-    shown = make_display(display, steps, stream=sys.stdout, title=str(folder), done=after)
-    others = make_trackers(trackers, folder, {"folder": str(folder)}, warn=shown.note)
+        notes = [note for path in (metrics, plans, evals) for note in cut_steps(path, after)]
+    view = make_display(display, steps, stream=sys.stdout, title=str(folder), done=after)
+    sinks = make_trackers(trackers, folder, {"folder": str(folder)}, warn=view.note)
     with ExitStack() as opened:
         with writing(folder):
-            file = opened.enter_context(MetricsFile(metrics))
-            lines = opened.enter_context(Journal(journal))
-        opened.enter_context(shown)
+            metrics_file = opened.enter_context(MetricsFile(metrics))
+            steps_file = opened.enter_context(StepsFile(plans))
+        opened.enter_context(view)
         for note in notes:
-            shown.note(note)
+            view.note(note)
 
-        def write(report: Report) -> None:
+        def write(report: StepReport) -> None:
             with writing(folder):
-                file.write(report.metrics)
-                lines.write(report)
-            shown.update(report.metrics)
-            for tracker in others:
+                metrics_file.write(report.metrics)
+                steps_file.write(report)
+            view.update(report.metrics)
+            for tracker in sinks:
                 tracker.log(report.metrics.step, asdict(report.metrics))
 
         def evaluated(step: int, evaluation: Evaluation) -> None:
@@ -144,10 +160,10 @@ def recording(
             with writing(folder), open(evals, "a", encoding="utf-8") as out:
                 out.write(json.dumps(line, allow_nan=False) + "\n")
             loss = "none" if evaluation.loss is None else f"{evaluation.loss:.4f}"
-            shown.note_on_step(f"step {step}: {evaluation.name} loss {loss}")
-            for tracker in others:
+            view.note_on_step(f"step {step}: {evaluation.name} loss {loss}")
+            for tracker in sinks:
                 tracker.log(step, {f"{evaluation.name}/loss": evaluation.loss})
 
-        yield Record(shown.note, write, evaluated, shown.phase)
-    for tracker in others:
+        yield RunRecord(view.note, write, evaluated, view.phase)
+    for tracker in sinks:
         tracker.close()

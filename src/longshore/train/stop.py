@@ -1,21 +1,19 @@
-"""How a run ends before its last step: told to stop, or unable to go on. No torch.
+"""How a run ends before its last step: a signal asks it to stop, or an error occurs. No torch.
 
-In: SIGTERM from a scheduler that wants the machine back, Ctrl-C, or SIGHUP from a terminal that was
-closed. Out: a flag that the loop asks for at each step; all ranks agree on the step after which
-they stop, save a checkpoint and end with 128 plus the signal's number: 143, 130 or 129.
+In: SIGTERM from a scheduler that wants the machine back, Ctrl-C, or SIGHUP from a closed terminal.
+Out: a flag that the loop reads at each step; all ranks agree on the step after which they stop,
+save a checkpoint and exit with 128 plus the signal's number: 143, 130 or 129.
 
     with stop_on_signals(status) as stop, stop.after_steps(): ...     stop.is_asked: a signal came
 
-Outside of `after_steps` there is nothing to save, so the signal raises Interrupted. A thread takes
-the signals, since Python's own handlers wait as long as the main thread is in a collective: a
-second Ctrl-C, or a run that will not stop, ends the process from there.
+Outside of `after_steps` there is nothing to save, so the signal raises Interrupted. A thread
+receives the signals, since Python's own handlers wait while the main thread is in a collective: on
+a second Ctrl-C, or if the run is stuck, the thread ends the process.
 
-A rank that answers signals and says where it stands, however it was started. No torch.
-
-In: its RankStatus and how the ranks meet. Out: a Stop, and lines on stderr. Local ranks write their
-beats beside the file they meet in, for their launcher, which watches and speaks. Under torchrun a
-rank that has not moved for half a minute writes its status into RUN/.heartbeat; the lowest of these
-ranks watches and speaks, and each ends by itself if it was told to stop and cannot.
+`supervised` adds the heartbeat, depending on how the ranks were started. Ranks of our launcher
+write their beats next to their rendezvous file; the launcher watches them and prints. Under
+torchrun a rank that has not moved for 30 s writes its beats to RUN/.heartbeat; the lowest of these
+ranks watches and prints, and each exits by itself if it was asked to stop and is stuck.
 """
 
 import os
@@ -43,14 +41,14 @@ from longshore.train.heartbeat import (
 )
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-TWICE_S = 0.5  # the same Ctrl-C may come from the terminal and from whoever started the run
+TWICE_S = 0.5  # one Ctrl-C may arrive twice: from the terminal and from the launcher
 START_S = 5.0  # for the main thread to answer before the first step
 LOOK_S = 0.5
 SHOW_CURSOR = "\x1b[?25h"
 
 
 class StoppedError(Exception):
-    """The run was told to stop, and has; its text says how to go on."""
+    """The run was asked to stop, and has stopped; the text says how to resume it."""
 
     def __init__(self, text: str, number: int = signal.SIGTERM) -> None:
         super().__init__(text)
@@ -66,27 +64,27 @@ class Interrupted(KeyboardInterrupt):
 
 
 class RunError(Exception):
-    """The run cannot go on, for a reason outside of the program. Its text is for people."""
+    """The run cannot continue, for a reason outside of the program; printed without a traceback."""
 
 
 def stopping(number: int) -> str:
-    """What is said at the first signal."""
+    """The line printed at the first signal."""
     again = " (Ctrl-C again quits at once)" if number == signal.SIGINT else ""
     return f"stopping after this step; saving{again}"
 
 
 def exit_code(number: int) -> int:
-    """Of a run that a signal stopped: 0 would say that it is finished."""
+    """Of a run that a signal stopped; 0 would mean that it is finished."""
     return 128 + number
 
 
 def heard_signals() -> list[signal.Signals]:
-    """Those that stop a run, but for what was ignored from the start: nohup, or a rank's parent."""
+    """The signals that stop a run, except those ignored from the start (nohup, the launcher)."""
     return [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
 
 
 class Stop:
-    """Whether a signal has come, and which. status: of the rank that is to stop."""
+    """Whether a signal has come, and which. status: of this rank."""
 
     def __init__(self, status: RankStatus) -> None:
         self.status = status
@@ -117,30 +115,30 @@ class Stop:
 def stop_on_signals(
     status: RankStatus,
     *,
-    tell: Callable[[str], None] = lambda text: None,
-    will_not_stop: Callable[[float], str] = lambda told_s: "",
+    report: Callable[[str], None] = lambda text: None,
+    will_not_stop: Callable[[float], str] = lambda since_s: "",
 ) -> Iterator[Stop]:
-    """A flag in place of the end of the process; threads other than the main one get no signal.
+    """Signals set a flag instead of ending the process; only the main thread can receive them.
 
-    will_not_stop: what to say if the run is stuck for good, so many seconds after the signal.
+    will_not_stop: given the seconds since the signal, returns a text if the run is stuck for good.
     """
     stop = Stop(status)
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         if not stop.can_save:
             raise Interrupted(number)
 
     before = {number: signal.getsignal(number) for number in heard_signals()}
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    thread = _Answers(stop, reader, tell, will_not_stop)
+    thread = _SignalThread(stop, reader, report, will_not_stop)
     thread.start()
     old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in before:
-        signal.signal(number, note)
+        signal.signal(number, handle)
     try:
         yield stop
     finally:
@@ -152,20 +150,20 @@ def stop_on_signals(
         os.close(reader)
 
 
-class _Answers(threading.Thread):
-    """Hears the signals at once, whatever the main thread does."""
+class _SignalThread(threading.Thread):
+    """Receives the signals at once, whatever the main thread does."""
 
     def __init__(
         self,
         stop: Stop,
         reader: int,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         will_not_stop: Callable[[float], str],
     ) -> None:
         super().__init__(name="longshore-signals", daemon=True)
         self._stop_flag = stop
         self._reader = reader
-        self._tell = tell
+        self._report = report
         self._will_not_stop = will_not_stop
 
     def run(self) -> None:
@@ -173,7 +171,7 @@ class _Answers(threading.Thread):
         while True:
             ready, _, _ = select.select([self._reader], [], [], LOOK_S if stop.is_asked else None)
             if not ready:
-                self._look(time.monotonic() - stop.at)
+                self._check_stuck(time.monotonic() - stop.at)
                 continue
             numbers = os.read(self._reader, 64)
             if not numbers:
@@ -185,30 +183,30 @@ class _Answers(threading.Thread):
     def _take(self, number: int) -> None:
         is_first = not self._stop_flag.is_asked
         if self._stop_flag.take(number):
-            self._tell("quit at once, without a checkpoint")
+            self._report("quit at once, without a checkpoint")
             leave(exit_code(number))
         elif is_first and self._stop_flag.can_save:
-            self._tell(stopping(number))
+            self._report(stopping(number))
 
-    def _look(self, told_s: float) -> None:
+    def _check_stuck(self, since_s: float) -> None:
         """Ends a process whose main thread never answers."""
         assert self._stop_flag.number is not None
         code = exit_code(self._stop_flag.number)
         if not self._stop_flag.can_save:
-            if told_s > START_S:
-                self._tell("stopped before the first step")
+            if since_s > START_S:
+                self._report("stopped before the first step")
                 leave(code)
-        elif told_s > ANSWER_S and (text := self._will_not_stop(told_s)):
-            self._tell(text)
+        elif since_s > ANSWER_S and (text := self._will_not_stop(since_s)):
+            self._report(text)
             leave(code)
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process from any thread, and gives the cursor back."""
+    """Ends the process from any thread, and shows the cursor again."""
     with suppress(OSError, ValueError, AttributeError):
         if sys.stdout.isatty():
             os.write(sys.stdout.fileno(), SHOW_CURSOR.encode())
-    os._exit(code)  # without a flush, which may wait for what the main thread holds
+    os._exit(code)  # without a flush, which may wait for a lock of the main thread
 
 
 FOLDER = ".heartbeat"
@@ -217,15 +215,15 @@ PERIOD_S = 5.0
 SILENT_S = 3 * PERIOD_S
 
 
-def attended(
+def supervised(
     status: RankStatus, *, rank: int, ranks: int, address: str
 ) -> AbstractContextManager[Stop]:
-    """address: where the ranks meet, a file of their launcher or the environment of torchrun."""
+    """address: the rendezvous, a file of our launcher or torchrun's environment."""
     if ranks == 1:
-        return stop_on_signals(status, tell=_tell)
+        return stop_on_signals(status, report=_print_line)
     if address.startswith("file://"):
         return _launched(status, rank, Path(address.removeprefix("file://")).parent)
-    return _Peers(status, rank, ranks).attended()
+    return _Peers(status, rank, ranks).supervised()
 
 
 @contextmanager
@@ -235,7 +233,7 @@ def _launched(status: RankStatus, rank: int, folder: Path) -> Iterator[Stop]:
 
 
 class _Peers:
-    """The ranks of torchrun, as one of them sees them."""
+    """The ranks of torchrun, seen from one of them."""
 
     def __init__(self, status: RankStatus, rank: int, ranks: int) -> None:
         self.status = status
@@ -244,7 +242,7 @@ class _Peers:
         self.watch: Watch | None = None
 
     @contextmanager
-    def attended(self) -> Iterator[Stop]:
+    def supervised(self) -> Iterator[Stop]:
         beats = beating(
             self.status,
             self._folder,
@@ -255,43 +253,45 @@ class _Peers:
         )
         with (
             beats,
-            stop_on_signals(self.status, tell=self._tell, will_not_stop=self._stuck) as stop,
+            stop_on_signals(self.status, report=self._report, will_not_stop=self._stuck) as stop,
         ):
             try:
                 yield stop
             except RuntimeError as error:
                 if self.watch is None or not is_time_out(str(error)):
                     raise
-                raise RunError(f"{self.watch.words()}; {gave_up(self.status.folder)}") from None
+                raise RunError(
+                    f"{self.watch.description()}; {gave_up(self.status.folder)}"
+                ) from None
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if self.rank == (self.watch.speaker() if self.watch is not None else 0):
-            _tell(text)
+            _print_line(text)
 
     def _folder(self) -> Path | None:
         return Path(self.status.folder, FOLDER) if self.status.folder else None
 
     def _look(self) -> None:
-        """In the thread that beats, while this rank does not move."""
+        """Called by the heartbeat thread while this rank does not move."""
         folder = self._folder()
         assert folder is not None
         if self.watch is None:
             self.watch = Watch(folder, self.ranks, missing_is_stuck=True, silent_s=SILENT_S)
         self.watch.look()
         if text := self.watch.notice(NOTICE_S):
-            self._tell(text)
+            self._report(text)
 
-    def _stuck(self, told_s: float) -> str:
+    def _stuck(self, since_s: float) -> str:
         status = self.status
         limit = max(STUCK_S, SLOWER * status.longest_s)
         if status.phase == SAVING or status.unmoved_s < limit:
             return ""
-        words = self.watch.words() if self.watch is not None else f"it waits: {status.phase}"
-        return f"ended without a checkpoint of this step: {words}; {last_saved(status.folder)}"
+        state = self.watch.description() if self.watch is not None else f"it waits: {status.phase}"
+        return f"ended without a checkpoint of this step: {state}; {last_saved(status.folder)}"
 
 
 def is_time_out(text: str) -> bool:
-    """Whether an error says that a collective took too long."""
+    """Whether an error text is that of a collective that timed out."""
     return "timed out" in text.lower() or "timeout" in text.lower()
 
 
@@ -299,6 +299,6 @@ def gave_up(folder: str) -> str:
     return f"the others gave up (parallel.timeout_min); {last_saved(folder)}"
 
 
-def _tell(text: str) -> None:
+def _print_line(text: str) -> None:
     sys.stderr.write(f"longshore: {text}\n")
     sys.stderr.flush()

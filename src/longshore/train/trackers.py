@@ -1,14 +1,14 @@
-"""Trackers: the numbers of a run, sent on to TensorBoard or Weights & Biases.
+"""Trackers: the metrics of a run, sent to TensorBoard or Weights & Biases.
 
-In: names, the run's folder and its configuration. Out: trackers to log each step to, on rank 0.
+In: names, the run's folder and its configuration. Out: trackers that log each step, on rank 0.
 
     trackers = make_trackers(["tensorboard"], Path("runs/demo-1"), {"train.lr": 0.005})
     for tracker in trackers:
         tracker.log(1, {"loss": 5.54, "mfu": None, "mtp_losses": [5.6, 5.7]})
         tracker.close()
 
-writes loss, mtp_losses/1 and mtp_losses/2 at step 1; what is no number is left out. A tracker that
-fails is dropped with one warning: a run never ends because of it.
+writes loss, mtp_losses/1 and mtp_losses/2 at step 1; values that are not numbers are left out. A
+tracker that fails is dropped with one warning, and the run continues.
 """
 
 import importlib
@@ -38,25 +38,25 @@ def _warn(text: str) -> None:
 def make_trackers(
     names: Iterable[str], folder: str | Path, config: Mapping[str, Any], *, warn: Warn = _warn
 ) -> list[Tracker]:
-    """One for each name; refuses an unknown name and one whose package is not installed.
+    """One for each name; raises for an unknown name, or if its package is not installed.
 
-    config: by section.key. warn: told, once for each tracker, why it stopped.
+    config: by section.key. warn: called once if a tracker fails.
     """
-    wanted = list(dict.fromkeys(names))
-    check_trackers(wanted)
-    return [_Guarded(name, TRACKERS[name], Path(folder), config, warn) for name in wanted]
+    unique = list(dict.fromkeys(names))
+    check_trackers(unique)
+    return [_Guarded(name, TRACKERS[name], Path(folder), config, warn) for name in unique]
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Refuses what make_trackers would refuse."""
+    """Raises what make_trackers would raise."""
     for name in names:
         if name not in MODULES:
-            raise ValueError(f"there is no tracker {name!r}; there are {', '.join(MODULES)}")
+            raise ValueError(f"unknown tracker {name!r}; known are {', '.join(MODULES)}")
         _package(name)
 
 
 def numbers(values: Mapping[str, object]) -> dict[str, float]:
-    """The finite numbers; entry i of a list, from 1, becomes name/i. The step is no number."""
+    """The finite numbers but the step; entry i of a list, from 1, becomes name/i."""
     flat: dict[str, object] = {}
     for name, value in values.items():
         if isinstance(value, list | tuple):
@@ -87,7 +87,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; its own variables hold, such as WANDB_MODE and WANDB_PROJECT."""
+    """A run of Weights & Biases; it reads WANDB_MODE, WANDB_PROJECT and so on itself."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self.run = _package("wandb").init(
@@ -106,7 +106,7 @@ TRACKERS: dict[str, Maker] = {"tensorboard": TensorBoard, "wandb": WeightsAndBia
 
 
 class _Guarded:
-    """A tracker whose first failure is its last."""
+    """A tracker that is dropped after its first failure."""
 
     def __init__(
         self, name: str, make: Maker, folder: Path, config: Mapping[str, Any], warn: Warn
@@ -131,13 +131,13 @@ class _Guarded:
     def _try(self, act: Callable[[], None]) -> None:
         try:
             act()
-        except Exception as error:  # whatever it is, training goes on
+        except Exception as error:  # whatever it is, training continues
             self.tracker = None
-            self.warn(f"{self.name} stopped, the run goes on: {type(error).__name__}: {error}")
+            self.warn(f"{self.name} stopped, the run continues: {type(error).__name__}: {error}")
 
 
 def _package(name: str) -> ModuleType:
-    """Its module. A folder `wandb`, which it leaves behind, imports too, but has nothing in it."""
+    """Its module. A folder `wandb` in the working directory imports too, but is empty."""
     entry = {"tensorboard": "SummaryWriter", "wandb": "init"}[name]
     try:
         module = importlib.import_module(MODULES[name])

@@ -1,1 +1,1 @@
-"""Twins of the operators, written to be read: one sequence at a time, plain autograd."""
+"""Slow references of the ops, written to be read: one sequence at a time, plain autograd."""

@@ -1,4 +1,4 @@
-"""Attention run by run, with a full mask: the twin of ops/attention.py.
+"""Attention sequence by sequence, with a full mask: the twin of ops/attention.py.
 
 In and out: as there, differentiable by plain autograd. With 2 queries over 3 keys the mask is
 [1 1 0], [1 1 1]; with window 2 it is [1 1 0], [0 1 1].
@@ -52,14 +52,14 @@ def attention_forward(
         q = q_THD[rows[i] : rows[i + 1]]
         k, v = k_SHD[keys[i] : keys[i + 1]], v_SHV[keys[i] : keys[i + 1]]
         scores_Hnm = torch.einsum("nhd,mhd->hnm", q, k) * scale
-        seen_nm = _seen(len(q), len(k), window).to(q.device)
-        scores_Hnm = scores_Hnm.masked_fill(~seen_nm, -torch.inf)
+        visible_nm = _visible(len(q), len(k), window).to(q.device)
+        scores_Hnm = scores_Hnm.masked_fill(~visible_nm, -torch.inf)
         outs.append(torch.einsum("hnm,mhv->nhv", scores_Hnm.softmax(2), v))
         lses.append(scores_Hnm.logsumexp(2))
     return torch.cat(outs), torch.cat(lses, 1)
 
 
-def _seen(queries: int, keys: int, window: int | None) -> Tensor:
+def _visible(queries: int, keys: int, window: int | None) -> Tensor:
     """Query j is the token keys − queries + j of its sequence."""
     back = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
     return (back >= 0) & (back < (keys if window is None else window))

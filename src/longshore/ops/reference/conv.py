@@ -1,4 +1,4 @@
-"""The twin of ops/conv.py: run by run, row by row, tap by tap."""
+"""The twin of ops/conv.py: sequence by sequence, row by row, tap by tap."""
 
 from itertools import pairwise
 
@@ -21,11 +21,11 @@ def causal_conv(
     taps = weight_CK.shape[1]
     offsets = offsets_of(bounds, len(x_TC))
     rows = []
-    for run, (start, stop) in enumerate(pairwise(offsets)):
-        halo = x_TC.new_zeros(taps - 1, x_TC.shape[1]) if before is None else before[run]
-        seen = torch.cat([halo, x_TC[start:stop]])
+    for sequence, (start, stop) in enumerate(pairwise(offsets)):
+        halo = x_TC.new_zeros(taps - 1, x_TC.shape[1]) if before is None else before[sequence]
+        visible = torch.cat([halo, x_TC[start:stop]])
         for row in range(stop - start):
-            y_C = (seen[row : row + taps] * weight_CK.T).sum(0)
+            y_C = (visible[row : row + taps] * weight_CK.T).sum(0)
             y_C = y_C if bias_C is None else y_C + bias_C
             rows.append(silu(y_C) if activation else y_C)
     return torch.stack(rows) if rows else x_TC
@@ -35,9 +35,9 @@ def last_rows(
     x_TC: Tensor, count: int, *, bounds: Bounds | None = None, before: Tensor | None = None
 ) -> Tensor:
     offsets = offsets_of(bounds, len(x_TC))
-    found = []
-    for run, (start, stop) in enumerate(pairwise(offsets)):
-        halo = x_TC.new_zeros(count, x_TC.shape[1]) if before is None else before[run]
-        seen = torch.cat([halo, x_TC[start:stop]])
-        found.append(seen[len(seen) - count :])
-    return torch.stack(found)
+    last = []
+    for sequence, (start, stop) in enumerate(pairwise(offsets)):
+        halo = x_TC.new_zeros(count, x_TC.shape[1]) if before is None else before[sequence]
+        visible = torch.cat([halo, x_TC[start:stop]])
+        last.append(visible[len(visible) - count :])
+    return torch.stack(last)

@@ -1,4 +1,4 @@
-"""The twin of ops/delta_rule.py: run by run, token by token."""
+"""The twin of ops/delta_rule.py: sequence by sequence, token by token."""
 
 from itertools import pairwise
 
@@ -23,13 +23,13 @@ def gated_delta_rule(
     scale = keys**-0.5 if scale is None else scale
     offsets = offsets_of(bounds, rows)
     outs, finals = [], []
-    for run, (start, stop) in enumerate(pairwise(offsets)):
+    for sequence, (start, stop) in enumerate(pairwise(offsets)):
         zero = v_THV.new_zeros(heads, keys, v_THV.shape[2])
-        S_HKV = zero if initial is None else initial[run]
+        S_HKV = zero if initial is None else initial[sequence]
         for t in range(start, stop):
             S_HKV = g_TH[t].exp()[:, None, None] * S_HKV
-            held_HV = (k_THK[t, :, :, None] * S_HKV).sum(1)
-            update_HV = beta_TH[t, :, None] * (v_THV[t] - held_HV)
+            stored_HV = (k_THK[t, :, :, None] * S_HKV).sum(1)
+            update_HV = beta_TH[t, :, None] * (v_THV[t] - stored_HV)
             S_HKV = S_HKV + k_THK[t, :, :, None] * update_HV[:, None, :]
             outs.append((scale * q_THK[t, :, :, None] * S_HKV).sum(1))
         finals.append(S_HKV)
@@ -41,14 +41,14 @@ def delta_transition(
 ) -> Tensor:
     offsets = offsets_of(bounds, len(k_THK))
     eye_KK = torch.eye(k_THK.shape[2], dtype=k_THK.dtype, device=k_THK.device)
-    found = []
+    transitions = []
     for start, stop in pairwise(offsets):
-        whole_HKK = eye_KK.expand(k_THK.shape[1], -1, -1)
+        product_HKK = eye_KK.expand(k_THK.shape[1], -1, -1)
         for t in range(start, stop):
             outer_HKK = k_THK[t, :, :, None] * k_THK[t, :, None, :]
             one_HKK = g_TH[t].exp()[:, None, None] * (
                 eye_KK - beta_TH[t, :, None, None] * outer_HKK
             )
-            whole_HKK = one_HKK @ whole_HKK
-        found.append(whole_HKK)
-    return torch.stack(found)
+            product_HKK = one_HKK @ product_HKK
+        transitions.append(product_HKK)
+    return torch.stack(transitions)

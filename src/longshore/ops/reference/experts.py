@@ -24,11 +24,11 @@ def dispatch(x_TC: Tensor, order: Tensor) -> Tensor:
 
 def combine(rows_MC: Tensor, order: Tensor, weights_TK: Tensor) -> Tensor:
     tokens, top_k = weights_TK.shape
-    made = [rows_MC.new_zeros(rows_MC.shape[1]) for _ in range(tokens)]
-    for place, row in enumerate(order.tolist()):
+    sums = [rows_MC.new_zeros(rows_MC.shape[1]) for _ in range(tokens)]
+    for index, row in enumerate(order.tolist()):
         token, k = divmod(row, top_k)
-        made[token] = made[token] + weights_TK[token, k] * rows_MC[place]
-    return torch.stack(made)
+        sums[token] = sums[token] + weights_TK[token, k] * rows_MC[index]
+    return torch.stack(sums)
 
 
 def grouped_mlp(

@@ -1,4 +1,4 @@
-"""The twin of ops/ssd.py: run by run, token by token."""
+"""The twin of ops/ssd.py: sequence by sequence, token by token."""
 
 from itertools import pairwise
 
@@ -24,9 +24,9 @@ def ssd(
     B_THN, C_THN = B_TGN[:, group_of_head], C_TGN[:, group_of_head]
     offsets = offsets_of(bounds, rows)
     outs, finals = [], []
-    for run, (start, stop) in enumerate(pairwise(offsets)):
+    for sequence, (start, stop) in enumerate(pairwise(offsets)):
         zero = x_THP.new_zeros(heads, width, B_TGN.shape[2])
-        h_HPN = zero if initial is None else initial[run]
+        h_HPN = zero if initial is None else initial[sequence]
         for t in range(start, stop):
             fading = (dt_TH[t] * A_H).exp()[:, None, None]
             h_HPN = fading * h_HPN + (dt_TH[t, :, None] * x_THP[t])[:, :, None] * B_THN[t, :, None]

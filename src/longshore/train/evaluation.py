@@ -1,7 +1,7 @@
-"""Evaluation on held-out sequences: the loss of each token counts the same, whatever the plan.
+"""Evaluation on held-out sequences: every loss token has the same weight, whatever the plan.
 
 In: a model on its lanes and a held-out set. Out: the mean over all loss tokens of all lanes, rounds
-and steps. Nothing is learned and nothing is counted for routing.
+and steps. Parameters, optimizer and routing counts stay untouched.
 
 Two steps with loss sums 6 and 1 over 3 and 1 tokens give (6 + 1) / (3 + 1) = 1.75; the mean of the
 steps' means would be 1.5.
@@ -28,23 +28,23 @@ from longshore.train.loss import masked_sum
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """loss: the mean over loss_tokens; None without any, or if it is not finite.
-
-    mtp_losses: the same of each depth.
-    """
+    """The losses of one pass over a held-out set."""
 
     name: str
+    """Of the held-out set."""
     loss: float | None
+    """The mean over loss_tokens; None if there are none, or if it is not finite."""
     loss_tokens: int
     mtp_losses: tuple[float | None, ...]
+    """The same for each depth of multi-token prediction."""
 
 
-Tell = Callable[[int, Evaluation], None]
+OnEvaluation = Callable[[int, Evaluation], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldOut:
-    """A held-out set: one pass over `steps`, in their order, from the start each time."""
+    """A held-out set; each evaluation is one pass over all its `steps`, in order."""
 
     name: str
     steps: IndexedSteps
@@ -57,15 +57,15 @@ class HeldOut:
         status.at("evaluation")
         sums = torch.zeros(1 + len(model.config.mtp), dtype=torch.float64, device=topology.device)
         counts = [0] * len(sums)
-        every = islice(self.steps.from_place(Place(), lambda: False), self.steps.batches.steps(0))
+        steps = islice(self.steps.from_place(Place(), lambda: False), self.steps.batches.steps(0))
         with torch.no_grad():
-            for step in every:
+            for step in steps:
                 for host in step.batches:
                     status.at("evaluation", round=host.round + 1)
                     sums += _sums(model, host.to(topology.device, non_blocking=True))
                 more = step.batches[0].counts
                 counts = [a + b for a, b in zip(counts, (more.main, *more.mtp), strict=True)]
-        _let_go(model)
+        _reshard(model)
         totals = sum_over(sums, topology.groups.lanes).tolist()
         pairs = zip(totals, counts, strict=True)
         loss, *depths = [_mean(total, count) for total, count in pairs]
@@ -73,7 +73,7 @@ class HeldOut:
 
 
 class Evaluator:
-    """Evaluates every so many steps of a loop, and after the last; tells each outcome."""
+    """Evaluates every `every` steps of a loop, and after the last; passes each result to `tell`."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Evaluator:
         topology: Topology,
         *,
         every: int,
-        tell: Tell,
+        tell: OnEvaluation,
         status: RankStatus | None = None,
     ) -> None:
         self.held_out = held_out
@@ -98,7 +98,7 @@ class Evaluator:
         return step != self.last and (is_last or step % self.every == 0)
 
     def after_step(self, step: int, *, is_last: bool = False) -> None:
-        """A hook of the loop; every rank comes here together."""
+        """A hook of the loop; all ranks call it together."""
         if not self.is_due(step, is_last=is_last):
             return
         self.last = step
@@ -112,7 +112,7 @@ def as_line(step: int, evaluation: Evaluation) -> dict[str, object]:
 
 
 def _mean(total: float, count: int) -> float | None:
-    """None without a token, or where the model gives no finite number."""
+    """None without a token, or if the total is not finite."""
     return total / count if count and math.isfinite(total) else None
 
 
@@ -125,8 +125,8 @@ def _sums(model: Decoder, batch: MicroBatch) -> Tensor:
     return torch.stack([masked_sum(nll_T.double(), targets) for nll_T, targets in pairs])
 
 
-def _let_go(model: Decoder) -> None:
-    """Gives back the gathered parameters, which no backward will."""
+def _reshard(model: Decoder) -> None:
+    """Frees the gathered parameters: no backward will."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -6,7 +6,7 @@ from tests.ranks.hybrids import hybrid
 from torch import nn
 
 from longshore.model.decoder import Decoder
-from longshore.train.optim import Schedule, make_optimizer
+from longshore.train.optimizer import Schedule, make_optimizer
 
 
 def schedule(kind: str, **changed) -> Schedule:

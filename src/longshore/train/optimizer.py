@@ -1,0 +1,157 @@
+"""The optimizer: AdamW, its learning rate, clipping by the global norm, and the experts' bias.
+
+In: a model whose parameters may be sharded over the lanes. Out: updated parameters.
+
+    schedule cosine, lr 1, warmup 10, 110 updates, min_lr 0.1:
+    update 0 → 0.1, 9 → 1.0, 10 → 1.0, 60 → 0.55, 110 → 0.1
+
+A router's bias balances how many tokens each expert gets, without a loss. After each step it moves
+by its config's bias_update, up for experts with fewer tokens than the mean, down for those with
+more; tokens are counted over all lanes, so the biases stay the same on all of them:
+
+    4 experts with 10, 2, 6 and 6 tokens, bias_update 0.001: −0.001, +0.001, 0 and 0
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from torch.optim import AdamW
+
+from longshore.distributed.collectives import sum_over
+from longshore.distributed.topology import Topology
+from longshore.model.interface import Routed
+from longshore.model.moe import MoE
+from longshore.model.norm import Float32Parameters
+from longshore.parallel.fsdp import is_split
+
+ScheduleName = Literal["cosine", "linear", "constant"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The learning rate of each update."""
+
+    kind: ScheduleName
+    """How the rate falls after the warm-up."""
+    lr: float
+    """The full rate."""
+    warmup: int
+    """Updates until the full rate."""
+    updates: int
+    """Updates until the last rate."""
+    min_lr: float
+    """The last rate, as a fraction of the full one."""
+
+    def at(self, update: int) -> float:
+        """The rate of an update, counted from 0."""
+        if update < self.warmup:
+            return self.lr * (update + 1) / self.warmup
+        if self.kind == "constant":
+            return self.lr
+        done = min(1.0, (update - self.warmup) / max(1, self.updates - self.warmup))
+        left = 1 - done if self.kind == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.lr * (self.min_lr + (1 - self.min_lr) * left)
+
+
+def make_optimizer(
+    model: nn.Module, *, weight_decay: float, betas: tuple[float, float], eps: float
+) -> AdamW:
+    """Fused AdamW; the rate is set before each update.
+
+    No weight decay for norms, biases and other vectors, nor for parameters that stay in float32,
+    such as those of routers.
+    """
+    uncast = [module for module in model.modules() if isinstance(module, Float32Parameters)]
+    float32 = {parameter for module in uncast for parameter in module.parameters()}
+    decaying: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        (others if parameter.dim() < 2 or parameter in float32 else decaying).append(parameter)
+    groups = [
+        {"params": decaying, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+
+
+def set_lr(optimizer: AdamW, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def clip(model: nn.Module, limit: float, topology: Topology, *, also: Tensor) -> Tensor:
+    """Scales the gradients down to a global norm of `limit` (0: never), and returns the norm.
+
+    also: float64 (N), summed over the lanes in place, in the same collective. No branch reads the
+    norm, so the host does not wait for the device.
+    """
+    sharded: list[Tensor] = []
+    replicated: list[Tensor] = []
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        (sharded if is_split(parameter) else replicated).append(_local(parameter.grad))
+    sums = sum_over(torch.cat([_square(sharded, also), also]), topology.groups.lanes)
+    also.copy_(sums[1:])
+    norm = (sums[:1] + _square(replicated, also)).sqrt().squeeze()
+    if limit:
+        gradients = [*sharded, *replicated]
+        scale = (limit / norm).clamp(max=1.0).to(gradients[0].dtype)
+        torch._foreach_mul_(gradients, scale)
+    return norm
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _square(gradients: list[Tensor], like: Tensor) -> Tensor:
+    """The squared norm of all gradients together, (1), in the dtype of `like`."""
+    if not gradients:
+        return like.new_zeros(1)
+    return get_total_norm(gradients).to(like.dtype).square().view(1)
+
+
+class RoutingCounts:
+    """Tokens routed to each expert, by MoE layer, summed over this lane's rounds on the device."""
+
+    def __init__(self) -> None:
+        self.layers: list[Tensor] = []
+
+    def add(self, routed: Sequence[Routed]) -> None:
+        """Adds one round's forward; recomputation and evaluation are not counted."""
+        counts = [layer.counts.to(torch.int64, copy=True) for layer in routed]
+        if not self.layers:
+            self.layers = counts
+            return
+        assert len(counts) == len(self.layers), "a round has other MoE layers than the first"
+        for total, more in zip(self.layers, counts, strict=True):
+            total += more
+
+    def over_lanes(self, topology: Topology) -> tuple[Tensor, ...]:
+        """The sums over all lanes, in one small collective; () without experts."""
+        if not self.layers:
+            return ()
+        totals = sum_over(torch.cat(self.layers), topology.groups.lanes)
+        return tuple(totals.split([len(layer) for layer in self.layers]))
+
+
+def update_bias(model: nn.Module, counts: Sequence[Tensor]) -> None:
+    """Moves every router's bias once, after the rounds of a step; the same on all lanes.
+
+    counts: tokens over all lanes, by MoE layer in the model's order.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    assert len(layers) == len(counts), "counts of some MoE layers are missing"
+    for layer, counts_E in zip(layers, counts, strict=True):
+        bias_E, step = layer.router.bias, layer.config.bias_update
+        if step:
+            assert bias_E is not None
+            # In integers: mean − counts, times the number of experts.
+            fewer_E = (counts_E.sum() - len(counts_E) * counts_E).sign()
+            bias_E.add_(fewer_E.to(bias_E.dtype), alpha=step)
