@@ -15,6 +15,8 @@ PRIVATE_ENGLISH = re.compile(
     r"\b(go(es)? on (with|in|after|from|where|by)|gone on with|that there are not|dear(er|est)?)\b"
 )
 MOST_UNDOCUMENTED = 4
+NAMED_AS_WHAT_THEY_MAKE = {"Dense", "Patterned", "RunConfig"}
+"""Fields of presets are those of the configs they make, those of RunConfig the sections."""
 
 
 def trees():
@@ -77,7 +79,8 @@ def test_each_field_of_a_large_dataclass_has_its_line():
         f"{where(path, node)} {node.name}": names
         for path, tree in trees().items()
         for node in ast.walk(tree)
-        if is_dataclass(node) and (names := undocumented(node))
+        if is_dataclass(node) and node.name not in NAMED_AS_WHAT_THEY_MAKE
+        if (names := undocumented(node))
     }
     assert missing == {}
 

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from longshore.train.checkpoint_files import writing
 from longshore.train.metrics import MetricsFile, StepMetrics, cut_steps, read_metrics
-from longshore.train.record import recording, writing
+from longshore.train.record import recording
 from longshore.train.stop import RunError
 
 MODULES = {"metrics.jsonl": "metrics", "steps.jsonl": "record"}

@@ -60,14 +60,14 @@ def run_export(args: argparse.Namespace) -> None:
     if args.max_length is not None and args.format == "longshore":
         raise ValueError("--max-length is for --format hf; a folder of ours has no such key")
     try:
-        found = _weights_folder(Path(args.weights))
+        weights = _weights_folder(Path(args.weights))
         check_new(args.folder)
         if args.module is not None:
             working_folder_last()
             import_module(args.module, "--module: ")
         if args.base is not None:
             read_config(args.base)
-        _export(args, found)
+        _export(args, weights)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ValueError(f"{error.filename or args.folder}: {reason}") from None
@@ -83,7 +83,7 @@ def _weights_folder(run: Path) -> Path:
     raise ValueError(f"{run} has no weights/weights.json; a run writes it when it ends")
 
 
-def _export(args: argparse.Namespace, found: Path) -> None:
+def _export(args: argparse.Namespace, weights: Path) -> None:
     import torch
 
     from longshore.files import check_room
@@ -91,11 +91,11 @@ def _export(args: argparse.Namespace, found: Path) -> None:
     from longshore.hf.config_file import choose_architecture
     from longshore.hf.weights import load_weights
 
-    saved = load_weights(found)
+    saved = load_weights(weights)
     base = saved.base if args.base is None else Path(args.base)
     if base is not None and not base.is_dir():
         raise ValueError(f"{base}, which the run began with, is gone; say with --base where it is")
-    size = sum(path.stat().st_size for path in found.iterdir())
+    size = sum(path.stat().st_size for path in weights.iterdir())
     check_room(Path(args.folder), size // 2 if args.dtype == "bfloat16" else size)
     dtype = None if args.dtype == "keep" else getattr(torch, args.dtype)
     if args.format == "longshore":

@@ -122,12 +122,12 @@ def config_text(
     """
     if base is None:
         raw: dict[str, Any] = {}
-        changed = _made_anew(config, architecture_for(config), raw)
+        changed = _rewritten(config, architecture_for(config), raw)
         changed |= {"bos_token_id": None, "eos_token_id": None}
     else:
-        found = describe(base)
-        raw, same = found.raw, bare(config) == bare(found.config)
-        changed = dict(raw) if same else _made_anew(config, found.architecture, raw)
+        described = describe(base)
+        raw, same = described.raw, bare(config) == bare(described.config)
+        changed = dict(raw) if same else _rewritten(config, described.architecture, raw)
     if dtype is not None and (base is None or "dtype" in raw or "torch_dtype" in raw):
         changed["dtype" if "dtype" in raw else "torch_dtype"] = dtype
     if max_length is not None:
@@ -143,7 +143,7 @@ def own_config_text(config: DecoderConfig, *, dtype: str) -> str:
     return json.dumps(keys, indent=2, ensure_ascii=False) + "\n"
 
 
-def _made_anew(
+def _rewritten(
     config: DecoderConfig, architecture: Architecture, raw: dict[str, Any]
 ) -> dict[str, Any]:
     """The keys of `config` over those of the base; positions are spelled in one way only."""

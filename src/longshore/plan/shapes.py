@@ -86,10 +86,10 @@ def natural_order(padded: Ints, cp_size: int) -> tuple[Ints32, Ints32]:
 
 
 def visible_lengths(padded: Ints, *, cp_rank: int, cp_size: int) -> Ints:
-    """For a lane's early and late chunk of each sequence, by turns: the tokens up to its end."""
+    """For a lane's early and late chunk of each sequence, alternating: the tokens up to its end."""
     chunk, early, late = chunk_pair(padded, cp_rank, cp_size)
-    seen: Ints = (np.stack([early, late], axis=-1) + chunk[:, None]).ravel()
-    return seen
+    visible: Ints = (np.stack([early, late], axis=-1) + chunk[:, None]).ravel()
+    return visible
 
 
 def ranges(starts: Ints, counts: Ints) -> Ints:

@@ -44,8 +44,7 @@ from longshore.run.folder import (
     reached_step,
     write_config,
 )
-from longshore.train.checkpoint_files import remove_leftovers
-from longshore.train.record import writing
+from longshore.train.checkpoint_files import remove_leftovers, writing
 
 if TYPE_CHECKING:
     from longshore.data.loader import Loader

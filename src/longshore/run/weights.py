@@ -16,7 +16,7 @@ from longshore.hf.weights import save_weights
 from longshore.model.decoder import Decoder
 from longshore.parallel.fsdp import gathered_tensors
 from longshore.run.job import TrainingJob
-from longshore.train.record import writing
+from longshore.train.checkpoint_files import writing
 
 
 def write_weights(

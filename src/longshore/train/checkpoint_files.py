@@ -16,11 +16,14 @@ import os
 import re
 import shutil
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from longshore.files import check_room, open_sealed, reason, sealed_json
+from longshore.files import check_room, open_sealed, reason, sealed_json, way_out
+from longshore.train.stop import RunError
 
 FORMAT = "longshore checkpoint"
 VERSION = 2
@@ -215,3 +218,20 @@ def sync_folder(folder: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+@contextmanager
+def writing(run: Path, *, then: str = "") -> Iterator[None]:
+    """Raises RunError instead of OSError, after removing partial saves that may fill the disk.
+
+    then: the advice once the cause is gone; by default, to resume the run.
+    """
+    try:
+        yield
+    except OSError as error:
+        remove_leftovers(run)
+        after = then or f"resume with --resume {run}"
+        raise RunError(
+            f"{error.filename or run} cannot be written ({reason(error)}); {way_out(error)}, then "
+            f"{after}"
+        ) from None

@@ -79,18 +79,25 @@ class Beat:
     """A rank's status as other processes read it; see RankStatus."""
 
     rank: int
+    """Whose status it is."""
     count: int
     """Beats so far."""
     step: int
+    """From 1; 0 before the first."""
     round: int
+    """From 1; 0 outside of rounds."""
     phase: str
+    """What it does, such as forward."""
     moves: int
+    """How often its status changed."""
     unmoved_s: float
     """Seconds since the last move."""
     longest_s: float
+    """The longest time between two moves."""
     waits: str
     """The collective the rank is in, or ""."""
     folder: str
+    """Of the run, or "" until it is known."""
 
     @property
     def place(self) -> str:

@@ -85,13 +85,17 @@ class _QueuedStep:
     """A step that was queued; its numbers may still be on their way from the device."""
 
     step: Step
+    """Its micro-batches and plan."""
     lr: float
+    """The learning rate of its update."""
     result: StepResult | None
     """None for a skipped step."""
     numbers: Tensor
     """On the host, see _on_host; valid once `end` was reached."""
     begin: Timestamp
+    """Before its first round."""
     end: Timestamp
+    """After its update."""
 
     @property
     def number(self) -> int:

@@ -24,35 +24,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from longshore.files import reason, way_out
 from longshore.plan.types import Plan
 from longshore.report.timeline import make_timeline
-from longshore.train.checkpoint_files import remove_leftovers
+from longshore.train.checkpoint_files import writing
 from longshore.train.display import make_display
 from longshore.train.evaluation import Evaluation, as_line
 from longshore.train.loop import StepReport
 from longshore.train.metrics import MetricsFile, append_line, cut_steps
-from longshore.train.stop import RunError
 from longshore.train.trackers import make_trackers
 
 MOST_BYTES = 256 << 20
-
-
-@contextmanager
-def writing(run: Path, *, then: str = "") -> Iterator[None]:
-    """Raises RunError instead of OSError, after removing partial saves that may fill the disk.
-
-    then: the advice once the cause is gone; by default, to resume the run.
-    """
-    try:
-        yield
-    except OSError as error:
-        remove_leftovers(run)
-        after = then or f"resume with --resume {run}"
-        raise RunError(
-            f"{error.filename or run} cannot be written ({reason(error)}); {way_out(error)}, then "
-            f"{after}"
-        ) from None
 
 
 class StepsFile:
