@@ -37,8 +37,12 @@ def main() -> int:
         args.file.write_text(json.dumps(results(args.steps), indent=1) + "\n")
         return 0
     before = json.loads(args.file.read_text())
-    different = compare(before["recipes"], results(before["steps"])["recipes"])
+    after = results(before["steps"])
+    different = compare(before["recipes"], after["recipes"])
     print("\n".join(different) or f"identical: {', '.join(before['recipes'])}")
+    for name, recipe in after["recipes"].items():
+        counts = ", ".join(f"{len(values)} {kind}" for kind, values in recipe.items())
+        print(f"  {name}: {counts}; sha256 {digest(recipe)[:16]}")
     return bool(different)
 
 
@@ -72,18 +76,18 @@ def result(recipe: Path, folder: Path, steps: int | None) -> dict[str, Any]:
     }
 
 
-def digest(plan: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(plan).encode()).hexdigest()
+def digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def hashes(export: Path) -> dict[str, str]:
-    found = {}
+    sums = {}
     for file in sorted(export.glob("*.safetensors")):
         with safe_open(file, "np") as tensors:
             for name in tensors.keys():  # noqa: SIM118, it is no dict
                 content = save({"": tensors.get_tensor(name)})
-                found[name] = hashlib.sha256(content).hexdigest()
-    return found
+                sums[name] = hashlib.sha256(content).hexdigest()
+    return sums
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
