@@ -98,7 +98,7 @@ class DataConfig:
         },
     )
     eval_count: int = key(
-        0, whole(0, MOST_MOCK), "how many held-out sequences are used; 0: all of eval_path"
+        0, whole(0, MOST_MOCK), "how many sequences eval_mock has; eval_path is used whole"
     )
 
 
