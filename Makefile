@@ -10,7 +10,7 @@ IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 
 help:
 	@echo 'make setup   make the virtual environment in .venv'
-	@echo 'make demo    train a tiny model on made-up data, into runs/demo-1: about a minute'
+	@echo 'make demo    train a tiny model on synthetic data, into runs/demo-1: about a minute'
 	@echo 'make plan    plan a long-tailed sample of lengths, page in out/plan.html'
 	@echo 'make test    lint, then all tests'
 	@echo 'make lint    ruff, mypy, the import layers, and whether the docs can be built'

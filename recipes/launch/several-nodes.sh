@@ -6,8 +6,8 @@
 # Reads from the environment:
 #   NODES      how many machines
 #   HEAD       name or address of one of them, where all meet
-#   RUN        a new name for each run, the same on all machines: by it a run that was started
-#              again knows itself
+#   RUN        a new name for each run, the same on all machines; a restarted job finds its run
+#              by this name
 #   PORT       a free port on HEAD (default: 29500)
 #   GPUS       processes to start on this machine (default: one for each GPU)
 #   RESTARTS   how often to start again after a failure (default: 3)

@@ -72,7 +72,7 @@ def test_every_policy_is_described_and_an_unknown_one_has_no_words(small):
     theirs = replace(small, setting=replace(small.setting, policy="mine:greedy"))
     data = page_data([theirs], {"static": [small], "padded": "too long"})
     assert data["about"]["mine:greedy"] == ""
-    assert data["about"]["padded"] == "one sequence a lane a round, padded to the longest"
+    assert data["about"]["padded"] == "one sequence per lane and round, padded to the longest"
     assert list(data["about"]) == ["mine:greedy", "static", "padded"]
 
 

@@ -22,7 +22,7 @@ config.json, safetensors, and the tokenizer of the model the run began with.
   --max-length N     max_position_embeddings of config.json (default: what the base says; 32768
                      without one)
   --format F         hf: what transformers loads (default); longshore: for models that transformers
-                     does not have, read again by longshore train model.from_hf=DIR
+                     does not have; longshore train model.from_hf=DIR reads it
   --module M         the Python module of your own mixers, for a run with model.module
 
 examples:

@@ -43,7 +43,7 @@ DESCRIPTION = """\
 Longshore trains language models on sequences of very different lengths without wasting the machine:
 it packs short sequences together and splits long ones over several GPUs, anew for every step.
 
-Start with `longshore train`, a demo of a minute, and `longshore plan --demo`; then `longshore train
+Start with `longshore train`, a one-minute demo, and `longshore plan --demo`; then `longshore train
 --help` and `longshore plan --help`."""
 
 

@@ -37,13 +37,13 @@ end, on one lane or split over K lanes: its CP size (context parallelism) is K. 
 micro-batch on all lanes; a step, one update of the model, has one or more rounds.
 
 what to plan:
-  LENGTHS.csv        one length in tokens a line; a first line 'length' is optional
-  FOLDER             what `longshore prepare` made: the steps that training will run, shuffled
+  LENGTHS.csv        one length in tokens per line; a first line 'length' is optional
+  FOLDER             made by `longshore prepare`: plans the steps of training in their order
   --demo             plan a built-in sample instead; --lanes 32 --capacity 16384 unless given
-  --batch B          sequences in a step, Megatron's global batch size (default: all in one)
-  --batch-tokens T   instead of --batch: as many sequences as come up to T tokens
-  --steps N          plan the first N steps alone (default: a whole epoch)
-  --seed S           with a folder: the seed of its order (default 0)
+  --batch B          sequences in a step, Megatron's global batch size (default: all in one step)
+  --batch-tokens T   instead of --batch: as many sequences as come closest to T tokens
+  --steps N          plan only the first N steps (default: a whole epoch)
+  --seed S           with a folder: the seed of its shuffle, data.seed in training (default 0)
 
 the machine:
   --lanes N          number of lanes: data-parallel x context-parallel size in Megatron's words
@@ -56,21 +56,22 @@ the machine:
   --align A          pad the tokens of a lane to a multiple of A, as FP8 needs (default 1)
   --cost FILE.json   what tokens cost on your machine, an object with linear, quadratic, gather,
                      node, pack and round (default: estimated seconds of an 8B model on H100s).
-                     It is the cost of the whole model on one GPU: --tp and --pp divide it, and
-                     what they exchange is left out
+                     It is the cost of the whole model on one GPU: --tp and --pp divide it;
+                     their communication is not counted
 
 how to plan:
   --policy NAME      POLICY_LIST
-                     For given the file's first line is 'length,pack', and lines such as '900,a'
-                     and '512,a' form a pack. A function of yours is module:function.
+                     For given, the first line of the file is 'length,pack'; lines such as '900,a'
+                     and '512,a' form one pack. Your own function: module:function.
                      Megatron's default_dynamic_cp is dynamic, its dp_balanced is static.
-  --cp-size K        the CP size of ONE_CP_SIZE, Megatron's context-parallel
+  --cp-size K        the CP size for ONE_CP_SIZE, Megatron's context-parallel
                      size (default: the smallest that fits; for balanced the fastest)
   --min-cp K         smallest CP size allowed (default 1)
   --max-cp K         largest CP size allowed (default: all lanes)
   --cp-sizes KIND    pow2: powers of two and all lanes (default); any: each size, up to 64 lanes
   --sync WHEN        round: lanes wait for each other after every round, as with ZeRO-3, experts
-                     or a pipeline (default); step: once a step, if parameters stay gathered
+                     or a pipeline (default); step: only inside shared packs and at the end of
+                     the step, not with ZeRO-3
 
 what to write:
   --json OUT.json    the plan: its rounds, packs, lanes and figures

@@ -20,26 +20,26 @@ Tokenizes files of samples, in parallel, into a folder that training and `longsh
 A sample is a line of JSONL, a record of a JSON list or a row of Parquet: a chat under `messages`
 (role and content, tool calls too) or `conversations` (from and value), `prompt` and `completion`,
 Alpaca's `instruction`, `input` and `output`, or a plain `text`.
-A killed run resumes where it was when the same command is given again. Bad samples go to
-rejected.jsonl with their line and the reason; if there are many the command fails, and what it
-prepared is kept.
+If the command is killed, give it again: it resumes where it stopped. Bad samples go to
+rejected.jsonl with their line and the reason; if there are too many, the command fails, but what
+it has prepared is kept.
 
   INPUT …            JSONL, JSON or Parquet files, or folders of them
   --tokenizer DIR    a Hugging Face tokenizer folder: tokenizer.json, tokenizer_config.json
   --out DIR          the folder to make
-  --template T       the chat template: auto (default): the tokenizer's own, or Longshore's for its
-                     family where that rewrites earlier turns; own; the name of a family
-                     (qwen3, llama_3, …); or a file
-  --loss-on WHAT     assistant: learn what the assistant says (default); all: every token
+  --template T       the chat template. auto (default): the tokenizer's, or Longshore's for its
+                     family if the tokenizer's rewrites earlier turns; own: always the
+                     tokenizer's; the name of a family (qwen3, llama_3, …); or a file
+  --loss-on WHAT     tokens in the loss; assistant: what the assistant says (default); all: all
   --max-length N     longest sequence in tokens (default: no limit)
-  --too-long DO      reject (default) or truncate what is longer
+  --too-long DO      reject (default) or truncate longer sequences
   --field F          an extra field, as name:per_token:float32 or name:per_sequence:int64;
                      repeat it for more. Other columns must be named with --ignore
   --ignore NAMES     columns to leave out, as id,source; '*' for all that are not used
-  --max-bytes N      a sample of more bytes is rejected, unread (default: 16777216)
+  --max-bytes N      reject samples of more bytes without parsing them (default: 16777216)
   --max-rejected X   fail if a larger share of the samples is rejected (default: 0.05)
   --workers W        processes (default: one for each core)
-  --start-over       remove what an earlier run with other settings made in --out
+  --start-over       delete what an earlier command with other settings wrote into --out
 
 example: longshore prepare chats.jsonl --tokenizer my-tokenizer --out prepared"""
 

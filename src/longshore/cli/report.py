@@ -15,8 +15,8 @@ from longshore.report.text import report_summary
 REPORT_HELP = """\
 Writes a page about a run to look at in a browser: its losses, speed and memory, how well the cost
 model predicts its rounds, its experts, its slowest steps and why, and the timeline of any step.
-Several runs are laid over each other, with the keys in which their configurations differ. A run
-may still be going on.
+Several runs are drawn into the same charts, with the keys in which their configurations differ.
+A run may still be training.
 
   RUN [RUN …]        the folders of runs, up to 8
   --html OUT.html    the page to write (default: report.html in the first run's folder)

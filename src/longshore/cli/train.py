@@ -44,22 +44,23 @@ FAILED = 1
 
 TRAIN_HELP = """\
 Trains a model on sequences of very different lengths, planned anew for every step.
-Without a recipe it runs a demo: a tiny model on made-up data, with four processes on the CPU,
+Without a recipe it runs a demo: a tiny model on synthetic data, with four processes on the CPU,
 in about a minute.
 
   RECIPE.toml          the run's configuration (default: the demo)
   section.key=value    changes a key of the recipe, such as train.lr=3e-4; repeat it for more
   --ranks N            processes on this machine (default: parallel.ranks, else one for each GPU).
-                       Under torchrun the processes are those that it started
-  --resume [RUN]       resume the run in the folder RUN, with its own recipe if none is given, or
-                       the newest of output.folder of the recipe (where there is none yet, a new
-                       one begins), from its newest checkpoint; on any number of ranks
-  --force              with --resume: also where the data are not those of the checkpoint
-  --force-ranks        start that many processes, also far more than there are cores
+                       Under torchrun: the processes that torchrun has started
+  --resume RUN         resume the run in the folder RUN from its newest checkpoint, with its own
+                       recipe if none is given, on any number of ranks
+  --resume             with a recipe: resume the newest run of its output.folder; if there is none
+                       yet, start a new one
+  --force              with --resume: resume even if the data differ from those of the checkpoint
+  --force-ranks        allow far more processes than there are cores
   --print-config       print the whole configuration as a recipe, check it, and stop
 
-Ctrl-C, SIGTERM and SIGHUP end a run after its step, with a checkpoint and the exit code 130, 143 or
-129. A second Ctrl-C quits at once.
+Ctrl-C, SIGTERM and SIGHUP end a run after the current step, with a checkpoint and the exit code
+130, 143 or 129. A second Ctrl-C quits at once, without a checkpoint.
 
 examples:
   longshore train

@@ -58,39 +58,48 @@ class DataConfig:
         default_factory=dict,
         metadata={
             "kind": table(),
-            "about": "made-up sequences instead of path: mode, type, min_seq_len, max_seq_len, …",
+            "about": "synthetic sequences instead of path: mode, type, min_seq_len, max_seq_len, …",
         },
     )
-    count: int = key(0, whole(0, MOST_MOCK), "how many made-up sequences an epoch has")
+    count: int = key(0, whole(0, MOST_MOCK), "how many synthetic sequences an epoch has")
     tokenizer: str = key("", text(), "a tokenizer folder, for text (default: model.from_hf)")
     template: str = key(
         "auto", text(), "chat template: auto, own (the tokenizer's), a family's name, or a file"
     )
     loss_on: LossOn = key(
-        "assistant", one_of(LossOn), "learn what the assistant says, or every token"
+        "assistant", one_of(LossOn), "tokens in the loss: what the assistant says, or all"
     )
-    max_length: int = key(0, whole(0), "longest sequence in tokens, for text; 0: no limit")
-    too_long: TooLong = key("reject", one_of(TooLong), "what happens to longer ones")
+    max_length: int = key(
+        0, whole(0), "longest sequence in tokens, when text is tokenized; 0: no limit"
+    )
+    too_long: TooLong = key("reject", one_of(TooLong), "what to do with longer sequences")
     fields: tuple[str, ...] = key(
-        (), texts(), 'extra fields, such as "advantage:per_token:float32"'
+        (), texts(), 'extra columns for your own loss, such as "advantage:per_token:float32"'
     )
     ignore: tuple[str, ...] = key((), texts(), "columns to leave out; *: all that are not used")
-    max_bytes: int = key(MAX_BYTES, whole(), "a sample of more bytes is rejected, unread")
+    max_bytes: int = key(
+        MAX_BYTES, whole(), "samples of more bytes are rejected without being parsed"
+    )
     max_rejected: float = key(
         MAX_REJECTED, number(0, 1), "a run stops if a larger share of the samples is rejected"
     )
-    cache: str = key("runs/prepared", text(), "folder for tokenized text")
+    cache: str = key("runs/prepared", text(), "folder where tokenized text is kept for later runs")
     batch: int = key(0, whole(0), "sequences in a step, over all ranks")
     batch_tokens: int = key(0, whole(0), "instead of batch: tokens in a step, over all ranks")
     shuffle: bool = key(True, flag(), "a new order for every epoch")
-    seed: int = key(0, whole(0, LARGEST_SEED), "seed of the order, and of made-up sequences")
+    seed: int = key(0, whole(0, LARGEST_SEED), "seed of the shuffle, and of synthetic sequences")
     prefetch: int = key(2, whole(1, 1024), "steps prepared ahead")
-    eval_path: str = key("", text(), "held-out data to evaluate on, as path")
+    eval_path: str = key("", text(), "held-out data to evaluate on, in the same formats as path")
     eval_mock: Mapping[str, Any] = field(
         default_factory=dict,
-        metadata={"kind": table(), "about": "made-up held-out sequences instead, as mock"},
+        metadata={
+            "kind": table(),
+            "about": "synthetic held-out sequences instead of eval_path, as in mock",
+        },
     )
-    eval_count: int = key(0, whole(0, MOST_MOCK), "how many of them; 0: all of eval_path")
+    eval_count: int = key(
+        0, whole(0, MOST_MOCK), "how many sequences eval_mock has; eval_path is used whole"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,23 +112,25 @@ class PlanConfig:
         "how packs and CP sizes are chosen",
     )
     capacity: int | Literal["auto"] = key(
-        "auto", whole_or("auto"), "most tokens a rank holds in a round"
+        "auto", whole_or("auto"), "most tokens a rank holds in a round (one micro-batch)"
     )
     sync: Sync = key("round", one_of(Sync), "ranks wait for each other every round, or once a step")
     cp_size: int = key(
         0,
         whole(0, 1 << 20),
-        f"the one CP size of {listed(policy_names(lambda policy: policy.one_cp_size), 'and')}",
+        f"CP size for {listed(policy_names(lambda policy: policy.one_cp_size), 'and')}",
     )
-    min_cp: int = key(1, whole(1, 1 << 20), "smallest CP size")
+    min_cp: int = key(1, whole(1, 1 << 20), "smallest CP size (ranks that share a pack)")
     max_cp: int = key(0, whole(0, 1 << 20), "largest CP size; 0: all ranks")
     cp_sizes: CPSizes = key(
-        "pow2", one_of(CPSizes), "legal CP sizes: powers of two, or each up to 64 ranks"
+        "pow2", one_of(CPSizes), "allowed CP sizes: powers of two, or every size, on up to 64 ranks"
     )
     max_sequences: int = key(0, whole(0), "most sequences of a rank in a round; 0: no limit")
     align: int = key(1, whole(), "a rank's tokens are padded to a multiple of this")
     buckets: int = key(
-        0, whole(0, 1024), "pad to this many sizes, so that compile sees few; 0: none"
+        0,
+        whole(0, 1024),
+        "pad a rank's tokens to one of this many sizes, so that torch.compile sees few; 0: off",
     )
     cost: str = key("", text(), "a cost profile in JSON (default: an 8B model on H100s)")
 
@@ -133,32 +144,36 @@ class ModelConfig:
     module: str = key(
         "",
         module(),
-        "instead of preset: your own decoder, as module:function; with from_hf: the module of its "
-        "mixers",
+        "instead of preset: your own decoder, as module:function; with from_hf: the Python "
+        "module of its mixers",
     )
-    layers: int = key(0, whole(0, 4096), "with preset: this many layers; 0: its own")
-    vocab_size: int = key(0, whole(0, 1 << 24), "with preset: this many ids; 0: its own")
+    layers: int = key(0, whole(0, 4096), "number of layers of the preset; 0: unchanged")
+    vocab_size: int = key(0, whole(0, 1 << 24), "vocabulary size of the preset; 0: unchanged")
     aux_weight: float | Literal["auto"] = key(
         "auto",
         number_or("auto", 0),
-        "of the experts' balance loss; auto: the model's own, 0 for a Hugging Face folder",
+        "weight of the experts' balance loss; auto: the model's own, 0 for a Hugging Face folder",
     )
     bias_update: float | Literal["auto"] = key(
         "auto",
         number_or("auto", 0),
-        "how far a step moves the experts' bias; auto: the model's own, 0 for a Hugging Face "
-        "folder",
+        "how much a step changes the experts' routing bias; auto: the model's own, 0 for a "
+        "Hugging Face folder",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How the work is shared out."""
+    """How the work is split over ranks."""
 
     ranks: int = key(0, whole(0, 1 << 20), "processes; 0: one for each GPU, or one on a CPU")
-    shard: ShardChoice = key("auto", one_of(ShardChoice), "what of the model is split over ranks")
+    shard: ShardChoice = key(
+        "auto", one_of(ShardChoice), "FSDP sharding over ranks; zero2 gathers weights once per step"
+    )
     attention: AttentionKind = key(
-        "auto", one_of(AttentionKind), "how ranks share the attention of a pack"
+        "auto",
+        one_of(AttentionKind),
+        "how ranks share the attention of a pack: gather keys and values, or split heads",
     )
     scan: ScanKind = key(
         "auto",
@@ -172,9 +187,9 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """The optimizer and the arithmetic."""
+    """Optimizer, precision, loss and evaluation."""
 
-    steps: int = key(0, whole(0), "updates of the model")
+    steps: int = key(0, whole(0), "optimizer steps")
     epochs: int = key(0, whole(0), "instead of steps: passes over the data (default 1)")
     lr: float = key(
         0.0, number(0, above=True), "learning rate (default: preset 3e-4, from_hf 2e-5)"
@@ -182,21 +197,23 @@ class TrainConfig:
     schedule: ScheduleName = key(
         "cosine", one_of(ScheduleName), "shape of the learning rate after the warmup"
     )
-    warmup: int = key(0, whole(0), "steps in which the learning rate rises")
-    min_lr: float = key(0.0, number(0, 1), "share of lr that is left at the end")
+    warmup: int = key(0, whole(0), "warmup steps, in which the learning rate rises")
+    min_lr: float = key(0.0, number(0, 1), "learning rate at the end, as a share of lr")
     weight_decay: float = key(0.1, number(0), "weight decay, of matrices only")
     betas: tuple[float, float] = key((0.9, 0.95), shares(), "betas of AdamW")
     eps: float = key(1e-8, number(0, above=True), "epsilon of AdamW")
-    clip: float = key(1.0, number(0), "largest norm of the gradient; 0: never clip")
+    clip: float = key(1.0, number(0), "clip the gradient to this norm; 0: never")
     dtype: DTypeChoice = key(
         "auto",
         one_of(DTypeChoice),
-        "dtype of the arithmetic; auto: bfloat16 on GPUs, float32 on CPUs",
+        "dtype of the computation; auto: bfloat16 on GPUs, float32 on CPUs",
     )
     recompute: Recompute = key(
-        "none", one_of(Recompute), "compute the activations of blocks twice, to save memory"
+        "none",
+        one_of(Recompute),
+        "activation checkpointing: compute activations twice, to save memory",
     )
-    compile: bool = key(False, flag(), "compile the blocks")
+    compile: bool = key(False, flag(), "apply torch.compile to the blocks")
     loss: str = key("", function(""), "your own loss, as module:function")
     loss_count: str = key(
         "tokens", function("tokens", "sequences"), "what a step's loss is divided by"
@@ -213,7 +230,9 @@ class TrainConfig:
 class OutputConfig:
     """What a run leaves behind."""
 
-    folder: str = key("", text(), "{n} is the next free number (default: runs/RECIPE-{n})")
+    folder: str = key(
+        "", text(), "the run's folder; {n} becomes the next free number (default: runs/RECIPE-{n})"
+    )
     display: DisplayChoice = key(
         "auto",
         one_of(DisplayChoice),
@@ -222,11 +241,9 @@ class OutputConfig:
     save_every: int = key(
         500, whole(0), "write a checkpoint every so many steps, and at the end; 0: only at the end"
     )
-    keep: int = key(
-        2, whole(0, 1 << 20), "how many checkpoints are kept, the newest; 0: write none"
-    )
+    keep: int = key(2, whole(0, 1 << 20), "keep this many of the newest checkpoints; 0: write none")
     weights: bool = key(True, flag(), "write the trained weights into the run's folder at the end")
-    export: str = key("", text(), "a folder for a Hugging Face checkpoint at the end")
+    export: str = key("", text(), "write a Hugging Face checkpoint into this folder at the end")
     trackers: tuple[str, ...] = key((), texts(), 'also log to "tensorboard" or "wandb"')
 
 

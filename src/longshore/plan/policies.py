@@ -68,13 +68,13 @@ for _policy in (
     Policy(
         "mixed",
         mixed,
-        about="packs of different CP sizes side by side on a lane",
+        about="a lane may hold packs of different CP sizes in one round",
     ),
     Policy(
         "dynamic",
         dynamic,
         one_pack_per_lane=True,
-        about="a CP size for each pack, one pack a lane a round",
+        about="a CP size for each pack, at most one pack per lane and round",
     ),
     Policy(
         "balanced",
@@ -89,7 +89,7 @@ for _policy in (
         one_cp_size=True,
         fixed_packs=True,
         one_pack_per_lane=True,
-        about="one CP size for all, packs filled in the order the sequences came",
+        about="one CP size for all, packs filled in the order of arrival",
     ),
     Policy(
         "padded",
@@ -98,7 +98,7 @@ for _policy in (
         fixed_packs=True,
         pads_to_longest=True,
         one_pack_per_lane=True,
-        about="one sequence a lane a round, padded to the longest",
+        about="one sequence per lane and round, padded to the longest",
     ),
     Policy(
         "given",
@@ -106,7 +106,7 @@ for _policy in (
         fixed_packs=True,
         needs_packs=True,
         one_pack_per_lane=True,
-        about="packs of your own, which are only placed",
+        about="your own packs, assigned to lanes and rounds",
     ),
 ):
     register_policy(_policy)
