@@ -135,4 +135,4 @@ def undeclared():
 
 
 def test_an_undeclared_field_on_one_lane_is_told_on_both():
-    assert run_ranks(2, undeclared, timeout=120) == [("ValueError", True), ("RuntimeError", True)]
+    assert run_ranks(2, undeclared, timeout=120) == [("ValueError", True), ("PeerError", True)]
