@@ -160,7 +160,7 @@ def test_mistakes_are_one_line(run, tmp_path):
         ((run, "made", "--dtype", "int8"), "'int8' is none of bfloat16, float32, keep"),
         ((run, "made", "--format", "gguf"), "'gguf' is none of hf, longshore"),
         ((run, "made", "--format", "longshore", "--max-length", 9), "--max-length is for --form"),
-        ((run, "made", "--module", "no_such"), "^--module: there is no module no_such; start whe"),
+        ((run, "made", "--module", "no_such"), "^--module: there is no module no_such; start in "),
         (
             (run, "base/config.json/made"),
             r"cannot be created, because .*config\.json is not a folder",

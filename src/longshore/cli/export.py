@@ -10,6 +10,8 @@ from typing import Any
 
 from longshore.cli.environment import working_folder_last
 from longshore.cli.options import add_command, count, one_of, say
+from longshore.errors import SettingError, as_option
+from longshore.user_code import load_module
 
 EXPORT_HELP = """\
 Writes the weights of a finished run as a folder that transformers, vLLM and others load:
@@ -53,7 +55,6 @@ def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run_export(args: argparse.Namespace) -> None:
-    from longshore.config.own_model import import_module
     from longshore.files import check_new
     from longshore.hf.config_file import read_config
 
@@ -63,8 +64,7 @@ def run_export(args: argparse.Namespace) -> None:
         weights = _weights_folder(Path(args.weights))
         check_new(args.folder)
         if args.module is not None:
-            working_folder_last()
-            import_module(args.module, "--module: ")
+            _import_mixers(args.module)
         if args.base is not None:
             read_config(args.base)
         _export(args, weights)
@@ -72,6 +72,14 @@ def run_export(args: argparse.Namespace) -> None:
         reason = error.strerror or str(error)
         raise ValueError(f"{error.filename or args.folder}: {reason}") from None
     say(f"wrote {args.folder}")
+
+
+def _import_mixers(module: str) -> None:
+    working_folder_last()
+    try:
+        load_module(module, "module")
+    except SettingError as error:
+        raise ValueError(error.spelled(as_option)) from None
 
 
 def _weights_folder(run: Path) -> Path:

@@ -24,11 +24,11 @@ from longshore.files import write_atomically
 from longshore.plan.as_json import plans_as_json
 from longshore.plan.cost import BUILT_IN, CostProfile, load_profile
 from longshore.plan.lengths_file import Lengths, demo_lengths, read_lengths
-from longshore.plan.own_policy import FUNCTION
 from longshore.plan.policy import DEFAULT_POLICY, POLICIES, policy_named, policy_names
 from longshore.plan.types import Plan
 from longshore.report.pages import write_plan_page
 from longshore.report.text import plan_summary
+from longshore.user_code import FUNCTION_NAME
 
 PLAN_HELP = """\
 Plans how sequences of these lengths are packed and split, and predicts how long a step takes.
@@ -128,7 +128,7 @@ def plan_help() -> str:
 
 
 def _policy_name(text: str) -> str:
-    return text if FUNCTION.fullmatch(text) else one_of(CHOICES["policy"])(text)
+    return text if FUNCTION_NAME.fullmatch(text) else one_of(CHOICES["policy"])(text)
 
 
 def run_plan(args: argparse.Namespace) -> None:

@@ -6,7 +6,6 @@ its own, these are asked: with plan.max_cp 8 on 4 lanes the planner's words come
 "plan.max_cp is 8, but there are only 4 lanes".
 """
 
-import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, Run
 from longshore.plan.cost import BUILT_IN, load_profile
 from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
+from longshore.user_code import check_module_exists, load_module
 
 
 def check_config(config: RunConfig, lanes: int) -> None:
@@ -38,17 +38,19 @@ def check_config(config: RunConfig, lanes: int) -> None:
 def decoder_config(model: ModelConfig) -> DecoderConfig:
     """The decoder of a preset, a checkpoint or the user's module, experts balanced as asked for."""
     from longshore.arch.presets import preset
-    from longshore.config.own_model import import_module, named_decoder
+    from longshore.config.own_model import named_decoder
     from longshore.hf.config_file import read_config
 
-    if model.module:
-        import_module(model.module)
+    if model.module:  # importing it registers its mixers, so that from_hf may contain them
+        with settings_in_keys():
+            load_module(model.module, "module")
     if model.from_hf:
         with in_keys("model.from_hf"):
             decoder = read_config(model.from_hf)
             _check_balance(model, decoder)
     elif model.module:
-        decoder = named_decoder(model.module)
+        with settings_in_keys():
+            decoder = named_decoder(model.module)
     else:
         changed = {"layers": model.layers, "vocab_size": model.vocab_size}
         given = {name: value for name, value in changed.items() if value}
@@ -177,11 +179,9 @@ def _check_train(config: RunConfig) -> None:
             "warm up for fewer steps"
         )
     for name in ("loss", "loss_count"):
-        module, colon, _ = getattr(train, name).partition(":")
-        if colon and importlib.util.find_spec(module.partition(".")[0]) is None:
-            raise ValueError(
-                f"train.{name}: there is no module {module}; start where it lies, or install it"
-            )
+        if ":" in (function := getattr(train, name)):
+            with settings_in_keys():
+                check_module_exists(function, name)
 
 
 def _check_plan(config: RunConfig, lanes: int, decoder: DecoderConfig) -> None:

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longshore.choices import names_of
-from longshore.plan.own_policy import FUNCTION
+from longshore.user_code import FUNCTION_NAME, MODULE_NAME
 
 LARGEST = 2**40
-MODULE = re.compile(rf"{FUNCTION.pattern.partition(':')[0]}(:[^\W\d]\w*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ def function(*names: str) -> Kind:
     """A name, or a function of the user's as module:function."""
 
     def read(value: object) -> str | None:
-        given = isinstance(value, str) and (value in names or FUNCTION.fullmatch(value))
+        given = isinstance(value, str) and (value in names or FUNCTION_NAME.fullmatch(value))
         return value if given and isinstance(value, str) else None
 
     shown = [name for name in names if name]
@@ -88,7 +87,7 @@ def module() -> Kind:
     """A module of the user's, alone or with something in it as module:name."""
 
     def read(value: object) -> str | None:
-        given = isinstance(value, str) and (not value or MODULE.fullmatch(value))
+        given = isinstance(value, str) and (not value or MODULE_NAME.fullmatch(value))
         return value if given and isinstance(value, str) else None
 
     return Kind("module:name, or a module alone", read, is_text=True)

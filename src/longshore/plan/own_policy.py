@@ -9,9 +9,7 @@ checked before it is used, and what is wrong is a ValueError that names the poli
 on 2 lanes with the lengths 6 and 3 makes two rounds, each of one pack at CP size 2.
 """
 
-import importlib
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import index
 
@@ -20,9 +18,7 @@ from longshore.plan.check import check_rounds
 from longshore.plan.policy import POLICIES, Policy
 from longshore.plan.task import Choice, Rounds, Task, make_pack
 from longshore.plan.types import Pack, Round
-
-FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-"""package.module:function"""
+from longshore.user_code import FUNCTION_NAME, load_function
 
 
 class OwnChoice:
@@ -95,13 +91,13 @@ def load_policy(name: str) -> Policy:
     """The registered policy, or that of a user's function."""
     if isinstance(name, str) and name in POLICIES:
         return POLICIES[name]
-    if not isinstance(name, str) or not FUNCTION.fullmatch(name):
+    if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
         raise SettingError(
             "{policy} is {given!r}; it may be {names}, or a function of yours as module:function",
             given=name,
             names=", ".join(POLICIES),
         )
-    function = _imported(name)
+    function = load_function(name, "policy")
 
     def run(task: Task, choice: Choice) -> None:
         try:
@@ -113,19 +109,3 @@ def load_policy(name: str) -> Policy:
             raise SettingError("{policy} {name}: {problem}", name=name, problem=problem) from error
 
     return Policy(name, run, fixed_packs=True, about="a function of the user's")
-
-
-def _imported(name: str) -> Callable[[Task, OwnChoice], None]:
-    module, _, function = name.partition(":")
-    try:
-        policy = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise SettingError(
-            "{policy} is {given!r}, which cannot be imported ({problem}); start where the module "
-            "lies, or install it",
-            given=name,
-            problem=str(error),
-        ) from error
-    if not callable(policy):
-        raise SettingError("{policy} is {given!r}, which is not a function", given=name)
-    return policy  # type: ignore[no-any-return]
