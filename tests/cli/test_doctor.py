@@ -156,7 +156,7 @@ def test_broken_things_end_with_1(run, connected, monkeypatch):
         "  ✗ gone",
         "    → get it",
     ]
-    assert out.splitlines()[-1] == "1 broken, and training needs it; 1 warning"
+    assert out.splitlines()[-1] == "training will not work: 1 problem; 1 warning"
 
 
 def test_a_probe_that_fails_is_a_remark(run, connected, monkeypatch):

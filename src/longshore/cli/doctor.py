@@ -219,7 +219,9 @@ class DoctorReport:
         looks, broken = marks.count("warn"), marks.count("bad")
         worth = f"; {looks} warning{'s' if looks > 1 else ''}" if looks else ""
         if broken:
-            self._write(["", f"{broken} broken, and training needs {_it(broken)}{worth}"])
+            self._write(
+                ["", f"training will not work: {broken} problem{'s' if broken > 1 else ''}{worth}"]
+            )
         else:
             self._write(["", f"everything that training needs is available{worth}"])
 
@@ -312,10 +314,6 @@ def _in_colour(lines: list[str], stream: TextIO) -> bool:
             console.print(text, soft_wrap=True)
         return True
     return False
-
-
-def _it(number: int) -> str:
-    return "it" if number == 1 else "them"
 
 
 def _leave(code: int) -> NoReturn:

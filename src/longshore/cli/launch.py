@@ -83,7 +83,10 @@ def ranks_from_environment() -> Ranks | None:
         rank, world_size, local_rank = (int(text or "") for text in texts)
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     except ValueError:
-        raise ValueError(f"the environment has {', '.join(names)} that are no numbers") from None
+        raise ValueError(
+            f"{', '.join(names)} of the environment must be numbers; start with torchrun, or unset "
+            "them"
+        ) from None
     return Ranks(rank, world_size, local_rank, local_size, "env://")
 
 
@@ -109,7 +112,7 @@ def check_ranks(ranks: int, *, way_out: str) -> None:
     most = max(FEW_RANKS, RANKS_PER_CORE * cores)
     if ranks > most:
         raise ValueError(
-            f"{ranks} ranks on this machine, which has {cores} cores: at most {most} make sense; "
+            f"{ranks} ranks are too many for this machine with {cores} cores; the limit is {most}; "
             f"{way_out}"
         )
 
@@ -290,7 +293,7 @@ class _RankProcesses:
         text = f"ended with exit code {code}"
         if code is not None and code < 0:
             name = signal.Signals(-code).name
-            memory = " (is the memory used up?)" if name == "SIGKILL" else ""
+            memory = " (is the machine out of memory?)" if name == "SIGKILL" else ""
             text = f"was ended by {name}{memory}"
         log = self.folder / f"rank{rank}.log"
         written = log.read_text(errors="replace").strip() if log.exists() else ""

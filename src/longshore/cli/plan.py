@@ -165,8 +165,8 @@ def _plan(args: argparse.Namespace) -> None:
         say(f"lanes = {args.gpus} GPUs / (tp {args.tp or 1} x pp {args.pp or 1}) = {_lanes(args)}")
     if len(divided := [f"{name} {size}" for name, size in ranks.items() if size > 1]):
         say(
-            f"times: the cost of one GPU, divided by {' x '.join(divided)}; without what these "
-            "exchange"
+            f"times: the cost of one GPU, divided by {' x '.join(divided)}; the "
+            "communication of these is not included"
         )
     unit = "units of the profile" if args.cost else "s (estimated)"
     say("\n".join(plan_summary(plans, unit=unit)))
@@ -182,7 +182,7 @@ def _steps(args: argparse.Namespace) -> list[Lengths]:
     if args.seed is not None and not is_folder:
         raise ValueError("--seed is for a prepared folder; the lengths of a file keep their order")
     if args.batch is not None and args.batch_tokens is not None:
-        raise ValueError("give either --batch or --batch-tokens")
+        raise ValueError("--batch and --batch-tokens are both given; leave one out")
     if args.demo:
         lengths = demo_lengths()
     else:
@@ -209,7 +209,9 @@ def _check_complete(args: argparse.Namespace) -> None:
     if args.demo == (args.lengths is not None):
         raise ValueError("give either a file with one length a line or --demo, a built-in sample")
     if args.tp is not None and args.gpus is None:
-        raise ValueError("--tp needs --gpus; --lanes does not count the ranks of TP and PP")
+        raise ValueError(
+            "--tp works only with --gpus; a lane of --lanes already includes its TP and PP ranks"
+        )
     missing = [args.lanes, args.gpus].count(None)
     if missing == 0 or (missing == 2 and not args.demo):
         raise ValueError("give either --lanes, or --gpus with --tp and --pp")
@@ -225,7 +227,7 @@ def _lanes(args: argparse.Namespace) -> int:
     if rest:
         working = [str(count * tp * pp) for count in (lanes, lanes + 1) if count]
         raise ValueError(
-            f"--gpus {args.gpus} is no multiple of tp {tp} x pp {pp} = {tp * pp}; "
+            f"--gpus {args.gpus} is not a multiple of tp {tp} x pp {pp} = {tp * pp}; "
             f"--gpus {' or '.join(working)} would work"
         )
     return int(lanes)
@@ -235,7 +237,9 @@ def _profile(path: str | None) -> CostProfile:
     try:
         return BUILT_IN if path is None else load_profile(path)
     except (OverflowError, RecursionError):
-        raise ValueError(f"cost profile {path}: holds numbers that cannot be used") from None
+        raise ValueError(
+            f"cost profile {path}: its numbers are too large, or it is nested too deeply"
+        ) from None
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
@@ -248,7 +252,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
         if not os.path.isdir(folder):
             raise ValueError(f"{path}: cannot be written, there is no folder {folder}")
         if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-            raise ValueError(f"{path}: cannot be written, it is a folder or protected")
+            raise ValueError(f"{path}: cannot be written, it is a folder, or write-protected")
         taken.add(os.path.realpath(path))
 
 

@@ -162,7 +162,9 @@ def _with_resume(args: argparse.Namespace, start: Start) -> Start:
     """What --resume and --force ask for; a recipe or an override behind --resume is no folder."""
     if args.resume is None:
         if args.force:
-            raise ValueError("--force goes with --resume; many processes need --force-ranks")
+            raise ValueError(
+                "--force works only with --resume; for more processes than cores use --force-ranks"
+            )
         return start
     if "=" in args.resume or args.resume.endswith((".toml", ".yaml")):
         args.words, args.resume = [*args.words, args.resume], ""

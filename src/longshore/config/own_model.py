@@ -38,6 +38,6 @@ def _check_saved(decoder: DecoderConfig, name: str) -> None:
         raise ValueError(f"model.module: {name}: {error}") from None
     if read_back != decoder:
         raise ValueError(
-            f"model.module: {name}: its config does not read back as the same from JSON; make its "
-            "classes dataclasses that are compared by their fields, with @dataclass(frozen=True)"
+            f"model.module: {name}: its config changes when it is saved as JSON and read again; "
+            "declare its classes with @dataclass(frozen=True), which compares them by their fields"
         )

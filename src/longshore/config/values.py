@@ -60,7 +60,7 @@ def flag() -> Kind:
 
 
 def text() -> Kind:
-    return Kind("a text", lambda value: value if isinstance(value, str) else None, is_text=True)
+    return Kind("a string", lambda value: value if isinstance(value, str) else None, is_text=True)
 
 
 def choice(*names: str) -> Kind:
@@ -116,7 +116,7 @@ def texts() -> Kind:
             return None
         return tuple(items) if all(items) else None
 
-    return Kind('a list of texts, such as ["a", "b"] or a,b', read)
+    return Kind('a list of strings, such as ["a", "b"] or a,b', read)
 
 
 def split_list(text: str) -> list[str]:

@@ -77,7 +77,7 @@ def fill_rows(
 ) -> Tensor:
     """Rows start…stop of the tensor of that shape: normal around `constant`, or it for std 0."""
     if not 0 <= start <= stop <= shape[0]:
-        raise ValueError(f"rows {start} to {stop} of {name} are not among its {shape[0]}")
+        raise ValueError(f"rows {start} to {stop} of {name} do not exist; it has {shape[0]} rows")
     rest = tuple(shape[1:])
     if start == stop or not std:
         return torch.full((stop - start, *rest), constant)

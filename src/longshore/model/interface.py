@@ -116,9 +116,8 @@ class Exchanges:
     def of(self, pack: PackContext) -> Exchange:
         if pack.group.cp_size != 1:
             raise ValueError(
-                f"a pack is shared by {pack.group.cp_size} lanes, and this model knows only its "
-                "own; make it ready for context parallelism with parallelize, or plan with a CP "
-                "size of 1"
+                f"a pack is shared by {pack.group.cp_size} lanes, but this model is not set up for "
+                "context parallelism; call parallelize(model, …), or plan with max_cp=1"
             )
         return Exchange(pack)
 

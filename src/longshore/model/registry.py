@@ -42,7 +42,7 @@ FEED_FORWARDS: dict[type, Any] = {MLPConfig: MLP, MoEConfig: MoE}
 def register_mixer(config: type, module: type[nn.Module]) -> None:
     """Makes layers of a new kind: its config and its module."""
     if config in MIXERS:
-        raise ValueError(f"{config.__name__} has a module already, {MIXERS[config].__name__}")
+        raise ValueError(f"{config.__name__} is already registered, with {MIXERS[config].__name__}")
     register_config(config)
     MIXERS[config] = module
 
@@ -61,7 +61,7 @@ def register_feed_forward(config: type, module: type[nn.Module]) -> None:
     """Makes layers with a new feed-forward part: its config and its module."""
     if config in FEED_FORWARDS:
         raise ValueError(
-            f"{config.__name__} has a module already, {FEED_FORWARDS[config].__name__}"
+            f"{config.__name__} is already registered, with {FEED_FORWARDS[config].__name__}"
         )
     register_config(config)
     FEED_FORWARDS[config] = module
@@ -71,7 +71,7 @@ def _module(modules: Mapping[type, Any], config: object, width: int, *, norm: No
     kind = modules.get(type(config))
     if kind is None:
         known = ", ".join(known.__name__ for known in modules)
-        raise ValueError(f"no module for a {type(config).__name__} here; known are {known}")
+        raise ValueError(f"no module is registered for {type(config).__name__}; known are {known}")
     module = kind(config, width, norm=norm)
     assert isinstance(module, nn.Module)
     return module

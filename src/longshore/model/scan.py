@@ -155,7 +155,7 @@ def over_heads(inputs: ScanInputs, cp_size: int, *, kind: ScanKind) -> bool:
     if kind == "auto":
         return False
     raise ValueError(
-        f"a scan over heads: CP size {cp_size} cannot share out {heads} heads with parts of "
+        f"parallel.scan='heads': CP size {cp_size} cannot split {heads} heads with parts of "
         f"{', '.join(map(str, parts))} heads; plan with other CP sizes, or use "
         "parallel.scan='states'"
     )

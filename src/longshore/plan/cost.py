@@ -61,7 +61,7 @@ class CostProfile:
                 )
         if self.linear == 0 and self.quadratic == 0:
             raise ValueError(
-                "cost profile: linear and quadratic are both 0, so no plan costs anything"
+                "cost profile: linear and quadratic are both 0; at least one must be positive"
             )
         if self.node < 1:
             raise ValueError(f"cost profile: node is {self.node}; a node has at least 1 lane")
@@ -127,7 +127,7 @@ def parse_profile(data: object, name: str) -> CostProfile:
     keys = list(CostProfile.__slots__)
     if not isinstance(data, dict) or sorted(data) != sorted(keys):
         raise ValueError(
-            f"cost profile {name}: must be an object with just the keys {', '.join(keys)}"
+            f"cost profile {name}: must be an object with exactly the keys {', '.join(keys)}"
         )
     gather = data["gather"]
     if not isinstance(gather, list) or len(gather) != 2:
@@ -140,7 +140,9 @@ def parse_profile(data: object, name: str) -> CostProfile:
         if value > LARGEST:
             raise ValueError(f"cost profile {name}: {key} is more than {LARGEST}")
     if not 1 <= data["node"] < 1 << 30 or data["node"] != int(data["node"]):
-        raise ValueError(f"cost profile {name}: node is {data['node']}; it counts lanes")
+        raise ValueError(
+            f"cost profile {name}: node is {data['node']}; it must be a whole number of lanes"
+        )
     return CostProfile(
         linear=float(data["linear"]),
         quadratic=float(data["quadratic"]),

@@ -68,14 +68,16 @@ class OwnChoice:
         most = len(self._task.lengths) - 1
         for place in places:
             if not 0 <= place <= most:
-                raise ValueError(f"there is no sequence {place}; they go from 0 to {most}")
+                raise ValueError(
+                    f"there is no sequence {place}; sequences are numbered 0 to {most}"
+                )
         self._check_legal(index(cp_size))
         return make_pack(self._task, index(first_lane), index(cp_size), places)
 
     def _check_legal(self, cp_size: int) -> None:
         if cp_size not in self._task.cp_sizes:
             legal = ", ".join(map(str, self._task.cp_sizes))
-            raise ValueError(f"CP size {cp_size} is not legal; legal here are {legal}")
+            raise ValueError(f"CP size {cp_size} is not legal; legal are {legal}")
 
 
 @contextmanager
@@ -84,7 +86,7 @@ def _only_whole_numbers(pack: str) -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        raise ValueError(f"a pack is {pack}, in whole numbers ({error})") from error
+        raise ValueError(f"a pack must be {pack}, all integers ({error})") from error
 
 
 def load_policy(name: str) -> Policy:
@@ -93,7 +95,7 @@ def load_policy(name: str) -> Policy:
         return POLICIES[name]
     if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
         raise SettingError(
-            "{policy} is {given!r}; it may be {names}, or a function of yours as module:function",
+            "{policy} is {given!r}; it must be {names}, or your own function as module:function",
             given=name,
             names=", ".join(POLICIES),
         )

@@ -124,7 +124,7 @@ class Readable:
         if low < 0 or high >= self.vocab_size:
             raise ValueError(
                 f"{self.name}: sequence {sample.id} has the token id {low if low < 0 else high}, "
-                f"and the model has {self.vocab_size} ids, from 0; use the tokenizer of the model, "
+                f"but the model knows only 0 to {self.vocab_size - 1}; use the model's tokenizer, "
                 "or with model.preset a larger model.vocab_size"
             )
         return sample
@@ -146,8 +146,8 @@ def open_sequences(config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
         rejections_of(folder, store.manifest.about).check(data.max_rejected)
     if not store.loss_tokens.any():
         raise ValueError(
-            f"data.path: {data.path} has nothing to learn, no token of {folder} is in the loss; "
-            "data.loss_on=all learns every token"
+            f"data.path: no token of {data.path} has a loss (tokenized: {folder}); it may have no "
+            "assistant turns: data.loss_on=all trains on every token"
         )
     return Readable(store, decoder.vocab_size, name=f"data.path: {folder}")
 
@@ -167,8 +167,8 @@ def small_data(config: RunConfig, source: IndexedSource) -> list[str]:
         return []
     key = "data.batch" if size.unit == "sequences" else "data.batch_tokens"
     return [
-        f"{key} is {size.amount:,}, and the data has only {has:,} {size.unit}: each step is all of "
-        "it, one epoch"
+        f"{key} is {size.amount:,}, but the data have only {has:,} {size.unit}, so each step "
+        "trains on all of them: one epoch"
     ]
 
 
@@ -181,8 +181,8 @@ def count_steps(config: RunConfig, lengths: Ints) -> int:
     steps = sum(batches.steps(epoch) for epoch in range(train.epochs))
     if train.warmup > steps:
         raise ValueError(
-            f"train.warmup is {train.warmup}, and the run has only {steps} "
-            f"step{'s' if steps > 1 else ''}: train.epochs is {train.epochs}, for {len(lengths)} "
-            "sequences; warm up for fewer steps"
+            f"train.warmup is {train.warmup}, but the run has only {steps} "
+            f"step{'s' if steps > 1 else ''} (train.epochs {train.epochs}, {len(lengths)} "
+            "sequences); lower train.warmup"
         )
     return steps

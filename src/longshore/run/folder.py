@@ -29,7 +29,7 @@ def check_run_folder(folder: str) -> None:
     """Refuses a folder for the run that is in use, or where none can be made."""
     path = Path(folder)
     if path.name.count(NUMBER) > 1 or NUMBER in str(path.parent):
-        raise ValueError(f"output.folder is {folder!r}; {NUMBER} may stand once, in its last part")
+        raise ValueError(f"output.folder is {folder!r}; {NUMBER} may be in its last part, once")
     check_new_folder(folder, "output.folder")
 
 
@@ -41,12 +41,14 @@ def check_new_folder(folder: str, key: str) -> None:
             raise ValueError(f"{key}: {folder} is a file; name a folder")
         if inside := sorted(entry.name for entry in path.iterdir()):
             raise ValueError(
-                f"{key}: {folder} holds {inside[0]} already; name a new folder, such as "
+                f"{key}: {folder} already contains {inside[0]}; name a new folder, such as "
                 f"{_unused(path)}"
             )
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise ValueError(f"{key}: {folder} cannot be made, {above} is no folder or is protected")
+        raise ValueError(
+            f"{key}: {folder} cannot be created: {above} is not a folder, or is write-protected"
+        )
 
 
 def make_run_folder(folder: str) -> Path:
@@ -63,8 +65,8 @@ def make_run_folder(folder: str) -> Path:
                 check_new_folder(folder, "output.folder")
             return new
     except OSError as error:
-        raise ValueError(f"output.folder: {folder} cannot be made ({error.strerror})") from None
-    raise ValueError(f"output.folder: {folder} finds no free number")
+        raise ValueError(f"output.folder: {folder} cannot be created ({error.strerror})") from None
+    raise ValueError(f"output.folder: no number is free for {folder}; name another folder")
 
 
 def find_run(folder: str) -> Path | None:

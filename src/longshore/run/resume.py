@@ -106,7 +106,9 @@ def check_output(config: RunConfig, start: Start) -> None:
     if config.output.export:
         check_new_folder(config.output.export, "output.export")
         if Path(config.output.export).absolute() == Path(config.output.folder).absolute():
-            raise ValueError("output.export is output.folder; name a folder of its own")
+            raise ValueError(
+                "output.export and output.folder are the same folder; change one of them"
+            )
 
 
 def changed_settings(config: RunConfig, run: Path) -> list[str]:
@@ -121,8 +123,8 @@ def changed_settings(config: RunConfig, run: Path) -> list[str]:
                 continue
             if section == "model" or (section == "data" and field.name not in MAY_CHANGE):
                 raise ValueError(
-                    f"{key} was {was!r} in {run} and is {now!r}; a run resumes with the data and "
-                    "the model it began with, so set it as it was, or leave --resume out"
+                    f"{key} was {was!r} in {run} and is now {now!r}; a run resumes with the data "
+                    "and the model it began with, so set it back, or leave --resume out"
                 )
             changes.append(f"{key} was {was!r} and is {now!r} from here on")
     return changes
@@ -134,9 +136,9 @@ def check_steps(steps: int, config: RunConfig, run: Path) -> None:
     if steps < done:
         epochs = "" if config.train.steps else f", because train.epochs is {config.train.epochs}"
         raise ValueError(
-            f"{run} has done {done} steps, and is to end after {steps}{epochs}; give more to train "
-            f"it further, train.steps={done} to end it where it stands, or leave --resume out to "
-            "begin a new run"
+            f"{run} has already done {done} steps, more than the {steps} asked for{epochs}; raise "
+            f"train.steps to continue, set train.steps={done} to finish it now, or leave --resume "
+            "out to begin a new run"
         )
 
 

@@ -172,7 +172,7 @@ class _UserCount:
         if not math.isfinite(divisor):
             raise ValueError(
                 f"train.loss_count={self.name}: its sum over all ranks and rounds of the step is "
-                f"{divisor}; it must be finite, so leave out tokens without loss by torch.where, "
-                "not by multiplying with the mask"
+                f"{divisor}; it must be finite, so mask tokens without loss with torch.where, not "
+                "by multiplication"
             )
         return divisor

@@ -72,8 +72,8 @@ def shift(
     rows = shift_rows(real, padded, cp_rank=cp_rank, cp_size=cp_size)
     if len(shard) != rows.rows:
         raise ValueError(
-            f"the shard has {len(shard)} rows, times cp_size {cp_size} makes "
-            f"{len(shard) * cp_size}; the last padded boundary is {rows.rows * cp_size}"
+            f"the shard has {len(shard)} rows, but the padded boundaries give each of {cp_size} "
+            f"lanes {rows.rows}"
         )
     shifted = _apply(_Left, shard, Route(rows, shard.device, group), fill)
     return shifted, shifted.sum()
@@ -186,13 +186,13 @@ def _lengths(real: Cumulative, padded: Cumulative, cp_size: int) -> tuple[Ints, 
     if len(offsets[0]) != len(offsets[1]):
         raise ValueError(
             f"there are {len(offsets[0])} real and {len(offsets[1])} padded boundaries; "
-            "give one more than there are sequences of each"
+            "give both for the same sequences: one more than their number"
         )
     lengths, spaces = np.diff(offsets[0]), np.diff(offsets[1])
     if len(short := np.flatnonzero(lengths > spaces)):
         at = short[0]
         raise ValueError(
-            f"sequence {at} has {lengths[at]} real tokens and only {spaces[at]} with padding"
+            f"sequence {at} has {lengths[at]} real tokens, but is padded to only {spaces[at]}"
         )
     step = 2 * cp_size
     if cp_size > 1 and len(odd := np.flatnonzero(spaces % step)):
@@ -206,12 +206,12 @@ def _lengths(real: Cumulative, padded: Cumulative, cp_size: int) -> tuple[Ints, 
 def _offsets(name: str, given: Cumulative) -> Ints:
     if isinstance(given, Tensor) and given.device.type != "cpu":
         raise ValueError(
-            f"the {name} boundaries are on {given.device}; give them on the CPU, so that nothing "
-            "waits for the device"
+            f"the {name} boundaries are on {given.device}; give them on the CPU: reading them "
+            "would wait for the device"
         )
     offsets = given.numpy() if isinstance(given, Tensor) else np.asarray(given)
     if offsets.ndim != 1 or not len(offsets) or offsets.dtype.kind not in "iu":
         raise ValueError(f"the {name} boundaries must be integers in one row, starting with 0")
     if offsets[0] != 0 or (np.diff(offsets) < 0).any():
-        raise ValueError(f"the {name} boundaries must start at 0 and never fall; got {given}")
+        raise ValueError(f"the {name} boundaries must start at 0 and never decrease; got {given}")
     return offsets.astype(np.int64)
