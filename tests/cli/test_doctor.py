@@ -140,7 +140,7 @@ def test_restarts_of_torchrun(monkeypatch, restarts, shared, remarks):
 def test_ranks_of_torchrun_are_given(run, monkeypatch):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="--ranks is 4, and torchrun started 2 processes"):
+    with pytest.raises(ValueError, match="--ranks is 4, but torchrun started 2 processes"):
         run("--ranks", "4")
 
 

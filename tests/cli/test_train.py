@@ -362,7 +362,7 @@ def test_under_torchrun_one_rank_of_a_machine_answers(run, monkeypatch):
     torchrun(monkeypatch, RANK=4, WORLD_SIZE=8, LOCAL_RANK=0, LOCAL_WORLD_SIZE=4)
     code, _, err, _ = run("r.toml", "--ranks", "2")
     assert (code, err.count("\n")) == (2, 1)
-    assert "--ranks is 2, and torchrun started 8 processes; leave --ranks out" in err
+    assert "--ranks is 2, but torchrun started 8 processes; leave --ranks out" in err
     torchrun(monkeypatch, RANK=5, LOCAL_RANK=1)
     assert run("r.toml", "--ranks", "2")[:3] == (2, "", "")
 

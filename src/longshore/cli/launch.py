@@ -106,6 +106,15 @@ def gpu_count() -> int:
     return len(glob("/dev/nvidia[0-9]*"))
 
 
+def check_asked_ranks(asked: int | None, place: Ranks) -> None:
+    """Refuses --ranks that differ from the processes torchrun has started."""
+    if asked not in (None, place.world_size):
+        raise ValueError(
+            f"--ranks is {asked}, but torchrun started {place.world_size} processes; leave "
+            "--ranks out"
+        )
+
+
 def check_ranks(ranks: int, *, way_out: str) -> None:
     """Refuses far more processes than this machine has cores."""
     cores = len(os.sched_getaffinity(0))
@@ -118,7 +127,7 @@ def check_ranks(ranks: int, *, way_out: str) -> None:
 
 
 def launch(work: Work, config: RunConfig, ranks: int) -> None:
-    """Calls work(config, ranks) on each rank; `work` stands at the top of a module."""
+    """Calls work(config, ranks) on each rank; `work` is a function at module level."""
     with tempfile.TemporaryDirectory(prefix="longshore-") as folder:
         if ranks == 1:
             with loopback():
@@ -256,7 +265,7 @@ class _RankProcesses:
         try:
             state, text = ready.recv()
         except (EOFError, OSError):
-            state, text = "died", self._last_words(rank)
+            state, text = "died", self._death_report(rank)
         ready.close()
         if state == "interrupted":
             raise Interrupted(self.stop.number or int(text))
@@ -285,7 +294,7 @@ class _RankProcesses:
             saved = gave_up(self.watch.folder_of_run)
             raise RunError(f"{self.watch.description(among)}; {saved}")
 
-    def _last_words(self, rank: int) -> str:
+    def _death_report(self, rank: int) -> str:
         """How a rank died, and what it wrote before."""
         process = self.processes[rank]
         process.join(END_S)
@@ -341,11 +350,11 @@ def _work(work: Work, config: RunConfig, ranks: Ranks, results: Connection) -> N
         answer = ("failed", f"failed:\n{traceback.format_exc()}")
     with suppress(OSError):
         results.send(answer)
-    _leave(0 if answer[0] == "done" else 1)
+    flush_and_exit(0 if answer[0] == "done" else 1)
 
 
-def _leave(code: int) -> NoReturn:
-    """At once: the process groups of a failed rank cannot be taken down."""
+def flush_and_exit(code: int) -> NoReturn:
+    """At once: the process groups of a failed rank cannot be destroyed, and threads may hang."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

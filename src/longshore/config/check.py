@@ -1,8 +1,8 @@
-"""What belongs together in a RunConfig, and what must be there on disk. Torch-free and fast.
+"""Checks of a RunConfig: keys that depend on each other, and files on disk. No torch, and fast.
 
 In: a config and the number of lanes. Out: nothing, or a ValueError of one line that names the key
-and the way out. Lanes are ranks here. Where the planner, the mock data or a preset has checks of
-its own, these are asked: with plan.max_cp 8 on 4 lanes the planner's words come back as
+and the way out. Lanes are ranks here. The planner, the mock data and the presets have checks of
+their own, whose errors are passed on with keys: plan.max_cp 8 on 4 lanes gives the planner's
 "plan.max_cp is 8, but there are only 4 lanes".
 """
 
@@ -123,14 +123,14 @@ def planner_options(
 
 
 def shared_heads(decoder: DecoderConfig, parallel: ParallelConfig) -> int | None:
-    """What a CP size must divide where ranks are to share heads; None if they are not."""
+    """The number of heads that a CP size must divide; None if ranks do not split heads."""
     sharing = Sharing(parallel.attention, parallel.scan)
     parts = {part for layer in (*decoder.layers, *decoder.mtp) for part in layer.parts}
     return math.gcd(*(heads for part in parts for heads in part.shared_heads(sharing))) or None
 
 
 def check_longest(config: RunConfig, lanes: int, longest: int) -> None:
-    """Refuses data whose longest sequence fits nowhere; a capacity yet unknown refuses nothing."""
+    """Refuses data whose longest sequence fits nowhere; nothing while the capacity is "auto"."""
     capacity = config.plan.capacity
     if isinstance(capacity, int):
         with settings_in_keys(where="the longest sequence"):

@@ -1,7 +1,7 @@
 """The data of a run, before anything is read: is it there, and does it have what it needs?
 
-In: a config. Out: nothing, or a ValueError of one line. Of made-up and of prepared sequences the
-lengths are known here, so `known_longest` says the longest; of text it says 0.
+In: a config. Out: nothing, or a ValueError of one line. The lengths of synthetic and
+prepared sequences are known here, so `known_longest` returns the longest; for text it returns 0.
 """
 
 import importlib.util
@@ -67,7 +67,7 @@ def _check_rejected(data: DataConfig) -> None:
 
 
 def known_longest(config: RunConfig) -> int:
-    """The longest sequence of made-up or prepared data; 0 for text, which nobody has counted."""
+    """The longest sequence of synthetic or prepared data; 0 for text, not tokenized yet."""
     data = config.data
     if data.mock:
         with in_keys("data.mock"):
@@ -127,7 +127,7 @@ def _check_vocabulary(tokenizer: str, vocab_size: int) -> None:
         ids = known.values() if isinstance(known, dict) else range(len(known))
         highest = max([*ids, *(token["id"] for token in content["added_tokens"])])
     except (OSError, ValueError, LookupError, TypeError):
-        return  # whoever reads it as a tokenizer says what is wrong
+        return  # the error comes when it is read as a tokenizer
     if highest >= vocab_size:
         raise ValueError(
             f"data.tokenizer: {tokenizer} has token ids up to {highest}, but the model has only "

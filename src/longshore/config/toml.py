@@ -2,7 +2,7 @@
 
     {"train": {"lr": 0.0003, "betas": (0.9, 0.95)}}
 
-gives, with what the keys mean behind them,
+gives, with the meaning of each key after it,
 
     [train]
     lr = 0.0003  # learning rate

@@ -1,4 +1,4 @@
-"""Kinds of values: what a key of a recipe may hold, and how to say it.
+"""Kinds of values: what a key of a recipe may be, and its description for errors and docs.
 
 In: a value as TOML gives it. Out: the value as the dataclass holds it, or None where it is of
 another kind (TOML has no None of its own). `whole(1, 64)` takes 8, refuses 8.0, true and 65, and
@@ -19,12 +19,16 @@ LARGEST = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """wants: the values it takes, in words. read: the value, or None. names: all, if it names."""
+    """What values a key takes."""
 
     wants: str
+    """The values, as text for errors."""
     read: Callable[[object], Any]
+    """The value as the dataclass has it; None if it is of another kind."""
     names: tuple[str, ...] = ()
+    """All names that it takes, for a choice."""
     is_text: bool = False
+    """Whether every value on the command line is a string."""
 
 
 def key(default: object, kind: Kind, about: str) -> Any:  # noqa: ANN401 - the type of the default

@@ -1,7 +1,7 @@
 """Grouped-query attention as a mixer: project, rotate, attend, project.
 
 In: hidden states (T, C), the context, the rotary tables. Out: (T, C). How a pack that lanes share
-is served is chosen anew for each pack:
+is served is chosen for each pack:
 
 - `gather`: one gather of K and V over the group. Only the lane's own are kept for backward, which
   gathers again and then sums and scatters the gradients, so memory does not grow with the pack. At

@@ -55,7 +55,7 @@ class Decoder(nn.Module):
     embed: nn.Embedding or None. layers: blocks by their number in the whole decoder, as text.
     norm, head: both or neither. tied: the head has no weight of its own. Where the config is tied
     and a stage has the head without the embedding, it has a copy, head.weight, that begins with
-    the same values; whoever makes the stages must add up the two gradients.
+    the same values; the caller that builds the stages must sum the two gradients.
 
     Parameters are not initialised as model/init.py does it; call init_decoder.
     """

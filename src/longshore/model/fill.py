@@ -2,9 +2,9 @@
 
 In: the tensor's name and shape, a range of rows, a seed. Out: those rows in float32 on the CPU.
 Rows are made in blocks of about 2¹⁸ values, each from a generator of its own, seeded from (seed,
-name, block): a rank makes the blocks its rows lie in and no other.
+name, block): a rank makes only the blocks that contain its rows.
 
-A (4096, 4096) weight has blocks of 64 rows. Rows 100…200 lie in blocks 1, 2 and 3; rows 36…136 of
+A (4096, 4096) weight has blocks of 64 rows. Rows 100…200 are in blocks 1, 2 and 3; rows 36…136 of
 those 192 are returned.
 """
 

@@ -88,7 +88,7 @@ class Exchange:
     def rows_before(self, rows: Tensor, count: int) -> Tensor | None:
         """(2·S, count, …): the rows before each chunk of the lane, 0 before a sequence begins.
 
-        None where nothing stands before: the lane holds whole sequences, or count is 0.
+        None if there are no such rows: the lane holds whole sequences, or count is 0.
         """
         return None
 
@@ -149,7 +149,7 @@ class Opaque:
     """A context that a compiled block carries but does not look into.
 
     torch.compile reads every field of a frozen dataclass that it meets (torch 2.11 does), and would
-    compile a block anew for each number of sequences; a plain object it passes on as it is.
+    recompile a block for each number of sequences; a plain object it passes on as it is.
     """
 
     def __init__(self, ctx: SeqContext) -> None:

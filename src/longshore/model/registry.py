@@ -2,7 +2,7 @@
 
 In: the config of a layer's part. Out: its module, not yet initialised. A new kind is a config in
 arch/, a file with its module, and a line in MIXERS or FEED_FORWARDS; a user's own is registered by
-parallel/apply.py:register_mixer, or register_feed_forward here:
+register_mixer or register_feed_forward:
 
     make_mixer(AttentionConfig(heads=4, kv_heads=2, head_dim=16), 64, norm=Norm(1e-6))   Attention
 
@@ -48,12 +48,12 @@ def register_mixer(config: type, module: type[nn.Module]) -> None:
 
 
 def make_mixer(config: Part, width: int, *, norm: Norm) -> nn.Module:
-    """The mixer of that config behind hidden states of `width`; norm: how its own norms norm."""
+    """The mixer of a config, for hidden states of `width`; norm: the config of its norms."""
     return _module(MIXERS, config, width, norm=norm)
 
 
 def make_feed_forward(config: Part, width: int, *, norm: Norm) -> nn.Module:
-    """The feed-forward part of that config behind hidden states of `width`."""
+    """The feed-forward part of a config, for hidden states of `width`."""
     return _module(FEED_FORWARDS, config, width, norm=norm)
 
 

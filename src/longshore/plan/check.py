@@ -4,7 +4,7 @@ In: a Plan. Out: nothing, or a ValueError that names the first promise broken an
 no arithmetic with the planner: padding, alignment and legality are computed here again.
 
 check_step(plan, sequences, lanes=…) verifies besides that the plan is of the step that was asked
-for. data/steps.py calls it for every plan, whoever made it: it costs a few percent of make_plan.
+for. data/steps.py calls it for every plan of any planner: it costs a few percent of make_plan.
 """
 
 from collections.abc import Sequence as Seq
@@ -135,7 +135,7 @@ def _ordered(round_: Round, number: int) -> None:
 def _lanes_within_limits(
     setting: PlanSetting, round_: Round, number: int, *, sequences: int
 ) -> None:
-    # What each pack adds at its first lane goes again behind its last.
+    # Differences between neighbouring lanes: a pack adds at its first, subtracts after its last.
     change = np.zeros((setting.lanes + 1, 3), dtype=np.int64)
     rows = [(pack.tokens_per_lane, len(pack.sequences), 1) for pack in round_.packs]
     adds = np.array(rows, dtype=np.int64).reshape(-1, 3)

@@ -70,11 +70,11 @@ class CostProfile:
         return {**asdict(self), "gather": list(self.gather)}
 
     def on_ranks(self, *, tp: int, pp: int) -> "CostProfile":
-        """Of a lane's GPU when the model this is the cost of is split over tp × pp of them.
+        """The profile of one GPU when the model is split over the tp × pp GPUs of a lane.
 
         Each does its part of the arithmetic, and fetches its part of what a lane gathers. A pack
-        costs the launches of a stage's layers, which tensor parallelism does not make fewer. A node
-        has room for fewer lanes. What TP and PP themselves exchange is left out.
+        costs the kernel launches of a stage's layers, as many with tensor parallelism. A node has
+        fewer lanes. The communication of TP and PP is left out.
         """
         each = tp * pp
         return CostProfile(
@@ -158,7 +158,7 @@ class CostTable:
 
     `cost[i, j]` quanta and `tokens[i, j]` tokens fall on each lane when sequence i runs at
     `sizes[j]`. One second is `scale` quanta, a power of two chosen so that no sum over all
-    sequences and lanes leaves 64 bits and the costliest sequence takes about 2^40 quanta.
+    sequences and lanes leaves 64 bits and the most expensive sequence takes about 2^40 quanta.
     """
 
     def __init__(self, lengths: Ints, *, sizes: tuple[int, ...], profile: CostProfile) -> None:

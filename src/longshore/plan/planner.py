@@ -125,7 +125,7 @@ def _sequence(place: int, entry: int | Sequence) -> Sequence:
 
 
 def _about_sequence(place: int, problem: str, **values: object) -> SettingError:
-    """An error whose `where` a caller may say in its own words, such as a line of a file."""
+    """An error whose `where` a caller may replace, for example by a line of a file."""
     return SettingError(
         f"{{where}}: {problem}", where=f"sequence {place}", sequence=place, **values
     )

@@ -49,13 +49,13 @@ def held_out(config: RunConfig) -> RunConfig | None:
         path=data.eval_path,
         mock=data.eval_mock,
         count=data.eval_count,
-        seed=data.seed + 1,  # made-up sequences that are not in training
+        seed=data.seed + 1,  # other synthetic sequences than in training
     )
     return replace(config, data=other, train=replace(config.train, eval_every=0))
 
 
 def text_is_ready(config: RunConfig) -> bool:
-    """Whether no text is left to tokenize: made-up data, a prepared folder, or a full cache."""
+    """Whether no text is left to tokenize: synthetic data, a prepared folder, or a full cache."""
     data, others = config.data, held_out(config)
     ready = not data.path or is_prepared(data.path) or (text_folder(config) / MANIFEST).exists()
     return ready and (others is None or text_is_ready(others))
@@ -134,7 +134,7 @@ class Readable:
 
 
 def open_sequences(config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
-    """The run's sequences: made up, or from a prepared folder. Text must be prepared already."""
+    """The run's sequences: synthetic, or from a prepared folder. Text must be prepared already."""
     data = config.data
     if data.mock:
         return MockSource(
@@ -160,7 +160,7 @@ def batch_size(config: RunConfig) -> BatchSize:
 
 
 def small_data(config: RunConfig, source: IndexedSource) -> list[str]:
-    """A line if a step takes more than all data, so that each step is an epoch."""
+    """A note if a step takes more than all data, so that each step is an epoch."""
     size = batch_size(config)
     has = len(source) if size.unit == "sequences" else int(source.lengths.sum())
     if size.amount <= has:

@@ -267,7 +267,7 @@ def same_data(
 ) -> tuple[dict[str, object], list[str]]:
     """A loader's saved state, to resume from with the current data, and notes about it.
 
-    now: what the loader says of its data. Other data are refused, or taken if the user says so.
+    now: how the loader describes its data. Changed data are refused, unless is_forced.
     """
     known = ("sequences", "data")
     if all(state.get(name) == now[name] for name in known):
