@@ -179,7 +179,7 @@ def test_same_data():
     state = {**now, "step": 4}
     assert checkpoint.same_data(state, now, is_forced=False) == (state, [])
     fewer = {**state, "sequences": 5}
-    with pytest.raises(ValueError, match=r"were 5 sequences \(abc\) and are 3 sequences \(abc\)"):
+    with pytest.raises(ValueError, match=r"were 5 sequences \(abc\), and are now 3 sequences"):
         checkpoint.same_data(fewer, now, is_forced=False)
     forced, notes = checkpoint.same_data(fewer, now, is_forced=True)
     assert (forced, len(notes)) == (state, 1)

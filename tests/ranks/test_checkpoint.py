@@ -357,7 +357,7 @@ def test_no_pickle_is_ever_opened(tmp_path):
     read_index(instead)
     for position, lines, state, *_ in run_ranks(2, loaded, 2, "none", str(tmp_path)):
         assert position.step == 1
-        assert "lane-00000.safetensors is broken" in lines[0]
+        assert "lane-00000.safetensors is damaged" in lines[0]
         check_equal(state, states[0])
     (instead / "checkpoint.json").write_bytes(bomb)
     with pytest.raises(DamagedError, match="is damaged"):
