@@ -103,12 +103,12 @@ BROKEN = {
     "a sequence counted from the end": (lambda plan: holding_as_is(plan, -1), "no sequence -1"),
     "another length": (longer, "sequence 0: the plan has Sequence"),
     "other labels": (of_wrong_labels, "sequence 0: the plan has Sequence"),
-    "a lane that is not there": (beside_the_lanes, "leaves the .* lanes"),
+    "a lane that is not there": (beside_the_lanes, "does not fit there on .* lanes"),
     "a lane before the first": (
         lambda plan: with_pack(
             plan, replace(first_pack(plan), first_lane=-first_pack(plan).cp_size)
         ),
-        "leaves the .* lanes",
+        "does not fit there on .* lanes",
     ),
     "for more lanes": (
         lambda plan: with_setting(lanes=plan.setting.lanes + 1)(plan),

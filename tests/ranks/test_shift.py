@@ -156,7 +156,7 @@ def test_float64_gradients_of_one_lane():
         ({"padded": [0, 6]}, "5 rows, but the padded boundaries give each of 1 lanes 6"),
         ({"padded": [0, 3, 5]}, "2 real and 3 padded boundaries"),
         ({"real": [0, 6]}, "sequence 0 has 6 real tokens, but is padded to only 5"),
-        ({"real": [1, 5]}, "the real boundaries must start at 0 and never fall"),
+        ({"real": [1, 5]}, "the real boundaries must start at 0 and never decrease"),
         ({"padded": [0, 7, 5], "real": [0, 1, 2]}, "the padded boundaries must start at 0"),
         ({"real": [0, 2.5]}, "the real boundaries must be integers"),
         ({"real": []}, "the real boundaries must be integers in one row"),
