@@ -140,7 +140,7 @@ def test_restarts_of_torchrun(monkeypatch, restarts, shared, remarks):
 def test_ranks_of_torchrun_are_given(run, monkeypatch):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="--ranks is 4, and torchrun started 2 processes"):
+    with pytest.raises(ValueError, match="--ranks is 4, but torchrun started 2 processes"):
         run("--ranks", "4")
 
 
@@ -156,7 +156,7 @@ def test_broken_things_end_with_1(run, connected, monkeypatch):
         "  ✗ gone",
         "    → get it",
     ]
-    assert out.splitlines()[-1] == "1 broken, and training needs it; 1 warning"
+    assert out.splitlines()[-1] == "training will not work: 1 problem; 1 warning"
 
 
 def test_a_probe_that_fails_is_a_remark(run, connected, monkeypatch):

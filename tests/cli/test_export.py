@@ -142,7 +142,7 @@ def test_from_a_folder_of_our_own_format_to_one_of_transformers():
 
 def test_a_base_that_moved_is_named_with_base(run):
     shutil.move("base", "moved")
-    with pytest.raises(ValueError, match="base, which the run began with, is gone; say with --ba"):
+    with pytest.raises(ValueError, match="base, which does not exist; name its folder with"):
         export(run, "made")
     export(run, "made", "--base", "moved")
     assert read_config("made") == read_config("moved")
@@ -157,10 +157,10 @@ def test_mistakes_are_one_line(run, tmp_path):
         ((run, "base"), "base is not empty"),
         ((run, "made", "--base", "empty"), r"empty has no config\.json"),
         ((run, "made", "--base", "other"), "the decoder is no LlamaForCausalLM, as other is"),
-        ((run, "made", "--dtype", "int8"), "'int8' is none of bfloat16, float32, keep"),
-        ((run, "made", "--format", "gguf"), "'gguf' is none of hf, longshore"),
-        ((run, "made", "--format", "longshore", "--max-length", 9), "--max-length is for --form"),
-        ((run, "made", "--module", "no_such"), "^--module: there is no module no_such; start whe"),
+        ((run, "made", "--dtype", "int8"), "'int8' is not one of bfloat16, float32, keep"),
+        ((run, "made", "--format", "gguf"), "'gguf' is not one of hf, longshore"),
+        ((run, "made", "--format", "longshore", "--max-length", 9), "--max-length works only wi"),
+        ((run, "made", "--module", "no_such"), "^--module: there is no module no_such; start in "),
         (
             (run, "base/config.json/made"),
             r"cannot be created, because .*config\.json is not a folder",

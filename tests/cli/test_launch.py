@@ -155,7 +155,7 @@ def test_a_death_is_told_with_the_last_words():
     with pytest.raises(RankError) as caught:
         launch(die, CONFIG, 2)
     assert str(caught.value) == (
-        "rank 1 was ended by SIGKILL (is the memory used up?); it wrote:\nlast words"
+        "rank 1 was ended by SIGKILL (is the machine out of memory?); it wrote:\nlast words"
     )
 
 
@@ -301,7 +301,7 @@ def test_a_rank_that_the_others_gave_up_on_is_named(command, tmp_path):
     assert re.fullmatch(
         r"longshore: rank 1 has not moved for \d+ s: step 3, round 1, forward; the others wait for "
         r"it: step 3, round 1, forward; the "
-        r"others gave up \(parallel.timeout_min\); no checkpoint was written\n",
+        r"others gave up after parallel.timeout_min minutes; no checkpoint was written\n",
         err,
     ), err
     assert all_end(processes)
@@ -312,7 +312,7 @@ def test_far_more_ranks_than_cores_are_refused(monkeypatch, capsys):
     check_ranks(16, way_out="")
     assert main(["train", "--ranks", "1000"]) == 2
     assert capsys.readouterr().err == (
-        "longshore: 1000 ranks on this machine, which has 2 cores: at most 16 make sense; lower "
+        "longshore: 1000 ranks are too many for this machine with 2 cores; the limit is 16; lower "
         "--ranks (or parallel.ranks), or add --force-ranks\n"
     )
     assert main(["train", "--ranks", "1000", "--force-ranks", "--print-config"]) == 0
@@ -330,7 +330,7 @@ def test_the_environment_of_torchrun(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert ranks_from_environment() == Ranks(3, 4, 1, 2, "env://")
     monkeypatch.setenv("RANK", "three")
-    with pytest.raises(ValueError, match="RANK, WORLD_SIZE, LOCAL_RANK that are no numbers"):
+    with pytest.raises(ValueError, match="RANK, WORLD_SIZE, LOCAL_RANK of the environment must be"):
         ranks_from_environment()
 
 

@@ -59,4 +59,4 @@ def test_columns_to_ignore(run):
 def test_the_share_is_a_share(run, text):
     code, _, err = run([ROW], "--max-rejected", text)
     assert code == 2
-    assert f"--max-rejected: '{text}' is no number from 0 to 1" in err
+    assert f"--max-rejected: '{text}' is not a number from 0 to 1" in err

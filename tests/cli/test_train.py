@@ -112,23 +112,23 @@ BAD = [
     (["broken.toml"], "broken.toml: is not TOML"),
     (
         ["flat.toml"],
-        "keys stand below a [section]; there is no lr; did you mean train.lr?",
+        "every key belongs into a [section]; there is no lr; did you mean train.lr?",
     ),
     (["titan.toml"], "there is no optimizer.lr; did you mean train.lr?"),
     (["r.toml", "x.toml"], "'x.toml' is a second recipe; give one"),
-    (["recipe"], "'recipe' is no section.key=value, such as train.lr=3e-4; a recipe ends in .toml"),
+    (["recipe"], "'recipe' is not of the form section.key=value, such as train.lr=3e-4; a recipe"),
     (
         ["chats.jsonl"],
-        "'chats.jsonl' is no section.key=value, such as train.lr=3e-4; write data.pa",
+        "'chats.jsonl' is not of the form section.key=value, such as train.lr=3e-4; write data.pa",
     ),
-    (["r.toml", "train.lr"], "'train.lr' is no section.key=value"),
+    (["r.toml", "train.lr"], "'train.lr' is not of the form section.key"),
     (["r.toml", "=3"], "'=3' has no key before the ="),
     (["r.toml", "lr=3"], "there is no lr; did you mean train.lr?"),
     (["r.toml", "--train.lr=3"], "there is no --train.lr; write train.lr=VALUE, without dashes"),
     (["r.toml", "--lr", "3"], "there is no --lr; write train.lr=VALUE, without dashes"),
     (["r.toml", "--learning-rate=3"], "there is no --learning-rate; use train.lr"),
     (["r.toml", "--rank", "3"], "there is no --rank; did you mean --ranks?"),
-    (["r.toml", "--ranks", "0"], "--ranks: 0 does not lie between 1 and"),
+    (["r.toml", "--ranks", "0"], "--ranks: 0 is not between 1 and"),
     # Keys of others, and near misses.
     (["r.toml", "train.lrr=3"], "there is no train.lrr; did you mean train.lr?"),
     (["r.toml", "train.batch=3"], "there is no train.batch; did you mean data.batch?"),
@@ -153,18 +153,18 @@ BAD = [
     (["r.toml", "train.dtype=bf16"], "train.dtype is 'bf16'; use bfloat16"),
     (["r.toml", "train.dtype=int8"], "it must be auto, bfloat16, float32 or float64"),
     (["r.toml", "plan.policy=dp_balanced"], "plan.policy is 'dp_balanced'; use static"),
-    (["r.toml", "plan.policy=given"], "which is for packs of your own; training makes them"),
+    (["r.toml", "plan.policy=given"], "which needs packs from you, and training"),
     (["r.toml", "plan.capacity=all"], "it must be a whole number, 1 or more, or 'auto'"),
-    (["r.toml", "data.ignore=a,,b"], "data.ignore is 'a,,b'; it must be a list of texts"),
+    (["r.toml", "data.ignore=a,,b"], "data.ignore is 'a,,b'; it must be a list of strings"),
     (["r.toml", "data.ignore=5"], 'such as ["a", "b"] or a,b'),
     (["r.toml", "data.max_rejected=5"], "it must be a number of at least 0, at most 1"),
     (["r.toml", "data.path=lost"], "data.path: lost: is a prepared folder without its manifest"),
     (["r.toml", "data.path=few"], "data.path: few: rejected 3 of 4 samples (75 %): 3 empty; more"),
-    (["r.toml", "data.batch.x=3"], "there is no data.batch.x: data.batch is a whole number"),
+    (["r.toml", "data.batch.x=3"], "there is no data.batch.x: data.batch takes a whole number"),
     (["r.toml", "train.loss=mine"], "train.loss is 'mine'; it must be module:function"),
     (["r.toml", "train.loss=no_such:loss"], "train.loss: there is no module no_such"),
     # Data.
-    (["data.path=chats.jsonl"], "there is no model; give model.preset, such as tiny-llama, mode"),
+    (["data.path=chats.jsonl"], "no model is given; set model.preset (such as tiny-llama), mo"),
     (["model.preset=tiny-llama", "data.batch=8"], "there is no data; give data.path"),
     (["r.toml", "data.path=none.jsonl"], "data.path: none.jsonl: cannot be read (No such file"),
     (
@@ -172,63 +172,66 @@ BAD = [
         "data.path: tok/tokenizer.json: is one JSON object; a .json file",
     ),
     (["r.toml", "data.path=list.jsonl"], "data.path: list.jsonl: is one JSON list"),
-    (["r.toml", "data.tokenizer="], "chats.jsonl holds text, which needs a tokenizer; give data.t"),
-    (["r.toml", "data.tokenizer=hf"], "data.tokenizer: hf holds no tokenizer.json"),
+    (["r.toml", "data.tokenizer="], "chats.jsonl is text, which needs a tokenizer; set data.t"),
+    (["r.toml", "data.tokenizer=hf"], "data.tokenizer: hf has no tokenizer.json"),
     (["r.toml", "data.template=none.jinja"], "data.template: there is no file none.jinja"),
     (["r.toml", 'data.fields=["a:b"]'], "data.fields: field 'a:b': must be name:per_token:dtype"),
     (["r.toml", "data.batch_tokens=64", "data.batch=2"], "data.batch and data.batch_tokens are b"),
     (["r.toml", "data.batch=0"], "give data.batch, the sequences in a step, or data.batch_tokens"),
-    (["r.toml", "data.count=9"], "data.count is for data.mock"),
+    (["r.toml", "data.count=9"], "data.count works only with data.mock"),
     (["r.toml", MOCK], "data.mock: a distribution has no end; give data.count"),
-    (["r.toml", MOCK, "data.count=9", "data.max_length=9"], "data.max_length is for text, and"),
+    (["r.toml", MOCK, "data.count=9", "data.max_length=9"], "data.max_length is for text, but"),
     (["r.toml", MOCK, "data.count=9", "data.path=made"], "data.path and data.mock are both given"),
     (["r.toml", "data.mock.mode=random"], "data.mock: mode is 'random'; it must be 'file' or"),
     (["r.toml", "data.mock={mode='file'}"], "data.mock: 'path' is missing"),
     (["r.toml", "data.path=made"], "the longest sequence: its 3000 tokens do not fit at any CP"),
-    (["r.toml", "data.path=made", "data.loss_on=all"], "data.loss_on is for text, and data.path"),
+    (["r.toml", "data.path=made", "data.loss_on=all"], "data.loss_on is for text, but data.path"),
     # Model, plan and machine.
     (["r.toml", "model.preset=tiny-lama"], "model.preset: unknown preset 'tiny-lama'; did you"),
     (["r.toml", "model.from_hf=me/x"], "model.from_hf: there is no folder me/x"),
     (["r.toml", "model.from_hf=tok"], "model.from_hf: tok has no config.json; name a Hugging"),
-    (["r.toml", "model.from_hf=hf", "model.layers=2"], "model.layers changes a preset, and model"),
+    (["r.toml", "model.from_hf=hf", "model.layers=2"], "model.layers only changes a preset; mode"),
     (["r.toml", "model.from_hf=hf", "model.preset=tiny-llama"], "are both given; leave one out"),
     (
         ["r.toml", "model.preset=tiny-hybrid", "output.export=out"],
         "; leave output.export out, and write the run with longshore export RUN DIR --format long",
     ),
     (["r.toml", "model.module=own", "model.preset=tiny-llama"], "model.preset and model.module ar"),
-    (["r.toml", "model.module=own:fine", "model.layers=2"], "model.layers changes a preset, and m"),
-    (["r.toml", "model.module=own"], "model.module is 'own', a module alone; name the decoder in"),
+    (["r.toml", "model.module=own:fine", "model.layers=2"], "model.layers only changes a preset; "),
+    (["r.toml", "model.module=own"], "model.module is 'own', without the name of a decoder; wri"),
     (["r.toml", "model.module=own:"], "model.module is 'own:'; it must be module:name, or a modu"),
-    (["r.toml", "model.module=no_such:d"], "model.module: there is no module no_such; start where"),
-    (["r.toml", "model.module=own:none"], "model.module: own has no none (it is /"),
+    (["r.toml", "model.module=no_such:d"], "model.module: there is no module no_such; start in"),
+    (["r.toml", "model.module=own:none"], "model.module: own has no none; define it in /"),
     (["r.toml", "model.module=own:seven"], "model.module: own:seven is a int; it must be a Decode"),
     (["r.toml", "model.module=own:wrong"], "own:wrong raised KeyError: 'heads' (own.py, line 6)"),
     (["r.toml", "model.module=own:zero"], "own:zero raised ValueError: DecoderConfig.width is 0"),
     (["r.toml", "model.module=own:fine.x"], "model.module is 'own:fine.x'; it must be module:name"),
     (["r.toml", "model.module=bad:d"], "importing bad raised ModuleNotFoundError: No module named"),
     (["r.toml", "plan.sync=step", "parallel.shard=zero3"], "use plan.sync=round, or parallel.shar"),
-    (["r.toml", "plan.cp_size=2"], "plan.cp_size is for the policies balanced, static, padded"),
+    (["r.toml", "plan.cp_size=2"], "plan.cp_size works only with the policies balanced, static"),
     (["r.toml", "plan.max_cp=4"], "plan.max_cp is 4, but there are only 2 lanes"),
-    (["r.toml", "plan.min_cp=2", "plan.max_cp=1"], "plan.min_cp is 2, which must lie between 1"),
+    (["r.toml", "plan.min_cp=2", "plan.max_cp=1"], "plan.min_cp is 2; it must be between 1"),
     (["r.toml", "plan.align=4096"], "plan.align is 4096, more than the capacity of 1024 tokens"),
     (["r.toml", "plan.cost=none.json"], "plan.cost: cost profile none.json: cannot be read"),
     (
         ["r.toml", "--ranks", "8", "parallel.attention=heads", "plan.max_cp=8"],
-        "plan.max_cp is 8, and ranks are to share 4 heads, which it must",
+        "plan.max_cp is 8, which does not divide the 4 heads that ranks",
     ),
     # Training and output.
     (["r.toml", "train.epochs=1", "train.steps=2"], "train.steps and train.epochs are both given"),
-    (["r.toml", "train.warmup=11"], "train.warmup is 11, more than train.steps, which is 10"),
+    (["r.toml", "train.warmup=11"], "train.warmup is 11, more than train.steps (10)"),
     (
         ["r.toml", "output.folder=full"],
-        "full holds metrics.jsonl already; name a new folder",
+        "full already contains metrics.jsonl; name a new folder",
     ),
     (["r.toml", "output.folder=r.toml"], "output.folder: r.toml is a file; name a folder"),
-    (["r.toml", "output.folder=r.toml/x"], "r.toml/x cannot be made"),
-    (["r.toml", "output.folder={n}/x"], "{n} may stand once, in its last part"),
-    (["r.toml", "output.export=hf"], "output.export: hf holds config.json already"),
-    (["r.toml", "output.export=o", "output.folder=./o"], "output.export is output.folder"),
+    (["r.toml", "output.folder=r.toml/x"], "r.toml/x cannot be created"),
+    (["r.toml", "output.folder={n}/x"], "{n} may be in its last part, once"),
+    (["r.toml", "output.export=hf"], "output.export: hf already contains config.json"),
+    (
+        ["r.toml", "output.export=o", "output.folder=./o"],
+        "output.export and output.folder are the same",
+    ),
 ]
 
 
@@ -317,7 +320,7 @@ def test_resume_without_a_run_asks_which(run):
 def test_force_without_resume_is_refused(run):
     code, out, err, calls = run("--force")
     assert (code, out, calls) == (2, "", [])
-    assert err.startswith("longshore: --force goes with --resume")
+    assert err.startswith("longshore: --force works only with --resume")
 
 
 def test_print_config_reads_back_the_same(run):
@@ -359,7 +362,7 @@ def test_under_torchrun_one_rank_of_a_machine_answers(run, monkeypatch):
     torchrun(monkeypatch, RANK=4, WORLD_SIZE=8, LOCAL_RANK=0, LOCAL_WORLD_SIZE=4)
     code, _, err, _ = run("r.toml", "--ranks", "2")
     assert (code, err.count("\n")) == (2, 1)
-    assert "--ranks is 2, and torchrun started 8 processes; leave --ranks out" in err
+    assert "--ranks is 2, but torchrun started 8 processes; leave --ranks out" in err
     torchrun(monkeypatch, RANK=5, LOCAL_RANK=1)
     assert run("r.toml", "--ranks", "2")[:3] == (2, "", "")
 

@@ -75,7 +75,7 @@ def test_the_longest_sequence_must_fit_somewhere():
 
 
 def test_an_empty_config_is_refused():
-    with pytest.raises(ValueError, match="there is no model"):
+    with pytest.raises(ValueError, match="no model is given"):
         check_config(RunConfig(), 1)
 
 
@@ -110,7 +110,7 @@ def test_a_balance_loss_of_transformers_is_not_left_out_silently(tmp_path):
 
     qwen3_moe(tmp_path, output_router_logits=True, router_aux_loss_coef=0.02)
     folder = ModelConfig(from_hf=str(tmp_path))
-    reason = r"model\.from_hf: output_router_logits is true .* 0\.02: .* model\.aux_weight=0\.001"
+    reason = r"model\.from_hf: output_router_logits is true .* 0\.02; .* model\.aux_weight=0\.001"
     with pytest.raises(ValueError, match=reason):
         decoder_config(folder)
     for weight in (0.0, 0.5):
@@ -143,5 +143,5 @@ def test_what_cannot_be_written_is_refused_before_the_first_step(tmp_path, monke
     llama(tmp_path)
     config = replace(DEMO, model=ModelConfig(from_hf=str(tmp_path)))
     monkeypatch.setattr(config_file, "choose_architecture", refuse)
-    with pytest.raises(ValueError, match=r"model\.from_hf: .* but not be written .* a third eye"):
+    with pytest.raises(ValueError, match=r"model\.from_hf: .* but not written .* a third eye"):
         check_config(config, 1)

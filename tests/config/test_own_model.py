@@ -62,7 +62,7 @@ def test_a_function_or_a_config():
     ("name", "reason"),
     [
         ("unknown", "own_models:unknown: Unknown is not registered, so it is neither trained nor"),
-        ("loose", "own_models:loose: its config does not read back as the same from JSON"),
+        ("loose", "own_models:loose: its config changes when it is saved as JSON"),
         ("with_mlp", r"own_models:with_mlp raised TypeError: with_mlp\(\) missing 1 required"),
         ("MLPConfig", r"own_models:MLPConfig raised TypeError: .*'width'"),
     ],

@@ -90,43 +90,43 @@ def with_setting(**changes):
 
 
 BROKEN = {
-    "a sequence is dropped": (dropped, "is in the plan 0 times, not once"),
-    "a sequence is forgotten": (forgotten, "sequences, and the step has"),
+    "a sequence is dropped": (dropped, "is in the plan 0 times; it must be there once"),
+    "a sequence is forgotten": (forgotten, "sequences, but the step has"),
     "a sequence is trained twice": (
         lambda plan: holding(plan, [first_pack(plan).sequences[0], *first_pack(plan).sequences]),
-        "is in the plan 2 times, not once",
+        "is in the plan 2 times; it must be there once",
     ),
     "a sequence that is not there": (
         lambda plan: holding_as_is(plan, len(plan.sequences)),
         "there is no sequence",
     ),
     "a sequence counted from the end": (lambda plan: holding_as_is(plan, -1), "no sequence -1"),
-    "another length": (longer, "sequence 0: the plan says Sequence"),
-    "other labels": (of_wrong_labels, "sequence 0: the plan says Sequence"),
-    "a lane that is not there": (beside_the_lanes, "leaves the .* lanes"),
+    "another length": (longer, "sequence 0: the plan has Sequence"),
+    "other labels": (of_wrong_labels, "sequence 0: the plan has Sequence"),
+    "a lane that is not there": (beside_the_lanes, "does not fit there on .* lanes"),
     "a lane before the first": (
         lambda plan: with_pack(
             plan, replace(first_pack(plan), first_lane=-first_pack(plan).cp_size)
         ),
-        "leaves the .* lanes",
+        "does not fit there on .* lanes",
     ),
     "for more lanes": (
         lambda plan: with_setting(lanes=plan.setting.lanes + 1)(plan),
-        "lanes, and the run has",
+        "lanes, but the run has",
     ),
-    "more than a lane holds": (over_capacity, "tokens, and the capacity is"),
+    "more than a lane holds": (over_capacity, "tokens, but the capacity is"),
     "other tokens": (
         lambda plan: with_pack(
             plan, replace(first_pack(plan), tokens_per_lane=first_pack(plan).tokens_per_lane + 1)
         ),
-        "tokens a lane, but",
+        "tokens_per_lane is",
     ),
     "a CP size that is not legal": (with_setting(cp_sizes=(64,)), "is not legal"),
     "no CP size": (with_setting(cp_sizes=()), "the smallest CP size is 0"),
     "nothing in a lane": (with_setting(capacity=0), "capacity is 0; it must be at least 1"),
     "an empty pack": (
         lambda plan: with_pack(plan, first_pack(plan), Pack(0, 1, (), 0)),
-        "a pack without sequences",
+        "a pack has no sequences",
     ),
     "no rounds": (lambda plan: replace(plan, rounds=()), "no rounds"),
     "no plan": (lambda plan: None, "returned NoneType; it must return a Plan"),

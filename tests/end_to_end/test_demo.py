@@ -63,7 +63,7 @@ def test_any_ranks_any_plan_the_same_losses(tmp_path):
     assert lines[2].startswith("tiny-hybrid: 676,760 parameters; 1,024 sequences of ")
     assert lines[2].endswith("; 1 rank on cpu, float64")
     capacity = load_config(str(tmp_path / "one" / "config.toml")).plan.capacity
-    start = lines.index(f"plan.capacity: {capacity:,} tokens a rank and round")
+    start = lines.index(f"plan.capacity: {capacity:,} tokens per rank and round")
     assert lines[start + 1].startswith("  memory ")
     assert any(line.endswith(f"= {capacity} tokens") for line in lines[start:]), "the arithmetic"
     assert f"loss {one[0]['loss']:.4f}" in out

@@ -45,7 +45,7 @@ def test_an_id_the_model_does_not_have(tmp_path):
     code, out, err = call(tmp_path, "train", *words, "plan.capacity=64", "--ranks", 2)
     assert code == 2, err
     assert err == (
-        "longshore: data.path: made: sequence 5 has the token id 300, and the model has 256 ids, "
-        "from 0; use the tokenizer of the model, or with model.preset a larger model.vocab_size\n"
+        "longshore: data.path: made: sequence 5 has the token id 300, but the model knows only 0 "
+        "to 255; use the model's tokenizer, or with model.preset a larger model.vocab_size\n"
     )
     assert "step 1 of 4" in out

@@ -133,7 +133,7 @@ def test_two_ranks_in_a_hostile_folder_without_a_reader(start, tmp_path):
     assert process.returncode == 130, err
     done = len(read_metrics(run / "metrics.jsonl"))
     assert err == (
-        "longshore: nobody reads the output any more; the run continues without it\n"
+        "longshore: stdout is closed; the run continues without it\n"
         "longshore: stopping after this step; saving (Ctrl-C again quits at once)\n"
         f"longshore: stopped after step {done} of 100000; resume with --resume run\n"
     )
@@ -193,7 +193,7 @@ def test_everything_is_killed_and_gone_on_with(start, tmp_path):
 def test_a_dead_rank_ends_the_others(runs, capfd):
     assert runs.train("run", ranks=2, kill=Kill([1], 3, 0.0)) == 1
     err = capfd.readouterr().err
-    assert err.startswith("longshore: rank 1 was ended by SIGKILL (is the memory used up?)")
+    assert err.startswith("longshore: rank 1 was ended by SIGKILL (is the machine out of memory?)")
 
 
 MEMORY = """\
@@ -249,9 +249,9 @@ def test_a_loss_that_is_not_finite(runs, tmp_path, capfd):
     assert (out, err) == (
         "",
         f"longshore: step 4: the loss is nan and the gradient norm nan; its sequences are in "
-        f"{run}/failed-step-4; train.loss=nan_{runs.module}:bad made the value at sequence "
-        f"{fault['sequence']}, position {fault['position']} not finite, where the model's own loss "
-        "is: look at what the function divides by, or takes a logarithm or a root of\n",
+        f"{run}/failed-step-4; train.loss=nan_{runs.module}:bad is not finite where the "
+        f"model's own loss is: its value at sequence {fault['sequence']}, position "
+        f"{fault['position']}; look at the function's divisions, logarithms and roots\n",
     )
     assert len(read_metrics(run / "metrics.jsonl")) == 3
     assert [name for name in checkpoints_of(run) if name[0] != "."][-1] == "step-00000003"

@@ -63,8 +63,8 @@ def test_resume_compares_the_data(runs, tmp_path, capfd):
     store_of(tmp_path / "made", first=7)
     assert runs.train("run", *more, data=data) == 2
     told = one_line(capfd)
-    assert "the data are not those that the run was trained on: they were 12 sequences (" in told
-    assert told.endswith("leave --resume out, or resume with these: --resume --force")
+    assert "the data have changed since the checkpoint: they were 12 sequences (" in told
+    assert told.endswith("or accept the new data with --resume --force")
     assert runs.train("run", *more, "--force", data=data) == 0
     assert "; --force accepts them\n" in capfd.readouterr().out
 
@@ -90,7 +90,7 @@ def test_resume_compares_made_up_lengths(runs, tmp_path, capfd):
     lengths.write_text("length\n" + "7\n9\n4\n30\n" * 3)
     capfd.readouterr()
     assert runs.train("run", "train.steps=3", "--resume", data=data) == 2
-    assert "the data are not those" in one_line(capfd)
+    assert "the data have changed" in one_line(capfd)
 
 
 def test_nothing_but_text_is_left(runs, tmp_path, capfd):
@@ -179,7 +179,7 @@ def test_same_data():
     state = {**now, "step": 4}
     assert checkpoint.same_data(state, now, is_forced=False) == (state, [])
     fewer = {**state, "sequences": 5}
-    with pytest.raises(ValueError, match=r"were 5 sequences \(abc\) and are 3 sequences \(abc\)"):
+    with pytest.raises(ValueError, match=r"were 5 sequences \(abc\), and are now 3 sequences"):
         checkpoint.same_data(fewer, now, is_forced=False)
     forced, notes = checkpoint.same_data(fewer, now, is_forced=True)
     assert (forced, len(notes)) == (state, 1)

@@ -57,9 +57,10 @@ def test_a_wrong_one_is_refused_before_the_run(tmp_path):
     code, out, err = call(tmp_path, "train", *train_words(NAME), "--ranks=2")
     assert (code, out) == (2, "")
     assert err == (
-        f"longshore: plan.policy {NAME}: sequence 0: it is in the plan 0 times, not once\n"
+        f"longshore: plan.policy {NAME}: sequence 0: it is in the plan 0 times; it must be there "
+        "once\n"
     )
     (tmp_path / "mine.py").unlink()
     code, _, err = call(tmp_path, "train", *train_words(NAME), "--ranks=2")
     assert code == 2
-    assert "plan.policy is 'mine:first_fit', which cannot be imported" in err
+    assert "plan.policy: there is no module mine; start in the folder that contains it" in err

@@ -104,13 +104,13 @@ def test_what_may_change_and_what_may_not(runs, capfd):
         assert runs.train("run-{n}", "--resume", word, ranks=1) == 2
         err = capfd.readouterr().err
         assert told in err
-        assert "so set it as it was, or leave --resume out" in err
+        assert "so set it back, or leave --resume out" in err
 
     # What fails, before the first step or in it, leaves the run's configuration as it was.
     kept = {path.name: path.read_text() for path in run.glob("*.toml")}
     refuses = f"train.loss={runs.module}:refuses"
     for ranks, words, told in (
-        (1, ["train.steps=2"], "run-1 has done 4 steps, and is to end after 2; give more to train"),
+        (1, ["train.steps=2"], "run-1 has already done 4 steps, more than the 2 asked for; raise "),
         (2, ["train.steps=5", refuses], "this loss takes no batch"),
     ):
         assert runs.train("run-{n}", "--resume", *words, ranks=ranks) == 2

@@ -41,7 +41,7 @@ def test_what_is_left_out_has_no_parameters(layer):
 
 
 def test_unknown_parts():
-    with pytest.raises(ValueError, match="no module for a MLPConfig here; known are Attention"):
+    with pytest.raises(ValueError, match="no module is registered for MLPConfig; known"):
         make_mixer(FEED_FORWARD, 6, norm=Norm(1e-6))
-    with pytest.raises(ValueError, match="no module for a AttentionConfig here; known are MLP"):
+    with pytest.raises(ValueError, match="no module is registered for AttentionConfig; known"):
         make_feed_forward(ATTENTION, 6, norm=Norm(1e-6))

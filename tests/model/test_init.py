@@ -46,7 +46,7 @@ def test_name_seed_and_block_matter():
 
 
 def test_rows_outside():
-    with pytest.raises(ValueError, match="rows 2 to 6 of w are not among its 5"):
+    with pytest.raises(ValueError, match="rows 2 to 6 of w do not exist; it has 5"):
         fill_rows("w", (5,), 2, 6, seed=0)
 
 

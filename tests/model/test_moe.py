@@ -212,7 +212,7 @@ def test_a_bias_chooses_and_does_not_weigh():
 def test_a_shared_pack_needs_another_core():
     ctx = padded_batches((40,), lanes=4, buckets=())[0].ctx
     assert ctx.packs[0].group.cp_size == 4
-    with pytest.raises(ValueError, match="a pack is shared by 4 lanes, and this model knows only"):
+    with pytest.raises(ValueError, match="a pack is shared by 4 lanes, but this model is not"):
         make(KINDS["softmax"])(rows((ctx.tokens,)), ctx)
 
 

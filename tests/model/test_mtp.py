@@ -41,10 +41,10 @@ def test_a_depth_sees_the_token_it_is_given_and_what_lies_before() -> None:
 
 def test_depths_and_their_labels_belong_together() -> None:
     model, (ctx, (main, *mtp)) = model_of(), inputs()
-    with pytest.raises(ValueError, match="predicts at 2 depths and was given labels for 1"):
+    with pytest.raises(ValueError, match="has 2 depths of multi-token prediction, but got"):
         model(main.token_ids, ctx, main.targets.labels, mtp[:1])
     assert model(main.token_ids, ctx).mtp == ()
-    with pytest.raises(ValueError, match="needs the embedding beside the head"):
+    with pytest.raises(ValueError, match="stage with the head needs the embedding too"):
         Decoder(deepseek(), layers=range(1, 2), embed=False)
 
 

@@ -55,5 +55,5 @@ def test_a_feed_forward_part_of_ones_own(monkeypatch):
     model = Decoder(config)
     assert sum(p.numel() for p in model.parameters()) == parameter_count(config)
     assert model(torch.arange(5)).values.shape == (5, 7)
-    with pytest.raises(ValueError, match="LinearConfig has a module already, Linear"):
+    with pytest.raises(ValueError, match="LinearConfig is already registered, with Linear"):
         register_feed_forward(LinearConfig, Linear)

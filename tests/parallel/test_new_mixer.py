@@ -45,5 +45,5 @@ def test_any_plan_is_each_sequence_alone(lanes: int) -> None:
 
 
 def test_a_kind_is_registered_once() -> None:
-    with pytest.raises(ValueError, match="MeanConfig has a module already, Mean"):
+    with pytest.raises(ValueError, match="MeanConfig is already registered, with Mean"):
         register_mixer(MeanConfig, Mean)

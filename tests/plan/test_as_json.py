@@ -128,7 +128,7 @@ def test_totals_weigh_each_step_by_its_share():
         ("mixed", {"bubble": 0.3}, "Look at the bubble"),
         ("mixed", {"padding": 0.3}, "Look at padding"),
         ("mixed", {"imbalance": 0.01}, "Look at the CP sizes"),
-        ("mixed", {"imbalance": 0.01, "cp_histogram": ((1, 4),)}, "Look at the rounds"),
+        ("mixed", {"imbalance": 0.01, "cp_histogram": ((1, 4),)}, "Look at the packs"),
     ],
 )
 def test_advice_names_what_costs_most(plan, policy, figures, words):

@@ -82,60 +82,60 @@ BROKEN = {
     "no rounds": (replace(PLAN, sequences=(), rounds=()), "no rounds"),
     "rounds that interleaving cannot run": (
         asked(pp=3, vpp=2),
-        "2 rounds, and an interleaved pipeline of 3 ranks",
+        "2 rounds, but an interleaved pipeline of 3 ranks",
     ),
     "an empty pack is listed": (
         second_round(LATER, Pack(1, 1, (), 0)),
-        "round 1, lane 1: a pack without sequences",
+        "round 1, lane 1: a pack has no sequences",
     ),
     "a CP size is not legal": (asked(cp_sizes=(1, 2)), "round 0, lane 0: CP size 4 is not legal"),
     "a group is not aligned": (
         first_round(WIDE, replace(PAIR, first_lane=1), ALONE),
-        "round 0, lane 1: a group of 2 lanes is not aligned",
+        "round 0, lane 1: a pack of CP size 2 must start at a multiple of 2",
     ),
     "a group ends after the lanes": (
         first_round(WIDE, replace(PAIR, first_lane=4), ALONE),
-        "round 0, lane 4: a group of 2 leaves the 4 lanes",
+        "round 0, lane 4: a pack of CP size 2 does not fit there on 4 lanes",
     ),
     "a group begins before the lanes": (
         first_round(WIDE, replace(PAIR, first_lane=-2), ALONE),
-        "round 0, lane -2: a group of 2 leaves the 4 lanes",
+        "round 0, lane -2: a pack of CP size 2 does not fit there on 4 lanes",
     ),
     "tokens without padding": (
         first_round(WIDE, replace(PAIR, tokens_per_lane=3), ALONE),
-        "round 0, lane 2: says 3 tokens a lane, but 8 padded tokens",
+        "round 0, lane 2: tokens_per_lane is 3, but the pack has 8",
     ),
     "padding at CP size 1": (
         first_round(WIDE, PAIR, replace(ALONE, tokens_per_lane=4)),
-        "round 0, lane 1: says 4 tokens a lane, but 3 padded tokens",
+        "round 0, lane 1: tokens_per_lane is 4, but the pack has 3",
     ),
     "a smaller CP size comes first": (
         first_round(WIDE, ALONE, PAIR),
-        "round 0: packs are not by falling CP size",
+        "round 0: packs must be sorted by CP size",
     ),
     "a later lane comes first": (
         second_round(Pack(1, 1, (2,), 4), Pack(0, 1, (4,), 1)),
-        "round 1: packs are not by falling CP size, then by first lane",
+        "round 1: packs must be sorted by CP size, largest first",
     ),
     "a group has two packs": (
         second_round(Pack(0, 1, (2,), 4), Pack(0, 1, (4,), 1)),
-        "round 1: a group has two packs",
+        "round 1: two packs have the same lanes",
     ),
     "a lane holds too much": (
         asked(capacity=5),
-        "round 0, lane 2: 6 tokens, and the capacity is 5",
+        "round 0, lane 2: 6 tokens, but the capacity is 5",
     ),
     "a lane holds too much once aligned": (
         asked(capacity=7, align=4),
-        "round 0, lane 1: 8 tokens, and the capacity is 7",
+        "round 0, lane 1: 8 tokens, but the capacity is 7",
     ),
     "a lane has too many sequences": (
         asked(max_sequences=1),
-        "round 0, lane 1: 2 sequences, and at most 1 are allowed",
+        "round 0, lane 1: 2 sequences, but at most 1 are allowed",
     ),
     "a lane has two packs": (
         asked(policy="dynamic"),
-        "round 0, lane 1: 2 packs, and policy dynamic allows one",
+        "round 0, lane 1: 2 packs, but policy dynamic allows one",
     ),
 }
 
@@ -155,5 +155,5 @@ def test_policy_padded_holds_every_sequence_as_the_longest():
         rounds=(Round(tuple(packs)), Round((Pack(0, 1, (4,), 8),))),
     )
     check(plan)
-    with pytest.raises(ValueError, match="lane 1: says 3 tokens a lane, but 8 padded tokens"):
+    with pytest.raises(ValueError, match="lane 1: tokens_per_lane is 3, but the pack has 8"):
         check(replace(plan, rounds=(Round((packs[0], ALONE, *packs[2:])), plan.rounds[1])))

@@ -34,9 +34,9 @@ def test_labels_make_packs_by_first_appearance():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "l.csv: has no lengths"),
-        ("\n \n", "l.csv: has no lengths"),
-        ("length\n", "l.csv: has no lengths"),
+        ("", "l.csv: contains no lengths"),
+        ("\n \n", "l.csv: contains no lengths"),
+        ("length\n", "l.csv: contains no lengths"),
         ("length\n1\n\n12.5", "l.csv line 4: '12.5' is not a whole number of tokens"),
         ("1\n1e3", "l.csv line 2: '1e3' is not a whole number of tokens"),
         ("1\n1_000", "l.csv line 2: '1_000' is not a whole number of tokens"),
@@ -53,7 +53,7 @@ def test_labels_make_packs_by_first_appearance():
         ("1,024\n", "l.csv line 1: has 2 columns, not 1"),
         ("length,pack\n1,a\n2\n", "l.csv line 3: has 1 column, not 2"),
         ("length,pack\n1,a,b\n", "l.csv line 2: has 3 columns, not 2"),
-        ("length,pack\n1,\n", "l.csv line 2: its pack has no label"),
+        ("length,pack\n1,\n", "l.csv line 2: the name of its pack"),
         ('1\n"' + "9" * 200_000, "l.csv line 2: is not CSV"),
     ],
 )

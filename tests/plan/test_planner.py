@@ -42,9 +42,8 @@ def test_the_examples_of_the_module():
 
 
 def test_no_sequences_are_refused():
-    assert refusal([]) == "there are no sequences to plan"
-    assert refusal(np.array([], dtype=int)) == "there are no sequences to plan"
-    assert refusal(iter(())) == "there are no sequences to plan"
+    for nothing in ([], np.array([], dtype=int), iter(())):
+        assert refusal(nothing) == "there are no sequences to plan; give at least one length"
 
 
 @pytest.mark.parametrize(
@@ -171,25 +170,25 @@ def test_a_given_pack_that_is_too_big_is_named():
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "min_cp above max_cp": ({"min_cp": 4, "max_cp": 2}, "min_cp is 4"),
     "max_cp above the lanes": ({"max_cp": 8}, "max_cp is 8, but there are only 4 lanes"),
-    "no size between": ({"min_cp": 3, "max_cp": 3}, "no legal CP size lies between min_cp 3"),
+    "no size between": ({"min_cp": 3, "max_cp": 3}, "no CP size is legal from min_cp 3"),
     "align above the capacity": ({"align": 101}, "align is 101, more than the capacity of 100"),
-    "one size for mixed": ({"cp_size": 2}, "cp_size is for the policies balanced, static, padded"),
-    "one size for dynamic": ({"cp_size": 2, "policy": "dynamic"}, "cp_size is for the policies"),
+    "one size for mixed": ({"cp_size": 2}, "cp_size works only with the policies balanced, st"),
+    "one size for dynamic": ({"cp_size": 2, "policy": "dynamic"}, "cp_size works only with"),
     "a size that is not legal": (
         {"cp_size": 3, "policy": "static"},
-        "cp_size is 3; legal here are 1, 2, 4",
+        "cp_size is 3; legal are 1, 2, 4",
     ),
     "a size outside the limits": (
         {"cp_size": 1, "min_cp": 2, "policy": "static"},
-        "cp_size is 1; legal here are 2, 4",
+        "cp_size is 1; legal are 2, 4",
     ),
     "stages without a pipeline": ({"vpp": 2}, r"vpp is 2, but without a pipeline \(pp 1\)"),
     "a pipeline that runs free": ({"pp": 2, "sync": "step"}, "sync 'step' does not work with"),
     "any size on many lanes": ({"cp_sizes": "any", "lanes": 65}, "cp_sizes='any' works up to 64"),
     "a kind of sizes": ({"cp_sizes": "odd"}, "cp_sizes is 'odd'; it may be 'pow2' or 'any'"),
-    "a policy": ({"policy": "best"}, "policy is 'best'; it may be mixed, dynamic, balanced, sta"),
+    "a policy": ({"policy": "best"}, "policy is 'best'; it must be mixed, dynamic, balanced, st"),
     "a sync mode": ({"sync": "never"}, "sync is 'never'; it may be 'round' or 'step'"),
-    "packs for another policy": ({"packs": [[0], [1]]}, "packs are for policy 'given'"),
+    "packs for another policy": ({"packs": [[0], [1]]}, "packs work only with policy 'given'"),
 }
 
 
@@ -200,11 +199,11 @@ def test_contradictory_limits_are_refused(case: str):
 
 
 WRONG_PACKS: dict[str, tuple[Any, str]] = {
-    "no packs": (None, "packs: sequence 0 is in 0 packs, not in one"),
-    "an empty list": ([], "packs: sequence 0 is in 0 packs, not in one"),
-    "a sequence is missing": ([[0]], "packs: sequence 1 is in 0 packs, not in one"),
-    "a sequence is in two": ([[0], [0, 1]], "packs: sequence 0 is in 2 packs, not in one"),
-    "a sequence is twice in one": ([[0, 1, 1]], "packs: sequence 1 is in 2 packs, not in one"),
+    "no packs": (None, "packs: sequence 0 is in 0 packs; it must be in one"),
+    "an empty list": ([], "packs: sequence 0 is in 0 packs; it must be in one"),
+    "a sequence is missing": ([[0]], "packs: sequence 1 is in 0 packs; it must be in one"),
+    "a sequence is in two": ([[0], [0, 1]], "packs: sequence 0 is in 2 packs; it must be in one"),
+    "a sequence is twice in one": ([[0, 1, 1]], "packs: sequence 1 is in 2 packs; it must be"),
     "a sequence does not exist": ([[0], [1], [2]], "packs: there is no sequence 2"),
     "a sequence from the end": ([[0], [1], [-1]], "packs: there is no sequence -1"),
     "an empty pack": ([[0], [], [1]], "packs: pack 1 is empty"),
@@ -222,7 +221,7 @@ def test_wrong_packs_are_refused(case: str):
 
 def test_a_given_pack_above_the_cap_on_sequences_is_named():
     message = refusal([5, 6, 7], policy="given", packs=[[0], [1, 2]], max_sequences=1)
-    assert message == "packs: pack 1 has 2 sequences, and max_sequences is 1"
+    assert message == "packs: pack 1 has 2 sequences, but max_sequences is 1"
 
 
 def test_packs_may_be_a_numpy_array():

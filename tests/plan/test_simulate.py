@@ -126,7 +126,7 @@ def test_walk_is_exact_past_64_bits() -> None:
 
 def test_an_order_that_cannot_run_is_refused() -> None:
     forward, backward = Action("forward", 0, 0), Action("backward", 0, 0)
-    with pytest.raises(ValueError, match="rank 0 waits for ever before its action 0, the backward"):
+    with pytest.raises(ValueError, match="rank 0 waits forever before its action 0, the backward"):
         walk(((backward, forward),), [1], pp=1, vpp=1)
 
 

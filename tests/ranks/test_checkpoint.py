@@ -291,12 +291,12 @@ HARM = [
     (flip, r"lane-00000\.safetensors is damaged: its checksum does not match; taking"),
     (lose, r"lane-00000\.safetensors is missing; taking"),
     (unmark, r"checkpoint\.json is damaged \(.*\); taking"),
-    (lead_away, r"checkpoint\.json is damaged \(it names files that are not its own\); taking"),
+    (lead_away, r"checkpoint\.json is damaged \(it names files outside the checkpoint\); taking"),
     (count_more, r"checkpoint\.json is damaged \(its checksum does not match\); taking"),
     (rewind, r"checkpoint\.json is damaged \(its checksum does not match\); taking"),
     (flip_marker, r"checkpoint\.json is damaged \(its checksum does not match\); taking"),
-    (miss_rows, r"damaged \(rows of model.embed.weight are missing or there twice\); taking"),
-    (rename, r"checkpoint\.json is of step 100, its folder is not; taking"),
+    (miss_rows, r"damaged \(rows of model.embed.weight are missing or listed twice\); taking"),
+    (rename, r"checkpoint\.json is of step 100, not of its folder's step; taking"),
 ]
 
 
@@ -325,7 +325,7 @@ def test_no_checkpoint_can_be_read(tmp_path):
     truncate(checkpoint_folder(tmp_path, 1))
     for told in run_ranks(2, refused, 2, str(tmp_path)):
         assert told.startswith(f"no checkpoint of {tmp_path} can be read: ")
-        assert told.endswith(f"bring it back, or remove {tmp_path}/checkpoints to begin anew")
+        assert told.endswith(f"or remove {tmp_path}/checkpoints to begin again with step 1")
 
 
 class Bomb:
@@ -357,7 +357,7 @@ def test_no_pickle_is_ever_opened(tmp_path):
     read_index(instead)
     for position, lines, state, *_ in run_ranks(2, loaded, 2, "none", str(tmp_path)):
         assert position.step == 1
-        assert "lane-00000.safetensors is broken" in lines[0]
+        assert "lane-00000.safetensors is damaged" in lines[0]
         check_equal(state, states[0])
     (instead / "checkpoint.json").write_bytes(bomb)
     with pytest.raises(DamagedError, match="is damaged"):

@@ -88,7 +88,7 @@ def test_auto_takes_heads_where_it_can(heads: int, groups: int, legal: list[int]
 
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     message = (
-        "CP size 4 cannot share out 6 heads with parts of 6, 2, 2 heads; plan with other CP "
+        "CP size 4 cannot split 6 heads with parts of 6, 2, 2 heads; plan with other CP "
         "sizes, or use parallel.scan='states'"
     )
     with pytest.raises(ValueError, match=message):

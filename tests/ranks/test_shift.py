@@ -153,10 +153,10 @@ def test_float64_gradients_of_one_lane():
     [
         ({"by": 1}, "cannot shift by 1; only −1"),
         ({"by": -2}, "cannot shift by -2"),
-        ({"padded": [0, 6]}, "5 rows, times cp_size 1 makes 5; the last padded boundary is 6"),
+        ({"padded": [0, 6]}, "5 rows, but the padded boundaries give each of 1 lanes 6"),
         ({"padded": [0, 3, 5]}, "2 real and 3 padded boundaries"),
-        ({"real": [0, 6]}, "sequence 0 has 6 real tokens and only 5 with padding"),
-        ({"real": [1, 5]}, "the real boundaries must start at 0 and never fall"),
+        ({"real": [0, 6]}, "sequence 0 has 6 real tokens, but is padded to only 5"),
+        ({"real": [1, 5]}, "the real boundaries must start at 0 and never decrease"),
         ({"padded": [0, 7, 5], "real": [0, 1, 2]}, "the padded boundaries must start at 0"),
         ({"real": [0, 2.5]}, "the real boundaries must be integers"),
         ({"real": []}, "the real boundaries must be integers in one row"),
@@ -249,7 +249,7 @@ def count_exchanges(sequences):
     boundaries = {"real": cumulative(lengths), "padded": cumulative(spaces)}
     with collectives.count() as counts:
         shift(shard, **boundaries, group=dist.group.WORLD)
-    with pytest.raises(ValueError, match=r"1023 rows, times cp_size 4 makes 4092; .* is 4096"):
+    with pytest.raises(ValueError, match=r"1023 rows, but .* each of 4 lanes 1024"):
         shift(shard[1:], **boundaries, group=dist.group.WORLD)
     return counts.calls(), counts.bytes()
 

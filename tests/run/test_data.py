@@ -45,14 +45,14 @@ def test_every_id_of_the_model_passes_and_no_other():
     assert source[-1].tokens.tolist() == [7, 7, 9]
     assert (len(source), source.lengths.tolist()) == (3, [3, 3, 3])
     assert source.mask_head(1, 2).tolist() == [True, True]
-    with pytest.raises(ValueError, match=r"data.path: made: sequence 1 has the token id 256, and"):
+    with pytest.raises(ValueError, match=r"data.path: made: sequence 1 has the token id 256, but"):
         source[1]
     assert opened("model.vocab_size=257")[1].tokens.tolist() == [1, 256, 3]
 
 
 def test_data_without_a_loss_are_refused():
     make("made", [1, 2], [3, 4], learn=False)
-    with pytest.raises(ValueError, match="made has nothing to learn, no token of made is in the"):
+    with pytest.raises(ValueError, match="no token of made has a loss"):
         opened()
 
 
@@ -60,18 +60,18 @@ def test_data_without_a_loss_are_refused():
     ("words", "told"),
     [
         (["data.batch=5"], ""),
-        (["data.batch=6"], "data.batch is 6, and the data has only 5 sequences"),
+        (["data.batch=6"], "data.batch is 6, but the data have only 5 sequences"),
         (["data.batch=0", "data.batch_tokens=15"], ""),
         (
             ["data.batch=0", "data.batch_tokens=4096"],
-            "data.batch_tokens is 4,096, and the data has only 15 tokens",
+            "data.batch_tokens is 4,096, but the data have only 15 tokens",
         ),
     ],
 )
 def test_a_step_larger_than_the_data_is_told(words, told):
     make("made", *([[1, 2, 3]] * 5))
     lines = small_data(load_config(None, [*WORDS, *words]), opened())
-    assert lines == ([f"{told}: each step is all of it, one epoch"] if told else [])
+    assert lines == ([f"{told}, so each step trains on all of them: one epoch"] if told else [])
 
 
 def test_steps_and_a_warmup_that_fits():
@@ -81,7 +81,7 @@ def test_steps_and_a_warmup_that_fits():
         assert count_steps(load_config(None, [*WORDS, *words]), lengths) == steps
     tokens = ["data.batch_tokens=6", "train.epochs=2", "train.warmup=6"]
     assert count_steps(load_config(None, [*WORDS, *tokens]), lengths) == 6
-    with pytest.raises(ValueError, match="warmup is 4, and the run has only 3 steps: "):
+    with pytest.raises(ValueError, match=r"warmup is 4, but the run has only 3 steps \("):
         count_steps(load_config(None, [*WORDS, "train.warmup=4"]), lengths)
 
 
@@ -147,6 +147,8 @@ def test_a_tokenizer_larger_than_the_preset():
     byte_tokenizer(Path("tok"), template=CHATML)
     Path("chats.jsonl").write_text('{"text": "a"}\n')
     words = [*WORDS, "data.path=chats.jsonl", "data.tokenizer=tok"]
-    with pytest.raises(ValueError, match=r"tok has ids up to 262, and .* model.vocab_size=263, or"):
+    with pytest.raises(
+        ValueError, match=r"tok has token ids up to 262, but .* model.vocab_size=263, or"
+    ):
         check_config(load_config(None, words), 1)
     check_config(load_config(None, [*words, "model.vocab_size=263"]), 1)

@@ -27,7 +27,7 @@ def test_a_folder_by_name_is_new_or_empty():
     Path("a/b/config.toml").touch()
     Path("a/b-1").mkdir()
     for refused in (make_run_folder, check_run_folder):
-        with pytest.raises(ValueError, match=r"a/b holds config.toml already; .* such as a/b-2"):
+        with pytest.raises(ValueError, match=r"a/b already contains config.toml; .* such as a/b-2"):
             refused("a/b")
 
 
@@ -48,16 +48,16 @@ def test_two_runs_at_once_get_two_folders(monkeypatch):
 def test_where_none_can_be_made(monkeypatch):
     Path("file").touch()
     for name in ("file/x", "file/x-{n}"):
-        with pytest.raises(ValueError, match=r"output.folder: file/x.* cannot be made"):
+        with pytest.raises(ValueError, match=r"output.folder: file/x.* cannot be created"):
             check_run_folder(name)
-        with pytest.raises(ValueError, match=r"output.folder: file/x.* cannot be made \(Not a dir"):
+        with pytest.raises(ValueError, match=r"output.folder: file/x.* cannot be created \(Not"):
             make_run_folder(name)
     monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(ValueError, match=r"output.export: new cannot be made, .* is protected"):
+    with pytest.raises(ValueError, match=r"output.export: new cannot be created: .* write-prot"):
         check_new_folder("new", "output.export")
 
 
 @pytest.mark.parametrize("name", ["{n}/x", "{n}-{n}"])
 def test_the_number_stands_once_in_the_last_part(name):
-    with pytest.raises(ValueError, match=r"\{n\} may stand once, in its last part"):
+    with pytest.raises(ValueError, match=r"\{n\} may be in its last part, once"):
         check_run_folder(name)

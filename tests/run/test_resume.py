@@ -43,11 +43,11 @@ def test_fewer_steps_than_are_done_are_refused_before_anything_changes():
     config = asked(f"output.folder={run}", "train.epochs=1")
     with pytest.raises(
         ValueError,
-        match=r"runs/a has done 13 steps, and is to end after 8, because train.epochs is 1; .* "
-        r"train.steps=13 to end it where it stands",
+        match=r"runs/a has already done 13 steps, more than the 8 asked for, because .* is 1; .* "
+        r"train.steps=13 to finish it now",
     ):
         open_run(config, steps=8)
-    with pytest.raises(ValueError, match="has done 13 steps, and is to end after 2; give more"):
+    with pytest.raises(ValueError, match="has already done 13 steps, more than the 2 asked for"):
         check_steps(2, asked("train.steps=2"), run)
     assert (sorted(run.rglob("*.toml")), (run / "config.toml").read_text()) == before
     assert open_run(config, steps=13).is_resumed

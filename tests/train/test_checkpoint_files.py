@@ -76,7 +76,7 @@ def test_rows_must_be_there_once(tmp_path, chunks):
         partial = partial_folder(tmp_path, 6) / name
         partial.write_bytes((checkpoint_folder(tmp_path, 5) / name).read_bytes())
     finish_save(tmp_path, CheckpointIndex(6, 4, 2, LOADER, saved.files, saved.tensors), keep=2)
-    with pytest.raises(DamagedError, match="rows of w are missing or there twice"):
+    with pytest.raises(DamagedError, match="rows of w are missing or listed twice"):
         read_index(checkpoint_folder(tmp_path, 6))
 
 

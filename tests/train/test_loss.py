@@ -6,8 +6,9 @@ from tests.data.plans import FIELDS, counts_of, make_samples
 
 from longshore.data.pack import pack_step
 from longshore.data.shard import cut_shards, lane_cuts
+from longshore.errors import SettingError
 from longshore.plan import make_plan
-from longshore.train.loss import make_loss, named_function
+from longshore.train.loss import make_loss
 
 
 def a_batch(*lengths):
@@ -52,7 +53,8 @@ def test_a_count_that_is_not_finite_is_named() -> None:
         loss.divisor([a_batch()], one_rank)
 
 
-@pytest.mark.parametrize("name", ["nowhere:f", "tests.train.losses:nothing", "tests.train.losses"])
-def test_names_that_lead_nowhere(name: str) -> None:
-    with pytest.raises(ValueError, match=r"cannot be imported.*write module:function"):
-        named_function(name, "train.loss")
+def test_a_wrong_name_is_an_error_about_its_setting() -> None:
+    with pytest.raises(SettingError, match=r"^loss: there is no module nowhere"):
+        make_loss("nowhere:f")
+    with pytest.raises(SettingError, match=r"^loss_count: tests.train.losses has no nothing"):
+        make_loss(count="tests.train.losses:nothing")

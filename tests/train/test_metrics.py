@@ -97,7 +97,7 @@ def test_a_line_that_is_cut_short_is_told(tmp_path, monkeypatch):
     honest = os.write
     with MetricsFile(tmp_path / "metrics.jsonl") as file:
         monkeypatch.setattr("os.write", lambda fd, line: honest(fd, line[:5]))
-        with pytest.raises(OSError, match=r"it took 5 of [0-9]+ bytes: .*metrics.jsonl"):
+        with pytest.raises(OSError, match=r"only 5 of [0-9]+ bytes were written: .*metrics.jsonl"):
             file.write(METRICS)
 
 
@@ -110,7 +110,7 @@ def test_a_broken_line_in_the_middle_costs_no_other(tmp_path, broken):
     path = tmp_path / "metrics.jsonl"
     path.write_text(line_of(1) + broken + line_of(2) + line_of(3) + line_of(4) + '{"step": 5')
     assert cut_steps(path, 3) == [
-        f"warning: {path}: lines that cannot be read (1) are now in metrics.jsonl.unreadable"
+        f"warning: {path}: 1 unreadable line(s) were moved to metrics.jsonl.unreadable"
     ]
     assert path.read_text() == line_of(1) + line_of(2) + line_of(3)
     assert (tmp_path / "metrics.jsonl.unreadable").read_text() == broken

@@ -20,10 +20,17 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from longshore.cli.environment import loopback
-from longshore.cli.launch import check_ranks, gpu_count, launch, ranks_from_environment
+from longshore.cli.launch import (
+    check_asked_ranks,
+    check_ranks,
+    flush_and_exit,
+    gpu_count,
+    launch,
+    ranks_from_environment,
+)
 from longshore.cli.options import add_command, count, say
 from longshore.config.schema import RunConfig
 from longshore.doctor.machine import DoctorOptions, examine
@@ -72,11 +79,8 @@ def register_doctor(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run_doctor(args: argparse.Namespace) -> None:
     place = ranks_from_environment()
-    if place is not None and args.ranks not in (None, place.world_size):
-        raise ValueError(
-            f"--ranks is {args.ranks}, and torchrun started {place.world_size} processes; leave "
-            "--ranks out"
-        )
+    if place is not None:
+        check_asked_ranks(args.ranks, place)
     ranks = args.ranks or (place.world_size if place else RANKS)
     if place is None:
         check_ranks(ranks, way_out="lower --ranks")
@@ -90,7 +94,7 @@ def run_doctor(args: argparse.Namespace) -> None:
     probe, error = _probe_ranks(report, setting, place)
     report.end(probe)
     if isinstance(error, TimeoutError):
-        _leave(1)  # the probe still hangs in a thread, which would keep this process alive
+        flush_and_exit(1)  # the probe still hangs in a thread, which would keep this process alive
     if report.is_broken:
         raise SystemExit(1)
 
@@ -139,7 +143,7 @@ def _follow(setting: DoctorOptions, place: Ranks) -> None:
         probe_as(place, tuple(remarks))
     except Exception as error:
         say(f"longshore: rank {place.rank}: {first_line(error)}", to_stderr=True)
-        _leave(1)
+        flush_and_exit(1)
 
 
 def probe_as(
@@ -219,7 +223,9 @@ class DoctorReport:
         looks, broken = marks.count("warn"), marks.count("bad")
         worth = f"; {looks} warning{'s' if looks > 1 else ''}" if looks else ""
         if broken:
-            self._write(["", f"{broken} broken, and training needs {_it(broken)}{worth}"])
+            self._write(
+                ["", f"training will not work: {broken} problem{'s' if broken > 1 else ''}{worth}"]
+            )
         else:
             self._write(["", f"everything that training needs is available{worth}"])
 
@@ -312,14 +318,3 @@ def _in_colour(lines: list[str], stream: TextIO) -> bool:
             console.print(text, soft_wrap=True)
         return True
     return False
-
-
-def _it(number: int) -> str:
-    return "it" if number == 1 else "them"
-
-
-def _leave(code: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)

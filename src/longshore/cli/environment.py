@@ -33,7 +33,7 @@ from longshore.train.stop import Interrupted, heard_signals
 SAFE_PATH = "PYTHONSAFEPATH"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = ("lo", "lo0")
-LOST = "longshore: nobody reads the output any more; the run continues without it\n"
+LOST = "longshore: stdout is closed; the run continues without it\n"
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from typing import Any
 
 from longshore.cli.environment import working_folder_last
 from longshore.cli.options import add_command, count, one_of, say
+from longshore.errors import SettingError, as_option
+from longshore.user_code import load_module
 
 EXPORT_HELP = """\
 Writes the weights of a finished run as a folder that transformers, vLLM and others load:
@@ -53,18 +55,18 @@ def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run_export(args: argparse.Namespace) -> None:
-    from longshore.config.own_model import import_module
     from longshore.files import check_new
     from longshore.hf.config_file import read_config
 
     if args.max_length is not None and args.format == "longshore":
-        raise ValueError("--max-length is for --format hf; a folder of ours has no such key")
+        raise ValueError(
+            "--max-length works only with --format hf; Longshore's own format has no such key"
+        )
     try:
         weights = _weights_folder(Path(args.weights))
         check_new(args.folder)
         if args.module is not None:
-            working_folder_last()
-            import_module(args.module, "--module: ")
+            _import_mixers(args.module)
         if args.base is not None:
             read_config(args.base)
         _export(args, weights)
@@ -74,13 +76,21 @@ def run_export(args: argparse.Namespace) -> None:
     say(f"wrote {args.folder}")
 
 
+def _import_mixers(module: str) -> None:
+    working_folder_last()
+    try:
+        load_module(module, "module")
+    except SettingError as error:
+        raise ValueError(error.spelled(as_option)) from None
+
+
 def _weights_folder(run: Path) -> Path:
     for folder in (run, run / "weights"):
         if (folder / "weights.json").is_file():
             return folder
     if not run.is_dir():
-        raise ValueError(f"{run} is not a folder; give that of a finished run")
-    raise ValueError(f"{run} has no weights/weights.json; a run writes it when it ends")
+        raise ValueError(f"{run} is not a folder; name that of a finished run")
+    raise ValueError(f"{run} has no weights/weights.json; a run writes it after its last step")
 
 
 def _export(args: argparse.Namespace, weights: Path) -> None:
@@ -94,7 +104,9 @@ def _export(args: argparse.Namespace, weights: Path) -> None:
     saved = load_weights(weights)
     base = saved.base if args.base is None else Path(args.base)
     if base is not None and not base.is_dir():
-        raise ValueError(f"{base}, which the run began with, is gone; say with --base where it is")
+        raise ValueError(
+            f"the run began with {base}, which does not exist; name its folder with --base"
+        )
     size = sum(path.stat().st_size for path in weights.iterdir())
     check_room(Path(args.folder), size // 2 if args.dtype == "bfloat16" else size)
     dtype = None if args.dtype == "keep" else getattr(torch, args.dtype)

@@ -83,7 +83,10 @@ def ranks_from_environment() -> Ranks | None:
         rank, world_size, local_rank = (int(text or "") for text in texts)
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     except ValueError:
-        raise ValueError(f"the environment has {', '.join(names)} that are no numbers") from None
+        raise ValueError(
+            f"{', '.join(names)} of the environment must be numbers; start with torchrun, or unset "
+            "them"
+        ) from None
     return Ranks(rank, world_size, local_rank, local_size, "env://")
 
 
@@ -103,19 +106,28 @@ def gpu_count() -> int:
     return len(glob("/dev/nvidia[0-9]*"))
 
 
+def check_asked_ranks(asked: int | None, place: Ranks) -> None:
+    """Refuses --ranks that differ from the processes torchrun has started."""
+    if asked not in (None, place.world_size):
+        raise ValueError(
+            f"--ranks is {asked}, but torchrun started {place.world_size} processes; leave "
+            "--ranks out"
+        )
+
+
 def check_ranks(ranks: int, *, way_out: str) -> None:
     """Refuses far more processes than this machine has cores."""
     cores = len(os.sched_getaffinity(0))
     most = max(FEW_RANKS, RANKS_PER_CORE * cores)
     if ranks > most:
         raise ValueError(
-            f"{ranks} ranks on this machine, which has {cores} cores: at most {most} make sense; "
+            f"{ranks} ranks are too many for this machine with {cores} cores; the limit is {most}; "
             f"{way_out}"
         )
 
 
 def launch(work: Work, config: RunConfig, ranks: int) -> None:
-    """Calls work(config, ranks) on each rank; `work` stands at the top of a module."""
+    """Calls work(config, ranks) on each rank; `work` is a function at module level."""
     with tempfile.TemporaryDirectory(prefix="longshore-") as folder:
         if ranks == 1:
             with loopback():
@@ -253,7 +265,7 @@ class _RankProcesses:
         try:
             state, text = ready.recv()
         except (EOFError, OSError):
-            state, text = "died", self._last_words(rank)
+            state, text = "died", self._death_report(rank)
         ready.close()
         if state == "interrupted":
             raise Interrupted(self.stop.number or int(text))
@@ -282,7 +294,7 @@ class _RankProcesses:
             saved = gave_up(self.watch.folder_of_run)
             raise RunError(f"{self.watch.description(among)}; {saved}")
 
-    def _last_words(self, rank: int) -> str:
+    def _death_report(self, rank: int) -> str:
         """How a rank died, and what it wrote before."""
         process = self.processes[rank]
         process.join(END_S)
@@ -290,7 +302,7 @@ class _RankProcesses:
         text = f"ended with exit code {code}"
         if code is not None and code < 0:
             name = signal.Signals(-code).name
-            memory = " (is the memory used up?)" if name == "SIGKILL" else ""
+            memory = " (is the machine out of memory?)" if name == "SIGKILL" else ""
             text = f"was ended by {name}{memory}"
         log = self.folder / f"rank{rank}.log"
         written = log.read_text(errors="replace").strip() if log.exists() else ""
@@ -338,11 +350,11 @@ def _work(work: Work, config: RunConfig, ranks: Ranks, results: Connection) -> N
         answer = ("failed", f"failed:\n{traceback.format_exc()}")
     with suppress(OSError):
         results.send(answer)
-    _leave(0 if answer[0] == "done" else 1)
+    flush_and_exit(0 if answer[0] == "done" else 1)
 
 
-def _leave(code: int) -> NoReturn:
-    """At once: the process groups of a failed rank cannot be taken down."""
+def flush_and_exit(code: int) -> NoReturn:
+    """At once: the process groups of a failed rank cannot be destroyed, and threads may hang."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

@@ -84,7 +84,7 @@ def _dispatch(argv: Seq[str]) -> None:
     for register in COMMANDS:
         register(commands)
     args, unknown = parser.parse_known_args(argv)
-    if "words" in args:  # those behind an option too
+    if "words" in args:  # also those that follow an option
         args.words = [*args.words, *(word for word in unknown if word[:1] != "-")]
         unknown = [word for word in unknown if word[:1] == "-"]
     if unknown:

@@ -62,7 +62,7 @@ def count(most: int) -> Callable[[str], int]:
         if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
         if not 1 <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{int(text)} does not lie between 1 and {most}")
+            raise argparse.ArgumentTypeError(f"{int(text)} is not between 1 and {most}")
         return int(text)
 
     return parse
@@ -75,7 +75,7 @@ def one_of(names: Seq[str]) -> Callable[[str], str]:
         if text in FOREIGN_OPTIONS:
             raise argparse.ArgumentTypeError(f"for {text} use {FOREIGN_OPTIONS[text]}")
         if text not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(names)}")
         return text
 
     return parse
@@ -85,7 +85,7 @@ def answer(unknown: Seq[str], *, options: Seq[str]) -> str:
     """The answer to unknown words: to the first option among them, if there is one."""
     word = next((word for word in unknown if word.startswith("-")), unknown[0])
     if not word.startswith("-"):
-        return f"{word!r} is one word too many; see --help"
+        return f"unexpected argument {word!r}; see --help"
     typed = word.split("=")[0]
     name = typed.lower().replace("_", "-")
     if ours := FOREIGN_OPTIONS.get(name):

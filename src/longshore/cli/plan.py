@@ -24,11 +24,11 @@ from longshore.files import write_atomically
 from longshore.plan.as_json import plans_as_json
 from longshore.plan.cost import BUILT_IN, CostProfile, load_profile
 from longshore.plan.lengths_file import Lengths, demo_lengths, read_lengths
-from longshore.plan.own_policy import FUNCTION
 from longshore.plan.policy import DEFAULT_POLICY, POLICIES, policy_named, policy_names
 from longshore.plan.types import Plan
 from longshore.report.pages import write_plan_page
 from longshore.report.text import plan_summary
+from longshore.user_code import FUNCTION_NAME
 
 PLAN_HELP = """\
 Plans how sequences of these lengths are packed and split, and predicts how long a step takes.
@@ -129,7 +129,7 @@ def plan_help() -> str:
 
 
 def _policy_name(text: str) -> str:
-    return text if FUNCTION.fullmatch(text) else one_of(CHOICES["policy"])(text)
+    return text if FUNCTION_NAME.fullmatch(text) else one_of(CHOICES["policy"])(text)
 
 
 def run_plan(args: argparse.Namespace) -> None:
@@ -166,8 +166,8 @@ def _plan(args: argparse.Namespace) -> None:
         say(f"lanes = {args.gpus} GPUs / (tp {args.tp or 1} x pp {args.pp or 1}) = {_lanes(args)}")
     if len(divided := [f"{name} {size}" for name, size in ranks.items() if size > 1]):
         say(
-            f"times: the cost of one GPU, divided by {' x '.join(divided)}; without what these "
-            "exchange"
+            f"times: the cost of one GPU, divided by {' x '.join(divided)}; the "
+            "communication of these is not included"
         )
     unit = "units of the profile" if args.cost else "s (estimated)"
     say("\n".join(plan_summary(plans, unit=unit)))
@@ -183,7 +183,7 @@ def _steps(args: argparse.Namespace) -> list[Lengths]:
     if args.seed is not None and not is_folder:
         raise ValueError("--seed is for a prepared folder; the lengths of a file keep their order")
     if args.batch is not None and args.batch_tokens is not None:
-        raise ValueError("give either --batch or --batch-tokens")
+        raise ValueError("--batch and --batch-tokens are both given; leave one out")
     if args.demo:
         lengths = demo_lengths()
     else:
@@ -210,7 +210,9 @@ def _check_complete(args: argparse.Namespace) -> None:
     if args.demo == (args.lengths is not None):
         raise ValueError("give either a file with one length a line or --demo, a built-in sample")
     if args.tp is not None and args.gpus is None:
-        raise ValueError("--tp needs --gpus; --lanes does not count the ranks of TP and PP")
+        raise ValueError(
+            "--tp works only with --gpus; a lane of --lanes already includes its TP and PP ranks"
+        )
     missing = [args.lanes, args.gpus].count(None)
     if missing == 0 or (missing == 2 and not args.demo):
         raise ValueError("give either --lanes, or --gpus with --tp and --pp")
@@ -226,7 +228,7 @@ def _lanes(args: argparse.Namespace) -> int:
     if rest:
         working = [str(count * tp * pp) for count in (lanes, lanes + 1) if count]
         raise ValueError(
-            f"--gpus {args.gpus} is no multiple of tp {tp} x pp {pp} = {tp * pp}; "
+            f"--gpus {args.gpus} is not a multiple of tp {tp} x pp {pp} = {tp * pp}; "
             f"--gpus {' or '.join(working)} would work"
         )
     return int(lanes)
@@ -236,7 +238,9 @@ def _profile(path: str | None) -> CostProfile:
     try:
         return BUILT_IN if path is None else load_profile(path)
     except (OverflowError, RecursionError):
-        raise ValueError(f"cost profile {path}: holds numbers that cannot be used") from None
+        raise ValueError(
+            f"cost profile {path}: its numbers are too large, or it is nested too deeply"
+        ) from None
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
@@ -249,7 +253,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
         if not os.path.isdir(folder):
             raise ValueError(f"{path}: cannot be written, there is no folder {folder}")
         if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-            raise ValueError(f"{path}: cannot be written, it is a folder or protected")
+            raise ValueError(f"{path}: cannot be written, it is a folder, or write-protected")
         taken.add(os.path.realpath(path))
 
 

@@ -78,7 +78,7 @@ def share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1, such as 0.05")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1, such as 0.05")
     return value
 
 

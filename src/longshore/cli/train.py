@@ -20,6 +20,7 @@ from longshore.cli.environment import loopback, lossy_output, working_folder_las
 from longshore.cli.launch import (
     RankError,
     Work,
+    check_asked_ranks,
     check_ranks,
     gpu_count,
     launch,
@@ -102,7 +103,7 @@ def run_train(args: argparse.Namespace) -> None:
         config = _config(args, place, start)
     except ValueError:
         if place is not None and place.local_rank:
-            raise SystemExit(2) from None  # the first rank of each machine says it
+            raise SystemExit(2) from None  # the first rank of each machine prints it
         raise
     if args.print_config:
         if place is None or place.rank == 0:
@@ -160,10 +161,12 @@ def _work(start: Start) -> Work:
 
 
 def _with_resume(args: argparse.Namespace, start: Start) -> Start:
-    """What --resume and --force ask for; a recipe or an override behind --resume is no folder."""
+    """What --resume and --force ask for; a recipe or an override after --resume is not a folder."""
     if args.resume is None:
         if args.force:
-            raise ValueError("--force goes with --resume; many processes need --force-ranks")
+            raise ValueError(
+                "--force works only with --resume; for more processes than cores use --force-ranks"
+            )
         return start
     if "=" in args.resume or args.resume.endswith((".toml", ".yaml")):
         args.words, args.resume = [*args.words, args.resume], ""
@@ -189,7 +192,7 @@ def _config(args: argparse.Namespace, place: Ranks | None, start: Start) -> RunC
 
 
 def _names_run(word: str) -> bool:
-    """Whether an override says what is trained or where, so that the run is not just any demo."""
+    """Whether an override names the data, the model or the folder, so that it is not the demo."""
     return word.partition("=")[0].strip() in (*NOT_THE_DEMO, "output.folder")
 
 
@@ -214,11 +217,7 @@ def _split_words(words: Seq[str]) -> tuple[str | None, list[str]]:
 def _ranks(asked: int | None, config: RunConfig, place: Ranks | None) -> int:
     """How many ranks the run has. asked: with --ranks."""
     if place is not None:
-        if asked is not None and asked != place.world_size:
-            raise ValueError(
-                f"--ranks is {asked}, and torchrun started {place.world_size} processes; leave "
-                "--ranks out"
-            )
+        check_asked_ranks(asked, place)
         return place.world_size
     gpus = 0 if config.train.device == "cpu" else gpu_count()
     return asked or config.parallel.ranks or gpus or 1

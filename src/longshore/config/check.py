@@ -1,12 +1,11 @@
-"""What belongs together in a RunConfig, and what must be there on disk. Torch-free and fast.
+"""Checks of a RunConfig: keys that depend on each other, and files on disk. No torch, and fast.
 
 In: a config and the number of lanes. Out: nothing, or a ValueError of one line that names the key
-and the way out. Lanes are ranks here. Where the planner, the mock data or a preset has checks of
-its own, these are asked: with plan.max_cp 8 on 4 lanes the planner's words come back as
+and the way out. Lanes are ranks here. The planner, the mock data and the presets have checks of
+their own, whose errors are passed on with keys: plan.max_cp 8 on 4 lanes gives the planner's
 "plan.max_cp is 8, but there are only 4 lanes".
 """
 
-import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, Run
 from longshore.plan.cost import BUILT_IN, load_profile
 from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
+from longshore.user_code import check_module_exists, load_module
 
 
 def check_config(config: RunConfig, lanes: int) -> None:
@@ -38,17 +38,19 @@ def check_config(config: RunConfig, lanes: int) -> None:
 def decoder_config(model: ModelConfig) -> DecoderConfig:
     """The decoder of a preset, a checkpoint or the user's module, experts balanced as asked for."""
     from longshore.arch.presets import preset
-    from longshore.config.own_model import import_module, named_decoder
+    from longshore.config.own_model import named_decoder
     from longshore.hf.config_file import read_config
 
-    if model.module:
-        import_module(model.module)
+    if model.module:  # importing it registers its mixers, so that from_hf may contain them
+        with settings_in_keys():
+            load_module(model.module, "module")
     if model.from_hf:
         with in_keys("model.from_hf"):
             decoder = read_config(model.from_hf)
             _check_balance(model, decoder)
     elif model.module:
-        decoder = named_decoder(model.module)
+        with settings_in_keys():
+            decoder = named_decoder(model.module)
     else:
         changed = {"layers": model.layers, "vocab_size": model.vocab_size}
         given = {name: value for name, value in changed.items() if value}
@@ -69,10 +71,10 @@ def _check_balance(model: ModelConfig, decoder: DecoderConfig) -> None:
         weight = asked_balance(model.from_hf)
         if weight:
             raise ValueError(
-                f"output_router_logits is true in its config.json, so that transformers adds a "
-                f"balance loss times router_aux_loss_coef, {weight:g}: one for the whole batch and "
-                "all layers. There is one for each sequence and layer here, so say what weight it "
-                "has: model.aux_weight=0.001, or 0 for none"
+                "output_router_logits is true in its config.json, so transformers adds a balance "
+                f"loss over the whole batch, with the weight router_aux_loss_coef {weight:g}; "
+                "Longshore's is per sequence and layer, so choose its weight yourself: "
+                "model.aux_weight=0.001, or 0 for none"
             )
 
 
@@ -90,7 +92,7 @@ def _check_written(config: RunConfig, decoder: DecoderConfig) -> None:
         key = "model.from_hf" if base else "output.export"
         after = "; leave output.export out, and write the run with longshore export RUN DIR "
         raise ValueError(
-            f"{key}: this model can be trained, but not be written as a Hugging Face folder: "
+            f"{key}: this model can be trained, but not written as a Hugging Face folder: "
             f"{error}" + ("" if base else f"{after}--format longshore")
         ) from None
 
@@ -121,14 +123,14 @@ def planner_options(
 
 
 def shared_heads(decoder: DecoderConfig, parallel: ParallelConfig) -> int | None:
-    """What a CP size must divide where ranks are to share heads; None if they are not."""
+    """The number of heads that a CP size must divide; None if ranks do not split heads."""
     sharing = Sharing(parallel.attention, parallel.scan)
     parts = {part for layer in (*decoder.layers, *decoder.mtp) for part in layer.parts}
     return math.gcd(*(heads for part in parts for heads in part.shared_heads(sharing))) or None
 
 
 def check_longest(config: RunConfig, lanes: int, longest: int) -> None:
-    """Refuses data whose longest sequence fits nowhere; a capacity yet unknown refuses nothing."""
+    """Refuses data whose longest sequence fits nowhere; nothing while the capacity is "auto"."""
     capacity = config.plan.capacity
     if isinstance(capacity, int):
         with settings_in_keys(where="the longest sequence"):
@@ -139,21 +141,21 @@ def _check_model(model: ModelConfig) -> None:
     others = [name for name in ("from_hf", "module") if getattr(model, name)]
     if not model.preset and not others:
         raise ValueError(
-            "there is no model; give model.preset, such as tiny-llama, model.from_hf, a Hugging "
-            "Face checkpoint folder, or model.module, a decoder of your own"
+            "no model is given; set model.preset (such as tiny-llama), model.from_hf (a Hugging "
+            "Face checkpoint folder) or model.module (your own decoder)"
         )
     if model.preset and others:
         raise ValueError(f"model.preset and model.{others[0]} are both given; leave one out")
     for name in ("layers", "vocab_size"):
         if others and getattr(model, name):
             raise ValueError(
-                f"model.{name} changes a preset, and model.{others[0]} has its own; leave "
-                f"model.{name} out"
+                f"model.{name} only changes a preset; model.{others[0]} already defines it, so "
+                f"leave model.{name} out"
             )
     if others == ["module"] and ":" not in model.module:
         raise ValueError(
-            f"model.module is {model.module!r}, a module alone; name the decoder in it too, such "
-            f"as {model.module}:decoder, or give model.from_hf, a folder with its mixers"
+            f"model.module is {model.module!r}, without the name of a decoder; write "
+            f"{model.module}:decoder, or add model.from_hf=FOLDER, a checkpoint with its mixers"
         )
     if model.from_hf:
         if (path := Path(model.from_hf)).is_dir() and not (path / "config.json").is_file():
@@ -162,8 +164,8 @@ def _check_model(model: ModelConfig) -> None:
             )
         if not path.is_dir():
             raise ValueError(
-                f"model.from_hf: there is no folder {model.from_hf}; a model of the Hugging Face "
-                f"Hub is fetched first: hf download NAME --local-dir FOLDER"
+                f"model.from_hf: there is no folder {model.from_hf}; download a model of the "
+                "Hugging Face Hub first: hf download NAME --local-dir FOLDER"
             )
 
 
@@ -173,23 +175,21 @@ def _check_train(config: RunConfig) -> None:
         raise ValueError("train.steps and train.epochs are both given; leave one out")
     if train.steps and train.warmup > train.steps:
         raise ValueError(
-            f"train.warmup is {train.warmup}, more than train.steps, which is {train.steps}; "
-            "warm up for fewer steps"
+            f"train.warmup is {train.warmup}, more than train.steps ({train.steps}); lower "
+            "train.warmup"
         )
     for name in ("loss", "loss_count"):
-        module, colon, _ = getattr(train, name).partition(":")
-        if colon and importlib.util.find_spec(module.partition(".")[0]) is None:
-            raise ValueError(
-                f"train.{name}: there is no module {module}; start where it lies, or install it"
-            )
+        if ":" in (function := getattr(train, name)):
+            with settings_in_keys():
+                check_module_exists(function, name)
 
 
 def _check_plan(config: RunConfig, lanes: int, decoder: DecoderConfig) -> None:
     plan, shard = config.plan, config.parallel.shard
     if plan.sync == "step" and shard == "zero3":
         raise ValueError(
-            "plan.sync is 'step' and parallel.shard 'zero3', whose ranks meet in every round; use "
-            "plan.sync=round, or parallel.shard=zero2"
+            "plan.sync=step does not work with parallel.shard=zero3, whose ranks wait for each "
+            "other in every round; use plan.sync=round, or parallel.shard=zero2"
         )
     _check_heads(plan, shared_heads(decoder, config.parallel))
     # One token fits anywhere, so only the settings can be wrong.
@@ -205,9 +205,9 @@ def _check_heads(plan: PlanConfig, heads: int | None) -> None:
         size = getattr(plan, name)
         if heads and size and heads % size:
             raise ValueError(
-                f"plan.{name} is {size}, and ranks are to share {heads} heads, which it must "
-                f"divide; lower plan.{name}, or use parallel.attention=gather and "
-                "parallel.scan=states"
+                f"plan.{name} is {size}, which does not divide the {heads} heads that ranks split "
+                f"with parallel.attention=heads or parallel.scan=heads; change plan.{name}, or use "
+                "parallel.attention=gather and parallel.scan=states"
             )
 
 
@@ -225,7 +225,7 @@ def _check_evaluation(config: RunConfig) -> None:
     if config.train.eval_every and not data.eval_path and not data.eval_mock:
         raise ValueError(
             "train.eval_every needs held-out data; give data.eval_path, or data.eval_mock for "
-            "made-up sequences"
+            "synthetic sequences"
         )
 
 
@@ -233,5 +233,5 @@ def _check_trackers(config: RunConfig) -> None:
     for name in config.output.trackers:
         if name not in ("tensorboard", "wandb"):
             raise ValueError(
-                f"output.trackers: there is no {name!r}; there are tensorboard and wandb"
+                f"output.trackers: unknown tracker {name!r}; known are tensorboard and wandb"
             )

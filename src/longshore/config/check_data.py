@@ -1,7 +1,7 @@
 """The data of a run, before anything is read: is it there, and does it have what it needs?
 
-In: a config. Out: nothing, or a ValueError of one line. Of made-up and of prepared sequences the
-lengths are known here, so `known_longest` says the longest; of text it says 0.
+In: a config. Out: nothing, or a ValueError of one line. The lengths of synthetic and
+prepared sequences are known here, so `known_longest` returns the longest; for text it returns 0.
 """
 
 import importlib.util
@@ -35,10 +35,10 @@ def check_data(config: RunConfig, vocab_size: int) -> None:
     if not data.path and not data.mock:
         raise ValueError(
             "there is no data; give data.path, a JSONL, JSON or Parquet file or a prepared folder, "
-            "or data.mock for made-up sequences"
+            "or data.mock for synthetic sequences"
         )
     if data.mock:
-        _refuse_text_keys(data, "data.mock makes up")
+        _refuse_text_keys(data, "data.mock generates")
     elif is_prepared(data.path):
         _refuse_text_keys(data, "data.path is a prepared folder and already has")
         _check_rejected(data)
@@ -47,7 +47,9 @@ def check_data(config: RunConfig, vocab_size: int) -> None:
         if not config.model.from_hf:  # a checkpoint's tokenizer may have ids that no text uses
             _check_vocabulary(data.tokenizer, vocab_size)
     if data.path and data.count:
-        raise ValueError("data.count is for data.mock, and data.path has its own; leave it out")
+        raise ValueError(
+            "data.count works only with data.mock, not with data.path; leave data.count out"
+        )
 
 
 def is_prepared(path: str) -> bool:
@@ -65,7 +67,7 @@ def _check_rejected(data: DataConfig) -> None:
 
 
 def known_longest(config: RunConfig) -> int:
-    """The longest sequence of made-up or prepared data; 0 for text, which nobody has counted."""
+    """The longest sequence of synthetic or prepared data; 0 for text, not tokenized yet."""
     data = config.data
     if data.mock:
         with in_keys("data.mock"):
@@ -81,14 +83,14 @@ def known_longest(config: RunConfig) -> int:
 
 def _check_mock(data: DataConfig) -> None:
     if data.mock.get("mode") == "file" and not isinstance(data.mock.get("path", ""), str):
-        raise ValueError(f"path is {data.mock['path']!r}; it must be a text")
+        raise ValueError(f"path is {data.mock['path']!r}; it must be a string")
 
 
 def _refuse_text_keys(data: DataConfig, what: str) -> None:
     for field in fields(DataConfig):
         if field.name in TEXT_ONLY and getattr(data, field.name) != field.default:
             raise ValueError(
-                f"data.{field.name} is for text, and {what} tokens; leave data.{field.name} out"
+                f"data.{field.name} is for text, but {what} tokens; leave data.{field.name} out"
             )
 
 
@@ -97,13 +99,13 @@ def _check_text(data: DataConfig, tokenizer: str) -> None:
         find_inputs([data.path])
     if not tokenizer:
         raise ValueError(
-            f"data.path: {data.path} holds text, which needs a tokenizer; give data.tokenizer, a "
+            f"data.path: {data.path} is text, which needs a tokenizer; set data.tokenizer to a "
             "folder with tokenizer.json"
         )
     if not (Path(tokenizer) / "tokenizer.json").is_file():
         key = "data.tokenizer"
         raise ValueError(
-            f"{key}: {tokenizer} holds no tokenizer.json; give {key}, a folder that does"
+            f"{key}: {tokenizer} has no tokenizer.json; set {key} to a folder that has one"
         )
     with in_keys():
         check_choice(data.template)
@@ -112,8 +114,8 @@ def _check_text(data: DataConfig, tokenizer: str) -> None:
     for name in ("tokenizers", "jinja2"):
         if importlib.util.find_spec(name) is None:
             raise ValueError(
-                f"data.path: {data.path} holds text, and the package {name} is missing; "
-                "pip install 'longshore[hf]'"
+                f"data.path: {data.path} is text, and the package {name}, which tokenizes it, is "
+                "missing; install it with: pip install 'longshore[hf]'"
             )
 
 
@@ -125,9 +127,9 @@ def _check_vocabulary(tokenizer: str, vocab_size: int) -> None:
         ids = known.values() if isinstance(known, dict) else range(len(known))
         highest = max([*ids, *(token["id"] for token in content["added_tokens"])])
     except (OSError, ValueError, LookupError, TypeError):
-        return  # whoever reads it as a tokenizer says what is wrong
+        return  # the error comes when it is read as a tokenizer
     if highest >= vocab_size:
         raise ValueError(
-            f"data.tokenizer: {tokenizer} has ids up to {highest}, and the model has {vocab_size}; "
-            f"give model.vocab_size={highest + 1}, or more"
+            f"data.tokenizer: {tokenizer} has token ids up to {highest}, but the model has only "
+            f"{vocab_size}; set model.vocab_size={highest + 1}, or more"
         )

@@ -15,7 +15,7 @@ WORDS_BY_ANSWER = {
     "revision model_code_revision base_model_revision",
     ": model.from_hf reads the model from its folder, without further options": ""
     "model_init_kwargs model_kwargs config_overrides trust_remote_code override_config",
-    ": a preset (model.preset) or a checkpoint (model.from_hf) has its own": "ffn_hidden_size "
+    ": the preset (model.preset) or checkpoint (model.from_hf) defines it": "ffn_hidden_size "
     "num_attention_heads num_query_groups kv_channels intermediate_size swiglu rotary_base "
     "rope_theta rotary_percent position_embedding_type normalization num_experts moe_router_topk "
     "untie_embeddings_and_output_weights hidden_dropout attention_dropout init_method_std "
@@ -51,7 +51,7 @@ WORDS_BY_ANSWER = {
     "dataset_kwargs skip_prepare_dataset",
     ": `longshore prepare --workers` tokenizes with several processes": "dataset_num_proc "
     "dataset_processes preprocessing_num_workers num_proc dataset_batch_size",
-    ": the tokenizer and its chat template have their own": "eos_token pad_token bos_token "
+    ": the tokenizer and its chat template define it": "eos_token pad_token bos_token "
     "special_tokens added_tokens pad_token_id tokenizer_type add_eos add_bos train_on_eos",
     "data.tokenizer": "processing_class tokenizer_config tokenizer_model tokenizer_name "
     "tokenizer_path",
@@ -67,7 +67,7 @@ WORDS_BY_ANSWER = {
     "global_batch_size",
     "data.batch, which held-out data takes too": "per_device_eval_batch_size eval_batch_size "
     "per_gpu_eval_batch_size val_batch_size",
-    ": a batch has one size all the time, data.batch": "rampup_batch_size",
+    ": the batch size is constant, data.batch": "rampup_batch_size",
     "data.ignore": "remove_unused_columns remove_columns columns_to_remove",
     "data.prefetch, steps prepared ahead": "dataloader_num_workers dataloader_prefetch_factor "
     "num_workers prefetch_factor num_dataset_workers",
@@ -277,7 +277,7 @@ FOREIGN_VALUES = {
 
 # Values that others of our commands take, and why a key does not.
 REFUSED_VALUES = {
-    ("plan.policy", "given"): "which is for packs of your own; training makes them, so use mixed",
+    ("plan.policy", "given"): "which needs packs from you, and training makes its own; use mixed",
 }
 
 # Sections of torchtitan and others.

@@ -82,7 +82,7 @@ def _parse(text: str, name: str) -> Tables:
         raise ValueError(f"{name}: is not TOML ({error})") from None
     for section, table in tables.items():
         if not isinstance(table, dict):
-            raise ValueError(f"{name}: keys stand below a [section]; {answer_key(section)}")
+            raise ValueError(f"{name}: every key belongs into a [section]; {answer_key(section)}")
     return tables
 
 
@@ -93,7 +93,9 @@ def _split(word: str) -> tuple[str, str]:
         hint = "a recipe ends in .toml" if "." not in word else f"write {word}=VALUE"
         if word.endswith(DATA_FILES):
             hint = f"write data.path={word}"
-        raise ValueError(f"{word!r} is no section.key=value, such as train.lr=3e-4; {hint}")
+        raise ValueError(
+            f"{word!r} is not of the form section.key=value, such as train.lr=3e-4; {hint}"
+        )
     section, dot, name = key.partition(".")
     if not dot or not section or not name:
         raise ValueError(answer_key(key) if key else f"{word!r} has no key before the =")
@@ -111,7 +113,7 @@ def _override(tables: Tables, key: str, text: str) -> None:
     for step in inner:
         below = table.setdefault(name, {})
         if not isinstance(below, dict):
-            raise ValueError(f"there is no {key}: {section}.{name} is {kind.wants}")
+            raise ValueError(f"there is no {key}: {section}.{name} takes {kind.wants}, not a table")
         table, name = below, step
     table[name] = value
 

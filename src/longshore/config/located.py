@@ -1,4 +1,4 @@
-"""Errors of the parts below in a recipe's words: each setting as its key, and where the error is.
+"""Errors of other packages, spelled for a recipe: each setting as its key, with its place.
 
 In: errors that name settings as data (errors.py). Out: a ValueError of one line. What `prepare`
 calls max_bytes is data.max_bytes in a recipe, and what is wrong with a file is said of its key:
@@ -22,7 +22,7 @@ WITHOUT_KEY = {"start_over": "remove the folder"}
 
 @contextmanager
 def settings_in_keys(**values: object) -> Iterator[None]:
-    """Errors about settings name keys; all others pass. values: said in place of an error's own."""
+    """Errors about settings name keys; all others pass. values: replace those of the error."""
     try:
         yield
     except SettingError as error:
@@ -31,7 +31,7 @@ def settings_in_keys(**values: object) -> Iterator[None]:
 
 @contextmanager
 def in_keys(key: str = "") -> Iterator[None]:
-    """Errors of the block name keys, and begin with this one. A file's are errors of the user."""
+    """Errors of the block name keys, and begin with this one; an OSError becomes a ValueError."""
     start = f"{key}: " if key else ""
     try:
         with settings_in_keys():

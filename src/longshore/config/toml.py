@@ -2,7 +2,7 @@
 
     {"train": {"lr": 0.0003, "betas": (0.9, 0.95)}}
 
-gives, with what the keys mean behind them,
+gives, with the meaning of each key after it,
 
     [train]
     lr = 0.0003  # learning rate
@@ -49,7 +49,7 @@ def toml_value(value: object) -> str:
     if isinstance(value, Mapping):
         pairs = [f"{_key(str(name))} = {toml_value(item)}" for name, item in value.items()]
         return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
-    raise ValueError(f"{value!r} has no place in a configuration")
+    raise ValueError(f"{value!r} cannot be written as TOML")
 
 
 def _key(name: str) -> str:

@@ -18,7 +18,7 @@ def all_keys() -> list[str]:
 
 
 def answer_key(key: str, *, typed: str = "") -> str:
-    """What to say to section.key where there is no such key.
+    """The answer to an unknown section.key.
 
     typed: as the user wrote it, where that is not just the key.
     """

@@ -1,4 +1,4 @@
-"""Kinds of values: what a key of a recipe may hold, and how to say it.
+"""Kinds of values: what a key of a recipe may be, and its description for errors and docs.
 
 In: a value as TOML gives it. Out: the value as the dataclass holds it, or None where it is of
 another kind (TOML has no None of its own). `whole(1, 64)` takes 8, refuses 8.0, true and 65, and
@@ -12,20 +12,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longshore.choices import names_of
-from longshore.plan.own_policy import FUNCTION
+from longshore.user_code import FUNCTION_NAME, MODULE_NAME
 
 LARGEST = 2**40
-MODULE = re.compile(rf"{FUNCTION.pattern.partition(':')[0]}(:[^\W\d]\w*)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """wants: the values it takes, in words. read: the value, or None. names: all, if it names."""
+    """What values a key takes."""
 
     wants: str
+    """The values, as text for errors."""
     read: Callable[[object], Any]
+    """The value as the dataclass has it; None if it is of another kind."""
     names: tuple[str, ...] = ()
+    """All names that it takes, for a choice."""
     is_text: bool = False
+    """Whether every value on the command line is a string."""
 
 
 def key(default: object, kind: Kind, about: str) -> Any:  # noqa: ANN401 - the type of the default
@@ -61,7 +64,7 @@ def flag() -> Kind:
 
 
 def text() -> Kind:
-    return Kind("a text", lambda value: value if isinstance(value, str) else None, is_text=True)
+    return Kind("a string", lambda value: value if isinstance(value, str) else None, is_text=True)
 
 
 def choice(*names: str) -> Kind:
@@ -77,7 +80,7 @@ def function(*names: str) -> Kind:
     """A name, or a function of the user's as module:function."""
 
     def read(value: object) -> str | None:
-        given = isinstance(value, str) and (value in names or FUNCTION.fullmatch(value))
+        given = isinstance(value, str) and (value in names or FUNCTION_NAME.fullmatch(value))
         return value if given and isinstance(value, str) else None
 
     shown = [name for name in names if name]
@@ -88,7 +91,7 @@ def module() -> Kind:
     """A module of the user's, alone or with something in it as module:name."""
 
     def read(value: object) -> str | None:
-        given = isinstance(value, str) and (not value or MODULE.fullmatch(value))
+        given = isinstance(value, str) and (not value or MODULE_NAME.fullmatch(value))
         return value if given and isinstance(value, str) else None
 
     return Kind("module:name, or a module alone", read, is_text=True)
@@ -117,7 +120,7 @@ def texts() -> Kind:
             return None
         return tuple(items) if all(items) else None
 
-    return Kind('a list of texts, such as ["a", "b"] or a,b', read)
+    return Kind('a list of strings, such as ["a", "b"] or a,b', read)
 
 
 def split_list(text: str) -> list[str]:

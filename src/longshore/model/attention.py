@@ -1,7 +1,7 @@
 """Grouped-query attention as a mixer: project, rotate, attend, project.
 
 In: hidden states (T, C), the context, the rotary tables. Out: (T, C). How a pack that lanes share
-is served is chosen anew for each pack:
+is served is chosen for each pack:
 
 - `gather`: one gather of K and V over the group. Only the lane's own are kept for backward, which
   gathers again and then sums and scatters the gradients, so memory does not grow with the pack. At
@@ -116,8 +116,8 @@ def over_heads(heads: int, kv_heads: int, cp_size: int, *, kind: AttentionKind) 
     legal = kv_heads % cp_size == 0
     if kind == "heads" and not legal:
         raise ValueError(
-            f"attention over heads: CP size {cp_size} does not divide the {kv_heads} KV heads; "
-            f"plan with heads={kv_heads}, or use parallel.attention='gather'"
+            f"parallel.attention='heads': CP size {cp_size} does not divide the {kv_heads} KV "
+            f"heads; plan with heads={kv_heads}, or use parallel.attention='gather'"
         )
     fewer = 3 * cp_size * kv_heads > 2 * (heads + kv_heads)
     return kind == "heads" or (legal and fewer)

@@ -55,7 +55,7 @@ class Decoder(nn.Module):
     embed: nn.Embedding or None. layers: blocks by their number in the whole decoder, as text.
     norm, head: both or neither. tied: the head has no weight of its own. Where the config is tied
     and a stage has the head without the embedding, it has a copy, head.weight, that begins with
-    the same values; whoever makes the stages must add up the two gradients.
+    the same values; the caller that builds the stages must sum the two gradients.
 
     Parameters are not initialised as model/init.py does it; call init_decoder.
     """
@@ -71,7 +71,9 @@ class Decoder(nn.Module):
         super().__init__()
         mine = _checked(config, range(len(config.layers)) if layers is None else layers)
         if head and config.mtp and not embed:
-            raise ValueError("multi-token prediction needs the embedding beside the head")
+            raise ValueError(
+                "with multi-token prediction the stage with the head needs the embedding too"
+            )
         depths = config.mtp if head else ()
         self.config = config
         self.ropes = ropes_of([*(config.layers[index] for index in mine), *depths])
@@ -137,15 +139,15 @@ class Decoder(nn.Module):
         what = "token ids" if self.embed is not None else "hidden states"
         if tuple(x.shape) != wanted:
             raise ValueError(
-                f"this stage wants {what} of shape {wanted} for a context of {ctx.tokens} tokens, "
-                f"not of {tuple(x.shape)}"
+                f"this stage takes {what} of shape {wanted} for a context of {ctx.tokens} tokens, "
+                f"but got shape {tuple(x.shape)}"
             )
         if labels is not None and self.head is None:
-            raise ValueError("labels were given to a stage without a head; it cannot make a loss")
+            raise ValueError("labels were given to a stage without a head, which computes no loss")
         if len(mtp) != (len(self.mtp) if labels is not None else 0):
             raise ValueError(
-                f"this stage predicts at {len(self.mtp)} depths and was given labels for "
-                f"{len(mtp)}; pack with depths={len(self.mtp)}, and give them with the labels"
+                f"this stage has {len(self.mtp)} depths of multi-token prediction, but got labels "
+                f"for {len(mtp)}; pack with depths={len(self.mtp)}, and pass mtp only with labels"
             )
 
 
@@ -157,6 +159,6 @@ def _embedding(config: DecoderConfig) -> nn.Embedding:
 def _checked(config: DecoderConfig, layers: range) -> range:
     if layers.step != 1 or layers.start < 0 or layers.stop > len(config.layers):
         raise ValueError(
-            f"{layers} is no range of layers of this decoder; it has 0 to {len(config.layers) - 1}"
+            f"layers is {layers}, but this decoder has layers 0 to {len(config.layers) - 1}"
         )
     return layers

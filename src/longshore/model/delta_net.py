@@ -1,7 +1,7 @@
 """Gated delta net as a mixer: project, scan (convolution and delta rule), gated norm, project.
 
 In: hidden states (T, C) and the context. Out: (T, C). Parameters are named and laid out as in
-Hugging Face's Qwen3-Next, but for per_head.{A_log, dt_bias}, which stand directly in the mixer
+Hugging Face's Qwen3-Next, but for per_head.{A_log, dt_bias}, which are directly in the mixer
 there. A key head's rows of in_proj_qkvz are its q and k, then v and z of the value heads it serves;
 those of in_proj_ba their b and a. Queries and keys have length 1; a head forgets by
 exp(−exp(A_log)·softplus(a + dt_bias)) and learns by sigmoid(b).

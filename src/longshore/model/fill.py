@@ -2,9 +2,9 @@
 
 In: the tensor's name and shape, a range of rows, a seed. Out: those rows in float32 on the CPU.
 Rows are made in blocks of about 2¹⁸ values, each from a generator of its own, seeded from (seed,
-name, block): a rank makes the blocks its rows lie in and no other.
+name, block): a rank makes only the blocks that contain its rows.
 
-A (4096, 4096) weight has blocks of 64 rows. Rows 100…200 lie in blocks 1, 2 and 3; rows 36…136 of
+A (4096, 4096) weight has blocks of 64 rows. Rows 100…200 are in blocks 1, 2 and 3; rows 36…136 of
 those 192 are returned.
 """
 
@@ -77,7 +77,7 @@ def fill_rows(
 ) -> Tensor:
     """Rows start…stop of the tensor of that shape: normal around `constant`, or it for std 0."""
     if not 0 <= start <= stop <= shape[0]:
-        raise ValueError(f"rows {start} to {stop} of {name} are not among its {shape[0]}")
+        raise ValueError(f"rows {start} to {stop} of {name} do not exist; it has {shape[0]} rows")
     rest = tuple(shape[1:])
     if start == stop or not std:
         return torch.full((stop - start, *rest), constant)

@@ -2,8 +2,8 @@
 
 In: the config, a parameter's name and shape, a range of its rows, a seed. Out: those rows.
 Matrices are normal with the config's init_std, the projections that end a mixer or a feed-forward
-part smaller by sqrt(2·layers), norms 1, biases 0. What a part has beyond that its module says in
-FILLS. Values are made in float32, so a float64 model begins with the same ones.
+part smaller by sqrt(2·layers), norms 1, biases 0. Other parameters of a module are listed in
+its FILLS. Values are made in float32, so a float64 model begins with the same ones.
 
 Rank 1 of 2 owns rows 128…256 of the embedding of a vocabulary of 256:
 

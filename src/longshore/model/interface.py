@@ -88,7 +88,7 @@ class Exchange:
     def rows_before(self, rows: Tensor, count: int) -> Tensor | None:
         """(2·S, count, …): the rows before each chunk of the lane, 0 before a sequence begins.
 
-        None where nothing stands before: the lane holds whole sequences, or count is 0.
+        None if there are no such rows: the lane holds whole sequences, or count is 0.
         """
         return None
 
@@ -116,9 +116,8 @@ class Exchanges:
     def of(self, pack: PackContext) -> Exchange:
         if pack.group.cp_size != 1:
             raise ValueError(
-                f"a pack is shared by {pack.group.cp_size} lanes, and this model knows only its "
-                "own; make it ready for context parallelism with parallelize, or plan with a CP "
-                "size of 1"
+                f"a pack is shared by {pack.group.cp_size} lanes, but this model is not set up for "
+                "context parallelism; call parallelize(model, …), or plan with max_cp=1"
             )
         return Exchange(pack)
 
@@ -150,7 +149,7 @@ class Opaque:
     """A context that a compiled block carries but does not look into.
 
     torch.compile reads every field of a frozen dataclass that it meets (torch 2.11 does), and would
-    compile a block anew for each number of sequences; a plain object it passes on as it is.
+    recompile a block for each number of sequences; a plain object it passes on as it is.
     """
 
     def __init__(self, ctx: SeqContext) -> None:

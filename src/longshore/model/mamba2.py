@@ -1,7 +1,7 @@
 """Mamba2 as a mixer: project, scan (convolution and state-space scan), gated norm, project.
 
 In: hidden states (T, C) and the context. Out: (T, C). Parameters are named and laid out as in
-Hugging Face's Mamba2 and Nemotron-H, but for per_head.{A_log, dt_bias, D}, which stand directly in
+Hugging Face's Mamba2 and Nemotron-H, but for per_head.{A_log, dt_bias, D}, which are directly in
 the mixer there. in_proj gives the gate z, then x, B and C, which are convolved, then a step dt of
 each head; steps are softplus(dt + dt_bias) within the config's limits.
 

@@ -1,10 +1,10 @@
-"""Multi-token prediction: modules behind the decoder, one after the other, as in DeepSeek-V3.
+"""Multi-token prediction: modules after the decoder, one after the other, as in DeepSeek-V3.
 
 In: the normed hidden states (T, C) that the head saw at the depth before, and the embeddings (T, C)
 of the tokens d places on. Out: normed hidden states, for the head and for the next depth. That is
 how the weights of DeepSeek-V3 are used: what follows the decoder's last norm goes in. Embedding and
-head are the decoder's own. Which token lies d places on was settled while sequences
-were whole (data/pack.py), so nothing is shifted, and no lane asks another for a token.
+head are the decoder's own. The tokens d places on were picked while sequences were
+whole (data/pack.py), so nothing is shifted here, and lanes exchange no tokens.
 
 At depth 1 position 3 joins its state with the embedding of token 4 and predicts token 5. Position 5
 of a sequence of 6 has no token to join: it runs along, and no loss, no expert and no count of
@@ -38,7 +38,7 @@ class MTPDepth(nn.Module):
         self.norm = RMSNorm(width, norm)
 
     def compile(self, **options: Any) -> None:  # noqa: ANN401
-        """Compiles its block; what stands before and behind it is small."""
+        """Compiles its block; the rest is small."""
         self.block.compile(**options)
 
     def forward(

@@ -2,7 +2,7 @@
 
 In: the config of a layer's part. Out: its module, not yet initialised. A new kind is a config in
 arch/, a file with its module, and a line in MIXERS or FEED_FORWARDS; a user's own is registered by
-parallel/apply.py:register_mixer, or register_feed_forward here:
+register_mixer or register_feed_forward:
 
     make_mixer(AttentionConfig(heads=4, kv_heads=2, head_dim=16), 64, norm=Norm(1e-6))   Attention
 
@@ -42,18 +42,18 @@ FEED_FORWARDS: dict[type, Any] = {MLPConfig: MLP, MoEConfig: MoE}
 def register_mixer(config: type, module: type[nn.Module]) -> None:
     """Makes layers of a new kind: its config and its module."""
     if config in MIXERS:
-        raise ValueError(f"{config.__name__} has a module already, {MIXERS[config].__name__}")
+        raise ValueError(f"{config.__name__} is already registered, with {MIXERS[config].__name__}")
     register_config(config)
     MIXERS[config] = module
 
 
 def make_mixer(config: Part, width: int, *, norm: Norm) -> nn.Module:
-    """The mixer of that config behind hidden states of `width`; norm: how its own norms norm."""
+    """The mixer of a config, for hidden states of `width`; norm: the config of its norms."""
     return _module(MIXERS, config, width, norm=norm)
 
 
 def make_feed_forward(config: Part, width: int, *, norm: Norm) -> nn.Module:
-    """The feed-forward part of that config behind hidden states of `width`."""
+    """The feed-forward part of a config, for hidden states of `width`."""
     return _module(FEED_FORWARDS, config, width, norm=norm)
 
 
@@ -61,7 +61,7 @@ def register_feed_forward(config: type, module: type[nn.Module]) -> None:
     """Makes layers with a new feed-forward part: its config and its module."""
     if config in FEED_FORWARDS:
         raise ValueError(
-            f"{config.__name__} has a module already, {FEED_FORWARDS[config].__name__}"
+            f"{config.__name__} is already registered, with {FEED_FORWARDS[config].__name__}"
         )
     register_config(config)
     FEED_FORWARDS[config] = module
@@ -71,7 +71,7 @@ def _module(modules: Mapping[type, Any], config: object, width: int, *, norm: No
     kind = modules.get(type(config))
     if kind is None:
         known = ", ".join(known.__name__ for known in modules)
-        raise ValueError(f"no module for a {type(config).__name__} here; known are {known}")
+        raise ValueError(f"no module is registered for {type(config).__name__}; known are {known}")
     module = kind(config, width, norm=norm)
     assert isinstance(module, nn.Module)
     return module

@@ -5,7 +5,7 @@ In: projections of the tokens. Out: the scan's outputs. Such a mixer is
     project → convolution with SiLU, then scan, inside each sequence → gated norm → project
 
 A `Scan` says what the recurrence does with convolved parts, gates and numbers of each head. How a
-pack that lanes share is served is chosen anew for each pack:
+pack that lanes share is served is chosen for each pack:
 
 - CP size 1: the scan alone; nothing travels.
 - `heads`: an all-to-all gives each lane all tokens of its share of the heads, with their channels
@@ -65,7 +65,7 @@ class ScanInputs:
     def prepare(
         self, scan: "Scan", bounds: Bounds | None, *, before: Tensor | None = None
     ) -> "Prepared":
-        """The scan over these spans, convolved; before: the rows that stand before each span."""
+        """The scan over these spans, convolved; before: the rows before each span."""
         convolved_TC = causal_conv(
             self.mixed, self.taps, self.bias, bounds=bounds, before=before, activation=True
         )
@@ -155,7 +155,7 @@ def over_heads(inputs: ScanInputs, cp_size: int, *, kind: ScanKind) -> bool:
     if kind == "auto":
         return False
     raise ValueError(
-        f"a scan over heads: CP size {cp_size} cannot share out {heads} heads with parts of "
+        f"parallel.scan='heads': CP size {cp_size} cannot split {heads} heads with parts of "
         f"{', '.join(map(str, parts))} heads; plan with other CP sizes, or use "
         "parallel.scan='states'"
     )

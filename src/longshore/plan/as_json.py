@@ -112,9 +112,9 @@ def advice(stats: Stats, setting: PlanSetting) -> str:
         )
     if max(idle, stats.bubble, stats.padding) < WORTH_MENTIONING:
         if not any(size > 1 for size, _ in stats.cp_histogram):
-            return "Look at the rounds: packs cost time each; a larger --capacity needs fewer."
+            return "Look at the packs: each has a fixed cost, and a larger --capacity needs fewer."
         return (
-            "Look at the CP sizes: most of what is lost is exchange between lanes that share a "
+            "Look at the CP sizes: most of the loss is communication between lanes that share a "
             "pack; with more sequences in a step or a larger --capacity fewer are split."
         )
     if stats.bubble >= max(idle, stats.padding):

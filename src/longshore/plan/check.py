@@ -4,7 +4,7 @@ In: a Plan. Out: nothing, or a ValueError that names the first promise broken an
 no arithmetic with the planner: padding, alignment and legality are computed here again.
 
 check_step(plan, sequences, lanes=…) verifies besides that the plan is of the step that was asked
-for. data/steps.py calls it for every plan, whoever made it: it costs a few percent of make_plan.
+for. data/steps.py calls it for every plan of any planner: it costs a few percent of make_plan.
 """
 
 from collections.abc import Sequence as Seq
@@ -20,19 +20,19 @@ def check_step(plan: Plan, sequences: Seq[Sequence], *, lanes: int) -> None:
         raise ValueError(f"the planner returned {type(plan).__name__}; it must return a Plan")
     if plan.setting.lanes != lanes:
         raise ValueError(
-            f"plan: it is for {plan.setting.lanes} lanes, and the run has {lanes}; give the "
+            f"the plan is for {plan.setting.lanes} lanes, but the run has {lanes}; give the "
             "planner the lanes of the topology"
         )
     if len(plan.sequences) != len(sequences):
         raise ValueError(
-            f"plan: it has {len(plan.sequences)} sequences, and the step has {len(sequences)}; "
-            "a planner must take all that it is given"
+            f"the plan has {len(plan.sequences)} sequences, but the step has {len(sequences)}; "
+            "a planner must keep every sequence"
         )
     for place, (has, given) in enumerate(zip(plan.sequences, sequences, strict=True)):
         if has != given:
             raise ValueError(
-                f"sequence {place}: the plan says {has}, and the planner was given {given}; it "
-                "must keep them as they are, in their order"
+                f"sequence {place}: the plan has {has}, but the planner was given {given}; a "
+                "planner must not change or reorder sequences"
             )
     check(plan)
 
@@ -45,17 +45,17 @@ def check(plan: Plan) -> None:
     check_rounds(plan.rounds, setting=setting, lengths=lengths)
     if setting.vpp > 1 and len(plan.rounds) % setting.pp:
         raise ValueError(
-            f"plan: {len(plan.rounds)} rounds, and an interleaved pipeline of "
-            f"{setting.pp} ranks needs a multiple of that"
+            f"the plan has {len(plan.rounds)} rounds, but an interleaved pipeline of "
+            f"{setting.pp} ranks needs a multiple of {setting.pp}"
         )
 
 
 def check_rounds(rounds: Seq[Round], *, setting: PlanSetting, lengths: Seq[int]) -> None:
     """Raises ValueError unless the rounds hold each sequence once, within every limit."""
     if not rounds:
-        raise ValueError("plan: it has no rounds; even a step without work has one")
+        raise ValueError("the plan has no rounds; even a step without work has one")
     if not lengths:
-        raise ValueError("plan: it has no sequences; a step has at least one")
+        raise ValueError("the plan has no sequences; a step has at least one")
     _each_sequence_once(rounds, len(lengths))
     sizes = [max(lengths)] * len(lengths) if setting.planned_by.pads_to_longest else lengths
     for number, round_ in enumerate(rounds):
@@ -90,18 +90,25 @@ def _each_sequence_once(rounds: Seq[Round], sequences: int) -> None:
             times[place] += 1
     for place, count in enumerate(times):
         if count != 1:
-            raise ValueError(f"sequence {place}: it is in the plan {count} times, not once")
+            raise ValueError(
+                f"sequence {place}: it is in the plan {count} times; it must be there once"
+            )
 
 
 def _legal_group(setting: PlanSetting, pack: Pack, where: str) -> None:
     if not pack.sequences:
-        raise ValueError(f"{where}: a pack without sequences is listed")
+        raise ValueError(f"{where}: a pack has no sequences; leave it out")
     if pack.cp_size not in setting.cp_sizes:
-        raise ValueError(f"{where}: CP size {pack.cp_size} is not legal")
+        legal = ", ".join(map(str, setting.cp_sizes))
+        raise ValueError(f"{where}: CP size {pack.cp_size} is not legal; legal are {legal}")
     if pack.first_lane % pack.cp_size:
-        raise ValueError(f"{where}: a group of {pack.cp_size} lanes is not aligned")
+        raise ValueError(
+            f"{where}: a pack of CP size {pack.cp_size} must start at a multiple of {pack.cp_size}"
+        )
     if pack.first_lane < 0 or pack.first_lane + pack.cp_size > setting.lanes:
-        raise ValueError(f"{where}: a group of {pack.cp_size} leaves the {setting.lanes} lanes")
+        raise ValueError(
+            f"{where}: a pack of CP size {pack.cp_size} does not fit there on {setting.lanes} lanes"
+        )
 
 
 def _honest_tokens(pack: Pack, lengths: Seq[int], where: str) -> None:
@@ -112,23 +119,23 @@ def _honest_tokens(pack: Pack, lengths: Seq[int], where: str) -> None:
         total += length if length % chunk == 0 else length + chunk - length % chunk
     if total != pack.tokens_per_lane * pack.cp_size:
         raise ValueError(
-            f"{where}: says {pack.tokens_per_lane} tokens a lane, but {total} padded tokens are "
-            f"split over {pack.cp_size}"
+            f"{where}: tokens_per_lane is {pack.tokens_per_lane}, but the pack has {total} padded "
+            f"tokens on {pack.cp_size} lanes"
         )
 
 
 def _ordered(round_: Round, number: int) -> None:
     keys = [(-pack.cp_size, pack.first_lane) for pack in round_.packs]
     if keys != sorted(keys):
-        raise ValueError(f"round {number}: packs are not by falling CP size, then by first lane")
+        raise ValueError(f"round {number}: packs must be sorted by CP size, largest first")
     if len(set(keys)) < len(keys):
-        raise ValueError(f"round {number}: a group has two packs")
+        raise ValueError(f"round {number}: two packs have the same lanes; join them")
 
 
 def _lanes_within_limits(
     setting: PlanSetting, round_: Round, number: int, *, sequences: int
 ) -> None:
-    # What each pack adds at its first lane goes again behind its last.
+    # Differences between neighbouring lanes: a pack adds at its first, subtracts after its last.
     change = np.zeros((setting.lanes + 1, 3), dtype=np.int64)
     rows = [(pack.tokens_per_lane, len(pack.sequences), 1) for pack in round_.packs]
     adds = np.array(rows, dtype=np.int64).reshape(-1, 3)
@@ -146,8 +153,8 @@ def _lanes_within_limits(
         where = f"round {number}, lane {lane}"
         if too_much[lane]:
             raise ValueError(
-                f"{where}: {tokens[lane]} tokens, and the capacity is {setting.capacity}"
+                f"{where}: {tokens[lane]} tokens, but the capacity is {setting.capacity}"
             )
         if too_many[lane]:
-            raise ValueError(f"{where}: {count[lane]} sequences, and at most {most} are allowed")
-        raise ValueError(f"{where}: {packs[lane]} packs, and policy {setting.policy} allows one")
+            raise ValueError(f"{where}: {count[lane]} sequences, but at most {most} are allowed")
+        raise ValueError(f"{where}: {packs[lane]} packs, but policy {setting.policy} allows one")

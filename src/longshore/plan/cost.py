@@ -61,7 +61,7 @@ class CostProfile:
                 )
         if self.linear == 0 and self.quadratic == 0:
             raise ValueError(
-                "cost profile: linear and quadratic are both 0, so no plan costs anything"
+                "cost profile: linear and quadratic are both 0; at least one must be positive"
             )
         if self.node < 1:
             raise ValueError(f"cost profile: node is {self.node}; a node has at least 1 lane")
@@ -70,11 +70,11 @@ class CostProfile:
         return {**asdict(self), "gather": list(self.gather)}
 
     def on_ranks(self, *, tp: int, pp: int) -> "CostProfile":
-        """Of a lane's GPU when the model this is the cost of is split over tp × pp of them.
+        """The profile of one GPU when the model is split over the tp × pp GPUs of a lane.
 
         Each does its part of the arithmetic, and fetches its part of what a lane gathers. A pack
-        costs the launches of a stage's layers, which tensor parallelism does not make fewer. A node
-        has room for fewer lanes. What TP and PP themselves exchange is left out.
+        costs the kernel launches of a stage's layers, as many with tensor parallelism. A node has
+        fewer lanes. The communication of TP and PP is left out.
         """
         each = tp * pp
         return CostProfile(
@@ -127,7 +127,7 @@ def parse_profile(data: object, name: str) -> CostProfile:
     keys = list(CostProfile.__slots__)
     if not isinstance(data, dict) or sorted(data) != sorted(keys):
         raise ValueError(
-            f"cost profile {name}: must be an object with just the keys {', '.join(keys)}"
+            f"cost profile {name}: must be an object with exactly the keys {', '.join(keys)}"
         )
     gather = data["gather"]
     if not isinstance(gather, list) or len(gather) != 2:
@@ -140,7 +140,9 @@ def parse_profile(data: object, name: str) -> CostProfile:
         if value > LARGEST:
             raise ValueError(f"cost profile {name}: {key} is more than {LARGEST}")
     if not 1 <= data["node"] < 1 << 30 or data["node"] != int(data["node"]):
-        raise ValueError(f"cost profile {name}: node is {data['node']}; it counts lanes")
+        raise ValueError(
+            f"cost profile {name}: node is {data['node']}; it must be a whole number of lanes"
+        )
     return CostProfile(
         linear=float(data["linear"]),
         quadratic=float(data["quadratic"]),
@@ -156,7 +158,7 @@ class CostTable:
 
     `cost[i, j]` quanta and `tokens[i, j]` tokens fall on each lane when sequence i runs at
     `sizes[j]`. One second is `scale` quanta, a power of two chosen so that no sum over all
-    sequences and lanes leaves 64 bits and the costliest sequence takes about 2^40 quanta.
+    sequences and lanes leaves 64 bits and the most expensive sequence takes about 2^40 quanta.
     """
 
     def __init__(self, lengths: Ints, *, sizes: tuple[int, ...], profile: CostProfile) -> None:

@@ -27,12 +27,12 @@ def legal_cp_sizes(
         raise SettingError("{cp_sizes} is {given!r}; it may be 'pow2' or 'any'", given=kind)
     if kind == "any" and lanes > ANY_SIZE_LANES:
         raise SettingError(
-            f"{{cp_sizes}}='any' works up to {ANY_SIZE_LANES} lanes and there are {lanes}; use "
+            f"{{cp_sizes}}='any' works up to {ANY_SIZE_LANES} lanes, but there are {lanes}; use "
             "'pow2'"
         )
     if not 1 <= min_cp <= highest:
         raise SettingError(
-            f"{{min_cp}} is {min_cp}, which must lie between 1 and {{max_cp}} ({highest})"
+            f"{{min_cp}} is {min_cp}; it must be between 1 and {{max_cp}} ({highest})"
         )
     if highest > lanes:
         raise SettingError(f"{{max_cp}} is {highest}, but there are only {lanes} lanes")
@@ -43,8 +43,8 @@ def legal_cp_sizes(
     if not legal:
         dividing = f" that divides the {heads} heads" if heads and between else ""
         raise SettingError(
-            f"no legal CP size{dividing} lies between {{min_cp}} {min_cp} and {{max_cp}} {highest} "
-            f"on {lanes} lanes; widen the two, or allow {{cp_sizes}}='any'"
+            f"no CP size{dividing} is legal from {{min_cp}} {min_cp} to {{max_cp}} {highest} on "
+            f"{lanes} lanes; widen this range, or set {{cp_sizes}}='any'"
         )
     return legal
 

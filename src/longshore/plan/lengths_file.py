@@ -119,7 +119,7 @@ def parse_lengths(lines: Iterable[str], name: str) -> Lengths:
     elif rows:
         _refuse_unknown_header(*rows[0], name)
     if not rows:
-        raise ValueError(f"{name}: has no lengths")
+        raise ValueError(f"{name}: contains no lengths")
     for number, cells in rows:
         _check_columns(cells, header, f"{name} line {number}")
     return Lengths(
@@ -163,7 +163,7 @@ def _check_columns(cells: list[str], header: list[str], where: str) -> None:
             "a file has one length a line, or the header 'length,pack' and two columns"
         )
     if not all(cells[1:]):
-        raise ValueError(f"{where}: its pack has no label")
+        raise ValueError(f"{where}: the name of its pack, the second column, is empty")
 
 
 def _length(text: str, where: str) -> int:

@@ -42,7 +42,7 @@ def make_order(rounds: int, *, pp: int, vpp: int) -> Order:
     """1F1B for one stage per rank, interleaved 1F1B for several; one list for each rank."""
     for name, value in (("rounds", rounds), ("pp", pp), ("vpp", vpp)):
         if value < 1:
-            raise SettingError(f"{{{name}}} is {value}; an order needs at least 1")
+            raise SettingError(f"{{{name}}} is {value}; it must be at least 1")
     if vpp == 1:
         return one_forward_one_backward(rounds, pp=pp)
     return interleaved(rounds, pp=pp, vpp=vpp)

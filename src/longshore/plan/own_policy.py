@@ -9,9 +9,7 @@ checked before it is used, and what is wrong is a ValueError that names the poli
 on 2 lanes with the lengths 6 and 3 makes two rounds, each of one pack at CP size 2.
 """
 
-import importlib
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import index
 
@@ -20,9 +18,7 @@ from longshore.plan.check import check_rounds
 from longshore.plan.policy import POLICIES, Policy
 from longshore.plan.task import Choice, Rounds, Task, make_pack
 from longshore.plan.types import Pack, Round
-
-FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-"""package.module:function"""
+from longshore.user_code import FUNCTION_NAME, load_function
 
 
 class OwnChoice:
@@ -72,14 +68,16 @@ class OwnChoice:
         most = len(self._task.lengths) - 1
         for place in places:
             if not 0 <= place <= most:
-                raise ValueError(f"there is no sequence {place}; they go from 0 to {most}")
+                raise ValueError(
+                    f"there is no sequence {place}; sequences are numbered 0 to {most}"
+                )
         self._check_legal(index(cp_size))
         return make_pack(self._task, index(first_lane), index(cp_size), places)
 
     def _check_legal(self, cp_size: int) -> None:
         if cp_size not in self._task.cp_sizes:
             legal = ", ".join(map(str, self._task.cp_sizes))
-            raise ValueError(f"CP size {cp_size} is not legal; legal here are {legal}")
+            raise ValueError(f"CP size {cp_size} is not legal; legal are {legal}")
 
 
 @contextmanager
@@ -88,20 +86,20 @@ def _only_whole_numbers(pack: str) -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        raise ValueError(f"a pack is {pack}, in whole numbers ({error})") from error
+        raise ValueError(f"a pack must be {pack}, all integers ({error})") from error
 
 
 def load_policy(name: str) -> Policy:
     """The registered policy, or that of a user's function."""
     if isinstance(name, str) and name in POLICIES:
         return POLICIES[name]
-    if not isinstance(name, str) or not FUNCTION.fullmatch(name):
+    if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
         raise SettingError(
-            "{policy} is {given!r}; it may be {names}, or a function of yours as module:function",
+            "{policy} is {given!r}; it must be {names}, or your own function as module:function",
             given=name,
             names=", ".join(POLICIES),
         )
-    function = _imported(name)
+    function = load_function(name, "policy")
 
     def run(task: Task, choice: Choice) -> None:
         try:
@@ -113,19 +111,3 @@ def load_policy(name: str) -> Policy:
             raise SettingError("{policy} {name}: {problem}", name=name, problem=problem) from error
 
     return Policy(name, run, fixed_packs=True, about="a function of the user's")
-
-
-def _imported(name: str) -> Callable[[Task, OwnChoice], None]:
-    module, _, function = name.partition(":")
-    try:
-        policy = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise SettingError(
-            "{policy} is {given!r}, which cannot be imported ({problem}); start where the module "
-            "lies, or install it",
-            given=name,
-            problem=str(error),
-        ) from error
-    if not callable(policy):
-        raise SettingError("{policy} is {given!r}, which is not a function", given=name)
-    return policy  # type: ignore[no-any-return]

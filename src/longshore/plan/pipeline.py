@@ -3,7 +3,7 @@
 In: rounds, their costs, the pipeline size and the stages per rank. Out: the same work as rounds
 that interleaving accepts (a multiple of pp when vpp > 1), arranged so that the simulated step is
 short. Everything is tried on the simulator, and the result is never slower than the rounds with
-work as they came, with the empty ones they need behind them.
+work as they came, followed by the empty ones they need.
 
 Rounds of heights 9, 3 and 3 on two ranks of one stage take 24 quanta, 15 of work and 9 of bubble;
 as 3, 9, 3 they take 21. With two stages per rank a fourth round is needed: with an empty one at the

@@ -126,7 +126,7 @@ def _refuse_deadlock(order: Order, ends: list[list[int]]) -> None:
         if len(ended) < len(actions):
             stuck = actions[len(ended)]
             raise ValueError(
-                f"the order cannot run: rank {rank} waits for ever before its action {len(ended)}, "
+                f"the order deadlocks: rank {rank} waits forever before its action {len(ended)}, "
                 f"the {stuck.kind} of round {stuck.round} on stage {stuck.stage}"
             )
 

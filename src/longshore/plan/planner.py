@@ -125,7 +125,7 @@ def _sequence(place: int, entry: int | Sequence) -> Sequence:
 
 
 def _about_sequence(place: int, problem: str, **values: object) -> SettingError:
-    """An error whose `where` a caller may say in its own words, such as a line of a file."""
+    """An error whose `where` a caller may replace, for example by a line of a file."""
     return SettingError(
         f"{{where}}: {problem}", where=f"sequence {place}", sequence=place, **values
     )
@@ -141,7 +141,7 @@ def _whole_numbers(**values: object) -> dict[str, int]:
         if number is None:
             raise SettingError(f"{{{name}}} is {{given!r}}; it must be a whole number", given=value)
         if not 1 <= number <= LARGEST:
-            raise SettingError(f"{{{name}}} is {number}; it must lie between 1 and {LARGEST}")
+            raise SettingError(f"{{{name}}} is {number}; it must be between 1 and {LARGEST}")
         numbers[name] = number
     return numbers
 
@@ -156,7 +156,7 @@ def _index(value: object) -> int | None:
 def _place(value: object) -> int:
     place = _index(value)
     if place is None:
-        raise ValueError(f"packs: {value!r} is not the place of a sequence")
+        raise ValueError(f"packs: {value!r} is not the number of a sequence")
     return place
 
 
@@ -184,13 +184,13 @@ def _task(
 
 def _check_setting(setting: PlanSetting, sequences: tuple[Sequence, ...], cp_size: int) -> None:
     if not sequences:
-        raise ValueError("there are no sequences to plan")
+        raise ValueError("there are no sequences to plan; give at least one length")
     if setting.sync not in ("round", "step"):
         raise SettingError("{sync} is {given!r}; it may be 'round' or 'step'", given=setting.sync)
     if setting.sync == "step" and setting.pp > 1:
         raise SettingError(
             f"{{sync}} 'step' does not work with a pipeline ({{pp}} {setting.pp}), whose ranks "
-            "meet in every round; use {sync} 'round'"
+            "wait for each other in every round; use {sync} 'round'"
         )
     if setting.vpp > 1 and setting.pp == 1:
         raise SettingError(
@@ -203,13 +203,13 @@ def _check_setting(setting: PlanSetting, sequences: tuple[Sequence, ...], cp_siz
         )
     if cp_size and not setting.planned_by.one_cp_size:
         raise SettingError(
-            "{cp_size} is for the policies {names}; with {given!r} limit the sizes with {min_cp} "
-            "and {max_cp}",
+            "{cp_size} works only with the policies {names}; with {given!r} use {min_cp} and "
+            "{max_cp}",
             names=", ".join(policy_names(lambda policy: policy.one_cp_size)),
             given=setting.policy,
         )
     if cp_size and cp_size not in setting.cp_sizes:
-        raise SettingError(f"{{cp_size}} is {cp_size}; legal here are {_listed(setting.cp_sizes)}")
+        raise SettingError(f"{{cp_size}} is {cp_size}; legal are {_listed(setting.cp_sizes)}")
 
 
 def _check_packs(
@@ -218,7 +218,7 @@ def _check_packs(
     if not setting.planned_by.needs_packs:
         if has_packs:
             raise SettingError(
-                "packs are for policy {names}, and {policy} is {given!r}",
+                "packs work only with policy {names}, but {policy} is {given!r}",
                 names=" or ".join(map(repr, policy_names(lambda policy: policy.needs_packs))),
                 given=setting.policy,
             )
@@ -227,20 +227,18 @@ def _check_packs(
     for place in range(sequences):
         if uses[place] != 1:
             raise SettingError(
-                f"{{where}} is in {uses[place]} packs, not in one",
+                f"{{where}} is in {uses[place]} packs; it must be in one",
                 where=f"packs: sequence {place}",
                 sequence=place,
             )
     if unknown := sorted(set(uses) - set(range(sequences))):
-        raise ValueError(
-            f"packs: there is no sequence {unknown[0]}; they go from 0 to {sequences - 1}"
-        )
+        raise ValueError(f"packs: there is no sequence {unknown[0]}; the last is {sequences - 1}")
     for number, pack in enumerate(packs):
         if not pack:
             raise ValueError(f"packs: pack {number} is empty")
         if setting.max_sequences is not None and len(pack) > setting.max_sequences:
             raise SettingError(
-                f"{{where}} has {len(pack)} sequences, and {{max_sequences}} is "
+                f"{{where}} has {len(pack)} sequences, but {{max_sequences}} is "
                 f"{setting.max_sequences}",
                 where=f"packs: pack {number}",
                 pack=number,

@@ -60,4 +60,6 @@ def policy_names(has: Callable[[Policy], bool]) -> tuple[str, ...]:
 
 
 def _cannot_run(*_: object) -> NoReturn:
-    raise ValueError("the policy is not registered; plan/own_policy.py loads one that is not")
+    raise ValueError(
+        "the policy is not registered, so it cannot plan; load your own with load_policy"
+    )

@@ -31,7 +31,7 @@ def chunk_ranges(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, int
     """
     if not 0 <= cp_rank < cp_size:
         raise ValueError(
-            f"cp_rank is {cp_rank}; it must lie between 0 and cp_size − 1 ({cp_size - 1})"
+            f"cp_rank is {cp_rank}; it must be between 0 and cp_size − 1 ({cp_size - 1})"
         )
     if cp_size == 1:
         return [(0, length)]
@@ -130,7 +130,7 @@ def _check_owners(owners: Seq[int], *, sequences: int, lanes: int) -> None:
             inside = False
         if not inside:
             raise ValueError(
-                f"sequence {sequence} is owned by {owner!r}, which is no lane; "
+                f"sequence {sequence} is owned by {owner!r}, which is not a lane; "
                 f"an owner is an integer from 0 to {lanes - 1}"
             )
 

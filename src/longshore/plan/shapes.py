@@ -121,7 +121,7 @@ def make_buckets(capacity: int, *, align: int = 1, count: int = 8) -> tuple[int,
         raise SettingError(f"{{buckets}} is {count}; it must be at least 1")
     most = usable_capacity(capacity, align)
     if most < 1:
-        raise SettingError(f"{{capacity}} {capacity} holds no multiple of {{align}} ({align})")
+        raise SettingError(f"{{capacity}} is {capacity}, less than {{align}} ({align}); raise it")
     sizes = (-(-most * part // (count * align)) * align for part in range(1, count + 1))
     return tuple(sorted(set(sizes)))
 
@@ -144,8 +144,8 @@ def lane_tokens(plan: Plan, number: int, lane: int, *, buckets: Seq[int] = ()) -
     tokens = -(-(tokens or min(EMPTY_TOKENS, most)) // setting.align) * setting.align
     if tokens > most:
         raise ValueError(
-            f"round {number}, lane {lane}: {tokens} tokens, and the capacity is {most} in steps of "
-            f"align ({setting.align}); check(plan) says what is wrong with it"
+            f"round {number}, lane {lane}: {tokens} tokens, but the capacity is {most} (a multiple "
+            f"of align {setting.align}); check(plan) finds what is wrong with the plan"
         )
     return next(size for size in sizes or (tokens,) if size >= tokens)
 
@@ -157,6 +157,6 @@ def check_buckets(buckets: Seq[int], *, capacity: int, align: int) -> tuple[int,
         if size < 1 or size % align or size > most:
             raise SettingError(
                 f"bucket size {size}: it must be a multiple of {{align}} ({align}), at least 1 and "
-                f"at most the capacity ({most}); make_buckets gives such sizes"
+                f"at most the capacity ({most}); make_buckets computes such sizes"
             )
     return tuple(sorted({*buckets, most})) if buckets else ()

@@ -74,7 +74,7 @@ def step_time(costs: Seq[Seq[int]], rounds: Seq[Round], table: CostTable, sync: 
 
     Lanes that meet in a round (all of them in sync `round`, those joined through shared packs in
     sync `step`) start at their latest ready time and end together after their largest cost and the
-    table's `round`. A lane that meets nobody keeps its ready time.
+    table's `round`. A lane without work keeps its ready time.
     """
     if sync == "round":
         return sum(map(max, costs)) + table.round * len(costs)

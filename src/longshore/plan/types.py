@@ -1,4 +1,4 @@
-"""The words of a plan: Plan ⊃ Round ⊃ Pack ⊃ Sequence.
+"""The types of a plan: Plan ⊃ Round ⊃ Pack ⊃ Sequence.
 
 A pack names its sequences by their place in the plan's list. Two sequences of 8 and 3 tokens on 2
 lanes, the first split over both, the second beside it on lane 1, make one round:

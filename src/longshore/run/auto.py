@@ -56,7 +56,7 @@ def resolve(
             recompute=config.train.recompute == "blocks",
             longest=longest,
         )
-        notes.append(f"plan.capacity: {capacity:,} tokens a rank and round")
+        notes.append(f"plan.capacity: {capacity:,} tokens per rank and round")
         notes += [f"  {line}" for line in arithmetic]
     resolved = replace(config, plan=replace(config.plan, capacity=capacity))
     check_longest(resolved, lanes, longest)
@@ -72,7 +72,7 @@ def _shard(
     whole = model_bytes(decoder, lanes=1, shard="none", dtype=dtype).total
     share = f"model and optimizer take {whole / memory:.0%} of a rank's memory"
     if lanes == 1 or whole <= memory / 4:
-        return "none", f"none, every rank holds all: {share}"
+        return "none", f"none, every rank has the whole model: {share}"
     if config.plan.sync == "step":
         return "zero2", f"zero2, because plan.sync is step: {share}"
     return "zero3", f"zero3: {share}"

@@ -49,13 +49,13 @@ def held_out(config: RunConfig) -> RunConfig | None:
         path=data.eval_path,
         mock=data.eval_mock,
         count=data.eval_count,
-        seed=data.seed + 1,  # made-up sequences that are not in training
+        seed=data.seed + 1,  # other synthetic sequences than in training
     )
     return replace(config, data=other, train=replace(config.train, eval_every=0))
 
 
 def text_is_ready(config: RunConfig) -> bool:
-    """Whether no text is left to tokenize: made-up data, a prepared folder, or a full cache."""
+    """Whether no text is left to tokenize: synthetic data, a prepared folder, or a full cache."""
     data, others = config.data, held_out(config)
     ready = not data.path or is_prepared(data.path) or (text_folder(config) / MANIFEST).exists()
     return ready and (others is None or text_is_ready(others))
@@ -124,7 +124,7 @@ class Readable:
         if low < 0 or high >= self.vocab_size:
             raise ValueError(
                 f"{self.name}: sequence {sample.id} has the token id {low if low < 0 else high}, "
-                f"and the model has {self.vocab_size} ids, from 0; use the tokenizer of the model, "
+                f"but the model knows only 0 to {self.vocab_size - 1}; use the model's tokenizer, "
                 "or with model.preset a larger model.vocab_size"
             )
         return sample
@@ -134,7 +134,7 @@ class Readable:
 
 
 def open_sequences(config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
-    """The run's sequences: made up, or from a prepared folder. Text must be prepared already."""
+    """The run's sequences: synthetic, or from a prepared folder. Text must be prepared already."""
     data = config.data
     if data.mock:
         return MockSource(
@@ -146,8 +146,8 @@ def open_sequences(config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
         rejections_of(folder, store.manifest.about).check(data.max_rejected)
     if not store.loss_tokens.any():
         raise ValueError(
-            f"data.path: {data.path} has nothing to learn, no token of {folder} is in the loss; "
-            "data.loss_on=all learns every token"
+            f"data.path: no token of {data.path} has a loss (tokenized: {folder}); it may have no "
+            "assistant turns: data.loss_on=all trains on every token"
         )
     return Readable(store, decoder.vocab_size, name=f"data.path: {folder}")
 
@@ -160,15 +160,15 @@ def batch_size(config: RunConfig) -> BatchSize:
 
 
 def small_data(config: RunConfig, source: IndexedSource) -> list[str]:
-    """A line if a step takes more than all data, so that each step is an epoch."""
+    """A note if a step takes more than all data, so that each step is an epoch."""
     size = batch_size(config)
     has = len(source) if size.unit == "sequences" else int(source.lengths.sum())
     if size.amount <= has:
         return []
     key = "data.batch" if size.unit == "sequences" else "data.batch_tokens"
     return [
-        f"{key} is {size.amount:,}, and the data has only {has:,} {size.unit}: each step is all of "
-        "it, one epoch"
+        f"{key} is {size.amount:,}, but the data have only {has:,} {size.unit}, so each step "
+        "trains on all of them: one epoch"
     ]
 
 
@@ -181,8 +181,8 @@ def count_steps(config: RunConfig, lengths: Ints) -> int:
     steps = sum(batches.steps(epoch) for epoch in range(train.epochs))
     if train.warmup > steps:
         raise ValueError(
-            f"train.warmup is {train.warmup}, and the run has only {steps} "
-            f"step{'s' if steps > 1 else ''}: train.epochs is {train.epochs}, for {len(lengths)} "
-            "sequences; warm up for fewer steps"
+            f"train.warmup is {train.warmup}, but the run has only {steps} "
+            f"step{'s' if steps > 1 else ''} (train.epochs {train.epochs}, {len(lengths)} "
+            "sequences); lower train.warmup"
         )
     return steps

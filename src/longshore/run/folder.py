@@ -26,27 +26,29 @@ SHOWN_RUNS = 5
 
 
 def check_run_folder(folder: str) -> None:
-    """Refuses a folder for the run that is in use, or where none can be made."""
+    """Refuses a folder for the run that is in use, or that cannot be created."""
     path = Path(folder)
     if path.name.count(NUMBER) > 1 or NUMBER in str(path.parent):
-        raise ValueError(f"output.folder is {folder!r}; {NUMBER} may stand once, in its last part")
+        raise ValueError(f"output.folder is {folder!r}; {NUMBER} may be in its last part, once")
     check_new_folder(folder, "output.folder")
 
 
 def check_new_folder(folder: str, key: str) -> None:
-    """Refuses a folder that is in use, or where none can be made. key: where its name stands."""
+    """Refuses a folder that is in use, or that cannot be created. key: that names it."""
     path = Path(folder)
     if path.exists():
         if not path.is_dir():
             raise ValueError(f"{key}: {folder} is a file; name a folder")
         if inside := sorted(entry.name for entry in path.iterdir()):
             raise ValueError(
-                f"{key}: {folder} holds {inside[0]} already; name a new folder, such as "
+                f"{key}: {folder} already contains {inside[0]}; name a new folder, such as "
                 f"{_unused(path)}"
             )
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise ValueError(f"{key}: {folder} cannot be made, {above} is no folder or is protected")
+        raise ValueError(
+            f"{key}: {folder} cannot be created: {above} is not a folder, or is write-protected"
+        )
 
 
 def make_run_folder(folder: str) -> Path:
@@ -63,8 +65,8 @@ def make_run_folder(folder: str) -> Path:
                 check_new_folder(folder, "output.folder")
             return new
     except OSError as error:
-        raise ValueError(f"output.folder: {folder} cannot be made ({error.strerror})") from None
-    raise ValueError(f"output.folder: {folder} finds no free number")
+        raise ValueError(f"output.folder: {folder} cannot be created ({error.strerror})") from None
+    raise ValueError(f"output.folder: no number is free for {folder}; name another folder")
 
 
 def find_run(folder: str) -> Path | None:
@@ -78,7 +80,7 @@ def find_run(folder: str) -> Path | None:
 
 
 def write_config(config: RunConfig, folder: Path) -> None:
-    """At once, so that a folder with half a configuration is never found."""
+    """Atomically: no other process ever reads half a configuration."""
     partial = folder / f".{CONFIG}"
     partial.write_text(config.to_toml(), encoding="utf-8")
     partial.replace(folder / CONFIG)
@@ -123,7 +125,7 @@ def lock_run(run: Path, job: str) -> TextIOWrapper:
 
 
 def job_of(run: Path) -> str | None:
-    """The job that locked the run last; None if nobody ever did."""
+    """The job that locked the run last; None if none ever did."""
     with suppress(OSError):
         return (run / LOCK).read_text(encoding="utf-8")
     return None
@@ -136,7 +138,7 @@ def reached_step(run: Path) -> int | None:
 
 
 def newest_runs(folder: str = "runs") -> str:
-    """The runs in a folder, for one who has to name one: how far each came, and how to resume."""
+    """The newest runs in a folder, for an error: the last step of each, and how to resume."""
     runs = [path.parent for path in Path(folder).glob(f"*/{CONFIG}")]
     newest = sorted(runs, key=lambda run: (-_touched(run), run.name))[:SHOWN_RUNS]
     if not newest:

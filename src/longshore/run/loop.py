@@ -25,7 +25,7 @@ from longshore.train.record import RunRecord
 def train_steps(
     job: TrainingJob, parts: Parts, *, saver: Saver, evaluator: Evaluator | None, record: RunRecord
 ) -> Iterator[StepReport]:
-    """Trains one step for each report that is asked for, from where the saver stands."""
+    """Trains one step for each report that is read, starting from the saver's progress."""
     device = job.topology.device
     return train(
         parts.stepper,
@@ -71,7 +71,7 @@ def _hooks(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BetweenSteps:
-    """Saves, then evaluates, and says where this rank stands."""
+    """Saves, then evaluates, and updates this rank's status."""
 
     job: TrainingJob
     saver: Saver

@@ -1,4 +1,4 @@
-"""Ranks: where a process stands among those of its run, and where they meet.
+"""Ranks: the rank of a process in its run, and the rendezvous of all ranks.
 
 The second of four local ranks is Ranks(1, 4, 1, 4, "file:///tmp/longshore-x/store"); under torchrun
 the last is "env://". Both are what torch.distributed.init_process_group takes as init_method.

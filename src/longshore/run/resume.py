@@ -20,7 +20,7 @@ before and 200 now the run says
     train.steps was 100 and is 200 from here on
 
 A rank that torchrun restarts resumes by itself, but only a run that the same torchrun began, whose
-name stands in the run's lock. No torch until ranks run: `longshore train` checks with it first.
+name is in the run's lock file. No torch until ranks run: `longshore train` checks with it first.
 """
 
 import shutil
@@ -59,7 +59,7 @@ ROOM = 256  # bytes of a path in the first collective
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a run starts: anew, or from an earlier run where there is one."""
+    """How a run starts: as a new one, or from an earlier run where there is one."""
 
     is_asked: bool = False
     """The user wants to resume; otherwise only torchrun has restarted."""
@@ -87,9 +87,9 @@ class OpenRun:
     is_resumed: bool
     """An earlier run is in the folder."""
     changes: tuple[str, ...] = ()
-    """From the earlier run's settings, in words; on rank 0 only."""
+    """Settings that differ from the earlier run's, as text; on rank 0 only."""
     note: str = ""
-    """What else to say, "" for nothing; on rank 0 only."""
+    """Another line for the user, or ""; on rank 0 only."""
     is_forced: bool = False
     """It resumes with other data too."""
 
@@ -106,11 +106,13 @@ def check_output(config: RunConfig, start: Start) -> None:
     if config.output.export:
         check_new_folder(config.output.export, "output.export")
         if Path(config.output.export).absolute() == Path(config.output.folder).absolute():
-            raise ValueError("output.export is output.folder; name a folder of its own")
+            raise ValueError(
+                "output.export and output.folder are the same folder; change one of them"
+            )
 
 
 def changed_settings(config: RunConfig, run: Path) -> list[str]:
-    """What differs from the run's own settings, in words; a ValueError for what may not."""
+    """Settings that differ from the run's own, as text; a ValueError if one must not change."""
     before = load_config(str(run / CONFIG))
     changes = []
     for section, kind in SECTIONS.items():
@@ -121,8 +123,8 @@ def changed_settings(config: RunConfig, run: Path) -> list[str]:
                 continue
             if section == "model" or (section == "data" and field.name not in MAY_CHANGE):
                 raise ValueError(
-                    f"{key} was {was!r} in {run} and is {now!r}; a run resumes with the data and "
-                    "the model it began with, so set it as it was, or leave --resume out"
+                    f"{key} was {was!r} in {run} and is now {now!r}; a run resumes with the data "
+                    "and the model it began with, so set it back, or leave --resume out"
                 )
             changes.append(f"{key} was {was!r} and is {now!r} from here on")
     return changes
@@ -134,9 +136,9 @@ def check_steps(steps: int, config: RunConfig, run: Path) -> None:
     if steps < done:
         epochs = "" if config.train.steps else f", because train.epochs is {config.train.epochs}"
         raise ValueError(
-            f"{run} has done {done} steps, and is to end after {steps}{epochs}; give more to train "
-            f"it further, train.steps={done} to end it where it stands, or leave --resume out to "
-            "begin a new run"
+            f"{run} has already done {done} steps, more than the {steps} asked for{epochs}; raise "
+            f"train.steps to continue, set train.steps={done} to finish it now, or leave --resume "
+            "out to begin a new run"
         )
 
 
@@ -196,7 +198,7 @@ def load_checkpoint(
 ) -> tuple["Progress", list[str]]:
     """Loads the newest checkpoint of a resumed run into its model, optimizer and loader.
 
-    Returns what the run has done, and what to say of it. All ranks call it together.
+    Returns its progress, and notes for the user. All ranks call it together.
     """
     from longshore.distributed.collectives import agreed
     from longshore.train.checkpoint import same_data
@@ -242,13 +244,13 @@ def change_config(config: RunConfig, run: OpenRun, *, step: int) -> None:
     write_config(replace(config, output=replace(config.output, folder=name)), run.folder)
 
 
-def _from_first(words: list[str], groups: "Groups") -> list[str]:
-    """The words of rank 0, on all ranks."""
+def _from_first(texts: list[str], groups: "Groups") -> list[str]:
+    """The texts of rank 0, on all ranks."""
     import torch
 
     from longshore.distributed.collectives import gather_rows
 
-    text = list("\0".join(words).encode())
+    text = list("\0".join(texts).encode())
     rows = torch.tensor(text, dtype=torch.int64, device=groups.device).view(-1, 1)
     first = gather_rows(rows, groups.world, room=ROOM)[0]
     return bytes(first.view(-1).tolist()).decode().split("\0")

@@ -5,14 +5,14 @@ metrics.jsonl, checkpoints/ and weights/. All ranks call `train` together; rank 
 
     train(config, Ranks(rank=0, world_size=1, local_rank=0, local_size=1, rendezvous="file:///…"))
 
-The story, and where each chapter stands:
+The order of a run, and the module of each part:
 
     process.py   the process takes its device and joins the other ranks
     job.py       the sequences are opened (data.py), and what is "auto" is decided (auto.py)
     resume.py    the run's folder is opened, a new one or an earlier run's (folder.py)
     parts.py     the loader (loader.py), the model (model.py) and the checkpoints are built
     resume.py    a resumed run loads its newest checkpoint
-    loop.py      steps are trained; between them the run saves, evaluates and heeds signals
+    loop.py      steps are trained; between them the run saves, evaluates and reacts to signals
     weights.py   after the last step the weights are written
 """
 
@@ -65,7 +65,7 @@ def _run_job(job: TrainingJob, run: OpenRun) -> int:
 def _train_and_save(
     job: TrainingJob, parts: Parts, run: OpenRun, *, start: Progress, notes: list[str]
 ) -> int:
-    """From where the run stands to its last step, or to a signal; returns the steps done."""
+    """From the progress so far to the last step, or to a signal; returns the steps done."""
     output = job.config.output
     saver = Saver(parts.checkpoints, parts.loader, every=output.save_every, start=start)
     recorded = recording(

@@ -223,8 +223,8 @@ class Checkpoints:
                 notes.append(f"warning: {error}; taking the checkpoint before it")
         if newest is not None:
             raise ValueError(
-                f"no checkpoint of {self.run} can be read: {newest}; bring it back, or remove "
-                f"{self.run / 'checkpoints'} to begin anew"
+                f"no checkpoint of {self.run} can be read: {newest}; restore it from a copy, or "
+                f"remove {self.run / 'checkpoints'} to begin again with step 1"
             )
         return None, notes
 
@@ -267,18 +267,18 @@ def same_data(
 ) -> tuple[dict[str, object], list[str]]:
     """A loader's saved state, to resume from with the current data, and notes about it.
 
-    now: what the loader says of its data. Other data are refused, or taken if the user says so.
+    now: how the loader describes its data. Changed data are refused, unless is_forced.
     """
     known = ("sequences", "data")
     if all(state.get(name) == now[name] for name in known):
         return state, []
     was, are = (f"{each.get('sequences')} sequences ({_short(each)})" for each in (state, now))
-    text = f"the data are not those that the run was trained on: they were {was} and are {are}"
+    text = f"the data have changed since the checkpoint: they were {was}, and are now {are}"
     if is_forced:
         return {**state, **{name: now[name] for name in known}}, [f"{text}; --force accepts them"]
     raise ValueError(
-        f"{text}; bring back what data.path or data.mock named then, leave --resume out, or "
-        "resume with these: --resume --force"
+        f"{text}; restore the old data (data.path or data.mock), leave --resume out, or accept "
+        "the new data with --resume --force"
     )
 
 

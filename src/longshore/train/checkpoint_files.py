@@ -115,11 +115,11 @@ def read_index(folder: Path) -> CheckpointIndex:
         raise DamagedError(f"{folder / MARKER} is damaged ({error})") from None
     if index is None:
         raise DamagedError(
-            f"{folder / MARKER} is {version[0]!r}, version {version[1]!r}; this Longshore reads "
-            f"{FORMAT!r}, version {VERSION}"
+            f"{folder / MARKER} has the format {version[0]!r}, version {version[1]!r}; this "
+            f"Longshore reads {FORMAT!r}, version {VERSION}"
         )
     if folder.name != checkpoint_folder(Path(), index.step).name:
-        raise DamagedError(f"{folder / MARKER} is of step {index.step}, its folder is not")
+        raise DamagedError(f"{folder / MARKER} is of step {index.step}, not of its folder's step")
     for name, file in index.files.items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
@@ -137,10 +137,10 @@ def _parse(data: dict[str, Any]) -> CheckpointIndex:
         shape = tuple(int(size) for size in tensor["shape"])
         tensors[name] = SavedTensor(str(tensor["dtype"]), shape, chunks)
         if not _is_complete(tensors[name]):
-            raise ValueError(f"rows of {name} are missing or there twice")
+            raise ValueError(f"rows of {name} are missing or listed twice")
     names = [*files, *(file for tensor in tensors.values() for _, _, file in tensor.chunks)]
     if any(Path(name).name != name or name not in files for name in names):
-        raise ValueError("it names files that are not its own")
+        raise ValueError("it names files outside the checkpoint")
     counts = {name: int(data[name]) for name in ("step", "updates", "ranks")}
     return CheckpointIndex(**counts, loader=dict(data["loader"]), files=files, tensors=tensors)
 

@@ -150,9 +150,9 @@ class _LoadPlanner(DefaultLoadPlanner):
         for name, part in self.parts.items():
             saved = self.metadata.state_dict_metadata.get(name)
             if not isinstance(saved, TensorStorageMetadata):
-                raise ValueError(f"it has no {name}")
+                raise ValueError(f"{name} is missing")
             if saved.size != torch.Size(part.shape):
-                raise ValueError(f"its {name} is {tuple(saved.size)}, and not {part.shape}")
+                raise ValueError(f"{name} has the shape {tuple(saved.size)}, not {part.shape}")
             items += create_read_items_for_chunk_list(name, saved, [part.chunk])
         return LoadPlan(items)
 
@@ -265,7 +265,7 @@ class _Reader(StorageReader):
             try:
                 self._read(self.folder / name, items, planner)
             except SafetensorError as error:
-                raise ValueError(f"{name} is broken: {error}") from None
+                raise ValueError(f"{name} is damaged: {error}") from None
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -280,7 +280,7 @@ class _Reader(StorageReader):
                     start = item.storage_offsets[0]
                     rows = file.get_slice(name)[start : start + item.lengths[0]]
                 if rows.shape != target.shape:
-                    raise ValueError(f"{path.name} is broken: {name} has the shape {rows.shape}")
+                    raise ValueError(f"{path.name} is damaged: {name} has the shape {rows.shape}")
                 target.copy_(rows)
                 planner.commit_tensor(item, target)
 

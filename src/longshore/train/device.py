@@ -19,7 +19,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, 
 def pick_device(asked: str, local_rank: int) -> torch.device:
     """asked: auto, cpu or cuda."""
     if asked == "cuda" and not torch.cuda.is_available():
-        raise ValueError("train.device is 'cuda', and torch finds no GPU; use train.device=cpu")
+        raise ValueError("train.device is 'cuda', but torch finds no GPU; use train.device=cpu")
     if asked == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())

@@ -50,12 +50,11 @@ def explain(run: Path, stepper: Stepper, step: Step, result: StepResult) -> str:
     if not tokens:
         own = f", or look at train.loss={name}" if (name := stepper.loss.name) else ""
         return f"{written}; lower train.lr, or set train.clip{own}"
-    places = [f"the {t.of} at sequence {t.sequence}, position {t.position}" for t in tokens[:SHOWN]]
-    more = f" and at {len(tokens) - SHOWN} more" if len(tokens) > SHOWN else ""
+    places = [f"its {t.of} at sequence {t.sequence}, position {t.position}" for t in tokens[:SHOWN]]
+    more = f" and {len(tokens) - SHOWN} more" if len(tokens) > SHOWN else ""
     return (
-        f"{written}; train.loss={stepper.loss.name} made {', '.join(places)}{more} not finite, "
-        "where the model's own loss is: look at what the function divides by, or takes a logarithm "
-        "or a root of"
+        f"{written}; train.loss={stepper.loss.name} is not finite where the model's own loss is: "
+        f"{', '.join(places)}{more}; look at the function's divisions, logarithms and roots"
     )
 
 

@@ -20,11 +20,10 @@ every operation of the function a NaN computed from a gradient of 0 becomes 0 ag
 w 2 0 1 and the mask 1 0 1, `nll / w` gives 1 0 5 and the gradient 1/2 0 1.
 """
 
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +31,7 @@ from torch import Tensor
 from longshore.batch import MicroBatch, Targets
 from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Groups
+from longshore.user_code import load_function
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
 NONE = -1
@@ -141,12 +141,12 @@ def masked_sum(values_T: Tensor, targets: Targets) -> Tensor:
 
 def make_loss(function: str = "", count: str = "tokens") -> Loss:
     """From names. function: "" is nll. count: "tokens", "sequences" or a function."""
-    per_token = named_function(function, "train.loss") if function else None
+    per_token = load_function(function, "loss") if function else None
     if count == "tokens":
         return Loss(per_token, _tokens, function)
     if count == "sequences":
         return Loss(per_token, _sequences, function)
-    divisor = _UserCount(named_function(count, "train.loss_count"), count)
+    divisor = _UserCount(load_function(count, "loss_count"), count)
     return Loss(per_token, divisor, function)
 
 
@@ -172,22 +172,7 @@ class _UserCount:
         if not math.isfinite(divisor):
             raise ValueError(
                 f"train.loss_count={self.name}: its sum over all ranks and rounds of the step is "
-                f"{divisor}; it must be finite, so leave out tokens without loss by torch.where, "
-                "not by multiplying with the mask"
+                f"{divisor}; it must be finite, so mask tokens without loss with torch.where, not "
+                "by multiplication"
             )
         return divisor
-
-
-def named_function(name: str, what: str) -> Callable[..., Any]:
-    """The function that "package.module:function" names."""
-    module, _, function = name.partition(":")
-    try:
-        target = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{what} is {name!r}, which cannot be imported ({error}); "
-            "write module:function, with the module on PYTHONPATH"
-        ) from error
-    if not callable(target):
-        raise ValueError(f"{what} is {name!r}, which is not a function")
-    return target  # type: ignore[no-any-return]

@@ -115,7 +115,7 @@ def append_line(file: int, text: str, path: Path) -> None:
     except OSError as error:
         raise OSError(error.errno, reason(error), str(path)) from None
     if written < len(line):
-        raise OSError(errno.ENOSPC, f"it took {written} of {len(line)} bytes", str(path))
+        raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were written", str(path))
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -143,7 +143,7 @@ def cut_steps(path: Path, last: int) -> list[str]:
             content = file.read()
         write_atomically(path, b"".join(content[start:stop] for start, stop in kept))
     count = broken.count(b"\n")
-    text = f"warning: {path}: lines that cannot be read ({count}) are now in {path.name}.unreadable"
+    text = f"warning: {path}: {count} unreadable line(s) were moved to {path.name}.unreadable"
     return [text] if broken else []
 
 

@@ -286,7 +286,9 @@ class _Peers:
         limit = max(STUCK_S, SLOWER * status.longest_s)
         if status.phase == SAVING or status.unmoved_s < limit:
             return ""
-        state = self.watch.description() if self.watch is not None else f"it waits: {status.phase}"
+        state = (
+            self.watch.description() if self.watch is not None else f"it hangs in {status.phase}"
+        )
         return f"ended without a checkpoint of this step: {state}; {last_saved(status.folder)}"
 
 
@@ -296,7 +298,7 @@ def is_time_out(text: str) -> bool:
 
 
 def gave_up(folder: str) -> str:
-    return f"the others gave up (parallel.timeout_min); {last_saved(folder)}"
+    return f"the others gave up after parallel.timeout_min minutes; {last_saved(folder)}"
 
 
 def _print_line(text: str) -> None:

@@ -5,8 +5,8 @@ Out: the shard of the shifted pack, and its sum.
 
 Each sequence is shifted on its own: a position takes what the next one of its sequence holds, and
 the last real position and all padding take the fill value. Without CP, [1 2 3 | 4 5] becomes
-[2 3 0 | 5 0]. With cp_size 2 a sequence t0 … t6, padded to 8, lies in chunks of 2, lane 0 holding
-chunks 0 and 3 and lane 1 chunks 1 and 2:
+[2 3 0 | 5 0]. With cp_size 2 a sequence t0 … t6, padded to 8, has chunks of 2; lane 0 holds
+chunks 0 and 3, lane 1 chunks 1 and 2:
 
     lane 0   t0 t1 | t6  –   becomes   t1 t2 | 0  0     t2 came from lane 1
     lane 1   t2 t3 | t4 t5   becomes   t3 t4 | t5 t6    t6 came from lane 0
@@ -64,7 +64,7 @@ def shift(
 
     real, padded: cumulative lengths of the pack's sequences over all lanes, from 0, without and
     with padding, as integers or as a CPU tensor. `real` decides where a sequence ends, `padded`
-    where its rows lie. group: the CP group, or None where one lane holds the whole pack.
+    where its rows are. group: the CP group, or None where one lane holds the whole pack.
     """
     if by != -1:
         raise ValueError(f"cannot shift by {by}; only −1, left by one token, is possible")
@@ -72,8 +72,8 @@ def shift(
     rows = shift_rows(real, padded, cp_rank=cp_rank, cp_size=cp_size)
     if len(shard) != rows.rows:
         raise ValueError(
-            f"the shard has {len(shard)} rows, times cp_size {cp_size} makes "
-            f"{len(shard) * cp_size}; the last padded boundary is {rows.rows * cp_size}"
+            f"the shard has {len(shard)} rows, but the padded boundaries give each of {cp_size} "
+            f"lanes {rows.rows}"
         )
     shifted = _apply(_Left, shard, Route(rows, shard.device, group), fill)
     return shifted, shifted.sum()
@@ -87,7 +87,7 @@ def shift_rows(real: Cumulative, padded: Cumulative, *, cp_rank: int, cp_size: i
     first = np.cumsum(own) - own
     middle, end = first + chunk, first + own
     filled = (_past(first, middle, lengths - early), _past(middle, end, lengths - late))
-    # A head travels if it is real: if its position lies before the end of its sequence.
+    # A head travels if it is real: if its position is before the end of its sequence.
     before, after = cp_rank - 1, cp_rank + 1
     sent = {before: first[early < lengths], after: middle[late < lengths]}
     received = {before: end[late + chunk < lengths] - 1, after: middle[early + chunk < lengths] - 1}
@@ -125,7 +125,7 @@ class Route:
 
     def __init__(self, rows: ShiftRows, device: torch.device, group: ProcessGroup | None) -> None:
         self.rows, self.group = rows, group
-        # Below a filled or received row lies one that gets no gradient from it.
+        # The row below a filled or received row gets no gradient from it.
         below = np.concatenate([rows.filled, rows.received]) + 1
         parts = (rows.filled, rows.sent, rows.received, below[below < rows.rows])
         joined = torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
@@ -186,13 +186,13 @@ def _lengths(real: Cumulative, padded: Cumulative, cp_size: int) -> tuple[Ints, 
     if len(offsets[0]) != len(offsets[1]):
         raise ValueError(
             f"there are {len(offsets[0])} real and {len(offsets[1])} padded boundaries; "
-            "give one more than there are sequences of each"
+            "give both for the same sequences: one more than their number"
         )
     lengths, spaces = np.diff(offsets[0]), np.diff(offsets[1])
     if len(short := np.flatnonzero(lengths > spaces)):
         at = short[0]
         raise ValueError(
-            f"sequence {at} has {lengths[at]} real tokens and only {spaces[at]} with padding"
+            f"sequence {at} has {lengths[at]} real tokens, but is padded to only {spaces[at]}"
         )
     step = 2 * cp_size
     if cp_size > 1 and len(odd := np.flatnonzero(spaces % step)):
@@ -206,12 +206,12 @@ def _lengths(real: Cumulative, padded: Cumulative, cp_size: int) -> tuple[Ints, 
 def _offsets(name: str, given: Cumulative) -> Ints:
     if isinstance(given, Tensor) and given.device.type != "cpu":
         raise ValueError(
-            f"the {name} boundaries are on {given.device}; give them on the CPU, so that nothing "
-            "waits for the device"
+            f"the {name} boundaries are on {given.device}; give them on the CPU: reading them "
+            "would wait for the device"
         )
     offsets = given.numpy() if isinstance(given, Tensor) else np.asarray(given)
     if offsets.ndim != 1 or not len(offsets) or offsets.dtype.kind not in "iu":
         raise ValueError(f"the {name} boundaries must be integers in one row, starting with 0")
     if offsets[0] != 0 or (np.diff(offsets) < 0).any():
-        raise ValueError(f"the {name} boundaries must start at 0 and never fall; got {given}")
+        raise ValueError(f"the {name} boundaries must start at 0 and never decrease; got {given}")
     return offsets.astype(np.int64)
