@@ -146,7 +146,7 @@ def test_expanded_and_transposed_gradients_are_taken():
         (4, 8, torch.bfloat16, "rows of 4 numbers are not a multiple of 16 bytes"),
         (8, 4, torch.bfloat16, "rows of 4 numbers are not a multiple of 16 bytes"),
         (6, 8, torch.float32, "rows of 6 numbers are not a multiple of 16 bytes"),
-        (4, 8, torch.float64, "it takes float32 and bfloat16, not torch.float64"),
+        (4, 8, torch.float64, "the grouped product takes float32 and bfloat16, not torch.float64"),
     ],
 )
 def test_what_the_grouped_product_takes(width, inner, dtype, refusal):

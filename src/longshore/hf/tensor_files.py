@@ -41,7 +41,7 @@ class TensorFiles:
             handle = _open(path)
             names = set(handle.keys())
             if absent := sorted(promised - names):
-                raise ValueError(f"{path} has no tensor {absent[0]}, which the index promises")
+                raise ValueError(f"{path} has no tensor {absent[0]}, which the index lists there")
             for name in sorted(names):
                 if name in self._handles or where.get(name, path) != path:
                     raise ValueError(_duplicate(name, path, where.get(name)))
@@ -117,15 +117,17 @@ def _files(folder: Path, stem: str) -> dict[Path, set[str]]:
             )
         files.setdefault(folder / file, set()).add(name)
     if absent := sorted(path.name for path in files if not path.is_file()):
-        raise ValueError(f"{folder} is not complete: {', '.join(absent)} of the index is missing")
+        raise ValueError(
+            f"{folder} is incomplete: the index lists {', '.join(absent)}, which is missing"
+        )
     return files
 
 
 def _duplicate(name: str, path: Path, promised: Path | None) -> str:
     where = f"the index says it is in {promised.name}" if promised else "another file has it too"
     return (
-        f"{path} holds the tensor {name}, and {where}; two copies may differ, so remove one, or "
-        "fetch the model again"
+        f"{path} has the tensor {name}, but {where}; two copies may differ, so remove one, or "
+        "download the model again"
     )
 
 
