@@ -9,7 +9,7 @@ statistics per token, 5,672 bytes; with recomputation 64 values, 256 bytes.
 The model: weights and gradients in float32 (float64 for float64), two moments of the optimizer, and
 a copy of the weights in `dtype` where that is smaller. How lanes share it:
 
-    zero3   weights, gradients, moments sharded; two blocks and the ends are gathered temporarily
+    zero3   weights, gradients, moments sharded; two blocks, embedding and head are gathered
     zero2   weights and gradients gathered during a step; float32 weights and moments sharded
     none    every lane holds everything
 

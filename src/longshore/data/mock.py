@@ -43,7 +43,7 @@ Draw = Callable[["Distribution", np.random.Generator, int], NDArray[np.float64]]
 
 
 class MockError(SettingError):
-    """What is wrong with mock data; a recipe says which of its keys it is about instead."""
+    """An error about mock data; in a recipe, the key replaces the words "mock data"."""
 
     def __str__(self) -> str:
         return f"mock data: {super().__str__()}"

@@ -151,7 +151,7 @@ def _open(path: Path) -> Any:  # noqa: ANN401
 
 
 def _save(folder: Path, number: int, shard: dict[str, Tensor]) -> tuple[list[str], SavedFile]:
-    # Wide numbers first: a reader maps each tensor at a multiple of its number's size.
+    # Wide dtypes first, so that each tensor begins at a multiple of its item size.
     ordered = dict(sorted(shard.items(), key=lambda item: -item[1].element_size()))
     return list(shard), write_safetensors(folder / f"{number}.part", ordered)
 
@@ -159,7 +159,7 @@ def _save(folder: Path, number: int, shard: dict[str, Tensor]) -> tuple[list[str
 def _name_files(
     folder: Path, stem: str, shards: list[tuple[list[str], SavedFile]], total: int
 ) -> dict[str, SavedFile]:
-    """How many shards there are, which their names say, is known at the end only."""
+    """Renames the parts: a name has the number of shards, which is known only at the end."""
     if len(shards) == 1:
         (folder / "0.part").rename(folder / f"{stem}.safetensors")
         return {f"{stem}.safetensors": shards[0][1]}
