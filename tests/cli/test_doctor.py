@@ -140,7 +140,7 @@ def test_restarts_of_torchrun(monkeypatch, restarts, shared, remarks):
 def test_ranks_of_torchrun_are_given(run, monkeypatch):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="--ranks is 4, and torchrun started 2 processes"):
+    with pytest.raises(ValueError, match="--ranks is 4, but torchrun started 2 processes"):
         run("--ranks", "4")
 
 
@@ -283,7 +283,7 @@ def test_open_files(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     assert machine._open_files(96).mark == "ok"
     assert machine._open_files(97) == warn(
-        "open files: 1,024, and 97 ranks need 1,032", "ulimit -n 1032"
+        "open files: the limit is 1,024, but 97 ranks need 1,032", "ulimit -n 1032"
     )
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, -1))
     assert machine._open_files(10**6).mark == "ok"
@@ -341,7 +341,7 @@ def test_missing_packages(monkeypatch):
     monkeypatch.setattr(machine, "version_of", lambda name: None if name in missing else "1")
     assert findings_of(machine.packages, HERE) == (
         bad("safetensors is missing", "pip install safetensors"),
-        warn("for text jinja2 is missing", "pip install 'longshore[hf]'"),
+        warn("jinja2 is missing, needed for text", "pip install 'longshore[hf]'"),
         good("optional: transformers 1"),
         good("optional, not installed: tensorboard, wandb"),
     )
@@ -355,7 +355,9 @@ def test_differences_between_machines():
     third = RankPlace(2, 1, 1, "b", "cuda:0", "torch 2.13")
     assert ranks._differences([one], "nccl") == []
     assert ranks._differences([one, two, third], "gloo") == [
-        warn("rank 1 has torch 2.13, and rank 0 torch 2.11", "install the same on all machines"),
+        warn(
+            "rank 1 has torch 2.13, but rank 0 has torch 2.11", "install the same on all machines"
+        ),
         warn("several ranks share a GPU, connected over gloo", "start one rank for each GPU"),
         warn("node 1 (b): little disk", "clear it"),
     ]
