@@ -208,7 +208,7 @@ class Rules:
         for field in check_declared(self.fields):
             if field.name in COLUMNS:
                 raise ValueError(
-                    f"field {field.name}: this column has a meaning of its own; rename it"
+                    f"field {field.name}: is the name of a column of samples; rename it"
                 )
 
 
