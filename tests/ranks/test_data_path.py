@@ -329,7 +329,7 @@ def fail_while_loading():
 
 def test_a_rank_that_fails_while_loading_ends_all_with_its_error():
     results = run_ranks(3, fail_while_loading, timeout=30)
-    assert [name for name, _ in results] == ["RuntimeError", "OSError", "RuntimeError"]
+    assert [name for name, _ in results] == ["PeerError", "OSError", "PeerError"]
     assert max(seconds for _, seconds in results) < 10
 
 
