@@ -66,7 +66,7 @@ def test_links_and_pipes_stay_what_they_are(tmp_path):
 
 def test_room_is_looked_for_before(tmp_path, monkeypatch):
     check_room(tmp_path / "not" / "there", 1)
-    with pytest.raises(OSError, match=r"it takes [\d,.]+ GB, and only .* are free") as caught:
+    with pytest.raises(OSError, match=r"it takes [\d,.]+ GB, but only .* are free") as caught:
         check_room(tmp_path, 1 << 60)
     assert caught.value.errno == errno.ENOSPC
     unknown = SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=0)

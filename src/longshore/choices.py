@@ -4,7 +4,7 @@ In: nothing. Out: Literal types, for annotations, and `names_of`, for checks and
 
     names_of(Recompute)     ("none", "blocks")
 
-What the names mean stands in config/schema.py. Policies are listed where they are made, in plan/.
+config/schema.py explains the names. Policies are registered in plan/policy.py.
 """
 
 from typing import Any, Literal, get_args

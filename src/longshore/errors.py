@@ -1,7 +1,7 @@
 """Errors that name settings as data, so that each front end spells them in its own way.
 
-In: a message in which {name} stands for a setting, {name:value} for a setting with a value, and
-values for the other places. Out: a ValueError that says it in Python's words, and `spelled` for a
+In: a message in which {name} is a setting and {name:value} a setting with a value, and values for
+the other placeholders. Out: a ValueError that says it in Python's words, and `spelled` for a
 recipe or the command line:
 
     error = SettingError("{max_cp} is {given}, but there are only {count} lanes", given=8, count=4)
@@ -36,7 +36,7 @@ class SettingError(ValueError):
         return _settings(self.message, self.values)
 
     def spelled(self, spell: Spelling, /, **values: object) -> str:
-        """The message with each setting as `spell` has it; values: said in place of its own."""
+        """The message with each setting as `spell` writes it. values: replace its own."""
         return spell_settings(self.message, spell, **{**self.values, **values})
 
     def after(self, start: str) -> "SettingError":
@@ -46,7 +46,7 @@ class SettingError(ValueError):
 
 
 def spell_settings(message: str, spell: Spelling, /, **values: object) -> str:
-    """A message with its values, and each setting as `spell` has it."""
+    """A message with its values, and each setting as `spell` writes it."""
     settings = {name: _Setting(name, spell) for name in _settings(message, values)}
     return message.format(**values, **settings)
 
@@ -63,7 +63,7 @@ def in_python(name: str, value: str = "") -> str:
 
 
 class _Setting:
-    """A setting in a message; what stands behind its colon is its value."""
+    """A setting in a message; the format spec, after the colon, is its value."""
 
     def __init__(self, name: str, spell: Spelling) -> None:
         self.name = name

@@ -67,11 +67,11 @@ def new_folder(folder: str | Path, *, is_replaced: bool = False) -> Iterator[Pat
 
 
 def _remove_leftovers(folder: Path, start: str) -> None:
-    """Removes what killed writers have left; not that of a process that still runs."""
-    for left in [path for path in folder.iterdir() if path.name.startswith(start)]:
-        pid = left.name.removeprefix(start).removesuffix("-old")
+    """Removes what killed processes left, but not the folder of one that still runs."""
+    for leftover in [path for path in folder.iterdir() if path.name.startswith(start)]:
+        pid = leftover.name.removeprefix(start).removesuffix("-old")
         if pid == str(os.getpid()) or (pid.isdecimal() and not _is_alive(int(pid))):
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _is_alive(pid: int) -> bool:
@@ -142,7 +142,7 @@ def check_room(folder: Path, needed: int) -> None:
     if free is not None and needed + SPARE > free:
         raise OSError(
             errno.ENOSPC,
-            f"it takes {size_text(needed + SPARE)}, and only {size_text(free)} are free",
+            f"it takes {size_text(needed + SPARE)}, but only {size_text(free)} are free",
         )
 
 
@@ -165,7 +165,7 @@ def way_out(error: OSError) -> str:
     """The advice for an error, to be followed by "then …"."""
     if error.errno in FULL:
         return "make room there"
-    return "make it writable" if error.errno in PROTECTED else "see to the disk"
+    return "make it writable" if error.errno in PROTECTED else "check the disk"
 
 
 def size_text(size: float) -> str:

@@ -44,7 +44,7 @@ def test_a_config_inside_one_is_registered_too():
     register_config(Inner)
     register_config(Inner)
     assert config_from_json(config_to_json(decoder(Outer()))) == decoder(Outer())
-    with pytest.raises(ValueError, match=r"^Outer\.inner is a frozenset, which is not saved"):
+    with pytest.raises(ValueError, match=r"^Outer\.inner is a frozenset, which cannot be saved"):
         config_to_json(decoder(Outer(inner=frozenset())))
 
 
@@ -56,8 +56,11 @@ def test_a_config_inside_one_is_registered_too():
             {"kind": "Other", "module": "their.mixers"},
             "'Other' of the Python module 'their.mixers', .* model.module=their.mixers .*--module",
         ),
-        ({"kind": "Other", "module": "a b"}, "kind is 'Other', which is no config"),
-        ({"depth": 3}, "MeanConfig has no field depth now"),
+        (
+            {"kind": "Other", "module": "a b"},
+            "kind is 'Other', which this version of Longshore does not know",
+        ),
+        ({"depth": 3}, "MeanConfig has no field depth in this version of its module"),
     ],
 )
 def test_what_is_not_registered_is_named(change, reason):
@@ -92,5 +95,7 @@ def test_a_part_that_lacks_a_method_is_refused():
     class Half:
         ropes = ()
 
-    with pytest.raises(ValueError, match=r"^Half has no parameters; a part of a layer has ropes"):
+    with pytest.raises(
+        ValueError, match=r"^Half has no parameters; a part of a layer must have ropes"
+    ):
         LayerConfig(Half(), None)

@@ -62,14 +62,14 @@ def test_the_config_as_json(kind):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"top_k": 7}, "top_k is 7, and a token can choose among 6 experts"),
+        ({"top_k": 7}, "top_k is 7; a token can choose among only 6 experts"),
         ({"experts": 0}, "experts is 0; it must be a whole number"),
         ({"score": "max"}, "score is 'max'; known are softmax, sigmoid"),
         ({"groups": 4}, "groups is 4; it must divide the 6 experts into groups of 2"),
         ({"groups": 6}, "groups is 6; it must divide the 6 experts into groups of 2"),
-        ({"groups": 2, "top_groups": 3}, "top_groups is 3, and there are 2 groups"),
-        ({"groups": 3, "top_k": 3}, "top_k is 3, and a token can choose among 2 experts"),
-        ({"shared_gate": True}, "weighs a shared expert; give a shared_width"),
+        ({"groups": 2, "top_groups": 3}, "top_groups is 3; it can be at most groups, 2"),
+        ({"groups": 3, "top_k": 3}, "top_k is 3; a token can choose among only 2 experts"),
+        ({"shared_gate": True}, "needs a shared expert; give a shared_width"),
         ({"shared_width": -1}, "shared_width is -1; it must be a whole number"),
         ({"aux_weight": -0.1}, "aux_weight is -0.1; it must be a finite number above 0"),
         ({"bias_update": float("inf")}, "bias_update is inf; it must be a finite"),

@@ -147,7 +147,7 @@ def test_no_room():
     with pytest.raises(ValueError, match="not even 256 tokens fit") as error:
         run_8b(shard="none", recompute=False, memory_bytes=80 * GIB)
     said = str(error.value)
-    assert "recompute blocks in backward, or share the model as zero3, or use more lanes" in said
+    assert "recompute blocks in backward, or shard the model as zero3, or use more lanes" in said
     assert "model 137.3 GiB with none over 8 lanes" in said
 
 

@@ -156,7 +156,7 @@ def test_broken_things_end_with_1(run, connected, monkeypatch):
         "  ✗ gone",
         "    → get it",
     ]
-    assert out.splitlines()[-1] == "training will not work: 1 problem; 1 warning"
+    assert out.splitlines()[-1] == "1 problem prevents training; 1 warning"
 
 
 def test_a_probe_that_fails_is_a_remark(run, connected, monkeypatch):
@@ -191,15 +191,15 @@ def test_without_torch(run, monkeypatch):
     code, out = run()
     assert code == 1
     assert "✗ torch cannot be imported: ModuleNotFoundError" in out
-    assert "✗ not tested: torch is missing" in out
+    assert "✗ not tested, because torch cannot be imported" in out
 
 
 @pytest.mark.parametrize(
     ("error", "said"),
     [
         (
-            RankError("rank 1 failed:\nTraceback …\n  File …\nTimeoutError: no end after 9 s of x"),
-            "the ranks could not connect: rank 1 failed: TimeoutError: no end after 9 s of x",
+            RankError("rank 1 failed:\nTraceback …\n  File …\nTimeoutError: timeout after 9 s"),
+            "the ranks could not connect: rank 1 failed: TimeoutError: timeout after 9 s",
         ),
         (
             RuntimeError("connectFullMesh"),
@@ -224,7 +224,7 @@ def test_wrong_answers_of_a_group_are_told(run, monkeypatch):
     monkeypatch.setattr(ranks, "gather", lambda shard, group: shard + 1)
     code, out = run("--ranks", "1")
     assert code == 1
-    assert "✗ rank 0: the CP group of 1 lanes from 0 gathers [1]" in out
+    assert "✗ rank 0: the CP group of lanes 0 to 0 gathered [1]" in out
 
 
 def test_within_ends_what_hangs():
@@ -237,7 +237,9 @@ def test_within_ends_what_hangs():
     assert with_time_limit(60, lambda stage: stage.name) == "starting"
     with pytest.raises(KeyError, match="mine"):
         with_time_limit(60, lambda stage: {}["mine"])
-    with pytest.raises(TimeoutError, match=r"no end after 0\.05 s of waiting for rank 7"):
+    with pytest.raises(
+        TimeoutError, match=r"timeout after 0\.05 s in this stage: waiting for rank 7"
+    ):
         with_time_limit(0.05, hangs)
 
 
@@ -281,7 +283,7 @@ def test_open_files(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     assert machine._open_files(96).mark == "ok"
     assert machine._open_files(97) == warn(
-        "open files: 1,024, and 97 ranks need 1,032", "ulimit -n 1032"
+        "open files: the limit is 1,024, but 97 ranks need 1,032", "ulimit -n 1032"
     )
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, -1))
     assert machine._open_files(10**6).mark == "ok"
@@ -339,7 +341,7 @@ def test_missing_packages(monkeypatch):
     monkeypatch.setattr(machine, "version_of", lambda name: None if name in missing else "1")
     assert findings_of(machine.packages, HERE) == (
         bad("safetensors is missing", "pip install safetensors"),
-        warn("for text jinja2 is missing", "pip install 'longshore[hf]'"),
+        warn("jinja2 is missing, needed for text", "pip install 'longshore[hf]'"),
         good("optional: transformers 1"),
         good("optional, not installed: tensorboard, wandb"),
     )
@@ -353,8 +355,10 @@ def test_differences_between_machines():
     third = RankPlace(2, 1, 1, "b", "cuda:0", "torch 2.13")
     assert ranks._differences([one], "nccl") == []
     assert ranks._differences([one, two, third], "gloo") == [
-        warn("rank 1 has torch 2.13, and rank 0 torch 2.11", "install the same on all machines"),
-        warn("ranks share GPUs, over gloo", "start one rank for each GPU"),
+        warn(
+            "rank 1 has torch 2.13, but rank 0 has torch 2.11", "install the same on all machines"
+        ),
+        warn("several ranks share a GPU, connected over gloo", "start one rank for each GPU"),
         warn("node 1 (b): little disk", "clear it"),
     ]
 

@@ -81,7 +81,7 @@ def test_a_damaged_weight_is_not_exported(run):
 
 def test_a_disk_without_room_is_told_before(run, monkeypatch):
     monkeypatch.setattr("longshore.files.free_bytes", lambda _: 1000)
-    with pytest.raises(ValueError, match=r"^made: it takes [\d.]+ MB, and only 1\.0 kB are free"):
+    with pytest.raises(ValueError, match=r"^made: it takes [\d.]+ MB, but only 1\.0 kB are free"):
         export(run, "made")
     assert sorted(path.name for path in run.parent.iterdir()) == ["base", "run"]
 
@@ -123,9 +123,9 @@ def test_a_mixer_of_the_users_own_needs_its_module_named(monkeypatch):
     assert read_config("made") == config
     monkeypatch.setattr("longshore.arch.as_json.REGISTERED", {})
     told = "'MeanConfig' of the Python module 'tests.parallel.my_mixer', .* --module tests.parallel"
-    with pytest.raises(ValueError, match=f"^run/weights/weights.json: it has a {told}"):
+    with pytest.raises(ValueError, match=f"^run/weights/weights.json: it uses {told}"):
         export("run", "again", "--format", "longshore")
-    with pytest.raises(ValueError, match=f"^model.from_hf: made/config.json: it has a {told}"):
+    with pytest.raises(ValueError, match=f"^model.from_hf: made/config.json: it uses {told}"):
         decoder_config(ModelConfig(from_hf="made"))
 
 
@@ -156,7 +156,7 @@ def test_mistakes_are_one_line(run, tmp_path):
         (("empty", "made"), r"empty has no weights/weights\.json"),
         ((run, "base"), "base is not empty"),
         ((run, "made", "--base", "empty"), r"empty has no config\.json"),
-        ((run, "made", "--base", "other"), "the decoder is no LlamaForCausalLM, as other is"),
+        ((run, "made", "--base", "other"), "the decoder does not fit LlamaForCausalLM, the"),
         ((run, "made", "--dtype", "int8"), "'int8' is not one of bfloat16, float32, keep"),
         ((run, "made", "--format", "gguf"), "'gguf' is not one of hf, longshore"),
         ((run, "made", "--format", "longshore", "--max-length", 9), "--max-length works only wi"),

@@ -257,7 +257,7 @@ BAD = [
     (("plan", "--demo", "--gpus", "100", "--tp", "8", "--pp", "2"), "--gpus 96 or 112 would"),
     (("plan", "--demo", "--gpus", "3", "--tp", "4"), "4 x pp 1 = 4; --gpus 4 would work"),
     (("plan", "none.csv", *MACHINE), "none.csv: cannot be read (No such file"),
-    (("plan", ".", *MACHINE), ".: is no store, or an unfinished one"),
+    (("plan", ".", *MACHINE), ".: is not a prepared folder, or is unfinished"),
     (("plan", "l.csv", "--lanes", "0", "--capacity", "9"), "--lanes: 0 is not between"),
     (("plan", "l.csv", "--lanes", "-4", "--capacity", "9"), "--lanes: -4 is not between"),
     (("plan", "l.csv", "--lanes", "4.0", "--capacity", "9"), "'4.0' is not a whole number"),

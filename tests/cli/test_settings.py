@@ -58,17 +58,16 @@ def on_the_command_line(settings, capsys):
         (
             [{**TEXT, "score": 1}],
             {},
-            "name it in ignore (score, or * for all that are not used), or declare it in fields (",
-            "it in data.ignore (score, or * for all that are not used), or declare it in data.field"
-            "s (",
-            "it in --ignore (score, or * for all that are not used), or declare it in --field (",
+            "with ignore=score (or * for all unused columns), or declare it with fields=score:per",
+            "with data.ignore=score (or * for all unused columns), or declare it with data.fields=",
+            "with --ignore score (or * for all unused columns), or declare it with --field score:",
         ),
         (
             [TEXT],
             {"max_length": 1},
-            "max_length is 1; below 2",
-            "data.path: data.max_length is 1; below 2",
-            "longshore: --max-length is 1; below 2",
+            "max_length is 1; it must be at least 2",
+            "data.path: data.max_length is 1; it must be at least 2",
+            "longshore: --max-length is 1; it must be at least 2",
         ),
         (
             [TEXT],
@@ -80,16 +79,16 @@ def on_the_command_line(settings, capsys):
         (
             [CHAT],
             {"tokenizer": "plain"},
-            "give one with template: a file, or",
-            "give one with data.template: a file, or",
-            "give one with --template: a file, or",
+            "; set template to a file, or",
+            "; set data.template to a file, or",
+            "; set --template to a file, or",
         ),
         (
             [TEXT, {}],
             {},
-            "50 %): 1 no messages; more than the 5 % that max_rejected=0.05 allows. What",
-            "50 %): 1 no messages; more than the 5 % that data.max_rejected=0.05 allows. What",
-            "50 %): 1 no messages; more than the 5 % that --max-rejected 0.05 allows. What",
+            "50 %): 1 no messages; max_rejected=0.05 allows at most 5 %. The",
+            "50 %): 1 no messages; data.max_rejected=0.05 allows at most 5 %. The",
+            "50 %): 1 no messages; --max-rejected 0.05 allows at most 5 %. The",
         ),
     ],
 )

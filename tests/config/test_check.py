@@ -92,7 +92,7 @@ def test_experts_are_balanced_as_asked(tmp_path):
         None,
         0.25,
     ]
-    with pytest.raises(ValueError, match=r"model\.bias_update moves a bias of the router, and"):
+    with pytest.raises(ValueError, match=r"model\.bias_update needs a router with a bias, which"):
         decoder_config(replace(folder, bias_update=0.1))
     deepseek = ModelConfig(preset="tiny-deepseek-v3")
     assert decoder_config(deepseek).layers[1].mlp.bias_update == 1e-3
@@ -100,7 +100,7 @@ def test_experts_are_balanced_as_asked(tmp_path):
     assert (last.bias_update, last.aux_weight) == (0.5, 0.0)
     off = decoder_config(replace(deepseek, bias_update=0.0)).layers[1].mlp
     assert (off.bias_update, off.bias) == (0.0, True)
-    with pytest.raises(ValueError, match=r"model\.aux_weight is for experts, and this model has"):
+    with pytest.raises(ValueError, match=r"model\.aux_weight is for experts, but this model has"):
         decoder_config(ModelConfig(preset="tiny-llama", aux_weight=0.1))
     assert decoder_config(ModelConfig(preset="tiny-llama", aux_weight=0.0)) == preset("tiny-llama")
 

@@ -47,8 +47,8 @@ def test_errors_about_other_things_pass():
 def test_mock_data_is_named_once():
     """Python says what it is about; a recipe has its key for that."""
     settings = {"mode": "distribution", "type": "fixed", "mean_seq_len": 8}
-    with pytest.raises(ValueError, match=r"^mock data: a distribution has no end; give count, "):
+    with pytest.raises(ValueError, match=r"^mock data: a distribution needs count, "):
         mock_lengths(settings, count=None, seed=0)
-    end = r"^data.mock: a distribution has no end; give data.count, how many sequences to draw$"
+    end = r"^data.mock: a distribution needs data.count, the number of sequences to draw$"
     with pytest.raises(ValueError, match=end), in_keys("data.mock"):
         mock_lengths(settings, count=None, seed=0)

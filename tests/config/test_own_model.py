@@ -61,7 +61,7 @@ def test_a_function_or_a_config():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("unknown", "own_models:unknown: Unknown is not registered, so it is neither trained nor"),
+        ("unknown", "own_models:unknown: Unknown is not registered, so it can be neither trained"),
         ("loose", "own_models:loose: its config changes when it is saved as JSON"),
         ("with_mlp", r"own_models:with_mlp raised TypeError: with_mlp\(\) missing 1 required"),
         ("MLPConfig", r"own_models:MLPConfig raised TypeError: .*'width'"),

@@ -93,7 +93,9 @@ def test_turns_outside_the_loss():
 def test_a_template_that_rewrites_turns_is_refused():
     long = said("assistant", "<think>hm</think>Yo")
     assert spans_of(REWRITES, chat(USER, long)) == ["<think>hm</think>Yo<|im_end|>"]
-    with pytest.raises(SampleError, match=r"up to the end of message 2.*rewrites turns") as caught:
+    with pytest.raises(
+        SampleError, match=r"rewrites earlier turns.*up to the end of message 2"
+    ) as caught:
         made(REWRITES).locate(chat(USER, long, USER, ASSISTANT))
     assert caught.value.reason == "spans not located"
     assert "{% generation %}" in str(caught.value)
@@ -163,7 +165,9 @@ def test_marks_must_say_whose_they_are():
         "{% endgeneration %}",
     )
     assert spans_of(halves, chat(USER, ASSISTANT)) == ["Yo", "<|im_end|>"]
-    with pytest.raises(SampleError, match=r"some of the 2 assistant messages .* marks 4 spans"):
+    with pytest.raises(
+        SampleError, match=r"some of the 2 assistant messages .* wrote 4 {% generation %} blocks"
+    ):
         made(halves).locate(Chat((USER, ASSISTANT, USER, ASSISTANT), first=2))
 
 

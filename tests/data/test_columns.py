@@ -11,9 +11,7 @@ WORDS = f"{ALPACA_WITH_INPUT} {ALPACA} system user assistant Be kind . Hi Yo"
 
 
 def test_all_columns_without_a_meaning_are_named():
-    with pytest.raises(
-        SampleError, match=r"columns 'id', 'source' are neither .* in ignore \(id,s"
-    ):
+    with pytest.raises(SampleError, match=r"unknown columns 'id', 'source' in .* ignore=id,source"):
         form_of(["id", "text", "source"], (), ())
     assert form_of(["id", "text", "source"], ("*",), ()) == "text"
     assert form_of(["score", "text"], (), (Field("score", "sequence", "int64"),)) == "text"

@@ -65,9 +65,9 @@ def test_whole_numbers_are_never_rounded(value):
         ("advantage:token:float32", "must be name:per_token:dtype"),
         ("advantage:per_word:float32", "one of token, target, sequence"),
         ("advantage:per_token:bfloat16", "one of bool, int8"),
-        ("tokens:per_token:int32", "none of id, tokens"),
+        ("tokens:per_token:int32", "not one of the reserved names id, tokens"),
         ("a b:per_token:int32", "must be name"),
-        ("a:per_token:int32:0x2", "holds nothing"),
+        ("a:per_token:int32:0x2", "has no values"),
     ],
 )
 def test_bad_declarations(text, message):

@@ -90,15 +90,24 @@ def refusal(path, content):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"data": [{"text": "Hi"}]}', "is one JSON object; a .json file holds a list of records"),
+        (
+            b'{"data": [{"text": "Hi"}]}',
+            "is one JSON object; a .json file must be a list of samples",
+        ),
         (b'{\n "data": [\n{}]\n}\n', "is one JSON object"),
         (b'\xef\xbb\xbf{"data": []}\n\r\n', "is one JSON object"),
-        (b'"text"', "is no JSON list"),
-        (b"\x00\x00", "is no JSON list"),
+        (b'"text"', "is not a JSON list"),
+        (b"\x00\x00", "is not a JSON list"),
         ('[{"a": 1}]'.encode("utf-16"), "is UTF-16; convert it to UTF-8"),
-        (b'[{"a": 1}, {"b": 2}', "the list has no end; record 2, at byte 10, is not closed"),
-        (b'[{"a": "1}]', "the list has no end; record 1, at byte 1, is not closed"),
-        (b"[{}][{}]", "has more after the list's end, at byte 4"),
+        (
+            b'[{"a": 1}, {"b": 2}',
+            "the list is not closed: the file ends in record 2, which begins at byte 10",
+        ),
+        (
+            b'[{"a": "1}]',
+            "the list is not closed: the file ends in record 1, which begins at byte 1",
+        ),
+        (b"[{}][{}]", "there is more text after the end of the list, at byte 4"),
         (b"", "the file is empty"),
     ],
 )
@@ -146,8 +155,8 @@ def test_a_large_line_is_never_held(tmp_path, size):
     read = [sample for part in ranges for _, sample in read_range(part, max_bytes=40)]
     assert [read[0], read[2]] == [{"a": 1}, {"a": 2}]
     assert [str(error) for error in (read[1], read[3])] == [
-        "the line has 310 bytes, more than 40",
-        "the line has 41 bytes, more than 40",
+        "the line has 310 bytes; the limit is 40",
+        "the line has 41 bytes; the limit is 40",
     ]
 
 

@@ -155,5 +155,5 @@ def test_contexts_of_any_plan(plan: Plan, count: int) -> None:
 
 def test_refuses_a_pack_whose_tokens_are_not_its_sequences() -> None:
     plan = plan_of([7], [Round((Pack(0, 2, (0,), 5),))], lanes=2)
-    with pytest.raises(ValueError, match=r"round 0, lane 1: .* says 5 tokens a lane, .* make 4"):
+    with pytest.raises(ValueError, match=r"round 0, lane 1: tokens_per_lane .* is 5, .* have 4"):
         lane_context(plan, 0, 1)

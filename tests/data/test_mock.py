@@ -99,12 +99,12 @@ def test_a_million_sequences_are_lengths_alone():
         ({"mode": "files"}, "mode is 'files'; it must be 'file' or 'distribution'"),
         ({"type": "normal"}, "type is 'normal'; it must be one of lognormal, uniform, fixed"),
         ({"type": ["uniform"]}, "type is"),
-        ({"median": 3}, "'median' means nothing to type 'lognormal'"),
-        ({"type": "uniform"}, "'mean_seq_len' means nothing to type 'uniform'"),
+        ({"median": 3}, "unknown key 'median' for type 'lognormal'"),
+        ({"type": "uniform"}, "unknown key 'mean_seq_len' for type 'uniform'"),
         ({"min_seq_len": 0}, "min_seq_len is 0; it must be a whole number from 1"),
         ({"min_seq_len": 1.5}, "min_seq_len is 1.5"),
         ({"min_seq_len": True}, "min_seq_len is True"),
-        ({"max_seq_len": 8}, "min_seq_len is 16, above max_seq_len, which is 8"),
+        ({"max_seq_len": 8}, "min_seq_len is 16; it must be at most max_seq_len, which is 8"),
         ({"mean_seq_len": 0}, "mean_seq_len is 0"),
         ({"mean_seq_len": "2k"}, "mean_seq_len is '2k'; it must be a number"),
         ({"lognormal_sigma": -1}, "lognormal_sigma is -1; it must be finite and not negative"),
@@ -122,7 +122,7 @@ def test_missing_settings_are_named():
             mock({k: v for k, v in LOGNORMAL.items() if k != key})
     with pytest.raises(ValueError, match="'path' is missing"):
         mock({"mode": "file"})
-    with pytest.raises(ValueError, match="give count"):
+    with pytest.raises(ValueError, match="needs count"):
         mock(LOGNORMAL, count=None)
     with pytest.raises(ValueError, match="vocab_size is 1"):
         mock(LOGNORMAL, vocab_size=1)

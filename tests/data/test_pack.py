@@ -1,3 +1,5 @@
+"""Shards become micro-batches, and a model's outputs become sequences."""
+
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +20,8 @@ from tests.data.plans import (
 )
 
 from longshore.batch import IGNORE, Counts, MicroBatch
-from longshore.data.pack import pack_step
+from longshore.data.lane_context import lane_context
+from longshore.data.pack import Piece, merge, pack_step, unpack
 from longshore.data.shard import Shards, cut_shards, lane_cuts
 from longshore.plan import Pack, Plan, Round, make_plan
 from longshore.plan.shapes import lane_tokens, make_buckets
@@ -215,27 +218,27 @@ def test_refuses_shards_that_are_not_the_lanes() -> None:
     plan, samples = two_lanes()
     counts = counts_of(samples, 0)
     shards = cut_shards(plan, samples, lane_cuts(plan, 0))
-    with pytest.raises(ValueError, match="lane 0: a sequence is twice among the shards"):
+    with pytest.raises(ValueError, match="lane 0: the shards have a sequence twice"):
         pack_step(plan, 0, reordered(shards, [0, 1, 1]), counts=counts)
     with pytest.raises(ValueError, match="lane 0: the shard of sequence 1 is missing"):
         pack_step(plan, 0, reordered(shards, [0]), counts=counts)
     with pytest.raises(ValueError, match=r"lane 1: the shard of sequence 2 is missing"):
         pack_step(plan, 1, shards, counts=counts)
     extra = cut_shards(plan, samples, [*lane_cuts(plan, 0), lane_cuts(plan, 1)[1]])
-    with pytest.raises(ValueError, match="lane 0: it has a shard of sequence 2, but no part in it"):
+    with pytest.raises(ValueError, match="lane 0: there is a shard of sequence 2, which the plan"):
         pack_step(plan, 0, extra, counts=counts)
     other_rank = cut_shards(plan, samples, [lane_cuts(plan, 1)[0], lane_cuts(plan, 0)[1]])
     with pytest.raises(ValueError, match="sequence 0 has 4 tokens; at rank 0 of CP size 2 it must"):
         pack_step(plan, 0, other_rank, counts=counts)
     deeper = cut_shards(plan, samples, lane_cuts(plan, 0), depths=1)
-    with pytest.raises(ValueError, match="counts are for 0 depths, and the shards were cut for 1"):
+    with pytest.raises(ValueError, match=r"counts have 0 depths .*, and the shards 1"):
         pack_step(plan, 0, deeper, counts=counts)
 
 
 def test_refuses_a_plan_without_rounds_and_an_empty_pack() -> None:
     plan, samples = two_lanes()
     shards, counts = cut_shards(plan, samples, lane_cuts(plan, 0)), counts_of(samples, 0)
-    with pytest.raises(ValueError, match="plan: it has no rounds"):
+    with pytest.raises(ValueError, match="the plan has no rounds"):
         pack_step(replace(plan, rounds=()), 0, shards, counts=counts)
     first, *others = plan.rounds
     empty = replace(first, packs=(*first.packs, Pack(1, 1, (), 0)))
@@ -245,3 +248,77 @@ def test_refuses_a_plan_without_rounds_and_an_empty_pack() -> None:
     )
     with pytest.raises(ValueError, match="round 0, lane 1: a pack of CP size 1 has no sequences"):
         pack_step(plan, 1, shards, counts=counts)
+
+
+UNPACKED_PLAN = plan_of(
+    [7, 3], [Round((Pack(0, 2, (0,), 4), Pack(1, 1, (1,), 3)))], lanes=2, align=8
+)
+
+
+def pieces_by_hand() -> list[Piece]:
+    contexts = [lane_context(UNPACKED_PLAN, 0, lane) for lane in range(2)]
+    return [piece for ctx in contexts for piece in unpack(ctx, ctx.positions * 10)]
+
+
+def test_unpack_by_hand() -> None:
+    found = [(p.sequence, p.start, p.values.tolist()) for p in pieces_by_hand()]
+    assert found == [
+        (0, 0, [0, 10]),
+        (0, 6, [60]),
+        (0, 2, [20, 30, 40, 50]),
+        (1, 0, [0, 10, 20]),
+    ]
+    merged = merge(UNPACKED_PLAN, pieces_by_hand())
+    assert {i: values.tolist() for i, values in merged.items()} == {
+        0: [0, 10, 20, 30, 40, 50, 60],
+        1: [0, 10, 20],
+    }
+
+
+@pytest.mark.property
+@given(any_plans(), st.integers(0, 8), st.randoms(use_true_random=False))
+def test_pack_then_unpack_is_the_identity(plan: Plan, count: int, random: object) -> None:
+    setting = plan.setting
+    buckets = make_buckets(setting.capacity, align=setting.align, count=count) if count else ()
+    samples = make_samples(plan)
+    ids, weights = [], []
+    for batch in (b for lane in pack_all(plan, samples, buckets=buckets) for b in lane):
+        ids += unpack(batch.ctx, batch.token_ids)
+        weights += unpack(batch.ctx, batch.token_fields["weight"])
+    random.shuffle(ids)
+    random.shuffle(weights)
+    tokens, values = merge(plan, ids), merge(plan, weights)
+    assert list(tokens) == sorted(place for _, pack in plan.packs() for place in pack.sequences)
+    for place, found in tokens.items():
+        assert found.tolist() == samples[place].tokens.tolist()
+        assert values[place].tolist() == samples[place].fields["weight"].tolist()
+
+
+def test_gradients_flow_through() -> None:
+    contexts = [lane_context(UNPACKED_PLAN, 0, lane) for lane in range(2)]
+    outputs = [torch.ones(ctx.tokens, requires_grad=True) for ctx in contexts]
+    pieces = [p for ctx, out in zip(contexts, outputs, strict=True) for p in unpack(ctx, out)]
+    sum(values.sum() for values in merge(UNPACKED_PLAN, pieces).values()).backward()
+    for ctx, out in zip(contexts, outputs, strict=True):
+        assert torch.equal(out.grad, ctx.is_real.float())
+
+
+def test_refuses_values_of_another_length() -> None:
+    ctx = lane_context(UNPACKED_PLAN, 0, 0)
+    for wrong in (torch.zeros(7), torch.zeros(())):
+        with pytest.raises(
+            ValueError, match="the first dimension must be the micro-batch's 8 tokens"
+        ):
+            unpack(ctx, wrong)
+
+
+def test_refuses_pieces_that_do_not_make_a_sequence() -> None:
+    pieces = pieces_by_hand()
+    with pytest.raises(ValueError, match="sequence 0: positions 2 to 5 are missing"):
+        merge(UNPACKED_PLAN, pieces[:2] + pieces[3:])
+    with pytest.raises(ValueError, match="sequence 0: positions 2 to 5 came twice"):
+        merge(UNPACKED_PLAN, [*pieces, pieces[2]])
+    with pytest.raises(ValueError, match="sequence 0: 6 of its 7 positions came back"):
+        merge(UNPACKED_PLAN, pieces[:1] + pieces[2:])
+    with pytest.raises(ValueError, match="there is no sequence 2 in the plan"):
+        merge(UNPACKED_PLAN, [Piece(2, 0, torch.zeros(1))])

@@ -1,85 +1,25 @@
-import errno
+"""Files of samples become a store, alone or in a cache."""
+
 import json
 import multiprocessing
 import os
-import random
 import re
 import signal
-import subprocess
-import sys
-import time
 from io import StringIO
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.data.samples import BAD_LINES, WORDS, chat, chats, files_of, rejected, run, write_lines
 from tests.data.tiny import CHATML, REWRITES, word_tokenizer
 
 from longshore.data import prepare as prepare_module
 from longshore.data.fields import Field
-from longshore.data.prepare import prepare, show_progress
+from longshore.data.prepare import TextRules, cache_folder, show_progress
 from longshore.data.source import Mixture
 from longshore.data.store import Store
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
-
-WORDS = "system user assistant Be kind . Hi Yo One Two Three \n"
-
-
-def chat(*contents):
-    roles = ("user", "assistant")
-    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
-
-
-def chats(count, seed=0):
-    rng = random.Random(seed)
-    return [
-        chat(*(" ".join(rng.choices(["Hi", "Yo", "One"], k=rng.randint(1, 9))) for _ in range(4)))
-        for _ in range(count)
-    ]
-
-
-BAD_LINES = {
-    2: ("broken JSON", "{"),
-    5: ("no messages", '{"messages": []}'),
-    7: ("empty", ""),
-    11: ("no loss tokens", json.dumps({"messages": chat("Hi")})),
-    12: ("too long", json.dumps({"messages": chat("Hi", "Yo " * 200)})),
-    20: ("bad message", '{"messages": [{"role": "user", "content": 5}]}'),
-    21: ("broken JSON", "[1]"),
-    30: ("undeclared field", json.dumps({"messages": chat("Hi", "Yo"), "source": "web"})),
-}
-
-
-def write_lines(path, count=40, bad=BAD_LINES, seed=0):
-    lines = [json.dumps({"messages": messages}) for messages in chats(count, seed)]
-    for number, (_, line) in bad.items():
-        lines[number - 1] = line
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def files_of(folder):
-    return {
-        p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
-    }
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A folder with a tokenizer and an input, to work in by plain names."""
-    monkeypatch.chdir(tmp_path)
-    word_tokenizer(tmp_path / "tok", WORDS, template=CHATML)
-    write_lines(tmp_path / "chats.jsonl")
-    return tmp_path
-
-
-def run(out="out", inputs="chats.jsonl", **settings):
-    return prepare(inputs, "tok", out, **{"max_length": 100, "shard_bytes": 2000, **settings})
-
-
-def rejected(out="out"):
-    return [json.loads(line) for line in Path(out, "rejected.jsonl").read_text().splitlines()]
 
 
 def test_a_store_of_all_good_lines(here):
@@ -124,7 +64,7 @@ def test_spans_that_cannot_be_located_are_rejected(here):
     summary = run(template="rewrites.jinja")
     assert summary.rejected == {"spans not located": 1}
     assert rejected()[0]["line"] == 3
-    assert "the template rewrites turns" in rejected()[0]["detail"]
+    assert "the template rewrites earlier turns" in rejected()[0]["detail"]
 
 
 def test_too_long_may_be_truncated(here):
@@ -213,7 +153,9 @@ def test_extra_fields(here):
 def test_a_column_that_nobody_declared_is_told_at_once(here):
     line = json.dumps({"messages": chat("Hi", "Yo"), "source": "web"})
     Path("chats.jsonl").write_text(f"\n{line}\n")
-    with pytest.raises(ValueError, match=r"chats.jsonl line 2: column 'source' is neither part"):
+    with pytest.raises(
+        ValueError, match=r"chats.jsonl line 2: unknown column 'source' in a sample"
+    ):
         run()
     assert not Path("out").exists()
     assert run(ignore=["source"]).sequences == 1
@@ -226,7 +168,9 @@ def test_one_message_names_all_columns_of_all_inputs(here):
     }
     for name, lines in rows.items():
         Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    message = r"b.jsonl line 1: columns 'id', 'source', 'score' are .* \(id,source,score, or"
+    message = (
+        r"b.jsonl line 1: unknown columns 'id', 'source', 'score' in .* ignore=id,source,score \(or"
+    )
     with pytest.raises(ValueError, match=message):
         run(inputs=list(rows))
     assert run("named", list(rows), ignore=["id", "source", "score"]).sequences == 4
@@ -268,162 +212,9 @@ def test_too_large_samples_are_rejected_unread(here):
             (4, "too large"),
         ]
         assert re.match(
-            rf"the {unit} has 3,0\d\d bytes, more than 1,500", rejected(kind)[0]["detail"]
+            rf"the {unit} has 3,0\d\d bytes; the limit is 1,500", rejected(kind)[0]["detail"]
         )
         assert f"a.{kind} {unit} 2: the {unit} has" in str(summary)
-
-
-def test_a_store_that_lost_its_manifest_may_be_started_over(here):
-    run("reference")
-    run()
-    Path("out/manifest.json").unlink()
-    with pytest.raises(ValueError, match=r"out: .* without its manifest.json.* \(start_over\)"):
-        run()
-    run(start_over=True)
-    assert files_of(here / "out") == files_of(here / "reference")
-
-
-def test_a_finished_store_is_left_alone(here):
-    run()
-    before = {name: os.stat(here / "out" / name).st_mtime_ns for name in files_of(here / "out")}
-    again = run(workers=2)
-    assert again.reused == len(Store("out").manifest.shards)
-    assert again.sequences == 32
-    after = {name: os.stat(here / "out" / name).st_mtime_ns for name in files_of(here / "out")}
-    assert after == before
-
-
-def test_killed_while_tidying_up(here):
-    run("reference")
-    run()
-    Path("out/prepare.work").mkdir()
-    Path("out/prepare.work/range-00003.json").write_text("{}")
-    run()
-    assert files_of(here / "out") == files_of(here / "reference")
-
-
-@pytest.mark.parametrize("finished", [True, False])
-def test_other_settings_are_refused_or_start_over(here, monkeypatch, finished):
-    run("reference", max_length=50, shard_bytes=3000)
-    if finished:
-        run()
-    else:
-        stop_at(monkeypatch, 8)
-        with pytest.raises(Killed):
-            run()
-        monkeypatch.undo()
-        monkeypatch.chdir(here)
-    before = files_of(here / "out")
-    with pytest.raises(
-        ValueError, match=r"out: was started with other .*\(max_length, shard_bytes d"
-    ):
-        run(max_length=50, shard_bytes=3000)
-    assert files_of(here / "out") == before
-    run(max_length=50, shard_bytes=3000, start_over=True)
-    assert files_of(here / "out") == files_of(here / "reference")
-
-
-def test_changed_inputs_and_tokenizers_are_refused(here):
-    run()
-    with Path("chats.jsonl").open("a") as file:
-        file.write(json.dumps({"messages": chat("Hi", "Yo")}) + "\n")
-    with pytest.raises(ValueError, match=r"\(inputs differ\)"):
-        run()
-    write_lines(here / "chats.jsonl")
-    with pytest.raises(ValueError, match=r"\(inputs differ\)"):
-        run()  # the same size, but written after the store
-    word_tokenizer(here / "tok", WORDS + " more", template=CHATML + "{# more #}")
-    with pytest.raises(ValueError, match=r"\(tokenizer, template, inputs differ\)"):
-        run()
-
-
-class Killed(BaseException):
-    """As good as a SIGKILL: nothing in the package handles it."""
-
-
-def stop_at(monkeypatch, moment):
-    """Stops before (even) or after (odd) the file number moment // 2 gets its name."""
-    renames = iter(range(10**9))
-    rename = Path.replace
-
-    def stopping(path, target):
-        number = next(renames)
-        if moment == 2 * number:
-            raise Killed
-        rename(path, target)
-        if moment == 2 * number + 1:
-            raise Killed
-
-    monkeypatch.setattr(Path, "replace", stopping)
-
-
-def test_stopped_at_every_moment_it_goes_on_to_the_same_bytes(here, monkeypatch):
-    run("reference", shard_bytes=6000)
-    shards = len(Store("reference").manifest.shards)
-    moments = 0
-    while True:
-        with monkeypatch.context() as patch:
-            stop_at(patch, moments)
-            try:
-                run(f"out{moments}", shard_bytes=6000)
-                break
-            except Killed:
-                pass
-        summary = run(f"out{moments}", shard_bytes=6000)
-        assert files_of(here / f"out{moments}") == files_of(here / "reference"), moments
-        assert summary.reused == min(max(0, (moments - 1) // 4), shards), "each record counts"
-        moments += 1
-    assert moments == 2 * (1 + 2 * shards + 1 + 4 + 1), "job, shard and record, rejected, index"
-
-
-CHILD = """
-import json, sys
-from longshore.data.prepare import prepare
-
-if __name__ == "__main__":
-    prepare(**json.loads(sys.argv[1]), progress=lambda done, total: print(done, flush=True))
-"""
-
-
-def start_child(arguments):
-    command = [sys.executable, "child.py", json.dumps(arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def finished_shards(out):
-    """The shards that have a record, by when they were written."""
-    records = Path(out).glob("prepare.work/range-*.json")
-    shards = [json.loads(record.read_text())["shard"] for record in records]
-    return {s["file"]: Path(out, s["file"]).stat().st_mtime_ns for s in shards if s}
-
-
-@pytest.mark.fuzz
-def test_killed_at_random_it_goes_on_to_the_same_bytes(here):
-    """SIGKILL to the parent, its workers left to themselves, again and again on one folder."""
-    kills = 10 if os.environ.get("HYPOTHESIS_PROFILE") == "fuzz" else 4
-    write_lines(here / "chats.jsonl", count=3000)
-    settings = {"max_length": 100, "shard_bytes": 5000 if kills > 4 else 12_000}
-    run("reference", **settings)
-    Path("child.py").write_text(CHILD)
-    arguments = {"inputs": "chats.jsonl", "tokenizer": "tok", "out": "out", "workers": 2}
-    rng = random.Random(7)
-    done = {}
-    for _ in range(kills):
-        child = start_child({**arguments, **settings})
-        for _ in range(rng.randint(1, 8)):
-            child.stdout.readline()
-        time.sleep(rng.random() / 50)
-        child.send_signal(signal.SIGKILL)
-        child.communicate()
-        assert child.returncode == -signal.SIGKILL
-        now = finished_shards("out")
-        assert done.items() <= now.items(), "a finished shard was done again"
-        done = now
-    summary = run(**settings)
-    assert summary.reused >= len(done) > 0
-    kept = {name: Path("out", name).stat().st_mtime_ns for name in done}
-    assert kept == done
-    assert files_of(here / "out") == files_of(here / "reference")
 
 
 def test_stores_of_different_tokenizers_do_not_mix(here):
@@ -434,18 +225,6 @@ def test_stores_of_different_tokenizers_do_not_mix(here):
     run("other")
     with pytest.raises(ValueError, match="sources 0 and 2 were made with different tokenizers"):
         Mixture([Store("one"), Store("two"), Store("other")], [1, 1, 1], seed=0)
-
-
-def test_two_at_once_are_refused(here):
-    running = iter([True])
-
-    def meanwhile(done, total):
-        if next(running, False):
-            with pytest.raises(ValueError, match="out: another prepare is at work here"):
-                run()
-
-    run(progress=meanwhile)
-    assert next(running, None) is None
 
 
 def test_progress_without_a_terminal():
@@ -481,30 +260,20 @@ def test_nothing_is_shown_where_nothing_is_left_to_do():
     assert stream.getvalue() == ""
 
 
-def test_progress_counts_what_is_there(here, monkeypatch):
-    size = os.stat("chats.jsonl").st_size
-    stop_at(monkeypatch, 6)
-    with pytest.raises(Killed):
-        run()
-    monkeypatch.undo()
-    monkeypatch.chdir(here)
-    seen = []
-    run(progress=lambda done, total: seen.append((done, total)))
-    assert seen[0] == (2000, size)
-    assert seen[-1] == (size, size)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"inputs": "none.jsonl"}, r"none.jsonl: cannot be read \(No such file"),
         ({"inputs": []}, "no input is given"),
-        ({"inputs": "tok"}, r"tokenizer.json: is one JSON object; .* in a folder, move it away"),
+        (
+            {"inputs": "tok"},
+            r"tokenizer.json: is one JSON object; .* if it is no data, move it away",
+        ),
         ({"inputs": "none"}, "none: the folder has no file ending in .jsonl"),
         ({"inputs": "a.jsonl.gz"}, r"a.jsonl.gz: must end in .* unpack or convert"),
         ({"inputs": "empty.jsonl"}, "empty.jsonl: the file is empty"),
-        ({"inputs": "list.jsonl"}, "list.jsonl: is one JSON list, not one object a line; name it"),
-        ({"inputs": "cut.json"}, r"cut.json: the list has no end; record 2, at byte 16, is not"),
+        ({"inputs": "list.jsonl"}, "list.jsonl: is one JSON list, not one object per line; rename"),
+        ({"inputs": "cut.json"}, r"cut.json: the list is not closed: the file ends in record 2, "),
         ({"inputs": "left"}, "left: is a prepared folder without its manifest.json"),
         ({"inputs": "bad.parquet"}, "bad.parquet: cannot be read as Parquet"),
         ({"inputs": ["chats.jsonl", "chats.jsonl"]}, "chats.jsonl: is named more than once"),
@@ -513,7 +282,7 @@ def test_progress_counts_what_is_there(here, monkeypatch):
         ({"max_bytes": 0}, "max_bytes is 0"),
         ({"max_length": 1}, "max_length is 1"),
         ({"loss_on": "user"}, "loss_on is 'user'"),
-        ({"out": "data"}, "data: holds mine.txt and no store; choose an empty folder"),
+        ({"out": "data"}, "data: has mine.txt but is no store; use an empty folder"),
         ({"template": "none.jinja"}, "there is no file none.jinja; give a file, auto, own"),
     ],
 )
@@ -536,7 +305,7 @@ def test_what_cannot_work_is_told_before_anything_is_made(here, settings, messag
 
 def test_no_chat_template_is_told_at_once(here):
     word_tokenizer(here / "tok", WORDS)
-    with pytest.raises(ValueError, match="has no chat template, and the samples are chats"):
+    with pytest.raises(ValueError, match="has no chat template, but the samples are chats"):
         run()
     assert not Path("out").exists()
 
@@ -553,44 +322,13 @@ def test_all_rejected(here):
 
 def test_no_rows(here):
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), "none.parquet")
-    with pytest.raises(
-        ValueError, match="no sample became a sequence; there is none in the inputs"
-    ):
+    with pytest.raises(ValueError, match="no sample became a sequence; the inputs have no samples"):
         run(inputs="none.parquet")
 
 
 def test_a_folder_that_cannot_be_made(here):
     with pytest.raises(OSError, match=r"chats.jsonl.*: Not a directory; 0 of \d+ shards"):
         run("chats.jsonl/out")
-
-
-def no_leftovers(job, ranges, finish=prepare_module._finish):
-    assert not [*job.work.glob("*.tmp")]
-    finish(job, ranges)
-
-
-@pytest.mark.parametrize("failing", [1, 3, 4])
-def test_a_full_disk_is_told_and_the_rest_goes_on(here, monkeypatch, failing):
-    run("reference")
-    calls = iter(range(10**9))
-    fsync = os.fsync
-
-    def full(descriptor):
-        if next(calls) == 2 * failing:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fsync(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        message = rf"out/\S+: No space left on device; {(failing - 1) // 2} of \d+ shards are fin"
-        with pytest.raises(OSError, match=message) as caught:
-            run()
-    assert caught.value.errno == errno.ENOSPC
-    assert not [*(here / "out").rglob("*.tmp")]
-    (here / "out/prepare.work/shard-00001.arrow.99.tmp").write_bytes(b"of a killed run")
-    monkeypatch.setattr(prepare_module, "_finish", no_leftovers)
-    run()
-    assert files_of(here / "out") == files_of(here / "reference")
 
 
 def test_an_input_that_changes_meanwhile_is_refused(here):
@@ -625,3 +363,37 @@ def test_a_killed_worker_is_an_error_not_a_hang(here):
 
 def worker_ids():
     return [process.pid for process in multiprocessing.active_children()]
+
+
+@pytest.fixture
+def folder_of(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text('{"text": "Hi"}\n')
+    Path("tok").mkdir()
+
+    def folder(template):
+        rules = TextRules(
+            tokenizer="tok",
+            template=template,
+            loss_on="assistant",
+            max_length=0,
+            too_long="reject",
+            fields=(),
+            ignore=(),
+            max_bytes=1000,
+        )
+        return cache_folder("chats.jsonl", rules, "prepared").name
+
+    return folder
+
+
+def test_the_choice_of_template_and_its_content_name_the_cache(folder_of, monkeypatch):
+    Path("mine.jinja").write_text("one")
+    names = [folder_of(choice) for choice in ("auto", "own", "qwen3", "mine.jinja")]
+    assert len(set(names)) == 4
+    Path("mine.jinja").write_text("two")
+    assert folder_of("mine.jinja") not in names
+    monkeypatch.setattr(prepare_module, "templates_digest", lambda: "of another version")
+    assert folder_of("auto") not in names
+    assert folder_of("qwen3") not in names
+    assert folder_of("own") in names

@@ -43,7 +43,7 @@ def test_above_the_limit_it_is_refused_with_the_way_out(rejections):
         rejections.check(0.05)
     message = caught.value.spelled(as_key)
     assert "(43 %): 30 spans not located, 12 too long, 1 empty" in message
-    assert "more than the 5 % that data.max_rejected=0.05 allows" in message
+    assert "data.max_rejected=0.05 allows at most 5 %" in message
     assert message.endswith("with data.max_rejected=0.43")
     assert "rejected.jsonl" in message
     assert "\n" not in message

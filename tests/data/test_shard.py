@@ -106,12 +106,12 @@ def test_refuses_what_does_not_fit_the_plan(samples: dict[int, Sample], message:
 @pytest.mark.parametrize(
     ("value", "spec", "message"),
     [
-        (None, Spec("x", "token"), "field 'x' is declared, and the sequence has none"),
+        (None, Spec("x", "token"), "the declared field 'x' is missing"),
         (np.zeros(6), Spec("x", "token"), r"shape \(6,\); per token it must be \(7,\)"),
         (np.zeros(7), Spec("x", "target", shape=(2,)), r"per target it must be \(7, 2\)"),
         (np.zeros(7), Spec("x", "sequence"), r"shape \(7,\); per sequence it must be \(\)"),
-        (0.5, Spec("x", "sequence", "int64"), "is float64, and declared int64"),
-        (np.zeros(7), Spec("x", "word"), "field 'x': it is per 'word'"),
+        (0.5, Spec("x", "sequence", "int64"), "is float64; convert it to the declared int64"),
+        (np.zeros(7), Spec("x", "word"), "field 'x' is per 'word'"),
     ],
 )
 def test_refuses_a_field_that_is_not_as_declared(value: object, spec: Spec, message: str) -> None:
@@ -130,5 +130,5 @@ def test_refuses_bad_cuts_depths_and_doubles() -> None:
     with pytest.raises(ValueError, match="there is no sequence -1 in the plan"):
         cut_tokens(PLAN, [LaneCut(-1, 0, 1)])
     for rank in (-1, 2):
-        with pytest.raises(ValueError, match=f"cp_rank is {rank}; .* between 0 and cp_size"):
+        with pytest.raises(ValueError, match=f"cp_rank is {rank}; .* from 0 to cp_size"):
             cut_shards(PLAN, GOOD, [LaneCut(0, rank, 2)])

@@ -72,7 +72,7 @@ def test_rows_as_dicts_and_tuples():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"tokens": [1]}, "row 1: has no loss_mask; all True trains on every token"),
+        ({"tokens": [1]}, "row 1: has no loss_mask; to train on every token, give all True"),
         ({"loss_mask": [1]}, "row 1: has no tokens"),
         (([], []), "row 1: tokens must be a list of at least one"),
         (([[1]], [[1]]), "row 1: tokens must be a list"),
@@ -80,9 +80,9 @@ def test_rows_as_dicts_and_tuples():
         (([-1], [1]), "row 1: token ids must be whole numbers from 0"),
         (([2**31], [1]), "from 0 to 2147483647"),
         (([1, 2], [1]), "row 1: 2 tokens, but the loss mask has 1 values"),
-        (([1, 2], [1, 2]), "row 1: the loss mask must hold True and False"),
-        (([1, 2], [1, -100]), "row 1: the loss mask must hold True and False"),
-        (([1, 2], [1, None]), "row 1: the loss mask must hold True and False"),
+        (([1, 2], [1, 2]), "row 1: the loss mask must have only True and False"),
+        (([1, 2], [1, -100]), "row 1: the loss mask must have only True and False"),
+        (([1, 2], [1, None]), "row 1: the loss mask must have only True and False"),
         (([1, 2], [1, 1], {"reward": 1}), "row 1: field 'reward' is not declared"),
         ([1, 2, 3], "row 1: is list; it must be a dict"),
         (([1],), "row 1: is tuple"),
@@ -122,15 +122,15 @@ PACKED = {"tokens": [5, 6, 7], "loss_mask": [0, 1, 0], "boundaries": [0, 1, 3]}
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"boundaries": [0, 1]}, "packed row 0: boundaries must rise from 0 to its 3 tokens"),
-        ({"boundaries": [1, 3]}, "must rise from 0"),
-        ({"boundaries": [0, 1, 1, 3]}, "must rise from 0"),
-        ({"boundaries": [0, 4]}, "must rise from 0"),
-        ({"boundaries": []}, "must rise from 0"),
-        ({"boundaries": [0.0, 3.0]}, "must rise from 0"),
-        ({"positions": [0, 1, 2]}, "packed row 0: needs either boundaries or positions"),
-        ({"tokens": [], "loss_mask": [], "boundaries": [0]}, "packed row 0: .* not empty"),
-        ({"loss_mask": [0, 1]}, "both must be flat, equally long"),
+        ({"boundaries": [0, 1]}, "packed row 0: boundaries must increase from 0 to 3"),
+        ({"boundaries": [1, 3]}, "must increase from 0"),
+        ({"boundaries": [0, 1, 1, 3]}, "must increase from 0"),
+        ({"boundaries": [0, 4]}, "must increase from 0"),
+        ({"boundaries": []}, "must increase from 0"),
+        ({"boundaries": [0.0, 3.0]}, "must increase from 0"),
+        ({"positions": [0, 1, 2]}, "packed row 0: give either boundaries or positions"),
+        ({"tokens": [], "loss_mask": [], "boundaries": [0]}, "packed row 0: .* at least one value"),
+        ({"loss_mask": [0, 1]}, "both must have one dim, the same length"),
         ({"advantage": [1, 2]}, "field 'advantage' must be a list of 3 values"),
         ({"advantage": [1, 2, 3], "sample_id": 7}, "field 'sample_id' must be a list of 2 values"),
         ({"reward": [1, 2]}, "packed row 0, sequence 0: field 'reward' is not declared"),
@@ -145,7 +145,7 @@ def test_bad_packed_rows_are_named(change, message):
 @pytest.mark.parametrize("positions", [[1, 2, 3], [0, 1], [0, 2, 0], [0, 0, 2], [], [[0, 1, 2]]])
 def test_positions_must_count(positions):
     row = {"tokens": [5, 6, 7], "loss_mask": [0, 1, 0], "positions": positions}
-    with pytest.raises(ValueError, match="positions must start at 0 and rise by 1"):
+    with pytest.raises(ValueError, match="positions must be one for each of the 3 tokens"):
         list(from_packed([row]))
 
 
@@ -184,7 +184,7 @@ def test_memory_source():
     assert source.loss_tokens.tolist() == [1, 2]
     assert source[-1] == sample(1, [3, 4, 5], [1, 1, 1])
     assert source[np.int64(0)].id == 0
-    with pytest.raises(IndexError, match="sequence 2 of a source with 2"):
+    with pytest.raises(IndexError, match="sequence 2 is out of range: the source has 2"):
         source[2]
     assert [s.id for s in source] == [0, 1]
 
@@ -270,7 +270,9 @@ def test_bad_weights(weights, message):
 
 def test_bad_mixtures():
     other = MemorySource(from_rows([([1], [1], {"sample_id": 1})], [SAMPLE_ID]), [SAMPLE_ID])
-    with pytest.raises(ValueError, match="source 1 has other extra fields than source 0"):
+    with pytest.raises(
+        ValueError, match="the extra fields of source 1 differ from those of source 0"
+    ):
         Mixture([numbered(0, 1), other], [1, 1], seed=0)
     with pytest.raises(ValueError, match="source 1 is empty"):
         Mixture([numbered(0, 1), numbered(0, 0)], [1, 1], seed=0)

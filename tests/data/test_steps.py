@@ -66,7 +66,7 @@ def test_a_checkpoint_of_another_order_is_refused():
     steps = steps_of(plan_of_one_lane, shuffle=True)
     steps.check_can_resume(steps.describe())
     before = {name: value for name, value in steps.describe().items() if name != "order"}
-    with pytest.raises(ValueError, match="had order None and this one has 'splitmix64'"):
+    with pytest.raises(ValueError, match="had order None, and now it is 'splitmix64'"):
         steps.check_can_resume(before)
     unshuffled = steps_of(plan_of_one_lane)
     unshuffled.check_can_resume({**before, "shuffle": False})

@@ -94,7 +94,7 @@ def test_places(tmp_path):
     store = write_store(tmp_path, made([2, 3, 4]), fields=FIELDS, shard_sequences=2)
     assert store[-1].id == 2
     assert store[np.int64(1)].length == 3
-    with pytest.raises(IndexError, match="sequence 3 of a source with 3"):
+    with pytest.raises(IndexError, match="sequence 3 is out of range: the source has 3"):
         store[3]
     assert [sample.length for sample in store] == [2, 3, 4]
 
@@ -213,9 +213,11 @@ def test_a_flipped_token_is_found_when_it_is_read(tmp_path):
 
 
 def test_no_store(tmp_path):
-    with pytest.raises(ValueError, match=r"is no store, or an unfinished one .*longshore prepare"):
+    with pytest.raises(
+        ValueError, match=r"is not a prepared folder, or is unfinished .*longshore prepare"
+    ):
         Store(tmp_path)
-    with pytest.raises(ValueError, match="there is no sequence to store"):
+    with pytest.raises(ValueError, match="there are no sequences to store"):
         write_store(tmp_path / "empty", [])
     with pytest.raises(ValueError, match="is not empty"):
         write_store(tmp_path, made([1], fields=()))
@@ -229,7 +231,7 @@ def test_no_store(tmp_path):
         ({"shards": [{"file": "x"}]}, "is damaged"),
         ({"fields": ["x"]}, "is damaged"),
         ({"sequences": None}, "is damaged"),
-        ({"sequences": 4}, r"lengths.npy: holds \(2,\) numbers, and the manifest says 4"),
+        ({"sequences": 4}, r"lengths.npy: has shape \(2,\), but the manifest has 4"),
     ],
 )
 def test_a_manifest_that_does_not_fit(tmp_path, change, message):

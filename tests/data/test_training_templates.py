@@ -71,7 +71,7 @@ def test_a_last_turn_is_learned_as_the_tokenizers_own_template_has_it(tmp_path):
             assert learned(made, USER, ANSWER, **sample) == f"{empty}Yo.<|im_end|>"
     for made in (ours, own):
         assert learned(made, USER, THOUGHTS) == "<think>\nHm.\n</think>\n\nYo.<|im_end|>"
-    with pytest.raises(SampleError, match="rewrites turns"):
+    with pytest.raises(SampleError, match="rewrites earlier turns"):
         learned(own, USER, THOUGHTS, USER, THOUGHTS)
 
 
@@ -88,7 +88,7 @@ def test_a_layout_that_is_no_familys_is_left_to_its_own_template(tmp_path):
     """One character makes the difference: a family is never guessed at."""
     made = tokenizer(tmp_path, QWEN3.replace("assistant\\n", "assistant:\\n"))
     assert made.template_note == ""
-    with pytest.raises(SampleError, match="rewrites turns"):
+    with pytest.raises(SampleError, match="rewrites earlier turns"):
         learned(made, USER, THOUGHTS, USER, THOUGHTS)
     other = Tokenizer(byte_tokenizer(tmp_path, template=REBUILT["deepseek"].template))
     assert other.template_note == ""  # the layout fits, but its tokens are not in the vocabulary
@@ -104,7 +104,9 @@ def test_a_family_by_name(tmp_path):
         assert "Hi" not in text
         assert "kind" not in text
     auto = tokenizer(tmp_path, "")
-    with pytest.raises(ValueError, match=r"has no chat template.* a file, or the family .*qwen3"):
+    with pytest.raises(
+        ValueError, match=r"has no chat template.* to a file, or to the model's family: qwen3"
+    ):
         learned(auto, USER, ANSWER)
 
 

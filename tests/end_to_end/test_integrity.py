@@ -79,7 +79,7 @@ def test_resume_compares_the_data(runs, tmp_path, capfd):
     flipped.write_bytes(content)
     capfd.readouterr()
     assert runs.train("run", *more[:1], "train.steps=5", data=data) == 2
-    assert f"{flipped}: is damaged (its SHA-256 is another); copy it again" in one_line(capfd)
+    assert f"{flipped}: is damaged (its SHA-256 does not match); copy it again" in one_line(capfd)
 
 
 def test_resume_compares_made_up_lengths(runs, tmp_path, capfd):

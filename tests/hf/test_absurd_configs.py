@@ -77,7 +77,7 @@ def test_deep_and_large_files_are_refused(tmp_path):
     path.write_bytes(b"")
     with path.open("r+b") as file:
         file.truncate(200_000_000)
-    with pytest.raises(ValueError, match="has 200,000,000 bytes; it can have at most 10,000,000"):
+    with pytest.raises(ValueError, match="has 200,000,000 bytes; the limit is 10,000,000"):
         read_config(tmp_path)
 
 

@@ -156,7 +156,9 @@ def test_rows_are_read_alone(tmp_path):
     assert torch.equal(weights.rows("layers.2.mlp.up_proj.weight", 5, 9), whole[5:9])
     assert torch.equal(weights["layers.2.mlp.up_proj.weight"], whole)
     assert weights.rows("norm.weight", 3, 3).shape == (0,)
-    with pytest.raises(ValueError, match=r"rows 60 to 65 of embed\.weight are not among its 64"):
+    with pytest.raises(
+        ValueError, match=r"rows 60 to 65 of embed\.weight are out of range; it has 64"
+    ):
         weights.rows("embed.weight", 60, 65)
     with pytest.raises(KeyError):
         weights["layers.3.mlp.up_proj.weight"]
@@ -193,7 +195,7 @@ def test_wrong_tensors_are_named_in_one_line(tmp_path):
         f"the weights in {tmp_path} do not fit its config: missing "
         "model.layers.0.self_attn.q_proj.weight, model.layers.1.self_attn.q_proj.weight, "
         "model.layers.2.self_attn.q_proj.weight and 1 more; unknown "
-        "model.layers.3.mlp.up_proj.weight; misshapen lm_head.weight (it is (64, 31), and must be "
+        "model.layers.3.mlp.up_proj.weight; of wrong shape lm_head.weight (is (64, 31), must be "
         "(64, 32))"
     )
 
@@ -208,7 +210,9 @@ def test_old_buffers_and_a_tied_head_may_be_there(tmp_path):
     change_tensors(tmp_path, add)
     assert "head.weight" not in open_weights(tmp_path)
     change_tensors(tmp_path, lambda tensors: tensors["lm_head.weight"].add_(1))
-    with pytest.raises(ValueError, match=r"tie_word_embeddings is true, but lm_head\.weight is"):
+    with pytest.raises(
+        ValueError, match=r"tie_word_embeddings is true, but lm_head\.weight differs"
+    ):
         open_weights(tmp_path)
 
 
@@ -255,9 +259,9 @@ def test_a_stream_must_hold_each_tensor_once(tmp_path):
     whole = list(weights.items())
     for stream, reason in [
         (whole[:-1], r"missing among the tensors to write: head\.weight"),
-        ([*whole, whole[0]], r"tensor embed\.weight came twice"),
-        ([*whole, ("layers.9.mlp.up_proj.weight", whole[0][1])], "is none of this decoder's"),
-        ([("embed.weight", whole[0][1][:5])], r"is \(5, 32\), and must be \(64, 32\)"),
+        ([*whole, whole[0]], r"tensor embed\.weight was given twice"),
+        ([*whole, ("layers.9.mlp.up_proj.weight", whole[0][1])], "is not part of this decoder"),
+        ([("embed.weight", whole[0][1][:5])], r"is \(5, 32\); it must be \(64, 32\)"),
         ([], "missing"),
     ]:
         with pytest.raises(ValueError, match=reason):
@@ -280,5 +284,5 @@ def test_slices_of_one_tensor_are_written_each_alone(tmp_path):
 def test_a_decoder_that_is_not_the_bases_kind_is_refused(tmp_path):
     qwen3(tmp_path / "base")
     config = preset("tiny-llama")
-    with pytest.raises(ValueError, match=r"no Qwen3ForCausalLM.*have no norm"):
+    with pytest.raises(ValueError, match=r"does not fit Qwen3ForCausalLM.*have no norm"):
         write_checkpoint(tmp_path / "made", config, [], base=tmp_path / "base")

@@ -144,7 +144,7 @@ REFUSED = {
     "quantized": (LLAMA | {"quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\)"),
     "mlp bias": (LLAMA | {"mlp_bias": True}, "mlp_bias is true"),
     "dropout": (LLAMA | {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-    "llama window": (LLAMA | {"sliding_window": 4}, "sliding_window is 4, and LlamaForCausalLM"),
+    "llama window": (LLAMA | {"sliding_window": 4}, "sliding_window is 4, but LlamaForCausalLM"),
     "rope type": (LLAMA | {"rope_scaling": {"type": "ntk"}}, "rope_type is 'ntk'; supported are d"),
     "partial": (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "nested": (LLAMA | {"rope_parameters": {"full_attention": {}}}, "differ by layer type"),
@@ -198,7 +198,7 @@ def test_decoders_that_no_architecture_can_be_are_refused():
         ((layer, near), r"its windows differ \(4, 8\)"),
         ((layer, replace(other, mlp=None)), "layer 1 is not attention and an MLP"),
         ((replace(layer, mixer=replace(layer.mixer, rope=None)),), "no rotary positions"),
-        ((replace(layer, mixer=replace(layer.mixer, bias=True)),), "in some projections"),
+        ((replace(layer, mixer=replace(layer.mixer, bias=True)),), "only some projections"),
         ((layer, replace(other, mlp=replace(other.mlp, width=7))), "another MLP than layer 0"),
         ((layer, replace(other, mixer=replace(other.mixer, heads=16))), "another mixer"),
         ((replace(layer, mixer=replace(layer.mixer, gate=True)),), "layer 0 has gated attention"),
@@ -213,7 +213,7 @@ def test_a_dense_model_has_plain_norms_and_one_prediction(name):
     config = preset(name)
     for change, reason in [
         ({"zero_centred": True}, "its norms are zero-centred"),
-        ({"mtp": config.layers[:1]}, "predicts several tokens"),
+        ({"mtp": config.layers[:1]}, "has multi-token prediction"),
     ]:
         with pytest.raises(ValueError, match=f"LlamaForCausalLM: [^;]*{reason}"):
             architecture_for(replace(config, **change))

@@ -39,7 +39,9 @@ def test_the_docstrings_example(folder):
 
 def test_a_missing_shard_is_named(folder):
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"not complete: model-00002-of-00002\.safetensors of"):
+    with pytest.raises(
+        ValueError, match=r"incomplete: the index lists model-00002-of-00002\.safetensors"
+    ):
         TensorFiles(folder)
 
 
@@ -120,7 +122,7 @@ def test_a_second_copy_of_a_tensor_is_refused(folder, is_named):
         save_file({"a": torch.arange(20.0), "z": torch.ones(10)}, path)
     change_index(folder, lambda index: index["weight_map"].update(extra))
     told = "the index says it is in model-00002" if is_named else "another file has it too"
-    with pytest.raises(ValueError, match=rf"00003-of-00002.* tensor {name}, and {told}.*remove"):
+    with pytest.raises(ValueError, match=rf"00003-of-00002.* tensor {name}, but {told}.*remove"):
         TensorFiles(folder)
 
 

@@ -64,7 +64,7 @@ def test_broken_folders_are_refused(tmp_path, tensors):
     with pytest.raises(ValueError, match=r"unknown layers\.1\..* and \d+ more"):
         load_weights(folder)
     change(folder, config={"kind": "MLPConfig", "width": 3})
-    with pytest.raises(ValueError, match="must be a DecoderConfig, and is MLPConfig"):
+    with pytest.raises(ValueError, match="it is MLPConfig; it must be a DecoderConfig"):
         load_weights(folder)
     change(folder, version=1)
     with pytest.raises(ValueError, match=r"version 1; this Longshore reads .* version 2"):
@@ -142,13 +142,13 @@ def test_all_presets_go_through_json(name):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"kind": "Path"}, "kind is 'Path', which is no config"),
-        ({"kind": "replace"}, "kind is 'replace', which is no config"),
+        ({"kind": "Path"}, "kind is 'Path', which this version of Longshore does not know"),
+        ({"kind": "replace"}, "kind is 'replace', which this version of Longshore does not know"),
         ({"kind": None}, "kind is None"),
         ({"depth": 3}, "DecoderConfig has no field depth"),
         ({"width": 0}, r"DecoderConfig\.width is 0"),
-        ({"layers": [1]}, "DecoderConfig cannot be made: 'int' object has no attribute"),
-        ({"layers": 1}, "DecoderConfig cannot be made: 'int' object is not iterable"),
+        ({"layers": [1]}, "DecoderConfig cannot be created: 'int' object has no attribute"),
+        ({"layers": 1}, "DecoderConfig cannot be created: 'int' object is not iterable"),
     ],
 )
 def test_json_that_is_no_config_is_refused(change, reason):
@@ -161,5 +161,5 @@ def test_json_with_a_field_missing_is_refused():
     del found["width"]
     with pytest.raises(ValueError, match=r"DecoderConfig cannot be created: .*'width'"):
         config_from_json(found)
-    with pytest.raises(ValueError, match="must be a DecoderConfig, and is NoneType"):
+    with pytest.raises(ValueError, match="it is NoneType; it must be a DecoderConfig"):
         config_from_json(None)

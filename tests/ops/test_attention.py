@@ -272,11 +272,11 @@ def test_strided_inputs_and_expanded_gradients():
     ("change", "words"),
     [
         ({"window": 0}, "window is 0"),
-        ({"bounds": joined([3])}, "3, and there are 5 rows"),
-        ({"key_bounds": joined([2, 3])}, "1 sequences of queries and 2 of keys"),
+        ({"bounds": joined([3])}, "3, but there are 5 rows"),
+        ({"key_bounds": joined([2, 3])}, "bounds have 1 sequences and key_bounds 2"),
         (
             {"bounds": joined([3, 2]), "key_bounds": joined([2, 3])},
-            "sequence 0 has 3 queries over 2",
+            "sequence 0 has 3 queries and 2 keys",
         ),
     ],
 )
@@ -288,11 +288,11 @@ def test_bad_bounds_are_refused(change, words):
 @pytest.mark.parametrize(
     ("shapes", "words"),
     [
-        (((5, 4, 6), (5, 3, 6), (5, 3, 6)), "4 query heads cannot share 3 key heads"),
-        (((5, 4, 6), (5, 2, 8), (5, 2, 6)), "q and k need one width"),
+        (((5, 4, 6), (5, 3, 6), (5, 3, 6)), "there are 4 query heads and 3 key heads"),
+        (((5, 4, 6), (5, 2, 8), (5, 2, 6)), "q and k must have the same width"),
         (((5, 4, 6), (5, 2, 6), (4, 2, 6)), "k and v the same rows"),
-        (((5, 24), (5, 2, 6), (5, 2, 6)), "rows, heads and width"),
-        (((6, 4, 6), (5, 4, 6), (5, 4, 6)), "sequence 0 has 6 queries over 5 keys"),
+        (((5, 24), (5, 2, 6), (5, 2, 6)), r"each must be \(rows, heads, width\)"),
+        (((6, 4, 6), (5, 4, 6), (5, 4, 6)), "sequence 0 has 6 queries and 5 keys"),
     ],
 )
 def test_bad_shapes_are_refused(shapes, words):

@@ -192,7 +192,7 @@ def test_chunks_lie_by_number_longest_run_first():
 
 def test_what_cannot_be_is_refused():
     given = inputs([4])
-    with pytest.raises(ValueError, match="4 heads are not a multiple of 3 groups"):
+    with pytest.raises(ValueError, match="there are 4 heads, which must be a multiple of the 3"):
         op.ssd(**given | {"B_TGN": torch.ones(4, 3, 5), "C_TGN": torch.ones(4, 3, 5)})
     with pytest.raises(ValueError, match=r"initial states have shape \(2, 4\).*\(1, 4, 3, 5\)"):
         op.ssd(**given | {"initial": torch.ones(2, 4)})

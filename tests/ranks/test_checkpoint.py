@@ -386,7 +386,7 @@ def test_room_is_looked_for_before_a_save(tmp_path):
     folder = tmp_path / "checkpoints"
     for told, share, warning in run_ranks(2, no_room, str(tmp_path)):
         assert re.fullmatch(
-            rf"the checkpoint of step 2 cannot be written into {folder} \(it takes [\d.]+ MB, and "
+            rf"the checkpoint of step 2 cannot be written into {folder} \(it takes [\d.]+ MB, but "
             rf"only [\d.]+ kB are free\); the last good one is {folder}/step-00000001; make room "
             r"there, then resume with --resume",
             told,

@@ -230,7 +230,7 @@ def refuse():
         ([3], [1, 1], "over 2 ranks needs 2 sends and 2 receives; there are 1 and 2"),
         ([1, 1], [1, 1], "must add up to the tensor's 3 rows"),
         ([4, -1], [1, 1], "none may be negative"),
-        ([2, 1] if dist.get_rank() else [1, 2], [0, 0], "sends itself 1 rows and expects 0"),
+        ([2, 1] if dist.get_rank() else [1, 2], [0, 0], "sends itself 1 rows but expects 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             collectives.all_to_all(x, world(), sends=sends, receives=receives)
@@ -299,7 +299,7 @@ def compare(digests):
 def test_ranks_that_differ_are_named_on_all_ranks():
     for message in run_ranks(4, compare, ["a", "b", "a", "a"]):
         assert message.startswith(
-            "the ranks made 2 different versions of the plan of step 7: ranks 0, 2 and 3 against "
+            "the ranks have 2 different versions of the plan of step 7: ranks 0, 2 and 3 against "
             "rank 1. Their inputs differ"
         )
 

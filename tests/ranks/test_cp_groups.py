@@ -31,9 +31,9 @@ def test_splits_hold_every_rank_once(lanes):
     ("sizes", "lanes", "message"),
     [
         ([], 4, "there are no CP sizes"),
-        ([0, 1], 4, "CP size 0: it must lie between 1 and the number of lanes, 4"),
+        ([0, 1], 4, "CP size 0: it must be from 1 to the number of lanes, 4"),
         ([8], 4, "CP size 8"),
-        ([1, 2, 3], 65, "CP size 3 is neither a power of two nor all 65 lanes"),
+        ([1, 2, 3], 65, "CP size 3: with more than 64 lanes it must be a power of two, or all 65"),
     ],
 )
 def test_bad_sizes_are_refused(sizes, lanes, message):
@@ -93,7 +93,7 @@ def ask_for_another():
             messages.append(str(error))
     groups.close()
     groups.close()
-    with pytest.raises(ValueError, match="they are closed"):
+    with pytest.raises(ValueError, match="all its groups are closed"):
         groups.group(topology.lane, 1)
     return messages
 

@@ -383,7 +383,7 @@ def uneven_streams():
     )
     with Loader(steps) as loader:
         seen = sum(step.batches[0].counts.sequences for step in loader)
-        with pytest.raises(ValueError, match="a plain iterator's place cannot be saved"):
+        with pytest.raises(ValueError, match="the position of an iterator cannot be saved"):
             loader.state_dict()
         with pytest.raises(StopIteration):
             next(loader)
@@ -416,7 +416,7 @@ def test_a_resume_with_another_order_is_refused():
     make = partial(IndexedSteps, source, planner=planner(1), batch=BatchSize("sequences", 8))
     loader = Loader(make(seed=1))
     state = loader.state_dict()
-    with pytest.raises(ValueError, match=r"had seed 1 and this one has 2"):
+    with pytest.raises(ValueError, match=r"had seed 1, and now it is 2"):
         Loader(make(seed=2)).load_state_dict(state)
     with pytest.raises(ValueError, match="at least 1 step"):
         Loader(make(seed=1), prefetch=0)

@@ -70,7 +70,7 @@ def test_ranks_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("place", [{"lane": 2}, {"lane": -1}, {"lane": 0, "tp_rank": 1}])
 def test_coordinates_outside_are_refused(place):
-    with pytest.raises(ValueError, match="must lie between 0 and"):
+    with pytest.raises(ValueError, match="must be from 0 to"):
         Axes(lanes=2).rank_at(**place)
 
 
@@ -121,7 +121,7 @@ def refuse():
     groups = len(dist.distributed_c10d._world.pg_map)
     with pytest.raises(ValueError, match="3 lanes × tp 1 × pp 1 make 3 ranks, but there are 2"):
         make_topology(lanes=3, device="cpu")
-    with pytest.raises(ValueError, match="name this rank's own, such as 'cuda:0'"):
+    with pytest.raises(ValueError, match="give this rank's own GPU, such as 'cuda:0'"):
         make_topology(lanes=2, device="cuda")
     assert len(dist.distributed_c10d._world.pg_map) == groups
 

@@ -130,7 +130,7 @@ def test_a_line_without_a_plan_is_named_when_it_is_drawn(run, harm):
     write_lines(run / "steps.jsonl", [lines[0], {**lines[1], **harm}])
     journal = read_journal(run / "steps.jsonl")
     journal.plan(1)
-    with pytest.raises(ValueError, match=r"steps.jsonl, line 2: holds no plan"):
+    with pytest.raises(ValueError, match=r"steps.jsonl, line 2: has no valid plan"):
         journal.plan(2)
 
 

@@ -136,7 +136,7 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
 
 
 def test_refuses_more_runs_than_colours(run):
-    with pytest.raises(ValueError, match="9 runs; a page shows 1 to 8"):
+    with pytest.raises(ValueError, match="9 runs were given; a page shows 1 to 8"):
         run_page_data([read_run(run)] * 9)
     with pytest.raises(ValueError, match="0 runs"):
         run_page_data([])

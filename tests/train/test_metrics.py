@@ -134,7 +134,7 @@ def test_steps_after_the_last_go_wherever_they_are(tmp_path):
         (errno.ENOSPC, "(No space left on device); make room there, then"),
         (errno.EDQUOT, "(Disk quota exceeded); make room there, then"),
         (errno.EACCES, "(Permission denied); make it writable, then"),
-        (errno.EIO, "(Input/output error); see to the disk, then"),
+        (errno.EIO, "(Input/output error); check the disk, then"),
     ],
 )
 def test_what_the_disk_refuses_is_one_line_and_no_partial_stays(tmp_path, number, told):

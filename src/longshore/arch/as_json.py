@@ -7,8 +7,8 @@ class under `kind`, and for a user's class also the Python module it comes from:
     config_from_json({"kind": "MLPConfig", "width": 192})     MLPConfig(width=192)
     {"kind": "MeanConfig", "module": "mine"}                  MeanConfig(), if mine was imported
 
-A new class in one of MODULES needs nothing here. Reading never imports: who reads a user's class
-imports its module before.
+A new class in one of MODULES needs no registration. Reading never imports code: the caller imports
+the modules of users' classes first.
 """
 
 from dataclasses import fields, is_dataclass
@@ -30,9 +30,9 @@ REGISTERED: dict[str, type] = {}
 
 
 def register_config(kind: type) -> None:
-    """Lets configs of a user's class be saved and read back; each name stands for one class.
+    """Lets configs of a user's class be saved and read back; a name can be registered once.
 
-    A class may take the place of itself, as when its module is loaded again.
+    A class may be registered again by the same module, as when that is reloaded.
     """
     name = kind.__name__
     if not is_dataclass(kind):
@@ -61,7 +61,7 @@ def config_from_json(data: Any) -> DecoderConfig:  # noqa: ANN401
     except RecursionError:
         raise ValueError("its lists and objects are nested too deep") from None
     if not isinstance(config, DecoderConfig):
-        raise ValueError(f"it must be a DecoderConfig, and is {type(config).__name__}")
+        raise ValueError(f"it is {type(config).__name__}; it must be a DecoderConfig")
     return config
 
 
@@ -78,8 +78,8 @@ def _to_json(value: Any, where: str = "a decoder") -> Any:  # noqa: ANN401
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ValueError(
-        f"{where} is a {type(value).__name__}, which is not saved; a config holds numbers, texts, "
-        "None, tuples and registered configs"
+        f"{where} is a {type(value).__name__}, which cannot be saved as JSON; use numbers, "
+        "strings, None, tuples and registered configs"
     )
 
 
@@ -90,8 +90,8 @@ def _named(kind: type) -> dict[str, str]:
     if REGISTERED.get(name) is kind:
         return {"kind": name, "module": kind.__module__}
     raise ValueError(
-        f"{name} is not registered, so it is neither trained nor saved; call register_mixer, or "
-        "register_config for a config inside one, in the file of the class"
+        f"{name} is not registered, so it can be neither trained nor saved; call register_mixer, "
+        "or register_config for a config inside one, in the file of the class"
     )
 
 
@@ -103,7 +103,7 @@ def _from_json(value: Any) -> Any:  # noqa: ANN401
     kind = _kind(value)
     parts = {key: _from_json(item) for key, item in value.items() if key not in RESERVED}
     if unknown := sorted(parts.keys() - {field.name for field in fields(kind)}):
-        where = "in this version of Longshore" if "module" not in value else "now"
+        where = "in this version of " + ("Longshore" if "module" not in value else "its module")
         raise ValueError(f"{kind.__name__} has no field {unknown[0]} {where}")
     try:
         return kind(**parts)
@@ -118,9 +118,9 @@ def _kind(value: dict[str, Any]) -> Any:  # noqa: ANN401 - a dataclass
     if kind is not None:
         return kind
     if not isinstance(module, str) or not all(map(str.isidentifier, module.split("."))):
-        raise ValueError(f"kind is {name!r}, which is no config of this version of Longshore")
+        raise ValueError(f"kind is {name!r}, which this version of Longshore does not know")
     raise ValueError(
-        f"it has a {name!r} of the Python module {module!r}, and a folder imports no code by "
-        f"itself; name the module: model.module={module} in a recipe, --module {module} for "
-        "longshore export"
+        f"it uses {name!r} of the Python module {module!r}, which was not imported, because "
+        f"reading a folder never runs code; name it: model.module={module} in a recipe, "
+        f"--module {module} for longshore export"
     )

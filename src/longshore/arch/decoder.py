@@ -149,7 +149,7 @@ def with_balance(
     for name, number in (("aux_weight", aux_weight), ("bias_update", bias_update)):
         if number and not has_experts(config):
             raise SettingError(
-                "{" + name + "} is for experts, and this model has none; leave it out"
+                "{" + name + "} is for experts, but this model has none; leave it out"
             )
     layers, mtp = (
         tuple(_balanced(layer, aux_weight, bias_update) for layer in group)
@@ -166,8 +166,8 @@ def _balanced(
         return layer
     if bias_update and not moe.bias:
         raise SettingError(
-            "{bias_update} moves a bias of the router, and the experts of this model have none; "
-            "balance them by {aux_weight}"
+            "{bias_update} needs a router with a bias, which this model does not have; balance its "
+            "experts with {aux_weight}"
         )
     if aux_weight is not None:
         moe = replace(moe, aux_weight=aux_weight)

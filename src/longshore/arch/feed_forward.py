@@ -107,7 +107,7 @@ class MoEConfig:
         if self.score not in SCORES:
             raise ValueError(f"MoEConfig.score is {self.score!r}; known are {', '.join(SCORES)}")
         if self.shared_gate and not self.shared_width:
-            raise ValueError("MoEConfig.shared_gate weighs a shared expert; give a shared_width")
+            raise ValueError("MoEConfig.shared_gate needs a shared expert; give a shared_width")
         object.__setattr__(self, "bias", bool(self.bias or self.bias_update))
         self._check_groups()
 
@@ -119,12 +119,13 @@ class MoEConfig:
             )
         if self.top_groups > self.groups:
             raise ValueError(
-                f"MoEConfig.top_groups is {self.top_groups}, and there are {self.groups} groups"
+                f"MoEConfig.top_groups is {self.top_groups}; it can be at most groups, "
+                f"{self.groups}"
             )
         within = self.experts // self.groups * self.top_groups
         if self.top_k > within:
             raise ValueError(
-                f"MoEConfig.top_k is {self.top_k}, and a token can choose among {within} experts"
+                f"MoEConfig.top_k is {self.top_k}; a token can choose among only {within} experts"
             )
 
     @property

@@ -9,7 +9,7 @@ statistics per token, 5,672 bytes; with recomputation 64 values, 256 bytes.
 The model: weights and gradients in float32 (float64 for float64), two moments of the optimizer, and
 a copy of the weights in `dtype` where that is smaller. How lanes share it:
 
-    zero3   weights, gradients, moments sharded; two blocks and the ends are gathered temporarily
+    zero3   weights, gradients, moments sharded; two blocks, embedding and head are gathered
     zero2   weights and gradients gathered during a step; float32 weights and moments sharded
     none    every lane holds everything
 
@@ -71,7 +71,7 @@ def model_bytes(config: DecoderConfig, *, lanes: int, shard: str, dtype: str) ->
     if shard not in SHARD_MODES:
         raise ValueError(f"shard is {shard!r}; known are {', '.join(SHARD_MODES)}")
     if lanes < 1:
-        raise ValueError(f"lanes is {lanes}; there is at least one")
+        raise ValueError(f"lanes is {lanes}; it must be at least 1")
     count = parameter_count(config)
     part = -(-count // lanes)
     copy = item * count if item < master else 0
@@ -170,11 +170,11 @@ def _no_room(room: int, each: int, *, shard: str, recompute: bool, lines: list[s
     lacking = STEP_TOKENS * each - room
     ways = [
         *([] if recompute else ["recompute blocks in backward"]),
-        *([] if shard == "zero3" else ["share the model as zero3"]),
+        *([] if shard == "zero3" else ["shard the model as zero3"]),
         "use more lanes or a smaller model",
     ]
     return (
-        f"not even {STEP_TOKENS} tokens fit into a lane's memory, {_size(lacking)} are lacking; "
+        f"not even {STEP_TOKENS} tokens fit into a lane's memory: {_size(lacking)} are missing; "
         f"{', or '.join(ways)}\n" + "\n".join(lines)
     )
 

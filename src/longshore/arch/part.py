@@ -57,11 +57,11 @@ class Part(Protocol):
 
 
 def check_part(part: object) -> None:
-    """Refuses a config that lacks something of `Part`, and says what."""
+    """Raises ValueError for a config that lacks a method of `Part`, and names it."""
     expected = ("ropes", "parameters", "flops", "saved", "gathered", "shared_heads")
     if lacking := [name for name in expected if not hasattr(part, name)]:
         raise ValueError(
-            f"{type(part).__name__} has no {lacking[0]}; a part of a layer has "
+            f"{type(part).__name__} has no {lacking[0]}; a part of a layer must have "
             f"{', '.join(expected)}, see longshore/arch/part.py"
         )
 

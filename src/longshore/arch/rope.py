@@ -60,7 +60,7 @@ class YarnScaling:
         if self.beta_fast < self.beta_slow:
             raise ValueError(
                 f"YarnScaling.beta_fast is {self.beta_fast:g} and beta_slow {self.beta_slow:g}; "
-                "beta_fast is the larger one"
+                "beta_fast must be the larger one"
             )
 
 
@@ -132,7 +132,7 @@ class RopeConfig:
         check_counts(self, "rotary_dim")
         if self.rotary_dim % 2:
             raise ValueError(
-                f"RopeConfig.rotary_dim is {self.rotary_dim}; dims rotate in pairs, so it is even"
+                f"RopeConfig.rotary_dim is {self.rotary_dim}; it must be even: dims rotate in pairs"
             )
         if isinstance(self.scaling, DynamicScaling) and self.rotary_dim < 4:
             raise ValueError("DynamicScaling needs a rotary_dim of 4 or more")

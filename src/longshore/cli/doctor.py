@@ -104,7 +104,7 @@ def _probe_ranks(
 ) -> "tuple[RankProbe | None, Exception | None]":
     """Connects the ranks and reports; a failure is a finding."""
     if any(f.text.startswith("torch cannot be imported") for f in report.sections["torch"]):
-        report.add("ranks", [bad("not tested: torch is missing")])
+        report.add("ranks", [bad("not tested, because torch cannot be imported")])
         return None, None
     try:
         probe = _probe_local(setting.ranks) if place is None else probe_as(place, ())
@@ -126,8 +126,8 @@ def _restarts() -> list[Finding]:
         return []
     return [
         warn(
-            f"torchrun may restart the ranks (--max-restarts {restarts}), and they would then wait "
-            "forever for the addresses of the dead ones, which are still in torchrun's store",
+            f"torchrun may restart the ranks (--max-restarts {restarts}); they would then wait "
+            "forever for dead ranks, whose addresses are still in torchrun's store",
             "start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment",
         )
     ]
@@ -220,14 +220,13 @@ class DoctorReport:
         if probe is not None:
             self._write(_table(probe, self._width()))
         marks = [finding.mark for finding in self._all()]
-        looks, broken = marks.count("warn"), marks.count("bad")
-        worth = f"; {looks} warning{'s' if looks > 1 else ''}" if looks else ""
+        warned, broken = marks.count("warn"), marks.count("bad")
+        warnings = f"; {warned} warning{'s' if warned > 1 else ''}" if warned else ""
         if broken:
-            self._write(
-                ["", f"training will not work: {broken} problem{'s' if broken > 1 else ''}{worth}"]
-            )
+            problems = "1 problem prevents" if broken == 1 else f"{broken} problems prevent"
+            self._write(["", f"{problems} training{warnings}"])
         else:
-            self._write(["", f"everything that training needs is available{worth}"])
+            self._write(["", f"everything that training needs is available{warnings}"])
 
     def _all(self) -> list[Finding]:
         return [finding for findings in self.sections.values() for finding in findings]

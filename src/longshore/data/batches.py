@@ -1,4 +1,4 @@
-"""Batches: which sequences each step takes. Every epoch is shuffled anew and cut into batches.
+"""Batches: which sequences each step takes. Each epoch has its own shuffle, cut into batches.
 
 In: all lengths, a seed and the size of a global batch. Out: for every step the indices of its
 sequences. Nothing depends on lanes, ranks or what was read before, so a run resumes at any step, on
@@ -54,7 +54,9 @@ def _state(key: tuple[int, ...]) -> int:
     state = len(key)
     for part in key:
         if not 0 <= part < LIMIT:
-            raise ValueError(f"the key of an order has {part}; it must lie between 0 and 2⁶⁴ − 1")
+            raise ValueError(
+                f"the key of a shuffle (seed, epoch, …) has {part}; it must be from 0 to 2⁶⁴ − 1"
+            )
         mixed = _mix(np.array([(state + GAMMA) % LIMIT ^ part], dtype=np.uint64))
         state = int(mixed[0])
     return state
@@ -91,12 +93,12 @@ class BatchSize:
         if self.unit not in ("sequences", "tokens"):
             raise ValueError(f"a batch is counted in sequences or tokens, not in {self.unit!r}")
         if self.amount < 1:
-            raise ValueError(f"a batch of {self.amount} {self.unit}: it must be at least 1")
+            raise ValueError(f"the batch is {self.amount} {self.unit}; it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a step stands: its epoch, its number in the epoch, and its number in the run."""
+    """The position of a step: its epoch, its number in the epoch, and its number in the run."""
 
     epoch: int = 0
     step_in_epoch: int = 0
@@ -104,7 +106,7 @@ class Place:
 
     @property
     def following(self) -> "Place":
-        """The place after this; past an epoch's last step it still names that epoch."""
+        """The place of the next step; after the last step of an epoch, still with that epoch."""
         return Place(self.epoch, self.step_in_epoch + 1, self.step + 1)
 
 

@@ -9,7 +9,7 @@ has 65 characters and one span, 52…64, which holds Yo<|im_end|>.
 
 A template with {% generation %} blocks marks what the assistant writes. With any other template the
 chat is rendered up to each assistant turn with the generation prompt (0…52 above) and up to the
-turn's end (0…65). Both must be prefixes of the full text: what lies between their ends is what the
+turn's end (0…65). Both must be prefixes of the full text: the text between their ends is what the
 model writes in that turn. A template that renders an early turn differently once later turns follow
 (it drops old reasoning, say) fails this and is refused; so is one that has a header for the
 assistant but leaves it out of the generation prompt. Longshore's own templates for such families
@@ -48,12 +48,12 @@ Marks = tuple[str, str]
 
 # Unicode keeps these two for a program's own use; text must not contain them.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-DATE = datetime.date(2024, 7, 26)  # what the Llama 3 templates write when they know no date
+DATE = datetime.date(2024, 7, 26)  # the default of the Llama 3 templates
 NOT_LOCATED, LEFT_OUT = "spans not located", "left out by the template"
 TOO_SLOW = "template too slow"
 WAY_OUT = (
-    "give a template with {% generation %} around what the assistant writes, the name of one of "
-    "Longshore's training templates, or loss_on='all'"
+    "use a template with {% generation %} around what the assistant writes, one of Longshore's "
+    "training templates by its name, or loss_on='all'"
 )
 PROBE = "Longshore\ufdd2probe"
 
@@ -147,8 +147,8 @@ class ChatTemplate:
         if header.strip() or not probe:
             raise SampleError(
                 NOT_LOCATED,
-                "the template ignores add_generation_prompt, so that its header of the assistant "
-                f"({header.strip()[:40]!r}) cannot be told apart from its content; {WAY_OUT}",
+                "the template ignores add_generation_prompt, so the assistant's header "
+                f"({header.strip()[:40]!r}) cannot be separated from its content; {WAY_OUT}",
             )
 
     def _full_text(self, chat: Chat, *, prompt: bool = False, marks: Marks = ("", "")) -> str:
@@ -182,7 +182,7 @@ class ChatTemplate:
             return write(self._template, variables, self._limits, marks=marks)
         except (TooSlowError, TooLargeError, MemoryError):
             raise
-        except Exception as error:  # a template is a program of somebody else's
+        except Exception as error:  # a template is untrusted code and may raise anything
             part = "" if len(messages) == len(chat.messages) else f" on messages[:{len(messages)}]"
             raise SampleError(
                 "template failed",
@@ -224,15 +224,15 @@ def _check_complete(chat: Chat, text: str) -> None:
 
 
 def _spans_in_loss(spans: list[Span], chat: Chat) -> list[Span]:
-    """Of the marked spans those of `chat.turns()`."""
+    """The marked spans that belong to `chat.turns()`."""
     every = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if chat.turns() == every:
         return spans
     if len(spans) != len(every):
         raise SampleError(
             NOT_LOCATED,
-            f"some of the {len(every)} assistant messages are not in the loss, but the template "
-            f"marks {len(spans)} spans, so they cannot be matched; mark one span a message",
+            f"only some of the {len(every)} assistant messages are trained on, and the template "
+            f"wrote {len(spans)} {{% generation %}} blocks; it must write one for each of them",
         )
     return [span for turn, span in zip(every, spans, strict=True) if turn in chat.turns()]
 
@@ -259,7 +259,7 @@ def _check_prefix(part: str, text: str, what: str) -> None:
     at = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), len(text))
     raise SampleError(
         NOT_LOCATED,
-        f"rendered {what}, the chat is not a prefix of the full chat (from character {at}: "
-        f"{part[at : at + 20]!r} against {text[at : at + 20]!r}), so the template rewrites turns "
-        f"and the assistant's part cannot be located; {WAY_OUT}",
+        "the template rewrites earlier turns, so the assistant's tokens cannot be located: the "
+        f"chat rendered {what} is not a prefix of the full chat (at character {at}: "
+        f"{part[at : at + 20]!r} against {text[at : at + 20]!r}); {WAY_OUT}",
     )

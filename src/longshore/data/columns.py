@@ -1,9 +1,9 @@
-"""Columns: which form a raw sample has, and whether each of its columns has a meaning.
+"""Columns: which form a raw sample has, and which of its columns are unknown.
 
 In: the names of a sample's columns, those to ignore, and the declared fields. Out: the form, named
-by its first column, or a SampleError that names all columns that have none. Of {"messages": …,
-"id": 7, "source": "web"} the form is "messages", and `id` and `source` must be ignored or declared;
-ignoring "*" leaves out every column that is not used.
+by its first column, or a SampleError that names all unknown columns. {"messages": …, "id": 7,
+"source": "web"} has the form "messages", and `id` and `source` must be ignored or declared; "*"
+ignores every column that is not used.
 
 Alpaca's `instruction`, `input` and `output` become a chat where the tokenizer has a template: the
 user says the instruction and, a blank line below, the input if there is one. Without a template
@@ -42,19 +42,19 @@ ALPACA_WITH_INPUT = (
 
 
 def leaves_out(name: str, ignore: Sequence[str], fields: Sequence[Field]) -> bool:
-    """Whether a column can be dropped before anybody looks at the sample."""
+    """Whether a column can be dropped before its sample is read."""
     if name in ignore:
         return True
     return ALL in ignore and name not in COLUMNS and name not in {field.name for field in fields}
 
 
 def form_of(columns: Iterable[str], ignore: Sequence[str], fields: Sequence[Field]) -> str:
-    """The form of a sample from the names of its columns; each name must have its meaning."""
+    """The form of a sample from the names of its columns; raises SampleError for unknown ones."""
     columns = [name for name in columns if name not in ignore]
     form = next((name for name in FORMS if name in columns), None)
     if form is None:
         forms = "; ".join(" and ".join(needed) for needed, _ in FORMS.values())
-        raise SampleError("no messages", f"it has none of the columns of a sample: {forms}")
+        raise SampleError("no messages", f"its columns are no known form; known are: {forms}")
     for name in FORMS[form][0]:
         if name not in columns:
             raise SampleError("no messages", f"it has a {form} but no {name}")
@@ -75,18 +75,18 @@ def unused_columns(
 
 
 def refuse_columns(names: Sequence[str], form: str) -> SettingError:
-    """The error of columns that have no meaning, all in one message, and what to do about them."""
+    """The error for unknown columns, all in one message, with what to do about them."""
     if len(names) == 1:
         message = (
-            "column {listed} is neither part of a sample with {form!r} nor a declared field; name "
-            "it in {ignore} ({joined}, or * for all that are not used), or declare it in {fields} "
-            "({first}:per_sequence:DTYPE)"
+            "unknown column {listed} in a sample with {form!r}; leave it out with "
+            "{ignore:{joined}} (or * for all unused columns), or declare it with "
+            "{fields:{first}:per_sequence:DTYPE}"
         )
     else:
         message = (
-            "columns {listed} are neither part of a sample with {form!r} nor declared fields; name "
-            "them in {ignore} ({joined}, or * for all that are not used), or declare each in "
-            "{fields} ({first}:per_sequence:DTYPE)"
+            "unknown columns {listed} in samples with {form!r}; leave them out with "
+            "{ignore:{joined}} (or * for all unused columns), or declare each as in "
+            "{fields:{first}:per_sequence:DTYPE}"
         )
     listed, joined = ", ".join(map(repr, names)), ",".join(names)
     return SettingError(message, listed=listed, joined=joined, form=form, first=names[0])
@@ -106,7 +106,7 @@ def from_alpaca(sample: Mapping[str, Any], *, as_chat: bool) -> tuple[dict[str, 
         turns += [("user", asked), ("assistant", output)]
         return {"messages": [{"role": role, "content": text} for role, text in turns]}, "messages"
     if system:
-        raise SampleError("bad message", "it has a system text, and there is no chat template")
+        raise SampleError("bad message", "it has a system text, but there is no chat template")
     form = ALPACA_WITH_INPUT if given else ALPACA
     prompt = form.format(instruction=instruction, input=given)
     return {"prompt": prompt, "completion": output}, "prompt"

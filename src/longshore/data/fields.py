@@ -45,8 +45,8 @@ class Field:
     def __post_init__(self) -> None:
         if not self.name.isidentifier() or self.name in TAKEN:
             raise ValueError(
-                f"field {self.name!r}: a field's name is a plain identifier, and none of "
-                f"{', '.join(TAKEN)}"
+                f"field {self.name!r}: the name must be an identifier, and not one of the "
+                f"reserved names {', '.join(TAKEN)}"
             )
         if self.per not in PER:
             raise ValueError(
@@ -59,7 +59,9 @@ class Field:
                 f"{', '.join((*INTEGERS, *FLOATS))}"
             )
         if min(self.shape, default=1) < 1:
-            raise ValueError(f"field {self.name}: its shape {self.shape} holds nothing")
+            raise ValueError(
+                f"field {self.name}: shape {self.shape} has no values; each dim must be 1 or more"
+            )
 
     @property
     def width(self) -> int:
@@ -81,7 +83,7 @@ def parse_field(text: str) -> Field:
     if not match:
         raise ValueError(
             f"field {text!r}: must be name:per_token:dtype, name:per_target:dtype or "
-            "name:per_sequence:dtype, with :4x2 behind where a value has a shape"
+            "name:per_sequence:dtype, followed by :4x2 if each value has a shape"
         )
     name, per, dtype, shape = match.groups()
     sizes = tuple(int(size) for size in shape.split("x")) if shape else ()

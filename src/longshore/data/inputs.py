@@ -71,11 +71,11 @@ class Range:
 
 
 def find_inputs(names: Sequence[str | Path]) -> tuple[Input, ...]:
-    """The files that are named, or are in a named folder, there in the order of their names."""
+    """The named files, and the files in named folders, sorted by name."""
     paths: list[Path] = []
     for name in names:
         path = Path(name)
-        paths += _inside(path) if path.is_dir() else [path]
+        paths += _files_in(path) if path.is_dir() else [path]
     if not paths:
         raise ValueError("no input is given; name files or folders of samples")
     for path in paths:
@@ -84,21 +84,21 @@ def find_inputs(names: Sequence[str | Path]) -> tuple[Input, ...]:
     return tuple(_input(path) for path in paths)
 
 
-def _inside(folder: Path) -> list[Path]:
+def _files_in(folder: Path) -> list[Path]:
     names = sorted(path.name for path in folder.iterdir())
-    if any(is_of_store(name) for name in names):
+    if any(is_store_file(name) for name in names):
         raise ValueError(
             f"{folder}: is a prepared folder without its manifest.json, so it is unfinished or "
-            f"damaged; copy it again, or run the 'longshore prepare' command that made it again, "
-            f"with --start-over if it refuses to resume"
+            "damaged; copy it again, or repeat the 'longshore prepare' command that made it, with "
+            "--start-over if that refuses to resume"
         )
-    inside = [folder / name for name in names if Path(name).suffix in SUFFIXES]
-    if not inside:
+    inputs = [folder / name for name in names if Path(name).suffix in SUFFIXES]
+    if not inputs:
         raise ValueError(f"{folder}: the folder has no file ending in {', '.join(SUFFIXES)}")
-    return inside
+    return inputs
 
 
-def is_of_store(name: str) -> bool:
+def is_store_file(name: str) -> bool:
     """Whether a file is one that only a prepared folder has."""
     return name in STORE_FILES or (name.startswith("shard-") and name.endswith(".arrow"))
 
@@ -119,23 +119,23 @@ def _input(path: Path) -> Input:
 
 
 def _check_start(path: Path, file: BinaryIO) -> None:
-    """Refuses JSON of another form than the file's name says."""
+    """Refuses JSON whose form does not match the file's ending."""
     if file.read(2) in UTF16:
         raise ValueError(f"{path}: is UTF-16; convert it to UTF-8, such as with iconv")
     file.seek(0)
     first = _first_byte(file)
     if path.suffix in JSONL and first == b"[":
-        raise ValueError(f"{path}: is one JSON list, not one object a line; name it .json")
+        raise ValueError(f"{path}: is one JSON list, not one object per line; rename it to .json")
     if path.suffix in JSONL or first in (b"[", b""):
         return
     file.seek(0)
     line = file.readline(MAX_BYTES).removeprefix(BOM)
     if not (isinstance(_value(line), dict) and _first_byte(file)):
-        what = "one JSON object" if first == b"{" else "no JSON list"
+        what = "one JSON object" if first == b"{" else "not a JSON list"
         raise ValueError(
-            f"{path}: is {what}; a .json file holds a list of records, [{{…}}, {{…}}], or one "
-            "object a line. Take the list out of it, or name it .jsonl if its one line is a "
-            "sample; in a folder, move it away if it is no data"
+            f"{path}: is {what}; a .json file must be a list of samples, [{{…}}, {{…}}], or one "
+            "object per line. If the list is inside the object, save it as a file of its own; if "
+            "the object is a sample, rename the file to .jsonl; if it is no data, move it away"
         )
 
 
@@ -210,8 +210,8 @@ def _record_spans(file: Input, start: int, size: int) -> list[tuple[int, int, in
             stop = part.stop
             if not part.ended_by:
                 raise ValueError(
-                    f"{file.name}: the list has no end; record {number}, at byte {part.start:,}, "
-                    "is not closed, or the file is cut short, so copy it again"
+                    f"{file.name}: the list is not closed: the file ends in record {number}, which "
+                    f"begins at byte {part.start:,}; copy the file again, or fix that record"
                 )
             if stop - first >= size:
                 parts.append((first, stop, stop - first))
@@ -219,8 +219,8 @@ def _record_spans(file: Input, start: int, size: int) -> list[tuple[int, int, in
         opened.seek(stop + 1)
         if _first_byte(opened):
             raise ValueError(
-                f"{file.name}: has more after the list's end, at byte {stop + 1:,}; a .json file "
-                "holds one list"
+                f"{file.name}: there is more text after the end of the list, at byte "
+                f"{stop + 1:,}; a .json file must be one list"
             )
         opened.seek(start)
         is_empty = number == 1 and not opened.read(min(stop - start, CHUNK)).strip()
@@ -275,7 +275,7 @@ def _lines(part: Range, limit: int) -> Iterator[bytes | SampleError]:
 
 
 def _skip_line(file: BinaryIO, stop: int) -> int:
-    """Skips to the end of the line, or past `stop`, and returns how many bytes that were."""
+    """Skips to the end of the line, or past `stop`; returns the number of bytes skipped."""
     skipped = 0
     while file.tell() < stop and (part := file.readline(CHUNK)):
         skipped += len(part)
@@ -292,7 +292,7 @@ def _records(part: Range, limit: int) -> Iterator[bytes | SampleError]:
 
 
 def _too_large(what: str, size: int, limit: int) -> SampleError:
-    return SampleError("too large", f"the {what} has {size:,} bytes, more than {limit:,}")
+    return SampleError("too large", f"the {what} has {size:,} bytes; the limit is {limit:,}")
 
 
 def _parse(line: bytes | SampleError) -> Sample | SampleError:
@@ -330,7 +330,7 @@ def _read_rows(
 
 
 def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - any value of JSON
-    """Parquet gives all objects of a column the same keys, and null to those that had none."""
+    """Removes the nulls that Parquet adds: all objects of a column have the same keys there."""
     if isinstance(value, dict):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 CHUNK = 1 << 20
-# Whole strings and all else that opens, closes or ends nothing; between records a comma ends one.
+# What can be skipped: whole strings, and everything but brackets and, between records, commas.
 IN_RECORD = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 BETWEEN = re.compile(rb'(?:[^"\[\]{},]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)

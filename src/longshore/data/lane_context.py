@@ -78,7 +78,7 @@ def _drafts(plan: Plan, number: int, lane: int, tokens: int) -> list[_Draft]:
         if not pack.sequences:
             raise ValueError(
                 f"round {number}, lane {lane}: a pack of CP size {pack.cp_size} has no sequences; "
-                "leave it out, for lanes without work get padding by themselves"
+                "leave the pack out: lanes without packs get padding automatically"
             )
         lengths = np.array([plan.sequences[i].length for i in pack.sequences], dtype=np.int64)
         padded = padded_lengths(plan, lengths, pack.cp_size)
@@ -86,8 +86,8 @@ def _drafts(plan: Plan, number: int, lane: int, tokens: int) -> list[_Draft]:
         draft = _Draft(group, pack.sequences, lengths, padded)
         if draft.tokens != pack.tokens_per_lane:
             raise ValueError(
-                f"round {number}, lane {lane}: a pack of CP size {pack.cp_size} says "
-                f"{pack.tokens_per_lane} tokens a lane, and its sequences make {draft.tokens}"
+                f"round {number}, lane {lane}: tokens_per_lane of a pack of CP size {pack.cp_size} "
+                f"is {pack.tokens_per_lane}, but its sequences have {draft.tokens} tokens per lane"
             )
         drafts.append(draft)
     padding = tokens - sum(draft.tokens for draft in drafts)

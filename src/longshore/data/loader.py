@@ -78,7 +78,7 @@ class Loader:
             return
 
     def state_dict(self) -> dict[str, object]:
-        """Where the next step stands, and all that decides the order; plain numbers and text."""
+        """The place of the next step, and all that decides the order; plain numbers and text."""
         return {**self.steps.describe(), **asdict(self._next)}
 
     def load_state_dict(self, state: dict[str, object]) -> None:

@@ -43,7 +43,7 @@ Draw = Callable[["Distribution", np.random.Generator, int], NDArray[np.float64]]
 
 
 class MockError(SettingError):
-    """What is wrong with mock data; a recipe says which of its keys it is about instead."""
+    """An error about mock data; in a recipe, the key replaces the words "mock data"."""
 
     def __str__(self) -> str:
         return f"mock data: {super().__str__()}"
@@ -139,7 +139,7 @@ def mock_lengths(config: Mapping[str, Any], *, count: int | None, seed: int) -> 
         return lengths if count is None else np.resize(lengths, count)
     if mode == "distribution":
         if count is None:
-            raise MockError("a distribution has no end; give {count}, how many sequences to draw")
+            raise MockError("a distribution needs {count}, the number of sequences to draw")
         distribution = parse_distribution(config)
         random = np.random.Generator(np.random.Philox(key=seed))
         return distribution.draw(distribution, random, count).astype(np.int64)
@@ -164,7 +164,7 @@ def parse_distribution(config: Mapping[str, Any]) -> Distribution:
     distribution = Distribution(draw, **values)
     if "min_seq_len" in values and distribution.min_seq_len > distribution.max_seq_len:
         raise MockError(
-            "min_seq_len is {least}, above max_seq_len, which is {most}",
+            "min_seq_len is {least}; it must be at most max_seq_len, which is {most}",
             least=distribution.min_seq_len,
             most=distribution.max_seq_len,
         )
@@ -177,7 +177,7 @@ def _check_keys(config: Mapping[str, Any], keys: tuple[str, ...], what: str) -> 
     for key in config:
         if key not in keys:
             raise MockError(
-                "{key!r} means nothing to {what}; it takes {keys}",
+                "unknown key {key!r} for {what}; it takes {keys}",
                 key=key,
                 what=what,
                 keys=", ".join(keys),

@@ -41,11 +41,13 @@ def pack_step(
     """The lane's micro-batches of a step. `shards` may come in any order, each sequence once."""
     if not len(counts.mtp) == len(counts.mtp_tokens) == shards.depths:
         raise ValueError(
-            f"counts are for {len(counts.mtp)} depths, and the shards were cut for "
-            f"{shards.depths}; make them with Counts.of"
+            f"counts have {len(counts.mtp)} depths of multi-token prediction, and the shards "
+            f"{shards.depths}; compute both for the same depths (Counts.of, cut_shards)"
         )
     if not plan.rounds:
-        raise ValueError("plan: it has no rounds; check(plan) names what else is wrong with it")
+        raise ValueError(
+            "the plan has no rounds; check(plan) lists everything that is wrong with it"
+        )
     cut_of = _cut_of_sequence(plan, lane, shards)
     batches = []
     for number in range(len(plan.rounds)):
@@ -77,12 +79,15 @@ def _cut_of_sequence(plan: Plan, lane: int, shards: Shards) -> dict[int, int]:
     cuts = lane_cuts(plan, lane)
     cut_of = {place: number for number, place in enumerate(shards.sequences.tolist())}
     if len(cut_of) < len(shards.sequences):
-        raise ValueError(f"lane {lane}: a sequence is twice among the shards")
+        raise ValueError(f"lane {lane}: the shards have a sequence twice; give each once")
     planned = {cut.sequence for cut in cuts}
     if missing := sorted(planned - cut_of.keys()):
         raise ValueError(f"lane {lane}: the shard of sequence {missing[0]} is missing")
     if extra := sorted(cut_of.keys() - planned):
-        raise ValueError(f"lane {lane}: it has a shard of sequence {extra[0]}, but no part in it")
+        raise ValueError(
+            f"lane {lane}: there is a shard of sequence {extra[0]}, which the plan does not put "
+            "on this lane"
+        )
     for cut, tokens in zip(cuts, cut_tokens(plan, cuts).tolist(), strict=True):
         actual = int(shards.tokens[cut_of[cut.sequence]])
         if actual != tokens:

@@ -39,7 +39,7 @@ from longshore.data.prepare_job import (
     Job,
     RangeRecord,
     TokenizerFiles,
-    claimed,
+    locked_folder,
     make_job,
     read_record,
     write_record,
@@ -98,7 +98,10 @@ class Summary:
         return Rejections(self.folder, self.samples, self.rejected)
 
     def explain(self, spell: Spelling, *, before: str = "") -> str:
-        """What is there and what is not. spell: how settings are written. before: first words."""
+        """The summary and the rejections as text.
+
+        spell: how settings are written. before: text in front of the summary.
+        """
         cut = f" ({self.truncated:,} truncated)" if self.truncated else ""
         reused = f" ({self.reused} from an earlier run)" if self.reused else ""
         text = (
@@ -150,7 +153,7 @@ def prepare(
     )
     is_there = (job.out / MANIFEST).exists()
     ranges = () if is_there else cut_ranges(files, job.settings["shard_bytes"])
-    with _explained_os_errors(job), claimed(job, start_over) as finished:
+    with _explained_os_errors(job), locked_folder(job, start_over) as finished:
         if finished:
             return _summary(job, reused=len(read_manifest(job.out).shards))
         ranges = ranges or cut_ranges(files, job.settings["shard_bytes"])
@@ -193,7 +196,7 @@ def _shard_maker(job: Job) -> Callable[[Range], None]:
 def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> None:
     """Writes the shard of a range, then its record."""
     if find_inputs([part.input.name]) != (part.input,):
-        raise ValueError(f"{part.input.name}: was changed while it was being prepared")
+        raise ValueError(f"{part.input.name}: was changed while it was being prepared; start over")
     sequences, rejected = [], []
     line = truncated = 0
     for line, sample in job.samples(part):
@@ -229,7 +232,7 @@ def _finish(job: Job, ranges: Sequence[Range]) -> None:
         shards += [record.shard] if record.shard else []
     write_durably(job.out / REJECTED, "".join(rejected).encode(), scratch=job.work)
     if not shards:
-        why = "there is none in the inputs"
+        why = "the inputs have no samples"
         if reasons:
             rejections = Rejections(job.out, lines.total(), reasons)
             why = (
@@ -344,7 +347,7 @@ def cache_folder(path: str, rules: TextRules, cache: str) -> Path:
 
 
 def _template_digest(choice: str) -> str:
-    """A digest of the content that a choice of template stands for: a file, or our templates."""
+    """A digest of the content of the chosen template: that of a file, or of all of ours."""
     if is_file_choice(choice):
         return hashlib.sha256(Path(choice).read_bytes()).hexdigest()
     return "" if choice == OWN else templates_digest()
@@ -353,7 +356,7 @@ def _template_digest(choice: str) -> str:
 def prepare_cache(
     path: str, rules: TextRules, folder: Path, *, workers: int, progress: OnProgress | None = None
 ) -> Summary:
-    """Makes the folder; one that is finished already is only summarised."""
+    """Prepares the folder; if it is finished already, returns its summary."""
     return prepare(
         path,
         rules.tokenizer,

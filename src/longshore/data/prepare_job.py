@@ -1,6 +1,6 @@
 """The job of `prepare`, and its state in the folder between two runs.
 
-In: the settings and inputs of a run. Out: a Job, the folder claimed for it, and the record of each
+In: the settings and inputs of a run. Out: a Job, its folder locked for it, and a record of each
 range of input that is done. A run killed after one of two ranges leaves
 
     shard-00000.arrow
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from longshore.data.columns import FORMS, leaves_out, refuse_columns, unused_columns
-from longshore.data.inputs import Input, Range, Sample, is_of_store, read_range, whole_range
+from longshore.data.inputs import Input, Range, Sample, is_store_file, read_range, whole_range
 from longshore.data.rejected import REJECTED
 from longshore.data.source import SampleError
 from longshore.data.store import MANIFEST, ShardInfo, read_manifest, write_durably
@@ -114,7 +114,7 @@ def make_job(
         raise SettingError("{max_bytes} is {given}; it must be at least 1", given=max_bytes)
     size = sum(file.bytes for file in inputs) // RANGES
     loaded = tokenizer.load()
-    has_chats = _look_at_first(inputs, SampleTokenizer(loaded, rules), max_bytes)
+    has_chats = _check_first(inputs, SampleTokenizer(loaded, rules), max_bytes)
     settings = {
         "tokenizer": loaded.digest,
         "template": loaded.template_digest,
@@ -141,10 +141,10 @@ def _samples(
     return read_range(part, leaves_out=skips, max_bytes=max_bytes)
 
 
-def _look_at_first(inputs: Sequence[Input], tokenizer: SampleTokenizer, max_bytes: int) -> bool:
-    """Refuses the inputs at once for a fault in the settings that every sample would show.
+def _check_first(inputs: Sequence[Input], tokenizer: SampleTokenizer, max_bytes: int) -> bool:
+    """Checks the first sample of each input: raises for unknown columns, which all would have.
 
-    Returns whether a first sample is a chat.
+    Returns whether one of these samples is a chat.
     """
     has_chats = False
     for file in inputs:
@@ -164,7 +164,7 @@ def _look_at_first(inputs: Sequence[Input], tokenizer: SampleTokenizer, max_byte
 
 
 def _unused(inputs: Sequence[Input], rules: Rules, max_bytes: int) -> tuple[list[str], str]:
-    """All columns without a meaning in the first samples of all inputs, and the samples' form."""
+    """All unknown columns in the first samples of all inputs, and the samples' form."""
     names: dict[str, str] = {}
     for file in inputs:
         for _, sample in islice(_samples(whole_range(file), rules, max_bytes), LOOKED_AT):
@@ -177,7 +177,7 @@ def _unused(inputs: Sequence[Input], rules: Rules, max_bytes: int) -> tuple[list
 
 
 @contextlib.contextmanager
-def claimed(job: Job, start_over: bool) -> Iterator[bool]:
+def locked_folder(job: Job, start_over: bool) -> Iterator[bool]:
     """Locks the folder for this job. Yields True if its store is already finished."""
     if job.out.is_dir() and not job.work.is_dir():
         others = [p.name for p in job.out.iterdir()]
@@ -188,24 +188,26 @@ def claimed(job: Job, start_over: bool) -> Iterator[bool]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{job.out}: another prepare is at work here; wait for it") from None
+            raise ValueError(
+                f"{job.out}: another 'prepare' is writing to this folder; wait for it to end"
+            ) from None
         try:
             finished = _check_same_job(job, start_over)
         except ValueError:
             if (job.out / MANIFEST).exists():
                 shutil.rmtree(job.work)  # a finished store stays as it is
             raise
-        for left in job.work.glob("*.tmp"):
-            left.unlink()  # of a killed run, which may have filled the disk
+        for leftover in job.work.glob("*.tmp"):
+            leftover.unlink()  # of a killed run, which may have filled the disk
         yield finished
         shutil.rmtree(job.work)
 
 
 def _refuse_others(folder: Path, names: Sequence[str], start_over: bool) -> None:
     """Refuses a folder with other files, or with the remains of a store unless starting over."""
-    others = sorted(name for name in names if not is_of_store(name) and name != REJECTED)
+    others = sorted(name for name in names if not is_store_file(name) and name != REJECTED)
     if others or (REJECTED in names and len(names) == 1):
-        raise ValueError(f"{folder}: holds {sorted(names)[0]} and no store; choose an empty folder")
+        raise ValueError(f"{folder}: has {sorted(names)[0]} but is no store; use an empty folder")
     if not start_over:
         raise SettingError(
             "{folder}: is a prepared folder without its {manifest}, so it is damaged; copy it "
@@ -238,7 +240,7 @@ def _check_same_job(job: Job, start_over: bool) -> bool:
 
 
 def _earlier_job(job: Job, path: Path, finished: bool) -> dict[str, Any] | None:
-    """The job that this folder was made by, or begun with."""
+    """The job that made this folder, or started it."""
     if not finished:
         return json.loads(path.read_text()) if path.exists() else None
     about = read_manifest(job.out).about

@@ -5,7 +5,7 @@ rejected samples is above a limit.
 
     rejected 170 of 407 samples (41.8 %); each is in prepared/rejected.jsonl
       150 spans not located, such as chats.jsonl line 3: the template rewrites turns …
-          give a template with {% generation %} marks, --template FILE, or learn every token, …
+          use a template with {% generation %} marks, --template FILE, or train on every token, …
        20 no loss tokens, such as chats.jsonl line 9: none of its 12 tokens is a target of …
 """
 
@@ -29,19 +29,18 @@ WAYS_OUT: Mapping[str, str] = {
     "bad message": "fix the messages: each has a role and content",
     "broken JSON": "fix it: a sample is a JSON object in UTF-8",
     "no loss tokens": (
-        "fix it if the answer is missing; if there is none to learn, "
-        "learn every token, {loss_on:all}"
+        "add the answer if it is missing; to train on every token instead, set {loss_on:all}"
     ),
     "no messages": (
         "give it messages, conversations, a prompt and completion, an "
         "instruction and output, or a text"
     ),
     "spans not located": (
-        "give a template with {{% generation %}} marks, {template:FILE}, "
-        "or learn every token, {loss_on:all}"
+        "use a template with {{% generation %}} marks, {template:FILE}, "
+        "or train on every token, {loss_on:all}"
     ),
-    "too large": "raise the limit, {max_bytes:N}, or split it",
-    "too long": "raise the limit, {max_length:N}, or cut it, {too_long:truncate}",
+    "too large": "raise the limit, {max_bytes:N}, or split the sample",
+    "too long": "raise the limit, {max_length:N}, or truncate, {too_long:truncate}",
     "undeclared field": "ignore the column, {ignore:NAME}",
 }
 """What to do about each reason; errors.py explains the settings in braces."""
@@ -94,9 +93,9 @@ class Rejections:
             return
         enough = f"{math.ceil(self.share * 100) / 100:g}"
         raise SettingError(
-            "{folder}: {counts}; more than the {share} that {max_rejected:{limit}} allows. What "
-            "was prepared is kept: look into {list} and fix the data or the settings, or take "
-            "what there is with {max_rejected:{enough}}",
+            "{folder}: {counts}; {max_rejected:{limit}} allows at most {share}. The prepared data "
+            "are kept: read {list}, then fix the data or the settings, or train on the rest with "
+            "{max_rejected:{enough}}",
             folder=self.folder,
             counts=self.in_short(),
             share=_percent(limit),
@@ -120,7 +119,7 @@ class Rejections:
                     if len(examples) == len(self.reasons):
                         break
         except (OSError, ValueError, LookupError, TypeError):
-            pass  # an example less
+            pass  # the text then has no example
         return examples
 
 

@@ -1,4 +1,4 @@
-"""Shards: a lane's part of each sequence, with labels that are made before the cut.
+"""Shards: a lane's part of each sequence; labels are computed before the sequence is cut.
 
 In: tokenized sequences by their place in the plan, and the cuts wanted (which sequence, for which
 rank of which CP size). Out: the real tokens of all cuts, one row a token, each with the tokens that
@@ -180,7 +180,7 @@ class CutSpans:
         table = [(cut.sequence, cut.cp_rank, cut.cp_size) for cut in cuts]
         place, rank, size = np.array(table, dtype=np.int64).reshape(-1, 3).T
         if (bad := (rank < 0) | (rank >= size)).any():
-            raise ValueError(f"cp_rank is {rank[bad][0]}; it must lie between 0 and cp_size − 1")
+            raise ValueError(f"cp_rank is {rank[bad][0]}; it must be from 0 to cp_size − 1")
         if (bad := (place < 0) | (place >= len(plan.sequences))).any():
             raise ValueError(f"there is no sequence {place[bad][0]} in the plan")
         lengths = np.array([plan.sequences[i].length for i in place.tolist()], dtype=np.int64)
@@ -247,7 +247,7 @@ def _check_fields(fields: Seq[FieldSpec], depths: int) -> None:
     for spec in fields:
         if spec.per not in ("token", "target", "sequence"):
             raise ValueError(
-                f"field {spec.name!r}: it is per {spec.per!r}; say 'token', 'target' or 'sequence'"
+                f"field {spec.name!r} is per {spec.per!r}; it must be per token, target or sequence"
             )
         if spec.name in names:
             raise ValueError(f"field {spec.name!r} is declared twice")
@@ -259,7 +259,9 @@ def _check_sample(
 ) -> None:
     who = f"sequence {place} (id {plan.sequences[place].id})"
     if place not in samples:
-        raise ValueError(f"{who}: its tokens are missing; give every sequence that is to be cut")
+        raise ValueError(
+            f"{who}: its tokens are missing; `samples` must have every sequence to cut"
+        )
     sample, length = samples[place], plan.sequences[place].length
     for name, array, kind in (
         ("tokens", sample.tokens, "iu"),
@@ -282,7 +284,7 @@ def _check_sample(
 
 def _check_field(who: str, sample: Tokenized, spec: FieldSpec, length: int) -> None:
     if spec.name not in sample.fields:
-        raise ValueError(f"{who}: field {spec.name!r} is declared, and the sequence has none")
+        raise ValueError(f"{who}: the declared field {spec.name!r} is missing")
     value = np.asarray(sample.fields[spec.name])
     shape = spec.shape if spec.per == "sequence" else (length, *spec.shape)
     if value.shape != shape:
@@ -291,7 +293,7 @@ def _check_field(who: str, sample: Tokenized, spec: FieldSpec, length: int) -> N
         )
     if value.dtype != spec.dtype:
         raise ValueError(
-            f"{who}: field {spec.name!r} is {value.dtype}, and declared {spec.dtype}; make it that"
+            f"{who}: field {spec.name!r} is {value.dtype}; convert it to the declared {spec.dtype}"
         )
 
 
@@ -303,6 +305,6 @@ def _checked_ids(ids: Array, cuts: Seq[Cut], samples: Mapping[int, Tokenized]) -
             if tokens.min() < 0 or tokens.max() >= MOST_IDS:
                 raise ValueError(
                     f"sequence {place}: its token ids go from {tokens.min()} to {tokens.max()}; "
-                    "they must lie between 0 and 2³¹ − 1"
+                    "they must be from 0 to 2³¹ − 1"
                 )
     return ids.astype(np.int32)

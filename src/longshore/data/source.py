@@ -1,4 +1,4 @@
-"""Sources: where sequences come from, and the TokenizedSample that all of them return.
+"""Sources of sequences, and the TokenizedSample that all of them return.
 
 In: Python rows of token ids and loss masks, rows that are already packed, or other sources with
 weights. Out: TokenizedSamples, from an iterator or, where the source knows all lengths, by index.
@@ -111,7 +111,7 @@ def checked_index(index: int, size: int) -> int:
     """An index into a source of `size` sequences; a negative one counts from the end."""
     number = operator.index(index)
     if not -size <= number < size:
-        raise IndexError(f"sequence {number} of a source with {size}")
+        raise IndexError(f"sequence {number} is out of range: the source has {size} sequences")
     return number % size
 
 
@@ -134,7 +134,7 @@ def make_sample(
     if mask.shape != ids.shape:
         raise ValueError(f"{where}: {ids.size} tokens, but the loss mask has {mask.size} values")
     if mask.dtype.kind not in "biuf" or not np.isin(mask, (0, 1)).all():
-        raise ValueError(f"{where}: the loss mask must hold True and False, or 1 and 0, alone")
+        raise ValueError(f"{where}: the loss mask must have only True and False, or 1 and 0")
     extra = collect_fields(given, fields, length=len(ids), where=where)
     return TokenizedSample(id, ids.astype(np.int32), mask.astype(np.bool_), extra)
 
@@ -166,8 +166,8 @@ def from_packed(
         mask = np.asarray(_take(content, "loss_mask", where))
         if tokens.ndim != 1 or not len(tokens) or mask.shape != tokens.shape:
             raise ValueError(
-                f"{where}: tokens of shape {tokens.shape} and a loss mask of {mask.shape}; "
-                "both must be flat, equally long and not empty"
+                f"{where}: tokens have shape {tokens.shape} and the loss mask {mask.shape}; both "
+                "must have one dim, the same length, and at least one value"
             )
         bounds = _boundaries(content, len(tokens), where)
         parts = [_cut(name, value, bounds, fields, where) for name, value in content.items()]
@@ -206,7 +206,9 @@ def _cut(
 def _boundaries(content: dict[str, Any], length: int, where: str) -> list[int]:
     """The boundaries of a packed row, taken out of `content`."""
     if ("boundaries" in content) == ("positions" in content):
-        raise ValueError(f"{where}: needs either boundaries or positions, to know its sequences")
+        raise ValueError(
+            f"{where}: give either boundaries or positions, to tell its sequences apart"
+        )
     if "positions" in content:
         positions = np.asarray(content.pop("positions"))
         starts = np.flatnonzero(positions == 0)
@@ -217,14 +219,14 @@ def _boundaries(content: dict[str, Any], length: int, where: str) -> list[int]:
             or (positions != np.arange(length) - np.repeat(starts, np.diff(bounds))).any()
         ):
             raise ValueError(
-                f"{where}: positions must start at 0 and rise by 1, or restart at 0, over all "
-                f"{length} tokens"
+                f"{where}: positions must be one for each of the {length} tokens, and count 0, 1, "
+                "2, … in each sequence"
             )
         return [int(n) for n in bounds]
     bounds = np.asarray(content.pop("boundaries"))
     flat = bounds.ndim == 1 and bounds.dtype.kind in "iu" and len(bounds) > 1
     if not flat or bounds[0] != 0 or bounds[-1] != length or (np.diff(bounds) < 1).any():
-        raise ValueError(f"{where}: boundaries must rise from 0 to its {length} tokens")
+        raise ValueError(f"{where}: boundaries must increase from 0 to {length}, its tokens")
     return [int(n) for n in bounds]
 
 
@@ -241,7 +243,7 @@ def _as_mapping(row: Row, where: str) -> dict[str, Any]:
 
 def _take(content: dict[str, Any], name: str, where: str) -> Any:  # noqa: ANN401
     if name not in content:
-        hint = "; all True trains on every token" if name == "loss_mask" else ""
+        hint = "; to train on every token, give all True" if name == "loss_mask" else ""
         raise ValueError(f"{where}: has no {name}{hint}")
     return content.pop(name)
 
@@ -317,7 +319,7 @@ def _check_alike(sources: Sequence[IndexedSource]) -> None:
             raise ValueError(f"mixture: source {number} is empty; leave it out")
         if source.fields != sources[0].fields:
             raise ValueError(
-                f"mixture: source {number} has other extra fields than source 0; "
+                f"mixture: the extra fields of source {number} differ from those of source 0; "
                 "declare the same ones for all"
             )
         if digest := getattr(source, "tokenizer_digest", ""):

@@ -53,7 +53,7 @@ class Step:
     batches: list[MicroBatch]
     """This rank's, one for each round."""
     place: Place
-    """Where the step stands in the training run."""
+    """Its position in the training run."""
     wait_seconds: float = 0.0
     """How long the consumer waited for it."""
 
@@ -79,11 +79,10 @@ def unchanged(step: Step) -> Step:
 
 
 class Steps(Protocol):
-    """Makes steps from a place on, and says whether a saved run can be resumed with them.
+    """Makes steps from a place on, and checks whether a saved run can be resumed with them.
 
-    finish: what else each rank does with a step (pinning its memory, say). Whatever may fail on one
-    rank alone happens where all ranks agree that it worked, so that no rank waits forever in the
-    next collective.
+    finish: called by each rank for each step (to pin its memory, for example). Work that may fail
+    on one rank runs inside `agreed`, so that no rank waits forever in the next collective.
     """
 
     def from_place(
@@ -111,7 +110,7 @@ class _Rank:
         return agreed(self.groups) if self.groups else nullcontext()
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank; all ranks learn it at the same step."""
+        """Whether the flag is set on any rank; all ranks get the same answer at the same step."""
         if self.groups is None:
             return flag
         return bool(gather(torch.tensor([flag]), self.groups.world).any())
@@ -229,8 +228,8 @@ class IndexedSteps:
         for name, value in self.describe().items():
             if state.get(name) != value:
                 raise ValueError(
-                    f"the run to resume had {name} {state.get(name)!r} and this one has {value!r}; "
-                    "its order of sequences would differ, so set it as it was, or start a new run"
+                    f"the run to resume had {name} {state.get(name)!r}, and now it is {value!r}; "
+                    "the order of sequences would change: set it as it was, or start a new run"
                 )
 
     def close(self) -> None:
@@ -256,9 +255,10 @@ class StreamedSteps:
     ) -> None:
         self.rank = _Rank(topology, packing)
         if (samples is None) == (everywhere or self.rank.is_first_of_lane):
+            who = "every rank" if everywhere else "only the first rank of each lane"
             raise ValueError(
-                f"rank {topology.rank}: the first rank of a lane needs an iterator"
-                + (", and so does every other" if everywhere else ", and no other takes one")
+                f"rank {topology.rank}: `samples` is {'None' if samples is None else 'given'}, but "
+                f"with everywhere={everywhere} {who} takes an iterator"
             )
         self.samples = samples if samples is not None else iter(())
         self.planner = planner
@@ -270,7 +270,7 @@ class StreamedSteps:
         self, place: Place, stop: Callable[[], bool], finish: Finish = unchanged
     ) -> Iterator[Step]:
         if place != Place():
-            raise ValueError("a plain iterator cannot start in the middle; use an indexed source")
+            raise ValueError("an iterator can only start at its first step; use an indexed source")
         groups = self.rank.groups
         assert groups is not None
         while not self.rank.any_rank(stop()):
@@ -355,7 +355,7 @@ class StreamedSteps:
 
     def describe(self) -> dict[str, object]:
         raise ValueError(
-            "a plain iterator's place cannot be saved, so this run cannot be resumed; "
+            "the position of an iterator cannot be saved, so this run cannot be resumed; "
             "use an indexed source, such as a prepared folder"
         )
 

@@ -183,8 +183,8 @@ class Store:
             raise ValueError(f"{self.folder / name}: cannot be read ({error})") from None
         if array.shape != (self.manifest.sequences,):
             raise ValueError(
-                f"{self.folder / name}: holds {array.shape} numbers, and the manifest says "
-                f"{self.manifest.sequences} sequences"
+                f"{self.folder / name}: has shape {array.shape}, but the manifest has "
+                f"{self.manifest.sequences} sequences; {AGAIN}"
             )
         return array
 
@@ -205,7 +205,7 @@ class Store:
         except (OSError, ValueError, LookupError, AttributeError, pa.ArrowException) as error:
             raise self._damaged(shard, str(error)) from None
         if frame != info.frame:
-            raise self._damaged(shard, "its frame does not match its checksum")
+            raise self._damaged(shard, "the bytes around its sequences do not match their checksum")
         for name, dtype in dtypes.items():
             if columns[name][0].dtype != ("uint8" if dtype == "bool" else dtype):
                 raise self._damaged(shard, f"{name} is not {dtype}")
@@ -225,8 +225,8 @@ def read_manifest(folder: Path) -> Manifest:
         raw = path.read_bytes()
     except FileNotFoundError:
         raise ValueError(
-            f"{folder}: is no store, or an unfinished one (it has no {MANIFEST}); "
-            "run 'longshore prepare' on it, which continues where it stopped"
+            f"{folder}: is not a prepared folder, or is unfinished (it has no {MANIFEST}); "
+            "repeat the 'longshore prepare' command that made it, which resumes where it stopped"
         ) from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
@@ -304,9 +304,9 @@ def finish_store(
 ) -> None:
     """Writes the index of all shards, then the manifest, which completes the store."""
     if not shards:
-        raise ValueError(f"{folder}: there is no sequence to store")
+        raise ValueError(f"{folder}: there are no sequences to store")
     for shard in shards:  # a resumed `prepare` may have written it days ago
-        again = "remove it, and the same command makes it again"
+        again = "delete it and run the same command again"
         _check_sha256(folder / shard.file, shard, way_out=again)
     parts = [index_of(folder / shard.file) for shard in shards]
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
@@ -383,4 +383,4 @@ def _check_sha256(path: Path, info: FileInfo, *, way_out: str = AGAIN) -> None:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); {way_out}") from None
     if digest.hexdigest() != info.sha256:
-        raise ValueError(f"{path}: is damaged (its SHA-256 is another); {way_out}")
+        raise ValueError(f"{path}: is damaged (its SHA-256 does not match); {way_out}")

@@ -1,7 +1,7 @@
 """The sandbox of chat templates: Jinja without access to anything outside, with limits.
 
 In: the text of a template and values. Out: the text that it writes, or one of the errors below.
-A template is somebody else's program, so it runs in Jinja's immutable sandbox, and
+A template is untrusted code, so it runs in Jinja's immutable sandbox, and
 
     {% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from jinja2.runtime import Context
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
-MARKS = "generation marks"  # no name that a template could set
+MARKS = "generation marks"  # with a space, so that no template can set this variable
 MOST_BITS, MOST_CHARACTERS = 4096, 2**26
 
 
@@ -78,7 +78,7 @@ def _limited_time(seconds: float) -> Iterator[None]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise TooSlowError(f"it is not done after {seconds:g} s of CPU time")
+        raise TooSlowError(f"it took more than {seconds:g} s of CPU time")
 
     before = signal.signal(signal.SIGPROF, stop)
     # Again every second: an error raised inside a callback of the interpreter would be lost.

@@ -7,7 +7,7 @@ chat_template.jinja), and samples: chats (`messages`, ShareGPT `conversations`, 
 that says why not.
 
 A chat is rendered whole and encoded once, with no special tokens but the template's own. A token is
-a target when its first character lies in a span of the assistant. With one token a character, and
+a target when its first character is in a span of the assistant. With one token a character, and
 _ for the end-of-turn token, loss_on="assistant" gives
 
     text    u H i _ a Y o _
@@ -76,7 +76,7 @@ class Tokenizer:
         choice = str(template or AUTO)
         check_choice(choice)
         self.folder = Path(folder)
-        text = _read(self.folder / "tokenizer.json", "a tokenizer folder holds tokenizer.json")
+        text = _read(self.folder / "tokenizer.json", "a tokenizer folder must have tokenizer.json")
         self._backend = _load_backend(text, self.folder)
         config = _read_config(self.folder)
         special = _special_tokens(config)
@@ -131,8 +131,8 @@ class Tokenizer:
         name = "tool_use" if chat.tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
             raise SettingError(
-                "tokenizer {folder}: has no chat template, and the samples are chats; give one "
-                "with {template}: a file, or the family that it belongs to: {names}",
+                "tokenizer {folder}: has no chat template, but the samples are chats; set "
+                "{template} to a file, or to the model's family: {names}",
                 folder=self.folder,
                 names=", ".join(BY_NAME),
             )
@@ -202,11 +202,14 @@ class Rules:
             )
         if self.max_length is not None and self.max_length < 2:
             raise SettingError(
-                "{max_length} is {given}; below 2 tokens there is no loss", given=self.max_length
+                "{max_length} is {given}; it must be at least 2: the first token has no loss",
+                given=self.max_length,
             )
         for field in check_declared(self.fields):
             if field.name in COLUMNS:
-                raise ValueError(f"field {field.name}: is the name of a column of samples")
+                raise ValueError(
+                    f"field {field.name}: is the name of a column of samples; rename it"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +332,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).exists():
             try:
-                config.update(json.loads(_read(folder / name, "it holds JSON")))
+                config.update(json.loads(_read(folder / name, "it must be JSON")))
             except (json.JSONDecodeError, TypeError) as error:
                 raise ValueError(f"{folder / name}: is not a JSON object ({error})") from None
     return config
@@ -348,7 +351,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _template_texts(folder: Path, config: Mapping[str, Any], file: str | None) -> dict[str, str]:
     """Templates by name: the user's file alone, else chat_template.jinja, else the config's."""
     if file is not None:
-        return {"default": _read(Path(file), "the chat template")}
+        return {"default": _read(Path(file), "it must be a chat template")}
     texts = config.get("chat_template") or {}
     if isinstance(texts, str):
         texts = {"default": texts}
@@ -360,5 +363,6 @@ def _template_texts(folder: Path, config: Mapping[str, Any], file: str | None) -
                 f"tokenizer {folder}: its list of chat templates has a bad entry"
             ) from None
     if (folder / "chat_template.jinja").exists():
-        texts = {**texts, "default": _read(folder / "chat_template.jinja", "the chat template")}
+        text = _read(folder / "chat_template.jinja", "it must be a chat template")
+        texts = {**texts, "default": text}
     return dict(texts)

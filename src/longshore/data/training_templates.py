@@ -41,7 +41,7 @@ class Family:
     """Special tokens that the template needs."""
     variants: tuple[Mapping[str, Any], ...] = field(default=({},))
     """Settings of its file, tried one after the other."""
-    quiet: str = ""
+    no_think: str = ""
     """What a user writes so that a model of this family does not think."""
 
     def text(self) -> str:
@@ -85,7 +85,7 @@ FAMILIES = (
             {"gap": "\n", "result_gap": "", "thinks": "\n"},
             {"gap": "\n\n", "result_gap": "\n\n", "thinks": "\n\n"},
         ),
-        quiet="/no_think",
+        no_think="/no_think",
     ),
     Family("gemma", "Gemma", ("<start_of_turn>", "<end_of_turn>")),
 )
@@ -163,10 +163,10 @@ def _fault(own: ChatTemplate) -> str:
 
 def _trials() -> Iterator[tuple[str, Chat]]:
     """Chats that a template for training must be able to render, and what is special in each."""
-    ask, answer = _said("user", "Hi"), _said("assistant", "Yo.")
+    ask, answer = _message("user", "Hi"), _message("assistant", "Yo.")
     thinks = {**answer, "reasoning_content": THOUGHT}
-    result = {**_said("tool", "31"), "name": "add_up"}
-    calls = {**_said("assistant", WORDS), "tool_calls": [CALL, CALL]}
+    result = {**_message("tool", "31"), "name": "add_up"}
+    calls = {**_message("assistant", WORDS), "tool_calls": [CALL, CALL]}
     yield "a second turn", _chat(ask, answer, ask, answer)
     yield "the thinking", _chat(ask, thinks, ask, thinks)
     one = {**calls, "content": "", "tool_calls": [CALL]}
@@ -178,7 +178,7 @@ def _agreeing(family: Family, own: ChatTemplate, make: Make) -> ChatTemplate | N
     """The family's template in the variant that writes what the tokenizer's own does, if any."""
     for settings in family.variants:
         template = make(family.text(), settings=settings, opening=own)
-        if all(_agree(template, own, probe) for probe in _probes(family.quiet)):
+        if all(_agree(template, own, probe) for probe in _probes(family.no_think)):
             return template
     return None
 
@@ -191,7 +191,7 @@ class Probe:
     """What both render."""
     shown: tuple[str, ...] = ()
     """Texts that the tokenizer's template must write; otherwise it does not support this chat."""
-    behind: int = 0
+    last: int = 0
     """How many of the last messages to compare; 0 compares the full chat."""
     needed: bool = False
     """Whether the tokenizer's template must be able to render this chat."""
@@ -199,25 +199,25 @@ class Probe:
     """Whether to compare with the generation prompt at the end."""
 
 
-def _probes(quiet: str) -> Iterator[Probe]:
-    ask = _said("user", f"Hi {quiet}".rstrip())
-    answer = _said("assistant", "Yo.")
-    spaced = _said("assistant", " \n\n Yo.\n ")
+def _probes(no_think: str) -> Iterator[Probe]:
+    ask = _message("user", f"Hi {no_think}".rstrip())
+    answer = _message("assistant", "Yo.")
+    spaced = _message("assistant", " \n\n Yo.\n ")
     thinks = {**answer, "reasoning_content": THOUGHT}
-    call = {**_said("assistant", ""), "tool_calls": [CALL]}
-    calls = {**_said("assistant", WORDS), "tool_calls": [CALL, CALL]}
-    result = _said("tool", "31\n")
+    call = {**_message("assistant", ""), "tool_calls": [CALL]}
+    calls = {**_message("assistant", WORDS), "tool_calls": [CALL, CALL]}
+    result = _message("tool", "31\n")
     yield Probe(_chat(ask, answer), needed=True)
-    yield Probe(_chat(_said("user", "Hi")), prompt=True)
-    yield Probe(_chat(_said("system", "Be kind."), ask, answer))
+    yield Probe(_chat(_message("user", "Hi")), prompt=True)
+    yield Probe(_chat(_message("system", "Be kind."), ask, answer))
     yield Probe(_chat(ask, spaced))
-    yield Probe(_chat(ask, answer, _said("user", " So?\n")), behind=1)
-    if not quiet:
+    yield Probe(_chat(ask, answer, _message("user", " So?\n")), last=1)
+    if not no_think:
         yield Probe(_chat(ask, thinks), (THOUGHT,))
         yield Probe(_chat(ask, call), ("add_up",))
         yield Probe(_chat(ask, {**call, "content": WORDS}), ("add_up", WORDS))
         yield Probe(_chat(ask, calls), ("add_up", WORDS))
-    yield Probe(_chat(ask, call, result, result), ("add_up",), behind=2)
+    yield Probe(_chat(ask, call, result, result), ("add_up",), last=2)
 
 
 def _agree(ours: ChatTemplate, own: ChatTemplate, probe: Probe) -> bool:
@@ -225,9 +225,9 @@ def _agree(ours: ChatTemplate, own: ChatTemplate, probe: Probe) -> bool:
     if expected is None or any(text not in expected for text in probe.shown):
         return not probe.needed
     written = _text(ours, probe.chat, prompt=probe.prompt)
-    if written is None or not probe.behind:
+    if written is None or not probe.last:
         return written == expected
-    earlier = _text(ours, replace(probe.chat, messages=probe.chat.messages[: -probe.behind]))
+    earlier = _text(ours, replace(probe.chat, messages=probe.chat.messages[: -probe.last]))
     return earlier is not None and expected.endswith(written.removeprefix(earlier))
 
 
@@ -253,7 +253,7 @@ def _with_json_text(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _said(role: str, content: str) -> dict[str, Any]:
+def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 

@@ -82,8 +82,8 @@ def _error_if_dead(process: SpawnProcess) -> Iterator[None]:
         process.join()
         raise ChildProcessError(
             errno.ECHILD,
-            f"a worker ended with exit code {process.exitcode}; if it was killed for want of "
-            "memory, use fewer workers",
+            f"a worker ended with exit code {process.exitcode}; if it ran out of memory, use fewer "
+            "workers",
         ) from None
 
 

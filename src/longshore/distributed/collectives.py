@@ -119,7 +119,7 @@ def all_to_all(
     mine = group.rank()
     if sends[mine] != receives[mine]:
         raise ValueError(
-            f"rank {mine} sends itself {sends[mine]} rows and expects {receives[mine]}"
+            f"rank {mine} sends itself {sends[mine]} rows but expects {receives[mine]}"
         )
     return rows if size == 1 else _apply(_AllToAll, rows, group, tuple(sends), tuple(receives))
 
@@ -243,9 +243,9 @@ def same_on_all_ranks(digest: str, groups: Groups, *, what: str = "plan") -> Non
     if len(by_digest) > 1:
         most, *others = sorted(by_digest.values(), key=len, reverse=True)
         raise RuntimeError(
-            f"the ranks made {len(by_digest)} different versions of the {what}: {_names(most)} "
-            f"against {'; against '.join(map(_names, others))}. Their inputs differ: look at data, "
-            "configuration and versions there"
+            f"the ranks have {len(by_digest)} different versions of the {what}: {_names(most)} "
+            f"against {'; against '.join(map(_names, others))}. Their inputs differ: compare data, "
+            "configuration and versions on these ranks"
         )
 
 
@@ -260,12 +260,12 @@ def agree(error: str | None, groups: Groups) -> None:
 
 
 class PeerError(RuntimeError):
-    """Work failed on other ranks; what they know of it, as data.
+    """Work failed on another rank: its error, as data.
 
-    rank: the lowest that failed; the rest is of its error
-    message: its text
-    kind: the name of its class, "" where there was only a text
-    errno, strerror: of an OSError; 0 and "" for any other
+    rank: the lowest rank that failed; the following are of its error
+    message: the text
+    kind: the name of the class, or "" if there is only a text
+    errno, strerror: of an OSError; 0 and "" for any other error
     also: the other ranks that failed
     """
 
@@ -317,7 +317,7 @@ def agreed(groups: Groups) -> Iterator[None]:
 
 
 def _as_data(error: Exception) -> dict[str, Any]:
-    """What other ranks learn of an error: the fields of PeerError that its own rank knows."""
+    """An error as fields of PeerError, to be sent to the other ranks."""
     data: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
     if isinstance(error, OSError) and error.errno is not None:
         data |= {"errno": error.errno, "strerror": error.strerror or ""}

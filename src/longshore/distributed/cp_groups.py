@@ -32,14 +32,12 @@ def check_cp_sizes(sizes: Iterable[int], lanes: int) -> tuple[int, ...]:
         raise ValueError("there are no CP sizes; give at least one, such as 1")
     for size in ascending:
         if not 1 <= size <= lanes:
-            raise ValueError(
-                f"CP size {size}: it must lie between 1 and the number of lanes, {lanes}"
-            )
+            raise ValueError(f"CP size {size}: it must be from 1 to the number of lanes, {lanes}")
     odd = [size for size in ascending if not is_power_of_two(size) and size != lanes]
     if odd and lanes > ANY_SIZE_LANES:
         raise ValueError(
-            f"CP size {odd[0]} is neither a power of two nor all {lanes} lanes; other sizes work "
-            f"up to {ANY_SIZE_LANES} lanes, since each costs every rank one more group"
+            f"CP size {odd[0]}: with more than {ANY_SIZE_LANES} lanes it must be a power of two, "
+            f"or all {lanes} lanes, because each size costs every rank one more process group"
         )
     return ascending
 
@@ -71,10 +69,10 @@ class CPGroups:
         try:
             return self._groups[first_lane, cp_size]
         except KeyError:
-            has = ", ".join(f"{size} from lane {first}" for first, size in self._groups)
+            sizes = ", ".join(f"{size} from lane {first}" for first, size in self._groups)
+            others = f"it has groups of size {sizes}" if sizes else "all its groups are closed"
             raise ValueError(
-                f"{self._place} has no CP group of size {cp_size} from lane {first_lane}; "
-                f"it has groups of size {has or '–: they are closed'}"
+                f"{self._place} has no CP group of size {cp_size} from lane {first_lane}; {others}"
             ) from None
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ class Axes:
             ("pp_rank", pp_rank, self.pp),
         ):
             if not 0 <= at < size:
-                raise ValueError(f"{name} is {at}; it must lie between 0 and {size - 1}")
+                raise ValueError(f"{name} is {at}; it must be from 0 to {size - 1}")
         return (pp_rank * self.lanes + lane) * self.tp + tp_rank
 
     def lane_of(self, rank: int) -> int:
@@ -193,7 +193,7 @@ def make_topology(
     axes.check_world_size(dist.get_world_size())
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
-        raise ValueError("device is 'cuda'; name this rank's own, such as 'cuda:0'")
+        raise ValueError("device is 'cuda'; give this rank's own GPU, such as 'cuda:0'")
     if device.type == "cuda":
         # Before the mesh is created, which would choose a device by itself.
         torch.cuda.init()

@@ -93,7 +93,7 @@ def _cores_and_memory() -> Finding:
     if limit.isdigit() and int(limit) < total:
         return warn(
             f"{text}, of which this container may use {size(int(limit))}",
-            "on a CPU set plan.capacity: `auto` would count on all of it",
+            "to train on the CPU set plan.capacity, because `auto` assumes all of the memory",
         )
     return good(text)
 
@@ -104,7 +104,10 @@ def _open_files(ranks: int) -> Finding:
     if soft in (resource.RLIM_INFINITY, -1):
         return good("open files: no limit")
     if soft < needs:
-        return warn(f"open files: {soft:,}, and {ranks} ranks need {needs:,}", f"ulimit -n {needs}")
+        return warn(
+            f"open files: the limit is {soft:,}, but {ranks} ranks need {needs:,}",
+            f"ulimit -n {needs}",
+        )
     return good(f"open files: {soft:,}")
 
 
@@ -130,7 +133,10 @@ def torch_build(setting: DoctorOptions) -> Iterator[Finding]:
         return
     nccl = dist.is_nccl_available()
     if setting.gpus > 1 and not nccl:
-        yield bad("gloo is available, but NCCL is not, which GPUs need", "install a CUDA build")
+        yield bad(
+            "NCCL is not available, and several GPUs need it (gloo is available)",
+            "install a CUDA build",
+        )
     else:
         yield good(f"gloo is available, NCCL {'too' if nccl else 'is not (a CPU needs none)'}")
 
@@ -196,7 +202,8 @@ def packages(setting: DoctorOptions) -> Iterator[Finding]:
     if missing:
         verb = "are" if len(missing) > 1 else "is"
         yield warn(
-            f"for text {' and '.join(missing)} {verb} missing", "pip install 'longshore[hf]'"
+            f"{' and '.join(missing)} {verb} missing, needed for text",
+            "pip install 'longshore[hf]'",
         )
     else:
         yield good("for text: " + ", ".join(f"{name} {version_of(name)}" for name in TEXT))

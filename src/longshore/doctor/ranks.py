@@ -30,8 +30,8 @@ from longshore.plan.cp_size import legal_cp_sizes
 UNEVEN = 3
 NUMBERS = 1024
 INTERFACE = (
-    "name the network that joins the machines: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, such as "
-    "eth0; `ip addr` lists them"
+    "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the network interface that connects the "
+    "machines, such as eth0; `ip addr` lists the interfaces"
 )
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ def with_time_limit(seconds: float, work: Callable[[StageTimer], T]) -> T:
     try:
         result, error = results.get(timeout=seconds)
     except Empty:
-        raise TimeoutError(f"no end after {seconds:g} s of {stage.name}") from None
+        raise TimeoutError(f"timeout after {seconds:g} s in this stage: {stage.name}") from None
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
@@ -163,7 +163,7 @@ def _try_groups(topology: Topology, groups: CPGroups, stage: StageTimer) -> list
         mine = torch.tensor([topology.lane], device=topology.device)
         lanes = gather(mine, groups.group(first, size)).tolist()
         if lanes != [*range(first, first + size)]:
-            problems.append(f"the CP group of {size} lanes from {first} gathers {lanes}")
+            problems.append(f"the CP group of lanes {first} to {first + size - 1} gathered {lanes}")
     return problems
 
 
@@ -208,14 +208,19 @@ def _differences(places: Sequence[RankPlace], backend: str) -> list[Finding]:
         if place.versions != first.versions:
             findings.append(
                 warn(
-                    f"rank {place.rank} has {place.versions}, and rank 0 {first.versions}",
+                    f"rank {place.rank} has {place.versions}, but rank 0 has {first.versions}",
                     "install the same on all machines",
                 )
             )
             break
     devices = [(place.node, place.device) for place in places if place.device != "cpu"]
     if len(set(devices)) < len(devices):
-        findings.append(warn(f"ranks share GPUs, over {backend}", "start one rank for each GPU"))
+        findings.append(
+            warn(
+                f"several ranks share a GPU, connected over {backend}",
+                "start one rank for each GPU",
+            )
+        )
     for place in places:
         for remark in place.remarks:
             text = f"node {place.node} ({place.host}): {remark.text}"
@@ -226,9 +231,9 @@ def _differences(places: Sequence[RankPlace], backend: str) -> list[Finding]:
 def failed(error: BaseException) -> Finding:
     """Why the ranks could not connect."""
     lines = str(error).strip().splitlines()
-    # A rank's traceback: what it is of, and the error itself.
-    said = f"{lines[0]} {lines[-1]}" if len(lines) > 2 and "Traceback" in lines[1] else ""
-    return bad(f"the ranks could not connect: {said or first_line(error)}", INTERFACE)
+    # Of a rank's traceback, the line before it, which names the rank, and the error itself.
+    short = f"{lines[0]} {lines[-1]}" if len(lines) > 2 and "Traceback" in lines[1] else ""
+    return bad(f"the ranks could not connect: {short or first_line(error)}", INTERFACE)
 
 
 def words(seconds: float) -> str:

@@ -2,7 +2,7 @@
 
 In: a mark, a text and advice. Out: frozen data, which ranks send to each other.
 
-    warn("open files: 256, and 64 ranks need 768", "ulimit -n 768")
+    warn("open files: the limit is 256, but 64 ranks need 768", "ulimit -n 768")
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ def bad(text: str, way_out: str = "") -> Finding:
 def first_line(error: object) -> str:
     """An error or a warning in one line; an error with its type."""
     lines = str(error).strip().splitlines()
-    said = lines[0] if lines else ""
+    line = lines[0] if lines else ""
     if isinstance(error, BaseException) and not isinstance(error, Warning):
-        said = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    return said if len(said) <= LONGEST else said[: LONGEST - 1] + "…"
+        line = f"{type(error).__name__}: {line}" if line else type(error).__name__
+    return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"

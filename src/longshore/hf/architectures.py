@@ -36,7 +36,7 @@ OLD_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 """Tensors of old folders that are not weights and are never read."""
 
 REFUSED = {
-    "deepseek_v32": "its attention sees tokens that an index chooses",
+    "deepseek_v32": "its attention is sparse, to tokens that an index chooses",
     "deepseek_v4": "its attention is compressed and sparse",
 }
 """Model types that look supported, and why they are not."""
@@ -110,7 +110,7 @@ def find_architecture(raw: Raw) -> Architecture:
 
 
 def _check_model_type(architecture: Architecture, names: list[str], kind: object) -> None:
-    """transformers looks at model_type, other programs at architectures: they must agree."""
+    """model_type, which transformers reads, and architectures, for others, must agree."""
     others = [name for name in names if name in ARCHITECTURES and name != architecture.name]
     if others:
         raise ValueError(f"architectures names {architecture.name} and {others[0]}; keep one")

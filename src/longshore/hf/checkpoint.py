@@ -8,7 +8,7 @@ no byte of a tensor or of config.json:
     weights.rows("embed.weight", 0, 1024)         what one rank of a sharded model needs
     write_checkpoint("copy", read_config("Qwen3-8B"), weights.items(), base="Qwen3-8B")
 
-A decoder that no architecture of transformers can be is written in our own format instead, see
+A decoder that transformers has no architecture for is written in our own format instead, see
 hf/own_format.py.
 """
 
@@ -95,7 +95,7 @@ class Weights(Mapping[str, Tensor]):
             name = "embed.weight"
         if not 0 <= start <= stop <= self.shapes[name][0]:
             raise ValueError(
-                f"rows {start} to {stop} of {name} are not among its {self.shapes[name][0]}"
+                f"rows {start} to {stop} of {name} are out of range; it has {self.shapes[name][0]}"
             )
         return self.sources[name].read(self.files, start, stop)
 
@@ -135,7 +135,7 @@ def check_tensors(files: TensorFiles, shapes: Mapping[str, Shape], *, ignored: s
     """Refuses files whose tensors are not these; names that fit `ignored` may be there too."""
     names = {name for name in files.names if name in shapes or not re.fullmatch(ignored, name)}
     misshapen = [
-        f"{name} (it is {files.shape(name)}, and must be {shapes[name]})"
+        f"{name} (is {files.shape(name)}, must be {shapes[name]})"
         for name in sorted(names & shapes.keys())
         if files.shape(name) != shapes[name]
     ]
@@ -148,7 +148,7 @@ def check_tensors(files: TensorFiles, shapes: Mapping[str, Shape], *, ignored: s
     wrong = {
         "missing": sorted(shapes.keys() - names),
         "unknown": sorted(names - shapes.keys()),
-        "misshapen": misshapen,
+        "of wrong shape": misshapen,
     }
     problems = [f"{state} {_some(tensors)}" for state, tensors in wrong.items() if tensors]
     if problems:
@@ -230,14 +230,14 @@ def _write_folder(
 def check_stream(
     tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape], *, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The stream, cast; it must hold each tensor once and in its shape, and end with none left."""
+    """The stream, cast; it must have every tensor of `shapes` exactly once, in its shape."""
     left = dict(shapes)
     for name, tensor in tensors:
         if name not in left:
-            state = "came twice" if name in shapes else "is none of this decoder's"
+            state = "was given twice" if name in shapes else "is not part of this decoder"
             raise ValueError(f"tensor {name} {state}")
         if tuple(tensor.shape) != left.pop(name):
-            raise ValueError(f"tensor {name} is {tuple(tensor.shape)}, and must be {shapes[name]}")
+            raise ValueError(f"tensor {name} is {tuple(tensor.shape)}; it must be {shapes[name]}")
         yield name, tensor if dtype is None or KEPT.fullmatch(name) else tensor.to(dtype)
     if left:
         raise ValueError(f"missing among the tensors to write: {_some(sorted(left))}")
@@ -251,12 +251,12 @@ def _layout(config: DecoderConfig, base: Path | None) -> Layout:
 
 
 def _check_copy(files: TensorFiles, copy: str, of: str, *, why: str) -> None:
-    """A folder may hold a tensor twice, but not another one; the first rows tell."""
+    """A copy must equal its original; the first rows are compared."""
     if not {copy, of} <= set(files.names) or files.shape(copy) != files.shape(of):
         return
     rows = min(64, files.shape(of)[0])
     if not torch.equal(files.rows(copy, 0, rows), files.rows(of, 0, rows)):
-        raise ValueError(f"{files.folder}: {why}, but {copy} is not {of}; remove {copy}")
+        raise ValueError(f"{files.folder}: {why}, but {copy} differs from {of}; remove {copy}")
 
 
 def _copy_companions(base: Path, folder: Path) -> None:

@@ -5,8 +5,8 @@ that was read and is written again gets the same text, byte for byte, keys we do
 
     config_text(read_config(base), base=base, dtype=None) == (base / "config.json").read_text()
 
-A folder without tensors for multi-token prediction, as transformers saves it, is read without, and
-one whose config.json does not mention those it has, as Qwen3-Next's, with them.
+Whether a decoder has multi-token prediction depends on the folder's tensors, not on config.json
+alone: transformers saves folders without them, and Qwen3-Next's config.json does not mention them.
 """
 
 import json
@@ -32,15 +32,15 @@ LONGEST = 32768
 """max_position_embeddings where nothing says it."""
 
 BALANCED = ("Qwen3MoeForCausalLM", "Qwen3NextForCausalLM")
-"""Those whose model in transformers adds a balance loss where output_router_logits is true."""
+"""Architectures whose model in transformers adds a balance loss if output_router_logits is true."""
 
 RESPELLED = (*ROPE_KEYS, *OLDER, *OTHER_NAMES, "layers_block_type", "layer_types")
-"""Keys that say what others say too; we write one spelling only."""
+"""Keys with the meaning of another key; we write only one of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A folder's config.json, and what it says."""
+    """A folder's config.json, parsed."""
 
     raw: dict[str, Any]
     architecture: Architecture
@@ -72,7 +72,7 @@ def describe(folder: str | Path) -> Described:
 def load_object(path: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """A file that holds a JSON object, of at most so many bytes."""
     if path.is_file() and (size := path.stat().st_size) > most_bytes:
-        raise ValueError(f"{path} has {size:,} bytes; it can have at most {most_bytes:,}")
+        raise ValueError(f"{path} has {size:,} bytes; the limit is {most_bytes:,}")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -109,7 +109,9 @@ def choose_architecture(config: DecoderConfig, base: Path | None) -> Architectur
     try:
         architecture.keys(config)
     except ValueError as error:
-        raise ValueError(f"the decoder is no {architecture.name}, as {base} is: {error}") from None
+        raise ValueError(
+            f"the decoder does not fit {architecture.name}, the architecture of {base}: {error}"
+        ) from None
     return architecture
 
 

@@ -84,7 +84,7 @@ def deepseek_keys(config: DecoderConfig) -> dict[str, Any]:
     """The keys of config.json for this config; raises ValueError if it is not a DeepSeek-V3."""
     require_plain_norms(config)
     if config.norm_eps != LATENT_EPS:
-        raise ValueError(f"its norms have eps {config.norm_eps:g}, and not {LATENT_EPS:g}")
+        raise ValueError(f"its norms have eps {config.norm_eps:g}, not {LATENT_EPS:g}")
     layers = (*config.layers, *config.mtp)
     mixers = parts_of_kind(layers, "mixer", MLAConfig)
     mixer = common_part(mixers, "latent attention")
@@ -108,13 +108,13 @@ def _refuse(raw: Raw) -> None:
     for key in sorted(raw):
         if key.startswith("index_") and raw[key]:
             raise ValueError(
-                f"{key} is {shown(raw[key])}, so an index chooses which tokens are seen, as in "
-                "DeepSeek-V3.2; supported is attention to all tokens before"
+                f"{key} is {shown(raw[key])}, which means sparse attention as in DeepSeek-V3.2; "
+                "only attention to all earlier tokens is supported"
             )
     if number(raw, "rms_norm_eps", LATENT_EPS) != LATENT_EPS:
         raise ValueError(
-            f"rms_norm_eps is {raw['rms_norm_eps']!r}, while the latents' norms have "
-            f"{LATENT_EPS:g} in this architecture; supported is one eps for all, {LATENT_EPS:g}"
+            f"rms_norm_eps is {raw['rms_norm_eps']!r}; it must be {LATENT_EPS:g}, which this "
+            "architecture always uses in the norms of its latents"
         )
     heads = raw.get("num_key_value_heads")
     if heads is not None and heads != raw.get("num_attention_heads"):
@@ -124,8 +124,8 @@ def _refuse(raw: Raw) -> None:
         )
     if raw.get("head_dim") not in (None, raw["qk_rope_head_dim"]):
         raise ValueError(
-            f"head_dim is {shown(raw['head_dim'])}, which transformers takes for positions; it "
-            f"must be qk_rope_head_dim, {shown(raw['qk_rope_head_dim'])}"
+            f"head_dim is {shown(raw['head_dim'])}; transformers uses it for rotary positions, so "
+            f"it must equal qk_rope_head_dim, {shown(raw['qk_rope_head_dim'])}"
         )
 
 
@@ -134,8 +134,8 @@ def _read_latent(raw: Raw) -> MLAConfig:
     rope, growth = read_rope(raw), rope_object(raw).get("mscale_all_dim")
     if rope.scaling is not None and not isinstance(rope.scaling, YarnScaling) and growth:
         raise ValueError(
-            f"mscale_all_dim is {shown(growth)} without YaRN; supported is rope_type yarn with it, "
-            "or another without it"
+            f"mscale_all_dim is {shown(growth)}, but rope_type is not yarn; it is supported only "
+            "with yarn"
         )
     return MLAConfig(
         heads=count(raw, "num_attention_heads"),

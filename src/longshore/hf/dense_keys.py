@@ -56,8 +56,8 @@ def read_llama(raw: Raw) -> DecoderConfig:
         )
     if raw.get("sliding_window") is not None:
         raise ValueError(
-            f"sliding_window is {shown(raw['sliding_window'])}, and LlamaForCausalLM has no "
-            "windows; remove the key if the model was trained without"
+            f"sliding_window is {shown(raw['sliding_window'])}, but LlamaForCausalLM has no "
+            "windows; remove the key if the model was trained without a window"
         )
     return _read_dense(raw, (None,) * read_layers(raw), qk_norm=False)
 

@@ -109,7 +109,9 @@ def mamba2_keys(config: DecoderConfig) -> dict[str, Any]:
     if (mixer.norm_groups or mixer.groups) != 1:
         raise ValueError(f"its gated norm has {mixer.norm_groups or mixer.groups} groups")
     if mixer.inner % config.width:
-        raise ValueError(f"its {mixer.inner} channels are no multiple of its width {config.width}")
+        raise ValueError(
+            f"its {mixer.inner} channels are not a multiple of its width {config.width}"
+        )
     return {
         **decoder_keys(config),
         "num_heads": mixer.heads,
@@ -134,7 +136,7 @@ def read_nemotron(raw: Raw) -> DecoderConfig:
     refuse_unsupported(raw, known)
     for key in ("attention_bias", "sliding_window", "num_nextn_predict_layers"):
         if raw.get(key):
-            raise ValueError(f"{key} is {shown(raw[key])}; a Nemotron-H is supported without")
+            raise ValueError(f"{key} is {shown(raw[key])}; a Nemotron-H with it is not supported")
     scan = Mamba2Config(
         heads=count(raw, "mamba_num_heads"),
         head_dim=count(raw, "mamba_head_dim"),
@@ -214,13 +216,13 @@ def _bare_attention_keys(full: AttentionConfig) -> dict[str, Any]:
 
 def _squared_keys(mlp: MLPConfig) -> dict[str, Any]:
     if mlp.activation != "relu2":
-        raise ValueError(f"its MLP is {mlp.activation}, and not relu2")
+        raise ValueError(f"its MLP is {mlp.activation}, not relu2")
     return {"intermediate_size": mlp.width, "mlp_hidden_act": "relu2", "mlp_bias": False}
 
 
 def _scan_keys(scan: Mamba2Config) -> dict[str, Any]:
     if scan.norm_groups not in (None, scan.groups) or scan.dt_max is not None or not scan.dt_min:
-        raise ValueError("its Mamba2 has other norms or limits of its steps than Nemotron-H")
+        raise ValueError("its Mamba2 has other norm groups or limits of dt than Nemotron-H")
     return {
         "mamba_num_heads": scan.heads,
         "mamba_head_dim": scan.head_dim,
@@ -251,7 +253,7 @@ def _number(value: Any) -> float:  # noqa: ANN401
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"time_step_limit has {shown(value)}, which is no number") from None
+        raise ValueError(f"time_step_limit has {shown(value)}, which is not a number") from None
 
 
 def _read_pattern(raw: Raw) -> str:

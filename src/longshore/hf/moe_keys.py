@@ -146,7 +146,7 @@ def qwen3_next_keys(config: DecoderConfig) -> dict[str, Any]:
     if moe is not None and not moe.shared_gate:
         raise ValueError("it has no shared expert with a gate")
     if config.mtp and config.mtp != (LayerConfig(full, moe),):
-        raise ValueError("it predicts more tokens than one depth of attention and experts does")
+        raise ValueError("its multi-token prediction is not one depth of attention and experts")
     is_full = [isinstance(layer.mixer, AttentionConfig) for layer in config.layers]
     return {
         **decoder_keys(config),

@@ -1,4 +1,4 @@
-"""A checkpoint folder of our own, for decoders that no architecture of transformers can be.
+"""A checkpoint folder in our own format, for decoders that transformers has no architecture for.
 
 In: a DecoderConfig, a user's mixers included. Out: an Architecture whose config.json holds the
 config as it is, and whose tensors keep our names; model.from_hf reads it like any other:
@@ -7,8 +7,7 @@ config as it is, and whose tensors keep our names; model.from_hf reads it like a
                           "decoder": {"kind": "DecoderConfig", "vocab_size": 256, …}}
     model.safetensors    embed.weight, layers.0.mixer_norm.weight, …
 
-A user's mixer stands there by name; its module must have been imported before (model.module). No
-torch.
+A user's mixer is stored by its name, so its module must be imported first (model.module). No torch.
 """
 
 from typing import Any
@@ -32,5 +31,5 @@ def own_keys(config: DecoderConfig) -> dict[str, Any]:
 
 
 def place_own(name: str, layout: Layout) -> Source:
-    """Every tensor lies under its own name."""
+    """Every tensor keeps our name."""
     return Source(name)

@@ -39,8 +39,8 @@ def read_rope(raw: Raw, head_dim: int | None = None) -> RopeConfig:
     parameters = rope_object(raw)
     if nested := [key for key, value in parameters.items() if isinstance(value, Mapping)]:
         raise ValueError(
-            f"rope_parameters differ by layer type ({', '.join(nested)}); one set for all layers "
-            "is supported"
+            f"rope_parameters differ by layer type ({', '.join(nested)}); only one set for all "
+            "layers is supported"
         )
     rope = {**parameters, "rope_theta": parameters.get("rope_theta", raw.get("rope_theta"))}
     share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))

@@ -60,8 +60,8 @@ def read_pad_token(raw: Raw) -> int | None:
     is_whole = isinstance(token, int) and not isinstance(token, bool)
     if not is_whole or not -vocab_size <= token < vocab_size:
         raise ValueError(
-            f"pad_token_id is {shown(token)}; it must be a token of the {vocab_size} of the "
-            "vocabulary, or null"
+            f"pad_token_id is {shown(token)}; it must be null, or a token id below vocab_size, "
+            f"{vocab_size}"
         )
     return int(token) % vocab_size
 
@@ -96,7 +96,7 @@ def attention_keys(mixer: AttentionConfig, *, partial: bool = False) -> dict[str
     if mixer.rope is None:
         raise ValueError("its attention has no rotary positions")
     if mixer.bias != mixer.output_bias:
-        raise ValueError("it has a bias in some projections of its attention only")
+        raise ValueError("only some projections of its attention have a bias")
     return {
         "num_attention_heads": mixer.heads,
         "num_key_value_heads": mixer.kv_heads,
@@ -145,29 +145,27 @@ def refuse_unsupported(raw: Raw, activations: Mapping[str, Sequence[str]]) -> No
         if (activation := raw.get(key, known[0])) not in known:
             raise ValueError(f"{key} is {shown(activation)}; supported is {known[0]}")
     if not flag(raw, "is_causal", True):
-        raise ValueError(
-            f"is_causal is {raw['is_causal']!r}, so a token sees those after it; supported is true"
-        )
-    for key, why in ELSEWHERE.items():
+        raise ValueError(f"is_causal is {raw['is_causal']!r}; only causal models are supported")
+    for key, why in UNSUPPORTED_KEYS.items():
         if raw.get(key):
-            raise ValueError(f"{key} is {shown(raw[key])}, {why}; supported is a folder without it")
+            raise ValueError(f"{key} is {shown(raw[key])}, {why}; this is not supported")
     for key in ("quantization_config", "compression_config"):
         if raw.get(key):
             method = raw[key].get("quant_method", "?") if isinstance(raw[key], dict) else raw[key]
             raise ValueError(
-                f"{key} says the weights are quantized ({method}); supported are plain float "
-                "weights: take the unquantized folder"
+                f"{key} says that the weights are quantized ({method}); only float weights are "
+                "supported, so use the unquantized folder"
             )
     if flag(raw, "mlp_bias"):
         raise ValueError("mlp_bias is true; only MLPs without bias are supported")
     for key in ("attention_dropout", "hidden_dropout", "router_jitter_noise"):
         if raw.get(key):
             raise ValueError(
-                f"{key} is {shown(raw[key])}; there is neither dropout nor noise here: set it to 0"
+                f"{key} is {shown(raw[key])}; dropout and noise are not supported, so set it to 0"
             )
 
 
-ELSEWHERE = {
+UNSUPPORTED_KEYS = {
     "per_layer_config": "which changes keys for some layers",
     "transformers_weights": "which names other files of weights",
     "fusion_config": "which joins tensors into others",
@@ -184,7 +182,7 @@ def require_plain_norms(config: DecoderConfig) -> None:
 
 def require_no_mtp(config: DecoderConfig) -> None:
     if config.mtp:
-        raise ValueError("it predicts several tokens, for which there is no place")
+        raise ValueError("it has multi-token prediction, which this architecture cannot store")
 
 
 def parts_of_kind(layers: Sequence[LayerConfig], field: str, kind: type[Kind]) -> list[Kind | None]:
@@ -211,10 +209,10 @@ def common_part_or_none(parts: Sequence[Kind | None], what: str) -> Kind | None:
 
 
 def bare(config: DecoderConfig) -> DecoderConfig:
-    """The config without what config.json does not say: how the model is trained and computed.
+    """The config without the fields that decide only how the model is trained and computed.
 
-    That is the experts' balance loss and bias update, the form of MLA, the token whose row is
-    frozen and the dtype of the residual; keys of the base for these are kept.
+    These are the experts' balance loss and bias update, the form of MLA, pad_token_id and
+    float32_residual. config.json has no keys for them, or keeps those of the base.
     """
     layers, mtp = map(_bare_layers, (config.layers, config.mtp))
     return replace(config, layers=layers, mtp=mtp, pad_token_id=None, float32_residual=False)

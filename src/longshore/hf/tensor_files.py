@@ -41,7 +41,7 @@ class TensorFiles:
             handle = _open(path)
             names = set(handle.keys())
             if absent := sorted(promised - names):
-                raise ValueError(f"{path} has no tensor {absent[0]}, which the index promises")
+                raise ValueError(f"{path} has no tensor {absent[0]}, which the index lists there")
             for name in sorted(names):
                 if name in self._handles or where.get(name, path) != path:
                     raise ValueError(_duplicate(name, path, where.get(name)))
@@ -117,15 +117,17 @@ def _files(folder: Path, stem: str) -> dict[Path, set[str]]:
             )
         files.setdefault(folder / file, set()).add(name)
     if absent := sorted(path.name for path in files if not path.is_file()):
-        raise ValueError(f"{folder} is not complete: {', '.join(absent)} of the index is missing")
+        raise ValueError(
+            f"{folder} is incomplete: the index lists {', '.join(absent)}, which is missing"
+        )
     return files
 
 
 def _duplicate(name: str, path: Path, promised: Path | None) -> str:
     where = f"the index says it is in {promised.name}" if promised else "another file has it too"
     return (
-        f"{path} holds the tensor {name}, and {where}; two copies may differ, so remove one, or "
-        "fetch the model again"
+        f"{path} has the tensor {name}, but {where}; two copies may differ, so remove one, or "
+        "download the model again"
     )
 
 
@@ -149,7 +151,7 @@ def _open(path: Path) -> Any:  # noqa: ANN401
 
 
 def _save(folder: Path, number: int, shard: dict[str, Tensor]) -> tuple[list[str], SavedFile]:
-    # Wide numbers first: a reader maps each tensor at a multiple of its number's size.
+    # Wide dtypes first, so that each tensor begins at a multiple of its item size.
     ordered = dict(sorted(shard.items(), key=lambda item: -item[1].element_size()))
     return list(shard), write_safetensors(folder / f"{number}.part", ordered)
 
@@ -157,7 +159,7 @@ def _save(folder: Path, number: int, shard: dict[str, Tensor]) -> tuple[list[str
 def _name_files(
     folder: Path, stem: str, shards: list[tuple[list[str], SavedFile]], total: int
 ) -> dict[str, SavedFile]:
-    """How many shards there are, which their names say, is known at the end only."""
+    """Renames the parts: a name has the number of shards, which is known only at the end."""
     if len(shards) == 1:
         (folder / "0.part").rename(folder / f"{stem}.safetensors")
         return {f"{stem}.safetensors": shards[0][1]}

@@ -10,7 +10,7 @@ from it the same again. A run that began with Qwen3-8B ends with
     weights-00001-of-00007.safetensors …    embed.weight, layers.0.mixer_norm.weight, …
     weights.safetensors.index.json
 
-Loading compares every byte: a run's result that a disk has damaged is not exported.
+Loading verifies the checksum of every file, so that damaged weights are never exported.
 """
 
 from collections.abc import Iterable
@@ -53,7 +53,7 @@ def save_weights(
 ) -> None:
     """Writes a stream of our (name, tensor) pairs into a new folder, in their own dtypes.
 
-    is_replaced: one that is there already goes, once the new one is whole.
+    is_replaced: an existing folder is replaced once the new one is complete.
     """
     checked = check_stream(tensors, tensor_shapes(config), dtype=None)
     about = {

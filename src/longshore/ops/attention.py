@@ -128,18 +128,19 @@ def _backward(
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 3:
-        raise ValueError(f"attention takes rows, heads and width; the shapes are {shapes}")
+        raise ValueError(f"the shapes are {shapes}; each must be (rows, heads, width)")
     if q.shape[2] != k.shape[2] or k.shape[:2] != v.shape[:2]:
         raise ValueError(
-            f"the shapes are {shapes}; q and k need one width, k and v the same rows and heads"
+            f"the shapes are {shapes}; q and k must have the same width, k and v the same rows "
+            "and heads"
         )
     if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads; "
-            "the number of query heads must be a multiple of that of key heads"
+            f"there are {q.shape[1]} query heads and {k.shape[1]} key heads; the first must be a "
+            "multiple of the second"
         )
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; attention takes one dtype")
+        raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; give one dtype")
 
 
 def _spec(
@@ -177,13 +178,13 @@ def _check_sequences(offsets: tuple[int, ...], key_offsets: tuple[int, ...]) -> 
         return
     if len(offsets) != len(key_offsets):
         raise ValueError(
-            f"there are {len(offsets) - 1} sequences of queries and {len(key_offsets) - 1} of "
-            "keys; each sequence of queries needs its sequence of keys"
+            f"bounds have {len(offsets) - 1} sequences and key_bounds {len(key_offsets) - 1}; "
+            "both must have the same number"
         )
     for i in range(len(offsets) - 1):
         queries, keys = offsets[i + 1] - offsets[i], key_offsets[i + 1] - key_offsets[i]
         if queries > keys:
             raise ValueError(
-                f"sequence {i} has {queries} queries over {keys} keys; a query is one of its keys, "
-                "so give at least as many keys"
+                f"sequence {i} has {queries} queries and {keys} keys; it must have at least as "
+                "many keys as queries"
             )

@@ -98,4 +98,4 @@ def pick_attention(
             reason = "; ".join(refused) or "the first choice"
             return PickedBackend(backend.name, reason, backend.forward, backend.backward)
         refused.append(f"{backend.name}: {why_not}")
-    raise ValueError(f"no backend serves attention here: {'; '.join(refused)}")
+    raise ValueError(f"no backend of attention supports these tensors: {'; '.join(refused)}")

@@ -31,7 +31,7 @@ def offsets_of(bounds: Bounds | None, rows: int) -> tuple[int, ...]:
     if bounds.offsets[0] != 0 or bounds.offsets[-1] != rows:
         raise ValueError(
             f"the boundaries go from {bounds.offsets[0]} to {bounds.offsets[-1]}, "
-            f"and there are {rows} rows; they must cover all rows"
+            f"but there are {rows} rows; they must cover all rows"
         )
     return bounds.offsets
 

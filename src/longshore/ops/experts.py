@@ -67,9 +67,11 @@ def refusal(*operands: Tensor) -> str | None:
     """Why torch's grouped product does not support these operands, or None if it does."""
     for operand in operands:
         if operand.dtype not in (torch.float32, torch.bfloat16):
-            return f"it takes float32 and bfloat16, not {operand.dtype}"
+            return f"the grouped product takes float32 and bfloat16, not {operand.dtype}"
         if operand.dtype != operands[0].dtype:
-            return f"it takes one dtype, not {operands[0].dtype} and {operand.dtype}"
+            return (
+                f"the grouped product takes one dtype, not {operands[0].dtype} and {operand.dtype}"
+            )
         if operand.shape[-1] * operand.element_size() % ALIGNMENT:
             return f"rows of {operand.shape[-1]} numbers are not a multiple of {ALIGNMENT} bytes"
     return None

@@ -74,7 +74,9 @@ def prepare_ssd(
     rows, heads, _ = x_THP.shape
     groups = B_TGN.shape[1]
     if heads % groups:
-        raise ValueError(f"{heads} heads are not a multiple of {groups} groups; choose another")
+        raise ValueError(
+            f"there are {heads} heads, which must be a multiple of the {groups} groups"
+        )
     layout = chunks_of(offsets_of(bounds, rows), chunk, device=x_THP.device)
     dtype = torch.promote_types(x_THP.dtype, torch.float32)
     dt, A = dt_TH.to(dtype), A_H.to(dtype)

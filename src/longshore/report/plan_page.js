@@ -24,7 +24,7 @@ const FIGURES = [
   ["imbalance", "Idle", ({ stats }) => percent(stats.imbalance),
     "Share of the lanes' time spent waiting for busier lanes (imbalance)."],
   ["bubble", "Bubble", ({ stats }, { pp }) => (pp > 1 ? percent(stats.bubble) : "none"),
-    "Share of time that pipeline ranks wait for their neighbours; none without a pipeline."],
+    "Share of the time that pipeline ranks wait for their neighbours; 0 without a pipeline."],
   ["rounds", "Rounds", ({ stats }) => number(stats.rounds),
     "Micro-batches of each lane in the step. More rounds need less memory at a time."],
   ["fill", "Fill", ({ stats }) => percent(stats.fill),
@@ -160,7 +160,7 @@ class Page {
 function settingFacts(setting, about) {
   const facts = [
     ["Policy", setting.policy, about[setting.policy]],
-    ["Lanes", number(setting.lanes), "workers in parallel"],
+    ["Lanes", number(setting.lanes), "data- and context-parallel ranks"],
     ["Capacity", `${number(setting.capacity)} tokens`, "the most a lane holds in a round"],
     ["Sync", setting.sync, SYNC[setting.sync] || ""],
     ["Pipeline", setting.pp > 1 ? `pp ${setting.pp}, vpp ${setting.vpp}` : "none",
@@ -210,14 +210,14 @@ function roundRows({ busy, packs, unit }) {
     const mean = lanes.reduce((a, b) => a + b, 0) / lanes.length;
     return [number(round), number(counts[round]), seconds(most * unit), number(lanes.indexOf(most)), seconds(mean * unit)];
   });
-  return [["Round", "Packs", "Busiest lane takes", "Busiest lane", "A lane takes on average"], rows];
+  return [["Round", "Packs", "Time of the busiest lane", "Busiest lane", "Mean time of a lane"], rows];
 }
 
 function capsNote(count, steps) {
   return "A CUDA graph replays one fixed shape, so it needs a cap on the sequences in a lane's micro-batch. A smaller " +
-    "micro-batch is filled up with empty slots: entries of the boundary array, which then has cap + 1 of them, and no " +
-    "tokens. A larger one runs without the graph. The padding that fills a lane up to its capacity counts as a " +
-    "sequence. P50, P90 and P99 are the least caps that cover so many percent of the " +
+    "micro-batch is padded with empty slots: they add entries to the boundary array (cap + 1 in all), but no tokens. A " +
+    "larger one runs without the graph. The padding that fills a lane up to its capacity counts as a sequence. P50, P90 " +
+    "and P99 are the smallest caps that cover 50 %, 90 % and 99 % of the " +
     `${plural(count, "micro-batch")}`.replace("batchs", "batches") +
     `${steps > 1 ? ` of all ${number(steps)} steps together` : ""} (one for each lane and round with work).`;
 }

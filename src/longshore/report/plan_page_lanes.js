@@ -20,9 +20,9 @@ class LaneModel {
   caption(frame) {
     if (frame.rowHeight >= 1) return "";
     const lanes = this.groupsFor(frame).lanes;
-    return `There are more lanes than pixels, so ${lanes} neighbouring lanes share a line. Colours show the mean time at ` +
-      "each CP size; they become paler where the least busy of the lanes is done, and a grey tail reaches to the end of " +
-      "the busiest. Zoom in to see single packs.";
+    return `There are more lanes than pixels, so ${lanes} neighbouring lanes share a line. Colours show their mean time at ` +
+      "each CP size. They are paler after the least busy of these lanes has finished, and a grey tail ends where the " +
+      "busiest finishes. Zoom in to see single packs.";
   }
 
   paint(ctx, frame, theme) {

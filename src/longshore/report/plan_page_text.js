@@ -2,11 +2,11 @@
 /* Words and numbers: how the page writes them. seconds(0.0421) is "42.1 ms", percent(0.953) is "95.3 %". */
 
 const WORDS = {
-  lane: "One place that works on its own tokens: a GPU, or the GPUs that share one copy of the model's layers.",
+  lane: "One data- or context-parallel rank, with its own tokens: a GPU, or the GPUs that share it by tensor and pipeline parallelism.",
   sequence: "One training example, measured in tokens.",
   pack: "Sequences joined end to end and processed together, on one lane or split over several.",
   "CP size": "Context parallelism: over how many lanes a pack is split. 1 means it stays on one lane.",
-  round: "One turn in which every lane processes its packs. A step has one or more rounds.",
+  round: "One micro-batch on every lane. A step has one or more rounds.",
   step: "One update of the model. All sequences of a step count equally, however they are packed.",
   capacity: "The most tokens a lane can hold in one round; memory sets it.",
 };

@@ -3,7 +3,7 @@
 In: the lines of steps.jsonl. Out: a CostFit, points to draw, and a verdict as text. The seconds of
 a profile made for another machine are off by one factor, which does not change plans; so the factor
 is removed first. Rounds predicted at 1, 2 and 3 s that took 2, 4 and 9 s have ratios 2, 2
-and 3: the factor is their median 2, and the errors are 0 %, 0 % and 50 %, in the middle 0 %.
+and 3: the factor is their median, 2, and the errors are 0 %, 0 % and 50 %, with median 0 %.
 """
 
 import math
@@ -115,7 +115,7 @@ def cost_text(fit: CostFit) -> str:
         )
     elif fit.correlation is not None:
         sentences.append(
-            f"Predicted and measured times correlate by {fit.correlation:.2f} (best: 1)."
+            f"The correlation of predicted and measured times is {fit.correlation:.2f} (1 is best)."
         )
     if fit.skipped is not None:
         sentences.append(f"Step {fit.skipped}, in which memory and kernels warm up, is left out.")

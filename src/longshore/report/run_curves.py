@@ -1,7 +1,7 @@
 """Curves of thousands of steps as at most a thousand points, without losing spikes.
 
 In: an array for each metric. Out: the mean of each group of neighbouring steps, with its minimum
-and maximum where a point stands for several steps. Six steps in three points:
+and maximum where a point covers several steps. Six steps in three points:
 
     edges(6, most=3) = [0, 2, 4, 6]
     curve([1, 3, 9, 1, 2, 2], [0, 2, 4, 6]) = {"y": [2, 5, 2], "low": [1, 1, 2], "high": [3, 9, 2]}

@@ -28,7 +28,7 @@ ABSENT = "–"
 def run_page_data(runs: Seq[RunFolder]) -> Json:
     """Everything the page shows."""
     if not 1 <= len(runs) <= MOST_RUNS:
-        raise ValueError(f"{len(runs)} runs; a page shows 1 to {MOST_RUNS} runs")
+        raise ValueError(f"{len(runs)} runs were given; a page shows 1 to {MOST_RUNS}")
     named = zip(runs, names(runs), strict=True)
     shown = [run_data(run, name, share=1 / len(runs)) for run, name in named]
     sizes = {size for run in shown for step in run["steps"] for size in step["packs"]["cp"]}

@@ -1,7 +1,7 @@
-"""steps.jsonl, which may be large: the times of all steps are kept, plans are read again.
+"""steps.jsonl, which may be large: times are kept in memory, plans are read on demand.
 
 In: the file. Out: for each step the predicted and measured seconds of its rounds, the tokens of its
-experts, and where its line stands, so that a few steps' plans can be read later:
+experts, and the position of its line, so that a few steps' plans can be read later:
 
     journal = read_journal(Path("runs/demo-1/steps.jsonl"))
     plan = journal.plan(1)
@@ -30,7 +30,7 @@ MOST_LANES = 1 << 20  # as `longshore plan` takes them
 MOST_CELLS = 1 << 24  # rounds x lanes of one step, which a timeline holds in memory
 MOST_NUMBER = 1 << 53
 
-# A journal holds what was decided; the figures of a plan stand in metrics.jsonl.
+# steps.jsonl has no statistics of plans; they are in metrics.jsonl.
 NO_STATS = Stats(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, (), 0, 0, 0, 0.0)
 
 
@@ -60,13 +60,13 @@ class JournalLine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JournalSteps:
-    """The lines of a file by step, rising."""
+    """The lines of a file by step, in ascending order."""
 
     path: Path
     lines: Mapping[int, JournalLine]
 
     def plan(self, step: int, *, policy: str = DEFAULT_POLICY) -> Plan:
-        """The plan of a step; its policy stands in the run's config, not in the journal."""
+        """The plan of a step; its policy is in the run's config, not in steps.jsonl."""
         line = self.lines[step]
         where = f"{self.path}, line {line.number}"
         with open(self.path, "rb") as file:
@@ -75,7 +75,7 @@ class JournalSteps:
         try:
             return _plan(data, policy)
         except (KeyError, TypeError, IndexError, ValueError, OverflowError) as error:
-            raise ValueError(f"{where}: holds no plan ({error!r}); delete the line") from None
+            raise ValueError(f"{where}: has no valid plan ({error!r}); delete the line") from None
 
 
 def read_journal(path: Path) -> JournalSteps:
@@ -120,13 +120,13 @@ def _plan(data: Mapping[str, Any], policy: str) -> Plan:
     lanes = int(data["lanes"])
     if not 1 <= lanes <= MOST_LANES or lanes * len(rounds) > MOST_CELLS:
         raise ValueError(
-            f"{lanes} lanes in {len(rounds)} rounds, where {MOST_LANES} lanes and {MOST_CELLS} "
-            "lanes times rounds are the most"
+            f"{lanes} lanes and {len(rounds)} rounds; the limit is {MOST_LANES} lanes, and "
+            f"{MOST_CELLS} for lanes times rounds"
         )
     if max(*lengths, int(data["capacity"])) > MOST_NUMBER:
         raise ValueError(f"a length or capacity above {MOST_NUMBER}")
     if any(pack.first_lane < 0 or pack.lanes[-1] >= lanes for r in rounds for pack in r.packs):
-        raise ValueError(f"a pack lies beyond lane {lanes - 1}")
+        raise ValueError(f"a pack is on a lane outside 0 to {lanes - 1}")
     setting = PlanSetting(
         lanes=lanes,
         capacity=int(data["capacity"]),
@@ -143,7 +143,7 @@ def _plan(data: Mapping[str, Any], policy: str) -> Plan:
     return Plan(setting=setting, sequences=sequences, rounds=rounds, stats=NO_STATS, digest="")
 
 
-def _pack(raw: Any, lengths: list[int]) -> Pack:  # noqa: ANN401 - as it stands in the file
+def _pack(raw: Any, lengths: list[int]) -> Pack:  # noqa: ANN401 - raw JSON
     first_lane, cp_size, places = raw
     tokens = sum(padded_length(lengths[i], cp_size) // cp_size for i in places)
     return Pack(int(first_lane), int(cp_size), tuple(places), tokens)

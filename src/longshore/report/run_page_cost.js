@@ -15,7 +15,7 @@ class CostView {
 
   words() {
     if (!this.runs.length) {
-      return element("p", { class: "note" }, "No round has both a predicted and a measured time: there is no steps.jsonl, or it holds none.");
+      return element("p", { class: "note" }, "No round has both a predicted and a measured time: there is no steps.jsonl, or it has no times.");
     }
     if (!this.several) return element("p", { class: "said" }, this.runs[0].cost.words);
     const table = element("table", { class: "compared" });

@@ -108,9 +108,9 @@ function stepsNote(runs) {
   const missing = runs.filter(({ journal }) => !journal).map(({ name }) => name);
   const few = runs.filter(({ steps, journal }) => steps.length < journal);
   const held = few.length
-    ? "To keep the page small it has only the timelines of " +
+    ? "To keep the page small, only some timelines are on it: " +
       few.map(({ name, steps, journal }) => `${number(steps.length)} of ${number(journal)} steps${runs.length > 1 ? ` of ${name}` : ""}`).join(", ") +
-      ": the first, the last, the slowest, and others evenly between; the nearest is shown. "
+      " (the first, the last, the slowest, and others evenly spaced). For any other step the nearest is shown. "
     : "";
   const short = runs.filter(({ journal, figures }) => journal && journal < figures.steps)
     .map(({ name, journal }) => `${runs.length > 1 ? `${name}: ` : ""}only ${plural(journal, "step")} have a recorded plan. `).join("");
@@ -137,5 +137,5 @@ function measuredRows({ busy, packs, predicted, elapsed, unit }, factor) {
     return [number(round), number(counts[round]), number(lanes.indexOf(most)), seconds(most * unit), seconds(mean * unit),
       took === undefined ? "–" : seconds(took), took === undefined || !expected ? "–" : times(took / expected / factor)];
   });
-  return [["Round", "Packs", "Busiest lane", "It takes", "Mean lane takes", "Measured", "Relative to expected"], rows];
+  return [["Round", "Packs", "Busiest lane", "Its time", "Mean time of a lane", "Measured", "Relative to expected"], rows];
 }

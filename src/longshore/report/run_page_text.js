@@ -61,7 +61,7 @@ const RUN_FIGURES = [
   ["step_s", "Time of a step", seconds, "Median over steps.", 0],
   ["mfu", "MFU", percent, "Model FLOPs per second as a share of the hardware's peak (median).", 1],
   ["tflops", "TFLOP/s", figureText, "Of one rank (median).", 1],
-  ["efficiency", "Plan efficiency", percent, "Share of the lanes' time that plans put into real tokens (mean).", 1],
+  ["efficiency", "Plan efficiency", percent, "Share of the lanes' time that plans spend on real tokens (mean).", 1],
   ["padding", "Padding", percent, "Share of all tokens that are padding (mean).", -1],
   ["rounds", "Rounds", (value) => number(value, 1), "Micro-batches of each lane in a step (mean).", 0],
   ["data_wait", "Waiting for data", percent, "Share of the time in which a step waited for its data.", -1],

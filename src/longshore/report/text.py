@@ -43,7 +43,7 @@ FIGURES: dict[str, tuple[Callable[[Stats], str], str]] = {
     "gap": (lambda s: f"{s.gap:.1%}", "above the bound"),
     "efficiency": (lambda s: f"{s.efficiency:.1%}", "of the lanes' time is work on real tokens"),
     "idle": (lambda s: f"{s.imbalance:.1%}", "of the lanes' time is waiting for other lanes"),
-    "bubble": (lambda s: f"{s.bubble:.1%}", "of the step pipeline ranks wait for each other"),
+    "bubble": (lambda s: f"{s.bubble:.1%}", "of the step is pipeline ranks waiting for each other"),
     "padding": (lambda s: f"{s.padding:.1%}", "of the tokens are padding"),
     "fill": (lambda s: f"{s.fill:.1%}", "of the lanes' capacity is used"),
     "rounds": (lambda s: f"{s.rounds:,}", ""),

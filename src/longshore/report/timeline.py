@@ -105,11 +105,11 @@ def round_times(plan: Plan, cost: Floats) -> tuple[Floats, Floats]:
 
 
 def waiting_groups(round_: Round, *, lanes: int, sync: str) -> Ints:
-    """The first lane of each run of lanes that wait for each other in this round.
+    """The first lane of each group of lanes that wait for each other in this round.
 
     Sync `round`: all of them, so [0]. Sync `step`: lanes joined through shared packs; with 4 lanes
-    and one pack on lanes 0 and 1 that is [0, 2, 3]. Packs lie on neighbouring lanes, so joined
-    lanes always form a run.
+    and one pack on lanes 0 and 1 that is [0, 2, 3]. A pack's lanes are neighbours, so the
+    lanes of a group are too.
     """
     if sync == "round":
         return np.zeros(1, dtype=np.int64)

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 from tests.report.run_folders import make_run, write_lines
-from tests.report.test_browser import CHROMIUM, FLAGS, Seen
+from tests.report.test_plan_page_browser import CHROMIUM, FLAGS, Seen
 
 from longshore.report.pages import read_runs, write_run_page
 
