@@ -66,7 +66,7 @@ def test_names_and_recipes_reach_the_terminal_escaped(capsys, tmp_path, monkeypa
     Path(data).write_text(json.dumps({"text": "a", f"x{CLEAR}": 1}))
     word_tokenizer(tmp_path / "tok", "a")
     message = said(capsys, "prepare", data, "--tokenizer", "tok", "--out", "out")
-    assert "\\x1b[2J.jsonl line 1: column 'x\\x1b[2J' is neither" in message
+    assert "\\x1b[2J.jsonl line 1: unknown column 'x\\x1b[2J' in a" in message
 
 
 def test_notes_are_shown_as_they_are(monkeypatch):

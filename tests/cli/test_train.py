@@ -179,7 +179,7 @@ BAD = [
     (["r.toml", "data.batch_tokens=64", "data.batch=2"], "data.batch and data.batch_tokens are b"),
     (["r.toml", "data.batch=0"], "give data.batch, the sequences in a step, or data.batch_tokens"),
     (["r.toml", "data.count=9"], "data.count works only with data.mock"),
-    (["r.toml", MOCK], "data.mock: a distribution has no end; give data.count"),
+    (["r.toml", MOCK], "data.mock: a distribution needs data.count"),
     (["r.toml", MOCK, "data.count=9", "data.max_length=9"], "data.max_length is for text, but"),
     (["r.toml", MOCK, "data.count=9", "data.path=made"], "data.path and data.mock are both given"),
     (["r.toml", "data.mock.mode=random"], "data.mock: mode is 'random'; it must be 'file' or"),
