@@ -9,7 +9,7 @@ from longshore.arch.as_json import config_from_json, config_to_json
 from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.part import Norm
 from longshore.batch import whole_context
-from longshore.model.moe import MoE
+from longshore.model.feed_forward import MoE
 
 
 @pytest.mark.parametrize("kind", KINDS)

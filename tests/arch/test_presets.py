@@ -3,8 +3,8 @@ import torch
 import transformers
 
 from longshore.arch.attention import AttentionConfig, MLAConfig
+from longshore.arch.costs import parameter_count
 from longshore.arch.feed_forward import MoEConfig
-from longshore.arch.flops import parameter_count
 from longshore.arch.presets import PRESETS, preset
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.model.decoder import Decoder

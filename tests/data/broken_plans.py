@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from longshore.plan import Pack, Plan, Round, Sequence
-from longshore.plan.cp_size import padded_length
+from longshore.plan.shapes import padded_length
 
 
 def tokens(plan: Plan, sequences, cp_size: int) -> int:

@@ -11,7 +11,7 @@ from longshore.data.pack import pack_step
 from longshore.data.shard import count_targets, cut_shards, lane_cuts
 from longshore.plan import Pack, Plan, PlanSetting, Round, Sequence, Stats, check, make_plan
 from longshore.plan.cost import BUILT_IN
-from longshore.plan.cp_size import legal_cp_sizes, padded_length
+from longshore.plan.shapes import legal_cp_sizes, padded_length
 
 NO_STATS = Stats(0, 0, 0, 0, 0, 0, 0, 0, (), 0, 0, 0, 0)
 PAD = 7

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from longshore.hf.tensor_map import Copied, Interleaved, PerExpert, Source
-from longshore.hf.tensor_names import read_tensor_names
+from longshore.hf.tensor_map import Copied, Interleaved, PerExpert, Source, read_tensor_names
 
 
 class Files:

@@ -6,7 +6,7 @@ from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.part import Norm
-from longshore.model.moe import MoE
+from longshore.model.feed_forward import MoE
 
 WIDTH = 12
 LENGTHS = (1, 2, 7, 33, 1, 90)

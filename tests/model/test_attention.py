@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.arch.test_memory import saved_bytes
+from tests.arch.test_costs_memory import saved_bytes
 from tests.model.exact import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 

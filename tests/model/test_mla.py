@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from tests.arch.test_memory import saved_bytes
+from tests.arch.test_costs_memory import saved_bytes
 from tests.model.exact import assert_all_close, assert_close, cut, decoder, gradients, tokens
 from tests.model.test_attention import turned
 from torch.utils.flop_counter import FlopCounterMode

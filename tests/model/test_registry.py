@@ -8,8 +8,8 @@ from torch import nn
 
 from longshore.arch.as_json import REGISTERED, config_from_json, config_to_json
 from longshore.arch.attention import AttentionConfig
+from longshore.arch.costs import parameter_count
 from longshore.arch.decoder import DecoderConfig, LayerConfig
-from longshore.arch.flops import parameter_count
 from longshore.arch.part import Saved
 from longshore.model.decoder import Decoder
 from longshore.model.registry import FEED_FORWARDS, register_feed_forward

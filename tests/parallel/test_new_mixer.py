@@ -8,9 +8,9 @@ from tests.ranks.spine import VOCAB, exact
 from tests.ranks.test_exactness import check, several_packs
 
 from longshore.arch.attention import AttentionConfig
+from longshore.arch.costs import parameter_count
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
-from longshore.arch.flops import parameter_count
 from longshore.model.decoder import Decoder
 from longshore.model.registry import register_mixer
 from longshore.plan import make_plan

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longshore.plan.cost import CostProfile, CostTable
-from longshore.plan.cp_size import padded_length
 from longshore.plan.order import make_order
 from longshore.plan.pipeline import arrange
 from longshore.plan.pipeline_times import finish_times, wait_graph, walk
+from longshore.plan.shapes import padded_length
 from longshore.plan.simulate import round_heights
 from longshore.plan.types import Pack, Round
 

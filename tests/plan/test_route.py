@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.plan.cost import CostProfile
-from longshore.plan.cp_size import padded_length
 from longshore.plan.route import Transfer, chunk_ranges, route
+from longshore.plan.shapes import padded_length
 from longshore.plan.types import Pack, Plan, PlanSetting, Round, Sequence, Stats
 
 PROFILE = CostProfile(linear=1.0, quadratic=0.0, gather=(0.0, 0.0), node=8, pack=0.0, round=0.0)

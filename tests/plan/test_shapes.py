@@ -5,13 +5,13 @@ from hypothesis import strategies as st
 from tests.data.plans import plan_of
 
 from longshore.plan import Pack, Round
-from longshore.plan.cp_size import padded_length
 from longshore.plan.route import chunk_ranges
 from longshore.plan.shapes import (
     lane_packs,
     lane_tokens,
     make_buckets,
     natural_order,
+    padded_length,
     padded_lengths,
     ranges,
     shard_positions,

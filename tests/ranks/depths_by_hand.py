@@ -13,8 +13,8 @@ from tests.ranks.spine import MTP_WEIGHT
 from longshore.arch.decoder import DecoderConfig
 from longshore.batch import whole_context
 from longshore.model.decoder import Decoder
+from longshore.model.feed_forward import MoE
 from longshore.model.init import init_decoder
-from longshore.model.moe import MoE
 from longshore.model.rope import rope_tables
 
 

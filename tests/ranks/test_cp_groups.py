@@ -7,7 +7,7 @@ from tests.ranks.harness import run_ranks
 
 from longshore.distributed.cp_groups import CPGroups, check_cp_sizes, cp_blocks, splits
 from longshore.distributed.topology import Axes, make_topology
-from longshore.plan.cp_size import legal_cp_sizes
+from longshore.plan.shapes import legal_cp_sizes
 
 
 def test_blocks_are_aligned_and_leave_the_rest_out():

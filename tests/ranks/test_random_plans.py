@@ -9,7 +9,7 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.spine import alone, dense, exact, lanes_of, make_samples, together, worst
 
 from longshore.plan import Pack, Plan, Round, make_plan
-from longshore.plan.cp_size import legal_cp_sizes, padded_length
+from longshore.plan.shapes import legal_cp_sizes, padded_length
 
 WATCHDOG_S = 30
 POLICIES = ("padded", "static", "balanced", "dynamic", "mixed")

@@ -16,7 +16,7 @@ from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.batch import whole_context
 from longshore.model.decoder import Decoder
 from longshore.model.scan import ScanInputs, over_heads
-from longshore.parallel.context.halo import halo_route
+from longshore.parallel.context.exchange import halo_route
 from longshore.plan import make_plan
 
 WIDTH = 12

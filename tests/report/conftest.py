@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from longshore.plan.cost import CostProfile
-from longshore.plan.cp_size import legal_cp_sizes, padded_length
+from longshore.plan.shapes import legal_cp_sizes, padded_length
 from longshore.plan.types import Pack, Plan, PlanSetting, Round, Stats
 from longshore.plan.types import Sequence as PlanSequence
 from longshore.report.timeline import make_timeline

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from longshore.distributed.topology import Axes, Topology, destroy_groups, new_group_if_in
-from longshore.plan.cp_size import ANY_SIZE_LANES, is_power_of_two
+from longshore.plan.shapes import ANY_SIZE_LANES, is_power_of_two
 
 
 def cp_blocks(lanes: int, cp_size: int) -> list[range]:

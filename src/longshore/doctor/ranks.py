@@ -25,7 +25,7 @@ from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.process_group import Rendezvous, process_group
 from longshore.distributed.topology import Topology, make_topology
 from longshore.doctor.result import Finding, bad, first_line, good, warn
-from longshore.plan.cp_size import legal_cp_sizes
+from longshore.plan.shapes import legal_cp_sizes
 
 UNEVEN = 3
 NUMBERS = 1024

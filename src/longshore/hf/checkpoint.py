@@ -9,7 +9,7 @@ no byte of a tensor or of config.json:
     write_checkpoint("copy", read_config("Qwen3-8B"), weights.items(), base="Qwen3-8B")
 
 A decoder that transformers has no architecture for is written in our own format instead, see
-hf/own_format.py.
+hf/architectures.py.
 """
 
 import re
@@ -32,8 +32,7 @@ from longshore.hf.config_file import (
     read_config,
 )
 from longshore.hf.tensor_files import FLOATS, TensorFiles, write_files
-from longshore.hf.tensor_map import Copied, Layout, Shape, Source
-from longshore.hf.tensor_names import read_tensor_names
+from longshore.hf.tensor_map import Copied, Layout, Shape, Source, read_tensor_names
 from longshore.model.decoder import Decoder
 
 __all__ = [

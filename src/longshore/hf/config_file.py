@@ -21,8 +21,7 @@ from longshore.hf.mamba_keys import OLDER
 from longshore.hf.moe_keys import balance_weight
 from longshore.hf.rope_keys import ROPE_KEYS
 from longshore.hf.shared_keys import bare
-from longshore.hf.tensor_map import Layout
-from longshore.hf.tensor_names import read_tensor_names
+from longshore.hf.tensor_map import Layout, read_tensor_names
 
 CONFIG = "config.json"
 MOST_CONFIG_BYTES = 10_000_000

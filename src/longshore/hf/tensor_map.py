@@ -17,11 +17,23 @@ same on both sides. The first matching row counts. There is a class for each way
         row e of ours is mlp.experts.e.gate_proj.weight above mlp.experts.e.up_proj.weight
     Interleaved("q_proj.weight", block=6, rotary=4)
         of every 6 rows the last 4, theirs 0 1 2 3, are ours in the order 0 2 1 3
+
+The names of a folder's tensors, from the headers of its files alone. No torch.
+
+In: a folder. Out: the names, or None where it has no weights. A safetensors file begins with the
+length of its header, 8 bytes, and the header, JSON:
+
+    read_tensor_names("DeepSeek-V3")    {"lm_head.weight", "model.layers.61.eh_proj.weight", …}
+
+Whether the files are complete and fit the config is checked in hf/tensor_files.py and
+hf/checkpoint.py.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from longshore.arch.attention import MLAConfig
@@ -337,3 +349,30 @@ def place_nemotron(name: str, layout: Layout) -> Source:
     theirs = look_up(name, MAMBA_NAMES, layout).theirs
     renamed = re.sub(r"^backbone\.", "model.", theirs)
     return Source(renamed if renamed in layout.tensor_names else theirs)
+
+
+LONGEST_HEADER = 100_000_000
+
+
+def read_tensor_names(folder: Path, stem: str = "model") -> frozenset[str] | None:
+    """Names of the tensors; None where there are no weights, or broken ones."""
+    try:
+        if (single := folder / f"{stem}.safetensors").is_file():
+            names = _header(single)
+        else:
+            index = folder / f"{stem}.safetensors.index.json"
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return frozenset(names) - {"__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _header(path: Path) -> dict[str, object]:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > LONGEST_HEADER:
+            raise ValueError(f"{path} has a header of {size} bytes")
+        header = json.loads(file.read(size))
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} has no header")
+    return header

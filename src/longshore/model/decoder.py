@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers, norm, head, of which a pipeline stage has only some.
+"""The decoder: embedding, blocks, norm, head, further depths; a pipeline stage has only some of it.
 
 In: token ids (T), or hidden states (T, C) where a stage has no embedding, and the context. Out:
 hidden states; where the stage has the head, logits (T, V), or with labels the loss of each token
@@ -11,22 +11,100 @@ hidden states; where the stage has the head, logits (T, V), or with labels the l
     first = Decoder(config, layers=range(0, 1), head=False)
     last = Decoder(config, layers=range(1, 2), embed=False)
     last(first(token_ids, ctx).values, ctx, labels)     the same losses
+
+A block is one layer: x + mixer(norm(x)), then x + mlp(norm(x)); either may be left out with its
+norm. In: hidden states (T, C), the context, the rotary tables. Out: hidden states (T, C) and, where
+the feed-forward part is made of experts, what they did. A block whose o_proj and down_proj are zero
+gives back what came in. Hidden states may be wider than the weights (DecoderConfig's
+float32_residual): norms and parts then compute in the weights' dtype, and the sums are as wide.
+
+    block.compile(dynamic=True)     once for all packs; the core stays as it is
+
+Multi-token prediction: modules after the decoder, one after the other, as in DeepSeek-V3. In: the
+normed hidden states (T, C) that the head saw at the depth before, and the embeddings (T, C) of the
+tokens d places on. Out: normed hidden states, for the head and for the next depth. That is how the
+weights of DeepSeek-V3 are used: what follows the decoder's last norm goes in. Embedding and head
+are the decoder's own. The tokens d places on were picked while sequences were whole (data/pack.py),
+so nothing is shifted here, and lanes exchange no tokens.
+
+At depth 1 position 3 joins its state with the embedding of token 4 and predicts token 5. Position 5
+of a sequence of 6 has no token to join: it runs along, and no loss, no expert and no count of
+theirs sees it. What comes out there is of no use, and nothing causal looks at it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longshore.arch.decoder import DecoderConfig, ropes_of
+from longshore.arch.decoder import DecoderConfig, LayerConfig, ropes_of
+from longshore.arch.part import Norm
 from longshore.batch import Depth, SeqContext, whole_context
-from longshore.model.block import Block
-from longshore.model.interface import Output, Routed
-from longshore.model.mtp import MTPDepth
+from longshore.model.interface import Context, Opaque, Output, Routed
 from longshore.model.norm import RMSNorm
-from longshore.model.rope import rope_tables
+from longshore.model.registry import make_feed_forward, make_mixer
+from longshore.model.rope import Tables, rope_tables
 from longshore.ops.cross_entropy import linear_cross_entropy
+
+
+class Block(nn.Module):
+    def __init__(self, config: LayerConfig, width: int, *, norm: Norm) -> None:
+        super().__init__()
+        self.config = config
+        self._compiled: Callable[[Tensor, Context, Tables], Output] | None = None
+        self.mixer_norm = self.mixer = self.mlp_norm = self.mlp = None
+        if config.mixer is not None:
+            self.mixer_norm = RMSNorm(width, norm)
+            self.mixer = make_mixer(config.mixer, width, norm=norm)
+        if config.mlp is not None:
+            self.mlp_norm = RMSNorm(width, norm)
+            self.mlp = make_feed_forward(config.mlp, width, norm=norm)
+
+    def forward(self, x_TC: Tensor, ctx: SeqContext, tables: Tables) -> Output:
+        if self._compiled is not None:
+            return self._compiled(x_TC, Opaque(ctx), tables)
+        return self._run(x_TC, ctx, tables)
+
+    def compile(self, **options: Any) -> None:  # noqa: ANN401
+        """Compiles what the block does, with options of torch.compile; hooks stay outside."""
+        self._compiled = torch.compile(self._run, **options)
+
+    def _run(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Output:
+        if self.mixer is not None and self.mixer_norm is not None:
+            normed_TC = self.mixer_norm(x_TC.to(self.mixer_norm.weight.dtype))
+            x_TC = x_TC + self.mixer(normed_TC, ctx, tables)
+        if self.mlp is not None and self.mlp_norm is not None:
+            normed_TC = self.mlp_norm(x_TC.to(self.mlp_norm.weight.dtype))
+            out_TC, routed = self.mlp(normed_TC, ctx)
+            return Output(x_TC + out_TC, () if routed is None else (routed,))
+        return Output(x_TC, ())
+
+
+class MTPDepth(nn.Module):
+    """One depth: both inputs normed and joined, a projection, a block, a norm. depth: from 1."""
+
+    def __init__(self, layer: LayerConfig, width: int, *, depth: int, norm: Norm) -> None:
+        super().__init__()
+        self.depth = depth
+        self.embed_norm = RMSNorm(width, norm)
+        self.hidden_norm = RMSNorm(width, norm)
+        self.proj = nn.Linear(2 * width, width, bias=False)
+        self.block = Block(layer, width, norm=norm)
+        self.norm = RMSNorm(width, norm)
+
+    def compile(self, **options: Any) -> None:  # noqa: ANN401
+        """Compiles its block; the rest is small."""
+        self.block.compile(**options)
+
+    def forward(
+        self, hidden_TC: Tensor, embedded_TC: Tensor, ctx: SeqContext, tables: Tables
+    ) -> Output:
+        both = torch.cat([self.embed_norm(embedded_TC), self.hidden_norm(hidden_TC)], dim=-1)
+        hidden_TC, routed, _ = self.block(self.proj(both), ctx.ahead(self.depth), tables)
+        here = tuple(layer._replace(depth=self.depth) for layer in routed)
+        return Output(self.norm(hidden_TC), here)
 
 
 class Head(nn.Module):

@@ -25,10 +25,9 @@ from longshore.arch.part import Norm, Part
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.model.attention import Attention
 from longshore.model.delta_net import DeltaNet
+from longshore.model.feed_forward import MLP, MoE
 from longshore.model.mamba2 import Mamba2
 from longshore.model.mla import MLA
-from longshore.model.mlp import MLP
-from longshore.model.moe import MoE
 
 MIXERS: dict[type, Any] = {
     AttentionConfig: Attention,

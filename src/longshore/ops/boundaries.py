@@ -1,16 +1,32 @@
-"""Where each of several joined sequences begins and ends, as the ops need it.
+"""Where joined sequences begin and end, and the chunks that a scan cuts them into.
 
 In: rows of joined sequences. Out: the protocol `Bounds`, which batch.Boundaries satisfies. Two
 sequences of 3 and 5 tokens have offsets (0, 3, 8), cu_seqlens [0, 3, 8] as int32 on the device, and
 longest 5. An op that gets None instead treats all rows as one sequence. To an op a sequence is any
 span of rows: a lane's chunks of a longer sequence are sequences too.
+
+Chunks, so that a scan is mostly matrix products. In: the offsets of sequences, rows. Out: chunks of
+Q rows, and the states that enter them. Each sequence is padded to a multiple of Q, so no chunk
+holds two sequences. Chunks are ordered by their number within the sequence, longest sequence first.
+Sequences a of 3 chunks, b of 1 and c of 2:
+
+    chunks  a0 c0 b0 | a1 c1 | a2        steps (3, 2, 1)
+
+so that a step takes the next slice of the chunks and the first rows of the states.
+
+T rows, S sequences; M chunks of Q rows.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from longshore.ops.sizes import CHUNK_ROWS, CPU_CHUNK_ROWS
 
 
 class Bounds(Protocol):
@@ -42,3 +58,119 @@ def to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunks:
+    """The layout of joined sequences in chunks, as the top of this file shows."""
+
+    size: int
+    """Q, rows of a chunk."""
+    sequences: int
+    """S."""
+    steps: tuple[int, ...]
+    """Chunks of each step, in descending order."""
+    places: Tensor
+    """int64 (T): the index of each row among the M·Q rows of the chunks."""
+    order: Tensor
+    """int64 (S): the sequences from the longest down."""
+    back: Tensor
+    """int64 (S): the inverse of `order`."""
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """(T, …) as (M, Q, …), with 0 at padding."""
+        chunks = rows.new_zeros(sum(self.steps) * self.size, *rows.shape[1:])
+        chunks = chunks.index_copy(0, self.places, rows)
+        return chunks.view(sum(self.steps), self.size, *rows.shape[1:])
+
+    def join(self, chunks: Tensor) -> Tensor:
+        """(M, Q, …) as (T, …)."""
+        return chunks.flatten(0, 1).index_select(0, self.places)
+
+
+def chunks_of(offsets: Sequence[int], size: int | None, *, device: torch.device) -> Chunks:
+    """The chunks of sequences with these offsets; size: None for the device's default."""
+    if size is None:
+        size = CPU_CHUNK_ROWS if device.type == "cpu" else CHUNK_ROWS
+    if size < 1:
+        raise ValueError(f"a chunk of {size} rows is not possible; give 1 or more")
+    starts = np.asarray(offsets[:-1], dtype=np.int64)
+    lengths = np.asarray(offsets[1:], dtype=np.int64) - starts
+    counts = -(-lengths // size)
+    order = np.argsort(-counts, kind="stable")
+    back = np.argsort(order, kind="stable")
+    most = int(counts.max(initial=0))
+    steps = len(counts) - np.searchsorted(np.sort(counts), np.arange(most), side="right")
+
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]
+    place = (np.cumsum(steps) - steps)[number] + back[sequence]
+    first = starts[sequence] + number * size
+    tokens = np.minimum(size, starts[sequence] + lengths[sequence] - first)
+    places = np.arange(offsets[-1]) + np.repeat(place * size - first, tokens)
+    return Chunks(
+        size=size,
+        sequences=len(counts),
+        steps=tuple(steps.tolist()),
+        places=to_device(places, device),
+        order=to_device(order, device),
+        back=to_device(back, device),
+    )
+
+
+def carry(
+    layout: Chunks,
+    initial: Tensor,
+    step: Callable[..., tuple[Tensor, ...]],
+    *,
+    parts: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    """The final state of each sequence (S, …), then what the steps emitted, (M, …) each.
+
+    step(state, *parts) advances the states of some sequences by one chunk each and returns the
+    next states, then what it emits; parts are (M, …).
+    """
+    state = initial.index_select(0, layout.order)
+    ended: list[Tensor] = []
+    emitted: list[tuple[Tensor, ...]] = []
+    # Splits, not slices: their backward joins all parts once instead of filling M rows for each.
+    for each in zip(*(part.split_with_sizes(layout.steps) for part in parts), strict=True):
+        state, done = state.split_with_sizes([len(each[0]), len(state) - len(each[0])])
+        ended.append(done)
+        state, *here = step(state, *each)
+        emitted.append(tuple(here))
+    if not emitted:
+        emitted.append(step(state[:0], *parts)[1:])
+    final = torch.cat([state, *reversed(ended)]).index_select(0, layout.back)
+    return final, *(torch.cat(each) for each in zip(*emitted, strict=True))
+
+
+def decays(logs: Tensor) -> Tensor:
+    """(…, Q) of log decays as (…, Q, Q): the decay from row j to row i, 0 for j > i.
+
+    Each sum of logs from j + 1 to i is computed on its own: a difference of two long sums would
+    lose the small decays after a strong one.
+    """
+    ones = torch.ones(logs.shape[-1], logs.shape[-1], dtype=torch.bool, device=logs.device)
+    sums = torch.where(ones.tril(-1), logs[..., None], 0.0).cumsum(-2)
+    return sums.masked_fill(ones.triu(1), float("-inf")).exp()
+
+
+def split_decay(logs: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(logs) as one + rest, where one is 0 or 1: a decayed state is one·S + rest·S.
+
+    A decay that rounds to 1, or has an error of 1e-8, shows after many chunks. With an update A the
+    next state is one·S + (rest·S + A), so that the small terms are added first.
+    """
+    mostly = logs > -0.5
+    return mostly.to(logs.dtype), torch.where(mostly, logs.expm1(), logs.exp())
+
+
+def first_states(initial: Tensor | None, shape: tuple[int, ...], *, like: Tensor) -> Tensor:
+    """`initial`, or zeros, of this shape, in float32 or float64 depending on `like`."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    if initial is None:
+        return like.new_zeros(shape, dtype=dtype)
+    if initial.shape != shape:
+        raise ValueError(f"initial states have shape {tuple(initial.shape)}; they must be {shape}")
+    return initial.to(dtype)

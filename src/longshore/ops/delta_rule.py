@@ -20,8 +20,8 @@ to the chunk's end. The matrix form (c − K̂ᵀW)·S0 + K̂ᵀU is not used: i
 same in every chunk, and with repeated keys and little decay states would drift in long sequences.
 
 T rows, S sequences, H heads, K and V width of keys and values; M chunks of Q rows, laid out as in
-ops/chunks.py. With one head, K = V = 1, q = k = scale = 1, g = 0 and beta = ½ the state goes half
-way to each value: sequences of values 4 8 | 6 give 2 5 | 3.
+ops/boundaries.py. With one head, K = V = 1, q = k = scale = 1, g = 0 and beta = ½ the state goes
+half way to each value: sequences of values 4 8 | 6 give 2 5 | 3.
 """
 
 from dataclasses import dataclass, replace
@@ -30,8 +30,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longshore.ops.boundaries import Bounds, offsets_of
-from longshore.ops.chunks import Chunks, carry, chunks_of, decays, first_states, split_decay
+from longshore.ops.boundaries import (
+    Bounds,
+    Chunks,
+    carry,
+    chunks_of,
+    decays,
+    first_states,
+    offsets_of,
+    split_decay,
+)
 from longshore.ops.products import product, solve_unit_lower
 
 

@@ -1,6 +1,7 @@
 """Experts: dispatches rows to the experts they are routed to, applies SwiGLU, and combines them.
 
-In: rows and the experts of each. Out: rows, weighted and summed. The router is in model/moe.py.
+In: rows and the experts of each. Out: rows, weighted and summed. The router is in
+model/feed_forward.py.
 
 T tokens, K experts a token, M = T·K rows, E experts, C channels, F channels inside an expert. Two
 tokens, 3 experts, ids [[2, 0], [0, 1]]:

@@ -15,7 +15,7 @@ head, P = N = 1, dt = B = C = 1 and exp(A) = ½, sequences x 4 2 8 | 6 give y 4 
     y, final = prepared.run(initial)
 
 T rows, S sequences, H heads, P width of a head, G groups of heads, N width of the state; M chunks
-of Q rows, laid out as in ops/chunks.py.
+of Q rows, laid out as in ops/boundaries.py.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longshore.ops.boundaries import Bounds, offsets_of
-from longshore.ops.chunks import Chunks, carry, chunks_of, decays, first_states, split_decay
+from longshore.ops.boundaries import (
+    Bounds,
+    Chunks,
+    carry,
+    chunks_of,
+    decays,
+    first_states,
+    offsets_of,
+    split_decay,
+)
 from longshore.ops.products import product
 
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from longshore.errors import SettingError
 from longshore.plan.cost import BUILT_IN, CostProfile, CostTable
-from longshore.plan.cp_size import legal_cp_sizes, usable_capacity
 from longshore.plan.own_policy import load_policy
 from longshore.plan.packing import PackingLimits, Problem
 from longshore.plan.policies import bound_of
 from longshore.plan.policy import DEFAULT_POLICY, policy_names
+from longshore.plan.shapes import legal_cp_sizes, usable_capacity
 from longshore.plan.simulate import simulate_rounds, table_for, total_lane_tokens
 from longshore.plan.task import UNLIMITED, Choice, Rounds, Task
 from longshore.plan.types import Plan, PlanSetting, Sequence, Stats

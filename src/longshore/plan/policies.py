@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from longshore.plan.bound import lower_bound
-from longshore.plan.packing import PackingLimits, Placed, Problem
+from longshore.plan.packing import PackingLimits, Placed, Problem, lower_bound
 from longshore.plan.policy import Policy, register_policy
 from longshore.plan.search import Draft, search_rounds, search_step
 from longshore.plan.task import UNLIMITED, Choice, Rounds, Task, make_pack

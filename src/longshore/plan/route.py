@@ -18,8 +18,7 @@ from operator import index
 import numpy as np
 
 from longshore.plan.cost import Ints
-from longshore.plan.cp_size import padded_length
-from longshore.plan.shapes import padded_lengths, spans
+from longshore.plan.shapes import padded_length, padded_lengths, spans
 from longshore.plan.types import Plan
 
 

@@ -19,8 +19,8 @@ from itertools import product
 import numpy as np
 
 from longshore.plan.cost import Ints
-from longshore.plan.cp_size import is_power_of_two
 from longshore.plan.packing import NEVER, Aim, Filled, Placed, Problem, choose_levels, fill
+from longshore.plan.shapes import is_power_of_two
 
 GOOD_ENOUGH = 1.004
 """A draft this close to the bound ends the search."""

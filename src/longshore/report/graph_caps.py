@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.plan.cp_size import usable_capacity
+from longshore.plan.shapes import usable_capacity
 from longshore.plan.types import Plan
 
 Ints = NDArray[np.int64]

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.plan.cost import parse_profile
-from longshore.plan.cp_size import padded_length
 from longshore.plan.policy import DEFAULT_POLICY, policy_named
+from longshore.plan.shapes import padded_length
 from longshore.plan.types import Pack, Plan, PlanSetting, Round, Sequence, Stats
 
 Floats = NDArray[np.float64]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.plan.cp_size import padded_length
+from longshore.plan.shapes import padded_length
 from longshore.plan.types import Pack, Plan, Round
 
 Floats = NDArray[np.float64]

@@ -8,8 +8,8 @@ which nothing is "auto", with notes that say how each choice came about:
 
 from dataclasses import dataclass, replace
 
+from longshore.arch.costs import auto_capacity, model_bytes
 from longshore.arch.decoder import DecoderConfig
-from longshore.arch.memory import auto_capacity, model_bytes
 from longshore.choices import ShardMode
 from longshore.config.check import check_longest
 from longshore.config.schema import RunConfig

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from longshore.arch.costs import parameter_count
 from longshore.arch.decoder import DecoderConfig
-from longshore.arch.flops import parameter_count
 from longshore.config.check import decoder_config
 from longshore.config.schema import RunConfig
 from longshore.data.source import IndexedSource

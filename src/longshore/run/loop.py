@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from longshore.arch.flops import step_flops
+from longshore.arch.costs import step_flops
 from longshore.run.job import TrainingJob
 from longshore.run.parts import Parts
 from longshore.train.checkpoint import Saver

@@ -3,17 +3,46 @@
 In: a job and the run's folder. Out: Parts, with weights but without what a checkpoint holds.
 Building makes process groups, so all ranks build together: on 4 lanes with CP sizes 1, 2 and 4 the
 CP groups come first, then those of the loader's thread, then those of the checkpoints' thread.
+
+The model of a run on this rank: built, made parallel, filled with weights, with its optimizer.
+
+In: a job. Out: a Stepper, which trains one step at a time. The decoder is built without memory,
+`parallelize` splits it, and only then each rank makes or reads the rows it holds: with zero3 on 4
+ranks, 139,584 parameters become 34,896 on each.
+
+The steps of a run: which sequences each takes, how they are planned, and who makes them ahead.
+
+In: a job. Out: the Loader that training reads from, or the Evaluator of its held-out data. With
+data.batch 64 on 4 lanes, a step is one plan of 64 sequences and this lane's micro-batches of it.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import torch
+
+from longshore.config.check import check_longest, planner_options
+from longshore.config.schema import RunConfig
 from longshore.data.loader import Loader
+from longshore.data.source import IndexedSource
+from longshore.data.steps import IndexedSteps, Packing, Planner
+from longshore.distributed.collectives import agreed
 from longshore.distributed.cp_groups import CPGroups
+from longshore.hf.checkpoint import open_weights
+from longshore.model.decoder import Decoder
+from longshore.model.init import initial_rows
+from longshore.parallel.apply import Choices, parallelize
+from longshore.parallel.fsdp import fill
+from longshore.plan.planner import make_plan
+from longshore.plan.shapes import make_buckets
+from longshore.plan.types import Sequence
+from longshore.run.data import batch_size, held_out, open_sequences
 from longshore.run.job import TrainingJob
-from longshore.run.loader import make_loader
-from longshore.run.model import make_cp_groups, make_stepper
 from longshore.train.checkpoint import Checkpoints
+from longshore.train.evaluation import Evaluator, HeldOut, OnEvaluation
+from longshore.train.loss import make_loss
+from longshore.train.optimizer import make_optimizer
 from longshore.train.step import Stepper
 
 
@@ -48,3 +77,111 @@ def build_parts(job: TrainingJob, folder: Path) -> Parts:
         keep=job.config.output.keep,
     )
     return Parts(groups, loader, stepper, checkpoints)
+
+
+def make_cp_groups(job: TrainingJob) -> CPGroups:
+    """The process groups of all CP sizes that the run's plans may use."""
+    smallest_plan = make_planner(job)([Sequence(0, 1, 1)])
+    return CPGroups(job.topology, smallest_plan.setting.cp_sizes)
+
+
+def make_stepper(job: TrainingJob, groups: CPGroups) -> Stepper:
+    """The model with its first weights, its optimizer and its loss."""
+    train, model = job.config.train, _make_model(job, groups)
+    return Stepper(
+        model=model,
+        optimizer=make_optimizer(
+            model, weight_decay=train.weight_decay, betas=train.betas, eps=train.eps
+        ),
+        topology=job.topology,
+        mode=job.resolved.shard,
+        loss=make_loss(train.loss, train.loss_count),
+        clip=train.clip,
+        mtp_weight=train.mtp_weight,
+        status=job.status,
+    )
+
+
+def _make_model(job: TrainingJob, groups: CPGroups) -> Decoder:
+    """The decoder with its first weights; each rank makes or reads only the rows it holds."""
+    with torch.device("meta"):
+        model = Decoder(job.decoder).to(torch.promote_types(job.dtype, torch.float32))
+    parallelize(model, job.topology, groups, choices=_choices(job))
+    _fill(model, job)
+    return model
+
+
+def _choices(job: TrainingJob) -> Choices:
+    parallel, train = job.config.parallel, job.config.train
+    return Choices(
+        mode=job.resolved.shard,
+        dtype=job.dtype,
+        attention=parallel.attention,
+        scan=parallel.scan,
+        recompute=train.recompute,
+        compile=train.compile,
+    )
+
+
+def _fill(model: Decoder, job: TrainingJob) -> None:
+    """Weights of a checkpoint, or new ones from the seed."""
+    config, device = job.config, job.topology.device
+    if config.model.from_hf:
+        weights = open_weights(config.model.from_hf)
+        fill(model, device, lambda name, _, start, stop: weights.rows(name, start, stop))
+    else:
+        fill(model, device, partial(initial_rows, job.decoder, seed=config.train.seed))
+
+
+def make_planner(job: TrainingJob) -> Planner:
+    """make_plan with all of its options given; only the sequences of a step are missing."""
+    options = planner_options(
+        job.config,
+        lanes=job.topology.lanes,
+        capacity=job.resolved.capacity,
+        decoder=job.decoder,
+    )
+    return partial(make_plan, **options)
+
+
+def make_loader(job: TrainingJob) -> Loader:
+    data = job.config.data
+    steps = _make_steps(job, job.config, source=job.source, shuffle=data.shuffle)
+    return Loader(steps, prefetch=data.prefetch, pin=job.topology.device.type == "cuda")
+
+
+def make_evaluator(job: TrainingJob, stepper: Stepper, *, tell: OnEvaluation) -> Evaluator | None:
+    """What evaluates the run's held-out data, if it has any."""
+    config = held_out(job.config)
+    if config is None:
+        return None
+    with agreed(job.topology.groups):
+        source = open_sequences(config, job.decoder)
+        check_longest(config, job.topology.lanes, int(source.lengths.max()))
+    return Evaluator(
+        HeldOut("held-out", _make_steps(job, config, source=source, shuffle=False)),
+        stepper.model,
+        job.topology,
+        every=job.config.train.eval_every,
+        tell=tell,
+        status=job.status,
+    )
+
+
+def _make_steps(
+    job: TrainingJob, config: RunConfig, *, source: IndexedSource, shuffle: bool
+) -> IndexedSteps:
+    """config: the job's, or that of its held-out data."""
+    plan = config.plan
+    buckets: tuple[int, ...] = ()
+    if plan.buckets:
+        buckets = make_buckets(job.resolved.capacity, align=plan.align, count=plan.buckets)
+    return IndexedSteps(
+        source,
+        planner=make_planner(job),
+        batch=batch_size(config),
+        seed=config.data.seed,
+        shuffle=shuffle,
+        topology=job.topology,
+        packing=Packing(depths=len(job.decoder.mtp), buckets=buckets),
+    )

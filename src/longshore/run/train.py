@@ -10,7 +10,7 @@ The order of a run, and the module of each part:
     process.py   the process takes its device and joins the other ranks
     job.py       the sequences are opened (data.py), and what is "auto" is decided (auto.py)
     resume.py    the run's folder is opened, a new one or an earlier run's (folder.py)
-    parts.py     the loader (loader.py), the model (model.py) and the checkpoints are built
+    parts.py     the loader, the model with its optimizer, and the checkpoints are built
     resume.py    a resumed run loads its newest checkpoint
     loop.py      steps are trained; between them the run saves, evaluates and reacts to signals
     weights.py   after the last step the weights are written
@@ -21,9 +21,8 @@ from itertools import chain, islice
 
 from longshore.config.schema import RunConfig
 from longshore.run.job import TrainingJob, make_job
-from longshore.run.loader import make_evaluator
 from longshore.run.loop import train_steps
-from longshore.run.parts import Parts, build_parts
+from longshore.run.parts import Parts, build_parts, make_evaluator
 from longshore.run.process import joined_ranks
 from longshore.run.ranks import Ranks
 from longshore.run.resume import FRESH, OpenRun, Start, keep_settings, load_checkpoint, open_run

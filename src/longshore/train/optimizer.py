@@ -25,8 +25,8 @@ from torch.optim import AdamW
 
 from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Topology
+from longshore.model.feed_forward import MoE
 from longshore.model.interface import Routed
-from longshore.model.moe import MoE
 from longshore.model.norm import Float32Parameters
 from longshore.parallel.fsdp import is_split
 

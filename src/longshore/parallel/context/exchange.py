@@ -14,7 +14,13 @@ With CP size 2 and one sequence of 8 tokens lane 0 holds rows 0 1 6 7 and lane 1
     sum_counts    counts [3 1 0] and [0 2 2] become [3 3 2] on both
 
 T rows of the lane; N = size·T of the pack.
+
+For rows_before `halo_route` says, in numbers alone, which rows a lane sends to each other lane and
+where the rows that it receives belong. Where chunks are shorter than the halo, rows come from
+several lanes.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,7 +33,6 @@ from longshore.distributed.collectives import all_to_all, gather, reduce_scatter
 from longshore.distributed.cp_groups import CPGroups
 from longshore.model.interface import Exchange, Exchanges
 from longshore.ops.boundaries import to_device
-from longshore.parallel.context.halo import halo_route
 from longshore.plan.cost import Ints
 
 
@@ -137,3 +142,41 @@ def _split(joined: Tensor, shaped: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     shapes = [part.shape[1:] for part in shaped]
     parts = joined.split([shape.numel() for shape in shapes], dim=1)
     return tuple(part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HaloRoute:
+    """What a lane sends and receives, ordered by lane."""
+
+    sent: Ints
+    """Rows of the lane's shard, for the first lane first."""
+    received: Ints
+    """Where each row that comes belongs among the lane's 2·S·halo rows."""
+    sends: tuple[int, ...]
+    """How many rows go to each lane."""
+    receives: tuple[int, ...]
+    """How many rows come from each lane."""
+
+
+def halo_route(padded: Ints, halo: int, *, cp_rank: int, cp_size: int) -> HaloRoute:
+    """padded: lengths of the pack's sequences, each a multiple of 2·cp_size."""
+    chunks = np.arange(2 * cp_size, dtype=np.int64)
+    owner, is_late = np.minimum(chunks, chunks[::-1]), chunks >= cp_size
+    # Over (sequence, chunk that reads, place in its halo), on all lanes in this order.
+    length = (padded // (2 * cp_size))[:, None, None]
+    position = chunks[:, None] * length - halo + np.arange(halo)
+    number = np.arange(len(padded))[:, None, None]
+    place = (number * 2 + is_late[:, None]) * halo + np.arange(halo)
+    first = (np.cumsum(padded) - padded)[:, None, None] // cp_size
+    real = position >= 0
+    held_by = np.maximum(position, 0) // length
+    row = first + is_late[held_by] * length + position % length
+    reader = np.broadcast_to(owner[:, None], position.shape)
+    reader, source, row, place = reader[real], owner[held_by[real]], row[real], place[real]
+    lent, taken = source == cp_rank, reader == cp_rank
+    return HaloRoute(
+        sent=row[lent][np.argsort(reader[lent], kind="stable")],
+        received=place[taken][np.argsort(source[taken], kind="stable")],
+        sends=tuple(np.bincount(reader[lent], minlength=cp_size).tolist()),
+        receives=tuple(np.bincount(source[taken], minlength=cp_size).tolist()),
+    )

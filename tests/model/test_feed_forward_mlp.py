@@ -9,8 +9,8 @@ from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.part import Norm
 from longshore.batch import whole_context
 from longshore.model.decoder import Decoder
+from longshore.model.feed_forward import MLP
 from longshore.model.init import init_decoder
-from longshore.model.mlp import MLP
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 import pytest
 
-from longshore.plan.cp_size import legal_cp_sizes, padded_length, usable_capacity
+from longshore.plan.shapes import legal_cp_sizes, padded_length, usable_capacity
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from longshore.batch import whole_context
 from longshore.data.pack import pack_step
 from longshore.data.shard import cut_shards, lane_cuts
 from longshore.model.decoder import Decoder
+from longshore.model.feed_forward import MoE
 from longshore.model.init import init_decoder
-from longshore.model.moe import MoE
 from longshore.model.norm import Float32Parameters
 from longshore.ops.experts import refusal
 from longshore.plan import make_plan

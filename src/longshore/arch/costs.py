@@ -1,6 +1,15 @@
-"""Memory of a rank: the model, each token, and the capacity that is left. Torch-free arithmetic.
+"""What a decoder costs: parameters, FLOPs of a step, memory of a rank and the capacity. No torch.
 
-In: a DecoderConfig and how it is trained. Out: bytes, and the capacity with its calculation.
+FLOPs: in, a DecoderConfig and the sequences' real lengths; out, exact integers. A product of (m, k)
+and (k, n) matrices is 2·m·k·n FLOPs, and attention counts only the pairs a token may see, n(n+1)/2
+of a sequence of n, whatever a kernel really computes. Backward is twice the forward: each product
+has two gradients. Recomputation is not counted, and only matrix products are.
+
+A decoder with one MLP of width 8, hidden width 4 and vocabulary 10, for 3 tokens: MLP
+2·3·(3·4·8) = 576, head 2·3·4·10 = 240, so 816 forward and 2,448 for a step.
+
+Memory: in, a DecoderConfig and how it is trained; out, bytes, and the capacity that is left with
+its calculation.
 
 For each token a block saves what its backward reads; with recomputation only the block's input is
 saved, and one block at a time has the rest. tiny-llama's block in float32 saves 1,408 values and 10
@@ -17,14 +26,39 @@ These are estimates: a tenth is kept free for kernels' buffers and fragmentation
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from longshore.arch.decoder import DecoderConfig
-from longshore.arch.flops import parameter_count
 from longshore.arch.part import Saved
 from longshore.choices import ShardMode, names_of
 from longshore.ops.sizes import logits_chunk
+
+
+def step_flops(config: DecoderConfig, lengths: Sequence[int]) -> int:
+    """FLOPs of forward and backward over these sequences, together or in any packs."""
+    return 3 * sum(
+        count * forward_flops(config, length) for length, count in Counter(lengths).items()
+    )
+
+
+def forward_flops(config: DecoderConfig, length: int) -> int:
+    """FLOPs of one sequence's forward, with the logits of every token at every depth."""
+    width, depths = config.width, len(config.mtp)
+    kinds = Counter((*config.layers, *config.mtp))
+    layers = sum(count * layer.flops(width, length) for layer, count in kinds.items())
+    joins = depths * 2 * length * 2 * width * width
+    return layers + joins + (1 + depths) * 2 * length * width * config.vocab_size
+
+
+def parameter_count(config: DecoderConfig) -> int:
+    """Parameters of the decoder; a tied head has none of its own."""
+    width = config.width
+    layers = sum(layer.parameters(width) for layer in (*config.layers, *config.mtp))
+    joins = len(config.mtp) * (2 * width + 3) * width
+    return layers + joins + config.vocab_size * width * (1 if config.tied else 2) + width
+
 
 SHARD_MODES = names_of(ShardMode)
 ITEM_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from longshore.arch.costs import forward_flops, parameter_count, step_flops
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
-from longshore.arch.flops import forward_flops, parameter_count, step_flops
 from longshore.arch.presets import preset
 from longshore.batch import whole_context
 from longshore.model.decoder import Decoder

@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from longshore.arch.flops import parameter_count
-from longshore.arch.memory import (
+from longshore.arch.costs import (
     INPUT_BYTES,
     auto_capacity,
     logits_bytes,
     model_bytes,
+    parameter_count,
     token_bytes,
 )
 from longshore.arch.presets import preset

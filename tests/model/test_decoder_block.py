@@ -7,7 +7,7 @@ from longshore.arch.decoder import LayerConfig
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.part import Norm
 from longshore.batch import whole_context
-from longshore.model.block import Block
+from longshore.model.decoder import Block
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.model.rope import rope_tables
 
