@@ -14,7 +14,7 @@ from longshore.train.metrics import StepMetrics
 NAMES = [field.name for field in fields(StepMetrics)]  # experts and a depth are in the demo
 TIMES = ("elapsed_s", "tokens_per_s", "tflops", "plan_s", "data_wait_s", "memory_gib")
 SMALL = ("data.mock.mean_seq_len=96", "data.mock.max_seq_len=1024", "data.batch=8")
-EXACT = (*SMALL, "train.dtype=float64", "train.steps=6")
+EXACT = (*SMALL, "train.dtype=float64", "train.steps=3")
 
 
 def without_times(metrics):
@@ -48,13 +48,13 @@ def test_any_ranks_any_plan_the_same_losses(tmp_path):
     four, _ = trained(tmp_path, "four", *EXACT, *words)
 
     for metrics in (one, two, four):
-        check_sense(metrics, 6)
+        check_sense(metrics, 3)
         for name in ("loss", "grad_norm", "balance_loss"):
             want = [line[name] for line in one]
             assert [line[name] for line in metrics] == pytest.approx(want, rel=1e-9, abs=0)
         for name in ("tokens", "loss_tokens", "lr"):
             assert [line[name] for line in metrics] == [line[name] for line in one]
-    assert one[-1]["loss"] < one[0]["loss"] - 0.5
+    assert one[-1]["loss"] < one[0]["loss"] - 0.1
     assert all(line["padding"] == 0 for line in one)
     assert any(line["padding"] > 0 for line in four), "a sequence over 256 tokens was split"
 
@@ -71,13 +71,13 @@ def test_any_ranks_any_plan_the_same_losses(tmp_path):
 
 
 def test_again_the_same_bits_also_under_torchrun(tmp_path):
-    words = (*SMALL, "--ranks", "2", "train.steps=4", "output.display=none")
+    words = (*SMALL, "--ranks", "2", "train.steps=2", "output.display=none")
     first, out = trained(tmp_path, "first", *words)
     assert out == ""
     text = (tmp_path / "first" / "config.toml").read_text()
     config = load_config(str(tmp_path / "first" / "config.toml"))
     assert config.to_toml() == text
-    assert (config.train.steps, config.parallel.ranks) == (4, 2)
+    assert (config.train.steps, config.parallel.ranks) == (2, 2)
 
     again, _ = trained(tmp_path, "again", "first/config.toml")
     under, _ = trained(tmp_path, "under", "first/config.toml", command=torchrun(2))

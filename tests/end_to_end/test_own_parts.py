@@ -41,10 +41,10 @@ def same_tensors(first, second):
 
 
 def test_a_mixer_is_one_file(folder):
-    whole, out = trained(folder, "whole", *RUN, *OWN, "train.steps=4")
+    whole, out = trained(folder, "whole", *RUN, *OWN, "train.steps=2")
     assert "\nmine:decoder: " in out
-    trained(folder, "run", *RUN, *OWN, "train.steps=2")
-    code, _, err = call(folder, "train", "--resume", "run", "train.steps=4", "--ranks", "2")
+    trained(folder, "run", *RUN, *OWN, "train.steps=1")
+    code, _, err = call(folder, "train", "--resume", "run", "train.steps=2", "--ranks", "2")
     assert code == 0, err
     assert losses(read_metrics(folder / "run" / "metrics.jsonl")) == losses(whole)
     assert same_tensors(folder / "run" / WEIGHTS, folder / "whole" / WEIGHTS)

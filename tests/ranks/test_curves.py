@@ -96,10 +96,14 @@ def check(lanes: int, name: str, ways: list[Way]) -> None:
 ALL: list[Way] = list(product(POLICIES, ("round", "step"), ("none", "blocks")))
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 4, 6])
-@pytest.mark.parametrize("name", CONFIGS)
+SAMPLED = [
+    (name, lanes) for name in CONFIGS for lanes in ((1, 2, 4, 6) if name == "dense" else (2, 6))
+]
+
+
+@pytest.mark.parametrize(("name", "lanes"), SAMPLED)
 def test_a_sample_of_all_ways(name: str, lanes: int) -> None:
-    """Over the four numbers of lanes every way comes up for the dense model, four for others."""
+    """Over the four numbers of lanes every way comes up for the dense model, two for others."""
     sample = ALL[lanes // 2 % 4 :: 4]
     check(lanes, name, sample if name == "dense" else sample[lanes % 5 :][:1])
 
@@ -113,8 +117,7 @@ def test_all_ways(name: str, lanes: int, is_fuzz: bool) -> None:
     check(lanes, name, ALL)
 
 
-@pytest.mark.parametrize("name", ["dense", "hybrid"])
-def test_two_runs_are_bit_identical(name: str) -> None:
+def test_two_runs_are_bit_identical() -> None:
     way = ("mixed", "round", "none")
-    first, second = (run_ranks(4, curves, 4, name, [way]) for _ in range(2))
+    first, second = (run_ranks(4, curves, 4, "hybrid", [way]) for _ in range(2))
     assert first == second
