@@ -48,15 +48,14 @@ def killed_and_resumed(runs, name, *, kills, seed, words, last_ranks=4):
 @pytest.mark.fuzz
 @pytest.mark.parametrize("shard", ["zero3", "none"])
 def test_killed_at_random_the_same_bits(runs, is_fuzz, shard, capfd):
-    """And to 1e-9 where the last part ran on 2 lanes instead of 4."""
+    """While it saves; in `make fuzz` at random, and to 1e-9 with a last part on 2 lanes, not 4."""
     if shard == "none" and not is_fuzz:
         pytest.skip("in `make fuzz`")
     words = [f"parallel.shard={shard}"]
     assert runs.train("whole", *words) == 0
     assert runs.losses("whole")[-1] < runs.losses("whole")[0]
-    for seed in range(6 if is_fuzz else 1):
-        kills = 2 if is_fuzz else 1
-        killed_and_resumed(runs, f"same-{seed}", kills=kills, seed=seed, words=words)
+    for seed in range(6 if is_fuzz else 0):
+        killed_and_resumed(runs, f"same-{seed}", kills=2, seed=seed, words=words)
         check_same(runs, f"same-{seed}", tolerance=0)
     assert runs.train("save", *words, kill=Kill([1], saving=4)) == 1
     assert newest_complete(runs.folder / "save") == runs.folder / "save/checkpoints/step-00000002"

@@ -96,14 +96,12 @@ def check(lanes: int, name: str, ways: list[Way]) -> None:
 ALL: list[Way] = list(product(POLICIES, ("round", "step"), ("none", "blocks")))
 
 
-SAMPLED = [
-    (name, lanes) for name in CONFIGS for lanes in ((1, 2, 4, 6) if name == "dense" else (2, 6))
-]
+SAMPLED = [(name, lanes) for name in CONFIGS for lanes in ((2, 6) if name == "dense" else (4,))]
 
 
 @pytest.mark.parametrize(("name", "lanes"), SAMPLED)
 def test_a_sample_of_all_ways(name: str, lanes: int) -> None:
-    """Over the four numbers of lanes every way comes up for the dense model, two for others."""
+    """Half of all ways for the dense model, one for others; all of them in `make fuzz`."""
     sample = ALL[lanes // 2 % 4 :: 4]
     check(lanes, name, sample if name == "dense" else sample[lanes % 5 :][:1])
 
