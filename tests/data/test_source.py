@@ -8,16 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.data.fields import Field
-from longshore.data.source import (
-    MemorySource,
-    Mixture,
-    SampleError,
-    TokenizedSample,
-    draw_order,
-    from_packed,
-    from_rows,
-    mix_streams,
-)
+from longshore.data.mixture import Mixture, draw_order, mix_streams
+from longshore.data.source import MemorySource, SampleError, TokenizedSample, from_packed, from_rows
 
 ADVANTAGE = Field("advantage", "token", "float32")
 SAMPLE_ID = Field("sample_id", "sequence", "int64")

@@ -11,11 +11,12 @@ width 16 has these parameters: q 16·2·6 = 192, down 16·10 = 160, norm 8, up 8
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from longshore.arch.checks import check_counts
 from longshore.arch.part import Saved, Sharing, causal_pairs
 from longshore.arch.rope import RopeConfig, YarnScaling
+from longshore.choices import names_of
 
 Form = Literal["decompressed", "absorbed"]
 
@@ -118,9 +119,9 @@ class MLAConfig:
     def __post_init__(self) -> None:
         check_counts(self, "heads", "kv_rank", "nope_dim", "rope_dim", "value_dim")
         check_counts(self, "q_rank", optional=True)
-        if self.form not in get_args(Form):
+        if self.form not in names_of(Form):
             raise ValueError(
-                f"MLAConfig.form is {self.form!r}; known are {', '.join(get_args(Form))}"
+                f"MLAConfig.form is {self.form!r}; known are {', '.join(names_of(Form))}"
             )
         _ = self.ropes
 

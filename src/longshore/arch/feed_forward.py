@@ -17,12 +17,12 @@ from typing import Literal
 from longshore.arch.checks import check_counts, check_more_than
 from longshore.arch.part import Saved, Sharing
 from longshore.arch.rope import RopeConfig
+from longshore.choices import names_of
 
 Score = Literal["softmax", "sigmoid"]
-SCORES = ("softmax", "sigmoid")
 
 
-ACTIVATIONS = ("swiglu", "relu2")
+Activation = Literal["swiglu", "relu2"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +30,15 @@ class MLPConfig:
     """An MLP with `width` intermediate channels."""
 
     width: int
-    activation: Literal["swiglu", "relu2"] = "swiglu"
+    activation: Activation = "swiglu"
     """swiglu: down(silu(gate(x)) · up(x)). relu2: down(relu(up(x))²), without a gate."""
 
     def __post_init__(self) -> None:
         check_counts(self, "width")
-        if self.activation not in ACTIVATIONS:
+        if self.activation not in names_of(Activation):
             raise ValueError(
-                f"MLPConfig.activation is {self.activation!r}; known are {', '.join(ACTIVATIONS)}"
+                f"MLPConfig.activation is {self.activation!r}; known are "
+                f"{', '.join(names_of(Activation))}"
             )
 
     @property
@@ -104,8 +105,10 @@ class MoEConfig:
         for name in ("bias_update", "aux_weight"):
             if getattr(self, name) != 0:
                 check_more_than(0, self, name)
-        if self.score not in SCORES:
-            raise ValueError(f"MoEConfig.score is {self.score!r}; known are {', '.join(SCORES)}")
+        if self.score not in names_of(Score):
+            raise ValueError(
+                f"MoEConfig.score is {self.score!r}; known are {', '.join(names_of(Score))}"
+            )
         if self.shared_gate and not self.shared_width:
             raise ValueError("MoEConfig.shared_gate needs a shared expert; give a shared_width")
         object.__setattr__(self, "bias", bool(self.bias or self.bias_update))

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from longshore.choices import CPSizes, Sync, names_of
 from longshore.cli.environment import working_folder_last
 from longshore.cli.options import add_command, count, one_of, say
 from longshore.config.values import listed
@@ -88,9 +89,9 @@ COUNTS = {
     **dict.fromkeys(("pp", "vpp"), 1 << 10),
 }
 CHOICES = {
-    "policy": [*POLICIES, "module:function"],
-    "cp-sizes": ["pow2", "any"],
-    "sync": ["round", "step"],
+    "policy": (*POLICIES, "module:function"),
+    "cp-sizes": names_of(CPSizes),
+    "sync": names_of(Sync),
 }
 PLANNER = ("sync", "cp_size", "min_cp", "max_cp", "cp_sizes", "max_sequences", "align", "pp", "vpp")
 COMPARED = policy_names(lambda policy: not policy.needs_packs)[::-1]

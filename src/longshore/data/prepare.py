@@ -32,6 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
+from longshore.choices import LossOn, TooLong
 from longshore.data.chat_template import DATE
 from longshore.data.fields import Field, parse_field
 from longshore.data.inputs import MAX_BYTES, Range, cut_ranges, find_inputs
@@ -58,7 +59,7 @@ from longshore.data.store import (
     write_durably,
     write_shard,
 )
-from longshore.data.tokenize import LossOn, Rules, SampleTokenizer, TooLong
+from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.data.training_templates import OWN, is_file_choice, templates_digest
 from longshore.data.worker_pool import run_tasks
 from longshore.errors import SettingError, Spelling, in_python

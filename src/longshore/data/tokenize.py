@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore import choices
+from longshore.choices import LossOn, TooLong, names_of
 from longshore.data.chat_template import DATE, ChatTemplate, Span
 from longshore.data.chats import Chat, chat_from
 from longshore.data.columns import COLUMNS, form_of, from_alpaca
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from tokenizers import Tokenizer as Backend
 
-LossOn = choices.LossOn
-TooLong = choices.TooLong
 Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]
 
 
@@ -192,11 +190,11 @@ class Rules:
     """Columns to leave out; "*" for all that are not used."""
 
     def __post_init__(self) -> None:
-        if self.loss_on not in ("assistant", "all"):
+        if self.loss_on not in names_of(LossOn):
             raise SettingError(
                 "{loss_on} is {given!r}; it must be 'assistant' or 'all'", given=self.loss_on
             )
-        if self.too_long not in ("reject", "truncate"):
+        if self.too_long not in names_of(TooLong):
             raise SettingError(
                 "{too_long} is {given!r}; it must be 'reject' or 'truncate'", given=self.too_long
             )

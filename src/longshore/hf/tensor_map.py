@@ -18,10 +18,9 @@ same on both sides. The first matching row counts. There is a class for each way
     Interleaved("q_proj.weight", block=6, rotary=4)
         of every 6 rows the last 4, theirs 0 1 2 3, are ours in the order 0 2 1 3
 
-The names of a folder's tensors, from the headers of its files alone. No torch.
-
-In: a folder. Out: the names, or None where it has no weights. A safetensors file begins with the
-length of its header, 8 bytes, and the header, JSON:
+`read_tensor_names` reads the names of a folder's tensors from the headers of its files alone; None
+where it has no weights. A safetensors file begins with the length of its header, 8 bytes, and the
+header, JSON:
 
     read_tensor_names("DeepSeek-V3")    {"lm_head.weight", "model.layers.61.eh_proj.weight", …}
 

@@ -107,7 +107,8 @@ class Exchange:
 class Exchanges:
     """Makes the exchange of each pack. Here a pack that lanes share is refused.
 
-    attention, scan: which way is taken where there are several, see model/attention.py, model/scan.
+    attention, scan: which way is taken where there are several; see model/attention.py and
+    model/scan.py.
     """
 
     attention: AttentionKind = "auto"

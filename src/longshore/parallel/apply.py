@@ -16,20 +16,20 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from longshore.choices import AttentionKind, Recompute, ScanKind
+from longshore.choices import AttentionKind, Recompute, ScanKind, ShardMode
 from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import Topology
 from longshore.model.decoder import Decoder
 from longshore.model.interface import Exchanges
 from longshore.parallel.context.exchange import CPExchanges
-from longshore.parallel.fsdp import Mode, shard
+from longshore.parallel.fsdp import shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
     """What the user may choose."""
 
-    mode: Mode
+    mode: ShardMode
     """How parameters, gradients and optimizer states are sharded."""
     dtype: torch.dtype
     """Of the arithmetic; parameters keep their own."""

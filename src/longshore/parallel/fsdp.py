@@ -26,7 +26,6 @@ from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
 from longshore.model.norm import Float32Parameters
 
-Mode = ShardMode
 Rows = Callable[[str, torch.Size, int, int], Tensor]
 """Rows start … stop of the whole parameter of a name and shape."""
 
@@ -36,7 +35,7 @@ def shard(
     parts: Iterable[nn.Module],
     topology: Topology,
     *,
-    mode: Mode,
+    mode: ShardMode,
     dtype: torch.dtype,
 ) -> None:
     """Wraps each part, then the model, which holds what no part does.
@@ -71,7 +70,7 @@ def _replicas(topology: Topology) -> DeviceMesh:
     return mesh["replicas", "shard"]
 
 
-def begin_round(model: nn.Module, *, mode: Mode, is_last: bool) -> None:
+def begin_round(model: nn.Module, *, mode: ShardMode, is_last: bool) -> None:
     """Says what the round's backward does. is_last: of the plan, the same on all lanes."""
     assert isinstance(model, FSDPModule)
     every_round = mode == "zero3"

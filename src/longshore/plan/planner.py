@@ -15,6 +15,7 @@ from typing import SupportsIndex
 
 import numpy as np
 
+from longshore.choices import Sync, names_of
 from longshore.errors import SettingError
 from longshore.plan.cost import BUILT_IN, CostProfile, CostTable
 from longshore.plan.own_policy import load_policy
@@ -185,7 +186,7 @@ def _task(
 def _check_setting(setting: PlanSetting, sequences: tuple[Sequence, ...], cp_size: int) -> None:
     if not sequences:
         raise ValueError("there are no sequences to plan; give at least one length")
-    if setting.sync not in ("round", "step"):
+    if setting.sync not in names_of(Sync):
         raise SettingError("{sync} is {given!r}; it may be 'round' or 'step'", given=setting.sync)
     if setting.sync == "step" and setting.pp > 1:
         raise SettingError(

@@ -30,6 +30,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
+from longshore.choices import CPSizes, names_of
 from longshore.errors import SettingError
 from longshore.plan.cost import Ints
 from longshore.plan.types import Pack, Plan
@@ -50,7 +51,7 @@ def legal_cp_sizes(
     heads: of these a rank's heads are shared out over a CP group, so a size must divide them.
     """
     highest = lanes if max_cp is None else max_cp
-    if kind not in ("pow2", "any"):
+    if kind not in names_of(CPSizes):
         raise SettingError("{cp_sizes} is {given!r}; it may be 'pow2' or 'any'", given=kind)
     if kind == "any" and lanes > ANY_SIZE_LANES:
         raise SettingError(

@@ -4,16 +4,10 @@ In: a job and the run's folder. Out: Parts, with weights but without what a chec
 Building makes process groups, so all ranks build together: on 4 lanes with CP sizes 1, 2 and 4 the
 CP groups come first, then those of the loader's thread, then those of the checkpoints' thread.
 
-The model of a run on this rank: built, made parallel, filled with weights, with its optimizer.
-
-In: a job. Out: a Stepper, which trains one step at a time. The decoder is built without memory,
-`parallelize` splits it, and only then each rank makes or reads the rows it holds: with zero3 on 4
-ranks, 139,584 parameters become 34,896 on each.
-
-The steps of a run: which sequences each takes, how they are planned, and who makes them ahead.
-
-In: a job. Out: the Loader that training reads from, or the Evaluator of its held-out data. With
-data.batch 64 on 4 lanes, a step is one plan of 64 sequences and this lane's micro-batches of it.
+The model is built without memory, `parallelize` splits it, and only then each rank makes or reads
+the rows it holds: with zero3 on 4 ranks, 139,584 parameters become 34,896 on each. The Loader plans
+steps ahead: with data.batch 64 on 4 lanes, a step is one plan of 64 sequences and this lane's
+micro-batches of it.
 """
 
 from dataclasses import dataclass

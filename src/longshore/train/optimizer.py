@@ -15,7 +15,6 @@ more; tokens are counted over all lanes, so the biases stay the same on all of t
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +22,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
+from longshore.choices import ScheduleName
 from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Topology
 from longshore.model.feed_forward import MoE
 from longshore.model.interface import Routed
 from longshore.model.norm import Float32Parameters
 from longshore.parallel.fsdp import is_split
-
-ScheduleName = Literal["cosine", "linear", "constant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,10 +25,11 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from longshore.batch import MicroBatch
+from longshore.choices import ShardMode
 from longshore.distributed.topology import Topology
 from longshore.model.decoder import Decoder
 from longshore.model.interface import Output
-from longshore.parallel.fsdp import Mode, begin_round
+from longshore.parallel.fsdp import begin_round
 from longshore.train.device import Timestamp
 from longshore.train.heartbeat import RankStatus
 from longshore.train.loss import Faults, Loss, masked_sum
@@ -76,7 +77,7 @@ class Stepper:
     """Of the model's parameters."""
     topology: Topology
     """The lanes to sum losses and gradients over."""
-    mode: Mode
+    mode: ShardMode
     """How FSDP shards the parameters."""
     loss: Loss
     """The main loss and what it is divided by."""
