@@ -23,6 +23,7 @@ ScanKind = Literal["auto", "heads", "states"]
 ScheduleName = Literal["cosine", "linear", "constant"]
 DTypeChoice = Literal["auto", "bfloat16", "float32", "float64"]
 Recompute = Literal["none", "blocks"]
+Kernels = Literal["auto", "plain"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 DisplayChoice = Literal["auto", "live", "plain", "none"]
 

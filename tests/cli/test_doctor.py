@@ -265,18 +265,10 @@ def test_triton(monkeypatch, version, capability, mark):
     assert ops._triton(capability).mark == mark
 
 
-@pytest.mark.parametrize(
-    ("is_here", "is_called", "mark", "said"),
-    [
-        (True, True, "ok", "flash is installed"),
-        (True, False, "ok", "flash is installed; Longshore does not use it"),
-        (False, True, "warn", "flash is not installed: fast"),
-        (False, False, "ok", "flash is not installed; Longshore does not use it yet (fast)"),
-    ],
-)
-def test_faster_kernels(is_here, is_called, mark, said):
-    found = ops._package("flash", is_here, gain="fast", is_called=is_called)
-    assert (found.mark, found.text) == (mark, said)
+def test_faster_kernels():
+    assert ops._package("flash", True, gain="fast").text == "flash is installed"
+    missing = ops._package("flash", False, gain="fast")
+    assert (missing.mark, missing.text) == ("warn", "flash is not installed: fast")
 
 
 def test_open_files(monkeypatch):

@@ -5,15 +5,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longshore.batch import Boundaries
-from longshore.ops import attention_varlen
-from longshore.ops.backends import ATTENTION, AttentionBackend, pick_attention
+from longshore.ops import attention_varlen, backends
+from longshore.ops.backends import Backend, chosen, kernels_line, only, pick, use_kernels
+
+
+class OnCuda(SimpleNamespace):
+    """What a backend asks of a tensor on a GPU, without a GPU."""
+
+    def __len__(self):
+        return self.shape[0]
 
 
 def on_cuda(dtype=torch.bfloat16, *, tokens=4, width=64):
-    """What a backend asks of a tensor on a GPU, without a GPU."""
-    return SimpleNamespace(
-        is_cuda=True, device=torch.device("cuda", 0), dtype=dtype, shape=(tokens, 2, width)
-    )
+    device = torch.device("cuda", 0)
+    return OnCuda(is_cuda=True, device=device, dtype=dtype, shape=(tokens, 2, width))
 
 
 @pytest.fixture
@@ -21,21 +26,23 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
-def test_on_the_cpu_blocks_serve_every_dtype():
+def test_on_the_cpu_plain_torch_serves_every_dtype():
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         x = torch.zeros(4, 2, 64, dtype=dtype)
-        picked = pick_attention(x, x)
-        assert picked.name == "blocks"
-        assert picked.reason == "varlen: the tensors are on cpu, not on CUDA"
+        assert pick("attention", x, x) is None
+        assert chosen()["attention"].startswith("plain torch (flash-attn-4: the tensors are on cpu")
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_on_cuda_is_for_varlen(dtype):
-    picked = pick_attention(on_cuda(dtype), on_cuda(dtype))
-    assert (picked.name, picked.reason) == ("varlen", "the first choice")
-    assert picked.forward is attention_varlen.forward
-    assert picked.backward is attention_varlen.backward
+    """Also with narrower values, which it pads."""
+    for width in (64, 40):
+        with only("plain"):
+            assert (
+                pick("attention", on_cuda(dtype), on_cuda(dtype, width=width)) is attention_varlen
+            )
+            assert chosen() == {"attention": "torch varlen"}
 
 
 @pytest.mark.usefixtures("hopper")
@@ -44,45 +51,61 @@ def test_half_precision_on_cuda_is_for_varlen(dtype):
     [
         (on_cuda(torch.float32), on_cuda(torch.float32), "torch.float32 is not half precision"),
         (on_cuda(torch.float64), on_cuda(torch.float64), "torch.float64 is not half precision"),
-        (on_cuda(), on_cuda(width=32), "values have width 32 and queries 64"),
+        (on_cuda(), on_cuda(width=72), "values of width 72 are wider than queries of 64"),
         (on_cuda(width=60), on_cuda(width=60), "width of 60 is not a multiple of 8"),
         (on_cuda(width=264), on_cuda(width=264), "width of 264 is not a multiple of 8 up to 256"),
         (on_cuda(tokens=0), on_cuda(tokens=0), "there are no rows"),
     ],
 )
-def test_the_rest_on_cuda_is_for_blocks(q, v, why):
-    picked = pick_attention(q, v)
-    assert picked.name == "blocks"
-    assert why in picked.reason
+def test_the_rest_on_cuda_is_for_plain_torch(q, v, why):
+    assert pick("attention", q, v) is None
+    assert why in chosen()["attention"]
 
 
-def test_old_devices_are_for_blocks(monkeypatch):
+def test_old_devices_are_for_plain_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "older than compute capability 8.0" in pick_attention(on_cuda(), on_cuda()).reason
+    assert pick("attention", on_cuda(), on_cuda()) is None
+    assert "older than compute capability 8.0" in chosen()["attention"]
 
 
-def test_the_order_decides_and_the_last_takes_all():
-    x = torch.zeros(1, 1, 8)
-    assert [backend.name for backend in ATTENTION] == ["varlen", "blocks"]
-    assert ATTENTION[-1].refusal(x, x) is None
-    blocks = ATTENTION[-1]
-    first = AttentionBackend("first", lambda q, v: None, blocks.forward, blocks.backward)
-    never = AttentionBackend("never", lambda q, v: "it is new", blocks.forward, blocks.backward)
-    assert pick_attention(x, x, among=(first, *ATTENTION)).name == "first"
-    assert pick_attention(x, x, among=(never, blocks)).reason == "never: it is new"
-    with pytest.raises(ValueError, match="never: it is new"):
-        pick_attention(x, x, among=(never,))
+def test_the_order_decides_and_every_refusal_is_said(monkeypatch):
+    first = Backend("first", "longshore.ops.rope", lambda x: None)
+    never = Backend("never", "nowhere", lambda x: "it is new")
+    foreign = Backend("foreign", "nowhere", lambda x: None, package="no_such_package.part")
+    x = torch.zeros(1)
+    monkeypatch.setattr(backends, "BACKENDS", {"op": (never, foreign, first), "other": (never,)})
+    monkeypatch.setattr(backends, "_chosen", {})
+    assert pick("op", x).__name__ == "longshore.ops.rope"
+    assert pick("other", x) is None
+    assert kernels_line() == "op by first; other by plain torch (never: it is new)"
+    monkeypatch.setattr(backends, "BACKENDS", {"op": (foreign,)})
+    assert pick("op", x) is None
+    assert chosen()["op"] == "plain torch (foreign: no_such_package.part is not installed)"
 
 
+def test_plain_rules_out_what_is_not_torch(monkeypatch):
+    package = Backend("package", "longshore.ops.rope", lambda x: None, package="torch")
+    monkeypatch.setattr(backends, "BACKENDS", {"op": (package,)})
+    x = torch.zeros(1)
+    assert pick("op", x) is not None
+    with only("plain"):
+        assert pick("op", x) is None
+        assert chosen()["op"] == "plain torch (package: train.kernels is plain)"
+    assert pick("op", x) is not None
+    use_kernels("auto")
+
+
+@pytest.mark.parametrize("value_width", [64, 40])
 @pytest.mark.parametrize("window", [None, 3])
-def test_varlen_calls_its_ops_by_their_schema(window):
+def test_varlen_calls_its_ops_by_their_schema(window, value_width):
     """With tensors that have shapes and no numbers; the numbers are compared on a GPU."""
     with FakeTensorMode():
         q, k = (torch.empty(n, h, 64, dtype=torch.bfloat16) for n, h in ((5, 4), (9, 2)))
+        v = torch.empty(9, 2, value_width, dtype=torch.bfloat16)
         bounds = Boundaries((0, 5), torch.empty(2, dtype=torch.int32), 5)
         key_bounds = Boundaries((0, 9), torch.empty(2, dtype=torch.int32), 9)
         options = {"bounds": bounds, "key_bounds": key_bounds, "scale": 0.1, "window": window}
-        out, lse = attention_varlen.forward(q, k, k, **options)
-        assert (out.shape, lse.shape, lse.dtype) == (q.shape, (4, 5), torch.float32)
-        grads = attention_varlen.backward(out, q, k, k, out, lse, **options)
-        assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
+        out, lse = attention_varlen.forward(q, k, v, **options)
+        assert (out.shape, lse.shape, lse.dtype) == ((5, 4, value_width), (4, 5), torch.float32)
+        grads = attention_varlen.backward(out, q, k, v, out, lse, **options)
+        assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]

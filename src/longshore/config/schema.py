@@ -16,6 +16,7 @@ from longshore.choices import (
     DeviceChoice,
     DisplayChoice,
     DTypeChoice,
+    Kernels,
     LossOn,
     Recompute,
     ScanKind,
@@ -213,6 +214,7 @@ class TrainConfig:
         one_of(Recompute),
         "activation checkpointing: compute activations twice, to save memory",
     )
+    kernels: Kernels = key("auto", one_of(Kernels), "kernels on GPUs; plain: none but torch's own")
     compile: bool = key(False, flag(), "apply torch.compile to the blocks")
     loss: str = key("", function(""), "your own loss, as module:function")
     loss_count: str = key(

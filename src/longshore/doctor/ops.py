@@ -9,9 +9,7 @@ and 10 tokens, against ops/reference in float64 on the CPU.
 """
 
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longshore.doctor.result import Finding, bad, first_line, good, warn
@@ -46,7 +44,7 @@ def _attention(
 
     from longshore.batch import Boundaries
     from longshore.ops.attention import attention
-    from longshore.ops.backends import pick_attention
+    from longshore.ops.backends import chosen, pick
     from longshore.ops.reference.attention import attention as reference
 
     random = torch.Generator().manual_seed(0)
@@ -60,8 +58,8 @@ def _attention(
         return Boundaries(offsets, numbers, max(LENGTHS))
 
     here, cpu = bounds(device), bounds(torch.device("cpu"))
-    picked = pick_attention(q.to(device, dtype), v.to(device, dtype))
-    text = f"{name}: {picked.name} ({picked.reason})"
+    is_plain = pick("attention", q.to(device, dtype), v.to(device, dtype)) is None
+    text = f"{name}: {chosen()['attention']}"
     wrong = _differs(
         lambda *given: attention(*given, bounds=here),
         lambda *given: reference(*given, bounds=cpu),
@@ -73,7 +71,7 @@ def _attention(
         return bad(
             f"{text}: {wrong}", "this kernel does not work on this machine; please report it"
         )
-    if device.type == "cuda" and picked.name == "blocks":
+    if device.type == "cuda" and is_plain:
         return warn(
             f"{text}: matches the reference, but is slow",
             "use a model whose head size a kernel supports",
@@ -148,31 +146,28 @@ def kernels() -> Iterator[Finding]:
     """Faster kernels for GPUs; the documentation has the measurements."""
     import torch
 
+    from longshore.ops.backends import is_installed
+
     if not torch.cuda.is_available():
         yield good("faster kernels exist only for GPUs")
         return
-    called = _backend_names()
     yield _package(
         "flash-attn-4",
-        _has_part("flash_attn", "cute"),
+        is_installed("flash_attn.cute"),
         gain="1.4 to 1.9 times as fast as torch's attention on an H200",
-        is_called=any("flash" in name for name in called),
     )
     yield _package(
         "flash-linear-attention",
-        importlib.util.find_spec("fla") is not None,
+        is_installed("fla"),
         gain="kernels of the gated delta rule and of state-space scans",
-        is_called=any("fla" in name.split("_") for name in called),
     )
     yield _triton(torch.cuda.get_device_capability(0)[0])
 
 
-def _package(name: str, is_here: bool, *, gain: str, is_called: bool) -> Finding:
+def _package(name: str, is_here: bool, *, gain: str) -> Finding:
     if is_here:
-        return good(f"{name} is installed" + ("" if is_called else "; Longshore does not use it"))
-    if is_called:
-        return warn(f"{name} is not installed: {gain}", f"pip install {name}")
-    return good(f"{name} is not installed; Longshore does not use it yet ({gain})")
+        return good(f"{name} is installed")
+    return warn(f"{name} is not installed: {gain}", f"pip install {name}")
 
 
 def _triton(capability: int) -> Finding:
@@ -189,18 +184,3 @@ def _triton(capability: int) -> Finding:
             "for flash-linear-attention use Triton 3.7.1 or newer",
         )
     return good(f"Triton {version}")
-
-
-def _has_part(package: str, part: str) -> bool:
-    """Whether a package has a subpackage, without importing either."""
-    spec = importlib.util.find_spec(package)
-    places = spec.submodule_search_locations if spec else None
-    return any((Path(place) / part).is_dir() for place in places or ())
-
-
-def _backend_names() -> set[str]:
-    """All backends that ops/backends.py knows."""
-    from longshore.ops import backends
-
-    lists = [value for value in vars(backends).values() if isinstance(value, tuple)]
-    return {entry.name for entries in lists for entry in entries if hasattr(entry, "name")}

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longshore.ops.backends import pick_attention
+from longshore.ops import attention_blocks
+from longshore.ops.backends import pick
 from longshore.ops.boundaries import Bounds, offsets_of
 
 
@@ -115,14 +116,18 @@ class _Attention(torch.autograd.Function):
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        return pick_attention(q, v).forward(q, k, v, **spec)
+        backend: Any = pick("attention", q, v) or attention_blocks
+        out, lse = backend.forward(q, k, v, **spec)
+    return out, lse
 
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.no_grad():
-        return pick_attention(q, v).backward(grad, q, k, v, out, lse, **spec)
+        backend: Any = pick("attention", q, v) or attention_blocks
+        dq, dk, dv = backend.backward(grad, q, k, v, out, lse, **spec)
+    return dq, dk, dv
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -125,12 +125,6 @@ def backward(
     return dq_THD, dk_SKD, dv_SKV
 
 
-def refusal(q_THD: Tensor, v_SKV: Tensor) -> str | None:
-    """Why this backend cannot serve such tensors: it always can."""
-    del q_THD, v_SKV
-    return None
-
-
 def _compute_dtype(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 

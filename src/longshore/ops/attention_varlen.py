@@ -4,16 +4,16 @@ In and out: as ops/attention.py, without defaults. Nothing is read back from the
 lengths reach the kernels as `cu_seqlens` and, on the host, as `longest`.
 
 torch's windows are (left, right): a token and all before it is (−1, 0), window 3 is (2, 0). Queries
-and keys of different lengths are aligned at their end, as in Longshore.
+and keys of different lengths are aligned at their end, as in Longshore. Values narrower than the
+queries are padded with zeros, and the output and the gradients cut to their width.
 """
 
 import torch
 import torch.nn.attention.varlen  # registers the ops below
 from torch import Tensor
+from torch.nn.functional import pad
 
 from longshore.ops.boundaries import Bounds
-
-WIDEST = 256
 
 _forward_op = torch.ops.torch_attn._varlen_attn.default
 _backward_op = torch.ops.torch_attn._varlen_attn_backward.default
@@ -35,10 +35,11 @@ def forward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    out_THV, lse_HT, _ = _forward_op(
+    width = q_THD.shape[2]
+    out_THD, lse_HT, _ = _forward_op(
         _rows(q_THD),
         _rows(k_SKD),
-        _rows(v_SKV),
+        _rows(v_SKV, width),
         bounds.cu_seqlens,
         key_bounds.cu_seqlens,
         _longest(bounds),
@@ -48,7 +49,7 @@ def forward(
         window_size=_left_right(window),
         **_GROUPED,
     )
-    return out_THV, lse_HT
+    return out_THD[..., : v_SKV.shape[2]], lse_HT
 
 
 def backward(
@@ -64,12 +65,13 @@ def backward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq_THD, dk_SKD, dv_SKV = _backward_op(
-        _rows(grad_THV),
+    width = q_THD.shape[2]
+    dq_THD, dk_SKD, dv_SKD = _backward_op(
+        _rows(grad_THV, width),
         _rows(q_THD),
         _rows(k_SKD),
-        _rows(v_SKV),
-        _rows(out_THV),
+        _rows(v_SKV, width),
+        _rows(out_THV, width),
         lse_HT.contiguous(),
         bounds.cu_seqlens,
         key_bounds.cu_seqlens,
@@ -81,29 +83,13 @@ def backward(
         scale=scale,
         window_size=_left_right(window),
     )
-    return dq_THD, dk_SKD, dv_SKV
+    return dq_THD, dk_SKD, dv_SKD[..., : v_SKV.shape[2]]
 
 
-def refusal(q_THD: Tensor, v_SKV: Tensor) -> str | None:
-    """Why these kernels cannot serve such tensors, or None."""
-    tokens, _, width = q_THD.shape
-    if not q_THD.is_cuda:
-        return f"the tensors are on {q_THD.device.type}, not on CUDA"
-    if q_THD.dtype not in (torch.float16, torch.bfloat16):
-        return f"{q_THD.dtype} is not half precision"
-    if v_SKV.shape[2] != width:
-        return f"values have width {v_SKV.shape[2]} and queries {width}"
-    if width % 8 or width > WIDEST:
-        return f"a head's width of {width} is not a multiple of 8 up to {WIDEST}"
-    if tokens == 0:
-        return "there are no rows"
-    if torch.cuda.get_device_capability(q_THD.device) < (8, 0):
-        return "the device is older than compute capability 8.0"
-    return None
-
-
-def _rows(x: Tensor) -> Tensor:
+def _rows(x: Tensor, width: int | None = None) -> Tensor:
     """The kernels need a head's numbers contiguous; those of an expanded gradient are not."""
+    if width is not None and width > x.shape[2]:
+        return pad(x, (0, width - x.shape[2]))
     return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
 
 

@@ -1,101 +1,178 @@
-"""The backends of an op, and which one runs: the only place that chooses.
+"""The backends of each op, and which one runs: the only place that chooses.
 
-In: the tensors of a call. Out: the first backend that supports them, and why it was chosen.
-For float32 on the CPU:
+In: an op's name and the tensors of a call. Out: the module of the first backend that supports them,
+or None where plain torch, in the op's own module, serves. For bfloat16 on an H200 and on a CPU:
 
-    pick_attention(q, v).name     "blocks"
-    pick_attention(q, v).reason   "varlen: the tensors are on cpu, not on CUDA"
+    pick("norm", x)        longshore.ops.kernels.norm
+    pick("norm", x)        None
+    chosen()               {"norm": "plain torch (triton: the tensors are on cpu, not on CUDA)"}
 
-A new kernel is a new entry in ATTENTION, in order of preference; the last supports everything.
+A new kernel is a new entry in BACKENDS, in order of preference, and a module with the functions
+that the op calls; it is imported when it is first picked. `use_kernels("plain")`, which is
+train.kernels=plain, leaves only backends that are parts of torch and need nothing but torch.
 """
 
-from collections.abc import Callable
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache
+from types import ModuleType
 
+import torch
 from torch import Tensor
 
-from longshore.ops import attention_blocks, attention_varlen
-from longshore.ops.boundaries import Bounds
+from longshore.choices import Kernels
 
-
-class Forward(Protocol):
-    """(out, lse) of attention, without defaults."""
-
-    def __call__(
-        self,
-        q_THD: Tensor,
-        k_SKD: Tensor,
-        v_SKV: Tensor,
-        /,
-        *,
-        bounds: Bounds,
-        key_bounds: Bounds,
-        scale: float,
-        window: int | None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class Backward(Protocol):
-    """(dq, dk, dv) of attention, without defaults."""
-
-    def __call__(
-        self,
-        grad_THV: Tensor,
-        q_THD: Tensor,
-        k_SKD: Tensor,
-        v_SKV: Tensor,
-        out_THV: Tensor,
-        lse_HT: Tensor,
-        /,
-        *,
-        bounds: Bounds,
-        key_bounds: Bounds,
-        scale: float,
-        window: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+HALF = (torch.float16, torch.bfloat16)
+AMPERE, HOPPER = (8, 0), (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionBackend:
-    """refusal: why it does not support such q and v, or None if it does."""
+class Backend:
+    """One way to compute an op."""
 
     name: str
-    refusal: Callable[[Tensor, Tensor], str | None]
-    forward: Forward
-    backward: Backward
+    """For people: in doctor and in a run's log."""
+    module: str
+    """What has the op's functions; imported when it is picked."""
+    refusal: Callable[..., str | None]
+    """Why it does not support a call with these tensors, or None if it does; imports nothing."""
+    package: str = ""
+    """What must be installed besides torch."""
 
 
-@dataclass(frozen=True, slots=True)
-class PickedBackend:
-    """The backend of one call. reason: why the preferred ones do not support it."""
+def on_gpu(*tensors: Tensor, oldest: tuple[int, int] = AMPERE) -> str | None:
+    """Why Triton kernels cannot take such tensors; triton's interpreter takes those of a CPU."""
+    for x in tensors:
+        if x.dtype == torch.float64:
+            return "float64 is left to plain torch"
+        if not x.is_cuda and not _interpreted():
+            return f"the tensors are on {x.device.type}, not on CUDA"
+        if x.is_cuda and torch.cuda.get_device_capability(x.device) < oldest:
+            return f"the device is older than compute capability {oldest[0]}.{oldest[1]}"
+    return None
 
-    name: str
-    reason: str
-    forward: Forward
-    backward: Backward
+
+def _flash4(q: Tensor, v: Tensor) -> str | None:
+    """flash-attn-4, for the GPUs and widths it was tested with."""
+    width, value_width = q.shape[2], v.shape[2]
+    if refused := _flash(q):
+        return refused
+    if torch.cuda.get_device_capability(q.device) != HOPPER:
+        return "it was tested on compute capability 9.0 only"
+    if (width, value_width) == (192, 128) or (width == value_width and width in (64, 128, 256)):
+        return None
+    return f"queries of width {width} and values of {value_width} were not tested"
 
 
-ATTENTION = (
-    AttentionBackend(
-        "varlen", attention_varlen.refusal, attention_varlen.forward, attention_varlen.backward
+def _varlen(q: Tensor, v: Tensor) -> str | None:
+    """torch's flash kernels; narrower values are padded."""
+    width, value_width = q.shape[2], v.shape[2]
+    if refused := _flash(q):
+        return refused
+    if torch.cuda.get_device_capability(q.device) < AMPERE:
+        return "the device is older than compute capability 8.0"
+    if value_width > width:
+        return f"values of width {value_width} are wider than queries of {width}"
+    if width % 8 or width > 256:
+        return f"a head's width of {width} is not a multiple of 8 up to 256"
+    return None
+
+
+def _flash(q: Tensor) -> str | None:
+    if not q.is_cuda:
+        return f"the tensors are on {q.device.type}, not on CUDA"
+    if q.dtype not in HALF:
+        return f"{q.dtype} is not half precision"
+    return None if len(q) else "there are no rows"
+
+
+BACKENDS: dict[str, tuple[Backend, ...]] = {
+    "attention": (
+        Backend(
+            "flash-attn-4", "longshore.ops.attention_flash4", _flash4, package="flash_attn.cute"
+        ),
+        Backend("torch varlen", "longshore.ops.attention_varlen", _varlen),
     ),
-    AttentionBackend(
-        "blocks", attention_blocks.refusal, attention_blocks.forward, attention_blocks.backward
-    ),
-)
-"""In order of preference."""
+}
+"""By op, in order of preference; where none is left, plain torch."""
+
+_plain = False
+_chosen: dict[str, str] = {}
 
 
-def pick_attention(
-    q_THD: Tensor, v_SKV: Tensor, *, among: tuple[AttentionBackend, ...] = ATTENTION
-) -> PickedBackend:
-    """The first backend that supports these tensors; forward and backward use the same."""
-    refused: list[str] = []
-    for backend in among:
-        why_not = backend.refusal(q_THD, v_SKV)
+def pick(op: str, *tensors: Tensor) -> ModuleType | None:
+    """The module of the first backend that supports these tensors, or None for plain torch."""
+    # What torch.compile traces it fuses itself.
+    if torch.compiler.is_compiling():
+        return None
+    refused = []
+    for backend in BACKENDS[op]:
+        why_not = _refusal(backend, *tensors)
         if why_not is None:
-            reason = "; ".join(refused) or "the first choice"
-            return PickedBackend(backend.name, reason, backend.forward, backend.backward)
+            _chosen[op] = backend.name
+            return _module(backend.module)
         refused.append(f"{backend.name}: {why_not}")
-    raise ValueError(f"no backend of attention supports these tensors: {'; '.join(refused)}")
+    _chosen[op] = f"plain torch ({'; '.join(refused)})"
+    return None
+
+
+def chosen() -> dict[str, str]:
+    """What the last call of each op was served by, and for plain torch why."""
+    return dict(_chosen)
+
+
+def kernels_line() -> str:
+    """What serves each op, in one line; ops that the model does not have are not in it."""
+    by_name: dict[str, list[str]] = {}
+    for op, name in sorted(_chosen.items()):
+        by_name.setdefault(name, []).append(op)
+    return "; ".join(f"{', '.join(ops)} by {name}" for name, ops in sorted(by_name.items()))
+
+
+def use_kernels(kernels: Kernels) -> None:
+    """From now on in this process. plain: no package but torch."""
+    global _plain
+    _plain = kernels == "plain"
+    _chosen.clear()
+
+
+@contextmanager
+def only(kernels: Kernels) -> Iterator[None]:
+    """use_kernels for a while, in tests and measurements."""
+    before = _plain
+    use_kernels(kernels)
+    try:
+        yield
+    finally:
+        use_kernels("plain" if before else "auto")
+
+
+def _refusal(backend: Backend, *tensors: Tensor) -> str | None:
+    if backend.package and _plain:
+        return "train.kernels is plain"
+    refused = backend.refusal(*tensors)
+    if refused is None and backend.package and not is_installed(backend.package):
+        return f"{backend.package} is not installed"
+    return refused
+
+
+@lru_cache
+def is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@lru_cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+@lru_cache
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"

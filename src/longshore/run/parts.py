@@ -26,6 +26,7 @@ from longshore.distributed.cp_groups import CPGroups
 from longshore.hf.checkpoint import open_weights
 from longshore.model.decoder import Decoder
 from longshore.model.init import initial_rows
+from longshore.ops.backends import use_kernels
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import fill
 from longshore.plan.planner import make_plan
@@ -59,6 +60,7 @@ class Parts:
 def build_parts(job: TrainingJob, folder: Path) -> Parts:
     """All ranks call it together. folder: of the run, for its checkpoints."""
     job.status.at("building the model")
+    use_kernels(job.config.train.kernels)
     groups = make_cp_groups(job)
     loader = make_loader(job)
     job.tell("loading the weights…" if job.config.model.from_hf else "building the model…")

@@ -20,6 +20,7 @@ import signal
 from itertools import chain, islice
 
 from longshore.config.schema import RunConfig
+from longshore.ops.backends import kernels_line
 from longshore.run.job import TrainingJob, make_job
 from longshore.run.loop import train_steps
 from longshore.run.parts import Parts, build_parts, make_evaluator
@@ -102,6 +103,7 @@ def _train_and_record(
     job.status.at("waiting for data", step=after + 1)
     reports = train_steps(job, parts, saver=saver, evaluator=evaluator, record=record)
     first = list(islice(reports, 1))
+    record.note(f"kernels: {kernels_line()}")
     keep_settings(job.config, run, job.topology, step=after)
     for report in chain(first, reports):
         record.write(report)

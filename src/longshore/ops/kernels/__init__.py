@@ -1,0 +1,1 @@
+"""Kernels in Triton, one module for each op of ops/; ops/backends.py says when they run."""
