@@ -17,7 +17,7 @@ The last sequence of the last pack, of length 0, is the padding span: kernels se
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -56,6 +56,8 @@ class Boundaries:
     """The same as int32 on the device."""
     longest: int
     """Tokens of the longest sequence."""
+    tables: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What ops derive from these boundaries, by name: see ops/boundaries.py; moves with them."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -19,7 +19,7 @@ T rows, S sequences; M chunks of Q rows.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -50,6 +50,24 @@ def offsets_of(bounds: Bounds | None, rows: int) -> tuple[int, ...]:
             f"but there are {rows} rows; they must cover all rows"
         )
     return bounds.offsets
+
+
+Made = TypeVar("Made")
+
+
+def table(bounds: Bounds | None, name: str, make: Callable[[], Made]) -> Made:
+    """What `make` returns, called once for these boundaries: layers and rounds share it.
+
+    A name says all that the table depends on besides the boundaries, such as "chunks of 64".
+    Tensors of a table, in a dataclass or alone, move to a device with the boundaries.
+    """
+    tables: dict[str, Any] | None = getattr(bounds, "tables", None)
+    if tables is None:
+        return make()
+    if name not in tables:
+        tables[name] = make()
+    value: Made = tables[name]
+    return value
 
 
 def to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
