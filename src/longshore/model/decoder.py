@@ -118,13 +118,18 @@ class Head(nn.Module):
             nn.init.normal_(own, std=config.init_std)
 
     def forward(
-        self, hidden_TC: Tensor, labels_T: Tensor | None, tied_VC: Tensor | None = None
+        self,
+        hidden_TC: Tensor,
+        labels_T: Tensor | None,
+        tied_VC: Tensor | None = None,
+        *,
+        summed: bool = False,
     ) -> Tensor:
         weight_VC = self.weight if tied_VC is None else tied_VC
         assert isinstance(weight_VC, Tensor), "a tied head is given the embedding's weight"
         if labels_T is None:
             return functional.linear(hidden_TC, weight_VC)
-        return linear_cross_entropy(hidden_TC, weight_VC, labels_T)
+        return linear_cross_entropy(hidden_TC, weight_VC, labels_T, summed=summed)
 
 
 class Decoder(nn.Module):
@@ -178,10 +183,13 @@ class Decoder(nn.Module):
         ctx: SeqContext | None = None,
         labels: Tensor | None = None,
         mtp: Sequence[Depth] = (),
+        *,
+        summed: bool = False,
     ) -> Output:
         """x: ids int64 (T) or hidden states (T, C). ctx: None for one plain sequence.
 
-        mtp: with labels, the ids and labels of each depth; without labels no depth is run.
+        mtp: with labels, the ids and labels of each depth; without labels no depth is run. summed:
+        the caller only adds up the losses of the labels, and scales the sum; that is faster.
         """
         if ctx is None:
             ctx = whole_context((x.shape[0],), device=x.device)
@@ -200,13 +208,14 @@ class Decoder(nn.Module):
         hidden_TC = self.norm(hidden_TC)
         if self.config.float32_residual:
             hidden_TC = hidden_TC.to(self.norm.weight.dtype)
-        values = self.head(hidden_TC, labels, tied_VC)
+        values = self.head(hidden_TC, labels, tied_VC, summed=summed)
         losses = []
         for part, depth in zip(self.mtp.values(), mtp, strict=False):
             assert self.embed is not None
             embedded_TC = self.embed(depth.token_ids)
             hidden_TC, more, _ = part(hidden_TC, embedded_TC, ctx, tables)
-            losses.append(self.head(hidden_TC, depth.targets.labels, tied_VC))
+            nll_T = self.head(hidden_TC, depth.targets.labels, tied_VC, summed=summed)
+            losses.append(nll_T)
             routed += more
         return Output(values, routed, tuple(losses))
 

@@ -97,6 +97,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
         ),
         Backend("torch varlen", "longshore.ops.attention_varlen", _varlen),
     ),
+    "loss": (Backend("triton", "longshore.ops.kernels.cross_entropy", on_gpu, package="triton"),),
 }
 """By op, in order of preference; where none is left, plain torch."""
 

@@ -7,6 +7,9 @@ Tokens are processed in chunks: the logits of a chunk are computed, used and fre
 in backward. 4096 tokens with a vocabulary of 8192 have 128 MiB of logits; in chunks of 256 tokens 8
 MiB exist at a time. Only a log-sum-exp for each token is saved for backward.
 
+On CUDA kernels read a row of logits once where torch passes over it several times, see
+ops/kernels/cross_entropy.py. For a loss that is a plain sum they compute the gradient in forward.
+
 Half precision: products accumulate in float32 and logits are float32; on CUDA the logits' gradient
 is rounded to the inputs' dtype before it is multiplied. The weight's gradient is float32.
 """
@@ -18,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longshore.ops.sizes import logits_chunk
+from longshore.ops.backends import pick
+from longshore.ops.sizes import kernel_logits_chunk, logits_chunk
 
 
 def linear_cross_entropy(
@@ -28,19 +32,29 @@ def linear_cross_entropy(
     *,
     chunk_tokens: int | None = None,
     ignore: int = -100,
+    summed: bool = False,
 ) -> Tensor:
     """The loss of each token, 0 at ignored ones, whatever their rows contain.
 
-    chunk_tokens: None for chunks of at most 1/16 of all tokens and 512 MiB of logits. On the
-    CPU a label outside the vocabulary is a ValueError; on CUDA a device assertion, since looking
-    would make the host wait.
+    chunk_tokens: None for chunks of at most 1/16 of all tokens and 512 MiB of logits; kernels take
+    larger ones. summed: the caller promises that the losses of all tokens that are not ignored get
+    the same gradient, as if they are only added up and scaled; kernels then save a product, and
+    give NaN gradients if the promise is broken. On the CPU a label outside the vocabulary is a
+    ValueError; on CUDA a device assertion or a loss of NaN, since looking would make the host wait.
     """
     _check(hidden_TC, weight_VC, labels_T, ignore)
     dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
+    kernels = pick("loss", hidden_TC, weight_VC)
     if chunk_tokens is None:
-        chunk_tokens = logits_chunk(len(hidden_TC), len(weight_VC) * dtype.itemsize)
+        chunk_of = logits_chunk if kernels is None else kernel_logits_chunk
+        chunk_tokens = chunk_of(len(hidden_TC), len(weight_VC) * dtype.itemsize)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; give 1 or more, or None")
+    if kernels is not None:
+        by_kernels: Tensor = kernels.linear_loss(
+            hidden_TC, weight_VC, labels_T, chunk_tokens=chunk_tokens, ignore=ignore, summed=summed
+        )
+        return by_kernels
     nll_T: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden_TC, weight_VC, labels_T, chunk_tokens, ignore
     )
@@ -61,10 +75,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_T = labels_T.where(keep_T, 0)
         dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
         nll_T, lse_T = (hidden_TC.new_empty(len(hidden_TC), dtype=dtype) for _ in range(2))
-        weight = _operand(weight_VC, dtype)
-        for rows in _chunks(len(hidden_TC), chunk_tokens):
-            hidden_nC = _masked(hidden_TC[rows], keep_T[rows], dtype)
-            logits_nV = _product(hidden_nC, weight.T, dtype)
+        weight = operand(weight_VC, dtype)
+        for rows in chunks(len(hidden_TC), chunk_tokens):
+            hidden_nC = masked(hidden_TC[rows], keep_T[rows], dtype)
+            logits_nV = product(hidden_nC, weight.T, dtype)
             own_n = logits_nV.gather(1, labels_T[rows, None]).squeeze(1)
             # In place: torch.logsumexp would allocate a second chunk.
             top_n1 = logits_nV.amax(1, keepdim=True)
@@ -83,18 +97,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_TC, weight_VC, labels_T, keep_T, lse_T = ctx.saved_tensors
         dtype = lse_T.dtype
         grad_T = grad_T.where(keep_T, 0)
-        weight = _operand(weight_VC, dtype)
+        weight = operand(weight_VC, dtype)
         dhidden_TC = torch.empty_like(hidden_TC) if ctx.needs_input_grad[0] else None
         dweight_VC = weight_VC.new_zeros(weight_VC.shape, dtype=dtype)
-        for rows in _chunks(len(hidden_TC), ctx.chunk_tokens):
-            hidden_nC = _masked(hidden_TC[rows], keep_T[rows], dtype)
-            logits_nV = _product(hidden_nC, weight.T, dtype)
+        for rows in chunks(len(hidden_TC), ctx.chunk_tokens):
+            hidden_nC = masked(hidden_TC[rows], keep_T[rows], dtype)
+            logits_nV = product(hidden_nC, weight.T, dtype)
             dlogits_nV = _dlogits(logits_nV, labels_T[rows], lse_T[rows], grad_T[rows])
             dlogits_nV = dlogits_nV.to(weight.dtype)
             if dhidden_TC is not None:
-                dhidden_TC[rows] = _product(dlogits_nV, weight, dtype)
+                dhidden_TC[rows] = product(dlogits_nV, weight, dtype)
             if ctx.needs_input_grad[1]:
-                _add_product(dweight_VC, dlogits_nV.T, hidden_nC)
+                add_product(dweight_VC, dlogits_nV.T, hidden_nC)
             del logits_nV, dlogits_nV
         dweight = dweight_VC.to(weight_VC.dtype) if ctx.needs_input_grad[1] else None
         return dhidden_TC, dweight, None, None, None
@@ -107,27 +121,27 @@ def _dlogits(logits_nV: Tensor, labels_n: Tensor, lse_n: Tensor, grad_n: Tensor)
     return dlogits_nV.scatter_add_(1, labels_n.unsqueeze(1), -grad_n.unsqueeze(1))
 
 
-def _chunks(tokens: int, chunk_tokens: int) -> Iterator[slice]:
+def chunks(tokens: int, chunk_tokens: int) -> Iterator[slice]:
     for start in range(0, tokens, chunk_tokens):
         yield slice(start, min(start + chunk_tokens, tokens))
 
 
-def _masked(hidden_nC: Tensor, keep_n: Tensor, dtype: torch.dtype) -> Tensor:
+def masked(hidden_nC: Tensor, keep_n: Tensor, dtype: torch.dtype) -> Tensor:
     """0 in ignored rows: padding may hold anything, and 0 · NaN is NaN."""
-    return _operand(hidden_nC.where(keep_n.unsqueeze(1), 0), dtype)
+    return operand(hidden_nC.where(keep_n.unsqueeze(1), 0), dtype)
 
 
-def _operand(x: Tensor, dtype: torch.dtype) -> Tensor:
+def operand(x: Tensor, dtype: torch.dtype) -> Tensor:
     """An operand of a product: unchanged on CUDA, elsewhere in the dtype of the logits."""
     return x if x.is_cuda else x.to(dtype)
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ b, accumulated and returned in `dtype`."""
     return a @ b if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

@@ -2,7 +2,8 @@
 
 In: tokens, and the bytes of one token's logits. Out: the tokens of a chunk of logits. 4096 tokens
 with a vocabulary of 8192 in float32 have rows of 32 KiB, so the loss takes 4096/16 = 256 of them at
-a time; of 32768 tokens with a vocabulary of 152k it takes 882, whose logits are 512 MiB.
+a time; of 32768 tokens with a vocabulary of 152k it takes 882, whose logits are 512 MiB. With
+kernels on a GPU it takes 2048 in both cases.
 """
 
 CHUNK_ROWS = 64
@@ -19,8 +20,41 @@ that took three times as long on an H200, and saved nothing beside the gradient'
 """
 LOGITS_TOKENS = 16
 
+KERNEL_LOGITS_BYTES = 1280 << 20
+"""The same with kernels, whose products are fastest with thousands of rows."""
+KERNEL_LOGITS_ROWS = 256
+"""With kernels more tokens than these are cut into at least two chunks, of multiples of these."""
+
 
 def logits_chunk(tokens: int, row_bytes: int) -> int:
     """Tokens of a chunk of the loss; row_bytes: of one token's logits."""
     most = max(LOGITS_TOKENS, LOGITS_BYTES // row_bytes)
     return max(1, min(tokens // LOGITS_SHARE, most))
+
+
+def kernel_logits_chunk(tokens: int, row_bytes: int) -> int:
+    """The same with kernels; row_bytes: of one token's float32 logits."""
+    multiple = KERNEL_LOGITS_ROWS
+    most = max(LOGITS_TOKENS, KERNEL_LOGITS_BYTES // row_bytes)
+    if tokens <= multiple or most <= multiple:
+        return max(1, min(tokens, most))
+    most -= most % multiple
+    # Chunks of about one size: a small last one would read and write the weight's gradient too.
+    chunks = max(2, -(-tokens // most))
+    return -(-tokens // (chunks * multiple)) * multiple
+
+
+def loss_bytes(
+    tokens: int, *, vocabulary: int, width: int, item: int, heads: int = 1, kernels: bool
+) -> int:
+    """The most memory of the loss: a chunk of logits with its gradient, the weight's gradient.
+
+    item: bytes of a number of the inputs. heads: 1, and 1 for each depth of multi-token
+    prediction. With kernels the gradients of all heads wait from forward to backward, those of the
+    hidden states in the inputs' dtype; without them one head at a time has them.
+    """
+    row = vocabulary * max(item, 4)
+    if not kernels:
+        return 2 * logits_chunk(tokens, row) * row + row * width
+    chunk = kernel_logits_chunk(tokens, row) * vocabulary * (4 + item)
+    return chunk + heads * width * (row + tokens * item)

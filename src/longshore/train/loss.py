@@ -22,13 +22,13 @@ w 2 0 1 and the mask 1 0 1, `nll / w` gives 1 0 5 and the gradient 1/2 0 1.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longshore.batch import MicroBatch, Targets
+from longshore.batch import IGNORE, MicroBatch, Targets
 from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Groups
 from longshore.user_code import load_function
@@ -125,6 +125,11 @@ class Loss:
     name: str = ""
     """Of the function, as the user wrote it."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the loss tokens' nll are only added up, so that they share one gradient."""
+        return self.per_token is None
+
     def summed(self, nll_T: Tensor, batch: MicroBatch) -> tuple[Tensor, Faults | None]:
         """The sum over this lane's loss tokens, and where the user's function is not finite."""
         assert batch.targets is not None
@@ -137,6 +142,23 @@ class Loss:
 def masked_sum(values_T: Tensor, targets: Targets) -> Tensor:
     """The sum over loss tokens; `where`, so that not even a NaN of padding passes."""
     return torch.where(targets.loss_mask, values_T, 0.0).sum()
+
+
+def without_uncounted_labels(batch: MicroBatch) -> MicroBatch:
+    """The batch in which only loss tokens have a label, in the main loss and at every depth.
+
+    For a plain sum: then all tokens that have a label also have the same gradient. Labels 5 7 9
+    with the mask 0 1 1 become −100 7 9.
+    """
+    return replace(
+        batch,
+        targets=None if batch.targets is None else _counted(batch.targets),
+        mtp=tuple(replace(depth, targets=_counted(depth.targets)) for depth in batch.mtp),
+    )
+
+
+def _counted(targets: Targets) -> Targets:
+    return replace(targets, labels=targets.labels.where(targets.loss_mask, IGNORE))
 
 
 def make_loss(function: str = "", count: str = "tokens") -> Loss:

@@ -32,7 +32,7 @@ from longshore.model.interface import Output
 from longshore.parallel.fsdp import begin_round
 from longshore.train.device import Timestamp
 from longshore.train.heartbeat import RankStatus
-from longshore.train.loss import Faults, Loss, masked_sum
+from longshore.train.loss import Faults, Loss, masked_sum, without_uncounted_labels
 from longshore.train.optimizer import RoutingCounts, clip, set_lr, update_bias
 from longshore.train.out_of_memory import out_of_memory
 from longshore.train.stop import RunError
@@ -129,9 +129,17 @@ class Stepper:
             self.status.at("forward", round=host.round + 1)
             batch = host.to(device, non_blocking=True)
             begin_round(self.model, mode=self.mode, is_last=batch.is_last)
+            if self.loss.is_plain:
+                batch = without_uncounted_labels(batch)
             assert batch.token_ids is not None
             assert batch.targets is not None
-            out = self.model(batch.token_ids, batch.ctx, batch.targets.labels, batch.mtp)
+            out = self.model(
+                batch.token_ids,
+                batch.ctx,
+                batch.targets.labels,
+                batch.mtp,
+                summed=self.loss.is_plain,
+            )
             losses, fault = self.terms(out, batch, divisor)
             loss = self.weighted(losses)
             self.status.at("backward", round=host.round + 1)
