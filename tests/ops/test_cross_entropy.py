@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longshore.ops.cross_entropy import linear_cross_entropy
 from longshore.ops.reference import cross_entropy as reference
-from longshore.ops.sizes import logits_chunk
+from longshore.ops.sizes import kernel_logits_chunk, logits_chunk, loss_bytes
 
 
 class LiveBytes(TorchDispatchMode):
@@ -199,6 +199,45 @@ def test_tokens_of_a_chunk_of_logits():
     assert logits_chunk(32768, 8 * 152_064) == 441
     assert logits_chunk(32768, 4 * 10_000_000) == 16
     assert logits_chunk(15, 4 * 8) == logits_chunk(0, 4 * 8) == 1
+
+
+def test_tokens_of_a_chunk_of_logits_with_kernels():
+    assert kernel_logits_chunk(4096, 4 * 8192) == 2048
+    assert kernel_logits_chunk(32768, 4 * 152_064) == 2048
+    assert kernel_logits_chunk(16384, 4 * 262_144) == 1280
+    assert kernel_logits_chunk(32768, 4 * 10_000_000) == 33
+    assert kernel_logits_chunk(257, 4 * 8) == kernel_logits_chunk(512, 4 * 8) == 256
+    assert kernel_logits_chunk(100, 4 * 8) == 100
+    assert kernel_logits_chunk(0, 4 * 8) == 1
+
+
+@given(st.integers(257, 1 << 20), st.integers(1, 1 << 19))
+def test_with_kernels_chunks_are_half_of_all_tokens_and_of_a_size(tokens, vocabulary):
+    rows = kernel_logits_chunk(tokens, 4 * vocabulary)
+    assert rows * 4 * vocabulary <= 1280 << 20
+    assert rows % 256 == 0
+    assert rows < tokens / 2 + 256
+
+
+def test_memory_of_the_loss():
+    sizes = {"vocabulary": 152_064, "width": 1024, "item": 2}
+    head = 152_064 * 1024 * 4
+    plain = 2 * 882 * 152_064 * 4 + head
+    assert loss_bytes(32768, **sizes, kernels=False) == plain
+    chunk, hidden = 2048 * 152_064 * (4 + 2), 32768 * 1024 * 2
+    assert loss_bytes(32768, **sizes, kernels=True) == chunk + head + hidden
+    assert loss_bytes(32768, **sizes, heads=3, kernels=True) == chunk + 3 * (head + hidden)
+
+
+def test_on_the_cpu_a_sum_changes_nothing():
+    hidden, weight, labels = inputs(33, 11, dtype=torch.float32, ignored=[3])
+    each = [linear_cross_entropy(hidden, weight, labels, summed=summed) for summed in (False, True)]
+    assert torch.equal(*each)
+    upstream = torch.linspace(-1, 2, 33)
+    for one, other in zip(
+        *(torch.autograd.grad(nll, (hidden, weight), upstream) for nll in each), strict=True
+    ):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(("label", "words"), [(7, "label 7 of row 2"), (-1, "label -1 of row 2")])

@@ -1,6 +1,7 @@
 """The kernels of the loss against the twin in float64, on CUDA or in Triton's interpreter."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,18 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="needs Triton")
 
-from longshore.ops import backends  # noqa: E402
+from tests.ranks.hybrids import deepseek  # noqa: E402
+from tests.ranks.spine import MTP_WEIGHT, batches_of, make_samples  # noqa: E402
+
+from longshore.model.decoder import Decoder  # noqa: E402
+from longshore.model.init import init_decoder  # noqa: E402
+from longshore.ops import backends, cross_entropy  # noqa: E402
 from longshore.ops.cross_entropy import linear_cross_entropy  # noqa: E402
 from longshore.ops.kernels import cross_entropy as kernels  # noqa: E402
 from longshore.ops.reference import cross_entropy as reference  # noqa: E402
+from longshore.plan import make_plan  # noqa: E402
+from longshore.train import step  # noqa: E402
+from longshore.train.loss import make_loss  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -220,6 +229,24 @@ def test_backward_twice():
     assert all(map(torch.equal, first, second))
 
 
+def test_a_step_keeps_its_promise(monkeypatch):
+    """A whole model with two depths: its losses are only summed, so nothing becomes NaN."""
+    monkeypatch.setattr(backends, "_interpreted", lambda: False)
+    monkeypatch.setattr(step, "begin_round", lambda model, **options: None)
+    plan = make_plan([9, 5, 3, 12], lanes=1, capacity=16)
+    batches = batches_of(plan, make_samples(plan), 0, 2)
+    here, gradients = SimpleNamespace(device=torch.device(DEVICE)), []
+    for module in (kernels, None):
+        monkeypatch.setattr(cross_entropy, "pick", lambda *args, module=module: module)
+        model = Decoder(deepseek())
+        init_decoder(model, seed=3)
+        stepper = step.Stepper(model.to(DEVICE), None, here, "none", make_loss(), 0.0, MTP_WEIGHT)
+        stepper.gradients(batches, batches[0].counts.main)
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert_close(gradient, gradients[1][name].double(), 1e-4)
+
+
 def test_float64_and_plain_stay_with_torch():
     hidden, weight, labels = inputs(8, 20)
     nll = linear_cross_entropy(hidden.double(), weight.double(), labels, summed=True)
@@ -239,7 +266,7 @@ def test_a_large_vocabulary_in_bfloat16(summed):
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-def test_rows_past_two_to_the_31(monkeypatch):
+def test_rows_past_two_to_the_31():
     rows, vocabulary = 9000, 262_144
     logits = torch.zeros(rows, vocabulary, device=DEVICE)
     labels = torch.arange(rows, device=DEVICE)

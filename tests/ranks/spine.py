@@ -59,7 +59,7 @@ def make_samples(plan: Plan, seed: int = 0) -> dict[int, Sample]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """nll of each sequence, the loss with all its terms, the gradient of each parameter."""
+    """nll of each sequence, 0 where it does not count; the loss with all its terms; gradients."""
 
     nll: dict[int, torch.Tensor]
     loss: float
@@ -96,7 +96,9 @@ def alone(config: DecoderConfig, samples: dict[int, Sample]) -> Outcome:
         loss = sums[0] + sum(MTP_WEIGHT / len(mtp) * part for part in sums[1:])
         loss = loss + sum(r.auxiliary / max(1, seen[r.depth]) for r in out.routed)
         loss.backward()
-        found[place], total = out.values.detach(), total + loss.item()
+        # A step gives the others no label.
+        counted = out.values.where(main.targets.loss_mask, 0)
+        found[place], total = counted.detach(), total + loss.item()
     return Outcome(found, total, {name: p.grad for name, p in model.named_parameters()})
 
 
