@@ -125,7 +125,7 @@ def test_capacity():
     assert run_8b(recompute=False)[0] < capacity < run_8b(lanes=64)[0]
     assert run_8b(cp_sizes=(1, 2, 4, 8, 16))[0] < capacity < run_8b(cp_sizes=(1, 2))[0]
     assert run_8b(sharing=Sharing("auto", "auto"))[0] > capacity
-    assert "in a layer's exchange at CP size 8" in lines[3]
+    assert "gathered or expanded by a layer at CP size 8" in lines[3]
     assert (
         lines[4]
         == f"at CP size 8 a lane's layer reads up to {8 * capacity:,} tokens of a full pack"

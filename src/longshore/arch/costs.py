@@ -186,7 +186,7 @@ def auto_capacity(
         f"loss {_size(loss)}: a chunk of logits and the head's gradient",
         f"a token {_size(each)}: {_size(token.saved)} saved"
         f"{', blocks recomputed' if recompute else ''}, {_size(token.working)} in backward, "
-        f"{_size(exchanged)} in a layer's exchange at CP size {-cp_size}",
+        f"{_size(exchanged)} gathered or expanded by a layer at CP size {-cp_size}",
         *_shared_pack(capacity, max(cp_sizes)),
         f"capacity {_size(max(room - loss, 0))} / {_size(each)} = {capacity} tokens",
     ]
