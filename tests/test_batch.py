@@ -1,5 +1,6 @@
 import pickle
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -162,3 +163,48 @@ def test_counts_of_a_step() -> None:
     counts = Counts.of([6, 4, 2], [5, 1, 2])
     assert counts == Counts(main=6, mtp=(4, 2), tokens=8, sequences=3, mtp_tokens=(5, 3))
     assert [counts.tokens_at(depth) for depth in range(3)] == [8, 5, 3]
+
+
+class Pair(NamedTuple):
+    first: int
+    second: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inner:
+    rows: torch.Tensor
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outer:
+    inner: Inner
+    parts: tuple[Inner, ...]
+    count: int
+
+
+def test_tables_of_all_kinds_travel() -> None:
+    batch = make_batch()
+    numbers = torch.arange(5)
+    inner = Inner(numbers, (3, 2))
+    tables = batch.ctx.packs[0].padded.tables
+    tables["alone"] = numbers
+    tables["nested, of 4"] = {"below": Outer(inner, (inner, inner), 4)}
+    tables["tuple"] = (3, numbers)
+    tables["named"] = Pair(3, numbers)
+    tables["nothing"] = None
+    paths = [path for path in batch.to_tensors() if ".tables." in path]
+    below = "ctx.packs.0.padded.tables."
+    nested = [f"{below}nested, of 4.below.{name}.rows" for name in ("inner", "parts.0", "parts.1")]
+    assert paths == [f"{below}alone", *nested, f"{below}tuple.1", f"{below}named.1"]
+
+    skeleton = pickle.loads(pickle.dumps(batch.skeleton()))
+    assert all(tensor.is_meta for tensor in skeleton.to_tensors().values())
+    copy = MicroBatch.from_tensors(skeleton, batch.to_tensors())
+    assert same(copy, batch)
+    arrived = copy.ctx.packs[0].padded.tables
+    assert arrived["nested, of 4"]["below"].parts[1].steps == (3, 2)
+    assert isinstance(arrived["named"], Pair)
+    assert arrived["nothing"] is None
+    assert arrived is not tables
+    assert copy.ctx.ahead(1).packs[0].padded.tables is arrived

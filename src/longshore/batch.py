@@ -122,6 +122,10 @@ class PackContext:
         return self.padded if self.zigzag is None else self.zigzag.local
 
 
+TableMaker = Callable[[PackContext], None]
+"""Makes tables of a pack's boundaries on the host, before the pack goes to the device."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SeqContext:
     """The boundaries, positions and CP group of every pack of a micro-batch."""
@@ -345,7 +349,12 @@ def _walk(value: Any, change: Callable[[str, Tensor], Tensor], path: str) -> Any
         return replace(value, **parts)
     if isinstance(value, dict):
         return {key: _walk(item, change, below + key) for key, item in value.items()}
-    # Tuples of ints can be long, and hold no tensor.
-    if isinstance(value, tuple) and value and is_dataclass(value[0]):
-        return tuple(_walk(item, change, f"{below}{i}") for i, item in enumerate(value))
+    if isinstance(value, tuple) and not _is_numbers(value):
+        items = [_walk(item, change, f"{below}{i}") for i, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
+
+
+def _is_numbers(value: tuple[object, ...]) -> bool:
+    """Of a tuple that may be long, such as offsets, only the ends are looked at."""
+    return not value or (isinstance(value[0], int) and isinstance(value[-1], int))

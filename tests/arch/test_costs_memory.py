@@ -9,12 +9,15 @@ from longshore.arch.costs import (
     parameter_count,
     token_bytes,
 )
+from longshore.arch.exchanged import exchanged_bytes
+from longshore.arch.part import Sharing
 from longshore.arch.presets import preset
 from longshore.batch import whole_context
 from longshore.model.decoder import Decoder
 from longshore.model.norm import RMSNorm
 
 GIB = 1 << 30
+GATHER = Sharing("gather", "auto")
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SAVED_INPUTS = 8 + 8 + 1  # id, and the loss's label and mask
 
@@ -107,7 +110,8 @@ def run_8b(**changes):
         "shard": "zero3",
         "dtype": "bfloat16",
         "recompute": True,
-        "longest": 131_072,
+        "cp_sizes": (1, 2, 4, 8),
+        "sharing": GATHER,
     }
     return auto_capacity(preset("qwen3-8b"), **{**given, **changes})
 
@@ -119,7 +123,13 @@ def test_capacity():
     assert fits("qwen3-8b", capacity, 139 * GIB)
     assert not fits("qwen3-8b", capacity + 256, 139 * GIB)
     assert run_8b(recompute=False)[0] < capacity < run_8b(lanes=64)[0]
-    assert run_8b(longest=1_000_000)[0] < capacity
+    assert run_8b(cp_sizes=(1, 2, 4, 8, 16))[0] < capacity < run_8b(cp_sizes=(1, 2))[0]
+    assert run_8b(sharing=Sharing("auto", "auto"))[0] > capacity
+    assert "gathered or expanded by a layer at CP size 8" in lines[3]
+    assert (
+        lines[4]
+        == f"at CP size 8 a lane's layer reads up to {8 * capacity:,} tokens of a full pack"
+    )
 
 
 def fits(name, tokens, memory_bytes):
@@ -128,17 +138,18 @@ def fits(name, tokens, memory_bytes):
     needed = (
         model_bytes(config, lanes=8, shard="zero3", dtype="bfloat16").total
         + logits_bytes(config, tokens, dtype="bfloat16")
-        + 131_072 * token.shared
         + tokens * (token.saved + token.working)
+        + tokens * exchanged_bytes(config, 8, sharing=GATHER, item=2)
     )
     return needed <= memory_bytes - memory_bytes // 10
 
 
 def test_a_small_model_pays_for_small_logits():
     settings = {"lanes": 8, "shard": "zero3", "dtype": "bfloat16", "recompute": True}
+    settings |= {"cp_sizes": (8,), "sharing": GATHER}
     config = preset("tiny-llama")
     memory = 300 << 20
-    capacity, _ = auto_capacity(config, memory_bytes=memory, longest=131_072, **settings)
+    capacity, _ = auto_capacity(config, memory_bytes=memory, **settings)
     assert fits("tiny-llama", capacity, memory)
     assert not fits("tiny-llama", capacity + 256, memory)
 
@@ -147,7 +158,10 @@ def test_no_room():
     with pytest.raises(ValueError, match="not even 256 tokens fit") as error:
         run_8b(shard="none", recompute=False, memory_bytes=80 * GIB)
     said = str(error.value)
-    assert "recompute blocks in backward, or shard the model as zero3, or use more lanes" in said
+    assert (
+        "recompute blocks in backward, or shard the model as zero3, or allow only smaller" in said
+    )
+    assert "CP sizes, or use more lanes or a smaller model\n" in said
     assert "model 137.3 GiB with none over 8 lanes" in said
 
 

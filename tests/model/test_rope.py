@@ -12,7 +12,7 @@ from longshore.arch.rope import (
     YarnScaling,
 )
 from longshore.batch import whole_context
-from longshore.model.rope import attention_factor, frequencies, rope_tables
+from longshore.model.rope import _on_device, attention_factor, frequencies, rope_tables
 
 DIM = 32
 SHORT = tuple(1 + 0.05 * i for i in range(DIM // 2))
@@ -119,3 +119,13 @@ def test_several_at_once():
     from torch.utils import _pytree
 
     assert len(_pytree.tree_leaves(tables)) == 1
+
+
+def test_frequencies_are_copied_once_for_each_device():
+    ctx = whole_context([5, 3])
+    before = _on_device.cache_info().misses
+    unusual = rope("longrope", theta=12_345.0)
+    first = rope_tables([unusual], ctx, torch.float32)[unusual]
+    again = rope_tables([unusual], ctx, torch.float32)[unusual]
+    assert _on_device.cache_info().misses == before + 2  # short and long
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

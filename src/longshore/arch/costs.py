@@ -22,6 +22,8 @@ a copy of the weights in `dtype` where that is smaller. How lanes share it:
     zero2   weights and gradients gathered during a step; float32 weights and moments sharded
     none    every lane holds everything
 
+Shared packs: arch/exchanged.py counts what a layer gathers of them.
+
 These are estimates: a tenth is kept free for kernels' buffers and fragmentation.
 """
 
@@ -31,7 +33,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from longshore.arch.decoder import DecoderConfig
-from longshore.arch.part import Saved
+from longshore.arch.exchanged import exchanged_bytes, gathered_rows
+from longshore.arch.part import Saved, Sharing
 from longshore.choices import ShardMode, names_of
 from longshore.ops.sizes import logits_chunk
 
@@ -94,8 +97,6 @@ class TokenBytes:
     """From forward to backward."""
     working: int
     """While its block is in backward."""
-    shared: int
-    """Gathered temporarily, for each token of a pack that several lanes share."""
 
 
 def model_bytes(config: DecoderConfig, *, lanes: int, shard: str, dtype: str) -> ModelBytes:
@@ -136,13 +137,7 @@ def token_bytes(config: DecoderConfig, *, dtype: str, recompute: bool) -> TokenB
     # Of each depth: embedding, two norms' outputs and statistics, the joined input, the head's.
     ends += len(config.mtp) * _bytes(Saved(7 * width, 3), item)
     saved = ends + (len(blocks) * width * item if recompute else sum(blocks))
-    parts = [part for layer in layers for part in layer.parts]
-    return TokenBytes(
-        saved=saved,
-        working=max(blocks) * (2 if recompute else 1),
-        # As gathered, in natural order, and its gradient.
-        shared=3 * item * max(part.gathered() for part in parts),
-    )
+    return TokenBytes(saved=saved, working=max(blocks) * (2 if recompute else 1))
 
 
 def logits_bytes(config: DecoderConfig, tokens: int, *, dtype: str) -> int:
@@ -159,18 +154,22 @@ def auto_capacity(
     shard: str,
     dtype: str,
     recompute: bool,
-    longest: int,
+    cp_sizes: Sequence[int],
+    sharing: Sharing,
 ) -> tuple[int, list[str]]:
     """The tokens a lane may hold in a round, a multiple of 256, and the calculation as lines.
 
-    longest: tokens of the longest sequence; lanes that share it gather it, layer by layer.
+    cp_sizes: those that a pack may have; a lane may be full of its shard of one.
     """
     model = model_bytes(config, lanes=lanes, shard=shard, dtype=dtype)
     token = token_bytes(config, dtype=dtype, recompute=recompute)
-    shared = token.shared * longest if lanes > 1 else 0
+    exchanged, cp_size = max(
+        (exchanged_bytes(config, size, sharing=sharing, item=_item(dtype)), -size)
+        for size in cp_sizes
+    )
     free = memory_bytes // KEPT_FREE
-    room = memory_bytes - free - model.total - shared
-    each = token.saved + token.working
+    room = memory_bytes - free - model.total
+    each = token.saved + token.working + exchanged
     capacity = STEP_TOKENS * _largest(
         room // (STEP_TOKENS * each),
         lambda steps: (
@@ -184,14 +183,21 @@ def auto_capacity(
         f"model {_size(model.total)} with {shard} over {lanes} lanes: "
         f"weights {_size(model.parameters)}, gradients {_size(model.gradients)}, "
         f"optimizer {_size(model.optimizer)}, gathered {_size(model.gathered)}",
-        f"shared packs {_size(shared)}: keys and values of {longest} tokens",
         f"loss {_size(loss)}: a chunk of logits and the head's gradient",
         f"a token {_size(each)}: {_size(token.saved)} saved"
-        f"{', blocks recomputed' if recompute else ''}, {_size(token.working)} in backward",
+        f"{', blocks recomputed' if recompute else ''}, {_size(token.working)} in backward, "
+        f"{_size(exchanged)} gathered or expanded by a layer at CP size {-cp_size}",
+        *_shared_pack(capacity, max(cp_sizes)),
         f"capacity {_size(max(room - loss, 0))} / {_size(each)} = {capacity} tokens",
     ]
     if not capacity:
-        raise ValueError(_no_room(room - loss, each, shard=shard, recompute=recompute, lines=lines))
+        ways = [
+            *([] if recompute else ["recompute blocks in backward"]),
+            *([] if shard == "zero3" else ["shard the model as zero3"]),
+            *([] if max(cp_sizes) == 1 else ["allow only smaller CP sizes"]),
+            "use more lanes or a smaller model",
+        ]
+        raise ValueError(_no_room(room - loss, each, ways=ways, lines=lines))
     return capacity, lines
 
 
@@ -200,13 +206,14 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
     return bisect_left(range(1, max(most, 0) + 1), True, key=lambda number: not fits(number))
 
 
-def _no_room(room: int, each: int, *, shard: str, recompute: bool, lines: list[str]) -> str:
+def _shared_pack(capacity: int, cp_size: int) -> list[str]:
+    rows = gathered_rows(capacity, cp_size)
+    line = f"at CP size {cp_size} a lane's layer reads up to {rows:,} tokens of a full pack"
+    return [line] if cp_size > 1 else []
+
+
+def _no_room(room: int, each: int, *, ways: list[str], lines: list[str]) -> str:
     lacking = STEP_TOKENS * each - room
-    ways = [
-        *([] if recompute else ["recompute blocks in backward"]),
-        *([] if shard == "zero3" else ["shard the model as zero3"]),
-        "use more lanes or a smaller model",
-    ]
     return (
         f"not even {STEP_TOKENS} tokens fit into a lane's memory: {_size(lacking)} are missing; "
         f"{', or '.join(ways)}\n" + "\n".join(lines)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longshore.batch import Counts, Depth, MicroBatch, Targets
+from longshore.batch import Counts, Depth, MicroBatch, TableMaker, Targets
 from longshore.data.fields import Field
 from longshore.data.lane_context import lane_context
 from longshore.distributed.collectives import agreed, broadcast
@@ -48,9 +48,15 @@ class LaneShape:
     """What, besides the plan, decides the shapes of a lane's micro-batches."""
 
     lane: int
+    """The lane, from 0."""
     depths: int
+    """Of multi-token prediction."""
     fields: tuple[Field, ...]
+    """Extra fields of tokens and sequences."""
     buckets: tuple[int, ...]
+    """Token totals that a lane's micro-batch is rounded up to."""
+    tables: tuple[TableMaker, ...] = ()
+    """What makes the tables of each pack that the model needs."""
 
 
 def broadcast_step(
@@ -126,7 +132,7 @@ def zero_batches(
 
 
 def _zero_batch(plan: Plan, number: int, shape: LaneShape, counts: Counts) -> MicroBatch:
-    ctx = lane_context(plan, number, shape.lane, buckets=shape.buckets)
+    ctx = lane_context(plan, number, shape.lane, buckets=shape.buckets, tables=shape.tables)
 
     def ids() -> Tensor:
         return torch.zeros(ctx.tokens, dtype=torch.int64)

@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from longshore.batch import Boundaries, CPGroup, PackContext, SeqContext, Zigzag
+from longshore.batch import Boundaries, CPGroup, PackContext, SeqContext, TableMaker, Zigzag
 from longshore.plan.cost import Ints
 from longshore.plan.shapes import (
     chunk_pair,
@@ -30,8 +30,18 @@ from longshore.plan.shapes import (
 from longshore.plan.types import Plan
 
 
-def lane_context(plan: Plan, number: int, lane: int, *, buckets: Seq[int] = ()) -> SeqContext:
-    """Boundaries, positions and CP groups of one lane in round `number`."""
+def lane_context(
+    plan: Plan,
+    number: int,
+    lane: int,
+    *,
+    buckets: Seq[int] = (),
+    tables: Seq[TableMaker] = (),
+) -> SeqContext:
+    """Boundaries, positions and CP groups of one lane in round `number`.
+
+    tables: what makes the tables of each pack's boundaries that the model needs.
+    """
     tokens = lane_tokens(plan, number, lane, buckets=buckets)
     drafts = _drafts(plan, number, lane, tokens)
     places = tuple(place for draft in drafts for place in draft.sequences)
@@ -41,6 +51,10 @@ def lane_context(plan: Plan, number: int, lane: int, *, buckets: Seq[int] = ()) 
     sequence = np.repeat(np.arange(len(lengths), dtype=np.int64), local_lengths)
     is_real = positions < np.repeat(lengths, local_lengths)
     sequence[~is_real] = len(places)
+    packs = _packs(drafts)
+    for pack in packs:
+        for make_tables in tables:
+            make_tables(pack)
     return SeqContext(
         tokens=tokens,
         real_tokens=int(np.count_nonzero(is_real)),
@@ -49,7 +63,7 @@ def lane_context(plan: Plan, number: int, lane: int, *, buckets: Seq[int] = ()) 
         is_real=torch.from_numpy(is_real),
         lengths=torch.tensor([*lengths[: len(places)].tolist(), 1]),
         sequences=places,
-        packs=_packs(drafts),
+        packs=packs,
     )
 
 

@@ -21,7 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longshore.batch import IGNORE, Counts, Depth, MicroBatch, PackContext, SeqContext, Targets
+from longshore.batch import (
+    IGNORE,
+    Counts,
+    Depth,
+    MicroBatch,
+    PackContext,
+    SeqContext,
+    TableMaker,
+    Targets,
+)
 from longshore.data.lane_context import lane_context
 from longshore.data.shard import Array, Shards, cut_tokens, lane_cuts
 from longshore.plan.cost import Ints
@@ -37,8 +46,12 @@ def pack_step(
     counts: Counts,
     buckets: Seq[int] = (),
     pad_id: int = 0,
+    tables: Seq[TableMaker] = (),
 ) -> list[MicroBatch]:
-    """The lane's micro-batches of a step. `shards` may come in any order, each sequence once."""
+    """The lane's micro-batches of a step. `shards` may come in any order, each sequence once.
+
+    tables: what makes the tables of each pack's boundaries that the model needs.
+    """
     if not len(counts.mtp) == len(counts.mtp_tokens) == shards.depths:
         raise ValueError(
             f"counts have {len(counts.mtp)} depths of multi-token prediction, and the shards "
@@ -51,7 +64,7 @@ def pack_step(
     cut_of = _cut_of_sequence(plan, lane, shards)
     batches = []
     for number in range(len(plan.rounds)):
-        ctx = lane_context(plan, number, lane, buckets=buckets)
+        ctx = lane_context(plan, number, lane, buckets=buckets, tables=tables)
         cuts = np.array([cut_of[place] for place in ctx.sequences], dtype=np.int64)
         rows = _CutRows(shards, ctx, cuts)
         token_ids, targets, mtp = _token_tensors(rows, pad_id)

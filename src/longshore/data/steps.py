@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from longshore.batch import Counts, MicroBatch
+from longshore.batch import Counts, MicroBatch, TableMaker
 from longshore.data.batches import ORDER, Batches, BatchSize, Place
 from longshore.data.exchange import Parcels, cut_parcels, deliver, open_parcels
 from longshore.data.fields import Field
@@ -68,6 +68,9 @@ class Packing:
     """Token totals that a lane's micro-batch is rounded up to; without any, a multiple of align."""
     pad_id: int = 0
     """The token id at padding."""
+    tables: tuple[TableMaker, ...] = ()
+    """What makes the tables of each pack that the model needs, on the host: see
+    model/host_tables.py."""
 
 
 DEFAULT_PACKING = Packing()
@@ -132,7 +135,8 @@ class _Rank:
             same_on_all_ranks(digest, self.groups)
 
     def shape(self, fields: tuple[Field, ...]) -> LaneShape:
-        return LaneShape(self.lane, self.packing.depths, fields, self.packing.buckets)
+        packing = self.packing
+        return LaneShape(self.lane, packing.depths, fields, packing.buckets, packing.tables)
 
     def pack(self, plan: Plan, shards: Shards, counts: Counts) -> list[MicroBatch]:
         packing = self.packing
@@ -143,6 +147,7 @@ class _Rank:
             counts=counts,
             buckets=packing.buckets,
             pad_id=packing.pad_id,
+            tables=packing.tables,
         )
 
     def close(self) -> None:

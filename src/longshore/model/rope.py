@@ -12,6 +12,7 @@ Frequencies and angles are float64: at position 100,000 a float32 angle is wrong
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -53,10 +54,14 @@ def rope_tables(ropes: Sequence[RopeConfig], ctx: SeqContext, dtype: torch.dtype
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     tables = {}
+    positions_T1 = ctx.positions.double()[:, None]
     for rope in ropes:
-        angles_TR = ctx.positions.double()[:, None] * _by_token(rope, ctx)
+        angles_TR = positions_T1 * _by_token(rope, ctx)
         factor = attention_factor(rope)
-        tables[rope] = ((angles_TR.cos() * factor).to(wide), (angles_TR.sin() * factor).to(wide))
+        cos_TR, sin_TR = angles_TR.cos(), angles_TR.sin()
+        if factor != 1.0:
+            cos_TR, sin_TR = cos_TR * factor, sin_TR * factor
+        tables[rope] = (cos_TR.to(wide), sin_TR.to(wide))
     return _Tables(tables)
 
 
@@ -68,11 +73,11 @@ def _by_token(rope: RopeConfig, ctx: SeqContext) -> Tensor:
     if isinstance(scaling, DynamicScaling):
         by_sequence = _dynamic(rope, scaling, lengths_S)
     elif isinstance(scaling, LongRopeScaling):
-        short = _to_device(frequencies(rope), device)
-        long = _to_device(frequencies(rope, long=True), device)
+        short = _on_device(rope, False, device)
+        long = _on_device(rope, True, device)
         by_sequence = torch.where((lengths_S > scaling.original_length)[:, None], long, short)
     else:
-        return _to_device(frequencies(rope), device)[None]
+        return _on_device(rope, False, device)[None]
     return by_sequence[ctx.sequence_index]
 
 
@@ -156,9 +161,7 @@ def _dim(rope: RopeConfig) -> int:
     return rope.rotary_dim
 
 
-def _to_device(values: Frequencies, device: torch.device) -> Tensor:
-    """float64 (R), copied without waiting for the device."""
-    on_host = torch.tensor(values, dtype=torch.float64)
-    if device.type == "cuda":
-        on_host = on_host.pin_memory()
-    return on_host.to(device, non_blocking=True)
+@lru_cache(maxsize=256)
+def _on_device(rope: RopeConfig, long: bool, device: torch.device) -> Tensor:
+    """float64 (R), copied once; the copy is finished on return, so any stream may read it."""
+    return torch.tensor(frequencies(rope, long=long), dtype=torch.float64, device=device)

@@ -59,7 +59,8 @@ def table(bounds: Bounds | None, name: str, make: Callable[[], Made]) -> Made:
     """What `make` returns, called once for these boundaries: layers and rounds share it.
 
     A name says all that the table depends on besides the boundaries, such as "chunks of 64".
-    Tensors of a table, in a dataclass or alone, move to a device with the boundaries.
+    Tensors of a table, alone or in dataclasses, tuples and dicts, move to a device with the
+    boundaries; so a table made on the host by the loader is what `table` finds on the device.
     """
     tables: dict[str, Any] | None = getattr(bounds, "tables", None)
     if tables is None:
@@ -106,10 +107,22 @@ class Chunks:
         return chunks.flatten(0, 1).index_select(0, self.places)
 
 
+def chunk_rows(device: torch.device) -> int:
+    """Rows of a scan's chunk on this device."""
+    return CPU_CHUNK_ROWS if device.type == "cpu" else CHUNK_ROWS
+
+
+def chunks(bounds: Bounds | None, rows: int, size: int | None, device: torch.device) -> Chunks:
+    """The chunks of these boundaries, a table of theirs; size: None for the device's default."""
+    offsets = offsets_of(bounds, rows)
+    size = chunk_rows(device) if size is None else size
+    return table(bounds, f"chunks of {size}", lambda: chunks_of(offsets, size, device=device))
+
+
 def chunks_of(offsets: Sequence[int], size: int | None, *, device: torch.device) -> Chunks:
     """The chunks of sequences with these offsets; size: None for the device's default."""
     if size is None:
-        size = CPU_CHUNK_ROWS if device.type == "cpu" else CHUNK_ROWS
+        size = chunk_rows(device)
     if size < 1:
         raise ValueError(f"a chunk of {size} rows is not possible; give 1 or more")
     starts = np.asarray(offsets[:-1], dtype=np.int64)

@@ -10,9 +10,12 @@ from dataclasses import dataclass, replace
 
 from longshore.arch.costs import auto_capacity, model_bytes
 from longshore.arch.decoder import DecoderConfig
+from longshore.arch.part import Sharing
 from longshore.choices import ShardMode
-from longshore.config.check import check_longest
+from longshore.config.check import check_longest, shared_heads
 from longshore.config.schema import RunConfig
+from longshore.plan.policy import policy_named
+from longshore.plan.shapes import legal_cp_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +57,31 @@ def resolve(
             shard=shard,
             dtype=dtype,
             recompute=config.train.recompute == "blocks",
-            longest=longest,
+            cp_sizes=possible_cp_sizes(config, decoder, lanes=lanes),
+            sharing=Sharing(config.parallel.attention, config.parallel.scan),
         )
         notes.append(f"plan.capacity: {capacity:,} tokens per rank and round")
         notes += [f"  {line}" for line in arithmetic]
     resolved = replace(config, plan=replace(config.plan, capacity=capacity))
     check_longest(resolved, lanes, longest)
     return Resolved(resolved, decoder, shard, capacity, dtype, tuple(notes))
+
+
+def possible_cp_sizes(config: RunConfig, decoder: DecoderConfig, *, lanes: int) -> tuple[int, ...]:
+    """The CP sizes that packs of the run may have: the one that is set, or all legal ones.
+
+    Any policy may fill a pack of any legal size with many short sequences, up to the capacity.
+    """
+    plan = config.plan
+    if plan.cp_size and policy_named(plan.policy).one_cp_size:
+        return (plan.cp_size,)
+    return legal_cp_sizes(
+        lanes,
+        kind=plan.cp_sizes,
+        min_cp=plan.min_cp,
+        max_cp=plan.max_cp or None,
+        heads=shared_heads(decoder, config.parallel),
+    )
 
 
 def _shard(

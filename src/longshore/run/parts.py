@@ -25,6 +25,7 @@ from longshore.distributed.collectives import agreed
 from longshore.distributed.cp_groups import CPGroups
 from longshore.hf.checkpoint import open_weights
 from longshore.model.decoder import Decoder
+from longshore.model.host_tables import table_makers
 from longshore.model.init import initial_rows
 from longshore.ops.backends import use_kernels
 from longshore.parallel.apply import Choices, parallelize
@@ -179,5 +180,11 @@ def _make_steps(
         seed=config.data.seed,
         shuffle=shuffle,
         topology=job.topology,
-        packing=Packing(depths=len(job.decoder.mtp), buckets=buckets),
+        packing=Packing(
+            depths=len(job.decoder.mtp),
+            buckets=buckets,
+            tables=table_makers(
+                job.decoder, scan=job.config.parallel.scan, device=job.topology.device
+            ),
+        ),
     )

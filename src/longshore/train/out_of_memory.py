@@ -2,8 +2,11 @@
 
 In: torch's error and the rank's status. Out: a text such as
 
-    is out of GPU memory in step 12, round 2, backward: 16,384 tokens, and 2.00 GiB more did not
-    fit; parameters 14.0 GiB, gradients 14.0, optimizer 28.0, activations and the rest 21.3; lower …
+    is out of GPU memory in step 12, round 2 of 3, backward: 16,384 tokens, 12,288 of them its part
+    of a pack of 98,304 that 8 ranks share, and 2.00 GiB more did not fit; parameters 14.0 GiB,
+    gradients 14.0 GiB, optimizer 28.0 GiB, activations and the rest 21.3 GiB; lower plan.capacity …
+
+A layer gathers what it reads of a shared pack, so its size counts beside the rank's own tokens.
 """
 
 import re
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from longshore.batch import MicroBatch
+from longshore.batch import MicroBatch, PackContext
 from longshore.parallel.fsdp import shard_rows
 from longshore.train.heartbeat import RankStatus
 
@@ -21,6 +24,7 @@ GIB = 2**30
 WAY_OUT = (
     "lower plan.capacity, or set train.recompute=blocks or parallel.shard=zero3, or use more ranks"
 )
+SMALLER_PACKS = ", or lower plan.max_cp or plan.cp_size, so that fewer ranks share a pack"
 
 
 def out_of_memory(
@@ -34,16 +38,27 @@ def out_of_memory(
     step = [f"step {status.step}"] if status.step else []
     rounds = [f"round {status.round} of {len(batches)}"] if status.round else []
     where = ", ".join([*step, *rounds, status.phase])
-    tokens = [_tokens(batch) for batch in batches]
-    count = tokens[status.round - 1] if status.round else max(tokens, default=0)
+    batch = _in_memory(status, batches)
+    tokens = "no tokens" if batch is None else f"{batch.ctx.tokens:,} tokens"
+    shared = () if batch is None else tuple(p for p in batch.ctx.packs if p.group.cp_size > 1)
+    gathered = "".join(f", {_gathered(pack)}" for pack in shared)
+    way_out = WAY_OUT + (SMALLER_PACKS if shared else "")
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
     more = f", and {asked[1]} more did not fit" if asked else ""
     parts = ", ".join(f"{name} {bytes_ / GIB:.1f} GiB" for name, bytes_ in _parts(optimizer))
-    return f"is out of GPU memory in {where}: {count:,} tokens{more}; {parts}; {WAY_OUT}"
+    return f"is out of GPU memory in {where}: {tokens}{gathered}{more}; {parts}; {way_out}"
 
 
-def _tokens(batch: MicroBatch) -> int:
-    return 0 if batch.token_ids is None else len(batch.token_ids)
+def _in_memory(status: RankStatus, batches: Sequence[MicroBatch]) -> MicroBatch | None:
+    """The micro-batch of the round; outside of rounds the largest, None before there are any."""
+    if status.round and batches:
+        return batches[status.round - 1]
+    return max(batches, key=lambda batch: batch.ctx.tokens, default=None)
+
+
+def _gathered(pack: PackContext) -> str:
+    own, whole = pack.stop - pack.start, pack.padded.offsets[-1]
+    return f"{own:,} of them its part of a pack of {whole:,} that {pack.group.cp_size} ranks share"
 
 
 def _parts(optimizer: Optimizer) -> list[tuple[str, int]]:

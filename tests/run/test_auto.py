@@ -1,0 +1,49 @@
+from dataclasses import replace
+
+from longshore.arch.presets import preset
+from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
+from longshore.run.auto import possible_cp_sizes, resolve
+
+GIB = 1 << 30
+
+
+def config(parallel=None, **plan):
+    return RunConfig(
+        model=ModelConfig(preset="qwen3-8b"),
+        plan=PlanConfig(**plan),
+        parallel=parallel or ParallelConfig(),
+    )
+
+
+def sizes(**plan):
+    return possible_cp_sizes(config(**plan), preset("qwen3-8b"), lanes=8)
+
+
+def test_cp_sizes_of_a_run():
+    assert sizes() == (1, 2, 4, 8)
+    assert sizes(max_cp=2) == (1, 2)
+    assert sizes(policy="static", cp_size=8) == (8,)
+    assert sizes(policy="static") == (1, 2, 4, 8)
+    by_heads = ParallelConfig(attention="heads")
+    assert possible_cp_sizes(config(by_heads), preset("qwen3-8b"), lanes=16) == (1, 2, 4, 8)
+
+
+def test_capacity_falls_with_what_a_shared_pack_gathers():
+    """Though no sequence is long: under static every pack is shared by 8."""
+
+    def capacity(**plan):
+        gather = replace(ParallelConfig(), attention="gather")
+        return resolve(
+            config(gather, **plan),
+            preset("qwen3-8b"),
+            lanes=8,
+            dtype="bfloat16",
+            memory=139 * GIB,
+            longest=8192,
+        )
+
+    alone = capacity(policy="static", cp_size=1)
+    shared = capacity(policy="static", cp_size=8)
+    assert shared.capacity < alone.capacity
+    assert any(f"{8 * shared.capacity:,} tokens of a full pack" in note for note in shared.notes)
+    assert not any("full pack" in note for note in alone.notes)
