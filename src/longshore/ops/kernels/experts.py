@@ -45,9 +45,7 @@ def sorted_mlp(
     down_ECF: Tensor,
 ) -> Tensor:
     """(T, C): the weighted sum over each token's experts, in x's dtype."""
-    out: Tensor = _SortedMLP.apply(  # type: ignore[no-untyped-call]
-        x_TC, weights_TK, order, offsets_E, gate_up_E2FC, down_ECF
-    )
+    out: Tensor = _SortedMLP.apply(x_TC, weights_TK, order, offsets_E, gate_up_E2FC, down_ECF)
     return out
 
 
@@ -303,10 +301,10 @@ def _activate_backward_kernel(
             dweight += silu * up * dinner
             dgate = dinner * weight * up * (open_ + silu * (1.0 - open_))
             dup = dinner * weight * silu
-            kind = dhidden_ptr.dtype.element_ty
-            tl.store(inner_ptr + to, (silu * up * weight).to(kind), mask=inside)
-            tl.store(dhidden_ptr + at, dgate.to(kind), mask=inside)
-            tl.store(dhidden_ptr + at + INNER, dup.to(kind), mask=inside)
+            inner = (silu * up * weight).to(inner_ptr.dtype.element_ty)
+            tl.store(inner_ptr + to, inner, mask=inside)
+            tl.store(dhidden_ptr + at, dgate.to(dhidden_ptr.dtype.element_ty), mask=inside)
+            tl.store(dhidden_ptr + at + INNER, dup.to(dhidden_ptr.dtype.element_ty), mask=inside)
     tl.store(dweights_ptr + place, tl.sum(dweight).to(dweights_ptr.dtype.element_ty))
 
 
