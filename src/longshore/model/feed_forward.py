@@ -36,7 +36,7 @@ from longshore.batch import SeqContext
 from longshore.model.fill import RESIDUAL, Fill
 from longshore.model.interface import LOCAL, Context, Exchanges, Routed, eager
 from longshore.model.norm import Float32Parameters
-from longshore.ops.experts import combine, dispatch, grouped_mlp, sort_by_expert
+from longshore.ops.experts import expert_mlp
 
 
 class MLP(nn.Module):
@@ -113,7 +113,8 @@ def count_by_sequence(ids_TK: Tensor, experts: int, ctx: SeqContext) -> Tensor:
     places_TK = ctx.sequence_index[:, None] * experts + ids_TK
     counts = places_TK.new_zeros(len(ctx.lengths) * experts)
     # Of integers, so the order in which threads add cannot show.
-    counts.scatter_add_(0, places_TK.flatten(), torch.ones_like(places_TK).flatten())
+    ones = places_TK.new_ones(()).expand(places_TK.numel())
+    counts.scatter_add_(0, places_TK.flatten(), ones)
     return counts.view(-1, experts)
 
 
@@ -138,11 +139,7 @@ class Experts(nn.Module):
 
     def forward(self, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """(T, C), and how many tokens each expert got, int32 (E). An id of E is of no expert."""
-        order, counts_E, offsets_E = sort_by_expert(ids_TK, len(self.down))
-        rows_MC = grouped_mlp(
-            dispatch(x_TC, order), offsets_E, gate_up_E2FC=self.gate_up, down_ECF=self.down
-        )
-        return combine(rows_MC, order, weights_TK), counts_E
+        return expert_mlp(x_TC, ids_TK, weights_TK, gate_up_E2FC=self.gate_up, down_ECF=self.down)
 
 
 class MoE(nn.Module):

@@ -28,6 +28,8 @@ from longshore.choices import Kernels
 
 HALF = (torch.float16, torch.bfloat16)
 AMPERE, HOPPER = (8, 0), (9, 0)
+ALIGNMENT = 16
+"""Bytes that must divide the rows of every operand of torch's grouped product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,29 @@ def _flash(q: Tensor) -> str | None:
     return None if len(q) else "there are no rows"
 
 
+def grouped_refusal(*operands: Tensor) -> str | None:
+    """Why torch's grouped product does not support these operands, or None if it does."""
+    for operand in operands:
+        if operand.dtype not in (torch.float32, torch.bfloat16):
+            return f"the grouped product takes float32 and bfloat16, not {operand.dtype}"
+        if operand.dtype != operands[0].dtype:
+            return (
+                f"the grouped product takes one dtype, not {operands[0].dtype} and {operand.dtype}"
+            )
+        if operand.shape[-1] * operand.element_size() % ALIGNMENT:
+            return f"rows of {operand.shape[-1]} numbers are not a multiple of {ALIGNMENT} bytes"
+    return None
+
+
+def _experts(x: Tensor, gate_up: Tensor, down: Tensor) -> str | None:
+    """Kernels around the grouped product, which on GPUs is one kernel for bfloat16 alone."""
+    if refused := on_gpu(x, gate_up, down) or grouped_refusal(x, gate_up, down):
+        return refused
+    if x.is_cuda and x.dtype != torch.bfloat16:
+        return f"{x.dtype} is not bfloat16"
+    return None if len(x) else "there are no rows"
+
+
 BACKENDS: dict[str, tuple[Backend, ...]] = {
     "attention": (
         Backend(
@@ -98,6 +123,10 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("torch varlen", "longshore.ops.attention_varlen", _varlen),
     ),
     "loss": (Backend("triton", "longshore.ops.kernels.cross_entropy", on_gpu, package="triton"),),
+    "experts": (
+        Backend("triton", "longshore.ops.kernels.experts", _experts, package="triton"),
+        Backend("torch grouped_mm", "longshore.ops.experts", grouped_refusal),
+    ),
 }
 """By op, in order of preference; where none is left, plain torch."""
 

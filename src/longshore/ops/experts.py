@@ -20,12 +20,53 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, silu
 
-ALIGNMENT = 16
-"""Bytes that must divide the rows of every operand of torch's grouped product."""
+from longshore.ops.backends import grouped_refusal, pick
+
+MOST_INT16 = torch.iinfo(torch.int16).max
+
+refusal = grouped_refusal
+"""Why the loop over experts serves such operands, or None where the grouped product does."""
+
+
+def expert_mlp(
+    x_TC: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    gate_up_E2FC: Tensor,
+    down_ECF: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(T, C): each token through its experts, weighted and summed; and int32 (E) rows of each."""
+    order, counts_E, offsets_E = sort_by_expert(ids_TK, len(down_ECF))
+    backend: Any = pick("experts", x_TC, gate_up_E2FC, down_ECF)
+    mlp = sorted_mlp if backend is None else backend.sorted_mlp
+    y_TC: Tensor = mlp(
+        x_TC, weights_TK, order, offsets_E, gate_up_E2FC=gate_up_E2FC, down_ECF=down_ECF
+    )
+    return y_TC, counts_E
+
+
+def sorted_mlp(
+    x_TC: Tensor,
+    weights_TK: Tensor,
+    order: Tensor,
+    offsets_E: Tensor,
+    *,
+    gate_up_E2FC: Tensor,
+    down_ECF: Tensor,
+) -> Tensor:
+    """(T, C), in plain torch: dispatch, each expert's SwiGLU, combine."""
+    rows_MC = grouped_mlp(
+        dispatch(x_TC, order), offsets_E, gate_up_E2FC=gate_up_E2FC, down_ECF=down_ECF
+    )
+    return combine(rows_MC, order, weights_TK)
 
 
 def sort_by_expert(expert_ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """order: int64 (M), row m by expert is row order[m] by token. counts, offsets: int32 (E)."""
+    # A radix sort takes a pass for each byte or so of a key; ids past the experts may be anything.
+    if experts < MOST_INT16:
+        expert_ids_TK = expert_ids_TK.clamp(max=MOST_INT16).to(torch.int16)
     ids_M, order = expert_ids_TK.flatten().sort(stable=True)
     numbers = torch.arange(experts, dtype=ids_M.dtype, device=ids_M.device)
     offsets = torch.searchsorted(ids_M, numbers, right=True, out_int32=True)
@@ -62,20 +103,6 @@ def grouped_mlp(
     hidden_M2F = product(_masked(x_MC, is_routed), gate_up_E2FC, offsets_E)
     gate_MF, up_MF = hidden_M2F.chunk(2, dim=-1)
     return _masked(product(silu(gate_MF) * up_MF, down_ECF, offsets_E), is_routed)
-
-
-def refusal(*operands: Tensor) -> str | None:
-    """Why torch's grouped product does not support these operands, or None if it does."""
-    for operand in operands:
-        if operand.dtype not in (torch.float32, torch.bfloat16):
-            return f"the grouped product takes float32 and bfloat16, not {operand.dtype}"
-        if operand.dtype != operands[0].dtype:
-            return (
-                f"the grouped product takes one dtype, not {operands[0].dtype} and {operand.dtype}"
-            )
-        if operand.shape[-1] * operand.element_size() % ALIGNMENT:
-            return f"rows of {operand.shape[-1]} numbers are not a multiple of {ALIGNMENT} bytes"
-    return None
 
 
 def grouped_product(x_MC: Tensor, weight_EFC: Tensor, offsets_E: Tensor) -> Tensor:
