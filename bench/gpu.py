@@ -5,10 +5,10 @@
     python bench/gpu.py --write                          also into bench/RESULTS.md
     python bench/gpu.py --smoke                          tiny models, also without a GPU
 
-In: the names of sections. Out: a JSON line for each result, in gpu.jsonl, and tables. A section that
-fails prints its traceback, and the others go on. MFU is the FLOPs of the real lengths (no padding,
-only products) by the step's time, against the rate of a dense bf16 product in the same run: 60 TFLOP
-in 0.1 s against 800 TFLOP/s is 75 %.
+In: the names of sections. Out: a JSON line for each result, in gpu.jsonl, and tables. A section
+that fails prints its traceback, and the others go on. MFU is the FLOPs of the real lengths (no
+padding, only products) by the step's time, against the rate of a dense bf16 product in the same
+run: 60 TFLOP in 0.1 s against 800 TFLOP/s is 75 %.
 """
 
 import argparse
@@ -214,7 +214,7 @@ def profile(options: argparse.Namespace, report: Report) -> None:
             with running([*words, "train.steps=5"]) as (job, parts):
                 steps_of(job, parts, 3)
                 step = next(parts.loader)
-                groups, top = grouped(lambda: parts.stepper.step(step.batches, lr=1e-5))
+                groups, top = grouped(partial(parts.stepper.step, step.batches, lr=1e-5))
             report.add("profile", model=name, groups=groups, top=top)
 
 
@@ -277,8 +277,8 @@ def page(report: Report) -> str:
     parts = ["## Speed on one GPU\n", f"{device_line()}.\n"]
     for section, header in (
         ("dense", ("tflops", "copy_gb_s")),
-        ("train", ("model", "tokens_per_s", "mfu", "wanted", "tflops", "ms", "host_ms", "memory_gib",
-                   "first_step_s", "kernels")),
+        ("train", ("model", "tokens_per_s", "mfu", "wanted", "tflops", "ms", "host_ms",
+                   "memory_gib", "first_step_s", "kernels")),
         ("transformers", ("tokens_per_s", "memory_gib", "ms", "largest_pack")),
         ("against", ("speedup", "memory")),
         ("attention", ("shape", "ours_tflops", "direct_tflops", "ratio", "backend")),

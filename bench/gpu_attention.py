@@ -60,9 +60,7 @@ def _bounds(lengths: list[int]) -> Boundaries:
     return Boundaries(offsets, cu_seqlens, max(lengths))
 
 
-def _run(
-    function: Callable[..., Tensor], inputs: list[tuple[list[Tensor], Boundaries]]
-) -> None:
+def _run(function: Callable[..., Tensor], inputs: list[tuple[list[Tensor], Boundaries]]) -> None:
     for (q, k, v, grad), bounds in inputs:
         torch.autograd.grad(function(q, k, v, bounds), (q, k, v), grad)
 

@@ -150,6 +150,7 @@ def packs_of_lengths(capacity: int = CAPACITY, *, smoke: bool = False) -> list[l
     if smoke:
         return [[40, 1, 23], [17, 30]]
     lengths = mock_lengths(MOCK, count=64, seed=SEED).tolist()
-    plan = make_plan([Sequence(i, n, n - 1) for i, n in enumerate(lengths)], lanes=1,
-                     capacity=capacity)
+    plan = make_plan(
+        [Sequence(i, n, n - 1) for i, n in enumerate(lengths)], lanes=1, capacity=capacity
+    )
     return [[lengths[i] for i in pack.sequences] for _, pack in plan.packs()]
