@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_cases import CAPACITY, CASES, WANTED_MFU, packs_of_lengths, running, words_of
+from gpu_cases import CAPACITY, CASES, WANTED_MFU, free_memory, packs_of_lengths, running, words_of
 from gpu_profile import compilations, grouped
 from results import machine, one_line, table, write_section
 
@@ -202,6 +202,7 @@ def attention(options: argparse.Namespace, report: Report) -> None:
 def transformers(options: argparse.Namespace, report: Report) -> None:
     from gpu_transformers import measure_transformers
 
+    free_memory()  # what our models left would count as theirs
     packs = packs_of_lengths(options.capacity or CAPACITY, smoke=options.smoke)
     report.add("transformers", **measure_transformers(packs, smoke=options.smoke))
 

@@ -122,7 +122,7 @@ def words_of(name: str, *, smoke: bool) -> list[str]:
 def running(words: list[str]) -> Iterator[tuple[TrainingJob, Parts]]:
     """A job and its parts on one rank; afterwards the device's memory is free again."""
     config = load_config(None, words)
-    _free_memory()
+    free_memory()
     try:
         with tempfile.TemporaryDirectory() as folder:
             ranks = Ranks(0, 1, 0, 1, f"file://{folder}/store")
@@ -136,7 +136,7 @@ def running(words: list[str]) -> Iterator[tuple[TrainingJob, Parts]]:
             dist.destroy_process_group()
 
 
-def _free_memory() -> None:
+def free_memory() -> None:
     """What the case before left, also where it failed; then the peak is counted anew."""
     torch._dynamo.reset()
     gc.collect()
