@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,16 +28,34 @@ RECIPE = (
 
 def losses(folder: Path, *words: str) -> list[float]:
     """Of each step of a real run."""
-    command = [sys.executable, "-m", "longshore.cli.main", "train", *RECIPE, *words]
+    with start(folder, *words) as process:
+        return finished(process, folder)
+
+
+def start(folder: Path, *words: str) -> "subprocess.Popen[str]":
+    """A real run in processes of its own, with the recipe's words where none replace them."""
+    keys = {word.partition("=")[0] for word in words}
+    recipe = [word for word in RECIPE if word.partition("=")[0] not in keys]
+    command = [sys.executable, "-m", "longshore.cli.main", "train", *recipe, *words]
     source = str(Path(__file__).parents[2] / "src")
-    done = subprocess.run(
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
         [*command, f"output.folder={folder}", "output.display=plain"],
-        env={**os.environ, "PYTHONPATH": source},
-        capture_output=True,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def finished(process: "subprocess.Popen[str]", folder: Path) -> list[float]:
+    """Waits for a run; its losses."""
+    try:
+        output, _ = process.communicate(timeout=400)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    assert process.returncode == 0, output
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
 
@@ -64,51 +84,47 @@ def test_bf16_follows_float64(words: tuple[str, ...], exact: list[float], tmp_pa
     assert max(errors) < 0.01
 
 
-def test_a_step_waits_for_nothing_the_plan_knows(tmp_path: Path) -> None:
-    """Under torch's sync debug mode, forward, backward, clipping and update of a mixed step."""
-    from functools import partial
+MODELS = ("tiny-hybrid", "tiny-deepseek-v3", "tiny-qwen3-next")
+SMALL = (
+    "data.mock={mode='distribution', type='lognormal', min_seq_len=1, max_seq_len=512, "
+    "mean_seq_len=96, lognormal_sigma=1.2}",
+    "data.batch=16",
+    "plan.capacity=512",
+    "output.weights=false",
+    "output.keep=0",
+)
 
-    from longshore.arch.presets import preset
-    from longshore.data.batches import BatchSize
-    from longshore.data.loader import Loader
-    from longshore.data.mock import MockSource
-    from longshore.data.steps import IndexedSteps
-    from longshore.distributed.cp_groups import CPGroups
-    from longshore.distributed.process_group import Rendezvous, process_group
-    from longshore.distributed.topology import make_topology
-    from longshore.model.decoder import Decoder
-    from longshore.model.init import initial_rows
-    from longshore.parallel.apply import Choices, parallelize
-    from longshore.parallel.fsdp import fill
-    from longshore.plan import make_plan
-    from longshore.train.loss import make_loss
-    from longshore.train.optimizer import make_optimizer
-    from longshore.train.step import Stepper
 
-    device = torch.device("cuda", 0)
-    config = preset("tiny-qwen3")
-    where = Rendezvous(0, 1, f"file://{tmp_path}/store")
-    mock = {"mode": "distribution", "type": "uniform", "min_seq_len": 1, "max_seq_len": 500}
-    with process_group(where, backend="nccl", device=device):
-        topology = make_topology(lanes=1, device=device)
-        with CPGroups(topology, [1]) as groups:
-            with torch.device("meta"):
-                model = Decoder(config)
-            choices = Choices(mode="none", dtype=torch.bfloat16)
-            parallelize(model, topology, groups, choices=choices)
-            fill(model, device, partial(initial_rows, config, seed=0))
-            optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
-            stepper = Stepper(model, optimizer, topology, "none", make_loss(), clip=1.0)
-            steps = IndexedSteps(
-                MockSource(mock, count=64, vocab_size=config.vocab_size),
-                planner=partial(make_plan, lanes=1, capacity=1024),
-                batch=BatchSize("sequences", 16),
-                seed=0,
-                topology=topology,
-            )
-            with Loader(steps, pin=True) as loader:
-                for number in range(4):
-                    step = next(loader)
-                    torch.cuda.set_sync_debug_mode("error" if number > 1 else "default")
-                    stepper.step(step.batches, lr=1e-3)
-                    torch.cuda.set_sync_debug_mode("default")
+@pytest.fixture(scope="module")
+def exact_runs(tmp_path_factory) -> Iterator[dict[str, tuple["subprocess.Popen[str]", Path]]]:
+    """float64 on the CPU, all models at once; the GPU's runs go on beside them."""
+    folder = tmp_path_factory.mktemp("exact")
+    words = ("train.device=cpu", "train.dtype=float64", "--ranks", "1", *SMALL)
+    runs = {
+        name: (start(folder / name, f"model.preset={name}", *words), folder / name)
+        for name in MODELS
+    }
+    yield runs
+    for process, _ in runs.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def exact_losses(exact_runs) -> Callable[[str], list[float]]:
+    return cache(lambda name: finished(*exact_runs[name]))
+
+
+@pytest.mark.parametrize("ranks", ["1", "4"])
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_of_every_kind_follow_float64(
+    name: str, ranks: str, exact_losses: Callable[[str], list[float]], tmp_path: Path
+) -> None:
+    words = (f"model.preset={name}", "--ranks", ranks, *SMALL)
+    curve = losses(tmp_path / "run", *words)
+    exact = exact_losses(name)
+    assert len(curve) == len(exact) == 50
+    assert exact[-1] < exact[0] - 1
+    errors = [abs(a - b) / b for a, b in zip(curve, exact, strict=True)]
+    worst = max(errors)
+    assert worst < 0.01, f"{worst:.3%} at step {errors.index(worst) + 1}"

@@ -1,0 +1,360 @@
+"""Measures training on one GPU: whole steps, beside transformers, attention, and where time goes.
+
+    python bench/gpu.py                                  all sections
+    python bench/gpu.py dense train --models qwen3-0.6b  two of them
+    python bench/gpu.py --write                          also into bench/RESULTS.md
+    python bench/gpu.py --smoke                          tiny models, also without a GPU
+
+In: the names of sections. Out: a JSON line for each result, in gpu.jsonl, and tables. A section
+that fails prints its traceback, and the others go on. MFU is the FLOPs of the real lengths (no
+padding, only products) by the step's time, against the rate of a dense bf16 product in the same
+run: 60 TFLOP in 0.1 s against 800 TFLOP/s is 75 %.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_cases import CAPACITY, CASES, WANTED_MFU, free_memory, packs_of_lengths, running, words_of
+from gpu_profile import compilations, grouped
+from results import machine, one_line, table, write_section
+
+from longshore.arch.costs import step_flops
+from longshore.ops.backends import chosen, kernels_line, only
+from longshore.run.job import TrainingJob
+from longshore.run.parts import Parts
+from longshore.train.loop import Machine, StepReport
+from longshore.train.loop import train as train_loop
+from longshore.train.optimizer import Schedule
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+GIB = 2**30
+WARMUP = 3
+
+
+class Report:
+    """Results as they come: to the screen, and as JSON lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        path.write_text("")
+
+    def add(self, section: str, **values: object) -> None:
+        row = {"section": section, **values}
+        self.rows.append(row)
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+
+    def value(self, section: str, key: str, **like: object) -> Any:  # noqa: ANN401
+        """The newest value of a key in a section's rows with these values, or None."""
+        for row in reversed(self.rows):
+            if row["section"] == section and key in row and like.items() <= row.items():
+                return row[key]
+        return None
+
+
+def sync() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds(function: Callable[[], object], *, times: int, warmup: int = 2) -> float:
+    """The median time of a call, with the device's queue empty before and after."""
+    for _ in range(warmup):
+        function()
+    results = []
+    for _ in range(times):
+        sync()
+        start = time.perf_counter()
+        function()
+        sync()
+        results.append(time.perf_counter() - start)
+    return statistics.median(results)
+
+
+def dense(options: argparse.Namespace, report: Report) -> None:
+    """The rate of a product, and of a copy."""
+    n = 256 if options.smoke else 8192
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    calls = 4 if options.smoke else 10
+
+    def products() -> None:
+        for _ in range(calls):
+            torch.mm(a, b, out=out)
+
+    product = seconds(products, times=15, warmup=3) / calls
+    x = torch.empty(n * n * 4, device=device, dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    copy = seconds(lambda: y.copy_(x), times=20)
+    report.add(
+        "dense",
+        tflops=2 * n**3 / product / 1e12,
+        copy_gb_s=2 * x.numel() * x.element_size() / copy / 1e9,
+    )
+
+
+def steps_of(job: TrainingJob, parts: Parts, steps: int) -> list[tuple[StepReport, float]]:
+    """Steps through the real loop, each with the host's time between reports."""
+    reports = train_loop(
+        parts.stepper,
+        parts.loader,
+        steps=steps,
+        schedule=Schedule(
+            kind="constant", lr=job.config.train.lr, warmup=0, updates=steps, min_lr=0.0
+        ),
+        flops=partial(step_flops, job.decoder),
+        machine=Machine(ranks=1, device=job.topology.device, peak_flops=None),
+    )
+    results, before = [], time.perf_counter()
+    for each in islice(reports, steps):
+        now = time.perf_counter()
+        results.append((each, now - before))
+        before = now
+    return results
+
+
+def measure(words: list[str], *, steps: int) -> dict[str, Any]:
+    """tokens/s, TFLOP/s and memory of a run's steps after its warm-up."""
+    begin = time.perf_counter()
+    with running([*words, f"train.steps={WARMUP + steps}"]) as (job, parts):
+        results = steps_of(job, parts, WARMUP + steps)
+        used = kernels_line()
+        sync()
+    timed = results[WARMUP:]
+    metrics = [each.metrics for each, _ in timed]
+    by_host = statistics.median(host for _, host in timed)
+    elapsed = statistics.median(m.elapsed_s for m in metrics)
+    last = metrics[-1]
+    return {
+        "tokens": last.tokens,
+        "rounds": last.rounds,
+        "padding": last.padding,
+        "ms": elapsed * 1e3,
+        "host_ms": by_host * 1e3,
+        "slowest_ms": max(m.elapsed_s for m in metrics) * 1e3,
+        "tokens_per_s": last.tokens / elapsed,
+        "tflops": statistics.median(m.tflops for m in metrics),
+        "memory_gib": last.memory_gib,
+        "losses": [results[0][0].metrics.loss, last.loss],
+        "wait_ms": max(m.data_wait_s for m in metrics) * 1e3,
+        "first_step_s": results[0][0].metrics.elapsed_s,
+        "all_s": time.perf_counter() - begin,
+        "kernels": used,
+    }
+
+
+def overrides(options: argparse.Namespace) -> list[str]:
+    words = [f"train.kernels={options.kernels}", *options.set]
+    if options.compile is not None:
+        words.append(f"train.compile={options.compile}")
+    if options.capacity:
+        words.append(f"plan.capacity={options.capacity}")
+    return words
+
+
+def train(options: argparse.Namespace, report: Report) -> None:
+    """Whole optimizer steps of each model."""
+    for name in options.models:
+        with guarded(f"train {name}", report):
+            words = [*words_of(name, smoke=options.smoke), *overrides(options)]
+            result = measure(words, steps=options.steps)
+            rate = report.value("dense", "tflops")
+            mfu = result["tflops"] / rate if rate else None
+            report.add("train", model=name, mfu=mfu, wanted=WANTED_MFU[name], **result)
+
+
+def padded(options: argparse.Namespace, report: Report) -> None:
+    """Our padded policy against packed, with the same kernels."""
+    words = [*words_of("qwen3-0.6b", smoke=options.smoke), *overrides(options)]
+    packed = report.value("train", "tokens_per_s", model="qwen3-0.6b")
+    if packed is None:
+        packed = measure(words, steps=options.steps)["tokens_per_s"]
+    other = measure([*words, "plan.policy=padded"], steps=max(2, options.steps // 2))
+    # The share of rows that are padding: real / (real + padding) = 1 − padding.
+    ratio = 1 / (1 - other["padding"])
+    speedup = packed / other["tokens_per_s"]
+    report.add("padded", **other, packed=packed, ratio=ratio, speedup=speedup, of=speedup / ratio)
+
+
+def attention(options: argparse.Namespace, report: Report) -> None:
+    from gpu_attention import compare
+
+    for shape in ((16, 8, 128, 128), (32, 8, 128, 128), (32, 32, 192, 128), (128, 128, 192, 128)):
+        with guarded(f"attention {shape}", report):
+            small = (4, 2, 16, 16) if options.smoke else shape
+            packs = packs_of_lengths(options.capacity or CAPACITY, smoke=options.smoke)
+            report.add("attention", shape=list(shape), **compare(small, packs))
+
+
+def transformers(options: argparse.Namespace, report: Report) -> None:
+    from gpu_transformers import measure_transformers
+
+    free_memory()  # what our models left would count as theirs
+    packs = packs_of_lengths(options.capacity or CAPACITY, smoke=options.smoke)
+    report.add("transformers", **measure_transformers(packs, smoke=options.smoke))
+
+
+def profile(options: argparse.Namespace, report: Report) -> None:
+    """GPU time of one step by groups of kernels."""
+    for name in options.models:
+        with guarded(f"profile {name}", report):
+            words = [*words_of(name, smoke=options.smoke), *overrides(options)]
+            with running([*words, "train.steps=5"]) as (job, parts):
+                steps_of(job, parts, 3)
+                step = next(parts.loader)
+                groups, top = grouped(partial(parts.stepper.step, step.batches, lr=1e-5))
+            report.add("profile", model=name, groups=groups, top=top)
+
+
+def compiles(options: argparse.Namespace, report: Report) -> None:
+    """Compilations over 100 varied steps of tiny models."""
+    for preset in ("tiny-qwen3", "tiny-hybrid", "tiny-deepseek-v3"):
+        with guarded(f"compiles {preset}", report):
+            steps = 5 if options.smoke else 100
+            words = [
+                f"model.preset={preset}",
+                "data.mock={mode='distribution', type='uniform', min_seq_len=1, max_seq_len=500}",
+                "data.count=4096",
+                "data.batch=16",
+                "plan.capacity=1024",
+                f"train.steps={steps}",
+                "output.display=plain",
+                *overrides(options),
+            ]
+            with compilations() as counts, running(words) as (job, parts):
+                steps_of(job, parts, 10 if steps > 10 else 1)
+                first = counts()
+                begin = time.perf_counter()
+                steps_of(job, parts, steps - 10 if steps > 10 else steps - 1)
+                rest = time.perf_counter() - begin
+                report.add(
+                    "compiles", model=preset, first_10_steps=first, all=counts(), seconds=rest
+                )
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace, Report], None]] = {
+    "dense": dense,
+    "train": train,
+    "transformers": transformers,
+    "attention": attention,
+    "padded": padded,
+    "profile": profile,
+    "compiles": compiles,
+}
+
+
+class guarded:  # noqa: N801 - used as a function
+    """A block whose failure is reported and does not end the others."""
+
+    def __init__(self, what: str, report: Report) -> None:
+        self.what, self.report = what, report
+
+    def __enter__(self) -> None:
+        print(f"--- {self.what}", flush=True)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        traceback.print_exception(error)
+        self.report.add("failed", what=self.what, error=one_line(error))
+        return True
+
+
+def page(report: Report) -> str:
+    """The results as Markdown."""
+    parts = ["## Speed on one GPU\n", f"{device_line()}.\n"]
+    for section, header in (
+        ("dense", ("tflops", "copy_gb_s")),
+        ("train", ("model", "tokens_per_s", "mfu", "wanted", "tflops", "ms", "host_ms",
+                   "memory_gib", "first_step_s", "kernels")),
+        ("transformers", ("tokens_per_s", "memory_gib", "ms", "largest_pack")),
+        ("against", ("speedup", "memory")),
+        ("attention", ("shape", "ours_tflops", "direct_tflops", "ratio", "backend")),
+        ("padded", ("packed", "tokens_per_s", "ratio", "speedup", "of")),
+        ("compiles", ("model", "first_10_steps", "all")),
+        ("failed", ("what", "error")),
+    ):  # fmt: skip
+        rows = [row for row in report.rows if row["section"] == section]
+        if rows:
+            parts.append(f"### {section}\n")
+            parts.append(table(header, [[_cell(row.get(key)) for key in header] for row in rows]))
+    for row in report.rows:
+        if row["section"] == "profile":
+            parts.append(f"### profile of {row['model']}\n")
+            cells = [[name, f"{ms:.2f}"] for name, ms in row["groups"].items()]
+            parts.append(table(("group", "ms"), cells))
+            top = [[name[:100], f"{ms:.2f}", str(count)] for name, ms, count in row["top"]]
+            parts.append(table(("kernel", "ms", "calls"), top))
+    return "\n".join(parts)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return str(value)
+
+
+def device_line() -> str:
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    packages = ["torch", "triton", "flash-attn-4", "flash-linear-attention", "transformers"]
+    return f"{name}; {machine(packages)}"
+
+
+def against(report: Report) -> None:
+    """Our 0.6B beside transformers' of the same run."""
+    theirs = report.value("transformers", "tokens_per_s")
+    ours = report.value("train", "tokens_per_s", model="qwen3-0.6b")
+    if theirs and ours:
+        memory = report.value("train", "memory_gib", model="qwen3-0.6b")
+        theirs_memory = report.value("transformers", "memory_gib")
+        report.add(
+            "against",
+            speedup=ours / theirs,
+            memory=memory / theirs_memory if theirs_memory else None,
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help="default: all")
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--kernels", choices=["auto", "plain"], default="auto")
+    parser.add_argument("--compile", help="value of train.compile, such as true, false or auto")
+    parser.add_argument("--capacity", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each model")
+    parser.add_argument("--set", action="append", default=[], help="another section.key=value")
+    parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"))
+    parser.add_argument("--page", type=Path, default=RESULTS, help="where --write writes")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--smoke", action="store_true")
+    options = parser.parse_args()
+    options.steps = 2 if options.smoke else options.steps
+    report = Report(options.out)
+    names = options.sections or list(SECTIONS)
+    for name in names:
+        with guarded(name, report), only(options.kernels):
+            begin = time.perf_counter()
+            SECTIONS[name](options, report)
+            print(f"--- {name} took {time.perf_counter() - begin:.0f} s; {chosen()}", flush=True)
+    against(report)
+    print(page(report))
+    if options.write:
+        write_section(options.page, "gpu-speed", page(report))
+    return int(any(row["section"] == "failed" for row in report.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
