@@ -55,7 +55,9 @@ def assert_close(values, wanted, tolerance):
 
 
 @pytest.mark.parametrize("lengths", [[1], [7], [1, 2, 5, 1], [0, 3, 0, 0, 1, 0], [3, 41, 1, 19]])
-@pytest.mark.parametrize(("taps", "left_out"), [(4, ()), (4, ("before",)), (2, ("bias_C",)), (7, ())])
+@pytest.mark.parametrize(
+    ("taps", "left_out"), [(4, ()), (4, ("before",)), (2, ("bias_C",)), (7, ())]
+)
 @pytest.mark.parametrize("activation", [True, False])
 def test_equals_its_twin(lengths, taps, left_out, activation):
     tensors = {k: v for k, v in inputs(lengths, taps=taps).items() if k not in left_out}

@@ -41,7 +41,7 @@ def conv(
 
 class _Conv(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0913
+    def forward(
         ctx: Any,  # noqa: ANN401
         x: Tensor,
         weight: Tensor,
