@@ -11,6 +11,7 @@ of 0, 3 and 70 rows reach the kernels as cu_seqlens 0 3 73 and, in chunks of 64 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from torch import Tensor
 
 from longshore.ops.boundaries import Bounds, first_states, offsets_of, table, to_device
-from longshore.ops.delta_rule import PreparedDelta
 
 CHUNK = 64
 """Rows of a chunk of the kernels."""
@@ -36,6 +36,13 @@ class FilledSpans:
     """int64 (N): their indices among all spans."""
 
 
+class PlainDelta(Protocol):
+    """What plain torch prepares: `PreparedDelta` of ops/delta_rule.py."""
+
+    def ends(self) -> tuple[Tensor, Tensor]: ...
+    def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+
+
 @dataclass(slots=True, eq=False)
 class FlaDelta:
     """A call of the kernels, to be made when the initial states are known."""
@@ -44,9 +51,9 @@ class FlaDelta:
     """q and k (T, R, K), v (T, H, V), g and beta (T, H)."""
     bounds: Bounds | None
     """The spans of the rows."""
-    make_plain: Callable[[], PreparedDelta]
+    make_plain: Callable[[], PlainDelta]
     """The same by plain torch."""
-    plain: PreparedDelta | None = None
+    plain: PlainDelta | None = None
     """Made when transitions are asked for."""
 
     def ends(self) -> tuple[Tensor, Tensor]:
@@ -97,7 +104,7 @@ def prepare(
     beta_TH: Tensor,
     *,
     bounds: Bounds | None,
-    make_plain: Callable[[], PreparedDelta],
+    make_plain: Callable[[], PlainDelta],
 ) -> FlaDelta:
     """All that can be done before the initial states are known, which is nothing."""
     offsets_of(bounds, len(v_THV))
@@ -105,7 +112,8 @@ def prepare(
 
 
 def _filled(offsets: tuple[int, ...], device: torch.device) -> FilledSpans:
-    lengths = np.diff(np.asarray(offsets, dtype=np.int64))
+    joints = np.asarray(offsets, dtype=np.int64)
+    lengths = joints[1:] - joints[:-1]
     kept = np.flatnonzero(lengths)
     counts = -(-lengths[kept] // CHUNK)
     span = np.repeat(np.arange(len(kept)), counts)

@@ -35,7 +35,7 @@ def conv(
 ) -> Tensor:
     """(T, C). starts: the first row of each span, then T, int32."""
     tables = (since, since if span is None else span, starts)
-    out: Tensor = _Conv.apply(x_TC, weight_CK, bias_C, before, tables, activation)  # type: ignore[no-untyped-call]
+    out: Tensor = _Conv.apply(x_TC, weight_CK, bias_C, before, tables, activation)
     return out
 
 

@@ -24,7 +24,7 @@ PROGRAMS = 1056
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, gate_first: bool) -> Tensor:
-    out: Tensor = _GatedNorm.apply(x, gate, weight, eps, gate_first)  # type: ignore[no-untyped-call]
+    out: Tensor = _GatedNorm.apply(x, gate, weight, eps, gate_first)
     return out
 
 
