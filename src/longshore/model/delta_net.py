@@ -25,11 +25,9 @@ from longshore.model.fill import CONV, ONES, RESIDUAL, Fill
 from longshore.model.interface import LOCAL, Context, Exchanges, eager
 from longshore.model.norm import NormBeforeGate
 from longshore.model.rope import Tables
-from longshore.model.scan import Decay, ScanInputs, conv_taps, scan_packs
+from longshore.model.scan import Decay, Prepared, ScanInputs, conv_taps, scan_packs
 from longshore.ops.boundaries import Bounds
-from longshore.ops.delta_rule import PreparedDelta, prepare_delta
-
-L2_EPS = 1e-6
+from longshore.ops.delta_rule import prepare_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +39,16 @@ class DeltaScan:
         per_head: tuple[Tensor, ...],
         *,
         bounds: Bounds | None,
-    ) -> PreparedDelta:
+    ) -> Prepared:
         q_TRK, k_TRK, v_THV = parts
         b_TH, a_TH = gates
         A_H, dt_bias_H = per_head
-        served = v_THV.shape[1] // k_TRK.shape[1]
-        q_THK = _unit(q_TRK).repeat_interleave(served, dim=1)
-        k_THK = _unit(k_TRK).repeat_interleave(served, dim=1)
         g_TH = A_H * softplus(a_TH + dt_bias_H)
         beta_TH = b_TH.to(g_TH.dtype).sigmoid()
-        return prepare_delta(q_THK, k_THK, v_THV, g_TH, beta_TH, bounds=bounds)
+        return prepare_heads(q_TRK, k_TRK, v_THV, g_TH, beta_TH, bounds=bounds)
 
     def compose(self, transition: Tensor, state: Tensor) -> Tensor:
         return transition @ state
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Heads of length 1, in float32 at least."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return wide * (wide.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
 
 
 class DeltaNet(nn.Module):

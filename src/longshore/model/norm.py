@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longshore.arch.part import Norm
+from longshore.ops.gated_norm import norm_after_gate, norm_before_gate
 
 
 class RMSNorm(nn.Module):
@@ -52,10 +53,7 @@ class NormAfterGate(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        wide = _wide(x)
-        gated = torch.unflatten(wide * functional.silu(_wide(gate)), -1, (self.groups, -1))
-        normed = functional.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(-2)
-        return (normed * self.weight.to(wide.dtype)).to(x.dtype)
+        return norm_after_gate(x, gate, self.weight, groups=self.groups, eps=self.eps)
 
 
 class NormBeforeGate(nn.Module):
@@ -67,11 +65,4 @@ class NormBeforeGate(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        wide = _wide(x)
-        weight = self.weight.to(wide.dtype)
-        normed = functional.rms_norm(wide, weight.shape, weight, self.eps)
-        return (normed * functional.silu(_wide(gate))).to(x.dtype)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+        return norm_before_gate(x, gate, self.weight, eps=self.eps)

@@ -13,6 +13,7 @@ train.kernels=plain, leaves only backends that are parts of torch and need nothi
 """
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -113,6 +114,53 @@ def _experts(x: Tensor, gate_up: Tensor, down: Tensor) -> str | None:
     if x.is_cuda and x.dtype != torch.bfloat16:
         return f"{x.dtype} is not bfloat16"
     return None if len(x) else "there are no rows"
+def _conv(x_TC: Tensor, weight_CK: Tensor) -> str | None:
+    taps = weight_CK.shape[1]
+    if refused := on_gpu(x_TC, weight_CK):
+        return refused
+    if not 2 <= taps <= 8:
+        return f"{taps} taps are not 2 to 8"
+    return None if len(x_TC) else "there are no rows"
+
+
+def _gated_norm(x: Tensor, gate: Tensor) -> str | None:
+    if refused := on_gpu(x, gate):
+        return refused
+    if x.shape[-1] > 65536:
+        return f"rows of {x.shape[-1]} channels are wider than 65536"
+    return None if x.numel() else "there are no rows"
+
+
+GATED_WRONG = ((3, 4, 0), (3, 7, 0))
+"""Triton versions with which flash-linear-attention refuses its gated backward on Hopper."""
+
+
+def gated_is_wrong(version: str, capability: tuple[int, int]) -> bool:
+    """Whether flash-linear-attention refuses its gated backward, as incorrect."""
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
+    return capability[0] == HOPPER[0] and GATED_WRONG[0] <= numbers <= GATED_WRONG[1]
+
+
+def _delta_rule(k: Tensor, v: Tensor) -> str | None:
+    """flash-linear-attention's chunked kernels."""
+    if refused := on_gpu(k, v):
+        return refused
+    if not v.is_cuda or v.dtype not in HALF:
+        return f"{v.dtype} on {v.device.type} is not half precision on CUDA"
+    if k.shape[2] > 256:
+        return f"keys of width {k.shape[2]} are wider than 256"
+    capability = torch.cuda.get_device_capability(v.device)
+    if gated_is_wrong(_triton_version(), capability):
+        return f"its backward is incorrect on Hopper with Triton {_triton_version()}"
+    return None if len(v) else "there are no rows"
+
+
+@lru_cache
+def _triton_version() -> str:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "0"
 
 
 BACKENDS: dict[str, tuple[Backend, ...]] = {
@@ -126,6 +174,14 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
     "experts": (
         Backend("triton", "longshore.ops.kernels.experts", _experts, package="triton"),
         Backend("torch grouped_mm", "longshore.ops.experts", grouped_refusal),
+    "conv": (Backend("triton", "longshore.ops.kernels.conv", _conv, package="triton"),),
+    "delta rule": (
+        Backend(
+            "flash-linear-attention", "longshore.ops.delta_rule_fla", _delta_rule, package="fla"
+        ),
+    ),
+    "gated norm": (
+        Backend("triton", "longshore.ops.kernels.gated_norm", _gated_norm, package="triton"),
     ),
 }
 """By op, in order of preference; where none is left, plain torch."""

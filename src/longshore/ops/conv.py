@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from longshore.ops.boundaries import Bounds, offsets_of, to_device
+from longshore.ops.backends import pick
+from longshore.ops.boundaries import Bounds, offsets_of, table, to_device
 
 
 def causal_conv(
@@ -31,6 +32,21 @@ def causal_conv(
     Computed in float32 at least, returned in the dtype of x.
     """
     taps = weight_CK.shape[1]
+    kernels = pick("conv", x_TC, weight_CK)
+    if kernels is not None:
+        _check_before(before, (len(offsets_of(bounds, len(x_TC))) - 1, taps - 1, x_TC.shape[1]))
+        since, span, starts = _span_tables(bounds, x_TC)
+        y_TC: Tensor = kernels.conv(
+            x_TC,
+            weight_CK,
+            bias_C,
+            since=since,
+            span=span,
+            starts=starts,
+            before=before,
+            activation=activation,
+        )
+        return y_TC
     padded, places = _with_halos(x_TC, taps - 1, bounds=bounds, before=before)
     # Entry i of `sums` is the output of row i + taps − 1; those of halos are dropped.
     count = len(padded) - taps + 1
@@ -64,19 +80,52 @@ def _with_halos(
     """The rows, each sequence after its halo, (T + S·halo, C), and the index of each row there."""
     offsets = np.asarray(offsets_of(bounds, len(x_TC)))
     sequences = len(offsets) - 1
-    shape = (sequences, halo, x_TC.shape[1])
+    _check_before(before, (sequences, halo, x_TC.shape[1]))
+    dtype = torch.promote_types(x_TC.dtype, torch.float32)
+
+    def row_places() -> Tensor:
+        shifts = np.repeat(np.arange(1, sequences + 1) * halo, np.diff(offsets))
+        return to_device(np.arange(len(x_TC)) + shifts, x_TC.device)
+
+    def halo_places() -> Tensor:
+        starts = offsets[:-1] + np.arange(sequences) * halo
+        return to_device((starts[:, None] + np.arange(halo)).reshape(-1), x_TC.device)
+
+    places = table(bounds, f"conv: rows after halos of {halo}", row_places)
+    padded = x_TC.new_zeros(len(x_TC) + sequences * halo, x_TC.shape[1], dtype=dtype)
+    padded = padded.index_copy(0, places, x_TC.to(dtype))
+    if before is not None:
+        halos = table(bounds, f"conv: halos of {halo}", halo_places)
+        padded = padded.index_copy(0, halos, before.to(dtype).flatten(0, 1))
+    return padded, places
+
+
+def _check_before(before: Tensor | None, shape: tuple[int, ...]) -> None:
     if before is not None and before.shape != shape:
         raise ValueError(
             f"`before` has shape {tuple(before.shape)}; it must be (sequences, taps − 1, "
             f"channels), here {shape}"
         )
-    dtype = torch.promote_types(x_TC.dtype, torch.float32)
-    shifts = np.repeat(np.arange(1, sequences + 1) * halo, np.diff(offsets))
-    places = to_device(np.arange(len(x_TC)) + shifts, x_TC.device)
-    padded = x_TC.new_zeros(len(x_TC) + sequences * halo, x_TC.shape[1], dtype=dtype)
-    padded = padded.index_copy(0, places, x_TC.to(dtype))
-    if before is not None:
-        starts = offsets[:-1] + np.arange(sequences) * halo
-        halos = to_device((starts[:, None] + np.arange(halo)).reshape(-1), x_TC.device)
-        padded = padded.index_copy(0, halos, before.to(dtype).flatten(0, 1))
-    return padded, places
+
+
+def _span_tables(bounds: Bounds | None, x_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """int32: rows since the start of each row's span (T), its span (T), first rows and T (S + 1).
+
+    Made on the device, so that the host does not wait.
+    """
+    rows = len(x_TC)
+
+    def spans() -> Tensor:
+        t = torch.arange(rows, dtype=torch.int32, device=x_TC.device)
+        return torch.searchsorted(starts, t, right=True, out_int32=True) - 1
+
+    def rows_since() -> Tensor:
+        t = torch.arange(rows, dtype=torch.int32, device=x_TC.device)
+        return t - starts.index_select(0, span)
+
+    if bounds is None:
+        starts = torch.arange(2, dtype=torch.int32, device=x_TC.device) * rows
+    else:
+        starts = bounds.cu_seqlens
+    span = table(bounds, "conv: span of each row", spans)
+    return table(bounds, "conv: rows since the start", rows_since), span, starts

@@ -25,11 +25,13 @@ half way to each value: sequences of values 4 8 | 6 give 2 5 | 3.
 """
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Union
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from longshore.ops.backends import pick
 from longshore.ops.boundaries import (
     Bounds,
     Chunks,
@@ -39,8 +41,15 @@ from longshore.ops.boundaries import (
     first_states,
     offsets_of,
     split_decay,
+    table,
 )
 from longshore.ops.products import product, solve_unit_lower
+
+if TYPE_CHECKING:
+    from longshore.ops.delta_rule_fla import FlaDelta
+
+L2_EPS = 1e-6
+"""Of the length of queries and keys; flash-linear-attention has the same."""
 
 
 def gated_delta_rule(
@@ -75,12 +84,37 @@ def delta_transition(
     chunk: int | None = None,
 ) -> Tensor:
     """(S, H, K, K): the matrix by which each sequence multiplies its initial state."""
-    layout = chunks_of(offsets_of(bounds, len(k_THK)), chunk, device=k_THK.device)
+    layout = _layout(bounds, len(k_THK), chunk, device=k_THK.device)
     dtype = torch.promote_types(k_THK.dtype, torch.float32)
     k, none, g, beta = (
         _cut(layout, rows, dtype) for rows in (k_THK, k_THK[..., :0], g_TH, beta_TH)
     )
     return _solve(k, none, g, beta, decay=decays(g)).ends(layout)[0]
+
+
+def prepare_heads(
+    q_TRK: Tensor,
+    k_TRK: Tensor,
+    v_THV: Tensor,
+    g_TH: Tensor,
+    beta_TH: Tensor,
+    *,
+    bounds: Bounds | None = None,
+) -> Union["PreparedDelta", "FlaDelta"]:
+    """`prepare_delta` of queries and keys of any length, each head serving H/R value heads."""
+
+    def plain() -> PreparedDelta:
+        served = v_THV.shape[1] // k_TRK.shape[1]
+        q_THK, k_THK = (_unit(x).repeat_interleave(served, dim=1) for x in (q_TRK, k_TRK))
+        return prepare_delta(q_THK, k_THK, v_THV, g_TH, beta_TH, bounds=bounds)
+
+    kernels = pick("delta rule", k_TRK, v_THV)
+    if kernels is None:
+        return plain()
+    prepared: FlaDelta = kernels.prepare(
+        q_TRK, k_TRK, v_THV, g_TH, beta_TH, bounds=bounds, make_plain=plain
+    )
+    return prepared
 
 
 def prepare_delta(
@@ -96,7 +130,7 @@ def prepare_delta(
 ) -> "PreparedDelta":
     """The part of `gated_delta_rule` that does not depend on the initial states."""
     rows, _, keys = k_THK.shape
-    layout = chunks_of(offsets_of(bounds, rows), chunk, device=v_THV.device)
+    layout = _layout(bounds, rows, chunk, device=v_THV.device)
     dtype = torch.promote_types(v_THV.dtype, torch.float32)
     q, k, v, g, beta = (_cut(layout, each, dtype) for each in (q_THK, k_THK, v_THV, g_TH, beta_TH))
     q = q * (keys**-0.5 if scale is None else scale)
@@ -200,6 +234,17 @@ def _solve(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, decay: Tensor) -> C
         one=one,
         rest=rest,
     )
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Heads of length 1, in float32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide * (wide.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
+
+
+def _layout(bounds: Bounds | None, rows: int, chunk: int | None, *, device: torch.device) -> Chunks:
+    offsets = offsets_of(bounds, rows)
+    return table(bounds, f"chunks of {chunk}", lambda: chunks_of(offsets, chunk, device=device))
 
 
 def _since_start(g: Tensor) -> Tensor:

@@ -1,0 +1,126 @@
+"""The gated delta rule by flash-linear-attention, for half precision on GPUs.
+
+In: as `prepare_heads` of ops/delta_rule.py: queries and keys of any length, with fewer heads than
+values; the kernels norm them and share them out. Out: what `PreparedDelta` offers. The kernels give
+no transitions: whoever asks for `ends` gets those of plain torch, and then its outputs too.
+
+Spans without rows are left out of the call, and their final states are their initial ones. Spans
+of 0, 3 and 70 rows reach the kernels as cu_seqlens 0 3 73 and, in chunks of 64 rows, as the chunks
+(0, 0), (1, 0), (1, 1). Both are made on the host, once for the boundaries, so that it never waits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+from torch import Tensor
+
+from longshore.ops.boundaries import Bounds, first_states, offsets_of, table, to_device
+
+CHUNK = 64
+"""Rows of a chunk of the kernels."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FilledSpans:
+    """The spans that have rows, as the kernels want them."""
+
+    cu_seqlens: Tensor
+    """int32 (N + 1)."""
+    chunks: Tensor
+    """int32 (chunks, 2): the span of each chunk, and its number there."""
+    kept: Tensor
+    """int64 (N): their indices among all spans."""
+
+
+class PlainDelta(Protocol):
+    """What plain torch prepares: `PreparedDelta` of ops/delta_rule.py."""
+
+    def ends(self) -> tuple[Tensor, Tensor]: ...
+    def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(slots=True, eq=False)
+class FlaDelta:
+    """A call of the kernels, to be made when the initial states are known."""
+
+    rows: tuple[Tensor, ...]
+    """q and k (T, R, K), v (T, H, V), g and beta (T, H)."""
+    bounds: Bounds | None
+    """The spans of the rows."""
+    make_plain: Callable[[], PlainDelta]
+    """The same by plain torch."""
+    plain: PlainDelta | None = None
+    """Made when transitions are asked for."""
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Of each span, the transition (S, H, K, K) and the final state from 0 (S, H, K, V)."""
+        if self.plain is None:
+            self.plain = self.make_plain()
+        return self.plain.ends()
+
+    def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Outputs (T, H, V) and final states (S, H, K, V)."""
+        if self.plain is not None:
+            return self.plain.run(initial)
+        q_TRK, _, v_THV, *_ = self.rows
+        offsets = offsets_of(self.bounds, len(v_THV))
+        spans = table(
+            self.bounds, "delta rule: spans with rows", lambda: _filled(offsets, v_THV.device)
+        )
+        shape = (len(offsets) - 1, v_THV.shape[1], q_TRK.shape[2], v_THV.shape[2])
+        dropped = len(spans.kept) < shape[0]
+        states = None
+        if initial is not None or dropped:
+            states = first_states(initial, shape, like=v_THV)
+        entering = states if states is None or not dropped else states.index_select(0, spans.kept)
+        q, k, v, g, beta = (each.unsqueeze(0) for each in self.rows)
+        out, final = chunk_gated_delta_rule(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            initial_state=entering,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=spans.cu_seqlens,
+            chunk_indices=spans.chunks,
+        )
+        if dropped:
+            assert states is not None
+            final = states.index_copy(0, spans.kept, final)
+        return out.squeeze(0), final
+
+
+def prepare(
+    q_TRK: Tensor,
+    k_TRK: Tensor,
+    v_THV: Tensor,
+    g_TH: Tensor,
+    beta_TH: Tensor,
+    *,
+    bounds: Bounds | None,
+    make_plain: Callable[[], PlainDelta],
+) -> FlaDelta:
+    """All that can be done before the initial states are known, which is nothing."""
+    offsets_of(bounds, len(v_THV))
+    return FlaDelta((q_TRK, k_TRK, v_THV, g_TH, beta_TH), bounds, make_plain)
+
+
+def _filled(offsets: tuple[int, ...], device: torch.device) -> FilledSpans:
+    joints = np.asarray(offsets, dtype=np.int64)
+    lengths = joints[1:] - joints[:-1]
+    kept = np.flatnonzero(lengths)
+    counts = -(-lengths[kept] // CHUNK)
+    span = np.repeat(np.arange(len(kept)), counts)
+    number = np.arange(len(span)) - (np.cumsum(counts) - counts)[span]
+    ends = np.concatenate([[0], np.cumsum(lengths[kept])])
+    return FilledSpans(
+        cu_seqlens=to_device(ends.astype(np.int32), device),
+        chunks=to_device(np.stack([span, number], axis=1).astype(np.int32), device),
+        kept=to_device(kept, device),
+    )
