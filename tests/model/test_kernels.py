@@ -13,7 +13,6 @@ pytest.importorskip("triton", reason="needs Triton")
 from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
-from longshore.arch.part import Norm
 from longshore.batch import Depth, Targets, whole_context
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
