@@ -45,6 +45,7 @@ from longshore.model.interface import (
 from longshore.model.norm import RMSNorm
 from longshore.model.rope import Tables
 from longshore.ops.attention import attention, attention_backward, attention_forward
+from longshore.ops.gate import sigmoid_gate
 from longshore.ops.rope import rotate
 
 
@@ -75,14 +76,12 @@ class Attention(nn.Module):
         q_THD, gate_THD = self._queries(x_TC)
         k_TKD = self.k_proj(x_TC).unflatten(-1, (-1, self.config.head_dim))
         v_TKD = self.v_proj(x_TC).unflatten(-1, (-1, self.config.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
-        if self.rope is not None:
-            cos_TR, sin_TR = tables[self.rope]
-            q_THD, k_TKD = rotate(q_THD, cos_TR, sin_TR), rotate(k_TKD, cos_TR, sin_TR)
+        table = None if self.rope is None else tables[self.rope]
+        q_THD = _normed_rotated(q_THD, self.q_norm, table)
+        k_TKD = _normed_rotated(k_TKD, self.k_norm, table)
         attended_THD = self._attend(q_THD, k_TKD, v_TKD, ctx)
         if gate_THD is not None:
-            attended_THD = attended_THD * gate_THD.sigmoid()
+            attended_THD = sigmoid_gate(attended_THD, gate_THD)
         output_TC: Tensor = self.o_proj(attended_THD.flatten(-2))
         return output_TC
 
@@ -107,6 +106,18 @@ class Attention(nn.Module):
                 attention(q, k, v, bounds=bounds, scale=scale, window=window)
             )
         return attend_visible(exchange, q, (k, v), scale=scale, window=window)
+
+
+def _normed_rotated(
+    x_THD: Tensor, norm: RMSNorm | None, table: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """x normed where there is a norm, rotated where there is a table; one kernel for both."""
+    if norm is None:
+        return x_THD if table is None else rotate(x_THD, *table)
+    if table is None:
+        normed_THD: Tensor = norm(x_THD)
+        return normed_THD
+    return norm.rotated(x_THD, *table)
 
 
 def over_heads(heads: int, kv_heads: int, cp_size: int, *, kind: AttentionKind) -> bool:

@@ -72,14 +72,15 @@ class Block(nn.Module):
         self._compiled = torch.compile(self._run, **options)
 
     def _run(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Output:
+        mixed_TC = None
         if self.mixer is not None and self.mixer_norm is not None:
-            normed_TC = self.mixer_norm(x_TC.to(self.mixer_norm.weight.dtype))
-            x_TC = x_TC + self.mixer(normed_TC, ctx, tables)
+            x_TC, normed_TC = self.mixer_norm.add(x_TC, None)
+            mixed_TC = self.mixer(normed_TC, ctx, tables)
         if self.mlp is not None and self.mlp_norm is not None:
-            normed_TC = self.mlp_norm(x_TC.to(self.mlp_norm.weight.dtype))
+            x_TC, normed_TC = self.mlp_norm.add(x_TC, mixed_TC)
             out_TC, routed = self.mlp(normed_TC, ctx)
             return Output(x_TC + out_TC, () if routed is None else (routed,))
-        return Output(x_TC, ())
+        return Output(x_TC if mixed_TC is None else x_TC + mixed_TC, ())
 
 
 class MTPDepth(nn.Module):

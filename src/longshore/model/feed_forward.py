@@ -28,7 +28,6 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Norm
@@ -37,6 +36,14 @@ from longshore.model.fill import RESIDUAL, Fill
 from longshore.model.interface import LOCAL, Context, Exchanges, Routed, eager
 from longshore.model.norm import Float32Parameters
 from longshore.ops.experts import expert_mlp
+from longshore.ops.gate import gated_linear
+
+
+class GatedLinear(nn.Linear):
+    """A product with what gate and up make together, which is not kept for backward by kernels."""
+
+    def forward(self, up_TF: Tensor, gate_TF: Tensor | None = None) -> Tensor:
+        return gated_linear(gate_TF, up_TF, self.weight)
 
 
 class MLP(nn.Module):
@@ -48,15 +55,12 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(width, config.width, bias=False) if config.gated else None
         self.up_proj = nn.Linear(width, config.width, bias=False)
-        self.down_proj = nn.Linear(config.width, width, bias=False)
+        self.down_proj = GatedLinear(config.width, width, bias=False)
 
     def forward(self, x_TC: Tensor, ctx: Context) -> tuple[Tensor, None]:
         up_TF = self.up_proj(x_TC)
-        if self.gate_proj is None:
-            inner_TF = functional.relu(up_TF).square()
-        else:
-            inner_TF = functional.silu(self.gate_proj(x_TC)) * up_TF
-        output_TC: Tensor = self.down_proj(inner_TF)
+        gate_TF = None if self.gate_proj is None else self.gate_proj(x_TC)
+        output_TC: Tensor = self.down_proj(up_TF, gate_TF)
         return output_TC, None
 
 

@@ -100,9 +100,7 @@ class MLA(nn.Module):
 
     def forward(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Tensor:
         cos_TE, sin_TE = tables[self.rope]
-        q_THD = self._queries(x_TC)
-        q_THN, q_THE = q_THD.split([self.config.nope_dim, self.config.rope_dim], dim=2)
-        q_THD = torch.cat([q_THN, rotate(q_THE, cos_TE, sin_TE)], dim=2)
+        q_THD = rotate(self._queries(x_TC), cos_TE, sin_TE, start=self.config.nope_dim)
         down_TR, key_TE = self.kv_down(x_TC).split(
             [self.config.kv_rank, self.config.rope_dim], dim=1
         )

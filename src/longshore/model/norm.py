@@ -13,6 +13,8 @@ from torch.nn import functional
 
 from longshore.arch.part import Norm
 from longshore.ops.gated_norm import norm_after_gate, norm_before_gate
+from longshore.ops.norm import add_norm, rms_norm
+from longshore.ops.rope import norm_rotate
 
 
 class RMSNorm(nn.Module):
@@ -22,13 +24,16 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((width,), 0.0 if norm.zero_centred else 1.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.norm.zero_centred:
-            weight = self.weight.to(torch.promote_types(self.weight.dtype, x.dtype))
-            return functional.rms_norm(x, weight.shape, weight, self.norm.eps)
-        # In float32 at least: in bfloat16 a small weight would be lost beside 1.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        scale = 1.0 + self.weight.to(wide)
-        return functional.rms_norm(x.to(wide), scale.shape, scale, self.norm.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.norm.eps, zero_centred=self.norm.zero_centred)
+
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + delta, or x itself, and its norm in the weight's dtype."""
+        return add_norm(x, delta, self.weight, self.norm.eps, zero_centred=self.norm.zero_centred)
+
+    def rotated(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+        """The norm of each head, rotated."""
+        centred = self.norm.zero_centred
+        return norm_rotate(x_THD, self.weight, self.norm.eps, cos_TR, sin_TR, zero_centred=centred)
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.norm.eps:g}"

@@ -161,6 +161,27 @@ def _triton_version() -> str:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         return "0"
+def _norm(x: Tensor, weight: Tensor) -> str | None:
+    width = weight.shape[0]
+    if refused := _pointwise(x, weight):
+        return refused
+    if x.dtype not in (weight.dtype, torch.float32):
+        return f"a norm of {x.dtype} with a weight of {weight.dtype}"
+    return None if width <= 8192 else f"rows of {width} are wider than 8192"
+
+
+def _rope(x: Tensor, cos: Tensor, weight: Tensor | None = None) -> str | None:
+    if refused := _pointwise(x, cos):
+        return refused
+    if cos.dtype != torch.float32 or x.shape[2] > 2048:
+        return f"tables of {cos.dtype} and heads of {x.shape[2]}"
+    return None if weight is None else _norm(x, weight)
+
+
+def _pointwise(*tensors: Tensor) -> str | None:
+    if refused := on_gpu(*tensors):
+        return refused
+    return None if all(x.numel() for x in tensors) else "there are no rows"
 
 
 BACKENDS: dict[str, tuple[Backend, ...]] = {
@@ -183,6 +204,9 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
     "gated norm": (
         Backend("triton", "longshore.ops.kernels.gated_norm", _gated_norm, package="triton"),
     ),
+    "norm": (Backend("triton", "longshore.ops.kernels.norm", _norm, package="triton"),),
+    "gate": (Backend("triton", "longshore.ops.kernels.gate", _pointwise, package="triton"),),
+    "rope": (Backend("triton", "longshore.ops.kernels.rope", _rope, package="triton"),),
 }
 """By op, in order of preference; where none is left, plain torch."""
 

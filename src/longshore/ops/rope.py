@@ -5,29 +5,66 @@ first 2R dims rotated, dim i together with dim i + R, and the rest unchanged. Co
 least, returned in x's dtype.
 
 D = 5, R = 2, angles 90° and 0°: (1, 2, 3, 4, 5) becomes (−3, 2, 1, 4, 5); the pair (1, 3) rotates
-to (−3, 1).
+to (−3, 1). With start=1 the dims 1 to 4 rotate: (1, 2, 3, 4, 5) becomes (1, −4, 3, 2, 5).
+
+`norm_rotate` norms each head before, with one weight (D) for all heads.
 """
 
 import torch
 from torch import Tensor
 
+from longshore.ops.backends import pick
+from longshore.ops.norm import rms_norm
 
-def rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    """x with its first 2R dims rotated."""
+
+def rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, start: int = 0) -> Tensor:
+    """x with its dims start … start + 2R rotated."""
+    _check(x_THD, cos_TR, sin_TR, start)
+    kernels = pick("rope", x_THD, cos_TR)
+    if kernels is not None:
+        output: Tensor = kernels.rotate(x_THD, cos_TR, sin_TR, start=start)
+        return output
+    return _rotate(x_THD, cos_TR, sin_TR, start)
+
+
+def norm_rotate(
+    x_THD: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    *,
+    zero_centred: bool = False,
+) -> Tensor:
+    """rotate(rms_norm(x)); see ops/norm.py."""
+    _check(x_THD, cos_TR, sin_TR, 0)
+    kernels = pick("rope", x_THD, cos_TR, weight_D)
+    if kernels is not None:
+        output: Tensor = kernels.norm_rotate(x_THD, weight_D, eps, cos_TR, sin_TR, zero_centred)
+        return output
+    return rotate(rms_norm(x_THD, weight_D, eps, zero_centred=zero_centred), cos_TR, sin_TR)
+
+
+def _check(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, start: int) -> None:
     tokens, _, width = x_THD.shape
-    half = cos_TR.shape[-1]
-    if cos_TR.shape != (tokens, half) or sin_TR.shape != cos_TR.shape or 2 * half > width:
+    half, room = cos_TR.shape[-1], width - start
+    if cos_TR.shape != (tokens, half) or sin_TR.shape != cos_TR.shape or 2 * half > room:
         raise ValueError(
             f"x is {tuple(x_THD.shape)}, the tables are {tuple(cos_TR.shape)} and "
-            f"{tuple(sin_TR.shape)}; they need x's {tokens} rows and at most {width // 2} columns"
+            f"{tuple(sin_TR.shape)}; they need x's {tokens} rows and at most {room // 2} columns"
         )
+
+
+def _rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, start: int) -> Tensor:
+    half = cos_TR.shape[-1]
+    middle, stop = start + half, start + 2 * half
     dtype = torch.promote_types(x_THD.dtype, torch.float32)
     cos_T1R, sin_T1R = cos_TR.to(dtype).unsqueeze(1), sin_TR.to(dtype).unsqueeze(1)
-    first_THR = x_THD[..., :half].to(dtype)
-    second_THR = x_THD[..., half : 2 * half].to(dtype)
+    first_THR = x_THD[..., start:middle].to(dtype)
+    second_THR = x_THD[..., middle:stop].to(dtype)
     parts = (
         (first_THR * cos_T1R - second_THR * sin_T1R).to(x_THD.dtype),
         (second_THR * cos_T1R + first_THR * sin_T1R).to(x_THD.dtype),
-        x_THD[..., 2 * half :],
+        x_THD[..., stop:],
     )
-    return torch.cat(parts, dim=2)
+    return torch.cat(parts if not start else (x_THD[..., :start], *parts), dim=2)

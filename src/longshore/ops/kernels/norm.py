@@ -1,0 +1,294 @@
+"""RMS norms in Triton: the residual's sum and its norm in one kernel, both gradients in another.
+
+In and out: as ops/norm.py. Every tensor is read once and written once. For backward the sum alone
+is kept, which the next layer's residual keeps anyway; the root mean square is computed again.
+
+A program takes `ROWS` rows of one tile. Backward runs a fixed number of programs; each walks over
+the rows with a stride and keeps its part of the weight's gradient in registers. With 10 rows, 4 a
+tile and 2 programs, program 0 takes rows 0 to 3 and 8 to 9, program 1 rows 4 to 7, and the sum of
+their two parts is the gradient, in the same order every time.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton import language as tl
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward(
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    total_ptr,
+    normed_ptr,
+    rows,
+    x_stride,
+    delta_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADDS: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < WIDTH)
+    x = tl.load(x_ptr + row * x_stride + column, inside, 0.0).to(tl.float32)
+    if ADDS:
+        x += tl.load(delta_ptr + row * delta_stride + column, inside, 0.0).to(tl.float32)
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * WIDTH + column, total, inside)
+        # The norm of what backward will read.
+        x = total.to(tl.float32)
+    scale = tl.load(weight_ptr + column, column < WIDTH, 0.0).to(tl.float32)
+    if ZERO_CENTRED:
+        scale += 1.0
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1, keep_dims=True) / WIDTH + eps)
+    normed = (x * rstd * scale).to(normed_ptr.dtype.element_ty)
+    tl.store(normed_ptr + row * WIDTH + column, normed, inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward(
+    dtotal_ptr,
+    dnormed_ptr,
+    x_ptr,
+    weight_ptr,
+    dx_ptr,
+    ddelta_ptr,
+    partial_ptr,
+    rows,
+    dtotal_stride,
+    dnormed_stride,
+    x_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr,
+    HAS_DDELTA: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)[None, :]
+    scale = tl.load(weight_ptr + column, column < WIDTH, 0.0).to(tl.float32)
+    if ZERO_CENTRED:
+        scale += 1.0
+    dweight = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+        inside = (row < rows) & (column < WIDTH)
+        x = tl.load(x_ptr + row * x_stride + column, inside, 0.0).to(tl.float32)
+        dnormed = tl.load(dnormed_ptr + row * dnormed_stride + column, inside, 0.0)
+        dnormed = dnormed.to(tl.float32)
+        dscaled = dnormed * scale
+        # Rows past the end hold zeros; without eps they would give 0 · inf.
+        square = tl.where(row < rows, tl.sum(x * x, 1, keep_dims=True) / WIDTH + eps, 1.0)
+        rstd = 1.0 / tl.sqrt(square)
+        xhat = x * rstd
+        dweight += dnormed * xhat
+        dx = rstd * (dscaled - xhat * (tl.sum(dscaled * xhat, 1, keep_dims=True) / WIDTH))
+        if HAS_DTOTAL:
+            dtotal = tl.load(dtotal_ptr + row * dtotal_stride + column, inside, 0.0)
+            dx += dtotal.to(tl.float32)
+        tl.store(dx_ptr + row * WIDTH + column, dx.to(dx_ptr.dtype.element_ty), inside)
+        if HAS_DDELTA:
+            ddelta = dx.to(ddelta_ptr.dtype.element_ty)
+            tl.store(ddelta_ptr + row * WIDTH + column, ddelta, inside)
+    # The columns of the sum have to be of the shape of `column`.
+    part = tl.sum(dweight, 0, keep_dims=True)
+    tl.store(partial_ptr + tl.program_id(0) * WIDTH + column, part, column < WIDTH)
+
+
+class _AddNorm(torch.autograd.Function):
+    """The sum and its norm; where nothing is added, the sum is x itself."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        x: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        zero_centred: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        total, normed = forward(x, delta, weight, eps, zero_centred, dtype=weight.dtype)
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.zero_centred = eps, zero_centred
+        ctx.dtypes = x.dtype, None if delta is None else delta.dtype
+        return total, normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any,  # noqa: ANN401
+        dtotal: Tensor | None,
+        dnormed: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        total, weight = ctx.saved_tensors
+        x_dtype, delta_dtype = ctx.dtypes
+        if dnormed is None:
+            dx = None if dtotal is None else dtotal.to(x_dtype)
+            ddelta = None if dtotal is None or delta_dtype is None else dtotal.to(delta_dtype)
+            return dx, ddelta, None, None, None
+        dx, ddelta, dweight = backward(
+            dtotal,
+            dnormed,
+            total,
+            weight,
+            dtypes=(x_dtype, delta_dtype),
+            eps=ctx.eps,
+            zero_centred=ctx.zero_centred,
+        )
+        return dx, ddelta, dweight, None, None
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        zero_centred: bool,
+    ) -> Tensor:
+        _, normed = forward(x, None, weight, eps, zero_centred, dtype=x.dtype)
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.zero_centred = eps, zero_centred
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dnormed: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        x, weight = ctx.saved_tensors
+        dx, _, dweight = backward(
+            None,
+            dnormed,
+            x,
+            weight,
+            dtypes=(x.dtype, None),
+            eps=ctx.eps,
+            zero_centred=ctx.zero_centred,
+        )
+        return dx, dweight, None, None
+
+
+def add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, zero_centred: bool
+) -> tuple[Tensor, Tensor]:
+    both: tuple[Tensor, Tensor] = _AddNorm.apply(x, delta, weight, eps, zero_centred)
+    return both
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
+    normed: Tensor = _RMSNorm.apply(x, weight, eps, zero_centred)
+    return normed
+
+
+def forward(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    zero_centred: bool,
+    *,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The sum, and the norm in `dtype`."""
+    x_NC, width = as_rows(x), x.shape[-1]
+    normed = x.new_empty(x.shape, dtype=dtype)
+    total, delta_NC = x, x_NC
+    if delta is not None:
+        total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, delta.dtype))
+        delta_NC = as_rows(delta)
+    rows, shape = len(x_NC), tile(width)
+    _forward[(triton.cdiv(rows, shape["ROWS"]),)](
+        x_NC,
+        delta_NC,
+        weight,
+        total,
+        normed,
+        rows,
+        x_NC.stride(0),
+        delta_NC.stride(0),
+        eps,
+        WIDTH=width,
+        ADDS=delta is not None,
+        ZERO_CENTRED=zero_centred,
+        **shape,
+    )
+    return total, normed
+
+
+def backward(
+    dtotal: Tensor | None,
+    dnormed: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    *,
+    dtypes: tuple[torch.dtype, torch.dtype | None],
+    eps: float,
+    zero_centred: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients of x, of delta and of the weight. dtypes: of x and delta; alike they share one."""
+    total_NC, dnormed_NC, width = as_rows(total), as_rows(dnormed), total.shape[-1]
+    dtotal_NC = dnormed_NC if dtotal is None else as_rows(dtotal)
+    x_dtype, delta_dtype = dtypes
+    dx = total.new_empty(total.shape, dtype=x_dtype)
+    apart = delta_dtype is not None and delta_dtype != x_dtype
+    ddelta = total.new_empty(total.shape, dtype=delta_dtype) if apart else dx
+    rows, shape = len(total_NC), tile(width)
+    count = programs(total.device, tiles=triton.cdiv(rows, shape["ROWS"]))
+    partial = total.new_empty(count, width, dtype=torch.float32)
+    _backward[(count,)](
+        dtotal_NC,
+        dnormed_NC,
+        total_NC,
+        weight,
+        dx,
+        ddelta,
+        partial,
+        rows,
+        dtotal_NC.stride(0),
+        dnormed_NC.stride(0),
+        total_NC.stride(0),
+        eps,
+        WIDTH=width,
+        HAS_DTOTAL=dtotal is not None,
+        HAS_DDELTA=apart,
+        ZERO_CENTRED=zero_centred,
+        **shape,
+    )
+    return dx, None if delta_dtype is None else ddelta, partial.sum(0).to(weight.dtype)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """(N, C) with its last dim contiguous; a copy only where no view can be."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def tile(width: int) -> dict[str, int]:
+    """Rows at once, and threads: 32 numbers of each tensor for a thread."""
+    block = triton.next_power_of_2(width)
+    rows = max(1, 4096 // block)
+    return {"BLOCK": block, "ROWS": rows, "num_warps": max(4, rows * block // 1024)}
+
+
+def programs(device: torch.device, *, tiles: int, each: int = 4) -> int:
+    """How many walk over the tiles: `each` on a multiprocessor, the same for every call."""
+    return max(1, min(tiles, each * multiprocessors(device)))
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """1 in Triton's interpreter, so that small tests have programs with several tiles."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
