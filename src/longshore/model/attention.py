@@ -109,7 +109,7 @@ class Attention(nn.Module):
         # Backward is the mirror image, as autograd runs what was created last first.
         for place, exchange in enumerate(self.exchanges.each(ctx)):
             if over_heads(heads, kv_heads, exchange.size, kind=kind):
-                outputs[place] = self._attend_heads(exchange, q_THD, k_TKD, v_TKD)
+                outputs[place] = self._attend_pack(exchange, q_THD, k_TKD, v_TKD)
             else:
                 gathered[place] = exchange
         if gathered:
@@ -119,7 +119,8 @@ class Attention(nn.Module):
             outputs |= zip(gathered, visible, strict=True)
         return joined([outputs[place] for place in sorted(outputs)])
 
-    def _attend_heads(self, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_pack(self, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One pack whose heads the lanes share out."""
         scale, window = self.config.head_dim**-0.5, self.config.window
         rows, bounds = exchange.pack.rows, exchange.pack.padded
         q, k, v = exchange.to_heads((q[rows], k[rows], v[rows]))
