@@ -7,6 +7,8 @@ Two ranks with shards [1, 2] and [3, 4]: `gather` gives both [1, 2, 3, 4], and t
 [a, b, c, d] and [e, f, g, h] come back summed and scattered, [a+e, b+f] and [c+g, d+h];
 `reduce_scatter` is the reverse. `all_to_all` with sends [0, 2] on the first rank and [1, 1] on the
 second gives them [3] and [1, 2, 4], and sends gradients back to where the rows came from.
+`begin_gather(shard, group)` returns at once and its `wait()` gives [1, 2, 3, 4]; what is computed
+in between runs at the same time.
 
 In a group of one rank nothing is sent and the tensor itself is returned. Rows are sent as bytes, so
 every dtype works; only sums need a dtype that the backend can add.
@@ -19,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -89,12 +91,66 @@ def reduce_scatter(whole: Tensor, group: ProcessGroup) -> Tensor:
 
     Backward: gather.
     """
+    _check_even(whole, group)
+    return whole if group.size() == 1 else _apply(_ReduceScatter, whole, group)
+
+
+class Waitable(Protocol):
+    def wait(self) -> object: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Begun:
+    """A collective that runs; no autograd. `wait()` must be called, once.
+
+    On NCCL it makes the current stream wait, not the host; on gloo the host waits. Keep this object
+    until then, and wait on the stream that was current at the beginning: it holds the memory that
+    NCCL's own stream reads and writes. After that the current stream is behind the collective, and
+    memory that was allocated on this stream can be reused on it: no record_stream is needed.
+    """
+
+    work: Waitable | None
+    """What torch returned; None where nothing is sent."""
+    result: Tensor
+    """Where the result will be."""
+    sent: Tensor
+    """What is read until the end."""
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.result
+
+
+def begin_gather(shard: Tensor, group: ProcessGroup) -> Begun:
+    """As `gather`, without waiting for it and without autograd."""
+    if group.size() == 1:
+        return Begun(None, shard, shard)
+    sent = _as_bytes(shard.detach())
+    whole = shard.new_empty(group.size() * shard.shape[0], *shard.shape[1:])
+    work = _all_gather(_as_bytes(whole), sent, group=group, async_op=True)
+    _note("gather", (group.size() - 1) * shard.nbytes)
+    return Begun(work, whole, sent)
+
+
+def begin_reduce_scatter(whole: Tensor, group: ProcessGroup) -> Begun:
+    """As `reduce_scatter`, without waiting for it and without autograd."""
+    _check_even(whole, group)
+    if group.size() == 1:
+        return Begun(None, whole, whole)
+    sent = whole.detach().contiguous()
+    part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
+    work = _reduce_scatter(part, sent, group=group, async_op=True)
+    _note("reduce_scatter", (group.size() - 1) * part.nbytes)
+    return Begun(work, part, sent)
+
+
+def _check_even(whole: Tensor, group: ProcessGroup) -> None:
     if whole.shape[0] % group.size():
         raise ValueError(
             f"{whole.shape[0]} rows cannot be scattered evenly over {group.size()} ranks; "
             "pad them to a multiple"
         )
-    return whole if group.size() == 1 else _apply(_ReduceScatter, whole, group)
 
 
 def all_to_all(
@@ -153,10 +209,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, group: ProcessGroup) -> Tensor:  # noqa: ANN401
         ctx.group = group
-        whole = shard.new_empty(group.size() * shard.shape[0], *shard.shape[1:])
-        _all_gather(_as_bytes(whole), _as_bytes(shard), group=group)
-        _note("gather", (group.size() - 1) * shard.nbytes)
-        return whole
+        return begin_gather(shard, group).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
@@ -167,10 +220,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: ProcessGroup) -> Tensor:  # noqa: ANN401
         ctx.group = group
-        part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
-        _reduce_scatter(part, whole.contiguous(), group=group)
-        _note("reduce_scatter", (group.size() - 1) * part.nbytes)
-        return part
+        return begin_reduce_scatter(whole, group).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401

@@ -5,7 +5,8 @@ is served is chosen for each pack:
 
 - `gather`: one gather of K and V over the group. Only the lane's own are kept for backward, which
   gathers again and then sums and scatters the gradients, so memory does not grow with the pack. At
-  CP size 1 nothing travels.
+  CP size 1 nothing travels. While one pack is attended to the next one travels: model/interface.py
+  has the order.
 - `heads`: an all-to-all gives each lane all tokens of its share of the heads, a second one brings
   the outputs back. The CP size must divide the KV heads.
 
@@ -21,7 +22,7 @@ T tokens, H query heads, K key and value heads, D dims of a head. With 32 heads,
 dims at width 2048, 5 tokens become q (5, 32, 64), k and v (5, 8, 64), and (5, 2048) again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -39,8 +40,12 @@ from longshore.model.interface import (
     Context,
     Exchange,
     Exchanges,
+    HereAlready,
+    PendingRows,
+    backward_steps,
     eager,
-    over_packs,
+    forward_steps,
+    joined,
 )
 from longshore.model.norm import RMSNorm
 from longshore.model.rope import Tables
@@ -95,17 +100,30 @@ class Attention(nn.Module):
 
     @eager
     def _attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, ctx: SeqContext) -> Tensor:
-        return over_packs(self._attend_pack, ctx, self.exchanges, q_THD, k_TKD, v_TKD)
+        heads, kv_heads, kind = q_THD.shape[1], k_TKD.shape[1], self.exchanges.attention
+        outputs: dict[int, Tensor] = {}
+        gathered: dict[int, Exchange] = {}
+        # Packs split over heads come before all others, on every lane: which way a pack takes
+        # depends on its CP size alone, so that the order of the collectives stays one for all.
+        # Backward is the mirror image, as autograd runs what was created last first.
+        for place, exchange in enumerate(self.exchanges.each(ctx)):
+            if over_heads(heads, kv_heads, exchange.size, kind=kind):
+                outputs[place] = self._attend_pack(exchange, q_THD, k_TKD, v_TKD)
+            else:
+                gathered[place] = exchange
+        if gathered:
+            scale, window = self.config.head_dim**-0.5, self.config.window
+            exchanges, rows = tuple(gathered.values()), (k_TKD, v_TKD)
+            visible = attend_visible(exchanges, q_THD, rows, scale=scale, window=window)
+            outputs |= zip(gathered, visible, strict=True)
+        return joined([outputs[place] for place in sorted(outputs)])
 
     def _attend_pack(self, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One pack whose heads the lanes share out."""
         scale, window = self.config.head_dim**-0.5, self.config.window
-        if over_heads(q.shape[1], k.shape[1], exchange.size, kind=self.exchanges.attention):
-            q, k, v = exchange.to_heads((q, k, v))
-            bounds = exchange.pack.padded
-            return exchange.from_heads(
-                attention(q, k, v, bounds=bounds, scale=scale, window=window)
-            )
-        return attend_visible(exchange, q, (k, v), scale=scale, window=window)
+        rows, bounds = exchange.pack.rows, exchange.pack.padded
+        q, k, v = exchange.to_heads((q[rows], k[rows], v[rows]))
+        return exchange.from_heads(attention(q, k, v, bounds=bounds, scale=scale, window=window))
 
 
 def _normed_rotated(
@@ -160,7 +178,7 @@ class AsTheyAre:
 
 
 def attend_visible(
-    exchange: Exchange,
+    exchanges: tuple[Exchange, ...],
     q_THD: Tensor,
     rows: tuple[Tensor, ...],
     *,
@@ -168,35 +186,54 @@ def attend_visible(
     window: int | None = None,
     weight: Tensor | None = None,
     keys_values: KeysValues | None = None,
-) -> Tensor:
-    """(T, H, V): the lane's queries against all rows of the pack that they may see.
+) -> tuple[Tensor, ...]:
+    """For each of these packs (its rows, H, V): the lane's queries against all rows they may see.
 
-    rows: of the lane's tokens, what others need of them to make keys and values. For backward only
-    the lane's own rows are kept, with q and the output; the others' are fetched again.
+    q_THD and rows are of all tokens of the lane, whether in these packs or not; rows: what others
+    need of them to make keys and values. For backward only the lane's own rows are kept, with q and
+    the outputs; the others' are fetched again.
     """
-    spec = _Spec(exchange, keys_values or AsTheyAre(), scale, window)
-    output: Tensor = _AttendVisible.apply(spec, q_THD, weight, *rows)  # type: ignore[no-untyped-call]
-    return output
+    spec = _Spec(exchanges, keys_values or AsTheyAre(), scale, window)
+    outputs: tuple[Tensor, ...] = _AttendVisible.apply(spec, q_THD, weight, *rows)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spec:
-    exchange: Exchange
+    exchanges: tuple[Exchange, ...]
     keys_values: KeysValues
     scale: float
     window: int | None
 
     @property
-    def options(self) -> dict[str, Any]:
+    def cp_sizes(self) -> list[int]:
+        return [exchange.size for exchange in self.exchanges]
+
+    def options(self, place: int) -> dict[str, Any]:
         return {
-            "bounds": self.exchange.bounds,
-            "key_bounds": self.exchange.visible_bounds,
+            "bounds": self.exchanges[place].bounds,
+            "key_bounds": self.exchanges[place].visible_bounds,
             "scale": self.scale,
             "window": self.window,
         }
 
+    def own(self, rows: Sequence[Tensor], place: int) -> tuple[Tensor, ...]:
+        """The rows of one pack."""
+        return tuple(part[self.exchanges[place].pack.rows] for part in rows)
+
+    def placed(self, parts: list[Tensor], like: Tensor) -> Tensor:
+        """The packs' parts among the rows of all tokens, 0 at those of other packs."""
+        if sum(map(len, parts)) == len(like):
+            return joined(parts)
+        everything = torch.zeros_like(like)
+        for exchange, part in zip(self.exchanges, parts, strict=True):
+            everything[exchange.pack.rows] = part
+        return everything
+
 
 class _AttendVisible(torch.autograd.Function):
+    """All packs in one node: autograd would run the packs' own nodes one after the other."""
+
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401
@@ -204,20 +241,69 @@ class _AttendVisible(torch.autograd.Function):
         q: Tensor,
         weight: Tensor | None,
         *rows: Tensor,
-    ) -> Tensor:
-        k, v = spec.keys_values.make(spec.exchange.visible(rows), weight)
-        output, lse = attention_forward(q, k, v, **spec.options)
+    ) -> tuple[Tensor, ...]:
+        coming: dict[int, PendingRows] = {}
+        results: dict[int, tuple[Tensor, Tensor]] = {}
+        for action, place in forward_steps(spec.cp_sizes):
+            own = spec.own(rows, place)
+            if action == "gather":
+                coming[place] = spec.exchanges[place].begin_visible(own)
+                continue
+            visible = coming.pop(place, HereAlready(own)).wait()
+            k, v = spec.keys_values.make(visible, weight)
+            (q_pack,) = spec.own((q,), place)
+            results[place] = attention_forward(q_pack, k, v, **spec.options(place))
+        outputs, lses = zip(*(results[place] for place in range(len(results))), strict=True)
         ctx.spec = spec
-        ctx.save_for_backward(q, weight, output, lse, *rows)
-        return output
+        ctx.save_for_backward(q, weight, *rows, *outputs, *lses)
+        return outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        q, weight, output, lse, *rows = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         spec: _Spec = ctx.spec
-        visible = spec.exchange.visible(tuple(rows))
-        k, v = spec.keys_values.make(visible, weight)
-        dq, dk, dv = attention_backward(grad, q, k, v, output, lse, **spec.options)
-        dvisible, dweight = spec.keys_values.gradients(dk, dv, visible, weight)
-        return None, dq, dweight, *spec.exchange.return_visible(dvisible)
+        q, weight, *others = ctx.saved_tensors
+        packs = len(spec.exchanges)
+        rows, outputs, lses = others[: -2 * packs], others[-2 * packs : -packs], others[-packs:]
+        coming: dict[int, PendingRows] = {}
+        owed: dict[int, tuple[Tensor, ...]] = {}
+        returning: dict[int, PendingRows] = {}
+        dqs: dict[int, Tensor] = {}
+        dweights: dict[int, Tensor] = {}
+        for action, place in backward_steps(spec.cp_sizes):
+            exchange, own = spec.exchanges[place], spec.own(rows, place)
+            if action == "gather":
+                coming[place] = exchange.begin_visible(own)
+            elif action == "reduce":
+                returning[place] = exchange.begin_return_visible(owed.pop(place))
+            else:
+                visible = coming.pop(place, HereAlready(own)).wait()
+                k, v = spec.keys_values.make(visible, weight)
+                (q_pack,) = spec.own((q,), place)
+                dqs[place], dk, dv = attention_backward(
+                    grads[place], q_pack, k, v, outputs[place], lses[place], **spec.options(place)
+                )
+                owed[place], dweight = spec.keys_values.gradients(dk, dv, visible, weight)
+                if dweight is not None:
+                    dweights[place] = dweight
+        # What is still owed is of packs that the lane holds whole. Waiting is no collective.
+        drows = [
+            returning[place].wait() if place in returning else owed[place] for place in range(packs)
+        ]
+        return (
+            None,
+            spec.placed([dqs[place] for place in range(packs)], q),
+            _last_first(dweights),
+            *(
+                spec.placed(list(parts), like)
+                for parts, like in zip(zip(*drows, strict=True), rows, strict=True)
+            ),
+        )
+
+
+def _last_first(parts: dict[int, Tensor]) -> Tensor | None:
+    """The sum over the packs, in one fixed order whatever the order of the steps."""
+    total: Tensor | None = None
+    for place in sorted(parts, reverse=True):
+        total = parts[place] if total is None else total + parts[place]
+    return total

@@ -12,6 +12,19 @@ own reach tokens of other lanes through it and in no other way:
         pack_NC = exchange.gather(x_TC)                # all rows of the pack, in order
         return exchange.shard(mean(pack_NC, exchange.pack.padded))        # this lane's rows of it
 
+`forward_steps` and `backward_steps` say when attention begins the collectives of its packs, so that
+some travel while others are attended to. Packs of CP sizes 8, 4 and 1:
+
+    forward     gather 8, attend 1, gather 4, attend 8, attend 4
+    backward    gather 8, gather 4, attend 1, attend 8, reduce 8, attend 4, reduce 4
+
+No deadlock, and one order of NCCL's communicators on all ranks: collectives are begun in the order
+of (pass, gather before reduce, falling cp_size, first_lane). That key depends on the collective
+alone, never on the lane that begins it, so all lanes follow one total order, however different
+their packs are; groups need not even be nested. One gather ahead in backward, as forward, would
+break this: of sizes 4, 3 and 2 a lane with all three would begin reduce 4 before gather 2, a lane
+without the pack of size 3 after it.
+
 `LOCAL`, which a module begins with, serves packs that the lane holds whole; parallel/apply.py puts
 the exchanges of a CP group in its place. model/ itself knows no process group.
 
@@ -19,15 +32,34 @@ A decoder of two layers of experts and one depth of multi-token prediction retur
 Output(nll_T, (Routed, Routed), (nll_T,)); a dense one Output(nll_T, (), ()).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from longshore.batch import Boundaries, PackContext, SeqContext
 from longshore.choices import AttentionKind, ScanKind
+
+
+class PendingRows(Protocol):
+    """Rows that are on their way. `wait()`, called once, lets what follows on the stream use them.
+
+    On CUDA the host does not wait.
+    """
+
+    def wait(self) -> tuple[Tensor, ...]: ...
+
+
+class HereAlready:
+    """Rows that nothing has to be waited for."""
+
+    def __init__(self, rows: tuple[Tensor, ...]) -> None:
+        self.rows = rows
+
+    def wait(self) -> tuple[Tensor, ...]:
+        return self.rows
 
 
 class Exchange:
@@ -60,11 +92,22 @@ class Exchange:
 
         Whoever calls it keeps only the lane's own rows for backward, and calls it again there.
         """
-        return rows
+        return self.begin_visible(rows).wait()
 
     def return_visible(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """From all lanes' gradients of what `visible` gave them, those of the lane's own rows."""
-        return grads
+        return self.begin_return_visible(grads).wait()
+
+    def begin_visible(self, rows: tuple[Tensor, ...]) -> PendingRows:
+        """`visible`, begun: what is computed before `wait()` runs at the same time.
+
+        Collectives are issued here, not in `wait()`: begin them in the order of `forward_steps`.
+        """
+        return HereAlready(rows)
+
+    def begin_return_visible(self, grads: tuple[Tensor, ...]) -> PendingRows:
+        """`return_visible`, begun."""
+        return HereAlready(grads)
 
     def gather(self, rows: Tensor) -> Tensor:
         """All rows of the pack in natural order; differentiable."""
@@ -143,7 +186,48 @@ def over_packs(
         part(exchange, *(tensor[exchange.pack.rows] for tensor in tensors))
         for exchange in exchanges.each(ctx)
     ]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return joined(outputs)
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """The parts one after the other; a single one as it is, not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class PackStep(NamedTuple):
+    """pack: its place among the packs."""
+
+    action: Literal["gather", "attend", "reduce"]
+    pack: int
+
+
+def forward_steps(cp_sizes: Sequence[int]) -> list[PackStep]:
+    """For packs of falling CP size; one gather is ahead of the attention."""
+    shared, whole = _shared_and_whole(cp_sizes)
+    steps = [PackStep("gather", pack) for pack in shared[:1]]
+    steps += [PackStep("attend", pack) for pack in whole]
+    for place, pack in enumerate(shared):
+        steps += [PackStep("gather", ahead) for ahead in shared[place + 1 : place + 2]]
+        steps.append(PackStep("attend", pack))
+    return steps
+
+
+def backward_steps(cp_sizes: Sequence[int]) -> list[PackStep]:
+    """All gathers first: they bring at most what one pack of the largest size, over all of the
+    lane's tokens, would bring."""
+    shared, whole = _shared_and_whole(cp_sizes)
+    steps = [PackStep("gather", pack) for pack in shared]
+    steps += [PackStep("attend", pack) for pack in whole]
+    for pack in shared:
+        steps += [PackStep("attend", pack), PackStep("reduce", pack)]
+    return steps
+
+
+def _shared_and_whole(cp_sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The places of packs that lanes share, and of those that the lane holds whole."""
+    assert list(cp_sizes) == sorted(cp_sizes, reverse=True), "packs are ordered by falling CP size"
+    shared = [place for place, size in enumerate(cp_sizes) if size > 1]
+    return shared, [place for place, size in enumerate(cp_sizes) if size == 1]
 
 
 class Opaque:

@@ -28,7 +28,7 @@ from longshore.arch.part import Norm
 from longshore.batch import SeqContext
 from longshore.model.attention import attend_visible
 from longshore.model.fill import NORM, RESIDUAL, Fill
-from longshore.model.interface import LOCAL, Context, Exchange, Exchanges, eager, over_packs
+from longshore.model.interface import LOCAL, Context, Exchanges, eager, joined
 from longshore.model.norm import RMSNorm
 from longshore.model.rope import Tables
 from longshore.ops.rope import rotate
@@ -128,20 +128,23 @@ class MLA(nn.Module):
         weight_HXR = self.kv_up.weight.unflatten(0, per_head)
         from_latents = FromLatents(config.nope_dim, config.form)
 
-        def attend(exchange: Exchange, q: Tensor, latent: Tensor) -> Tensor:
-            return attend_visible(
-                exchange,
+        exchanges = tuple(self.exchanges.each(ctx))
+
+        def attend(q: Tensor) -> Tensor:
+            outputs = attend_visible(
+                exchanges,
                 q,
-                (latent,),
+                (latent_TL,),
                 scale=config.scale,
                 weight=weight_HXR,
                 keys_values=from_latents,
             )
+            return joined(list(outputs))
 
         if config.form == "decompressed":
-            return over_packs(attend, ctx, self.exchanges, q_THD, latent_TL)
+            return attend(q_THD)
         key_HNR, value_HVR = weight_HXR.split([config.nope_dim, config.value_dim], dim=1)
         q_THR = torch.einsum("thn,hnr->thr", q_THD[..., : config.nope_dim], key_HNR)
         q_THL = torch.cat([q_THR, q_THD[..., config.nope_dim :]], dim=2)
-        attended_THR = over_packs(attend, ctx, self.exchanges, q_THL, latent_TL)
+        attended_THR = attend(q_THL)
         return torch.einsum("thr,hvr->thv", attended_THR, value_HVR)

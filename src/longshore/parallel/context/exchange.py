@@ -29,10 +29,17 @@ from torch.distributed import ProcessGroup
 
 from longshore.batch import Boundaries, PackContext, Zigzag
 from longshore.choices import AttentionKind, ScanKind
-from longshore.distributed.collectives import all_to_all, gather, reduce_scatter, sum_over
+from longshore.distributed.collectives import (
+    Begun,
+    all_to_all,
+    begin_gather,
+    begin_reduce_scatter,
+    gather,
+    sum_over,
+)
 from longshore.distributed.cp_groups import CPGroups
 from longshore.model.interface import Exchange, Exchanges
-from longshore.ops.boundaries import to_device
+from longshore.ops.boundaries import table, to_device
 from longshore.plan.cost import Ints
 
 
@@ -74,17 +81,19 @@ class GroupExchange(Exchange):
     def visible_bounds(self) -> Boundaries:
         return self.zigzag.visible
 
-    def visible(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def begin_visible(self, rows: tuple[Tensor, ...]) -> "PendingSplit":
         with torch.no_grad():
-            visible = gather(_join(rows), self.group).index_select(0, self.zigzag.visible_rows)
-        return _split(visible, rows)
+            begun = begin_gather(_join(rows), self.group)
+        return PendingSplit(begun, _shapes(rows), self.zigzag.visible_rows)
 
-    def return_visible(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        joined = _join(grads)
-        by_lane = joined.new_zeros(len(self.zigzag.to_natural), joined.shape[1])
-        # At most two chunks of a lane see a row, so the order of the additions cannot show.
-        by_lane.index_add_(0, self.zigzag.visible_rows, joined)
-        return _split(reduce_scatter(by_lane, self.group), grads)
+    def begin_return_visible(self, grads: tuple[Tensor, ...]) -> "PendingSplit":
+        with torch.no_grad():
+            joined = _join(grads)
+            by_lane = joined.new_zeros(len(self.zigzag.to_natural), joined.shape[1])
+            # At most two chunks of a lane see a row, so the order of the additions cannot show.
+            by_lane.index_add_(0, self.zigzag.visible_rows, joined)
+            begun = begin_reduce_scatter(by_lane, self.group)
+        return PendingSplit(begun, _shapes(grads))
 
     def gather(self, rows: Tensor) -> Tensor:
         return gather(rows, self.group).index_select(0, self.zigzag.to_natural)
@@ -98,7 +107,7 @@ class GroupExchange(Exchange):
         joined = torch.cat([share.flatten(2) for share in shares], dim=2)
         received = self._all_to_all(joined.transpose(0, 1).flatten(0, 1), rows=len(joined))
         natural = received.index_select(0, self.zigzag.to_natural)
-        return _split(natural, tuple(share[:, 0] for share in shares))
+        return _split(natural, _shapes(tuple(share[:, 0] for share in shares)))
 
     def from_heads(self, rows: Tensor) -> Tensor:
         by_lane = rows.index_select(0, self.zigzag.to_shards).flatten(1)
@@ -114,14 +123,25 @@ class GroupExchange(Exchange):
     def rows_before(self, rows: Tensor, count: int) -> Tensor | None:
         if count == 0:
             return None
-        offsets: Ints = np.asarray(self.pack.padded.offsets, dtype=np.int64)
-        padded = offsets[1:] - offsets[:-1]
-        route = halo_route(padded, count, cp_rank=self.rank, cp_size=self.size)
-        sent = rows.index_select(0, to_device(route.sent, rows.device))
-        received = all_to_all(sent, self.group, sends=route.sends, receives=route.receives)
-        halos = rows.new_zeros(2 * len(padded) * count, rows.shape[1])
-        halos = halos.index_copy(0, to_device(route.received, rows.device), received)
-        return halos.view(2 * len(padded), count, rows.shape[1])
+        chunks = 2 * len(self.pack.padded)
+        halo = self._halo(count, rows.device)
+        sent = rows.index_select(0, halo.sent)
+        received = all_to_all(sent, self.group, sends=halo.sends, receives=halo.receives)
+        halos = rows.new_zeros(chunks * count, rows.shape[1])
+        halos = halos.index_copy(0, halo.received, received)
+        return halos.view(chunks, count, rows.shape[1])
+
+    def _halo(self, count: int, device: torch.device) -> "HaloTable":
+        """Computed and copied to the device once for a pack, not in every layer."""
+
+        def make() -> HaloTable:
+            offsets: Ints = np.asarray(self.pack.padded.offsets, dtype=np.int64)
+            padded = offsets[1:] - offsets[:-1]
+            route = halo_route(padded, count, cp_rank=self.rank, cp_size=self.size)
+            sent, received = to_device(route.sent, device), to_device(route.received, device)
+            return HaloTable(sent, received, route.sends, route.receives)
+
+        return table(self.pack.padded, f"halo of {count}, {self.rank} of {self.size}", make)
 
     def gather_chunks(self, values: Tensor) -> Tensor:
         by_lane = gather(values, self.group).unflatten(0, (self.size, -1, 2))
@@ -137,11 +157,40 @@ def _join(rows: tuple[Tensor, ...]) -> Tensor:
     return torch.cat([part.flatten(1) for part in rows], dim=1)
 
 
-def _split(joined: Tensor, shaped: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The reverse of _join, for rows shaped as these."""
-    shapes = [part.shape[1:] for part in shaped]
+def _shapes(rows: tuple[Tensor, ...]) -> tuple[torch.Size, ...]:
+    """Of one row of each part."""
+    return tuple(part.shape[1:] for part in rows)
+
+
+def _split(joined: Tensor, shapes: tuple[torch.Size, ...]) -> tuple[Tensor, ...]:
+    """The reverse of _join, for rows of these shapes."""
     parts = joined.split([shape.numel() for shape in shapes], dim=1)
     return tuple(part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingSplit:
+    """Joined rows on their way: waited for, picked and split into parts of these shapes."""
+
+    begun: Begun
+    shapes: tuple[torch.Size, ...]
+    picked: Tensor | None = None
+
+    def wait(self) -> tuple[Tensor, ...]:
+        joined = self.begun.wait()
+        if self.picked is not None:
+            joined = joined.index_select(0, self.picked)
+        return _split(joined, self.shapes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HaloTable:
+    """A HaloRoute with its rows on the device."""
+
+    sent: Tensor
+    received: Tensor
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
