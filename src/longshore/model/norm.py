@@ -9,7 +9,6 @@ NormBeforeGate (gated delta net) [0.849·g, 1.131·g].
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from longshore.arch.part import Norm
 from longshore.ops.gated_norm import norm_after_gate, norm_before_gate

@@ -114,6 +114,8 @@ def _experts(x: Tensor, gate_up: Tensor, down: Tensor) -> str | None:
     if x.is_cuda and x.dtype != torch.bfloat16:
         return f"{x.dtype} is not bfloat16"
     return None if len(x) else "there are no rows"
+
+
 def _conv(x_TC: Tensor, weight_CK: Tensor) -> str | None:
     taps = weight_CK.shape[1]
     if refused := on_gpu(x_TC, weight_CK):
@@ -161,6 +163,8 @@ def _triton_version() -> str:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         return "0"
+
+
 def _norm(x: Tensor, weight: Tensor) -> str | None:
     width = weight.shape[0]
     if refused := _pointwise(x, weight):
@@ -195,6 +199,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
     "experts": (
         Backend("triton", "longshore.ops.kernels.experts", _experts, package="triton"),
         Backend("torch grouped_mm", "longshore.ops.experts", grouped_refusal),
+    ),
     "conv": (Backend("triton", "longshore.ops.kernels.conv", _conv, package="triton"),),
     "delta rule": (
         Backend(
