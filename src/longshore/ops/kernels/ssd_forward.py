@@ -284,8 +284,8 @@ def _outputs_kernel(
         high = tl.load(steps_at + ROWS)
         low = tl.load(steps_at + 2 * ROWS)
         sums = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-        decay = tl.where(row[:, None] >= row[None, :], tl.exp2(sums), 0.0)
-        shares = (scores * decay * dt[None, :]).to(x.dtype)
+        sums = tl.where(row[:, None] >= row[None, :], sums, float("-inf"))
+        shares = (scores * tl.exp2(sums) * dt[None, :]).to(x.dtype)
         y = tl.dot(C, state, input_precision="ieee") * tl.exp2(high)[:, None]
         y = tl.dot(shares, x, acc=y, input_precision="ieee")
         if SKIP:
