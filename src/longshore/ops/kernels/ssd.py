@@ -182,4 +182,4 @@ def _gradients(
     grads = row_gradients(
         x, dt, A, B, C, D, dy=dy, steps=scales, entering=entering, leaving=leaving, layout=layout
     )
-    return *grads, dinitial
+    return *grads, dinitial if initial is not None else None

@@ -43,7 +43,7 @@ def chunk_table(bounds: Bounds | None, rows: int, device: torch.device) -> Chunk
 
 def _chunk_table(offsets: tuple[int, ...], device: torch.device) -> ChunkTable:
     starts = np.asarray(offsets[:-1], dtype=np.int32)
-    lengths = np.diff(np.asarray(offsets, dtype=np.int32))
+    lengths = np.asarray(offsets[1:], dtype=np.int32) - starts
     counts = -(-lengths // ROWS)
     first_chunk = np.cumsum(counts) - counts
     owner = np.repeat(np.arange(len(counts)), counts)
@@ -83,7 +83,7 @@ def walk(
     store: bool = True,
     end: bool = True,
     add: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The states entering chunks (M, H, N, P), the last ones (S, H, P, N), and sums of dt (S, H).
 
     backwards: the gradients of the states that leave the chunks. store, end: whether the first and
@@ -92,12 +92,13 @@ def walk(
     heads, width = rows.shape[1:]
     groups, state = keys.shape[1:]
     sequences, count = len(layout.lengths), len(layout.chunks)
-    single = {"dtype": torch.float32, "device": rows.device}
     stored = torch.empty(
         count if store else 0, heads, state, width, dtype=rows.dtype, device=rows.device
     )
-    last = torch.empty(sequences if end else 0, heads, width, state, **single)
-    spans = torch.empty(sequences, heads, **single)
+    last = torch.empty(
+        sequences if end else 0, heads, width, state, dtype=torch.float32, device=rows.device
+    )
+    spans = torch.empty(sequences, heads, dtype=torch.float32, device=rows.device)
     columns = power(width)
     if sequences * heads < ENOUGH_PROGRAMS and columns > 32:
         columns = columns // 2
@@ -112,7 +113,7 @@ def walk(
             num_warps=4 if columns * power(state) <= 64 * 128 else 8,
             num_stages=3 if rows.element_size() == 2 else 1,
         )  # fmt: skip
-    return stored, last if end else None, spans
+    return stored, last, spans
 
 
 def outputs(
@@ -143,7 +144,7 @@ def outputs(
 
 def power(width: int) -> int:
     """The power of 2 that holds this width; products want 16 at least."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, 1 << (width - 1).bit_length())
 
 
 @triton.jit
