@@ -26,7 +26,7 @@ from longshore.model.norm import NormAfterGate
 from longshore.model.rope import Tables
 from longshore.model.scan import Decay, ScanInputs, conv_taps, copied, scan_packs
 from longshore.ops.boundaries import Bounds
-from longshore.ops.ssd import PreparedSSD, prepare_ssd
+from longshore.ops.ssd import SSD, prepare_ssd
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Mamba2Scan:
         per_head: tuple[Tensor, ...],
         *,
         bounds: Bounds | None,
-    ) -> PreparedSSD:
+    ) -> SSD:
         x_THP, B_TGN, C_TGN = parts
         (dt_TH,) = gates
         A_H, dt_bias_H, D_H = per_head

@@ -187,7 +187,16 @@ def _pointwise(*tensors: Tensor) -> str | None:
     return None if all(x.numel() for x in tensors) else "there are no rows"
 
 
+def _ssd(x: Tensor, B: Tensor) -> str | None:
+    """Triton, for widths whose states fit in registers."""
+    width, state = x.shape[2], B.shape[2]
+    if width > 128 or state > 256:
+        return f"heads of width {width} with a state of {state} are wider than 128 and 256"
+    return on_gpu(x, B)
+
+
 BACKENDS: dict[str, tuple[Backend, ...]] = {
+    "ssd": (Backend("triton", "longshore.ops.kernels.ssd", _ssd, package="triton"),),
     "attention": (
         Backend(
             "flash-attn-4", "longshore.ops.attention_flash4", _flash4, package="flash_attn.cute"

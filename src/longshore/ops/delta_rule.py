@@ -36,12 +36,10 @@ from longshore.ops.boundaries import (
     Bounds,
     Chunks,
     carry,
-    chunks_of,
+    chunks,
     decays,
     first_states,
-    offsets_of,
     split_decay,
-    table,
 )
 from longshore.ops.products import product, solve_unit_lower
 
@@ -84,7 +82,7 @@ def delta_transition(
     chunk: int | None = None,
 ) -> Tensor:
     """(S, H, K, K): the matrix by which each sequence multiplies its initial state."""
-    layout = _layout(bounds, len(k_THK), chunk, device=k_THK.device)
+    layout = chunks(bounds, len(k_THK), chunk, k_THK.device)
     dtype = torch.promote_types(k_THK.dtype, torch.float32)
     k, none, g, beta = (
         _cut(layout, rows, dtype) for rows in (k_THK, k_THK[..., :0], g_TH, beta_TH)
@@ -130,7 +128,7 @@ def prepare_delta(
 ) -> "PreparedDelta":
     """The part of `gated_delta_rule` that does not depend on the initial states."""
     rows, _, keys = k_THK.shape
-    layout = _layout(bounds, rows, chunk, device=v_THV.device)
+    layout = chunks(bounds, rows, chunk, v_THV.device)
     dtype = torch.promote_types(v_THV.dtype, torch.float32)
     q, k, v, g, beta = (_cut(layout, each, dtype) for each in (q_THK, k_THK, v_THV, g_TH, beta_TH))
     q = q * (keys**-0.5 if scale is None else scale)
@@ -240,11 +238,6 @@ def _unit(x: Tensor) -> Tensor:
     """Heads of length 1, in float32 at least."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return wide * (wide.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()
-
-
-def _layout(bounds: Bounds | None, rows: int, chunk: int | None, *, device: torch.device) -> Chunks:
-    offsets = offsets_of(bounds, rows)
-    return table(bounds, f"chunks of {chunk}", lambda: chunks_of(offsets, chunk, device=device))
 
 
 def _since_start(g: Tensor) -> Tensor:

@@ -19,18 +19,19 @@ of Q rows, laid out as in ops/boundaries.py.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from longshore.ops.backends import pick
 from longshore.ops.boundaries import (
     Bounds,
     Chunks,
     carry,
-    chunks_of,
+    chunks,
     decays,
     first_states,
-    offsets_of,
     split_decay,
 )
 from longshore.ops.products import product
@@ -57,11 +58,23 @@ def ssd(
     return prepared.run(initial)
 
 
+class SSD(Protocol):
+    """A scan that waits for its initial states."""
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Of each sequence, the transition (S, H) and the final state from 0 (S, H, P, N)."""
+        ...
+
+    def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Outputs (T, H, P) and final states (S, H, P, N)."""
+        ...
+
+
 def ssd_transition(
     dt_TH: Tensor, A_H: Tensor, *, bounds: Bounds | None = None, chunk: int | None = None
 ) -> Tensor:
     """(S, H): the decay of the initial state over each sequence."""
-    layout = chunks_of(offsets_of(bounds, len(dt_TH)), chunk, device=dt_TH.device)
+    layout = chunks(bounds, len(dt_TH), chunk, dt_TH.device)
     dtype = torch.promote_types(dt_TH.dtype, torch.float32)
     logs = layout.cut(dt_TH.to(dtype) * A_H.to(dtype))
     return _total_decay(layout, logs.sum(1))
@@ -77,15 +90,22 @@ def prepare_ssd(
     D_H: Tensor | None = None,
     bounds: Bounds | None = None,
     chunk: int | None = None,
-) -> "PreparedSSD":
-    """The part of `ssd` that does not depend on the initial states."""
+) -> SSD:
+    """The part of `ssd` that does not depend on the initial states.
+
+    chunk: rows of a chunk in plain torch; kernels have their own, and run only for None.
+    """
     rows, heads, _ = x_THP.shape
     groups = B_TGN.shape[1]
     if heads % groups:
         raise ValueError(
             f"there are {heads} heads, which must be a multiple of the {groups} groups"
         )
-    layout = chunks_of(offsets_of(bounds, rows), chunk, device=x_THP.device)
+    kernels = pick("ssd", x_THP, B_TGN) if chunk is None else None
+    if kernels is not None:
+        scan: SSD = kernels.prepare(x_THP, dt_TH, A_H, B_TGN, C_TGN, D=D_H, bounds=bounds)
+        return scan
+    layout = chunks(bounds, rows, chunk, x_THP.device)
     dtype = torch.promote_types(x_THP.dtype, torch.float32)
     dt, A = dt_TH.to(dtype), A_H.to(dtype)
     B, C = _cut(layout, B_TGN.to(dtype)), _cut(layout, C_TGN.to(dtype))
