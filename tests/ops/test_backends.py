@@ -23,7 +23,7 @@ def on_cuda(dtype=torch.bfloat16, *, tokens=4, width=64):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(backends, "capability", lambda device: (9, 0))
 
 
 def test_on_the_cpu_plain_torch_serves_every_dtype():
@@ -63,7 +63,7 @@ def test_the_rest_on_cuda_is_for_plain_torch(q, v, why):
 
 
 def test_old_devices_are_for_plain_torch(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(backends, "capability", lambda device: (7, 5))
     assert pick("attention", on_cuda(), on_cuda()) is None
     assert "older than compute capability 8.0" in chosen()["attention"]
 

@@ -46,6 +46,17 @@ class Backend:
     """What must be installed besides torch."""
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU, asked once: pick() is called for every op of every layer."""
+    known = _capabilities.get(device)
+    if known is None:
+        known = _capabilities[device] = torch.cuda.get_device_capability(device)
+    return known
+
+
+_capabilities: dict[torch.device, tuple[int, int]] = {}
+
+
 def on_gpu(*tensors: Tensor, oldest: tuple[int, int] = AMPERE) -> str | None:
     """Why Triton kernels cannot take such tensors; triton's interpreter takes those of a CPU."""
     for x in tensors:
@@ -53,7 +64,7 @@ def on_gpu(*tensors: Tensor, oldest: tuple[int, int] = AMPERE) -> str | None:
             return "float64 is left to plain torch"
         if not x.is_cuda and not _interpreted():
             return f"the tensors are on {x.device.type}, not on CUDA"
-        if x.is_cuda and torch.cuda.get_device_capability(x.device) < oldest:
+        if x.is_cuda and capability(x.device) < oldest:
             return f"the device is older than compute capability {oldest[0]}.{oldest[1]}"
     return None
 
@@ -63,7 +74,7 @@ def _flash4(q: Tensor, v: Tensor) -> str | None:
     width, value_width = q.shape[2], v.shape[2]
     if refused := _flash(q):
         return refused
-    if torch.cuda.get_device_capability(q.device) != HOPPER:
+    if capability(q.device) != HOPPER:
         return "it was tested on compute capability 9.0 only"
     if (width, value_width) == (192, 128) or (width == value_width and width in (64, 128, 256)):
         return None
@@ -75,7 +86,7 @@ def _varlen(q: Tensor, v: Tensor) -> str | None:
     width, value_width = q.shape[2], v.shape[2]
     if refused := _flash(q):
         return refused
-    if torch.cuda.get_device_capability(q.device) < AMPERE:
+    if capability(q.device) < AMPERE:
         return "the device is older than compute capability 8.0"
     if value_width > width:
         return f"values of width {value_width} are wider than queries of {width}"
@@ -136,10 +147,10 @@ GATED_WRONG = ((3, 4, 0), (3, 7, 0))
 """Triton versions with which flash-linear-attention refuses its gated backward on Hopper."""
 
 
-def gated_is_wrong(version: str, capability: tuple[int, int]) -> bool:
+def gated_is_wrong(version: str, on: tuple[int, int]) -> bool:
     """Whether flash-linear-attention refuses its gated backward, as incorrect."""
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
-    return capability[0] == HOPPER[0] and GATED_WRONG[0] <= numbers <= GATED_WRONG[1]
+    return on[0] == HOPPER[0] and GATED_WRONG[0] <= numbers <= GATED_WRONG[1]
 
 
 def _delta_rule(k: Tensor, v: Tensor) -> str | None:
@@ -150,8 +161,7 @@ def _delta_rule(k: Tensor, v: Tensor) -> str | None:
         return f"{v.dtype} on {v.device.type} is not half precision on CUDA"
     if k.shape[2] > 256:
         return f"keys of width {k.shape[2]} are wider than 256"
-    capability = torch.cuda.get_device_capability(v.device)
-    if gated_is_wrong(_triton_version(), capability):
+    if gated_is_wrong(_triton_version(), capability(v.device)):
         return f"its backward is incorrect on Hopper with Triton {_triton_version()}"
     return None if len(v) else "there are no rows"
 
