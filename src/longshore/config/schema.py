@@ -28,6 +28,7 @@ from longshore.choices import (
 from longshore.config.toml import write_toml
 from longshore.config.values import (
     flag,
+    flag_or,
     function,
     key,
     listed,
@@ -215,7 +216,11 @@ class TrainConfig:
         "activation checkpointing: compute activations twice, to save memory",
     )
     kernels: Kernels = key("auto", one_of(Kernels), "kernels on GPUs; plain: none but torch's own")
-    compile: bool = key(False, flag(), "apply torch.compile to the blocks")
+    compile: bool | Literal["auto"] = key(
+        "auto",
+        flag_or("auto"),
+        "apply torch.compile to the blocks; auto: on GPUs where no kernels serve them",
+    )
     loss: str = key("", function(""), "your own loss, as module:function")
     loss_count: str = key(
         "tokens", function("tokens", "sequences"), "what a step's loss is divided by"

@@ -63,6 +63,13 @@ def flag() -> Kind:
     return Kind("true or false", lambda value: value if isinstance(value, bool) else None)
 
 
+def flag_or(name: str) -> Kind:
+    def read(value: object) -> object:
+        return name if value == name else flag().read(value)
+
+    return Kind(f"true, false or {name!r}", read)
+
+
 def text() -> Kind:
     return Kind("a string", lambda value: value if isinstance(value, str) else None, is_text=True)
 
