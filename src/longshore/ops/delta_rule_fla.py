@@ -7,17 +7,21 @@ no transitions: whoever asks for `ends` gets those of plain torch, and then its 
 Spans without rows are left out of the call, and their final states are their initial ones. Spans
 of 0, 3 and 70 rows reach the kernels as cu_seqlens 0 3 73 and, in chunks of 64 rows, as the chunks
 (0, 0), (1, 0), (1, 1). Both are made on the host, once for the boundaries, so that it never waits.
+
+Each kernel comes with a list of configurations, which its first call compiles and times one by one:
+more than 100 s on an H200. On Hopper one of each list is fixed instead; elsewhere they are tried.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from torch import Tensor
 
+from longshore.ops.backends import HOPPER, capability
 from longshore.ops.boundaries import Bounds, first_states, offsets_of, table, to_device
 
 CHUNK = 64
@@ -109,6 +113,33 @@ def prepare(
     """All that can be done before the initial states are known, which is nothing."""
     offsets_of(bounds, len(v_THV))
     return FlaDelta((q_TRK, k_TRK, v_THV, g_TH, beta_TH), bounds, make_plain)
+
+
+WARPS, STAGES = 4, 3
+
+
+def fix_configurations() -> None:
+    """One configuration for each kernel of the delta rule, the nearest to 4 warps and 3 stages."""
+    from fla.modules.norm import l2norm
+    from fla.ops.common import chunk_delta_h, chunk_o
+    from fla.ops.gated_delta_rule import chunk_fwd, wy_fast
+    from fla.ops.utils import cumsum
+    from triton.runtime.autotuner import Autotuner
+
+    for module in (l2norm, chunk_delta_h, chunk_o, chunk_fwd, wy_fast, cumsum):
+        for kernel in vars(module).values():
+            while kernel is not None and not isinstance(kernel, Autotuner):
+                kernel = getattr(kernel, "fn", None)
+            if kernel is not None:
+                kernel.configs = [min(kernel.configs, key=_distance)]
+
+
+def _distance(config: Any) -> tuple[int, int]:  # noqa: ANN401
+    return abs(config.num_warps - WARPS), abs(config.num_stages - STAGES)
+
+
+if torch.cuda.is_available() and capability(torch.device("cuda", 0)) == HOPPER:
+    fix_configurations()
 
 
 def _filled(offsets: tuple[int, ...], device: torch.device) -> FilledSpans:
