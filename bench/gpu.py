@@ -13,7 +13,9 @@ run: 60 TFLOP in 0.1 s against 800 TFLOP/s is 75 %.
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -36,6 +38,8 @@ from longshore.train.loop import Machine, StepReport
 from longshore.train.loop import train as train_loop
 from longshore.train.optimizer import Schedule
 
+# Processes share what flash-attn-4 compiles, as those of `longshore train` do.
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 RESULTS = Path(__file__).with_name("RESULTS.md")
 GIB = 2**30
 WARMUP = 3
@@ -127,6 +131,16 @@ def steps_of(job: TrainingJob, parts: Parts, steps: int) -> list[tuple[StepRepor
 
 
 def measure(words: list[str], *, steps: int) -> dict[str, Any]:
+    """What `measure_here` returns, from a process of its own: process groups and memory are new."""
+    command = [sys.executable, __file__, "--measure", json.dumps([words, steps])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(f"it ended with status {done.returncode}; see its output above")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def measure_here(words: list[str], *, steps: int) -> dict[str, Any]:
     """tokens/s, TFLOP/s and memory of a run's steps after its warm-up."""
     begin = time.perf_counter()
     with running([*words, f"train.steps={WARMUP + steps}"]) as (job, parts):
@@ -340,7 +354,12 @@ def main() -> int:
     parser.add_argument("--page", type=Path, default=RESULTS, help="where --write writes")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--measure", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.measure:
+        words, steps = options.measure
+        print(json.dumps(measure_here(words, steps=steps)))
+        return 0
     options.steps = 2 if options.smoke else options.steps
     report = Report(options.out)
     names = options.sections or list(SECTIONS)

@@ -27,7 +27,8 @@ from longshore.run.parts import Parts, build_parts
 from longshore.run.process import joined_ranks
 from longshore.run.ranks import Ranks
 
-CAPACITY = 16_384
+CAPACITY = 20_992
+"""4 rounds; the host has to launch a round's kernels, whatever its tokens."""
 SEED = 360
 MOCK = {
     "mode": "distribution",

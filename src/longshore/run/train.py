@@ -103,7 +103,8 @@ def _train_and_record(
     job.status.at("waiting for data", step=after + 1)
     reports = train_steps(job, parts, saver=saver, evaluator=evaluator, record=record)
     first = list(islice(reports, 1))
-    record.note(f"kernels: {kernels_line()}")
+    if job.topology.device.type == "cuda":
+        record.note(f"kernels: {kernels_line()}")
     keep_settings(job.config, run, job.topology, step=after)
     for report in chain(first, reports):
         record.write(report)
