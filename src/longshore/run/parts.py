@@ -116,7 +116,7 @@ def _choices(job: TrainingJob) -> Choices:
         attention=parallel.attention,
         scan=parallel.scan,
         recompute=train.recompute,
-        compile=train.compile,
+        compile=job.resolved.compile,
     )
 
 
