@@ -52,7 +52,13 @@ def test_fits_the_machine_it_names(recipe, tmp_path, monkeypatch):
     dtype = "float32" if config.train.device == "cpu" else "bfloat16"
     # It refuses what does not fit: the model, or the longest sequence on all ranks.
     resolved = resolve(
-        config, decoder, lanes=ranks, dtype=dtype, memory=memory << 30, longest=longest
+        config,
+        decoder,
+        lanes=ranks,
+        dtype=dtype,
+        device="cpu" if dtype == "float32" else "cuda",
+        memory=memory << 30,
+        longest=longest,
     )
     if config.data.batch_tokens:
         assert config.data.batch_tokens >= ranks * resolved.capacity, "less than a round"
@@ -78,6 +84,7 @@ def test_refuses_a_machine_that_is_too_small(tmp_path, monkeypatch):
             decoder_config(config.model),
             lanes=2,
             dtype="bfloat16",
+            device="cuda",
             memory=80 << 30,
             longest=131072,
         )

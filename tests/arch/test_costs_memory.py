@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from longshore.arch.part import Sharing
 from longshore.arch.presets import preset
 from longshore.batch import whole_context
 from longshore.model.decoder import Decoder
-from longshore.model.norm import RMSNorm
+from longshore.ops import norm
 
 GIB = 1 << 30
 GATHER = Sharing("gather", "auto")
@@ -40,33 +42,32 @@ def saved_bytes(model, run):
     return total
 
 
-def norm_copies(model, tokens, item):
+def norm_copies(model, tokens, monkeypatch):
     """What norms keep on the CPU beyond a fused one: the normed rows before their scale."""
-    rows = []
-    hooks = [
-        part.register_forward_hook(lambda _, __, out: rows.append(out.numel()))
-        for part in model.modules()
-        if isinstance(part, RMSNorm)
-    ]
+    sizes, plain = [], norm._rms_norm
+
+    def counted(*given):
+        normed = plain(*given)
+        sizes.append(normed.nbytes)
+        return normed
+
+    monkeypatch.setattr(norm, "_rms_norm", counted)
     model(tokens)
-    for hook in hooks:
-        hook.remove()
-    return sum(rows) * item
+    return sum(sizes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3"])
-def test_activations_as_measured(name, dtype):
+def test_activations_as_measured(name, dtype, monkeypatch):
     """Exactly: all but two things, each known, is what the estimate says."""
     config = preset(name, layers=3, mlp=160)
     model = Decoder(config).to(DTYPES[dtype])
     ctx = whole_context((1, 2, 7, 54))
     ids = torch.arange(ctx.tokens)
     measured = saved_bytes(model, lambda: model(ids, ctx, ids).values)
-    item = DTYPES[dtype].itemsize
     estimate = token_bytes(config, dtype=dtype, recompute=False).saved
     others = estimate - INPUT_BYTES + SAVED_INPUTS
-    assert measured - norm_copies(model, ids, item) == ctx.tokens * others
+    assert measured - norm_copies(model, ids, monkeypatch) == ctx.tokens * others
 
 
 def test_recomputation_keeps_inputs():
@@ -97,10 +98,25 @@ def test_model_bytes():
 
 def test_logits_are_those_of_the_loss():
     config = preset("qwen3-8b")
-    row = config.vocab_size * 4
-    for tokens, chunk in ((1, 1), (1000, 62), (10_000, 625), (1 << 20, (512 << 20) // row)):
-        got = logits_bytes(config, tokens, dtype="bfloat16")
-        assert got == 2 * chunk * row + row * config.width
+    vocabulary, width = 151_936, 4096
+    assert (config.vocab_size, config.width) == (vocabulary, width)
+    head = 4 * vocabulary * width
+    # With kernels: float32 logits and a bfloat16 gradient, and the hidden states' gradient.
+    for tokens, chunk in ((1000, 512), (10_000, 2048), (1 << 20, 2048)):
+        expected = chunk * 6 * vocabulary + head + 2 * tokens * width
+        assert logits_bytes(config, tokens, dtype="bfloat16") == expected
+    assert logits_bytes(config, 1, dtype="bfloat16") == 8 * vocabulary + head
+    # Plain torch, all that computes in float64: logits and their gradient, 1/16 of the tokens.
+    expected = 2 * 62 * 8 * vocabulary + 2 * head
+    assert logits_bytes(config, 1000, dtype="float64") == expected
+
+
+def test_depths_hold_gradients_of_their_own():
+    one = preset("tiny-llama")
+    three = replace(one, mtp=one.layers[:1] * 2)
+    head, hidden = 4 * one.vocab_size * one.width, 2 * 1000 * one.width
+    more = logits_bytes(three, 1000, dtype="bfloat16") - logits_bytes(one, 1000, dtype="bfloat16")
+    assert more == 2 * (head + hidden)
 
 
 def run_8b(**changes):

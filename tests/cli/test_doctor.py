@@ -1,5 +1,6 @@
 """`longshore doctor`: it looks at everything, never crashes, and says what is broken."""
 
+import importlib
 import io
 import json
 import os
@@ -243,32 +244,117 @@ def test_within_ends_what_hangs():
         with_time_limit(0.05, hangs)
 
 
-def test_an_op_that_is_wrong(monkeypatch):
-    from longshore.ops import attention, experts
+PROBED = (
+    "attention, attention of MLA, loss, norm, rope, gate, convolution, gated norm, "
+    "state-space scan, delta rule: plain torch, match the reference"
+)
 
-    right = attention.attention
-    assert [finding.mark for finding in ops.ops()] == ["ok"] * 4
-    monkeypatch.setattr(attention, "attention", lambda *a, **b: right(*a, **b) * 1.01)
-    monkeypatch.setattr(experts, "grouped_mlp", lambda x, *a, **b: x @ x[:3])
-    plain, wide, mixture, _ = ops.ops()
-    assert (plain.mark, wide.mark, mixture.mark) == ("bad", "bad", "bad")
-    assert "its output is wrong by 1% of the largest value" in plain.text
-    assert "fails: RuntimeError" in mixture.text
+
+def test_the_ops_of_a_cpu_in_two_lines():
+    assert list(ops.ops()) == [
+        good(PROBED),
+        good("experts: torch grouped_mm, matches the reference"),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("version", "capability", "mark"),
-    [("3.6.0", 9, "warn"), ("3.7.1", 9, "ok"), ("3.6.0", 10, "ok"), ("3.3.1+git", 9, "ok")],
+    ("place", "names"),
+    [
+        ("attention.attention", ["attention", "attention of MLA"]),
+        ("cross_entropy.linear_cross_entropy", ["loss"]),
+        ("norm.add_norm", ["norm"]),
+        ("rope.norm_rotate", ["rope"]),
+        ("gate.gated_linear", ["gate"]),
+        ("experts.expert_mlp", ["experts"]),
+        ("conv.causal_conv", ["convolution"]),
+        ("gated_norm.norm_before_gate", ["gated norm"]),
+        ("ssd.ssd", ["state-space scan"]),
+    ],
 )
-def test_triton(monkeypatch, version, capability, mark):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    assert ops._triton(capability).mark == mark
+def test_an_op_that_is_wrong(monkeypatch, place, names):
+    """Each is compared: an output that is 1% off shows, and only where it is off."""
+    module, function = place.split(".")
+    place = f"longshore.ops.{module}.{function}"
+    right = getattr(importlib.import_module(f"longshore.ops.{module}"), function)
+
+    def off(*given, **settings):
+        output = right(*given, **settings)
+        return tuple(1.01 * x for x in output) if isinstance(output, tuple) else 1.01 * output
+
+    monkeypatch.setattr(place, off)
+    wrong = [finding for finding in ops.ops() if finding.mark == "bad"]
+    assert sorted(name for f in wrong for name in f.text.split(":")[0].split(", ")) == names
+    for finding in wrong:
+        assert "its output is wrong by 1% of the largest value" in finding.text
+        assert "train.kernels=plain" in finding.way_out
 
 
-def test_faster_kernels():
-    assert ops._package("flash", True, gain="fast").text == "flash is installed"
-    missing = ops._package("flash", False, gain="fast")
-    assert (missing.mark, missing.text) == ("warn", "flash is not installed: fast")
+def test_a_gradient_that_is_wrong(monkeypatch):
+    from longshore.ops import delta_rule
+
+    right = delta_rule.prepare_heads
+
+    def off(q, k, v, *gates, bounds):
+        return right(q, k.detach(), v, *gates, bounds=bounds)
+
+    monkeypatch.setattr(delta_rule, "prepare_heads", off)
+    (wrong,) = [finding for finding in ops.ops() if finding.mark == "bad"]
+    assert "delta rule: plain torch: gradient 2 of its inputs is wrong by 100%" in wrong.text
+
+
+def test_an_op_that_fails(monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr("longshore.ops.conv.causal_conv", fails)
+    (wrong,) = [finding for finding in ops.ops() if finding.mark == "bad"]
+    assert wrong.text == (
+        "convolution: no backend was chosen: fails: RuntimeError: no kernel image"
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "mark", "way_out"),
+    [
+        ("triton", "ok", ""),
+        ("plain torch (triton: triton is not installed)", "warn", "pip install triton"),
+        (
+            "plain torch (flash-linear-attention: fla is not installed)",
+            "warn",
+            "pip install 'longshore[gpu]'",
+        ),
+        (
+            "plain torch (flash-linear-attention: its backward is incorrect on Hopper with "
+            "Triton 3.6.0)",
+            "warn",
+            "pip install 'triton>=3.7.1'",
+        ),
+        ("plain torch (triton: the device is older than compute capability 8.0)", "warn", ""),
+    ],
+)
+def test_plain_torch_on_a_gpu(backend, mark, way_out):
+    answer = ops.OpAnswer(backend, "")
+    finding = ops.op_finding(["delta rule"], answer, has_gpu=True)
+    assert (finding.mark, finding.way_out) == (mark, way_out)
+    assert finding.text.startswith(f"delta rule: {backend}, matches the reference")
+    assert finding.text.endswith("but is slow") == (mark == "warn")
+    assert ops.op_finding(["norm", "gate"], answer, has_gpu=False) == good(
+        f"norm, gate: {backend}, match the reference"
+    )
+
+
+def test_packages_with_kernels(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    versions = {"triton": "3.7.1", "flash-linear-attention": "0.6"}
+    monkeypatch.setattr(ops, "_version", lambda package: versions.get(package, ""))
+    monkeypatch.setattr("longshore.ops.backends.is_installed", lambda package: package == "fla")
+    installed, flash = ops.kernels()
+    assert installed == good("Triton 3.7.1, flash-linear-attention 0.6")
+    assert (flash.mark, flash.way_out) == ("warn", "pip install 'longshore[gpu]'")
+    assert ops.flash_is_missing((8, 0)).mark == "ok"
+    versions.clear()
+    assert [finding.mark for finding in ops.kernels()] == ["warn", "warn"]
 
 
 def test_open_files(monkeypatch):

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from longshore.cli.environment import (
+    FLASH_CACHE,
+    FLASH_CACHE_FOLDER,
     _Lossy,
     keep_out_of_temp,
     loopback,
@@ -78,6 +80,8 @@ CACHE_NAMES = (
     "ONEDNN_JIT_PROFILE",
     "DNNL_JIT_PROFILE",
     "TORCHINDUCTOR_CACHE_DIR",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
     "XDG_CACHE_HOME",
 )
 
@@ -94,6 +98,8 @@ def clean(monkeypatch, tmp_path):
 def test_what_is_compiled_is_kept_in_the_home(clean, tmp_path):
     keep_out_of_temp()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/.cache/longshore/torchinductor"
+    assert os.environ[FLASH_CACHE] == "1"
+    assert os.environ[FLASH_CACHE_FOLDER] == f"{tmp_path}/.cache/longshore/flash-attention"
     assert os.environ["ONEDNN_JIT_PROFILE"] == "0"
     assert not (tmp_path / ".cache").exists()
 
@@ -101,18 +107,28 @@ def test_what_is_compiled_is_kept_in_the_home(clean, tmp_path):
 def test_what_is_set_stays(clean):
     clean.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
     clean.setenv("DNNL_JIT_PROFILE", "2")
+    clean.setenv(FLASH_CACHE_FOLDER, "mine too")
     keep_out_of_temp()
+    assert os.environ[FLASH_CACHE_FOLDER] == "mine too"
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
     assert "ONEDNN_JIT_PROFILE" not in os.environ
+
+
+def test_a_cache_that_is_off_stays_off(clean):
+    clean.setenv(FLASH_CACHE, "0")
+    keep_out_of_temp()
+    assert os.environ[FLASH_CACHE] == "0"
+    assert FLASH_CACHE_FOLDER not in os.environ
 
 
 def test_without_a_home_the_folder_is_new_and_private(clean, tmp_path):
     clean.setenv("HOME", "/proc/none")
     clean.setattr("tempfile.tempdir", str(tmp_path))
     keep_out_of_temp()
-    folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    assert folder.parent == tmp_path
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    for name in ("TORCHINDUCTOR_CACHE_DIR", FLASH_CACHE_FOLDER):
+        folder = Path(os.environ[name])
+        assert folder.parent == tmp_path
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_torch_writes_nothing_into_the_temporary_folder(clean, tmp_path):

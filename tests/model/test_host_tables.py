@@ -1,4 +1,5 @@
 import pickle
+from dataclasses import fields
 
 import pytest
 import torch
@@ -6,30 +7,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longshore.arch.presets import preset
-from longshore.batch import Counts, MicroBatch
+from longshore.batch import Boundaries, Counts, MicroBatch
 from longshore.data.lane_broadcast import LaneShape, StageInputs, zero_batches
 from longshore.data.lane_context import lane_context
+from longshore.model import host_tables
 from longshore.model.host_tables import table_makers
 from longshore.ops.boundaries import chunks
 from longshore.ops.sizes import CHUNK_ROWS
+from longshore.ops.tables import chunk_table, filled_spans
 from longshore.plan.planner import make_plan
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
-def hybrid():
-    return preset("tiny-hybrid")
+PLAIN, SSD, SPANS = "chunks of 64", "ssd chunks of 64", "delta rule: spans with rows"
 
 
-def context(lengths, *, cp_size=2, scan="auto", device=GPU):
+@pytest.fixture(autouse=True)
+def packages(monkeypatch):
+    """The packages with kernels that are installed: none, until a test adds some."""
+    names = set()
+    monkeypatch.setattr(host_tables, "is_installed", lambda package: package in names)
+    return names
+
+
+def context(lengths, *, name="tiny-hybrid", cp_size=2, scan="auto", device=GPU, kernels="auto"):
     plan = make_plan(lengths, lanes=2, capacity=512, policy="static", cp_size=cp_size)
-    makers = table_makers(hybrid(), scan=scan, device=device)
+    makers = table_makers(preset(name), scan=scan, device=device, kernels=kernels)
     return lane_context(plan, 0, 0, tables=makers)
+
+
+def names_of(bounds):
+    return sorted(bounds.tables)
 
 
 def test_a_decoder_without_scans_needs_none():
     assert table_makers(preset("tiny-llama"), scan="auto", device=GPU) == ()
-    assert len(table_makers(hybrid(), scan="auto", device=GPU)) == 1
+    assert len(table_makers(preset("tiny-nemotron-h"), scan="auto", device=GPU)) == 1
+    assert len(table_makers(preset("tiny-hybrid"), scan="auto", device=GPU)) == 2
 
 
 @pytest.mark.parametrize(
@@ -40,9 +55,28 @@ def test_a_shared_pack_has_the_boundaries_that_are_scanned(scan, names):
     pack = context([100, 70], scan=scan).packs[0]
     by_name = {"padded": pack.padded, "chunks": pack.zigzag.chunks}
     for name, bounds in by_name.items():
-        assert list(bounds.tables) == (["chunks of 64"] if name in names else [])
-    assert list(context([100], cp_size=1, scan=scan).packs[0].padded.tables) == ["chunks of 64"]
-    assert list(context([100], device=CPU).packs[0].padded.tables) == ["chunks of 32"]
+        assert names_of(bounds) == ([PLAIN] if name in names else [])
+    assert names_of(context([100], cp_size=1, scan=scan).packs[0].padded) == [PLAIN]
+    assert names_of(context([100], device=CPU).packs[0].padded) == ["chunks of 32"]
+
+
+@pytest.mark.parametrize(
+    ("name", "padded", "chunks"),
+    [
+        ("tiny-nemotron-h", [SSD], [SSD]),
+        # flash-linear-attention may refuse, and it gives no transitions.
+        ("tiny-qwen3-next", [PLAIN, SPANS], [PLAIN]),
+        ("tiny-hybrid", [PLAIN, SPANS, SSD], [PLAIN, SSD]),
+    ],
+)
+def test_kernels_find_their_tables(packages, name, padded, chunks):
+    packages |= {"triton", "fla"}
+    pack = context([100, 70], name=name).packs[0]
+    assert (names_of(pack.padded), names_of(pack.zigzag.chunks)) == (padded, chunks)
+    plain = context([100, 70], name=name, kernels="plain").packs[0]
+    assert names_of(plain.padded) == names_of(plain.zigzag.chunks) == [PLAIN]
+    on_cpu = context([100, 70], name=name, device=CPU).packs[0]
+    assert names_of(on_cpu.padded) == ["chunks of 32"]
 
 
 @settings(max_examples=20, deadline=None)
@@ -50,16 +84,35 @@ def test_a_shared_pack_has_the_boundaries_that_are_scanned(scan, names):
 def test_tables_travel(lengths, cp_size):
     """Through a skeleton and tensors, pickled, an op finds the values that it would make."""
     plan = make_plan(lengths, lanes=2, capacity=512, policy="static", cp_size=cp_size)
-    shape = LaneShape(0, 0, (), (), table_makers(hybrid(), scan="auto", device=GPU))
-    counts, stage = Counts.of([1], lengths), StageInputs(True, True, False)
-    (batch,) = zero_batches(plan, shape, counts, stage)
-    skeleton = pickle.loads(pickle.dumps(batch.skeleton()))
-    copy = MicroBatch.from_tensors(skeleton, batch.to_tensors()).to(CPU)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(host_tables, "is_installed", lambda package: True)
+        makers = table_makers(preset("tiny-hybrid"), scan="auto", device=GPU)
+        copy = travelled(plan, LaneShape(0, 0, (), (), makers), lengths)
     for pack in copy.ctx.packs:
         bounds = pack.padded
         rows = bounds.offsets[-1]
         arrived = chunks(bounds, rows, CHUNK_ROWS, CPU)
-        assert arrived is bounds.tables["chunks of 64"]
+        assert arrived is bounds.tables[PLAIN]
         expected = chunks(None, rows, 1, CPU)
         assert len(arrived.places) == len(expected.places) == rows
         assert torch.equal(arrived.join(arrived.cut(expected.places)), expected.places)
+        anew = Boundaries(bounds.offsets, bounds.cu_seqlens, bounds.longest)
+        for name, make in ((SSD, chunk_table), (SPANS, filled_spans)):
+            arrived = make(bounds, rows, CPU)
+            assert arrived is bounds.tables[name]
+            assert_equal_tables(arrived, make(anew, rows, CPU))
+
+
+def assert_equal_tables(one, other):
+    for field in fields(one):
+        first, second = getattr(one, field.name), getattr(other, field.name)
+        assert first.dtype == second.dtype
+        assert torch.equal(first, second), field.name
+
+
+def travelled(plan, shape, lengths):
+    """A lane's batch without data, as another process receives it."""
+    counts, stage = Counts.of([1], lengths), StageInputs(True, True, False)
+    (batch,) = zero_batches(plan, shape, counts, stage)
+    skeleton = pickle.loads(pickle.dumps(batch.skeleton()))
+    return MicroBatch.from_tensors(skeleton, batch.to_tensors()).to(CPU)

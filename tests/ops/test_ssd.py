@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from tests.ops.twins import assert_same, bounds_of, run
 
 from longshore.ops import ssd as op
+from longshore.ops.boundaries import chunks_of
 from longshore.ops.reference import ssd as twin
 
 LENGTHS = [[1], [2], [7], [8], [9], [16], [1, 2, 5, 8], [0, 3, 17, 0, 24, 1, 0], [3, 75, 1, 2]]
@@ -180,7 +181,7 @@ def test_half_precision_is_computed_in_float32():
 
 
 def test_chunks_lie_by_number_longest_run_first():
-    layout = op.chunks_of((0, 5, 6, 9), 2, device=torch.device("cpu"))
+    layout = chunks_of((0, 5, 6, 9), 2, device=torch.device("cpu"))
     assert layout.steps == (3, 2, 1)
     assert layout.order.tolist() == [0, 2, 1]
     assert layout.back.tolist() == [0, 2, 1]

@@ -1,7 +1,10 @@
 from dataclasses import replace
 
+import pytest
+
 from longshore.arch.presets import preset
-from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
+from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig, TrainConfig
+from longshore.run import auto
 from longshore.run.auto import possible_cp_sizes, resolve
 
 GIB = 1 << 30
@@ -38,6 +41,7 @@ def test_capacity_falls_with_what_a_shared_pack_gathers():
             preset("qwen3-8b"),
             lanes=8,
             dtype="bfloat16",
+            device="cuda",
             memory=139 * GIB,
             longest=8192,
         )
@@ -47,3 +51,33 @@ def test_capacity_falls_with_what_a_shared_pack_gathers():
     assert shared.capacity < alone.capacity
     assert any(f"{8 * shared.capacity:,} tokens of a full pack" in note for note in shared.notes)
     assert not any("full pack" in note for note in alone.notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "kernels", "device", "installed", "compiles"),
+    [
+        ("auto", "auto", "cpu", True, False),
+        ("auto", "plain", "cpu", True, False),
+        ("auto", "auto", "cuda", True, False),
+        ("auto", "plain", "cuda", True, True),
+        ("auto", "auto", "cuda", False, False),
+        ("auto", "plain", "cuda", False, False),
+        (True, "auto", "cpu", False, True),
+        (False, "plain", "cuda", True, False),
+    ],
+)
+def test_what_is_compiled(monkeypatch, given, kernels, device, installed, compiles):
+    monkeypatch.setattr(auto, "is_installed", lambda package: installed and package == "triton")
+    resolved = resolve(
+        replace(config(capacity=8192), train=TrainConfig(compile=given, kernels=kernels)),
+        preset("qwen3-8b"),
+        lanes=8,
+        dtype="bfloat16",
+        device=device,
+        memory=139 * GIB,
+        longest=8192,
+    )
+    assert resolved.compile is compiles
+    notes = [note for note in resolved.notes if note.startswith("train.compile")]
+    expected = ["train.compile: true, because train.kernels is plain"]
+    assert notes == (expected if compiles and given == "auto" else [])

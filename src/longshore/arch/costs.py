@@ -36,7 +36,7 @@ from longshore.arch.decoder import DecoderConfig
 from longshore.arch.exchanged import exchanged_bytes, gathered_rows
 from longshore.arch.part import Saved, Sharing
 from longshore.choices import ShardMode, names_of
-from longshore.ops.sizes import logits_chunk
+from longshore.ops.sizes import loss_bytes
 
 
 def step_flops(config: DecoderConfig, lengths: Sequence[int]) -> int:
@@ -141,9 +141,20 @@ def token_bytes(config: DecoderConfig, *, dtype: str, recompute: bool) -> TokenB
 
 
 def logits_bytes(config: DecoderConfig, tokens: int, *, dtype: str) -> int:
-    """The loss's chunk of logits with its gradient, and the head's gradient in float32."""
-    row = config.vocab_size * max(_item(dtype), 4)
-    return 2 * logits_chunk(tokens, row) * row + row * config.width
+    """The loss's chunk of logits, and the gradients of the head: the most of any backend."""
+    plain, by_kernels = (
+        loss_bytes(
+            tokens,
+            vocabulary=config.vocab_size,
+            width=config.width,
+            item=_item(dtype),
+            heads=1 + len(config.mtp),
+            kernels=kernels,
+        )
+        for kernels in (False, True)
+    )
+    # Kernels leave float64 to plain torch.
+    return plain if dtype == "float64" else max(plain, by_kernels)
 
 
 def auto_capacity(
@@ -183,7 +194,7 @@ def auto_capacity(
         f"model {_size(model.total)} with {shard} over {lanes} lanes: "
         f"weights {_size(model.parameters)}, gradients {_size(model.gradients)}, "
         f"optimizer {_size(model.optimizer)}, gathered {_size(model.gathered)}",
-        f"loss {_size(loss)}: a chunk of logits and the head's gradient",
+        f"loss {_size(loss)}: a chunk of logits, and gradients of the head and its inputs",
         f"a token {_size(each)}: {_size(token.saved)} saved"
         f"{', blocks recomputed' if recompute else ''}, {_size(token.working)} in backward, "
         f"{_size(exchanged)} gathered or expanded by a layer at CP size {-cp_size}",

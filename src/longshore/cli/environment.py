@@ -7,10 +7,10 @@ In: nothing but the process. Out: the same process, changed for the time of a bl
     with lossy_output(): ...     a reader that goes away, such as `head`, ends no run
     with signals_raise(): ...    SIGTERM and SIGHUP raise Interrupted, as Ctrl-C does
 
-`keep_out_of_temp` lasts: torch's own files stay out of the shared temporary folder. With two
-variables, unless they are set, torch writes no /tmp/perf-PID.map and no /tmp/torchinductor_USER,
-names that others on the machine can guess and take first; what it compiles is kept in
-~/.cache/longshore/torchinductor.
+`keep_out_of_temp` lasts: files of torch and of kernels stay out of the shared temporary folder.
+Unless the variables are set, torch writes no /tmp/perf-PID.map and no /tmp/torchinductor_USER,
+names that others on the machine can guess and take first; what is compiled is kept for the next run
+in ~/.cache/longshore, torch's in torchinductor and flash-attn-4's in flash-attention.
 """
 
 import atexit
@@ -33,6 +33,8 @@ from longshore.train.stop import Interrupted, heard_signals
 SAFE_PATH = "PYTHONSAFEPATH"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = ("lo", "lo0")
+FLASH_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+FLASH_CACHE_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 LOST = "longshore: stdout is closed; the run continues without it\n"
 
 
@@ -141,15 +143,19 @@ def keep_out_of_temp() -> None:
     if not {"ONEDNN_JIT_PROFILE", "DNNL_JIT_PROFILE"} & os.environ.keys():
         os.environ["ONEDNN_JIT_PROFILE"] = "0"
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_cache())
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_cache("torchinductor"))
+    # flash-attn-4 loads and runs what it finds in its folder, and keeps nothing unless it is told.
+    os.environ.setdefault(FLASH_CACHE, "1")
+    if os.environ[FLASH_CACHE] == "1" and FLASH_CACHE_FOLDER not in os.environ:
+        os.environ[FLASH_CACHE_FOLDER] = str(_cache("flash-attention"))
 
 
-def _cache() -> Path:
-    """A folder of this user's, made when torch needs it; without a home, a new one for now."""
+def _cache(name: str) -> Path:
+    """A folder of this user's, made when it is needed; without a home, a new one for now."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     home = Path(given or os.path.expanduser("~"))
     if home.is_absolute() and home.is_dir() and os.access(home, os.W_OK):
-        return (home if given else home / ".cache") / "longshore" / "torchinductor"
-    folder = tempfile.mkdtemp(prefix="longshore-torchinductor-")
+        return (home if given else home / ".cache") / "longshore" / name
+    folder = tempfile.mkdtemp(prefix=f"longshore-{name}-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

@@ -25,10 +25,11 @@ WORDS_BY_ANSWER = {
     ": training in 8 or 4 bits is not supported yet; train.dtype is the arithmetic": "load_in_8bit "
     "load_in_4bit use_bnb_nested_quant quantization quantization_config converters fp8 fp4 "
     "enable_fp8 float8",
-    ": kernels are chosen for the machine; `longshore doctor` lists them": "attn_implementation "
-    "flash_attention use_flash_attn use_flash_attention_2 sdp_attention xformers_attention "
-    "flash_attn attention_backend use_liger_kernel use_liger liger_kernel_config transformer_impl "
-    "use_kernels kernels use_remove_padding attention_type",
+    ": kernels are chosen for the machine, `longshore doctor` lists them; train.kernels=plain "
+    "leaves only torch's own": "attn_implementation flash_attention use_flash_attn "
+    "use_flash_attention_2 sdp_attention xformers_attention flash_attn attention_backend "
+    "use_liger_kernel use_liger liger_kernel_config transformer_impl use_kernels "
+    "use_remove_padding attention_type",
     ": training keeps no cache of keys and values": "use_cache",
     "model.preset": "flavor",
     "model.aux_weight": "moe_aux_loss_coeff output_router_logits router_aux_loss_coef",

@@ -219,7 +219,7 @@ class TrainConfig:
     compile: bool | Literal["auto"] = key(
         "auto",
         flag_or("auto"),
-        "apply torch.compile to the blocks; auto: on GPUs where no kernels serve them",
+        "apply torch.compile to the blocks; auto: on GPUs where the kernels are ruled out",
     )
     loss: str = key("", function(""), "your own loss, as module:function")
     loss_count: str = key(

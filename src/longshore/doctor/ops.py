@@ -1,16 +1,18 @@
 """Probes of the ops: the backend of each on this machine, whether it is right, what is faster.
 
-In: nothing; it tests the first GPU, or the CPU. Out: findings. On a CPU:
+In: nothing; it tests the first GPU, or the CPU. Out: findings, ops with the same answer in one:
 
-    attention: blocks (varlen: the tensors are on cpu, not on CUDA), matches the reference
+    experts: torch grouped_mm, matches the reference
+    norm, rope, gate: triton, match the reference
+    delta rule: plain torch (flash-linear-attention: fla is not installed), matches …, but is slow
 
 An op is tested in the dtype that training uses there, forward and backward, on sequences of 1, 5
-and 10 tokens, against ops/reference in float64 on the CPU.
+and 10 tokens, against ops/reference in float64 on the CPU; op_probes.py has the inputs.
 """
 
 import importlib.metadata
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from longshore.doctor.result import Finding, bad, first_line, good, warn
 
@@ -18,132 +20,119 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-LENGTHS = (1, 5, 10)
-CLOSE = {"bfloat16": 3e-2, "float32": 1e-4}
-HOPPER = 9
-GATED_WRONG = ((3, 4, 0), (3, 7, 0))
-"""Triton versions with which flash-linear-attention refuses its gated backward on Hopper."""
+    from longshore.batch import Boundaries
+    from longshore.doctor.op_probes import OpProbe, Results
+
+CLOSE = {"bfloat16": 5e-2, "float32": 1e-4}
+PLAIN = "plain torch"
+REPORT = "this does not work on this machine; please report it, and train with train.kernels=plain"
+EXTRA = "pip install 'longshore[gpu]'"
+PACKAGES = {
+    "Triton": "triton",
+    "flash-attn-4": "flash-attn-4",
+    "flash-linear-attention": "flash-linear-attention",
+}
+
+
+class OpAnswer(NamedTuple):
+    """What was learnt of an op; ops with equal ones share a line."""
+
+    backend: str
+    """The one that ran; for plain torch with the reasons."""
+    wrong: str
+    """How it differs from the reference, or ""."""
 
 
 def ops() -> Iterator[Finding]:
     import torch
 
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    dtype = torch.bfloat16 if cuda else torch.float32
-    for name, width, value_width in (("attention", 128, 128), ("attention of MLA", 192, 128)):
-        yield _attention(name, (width, value_width), device=device, dtype=dtype)
-    yield _experts(device, dtype)
-    yield good("rotary embedding, convolution, scans, delta rule, loss: plain torch")
+    from longshore.doctor.op_probes import op_probes
+
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
+    dtype = torch.bfloat16 if has_gpu else torch.float32
+    names: dict[OpAnswer, list[str]] = {}
+    for probe in op_probes():
+        names.setdefault(_answer(probe, device, dtype), []).append(probe.name)
+    for answer, those in names.items():
+        yield op_finding(those, answer, has_gpu=has_gpu)
 
 
-def _attention(
-    name: str, widths: tuple[int, int], *, device: "torch.device", dtype: "torch.dtype"
-) -> Finding:
+def op_finding(names: list[str], answer: OpAnswer, *, has_gpu: bool) -> Finding:
+    """The line about ops that have this answer."""
+    text = f"{', '.join(names)}: {answer.backend}"
+    if answer.wrong:
+        return bad(f"{text}: {answer.wrong}", REPORT)
+    text += ", matches the reference" if len(names) == 1 else ", match the reference"
+    if not has_gpu or not answer.backend.startswith(PLAIN):
+        return good(text)
+    return warn(f"{text}, but {'is' if len(names) == 1 else 'are'} slow", _way_out(answer.backend))
+
+
+def _way_out(backend: str) -> str:
+    """What to install so that plain torch need not serve; the reasons are in its name."""
+    if "triton is not installed" in backend:
+        return "pip install triton"
+    if "is not installed" in backend:
+        return EXTRA
+    if "incorrect on Hopper" in backend:
+        return "pip install 'triton>=3.7.1'"
+    return ""
+
+
+def _answer(probe: "OpProbe", device: "torch.device", dtype: "torch.dtype") -> OpAnswer:
+    from longshore.ops.backends import chosen, only
+
+    with only("auto"):
+        wrong = _differs(probe, device=device, dtype=dtype)
+        backend = chosen().get(probe.op, "no backend was chosen")
+    # On a CPU the reason is always the same: kernels are for GPUs.
+    if device.type == "cpu" and backend.startswith(PLAIN):
+        backend = PLAIN
+    return OpAnswer(backend, wrong)
+
+
+def _differs(probe: "OpProbe", *, device: "torch.device", dtype: "torch.dtype") -> str:
+    """How the op's outputs and gradients differ from the reference; "" if they match."""
     import torch
 
-    from longshore.batch import Boundaries
-    from longshore.ops.attention import attention
-    from longshore.ops.backends import chosen, pick
-    from longshore.ops.reference.attention import attention as reference
+    from longshore.doctor.op_probes import bounds_on
 
-    random = torch.Generator().manual_seed(0)
-    rows, (width, value_width) = sum(LENGTHS), widths
-    shapes = ((rows, 4, width), (rows, 2, width), (rows, 2, value_width))
-    q, k, v = (torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes)
-    offsets = (0, *(sum(LENGTHS[: i + 1]) for i in range(len(LENGTHS))))
-
-    def bounds(where: "torch.device") -> Boundaries:
-        numbers = torch.tensor(offsets, dtype=torch.int32, device=where)
-        return Boundaries(offsets, numbers, max(LENGTHS))
-
-    here, cpu = bounds(device), bounds(torch.device("cpu"))
-    is_plain = pick("attention", q.to(device, dtype), v.to(device, dtype)) is None
-    text = f"{name}: {chosen()['attention']}"
-    wrong = _differs(
-        lambda *given: attention(*given, bounds=here),
-        lambda *given: reference(*given, bounds=cpu),
-        (q, k, v),
-        device=device,
-        dtype=dtype,
-    )
-    if wrong:
-        return bad(
-            f"{text}: {wrong}", "this kernel does not work on this machine; please report it"
-        )
-    if device.type == "cuda" and is_plain:
-        return warn(
-            f"{text}: matches the reference, but is slow",
-            "use a model whose head size a kernel supports",
-        )
-    return good(f"{text}, matches the reference")
-
-
-def _experts(device: "torch.device", dtype: "torch.dtype") -> Finding:
-    import torch
-
-    from longshore.ops.experts import grouped_mlp, refusal
-    from longshore.ops.reference.experts import grouped_mlp as reference
-
-    random = torch.Generator().manual_seed(0)
-    shapes = ((sum(LENGTHS), 16), (3, 64, 16), (3, 16, 32))
-    x, gate_up, down = (
-        torch.randn(shape, generator=random, dtype=torch.float64) / 4 for shape in shapes
-    )
-    offsets = torch.tensor([1, 6, 16], dtype=torch.int32)
-    refused = refusal(*(tensor.to(device, dtype) for tensor in (x, gate_up, down)))
-    text = f"experts: {f'loop over experts ({refused})' if refused else 'grouped product'}"
-    wrong = _differs(
-        lambda x, up, down: grouped_mlp(x, offsets.to(device), gate_up_E2FC=up, down_ECF=down),
-        lambda x, up, down: reference(x, offsets, gate_up_E2FC=up, down_ECF=down),
-        (x, gate_up, down),
-        device=device,
-        dtype=dtype,
-    )
-    if wrong:
-        return bad(
-            f"{text}: {wrong}", "this kernel does not work on this machine; please report it"
-        )
-    return (
-        warn(f"{text}, matches the reference, but is slow")
-        if refused
-        else good(f"{text}, matches the reference")
-    )
-
-
-def _differs(
-    op: Callable[..., "Tensor"],
-    reference: Callable[..., "Tensor"],
-    given: tuple["Tensor", ...],
-    *,
-    device: "torch.device",
-    dtype: "torch.dtype",
-) -> str:
-    """How the op's output and gradients differ from the reference; "" if they match."""
+    given = [x.to(dtype) if x.dtype == torch.float64 else x for x in probe.inputs]
     try:
-        ours = _with_gradients(op, [tensor.to(device, dtype) for tensor in given])
+        ours = _with_gradients(probe.run, bounds_on(device), [x.to(device) for x in given])
     except Exception as error:
         return f"fails: {first_line(error)}"
     close = CLOSE[str(dtype).removeprefix("torch.")]
     # The reference gets the same inputs, with the same rounding.
-    theirs = _with_gradients(reference, [tensor.to(dtype).to(tensor.dtype) for tensor in given])
+    cpu = torch.device("cpu")
+    theirs = _with_gradients(probe.reference, bounds_on(cpu), [x.double() for x in given])
+    outputs = len(theirs) - len(given)
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         off = float((a.cpu().double() - b).abs().max() / b.abs().max())
         if not off <= close:
-            what = f"gradient {number} of its inputs" if number else "its output"
+            which = number - outputs + 1
+            what = f"gradient {which} of its inputs" if which > 0 else "its output"
             return f"{what} is wrong by {off:.0%} of the largest value"
     return ""
 
 
-def _with_gradients(op: Callable[..., "Tensor"], given: list["Tensor"]) -> list["Tensor"]:
-    leaves = [tensor.detach().requires_grad_() for tensor in given]
-    out = op(*leaves)
-    (out * out).sum().backward()
-    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+def _with_gradients(
+    op: "Callable[..., Results]", bounds: "Boundaries", given: list["Tensor"]
+) -> list["Tensor"]:
+    """The outputs, then the gradient of each input."""
+    import torch
+
+    leaves = [x.detach().requires_grad_() for x in given]
+    outputs = op(bounds, *leaves)
+    wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in outputs]
+    torch.stack([x.square().sum() for x in wide]).sum().backward()
+    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+    return [*(x.detach() for x in outputs), *gradients]
 
 
 def kernels() -> Iterator[Finding]:
-    """Faster kernels for GPUs; the documentation has the measurements."""
+    """The packages with kernels for GPUs; what is slow without them is said by `ops`."""
     import torch
 
     from longshore.ops.backends import is_installed
@@ -151,36 +140,27 @@ def kernels() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         yield good("faster kernels exist only for GPUs")
         return
-    yield _package(
-        "flash-attn-4",
-        is_installed("flash_attn.cute"),
-        gain="1.4 to 1.9 times as fast as torch's attention on an H200",
-    )
-    yield _package(
-        "flash-linear-attention",
-        is_installed("fla"),
-        gain="kernels of the gated delta rule and of state-space scans",
-    )
-    yield _triton(torch.cuda.get_device_capability(0)[0])
+    versions = {name: _version(package) for name, package in PACKAGES.items()}
+    installed = [f"{name} {version}" for name, version in versions.items() if version]
+    if installed:
+        yield good(", ".join(installed))
+    if not versions["Triton"]:
+        yield warn("Triton is missing: train.compile=true will fail", "pip install triton")
+    if not is_installed("flash_attn.cute"):
+        yield flash_is_missing(torch.cuda.get_device_capability(0))
 
 
-def _package(name: str, is_here: bool, *, gain: str) -> Finding:
-    if is_here:
-        return good(f"{name} is installed")
-    return warn(f"{name} is not installed: {gain}", f"pip install {name}")
+def flash_is_missing(capability: tuple[int, int]) -> Finding:
+    from longshore.ops.backends import HOPPER
+
+    text = "flash-attn-4 is not installed"
+    if capability != HOPPER:
+        return good(f"{text}; it is used on compute capability 9.0 only")
+    return warn(f"{text}: 1.4 to 1.9 times as fast as torch's attention on an H200", EXTRA)
 
 
-def _triton(capability: int) -> Finding:
+def _version(package: str) -> str:
     try:
-        version = importlib.metadata.version("triton")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return warn("Triton is missing: train.compile=true will fail", "pip install triton")
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
-    low, high = GATED_WRONG
-    if capability == HOPPER and low <= numbers <= high:
-        return warn(
-            f"Triton {version}: on Hopper flash-linear-attention refuses its gated backward as "
-            "incorrect with this version",
-            "for flash-linear-attention use Triton 3.7.1 or newer",
-        )
-    return good(f"Triton {version}")
+        return ""

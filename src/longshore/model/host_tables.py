@@ -7,11 +7,13 @@ the spot, once for each micro-batch. So what a maker leaves out costs time, and 
 
     table_makers(preset("tiny-llama"), scan="auto", device=device)     ()
 
-With a layer of Mamba2 on a GPU a pack of sequences of 100 and 70 tokens gets "chunks of 64". A
-maker for a new kind of mixer, or for another table, is one entry of MAKERS.
+With a layer of Mamba2 on a GPU a pack of sequences of 100 and 70 tokens gets "ssd chunks of 64",
+which the kernels read, or without Triton "chunks of 64", which plain torch reads. A maker for a new
+kind of mixer, or for another table, is one entry of MAKERS.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,26 +21,63 @@ import torch
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.batch import Boundaries, PackContext, TableMaker
-from longshore.choices import ScanKind
+from longshore.choices import Kernels, ScanKind
+from longshore.ops.backends import is_installed
 from longshore.ops.boundaries import chunk_rows, chunks
+from longshore.ops.tables import chunk_table, filled_spans
 
 HOST = torch.device("cpu")
 
 
+@dataclass(frozen=True, slots=True)
+class TableSetting:
+    """What decides which tables ops will look for."""
+
+    scan: ScanKind
+    """How lanes share a scan."""
+    device: torch.device
+    """Where the ops run."""
+    kernels: Kernels
+    """auto, or plain for none but torch's own."""
+
+    def has(self, package: str) -> bool:
+        """Whether kernels of this package may serve; a call's tensors may still be refused."""
+        return self.device.type == "cuda" and self.kernels == "auto" and is_installed(package)
+
+
 def table_makers(
-    decoder: DecoderConfig, *, scan: ScanKind, device: torch.device
+    decoder: DecoderConfig, *, scan: ScanKind, device: torch.device, kernels: Kernels = "auto"
 ) -> tuple[TableMaker, ...]:
     """The makers of all kinds of parts in the decoder, each once."""
     layers = (*decoder.layers, *decoder.mtp)
     kinds = {type(part): None for layer in layers for part in layer.parts}
     makers = {maker: None for kind in kinds for maker in MAKERS.get(kind, ())}
-    return tuple(partial(maker, scan=scan, device=device) for maker in makers)
+    return tuple(partial(maker, setting=TableSetting(scan, device, kernels)) for maker in makers)
 
 
-def scan_chunks(pack: PackContext, *, scan: ScanKind, device: torch.device) -> None:
-    """The chunks that a plain scan cuts a pack into, as large as they are on `device`."""
-    for bounds in scanned(pack, scan):
-        chunks(bounds, bounds.offsets[-1], chunk_rows(device), HOST)
+def ssd_tables(pack: PackContext, *, setting: TableSetting) -> None:
+    """The chunks of Mamba2's scan: those of its kernels, or those of plain torch."""
+    for bounds in scanned(pack, setting.scan):
+        if setting.has("triton"):
+            chunk_table(bounds, bounds.offsets[-1], HOST)
+        else:
+            _plain_chunks(bounds, setting)
+
+
+def delta_tables(pack: PackContext, *, setting: TableSetting) -> None:
+    """The spans of flash-linear-attention, which may refuse, and the chunks of plain torch.
+
+    A lane's own chunks of a shared pack need transitions, which only plain torch computes.
+    """
+    for bounds in scanned(pack, setting.scan):
+        _plain_chunks(bounds, setting)
+        if bounds is pack.padded and setting.has("fla"):
+            filled_spans(bounds, bounds.offsets[-1], HOST)
+
+
+def _plain_chunks(bounds: Boundaries, setting: TableSetting) -> None:
+    """As large as they are on the device."""
+    chunks(bounds, bounds.offsets[-1], chunk_rows(setting.device), HOST)
 
 
 def scanned(pack: PackContext, scan: ScanKind) -> list[Boundaries]:
@@ -52,7 +91,7 @@ def scanned(pack: PackContext, scan: ScanKind) -> list[Boundaries]:
 
 
 MAKERS: dict[type, tuple[Callable[..., None], ...]] = {
-    Mamba2Config: (scan_chunks,),
-    DeltaNetConfig: (scan_chunks,),
+    Mamba2Config: (ssd_tables,),
+    DeltaNetConfig: (delta_tables,),
 }
-"""For each kind of part, functions of (pack, scan, device) that fill its boundaries' tables."""
+"""For each kind of part, functions of (pack, setting) that fill its boundaries' tables."""

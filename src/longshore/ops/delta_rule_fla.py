@@ -6,7 +6,7 @@ no transitions: whoever asks for `ends` gets those of plain torch, and then its 
 
 Spans without rows are left out of the call, and their final states are their initial ones. Spans
 of 0, 3 and 70 rows reach the kernels as cu_seqlens 0 3 73 and, in chunks of 64 rows, as the chunks
-(0, 0), (1, 0), (1, 1). Both are made on the host, once for the boundaries, so that it never waits.
+(0, 0), (1, 0), (1, 1). Both are made on the host, once for the boundaries (ops/tables.py).
 
 Each kernel comes with a list of configurations, which its first call compiles and times one by one:
 more than 100 s on an H200. On Hopper one of each list is fixed instead; elsewhere they are tried.
@@ -16,28 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from torch import Tensor
 
 from longshore.ops.backends import HOPPER, capability
-from longshore.ops.boundaries import Bounds, first_states, offsets_of, table, to_device
-
-CHUNK = 64
-"""Rows of a chunk of the kernels."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FilledSpans:
-    """The spans that have rows, as the kernels want them."""
-
-    cu_seqlens: Tensor
-    """int32 (N + 1)."""
-    chunks: Tensor
-    """int32 (chunks, 2): the span of each chunk, and its number there."""
-    kept: Tensor
-    """int64 (N): their indices among all spans."""
+from longshore.ops.boundaries import Bounds, first_states, offsets_of
+from longshore.ops.tables import filled_spans
 
 
 class PlainDelta(Protocol):
@@ -71,11 +56,9 @@ class FlaDelta:
         if self.plain is not None:
             return self.plain.run(initial)
         q_TRK, _, v_THV, *_ = self.rows
-        offsets = offsets_of(self.bounds, len(v_THV))
-        spans = table(
-            self.bounds, "delta rule: spans with rows", lambda: _filled(offsets, v_THV.device)
-        )
-        shape = (len(offsets) - 1, v_THV.shape[1], q_TRK.shape[2], v_THV.shape[2])
+        spans = filled_spans(self.bounds, len(v_THV), v_THV.device)
+        count = len(offsets_of(self.bounds, len(v_THV))) - 1
+        shape = (count, v_THV.shape[1], q_TRK.shape[2], v_THV.shape[2])
         dropped = len(spans.kept) < shape[0]
         states = None
         if initial is not None or dropped:
@@ -140,18 +123,3 @@ def _distance(config: Any) -> tuple[int, int]:  # noqa: ANN401
 
 if torch.cuda.is_available() and capability(torch.device("cuda", 0)) == HOPPER:
     fix_configurations()
-
-
-def _filled(offsets: tuple[int, ...], device: torch.device) -> FilledSpans:
-    joints = np.asarray(offsets, dtype=np.int64)
-    lengths = joints[1:] - joints[:-1]
-    kept = np.flatnonzero(lengths)
-    counts = -(-lengths[kept] // CHUNK)
-    span = np.repeat(np.arange(len(kept)), counts)
-    number = np.arange(len(span)) - (np.cumsum(counts) - counts)[span]
-    ends = np.concatenate([[0], np.cumsum(lengths[kept])])
-    return FilledSpans(
-        cu_seqlens=to_device(ends.astype(np.int32), device),
-        chunks=to_device(np.stack([span, number], axis=1).astype(np.int32), device),
-        kept=to_device(kept, device),
-    )

@@ -14,6 +14,7 @@ from longshore.arch.part import Sharing
 from longshore.choices import ShardMode
 from longshore.config.check import check_longest, shared_heads
 from longshore.config.schema import RunConfig
+from longshore.ops.backends import is_installed
 from longshore.plan.policy import policy_named
 from longshore.plan.shapes import legal_cp_sizes
 
@@ -32,6 +33,8 @@ class Resolved:
     """Most tokens a rank holds in a round."""
     dtype: str
     """Of the arithmetic, by name, such as bfloat16."""
+    compile: bool
+    """Whether blocks go through torch.compile."""
     notes: tuple[str, ...]
     """How each choice came about, for people."""
 
@@ -42,10 +45,11 @@ def resolve(
     *,
     lanes: int,
     dtype: str,
+    device: str,
     memory: int,
     longest: int,
 ) -> Resolved:
-    """Decides what is "auto"; memory: bytes of the rank that has least."""
+    """Decides what is "auto"; device: cpu or cuda; memory: bytes of the rank that has least."""
     shard, why = _shard(config, decoder, lanes=lanes, dtype=dtype, memory=memory)
     notes = [f"parallel.shard: {why}"] if config.parallel.shard == "auto" else []
     capacity = config.plan.capacity
@@ -62,9 +66,11 @@ def resolve(
         )
         notes.append(f"plan.capacity: {capacity:,} tokens per rank and round")
         notes += [f"  {line}" for line in arithmetic]
+    compiles, why = _compile(config, device)
+    notes += [f"train.compile: {why}"] if compiles and config.train.compile == "auto" else []
     resolved = replace(config, plan=replace(config.plan, capacity=capacity))
     check_longest(resolved, lanes, longest)
-    return Resolved(resolved, decoder, shard, capacity, dtype, tuple(notes))
+    return Resolved(resolved, decoder, shard, capacity, dtype, compiles, tuple(notes))
 
 
 def possible_cp_sizes(config: RunConfig, decoder: DecoderConfig, *, lanes: int) -> tuple[int, ...]:
@@ -97,3 +103,13 @@ def _shard(
     if config.plan.sync == "step":
         return "zero2", f"zero2, because plan.sync is step: {share}"
     return "zero3", f"zero3: {share}"
+
+
+def _compile(config: RunConfig, device: str) -> tuple[bool, str]:
+    """Whether blocks are compiled: by itself only on GPUs whose kernels are ruled out."""
+    train = config.train
+    if train.compile != "auto":
+        return train.compile, ""
+    if device != "cuda" or train.kernels == "auto" or not is_installed("triton"):
+        return False, ""
+    return True, "true, because train.kernels is plain"

@@ -79,6 +79,7 @@ def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: i
         decoder,
         lanes=topology.lanes,
         dtype=str(pick_dtype(config.train.dtype, topology.device)).removeprefix("torch."),
+        device=topology.device.type,
         memory=_least_memory(topology, local_size),
         longest=int(source.lengths.max()),
     )

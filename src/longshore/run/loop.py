@@ -91,6 +91,10 @@ class _BetweenSteps:
 
 
 def _show_phase(job: TrainingJob, record: RunRecord, name: str) -> None:
-    compiles = job.config.train.compile or job.topology.device.type == "cuda"
-    is_slow = compiles and name == "first step"
-    record.phase(f"{name} (compiling)…" if is_slow else f"{name}…")
+    """The first step may take long; it says why."""
+    why = ""
+    if name == "first step" and job.topology.device.type == "cuda":
+        why = " (compiling kernels)"
+    elif name == "first step" and job.resolved.compile:
+        why = " (compiling)"
+    record.phase(f"{name}{why}…")

@@ -116,7 +116,7 @@ def _choices(job: TrainingJob) -> Choices:
         attention=parallel.attention,
         scan=parallel.scan,
         recompute=train.recompute,
-        compile=train.compile is True,
+        compile=job.resolved.compile,
     )
 
 
@@ -184,7 +184,10 @@ def _make_steps(
             depths=len(job.decoder.mtp),
             buckets=buckets,
             tables=table_makers(
-                job.decoder, scan=job.config.parallel.scan, device=job.topology.device
+                job.decoder,
+                scan=job.config.parallel.scan,
+                device=job.topology.device,
+                kernels=job.config.train.kernels,
             ),
         ),
     )

@@ -27,7 +27,8 @@ from torch.autograd.function import once_differentiable
 
 from longshore.ops.boundaries import Bounds, first_states
 from longshore.ops.kernels.ssd_backward import row_gradients
-from longshore.ops.kernels.ssd_forward import ChunkTable, chunk_table, outputs, steps, walk
+from longshore.ops.kernels.ssd_forward import outputs, steps, walk
+from longshore.ops.tables import ChunkTable, chunk_table
 
 
 @dataclass(frozen=True, slots=True, eq=False)

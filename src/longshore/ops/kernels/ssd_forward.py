@@ -1,61 +1,24 @@
-"""The forward kernels of ops/kernels/ssd.py: steps, walk and outputs, and the table they read.
+"""The forward kernels of ops/kernels/ssd.py: steps, walk and outputs.
 
-In: rows with their strides, and a table of chunks. Out: what each kernel's function says. Sequences
-of 3 and 70 rows have the chunks (first row, rows) (0, 3), (3, 64), (67, 6).
+In: rows with their strides, and a table of chunks (ops/tables.py). Out: what each kernel's function
+says. Sequences of 3 and 70 rows have the chunks (first row, rows) (0, 3), (3, 64), (67, 6).
 
 Letters as in ops/kernels/ssd.py.
 """
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from longshore.ops.boundaries import Bounds, offsets_of, table, to_device
+from longshore.ops.tables import SSD_ROWS, ChunkTable
 
-ROWS = 64
+ROWS = SSD_ROWS
 """Q."""
 STEP_HEADS = 32
 """Heads of one program of the kernel `steps`."""
 ENOUGH_PROGRAMS = 264
 """With fewer walks than this, two on each of an H200's 132 processors, each is split in two."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ChunkTable:
-    """Where chunks and sequences lie; int32, on the device."""
-
-    chunks: Tensor
-    """(M, 2): the first row of each chunk, and its number of rows."""
-    sequences: Tensor
-    """(S, 5), longest first: its index, first chunk, chunks, first row and rows."""
-    lengths: Tensor
-    """(S): rows of each sequence, in their own order."""
-
-
-def chunk_table(bounds: Bounds | None, rows: int, device: torch.device) -> ChunkTable:
-    offsets = offsets_of(bounds, rows)
-    return table(bounds, f"ssd chunks of {ROWS}", lambda: _chunk_table(offsets, device))
-
-
-def _chunk_table(offsets: tuple[int, ...], device: torch.device) -> ChunkTable:
-    starts = np.asarray(offsets[:-1], dtype=np.int32)
-    lengths = np.asarray(offsets[1:], dtype=np.int32) - starts
-    counts = -(-lengths // ROWS)
-    first_chunk = np.cumsum(counts) - counts
-    owner = np.repeat(np.arange(len(counts)), counts)
-    skipped = (np.arange(len(owner)) - first_chunk[owner]) * ROWS
-    chunks = np.stack([starts[owner] + skipped, np.minimum(ROWS, lengths[owner] - skipped)], axis=1)
-    columns = [np.arange(len(counts)), first_chunk, counts, starts, lengths]
-    sequences = np.stack(columns, axis=1)[np.argsort(-lengths, kind="stable")]
-    return ChunkTable(
-        chunks=to_device(chunks.astype(np.int32), device),
-        sequences=to_device(sequences.astype(np.int32), device),
-        lengths=to_device(lengths, device),
-    )
 
 
 def steps(dt: Tensor, A: Tensor, layout: ChunkTable) -> tuple[Tensor, Tensor]:
