@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longshore.ops.kernels.launch import Kernel
 from longshore.ops.kernels.norm import blocks, column_sums
 
 ROWS, CHANNELS = 16, 256
@@ -172,6 +173,7 @@ def _reached(
     return values
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _forward(
     x, weight, bias, before, since, spans, y, rows, channels, stride,
@@ -193,6 +195,7 @@ def _forward(
     tl.store(y + places, total.to(y.dtype.element_ty), mask=mask)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def _backward_sums(
     x, weight, bias, before, since, spans, grad, dpre, sums, rows, channels, stride, grad_stride,
@@ -229,6 +232,7 @@ def _backward_sums(
     tl.store(sums + places, total, mask=(slots <= TAPS)[:, None] & (c < channels)[None, :])
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _backward_rows(
     dpre, weight, since, dx, rows, channels,
@@ -250,6 +254,7 @@ def _backward_rows(
     tl.store(dx + places, total.to(dx.dtype.element_ty), mask=mask)
 
 
+@Kernel
 @triton.jit
 def _backward_before(
     dpre, weight, starts, dbefore, channels, TAPS: tl.constexpr, CHANNELS: tl.constexpr

@@ -17,9 +17,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from triton import language as tl
 
+from longshore.ops.kernels.launch import Kernel
 from longshore.ops.kernels.norm import as_rows, blocks, empty
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _forward(
     gate_ptr,
@@ -48,6 +50,7 @@ def _forward(
     tl.store(inner_ptr + row * WIDTH + column, inner.to(inner_ptr.dtype.element_ty), inside)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _backward(
     dinner_ptr,

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longshore.ops.kernels.launch import Kernel
 from longshore.ops.kernels.norm import blocks, column_sums
 
 ELEMENTS = 2048
@@ -119,6 +120,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
+@Kernel
 @triton.jit(do_not_specialize=["count"])
 def _forward(
     x, gate, weight, y, rstd, count, groups, width, stride_t, stride_g, gate_stride_t,
@@ -147,6 +149,7 @@ def _forward(
     tl.store(rstd + t * groups + group, r, mask=t < count)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["count", "blocks"])
 def _backward(
     x, gate, weight, rstd, grad, dx, dgate, sums, count, groups, width, stride_t, stride_g,

@@ -21,7 +21,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton import language as tl
 
+from longshore.ops.kernels.launch import Kernel
 
+
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _forward(
     x_ptr,
@@ -57,6 +60,7 @@ def _forward(
     tl.store(normed_ptr + row * WIDTH + column, normed, inside)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _backward(
     dtotal_ptr,
@@ -108,6 +112,7 @@ def _backward(
     tl.store(partial_ptr + tl.program_id(0) * WIDTH + column, part, column < WIDTH)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["middle", "stop"])
 def _column_sums(
     part_ptr, sum_ptr, middle, stop, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr

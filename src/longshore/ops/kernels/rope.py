@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton import language as tl
 
+from longshore.ops.kernels.launch import Kernel
 from longshore.ops.kernels.norm import blocks, column_sums, empty, programs
 
 
@@ -87,6 +88,7 @@ def _forward_rows(
     tl.store(out_at + rest, others.to(dtype), rests)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["tokens"])
 def _forward(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, tokens,
@@ -166,6 +168,7 @@ def _backward_rows(
     tl.store(part_ptr + rest, tl.sum(dothers, 0, keep_dims=True), is_rest)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["q_programs", "tokens"])
 def _backward(
     dq_out_ptr, dk_out_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dq_ptr,
