@@ -21,6 +21,12 @@ def on_cuda(dtype=torch.bfloat16, *, tokens=4, width=64):
     return OnCuda(is_cuda=True, device=device, dtype=dtype, shape=(tokens, 2, width))
 
 
+@pytest.fixture(autouse=True)
+def nothing_served(monkeypatch):
+    """Tests change what tensors on CUDA are served by."""
+    monkeypatch.setattr(backends, "_served", {})
+
+
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.setattr(backends, "capability", lambda device: (9, 0))
@@ -81,6 +87,27 @@ def test_the_order_decides_and_every_refusal_is_said(monkeypatch):
     monkeypatch.setattr(backends, "BACKENDS", {"op": (foreign,)})
     assert pick("op", x) is None
     assert chosen()["op"] == "plain torch (foreign: no_such_package.part is not installed)"
+
+
+def test_on_cuda_a_backend_is_asked_once_for_each_kind_of_call(monkeypatch):
+    calls = []
+    first = Backend("first", "longshore.ops.rope", lambda x: calls.append(x.shape))
+    none = Backend("none", "nowhere", lambda x: "never")
+    monkeypatch.setattr(backends, "BACKENDS", {"op": (first,)})
+    monkeypatch.setattr(backends, "_chosen", {})
+    for x in (on_cuda(), on_cuda(), on_cuda(tokens=0), on_cuda(torch.float16), on_cuda()):
+        assert pick("op", x).__name__ == "longshore.ops.rope"
+    assert calls == [(4, 2, 64), (0, 2, 64), (4, 2, 64)]
+    monkeypatch.setitem(backends.BACKENDS, "op", (none,))
+    assert pick("op", on_cuda()) is None
+    monkeypatch.setitem(backends.BACKENDS, "op", (first,))
+    assert pick("op", on_cuda()) is not None
+    backends._chosen.clear()
+    pick("op", on_cuda())
+    assert chosen() == {"op": "first"}
+    with only("plain"):
+        pick("op", on_cuda())
+    assert len(calls) == 5
 
 
 def test_plain_rules_out_what_is_not_torch(monkeypatch):

@@ -114,3 +114,24 @@ def test_the_rest_is_for_plain_torch(x):
     weight = torch.ones(x.shape[1], dtype=x.dtype, device=DEVICE)
     assert backends.pick("norm", x, weight) is None
     assert rms_norm(x, weight, 1e-5).shape == x.shape
+
+
+@pytest.mark.parametrize(("rows", "middle"), [(1, None), (300, None), (2, 1), (300, 131)])
+def test_sums_of_columns(rows, middle):
+    from longshore.ops.kernels.norm import column_sums
+
+    partial = normal(rows, 70)
+    groups = partial.double().split([rows] if middle is None else [middle, rows - middle])
+    for total, group in zip(
+        column_sums(partial, torch.float32, middle=middle), groups, strict=True
+    ):
+        torch.testing.assert_close(total.double(), group.sum(0), rtol=0, atol=1e-4)
+
+
+def test_a_frozen_weight():
+    x, weight = normal(3, 8).requires_grad_(), normal(8, seed=1)
+    rms_norm(x, weight, 1e-5).sum().backward()
+    frozen = x.grad
+    x.grad = None
+    rms_norm(x, weight.requires_grad_(), 1e-5).sum().backward()
+    assert torch.equal(x.grad, frozen)

@@ -51,7 +51,8 @@ from longshore.model.norm import RMSNorm
 from longshore.model.rope import Tables
 from longshore.ops.attention import attention, attention_backward, attention_forward
 from longshore.ops.gate import sigmoid_gate
-from longshore.ops.rope import rotate
+from longshore.ops.projections import projected
+from longshore.ops.rope import rotate_both
 
 
 class Attention(nn.Module):
@@ -78,25 +79,35 @@ class Attention(nn.Module):
 
     def forward(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Tensor:
         # −1 heads: under tensor parallelism a rank has only some of them.
-        q_THD, gate_THD = self._queries(x_TC)
-        k_TKD = self.k_proj(x_TC).unflatten(-1, (-1, self.config.head_dim))
-        v_TKD = self.v_proj(x_TC).unflatten(-1, (-1, self.config.head_dim))
-        table = None if self.rope is None else tables[self.rope]
-        q_THD = _normed_rotated(q_THD, self.q_norm, table)
-        k_TKD = _normed_rotated(k_TKD, self.k_norm, table)
+        size = self.config.head_dim
+        q_TX, k_TX, v_TX = projected(x_TC, (self.q_proj, self.k_proj, self.v_proj))
+        k_TKD, v_TKD = k_TX.unflatten(-1, (-1, size)), v_TX.unflatten(-1, (-1, size))
+        q_THD, gate_THD = self._queries(q_TX)
+        q_THD, k_TKD = self._normed_rotated(q_THD, k_TKD, tables)
         attended_THD = self._attend(q_THD, k_TKD, v_TKD, ctx)
         if gate_THD is not None:
             attended_THD = sigmoid_gate(attended_THD, gate_THD)
         output_TC: Tensor = self.o_proj(attended_THD.flatten(-2))
         return output_TC
 
-    def _queries(self, x_TC: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _queries(self, q_TX: Tensor) -> tuple[Tensor, Tensor | None]:
         """Queries and, where the output is gated, gates."""
         size = self.config.head_dim
         if not self.config.gate:
-            return self.q_proj(x_TC).unflatten(-1, (-1, size)), None
-        q_THD, gate_THD = self.q_proj(x_TC).unflatten(-1, (-1, 2 * size)).chunk(2, dim=-1)
+            return q_TX.unflatten(-1, (-1, size)), None
+        q_THD, gate_THD = q_TX.unflatten(-1, (-1, 2 * size)).chunk(2, dim=-1)
         return q_THD, gate_THD
+
+    def _normed_rotated(
+        self, q_THD: Tensor, k_TKD: Tensor, tables: Tables
+    ) -> tuple[Tensor, Tensor]:
+        """Normed where there are norms, rotated where there is a table; one kernel for all."""
+        table = None if self.rope is None else tables[self.rope]
+        if self.q_norm is None or self.k_norm is None:
+            return (q_THD, k_TKD) if table is None else rotate_both(q_THD, k_TKD, *table)
+        if table is None:
+            return self.q_norm(q_THD), self.k_norm(k_TKD)
+        return self.q_norm.rotated_with(self.k_norm, q_THD, k_TKD, table)
 
     @eager
     def _attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, ctx: SeqContext) -> Tensor:
@@ -124,18 +135,6 @@ class Attention(nn.Module):
         rows, bounds = exchange.pack.rows, exchange.pack.padded
         q, k, v = exchange.to_heads((q[rows], k[rows], v[rows]))
         return exchange.from_heads(attention(q, k, v, bounds=bounds, scale=scale, window=window))
-
-
-def _normed_rotated(
-    x_THD: Tensor, norm: RMSNorm | None, table: tuple[Tensor, Tensor] | None
-) -> Tensor:
-    """x normed where there is a norm, rotated where there is a table; one kernel for both."""
-    if norm is None:
-        return x_THD if table is None else rotate(x_THD, *table)
-    if table is None:
-        normed_THD: Tensor = norm(x_THD)
-        return normed_THD
-    return norm.rotated(x_THD, *table)
 
 
 def over_heads(heads: int, kv_heads: int, cp_size: int, *, kind: AttentionKind) -> bool:
@@ -218,12 +217,15 @@ class _Spec:
         }
 
     def own(self, rows: Sequence[Tensor], place: int) -> tuple[Tensor, ...]:
-        """The rows of one pack."""
-        return tuple(part[self.exchanges[place].pack.rows] for part in rows)
+        """The rows of one pack; of the only one there is as they are."""
+        inside = self.exchanges[place].pack.rows
+        if inside.start == 0 and inside.stop == rows[0].shape[0]:
+            return tuple(rows)
+        return tuple(part[inside] for part in rows)
 
     def placed(self, parts: list[Tensor], like: Tensor) -> Tensor:
         """The packs' parts among the rows of all tokens, 0 at those of other packs."""
-        if sum(map(len, parts)) == len(like):
+        if sum(part.shape[0] for part in parts) == like.shape[0]:
             return joined(parts)
         everything = torch.zeros_like(like)
         for exchange, part in zip(self.exchanges, parts, strict=True):

@@ -37,6 +37,7 @@ from longshore.model.interface import LOCAL, Context, Exchanges, Routed, eager
 from longshore.model.norm import Float32Parameters
 from longshore.ops.experts import expert_mlp
 from longshore.ops.gate import gated_linear
+from longshore.ops.projections import projected
 
 
 class GatedLinear(nn.Linear):
@@ -58,9 +59,11 @@ class MLP(nn.Module):
         self.down_proj = GatedLinear(config.width, width, bias=False)
 
     def forward(self, x_TC: Tensor, ctx: Context) -> tuple[Tensor, None]:
-        up_TF = self.up_proj(x_TC)
-        gate_TF = None if self.gate_proj is None else self.gate_proj(x_TC)
-        output_TC: Tensor = self.down_proj(up_TF, gate_TF)
+        if self.gate_proj is None:
+            output_TC: Tensor = self.down_proj(self.up_proj(x_TC))
+            return output_TC, None
+        up_TF, gate_TF = projected(x_TC, (self.up_proj, self.gate_proj))
+        output_TC = self.down_proj(up_TF, gate_TF)
         return output_TC, None
 
 

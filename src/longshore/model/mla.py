@@ -31,6 +31,7 @@ from longshore.model.fill import NORM, RESIDUAL, Fill
 from longshore.model.interface import LOCAL, Context, Exchanges, eager, joined
 from longshore.model.norm import RMSNorm
 from longshore.model.rope import Tables
+from longshore.ops.projections import projected
 from longshore.ops.rope import rotate
 
 
@@ -100,23 +101,20 @@ class MLA(nn.Module):
 
     def forward(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Tensor:
         cos_TE, sin_TE = tables[self.rope]
-        q_THD = rotate(self._queries(x_TC), cos_TE, sin_TE, start=self.config.nope_dim)
-        down_TR, key_TE = self.kv_down(x_TC).split(
-            [self.config.kv_rank, self.config.rope_dim], dim=1
-        )
+        q_in = self.q_proj if self.q_down is None else self.q_down
+        assert q_in is not None
+        q_TX, kv_TL = projected(x_TC, (q_in, self.kv_down))
+        q_THD = rotate(self._queries(q_TX), cos_TE, sin_TE, start=self.config.nope_dim)
+        down_TR, key_TE = kv_TL.split([self.config.kv_rank, self.config.rope_dim], dim=1)
         rotated_T1E = rotate(key_TE.unsqueeze(1), cos_TE, sin_TE)
         latent_TL = torch.cat([self.kv_norm(down_TR), rotated_T1E.squeeze(1)], dim=1)
         output_TC: Tensor = self.o_proj(self._attend(q_THD, latent_TL, ctx).flatten(-2))
         return output_TC
 
-    def _queries(self, x_TC: Tensor) -> Tensor:
-        if self.q_proj is not None:
-            q_TX = self.q_proj(x_TC)
-        else:
-            assert self.q_down is not None
-            assert self.q_norm is not None
-            assert self.q_up is not None
-            q_TX = self.q_up(self.q_norm(self.q_down(x_TC)))
+    def _queries(self, q_TX: Tensor) -> Tensor:
+        """Of each head, from the first projection: the only one, or that to the queries' rank."""
+        if self.q_norm is not None and self.q_up is not None:
+            q_TX = self.q_up(self.q_norm(q_TX))
         q_THD: Tensor = q_TX.unflatten(-1, (-1, self.config.head_dim))
         return q_THD
 

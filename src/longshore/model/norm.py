@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from longshore.arch.part import Norm
 from longshore.ops.gated_norm import norm_after_gate, norm_before_gate
 from longshore.ops.norm import add_norm, rms_norm
-from longshore.ops.rope import norm_rotate
+from longshore.ops.rope import norm_rotate_both
 
 
 class RMSNorm(nn.Module):
@@ -29,10 +29,12 @@ class RMSNorm(nn.Module):
         """x + delta, or x itself, and its norm in the weight's dtype."""
         return add_norm(x, delta, self.weight, self.norm.eps, zero_centred=self.norm.zero_centred)
 
-    def rotated(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-        """The norm of each head, rotated."""
-        centred = self.norm.zero_centred
-        return norm_rotate(x_THD, self.weight, self.norm.eps, cos_TR, sin_TR, zero_centred=centred)
+    def rotated_with(
+        self, k_norm: "RMSNorm", q_THD: Tensor, k_TKD: Tensor, table: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of each head of q and, by k_norm, of k, rotated."""
+        weights, eps, centred = (self.weight, k_norm.weight), self.norm.eps, self.norm.zero_centred
+        return norm_rotate_both(q_THD, k_TKD, weights, eps, *table, zero_centred=centred)
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.norm.eps:g}"

@@ -94,7 +94,6 @@ def attention_backward(
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, from that of the output. No autograd."""
-    _check_shapes(q_THD, k_SKD, v_SKV)
     spec = _spec(q_THD, k_SKD, bounds, key_bounds, scale, window)
     return _backward(grad_THV, q_THD, k_SKD, v_SKV, out_THV, lse_HT, spec)
 
@@ -131,21 +130,26 @@ def _backward(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 3:
-        raise ValueError(f"the shapes are {shapes}; each must be (rows, heads, width)")
-    if q.shape[2] != k.shape[2] or k.shape[:2] != v.shape[:2]:
+    # Each shape is asked for once: this runs for every pack of every layer.
+    shapes = q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if not len(q_shape) == len(k_shape) == len(v_shape) == 3:
+        raise ValueError(f"{_shown(shapes)}; each must be (rows, heads, width)")
+    if q_shape[2] != k_shape[2] or k_shape[:2] != v_shape[:2]:
         raise ValueError(
-            f"the shapes are {shapes}; q and k must have the same width, k and v the same rows "
-            "and heads"
+            f"{_shown(shapes)}; q and k must have the same width, k and v the same rows and heads"
         )
-    if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
+    if k_shape[1] < 1 or q_shape[1] % k_shape[1]:
         raise ValueError(
-            f"there are {q.shape[1]} query heads and {k.shape[1]} key heads; the first must be a "
+            f"there are {q_shape[1]} query heads and {k_shape[1]} key heads; the first must be a "
             "multiple of the second"
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; give one dtype")
+
+
+def _shown(shapes: tuple[torch.Size, ...]) -> str:
+    q, k, v = map(tuple, shapes)
+    return f"the shapes are q {q}, k {k}, v {v}"
 
 
 def _spec(

@@ -79,5 +79,6 @@ def _options(
 
 def _rows(x: Tensor) -> Tensor:
     """The kernels want rows that begin at multiples of 16 bytes; those of an expanded do not."""
-    is_aligned = x.stride(-1) == 1 and all(stride % 8 == 0 and stride for stride in x.stride()[:-1])
+    *strides, last = x.stride()
+    is_aligned = last == 1 and all(stride % 8 == 0 and stride for stride in strides)
     return x if is_aligned and x.data_ptr() % 16 == 0 else x.contiguous()

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +42,10 @@ class Backend:
     module: str
     """What has the op's functions; imported when it is picked."""
     refusal: Callable[..., str | None]
-    """Why it does not support a call with these tensors, or None if it does; imports nothing."""
+    """Why it does not support a call with these tensors, or None if it does; imports nothing.
+
+    It may ask for dtypes, shapes and devices alone: the answer is kept.
+    """
     package: str = ""
     """What must be installed besides torch."""
 
@@ -229,6 +233,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
     ),
     "norm": (Backend("triton", "longshore.ops.kernels.norm", _norm, package="triton"),),
     "gate": (Backend("triton", "longshore.ops.kernels.gate", _pointwise, package="triton"),),
+    "projections": (Backend("torch, one node", "longshore.ops.projections", on_gpu),),
     "rope": (Backend("triton", "longshore.ops.kernels.rope", _rope, package="triton"),),
 }
 """By op, in order of preference; where none is left, plain torch."""
@@ -237,20 +242,47 @@ _plain = False
 _chosen: dict[str, str] = {}
 
 
+class _Served(NamedTuple):
+    """backends: what BACKENDS had for the op then. name: for chosen()."""
+
+    backends: tuple[Backend, ...]
+    module: ModuleType | None
+    name: str
+
+
+_served: dict[tuple[object, ...], _Served] = {}
+"""By op and the tensors' dtypes, shapes and devices, of calls on CUDA; use_kernels forgets all."""
+MOST_SERVED = 10_000
+
+
 def pick(op: str, *tensors: Tensor) -> ModuleType | None:
     """The module of the first backend that supports these tensors, or None for plain torch."""
     # What torch.compile traces it fuses itself.
     if torch.compiler.is_compiling():
         return None
+    backends = BACKENDS[op]
+    if not tensors[0].is_cuda:
+        served = _serve(backends, *tensors)
+    else:
+        key = (op, *[part for x in tensors for part in (x.dtype, x.shape, x.device)])
+        known = _served.get(key)
+        if known is None or known.backends is not backends:
+            if len(_served) >= MOST_SERVED:
+                _served.clear()
+            known = _served[key] = _serve(backends, *tensors)
+        served = known
+    _chosen[op] = served.name
+    return served.module
+
+
+def _serve(backends: tuple[Backend, ...], *tensors: Tensor) -> _Served:
     refused = []
-    for backend in BACKENDS[op]:
+    for backend in backends:
         why_not = _refusal(backend, *tensors)
         if why_not is None:
-            _chosen[op] = backend.name
-            return _module(backend.module)
+            return _Served(backends, _module(backend.module), backend.name)
         refused.append(f"{backend.name}: {why_not}")
-    _chosen[op] = f"plain torch ({'; '.join(refused)})"
-    return None
+    return _Served(backends, None, f"plain torch ({'; '.join(refused)})")
 
 
 def chosen() -> dict[str, str]:
@@ -271,6 +303,7 @@ def use_kernels(kernels: Kernels) -> None:
     global _plain
     _plain = kernels == "plain"
     _chosen.clear()
+    _served.clear()
 
 
 @contextmanager

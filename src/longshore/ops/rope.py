@@ -7,7 +7,9 @@ least, returned in x's dtype.
 D = 5, R = 2, angles 90° and 0°: (1, 2, 3, 4, 5) becomes (−3, 2, 1, 4, 5); the pair (1, 3) rotates
 to (−3, 1). With start=1 the dims 1 to 4 rotate: (1, 2, 3, 4, 5) becomes (1, −4, 3, 2, 5).
 
-`norm_rotate` norms each head before, with one weight (D) for all heads.
+`norm_rotate` norms each head before, with one weight (D) for all heads. `rotate_both` and
+`norm_rotate_both` do the same to queries and keys, whose numbers of heads may differ; kernels take
+both at once.
 """
 
 import torch
@@ -43,6 +45,49 @@ def norm_rotate(
         output: Tensor = kernels.norm_rotate(x_THD, weight_D, eps, cos_TR, sin_TR, zero_centred)
         return output
     return rotate(rms_norm(x_THD, weight_D, eps, zero_centred=zero_centred), cos_TR, sin_TR)
+
+
+def rotate_both(
+    q_THD: Tensor, k_TKD: Tensor, cos_TR: Tensor, sin_TR: Tensor
+) -> tuple[Tensor, Tensor]:
+    """rotate(q), rotate(k)."""
+    kernels = pick("rope", q_THD, cos_TR) if _alike(q_THD, k_TKD) else None
+    if kernels is None:
+        return rotate(q_THD, cos_TR, sin_TR), rotate(k_TKD, cos_TR, sin_TR)
+    _check(q_THD, cos_TR, sin_TR, 0)
+    both: tuple[Tensor, Tensor] = kernels.rotate_both(q_THD, k_TKD, cos_TR, sin_TR)
+    return both
+
+
+def norm_rotate_both(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    weights: tuple[Tensor, Tensor],
+    eps: float,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    *,
+    zero_centred: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """norm_rotate(q), norm_rotate(k); weights: of q and of k, each (D)."""
+    alike = _alike(q_THD, k_TKD) and _alike(*weights)
+    kernels = pick("rope", q_THD, cos_TR, weights[0]) if alike else None
+    if kernels is None:
+        q, k = (
+            norm_rotate(x_THD, weight_D, eps, cos_TR, sin_TR, zero_centred=zero_centred)
+            for x_THD, weight_D in zip((q_THD, k_TKD), weights, strict=True)
+        )
+        return q, k
+    _check(q_THD, cos_TR, sin_TR, 0)
+    both: tuple[Tensor, Tensor] = kernels.norm_rotate_both(
+        q_THD, k_TKD, weights, eps, cos_TR, sin_TR, zero_centred
+    )
+    return both
+
+
+def _alike(q: Tensor, k: Tensor) -> bool:
+    """Whether one kernel can take both."""
+    return q.dtype == k.dtype and q.shape[::2] == k.shape[::2]
 
 
 def _check(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, start: int) -> None:

@@ -17,6 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longshore.ops.kernels.launch import Kernel
+from longshore.ops.kernels.norm import blocks, column_sums
+
 ROWS, CHANNELS = 16, 256
 PARTS = 64
 """Programs that share out the rows in the gradients of taps and bias."""
@@ -57,7 +60,7 @@ class _Conv(torch.autograd.Function):
         since, span, _ = tables
         rows, channels = x.shape
         y = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
-        grid = (triton.cdiv(rows, ROWS), triton.cdiv(channels, CHANNELS))
+        grid = (blocks(rows, ROWS), blocks(channels, CHANNELS))
         _forward[grid](
             x,
             weight,
@@ -87,8 +90,8 @@ class _Conv(torch.autograd.Function):
         rows, channels = x.shape
         taps = weight.shape[1]
         grad = grad if grad.stride(1) == 1 else grad.contiguous()
-        columns = triton.cdiv(channels, CHANNELS)
-        parts = min(PARTS, triton.cdiv(rows, ROWS))
+        columns, tiles = blocks(channels, CHANNELS), blocks(rows, ROWS)
+        parts = min(PARTS, tiles)
         dpre = torch.empty(rows, channels, dtype=torch.float32, device=x.device)
         sums = torch.empty(parts, taps + 1, channels, dtype=torch.float32, device=x.device)
         _backward_sums[(parts, columns)](
@@ -105,9 +108,9 @@ class _Conv(torch.autograd.Function):
             channels,
             x.stride(0),
             grad.stride(0),
-            triton.cdiv(triton.cdiv(rows, ROWS), parts),
+            blocks(tiles, parts),
             TAPS=taps,
-            SLOTS=triton.next_power_of_2(taps + 1),
+            SLOTS=1 << taps.bit_length(),
             BIAS=bias is not None,
             BEFORE=before is not None,
             SILU=ctx.activation,
@@ -117,7 +120,7 @@ class _Conv(torch.autograd.Function):
         dx = dbefore = None
         if ctx.needs_input_grad[0]:
             dx = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
-            _backward_rows[(triton.cdiv(rows, ROWS), columns)](
+            _backward_rows[(tiles, columns)](
                 dpre, weight, since, dx, rows, channels, TAPS=taps, ROWS=ROWS, CHANNELS=CHANNELS
             )
         if before is not None and ctx.needs_input_grad[3]:
@@ -125,8 +128,9 @@ class _Conv(torch.autograd.Function):
             _backward_before[(len(before), columns)](
                 dpre, weight, starts, dbefore, channels, TAPS=taps, CHANNELS=CHANNELS
             )
-        total = sums.sum(0)
-        dweight = total[:taps].t().to(weight.dtype)
+        (total,) = column_sums(sums.view(parts, -1), weight.dtype)
+        total = total.view(taps + 1, channels)
+        dweight = total[:taps].t()
         dbias = None if bias is None else total[taps].to(bias.dtype)
         return dx, dweight, dbias, dbefore, None, None
 
@@ -169,6 +173,7 @@ def _reached(
     return values
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _forward(
     x, weight, bias, before, since, spans, y, rows, channels, stride,
@@ -190,6 +195,7 @@ def _forward(
     tl.store(y + places, total.to(y.dtype.element_ty), mask=mask)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def _backward_sums(
     x, weight, bias, before, since, spans, grad, dpre, sums, rows, channels, stride, grad_stride,
@@ -226,6 +232,7 @@ def _backward_sums(
     tl.store(sums + places, total, mask=(slots <= TAPS)[:, None] & (c < channels)[None, :])
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _backward_rows(
     dpre, weight, since, dx, rows, channels,
@@ -247,6 +254,7 @@ def _backward_rows(
     tl.store(dx + places, total.to(dx.dtype.element_ty), mask=mask)
 
 
+@Kernel
 @triton.jit
 def _backward_before(
     dpre, weight, starts, dbefore, channels, TAPS: tl.constexpr, CHANNELS: tl.constexpr

@@ -7,6 +7,7 @@ of gate, up and the output's gradient:
     inner, dgate, dup = backward("silu", dinner, gate, up, again=True)      inner lies in dinner
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from triton import language as tl
 
-from longshore.ops.kernels.norm import as_rows
+from longshore.ops.kernels.launch import Kernel
+from longshore.ops.kernels.norm import as_rows, blocks, empty
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _forward(
     gate_ptr,
@@ -47,6 +50,7 @@ def _forward(
     tl.store(inner_ptr + row * WIDTH + column, inner.to(inner_ptr.dtype.element_ty), inside)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _backward(
     dinner_ptr,
@@ -129,7 +133,7 @@ class _GatedLinear(torch.autograd.Function):
         inner, dgate, dup = backward(ctx.kind, grad @ weight, gate, up, again=wants_weight)
         if not wants_weight:
             return None, dgate, dup, None
-        return None, dgate, dup, grad.flatten(0, -2).T @ inner.flatten(0, -2)
+        return None, dgate, dup, as_rows(grad).t() @ as_rows(inner)
 
 
 def gated(kind: str, gate: Tensor | None, up: Tensor) -> Tensor:
@@ -147,17 +151,18 @@ def gated_linear(gate: Tensor | None, up: Tensor, weight: Tensor) -> Tensor:
 def forward(kind: str, gate: Tensor | None, up: Tensor) -> Tensor:
     up_NF, width = as_rows(up), up.shape[-1]
     gate_NF = up_NF if gate is None else as_rows(gate)
-    inner = up.new_empty(up.shape)
-    _forward[_grid(up_NF)](
+    inner = empty(up)
+    rows, shape = up_NF.shape[0], _tile(width)
+    _forward[blocks(rows, shape["ROWS"]), blocks(width, shape["BLOCK"])](
         gate_NF,
         up_NF,
         inner,
-        len(up_NF),
+        rows,
         gate_NF.stride(0),
         up_NF.stride(0),
         KIND=kind,
         WIDTH=width,
-        **_tile(width),
+        **shape,
     )
     return inner
 
@@ -168,36 +173,30 @@ def backward(
     """dinner, dgate and dup; with `again` dinner, which must be the caller's own, becomes inner."""
     dinner_NF, up_NF, width = as_rows(dinner), as_rows(up), up.shape[-1]
     gate_NF = up_NF if gate is None else as_rows(gate)
-    dup = up.new_empty(up.shape)
-    dgate = None if gate is None else gate.new_empty(gate.shape)
+    dup = empty(up)
+    dgate = None if gate is None else empty(gate)
     assert not again or dinner.is_contiguous()
-    _backward[_grid(up_NF)](
+    rows, shape = up_NF.shape[0], _tile(width)
+    _backward[blocks(rows, shape["ROWS"]), blocks(width, shape["BLOCK"])](
         dinner_NF,
         gate_NF,
         up_NF,
         dup if dgate is None else dgate,
         dup,
         dinner_NF,
-        len(up_NF),
+        rows,
         dinner_NF.stride(0),
         gate_NF.stride(0),
         up_NF.stride(0),
         KIND=kind,
         AGAIN=again,
         WIDTH=width,
-        **_tile(width),
+        **shape,
     )
     return dinner, dgate, dup
 
 
+@lru_cache
 def _tile(width: int) -> dict[str, int]:
     block = min(1024, triton.next_power_of_2(width))
     return {"BLOCK": block, "ROWS": 4096 // block, "num_warps": 8}
-
-
-def _grid(rows_NF: Tensor) -> tuple[int, int]:
-    shape = _tile(rows_NF.shape[1])
-    return (
-        triton.cdiv(len(rows_NF), shape["ROWS"]),
-        triton.cdiv(rows_NF.shape[1], shape["BLOCK"]),
-    )

@@ -9,6 +9,7 @@ A program works on one of the G, so the gradient of the weight is a sum over pro
 in float32, then added in a fixed order.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from longshore.ops.kernels.launch import Kernel
+from longshore.ops.kernels.norm import blocks, column_sums
 
 ELEMENTS = 2048
 """Of a block, rows times width."""
@@ -43,7 +47,7 @@ class _GatedNorm(torch.autograd.Function):
         y = torch.empty(count, groups, width, dtype=x.dtype, device=x.device)
         rstd = torch.empty(count, groups, dtype=torch.float32, device=x.device)
         sizes = _sizes(width)
-        _forward[(triton.cdiv(count, sizes["ROWS"]), groups)](
+        _forward[(blocks(count, sizes["ROWS"]), groups)](
             x,
             gate,
             weight,
@@ -55,7 +59,7 @@ class _GatedNorm(torch.autograd.Function):
             *x.stride()[:2],
             *gate.stride()[:2],
             eps,
-            SHARED=len(weight) == width,
+            SHARED=weight.shape[0] == width,
             GATE_FIRST=gate_first,
             **sizes,
         )
@@ -70,8 +74,8 @@ class _GatedNorm(torch.autograd.Function):
         count, groups, width = x.shape
         grad = _rows(grad)
         sizes = _sizes(width)
-        blocks = triton.cdiv(count, sizes["ROWS"])
-        parts = min(blocks, max(1, PROGRAMS // groups))
+        tiles = blocks(count, sizes["ROWS"])
+        parts = min(tiles, max(1, PROGRAMS // groups))
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dgate = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
         sums = torch.empty(parts, groups, width, dtype=torch.float32, device=x.device)
@@ -90,15 +94,19 @@ class _GatedNorm(torch.autograd.Function):
             *x.stride()[:2],
             *gate.stride()[:2],
             *grad.stride()[:2],
-            triton.cdiv(blocks, parts),
-            SHARED=len(weight) == width,
+            blocks(tiles, parts),
+            SHARED=weight.shape[0] == width,
             GATE_FIRST=ctx.gate_first,
             **sizes,
         )
-        total = sums.sum((0, 1)) if len(weight) == width else sums.sum(0).flatten()
-        return dx, dgate, total.to(weight.dtype), None, None
+        dweight = None
+        if ctx.needs_input_grad[2]:
+            # One row for each part, or for each group of each part where these share the weight.
+            (dweight,) = column_sums(sums.view(-1, weight.shape[0]), weight.dtype)
+        return dx, dgate, dweight, None, None
 
 
+@lru_cache
 def _sizes(width: int) -> dict[str, int]:
     columns = triton.next_power_of_2(width)
     return {
@@ -112,6 +120,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
+@Kernel
 @triton.jit(do_not_specialize=["count"])
 def _forward(
     x, gate, weight, y, rstd, count, groups, width, stride_t, stride_g, gate_stride_t,
@@ -140,6 +149,7 @@ def _forward(
     tl.store(rstd + t * groups + group, r, mask=t < count)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["count", "blocks"])
 def _backward(
     x, gate, weight, rstd, grad, dx, dgate, sums, count, groups, width, stride_t, stride_g,

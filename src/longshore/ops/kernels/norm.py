@@ -6,7 +6,10 @@ is kept, which the next layer's residual keeps anyway; the root mean square is c
 A program takes `ROWS` rows of one tile. Backward runs a fixed number of programs; each walks over
 the rows with a stride and keeps its part of the weight's gradient in registers. With 10 rows, 4 a
 tile and 2 programs, program 0 takes rows 0 to 3 and 8 to 9, program 1 rows 4 to 7, and the sum of
-their two parts is the gradient, in the same order every time.
+their two parts, by `column_sums`, is the gradient, in the same order every time.
+
+The host's time counts: a launch is as long as a small kernel. So sizes are computed once for each
+width, and by Python's own integers: triton.cdiv takes microseconds.
 """
 
 from functools import lru_cache
@@ -18,7 +21,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton import language as tl
 
+from longshore.ops.kernels.launch import Kernel
 
+
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _forward(
     x_ptr,
@@ -54,6 +60,7 @@ def _forward(
     tl.store(normed_ptr + row * WIDTH + column, normed, inside)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _backward(
     dtotal_ptr,
@@ -105,6 +112,24 @@ def _backward(
     tl.store(partial_ptr + tl.program_id(0) * WIDTH + column, part, column < WIDTH)
 
 
+@Kernel
+@triton.jit(do_not_specialize=["middle", "stop"])
+def _column_sums(
+    part_ptr, sum_ptr, middle, stop, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    """Row 0 of the result is the sum of rows 0 to middle, row 1 of those from there to stop."""
+    group = tl.program_id(1)
+    first = group * middle
+    last = tl.where(group == 0, middle, stop)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(first, last, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        total += tl.load(part_ptr + row * WIDTH + column, (row < last) & (column < WIDTH), 0.0)
+    result = tl.sum(total, 0, keep_dims=True).to(sum_ptr.dtype.element_ty)
+    tl.store(sum_ptr + group * WIDTH + column, result, column < WIDTH)
+
+
 class _AddNorm(torch.autograd.Function):
     """The sum and its norm; where nothing is added, the sum is x itself."""
 
@@ -145,6 +170,7 @@ class _AddNorm(torch.autograd.Function):
             dtypes=(x_dtype, delta_dtype),
             eps=ctx.eps,
             zero_centred=ctx.zero_centred,
+            wants_weight=ctx.needs_input_grad[2],
         )
         return dx, ddelta, dweight, None, None
 
@@ -175,6 +201,7 @@ class _RMSNorm(torch.autograd.Function):
             dtypes=(x.dtype, None),
             eps=ctx.eps,
             zero_centred=ctx.zero_centred,
+            wants_weight=ctx.needs_input_grad[1],
         )
         return dx, dweight, None, None
 
@@ -202,13 +229,14 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """The sum, and the norm in `dtype`."""
     x_NC, width = as_rows(x), x.shape[-1]
-    normed = x.new_empty(x.shape, dtype=dtype)
+    normed = empty(x, dtype)
     total, delta_NC = x, x_NC
     if delta is not None:
-        total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, delta.dtype))
+        alike = x.dtype == delta.dtype
+        total = empty(x, x.dtype if alike else torch.promote_types(x.dtype, delta.dtype))
         delta_NC = as_rows(delta)
-    rows, shape = len(x_NC), tile(width)
-    _forward[(triton.cdiv(rows, shape["ROWS"]),)](
+    rows, shape = x_NC.shape[0], tile(width)
+    _forward[(blocks(rows, shape["ROWS"]),)](
         x_NC,
         delta_NC,
         weight,
@@ -235,16 +263,18 @@ def backward(
     dtypes: tuple[torch.dtype, torch.dtype | None],
     eps: float,
     zero_centred: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, of delta and of the weight. dtypes: of x and delta; alike they share one."""
     total_NC, dnormed_NC, width = as_rows(total), as_rows(dnormed), total.shape[-1]
     dtotal_NC = dnormed_NC if dtotal is None else as_rows(dtotal)
     x_dtype, delta_dtype = dtypes
-    dx = total.new_empty(total.shape, dtype=x_dtype)
+    dx = ddelta = empty(total, x_dtype)
     apart = delta_dtype is not None and delta_dtype != x_dtype
-    ddelta = total.new_empty(total.shape, dtype=delta_dtype) if apart else dx
-    rows, shape = len(total_NC), tile(width)
-    count = programs(total.device, tiles=triton.cdiv(rows, shape["ROWS"]))
+    if apart:
+        ddelta = empty(total, delta_dtype)
+    rows, shape = total_NC.shape[0], tile(width)
+    count = programs(total.device, tiles=blocks(rows, shape["ROWS"]))
     partial = total.new_empty(count, width, dtype=torch.float32)
     _backward[(count,)](
         dtotal_NC,
@@ -265,15 +295,50 @@ def backward(
         ZERO_CENTRED=zero_centred,
         **shape,
     )
-    return dx, None if delta_dtype is None else ddelta, partial.sum(0).to(weight.dtype)
+    dweight = column_sums(partial, weight.dtype)[0] if wants_weight else None
+    return dx, None if delta_dtype is None else ddelta, dweight
+
+
+def column_sums(
+    partial_PC: Tensor, dtype: torch.dtype, *, middle: int | None = None
+) -> tuple[Tensor, ...]:
+    """(C), of all rows; with `middle` of the rows up to it, and of those from there on."""
+    stop, width = partial_PC.shape
+    groups = 1 if middle is None else 2
+    sums = partial_PC.new_empty(groups * width, dtype=dtype)
+    block = 32
+    _column_sums[(blocks(width, block), groups)](
+        partial_PC,
+        sums,
+        stop if middle is None else middle,
+        stop,
+        WIDTH=width,
+        BLOCK=block,
+        ROWS=128,
+        num_warps=4,
+    )
+    return (sums,) if middle is None else sums.split(width)
+
+
+def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Contiguous, with the shape of `like`."""
+    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def blocks(count: int, size: int) -> int:
+    """How many of this size cover the count."""
+    return -(-count // size)
 
 
 def as_rows(x: Tensor) -> Tensor:
     """(N, C) with its last dim contiguous; a copy only where no view can be."""
+    if x.dim() == 2 and x.stride(1) == 1:
+        return x
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
+@lru_cache
 def tile(width: int) -> dict[str, int]:
     """Rows at once, and threads: 32 numbers of each tensor for a thread."""
     block = triton.next_power_of_2(width)

@@ -5,10 +5,14 @@ of one token: with 16 heads row 35 is head 3 of token 2. Its dims are three part
 `second`, which rotate together, and the rest. For D = 192, R = 32 and start 128 these are dims 128
 to 159, 160 to 191 and 0 to 127.
 
+Queries and keys go together: with 16 heads of queries and 8 of keys the first two thirds of the
+programs take the queries, the others the keys. A single tensor is a q without k.
+
 For backward a rotation keeps only its tables, a norm x as well; the root mean square is computed
 again. The weight's gradient is summed as in kernels/norm.py.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton import language as tl
 
-from longshore.ops.kernels.norm import programs
+from longshore.ops.kernels.launch import Kernel
+from longshore.ops.kernels.norm import blocks, column_sums, empty, programs
 
 
 @triton.jit
@@ -52,29 +57,14 @@ def _columns(
     return turn, rest, turn < HALF, is_rest
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _forward(
-    x_ptr,
-    weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    rows,
-    x_token,
-    x_head,
-    eps,
-    sign,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    START: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    NORMS: tl.constexpr,
+@triton.jit
+def _forward_rows(
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, tile, rows, x_token, x_head, eps, sign,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, START: tl.constexpr, HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, ROWS: tl.constexpr, NORMS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+):  # fmt: skip
+    row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     token, head = row // HEADS, row % HEADS
     turn, rest, is_turn, is_rest = _columns(START, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
     turns, rests = (row < rows) & is_turn, (row < rows) & is_rest
@@ -98,47 +88,54 @@ def _forward(
     tl.store(out_at + rest, others.to(dtype), rests)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _backward(
-    dout_ptr,
-    x_ptr,
-    weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    dx_ptr,
-    partial_ptr,
-    rows,
-    dout_token,
-    dout_head,
-    x_token,
-    x_head,
-    eps,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    START: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+@Kernel
+@triton.jit(do_not_specialize=["tokens"])
+def _forward(
+    q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, tokens,
+    q_token, q_head, k_token, k_head, eps, sign, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, START: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr, ROWS: tl.constexpr, NORMS: tl.constexpr, ZERO_CENTRED: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    q_tiles = tl.cdiv(tokens * Q_HEADS, ROWS)
+    if tile < q_tiles:
+        _forward_rows(
+            q_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, tile, tokens * Q_HEADS, q_token,
+            q_head, eps, sign, Q_HEADS, WIDTH, START, HALF, HALF_BLOCK, REST_BLOCK, ROWS, NORMS,
+            ZERO_CENTRED,
+        )  # fmt: skip
+    elif K_HEADS > 0:
+        _forward_rows(
+            k_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_out_ptr, tile - q_tiles, tokens * K_HEADS,
+            k_token, k_head, eps, sign, K_HEADS, WIDTH, START, HALF, HALF_BLOCK, REST_BLOCK, ROWS,
+            NORMS, ZERO_CENTRED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _backward_rows(
+    dout_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, partial_ptr, part, program, count, rows,
+    dout_token, dout_head, x_token, x_head, eps, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, ROWS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
-):
-    turn, rest, is_turn, is_rest = _columns(START, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
-    second_turn = START + HALF + turn
-    turn_scale = _scale(weight_ptr, START + turn, is_turn, ZERO_CENTRED)
+):  # fmt: skip
+    turn, rest, is_turn, is_rest = _columns(0, HALF, WIDTH, HALF_BLOCK, REST_BLOCK)
+    second_turn = HALF + turn
+    turn_scale = _scale(weight_ptr, turn, is_turn, ZERO_CENTRED)
     second_scale = _scale(weight_ptr, second_turn, is_turn, ZERO_CENTRED)
     rest_scale = _scale(weight_ptr, rest, is_rest, ZERO_CENTRED)
     dfirst = tl.zeros((ROWS, HALF_BLOCK), tl.float32)
     dsecond = tl.zeros((ROWS, HALF_BLOCK), tl.float32)
     dothers = tl.zeros((ROWS, REST_BLOCK), tl.float32)
-    for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    for start in range(program * ROWS, rows, count * ROWS):
         row = (start + tl.arange(0, ROWS)[:, None]).to(tl.int64)
         token, head = row // HEADS, row % HEADS
         turns, rests = (row < rows) & is_turn, (row < rows) & is_rest
         x_at, dout_at = token * x_token + head * x_head, token * dout_token + head * dout_head
-        first = _part(x_ptr, x_at + START + turn, turns)
+        first = _part(x_ptr, x_at + turn, turns)
         second = _part(x_ptr, x_at + second_turn, turns)
         others = _part(x_ptr, x_at + rest, rests)
-        drotated = _part(dout_ptr, dout_at + START + turn, turns)
+        drotated = _part(dout_ptr, dout_at + turn, turns)
         drotated_second = _part(dout_ptr, dout_at + second_turn, turns)
         d_others = _part(dout_ptr, dout_at + rest, rests)
         cos = tl.load(cos_ptr + token * HALF + turn, turns, 0.0)
@@ -162,128 +159,227 @@ def _backward(
         along = (along + tl.sum(d_others * others, 1, keep_dims=True)) / WIDTH
         dtype: tl.constexpr = dx_ptr.dtype.element_ty
         dx_at = dx_ptr + row * WIDTH
-        tl.store(dx_at + START + turn, (rstd * (d_first - first * along)).to(dtype), turns)
+        tl.store(dx_at + turn, (rstd * (d_first - first * along)).to(dtype), turns)
         tl.store(dx_at + second_turn, (rstd * (d_second - second * along)).to(dtype), turns)
         tl.store(dx_at + rest, (rstd * (d_others - others * along)).to(dtype), rests)
-    part_ptr = partial_ptr + tl.program_id(0) * WIDTH
-    tl.store(part_ptr + START + turn, tl.sum(dfirst, 0, keep_dims=True), is_turn)
+    part_ptr = partial_ptr + part * WIDTH
+    tl.store(part_ptr + turn, tl.sum(dfirst, 0, keep_dims=True), is_turn)
     tl.store(part_ptr + second_turn, tl.sum(dsecond, 0, keep_dims=True), is_turn)
     tl.store(part_ptr + rest, tl.sum(dothers, 0, keep_dims=True), is_rest)
 
 
+@Kernel
+@triton.jit(do_not_specialize=["q_programs", "tokens"])
+def _backward(
+    dq_out_ptr, dk_out_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dq_ptr,
+    dk_ptr, partial_ptr, q_programs, tokens, dq_token, dq_head, dk_token, dk_head, q_token, q_head,
+    k_token, k_head, eps, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+):  # fmt: skip
+    """The first q_programs walk over the rows of the queries, the others over those of the keys."""
+    part = tl.program_id(0)
+    if part < q_programs:
+        _backward_rows(
+            dq_out_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, dq_ptr, partial_ptr, part, part,
+            q_programs, tokens * Q_HEADS, dq_token, dq_head, q_token, q_head, eps, Q_HEADS, WIDTH,
+            HALF, HALF_BLOCK, REST_BLOCK, ROWS, ZERO_CENTRED,
+        )  # fmt: skip
+    elif K_HEADS > 0:
+        _backward_rows(
+            dk_out_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, dk_ptr, partial_ptr, part,
+            part - q_programs, tl.num_programs(0) - q_programs, tokens * K_HEADS, dk_token, dk_head,
+            k_token, k_head, eps, K_HEADS, WIDTH, HALF, HALF_BLOCK, REST_BLOCK, ROWS, ZERO_CENTRED,
+        )  # fmt: skip
+
+
 class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, start: int) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(cos, sin)
-        ctx.start = start
-        return _rotated(x, cos, sin, start=start)
+    """k: None for a single tensor."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        cos, sin = ctx.saved_tensors
-        return _rotated(dout, cos, sin, start=ctx.start, sign=-1.0), None, None, None
-
-
-class _NormRotate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401
-        x: Tensor,
-        weight: Tensor,
+        q: Tensor,
+        k: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        start: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(cos, sin)
+        ctx.start = start
+        return _rotated(q, k, cos, sin, start=start)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        cos, sin = ctx.saved_tensors
+        return *_rotated(dq, dk, cos, sin, start=ctx.start, sign=-1.0), None, None, None
+
+
+class _NormRotate(torch.autograd.Function):
+    """k and its weight: None for a single tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        q: Tensor,
+        k: Tensor | None,
+        q_weight: Tensor,
+        k_weight: Tensor | None,
         eps: float,
         cos: Tensor,
         sin: Tensor,
         zero_centred: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, cos, sin)
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
         ctx.eps, ctx.zero_centred = eps, zero_centred
-        return _rotated(x, cos, sin, weight=weight, eps=eps, zero_centred=zero_centred)
+        weights = q_weight, k_weight
+        return _rotated(q, k, cos, sin, weights=weights, eps=eps, zero_centred=zero_centred)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        x, weight, cos, sin = ctx.saved_tensors
-        x, dout = _unit_stride(x), _unit_stride(dout)
-        dx = x.new_empty(x.shape)
-        tokens, heads, width = x.shape
+    def backward(
+        ctx: Any,  # noqa: ANN401
+        dq_out: Tensor,
+        dk_out: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        q, k, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        q, dq_out = _unit_stride(q), _unit_stride(dq_out)
+        dq, dk, k_heads = empty(q), None, 0
+        tokens, q_heads, width = q.shape
+        if k is not None and dk_out is not None:
+            k, dk_out = _unit_stride(k), _unit_stride(dk_out)
+            dk, k_heads = empty(k), k.shape[1]
         shape = _tile(width, cos.shape[1])
-        count = programs(x.device, tiles=triton.cdiv(tokens * heads, shape["ROWS"]))
-        partial = x.new_empty(count, width, dtype=torch.float32)
+        q_programs, count = _shares(q, k_heads, shape["ROWS"])
+        partial = q.new_empty(count, width, dtype=torch.float32)
         _backward[(count,)](
-            dout,
-            x,
-            weight,
+            dq_out,
+            dq_out if dk_out is None else dk_out,
+            q,
+            q if k is None else k,
+            q_weight,
+            q_weight if k_weight is None else k_weight,
             cos,
             sin,
-            dx,
+            dq,
+            dq if dk is None else dk,
             partial,
-            tokens * heads,
-            *dout.stride()[:2],
-            *x.stride()[:2],
+            q_programs,
+            tokens,
+            *dq_out.stride()[:2],
+            *(dq_out if dk_out is None else dk_out).stride()[:2],
+            *q.stride()[:2],
+            *(q if k is None else k).stride()[:2],
             ctx.eps,
-            HEADS=heads,
+            Q_HEADS=q_heads,
+            K_HEADS=k_heads,
             WIDTH=width,
-            START=0,
             ZERO_CENTRED=ctx.zero_centred,
             **shape,
         )
-        return dx, partial.sum(0).to(weight.dtype), None, None, None, None
+        dweights: tuple[Tensor | None, ...] = (None, None)
+        if any(ctx.needs_input_grad[2:4]):
+            middle = None if dk is None else q_programs
+            dweights = (*column_sums(partial, q_weight.dtype, middle=middle), None)
+        return dq, dk, *dweights[:2], None, None, None, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, start: int = 0) -> Tensor:
-    output: Tensor = _Rotate.apply(x, cos.contiguous(), sin.contiguous(), start)
+    output: Tensor = _Rotate.apply(x, None, cos.contiguous(), sin.contiguous(), start)[0]
     return output
+
+
+def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    both: tuple[Tensor, Tensor] = _Rotate.apply(q, k, cos.contiguous(), sin.contiguous(), 0)
+    return both
 
 
 def norm_rotate(
     x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, zero_centred: bool
 ) -> Tensor:
     cos, sin = cos.contiguous(), sin.contiguous()
-    output: Tensor = _NormRotate.apply(x, weight, eps, cos, sin, zero_centred)
+    output: Tensor = _NormRotate.apply(x, None, weight, None, eps, cos, sin, zero_centred)[0]
     return output
 
 
+def norm_rotate_both(
+    q: Tensor,
+    k: Tensor,
+    weights: tuple[Tensor, Tensor],
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    zero_centred: bool,
+) -> tuple[Tensor, Tensor]:
+    cos, sin = cos.contiguous(), sin.contiguous()
+    both: tuple[Tensor, Tensor] = _NormRotate.apply(q, k, *weights, eps, cos, sin, zero_centred)
+    return both
+
+
 def _rotated(
-    x: Tensor,
+    q: Tensor,
+    k: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     *,
     start: int = 0,
     sign: float = 1.0,
-    weight: Tensor | None = None,
+    weights: tuple[Tensor, Tensor | None] | None = None,
     eps: float = 0.0,
     zero_centred: bool = False,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """sign: −1 rotates back."""
-    x = _unit_stride(x)
-    out = x.new_empty(x.shape)
-    tokens, heads, width = x.shape
+    q = _unit_stride(q)
+    q_out, k_out, k_heads = empty(q), None, 0
+    if k is not None:
+        k = _unit_stride(k)
+        k_out, k_heads = empty(k), k.shape[1]
+    q_weight, k_weight = (q, None) if weights is None else weights
+    tokens, q_heads, width = q.shape
     shape = _tile(width, cos.shape[1])
-    _forward[(triton.cdiv(tokens * heads, shape["ROWS"]),)](
-        x,
-        x if weight is None else weight,
+    tiles = blocks(tokens * q_heads, shape["ROWS"]) + blocks(tokens * k_heads, shape["ROWS"])
+    _forward[(tiles,)](
+        q,
+        q if k is None else k,
+        q_weight,
+        q_weight if k_weight is None else k_weight,
         cos,
         sin,
-        out,
-        tokens * heads,
-        *x.stride()[:2],
+        q_out,
+        q_out if k_out is None else k_out,
+        tokens,
+        *q.stride()[:2],
+        *(q if k is None else k).stride()[:2],
         eps,
         sign,
-        HEADS=heads,
+        Q_HEADS=q_heads,
+        K_HEADS=k_heads,
         WIDTH=width,
         START=start,
-        NORMS=weight is not None,
+        NORMS=weights is not None,
         ZERO_CENTRED=zero_centred,
         **shape,
     )
-    return out
+    return q_out, k_out
+
+
+def _shares(q: Tensor, k_heads: int, rows: int) -> tuple[int, int]:
+    """Programs for the queries and for both, by their heads; the same for every call."""
+    tokens, q_heads, _ = q.shape
+    q_tiles, k_tiles = blocks(tokens * q_heads, rows), blocks(tokens * k_heads, rows)
+    count = programs(q.device, tiles=q_tiles + k_tiles)
+    if not k_heads:
+        return count, count
+    q_programs = max(1, count * q_heads // (q_heads + k_heads))
+    return q_programs, max(count, q_programs + 1)
 
 
 def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+@lru_cache
 def _tile(width: int, half: int) -> dict[str, int]:
     half_block = triton.next_power_of_2(half)
     rest_block = triton.next_power_of_2(max(1, width - 2 * half))
