@@ -27,8 +27,8 @@ from longshore.run.parts import Parts, build_parts
 from longshore.run.process import joined_ranks
 from longshore.run.ranks import Ranks
 
-CAPACITY = 20_992
-"""4 rounds; the host has to launch a round's kernels, whatever its tokens."""
+CAPACITY = 32_768
+"""3 rounds; the host has to launch a round's kernels, however many its tokens."""
 SEED = 360
 MOCK = {
     "mode": "distribution",
