@@ -41,7 +41,7 @@ def both(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(backends, "_interpreted", lambda: True)
             ours = results(x, linears, used)
-        assert backends.chosen()["projections"] == "torch, one node"
+        assert backends.chosen()["projections"] == "torch in one node"
         plain = results(x, linears, used)
         assert backends.chosen()["projections"].startswith("plain torch")
         assert_alike(ours, plain)

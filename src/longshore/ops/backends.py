@@ -233,7 +233,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
     ),
     "norm": (Backend("triton", "longshore.ops.kernels.norm", _norm, package="triton"),),
     "gate": (Backend("triton", "longshore.ops.kernels.gate", _pointwise, package="triton"),),
-    "projections": (Backend("torch, one node", "longshore.ops.projections", on_gpu),),
+    "projections": (Backend("torch in one node", "longshore.ops.projections", on_gpu),),
     "rope": (Backend("triton", "longshore.ops.kernels.rope", _rope, package="triton"),),
 }
 """By op, in order of preference; where none is left, plain torch."""

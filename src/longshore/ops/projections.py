@@ -22,8 +22,8 @@ from longshore.ops.backends import pick
 def projected(x_TC: Tensor, linears: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
     """linear(x) of each of them."""
     weights = [linear.weight for linear in linears]
-    plain = x_TC.dim() != 2 or not all(map(_is_bare, linears))
-    if plain or pick("projections", x_TC, *weights) is None:
+    picked = pick("projections", x_TC, *weights)
+    if picked is None or x_TC.dim() != 2 or not all(map(_is_bare, linears)):
         return tuple(linear(x_TC) for linear in linears)
     biases = [linear.bias for linear in linears]
     outputs: tuple[Tensor, ...] = _Projections.apply(x_TC, *weights, *biases)  # type: ignore[no-untyped-call]

@@ -51,8 +51,8 @@ def rotate_both(
     q_THD: Tensor, k_TKD: Tensor, cos_TR: Tensor, sin_TR: Tensor
 ) -> tuple[Tensor, Tensor]:
     """rotate(q), rotate(k)."""
-    kernels = pick("rope", q_THD, cos_TR) if _alike(q_THD, k_TKD) else None
-    if kernels is None:
+    kernels = pick("rope", q_THD, cos_TR)
+    if kernels is None or not _alike(q_THD, k_TKD):
         return rotate(q_THD, cos_TR, sin_TR), rotate(k_TKD, cos_TR, sin_TR)
     _check(q_THD, cos_TR, sin_TR, 0)
     both: tuple[Tensor, Tensor] = kernels.rotate_both(q_THD, k_TKD, cos_TR, sin_TR)
@@ -70,9 +70,8 @@ def norm_rotate_both(
     zero_centred: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """norm_rotate(q), norm_rotate(k); weights: of q and of k, each (D)."""
-    alike = _alike(q_THD, k_TKD) and _alike(*weights)
-    kernels = pick("rope", q_THD, cos_TR, weights[0]) if alike else None
-    if kernels is None:
+    kernels = pick("rope", q_THD, cos_TR, weights[0])
+    if kernels is None or not _alike(q_THD, k_TKD) or not _alike(*weights):
         q, k = (
             norm_rotate(x_THD, weight_D, eps, cos_TR, sin_TR, zero_centred=zero_centred)
             for x_THD, weight_D in zip((q_THD, k_TKD), weights, strict=True)

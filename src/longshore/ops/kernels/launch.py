@@ -10,7 +10,8 @@ compiles for:
     a constant    its value, as that of num_warps
 
 and the device. A kind of call that is new goes to Triton, and the kernel that Triton then launches
-serves all calls of that kind: 4096 and 8192 rows are of one kind, 4100 of another.
+serves all calls of that kind: 4096 and 8192 rows are of one kind, 4100 of another. For AMD's GPUs
+Triton compiles by more than this, the size of a tensor, so there every call goes to Triton.
 """
 
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 
 SHORT = range(-(2**31), 2**31)
 """Integers that 32 bits hold."""
+IS_AMD = torch.version.hip is not None
 
 
 class Kernel:
@@ -40,7 +42,7 @@ class _Launch:
 
     def __call__(self, *args: Any, **constants: object) -> None:  # noqa: ANN401
         kernel, grid = self.kernel, self.grid
-        if not args[0].is_cuda:
+        if IS_AMD or not args[0].is_cuda:
             kernel.function[grid](*args, **constants)
             return
         # No function of its own: calling it for each argument would take as long as the rest.
