@@ -155,7 +155,7 @@ def fits(name, tokens, memory_bytes):
         model_bytes(config, lanes=8, shard="zero3", dtype="bfloat16").total
         + logits_bytes(config, tokens, dtype="bfloat16")
         + tokens * (token.saved + token.working)
-        + tokens * exchanged_bytes(config, 8, sharing=GATHER, item=2)
+        + exchanged_bytes(config, 8, tokens, sharing=GATHER, item=2)
     )
     return needed <= memory_bytes - memory_bytes // 10
 

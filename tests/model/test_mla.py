@@ -17,6 +17,7 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.part import Norm, causal_pairs
 from longshore.arch.rope import RopeConfig, YarnScaling
 from longshore.batch import CPGroup, whole_context
+from longshore.model import mla
 from longshore.model.interface import LOCAL
 from longshore.model.mla import MLA
 from longshore.model.rope import attention_factor, rope_tables
@@ -125,6 +126,24 @@ def test_packed_alone_and_both_forms():
         got = run_decoder(tiny(form=form), [(ctx, ids, labels)])
         assert_close(got[0], want[0])
         assert_all_close(got[1], want[1])
+
+
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_heads_a_few_at_a_time(together, monkeypatch):
+    """Keys and values of some heads at a time give the same, also where groups are uneven."""
+    ctx, ids, labels = tokens(tiny())
+    want = run_decoder(tiny(), [(ctx, ids, labels)])
+    calls = []
+
+    def few(rows, heads, head_bytes):
+        calls.append(heads)
+        return together
+
+    monkeypatch.setattr(mla, "heads_at_once", few)
+    got = run_decoder(tiny(), [(ctx, ids, labels)])
+    assert set(calls) == {tiny().layers[0].mixer.heads}
+    assert_close(got[0], want[0])
+    assert_all_close(got[1], want[1])
 
 
 def halved(rows, first, each):

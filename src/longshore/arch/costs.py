@@ -174,21 +174,27 @@ def auto_capacity(
     """
     model = model_bytes(config, lanes=lanes, shard=shard, dtype=dtype)
     token = token_bytes(config, dtype=dtype, recompute=recompute)
-    exchanged, cp_size = max(
-        (exchanged_bytes(config, size, sharing=sharing, item=_item(dtype)), -size)
-        for size in cp_sizes
-    )
+
+    def exchanged(tokens: int) -> tuple[int, int]:
+        """The most bytes, and the CP size that needs them, negative."""
+        return max(
+            (exchanged_bytes(config, size, tokens, sharing=sharing, item=_item(dtype)), -size)
+            for size in cp_sizes
+        )
+
+    def needed(tokens: int) -> int:
+        loss = logits_bytes(config, tokens, dtype=dtype)
+        return (token.saved + token.working) * tokens + exchanged(tokens)[0] + loss
+
     free = memory_bytes // KEPT_FREE
     room = memory_bytes - free - model.total
-    each = token.saved + token.working + exchanged
     capacity = STEP_TOKENS * _largest(
-        room // (STEP_TOKENS * each),
-        lambda steps: (
-            each * steps * STEP_TOKENS + logits_bytes(config, steps * STEP_TOKENS, dtype=dtype)
-            <= room
-        ),
+        room // (STEP_TOKENS * (token.saved + token.working)),
+        lambda steps: needed(steps * STEP_TOKENS) <= room,
     )
-    loss = logits_bytes(config, max(capacity, STEP_TOKENS), dtype=dtype)
+    tokens = max(capacity, STEP_TOKENS)
+    loss, (in_layer, cp_size) = logits_bytes(config, tokens, dtype=dtype), exchanged(tokens)
+    each = token.saved + token.working + -(-in_layer // tokens)
     lines = [
         f"memory {_size(memory_bytes)}, {_size(free)} of it kept free",
         f"model {_size(model.total)} with {shard} over {lanes} lanes: "
@@ -197,7 +203,7 @@ def auto_capacity(
         f"loss {_size(loss)}: a chunk of logits, and gradients of the head and its inputs",
         f"a token {_size(each)}: {_size(token.saved)} saved"
         f"{', blocks recomputed' if recompute else ''}, {_size(token.working)} in backward, "
-        f"{_size(exchanged)} gathered or expanded by a layer at CP size {-cp_size}",
+        f"{_size(-(-in_layer // tokens))} gathered or expanded by a layer at CP size {-cp_size}",
         *_shared_pack(capacity, max(cp_sizes)),
         f"capacity {_size(max(room - loss, 0))} / {_size(each)} = {capacity} tokens",
     ]

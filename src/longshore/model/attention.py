@@ -24,7 +24,7 @@ dims at width 2048, 5 tokens become q (5, 32, 64), k and v (5, 8, 64), and (5, 2
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -154,6 +154,10 @@ def over_heads(heads: int, kv_heads: int, cp_size: int, *, kind: AttentionKind) 
 class KeysValues(Protocol):
     """How keys and values come from the rows that lanes exchange."""
 
+    def head_groups(self, rows: tuple[Tensor, ...], weight: Tensor | None) -> list[slice]:
+        """The heads whose keys and values are made together, group by group."""
+        ...
+
     def make(self, rows: tuple[Tensor, ...], weight: Tensor | None) -> tuple[Tensor, Tensor]: ...
 
     def gradients(
@@ -163,8 +167,23 @@ class KeysValues(Protocol):
         ...
 
 
+ALL_HEADS = [slice(None)]
+
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
+
+
+def _some(x: MaybeTensor, heads: slice, dim: int = 0) -> MaybeTensor:
+    """x of these heads; of all heads as it is."""
+    if x is None or heads == ALL_HEADS[0]:
+        return x
+    return x[heads] if dim == 0 else x[:, heads]
+
+
 class AsTheyAre:
     """The rows are keys and values."""
+
+    def head_groups(self, rows: tuple[Tensor, ...], weight: Tensor | None) -> list[slice]:
+        return ALL_HEADS
 
     def make(self, rows: tuple[Tensor, ...], weight: Tensor | None) -> tuple[Tensor, Tensor]:
         k, v = rows
@@ -216,6 +235,47 @@ class _Spec:
             "window": self.window,
         }
 
+    def attend(
+        self, place: int, q: Tensor, rows: tuple[Tensor, ...], weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of a pack, from the rows that it sees."""
+        outputs, lses = [], []
+        for heads in self.keys_values.head_groups(rows, weight):
+            k, v = self.keys_values.make(rows, _some(weight, heads))
+            output, lse = attention_forward(_some(q, heads, 1), k, v, **self.options(place))
+            outputs.append(output)
+            lses.append(lse)
+        return joined(outputs, dim=1), joined(lses)
+
+    def gradients(
+        self,
+        place: int,
+        saved: tuple[Tensor, ...],
+        rows: tuple[Tensor, ...],
+        weight: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
+        """Of q, of the rows and of the weight. saved: the output's gradient, q, output and lse."""
+        grad, q, output, lse = saved
+        dqs, dweights, drows = [], [], tuple[Tensor, ...]()
+        for heads in self.keys_values.head_groups(rows, weight):
+            own = _some(weight, heads)
+            k, v = self.keys_values.make(rows, own)
+            dq, dk, dv = attention_backward(
+                _some(grad, heads, 1),
+                _some(q, heads, 1),
+                k,
+                v,
+                _some(output, heads, 1),
+                _some(lse, heads),
+                **self.options(place),
+            )
+            dqs.append(dq)
+            more, dweight = self.keys_values.gradients(dk, dv, rows, own)
+            drows = tuple(a + b for a, b in zip(drows, more, strict=True)) if drows else more
+            if dweight is not None:
+                dweights.append(dweight)
+        return joined(dqs, dim=1), drows, joined(dweights) if dweights else None
+
     def own(self, rows: Sequence[Tensor], place: int) -> tuple[Tensor, ...]:
         """The rows of one pack; of the only one there is as they are."""
         inside = self.exchanges[place].pack.rows
@@ -252,9 +312,8 @@ class _AttendVisible(torch.autograd.Function):
                 coming[place] = spec.exchanges[place].begin_visible(own)
                 continue
             visible = coming.pop(place, HereAlready(own)).wait()
-            k, v = spec.keys_values.make(visible, weight)
             (q_pack,) = spec.own((q,), place)
-            results[place] = attention_forward(q_pack, k, v, **spec.options(place))
+            results[place] = spec.attend(place, q_pack, visible, weight)
         outputs, lses = zip(*(results[place] for place in range(len(results))), strict=True)
         ctx.spec = spec
         ctx.save_for_backward(q, weight, *rows, *outputs, *lses)
@@ -280,12 +339,9 @@ class _AttendVisible(torch.autograd.Function):
                 returning[place] = exchange.begin_return_visible(owed.pop(place))
             else:
                 visible = coming.pop(place, HereAlready(own)).wait()
-                k, v = spec.keys_values.make(visible, weight)
                 (q_pack,) = spec.own((q,), place)
-                dqs[place], dk, dv = attention_backward(
-                    grads[place], q_pack, k, v, outputs[place], lses[place], **spec.options(place)
-                )
-                owed[place], dweight = spec.keys_values.gradients(dk, dv, visible, weight)
+                saved = (grads[place], q_pack, outputs[place], lses[place])
+                dqs[place], owed[place], dweight = spec.gradients(place, saved, visible, weight)
                 if dweight is not None:
                     dweights[place] = dweight
         # What is still owed is of packs that the lane holds whole. Waiting is no collective.

@@ -189,9 +189,9 @@ def over_packs(
     return joined(outputs)
 
 
-def joined(parts: list[Tensor]) -> Tensor:
+def joined(parts: list[Tensor], *, dim: int = 0) -> Tensor:
     """The parts one after the other; a single one as it is, not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 class PackStep(NamedTuple):

@@ -9,7 +9,8 @@ T tokens of the lane, S rows that they see; H heads; N dims of a key without pos
 D = N + E; V dims of a value, X = N + V; R the latent's rank, L = R + E. With DeepSeek-V3's H 128, N
 128, E 64, V 128, R 512 a lane needs 576 numbers of another token, not 128·(192 + 128) = 40,960.
 
-For backward q, the lane's latents and the output are kept; keys and values are made again.
+For backward q, the lane's latents and the output are kept; keys and values are made again. Of a
+long pack they are made for some heads at a time, so that they take EXPANDED_BYTES (ops/sizes.py).
 
 Hugging Face's DeepSeek-V3 rotates dims 2i and 2i + 1 together (rope_interleave), `rotate` dims i
 and i + E/2. So on the way in the rows of each head's last E of q_proj or q_up, and the last E of
@@ -26,13 +27,14 @@ from torch import Tensor, nn
 from longshore.arch.attention import Form, MLAConfig
 from longshore.arch.part import Norm
 from longshore.batch import SeqContext
-from longshore.model.attention import attend_visible
+from longshore.model.attention import ALL_HEADS, attend_visible
 from longshore.model.fill import NORM, RESIDUAL, Fill
 from longshore.model.interface import LOCAL, Context, Exchanges, eager, joined
 from longshore.model.norm import RMSNorm
 from longshore.model.rope import Tables
 from longshore.ops.projections import projected
 from longshore.ops.rope import rotate
+from longshore.ops.sizes import expanded_values, heads_at_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,17 @@ class FromLatents:
 
     nope: int
     form: Form
+
+    def head_groups(self, rows: tuple[Tensor, ...], weight: Tensor | None) -> list[slice]:
+        (rows_SL,), weight_HXR = rows, weight
+        assert weight_HXR is not None
+        heads, product, rank = weight_HXR.shape
+        if self.form == "absorbed":
+            return ALL_HEADS
+        key = self.nope + rows_SL.shape[1] - rank
+        each = expanded_values(key, product, product - self.nope) * rows_SL.element_size()
+        together = heads_at_once(len(rows_SL), heads, each)
+        return [slice(first, first + together) for first in range(0, heads, together)]
 
     def make(self, rows: tuple[Tensor, ...], weight: Tensor | None) -> tuple[Tensor, Tensor]:
         """Of each head (S, H, D) and (S, H, V); absorbed, one head of (S, 1, L) and (S, 1, R)."""

@@ -25,6 +25,19 @@ KERNEL_LOGITS_BYTES = 1280 << 20
 KERNEL_LOGITS_ROWS = 256
 """With kernels more tokens than these are cut into at least two chunks, of multiples of these."""
 
+EXPANDED_BYTES = 4 << 30
+"""Of keys, values and their gradients that MLA makes of latents at a time: so many heads."""
+
+
+def expanded_values(key: int, product: int, value: int) -> int:
+    """Of a row and head in MLA's backward: product with the weight, keys, gradients of all."""
+    return 2 * product + 2 * key + value
+
+
+def heads_at_once(rows: int, heads: int, head_bytes: int) -> int:
+    """Heads whose keys and values of all rows exist together; head_bytes: of one row and head."""
+    return max(1, min(heads, EXPANDED_BYTES // max(rows * head_bytes, 1)))
+
 
 def logits_chunk(tokens: int, row_bytes: int) -> int:
     """Tokens of a chunk of the loss; row_bytes: of one token's logits."""
