@@ -22,6 +22,11 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
+# Without a GPU the tests of Triton kernels run in its interpreter, if Triton is there at all. It
+# reads this when it is imported; nothing but these tests runs kernels on a CPU.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ["TRITON_INTERPRET"] = "1"
+
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 settings.load_profile(PROFILE)
 

@@ -1,13 +1,10 @@
 """A dense decoder with the kernels of its norms, gates and rotations against plain torch."""
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="needs Triton")
 
 from longshore.arch.attention import AttentionConfig, MLAConfig

@@ -1,12 +1,8 @@
 """The Triton kernels of the convolution, on a GPU or interpreted, against its twin in float64."""
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="needs Triton")
 
 from tests.ops.twins import bounds_of

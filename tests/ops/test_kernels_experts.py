@@ -1,12 +1,8 @@
 """The kernels of experts against the reference in float64: on a GPU, or interpreted on a CPU."""
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="needs Triton")
 
 from dataclasses import replace

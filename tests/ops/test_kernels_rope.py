@@ -1,12 +1,8 @@
 """Rotary kernels, on CUDA or in Triton's interpreter, against plain torch in float64."""
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="needs Triton")
 
 from longshore.ops import backends

@@ -1,12 +1,8 @@
 """The scan's kernels against the twin in float64: on CUDA, or in Triton's interpreter."""
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="needs Triton")
 
 from itertools import accumulate
