@@ -1,7 +1,7 @@
 """Curves on one GPU: plans of a mixture of experts, and one step of Qwen3-0.6B on 1 and 4 ranks.
 
     python bench/gpu_curves.py experts          padded, static and mixed plans, bf16, 100 steps
-    python bench/gpu_curves.py doubt            the seventh step from one checkpoint, eight ways
+    python bench/gpu_curves.py doubt            a step with a large gradient norm, eight ways
     python bench/gpu_curves.py --smoke          tiny models, also without a GPU
 
 In: the names of parts. Out: tables. Every run is a real `longshore train` in processes of its own;
@@ -25,6 +25,8 @@ from results import table
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 0.01
+STEPS = 12
+"""Of the run in which `doubt` looks for a step whose gradient norm stands out."""
 Row = dict[str, Any]
 
 
@@ -62,7 +64,7 @@ def experts(folder: Path, *, smoke: bool) -> bool:
         f"plan.capacity={longest}",
         f"train.steps={steps}",
         "train.lr=3e-4",
-        "train.warmup=10",
+        f"train.warmup={steps // 10}",
         "train.dtype=bfloat16",
         "output.keep=0",
         "output.weights=false",
@@ -94,7 +96,7 @@ def experts(folder: Path, *, smoke: bool) -> bool:
 
 
 def doubt(folder: Path, *, smoke: bool) -> bool:
-    """The seventh step from one checkpoint: 1 and 4 ranks, two dtypes, two ways to shard."""
+    """One sensitive step from one checkpoint: 1 and 4 ranks, two dtypes, two ways to shard."""
     longest, mean = (64, 24) if smoke else (4096, 512)
     common = [
         f"model.preset={'tiny-qwen3' if smoke else 'qwen3-0.6b'}",
@@ -108,16 +110,24 @@ def doubt(folder: Path, *, smoke: bool) -> bool:
         "train.lr=3e-4",
         "output.weights=false",
     ]
+    bf16 = "train.dtype=bfloat16"
+    scout = [*common, f"train.steps={STEPS}", bf16, "output.keep=0"]
+    seen = run(folder / "scout", scout, ranks=1)
+    print(table(("step", "loss", "gradient norm"), [_step(row) for row in seen]))
+    # The step whose norm stands out most from the one before it, after the first ones.
+    number = max(
+        range(4, STEPS + 1), key=lambda n: seen[n - 1]["grad_norm"] / seen[n - 2]["grad_norm"]
+    )
     begun = folder / "begun"
-    before = run(begun, [*common, "train.steps=6", "train.dtype=bfloat16", "output.keep=1"],
-                 ranks=1)  # fmt: skip
-    print(table(("step", "loss", "gradient norm"), [_step(row) for row in before]))
+    run(begun, [*common, f"train.steps={number - 1}", bf16, "output.keep=1"], ranks=1)
     rows, norms = [], dict[str, list[float]]()
     for dtype in ("float32", "bfloat16"):
         for ranks, shard in ((1, "none"), (4, "none"), (4, "zero3"), (1, "zero3")):
             name = f"{dtype}-{ranks}-{shard}"
             try:
-                row = _seventh(folder / name, begun, common, ranks=ranks, dtype=dtype, shard=shard)
+                row = _one_more(
+                    folder / name, begun, common, number, ranks=ranks, dtype=dtype, shard=shard
+                )
             except Exception:
                 traceback.print_exc()
                 rows.append([dtype, str(ranks), shard, "failed", "", ""])
@@ -132,19 +142,26 @@ def doubt(folder: Path, *, smoke: bool) -> bool:
     return all(len(each) == 4 for each in norms.values()) and spread.get("float32", 1) < 1e-3
 
 
-def _seventh(
-    folder: Path, begun: Path, common: list[str], *, ranks: int, dtype: str, shard: str
+def _one_more(
+    folder: Path,
+    begun: Path,
+    common: list[str],
+    number: int,
+    *,
+    ranks: int,
+    dtype: str,
+    shard: str,
 ) -> Row:
-    """The seventh step, in a copy of the run whose checkpoint is linked, not copied."""
+    """Step `number`, in a copy of the run whose checkpoint is linked, not copied."""
     shutil.copytree(begun, folder, copy_function=_link_large)
-    words = [*common, "train.steps=7", f"train.dtype={dtype}", f"parallel.shard={shard}",
+    words = [*common, f"train.steps={number}", f"train.dtype={dtype}", f"parallel.shard={shard}",
              "output.keep=0", "--resume", str(folder)]  # fmt: skip
     try:
         row = run(folder, words, ranks=ranks)[-1]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if row["step"] != 7:
-        raise RuntimeError(f"the last step is {row['step']}, not 7")
+    if row["step"] != number:
+        raise RuntimeError(f"the last step is {row['step']}, not {number}")
     return row
 
 
