@@ -130,17 +130,22 @@ def steps_of(job: TrainingJob, parts: Parts, steps: int) -> list[tuple[StepRepor
     return results
 
 
-def measure(words: list[str], *, steps: int) -> dict[str, Any]:
-    """What `measure_here` returns, from a process of its own: process groups and memory are new."""
-    command = [sys.executable, __file__, "--measure", json.dumps([words, steps])]
+def apart(name: str, *args: object) -> Any:  # noqa: ANN401
+    """What a function of APART returns, from a process of its own, with its own memory."""
+    command = [sys.executable, __file__, "--call", json.dumps([name, *args])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise RuntimeError(f"it ended with status {done.returncode}; see its output above")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(words: list[str], *, steps: int) -> dict[str, Any]:
+    """What `measure_here` returns."""
+    result: dict[str, Any] = apart("measure", words, steps)
     return result
 
 
-def measure_here(words: list[str], *, steps: int) -> dict[str, Any]:
+def measure_here(words: list[str], steps: int) -> dict[str, Any]:
     """tokens/s, TFLOP/s and memory of a run's steps after its warm-up."""
     begin = time.perf_counter()
     with running([*words, f"train.steps={WARMUP + steps}"]) as (job, parts):
@@ -226,37 +231,54 @@ def profile(options: argparse.Namespace, report: Report) -> None:
     for name in options.models:
         with guarded(f"profile {name}", report):
             words = [*words_of(name, smoke=options.smoke), *overrides(options)]
-            with running([*words, "train.steps=5"]) as (job, parts):
-                steps_of(job, parts, 3)
-                step = next(parts.loader)
-                groups, top = grouped(partial(parts.stepper.step, step.batches, lr=1e-5))
+            groups, top = apart("profile", words)
             report.add("profile", model=name, groups=groups, top=top)
+
+
+def profile_here(words: list[str]) -> tuple[Any, Any]:
+    with running([*words, "train.steps=5"]) as (job, parts):
+        steps_of(job, parts, 3)
+        step = next(parts.loader)
+        return grouped(partial(parts.stepper.step, step.batches, lr=1e-5))
 
 
 def compiles(options: argparse.Namespace, report: Report) -> None:
     """Compilations over 100 varied steps of tiny models."""
     for preset in ("tiny-qwen3", "tiny-hybrid", "tiny-deepseek-v3"):
         with guarded(f"compiles {preset}", report):
-            steps = 5 if options.smoke else 100
-            words = [
-                f"model.preset={preset}",
-                "data.mock={mode='distribution', type='uniform', min_seq_len=1, max_seq_len=500}",
-                "data.count=4096",
-                "data.batch=16",
-                "plan.capacity=1024",
-                f"train.steps={steps}",
-                "output.display=plain",
-                *overrides(options),
-            ]
-            with compilations() as counts, running(words) as (job, parts):
-                steps_of(job, parts, 10 if steps > 10 else 1)
-                first = counts()
-                begin = time.perf_counter()
-                steps_of(job, parts, steps - 10 if steps > 10 else steps - 1)
-                rest = time.perf_counter() - begin
-                report.add(
-                    "compiles", model=preset, first_10_steps=first, all=counts(), seconds=rest
-                )
+            steps = 12 if options.smoke else 100
+            report.add(
+                "compiles", model=preset, **apart("compiles", preset, steps, overrides(options))
+            )
+
+
+def compiles_here(preset: str, steps: int, more: list[str]) -> dict[str, Any]:
+    words = [
+        f"model.preset={preset}",
+        "data.mock={mode='distribution', type='uniform', min_seq_len=1, max_seq_len=500}",
+        "data.count=4096",
+        "data.batch=16",
+        "plan.capacity=1024",
+        f"train.steps={steps}",
+        "output.display=plain",
+        *more,
+    ]
+    with compilations() as counts, running(words) as (job, parts):
+        steps_of(job, parts, 10)
+        first, begin = counts(), time.perf_counter()
+        steps_of(job, parts, steps - 10)
+        return {
+            "first_10_steps": first,
+            "all": counts(),
+            "seconds": time.perf_counter() - begin,
+        }
+
+
+APART: dict[str, Callable[..., Any]] = {
+    "measure": measure_here,
+    "profile": profile_here,
+    "compiles": compiles_here,
+}
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace, Report], None]] = {
@@ -354,11 +376,11 @@ def main() -> int:
     parser.add_argument("--page", type=Path, default=RESULTS, help="where --write writes")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--measure", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--call", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.measure:
-        words, steps = options.measure
-        print(json.dumps(measure_here(words, steps=steps)))
+    if options.call:
+        name, *args = options.call
+        print(json.dumps(APART[name](*args)))
         return 0
     options.steps = 2 if options.smoke else options.steps
     report = Report(options.out)
