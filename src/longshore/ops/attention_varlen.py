@@ -95,11 +95,12 @@ def _rows(x: Tensor, width: int | None = None) -> Tensor:
 def aligned_rows(x_THD: Tensor) -> Tensor:
     """Copied unless every head begins at a multiple of 16 bytes, of which the kernels read 16.
 
-    Those of MLA's values may not, and those of an expanded gradient are not apart.
+    Those of MLA's values may not, and those of an expanded gradient are not apart. Memory begins at
+    such a multiple, and half precision has 8 numbers in it.
     """
     *strides, last = x_THD.stride()
     is_aligned = last == 1 and all(stride % 8 == 0 and stride for stride in strides)
-    if is_aligned and x_THD.data_ptr() % 16 == 0:
+    if is_aligned and x_THD.storage_offset() % 8 == 0:
         return x_THD
     return x_THD.clone(memory_format=torch.contiguous_format)
 
