@@ -152,6 +152,18 @@ def test_varlen_attention_of_strided_rows_and_an_expanded_gradient():
     assert_close(got, torch.autograd.grad(want.sum(), exact)[0], 2e-2)
 
 
+def test_varlen_attention_of_values_between_multiples_of_16_bytes():
+    """As those of MLA whose keys have 12 dims without position and 4 with one."""
+    q, k, joint = normal(70, 8, 16), normal(70, 8, 16, seed=1), normal(70, 8, 28, seed=2)
+    exact = in_float64([q, k, joint])
+    with only("plain"):
+        got = torch.autograd.grad(attention(q, k, joint[..., 12:]).sum(), (q, k, joint))
+        assert chosen()["attention"] == "torch varlen"
+    want = reference.attention(exact[0], exact[1], exact[2][..., 12:]).sum()
+    for grad, exact_grad in zip(got, torch.autograd.grad(want, exact), strict=True):
+        assert_close(grad, exact_grad, 2e-2)
+
+
 def test_no_run_sees_another():
     tensors = inputs(400, 400)
     bounds = joined([100, 260, 40])

@@ -1,3 +1,4 @@
+import math
 from itertools import accumulate
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from longshore.batch import Boundaries
-from longshore.ops import attention_blocks
+from longshore.ops import attention_blocks, attention_varlen
 from longshore.ops.attention import attention, attention_backward, attention_forward
 from longshore.ops.reference import attention as reference
 
@@ -304,3 +305,26 @@ def test_mixed_dtypes_are_refused():
     q, k, v = inputs(2, 2)
     with pytest.raises(ValueError, match="one dtype"):
         attention(q, k.float(), v)
+
+
+def half(*shape):
+    return torch.arange(math.prod(shape)).view(shape).bfloat16()
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        half(3, 2, 28)[..., 12:],
+        half(3, 2, 28)[..., :16],
+        half(1).expand(3, 2, 16),
+        half(16, 2, 3).permute(2, 1, 0),
+        half(3 * 2 * 16 + 1)[1:].view(3, 2, 16),
+    ],
+)
+def test_flash_kernels_get_heads_at_multiples_of_16_bytes(x):
+    """The values of MLA with keys of 12 and 4 dims are the first of these."""
+    rows = attention_varlen.aligned_rows(x)
+    assert torch.equal(rows, x)
+    assert rows.data_ptr() % 16 == 0
+    assert all(stride * 2 % 16 == 0 for stride in rows.stride()[:2])
+    assert attention_varlen.aligned_rows(rows) is rows

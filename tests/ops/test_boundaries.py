@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from longshore.batch import whole_context
 from longshore.ops.boundaries import chunks, chunks_of
+from longshore.ops.conv import causal_conv
 from longshore.ops.sizes import CHUNK_ROWS, CPU_CHUNK_ROWS
 
 CPU = torch.device("cpu")
@@ -18,6 +19,17 @@ def test_chunks_are_made_once():
     assert chunks(bounds, 170, 16, CPU) is not first
     assert sorted(bounds.tables) == ["chunks of 16", "chunks of 64"]
     assert chunks(None, 170, 64, CPU).sequences == 1
+
+
+def test_a_table_that_inference_made_serves_training():
+    bounds = whole_context([3, 2]).packs[0].padded
+    x_TC, weight_CK = torch.randn(5, 4), torch.randn(4, 3)
+    with torch.inference_mode():
+        want = causal_conv(x_TC, weight_CK, bounds=bounds)
+    y_TC = causal_conv(x_TC.requires_grad_(), weight_CK, bounds=bounds)
+    y_TC.sum().backward()
+    assert bounds.tables
+    assert torch.equal(y_TC, want)
 
 
 def test_the_size_is_that_of_the_device():

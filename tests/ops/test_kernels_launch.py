@@ -14,11 +14,13 @@ class Jitted:
     arg_names = ("x", "rows", "eps", "WIDTH", "ROWS")
 
     def __init__(self):
-        self.compiled, self.launches = 0, []
+        self.compiled, self.launches, self.interprets = 0, [], False
 
     def __getitem__(self, grid):
         def run(*args, **constants):
             self.compiled += 1
+            if self.interprets:
+                return None
             return {(*grid, 1, 1)[:3]: self.launch} | {(3, 2, 1): self.launch}
 
         return run
@@ -77,3 +79,11 @@ def test_another_device_and_a_cpu_go_to_triton(jitted, monkeypatch):
     kernel[3,](torch.zeros(1), 32, 1e-6, **usual)
     kernel[3,](torch.zeros(1), 32, 1e-6, **usual)
     assert (jitted.compiled, jitted.launches) == (4, [])
+
+
+def test_where_triton_interprets_on_a_gpu_every_call_goes_to_it(jitted):
+    jitted.interprets = True
+    kernel, usual = Kernel(jitted), {"WIDTH": 8, "ROWS": 4}
+    for _ in range(2):
+        kernel[3,](tensor(), 32, 1e-6, **usual)
+    assert (jitted.compiled, jitted.launches) == (2, [])

@@ -131,3 +131,12 @@ def test_a_frozen_weight():
     x.grad = None
     rms_norm(x, weight.requires_grad_(), 1e-5).sum().backward()
     assert torch.equal(x.grad, frozen)
+
+
+@pytest.mark.parametrize("function", [rms_norm, lambda x, *rest: add_norm(x, x, *rest)])
+def test_a_weight_with_strides(function):
+    """Columns of a larger tensor, and one number for all."""
+    for weight in (normal(24, 3)[:, 1], normal(1).expand(24)):
+        assert_as_float64(
+            lambda x, weight: function(x, weight, 1e-5), [normal(5, 24), weight], 1e-5
+        )

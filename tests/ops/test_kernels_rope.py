@@ -171,3 +171,13 @@ def test_widths_that_differ_are_rotated_one_after_the_other():
     q_out, k_out = rotate_both(q, k, cos, sin)
     assert torch.equal(q_out, rotate(q, cos, sin))
     assert torch.equal(k_out, rotate(k, cos, sin))
+
+
+def test_weights_with_strides():
+    cos, sin = tables(5, 2)
+    weights = normal(8, 3, seed=1)[:, 1], normal(1, seed=2).expand(8)
+
+    def both(q, k, *weights):
+        return norm_rotate_both(q, k, weights, 1e-5, cos, sin)
+
+    assert_both_as_float64(both, [normal(5, 3, 8), normal(5, 2, 8, seed=4), *weights])

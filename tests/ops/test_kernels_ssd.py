@@ -238,3 +238,12 @@ def test_half_precision_is_near():
     assert results["y"].dtype == torch.bfloat16
     assert results["final"].dtype == torch.float32
     assert_same(results, run(twin.ssd, in_float64(given), bounds=bounds), within=2e-2)
+
+
+def test_numbers_of_heads_with_strides():
+    """Columns of a larger tensor, and one number for all heads."""
+    lengths = [3, 70]
+    given = inputs(lengths)
+    given |= {"A_H": given["A_H"].repeat(3, 1).t()[:, 0], "D_H": given["D_H"][:1].expand(4)}
+    wanted = run(twin.ssd, in_float64(given), bounds=bounds_of(lengths))
+    assert_same(run(op.ssd, given, bounds=bounds_of(lengths)), wanted)

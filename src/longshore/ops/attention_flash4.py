@@ -12,6 +12,7 @@ from typing import Any
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
 
+from longshore.ops.attention_varlen import aligned_rows
 from longshore.ops.boundaries import Bounds
 
 
@@ -26,9 +27,9 @@ def forward(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     out_THV, lse_HT, *_ = _flash_attn_fwd(
-        _rows(q_THD),
-        _rows(k_SKD),
-        _rows(v_SKV),
+        aligned_rows(q_THD),
+        aligned_rows(k_SKD),
+        aligned_rows(v_SKV),
         return_lse=True,
         **_options(bounds, key_bounds, scale, window),
     )
@@ -49,11 +50,11 @@ def backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq_THD, dk_SKD, dv_SKV, *_ = _flash_attn_bwd(
-        _rows(q_THD),
-        _rows(k_SKD),
-        _rows(v_SKV),
-        _rows(out_THV),
-        _rows(grad_THV),
+        aligned_rows(q_THD),
+        aligned_rows(k_SKD),
+        aligned_rows(v_SKV),
+        aligned_rows(out_THV),
+        aligned_rows(grad_THV),
         lse_HT.contiguous(),
         **_options(bounds, key_bounds, scale, window),
     )
@@ -75,10 +76,3 @@ def _options(
         "softmax_scale": scale,
         **mask,
     }
-
-
-def _rows(x: Tensor) -> Tensor:
-    """The kernels want rows that begin at multiples of 16 bytes; those of an expanded do not."""
-    *strides, last = x.stride()
-    is_aligned = last == 1 and all(stride % 8 == 0 and stride for stride in strides)
-    return x if is_aligned and x.data_ptr() % 16 == 0 else x.contiguous()

@@ -66,7 +66,9 @@ def table(bounds: Bounds | None, name: str, make: Callable[[], Made]) -> Made:
     if tables is None:
         return make()
     if name not in tables:
-        tables[name] = make()
+        # What inference mode makes autograd cannot save, and the next to read it may train.
+        with torch.inference_mode(False):
+            tables[name] = make()
     value: Made = tables[name]
     return value
 

@@ -61,5 +61,7 @@ class _Launch:
             compiled[(*grid, 1, 1)[:3]](*args, *values)
             return
         compiled = kernel.function[grid](*args, **constants)
+        if compiled is None:  # Triton interprets: nothing was compiled.
+            return
         names = kernel.function.arg_names[len(args) :]
         kernel.compiled[key] = compiled, tuple(constants[name] for name in names)

@@ -143,6 +143,7 @@ class _AddNorm(torch.autograd.Function):
         zero_centred: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
+        weight = weight.contiguous()
         total, normed = forward(x, delta, weight, eps, zero_centred, dtype=weight.dtype)
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.zero_centred = eps, zero_centred
@@ -184,6 +185,7 @@ class _RMSNorm(torch.autograd.Function):
         eps: float,
         zero_centred: bool,
     ) -> Tensor:
+        weight = weight.contiguous()
         _, normed = forward(x, None, weight, eps, zero_centred, dtype=x.dtype)
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.zero_centred = eps, zero_centred

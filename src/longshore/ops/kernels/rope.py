@@ -231,6 +231,8 @@ class _NormRotate(torch.autograd.Function):
         sin: Tensor,
         zero_centred: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        q_weight = q_weight.contiguous()
+        k_weight = None if k_weight is None else k_weight.contiguous()
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
         ctx.eps, ctx.zero_centred = eps, zero_centred
         weights = q_weight, k_weight

@@ -78,6 +78,7 @@ def prepare(
 ) -> KernelSSD:
     layout = chunk_table(bounds, len(x), x.device)
     B, C = (_by_columns(part.to(x.dtype)) for part in (B, C))
+    A, D = A.contiguous(), None if D is None else D.contiguous()
     return KernelSSD(_by_columns(x), dt, A, B, C, D, layout)
 
 
