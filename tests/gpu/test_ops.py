@@ -161,7 +161,7 @@ def test_varlen_attention_of_values_between_multiples_of_16_bytes():
         assert chosen()["attention"] == "torch varlen"
     want = reference.attention(exact[0], exact[1], exact[2][..., 12:]).sum()
     for grad, exact_grad in zip(got, torch.autograd.grad(want, exact), strict=True):
-        assert_close(grad, exact_grad, 2e-2)
+        assert_close(grad, exact_grad, 5e-2)
 
 
 def test_no_run_sees_another():

@@ -25,6 +25,7 @@ def on_cuda(dtype=torch.bfloat16, *, tokens=4, width=64):
 def nothing_served(monkeypatch):
     """Tests change what tensors on CUDA are served by."""
     monkeypatch.setattr(backends, "_served", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
 @pytest.fixture
@@ -72,6 +73,23 @@ def test_old_devices_are_for_plain_torch(monkeypatch):
     monkeypatch.setattr(backends, "capability", lambda device: (7, 5))
     assert pick("attention", on_cuda(), on_cuda()) is None
     assert "older than compute capability 8.0" in chosen()["attention"]
+
+
+def test_tensors_on_a_device_that_is_not_current_are_for_torch(monkeypatch):
+    """Triton launches on the current device, whatever the tensors are on."""
+    own = Backend("own", "longshore.ops.conv", lambda x: None)
+    foreign = Backend("foreign", "longshore.ops.rope", lambda x: None, package="torch")
+    monkeypatch.setitem(backends.BACKENDS, "op", (foreign, own))
+    answers = []
+    for current in (0, 1, 0):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        pick("op", on_cuda())
+        answers.append(chosen()["op"])
+    assert answers == ["foreign", "own", "foreign"]
+    monkeypatch.setitem(backends.BACKENDS, "op", (foreign,))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert pick("op", on_cuda()) is None
+    assert "the tensors are on cuda:0, but cuda:1 is current" in chosen()["op"]
 
 
 def test_the_order_decides_and_every_refusal_is_said(monkeypatch):

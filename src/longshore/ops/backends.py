@@ -251,7 +251,7 @@ class _Served(NamedTuple):
 
 
 _served: dict[tuple[object, ...], _Served] = {}
-"""By op and the tensors' dtypes, shapes and devices, of calls on CUDA; use_kernels forgets all."""
+"""By op, current device and the tensors' dtypes, shapes and devices; use_kernels forgets all."""
 MOST_SERVED = 10_000
 
 
@@ -264,7 +264,8 @@ def pick(op: str, *tensors: Tensor) -> ModuleType | None:
     if not tensors[0].is_cuda:
         served = _serve(backends, *tensors)
     else:
-        key = (op, *[part for x in tensors for part in (x.dtype, x.shape, x.device)])
+        parts = [part for x in tensors for part in (x.dtype, x.shape, x.device)]
+        key = (op, torch.cuda.current_device(), *parts)
         known = _served.get(key)
         if known is None or known.backends is not backends:
             if len(_served) >= MOST_SERVED:
@@ -320,6 +321,11 @@ def only(kernels: Kernels) -> Iterator[None]:
 def _refusal(backend: Backend, *tensors: Tensor) -> str | None:
     if backend.package and _plain:
         return "train.kernels is plain"
+    if backend.package and tensors[0].is_cuda:
+        # Unlike torch's own, such kernels are launched on the current device.
+        current = torch.cuda.current_device()
+        if tensors[0].device.index != current:
+            return f"the tensors are on {tensors[0].device}, but cuda:{current} is current"
     refused = backend.refusal(*tensors)
     if refused is None and backend.package and not is_installed(backend.package):
         return f"{backend.package} is not installed"
