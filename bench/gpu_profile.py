@@ -14,6 +14,12 @@ import torch
 from torch.profiler import ProfilerActivity
 
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    # Our own kernels first, by their names.
+    ("norm, rope, gate", ("_norm_", "_rope_", "_gate_", "_column_sums")),
+    ("loss", ("_both_kernel", "_loss_kernel", "_gradient_kernel")),
+    ("experts", ("_spread_kernel", "_sum_rows_kernel", "_activate", "_clear_empty")),
+    ("scan and conv", ("_steps_kernel", "_walk_kernel", "_outputs_kernel", "_gradients_kernel",
+                       "_keys_kernel", "_conv_", "_backward_sums", "_backward_rows")),
     ("optimizer", ("adam", "multi_tensor", "foreach")),
     ("attention", ("flash", "fmha", "attn", "attention")),
     ("loss", ("cross_entropy", "entropy", "logsumexp", "nll", "softmax", "loss")),

@@ -256,7 +256,7 @@ class _Spec:
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         """Of q, of the rows and of the weight. saved: the output's gradient, q, output and lse."""
         grad, q, output, lse = saved
-        dqs, dweights, drows = [], [], tuple[Tensor, ...]()
+        dqs, dweights, groups = [], [], []
         for heads in self.keys_values.head_groups(rows, weight):
             own = _some(weight, heads)
             k, v = self.keys_values.make(rows, own)
@@ -270,10 +270,11 @@ class _Spec:
                 **self.options(place),
             )
             dqs.append(dq)
-            more, dweight = self.keys_values.gradients(dk, dv, rows, own)
-            drows = tuple(a + b for a, b in zip(drows, more, strict=True)) if drows else more
+            drows, dweight = self.keys_values.gradients(dk, dv, rows, own)
+            groups.append(drows)
             if dweight is not None:
                 dweights.append(dweight)
+        drows = tuple(_added(parts) for parts in zip(*groups, strict=True))
         return joined(dqs, dim=1), drows, joined(dweights) if dweights else None
 
     def own(self, rows: Sequence[Tensor], place: int) -> tuple[Tensor, ...]:
@@ -357,6 +358,16 @@ class _AttendVisible(torch.autograd.Function):
                 for parts, like in zip(zip(*drows, strict=True), rows, strict=True)
             ),
         )
+
+
+def _added(parts: tuple[Tensor, ...]) -> Tensor:
+    """The sum, rounded once; a single part as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32))
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts[0].dtype)
 
 
 def _last_first(parts: dict[int, Tensor]) -> Tensor | None:

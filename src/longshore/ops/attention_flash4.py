@@ -15,6 +15,9 @@ from torch import Tensor
 from longshore.ops.attention_varlen import aligned_rows
 from longshore.ops.boundaries import Bounds
 
+BLOCK_ROWS = 257
+"""More than the rows of any block of the kernels."""
+
 
 def forward(
     q_THD: Tensor,
@@ -71,8 +74,9 @@ def _options(
     return {
         "cu_seqlens_q": bounds.cu_seqlens,
         "cu_seqlens_k": key_bounds.cu_seqlens,
-        "max_seqlen_q": bounds.longest,
-        "max_seqlen_k": key_bounds.longest,
+        # Bounds from above. Sequences of one block would be compiled for on their own, in mid-run.
+        "max_seqlen_q": max(bounds.longest, BLOCK_ROWS),
+        "max_seqlen_k": max(key_bounds.longest, BLOCK_ROWS),
         "softmax_scale": scale,
         **mask,
     }

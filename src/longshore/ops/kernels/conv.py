@@ -61,7 +61,7 @@ class _Conv(torch.autograd.Function):
         rows, channels = x.shape
         y = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
         grid = (blocks(rows, ROWS), blocks(channels, CHANNELS))
-        _forward[grid](
+        _conv_forward[grid](
             x,
             weight,
             x if bias is None else bias,
@@ -175,7 +175,7 @@ def _reached(
 
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
-def _forward(
+def _conv_forward(
     x, weight, bias, before, since, spans, y, rows, channels, stride,
     TAPS: tl.constexpr, BIAS: tl.constexpr, BEFORE: tl.constexpr, SILU: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr,

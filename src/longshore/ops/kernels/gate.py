@@ -23,7 +23,7 @@ from longshore.ops.kernels.norm import as_rows, blocks, empty
 
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
-def _forward(
+def _gate_forward(
     gate_ptr,
     up_ptr,
     inner_ptr,
@@ -52,7 +52,7 @@ def _forward(
 
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
-def _backward(
+def _gate_backward(
     dinner_ptr,
     gate_ptr,
     up_ptr,
@@ -153,7 +153,7 @@ def forward(kind: str, gate: Tensor | None, up: Tensor) -> Tensor:
     gate_NF = up_NF if gate is None else as_rows(gate)
     inner = empty(up)
     rows, shape = up_NF.shape[0], _tile(width)
-    _forward[blocks(rows, shape["ROWS"]), blocks(width, shape["BLOCK"])](
+    _gate_forward[blocks(rows, shape["ROWS"]), blocks(width, shape["BLOCK"])](
         gate_NF,
         up_NF,
         inner,
@@ -177,7 +177,7 @@ def backward(
     dgate = None if gate is None else empty(gate)
     assert not again or dinner.is_contiguous()
     rows, shape = up_NF.shape[0], _tile(width)
-    _backward[blocks(rows, shape["ROWS"]), blocks(width, shape["BLOCK"])](
+    _gate_backward[blocks(rows, shape["ROWS"]), blocks(width, shape["BLOCK"])](
         dinner_NF,
         gate_NF,
         up_NF,

@@ -47,7 +47,7 @@ class _GatedNorm(torch.autograd.Function):
         y = torch.empty(count, groups, width, dtype=x.dtype, device=x.device)
         rstd = torch.empty(count, groups, dtype=torch.float32, device=x.device)
         sizes = _sizes(width)
-        _forward[(blocks(count, sizes["ROWS"]), groups)](
+        _gated_norm_forward[(blocks(count, sizes["ROWS"]), groups)](
             x,
             gate,
             weight,
@@ -79,7 +79,7 @@ class _GatedNorm(torch.autograd.Function):
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dgate = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
         sums = torch.empty(parts, groups, width, dtype=torch.float32, device=x.device)
-        _backward[(parts, groups)](
+        _gated_norm_backward[(parts, groups)](
             x,
             gate,
             weight,
@@ -122,7 +122,7 @@ def _rows(x: Tensor) -> Tensor:
 
 @Kernel
 @triton.jit(do_not_specialize=["count"])
-def _forward(
+def _gated_norm_forward(
     x, gate, weight, y, rstd, count, groups, width, stride_t, stride_g, gate_stride_t,
     gate_stride_g, eps, SHARED: tl.constexpr, GATE_FIRST: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -151,7 +151,7 @@ def _forward(
 
 @Kernel
 @triton.jit(do_not_specialize=["count", "blocks"])
-def _backward(
+def _gated_norm_backward(
     x, gate, weight, rstd, grad, dx, dgate, sums, count, groups, width, stride_t, stride_g,
     gate_stride_t, gate_stride_g, grad_stride_t, grad_stride_g, blocks,
     SHARED: tl.constexpr, GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -26,7 +26,7 @@ from longshore.ops.kernels.launch import Kernel
 
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
-def _forward(
+def _norm_forward(
     x_ptr,
     delta_ptr,
     weight_ptr,
@@ -62,7 +62,7 @@ def _forward(
 
 @Kernel
 @triton.jit(do_not_specialize=["rows"])
-def _backward(
+def _norm_backward(
     dtotal_ptr,
     dnormed_ptr,
     x_ptr,
@@ -238,7 +238,7 @@ def forward(
         total = empty(x, x.dtype if alike else torch.promote_types(x.dtype, delta.dtype))
         delta_NC = as_rows(delta)
     rows, shape = x_NC.shape[0], tile(width)
-    _forward[(blocks(rows, shape["ROWS"]),)](
+    _norm_forward[(blocks(rows, shape["ROWS"]),)](
         x_NC,
         delta_NC,
         weight,
@@ -278,7 +278,7 @@ def backward(
     rows, shape = total_NC.shape[0], tile(width)
     count = programs(total.device, tiles=blocks(rows, shape["ROWS"]))
     partial = total.new_empty(count, width, dtype=torch.float32)
-    _backward[(count,)](
+    _norm_backward[(count,)](
         dtotal_NC,
         dnormed_NC,
         total_NC,

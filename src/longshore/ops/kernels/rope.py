@@ -90,7 +90,7 @@ def _forward_rows(
 
 @Kernel
 @triton.jit(do_not_specialize=["tokens"])
-def _forward(
+def _rope_forward(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, tokens,
     q_token, q_head, k_token, k_head, eps, sign, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
     WIDTH: tl.constexpr, START: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
@@ -170,7 +170,7 @@ def _backward_rows(
 
 @Kernel
 @triton.jit(do_not_specialize=["q_programs", "tokens"])
-def _backward(
+def _rope_backward(
     dq_out_ptr, dk_out_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dq_ptr,
     dk_ptr, partial_ptr, q_programs, tokens, dq_token, dq_head, dk_token, dk_head, q_token, q_head,
     k_token, k_head, eps, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, WIDTH: tl.constexpr,
@@ -255,7 +255,7 @@ class _NormRotate(torch.autograd.Function):
         shape = _tile(width, cos.shape[1])
         q_programs, count = _shares(q, k_heads, shape["ROWS"])
         partial = q.new_empty(count, width, dtype=torch.float32)
-        _backward[(count,)](
+        _rope_backward[(count,)](
             dq_out,
             dq_out if dk_out is None else dk_out,
             q,
@@ -341,7 +341,7 @@ def _rotated(
     tokens, q_heads, width = q.shape
     shape = _tile(width, cos.shape[1])
     tiles = blocks(tokens * q_heads, shape["ROWS"]) + blocks(tokens * k_heads, shape["ROWS"])
-    _forward[(tiles,)](
+    _rope_forward[(tiles,)](
         q,
         q if k is None else k,
         q_weight,
