@@ -16,7 +16,7 @@ from longshore.model.decoder import Decoder
 from longshore.model.feed_forward import MoE
 from longshore.model.init import init_decoder
 from longshore.model.norm import Float32Parameters
-from longshore.ops.experts import refusal
+from longshore.ops.backends import grouped_refusal
 from longshore.plan import make_plan
 
 
@@ -224,7 +224,7 @@ def test_the_grouped_product_agrees_with_the_loop(kind):
     x, ctx = rows(), whole_context(LENGTHS)
     out, auxiliary, counts, grads = run(moe, x, [ctx])
     single = moe.float()
-    assert refusal(x.float(), single.experts.gate_up, single.experts.down) is None
+    assert grouped_refusal(x.float(), single.experts.gate_up, single.experts.down) is None
     got = run(single, x.float(), [ctx])
     assert torch.equal(got[2], counts)
     pairs = {"out": (got[0], out), "auxiliary": (got[1], auxiliary)}

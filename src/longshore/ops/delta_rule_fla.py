@@ -9,7 +9,8 @@ of 0, 3 and 70 rows reach the kernels as cu_seqlens 0 3 73 and, in chunks of 64 
 (0, 0), (1, 0), (1, 1). Both are made on the host, once for the boundaries (ops/tables.py).
 
 Each kernel comes with a list of configurations, which its first call compiles and times one by one:
-more than 100 s on an H200. On Hopper one of each list is fixed instead; elsewhere they are tried.
+on an H200 there was no first step within 100 s. On Hopper one of each list is fixed instead;
+elsewhere they are tried.
 """
 
 from collections.abc import Callable

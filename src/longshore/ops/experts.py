@@ -24,9 +24,6 @@ from longshore.ops.backends import grouped_refusal, pick
 
 MOST_INT16 = torch.iinfo(torch.int16).max
 
-refusal = grouped_refusal
-"""Why the loop over experts serves such operands, or None where the grouped product does."""
-
 
 def expert_mlp(
     x_TC: Tensor,
@@ -96,7 +93,7 @@ def grouped_mlp(
     Rows are sorted by expert, those of expert e end before offsets_E[e] (int32); rows past the last
     offset give 0. Every expert gets a gradient, zeros where it has no rows.
     """
-    refused = refusal(x_MC, gate_up_E2FC, down_ECF)
+    refused = grouped_refusal(x_MC, gate_up_E2FC, down_ECF)
     product = looped_product if refused else grouped_product
     is_routed = torch.arange(len(x_MC), device=x_MC.device)[:, None] < offsets_E[-1]
     # Rows past the end may be garbage in a grouped product, forward and backward.
