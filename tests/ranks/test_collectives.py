@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.ranks.harness import RankError, run_ranks
 
-from longshore.distributed import collectives
+from longshore.distributed import agreement, collectives
 from longshore.distributed.topology import make_topology
 
 DTYPES = [
@@ -286,12 +286,10 @@ def test_a_lane_hears_its_first_rank():
 def compare(digests):
     topology = make_topology(lanes=len(digests), device="cpu")
     with collectives.count() as counts:
-        collectives.same_on_all_ranks("same", topology.groups)
+        agreement.same_on_all_ranks("same", topology.groups)
     assert counts.calls() == 1
     try:
-        collectives.same_on_all_ranks(
-            digests[topology.rank], topology.groups, what="plan of step 7"
-        )
+        agreement.same_on_all_ranks(digests[topology.rank], topology.groups, what="plan of step 7")
     except RuntimeError as error:
         return str(error)
 
@@ -307,10 +305,10 @@ def test_ranks_that_differ_are_named_on_all_ranks():
 def agree_on(errors):
     topology = make_topology(lanes=len(errors), device="cpu")
     with collectives.count() as counts:
-        collectives.agree(None, topology.groups)
+        agreement.agree(None, topology.groups)
     assert counts.calls() == int(len(errors) > 1)
     try:
-        collectives.agree(errors[topology.rank], topology.groups)
+        agreement.agree(errors[topology.rank], topology.groups)
     except RuntimeError as error:
         return str(error)
 
@@ -332,7 +330,7 @@ def test_every_rank_learns_of_the_first_error(errors, message):
 def load_shard(broken):
     topology = make_topology(lanes=3, device="cpu")
     try:
-        with collectives.agreed(topology.groups):
+        with agreement.agreed(topology.groups):
             if topology.rank in broken:
                 raise OSError(f"shard {topology.rank} is corrupt")
     except Exception as error:
@@ -359,7 +357,7 @@ def fill_disk():
     """What rank 0 learns of two ranks that failed, the first of them with too long a text."""
     topology = make_topology(lanes=3, device="cpu")
     try:
-        with collectives.agreed(topology.groups):
+        with agreement.agreed(topology.groups):
             if topology.rank:
                 raise OSError(errno.ENOSPC, "no room" * 10_000, "a\udcff{b}")
     except Exception as error:
@@ -368,9 +366,9 @@ def fill_disk():
 
 def test_an_error_of_another_rank_is_known_as_data():
     error, *_ = run_ranks(3, fill_disk)
-    assert isinstance(error, collectives.PeerError)
+    assert isinstance(error, agreement.PeerError)
     assert (error.rank, error.kind, error.also) == (1, "OSError", (2,))
     assert error.message.startswith("[Errno 28] no roomno room")
     assert error.as_os_error().errno == errno.ENOSPC
-    assert error.as_os_error().strerror == ("no room" * 10_000)[: collectives.LONGEST_ERROR]
-    assert collectives.PeerError("why", rank=0).as_os_error() is None
+    assert error.as_os_error().strerror == ("no room" * 10_000)[: agreement.LONGEST_ERROR]
+    assert agreement.PeerError("why", rank=0).as_os_error() is None

@@ -20,7 +20,8 @@ from torch import Tensor
 from longshore.batch import Counts, Depth, MicroBatch, TableMaker, Targets
 from longshore.data.fields import Field
 from longshore.data.lane_context import lane_context
-from longshore.distributed.collectives import agreed, broadcast
+from longshore.distributed.agreement import agreed
+from longshore.distributed.collectives import broadcast
 from longshore.distributed.topology import Groups
 from longshore.plan.types import Plan
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from longshore.batch import Counts
 from longshore.data.shard import count_targets
 from longshore.data.source import TokenizedSample
-from longshore.distributed.collectives import broadcast_over_lane, gather_rows, same_on_all_ranks
+from longshore.distributed.agreement import same_on_all_ranks
+from longshore.distributed.collectives import broadcast_over_lane, gather_rows
 from longshore.distributed.topology import Groups
 from longshore.plan.cost import Ints
 from longshore.plan.types import Sequence

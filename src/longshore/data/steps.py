@@ -34,7 +34,8 @@ from longshore.data.lengths import StepLengths, gather_lengths, length_rows
 from longshore.data.pack import pack_step
 from longshore.data.shard import Shards, cut_shards, lane_cuts
 from longshore.data.source import IndexedSource, TokenizedSample, source_digest
-from longshore.distributed.collectives import agreed, gather, same_on_all_ranks
+from longshore.distributed.agreement import agreed, same_on_all_ranks
+from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Groups, Topology
 from longshore.plan.check import check_step
 from longshore.plan.cost import Ints

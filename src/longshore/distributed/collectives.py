@@ -14,12 +14,9 @@ In a group of one rank nothing is sent and the tensor itself is returned. Rows a
 every dtype works; only sums need a dtype that the backend can add.
 """
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from typing import Any, Protocol
 
@@ -29,9 +26,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longshore.distributed.topology import Groups
-
-LONGEST_ERROR = 16384
-MOST_NAMES = 8
 
 # torch 2.13 renamed both and warns at the old names; 2.11 has only these.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -281,134 +275,6 @@ def broadcast_over_lane(tensor: Tensor, groups: Groups) -> Tensor:
     if groups.tp.rank() == 0:
         broadcast(tensor, groups.pp)
     return broadcast(tensor, groups.tp)
-
-
-def same_on_all_ranks(digest: str, groups: Groups, *, what: str = "plan") -> None:
-    """Raises on every rank, naming those that differ, unless the digest is the same on all."""
-    short = hashlib.sha256(digest.encode()).digest()
-    row = torch.tensor([list(short)], dtype=torch.uint8, device=groups.device)
-    by_digest: dict[bytes, list[int]] = {}
-    for rank, received in enumerate(gather(row, groups.world).tolist()):
-        by_digest.setdefault(bytes(received), []).append(rank)
-    if len(by_digest) > 1:
-        most, *others = sorted(by_digest.values(), key=len, reverse=True)
-        raise RuntimeError(
-            f"the ranks have {len(by_digest)} different versions of the {what}: {_names(most)} "
-            f"against {'; against '.join(map(_names, others))}. Their inputs differ: compare data, "
-            "configuration and versions on these ranks"
-        )
-
-
-def agree(error: str | None, groups: Groups) -> None:
-    """Raises on every rank if one of them has an error: that of the lowest such rank.
-
-    Call it on all ranks after work that may fail on one, before the next collective. It costs one
-    small collective, and a second one if a rank failed.
-    """
-    if first := _first_error(None if error is None else {"message": error}, groups):
-        raise first
-
-
-class PeerError(RuntimeError):
-    """Work failed on another rank: its error, as data.
-
-    rank: the lowest rank that failed; the following are of its error
-    message: the text
-    kind: the name of the class, or "" if there is only a text
-    errno, strerror: of an OSError; 0 and "" for any other error
-    also: the other ranks that failed
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int,
-        kind: str = "",
-        errno: int = 0,
-        strerror: str = "",
-        also: tuple[int, ...] = (),
-    ) -> None:
-        self.rank = rank
-        self.kind = kind
-        self.message = message
-        self.errno = errno
-        self.strerror = strerror
-        self.also = also
-        words = f"{kind}: {message}" if kind else message
-        others = f" ({_names(also)} failed too)" if also else ""
-        super().__init__(f"rank {rank} failed: {words}{others}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return partial(type(self), **vars(self)), ()
-
-    def as_os_error(self) -> OSError | None:
-        """The system's refusal on the other rank, if it was one."""
-        return OSError(self.errno, self.strerror) if self.errno else None
-
-
-@contextmanager
-def agreed(groups: Groups) -> Iterator[None]:
-    """Runs the block, which has no collective; if it fails on one rank, it raises on all.
-
-    The rank whose error it is raises that error itself, all others a PeerError that quotes it.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    first = _first_error(None if failure is None else _as_data(failure), groups)
-    if first is None:
-        return
-    if failure is not None and first.rank == groups.world.rank():
-        raise failure
-    raise first from failure
-
-
-def _as_data(error: Exception) -> dict[str, Any]:
-    """An error as fields of PeerError, to be sent to the other ranks."""
-    data: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
-    if isinstance(error, OSError) and error.errno is not None:
-        data |= {"errno": error.errno, "strerror": error.strerror or ""}
-    return data
-
-
-def _first_error(error: dict[str, Any] | None, groups: Groups) -> PeerError | None:
-    """The error of the lowest rank that has one; None if no rank has one."""
-    text = b"" if error is None else _as_bytes_of_json(error)
-    length = -1 if error is None else len(text)
-    mine = torch.tensor([length], dtype=torch.int64, device=groups.device)
-    lengths: list[int] = gather(mine, groups.world).tolist()
-    failed = [rank for rank, length in enumerate(lengths) if length >= 0]
-    if not failed:
-        return None
-    padded = list(text.ljust(max(lengths), b"\0"))
-    row = torch.tensor([padded], dtype=torch.uint8, device=groups.device)
-    first = failed[0]
-    data = bytes(gather(row, groups.world)[first].tolist())[: lengths[first]]
-    return PeerError(rank=first, also=tuple(failed[1:]), **json.loads(data))
-
-
-def _as_bytes_of_json(error: dict[str, Any]) -> bytes:
-    """Texts are cut, not the JSON around them."""
-    # A file's name in the error may hold bytes that are no UTF-8; failing here would hang others.
-    short = {
-        name: value.encode(errors="backslashreplace")[:LONGEST_ERROR].decode(errors="replace")
-        if isinstance(value, str)
-        else value
-        for name, value in error.items()
-    }
-    return json.dumps(short, ensure_ascii=False).encode()
-
-
-def _names(ranks: Sequence[int]) -> str:
-    """[0, 2, 3] as "ranks 0, 2 and 3"; long lists are shortened."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > MOST_NAMES:
-        return f"ranks {', '.join(map(str, ranks[:MOST_NAMES]))} and {len(ranks) - MOST_NAMES} more"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from longshore.arch.decoder import DecoderConfig
 from longshore.config.check import decoder_config
 from longshore.config.schema import RunConfig
 from longshore.data.source import IndexedSource
-from longshore.distributed.collectives import agreed, gather
+from longshore.distributed.agreement import agreed
+from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
 from longshore.run.auto import Resolved, resolve
 from longshore.run.data import (

@@ -21,7 +21,7 @@ from longshore.config.schema import RunConfig
 from longshore.data.loader import Loader
 from longshore.data.source import IndexedSource
 from longshore.data.steps import IndexedSteps, Packing, Planner
-from longshore.distributed.collectives import agreed
+from longshore.distributed.agreement import agreed
 from longshore.distributed.cp_groups import CPGroups
 from longshore.hf.checkpoint import open_weights
 from longshore.model.decoder import Decoder

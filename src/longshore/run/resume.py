@@ -150,7 +150,7 @@ def open_run(
 
     All checks come first. steps: of the whole run.
     """
-    from longshore.distributed.collectives import agreed
+    from longshore.distributed.agreement import agreed
 
     with ExitStack() as locked:
         mine = OpenRun(Path(), False)
@@ -200,7 +200,7 @@ def load_checkpoint(
 
     Returns its progress, and notes for the user. All ranks call it together.
     """
-    from longshore.distributed.collectives import agreed
+    from longshore.distributed.agreement import agreed
     from longshore.train.checkpoint import same_data
     from longshore.train.loop import Progress
 
@@ -226,7 +226,7 @@ def load_checkpoint(
 
 def keep_settings(config: RunConfig, run: OpenRun, topology: "Topology", *, step: int) -> None:
     """Writes the settings of a resumed run, whose first step has just worked with them."""
-    from longshore.distributed.collectives import agreed
+    from longshore.distributed.agreement import agreed
 
     if not run.is_resumed:
         return

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from longshore.data.loader import Loader
-from longshore.distributed.collectives import PeerError, agreed, gather_rows
+from longshore.distributed.agreement import PeerError, agreed
+from longshore.distributed.collectives import gather_rows
 from longshore.distributed.topology import Topology
 from longshore.files import free_bytes, reason, size_text, way_out
 from longshore.parallel.fsdp import is_split, shard_rows
