@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,14 @@ def experts(folder: Path, *, smoke: bool) -> bool:
         "mixed, 4 ranks": (["plan.policy=mixed", f"plan.capacity={longest // 2}"], 4),
     }
     curves: dict[str, list[Row]] = {}
-    for name, (words, ranks) in plans.items():
+    with ThreadPoolExecutor() as pool:
+        runs = {
+            name: pool.submit(run, folder / name.split(",")[0], [*common, *words], ranks=ranks)
+            for name, (words, ranks) in plans.items()
+        }
+    for name, each in runs.items():
         try:
-            curves[name] = run(folder / name.split(",")[0], [*common, *words], ranks=ranks)
+            curves[name] = each.result()
         except Exception:
             traceback.print_exc()
     if not curves:

@@ -76,7 +76,9 @@ def test_equals_its_twin(lengths, key_heads, value_heads, with_initial):
     for value, want in zip(values, results(by_twin, exact, grads, bounds=bounds), strict=True):
         assert value.shape == want.shape
         assert value.isfinite().all()
-        assert (value.double() - want).abs().max() <= 2e-2 * want.abs().max()
+        # The decay of a span's first row, without a state before it, has a gradient of exactly 0.
+        scale = want.abs().max().item() or 1e-3
+        assert (value.double() - want).abs().max() <= 2e-2 * scale
 
 
 def test_garbage_in_one_span_reaches_no_other():

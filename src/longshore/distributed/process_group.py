@@ -54,10 +54,22 @@ def process_group(
             timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
+        if backend == "nccl":
+            _name_ranks(device)
         yield
         # Only after success: a failed rank's groups cannot be destroyed, and its process ends.
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _name_ranks(device: torch.device) -> None:
+    """Gives the default group the list of its ranks, which `split_group` reads.
+
+    torch assumes the list for the first group of a process only; splitting a later default group,
+    as of a second training in a notebook, would crash.
+    """
+    options = distributed_c10d._get_default_group()._get_backend(device).options
+    options.global_ranks_in_group = list(range(dist.get_world_size()))
 
 
 @contextmanager

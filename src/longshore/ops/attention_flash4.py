@@ -2,7 +2,8 @@
 
 In and out: as ops/attention.py, without defaults. Nothing is read back from the device: lengths
 reach the kernels as `cu_seqlens` and, on the host, as `longest`. Values may be narrower than
-queries where the kernels know the pair, as of MLA's 192 and 128.
+queries where the kernels know the pair, as of MLA's 192 and 128. A block's values may include rows
+of the next sequence, multiplied by 0: NaN or infinity there, unlike finite values, would spread.
 
 Kernels are compiled at their first call, a few seconds for each width, head count ratio and mask.
 """
