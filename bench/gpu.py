@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_cases import CAPACITY, CASES, WANTED_MFU, free_memory, packs_of_lengths, running, words_of
+from gpu_cases import CAPACITY, CASES, WANTED_MFU, packs_of_lengths, running, words_of
 from gpu_profile import compilations, grouped
 from results import machine, one_line, table, write_section
 
 from longshore.arch.costs import step_flops
+from longshore.choices import Kernels
 from longshore.ops.backends import chosen, kernels_line, only
 from longshore.run.job import TrainingJob
 from longshore.run.parts import Parts
@@ -209,21 +210,33 @@ def padded(options: argparse.Namespace, report: Report) -> None:
 
 
 def attention(options: argparse.Namespace, report: Report) -> None:
-    from gpu_attention import compare
-
+    """Our attention against flash-attn-4 called directly."""
+    packs = packs_of_lengths(options.capacity or CAPACITY, smoke=options.smoke)
     for shape in ((16, 8, 128, 128), (32, 8, 128, 128), (32, 32, 192, 128), (128, 128, 192, 128)):
         with guarded(f"attention {shape}", report):
             small = (4, 2, 16, 16) if options.smoke else shape
-            packs = packs_of_lengths(options.capacity or CAPACITY, smoke=options.smoke)
-            report.add("attention", shape=list(shape), **compare(small, packs))
+            result = apart("attention", small, packs, options.kernels)
+            report.add("attention", shape=list(shape), **result)
+
+
+def attention_here(shape: list[int], packs: list[list[int]], kernels: Kernels) -> dict[str, Any]:
+    from gpu_attention import compare
+
+    heads, kv_heads, width, value_width = shape
+    with only(kernels):
+        return compare((heads, kv_heads, width, value_width), packs)
 
 
 def transformers(options: argparse.Namespace, report: Report) -> None:
+    """Hugging Face transformers on the same packs, forward and backward only."""
+    packs = packs_of_lengths(options.capacity or CAPACITY, smoke=options.smoke)
+    report.add("transformers", **apart("transformers", packs, options.smoke))
+
+
+def transformers_here(packs: list[list[int]], smoke: bool) -> dict[str, Any]:
     from gpu_transformers import measure_transformers
 
-    free_memory()  # what our models left would count as theirs
-    packs = packs_of_lengths(options.capacity or CAPACITY, smoke=options.smoke)
-    report.add("transformers", **measure_transformers(packs, smoke=options.smoke))
+    return measure_transformers(packs, smoke=smoke)
 
 
 def profile(options: argparse.Namespace, report: Report) -> None:
@@ -278,6 +291,8 @@ APART: dict[str, Callable[..., Any]] = {
     "measure": measure_here,
     "profile": profile_here,
     "compiles": compiles_here,
+    "attention": attention_here,
+    "transformers": transformers_here,
 }
 
 

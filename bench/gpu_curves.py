@@ -64,7 +64,7 @@ def experts(folder: Path, *, smoke: bool) -> bool:
         "data.batch=16",
         f"plan.capacity={longest}",
         f"train.steps={steps}",
-        "train.lr=3e-4",
+        "train.lr=1e-4",
         f"train.warmup={steps // 10}",
         "train.dtype=bfloat16",
         "output.keep=0",
@@ -72,13 +72,15 @@ def experts(folder: Path, *, smoke: bool) -> bool:
     ]
     plans = {
         "padded, 1 rank": (["plan.policy=padded"], 1),
-        "static, CP 2 of 4 ranks": (["plan.policy=static", "plan.cp_size=2"], 4),
+        # How far rounding alone leads: the same plan by other kernels.
+        "padded, plain kernels": (["plan.policy=padded", "train.kernels=plain"], 1),
+        "static, CP 2 on 2 ranks": (["plan.policy=static", "plan.cp_size=2"], 2),
         "mixed, 4 ranks": (["plan.policy=mixed", f"plan.capacity={longest // 2}"], 4),
     }
     curves: dict[str, list[Row]] = {}
     with ThreadPoolExecutor() as pool:
         runs = {
-            name: pool.submit(run, folder / name.split(",")[0], [*common, *words], ranks=ranks)
+            name: pool.submit(run, folder / name.replace(", ", "-"), [*common, *words], ranks=ranks)
             for name, (words, ranks) in plans.items()
         }
     for name, each in runs.items():
@@ -88,6 +90,9 @@ def experts(folder: Path, *, smoke: bool) -> bool:
             traceback.print_exc()
     if not curves:
         return False
+    shown = [n for n in (1, 2, 3, 5, 10, 15, 20, 30, 40, 50, 60, 80, 100) if n <= steps]
+    steps_shown = [[str(n), *(_both(curve[n - 1]) for curve in curves.values())] for n in shown]
+    print(table(("step", *(f"{name}: loss (norm)" for name in curves)), steps_shown))
     first_name, first = next(iter(curves.items()))
     rows, good = [], len(curves) == len(plans)
     for name, curve in curves.items():
@@ -177,6 +182,10 @@ def _link_large(source: str, target: str) -> None:
         os.link(source, target)
     else:
         shutil.copy2(source, target)
+
+
+def _both(row: Row) -> str:
+    return f"{row['loss']:.4f} ({row['grad_norm']:.3f})"
 
 
 def _step(row: Row) -> list[str]:

@@ -67,18 +67,23 @@ def test_equals_its_twin(lengths, key_heads, value_heads, with_initial):
     if backends.pick("delta rule", tensors["k_TRK"], tensors["v_THV"]) is None:
         pytest.skip(backends.chosen()["delta rule"])
     bounds = joined(lengths)
+    draw = torch.Generator("cuda").manual_seed(1)
     grads = [
-        torch.randn(sum(lengths), value_heads, 128, device="cuda"),
-        torch.randn(len(lengths), value_heads, 64, 128, device="cuda"),
+        torch.randn(shape, generator=draw, device="cuda")
+        for shape in ((sum(lengths), value_heads, 128), (len(lengths), value_heads, 64, 128))
     ]
     values = results(by_fla, tensors, grads, bounds=bounds)
     exact = {name: x.double() for name, x in tensors.items()}
-    for value, want in zip(values, results(by_twin, exact, grads, bounds=bounds), strict=True):
+    wanted = results(by_twin, exact, grads, bounds=bounds)
+    names = ("out", "final", *tensors)
+    for name, value, want in zip(names, values, wanted, strict=True):
         assert value.shape == want.shape
         assert value.isfinite().all()
         # The decay of a span's first row, without a state before it, has a gradient of exactly 0.
         scale = want.abs().max().item() or 1e-3
-        assert (value.double() - want).abs().max() <= 2e-2 * scale
+        # That of a decay sums over a state that the kernels keep in bfloat16.
+        tolerance = 4e-2 if name == "g_TH" else 2e-2
+        assert (value.double() - want).abs().max() <= tolerance * scale, name
 
 
 def test_garbage_in_one_span_reaches_no_other():

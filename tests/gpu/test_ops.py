@@ -165,7 +165,9 @@ def test_varlen_attention_of_values_between_multiples_of_16_bytes():
 
 
 # flash-attn-4 multiplies values of the next run by 0, so a NaN there would spread.
-@pytest.mark.parametrize(("name", "garbage"), [("torch varlen", torch.nan), ("flash-attn-4", 1e4)])
+@pytest.mark.parametrize(
+    ("name", "garbage"), [("torch varlen", torch.nan), ("flash-attn-4", 100.0)]
+)
 def test_no_run_sees_another(name, garbage):
     tensors = inputs(400, 400)
     bounds = joined([100, 260, 40])
@@ -180,8 +182,11 @@ def test_no_run_sees_another(name, garbage):
         clean = results()
         for x in (*tensors, grad):
             x.data[100:360] = garbage
-        for one, other in zip(clean, results(), strict=True):
-            assert torch.equal(one, other)
+        out, *grads = results()
+    assert torch.equal(out, clean[0])
+    # The backward passes add in no fixed order.
+    for one, other in zip(grads, clean[1:], strict=True):
+        assert_close(one, other.double(), 1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
