@@ -80,7 +80,12 @@ def experts(folder: Path, *, smoke: bool) -> bool:
     curves: dict[str, list[Row]] = {}
     with ThreadPoolExecutor() as pool:
         runs = {
-            name: pool.submit(run, folder / name.replace(", ", "-"), [*common, *words], ranks=ranks)
+            name: pool.submit(
+                run,
+                folder / name.replace(",", "").replace(" ", "-"),
+                [*common, *words],
+                ranks=ranks,
+            )
             for name, (words, ranks) in plans.items()
         }
     for name, each in runs.items():
