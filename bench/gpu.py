@@ -360,7 +360,7 @@ def _cell(value: object) -> str:
 
 def device_line() -> str:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    packages = ["torch", "triton", "flash-attn-4", "flash-linear-attention", "transformers"]
+    packages = ["torch", "triton", "flash-attn-4", "fla-core", "transformers"]
     return f"{name}; {machine(packages)}"
 
 

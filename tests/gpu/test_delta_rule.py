@@ -80,10 +80,11 @@ def test_equals_its_twin(lengths, key_heads, value_heads, with_initial):
         assert value.shape == want.shape
         assert value.isfinite().all()
         # The decay of a span's first row, without a state before it, has a gradient of exactly 0.
-        scale = want.abs().max().item() or 1e-3
-        # That of a decay sums over a state that the kernels keep in bfloat16.
-        tolerance = 4e-2 if name == "g_TH" else 2e-2
-        assert (value.double() - want).abs().max() <= tolerance * scale, name
+        limit = 2e-2 * (want.abs().max().item() or 1e-3)
+        if name == "g_TH" and with_initial:
+            # With one, it is a sum of 64 · 128 products of either sign, of numbers in bfloat16.
+            limit = 3e-2 * max(want.abs().max().item(), (64 * 128) ** 0.5)
+        assert (value.double() - want).abs().max() <= limit, name
 
 
 def test_garbage_in_one_span_reaches_no_other():
