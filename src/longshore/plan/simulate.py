@@ -190,6 +190,18 @@ def simulate_rounds(
     )
 
 
+def pipeline_walk(plan: Plan) -> Walk:
+    """When the actions of a plan's pipeline run, by which ranks order their messages.
+
+    Every round takes some time here, also an empty one, whose cost may be 0.
+    """
+    setting = plan.setting
+    table = table_for(setting, [sequence.length for sequence in plan.sequences])
+    heights = [max(1, height) for height in round_heights(plan.rounds, table, setting.lanes)]
+    order = make_order(len(heights), pp=setting.pp, vpp=setting.vpp)
+    return walk(order, heights, pp=setting.pp, vpp=setting.vpp)
+
+
 def _pack_events(
     number: int, round_: Round, begin: Seq[int], costs: PackCosts, table: CostTable
 ) -> list[PackEvent]:

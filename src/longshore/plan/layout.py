@@ -1,0 +1,241 @@
+"""Layout: which parts of a model each stage of a pipeline has.
+
+In: text as Megatron-LM writes it, or what each part costs. Out: a Layout, from which planner,
+loader, model and checkpoints know what a stage holds, reads and sends on.
+
+A model is a list of parts: E the embedding, t a layer, m a depth of multi-token prediction, L the
+head with the losses. A stage is a piece of that list, `|` stands between stages, and stage s
+belongs to pipeline rank s % pp. Six layers and one depth on 2 ranks of 2 stages each:
+
+    Ett|tt|ttm|L        rank 0: Ett and ttm, rank 1: tt and L
+
+The decoder's last norm belongs to the first of m and L. A stage with a depth has a copy of the
+embedding, for the tokens ahead, and sends one more stream of rows on: from ttm to L go the rows of
+the decoder and those of the depth. `t*3` stands for ttt, and `(tt|)*2` for tt|tt|.
+"""
+
+import re
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import accumulate
+
+from longshore.errors import SettingError
+
+LONGEST_TEXT = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class StageInputs:
+    """Which tensors of a micro-batch the stages of a rank read; all of them have the context."""
+
+    token_ids: bool = True
+    """Of the embedding."""
+    targets: bool = True
+    """Labels and loss mask of the main loss."""
+    depth_ids: bool = True
+    """Token ids of multi-token prediction."""
+    depth_targets: bool = True
+    """Its labels and loss masks."""
+    token_fields: bool = True
+    """Extra fields of each token."""
+    sequence_fields: bool = True
+    """Extra fields of each sequence."""
+
+    def __or__(self, other: "StageInputs") -> "StageInputs":
+        return StageInputs(
+            *(getattr(self, name) or getattr(other, name) for name in StageInputs.__slots__)
+        )
+
+    @property
+    def any(self) -> bool:
+        """Whether the rank needs tensors besides the context, which follows from the plan."""
+        return any(getattr(self, name) for name in StageInputs.__slots__)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A piece of a decoder."""
+
+    embed: bool
+    """Whether it begins with token ids."""
+    layers: range
+    """Its layers of the decoder."""
+    norm: bool
+    """Whether the decoder's last norm is here."""
+    depths: range
+    """Its depths of multi-token prediction, from 0."""
+    head: bool
+    """Whether the head and the losses are here."""
+
+    @property
+    def has_embedding(self) -> bool:
+        return self.embed or bool(self.depths)
+
+    def inputs(self, *, depths: int) -> StageInputs:
+        """depths: of the whole model. The loss reads the extra fields."""
+        return StageInputs(
+            token_ids=self.embed,
+            targets=self.head,
+            depth_ids=bool(self.depths),
+            depth_targets=self.head and depths > 0,
+            token_fields=self.head,
+            sequence_fields=self.head,
+        )
+
+    def __str__(self) -> str:
+        parts = "t" * len(self.layers) + "m" * len(self.depths)
+        return f"{'E' if self.embed else ''}{parts}{'L' if self.head else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The stages of a pipeline of pp ranks."""
+
+    stages: tuple[Stage, ...]
+    pp: int
+
+    def __post_init__(self) -> None:
+        if self.pp < 1 or not self.stages or len(self.stages) % self.pp:
+            raise SettingError(
+                f"{{layout}} has {len(self.stages)} stages, which cannot be shared evenly by "
+                f"{self.pp} pipeline ranks; give a multiple of {self.pp}"
+            )
+
+    @property
+    def vpp(self) -> int:
+        """Stages of each rank."""
+        return len(self.stages) // self.pp
+
+    @property
+    def layers(self) -> int:
+        return self.stages[-1].layers.stop
+
+    @property
+    def depths(self) -> int:
+        return self.stages[-1].depths.stop
+
+    def of_rank(self, pp_rank: int) -> range:
+        """The numbers of a rank's stages."""
+        return range(pp_rank, len(self.stages), self.pp)
+
+    def rank_of(self, stage: int) -> int:
+        return stage % self.pp
+
+    def inputs(self, pp_rank: int) -> StageInputs:
+        """What the stages of a rank read."""
+        result = StageInputs(*[False] * len(StageInputs.__slots__))
+        for number in self.of_rank(pp_rank):
+            result |= self.stages[number].inputs(depths=self.depths)
+        return result
+
+    def streams(self, stage: int) -> int:
+        """How many times T rows a stage sends to the next: one, and one for each depth so far."""
+        return 1 + self.stages[stage].depths.stop
+
+    def __str__(self) -> str:
+        return "|".join(map(str, self.stages))
+
+
+def one_stage(*, layers: int, depths: int = 0) -> Layout:
+    """The layout without a pipeline."""
+    return Layout((Stage(True, range(layers), True, range(depths), True),), 1)
+
+
+def parse_layout(text: str, *, pp: int, layers: int, depths: int = 0) -> Layout:
+    """The layout that a text describes, for a model with so many layers and depths."""
+    letters = _unrolled(text)
+    wanted = f"E{'t' * layers}{'m' * depths}L"
+    if letters.replace("|", "") != wanted:
+        raise SettingError(
+            f"{{layout}} is {text!r}, which is not this model's list of parts: E, then {layers} t"
+            f"{f', {depths} m' if depths else ''} and L, with | between stages"
+        )
+    pieces = letters.split("|")
+    if empty := [number for number, piece in enumerate(pieces) if not piece]:
+        raise SettingError(f"{{layout}} is {text!r}, whose stage {empty[0]} has nothing to do")
+    return _from_pieces(pieces, pp)
+
+
+def balanced_layout(
+    costs: Seq[int], *, pp: int, vpp: int, depths: int = 0, embed: int = 0
+) -> Layout:
+    """The layout whose most expensive stage is cheapest, and of these the most even.
+
+    costs: of each layer, of each depth, then of the head, as whole numbers. embed: of the
+    embedding, which stays with the first layer.
+    """
+    stages, parts = pp * vpp, [*costs]
+    layers = len(parts) - depths - 1
+    if len(parts) < stages:
+        raise SettingError(
+            f"{layers} layers{f', {depths} depths' if depths else ''} and the head make "
+            f"{len(parts)} parts, too few for {{pp}} {pp} × {{vpp}} {vpp} = {stages} stages; use "
+            "fewer"
+        )
+    parts[0] += embed
+    ends = _even_ends(parts, stages)
+    letters = "t" * layers + "m" * depths + "L"
+    pieces = [letters[start:stop] for start, stop in zip((0, *ends), ends, strict=False)]
+    return _from_pieces(["E" + pieces[0], *pieces[1:]], pp)
+
+
+def _even_ends(parts: Seq[int], stages: int) -> list[int]:
+    """Where each of the stages ends: least (highest cost, sum of squares), by dynamic programming.
+
+    Of equals the one whose last stage begins first is taken, and so on to the front.
+    """
+    before = [0, *accumulate(parts)]
+    count = len(parts)
+    best: list[tuple[int, int] | None] = [None] * (count + 1)
+    best[0] = (0, 0)
+    chosen: list[list[int]] = []
+    for number in range(1, stages + 1):
+        row: list[tuple[int, int] | None] = [None] * (count + 1)
+        origin = [0] * (count + 1)
+        for stop in range(number, count - (stages - number) + 1):
+            for start in range(number - 1, stop):
+                earlier = best[start]
+                if earlier is None:
+                    continue
+                cost = before[stop] - before[start]
+                value = (max(earlier[0], cost), earlier[1] + cost * cost)
+                current = row[stop]
+                if current is None or value < current:
+                    row[stop], origin[stop] = value, start
+        best = row
+        chosen.append(origin)
+    ends = [count]
+    for origin in reversed(chosen[1:]):
+        ends.append(origin[ends[-1]])
+    return ends[::-1]
+
+
+def _from_pieces(pieces: Seq[str], pp: int) -> Layout:
+    stages = []
+    layer = depth = 0
+    normed = False
+    for piece in pieces:
+        layers = range(layer, layer + piece.count("t"))
+        depths = range(depth, depth + piece.count("m"))
+        norm = not normed and ("m" in piece or "L" in piece)
+        stages.append(Stage("E" in piece, layers, norm, depths, "L" in piece))
+        layer, depth, normed = layers.stop, depths.stop, normed or norm
+    return Layout(tuple(stages), pp)
+
+
+def _unrolled(text: str) -> str:
+    """The text with its repetitions written out."""
+    letters = re.sub(r"\s", "", text)
+    group = re.compile(r"\(([EtmL|]*)\)\*([0-9]{1,6})|([EtmL|])\*([0-9]{1,6})")
+    while match := group.search(letters):
+        inner = match[1] if match[1] is not None else match[3]
+        times = int(match[2] or match[4])
+        if len(inner) * times > LONGEST_TEXT:
+            raise SettingError(f"{{layout}} is {text!r}, which is too long")
+        letters = letters[: match.start()] + inner * times + letters[match.end() :]
+    if unknown := re.search(r"[^EtmL|]", letters):
+        raise SettingError(
+            f"{{layout}} is {text!r}, in which {unknown[0]!r} means nothing; E is the embedding, t "
+            "a layer, m a depth of multi-token prediction, L the head, | the end of a stage"
+        )
+    return letters
