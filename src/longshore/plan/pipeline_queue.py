@@ -74,9 +74,8 @@ def message_of(action: Action, *, pp: int, stages: int) -> Message | None:
 
 
 def _sorted(entries: dict[tuple[int, int], list[Message] | Action]) -> Queue:
-    return tuple(
-        entry if isinstance(entry, Action) else _batch(entry) for _, entry in sorted(entries.items())
-    )
+    in_order = (entries[time] for time in sorted(entries))
+    return tuple(each if isinstance(each, Action) else _batch(each) for each in in_order)
 
 
 def _batch(messages: Seq[Message]) -> Batch:
