@@ -23,6 +23,7 @@ from longshore.model.init import init_decoder
 from longshore.model.interface import Exchanges
 from longshore.model.rope import rope_tables
 from longshore.parallel.apply import set_exchanges
+from longshore.plan.layout import Stage, one_stage, parse_layout
 
 
 def mixed():
@@ -113,13 +114,19 @@ def test_nothing_leaks(name, dtype):
     assert torch.equal(before["head"][start : start + 4], after["head"][start : start + 4])
 
 
+def halved(config):
+    """Two stages."""
+    layers = len(config.layers)
+    text = f"E{'t' * (layers // 2)}|{'t' * (layers - layers // 2)}L"
+    return parse_layout(text, pp=2, layers=layers)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixed"])
 def test_stages_in_series(name):
     config = CONFIGS[name]
-    middle = len(config.layers) // 2
     whole = decoder(config)
-    first = Decoder(config, layers=range(middle), head=False).double()
-    last = Decoder(config, layers=range(middle, len(config.layers)), embed=False).double()
+    stages = halved(config).stages
+    first, last = (Decoder(config, stage).double() for stage in stages)
     weights = {**whole.state_dict(), "head.weight": (whole.head.weight if not whole.tied else None)}
     if whole.tied:
         weights["head.weight"] = whole.embed.weight.detach()
@@ -148,13 +155,14 @@ def test_tied():
     assert "head.weight" not in dict(tied.named_parameters())
     assert not free.tied
     assert free.head.weight.shape == (256, 64)
-    stage = Decoder(preset("tiny-llama"), embed=False)
+    stage = Decoder(preset("tiny-llama"), halved(preset("tiny-llama")).stages[1])
     assert not stage.tied
     assert stage.head.weight.shape == (256, 64)
 
 
 def test_parameter_names():
-    names = set(dict(Decoder(CONFIGS["mixed"], layers=range(3, 4)).named_parameters()))
+    stage = Stage(embed=True, layers=range(3, 4), norm=True, depths=range(0), head=True)
+    names = set(dict(Decoder(CONFIGS["mixed"], stage).named_parameters()))
     mixer = {f"{x}_proj.weight" for x in "qkvo"} | {"q_norm.weight", "k_norm.weight"}
     mlp = {f"{x}_proj.weight" for x in ("gate", "up", "down")}
     assert names == {
@@ -242,11 +250,12 @@ def test_what_does_not_fit():
     with pytest.raises(ValueError, match=r"token ids of shape \(8,\).* got shape \(7,\)"):
         Decoder(config)(ids[:7], ctx)
     with pytest.raises(ValueError, match=r"hidden states of shape \(8, 64\).* got shape \(8,\)"):
-        Decoder(config, embed=False)(ids, ctx)
+        Decoder(config, halved(config).stages[1])(ids, ctx)
     with pytest.raises(ValueError, match="without a head"):
-        Decoder(config, head=False)(ids, ctx, labels)
-    with pytest.raises(ValueError, match=r"layers is range\(1, 3\), but .* 0 to 1"):
-        Decoder(config, layers=range(1, 3))
+        Decoder(config, halved(config).stages[0])(ids, ctx, labels)
+    three = one_stage(layers=3).stages[0]
+    with pytest.raises(ValueError, match=r"layers up to 3 .* this decoder has 2 layers"):
+        Decoder(config, three)
 
 
 def compared(model, compiled, config, lengths):

@@ -7,6 +7,7 @@ from tests.ranks.spine import shifted
 from longshore.batch import whole_context
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
+from longshore.plan.layout import parse_layout
 
 
 def inputs(length=9):
@@ -44,8 +45,26 @@ def test_depths_and_their_labels_belong_together() -> None:
     with pytest.raises(ValueError, match="has 2 depths of multi-token prediction, but got"):
         model(main.token_ids, ctx, main.targets.labels, mtp[:1])
     assert model(main.token_ids, ctx).mtp == ()
-    with pytest.raises(ValueError, match="stage with the head needs the embedding too"):
-        Decoder(deepseek(), layers=range(1, 2), embed=False)
+
+
+@pytest.mark.parametrize("text", ["Et|tmmL", "Ett|mm|L", "Ettm|mL", "Et|tm|m|L"])
+def test_stages_in_series(text) -> None:
+    """Depths with the head, on a stage of their own, or on two stages."""
+    model, (ctx, (main, *mtp)) = model_of(), inputs()
+    whole = model(main.token_ids, ctx, main.targets.labels, mtp)
+    layout = parse_layout(text, pp=1, layers=2, depths=2)
+    rows, routed = main.token_ids, ()
+    for number, stage in enumerate(layout.stages):
+        part = Decoder(deepseek(), stage).double()
+        init_decoder(part, seed=3)
+        labels = main.targets.labels if stage.head else None
+        out = part(rows, ctx, labels, mtp if stage.head or stage.depths else ())
+        rows, routed = out.values, routed + out.routed
+        if not stage.head:
+            assert len(rows) == layout.streams(number) * ctx.tokens
+    assert torch.equal(out.values, whole.values)
+    assert all(map(torch.equal, out.mtp, whole.mtp))
+    assert [r.depth for r in routed] == [r.depth for r in whole.routed]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it itself

@@ -8,9 +8,12 @@ hidden states; where the stage has the head, logits (T, V), or with labels the l
     init_decoder(model, seed=0)
     nll_T = model(token_ids, ctx, targets.labels).values
 
-    first = Decoder(config, layers=range(0, 1), head=False)
-    last = Decoder(config, layers=range(1, 2), embed=False)
+    layout = parse_layout("Et|tL", pp=2, layers=2)
+    first, last = (Decoder(config, stage) for stage in layout.stages)
     last(first(token_ids, ctx).values, ctx, labels)     the same losses
+
+A stage hands on the rows of the decoder, and after them those of each depth so far: with one depth
+before the head, rows (2·T, C) come to it.
 
 A block is one layer: x + mixer(norm(x)), then x + mlp(norm(x)); either may be left out with its
 norm. In: hidden states (T, C), the context, the rotary tables. Out: hidden states (T, C) and, where
@@ -47,6 +50,7 @@ from longshore.model.norm import RMSNorm
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.model.rope import Tables, rope_tables
 from longshore.ops.cross_entropy import linear_cross_entropy
+from longshore.plan.layout import Stage, one_stage
 
 
 class Block(nn.Module):
@@ -134,47 +138,39 @@ class Head(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Layers `layers` of the decoder, with embedding or head if this stage has them.
+    """A stage of the decoder, or all of it.
 
     embed: nn.Embedding or None. layers: blocks by their number in the whole decoder, as text.
-    norm, head: both or neither. tied: the head has no weight of its own. Where the config is tied
-    and a stage has the head without the embedding, it has a copy, head.weight, that begins with
-    the same values; the caller that builds the stages must sum the two gradients.
+    tied: the head has no weight of its own. A stage with depths has a copy of the embedding, and
+    where the config is tied, a stage with the head and no embedding has one too, head.weight.
+    Copies begin with the same values; parallel/pipeline/copies.py sums their gradients.
 
     Parameters are not initialised as model/init.py does it; call init_decoder.
     """
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        *,
-        layers: range | None = None,
-        embed: bool = True,
-        head: bool = True,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, stage: Stage | None = None) -> None:
         super().__init__()
-        mine = _checked(config, range(len(config.layers)) if layers is None else layers)
-        if head and config.mtp and not embed:
-            raise ValueError(
-                "with multi-token prediction the stage with the head needs the embedding too"
-            )
-        depths = config.mtp if head else ()
+        if stage is None:
+            (stage,) = one_stage(layers=len(config.layers), depths=len(config.mtp)).stages
+        _check_stage(config, stage)
+        depths = [config.mtp[index] for index in stage.depths]
         self.config = config
-        self.ropes = ropes_of([*(config.layers[index] for index in mine), *depths])
-        self.tied = config.tied and embed and head
-        self.embed = _embedding(config) if embed else None
+        self.stage = stage
+        self.ropes = ropes_of([*(config.layers[index] for index in stage.layers), *depths])
+        self.tied = config.tied and stage.has_embedding and stage.head
+        self.embed = _embedding(config) if stage.has_embedding else None
         self.layers = nn.ModuleDict(
             {
                 str(index): Block(config.layers[index], config.width, norm=config.norm)
-                for index in mine
+                for index in stage.layers
             }
         )
-        self.norm = RMSNorm(config.width, config.norm) if head else None
-        self.head = Head(config, tied=self.tied) if head else None
+        self.norm = RMSNorm(config.width, config.norm) if stage.norm else None
+        self.head = Head(config, tied=self.tied) if stage.head else None
         self.mtp = nn.ModuleDict(
             {
                 str(index): MTPDepth(layer, config.width, depth=index + 1, norm=config.norm)
-                for index, layer in enumerate(depths)
+                for index, layer in zip(stage.depths, depths, strict=True)
             }
         )
 
@@ -187,55 +183,70 @@ class Decoder(nn.Module):
         *,
         summed: bool = False,
     ) -> Output:
-        """x: ids int64 (T) or hidden states (T, C). ctx: None for one plain sequence.
+        """x: ids int64 (T), or what the stage before returned. ctx: None for one plain sequence.
 
-        mtp: with labels, the ids and labels of each depth; without labels no depth is run. summed:
-        the caller only adds up the losses of the labels, and scales the sum; that is faster.
+        mtp: all depths of the whole decoder, of each what the stage reads: ids where the depth is
+        run, targets where the head is. The whole decoder without labels runs no depth. summed: the
+        caller only adds up the losses of the labels, and scales the sum; that is faster.
         """
         if ctx is None:
             ctx = whole_context((x.shape[0],), device=x.device)
         self._check(x, ctx, labels, mtp)
-        hidden_TC = x if self.embed is None else self.embed(x)
+        streams, tables, routed = self._trunk(x, ctx)
+        for index in self.stage.depths if mtp else ():
+            assert self.embed is not None
+            ids = mtp[index].token_ids
+            assert ids is not None, "a stage with a depth reads the ids ahead"
+            ahead_TC, more, _ = self.mtp[str(index)](streams[-1], self.embed(ids), ctx, tables)
+            streams.append(ahead_TC)
+            routed += more
+        if self.head is None:
+            return Output(streams[0] if len(streams) == 1 else torch.cat(streams), routed)
+        tied_VC = self.embed.weight if self.tied and self.embed is not None else None
+        values = self.head(streams[0], labels, tied_VC, summed=summed)
+        losses = []
+        for ahead_TC, depth in zip(streams[1:], mtp, strict=True):
+            assert depth.targets is not None, "the stage with the head reads the targets"
+            losses.append(self.head(ahead_TC, depth.targets.labels, tied_VC, summed=summed))
+        return Output(values, routed, tuple(losses))
+
+    def _trunk(self, x: Tensor, ctx: SeqContext) -> tuple[list[Tensor], Tables, tuple[Routed, ...]]:
+        """Embedding, layers and last norm, as far as they are here; all streams of rows."""
+        streams = [self.embed(x)] if self.stage.embed and self.embed is not None else []
+        streams = streams or list(x.split(ctx.tokens))
+        hidden_TC = streams[0]
         tables = rope_tables(self.ropes, ctx, hidden_TC.dtype)
-        if self.config.float32_residual:
+        if self.config.float32_residual and self.stage.embed:
             hidden_TC = hidden_TC.to(torch.promote_types(hidden_TC.dtype, torch.float32))
         routed: tuple[Routed, ...] = ()
         for block in self.layers.values():
             hidden_TC, more, _ = block(hidden_TC, ctx, tables)
             routed += more
-        if self.norm is None or self.head is None:
-            return Output(hidden_TC, routed)
-        tied_VC = self.embed.weight if self.tied and self.embed is not None else None
-        hidden_TC = self.norm(hidden_TC)
-        if self.config.float32_residual:
-            hidden_TC = hidden_TC.to(self.norm.weight.dtype)
-        values = self.head(hidden_TC, labels, tied_VC, summed=summed)
-        losses = []
-        for part, depth in zip(self.mtp.values(), mtp, strict=False):
-            assert self.embed is not None
-            embedded_TC = self.embed(depth.token_ids)
-            hidden_TC, more, _ = part(hidden_TC, embedded_TC, ctx, tables)
-            nll_T = self.head(hidden_TC, depth.targets.labels, tied_VC, summed=summed)
-            losses.append(nll_T)
-            routed += more
-        return Output(values, routed, tuple(losses))
+        if self.norm is not None:
+            hidden_TC = self.norm(hidden_TC)
+            if self.config.float32_residual:
+                hidden_TC = hidden_TC.to(self.norm.weight.dtype)
+        return [hidden_TC, *streams[1:]], tables, routed
 
     def _check(
         self, x: Tensor, ctx: SeqContext, labels: Tensor | None, mtp: Sequence[Depth]
     ) -> None:
-        wanted = (ctx.tokens,) if self.embed is not None else (ctx.tokens, self.config.width)
-        what = "token ids" if self.embed is not None else "hidden states"
+        stage, depths = self.stage, len(self.config.mtp)
+        rows = ctx.tokens * (1 + stage.depths.start)
+        wanted = (ctx.tokens,) if stage.embed else (rows, self.config.width)
+        what = "token ids" if stage.embed else "hidden states"
         if tuple(x.shape) != wanted:
             raise ValueError(
                 f"this stage takes {what} of shape {wanted} for a context of {ctx.tokens} tokens, "
                 f"but got shape {tuple(x.shape)}"
             )
-        if labels is not None and self.head is None:
+        if labels is not None and not stage.head:
             raise ValueError("labels were given to a stage without a head, which computes no loss")
-        if len(mtp) != (len(self.mtp) if labels is not None else 0):
+        is_needed = labels is not None if stage.head else bool(stage.depths)
+        if len(mtp) != (depths if is_needed else 0):
             raise ValueError(
-                f"this stage has {len(self.mtp)} depths of multi-token prediction, but got labels "
-                f"for {len(mtp)}; pack with depths={len(self.mtp)}, and pass mtp only with labels"
+                f"the model has {depths} depths of multi-token prediction, but got labels for "
+                f"{len(mtp)}; pack with depths={depths}, and pass mtp only with labels"
             )
 
 
@@ -244,9 +255,10 @@ def _embedding(config: DecoderConfig) -> nn.Embedding:
     return nn.Embedding(config.vocab_size, config.width, padding_idx=config.pad_token_id)
 
 
-def _checked(config: DecoderConfig, layers: range) -> range:
-    if layers.step != 1 or layers.start < 0 or layers.stop > len(config.layers):
+def _check_stage(config: DecoderConfig, stage: Stage) -> None:
+    layers, depths = len(config.layers), len(config.mtp)
+    if stage.layers.stop > layers or stage.depths.stop > depths:
         raise ValueError(
-            f"layers is {layers}, but this decoder has layers 0 to {len(config.layers) - 1}"
+            f"stage {stage} has layers up to {stage.layers.stop} and depths up to "
+            f"{stage.depths.stop}, but this decoder has {layers} layers and {depths} depths"
         )
-    return layers
