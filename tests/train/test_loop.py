@@ -9,7 +9,7 @@ from longshore.data.batches import Place
 from longshore.data.steps import Step
 from longshore.plan import make_plan
 from longshore.train import loop
-from longshore.train.device import Timestamp
+from longshore.parallel.timestamp import Timestamp
 from longshore.train.loop import Hooks, Machine, Progress
 from longshore.train.optimizer import Schedule
 from longshore.train.step import RoundResults, StepResult

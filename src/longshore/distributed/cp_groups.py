@@ -97,7 +97,7 @@ class CPGroups:
 def _create(topology: Topology, size: int) -> ProcessGroup | None:
     """This rank's group of one size; all ranks create the groups in the same order."""
     blocks = [b for lanes in cp_blocks(topology.lanes, size) for b in topology.lane_blocks(lanes)]
-    return new_group_if_in(blocks, backend=_backends(topology)[topology.device.type])
+    return new_group_if_in(blocks, backend=topology.backends[topology.device.type])
 
 
 def _split(topology: Topology, size: int) -> ProcessGroup | None:
@@ -123,10 +123,4 @@ def splits(axes: Axes, size: int) -> list[list[int]]:
 def _can_split(topology: Topology) -> bool:
     """Whether the default group has only NCCL, and its communicator already exists."""
     world = topology.groups.world
-    return set(_backends(topology).values()) == {"nccl"} and world.bound_device_id is not None
-
-
-def _backends(topology: Topology) -> dict[str, str]:
-    """The backend of each type of device, such as {"cpu": "gloo", "cuda": "nccl"}."""
-    pairs = dist.get_backend_config(topology.groups.world).split(",")
-    return dict(pair.split(":", 1) for pair in pairs)
+    return set(topology.backends.values()) == {"nccl"} and world.bound_device_id is not None

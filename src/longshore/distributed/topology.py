@@ -149,6 +149,12 @@ class Topology(Axes):
         return self.groups.device
 
     @property
+    def backends(self) -> dict[str, str]:
+        """The backend of each type of device, such as {"cpu": "gloo", "cuda": "nccl"}."""
+        pairs = dist.get_backend_config(self.groups.world).split(",")
+        return dict(pair.split(":", 1) for pair in pairs)
+
+    @property
     def lane(self) -> int:
         return self.lane_of(self.rank)
 

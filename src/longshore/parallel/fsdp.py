@@ -12,7 +12,7 @@ with DTensor parameters. Gradients are plain sums over the lanes, in float32 at 
 With 4 lanes a weight of 10 rows is split into 3, 3, 3 and 1 (`shard_rows`).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 import torch
@@ -79,6 +79,13 @@ def begin_round(model: nn.Module, *, mode: ShardMode, is_last: bool) -> None:
     model.set_is_last_backward(is_last)
 
 
+def computing_dtype(model: nn.Module) -> torch.dtype:
+    """Of the arithmetic of a sharded model, whose parameters may be wider."""
+    assert isinstance(model, FSDPModule)
+    policy = model._get_fsdp_state()._mp_policy
+    return policy.param_dtype or next(model.parameters()).dtype
+
+
 def fill(model: nn.Module, device: torch.device, rows: Rows) -> None:
     """Gives a model on `meta` its content; each lane asks only for the rows that it holds."""
     model.to_empty(device=device)
@@ -101,12 +108,6 @@ def shard_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
     return local, start, min(start + each, count)
 
 
-def gathered_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, gathered, then every buffer, on the CPU; all ranks take part in each."""
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        yield name, gathered(tensor.detach()).cpu()
-
-
 def gathered(parameter: Tensor) -> Tensor:
     """All rows of a parameter. DTensor's own gather crashes on CUDA tensors over gloo."""
     local, _, _ = shard_rows(parameter)
@@ -116,6 +117,11 @@ def gathered(parameter: Tensor) -> Tensor:
     padded = local.new_zeros(-(-count // mesh.size(mesh.ndim - 1)), *local.shape[1:])
     padded[: len(local)] = local
     return gather(padded, mesh.get_group(mesh.ndim - 1))[:count]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This lane's part of a parameter or of its gradient, in its own memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_split(parameter: Tensor) -> bool:

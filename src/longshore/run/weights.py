@@ -10,23 +10,24 @@ from pathlib import Path
 
 import torch
 
+from longshore.arch.costs import parameter_count
 from longshore.files import check_room
 from longshore.hf.checkpoint import write_checkpoint
 from longshore.hf.weights import save_weights
-from longshore.model.decoder import Decoder
-from longshore.parallel.fsdp import gathered_tensors
+from longshore.parallel.pipeline.gathered import gathered_tensors
+from longshore.parallel.pipeline.stages import Model
 from longshore.run.job import TrainingJob
 from longshore.train.checkpoint_files import writing
 
 
 def write_weights(
-    job: TrainingJob, model: Decoder, *, folder: Path, note: Callable[[str], None]
+    job: TrainingJob, model: Model, *, folder: Path, note: Callable[[str], None]
 ) -> None:
     """Writes what output.weights and output.export ask for; note: shows what was written."""
     output = job.config.output
     if job.topology.rank:
         for _ in range(output.weights + bool(output.export)):
-            for _ in gathered_tensors(model):
+            for _ in gathered_tensors(model, job.topology):
                 pass
         return
     files = ["config.toml", "metrics.jsonl"]
@@ -39,20 +40,20 @@ def write_weights(
         note(f"wrote {output.export}, a Hugging Face folder")
 
 
-def _write_weights(job: TrainingJob, model: Decoder, folder: Path) -> None:
+def _write_weights(job: TrainingJob, model: Model, folder: Path) -> None:
     """RUN/weights: in the dtype of training."""
     with writing(folder / "weights", then=f"write it again with --resume {folder}"):
         check_room(folder, _size(model))
         save_weights(
             folder / "weights",
             job.decoder,
-            gathered_tensors(model),
+            gathered_tensors(model, job.topology),
             base=job.config.model.from_hf or None,
             is_replaced=True,
         )
 
 
-def _export(job: TrainingJob, model: Decoder, folder: Path) -> None:
+def _export(job: TrainingJob, model: Model, folder: Path) -> None:
     """A Hugging Face folder; in bfloat16 where the arithmetic was."""
     export = job.config.output.export
     low = torch.bfloat16 if job.dtype == torch.bfloat16 else None
@@ -61,12 +62,12 @@ def _export(job: TrainingJob, model: Decoder, folder: Path) -> None:
         write_checkpoint(
             export,
             job.decoder,
-            gathered_tensors(model),
+            gathered_tensors(model, job.topology),
             base=job.config.model.from_hf or None,
             dtype=low,
         )
 
 
-def _size(model: Decoder) -> int:
+def _size(model: Model) -> int:
     """Bytes of the whole model."""
-    return sum(tensor.shape.numel() * tensor.element_size() for tensor in model.parameters())
+    return parameter_count(model.config) * next(model.parameters()).element_size()

@@ -21,12 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from longshore.arch.costs import parameter_count
 from longshore.data.loader import Loader
 from longshore.distributed.agreement import PeerError, agreed
 from longshore.distributed.collectives import gather_rows
 from longshore.distributed.topology import Topology
 from longshore.files import free_bytes, reason, size_text, way_out
 from longshore.parallel.fsdp import is_split, shard_rows
+from longshore.parallel.pipeline.copies import EmbeddingCopies
+from longshore.parallel.pipeline.stages import Model, parameters_by_name, stages_of
+from longshore.parallel.timestamp import Timestamp
 from longshore.train.checkpoint_files import (
     CheckpointIndex,
     DamagedError,
@@ -41,7 +45,6 @@ from longshore.train.checkpoint_files import (
     saved_steps,
 )
 from longshore.train.checkpoint_storage import TensorRows, load_parts, save_parts
-from longshore.train.device import Timestamp
 from longshore.train.loop import Progress
 from longshore.train.stop import RunError
 
@@ -61,13 +64,21 @@ class Checkpoints:
     """The checkpoints of one run. All ranks construct, save, load and close together."""
 
     def __init__(
-        self, run: Path, model: nn.Module, optimizer: AdamW, *, topology: Topology, keep: int
+        self,
+        run: Path,
+        model: Model,
+        optimizer: AdamW,
+        *,
+        topology: Topology,
+        keep: int,
+        copies: EmbeddingCopies | None = None,
     ) -> None:
         self.run = run
         self.model = model
         self.optimizer = optimizer
         self.topology = topology
         self.keep = keep
+        self._saved = {id(tensor) for tensor in copies.counted} if copies else None
         self.last: int | None = None  # the step of the last save, or of what was loaded
         self._groups = topology.host_groups()
         self._host: dict[str, Tensor] = {}
@@ -83,10 +94,12 @@ class Checkpoints:
     @property
     def save_bytes(self) -> int:
         """Of a whole checkpoint, the files of all ranks together."""
-        parameters = [*self.model.parameters()]
-        state = (1 + len(MOMENTS)) * sum(_whole_bytes(tensor) for tensor in parameters)
+        item = next(self.model.parameters()).element_size()
+        state = (1 + len(MOMENTS)) * parameter_count(self.model.config) * item
         random = self.topology.world_size * sum(state.nbytes for _, state in self._rng_states())
-        return state + random + sum(_whole_bytes(tensor) for tensor in self.model.buffers())
+        # Other stages have as many buffers as these, more or less.
+        buffers = sum(_whole_bytes(tensor) for tensor in self.model.buffers()) * self.topology.pp
+        return state + random + buffers
 
     def room_warning(self) -> list[str]:
         """A warning, if the next checkpoint would not fit on the disk."""
@@ -139,7 +152,7 @@ class Checkpoints:
         """This lane's rows in host memory, complete once the timestamp is reached."""
         lane, lanes = self.topology.lane, self.topology.lanes
         parts, rows, hosts = dict[str, TensorRows](), list[Tensor](), list[Tensor]()
-        for name, tensor in _state(self.model, self.optimizer):
+        for name, tensor in _state(self.model, self.optimizer, only=self._saved):
             own, start = _own_rows(tensor, lane, lanes)
             if own.numel():
                 host = self._buffer(name, own)
@@ -242,15 +255,20 @@ class Checkpoints:
             raise DamagedError(error.message) from None
         if content.updates:
             _make_moments(self.model, self.optimizer, updates=content.updates)
-        parts = {}
+        parts = dict[str, TensorRows]()
+        copies = list[tuple[Tensor, str]]()
         for name, tensor in _state(self.model, self.optimizer):
             local, start, _ = shard_rows(tensor.detach())
-            if local.numel():
+            if name in parts:
+                copies.append((local, name))
+            elif local.numel():
                 parts[name] = TensorRows(local, start, tuple(tensor.shape))
         random = dict(self._rng_states())
         known = {name: state for name, state in random.items() if name in content.tensors}
         parts |= {name: TensorRows(state, 0, tuple(state.shape)) for name, state in known.items()}
         load_parts(parts, folder, content, world)
+        for copy, name in copies:
+            copy.copy_(parts[name].rows)
         self._set_rng(known)
         self.last = step
         return Position(step, content.updates, content.loader)
@@ -320,11 +338,22 @@ class Saver:
         self.checkpoints.save(Position(done.step, done.updates, self.loader.state_dict()))
 
 
-def _state(model: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers and moments by name; there are no moments before the first update."""
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+def _state(
+    model: Model, optimizer: AdamW, *, only: set[int] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, buffers and moments by name; there are no moments before the first update.
+
+    only: the ids of the parameters to take, and of none else.
+    """
+    parameters = [
+        (name, parameter)
+        for name, parameter in parameters_by_name(model)
+        if only is None or id(parameter) in only
+    ]
+    buffers = (part.named_buffers() for part in stages_of(model).values())
+    for name, tensor in chain(parameters, *buffers):
         yield f"model.{name}", tensor
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         for kind in MOMENTS if parameter in optimizer.state else ():
             yield f"optimizer.{name}.{kind}", optimizer.state[parameter][kind]
 

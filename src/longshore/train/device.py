@@ -1,14 +1,10 @@
-"""The device of a rank: which one, its process group backend, dtype, memory, peak, and timestamps.
+"""The device of a rank: which one, its process group backend, dtype, memory and peak.
 
 In: what the user asked for and the rank's local rank. Out: a torch device and facts about it. Two
 ranks on a machine with one GPU share it and use gloo, because NCCL allows one rank per GPU.
-
-A Timestamp is a point in a device's queue of work, so that measuring does not wait for the device:
-of two 40 ms apart, second.since(first) = 0.04.
 """
 
 import os
-import time
 
 import torch
 
@@ -66,24 +62,3 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
-
-
-class Timestamp:
-    """Now on a CPU; on a GPU, when its stream gets there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        self.time = time.perf_counter()
-        if self.event is not None:
-            self.event.record()
-
-    def wait(self) -> None:
-        """Waits until the device has reached it."""
-        if self.event is not None:
-            self.event.synchronize()
-
-    def since(self, other: "Timestamp") -> float:
-        """Seconds since another one; the device has reached both."""
-        if self.event is None or other.event is None:
-            return self.time - other.time
-        return float(other.event.elapsed_time(self.event)) / 1e3

@@ -20,8 +20,8 @@ from longshore.batch import MicroBatch
 from longshore.data.batches import Place
 from longshore.data.steps import IndexedSteps
 from longshore.distributed.collectives import sum_over
-from longshore.distributed.topology import Topology
-from longshore.model.decoder import Decoder
+from longshore.model.interface import Output
+from longshore.parallel.pipeline.executor import Executor, Handlers
 from longshore.train.heartbeat import RankStatus
 from longshore.train.loss import masked_sum
 
@@ -49,27 +49,37 @@ class HeldOut:
     name: str
     steps: IndexedSteps
 
-    def evaluate(
-        self, model: Decoder, topology: Topology, status: RankStatus | None = None
-    ) -> Evaluation:
+    def evaluate(self, executor: Executor, status: RankStatus | None = None) -> Evaluation:
         """All ranks call it together, between two training steps."""
         status = status or RankStatus()
         status.at("evaluation")
-        sums = torch.zeros(1 + len(model.config.mtp), dtype=torch.float64, device=topology.device)
+        topology, depths = executor.topology, len(executor.config.mtp)
+        sums = torch.zeros(1 + depths, dtype=torch.float64, device=topology.device)
         counts = [0] * len(sums)
+
+        def read(out: Output, batch: MicroBatch, stage: int) -> Tensor:
+            if batch.targets is not None:
+                sums.add_(_sums(out, batch))
+            return sums
+
+        handlers = Handlers(
+            prepare=lambda host: host.to(topology.device, non_blocking=True),
+            read=read,
+            begin=lambda action: status.at("evaluation", round=action.round + 1),
+        )
         steps = islice(self.steps.from_place(Place(), lambda: False), self.steps.batches.steps(0))
         with torch.no_grad():
             for step in steps:
-                for host in step.batches:
-                    status.at("evaluation", round=host.round + 1)
-                    sums += _sums(model, host.to(topology.device, non_blocking=True))
+                rounds = len(step.batches)
+                queue = executor.queue(step.plan, rounds=rounds, backward=False)
+                executor.run(step.batches, queue, handlers)
                 more = step.batches[0].counts
                 counts = [a + b for a, b in zip(counts, (more.main, *more.mtp), strict=True)]
-        _reshard(model)
-        totals = sum_over(sums, topology.groups.lanes).tolist()
-        pairs = zip(totals, counts, strict=True)
-        loss, *depths = [_mean(total, count) for total, count in pairs]
-        return Evaluation(self.name, loss, counts[0], tuple(depths))
+        _reshard(executor)
+        sum_over(sum_over(sums, topology.groups.lanes), topology.groups.pp)
+        pairs = zip(sums.tolist(), counts, strict=True)
+        loss, *means = [_mean(total, count) for total, count in pairs]
+        return Evaluation(self.name, loss, counts[0], tuple(means))
 
 
 class Evaluator:
@@ -78,16 +88,14 @@ class Evaluator:
     def __init__(
         self,
         held_out: HeldOut,
-        model: Decoder,
-        topology: Topology,
+        executor: Executor,
         *,
         every: int,
         tell: OnEvaluation,
         status: RankStatus | None = None,
     ) -> None:
         self.held_out = held_out
-        self.model = model
-        self.topology = topology
+        self.executor = executor
         self.every = every
         self.tell = tell
         self.status = status
@@ -102,7 +110,7 @@ class Evaluator:
         if not self.is_due(step, is_last=is_last):
             return
         self.last = step
-        self.tell(step, self.held_out.evaluate(self.model, self.topology, self.status))
+        self.tell(step, self.held_out.evaluate(self.executor, self.status))
 
 
 def as_line(step: int, evaluation: Evaluation) -> dict[str, object]:
@@ -116,17 +124,18 @@ def _mean(total: float, count: int) -> float | None:
     return total / count if count and math.isfinite(total) else None
 
 
-def _sums(model: Decoder, batch: MicroBatch) -> Tensor:
+def _sums(out: Output, batch: MicroBatch) -> Tensor:
     """The lane's sums of one round: of the main loss, then of each depth."""
-    assert batch.targets is not None
-    out = model(batch.token_ids, batch.ctx, batch.targets.labels, batch.mtp)
     pairs = [(out.values, batch.targets)]
     pairs += [(nll_T, depth.targets) for nll_T, depth in zip(out.mtp, batch.mtp, strict=True)]
-    return torch.stack([masked_sum(nll_T.double(), targets) for nll_T, targets in pairs])
+    return torch.stack(
+        [masked_sum(nll_T.double(), targets) for nll_T, targets in pairs if targets is not None]
+    )
 
 
-def _reshard(model: Decoder) -> None:
+def _reshard(executor: Executor) -> None:
     """Frees the gathered parameters: no backward will."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for part in executor.stages.values():
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

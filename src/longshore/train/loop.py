@@ -12,13 +12,13 @@ import math
 import resource
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from longshore.data.steps import Step
-from longshore.train.device import Timestamp
+from longshore.parallel.timestamp import Timestamp
 from longshore.train.metrics import StepMetrics
 from longshore.train.optimizer import Schedule
 from longshore.train.step import Stepper, StepResult
@@ -128,7 +128,7 @@ def train(
     begin = Timestamp(machine.device)
     for step in islice(_announced(loader, hooks), steps - start.step):
         lr = schedule.at(updates)
-        result = stepper.step(step.batches, lr, stop=hooks.wants_stop())
+        result = stepper.step(step.batches, lr, stop=hooks.wants_stop(), plan=step.plan)
         updates += result is not None
         done = _QueuedStep(step, lr, result, _on_host(result), begin, Timestamp(machine.device))
         if waiting is not None:
@@ -235,8 +235,11 @@ def _experts(done: _QueuedStep) -> tuple[tuple[int, ...], ...]:
 
 
 def _rounds(done: _QueuedStep) -> tuple[float, ...]:
-    timestamps = done.result.rounds.timestamps if done.result else ()
-    return tuple(later.since(earlier) for earlier, later in pairwise(timestamps))
+    """Seconds that this rank worked on each round."""
+    seconds = [0.0] * len(done.step.batches)
+    for timed in done.result.rounds.times if done.result else ():
+        seconds[timed.action.round] += timed.end.since(timed.begin)
+    return tuple(seconds) if done.result else ()
 
 
 def peak_memory(device: torch.device) -> int:

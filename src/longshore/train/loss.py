@@ -188,9 +188,10 @@ class _UserCount:
     name: str
 
     def __call__(self, batches: list[MicroBatch], groups: Groups) -> float:
-        mine = sum(float(self.count(batch)) for batch in batches)
+        # Of a pipeline's ranks only the one with the head has targets.
+        mine = sum(float(self.count(batch)) for batch in batches if batch.targets is not None)
         total = torch.tensor([mine], dtype=torch.float64, device=groups.device)
-        divisor = float(sum_over(total, groups.lanes))
+        divisor = float(sum_over(sum_over(total, groups.lanes), groups.pp))
         if not math.isfinite(divisor):
             raise ValueError(
                 f"train.loss_count={self.name}: its sum over all ranks and rounds of the step is "

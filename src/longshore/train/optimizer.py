@@ -13,22 +13,24 @@ more; tokens are counted over all lanes, so the biases stay the same on all of t
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MoEConfig
 from longshore.choices import ScheduleName
 from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Topology
 from longshore.model.feed_forward import MoE
 from longshore.model.interface import Routed
 from longshore.model.norm import Float32Parameters
-from longshore.parallel.fsdp import is_split
+from longshore.parallel.fsdp import is_split, local_part
+from longshore.plan.layout import Layout, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,29 +85,39 @@ def set_lr(optimizer: AdamW, lr: float) -> None:
         group["lr"] = lr
 
 
-def clip(model: nn.Module, limit: float, topology: Topology, *, also: Tensor) -> Tensor:
+def clip(
+    model: nn.Module,
+    limit: float,
+    topology: Topology,
+    *,
+    also: Tensor,
+    counted: Iterable[nn.Parameter] | None = None,
+) -> Tensor:
     """Scales the gradients down to a global norm of `limit` (0: never), and returns the norm.
 
-    also: float64 (N), summed over the lanes in place, in the same collective. No branch reads the
-    norm, so the host does not wait for the device.
+    also: float64 (N), summed over the lanes and the stages in place, in the same collectives.
+    counted: the parameters whose gradients the norm counts on this rank; default: all. No branch
+    reads the norm, so the host does not wait for the device.
     """
     sharded: list[Tensor] = []
     replicated: list[Tensor] = []
-    for parameter in model.parameters():
+    for parameter in model.parameters() if counted is None else counted:
         assert parameter.grad is not None
-        (sharded if is_split(parameter) else replicated).append(_local(parameter.grad))
+        (sharded if is_split(parameter) else replicated).append(local_part(parameter.grad))
     sums = sum_over(torch.cat([_square(sharded, also), also]), topology.groups.lanes)
+    sums[:1] += _square(replicated, also)
+    sum_over(sums, topology.groups.pp)
     also.copy_(sums[1:])
-    norm = (sums[:1] + _square(replicated, also)).sqrt().squeeze()
+    norm = sums[:1].sqrt().squeeze()
     if limit:
-        gradients = [*sharded, *replicated]
+        gradients = [
+            local_part(parameter.grad)
+            for parameter in model.parameters()
+            if parameter.grad is not None
+        ]
         scale = (limit / norm).clamp(max=1.0).to(gradients[0].dtype)
         torch._foreach_mul_(gradients, scale)
     return norm
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _square(gradients: list[Tensor], like: Tensor) -> Tensor:
@@ -119,16 +131,21 @@ class RoutingCounts:
     """Tokens routed to each expert, by MoE layer, summed over this lane's rounds on the device."""
 
     def __init__(self) -> None:
-        self.layers: list[Tensor] = []
+        self.stages: dict[int, list[Tensor]] = {}
 
-    def add(self, routed: Sequence[Routed]) -> None:
+    @property
+    def layers(self) -> list[Tensor]:
+        """Of all stages of this rank."""
+        return [layer for number in sorted(self.stages) for layer in self.stages[number]]
+
+    def add(self, routed: Sequence[Routed], stage: int = 0) -> None:
         """Adds one round's forward; recomputation and evaluation are not counted."""
         counts = [layer.counts.to(torch.int64, copy=True) for layer in routed]
-        if not self.layers:
-            self.layers = counts
+        totals = self.stages.setdefault(stage, counts)
+        if totals is counts:
             return
-        assert len(counts) == len(self.layers), "a round has other MoE layers than the first"
-        for total, more in zip(self.layers, counts, strict=True):
+        assert len(counts) == len(totals), "a round has other MoE layers than the first"
+        for total, more in zip(totals, counts, strict=True):
             total += more
 
     def over_lanes(self, topology: Topology) -> tuple[Tensor, ...]:
@@ -137,6 +154,36 @@ class RoutingCounts:
             return ()
         totals = sum_over(torch.cat(self.layers), topology.groups.lanes)
         return tuple(totals.split([len(layer) for layer in self.layers]))
+
+
+def counts_of_all_stages(
+    mine: Sequence[Tensor], config: DecoderConfig, layout: Layout, topology: Topology
+) -> tuple[Tensor, ...]:
+    """The counts of all layers of experts in the order of the model, on every pipeline rank.
+
+    mine: those of this rank's stages. Every rank knows from the config where they belong.
+    """
+    if layout.pp == 1:
+        return tuple(mine)
+    own, layers = iter(mine), list[Tensor]()
+    for number, stage in enumerate(layout.stages):
+        for layer in stage_layers(config, stage):
+            if isinstance(layer.mlp, MoEConfig):
+                is_mine = layout.rank_of(number) == topology.pp_rank
+                zeros = torch.zeros(layer.mlp.experts, dtype=torch.int64, device=topology.device)
+                layers.append(next(own) if is_mine else zeros)
+    if not layers:
+        return ()
+    total = sum_over(torch.cat(layers), topology.groups.pp)
+    return tuple(total.split([len(layer) for layer in layers]))
+
+
+def stage_layers(config: DecoderConfig, stage: Stage) -> list[LayerConfig]:
+    """The layers of a stage, those of its depths last."""
+    return [
+        *(config.layers[index] for index in stage.layers),
+        *(config.mtp[index] for index in stage.depths),
+    ]
 
 
 def update_bias(model: nn.Module, counts: Sequence[Tensor]) -> None:

@@ -24,35 +24,43 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from longshore.batch import MicroBatch
+from longshore.batch import Depth, MicroBatch, Targets
 from longshore.choices import ShardMode
 from longshore.distributed.topology import Topology
-from longshore.model.decoder import Decoder
 from longshore.model.interface import Output
-from longshore.parallel.fsdp import begin_round
-from longshore.train.device import Timestamp
+from longshore.parallel.pipeline.copies import EmbeddingCopies
+from longshore.parallel.pipeline.executor import Executor, Handlers, Timed
+from longshore.parallel.pipeline.stages import Model
+from longshore.plan.order import Action
+from longshore.plan.types import Plan
 from longshore.train.heartbeat import RankStatus
 from longshore.train.loss import Faults, Loss, masked_sum, without_uncounted_labels
-from longshore.train.optimizer import RoutingCounts, clip, set_lr, update_bias
+from longshore.train.optimizer import (
+    RoutingCounts,
+    clip,
+    counts_of_all_stages,
+    set_lr,
+    update_bias,
+)
 from longshore.train.out_of_memory import out_of_memory
 from longshore.train.stop import RunError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundResults:
-    """What the rounds of a step left on one lane."""
+    """What the rounds of a step left on one rank."""
 
     losses: tuple[Tensor, ...]
-    """This lane's part of the losses in each round."""
-    timestamps: tuple[Timestamp, ...]
-    """The start of the first round, then the end of each."""
+    """This rank's part of the losses in each round."""
+    times: tuple[Timed, ...]
+    """Every forward and backward, in the order they ran."""
     faults: tuple[Faults | None, ...]
     """Non-finite results of a user's loss function in each round; None for the default loss."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """The result of a step, on the device; except for `rounds` it is the same on all lanes."""
+    """The result of a step, on the device; except for `rounds` it is the same on all ranks."""
 
     losses: Tensor
     """float64 (2 + depths): the main loss, the experts' balance loss, then the loss of each depth
@@ -64,15 +72,15 @@ class StepResult:
     experts: tuple[Tensor, ...]
     """int64 (E) for each MoE layer: the tokens routed to each expert."""
     rounds: RoundResults
-    """What each round left on this lane."""
+    """What each round left on this rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stepper:
     """Everything a step needs besides its data."""
 
-    model: Decoder
-    """Already parallelized, see parallel/apply.py."""
+    model: Model
+    """The rank's stages, or the whole decoder; already parallelized, see parallel/apply.py."""
     optimizer: AdamW
     """Of the model's parameters."""
     topology: Topology
@@ -87,69 +95,86 @@ class Stepper:
     """Weight of the multi-token prediction losses, all depths together."""
     status: RankStatus = field(default_factory=RankStatus)
     """This rank's progress, updated during each step."""
+    copies: EmbeddingCopies | None = None
+    """Of the embedding on several stages; None without a pipeline."""
+    executor: Executor = field(init=False)
+    """Runs the rounds."""
+
+    def __post_init__(self) -> None:
+        executor = Executor(self.model, self.topology, mode=self.mode)
+        object.__setattr__(self, "executor", executor)
 
     def step(
-        self, batches: list[MicroBatch], lr: float, *, stop: bool = False
+        self,
+        batches: list[MicroBatch],
+        lr: float,
+        *,
+        stop: bool = False,
+        plan: Plan | None = None,
     ) -> StepResult | None:
         """Runs the rounds and updates the parameters; None if the step has no loss token.
 
-        stop: whether this rank wants the run to stop.
+        stop: whether this rank wants the run to stop. plan: what the micro-batches were packed by;
+        a pipeline needs it.
         """
         with self._memory_limit(batches):
-            result = self._step(batches, lr, stop=stop)
+            result = self._step(batches, lr, stop=stop, plan=plan)
         self.status.at("waiting for data")
         return result
 
-    def _step(self, batches: list[MicroBatch], lr: float, *, stop: bool) -> StepResult | None:
+    def _step(
+        self, batches: list[MicroBatch], lr: float, *, stop: bool, plan: Plan | None
+    ) -> StepResult | None:
         self.status.at("counting loss tokens")
         divisor = self.loss.divisor(batches, self.topology.groups)
         if not divisor:
             return None
-        losses, counts, rounds = self.gradients(batches, divisor)
+        losses, counts, rounds = self.gradients(batches, divisor, plan=plan)
         sums = torch.cat([losses, losses.new_full((1,), float(stop))])
         self.status.at("gradient norm")
-        norm = clip(self.model, self.clip, self.topology, also=sums)
+        counted = self.copies.counted if self.copies else None
+        norm = clip(self.model, self.clip, self.topology, also=sums, counted=counted)
         self.status.at("optimizer")
         set_lr(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        experts = counts.over_lanes(self.topology)
-        update_bias(self.model, experts)
+        mine = counts.over_lanes(self.topology)
+        update_bias(self.model, mine)
+        layout = self.executor.layout
+        experts = counts_of_all_stages(mine, self.model.config, layout, self.topology)
         return StepResult(sums[:-1], norm, sums[-1:], experts, rounds)
 
     def gradients(
-        self, batches: list[MicroBatch], divisor: float
+        self, batches: list[MicroBatch], divisor: float, *, plan: Plan | None = None
     ) -> tuple[Tensor, RoutingCounts, RoundResults]:
-        """Forward and backward of every round; returns this lane's part of the losses."""
-        device = self.topology.device
-        total = torch.zeros(2 + len(batches[0].mtp), dtype=torch.float64, device=device)
+        """Forward and backward of every round; returns this rank's part of the losses."""
+        device, terms = self.topology.device, 2 + len(self.model.config.mtp)
+        each = [torch.zeros(terms, dtype=torch.float64, device=device) for _ in batches]
+        faults: list[Faults | None] = [None] * len(batches)
         counts = RoutingCounts()
-        each, timestamps, faults = list[Tensor](), [Timestamp(device)], list[Faults | None]()
-        for host in batches:
-            self.status.at("forward", round=host.round + 1)
-            batch = host.to(device, non_blocking=True)
-            begin_round(self.model, mode=self.mode, is_last=batch.is_last)
-            if self.loss.is_plain:
-                batch = without_uncounted_labels(batch)
-            assert batch.token_ids is not None
-            assert batch.targets is not None
-            out = self.model(
-                batch.token_ids,
-                batch.ctx,
-                batch.targets.labels,
-                batch.mtp,
-                summed=self.loss.is_plain,
-            )
+
+        def read(out: Output, batch: MicroBatch, stage: int) -> Tensor:
             losses, fault = self.terms(out, batch, divisor)
-            loss = self.weighted(losses)
-            self.status.at("backward", round=host.round + 1)
-            loss.backward()
-            each.append(losses.detach())
-            total += each[-1]
-            counts.add(out.routed)
-            faults.append(fault)
-            timestamps.append(Timestamp(device))
-        return total, counts, RoundResults(tuple(each), tuple(timestamps), tuple(faults))
+            each[batch.round] += losses.detach()
+            faults[batch.round] = fault or faults[batch.round]
+            counts.add(out.routed, stage)
+            return self.weighted(losses)
+
+        queue = self.executor.queue(plan, rounds=len(batches))
+        handlers = Handlers(
+            prepare=self._on_device, read=read, begin=self._note, summed=self.loss.is_plain
+        )
+        times = self.executor.run(batches, queue, handlers)
+        if self.copies is not None:
+            self.copies.sum_gradients()
+        return sum_of(each), counts, RoundResults(tuple(each), tuple(times), tuple(faults))
+
+    def _on_device(self, host: MicroBatch) -> MicroBatch:
+        batch = host.to(self.topology.device, non_blocking=True)
+        return without_uncounted_labels(batch) if self.loss.is_plain else batch
+
+    def _note(self, action: Action) -> None:
+        self.status.at(action.kind, round=action.round + 1)
 
     @contextmanager
     def _memory_limit(self, batches: list[MicroBatch]) -> Iterator[None]:
@@ -161,16 +186,20 @@ class Stepper:
             raise RunError(f"rank {self.topology.rank} {text}") from None
 
     def terms(self, out: Output, batch: MicroBatch, divisor: float) -> tuple[Tensor, Faults | None]:
-        """The round's part of each loss, divided by the count of the full step."""
-        total, faults = self.loss.summed(out.values, batch)
-        main = total / divisor
+        """A stage's part of each loss in a round, divided by the count of the full step."""
+        wide = torch.promote_types(out.values.dtype, torch.float32)
+        zero, faults = out.values.new_zeros((), dtype=wide), None
+        main, depths = zero, [zero] * len(self.model.config.mtp)
+        if batch.targets is not None:
+            total, faults = self.loss.summed(out.values, batch)
+            main = total / divisor
+            depths = [
+                masked_sum(nll_T, _targets(depth)) / max(count, 1)
+                for nll_T, depth, count in zip(out.mtp, batch.mtp, batch.counts.mtp, strict=True)
+            ]
         balance = main.new_zeros(())
         for routed in out.routed:
             balance = balance + routed.auxiliary / max(batch.counts.tokens_at(routed.depth), 1)
-        depths = [
-            masked_sum(nll_T, depth.targets) / max(count, 1)
-            for nll_T, depth, count in zip(out.mtp, batch.mtp, batch.counts.mtp, strict=True)
-        ]
         return torch.stack([main, balance, *depths]), faults
 
     def weighted(self, losses: Tensor) -> Tensor:
@@ -178,3 +207,15 @@ class Stepper:
         depths = losses[2:]
         total = losses[:2].sum()
         return total + self.mtp_weight / len(depths) * depths.sum() if len(depths) else total
+
+
+def sum_of(each: list[Tensor]) -> Tensor:
+    total = torch.zeros_like(each[0])
+    for losses in each:
+        total += losses
+    return total
+
+
+def _targets(depth: Depth) -> Targets:
+    assert depth.targets is not None, "the stage with the head has the targets of all depths"
+    return depth.targets

@@ -1,0 +1,80 @@
+"""The stages of a model that one pipeline rank has, and what their tensors are called.
+
+In: a config and a layout. Out: Stages, a module with one Decoder for each of the rank's stages. A
+whole Decoder is the case of one stage, and every function here takes it too.
+
+Names are those of the whole decoder, on every layout, so a checkpoint written under one is read
+under another. With "Et|tL" and tied weights, rank 1 has layers.1 and a copy of embed.weight, which
+its own module calls head.weight.
+"""
+
+from collections.abc import Iterator
+from itertools import chain
+
+from torch import Tensor, nn
+
+from longshore.arch.decoder import DecoderConfig
+from longshore.model.decoder import Decoder
+from longshore.plan.layout import Layout, one_stage
+
+EMBEDDING = "embed.weight"
+
+
+class Stages(nn.Module):
+    """One Decoder for each stage of a pipeline rank, by the stage's number as text."""
+
+    def __init__(self, config: DecoderConfig, layout: Layout, *, pp_rank: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layout = layout
+        self.parts = nn.ModuleDict(
+            {
+                str(number): Decoder(config, layout.stages[number])
+                for number in layout.of_rank(pp_rank)
+            }
+        )
+
+
+Model = Decoder | Stages
+
+
+def stages_of(model: Model) -> dict[int, Decoder]:
+    """The rank's stages by their number."""
+    if isinstance(model, Decoder):
+        return {0: model}
+    parts = {int(name): part for name, part in model.parts.items()}
+    assert all(isinstance(part, Decoder) for part in parts.values())
+    return parts  # type: ignore[return-value]
+
+
+def layout_of(model: Model) -> Layout:
+    if isinstance(model, Decoder):
+        return one_stage(layers=len(model.config.layers), depths=len(model.config.mtp))
+    return model.layout
+
+
+def parameters_by_name(model: Model) -> Iterator[tuple[str, nn.Parameter]]:
+    """The rank's parameters by their names in the whole decoder; copies have the same name."""
+    for part in stages_of(model).values():
+        for name, parameter in part.named_parameters():
+            yield whole_name(model.config, name), parameter
+
+
+def tensors_by_name(model: Model) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then buffers."""
+    buffers = (part.named_buffers() for part in stages_of(model).values())
+    yield from chain(parameters_by_name(model), *buffers)
+
+
+def whole_name(config: DecoderConfig, name: str) -> str:
+    """A stage's parameter as the whole decoder calls it."""
+    return EMBEDDING if config.tied and name == "head.weight" else name
+
+
+def holders(config: DecoderConfig, layout: Layout) -> list[int]:
+    """The stages with a copy of the embedding, the one with the embedding itself first."""
+    return [
+        number
+        for number, stage in enumerate(layout.stages)
+        if stage.has_embedding or (config.tied and stage.head)
+    ]
