@@ -213,6 +213,7 @@ class Decoder(nn.Module):
         losses = []
         for part, depth in zip(self.mtp.values(), mtp, strict=False):
             assert self.embed is not None
+            assert depth.targets is not None
             embedded_TC = self.embed(depth.token_ids)
             hidden_TC, more, _ = part(hidden_TC, embedded_TC, ctx, tables)
             nll_T = self.head(hidden_TC, depth.targets.labels, tied_VC, summed=summed)

@@ -121,7 +121,11 @@ def _sums(model: Decoder, batch: MicroBatch) -> Tensor:
     assert batch.targets is not None
     out = model(batch.token_ids, batch.ctx, batch.targets.labels, batch.mtp)
     pairs = [(out.values, batch.targets)]
-    pairs += [(nll_T, depth.targets) for nll_T, depth in zip(out.mtp, batch.mtp, strict=True)]
+    pairs += [
+        (nll_T, depth.targets)
+        for nll_T, depth in zip(out.mtp, batch.mtp, strict=True)
+        if depth.targets
+    ]
     return torch.stack([masked_sum(nll_T.double(), targets) for nll_T, targets in pairs])
 
 

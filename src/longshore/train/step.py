@@ -170,6 +170,7 @@ class Stepper:
         depths = [
             masked_sum(nll_T, depth.targets) / max(count, 1)
             for nll_T, depth, count in zip(out.mtp, batch.mtp, batch.counts.mtp, strict=True)
+            if depth.targets
         ]
         return torch.stack([main, balance, *depths]), faults
 
