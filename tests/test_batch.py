@@ -9,6 +9,7 @@ from tests.data.plans import make_samples, pack_all, plan_of
 from longshore.batch import Counts, MicroBatch, whole_context
 from longshore.data.lane_context import lane_context
 from longshore.plan import Pack, Round
+from longshore.plan.layout import StageInputs
 
 CONTEXT = {"ctx.positions", "ctx.sequence_index", "ctx.is_real", "ctx.lengths"}
 CONTEXT |= {f"ctx.packs.{i}.{part}.cu_seqlens" for i in range(2) for part in ("real", "padded")}
@@ -17,6 +18,7 @@ CONTEXT |= {"ctx.packs.0.zigzag.to_natural", "ctx.packs.0.zigzag.to_shards"}
 CONTEXT |= {"ctx.packs.0.zigzag.visible.cu_seqlens", "ctx.packs.0.zigzag.visible_rows"}
 TARGETS = {"targets.labels", "targets.loss_mask"}
 DEPTHS = {f"mtp.{d}.{name}" for d in range(2) for name in ("token_ids", *TARGETS)}
+DEPTH_IDS = {f"mtp.{d}.token_ids" for d in range(2)}
 FIELDS = {"token_fields.weight", "token_fields.advantage", "sequence_fields.sample_id"}
 
 
@@ -24,6 +26,10 @@ def make_batch() -> MicroBatch:
     rounds = [Round((Pack(0, 2, (0,), 4), Pack(0, 1, (1,), 3))), Round(())]
     plan = plan_of([7, 3], rounds, lanes=2, align=8)
     return pack_all(plan, make_samples(plan), depths=2)[0][0]
+
+
+def flags(needed: set[str]) -> dict[str, bool]:
+    return {name: name in needed for name in StageInputs.__slots__}
 
 
 def same(a: MicroBatch, b: MicroBatch) -> bool:
@@ -51,29 +57,35 @@ def test_names_every_tensor_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "more"),
+    ("needed", "more"),
     [
-        ({"first": True, "last": False, "mtp": False}, {"token_ids"}),
-        ({"first": False, "last": False, "mtp": False}, set()),
-        ({"first": False, "last": True, "mtp": False}, TARGETS | FIELDS),
-        ({"first": False, "last": False, "mtp": True}, DEPTHS | FIELDS),
-        ({"first": False, "last": True, "mtp": True}, TARGETS | DEPTHS | FIELDS),
-        ({"first": True, "last": True, "mtp": True}, {"token_ids"} | TARGETS | DEPTHS | FIELDS),
+        ({"token_ids"}, {"token_ids"}),
+        (set(), set()),
+        ({"targets"}, TARGETS),
+        ({"depth_ids"}, DEPTH_IDS),
+        ({"depth_targets"}, DEPTHS - DEPTH_IDS),
+        ({"depth_ids", "depth_targets"}, DEPTHS),
+        ({"token_fields"}, {"token_fields.weight", "token_fields.advantage"}),
+        ({"sequence_fields"}, {"sequence_fields.sample_id"}),
+        (set(StageInputs.__slots__), {"token_ids"} | TARGETS | DEPTHS | FIELDS),
     ],
 )
-def test_a_stage_gets_what_it_needs(stage: dict[str, bool], more: set[str]) -> None:
+def test_a_stage_gets_what_it_needs(needed: set[str], more: set[str]) -> None:
     batch = make_batch()
-    view = batch.for_stage(**stage)
+    view = batch.only(**flags(needed))
     tensors = batch.to_tensors()
     assert view.to_tensors().keys() == CONTEXT | more
     assert all(tensor is tensors[name] for name, tensor in view.to_tensors().items())
     assert view.ctx is batch.ctx
     assert view.counts == batch.counts
+    assert len(view.mtp) == (2 if needed & {"depth_ids", "depth_targets"} else 0)
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_travels_as_a_skeleton_and_tensors(first: bool) -> None:
-    batch = make_batch().for_stage(first=first, last=not first, mtp=not first)
+    first_stage = {"token_ids", "depth_ids"}
+    needed = first_stage if first else set(StageInputs.__slots__) - first_stage
+    batch = make_batch().only(**flags(needed))
     skeleton = pickle.loads(pickle.dumps(batch.skeleton()))
     tensors = skeleton.to_tensors()
     assert {tensor.device.type for tensor in tensors.values()} == {"meta"}

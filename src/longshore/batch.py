@@ -239,14 +239,15 @@ class Targets:
 class Depth:
     """Multi-token prediction at depth d: token t + d is the input, token t + d + 1 the label."""
 
-    token_ids: Tensor
-    """int64 (T): pad_id past the end of the sequence."""
-    targets: Targets
+    token_ids: Tensor | None
+    """int64 (T): pad_id past the end of the sequence; None on stages without the depths."""
+    targets: Targets | None
+    """None on stages without the head."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """A lane's tensors for one round; a pipeline stage holds some of them, see `for_stage`."""
+    """A lane's tensors for one round; a pipeline rank holds some of them, see `only`."""
 
     lane: int
     """The lane, from 0."""
@@ -259,11 +260,11 @@ class MicroBatch:
     counts: Counts
     """Totals of the step over all lanes and rounds."""
     token_ids: Tensor | None
-    """int64 (T); None on all but the first pipeline stage."""
+    """int64 (T); None on stages without the embedding at their beginning."""
     targets: Targets | None
-    """Labels and loss mask; None on all but the last pipeline stage."""
+    """Labels and loss mask; None on stages without the head."""
     mtp: tuple[Depth, ...]
-    """Depths 1…D; () on stages without multi-token prediction."""
+    """Depths 1…D; () on stages that need neither their ids nor their targets."""
     token_fields: dict[str, Tensor]
     """Extra fields of each token, (T, …), 0 at padding."""
     sequence_fields: dict[str, Tensor]
@@ -274,19 +275,34 @@ class MicroBatch:
         """Whether this is the plan's last round, in which gradients are synchronised."""
         return self.round == self.rounds - 1
 
-    def for_stage(self, *, first: bool, last: bool, mtp: bool) -> "MicroBatch":
-        """What a pipeline stage needs: the first token ids, the last targets, MTP's its depths.
+    def only(
+        self,
+        *,
+        token_ids: bool,
+        targets: bool,
+        depth_ids: bool,
+        depth_targets: bool,
+        token_fields: bool,
+        sequence_fields: bool,
+    ) -> "MicroBatch":
+        """The micro-batch with some of its tensors, and always with the context.
 
-        Extra fields serve the loss and go with targets and depths. Every stage has the context.
+        The flags are those of plan/layout.py:StageInputs, `batch.only(**asdict(inputs))`.
         """
-        loss = last or mtp
+        depths = tuple(
+            Depth(
+                depth.token_ids if depth_ids else None,
+                depth.targets if depth_targets else None,
+            )
+            for depth in self.mtp
+        )
         return replace(
             self,
-            token_ids=self.token_ids if first else None,
-            targets=self.targets if last else None,
-            mtp=self.mtp if mtp else (),
-            token_fields=self.token_fields if loss else {},
-            sequence_fields=self.sequence_fields if loss else {},
+            token_ids=self.token_ids if token_ids else None,
+            targets=self.targets if targets else None,
+            mtp=depths if depth_ids or depth_targets else (),
+            token_fields=self.token_fields if token_fields else {},
+            sequence_fields=self.sequence_fields if sequence_fields else {},
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "MicroBatch":

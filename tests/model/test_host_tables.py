@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from longshore.arch.presets import preset
 from longshore.batch import Boundaries, Counts, MicroBatch
-from longshore.data.lane_broadcast import LaneShape, StageInputs, zero_batches
+from longshore.data.lane_broadcast import LaneShape, zero_batches
 from longshore.data.lane_context import lane_context
 from longshore.model import host_tables
 from longshore.model.host_tables import table_makers
 from longshore.ops.boundaries import chunks
 from longshore.ops.sizes import CHUNK_ROWS
 from longshore.ops.tables import chunk_table, filled_spans
+from longshore.plan.layout import StageInputs
 from longshore.plan.planner import make_plan
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -112,7 +113,7 @@ def assert_equal_tables(one, other):
 
 def travelled(plan, shape, lengths):
     """A lane's batch without data, as another process receives it."""
-    counts, stage = Counts.of([1], lengths), StageInputs(True, True, False)
+    counts, stage = Counts.of([1], lengths), StageInputs()
     (batch,) = zero_batches(plan, shape, counts, stage)
     skeleton = pickle.loads(pickle.dumps(batch.skeleton()))
     return MicroBatch.from_tensors(skeleton, batch.to_tensors()).to(CPU)

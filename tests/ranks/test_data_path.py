@@ -1,7 +1,7 @@
 """The data path on several ranks: regimes, stages, resuming, and what happens when one fails."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -23,6 +23,7 @@ from longshore.data.steps import IndexedSteps, Packing, StreamedSteps
 from longshore.distributed.collectives import count
 from longshore.distributed.topology import make_topology
 from longshore.plan import make_plan
+from longshore.plan.layout import parse_layout
 
 FIELDS = (
     Field("advantage", "token", "float32"),
@@ -84,6 +85,12 @@ def planner(lanes, policy="mixed", **options):
 
 
 PACKING = Packing(depths=DEPTHS, buckets=(32, 64), pad_id=3)
+LAYOUTS = {1: "EttmmL", 2: "Et|tmmL", 3: "E|tt|mmL"}
+
+
+def packing(pp):
+    layout = parse_layout(LAYOUTS[pp], pp=pp, layers=2, depths=DEPTHS)
+    return replace(PACKING, layout=layout)
 
 
 def take(steps, number):
@@ -110,7 +117,7 @@ def indexed(topology, source, policy="mixed"):
         batch=BatchSize("sequences", 24),
         seed=1,
         topology=topology,
-        packing=PACKING,
+        packing=packing(topology.pp),
     )
 
 
@@ -141,7 +148,7 @@ def regimes_agree(lanes, tp, pp, policy):
             topology=topology,
             fields=FIELDS,
             everywhere=everywhere,
-            packing=PACKING,
+            packing=packing(pp),
         )
         for mine, theirs in zip(take(streamed, 3), reference, strict=True):
             assert mine.plan.digest == theirs.plan.digest
@@ -162,8 +169,8 @@ def assert_given_is_the_same(step, source, topology):
     cuts = lane_cuts(plan, topology.lane)
     shards = cut_shards(plan, samples, cuts, depths=DEPTHS, fields=FIELDS)
     whole = pack_step(plan, topology.lane, shards, counts=counts, buckets=(32, 64), pad_id=3)
-    first, last = topology.pp_rank == 0, topology.pp_rank == topology.pp - 1
-    views = [batch.for_stage(first=first, last=last, mtp=last) for batch in whole]
+    inputs = packing(topology.pp).layout.inputs(topology.pp_rank)
+    views = [batch.only(**asdict(inputs)) for batch in whole]
     assert [batch.counts for batch in step.batches] == [counts] * len(views)
     assert_same([view.to_tensors() for view in views], contents(step))
 
@@ -194,7 +201,7 @@ def stage_bytes():
         batch=BatchSize("sequences", 8),
         topology=topology,
         fields=FIELDS,
-        packing=Packing(),
+        packing=packing(3),
     )
     step = take(steps, 1)[0]
     held = [

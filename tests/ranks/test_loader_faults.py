@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from tests.ranks.harness import run_ranks
-from tests.ranks.test_data_path import FIELDS, PACKING, RandomSource, indexed, lane_stream, planner
+from tests.ranks.test_data_path import FIELDS, RandomSource, indexed, lane_stream, packing, planner
 
 from longshore.data import exchange, lane_broadcast, loader, steps
 from longshore.data.batches import Batches, BatchSize
@@ -73,7 +73,7 @@ def streamed(topology, source, samples=None):
         batch=BatchSize("sequences", 24),
         topology=topology,
         fields=FIELDS,
-        packing=PACKING,
+        packing=packing(topology.pp),
     )
 
 

@@ -3,8 +3,9 @@ from tests.data.plans import plan_of
 from torch import nn
 
 from longshore.batch import Counts
-from longshore.data.lane_broadcast import LaneShape, StageInputs, zero_batches
+from longshore.data.lane_broadcast import LaneShape, zero_batches
 from longshore.plan import Pack, Round
+from longshore.plan.layout import StageInputs
 from longshore.train.heartbeat import RankStatus
 from longshore.train.out_of_memory import SMALLER_PACKS, WAY_OUT, out_of_memory
 
@@ -25,7 +26,7 @@ def test_what_is_in_memory_is_counted():
     assert "; parameters 1.0 GiB, gradients 1.0 GiB, optimizer 2.0 GiB; " in text
 
 
-ALONE = StageInputs(True, True, False)
+ALONE = StageInputs()
 
 
 def message(*, round, phase="backward", stage=ALONE):
@@ -64,6 +65,4 @@ def test_outside_of_rounds_the_largest_counts():
 
 
 def test_a_stage_without_token_ids_has_tokens_too():
-    assert "backward: 7 tokens, 4 of them" in message(
-        round=1, stage=StageInputs(False, False, False)
-    )
+    assert "backward: 7 tokens, 4 of them" in message(round=1, stage=StageInputs(*[False] * 6))

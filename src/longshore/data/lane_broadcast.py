@@ -11,7 +11,7 @@ values in one message, the two middle stages receive none.
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,25 +23,8 @@ from longshore.data.lane_context import lane_context
 from longshore.distributed.agreement import agreed
 from longshore.distributed.collectives import broadcast
 from longshore.distributed.topology import Groups
+from longshore.plan.layout import StageInputs
 from longshore.plan.types import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class StageInputs:
-    """What a pipeline rank's stages read: the first token ids, the last targets, MTP its depths."""
-
-    first: bool
-    last: bool
-    mtp: bool
-
-    @property
-    def needs_tokens(self) -> bool:
-        return self.first or self.last or self.mtp
-
-
-def one_stage_per_rank(pp: int, *, depths: int) -> tuple[StageInputs, ...]:
-    """One stage a rank; multi-token prediction at the last."""
-    return tuple(StageInputs(i == 0, i == pp - 1, depths > 0 and i == pp - 1) for i in range(pp))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +66,7 @@ def broadcast_step(
         if received is not None:
             _fill(output, received)
         output = [for_stage(stage, batch) for batch in output]
-        tp_message = _to_bytes(output) if stage.needs_tokens and groups.tp.size() > 1 else None
+        tp_message = _to_bytes(output) if stage.any and groups.tp.size() > 1 else None
     if tp_message is not None:
         broadcast(tp_message, groups.tp)
     with agreed(groups):
@@ -100,11 +83,11 @@ def _pipeline_messages(
         return {}
     if not is_sender:
         mine = groups.pp.rank()
-        return {mine: torch.empty_like(_to_bytes(batches))} if stages[mine].needs_tokens else {}
+        return {mine: torch.empty_like(_to_bytes(batches))} if stages[mine].any else {}
     return {
         other: _to_bytes([for_stage(stage, batch) for batch in batches])
         for other, stage in enumerate(stages)
-        if other and stage.needs_tokens
+        if other and stage.any
     }
 
 
@@ -119,7 +102,7 @@ def _along_pipeline(messages: dict[int, Tensor], is_sender: bool, groups: Groups
 
 
 def for_stage(stage: StageInputs, batch: MicroBatch) -> MicroBatch:
-    return batch.for_stage(first=stage.first, last=stage.last, mtp=stage.mtp)
+    return batch.only(**asdict(stage))
 
 
 def zero_batches(

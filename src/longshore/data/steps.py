@@ -27,7 +27,6 @@ from longshore.data.lane_broadcast import (
     LaneShape,
     broadcast_step,
     for_stage,
-    one_stage_per_rank,
     zero_batches,
 )
 from longshore.data.lengths import StepLengths, gather_lengths, length_rows
@@ -39,6 +38,7 @@ from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Groups, Topology
 from longshore.plan.check import check_step
 from longshore.plan.cost import Ints
+from longshore.plan.layout import Layout, StageInputs
 from longshore.plan.types import Plan, Sequence
 
 Planner = Callable[[Seq[Sequence]], Plan]
@@ -72,6 +72,8 @@ class Packing:
     tables: tuple[TableMaker, ...] = ()
     """What makes the tables of each pack that the model needs, on the host: see
     model/host_tables.py."""
+    layout: Layout | None = None
+    """Of the pipeline, which says what each rank needs; None without a pipeline."""
 
 
 DEFAULT_PACKING = Packing()
@@ -97,6 +99,20 @@ class Steps(Protocol):
     def close(self) -> None: ...
 
 
+def _inputs_by_rank(packing: Packing, pp: int) -> tuple[StageInputs, ...]:
+    """What each pipeline rank needs of a micro-batch."""
+    layout = packing.layout
+    if layout is None and pp == 1:
+        return (StageInputs(),)
+    if layout is None or layout.pp != pp or layout.depths != packing.depths:
+        has = "no layout" if layout is None else f"one of {layout.pp} ranks, {layout.depths} depths"
+        raise ValueError(
+            f"a pipeline of {pp} ranks, with {packing.depths} depths of multi-token prediction, "
+            f"needs a layout for them; Packing has {has}"
+        )
+    return tuple(map(layout.inputs, range(pp)))
+
+
 class _Rank:
     """This rank's part in making steps: its lane, its stage, and groups for background work."""
 
@@ -104,7 +120,7 @@ class _Rank:
         self.lane = topology.lane if topology else 0
         self.lanes = topology.lanes if topology else 1
         self.is_first_of_lane = topology.is_first_of_lane if topology else True
-        self.stages = one_stage_per_rank(topology.pp if topology else 1, depths=packing.depths)
+        self.stages = _inputs_by_rank(packing, topology.pp if topology else 1)
         self.stage = self.stages[topology.pp_rank if topology else 0]
         self.packing = packing
         self.groups: Groups | None = topology.host_groups() if topology else None
@@ -198,7 +214,7 @@ class IndexedSteps:
         """This lane's micro-batches, from the sequences it has a part in."""
         depths = self.rank.packing.depths
         counts = self._counts(plan, places)
-        if not self.rank.stage.needs_tokens:
+        if not self.rank.stage.any:
             shape = self.rank.shape(self.source.fields)
             return zero_batches(plan, shape, counts, self.rank.stage)
         cuts = lane_cuts(plan, self.rank.lane)
@@ -314,7 +330,7 @@ class StreamedSteps:
         """What this rank sends to other lanes; None where it takes no part in that."""
         rank, groups = self.rank, self.rank.groups
         assert groups is not None
-        if not (rank.is_first_of_lane or (self.everywhere and rank.stage.needs_tokens)):
+        if not (rank.is_first_of_lane or (self.everywhere and rank.stage.any)):
             return None
         own = dict(zip(lengths.places_of(rank.lane), drawn, strict=True))
         return cut_parcels(

@@ -152,12 +152,14 @@ def without_uncounted_labels(batch: MicroBatch) -> MicroBatch:
     """
     return replace(
         batch,
-        targets=None if batch.targets is None else _counted(batch.targets),
+        targets=_counted(batch.targets),
         mtp=tuple(replace(depth, targets=_counted(depth.targets)) for depth in batch.mtp),
     )
 
 
-def _counted(targets: Targets) -> Targets:
+def _counted(targets: Targets | None) -> Targets | None:
+    if targets is None:
+        return None
     return replace(targets, labels=targets.labels.where(targets.loss_mask, IGNORE))
 
 
