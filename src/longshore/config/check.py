@@ -12,19 +12,22 @@ from typing import Any
 
 from longshore.arch.decoder import DecoderConfig, has_experts, with_balance
 from longshore.arch.part import Sharing
+from longshore.arch.stages import make_layout
 from longshore.config.check_data import check_data, known_longest
 from longshore.config.located import in_keys, settings_in_keys
 from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
 from longshore.plan.cost import BUILT_IN, load_profile
+from longshore.plan.layout import Layout, layout_stages
 from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
 from longshore.user_code import check_module_exists, load_module
 
 
-def check_config(config: RunConfig, lanes: int) -> None:
-    """All that can be checked before torch is imported; lanes: the ranks of the run."""
+def check_config(config: RunConfig, ranks: int) -> None:
+    """All that can be checked before torch is imported."""
     _check_model(config.model)
     decoder = decoder_config(config.model)
+    lanes = lanes_of(config, ranks)
     _check_written(config, decoder)
     _check_train(config)
     _check_plan(config, lanes, decoder)
@@ -33,6 +36,30 @@ def check_config(config: RunConfig, lanes: int) -> None:
         check_longest(config, lanes, longest)
     _check_evaluation(config)
     _check_trackers(config)
+
+
+def lanes_of(config: RunConfig, ranks: int) -> int:
+    """How many lanes a run of so many ranks has: each has the ranks of one pipeline."""
+    pp = config.parallel.pp
+    lanes, rest = divmod(ranks, pp)
+    if rest or not lanes:
+        raise ValueError(
+            f"parallel.pp is {pp}, but there are {ranks} ranks, which is not a multiple of it; "
+            f"start {max(lanes, 1) * pp} ranks, or change parallel.pp"
+        )
+    return lanes
+
+
+def pipeline_layout(config: RunConfig, decoder: DecoderConfig) -> Layout:
+    """The stages of the run's pipeline: one without it; by hand, or balanced by cost."""
+    pp, vpp, layout = config.parallel.pp, config.parallel.vpp, config.parallel.layout
+    if pp == 1 and (vpp > 1 or layout):
+        name = "vpp" if vpp > 1 else "layout"
+        raise ValueError(f"parallel.{name} needs a pipeline; set parallel.pp to 2 or more")
+    if layout and vpp == 1:
+        vpp = max(1, layout_stages(layout) // pp)
+    with settings_in_keys():
+        return make_layout(decoder, pp=pp, vpp=vpp, text=layout)
 
 
 def decoder_config(model: ModelConfig) -> DecoderConfig:
@@ -101,7 +128,7 @@ def planner_options(
     config: RunConfig, *, lanes: int, capacity: int, decoder: DecoderConfig
 ) -> dict[str, Any]:
     """What make_plan takes besides the lengths."""
-    plan = config.plan
+    plan, layout = config.plan, pipeline_layout(config, decoder)
     cost = BUILT_IN
     if plan.cost:
         with in_keys("plan.cost"):
@@ -119,6 +146,8 @@ def planner_options(
         "heads": shared_heads(decoder, config.parallel),
         "max_sequences": plan.max_sequences or None,
         "align": plan.align,
+        "pp": layout.pp,
+        "vpp": layout.vpp,
     }
 
 

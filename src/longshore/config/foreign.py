@@ -120,10 +120,11 @@ WORDS_BY_ANSWER = {
     ": training has no tensor parallelism yet": "tensor_parallel_size tp tp_size "
     "sequence_parallel enable_async_tensor_parallel expert_tensor_parallel_size "
     "expert_tensor_parallel_degree tensor_model_parallel_size tensor_parallel_degree",
-    ": training has no pipeline yet": "pp pp_size pipeline_parallel_size "
-    "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
-    "num_virtual_stages_per_pipeline_rank pipeline_parallel_schedule pipeline_model_parallel_size "
+    "parallel.pp": "pp pp_size pipeline_parallel_size pipeline_model_parallel_size "
     "pipeline_parallel_degree",
+    "parallel.vpp": "virtual_pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
+    "parallel.layout": "num_layers_per_virtual_pipeline_stage pipeline_model_parallel_layout",
+    ": parallel.vpp above 1 interleaves, else it is 1F1B": "pipeline_parallel_schedule",
     ": training has no expert parallelism yet": "ep ep_size expert_model_parallel_size "
     "expert_parallel_degree expert_parallel_size",
     ": FSDP2 overlaps communication by itself": "overlap_grad_reduce overlap_param_gather",

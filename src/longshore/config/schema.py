@@ -172,6 +172,11 @@ class ParallelConfig:
     shard: ShardChoice = key(
         "auto", one_of(ShardChoice), "FSDP sharding over ranks; zero2 gathers weights once per step"
     )
+    pp: int = key(1, whole(1, 1 << 10), "pipeline ranks that the model's layers are split over")
+    vpp: int = key(1, whole(1, 1 << 10), "stages of each pipeline rank (interleaved pipeline)")
+    layout: str = key(
+        "", text(), "stages by hand, as Ett|tttL; E embedding, t layer, m MTP depth, L head"
+    )
     attention: AttentionKind = key(
         "auto",
         one_of(AttentionKind),

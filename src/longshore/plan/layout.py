@@ -156,6 +156,11 @@ def parse_layout(text: str, *, pp: int, layers: int, depths: int = 0) -> Layout:
     return _from_pieces(pieces, pp)
 
 
+def layout_stages(text: str) -> int:
+    """How many stages a text describes."""
+    return _unrolled(text).count("|") + 1
+
+
 def balanced_layout(
     costs: Seq[int], *, pp: int, vpp: int, depths: int = 0, embed: int = 0
 ) -> Layout:

@@ -12,9 +12,10 @@ from longshore.arch.costs import auto_capacity, model_bytes
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.part import Sharing
 from longshore.choices import ShardMode
-from longshore.config.check import check_longest, shared_heads
+from longshore.config.check import check_longest, pipeline_layout, shared_heads
 from longshore.config.schema import RunConfig
 from longshore.ops.backends import is_installed
+from longshore.plan.layout import Layout
 from longshore.plan.policy import policy_named
 from longshore.plan.shapes import legal_cp_sizes
 
@@ -35,6 +36,8 @@ class Resolved:
     """Of the arithmetic, by name, such as bfloat16."""
     compile: bool
     """Whether blocks go through torch.compile."""
+    layout: Layout
+    """The stages of the pipeline."""
     notes: tuple[str, ...]
     """How each choice came about, for people."""
 
@@ -70,7 +73,10 @@ def resolve(
     notes += [f"train.compile: {why}"] if compiles and config.train.compile == "auto" else []
     resolved = replace(config, plan=replace(config.plan, capacity=capacity))
     check_longest(resolved, lanes, longest)
-    return Resolved(resolved, decoder, shard, capacity, dtype, compiles, tuple(notes))
+    layout = pipeline_layout(config, decoder)
+    if layout.pp > 1:
+        notes.append(f"pipeline: {layout}, stage s on pipeline rank s % {layout.pp}")
+    return Resolved(resolved, decoder, shard, capacity, dtype, compiles, layout, tuple(notes))
 
 
 def possible_cp_sizes(config: RunConfig, decoder: DecoderConfig, *, lanes: int) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from longshore.data.source import IndexedSource
 from longshore.distributed.agreement import agreed
 from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
+from longshore.plan.layout import Layout
 from longshore.run.auto import Resolved, resolve
 from longshore.run.data import (
     count_steps,
@@ -57,6 +58,11 @@ class TrainingJob:
     @property
     def decoder(self) -> DecoderConfig:
         return self.resolved.decoder
+
+    @property
+    def layout(self) -> Layout:
+        """The stages of the pipeline; one without it."""
+        return self.resolved.layout
 
     @property
     def dtype(self) -> torch.dtype:

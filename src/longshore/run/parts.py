@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from longshore.config.check import check_longest, planner_options
 from longshore.config.schema import RunConfig
@@ -30,6 +31,8 @@ from longshore.model.init import initial_rows
 from longshore.ops.backends import use_kernels
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import fill
+from longshore.parallel.pipeline.copies import EmbeddingCopies
+from longshore.parallel.pipeline.stages import Stages, stages_of, whole_name
 from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
 from longshore.plan.types import Sequence
@@ -55,6 +58,8 @@ class Parts:
         """Only after success: closing waits for all ranks, and one that failed never comes."""
         self.loader.close()
         self.checkpoints.close()
+        if self.stepper.copies is not None:
+            self.stepper.copies.close()
         self.groups.close()
 
 
@@ -72,6 +77,7 @@ def build_parts(job: TrainingJob, folder: Path) -> Parts:
         stepper.optimizer,
         topology=job.topology,
         keep=job.config.output.keep,
+        copies=stepper.copies,
     )
     return Parts(groups, loader, stepper, checkpoints)
 
@@ -96,15 +102,18 @@ def make_stepper(job: TrainingJob, groups: CPGroups) -> Stepper:
         clip=train.clip,
         mtp_weight=train.mtp_weight,
         status=job.status,
+        copies=EmbeddingCopies(model, job.topology) if job.topology.pp > 1 else None,
     )
 
 
-def _make_model(job: TrainingJob, groups: CPGroups) -> Decoder:
-    """The decoder with its first weights; each rank makes or reads only the rows it holds."""
+def _make_model(job: TrainingJob, groups: CPGroups) -> Stages:
+    """The rank's stages with their first weights; it makes or reads only the rows it holds."""
     with torch.device("meta"):
-        model = Decoder(job.decoder).to(torch.promote_types(job.dtype, torch.float32))
-    parallelize(model, job.topology, groups, choices=_choices(job))
-    _fill(model, job)
+        model = Stages(job.decoder, job.layout, pp_rank=job.topology.pp_rank)
+        model.to(torch.promote_types(job.dtype, torch.float32))
+    for part in stages_of(model).values():
+        parallelize(part, job.topology, groups, choices=_choices(job))
+        _fill(part, job)
     return model
 
 
@@ -125,7 +134,11 @@ def _fill(model: Decoder, job: TrainingJob) -> None:
     config, device = job.config, job.topology.device
     if config.model.from_hf:
         weights = open_weights(config.model.from_hf)
-        fill(model, device, lambda name, _, start, stop: weights.rows(name, start, stop))
+
+        def rows(name: str, _: torch.Size, start: int, stop: int) -> Tensor:
+            return weights.rows(whole_name(job.decoder, name), start, stop)
+
+        fill(model, device, rows)
     else:
         fill(model, device, partial(initial_rows, job.decoder, seed=config.train.seed))
 
@@ -157,8 +170,7 @@ def make_evaluator(job: TrainingJob, stepper: Stepper, *, tell: OnEvaluation) ->
         check_longest(config, job.topology.lanes, int(source.lengths.max()))
     return Evaluator(
         HeldOut("held-out", _make_steps(job, config, source=source, shuffle=False)),
-        stepper.model,
-        job.topology,
+        stepper.executor,
         every=job.config.train.eval_every,
         tell=tell,
         status=job.status,
@@ -183,6 +195,7 @@ def _make_steps(
         packing=Packing(
             depths=len(job.decoder.mtp),
             buckets=buckets,
+            layout=job.layout,
             tables=table_makers(
                 job.decoder,
                 scan=job.config.parallel.scan,

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 
+from longshore.config.check import lanes_of
 from longshore.config.schema import RunConfig
 from longshore.distributed.process_group import Rendezvous, attempt_address, process_group
 from longshore.distributed.topology import Topology, make_topology
@@ -38,6 +39,7 @@ def joined_ranks(
         ) as stop,
         process_group(rendezvous, backend=backend, device=device, timeout=limit),
     ):
-        topology = make_topology(lanes=ranks.world_size, device=device)
+        lanes, pp = lanes_of(config, ranks.world_size), config.parallel.pp
+        topology = make_topology(lanes=lanes, pp=pp, device=device)
         torch.manual_seed(config.train.seed + topology.rank)
         yield topology, stop

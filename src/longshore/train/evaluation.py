@@ -58,7 +58,7 @@ class HeldOut:
         counts = [0] * len(sums)
 
         def read(out: Output, batch: MicroBatch, stage: int) -> Tensor:
-            if batch.targets is not None:
+            if executor.layout.stages[stage].head:
                 sums.add_(_sums(out, batch))
             return sums
 

@@ -154,7 +154,8 @@ class Stepper:
         counts = RoutingCounts()
 
         def read(out: Output, batch: MicroBatch, stage: int) -> Tensor:
-            losses, fault = self.terms(out, batch, divisor)
+            has_head = self.executor.layout.stages[stage].head
+            losses, fault = self.terms(out, batch, divisor, has_head=has_head)
             each[batch.round] += losses.detach()
             faults[batch.round] = fault or faults[batch.round]
             counts.add(out.routed, stage)
@@ -185,12 +186,14 @@ class Stepper:
             text = out_of_memory(error, self.status, batches, optimizer=self.optimizer)
             raise RunError(f"rank {self.topology.rank} {text}") from None
 
-    def terms(self, out: Output, batch: MicroBatch, divisor: float) -> tuple[Tensor, Faults | None]:
+    def terms(
+        self, out: Output, batch: MicroBatch, divisor: float, *, has_head: bool = True
+    ) -> tuple[Tensor, Faults | None]:
         """A stage's part of each loss in a round, divided by the count of the full step."""
         wide = torch.promote_types(out.values.dtype, torch.float32)
         zero, faults = out.values.new_zeros((), dtype=wide), None
         main, depths = zero, [zero] * len(self.model.config.mtp)
-        if batch.targets is not None:
+        if has_head:
             total, faults = self.loss.summed(out.values, batch)
             main = total / divisor
             depths = [
