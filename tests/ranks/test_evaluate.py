@@ -8,6 +8,7 @@ from tests.ranks.spine import batches_of, dense, exact, lanes_of, make_samples, 
 from longshore.data.batches import BatchSize
 from longshore.data.source import MemorySource, TokenizedSample
 from longshore.data.steps import IndexedSteps, Packing
+from longshore.parallel.pipeline.executor import Executor
 from longshore.plan import make_plan
 from longshore.train.evaluation import HeldOut
 from longshore.train.loss import make_loss
@@ -48,7 +49,7 @@ def losses(lanes: int, name: str) -> list[tuple]:
             mode, batch = turns[(number + lanes // 2) % 2]
             model = sharded(config, topology, groups, exact(mode=mode))
             held = held_out(topology, len(config.mtp), policy, batch)
-            result = held.evaluate(model, topology)
+            result = held.evaluate(Executor(model, topology, mode=mode))
             found.append((result.loss, result.loss_tokens, *result.mtp_losses))
             held.steps.close()
     return found
@@ -88,7 +89,9 @@ def steps_with_and_without(mode: str) -> tuple:
                 done = stepper.step(batches, lr=0.01)
                 if evaluates and number < 2:
                     held = held_out(topology, 0, "mixed", 4)
-                    first, again = (held.evaluate(model, topology) for _ in range(2))
+                    first, again = (
+                        held.evaluate(Executor(model, topology, mode=mode)) for _ in range(2)
+                    )
                     assert first == again
                     held.steps.close()
             second.append((done.losses.tolist(), done.grad_norm.item()))

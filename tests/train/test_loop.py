@@ -7,9 +7,9 @@ import torch
 
 from longshore.data.batches import Place
 from longshore.data.steps import Step
+from longshore.parallel.timestamp import Timestamp
 from longshore.plan import make_plan
 from longshore.train import loop
-from longshore.parallel.timestamp import Timestamp
 from longshore.train.loop import Hooks, Machine, Progress
 from longshore.train.optimizer import Schedule
 from longshore.train.step import RoundResults, StepResult
@@ -31,7 +31,7 @@ class Stepper:
     def __init__(self, seen, *, stop=0, bad=0):
         self.seen, self.stop, self.bad, self.number = seen, stop, bad, 0
 
-    def step(self, batches, lr, *, stop):
+    def step(self, batches, lr, *, stop, plan):
         self.number += 1
         self.seen.append(f"queued {self.number}")
         loss = float("nan") if self.number == self.bad else 2.0

@@ -63,7 +63,8 @@ def test_routers_and_decay_rates_do_not_decay() -> None:
     assert len(kept) + len(decaying) == len(list(model.parameters()))
 
 
-ONE_LANE = SimpleNamespace(groups=SimpleNamespace(lanes=SimpleNamespace(size=lambda: 1)))
+ALONE = SimpleNamespace(size=lambda: 1)
+ONE_LANE = SimpleNamespace(groups=SimpleNamespace(lanes=ALONE, pp=ALONE))
 
 
 def routed(*counts: int) -> Routed:

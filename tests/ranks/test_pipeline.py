@@ -1,0 +1,75 @@
+"""Pipelines: loss and gradients of each sequence alone, for every layout, plan and shard mode."""
+
+import random
+
+import pytest
+from tests.ranks.harness import run_ranks
+from tests.ranks.hybrids import deepseek, hybrid
+from tests.ranks.piped import deep, error_of, piped, pipeline_of
+from tests.ranks.spine import alone, exact, make_samples
+
+from longshore.plan import make_plan
+from longshore.plan.layout import parse_layout
+
+CONFIGS = {
+    "tied": lambda: deep(4, tied=True),
+    "dense": lambda: deep(6),
+    "deep": lambda: deep(16),
+    "hybrid": hybrid,
+    "deepseek": deepseek,
+}
+
+# (config, layout, policy, mode): of 2 lanes with pp 2, 2 lanes with pp 4, 4 lanes with pp 2.
+CASES = {
+    (2, 2): [
+        ("tied", "Ett|ttL", "mixed", "zero3"),
+        ("tied", "Et|t|t|tL", "dynamic", "zero2"),
+        ("dense", "Et|t|t|t|t|tL", "mixed", "zero2"),
+        ("hybrid", "Et|ttmL", "mixed", "zero3"),
+        ("hybrid", "Et|tt|m|L", "dynamic", "zero3"),
+        ("deepseek", "Et|tmmL", "mixed", "none"),
+        ("deepseek", "Ett|m|m|L", "mixed", "zero2"),
+        ("deepseek", "Et|tm|m|L", "dynamic", "zero3"),
+    ],
+    (2, 4): [
+        ("dense", "Ett|tt|t|tL", "mixed", "zero2"),
+        ("deep", "E(t|)*15tL", "dynamic", "zero3"),
+        ("deepseek", "Et|tm|m|L", "mixed", "zero3"),
+    ],
+    (4, 2): [
+        ("tied", "Ett|ttL", "mixed", "zero2"),
+        ("hybrid", "Et|t|tm|L", "mixed", "zero3"),
+        ("deepseek", "Ett|mmL", "dynamic", "zero3"),
+    ],
+}
+
+
+def run_cases(lanes: int, pp: int, recompute: str) -> list[str]:
+    faults = []
+    with pipeline_of(lanes, pp) as (topology, groups):
+        for number, (name, text, policy, mode) in enumerate(CASES[lanes, pp]):
+            config, draw = CONFIGS[name](), random.Random(number)
+            layout = parse_layout(text, pp=pp, layers=len(config.layers), depths=len(config.mtp))
+            lengths = [draw.choice((1, 2, 5, 17, 40)) for _ in range(9)] + [90]
+            plan = make_plan(
+                lengths, lanes=lanes, capacity=64, policy=policy, pp=pp, vpp=layout.vpp
+            )
+            samples = make_samples(plan, number)
+            choices = exact(mode=mode, recompute=recompute)
+            result = piped(config, plan, samples, layout, topology, groups, choices)
+            if topology.rank == 0:
+                error, worst = error_of(result, alone(config, samples))
+                if not error <= 1e-9:
+                    faults.append(f"{name} {layout} {policy} {mode}: {worst} is off by {error}")
+            if layout.vpp == 1:
+                most = [min(pp - rank, len(plan.rounds)) for rank in range(pp)]
+                if result.most_graphs != most:
+                    faults.append(f"{layout}: holds {result.most_graphs} graphs, not {most}")
+    return faults
+
+
+@pytest.mark.parametrize(("lanes", "pp"), CASES, ids=str)
+def test_the_gradients_of_each_sequence_alone(lanes: int, pp: int) -> None:
+    recompute = "blocks" if (lanes, pp) == (4, 2) else "none"
+    for faults in run_ranks(lanes * pp, run_cases, lanes, pp, recompute, timeout=200):
+        assert faults == []
