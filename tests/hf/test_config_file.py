@@ -19,7 +19,7 @@ from longshore.arch.rope import (
 )
 from longshore.hf.architectures import ARCHITECTURES, architecture_for
 from longshore.hf.config_file import config_text, read_config
-from longshore.hf.tensor_map import DENSE_NAMES, Layout, by_table
+from longshore.hf.tensor_map import DENSE_NAMES, StorageLayout, by_table
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16, **SIZES}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
@@ -227,7 +227,7 @@ def test_max_length_may_not_change_the_positions(read):
 
 
 def test_every_name_of_theirs_comes_from_one_of_ours():
-    place, layout = by_table(DENSE_NAMES), Layout(preset("tiny-llama"), {})
+    place, layout = by_table(DENSE_NAMES), StorageLayout(preset("tiny-llama"), {})
     assert place("layers.12.mixer.q_norm.weight", layout).theirs == (
         "model.layers.12.self_attn.q_norm.weight"
     )

@@ -12,7 +12,7 @@ import transformers
 
 from longshore.hf.architectures import ARCHITECTURES, find_architecture
 from longshore.hf.config_file import asked_balance, describe
-from longshore.hf.tensor_map import Layout
+from longshore.hf.tensor_map import StorageLayout
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 SIZES = {
@@ -291,7 +291,7 @@ def reading(tmp_path):
         raw = {"model_type": kind, **BASES[kind], **(changed if key else {})}
         (tmp_path / "config.json").write_text(json.dumps(raw))
         found = describe(tmp_path)
-        layout = Layout(found.config, found.raw)
+        layout = StorageLayout(found.config, found.raw)
         rows = kind == "deepseek_v3" and found.architecture.place(
             "layers.0.mixer.kv_down.weight", layout
         )

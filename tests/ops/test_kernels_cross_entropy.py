@@ -20,6 +20,7 @@ from longshore.ops import backends, cross_entropy  # noqa: E402
 from longshore.ops.cross_entropy import linear_cross_entropy  # noqa: E402
 from longshore.ops.kernels import cross_entropy as kernels  # noqa: E402
 from longshore.ops.reference import cross_entropy as reference  # noqa: E402
+from longshore.parallel.pipeline import executor  # noqa: E402
 from longshore.plan import make_plan  # noqa: E402
 from longshore.train import step  # noqa: E402
 from longshore.train.loss import make_loss  # noqa: E402
@@ -232,7 +233,7 @@ def test_backward_twice():
 def test_a_step_keeps_its_promise(monkeypatch):
     """A whole model with two depths: its losses are only summed, so nothing becomes NaN."""
     monkeypatch.setattr(backends, "_interpreted", lambda: False)
-    monkeypatch.setattr(step, "begin_round", lambda model, **options: None)
+    monkeypatch.setattr(executor, "begin_round", lambda model, **options: None)
     plan = make_plan([9, 5, 3, 12], lanes=1, capacity=16)
     batches = batches_of(plan, make_samples(plan), 0, 2)
     here, gradients = SimpleNamespace(device=torch.device(DEVICE)), []

@@ -50,7 +50,7 @@ def test_a_loss_function_must_say_a_value_for_each_token(name: str, got: str) ->
 def test_a_count_that_is_not_finite_is_named() -> None:
     loss = make_loss(count="tests.train.losses:not_finite")
     alone = SimpleNamespace(size=lambda: 1)
-    one_rank = SimpleNamespace(device="cpu", lanes=alone)
+    one_rank = SimpleNamespace(device="cpu", lanes=alone, pp=alone)
     with pytest.raises(ValueError, match=r"train.loss_count=tests.train.losses:not_finite: .* nan"):
         loss.divisor([a_batch()], one_rank)
 

@@ -9,6 +9,7 @@ from tests.ranks.spine import MTP_WEIGHT, batches_of, make_samples
 
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
+from longshore.parallel.pipeline import executor
 from longshore.plan import make_plan
 from longshore.train import step
 from longshore.train.loss import Loss, make_loss, without_uncounted_labels
@@ -17,7 +18,7 @@ from longshore.train.step import Stepper
 
 @pytest.fixture(autouse=True)
 def no_fsdp(monkeypatch):
-    monkeypatch.setattr(step, "begin_round", lambda model, **options: None)
+    monkeypatch.setattr(executor, "begin_round", lambda model, **options: None)
 
 
 def stepper_of(loss, dtype=torch.float64):

@@ -120,7 +120,7 @@ WORDS_BY_ANSWER = {
     ": training has no tensor parallelism yet": "tensor_parallel_size tp tp_size "
     "sequence_parallel enable_async_tensor_parallel expert_tensor_parallel_size "
     "expert_tensor_parallel_degree tensor_model_parallel_size tensor_parallel_degree",
-    "parallel.pp": "pp pp_size pipeline_parallel_size pipeline_model_parallel_size "
+    "parallel.pp": "pp_size pipeline_parallel_size pipeline_model_parallel_size "
     "pipeline_parallel_degree",
     "parallel.vpp": "virtual_pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
     "parallel.layout": "num_layers_per_virtual_pipeline_stage pipeline_model_parallel_layout",
@@ -258,8 +258,8 @@ FOREIGN_PREFIXES = {
     "torch_compile_": FOREIGN_KEYS["torch_compile_mode"],
     "lr_scheduler_": FOREIGN_KEYS["lr_scheduler_kwargs"],
     "optim_": FOREIGN_KEYS["optim"],
-    "pipeline_parallel_": FOREIGN_KEYS["pp"],
-    "pipeline_model_parallel_": FOREIGN_KEYS["pp"],
+    "pipeline_parallel_": FOREIGN_KEYS["pp_size"],
+    "pipeline_model_parallel_": FOREIGN_KEYS["pp_size"],
 }
 
 # Values that other systems use, and ours.

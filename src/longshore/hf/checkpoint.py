@@ -32,7 +32,7 @@ from longshore.hf.config_file import (
     read_config,
 )
 from longshore.hf.tensor_files import FLOATS, TensorFiles, write_files
-from longshore.hf.tensor_map import Copied, Layout, Shape, Source, read_tensor_names
+from longshore.hf.tensor_map import Copied, Shape, Source, StorageLayout, read_tensor_names
 from longshore.model.decoder import Decoder
 
 __all__ = [
@@ -103,7 +103,7 @@ def open_weights(folder: str | Path) -> Weights:
     """The tensors of a Hugging Face folder, after checking that all are there and fit."""
     described, files = describe(folder), TensorFiles(folder)
     config, place = described.config, described.architecture.place
-    layout = Layout(config, described.raw, frozenset(files.names))
+    layout = StorageLayout(config, described.raw, frozenset(files.names))
     shapes = tensor_shapes(config)
     sources = {name: place(name, layout) for name in shapes}
     theirs = {
@@ -242,11 +242,11 @@ def check_stream(
         raise ValueError(f"missing among the tensors to write: {_some(sorted(left))}")
 
 
-def _layout(config: DecoderConfig, base: Path | None) -> Layout:
+def _layout(config: DecoderConfig, base: Path | None) -> StorageLayout:
     """How to lay tensors out: as in the base, where there is one."""
     if base is None:
-        return Layout(config, {})
-    return Layout(config, describe(base).raw, read_tensor_names(base) or frozenset())
+        return StorageLayout(config, {})
+    return StorageLayout(config, describe(base).raw, read_tensor_names(base) or frozenset())
 
 
 def _check_copy(files: TensorFiles, copy: str, of: str, *, why: str) -> None:

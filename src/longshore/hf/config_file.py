@@ -21,7 +21,7 @@ from longshore.hf.mamba_keys import OLDER
 from longshore.hf.moe_keys import balance_weight
 from longshore.hf.rope_keys import ROPE_KEYS
 from longshore.hf.shared_keys import bare
-from longshore.hf.tensor_map import Layout, read_tensor_names
+from longshore.hf.tensor_map import StorageLayout, read_tensor_names
 
 CONFIG = "config.json"
 MOST_CONFIG_BYTES = 10_000_000
@@ -61,7 +61,7 @@ def describe(folder: str | Path) -> Described:
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from None
     if config.mtp:
-        join = architecture.place("mtp.0.proj.weight", Layout(config, raw)).theirs
+        join = architecture.place("mtp.0.proj.weight", StorageLayout(config, raw)).theirs
         names = read_tensor_names(folder)
         if names is not None and join not in names:
             config = replace(config, mtp=())

@@ -14,7 +14,7 @@ from typing import Any
 
 from longshore.arch.as_json import config_from_json, config_to_json
 from longshore.arch.decoder import DecoderConfig
-from longshore.hf.tensor_map import Layout, Source
+from longshore.hf.tensor_map import Source, StorageLayout
 from longshore.hf.typed_keys import Raw
 
 MODEL_TYPE = "longshore"
@@ -30,6 +30,6 @@ def own_keys(config: DecoderConfig) -> dict[str, Any]:
     return {"decoder": config_to_json(config)}
 
 
-def place_own(name: str, layout: Layout) -> Source:
+def place_own(name: str, layout: StorageLayout) -> Source:
     """Every tensor keeps our name."""
     return Source(name)

@@ -157,7 +157,7 @@ class Interleaved(Source):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StorageLayout:
     """What, besides the name, decides how a tensor is stored."""
 
     config: DecoderConfig
@@ -167,9 +167,9 @@ class Layout:
     """Of the tensors in that folder; none for a model that came from no folder."""
 
 
-Make = Callable[[str, Layout], Source]
+Make = Callable[[str, StorageLayout], Source]
 Row = tuple[str, str] | tuple[str, str, Make]
-Place = Callable[[str, Layout], Source]
+Place = Callable[[str, StorageLayout], Source]
 """From the name of one of our tensors to its Source."""
 
 
@@ -178,7 +178,7 @@ def by_table(table: Sequence[Row]) -> Place:
     return lambda name, layout: look_up(name, table, layout)
 
 
-def look_up(name: str, table: Sequence[Row], layout: Layout) -> Source:
+def look_up(name: str, table: Sequence[Row], layout: StorageLayout) -> Source:
     for ours, theirs, *make in table:
         pattern = (
             re.escape(ours).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{part\}", "(?P<part>.+)")
@@ -189,38 +189,40 @@ def look_up(name: str, table: Sequence[Row], layout: Layout) -> Source:
     raise ValueError(f"tensor {name} has no name in transformers; a row is missing in the table")
 
 
-def gate_up(theirs: str, layout: Layout) -> Source:
+def gate_up(theirs: str, layout: StorageLayout) -> Source:
     """gate_proj and up_proj of all experts: one tensor, or two for each expert."""
     return _of_experts(theirs, layout, fused="gate_up_proj", parts=("gate_proj", "up_proj"))
 
 
-def down(theirs: str, layout: Layout) -> Source:
+def down(theirs: str, layout: StorageLayout) -> Source:
     """down_proj of all experts: one tensor, or one for each expert."""
     return _of_experts(theirs, layout, fused="down_proj", parts=("down_proj",))
 
 
-def _of_experts(theirs: str, layout: Layout, *, fused: str, parts: tuple[str, ...]) -> Source:
+def _of_experts(
+    theirs: str, layout: StorageLayout, *, fused: str, parts: tuple[str, ...]
+) -> Source:
     name = f"{theirs}.{fused}"
     return Source(name) if name in layout.tensor_names else PerExpert(theirs, parts)
 
 
-def queries(theirs: str, layout: Layout) -> Source:
+def queries(theirs: str, layout: StorageLayout) -> Source:
     """Rows of MLA's queries: RoPE rotates the last ones of each head."""
     return _interleaved(theirs, layout, block=_latent(layout).head_dim)
 
 
-def latents(theirs: str, layout: Layout) -> Source:
+def latents(theirs: str, layout: StorageLayout) -> Source:
     """Rows of MLA's latent, of which RoPE rotates the last."""
     return _interleaved(theirs, layout, block=_latent(layout).latent_dim)
 
 
-def _interleaved(theirs: str, layout: Layout, *, block: int) -> Source:
+def _interleaved(theirs: str, layout: StorageLayout, *, block: int) -> Source:
     if not flag(layout.raw, "rope_interleave", True):
         return Source(theirs)
     return Interleaved(theirs, block=block, rotary=_latent(layout).rope_dim)
 
 
-def _latent(layout: Layout) -> MLAConfig:
+def _latent(layout: StorageLayout) -> MLAConfig:
     mixer = layout.config.layers[0].mixer
     assert isinstance(mixer, MLAConfig)
     return mixer
@@ -323,7 +325,7 @@ MAMBA_NAMES: tuple[Row, ...] = (
 )
 
 
-def place_deepseek(name: str, layout: Layout) -> Source:
+def place_deepseek(name: str, layout: StorageLayout) -> Source:
     """Depth d of multi-token prediction is layer num_hidden_layers + d in the folder.
 
     A folder may have copies of embedding and head there.
@@ -343,7 +345,7 @@ def place_deepseek(name: str, layout: Layout) -> Source:
     return Copied(source.theirs, tuple(name for name in copies if name in layout.tensor_names))
 
 
-def place_nemotron(name: str, layout: Layout) -> Source:
+def place_nemotron(name: str, layout: StorageLayout) -> Source:
     """Folders name the decoder `backbone` or, as transformers does in memory, `model`."""
     theirs = look_up(name, MAMBA_NAMES, layout).theirs
     renamed = re.sub(r"^backbone\.", "model.", theirs)
