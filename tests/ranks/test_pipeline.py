@@ -1,5 +1,6 @@
 """Pipelines: loss and gradients of each sequence alone, for every layout, plan and shard mode."""
 
+import faulthandler
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from tests.ranks.spine import alone, exact, make_samples
 from longshore.plan import make_plan
 from longshore.plan.layout import parse_layout
 
+WATCHDOG_S = 60
 CONFIGS = {
     "tied": lambda: deep(4, tied=True),
     "dense": lambda: deep(6),
@@ -72,4 +74,59 @@ def run_cases(lanes: int, pp: int, recompute: str) -> list[str]:
 def test_the_gradients_of_each_sequence_alone(lanes: int, pp: int) -> None:
     recompute = "blocks" if (lanes, pp) == (4, 2) else "none"
     for faults in run_ranks(lanes * pp, run_cases, lanes, pp, recompute, timeout=200):
+        assert faults == []
+
+
+def random_layout(draw: random.Random, config, *, pp: int, vpp: int):
+    """Cuts anywhere between the parts of the model."""
+    layers, depths = len(config.layers), len(config.mtp)
+    parts = ["t"] * layers + ["m"] * depths + ["L"]
+    cuts = sorted(draw.sample(range(1, len(parts)), pp * vpp - 1))
+    pieces = ["".join(parts[a:b]) for a, b in zip([0, *cuts], [*cuts, None], strict=True)]
+    return parse_layout("E" + "|".join(pieces), pp=pp, layers=layers, depths=depths)
+
+
+def run_random(lanes: int, pp: int, seeds: range) -> list[str]:
+    faults = []
+    with pipeline_of(lanes, pp) as (topology, groups):
+        for seed in seeds:
+            faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
+            draw = random.Random(seed)
+            config = CONFIGS[
+                draw.choice(("dense", "tied", "deepseek") if pp == 2 else ("dense",))
+            ]()
+            most = (len(config.layers) + len(config.mtp) + 1) // pp
+            layout = random_layout(draw, config, pp=pp, vpp=draw.randint(2, most))
+            lengths = [
+                draw.choice((1, 2, 3, draw.randint(4, 60))) for _ in range(draw.randint(1, 9))
+            ]
+            plan = make_plan(
+                lengths,
+                lanes=lanes,
+                capacity=64,
+                policy=draw.choice(("balanced", "dynamic", "mixed")),
+                align=draw.choice((1, 8)),
+                pp=pp,
+                vpp=layout.vpp,
+            )
+            samples = make_samples(plan, seed)
+            choices = exact(
+                mode=draw.choice(("zero3", "zero2", "none")),
+                recompute=draw.choice(("none", "blocks")),
+            )
+            result = piped(config, plan, samples, layout, topology, groups, choices)
+            if topology.rank == 0:
+                error, name = error_of(result, alone(config, samples))
+                if not error <= 1e-9:
+                    faults.append(f"seed {seed}, {layout}: {name} is off by {error}")
+    faulthandler.cancel_dump_traceback_later()
+    return faults
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize(("lanes", "pp"), [(2, 2), (2, 3)])
+def test_random_interleaved_batches(lanes: int, pp: int, is_fuzz: bool) -> None:
+    """4 of them on each; 300 in `make fuzz`."""
+    seeds = range(150 if is_fuzz else 4)
+    for faults in run_ranks(lanes * pp, run_random, lanes, pp, seeds, timeout=60 + 5 * len(seeds)):
         assert faults == []
