@@ -1,0 +1,1 @@
+"""Pipelines: the executor of a plan's stages, the trace of its operations, and its checker."""
