@@ -66,7 +66,7 @@ def test_rounds_in_flight_issue_what_the_trace_says_with_fsdp(is_fuzz: bool) -> 
             for mode in ("zero3", "zero2", "none")
             for recompute in ("none", "blocks")
         ]
-    assert min(run_ranks(4, check_in_flight, cases, order)) > 80
+    assert min(run_ranks(4, check_in_flight, cases, order, timeout=400.0)) > 80
 
 
 def small() -> tuple[Plan, TracedModel]:
@@ -130,9 +130,7 @@ def test_a_difference_is_named() -> None:
         check_issued(expected, [*issued, issued[0]])
     with pytest.raises(ValueError, match=r"operation 0 of 5 .* 767 bytes; .* 768 bytes: forward"):
         check_issued(expected, [replace(issued[0], bytes=767), *issued[1:]])
-    with pytest.raises(
-        ValueError, match=r"operation 1 of 5 .*receive .*; the trace has send 0 → 2"
-    ):
+    with pytest.raises(ValueError, match=r"operation 1 of 5 .*receive .*; the trace has send"):
         check_issued(expected, [issued[0], issued[2], issued[1], *issued[3:]])
 
 
