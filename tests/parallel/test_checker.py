@@ -1,6 +1,8 @@
 """The checker: random plans, layouts and orders run to the end, and broken queues do not."""
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
 import pytest
@@ -13,11 +15,12 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.distributed.topology import Axes
-from longshore.parallel.pipeline.checker import run_traces
+from longshore.parallel.pipeline.checker import DeadlockError, MismatchError, run_traces
 from longshore.parallel.pipeline.trace import Operation, TracedModel, Tracer
 from longshore.plan import Pack, Plan, Round, make_plan
 from longshore.plan.layout import Layout, parse_layout
-from longshore.plan.pipeline_queue import Queue, rank_queues
+from longshore.plan.order import Action, make_order
+from longshore.plan.pipeline_queue import Queue, message_of, rank_queues
 from longshore.plan.shapes import make_buckets, padded_length
 from longshore.plan.simulate import pipeline_walk
 
@@ -119,7 +122,7 @@ def planned(draw: st.DrawFn) -> Pipeline:
     lengths = st.integers(1, 16) | st.integers(1, widest)
     align = draw(st.sampled_from([1, 4]))
     plan = make_plan(
-        draw(st.lists(lengths, min_size=1, max_size=16)),
+        draw(st.lists(lengths, min_size=1, max_size=12)),
         lanes=axes.lanes,
         capacity=CAPACITY,
         policy=draw(st.sampled_from(["mixed", "mixed", "dynamic", "balanced", "padded"])),
@@ -165,7 +168,7 @@ SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too
 
 
 @pytest.mark.property
-@settings(max_examples=examples(80), suppress_health_check=SLOW)
+@settings(max_examples=examples(40), suppress_health_check=SLOW)
 @given(planned())
 def test_every_plan_layout_and_order_runs_to_the_end(pipeline: Pipeline) -> None:
     run_traces(pipeline.traces())
@@ -176,3 +179,149 @@ def test_every_plan_layout_and_order_runs_to_the_end(pipeline: Pipeline) -> None
 @given(by_hand())
 def test_packs_need_not_be_nested(pipeline: Pipeline) -> None:
     run_traces(pipeline.traces())
+
+
+def fixed(*, pp: int, vpp: int = 1, lanes: int = 2, sharing: bool = True) -> Pipeline:
+    """Attention in every stage; with `sharing` each round has a pack of all lanes and of two."""
+    lengths = [40, 30, 16, 12] * pp if sharing else [8] * 8 * lanes
+    plan = make_plan(lengths, lanes=lanes, capacity=24, pp=pp, vpp=vpp, profile=CHARGED)
+    stages = pp * vpp
+    text = "|".join(["Et", *["t"] * (stages - 2), "tL"]) if stages > 1 else "EttL"
+    layers = max(stages, 2)
+    layer = LayerConfig(MIXERS[0], MLPS[0])
+    config = DecoderConfig(vocab_size=16, width=4, layers=(layer,) * layers)
+    model = TracedModel(config=config, mode="none", item=4, kept=4, attention="gather")
+    layout = parse_layout(text, pp=pp, layers=layers)
+    return Pipeline(plan, layout, model, Axes(lanes=lanes, pp=pp))
+
+
+BROKEN = (DeadlockError, MismatchError)
+
+
+def one_at_a_time(pipeline: Pipeline) -> list[Queue]:
+    """Receives just before they are needed, sends right after their action, each by itself."""
+    layout, stages = pipeline.layout, len(pipeline.layout.stages)
+    order = make_order(len(pipeline.plan.rounds), pp=layout.pp, vpp=layout.vpp)
+    messages = [
+        message
+        for actions in order
+        for action in actions
+        if (message := message_of(action, pp=layout.pp, stages=stages)) is not None
+    ]
+    needed = {message.needed_by: message for message in messages}
+    sent = {message.action: message for message in messages}
+    return [
+        tuple(
+            entry
+            for action in actions
+            for entry in ((needed.get(action),), action, (sent.get(action),))
+            if entry != (None,)
+        )
+        for actions in order
+    ]
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+def test_messages_one_at_a_time_deadlock(pp: int, vpp: int) -> None:
+    pipeline = fixed(pp=pp, vpp=vpp, sharing=False)
+    assert len(pipeline.plan.rounds) >= 2
+    run_traces(pipeline.traces())
+    with pytest.raises(DeadlockError, match=r"ranks wait forever\nrank 0 at its operation \d+: "):
+        run_traces(pipeline.traces(one_at_a_time(pipeline)))
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_a_swapped_order_on_one_rank_is_noticed(vpp: int) -> None:
+    """Of two entries with messages between the same two ranks, in one direction."""
+    pipeline = fixed(pp=2, vpp=vpp)
+    queues, swapped = list(pipeline.queues()), 0
+    for rank, queue in enumerate(queues):
+        by_pair = defaultdict(list)
+        for place, entry in enumerate(queue):
+            if not isinstance(entry, Action):
+                for message in entry:
+                    by_pair[message.source, message.target].append(place)
+        for one, other in (pair for places in by_pair.values() for pair in pairwise(places)):
+            if one == other:
+                continue
+            changed = list(queue)
+            changed[one], changed[other] = changed[other], changed[one]
+            broken = [*queues[:rank], tuple(changed), *queues[rank + 1 :]]
+            with pytest.raises(BROKEN):
+                run_traces(pipeline.traces(broken))
+            swapped += 1
+    assert swapped > 4
+
+
+def swap(operations: list[Operation], one: int, other: int) -> list[Operation]:
+    changed = list(operations)
+    changed[one], changed[other] = changed[other], changed[one]
+    return changed
+
+
+def shared_by_four_and_two() -> Pipeline:
+    """Lanes 0 and 1 share a pack with 2 and 3, and one of their own."""
+    packs = (Pack(0, 4, (0,), 4), Pack(0, 2, (1,), 4), Pack(2, 2, (2,), 4))
+    plan = make_plan([15, 7, 8], lanes=4, capacity=64)
+    plan = Plan(plan.setting, plan.sequences, (Round(packs),), plan.stats, "by hand")
+    pipeline = fixed(pp=1, lanes=4)
+    return replace(pipeline, plan=plan)
+
+
+def test_the_order_of_packs_on_one_lane_matters() -> None:
+    pipeline = shared_by_four_and_two()
+    traces = pipeline.traces()
+    run_traces(traces)
+    assert [operation.group for operation in traces[0][:2]] == [(0, 1, 2, 3), (0, 1)]
+    with pytest.raises(DeadlockError) as error:
+        run_traces([swap(traces[0], 0, 1), *traces[1:]])
+    lines = str(error.value).splitlines()
+    assert lines[0] == "4 of 4 ranks wait forever"
+    assert lines[1].startswith("rank 0 at its operation 0: gather (0, 1), ")
+    assert lines[2].startswith("rank 1 at its operation 0: gather (0, 1, 2, 3), ")
+
+
+@pytest.mark.property
+@settings(max_examples=examples(15, fuzz=500), suppress_health_check=SLOW)
+@given(st.data())
+def test_any_two_operations_of_one_group_swapped_are_noticed(data: st.DataObject) -> None:
+    """Also where kind and bytes are equal: a forward's gather is not a backward's."""
+    traces = mixed_traces(data.draw(st.sampled_from([1, 2])))
+    rank = data.draw(st.integers(0, len(traces) - 1))
+    mine = traces[rank]
+    one = data.draw(st.integers(0, len(mine) - 1))
+    same = [n for n, operation in enumerate(mine) if operation.group == mine[one].group]
+    other = data.draw(st.sampled_from(same))
+    assume(other != one)
+    changed = swap(mine, one, other)
+    # The places keep their batches.
+    for place in (one, other):
+        changed[place] = changed[place]._replace(batch=mine[place].batch)
+    with pytest.raises(BROKEN):
+        run_traces([*traces[:rank], changed, *traces[rank + 1 :]])
+
+
+@lru_cache
+def mixed_traces(vpp: int) -> list[list[Operation]]:
+    return fixed(pp=2, vpp=vpp, lanes=4).traces()
+
+
+def test_bytes_that_differ_are_named() -> None:
+    traces = fixed(pp=2, lanes=1, sharing=False).traces()
+    run_traces(traces)
+    short = [traces[0][0]._replace(bytes=7), *traces[0][1:]]
+    with pytest.raises(MismatchError, match=r"ranks \d and \d meet .* 7 bytes"):
+        run_traces([short, traces[1]])
+
+
+def test_lanes_that_do_not_add_up_are_named() -> None:
+    traces = shared_by_four_and_two().traces()
+    short = [traces[3][0]._replace(bytes=7), *traces[3][1:]]
+    with pytest.raises(MismatchError, match=r"receive [\d,]+ bytes together, not [\d,]+"):
+        run_traces([*traces[:3], short])
+
+
+def test_a_missing_operation_is_a_deadlock() -> None:
+    traces = shared_by_four_and_two().traces()
+    with pytest.raises(DeadlockError, match=r"^3 of 4 ranks wait forever"):
+        run_traces([*traces[:3], traces[3][:-1]])
