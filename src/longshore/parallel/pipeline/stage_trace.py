@@ -46,14 +46,19 @@ class LaneCollective(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _TracedLayer:
     """A layer of the decoder or a depth, with its wrapped modules."""
 
     config: LayerConfig
+    """Its parts."""
     name: str
+    """Such as "layer 3" or "depth 1"."""
     module: Wrapped
+    """The block, or the depth."""
     decay: Wrapped | None
+    """The decay rates of a scan."""
     router: Wrapped | None
+    """Of experts."""
 
 
 class StageTrace:
@@ -110,7 +115,7 @@ class StageTrace:
             self.fsdp.end_forward(layer.module)
         self.fsdp.end_forward(self.root)
 
-    def _inside(self, layer: _Layer, *, again: bool) -> None:
+    def _inside(self, layer: _TracedLayer, *, again: bool) -> None:
         """The parts of a layer in forward, or computed again in backward."""
         parts = (layer.config.mixer, "mixer", layer.decay), (layer.config.mlp, "mlp", layer.router)
         for part, name, module in parts:
@@ -156,7 +161,7 @@ class StageTrace:
         return f"{self.action.kind} of round {self.action.round}"
 
 
-def _layer(config: LayerConfig, width: int, name: str, *, more: int = 0) -> _Layer:
+def _layer(config: LayerConfig, width: int, name: str, *, more: int = 0) -> _TracedLayer:
     """more: parameters besides the layer's own."""
     decay = router = None
     match config.mixer:
@@ -168,7 +173,7 @@ def _layer(config: LayerConfig, width: int, name: str, *, more: int = 0) -> _Lay
         router = Wrapped(f"{name} router", config.mlp.experts * width, uncast=True)
     inside = sum(module.parameters for module in (decay, router) if module is not None)
     module = Wrapped(name, config.parameters(width) + more - inside)
-    return _Layer(config, name, module, decay, router)
+    return _TracedLayer(config, name, module, decay, router)
 
 
 def _root_parameters(config: DecoderConfig, stage: Stage) -> int:
