@@ -34,10 +34,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One collective: its name and the bytes this rank received from others."""
+    """One collective or message: its name, the bytes this rank received from others, the ranks."""
 
     name: str
     bytes: int
+    ranks: tuple[int, ...]
+    """Of the group; of a message the sender and the receiver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,19 @@ def count() -> Iterator[CollectiveLog]:
         yield counts
     finally:
         _observers[:] = [other for other in _observers if other is not counts]
+
+
+@contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """Lists what this process issues in the block, in order, for comparison with a trace."""
+    with count() as counts:
+        yield counts.log
+
+
+def record_message(name: str, source: int, target: int, message: Tensor) -> None:
+    """Lists a send or receive, with both its ranks; whoever issues messages calls it."""
+    for counts in _observers:
+        counts.log.append(Call(name, message.nbytes, (source, target)))
 
 
 def gather(shard: Tensor, group: ProcessGroup) -> Tensor:
@@ -123,7 +138,7 @@ def begin_gather(shard: Tensor, group: ProcessGroup) -> Begun:
     sent = _as_bytes(shard.detach())
     whole = shard.new_empty(group.size() * shard.shape[0], *shard.shape[1:])
     work = _all_gather(_as_bytes(whole), sent, group=group, async_op=True)
-    _note("gather", (group.size() - 1) * shard.nbytes)
+    _note("gather", group, (group.size() - 1) * shard.nbytes)
     return Begun(work, whole, sent)
 
 
@@ -135,7 +150,7 @@ def begin_reduce_scatter(whole: Tensor, group: ProcessGroup) -> Begun:
     sent = whole.detach().contiguous()
     part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
     work = _reduce_scatter(part, sent, group=group, async_op=True)
-    _note("reduce_scatter", (group.size() - 1) * part.nbytes)
+    _note("reduce_scatter", group, (group.size() - 1) * part.nbytes)
     return Begun(work, part, sent)
 
 
@@ -179,7 +194,7 @@ def sum_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
     if group.size() > 1:
         with torch.no_grad():
             dist.all_reduce(tensor, group=group)
-        _note("sum_over", (group.size() - 1) * tensor.nbytes)
+        _note("sum_over", group, (group.size() - 1) * tensor.nbytes)
     return tensor
 
 
@@ -190,7 +205,7 @@ def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Tensor
     if group.size() > 1:
         with torch.no_grad():
             dist.broadcast(_as_bytes(tensor.view(-1, 1)), group=group, group_src=source)
-        _note("broadcast", 0 if group.rank() == source else tensor.nbytes)
+        _note("broadcast", group, 0 if group.rank() == source else tensor.nbytes)
     return tensor
 
 
@@ -236,7 +251,7 @@ class _AllToAll(torch.autograd.Function):
             _as_bytes(received), _as_bytes(rows), list(receives), list(sends), group=group
         )
         row_bytes = rows.element_size() * prod(rows.shape[1:])
-        _note("all_to_all", (sum(receives) - receives[group.rank()]) * row_bytes)
+        _note("all_to_all", group, (sum(receives) - receives[group.rank()]) * row_bytes)
         return received
 
     @staticmethod
@@ -283,6 +298,6 @@ def _as_bytes(rows: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def _note(name: str, amount: int) -> None:
+def _note(name: str, group: ProcessGroup, amount: int) -> None:
     for counts in _observers:
-        counts.log.append(Call(name, amount))
+        counts.log.append(Call(name, amount, tuple(dist.get_process_group_ranks(group))))

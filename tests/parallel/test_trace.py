@@ -1,0 +1,149 @@
+"""The trace against what models issue on gloo ranks, and small traces by hand."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from tests.ranks.harness import run_ranks
+from tests.ranks.hybrids import deepseek, hybrid
+from tests.ranks.issued import check_in_flight, check_steps
+from tests.ranks.spine import dense, exact
+from tests.ranks.test_exactness import several_packs
+
+from longshore.arch.attention import AttentionConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MLPConfig
+from longshore.distributed.collectives import Call
+from longshore.distributed.topology import Axes
+from longshore.parallel.pipeline.pack_collectives import halo_rows
+from longshore.parallel.pipeline.trace import Operation, TracedModel, check_issued, trace
+from longshore.plan import Pack, Plan, Round, make_plan
+from longshore.plan.layout import parse_layout
+from longshore.plan.order import Action
+
+FORWARD, BACKWARD = partial(Action, "forward", 0), partial(Action, "backward", 0)
+
+
+def odd_packs() -> Plan:
+    """CP sizes 4, 3, 2 and 1; sequences so short that halos come from several lanes."""
+    first = Round((Pack(0, 4, (0, 1), 12), Pack(0, 3, (2,), 4), Pack(2, 1, (3,), 5)))
+    second = Round((Pack(0, 3, (4, 5), 8), Pack(0, 2, (6,), 4)))
+    third = Round((Pack(3, 1, (7,), 6),))
+    lengths = [33, 3, 9, 5, 2, 13, 7, 6]
+    plan = make_plan(lengths, lanes=4, capacity=64, cp_sizes="any")
+    return Plan(plan.setting, plan.sequences, (first, second, third), plan.stats, "by hand")
+
+
+@pytest.mark.fuzz
+def test_a_step_issues_what_its_trace_says(is_fuzz: bool) -> None:
+    plain = partial(exact, mode="none")
+    blocks = partial(plain, recompute="blocks")
+    cases = [
+        (dense(4), several_packs(), blocks(attention="heads")),
+        (deepseek(), several_packs(), blocks()),
+        (hybrid(), several_packs(), plain(attention="heads", scan="heads")),
+        (hybrid(), odd_packs(), plain(attention="gather", scan="states")),
+    ]
+    if is_fuzz:
+        cases += [
+            (dense(4), several_packs(), plain(attention="gather")),
+            (dense(4), odd_packs(), plain()),
+            (deepseek(), odd_packs(), exact(mode="zero2")),
+            (hybrid(), several_packs(), exact(mode="zero3", recompute="blocks", scan="states")),
+            (hybrid(), odd_packs(), blocks()),
+        ]
+    assert min(run_ranks(4, check_steps, cases)) > 100
+
+
+@pytest.mark.fuzz
+def test_rounds_in_flight_issue_what_the_trace_says_with_fsdp(is_fuzz: bool) -> None:
+    order = [FORWARD(0), FORWARD(1), BACKWARD(0), FORWARD(2), BACKWARD(1), BACKWARD(2)]
+    cases = [(hybrid(), odd_packs(), exact(mode="zero3", recompute="blocks"))]
+    if is_fuzz:
+        cases += [
+            (config(), odd_packs(), exact(mode=mode, recompute=recompute))
+            for config in (hybrid, deepseek)
+            for mode in ("zero3", "zero2", "none")
+            for recompute in ("none", "blocks")
+        ]
+    assert min(run_ranks(4, check_in_flight, cases, order, timeout=400.0)) > 80
+
+
+def small() -> tuple[Plan, TracedModel]:
+    """One sequence of 10 tokens at CP size 2 on 2 lanes of two pipeline ranks; 2 layers."""
+    plan = make_plan([10], lanes=2, capacity=8, pp=2)
+    assert plan.rounds == (Round((Pack(0, 2, (0,), 6),)),)
+    attention = AttentionConfig(heads=2, kv_heads=2, head_dim=4)
+    layer = LayerConfig(attention, MLPConfig(width=8))
+    config = DecoderConfig(vocab_size=16, width=4, layers=(layer, layer))
+    model = TracedModel(config=config, mode="none", item=8, kept=8, attention="gather")
+    return plan, model
+
+
+def text(operations: list[Operation]) -> list[str]:
+    return [f"{o.kind} {o.group} {o.bytes}" for o in operations if "fsdp" not in o.kind]
+
+
+def test_a_pipeline_by_hand() -> None:
+    plan, model = small()
+    layout = parse_layout("Et|tL", pp=2, layers=2)
+    axes = Axes(lanes=2, pp=2)
+    first, last = (trace(plan, layout, rank, model=model, axes=axes) for rank in (1, 3))
+    kv, rows = 6 * 2 * 2 * 4 * 8, 6 * 4 * 8
+    gather, reduce = f"gather (0, 1) {kv}", f"reduce_scatter (0, 1) {kv}"
+    assert text(first) == [gather, f"send (1, 3) {rows}", f"receive (3, 1) {rows}", gather, reduce]
+    gather, reduce = f"gather (2, 3) {kv}", f"reduce_scatter (2, 3) {kv}"
+    assert text(last) == [f"receive (1, 3) {rows}", gather, gather, reduce, f"send (3, 1) {rows}"]
+    again = trace(plan, layout, 1, model=replace(model, recompute="blocks"), axes=axes)
+    assert len(text(again)) == len(text(first)) + 1
+
+
+def test_a_depth_sends_one_more_stream_and_float32_is_wider() -> None:
+    plan, model = small()
+    config = replace(model.config, mtp=model.config.layers[:1], float32_residual=True)
+    model = replace(model, config=config, item=2)
+    layout = parse_layout("Et|tmL", pp=2, layers=2, depths=1)
+    axes = Axes(lanes=2, pp=2)
+    sent = [o for o in trace(plan, layout, 0, model=model, axes=axes) if o.kind == "send"]
+    assert [o.bytes for o in sent] == [6 * 4 * 4]
+    layout = parse_layout("Ettm|L", pp=2, layers=2, depths=1)
+    sent = [o for o in trace(plan, layout, 0, model=model, axes=axes) if o.kind == "send"]
+    assert [o.bytes for o in sent] == [2 * 6 * 4 * 2]
+
+
+def test_rows_before_chunks_by_hand() -> None:
+    # Chunks of 4 rows on lanes 0 1 1 0: chunk 1 reads from lane 0, chunk 3 from lane 1.
+    assert halo_rows(16, 3, 2) == (3, 3)
+    # Chunks of 1 row on lanes 0 1 2 2 1 0, 3 rows before each: those of other lanes.
+    assert halo_rows(6, 3, 3) == (3, 3, 4)
+
+
+def test_a_difference_is_named() -> None:
+    plan, model = small()
+    layout = parse_layout("Et|tL", pp=2, layers=2)
+    expected = trace(plan, layout, 0, model=model, axes=Axes(lanes=2, pp=2))
+    issued = [Call(o.kind, o.bytes, o.group) for o in expected if "fsdp" not in o.kind]
+    check_issued(expected, issued)
+    with pytest.raises(ValueError, match=r"operation 4 of 5 .* nothing more; .* reduce_scatter"):
+        check_issued(expected, issued[:-1])
+    with pytest.raises(ValueError, match=r"operation 5 of 5 .* gather .*; the trace has nothing"):
+        check_issued(expected, [*issued, issued[0]])
+    with pytest.raises(ValueError, match=r"operation 0 of 5 .* 767 bytes; .* 768 bytes: forward"):
+        check_issued(expected, [replace(issued[0], bytes=767), *issued[1:]])
+    with pytest.raises(ValueError, match=r"operation 1 of 5 .*receive .*; the trace has send"):
+        check_issued(expected, [issued[0], issued[2], issued[1], *issued[3:]])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    plan, model = small()
+    layout = parse_layout("Et|tL", pp=2, layers=2)
+    with pytest.raises(ValueError, match="the plan is for 2 lanes, pp 2 and vpp 1, but"):
+        trace(plan, layout, 0, model=model, axes=Axes(lanes=4, pp=2))
+
+    class OwnConfig(AttentionConfig):
+        pass
+
+    own = LayerConfig(OwnConfig(heads=2, kv_heads=2, head_dim=4), None)
+    config = replace(model.config, layers=(own, own))
+    with pytest.raises(ValueError, match="which collectives OwnConfig issues; known are"):
+        trace(plan, layout, 0, model=replace(model, config=config), axes=Axes(lanes=2, pp=2))

@@ -1,0 +1,157 @@
+"""What a model really issues on gloo ranks: our collectives, and all of torch's, FSDP's too."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from tests.ranks.spine import MTP_WEIGHT, batches_of, lanes_of, make_samples, sharded
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longshore.distributed import collectives
+from longshore.parallel.apply import Choices
+from longshore.parallel.fsdp import begin_round
+from longshore.parallel.pipeline.trace import Operation, TracedModel, check_issued, trace
+from longshore.plan import Plan
+from longshore.plan.layout import one_stage
+from longshore.plan.order import Action
+from longshore.train.loss import make_loss
+from longshore.train.step import Stepper
+
+KINDS = {
+    "_allgather_base_": "gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "alltoall_base_": "all_to_all",
+}
+ITEM = 8
+
+
+class TorchCollectives(TorchDispatchMode):
+    """Lists (kind, ranks, bytes of the whole tensor) of every collective of this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[str, tuple[int, ...], int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+            ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(boxed)))
+            flat = [t for arg in args for t in (arg if isinstance(arg, list) else [arg])]
+            amount = max(t.nbytes for t in flat if isinstance(t, torch.Tensor))
+            kind = func._schema.name.removeprefix("c10d::")
+            self.log.append((KINDS.get(kind, kind), ranks, amount))
+        return func(*args, **(kwargs or {}))
+
+
+def traced(config, choices: Choices) -> TracedModel:
+    return TracedModel(
+        config=config,
+        mode=choices.mode,
+        item=ITEM,
+        kept=ITEM,
+        attention=choices.attention,
+        scan=choices.scan,
+        recompute=choices.recompute,
+    )
+
+
+def check_steps(cases: Sequence[tuple]) -> int:
+    """Each case by Stepper.gradients, what collectives.py records compared; how many there were."""
+    compared = 0
+    with lanes_of(4) as (topology, groups):
+        for config, plan, choices in cases:
+            model = sharded(config, topology, groups, choices)
+            expected = expected_of(config, plan, choices, topology)
+            stepper = Stepper(model, None, topology, choices.mode, make_loss(), 0.0, MTP_WEIGHT)
+            batches = batches_of(plan, make_samples(plan), topology.lane, len(config.mtp))
+            with collectives.recorded() as issued:
+                stepper.gradients(batches, max(1, batches[0].counts.main))
+            check_issued(expected, issued)
+            compared += len(issued)
+    return compared
+
+
+def check_in_flight(cases: Sequence[tuple], order: Sequence[Action]) -> int:
+    """With rounds in flight as in a pipeline, and all collectives of torch, FSDP's too."""
+    compared = 0
+    with lanes_of(4) as (topology, groups):
+        for config, plan, choices in cases:
+            model = sharded(config, topology, groups, choices)
+            expected = expected_of(config, plan, choices, topology, queues=[tuple(order)])
+            with TorchCollectives() as everything:
+                run_in_order(model, plan, topology, choices, order)
+            check_everything(expected, everything.log, model)
+            compared += len(expected)
+    return compared
+
+
+def expected_of(config, plan: Plan, choices: Choices, topology, queues=None) -> list[Operation]:
+    layout = one_stage(layers=len(config.layers), depths=len(config.mtp))
+    model = traced(config, choices)
+    return trace(plan, layout, topology.rank, model=model, axes=topology, queues=queues)
+
+
+def run_in_order(model, plan: Plan, topology, choices: Choices, order: Sequence[Action]) -> None:
+    depths = len(model.config.mtp)
+    batches = batches_of(plan, make_samples(plan), topology.lane, depths)
+    stepper = Stepper(model, None, topology, choices.mode, make_loss(), 0.0, MTP_WEIGHT)
+    losses = {}
+    for action in order:
+        batch = batches[action.round]
+        if action.kind == "forward":
+            out = model(batch.token_ids, batch.ctx, batch.targets.labels, batch.mtp)
+            losses[action.round] = stepper.weighted(stepper.terms(out, batch, 10.0)[0])
+        else:
+            begin_round(model, mode=choices.mode, is_last=batch.is_last)
+            losses.pop(action.round).backward()
+
+
+def check_everything(
+    expected: Sequence[Operation], issued: Sequence[tuple], model: torch.nn.Module
+) -> None:
+    """The order of all collectives; FSDP's have the size of the module that the trace names."""
+    sizes = fsdp_sizes(model)
+    wanted = []
+    for operation in expected:
+        if operation.kind.startswith("fsdp "):
+            bare, padded = sizes[operation.what.split(", ")[-1]]
+            assert operation.bytes == bare, operation
+            amount = bare if operation.kind == "fsdp all_reduce" else padded
+            wanted.append((operation.kind.removeprefix("fsdp "), operation.group, amount))
+        else:
+            kind = "all_reduce" if operation.kind == "sum_over" else operation.kind
+            wanted.append((kind, operation.group, None))
+    assert len(wanted) == len(issued)
+    for number, (want, real) in enumerate(zip(wanted, issued, strict=True)):
+        same = want[:2] == real[:2] and want[2] in (None, real[2])
+        assert same, f"operation {number}: {expected[number]}; issued was {real}"
+
+
+def fsdp_sizes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    """By the trace's names: bytes of each wrapped module's own parameters, bare and padded."""
+    sizes, lanes = {}, dist.get_world_size()
+    wrapped = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+    for name, module in wrapped.items():
+        inside = {
+            id(p)
+            for other, below in wrapped.items()
+            if other != name and other.startswith(f"{name}." if name else "")
+            for p in below.parameters()
+        }
+        shapes = [p.shape for p in module.parameters() if id(p) not in inside]
+        bare = sum(shape.numel() for shape in shapes)
+        padded = sum(-(-shape[0] // lanes) * lanes * shape[1:].numel() for shape in shapes)
+        sizes[trace_name(name)] = (bare * ITEM, padded * ITEM)
+    return sizes
+
+
+def trace_name(name: str) -> str:
+    """layers.2.mlp.router as the trace names it: layer 2 router."""
+    if not name:
+        return "stage 0's ends"
+    group, number, *rest = name.split(".")
+    start = f"layer {number}" if group == "layers" else f"depth {int(number) + 1}"
+    ends = {"router": " router", "per_head": " decay"}
+    return start + (ends[rest[-1]] if rest else "")
