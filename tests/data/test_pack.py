@@ -193,6 +193,7 @@ def reordered(shards: Shards, order: list[int]) -> Shards:
         mask=shards.mask[rows],
         token_fields={name: values[rows] for name, values in shards.token_fields.items()},
         sequence_fields={name: values[order] for name, values in shards.sequence_fields.items()},
+        depths=shards.depths,
     )
 
 

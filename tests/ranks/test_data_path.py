@@ -12,6 +12,7 @@ from tests.ranks.harness import RankError, run_ranks
 
 from longshore.batch import Counts
 from longshore.data.batches import BatchSize, Place
+from longshore.data.data_rank import Packing
 from longshore.data.exchange import send_back
 from longshore.data.fields import Field
 from longshore.data.lengths import gather_lengths, length_rows
@@ -19,7 +20,7 @@ from longshore.data.loader import Loader
 from longshore.data.pack import merge, pack_step, unpack
 from longshore.data.shard import count_targets, cut_shards, lane_cuts
 from longshore.data.source import TokenizedSample
-from longshore.data.steps import IndexedSteps, Packing, StreamedSteps
+from longshore.data.steps import IndexedSteps, StreamedSteps
 from longshore.distributed.collectives import count
 from longshore.distributed.topology import make_topology
 from longshore.plan import make_plan
