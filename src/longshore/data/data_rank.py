@@ -72,7 +72,8 @@ class DataRank:
         with self.checked():
             self.stages = _inputs_by_rank(packing, topology.pp if topology else 1)
             self.inputs = self.stages[topology.pp_rank if topology else 0]
-        self.check_settings(f"{packing.layout} {packing.depths} {packing.buckets}")
+            settings = f"{packing.layout} {packing.depths} {packing.buckets}"
+        self.check_settings(settings)
 
     def agreed(self) -> AbstractContextManager[None]:
         """A block that fails on all ranks if it fails on one."""

@@ -89,7 +89,8 @@ class IndexedSteps:
         with self.rank.checked():
             self.batches = Batches(source.lengths, batch, seed=seed, shuffle=shuffle)
             self.digest = source_digest(source)
-        self.rank.check_settings(f"{self.describe()} {source.fields}")
+            settings = f"{self.describe()} {source.fields}"
+        self.rank.check_settings(settings)
 
     def from_place(
         self, place: Place, stop: Callable[[], bool], finish: Finish = unchanged
@@ -155,6 +156,16 @@ class IndexedSteps:
         self.rank.close()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _PlannedStep:
+    """A step of StreamedSteps before its sequences are exchanged."""
+
+    plan: Plan
+    digest: str
+    counts: Counts
+    mail: LaneParcels | None
+
+
 class StreamedSteps:
     """Steps from one iterator a lane, given to its first rank or, with `everywhere`, to all ranks.
 
@@ -180,7 +191,8 @@ class StreamedSteps:
                     f"rank {topology.rank}: `samples` is {'None' if samples is None else 'given'}, "
                     f"but with everywhere={everywhere} {who} takes an iterator"
                 )
-        self.rank.check_settings(f"{batch} {fields} {everywhere}")
+            settings = f"{batch} {fields} {everywhere}"
+        self.rank.check_settings(settings)
         self.samples = samples if samples is not None else iter(())
         self.planner = planner
         self.batch = batch
@@ -203,19 +215,16 @@ class StreamedSteps:
                 rows = length_rows(drawn, self.rank.packing.depths)
             by_lane = gather_rows_of_lanes(rows, groups, room=room, everywhere=self.everywhere)
             with self.rank.agreed():
-                lengths = StepLengths.of(by_lane)
-            if not lengths.owners:
+                planned = self._planned(StepLengths.of(by_lane), drawn)
+            if planned is None:
                 return
-            with self.rank.agreed():
-                plan, digest = self.rank.make_plan(self.planner, lengths.sequences())
-                mail = self._lane_parcels(plan, lengths, drawn)
-            self.rank.check_same(digest)
+            self.rank.check_same(planned.digest)
+            mail = planned.mail
             received = None if mail is None else deliver_in_lane(mail, groups)
             with self.rank.agreed():
-                batches = self._batches(plan, lengths.counts(), mail, received)
-                step = finish(Step(plan, batches, place))
+                step = finish(Step(planned.plan, self._batches(planned, received), place))
+                place = place.following
             yield step
-            place = place.following
 
     def _room(self) -> int:
         """How many sequences a lane usually draws at most."""
@@ -232,6 +241,15 @@ class StreamedSteps:
             wanted -= sample.length if self.batch.unit == "tokens" else 1
             yield sample
 
+    def _planned(self, lengths: StepLengths, drawn: list[TokenizedSample]) -> _PlannedStep | None:
+        """The plan of a step and this rank's messages; None if no lane drew a sequence."""
+        if not lengths.owners:
+            return None
+        plan, digest = self.rank.make_plan(self.planner, lengths.sequences())
+        return _PlannedStep(
+            plan, digest, lengths.counts(), self._lane_parcels(plan, lengths, drawn)
+        )
+
     def _lane_parcels(
         self, plan: Plan, lengths: StepLengths, drawn: list[TokenizedSample]
     ) -> LaneParcels | None:
@@ -245,9 +263,9 @@ class StreamedSteps:
         own = dict(zip(lengths.places_of(rank.lane), drawn, strict=False))
         return make_lane_parcels(routes, own, groups, rank.stages, everywhere=self.everywhere)
 
-    def _batches(
-        self, plan: Plan, counts: Counts, mail: LaneParcels | None, received: Tensor | None
-    ) -> list[MicroBatch]:
+    def _batches(self, planned: _PlannedStep, received: Tensor | None) -> list[MicroBatch]:
+        """This rank's micro-batches, from the bytes that it received."""
+        plan, counts, mail = planned.plan, planned.counts, planned.mail
         if mail is None or received is None:
             return self.rank.without_data(plan, self.fields, counts)
         return self.rank.pack(plan, open_parcels(mail.expected, received), counts)
