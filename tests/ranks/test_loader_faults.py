@@ -13,6 +13,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from unittest import mock
+from zlib import crc32
 
 import pytest
 import torch.distributed as dist
@@ -33,8 +34,8 @@ FOLDERS = (f"{OURS}/data/", *(f"{OURS}/plan/{name}.py" for name in ("check", "ro
 # what is in agreed(). Everything else may fail.
 FRAMES = {
     "steps.py": {"from_place", "__init__"},
-    "data_rank.py": {"__init__", "agreed", "checked", "check_settings", "any_rank", "check_same"}
-    | {"close"},
+    "data_rank.py": {"__init__", "agreed", "closed_on_error", "check_settings", "any_rank"}
+    | {"check_same", "close"},
     "lengths.py": {"gather_rows_of_lanes", "_broadcast_in_lane"},
     "exchange.py": {"deliver"},
     "lane_broadcast.py": {"deliver_in_lane"},
@@ -146,12 +147,17 @@ KINDS = {
 }
 
 
-def cases(watch, topology, *, every):
-    """(function, rank, call) to break: for each function one rank in turn, or every rank."""
+def cases(watch, topology, part, *, every):
+    """(function, rank, call) to break: every one, or for one function in three its last call.
+
+    part: which third; then ranks take turns.
+    """
     calls = [None] * topology.world_size
     dist.all_gather_object(calls, watch.calls)
     chosen = []
     for number, name in enumerate(sorted(set(chain.from_iterable(calls)))):
+        if not every and crc32(" ".join(name).encode()) % 3 != part:
+            continue
         ranks = [rank for rank, counts in enumerate(calls) if name in counts]
         for rank in ranks if every else [ranks[number % len(ranks)]]:
             last = calls[rank][name]  # what is called in two places fails in both
@@ -159,14 +165,14 @@ def cases(watch, topology, *, every):
     return chosen
 
 
-def every_fault(kind, lanes, tp, pp, every):
+def every_fault(kind, lanes, tp, pp, part, every):
     """How many faults were tried; each has ended this rank with its error."""
     with on_ranks(lanes, tp, pp) as topology:
         source = RandomSource(12, longest=60)
         make = partial(KINDS[kind], topology, source)
         watch = Watch()
         assert error_of(make, watch) is None
-        chosen = cases(watch, topology, every=every)
+        chosen = cases(watch, topology, part, every=every)
         for name, rank, at in chosen:
             started = time.monotonic()
             error = error_of(make, Watch(name, at) if rank == topology.rank else None)
@@ -178,27 +184,20 @@ def every_fault(kind, lanes, tp, pp, every):
         return [name for (_, name), _, _ in chosen]
 
 
-@pytest.mark.fuzz
-@pytest.mark.parametrize(
-    ("kind", "lanes", "tp", "pp"),
-    [
-        ("indexed", 2, 1, 2),
-        ("streamed", 2, 1, 2),
-        ("streamed", 2, 2, 1),
-        ("everywhere", 2, 2, 1),
-        ("streamed", 1, 1, 3),
-    ],
+THIRDS = (
+    ("indexed", 2, 1, 2, 0),
+    ("streamed", 2, 1, 2, 1),
+    ("streamed", 2, 2, 1, 2),
+    ("streamed", 1, 1, 3, 0),
+    ("everywhere", 2, 2, 1, 1),
 )
-def test_a_fault_anywhere_on_one_rank_ends_all_with_its_error(kind, lanes, tp, pp):
-    every = settings.get_current_profile_name() == "fuzz"
-    ranks = lanes * tp * pp
-    names, *others = run_ranks(ranks, every_fault, kind, lanes, tp, pp, every, timeout=600)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize(("kind", "lanes", "tp", "pp", "part"), THIRDS)
+def test_a_fault_anywhere_on_one_rank_ends_all_with_its_error(kind, lanes, tp, pp, part):
+    every, ranks = settings.get_current_profile_name() == "fuzz", lanes * tp * pp
+    args = (kind, lanes, tp, pp, part, every)
+    names, *others = run_ranks(ranks, every_fault, *args, timeout=3000 if every else 120)
     assert others == [names] * (ranks - 1)
-    expected = {"_batches", "make_plan", "check_step", "lane_context", "pack_step"}
-    if kind != "indexed":
-        expected |= {"_draw", "length_rows", "of", "counts", "route", "cut", "open_parcels"}
-    if kind == "streamed":
-        expected |= {"_joined_rows", "_bytes"}
-    if pp == 3:
-        expected |= {"zero_batches"}
-    assert expected <= set(names)
+    assert len(set(names)) >= (60 if every else 15)

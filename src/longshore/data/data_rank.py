@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -67,24 +68,35 @@ class DataRank:
         self.lane = topology.lane if topology else 0
         self.lanes = topology.lanes if topology else 1
         self.is_first_of_lane = topology.is_first_of_lane if topology else True
+        self.pp = topology.pp if topology else 1
+        self.pp_rank = topology.pp_rank if topology else 0
         self.packing = packing
         self.groups: Groups | None = topology.host_groups() if topology else None
-        with self.checked():
-            self.stages = _inputs_by_rank(packing, topology.pp if topology else 1)
-            self.inputs = self.stages[topology.pp_rank if topology else 0]
-            settings = f"{packing.layout} {packing.depths} {packing.buckets}"
-        self.check_settings(settings)
+
+    @cached_property
+    def stages(self) -> tuple[StageInputs, ...]:
+        """What each pipeline rank reads; raises if the layout does not fit."""
+        return _inputs_by_rank(self.packing, self.pp)
+
+    @property
+    def inputs(self) -> StageInputs:
+        """What this rank's stages read."""
+        return self.stages[self.pp_rank]
+
+    def describe(self) -> str:
+        """What has to be the same on all ranks; raises if the layout does not fit."""
+        packing = self.packing
+        return f"{self.stages} {packing.layout} {packing.depths} {packing.buckets}"
 
     def agreed(self) -> AbstractContextManager[None]:
         """A block that fails on all ranks if it fails on one."""
         return agreed(self.groups) if self.groups else nullcontext()
 
     @contextmanager
-    def checked(self) -> Iterator[None]:
-        """As `agreed`; the groups are closed if the block fails, for work before the first step."""
+    def closed_on_error(self) -> Iterator[None]:
+        """For work before the first step."""
         try:
-            with self.agreed():
-                yield
+            yield
         except BaseException:
             self.close()
             raise
@@ -92,11 +104,7 @@ class DataRank:
     def check_settings(self, settings: str) -> None:
         """Raises on all ranks if these differ: the sizes of messages follow from them."""
         if self.groups:
-            try:
-                same_on_all_ranks(settings, self.groups, what="data settings")
-            except RuntimeError:
-                self.close()
-                raise
+            same_on_all_ranks(settings, self.groups, what="data settings")
 
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank; all ranks get the same answer at the same step."""

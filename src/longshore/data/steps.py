@@ -86,11 +86,12 @@ class IndexedSteps:
         self.planner = planner
         self.seed = seed
         self.rank = DataRank(topology, packing)
-        with self.rank.checked():
-            self.batches = Batches(source.lengths, batch, seed=seed, shuffle=shuffle)
-            self.digest = source_digest(source)
-            settings = f"{self.describe()} {source.fields}"
-        self.rank.check_settings(settings)
+        with self.rank.closed_on_error():
+            with self.rank.agreed():
+                self.batches = Batches(source.lengths, batch, seed=seed, shuffle=shuffle)
+                self.digest = source_digest(source)
+                settings = f"{self.rank.describe()} {self.describe()} {source.fields}"
+            self.rank.check_settings(settings)
 
     def from_place(
         self, place: Place, stop: Callable[[], bool], finish: Finish = unchanged
@@ -184,15 +185,17 @@ class StreamedSteps:
         packing: Packing = DEFAULT_PACKING,
     ) -> None:
         self.rank = DataRank(topology, packing)
-        with self.rank.checked():
-            if (samples is None) == (everywhere or self.rank.is_first_of_lane):
-                who = "every rank" if everywhere else "only the first rank of each lane"
-                raise ValueError(
-                    f"rank {topology.rank}: `samples` is {'None' if samples is None else 'given'}, "
-                    f"but with everywhere={everywhere} {who} takes an iterator"
-                )
-            settings = f"{batch} {fields} {everywhere}"
-        self.rank.check_settings(settings)
+        with self.rank.closed_on_error():
+            with self.rank.agreed():
+                if (samples is None) == (everywhere or self.rank.is_first_of_lane):
+                    who = "every rank" if everywhere else "only the first rank of each lane"
+                    raise ValueError(
+                        f"rank {topology.rank}: `samples` is "
+                        f"{'None' if samples is None else 'given'}, but with "
+                        f"everywhere={everywhere} {who} takes an iterator"
+                    )
+                settings = f"{self.rank.describe()} {batch} {fields} {everywhere}"
+            self.rank.check_settings(settings)
         self.samples = samples if samples is not None else iter(())
         self.planner = planner
         self.batch = batch
