@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from unittest import mock
 from zlib import crc32
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from hypothesis import settings
@@ -80,7 +81,7 @@ def watched_by(watch, set_profile):
 
 def error_of(make, watch=None):
     """What making steps and taking some raises, or None; the watch is also on the thread."""
-    errors = (OSError, RuntimeError, ValueError, SystemExit)
+    errors = (OSError, RuntimeError, ValueError, SystemExit, UnreadableError)
     try:
         with watched_by(watch, sys.setprofile):
             steps = make()
@@ -201,3 +202,83 @@ def test_a_fault_anywhere_on_one_rank_ends_all_with_its_error(kind, lanes, tp, p
     names, *others = run_ranks(ranks, every_fault, *args, timeout=3000 if every else 120)
     assert others == [names] * (ranks - 1)
     assert len(set(names)) >= (60 if every else 15)
+
+
+class UnreadableError(Exception):
+    def __str__(self):
+        raise KeyError("text")
+
+
+def undeclared(samples):
+    samples[4] = replace(samples[4], fields={**samples[4].fields, "score": np.zeros(())})
+    return samples
+
+
+def too_short(samples):
+    fields = samples[4].fields
+    samples[4] = replace(samples[4], fields={**fields, "old_logp": fields["old_logp"][1:]})
+    return samples
+
+
+def raising(error, samples):
+    yield from samples[:4]  # of the second step
+    raise error
+
+
+DATA = {
+    "undeclared": (undeclared, ValueError, "field 'score' is not declared"),
+    "too short": (too_short, ValueError, "field 'old_logp' has shape"),
+    "cut off": (partial(raising, OSError("line 17 is cut off")), OSError, "line 17 is cut off"),
+    "exit": (partial(raising, SystemExit("no more data")), SystemExit, "no more data"),
+    "unreadable": (partial(raising, UnreadableError()), UnreadableError, "cannot be read"),
+}
+
+
+def bad_data(tp, pp):
+    """For each case of DATA, the error on this rank."""
+    with on_ranks(2, tp, pp) as topology:
+        broken = topology.first_rank_of_lane(1)
+        source, ended = RandomSource(12, longest=60), []
+        for change, _, _ in DATA.values():
+            samples = list(lane_stream(source, 2, topology.lane, STEPS, batch=BATCH.amount))
+            samples = change(samples) if topology.rank == broken else samples
+            error = error_of(partial(streamed, topology, source, samples))
+            text = "" if isinstance(error, UnreadableError) else str(error)
+            ended.append((type(error).__name__, text))
+        return topology.rank == broken, ended
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1)])
+def test_bad_data_on_one_lane_is_told_on_all(tp, pp):
+    for is_broken, ended in run_ranks(4, bad_data, tp, pp, timeout=120):
+        for (name, text), (_, kind, message) in zip(ended, DATA.values(), strict=True):
+            assert name == (kind.__name__ if is_broken else "PeerError")
+            assert message in text or (is_broken and kind is UnreadableError)
+
+
+def bad_settings():
+    """What the constructors raise where rank 3 differs, and a loader of different plans."""
+    with on_ranks(2, 1, 2) as topology:
+        source, is_other = RandomSource(12, longest=60), topology.rank == 3
+        packed = packing(2)
+        shorter = replace(packed, buckets=(64,))
+        unfitting = replace(packed, layout=packing(1).layout)
+        make = partial(IndexedSteps, source, planner=planner(2), batch=BATCH, seed=1)
+        stream = partial(StreamedSteps, planner=planner(2), batch=BATCH, packing=packed)
+        samples = iter(()) if topology.is_first_of_lane or is_other else None
+        errors = [
+            error_of(partial(make, topology=topology, packing=shorter if is_other else packed)),
+            error_of(partial(make, topology=topology, packing=unfitting if is_other else packed)),
+            error_of(partial(stream, samples, topology=topology, fields=FIELDS)),
+        ]
+        return [str(error) for error in errors]
+
+
+def test_settings_that_differ_between_ranks_are_told_before_the_first_step():
+    for rank, (differ, layout, samples) in enumerate(run_ranks(4, bad_settings)):
+        assert (
+            "2 different versions of the data settings: ranks 0, 1 and 2 against rank 3" in differ
+        )
+        assert "needs a layout for them; Packing has one of 1 ranks, 2 depths" in layout
+        assert "rank 3: `samples` is given, but with everywhere=False only the first" in samples
+        assert ("rank 3 failed" in layout) == (rank != 3)
