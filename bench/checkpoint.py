@@ -24,8 +24,9 @@ from ranks import on_ranks
 from results import machine, table, write_section
 
 from longshore.config import decoder_config, load_config, planner_options
+from longshore.data.data_rank import Packing
 from longshore.data.loader import Loader
-from longshore.data.steps import IndexedSteps, Packing
+from longshore.data.steps import IndexedSteps
 from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import make_topology
 from longshore.model.decoder import Decoder

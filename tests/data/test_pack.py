@@ -1,6 +1,6 @@
 """Shards become micro-batches, and a model's outputs become sequences."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -21,9 +21,10 @@ from tests.data.plans import (
 
 from longshore.batch import IGNORE, Counts, MicroBatch
 from longshore.data.lane_context import lane_context
-from longshore.data.pack import Piece, merge, pack_step, unpack
+from longshore.data.pack import LaneShape, Piece, merge, pack_step, unpack, zero_batches
 from longshore.data.shard import Shards, cut_shards, lane_cuts
 from longshore.plan import Pack, Plan, Round, make_plan
+from longshore.plan.layout import StageInputs
 from longshore.plan.shapes import lane_tokens, make_buckets
 
 TWO_LANES = [Round((Pack(0, 2, (0,), 4), Pack(0, 1, (1,), 3))), Round((Pack(1, 1, (2,), 1),))]
@@ -193,7 +194,37 @@ def reordered(shards: Shards, order: list[int]) -> Shards:
         mask=shards.mask[rows],
         token_fields={name: values[rows] for name, values in shards.token_fields.items()},
         sequence_fields={name: values[order] for name, values in shards.sequence_fields.items()},
+        depths=shards.depths,
     )
+
+
+@pytest.mark.property
+@given(any_plans(), st.builds(StageInputs, *[st.booleans()] * 6), st.integers(0, 2))
+def test_what_is_not_needed_is_neither_cut_nor_packed(
+    plan: Plan, inputs: StageInputs, depths: int
+) -> None:
+    """The micro-batches are the full ones without it; those from the plan alone have the shapes."""
+    samples = make_samples(plan)
+    counts = counts_of(samples, depths)
+    lane = plan.setting.lanes - 1
+    cuts = lane_cuts(plan, lane)
+    shards = cut_shards(plan, samples, cuts, depths=depths, fields=FIELDS, inputs=inputs)
+    ahead = {0} if inputs.token_ids else set()
+    for depth in range(depths + 1):
+        ahead |= {depth} if depth and inputs.depth_ids else set()
+        ahead |= {depth + 1} if (inputs.depth_targets if depth else inputs.targets) else set()
+    assert shards.ids.shape[1] == len(ahead)
+    assert shards.mask.shape[1] == inputs.targets + depths * inputs.depth_targets
+    packed = pack_step(plan, lane, shards, counts=counts, pad_id=PAD)
+    full = pack_all(plan, samples, depths=depths)[lane]
+    zeros = zero_batches(plan, LaneShape(lane, depths, FIELDS, ()), counts, inputs)
+    for a, b, zero in zip(packed, full, zeros, strict=True):
+        ours, theirs = a.to_tensors(), b.only(**asdict(inputs)).to_tensors()
+        assert list(ours) == list(theirs)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert (a.counts, len(a.mtp)) == (zero.counts, len(zero.mtp))
+        shapes = [{k: (t.shape, t.dtype) for k, t in x.to_tensors().items()} for x in (a, zero)]
+        assert shapes[0] == shapes[1]
 
 
 @pytest.mark.property

@@ -17,9 +17,10 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.presets import preset
 from longshore.data.batches import BatchSize
+from longshore.data.data_rank import Packing
 from longshore.data.loader import Loader
 from longshore.data.mock import MockSource
-from longshore.data.steps import IndexedSteps, Packing
+from longshore.data.steps import IndexedSteps
 from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.process_group import Rendezvous, process_group
 from longshore.distributed.topology import Topology, make_topology

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from longshore.arch.presets import preset
 from longshore.batch import Boundaries, Counts, MicroBatch
-from longshore.data.lane_broadcast import LaneShape, zero_batches
 from longshore.data.lane_context import lane_context
+from longshore.data.pack import LaneShape, zero_batches
 from longshore.model import host_tables
 from longshore.model.host_tables import table_makers
 from longshore.ops.boundaries import chunks

@@ -11,9 +11,10 @@ from tests.ranks.hybrids import HYBRIDS
 from tests.ranks.spine import MTP_WEIGHT, dense, exact, lanes_of, sharded
 
 from longshore.data.batches import BatchSize
+from longshore.data.data_rank import Packing
 from longshore.data.loader import Loader
 from longshore.data.mock import MockSource
-from longshore.data.steps import IndexedSteps, Packing
+from longshore.data.steps import IndexedSteps
 from longshore.plan import make_plan
 from longshore.train.loop import Machine, train
 from longshore.train.loss import make_loss

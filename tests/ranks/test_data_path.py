@@ -12,6 +12,7 @@ from tests.ranks.harness import RankError, run_ranks
 
 from longshore.batch import Counts
 from longshore.data.batches import BatchSize, Place
+from longshore.data.data_rank import Packing
 from longshore.data.exchange import send_back
 from longshore.data.fields import Field
 from longshore.data.lengths import gather_lengths, length_rows
@@ -19,7 +20,7 @@ from longshore.data.loader import Loader
 from longshore.data.pack import merge, pack_step, unpack
 from longshore.data.shard import count_targets, cut_shards, lane_cuts
 from longshore.data.source import TokenizedSample
-from longshore.data.steps import IndexedSteps, Packing, StreamedSteps
+from longshore.data.steps import IndexedSteps, StreamedSteps
 from longshore.distributed.collectives import count
 from longshore.distributed.topology import make_topology
 from longshore.plan import make_plan
@@ -36,11 +37,10 @@ CAPACITY = 64
 
 @dataclass
 class RandomSource:
-    """Short sequences and some that need several lanes, from a seed; `broken` cannot be read."""
+    """Short sequences and some that need several lanes, from a seed."""
 
     count: int
     longest: int
-    broken: int = -1
     fields = FIELDS
 
     def __post_init__(self):
@@ -50,7 +50,7 @@ class RandomSource:
             draw.integers(1, self.longest + 1, self.count),
             draw.integers(1, 12, self.count),
         )
-        self.loss_tokens = np.array([self[i].loss_tokens for i in range(self.count) if i != -1])
+        self.loss_tokens = np.array([self[i].loss_tokens for i in range(self.count)])
 
     def __len__(self):
         return self.count
@@ -71,13 +71,6 @@ class RandomSource:
 
     def mask_head(self, index, count):
         return self[index].loss_mask[:count]
-
-
-class BrokenSource(RandomSource):
-    def __getitem__(self, index):
-        if index == self.broken and hasattr(self, "loss_tokens"):
-            raise OSError(f"shard-00003.arrow: sequence {index} is corrupt")
-        return super().__getitem__(index)
 
 
 def planner(lanes, policy="mixed", **options):
@@ -191,35 +184,6 @@ def test_all_regimes_give_the_same_micro_batches(lanes, tp, pp, policy):
     run_ranks(lanes * tp * pp, regimes_agree, lanes, tp, pp, policy)
 
 
-def stage_bytes():
-    """What each rank receives when only the first of a lane has data: pp 3, tp 1."""
-    topology = make_topology(lanes=1, pp=3, device="cpu")
-    source = RandomSource(8, longest=20)
-    steps = StreamedSteps(
-        lane_stream(source, 1, 0, 1, batch=8) if topology.is_first_of_lane else None,
-        planner=planner(1),
-        batch=BatchSize("sequences", 8),
-        topology=topology,
-        fields=FIELDS,
-        packing=packing(3),
-    )
-    step = take(steps, 1)[0]
-    held = [
-        (batch.token_ids is not None, batch.targets is not None, bool(batch.token_fields))
-        for batch in step.batches
-    ]
-    topology.groups.close()
-    return set(held)
-
-
-def test_a_stage_gets_only_what_it_needs():
-    assert run_ranks(3, stage_bytes) == [
-        {(True, False, False)},
-        {(False, False, False)},
-        {(False, True, True)},
-    ]
-
-
 def one_exchange(lanes):
     topology = make_topology(lanes=lanes, device="cpu")
     source = RandomSource(24, longest=100)
@@ -315,29 +279,6 @@ def test_resuming_at_every_step_also_on_other_lanes_repeats_and_loses_nothing():
         lanes = 2 if at % 2 else 3
         again = steps_of(run_ranks(lanes, whole_steps, lanes, states[at - 1], 6 - at))
         assert again == whole[at:]
-
-
-def fail_while_loading():
-    topology = make_topology(lanes=3, device="cpu")
-    kind = BrokenSource if topology.rank == 1 else RandomSource
-    source = kind(72, longest=20, broken=17)
-    steps = IndexedSteps(
-        source,
-        planner=planner(3, "static", cp_size=3),  # every lane reads every sequence
-        batch=BatchSize("sequences", 24),
-        seed=1,
-        topology=topology,
-    )
-    started = time.monotonic()
-    with pytest.raises((OSError, RuntimeError), match=r"sequence 17 is corrupt") as caught:
-        take(steps, 3)
-    return type(caught.value).__name__, time.monotonic() - started
-
-
-def test_a_rank_that_fails_while_loading_ends_all_with_its_error():
-    results = run_ranks(3, fail_while_loading, timeout=30)
-    assert [name for name, _ in results] == ["PeerError", "OSError", "PeerError"]
-    assert max(seconds for _, seconds in results) < 10
 
 
 def plans_differ():

@@ -1,138 +1,284 @@
-"""A fault on one rank, at any place between two collectives of the data path, reaches all ranks."""
+"""A fault on one rank, at any place between two collectives of the data path, reaches all ranks.
 
-from contextlib import ExitStack
-from dataclasses import replace
+A first run notes every function of the data path that making a step calls, on each rank. Then each
+of them raises on one of the ranks that call it, and every rank has to end with that error.
+"""
+
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
 from unittest import mock
+from zlib import crc32
 
 import numpy as np
 import pytest
+import torch.distributed as dist
+from hypothesis import settings
 from tests.ranks.harness import run_ranks
-from tests.ranks.test_data_path import FIELDS, RandomSource, indexed, lane_stream, packing, planner
+from tests.ranks.test_data_path import FIELDS, RandomSource, lane_stream, packing
 
-from longshore.data import exchange, lane_broadcast, loader, steps
-from longshore.data.batches import Batches, BatchSize
-from longshore.data.lengths import StepLengths
+import longshore
+from longshore.data import loader
+from longshore.data.batches import BatchSize
 from longshore.data.steps import IndexedSteps, StreamedSteps
-from longshore.distributed.topology import make_topology
+from longshore.distributed.topology import Groups, Topology, make_topology
+from longshore.plan import make_plan
 
+OURS = Path(longshore.__file__).parent
+FOLDERS = (f"{OURS}/data/", *(f"{OURS}/plan/{name}.py" for name in ("check", "route")))
+# These communicate, or are the loop around those that do: between two collectives they only call
+# what is in agreed(). Everything else may fail.
+FRAMES = {
+    "steps.py": {"from_place", "__init__"},
+    "data_rank.py": {"__init__", "agreed", "closed_on_error", "check_settings", "any_rank"}
+    | {"check_same", "close"},
+    "lengths.py": {"gather_rows_of_lanes", "_broadcast_in_lane"},
+    "exchange.py": {"deliver"},
+    "lane_broadcast.py": {"deliver_in_lane"},
+    "loader.py": {"__init__", "__iter__", "__next__", "__enter__", "__exit__", "_run", "_put"}
+    | {"close"},
+}
+BATCH = BatchSize("sequences", 6)
 STEPS = 2
-# What a rank does by itself, in the order in which a step comes by.
-INDEXED = (
-    (Batches, "_open"),
-    (IndexedSteps, "_sequences"),
-    (IndexedSteps, "_counts"),
-    (steps, "cut_shards"),
-    (steps, "pack_step"),
-    (loader, "_pinned"),
-)
-STREAMED = (
-    (StreamedSteps, "_draw"),
-    (steps, "length_rows"),
-    (StepLengths, "sequences"),
-    (steps, "cut_parcels"),
-    (exchange, "_to_bytes"),
-    (steps, "open_parcels"),
-    (steps, "pack_step"),
-    (loader, "_pinned"),
-)
-SHARED = (
-    (StepLengths, "counts"),
-    (lane_broadcast, "zero_batches"),
-    (lane_broadcast, "_pipeline_messages"),
-    (lane_broadcast, "for_stage"),
-    (lane_broadcast, "_to_bytes"),
-    (lane_broadcast, "_fill"),
-    (loader, "_pinned"),
-)
+LONGEST_S = 20.0  # for one fault to end all ranks; each takes a fraction of a second
 
 
-def fail(*_, **__):
-    raise OSError("shard-00003.arrow: bad\udcff disk")
+@dataclass
+class Watch:
+    """Counts the calls of the data path's functions in the first step; `broken` raises at one."""
+
+    broken: tuple[str, str] | None = None
+    at_call: int = 1
+    calls: dict[tuple[str, str], int] = field(default_factory=dict)
+    is_over: bool = False
+
+    def __call__(self, frame, event, _):
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(FOLDERS) or code.co_name[0] == "<":
+            return
+        name = (Path(code.co_filename).name, code.co_name)
+        self.is_over |= name == ("loader.py", "_put")
+        if self.is_over or code.co_name in FRAMES.get(name[0], ()):
+            return
+        self.calls[name] = self.calls.get(name, 0) + 1
+        if name == self.broken and self.calls[name] == self.at_call:
+            raise OSError("shard-00003.arrow: bad\udcff disk")
 
 
-def error_of(made, *, patched=None):
-    """What taking steps raises, or None."""
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(loader, "_pinned", lambda step: step))
-        if patched is not None:
-            stack.enter_context(mock.patch.object(*patched, fail))
-        with loader.Loader(made, pin=True) as taken:
-            try:
-                for _ in range(STEPS):
-                    next(taken)
-            except (OSError, RuntimeError, ValueError) as error:
-                return error
+@contextmanager
+def watched_by(watch, set_profile):
+    set_profile(watch)
+    try:
+        yield
+    finally:
+        set_profile(None)
+
+
+def error_of(make, watch=None):
+    """What making steps and taking some raises, or None; the watch is also on the thread."""
+    errors = (OSError, RuntimeError, ValueError, SystemExit, UnreadableError)
+    try:
+        with watched_by(watch, sys.setprofile):
+            steps = make()
+        with watched_by(watch, threading.setprofile), loader.Loader(steps, prefetch=1) as taken:
+            for _ in range(STEPS):
+                next(taken)
+    except errors as error:
+        return error
     return None
 
 
-def streamed(topology, source, samples=None):
-    stream = samples or lane_stream(source, topology.lanes, topology.lane, STEPS)
-    return StreamedSteps(
-        iter(stream) if topology.is_first_of_lane else None,
+class KeptGroups(Groups):
+    """Process groups that serve many loaders in turn, since making them takes longest."""
+
+    def close(self):
+        pass
+
+
+@contextmanager
+def on_ranks(lanes, tp, pp):
+    """The topology, whose loaders share one set of groups."""
+    topology = make_topology(lanes=lanes, tp=tp, pp=pp, device="cpu")
+    host = topology.host_groups()
+    kept = KeptGroups(**{name: getattr(host, name) for name in Groups.__slots__})
+    with mock.patch.object(Topology, "host_groups", return_value=kept):
+        yield topology
+    host.close()
+    topology.groups.close()
+
+
+def planner(lanes):
+    return partial(make_plan, lanes=lanes, capacity=64, policy="static", cp_size=lanes)
+
+
+def indexed(topology, source):
+    return IndexedSteps(
+        source,
         planner=planner(topology.lanes),
-        batch=BatchSize("sequences", 24),
+        batch=BATCH,
+        seed=1,
         topology=topology,
-        fields=FIELDS,
         packing=packing(topology.pp),
     )
 
 
-def check(error, *, broken, rank):
-    kind, message = (OSError, "bad") if rank == broken else (RuntimeError, f"rank {broken} failed")
-    assert isinstance(error, kind), (rank, error)
-    assert message in str(error)
-    assert "disk" in str(error)
+def streamed(topology, source, samples=None, *, everywhere=False):
+    if samples is None:
+        samples = lane_stream(source, topology.lanes, topology.lane, STEPS, batch=BATCH.amount)
+    return StreamedSteps(
+        iter(samples) if everywhere or topology.is_first_of_lane else None,
+        planner=planner(topology.lanes),
+        batch=BATCH,
+        topology=topology,
+        fields=FIELDS,
+        everywhere=everywhere,
+        packing=packing(topology.pp),
+    )
 
 
-def every_fault(lanes, tp, pp):
-    """The places at which a fault on rank 0, and one on rank 1, ended this rank."""
-    topology = make_topology(lanes=lanes, tp=tp, pp=pp, device="cpu")
-    source = RandomSource(48, longest=60)
-    cases = [(streamed, case) for case in SHARED]
-    if lanes > 1:
-        cases = [(indexed, case) for case in INDEXED] + [(streamed, case) for case in STREAMED]
-    ended = []
-    for broken in (0, 1):
-        for make, case in cases:
-            patched = case if topology.rank == broken else None
-            error = error_of(make(topology, source), patched=patched)
-            if error is not None:
-                check(error, broken=broken, rank=topology.rank)
-                ended.append((broken, case[1]))
-    topology.groups.close()
-    return ended
+KINDS = {
+    "indexed": indexed,
+    "streamed": streamed,
+    "everywhere": partial(streamed, everywhere=True),
+}
 
 
-def both(names, broken=(0, 1)):
-    return [(rank, name) for rank in broken for name in names]
+def cases(watch, topology, part, *, every):
+    """(function, rank, call) to break: every one, or for one function in three its last call.
+
+    part: which third; then ranks take turns.
+    """
+    calls = [None] * topology.world_size
+    dist.all_gather_object(calls, watch.calls)
+    chosen = []
+    for number, name in enumerate(sorted(set(chain.from_iterable(calls)))):
+        if not every and crc32(" ".join(name).encode()) % 3 != part:
+            continue
+        ranks = [rank for rank, counts in enumerate(calls) if name in counts]
+        for rank in ranks if every else [ranks[number % len(ranks)]]:
+            last = calls[rank][name]  # what is called in two places fails in both
+            chosen += [(name, rank, at) for at in (range(1, last + 1) if every else [last])]
+    return chosen
 
 
-def test_a_fault_on_one_lane_ends_all_lanes_with_its_error():
-    ended = both([name for _, name in (*INDEXED, *STREAMED)])
-    assert run_ranks(2, every_fault, 2, 1, 1, timeout=180) == [ended, ended]
+def every_fault(kind, lanes, tp, pp, part, every):
+    """How many faults were tried; each has ended this rank with its error."""
+    with on_ranks(lanes, tp, pp) as topology:
+        source = RandomSource(12, longest=60)
+        make = partial(KINDS[kind], topology, source)
+        watch = Watch()
+        assert error_of(make, watch) is None
+        chosen = cases(watch, topology, part, every=every)
+        for name, rank, at in chosen:
+            started = time.monotonic()
+            error = error_of(make, Watch(name, at) if rank == topology.rank else None)
+            kind, message = (OSError, "bad") if rank == topology.rank else (RuntimeError, "OSError")
+            assert isinstance(error, kind), (name, rank, at, error)
+            assert message in str(error), (name, rank, at, error)
+            assert "shard-00003" in str(error), (name, rank, at, error)
+            assert time.monotonic() - started < LONGEST_S, (name, rank, at)
+        return [name for (_, name), _, _ in chosen]
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-def test_a_fault_on_one_rank_of_a_lane_ends_them_all(tp, pp):
-    """All that this rank does: the first makes no zero batches, and in a pipeline fills none."""
-    first, second = run_ranks(2, every_fault, 1, tp, pp, timeout=180)
-    assert first == second
-    names = [name for _, name in SHARED]
-    unused = {"zero_batches"} if tp > 1 else {"zero_batches", "_fill"}
-    assert first == both([n for n in names if n not in unused], [0]) + both(names, [1])
+THIRDS = (
+    ("indexed", 2, 1, 2, 0),
+    ("streamed", 2, 1, 2, 1),
+    ("streamed", 2, 2, 1, 2),
+    ("streamed", 1, 1, 3, 0),
+    ("everywhere", 2, 2, 1, 1),
+)
 
 
-def undeclared():
-    """The case that was met: a field on lane 0 that nobody declared."""
-    topology = make_topology(lanes=2, device="cpu")
-    source = RandomSource(48, longest=60)
-    samples = list(lane_stream(source, 2, topology.lane, STEPS))
-    if topology.rank == 0:
-        samples[3] = replace(samples[3], fields={**samples[3].fields, "score": np.zeros(())})
-    error = error_of(streamed(topology, source, samples))
-    topology.groups.close()
-    return type(error).__name__, "field 'score' is not declared" in str(error)
+@pytest.mark.fuzz
+@pytest.mark.parametrize(("kind", "lanes", "tp", "pp", "part"), THIRDS)
+def test_a_fault_anywhere_on_one_rank_ends_all_with_its_error(kind, lanes, tp, pp, part):
+    every, ranks = settings.get_current_profile_name() == "fuzz", lanes * tp * pp
+    args = (kind, lanes, tp, pp, part, every)
+    names, *others = run_ranks(ranks, every_fault, *args, timeout=3000 if every else 120)
+    assert others == [names] * (ranks - 1)
+    assert len(set(names)) >= (60 if every else 15)
 
 
-def test_an_undeclared_field_on_one_lane_is_told_on_both():
-    assert run_ranks(2, undeclared, timeout=120) == [("ValueError", True), ("PeerError", True)]
+class UnreadableError(Exception):
+    def __str__(self):
+        raise KeyError("text")
+
+
+def undeclared(samples):
+    samples[4] = replace(samples[4], fields={**samples[4].fields, "score": np.zeros(())})
+    return samples
+
+
+def too_short(samples):
+    fields = samples[4].fields
+    samples[4] = replace(samples[4], fields={**fields, "old_logp": fields["old_logp"][1:]})
+    return samples
+
+
+def raising(error, samples):
+    yield from samples[:4]  # of the second step
+    raise error
+
+
+DATA = {
+    "undeclared": (undeclared, ValueError, "field 'score' is not declared"),
+    "too short": (too_short, ValueError, "field 'old_logp' has shape"),
+    "cut off": (partial(raising, OSError("line 17 is cut off")), OSError, "line 17 is cut off"),
+    "exit": (partial(raising, SystemExit("no more data")), SystemExit, "no more data"),
+    "unreadable": (partial(raising, UnreadableError()), UnreadableError, "cannot be read"),
+}
+
+
+def bad_data(tp, pp):
+    """For each case of DATA, the error on this rank."""
+    with on_ranks(2, tp, pp) as topology:
+        broken = topology.first_rank_of_lane(1)
+        source, ended = RandomSource(12, longest=60), []
+        for change, _, _ in DATA.values():
+            samples = list(lane_stream(source, 2, topology.lane, STEPS, batch=BATCH.amount))
+            samples = change(samples) if topology.rank == broken else samples
+            error = error_of(partial(streamed, topology, source, samples))
+            text = "" if isinstance(error, UnreadableError) else str(error)
+            ended.append((type(error).__name__, text))
+        return topology.rank == broken, ended
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1)])
+def test_bad_data_on_one_lane_is_told_on_all(tp, pp):
+    for is_broken, ended in run_ranks(4, bad_data, tp, pp, timeout=120):
+        for (name, text), (_, kind, message) in zip(ended, DATA.values(), strict=True):
+            assert name == (kind.__name__ if is_broken else "PeerError")
+            assert message in text or (is_broken and kind is UnreadableError)
+
+
+def bad_settings():
+    """What the constructors raise where rank 3 differs, and a loader of different plans."""
+    with on_ranks(2, 1, 2) as topology:
+        source, is_other = RandomSource(12, longest=60), topology.rank == 3
+        packed = packing(2)
+        shorter = replace(packed, buckets=(64,))
+        unfitting = replace(packed, layout=packing(1).layout)
+        make = partial(IndexedSteps, source, planner=planner(2), batch=BATCH, seed=1)
+        stream = partial(StreamedSteps, planner=planner(2), batch=BATCH, packing=packed)
+        samples = iter(()) if topology.is_first_of_lane or is_other else None
+        errors = [
+            error_of(partial(make, topology=topology, packing=shorter if is_other else packed)),
+            error_of(partial(make, topology=topology, packing=unfitting if is_other else packed)),
+            error_of(partial(stream, samples, topology=topology, fields=FIELDS)),
+        ]
+        return [str(error) for error in errors]
+
+
+def test_settings_that_differ_between_ranks_are_told_before_the_first_step():
+    for rank, (differ, layout, samples) in enumerate(run_ranks(4, bad_settings)):
+        assert (
+            "2 different versions of the data settings: ranks 0, 1 and 2 against rank 3" in differ
+        )
+        assert "needs a layout for them; Packing has one of 1 ranks, 2 depths" in layout
+        assert "rank 3: `samples` is given, but with everywhere=False only the first" in samples
+        assert ("rank 3 failed" in layout) == (rank != 3)

@@ -12,9 +12,10 @@ from tests.ranks.test_curves import MOCK
 
 from longshore.arch.stages import make_layout
 from longshore.data.batches import BatchSize
+from longshore.data.data_rank import Packing
 from longshore.data.loader import Loader
 from longshore.data.mock import MockSource
-from longshore.data.steps import IndexedSteps, Packing
+from longshore.data.steps import IndexedSteps
 from longshore.parallel.pipeline.copies import EmbeddingCopies
 from longshore.plan import make_plan
 from longshore.train.checkpoint import Checkpoints, Position

@@ -3,7 +3,7 @@ from tests.data.plans import plan_of
 from torch import nn
 
 from longshore.batch import Counts
-from longshore.data.lane_broadcast import LaneShape, zero_batches
+from longshore.data.pack import LaneShape, zero_batches
 from longshore.plan import Pack, Round
 from longshore.plan.layout import StageInputs
 from longshore.train.heartbeat import RankStatus

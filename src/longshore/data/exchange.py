@@ -2,7 +2,9 @@
 
 In: a plan, which lane owns each sequence, and this lane's own uncut sequences. Out: this lane's
 shards. One uneven all-to-all carries everything; only real tokens are sent, cut and labelled for
-the lane that receives them. Both sides know the plan, so message sizes are never sent.
+the lane that receives them, and only what the rank's stages read. Both sides know the plan, so
+message sizes are never sent. `ParcelRoutes.cut`, `deliver` and `open_parcels` follow each other,
+and only `deliver` communicates, so that all ranks can agree that the other two worked.
 
 A sequence of 7 tokens owned by lane 0 and split over lanes 0 and 1: lane 0 keeps positions 0 1 6
 and sends positions 2 3 4 5 with the token after each: 4 rows of (token, next token, is the next a
@@ -20,83 +22,90 @@ from torch.distributed import ProcessGroup
 
 from longshore.data.fields import Field
 from longshore.data.pack import Piece, merge
-from longshore.data.shard import Array, Cut, CutSpans, Shards, Tokenized, cut_shards, cut_tokens
+from longshore.data.shard import (
+    Array,
+    Cut,
+    CutSpans,
+    Shards,
+    Tokenized,
+    cut_shards,
+    cut_tokens,
+    id_columns,
+    mask_columns,
+    needed_fields,
+)
 from longshore.distributed.collectives import all_to_all
+from longshore.plan.layout import StageInputs
 from longshore.plan.route import Routes, route
 from longshore.plan.types import Plan
 
 
-def exchange(
-    plan: Plan,
-    owners: Seq[int],
-    samples: Mapping[int, Tokenized],
-    group: ProcessGroup,
-    *,
-    depths: int = 0,
-    fields: Seq[Field] = (),
-) -> Shards:
-    """This lane's shards of a step. All lanes of the group call it together.
-
-    `group` orders its ranks by lane. `samples`: this lane's own sequences by their place in the
-    plan. Same as cut_parcels, deliver and open_parcels in a row; only `deliver` communicates, so a
-    caller can let all ranks agree that the other two worked.
-    """
-    parcels = cut_parcels(plan, owners, samples, group, depths=depths, fields=fields)
-    return open_parcels(parcels, deliver(parcels, group))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Parcels:
-    """What a lane sends to the others, and how it reads what they send."""
+    """What a rank sends to the other lanes, and how much it receives from them."""
 
     sent: Tensor
     """Bytes for all lanes, one lane after the other."""
-    sizes: list[int]
+    sends: list[int]
     """How many of them go to each lane."""
-    expected: "list[_ByteLayout]"
-    """What comes from each lane."""
+    receives: list[int]
+    """How many bytes come from each lane."""
 
 
-def cut_parcels(
-    plan: Plan,
-    owners: Seq[int],
-    samples: Mapping[int, Tokenized],
-    group: ProcessGroup,
-    *,
-    depths: int = 0,
-    fields: Seq[Field] = (),
-) -> Parcels:
-    """This lane's sequences, cut for the lanes that compute them; nothing is sent yet."""
-    routes, lane = route(plan, owners), group.rank()
-    sent = [
-        _to_bytes(cut_shards(plan, samples, cuts, depths=depths, fields=fields))
-        if cuts
-        else np.empty(0, dtype=np.uint8)
-        for cuts in _transfers(routes, lane, group, sending=True)
-    ]
-    expected = [
-        _ByteLayout(plan, cuts, depths, fields)
-        for cuts in _transfers(routes, lane, group, sending=False)
-    ]
-    joined = torch.from_numpy(np.concatenate(sent))
-    return Parcels(joined, [len(part) for part in sent], expected)
+class ParcelRoutes:
+    """Which bytes go from a lane to each other lane; they follow from the plan.
+
+    `inputs`, in its methods, is what the rank reads that takes part: the ranks of one stage send
+    each other what this stage needs, and no more.
+    """
+
+    def __init__(
+        self, plan: Plan, owners: Seq[int], lane: int, *, depths: int = 0, fields: Seq[Field] = ()
+    ) -> None:
+        self.plan, self.depths, self.fields = plan, depths, fields
+        routes, lanes = route(plan, owners), range(plan.setting.lanes)
+        self.outgoing = [routes.between(lane, other) for other in lanes]
+        self.incoming = [routes.between(other, lane) for other in lanes]
+
+    def sizes(self, inputs: StageInputs) -> list[int]:
+        """How many bytes this lane sends to each."""
+        return [self._layout(cuts, inputs).size for cuts in self.outgoing]
+
+    def expected(self, inputs: StageInputs) -> "list[ByteLayout]":
+        """What this lane receives from each."""
+        return [self._layout(cuts, inputs) for cuts in self.incoming]
+
+    def cut(self, samples: Mapping[int, Tokenized], inputs: StageInputs) -> Tensor:
+        """The lane's own sequences, by their place in the plan, cut for the lanes that get them."""
+        parts = [
+            _to_bytes(
+                cut_shards(
+                    self.plan, samples, cuts, depths=self.depths, fields=self.fields, inputs=inputs
+                )
+            )
+            for cuts in self.outgoing
+            if cuts
+        ]
+        joined = np.concatenate([np.empty(0, dtype=np.uint8), *parts])
+        assert len(joined) == sum(self.sizes(inputs))
+        return torch.from_numpy(joined)
+
+    def _layout(self, cuts: Seq[Cut], inputs: StageInputs) -> "ByteLayout":
+        return ByteLayout(self.plan, cuts, self.depths, self.fields, inputs)
 
 
-def deliver(parcels: Parcels, group: ProcessGroup) -> Array:
-    """Sends them and returns the received bytes. All lanes of the group call it together."""
-    received: Array = all_to_all(
-        parcels.sent,
-        group,
-        sends=parcels.sizes,
-        receives=[layout.size for layout in parcels.expected],
-    ).numpy()
-    return received
+def deliver(parcels: Parcels, group: ProcessGroup) -> Tensor:
+    """Sends them and returns the received bytes. All lanes of the group call it together.
+
+    `group` orders its ranks by lane.
+    """
+    return all_to_all(parcels.sent, group, sends=parcels.sends, receives=parcels.receives)
 
 
-def open_parcels(parcels: Parcels, received: Array) -> Shards:
+def open_parcels(expected: "Seq[ByteLayout]", received: Tensor) -> Shards:
     """The received bytes as this lane's shards."""
-    ends = np.cumsum([layout.size for layout in parcels.expected])
-    parts = zip(parcels.expected, np.split(received, ends[:-1]), strict=True)
+    ends = np.cumsum([layout.size for layout in expected])
+    parts = zip(expected, np.split(received.numpy(), ends[:-1]), strict=True)
     return _joined([layout.read(part) for layout, part in parts])
 
 
@@ -145,18 +154,26 @@ def _to_bytes(shards: Shards) -> Array:
     return np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays])
 
 
-class _ByteLayout:
+class ByteLayout:
     """How the bytes of some cuts are read back into shards."""
 
-    def __init__(self, plan: Plan, cuts: Seq[Cut], depths: int, fields: Seq[Field]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        cuts: Seq[Cut],
+        depths: int,
+        fields: Seq[Field],
+        inputs: StageInputs,
+    ) -> None:
         self.sequences = np.array([cut.sequence for cut in cuts], dtype=np.int64)
         self.tokens = cut_tokens(plan, cuts) if cuts else np.empty(0, dtype=np.int64)
-        rows = int(self.tokens.sum())
-        self.fields = [f for f in fields if f.per != "sequence"]
-        self.sequence_fields = [f for f in fields if f.per == "sequence"]
+        self.depths, self.inputs = depths, inputs
+        rows, needed = int(self.tokens.sum()), needed_fields(fields, inputs)
+        self.fields = [f for f in needed if f.per != "sequence"]
+        self.sequence_fields = [f for f in needed if f.per == "sequence"]
         self.shapes: list[tuple[np.dtype[np.generic], tuple[int, ...]]] = [
-            (np.dtype(np.int32), (rows, depths + 2)),
-            (np.dtype(np.bool_), (rows, depths + 1)),
+            (np.dtype(np.int32), (rows, len(id_columns(inputs, depths)))),
+            (np.dtype(np.bool_), (rows, len(mask_columns(inputs, depths)))),
             *((np.dtype(f.dtype), (rows, *f.shape)) for f in self.fields),
             *((np.dtype(f.dtype), (len(cuts), *f.shape)) for f in self.sequence_fields),
         ]
@@ -182,6 +199,8 @@ class _ByteLayout:
             mask=mask,
             token_fields={f.name: by_name[f.name] for f in self.fields},
             sequence_fields={f.name: by_name[f.name] for f in self.sequence_fields},
+            depths=self.depths,
+            inputs=self.inputs,
         )
 
 
@@ -198,6 +217,8 @@ def _joined(parts: Seq[Shards]) -> Shards:
         sequence_fields={
             k: join(p.sequence_fields[k] for p in parts) for k in parts[0].sequence_fields
         },
+        depths=parts[0].depths,
+        inputs=parts[0].inputs,
     )
 
 

@@ -1,164 +1,96 @@
-"""Lane broadcast: a lane's first rank sends its micro-batches to the other ranks of the lane.
+"""Lane broadcast: every rank of a lane gets the shards that its stages read.
 
-In: the plan, and on the first rank of the lane the step's micro-batches. Out: on every rank the
-micro-batches of its pipeline stage. Boundaries, positions and groups follow from the plan, so every
-rank computes them itself and they are never sent. The first stage gets token ids, the last stage
-targets, a stage with multi-token prediction its depths, a middle stage nothing at all.
+In: the plan, and the sequences that a lane drew: on its first rank or, with `everywhere`, on all.
+Out: on every rank the bytes of its shards. Three kinds of messages carry them, and all sizes follow
+from the plan:
 
-With 4096 tokens, pp 4 and no depth, the last stage's first rank receives 4096 labels and 4096 mask
-values in one message, the two middle stages receive none.
+    first rank of a lane  → first rank of each stage      the lane's own sequences, along PP
+    first rank of a stage ↔ the same stage of all lanes   the exchange of sequences
+    first rank of a stage → its other ranks               the received shards, along TP
+
+What a stage does not read is never sent to it, and a rank without tokens takes no part. With 4096
+tokens, pp 4 and no depth, the first rank of the last stage receives 4096 labels and mask values,
+those of the two middle stages nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longshore.batch import Counts, Depth, MicroBatch, TableMaker, Targets
-from longshore.data.fields import Field
-from longshore.data.lane_context import lane_context
-from longshore.distributed.agreement import agreed
+from longshore.data.exchange import ByteLayout, ParcelRoutes, Parcels, deliver
+from longshore.data.shard import Tokenized
 from longshore.distributed.collectives import broadcast
 from longshore.distributed.topology import Groups
 from longshore.plan.layout import StageInputs
-from longshore.plan.types import Plan
 
 
-@dataclass(frozen=True, slots=True)
-class LaneShape:
-    """What, besides the plan, decides the shapes of a lane's micro-batches."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LaneParcels:
+    """What a rank sends and receives until it has its shards; all memory is allocated."""
 
-    lane: int
-    """The lane, from 0."""
-    depths: int
-    """Of multi-token prediction."""
-    fields: tuple[Field, ...]
-    """Extra fields of tokens and sequences."""
-    buckets: tuple[int, ...]
-    """Token totals that a lane's micro-batch is rounded up to."""
-    tables: tuple[TableMaker, ...] = ()
-    """What makes the tables of each pack that the model needs."""
+    parcels: Parcels
+    """For the exchange with other lanes; its bytes are still to come where `is_awaited`."""
+    expected: list[ByteLayout]
+    """How the received bytes are read."""
+    to_stages: dict[int, Tensor]
+    """What the first rank of the lane sends to other pipeline ranks."""
+    is_awaited: bool
+    """Whether the first rank of the lane has what is to be sent to other lanes."""
+    copy: Tensor | None
+    """Where the received bytes go on a rank to which the first of its stage sends them."""
+    is_shared: bool
+    """Whether the received bytes are sent along TP."""
 
 
-def broadcast_step(
-    plan: Plan,
-    batches: Seq[MicroBatch] | None,
+def make_lane_parcels(
+    routes: ParcelRoutes,
+    samples: Mapping[int, Tokenized],
     groups: Groups,
     stages: Seq[StageInputs],
     *,
-    shape: LaneShape,
-    counts: Counts,
-) -> list[MicroBatch]:
-    """The step's micro-batches for this rank's stage. All ranks of all lanes call it together.
+    everywhere: bool,
+) -> LaneParcels:
+    """A rank's part, if its stages read anything. `samples`: what the lane drew, where known.
 
-    `batches` are complete on the first rank of the lane and None elsewhere; `stages` has one entry
-    for each pipeline rank. Between two messages all ranks agree that none of them failed.
+    stages: what each pipeline rank reads.
     """
-    stage, is_sender = stages[groups.pp.rank()], batches is not None
-    with agreed(groups):
-        output = zero_batches(plan, shape, counts, stage) if batches is None else list(batches)
-        messages = _pipeline_messages(output, is_sender, groups, stages)
-    received = _along_pipeline(messages, is_sender, groups)
-    with agreed(groups):
-        if received is not None:
-            _fill(output, received)
-        output = [for_stage(stage, batch) for batch in output]
-        tp_message = _to_bytes(output) if stage.any and groups.tp.size() > 1 else None
-    if tp_message is not None:
-        broadcast(tp_message, groups.tp)
-    with agreed(groups):
-        if tp_message is not None:
-            _fill(output, tp_message)
-    return output
-
-
-def _pipeline_messages(
-    batches: Seq[MicroBatch], is_sender: bool, groups: Groups, stages: Seq[StageInputs]
-) -> dict[int, Tensor]:
-    """By pipeline rank: on the sender what each other rank gets, elsewhere this rank's buffer."""
-    if groups.tp.rank():
-        return {}
-    if not is_sender:
-        mine = groups.pp.rank()
-        return {mine: torch.empty_like(_to_bytes(batches))} if stages[mine].any else {}
-    return {
-        other: _to_bytes([for_stage(stage, batch) for batch in batches])
-        for other, stage in enumerate(stages)
-        if other and stage.any
+    mine, tp_rank = groups.pp.rank(), groups.tp.rank()
+    inputs = stages[mine]
+    is_cut_here = everywhere or (mine == 0 and tp_rank == 0)
+    is_awaited = not is_cut_here and tp_rank == 0
+    sizes, expected = routes.sizes(inputs), routes.expected(inputs)
+    sent = routes.cut(samples, inputs) if is_cut_here else _bytes(sum(sizes) if is_awaited else 0)
+    parcels = Parcels(sent, sizes, [layout.size for layout in expected])
+    to_stages = {
+        other: routes.cut(samples, needed)
+        for other, needed in enumerate(stages)
+        if is_cut_here and not everywhere and other != mine and needed.any
     }
-
-
-def _along_pipeline(messages: dict[int, Tensor], is_sender: bool, groups: Groups) -> Tensor | None:
-    """The first stage's rank sends to each other stage that needs tokens; returns what came."""
-    for other, message in messages.items():
-        if not is_sender:
-            dist.recv(message, group=groups.pp, group_src=0)
-            return message
-        dist.send(message, group=groups.pp, group_dst=other)
-    return None
-
-
-def for_stage(stage: StageInputs, batch: MicroBatch) -> MicroBatch:
-    return batch.only(**asdict(stage))
-
-
-def zero_batches(
-    plan: Plan, shape: LaneShape, counts: Counts, stage: StageInputs
-) -> list[MicroBatch]:
-    """Micro-batches of the right shapes, filled with zeros."""
-    return [
-        for_stage(stage, _zero_batch(plan, number, shape, counts))
-        for number in range(len(plan.rounds))
-    ]
-
-
-def _zero_batch(plan: Plan, number: int, shape: LaneShape, counts: Counts) -> MicroBatch:
-    ctx = lane_context(plan, number, shape.lane, buckets=shape.buckets, tables=shape.tables)
-
-    def ids() -> Tensor:
-        return torch.zeros(ctx.tokens, dtype=torch.int64)
-
-    def targets() -> Targets:
-        return Targets(ids(), torch.zeros(ctx.tokens, dtype=torch.bool))
-
-    def extra(field: Field, rows: int) -> Tensor:
-        return torch.zeros((rows, *field.shape), dtype=getattr(torch, field.dtype))
-
-    rows = len(ctx.sequences) + 1
-    return MicroBatch(
-        lane=shape.lane,
-        round=number,
-        rounds=len(plan.rounds),
-        ctx=ctx,
-        counts=counts,
-        token_ids=ids(),
-        targets=targets(),
-        mtp=tuple(Depth(ids(), targets()) for _ in range(shape.depths)),
-        token_fields={f.name: extra(f, ctx.tokens) for f in shape.fields if f.per != "sequence"},
-        sequence_fields={f.name: extra(f, rows) for f in shape.fields if f.per == "sequence"},
+    is_copy = not (is_cut_here or is_awaited)
+    return LaneParcels(
+        parcels=parcels,
+        expected=expected,
+        to_stages=to_stages,
+        is_awaited=is_awaited,
+        copy=_bytes(sum(parcels.receives)) if is_copy else None,
+        is_shared=not everywhere,
     )
 
 
-def _sent_tensors(batches: Seq[MicroBatch]) -> Iterator[Tensor]:
-    """All tensors but the context's, in a fixed order."""
-    for batch in batches:
-        for path, tensor in batch.to_tensors().items():
-            if not path.startswith("ctx."):
-                yield tensor
+def deliver_in_lane(mail: LaneParcels, groups: Groups) -> Tensor:
+    """The bytes of this rank's shards. All ranks that have LaneParcels call it together."""
+    for other, message in mail.to_stages.items():
+        if len(message):
+            dist.send(message, group=groups.pp, group_dst=other)
+    if mail.is_awaited and len(mail.parcels.sent):
+        dist.recv(mail.parcels.sent, group=groups.pp, group_src=0)
+    received = mail.copy if mail.copy is not None else deliver(mail.parcels, groups.lanes)
+    return broadcast(received, groups.tp) if mail.is_shared and len(received) else received
 
 
-def _to_bytes(batches: Seq[MicroBatch]) -> Tensor:
-    parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in _sent_tensors(batches)]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-
-
-def _fill(batches: Seq[MicroBatch], message: Tensor) -> None:
-    """Writes the bytes of a message into the batches' tensors."""
-    at = 0
-    for tensor in _sent_tensors(batches):
-        view = tensor.view(-1).view(torch.uint8)
-        view.copy_(message[at : at + view.numel()])
-        at += view.numel()
+def _bytes(count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8)

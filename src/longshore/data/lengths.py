@@ -18,7 +18,7 @@ from torch import Tensor
 from longshore.batch import Counts
 from longshore.data.shard import count_targets
 from longshore.data.source import TokenizedSample
-from longshore.distributed.agreement import same_on_all_ranks
+from longshore.distributed.agreement import agreed, same_on_all_ranks
 from longshore.distributed.collectives import broadcast_over_lane, gather_rows
 from longshore.distributed.topology import Groups
 from longshore.plan.cost import Ints
@@ -34,6 +34,12 @@ class StepLengths:
 
     owners: tuple[int, ...]
     rows: Ints
+
+    @classmethod
+    def of(cls, by_lane: Seq[Tensor]) -> "StepLengths":
+        """by_lane: each lane's rows."""
+        owners = tuple(lane for lane, rows in enumerate(by_lane) for _ in range(len(rows)))
+        return cls(owners, torch.cat(list(by_lane)).numpy())
 
     def sequences(self) -> list[Sequence]:
         """What the planner takes; a sequence's id is its place."""
@@ -56,7 +62,14 @@ def length_rows(samples: Seq[TokenizedSample], depths: int = 0) -> Tensor:
 
 
 def gather_lengths(mine: Tensor, groups: Groups, *, room: int, everywhere: bool) -> StepLengths:
-    """All lanes' rows of lengths on every rank. All ranks call it together.
+    """As gather_rows_of_lanes, as a StepLengths."""
+    return StepLengths.of(gather_rows_of_lanes(mine, groups, room=room, everywhere=everywhere))
+
+
+def gather_rows_of_lanes(
+    mine: Tensor, groups: Groups, *, room: int, everywhere: bool
+) -> list[Tensor]:
+    """Each lane's rows of lengths on every rank. All ranks call it together.
 
     everywhere: each rank drew the sequences of its lane itself, and an error names ranks that drew
     different ones; otherwise only the first rank of a lane did, and the others pass no rows.
@@ -64,12 +77,12 @@ def gather_lengths(mine: Tensor, groups: Groups, *, room: int, everywhere: bool)
     """
     is_source = everywhere or (groups.tp.rank() == 0 and groups.pp.rank() == 0)
     by_lane = gather_rows(mine, groups.lanes, room=room) if is_source else []
-    if everywhere:
-        same_on_all_ranks(str([rows.tolist() for rows in by_lane]), groups, what="data of a lane")
-    else:
-        by_lane = _broadcast_in_lane(by_lane, groups, columns=mine.shape[1])
-    owners = tuple(lane for lane, rows in enumerate(by_lane) for _ in range(len(rows)))
-    return StepLengths(owners, torch.cat(by_lane).numpy())
+    if not everywhere:
+        return _broadcast_in_lane(by_lane, groups, columns=mine.shape[1])
+    with agreed(groups):
+        text = str([rows.tolist() for rows in by_lane])
+    same_on_all_ranks(text, groups, what="data of a lane")
+    return by_lane
 
 
 def _row(sample: TokenizedSample, depths: int) -> list[int]:
@@ -83,7 +96,18 @@ def _broadcast_in_lane(by_lane: list[Tensor], groups: Groups, *, columns: int) -
     """What the first rank of the lane gathered, on all ranks of the lane."""
     if groups.tp.size() == groups.pp.size() == 1:
         return by_lane
-    numbers = torch.tensor([len(rows) for rows in by_lane] or [0] * groups.lanes.size())
-    sizes: list[int] = broadcast_over_lane(numbers, groups).tolist()
-    rows = torch.cat(by_lane) if by_lane else torch.empty(sum(sizes), columns, dtype=torch.int64)
-    return list(torch.split(broadcast_over_lane(rows, groups), sizes))
+    with agreed(groups):
+        numbers = torch.tensor([len(rows) for rows in by_lane] or [0] * groups.lanes.size())
+    broadcast_over_lane(numbers, groups)
+    with agreed(groups):
+        rows = _joined_rows(by_lane, numbers, columns)
+    broadcast_over_lane(rows, groups)
+    with agreed(groups):
+        return list(torch.split(rows, numbers.tolist()))
+
+
+def _joined_rows(by_lane: list[Tensor], numbers: Tensor, columns: int) -> Tensor:
+    """All rows, on the first rank of the lane; elsewhere room for them."""
+    if by_lane:
+        return torch.cat(by_lane)
+    return torch.empty(int(numbers.sum()), columns, dtype=torch.int64)

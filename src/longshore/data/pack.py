@@ -31,9 +31,19 @@ from longshore.batch import (
     TableMaker,
     Targets,
 )
+from longshore.data.fields import Field
 from longshore.data.lane_context import lane_context
-from longshore.data.shard import Array, Shards, cut_tokens, lane_cuts
+from longshore.data.shard import (
+    Array,
+    Shards,
+    cut_tokens,
+    id_columns,
+    lane_cuts,
+    mask_columns,
+    needed_fields,
+)
 from longshore.plan.cost import Ints
+from longshore.plan.layout import StageInputs
 from longshore.plan.shapes import chunk_pair, ranges, spans
 from longshore.plan.types import Plan
 
@@ -67,7 +77,6 @@ def pack_step(
         ctx = lane_context(plan, number, lane, buckets=buckets, tables=tables)
         cuts = np.array([cut_of[place] for place in ctx.sequences], dtype=np.int64)
         rows = _CutRows(shards, ctx, cuts)
-        token_ids, targets, mtp = _token_tensors(rows, pad_id)
         batches.append(
             MicroBatch(
                 lane=lane,
@@ -75,9 +84,9 @@ def pack_step(
                 rounds=len(plan.rounds),
                 ctx=ctx,
                 counts=counts,
-                token_ids=token_ids,
-                targets=targets,
-                mtp=mtp,
+                token_ids=rows.ids(0, past=pad_id) if shards.inputs.token_ids else None,
+                targets=rows.targets(0) if shards.inputs.targets else None,
+                mtp=_depths(rows, pad_id),
                 token_fields={k: rows.spread(v, 0) for k, v in shards.token_fields.items()},
                 sequence_fields={
                     k: _with_padding(v[cuts]) for k, v in shards.sequence_fields.items()
@@ -85,6 +94,65 @@ def pack_step(
             )
         )
     return batches
+
+
+@dataclass(frozen=True, slots=True)
+class LaneShape:
+    """What, besides the plan, decides the shapes of a lane's micro-batches."""
+
+    lane: int
+    """The lane, from 0."""
+    depths: int
+    """Of multi-token prediction."""
+    fields: tuple[Field, ...]
+    """Extra fields of tokens and sequences."""
+    buckets: tuple[int, ...]
+    """Token totals that a lane's micro-batch is rounded up to."""
+    tables: tuple[TableMaker, ...] = ()
+    """What makes the tables of each pack that the model needs."""
+
+
+def zero_batches(
+    plan: Plan, shape: LaneShape, counts: Counts, inputs: StageInputs
+) -> list[MicroBatch]:
+    """Micro-batches of the shapes that pack_step gives, from the plan alone, filled with zeros."""
+    return [_zero_batch(plan, number, shape, counts, inputs) for number in range(len(plan.rounds))]
+
+
+def _zero_batch(
+    plan: Plan, number: int, shape: LaneShape, counts: Counts, inputs: StageInputs
+) -> MicroBatch:
+    ctx = lane_context(plan, number, shape.lane, buckets=shape.buckets, tables=shape.tables)
+    depths = shape.depths if inputs.depth_ids or inputs.depth_targets else 0
+
+    def ids(needed: bool) -> Tensor | None:
+        return torch.zeros(ctx.tokens, dtype=torch.int64) if needed else None
+
+    def targets(needed: bool) -> Targets | None:
+        labels = ids(needed)
+        mask = torch.zeros(ctx.tokens, dtype=torch.bool)
+        return None if labels is None else Targets(labels, mask)
+
+    token_fields, sequence_fields = dict[str, Tensor](), dict[str, Tensor]()
+    for field in needed_fields(shape.fields, inputs):
+        per_sequence = field.per == "sequence"
+        rows = len(ctx.sequences) + 1 if per_sequence else ctx.tokens
+        values = torch.zeros((rows, *field.shape), dtype=getattr(torch, field.dtype))
+        (sequence_fields if per_sequence else token_fields)[field.name] = values
+    return MicroBatch(
+        lane=shape.lane,
+        round=number,
+        rounds=len(plan.rounds),
+        ctx=ctx,
+        counts=counts,
+        token_ids=ids(inputs.token_ids),
+        targets=targets(inputs.targets),
+        mtp=tuple(
+            Depth(ids(inputs.depth_ids), targets(inputs.depth_targets)) for _ in range(depths)
+        ),
+        token_fields=token_fields,
+        sequence_fields=sequence_fields,
+    )
 
 
 def _cut_of_sequence(plan: Plan, lane: int, shards: Shards) -> dict[int, int]:
@@ -119,6 +187,8 @@ class _CutRows:
         first = np.cumsum(shards.tokens) - shards.tokens
         self.shards = shards
         self.tokens = ctx.tokens
+        self.id_columns = id_columns(shards.inputs, shards.depths)
+        self.mask_columns = mask_columns(shards.inputs, shards.depths)
         self.rows = _as_slice(ranges(first[cuts], counts))
         self.real = _as_slice(np.flatnonzero(ctx.is_real.numpy()))
 
@@ -128,12 +198,17 @@ class _CutRows:
         out[self.real] = values[self.rows]
         return torch.from_numpy(out)
 
-    def column(self, values: Array, number: int, *, past: int) -> Tensor:
-        """One column of the shards' ids as int64 (T), with `past` at padding and past the end."""
+    def ids(self, ahead: int, *, past: int) -> Tensor:
+        """The ids so many tokens ahead, int64 (T), with `past` at padding and past the end."""
         out = np.full(self.tokens, past, dtype=np.int64)
-        ids = values[self.rows, number]
-        out[self.real] = np.where(ids < 0, past, ids) if number else ids
+        ids = self.shards.ids[self.rows, self.id_columns.index(ahead)]
+        out[self.real] = np.where(ids < 0, past, ids) if ahead else ids
         return torch.from_numpy(out)
+
+    def targets(self, depth: int) -> Targets:
+        """Those of a depth, 0 for the main loss: labels are depth + 1 tokens ahead."""
+        mask = self.shards.mask[:, self.mask_columns.index(depth)]
+        return Targets(self.ids(depth + 1, past=IGNORE), self.spread(mask, False))
 
 
 def _as_slice(index: Ints) -> slice | Ints:
@@ -143,16 +218,18 @@ def _as_slice(index: Ints) -> slice | Ints:
     return slice(int(index[0]), int(index[-1]) + 1)
 
 
-def _token_tensors(rows: _CutRows, pad_id: int) -> tuple[Tensor, Targets, tuple[Depth, ...]]:
-    """Token ids and targets, and both of each depth d: ids d and labels d + 1 tokens ahead."""
-    shards = rows.shards
-    ids = [rows.column(shards.ids, d, past=pad_id) for d in range(shards.depths + 1)]
-    targets = [
-        Targets(rows.column(shards.ids, d + 1, past=IGNORE), rows.spread(shards.mask[:, d], False))
-        for d in range(shards.depths + 1)
-    ]
-    mtp = tuple(Depth(i, t) for i, t in zip(ids[1:], targets[1:], strict=True))
-    return ids[0], targets[0], mtp
+def _depths(rows: _CutRows, pad_id: int) -> tuple[Depth, ...]:
+    """Token ids and targets of each depth d: ids d and labels d + 1 tokens ahead."""
+    inputs = rows.shards.inputs
+    if not (inputs.depth_ids or inputs.depth_targets):
+        return ()
+    return tuple(
+        Depth(
+            rows.ids(depth, past=pad_id) if inputs.depth_ids else None,
+            rows.targets(depth) if inputs.depth_targets else None,
+        )
+        for depth in range(1, rows.shards.depths + 1)
+    )
 
 
 def _with_padding(values: Array) -> Tensor:

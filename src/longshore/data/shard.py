@@ -10,23 +10,26 @@ Tokens [5 6 7 8 9 4 3] cut for rank 0 of 2 (positions 0 1 6) with no depth:
     ids  [[5 6] [6 7] [3 −1]]        the token and the next, −1 past the end
     mask [[1] [1] [0]]               whether the next is a target, False past the end
 
-Each depth of multi-token prediction adds one column to both.
+Each depth of multi-token prediction adds one column to both. A rank of a pipeline needs some of the
+columns: the embedding column 0 of ids, the head of a model without depths column 1 and the mask.
 """
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longshore.plan.cost import Ints
+from longshore.plan.layout import StageInputs
 from longshore.plan.shapes import lane_packs, padded_lengths, ranges, spans
 from longshore.plan.types import Plan
 
 Array = NDArray[Any]
 MOST_IDS = 2**31
+ALL_INPUTS = StageInputs()
 
 
 class Tokenized(Protocol):
@@ -55,6 +58,9 @@ class FieldSpec(Protocol):
     def dtype(self) -> str: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
+
+
+AnyField = TypeVar("AnyField", bound=FieldSpec)
 
 
 class Cut(Protocol):
@@ -86,17 +92,43 @@ class Shards:
     tokens: Ints
     """(N): each cut's real tokens."""
     ids: NDArray[np.int32]
-    """(M, D + 2): column j is the id of the token j positions ahead, −1 past the end."""
+    """(M, D + 2): column j is the id of the token j positions ahead, −1 past the end. Of these
+    columns those of `id_columns`."""
     mask: NDArray[np.bool_]
-    """(M, D + 1): column j says whether the token j + 1 positions ahead is a target."""
+    """(M, D + 1): column j says whether the token j + 1 positions ahead is a target. Of these
+    columns those of `mask_columns`."""
     token_fields: dict[str, Array]
     """(M, …) each; those per target are shifted."""
     sequence_fields: dict[str, Array]
     """(N, …) each."""
+    depths: int
+    """D: of the model."""
+    inputs: StageInputs = ALL_INPUTS
+    """What they have, for the stages of one rank."""
 
-    @property
-    def depths(self) -> int:
-        return int(self.ids.shape[1]) - 2
+
+def id_columns(inputs: StageInputs, depths: int) -> tuple[int, ...]:
+    """How many positions ahead the ids are that a rank reads: 0 the token, 1 the label, …"""
+    columns: set[int] = {0} if inputs.token_ids else set()
+    columns |= {1} if inputs.targets else set()
+    columns |= set(range(1, depths + 1)) if inputs.depth_ids else set()
+    columns |= set(range(2, depths + 2)) if inputs.depth_targets else set()
+    return tuple(sorted(columns))
+
+
+def mask_columns(inputs: StageInputs, depths: int) -> tuple[int, ...]:
+    """Of which losses a rank reads the mask: 0 the main loss, then the depths."""
+    main = (0,) if inputs.targets else ()
+    return (*main, *range(1, depths + 1)) if inputs.depth_targets else main
+
+
+def needed_fields(fields: Iterable[AnyField], inputs: StageInputs) -> list[AnyField]:
+    """Those of the extra fields that a rank reads."""
+    return [
+        spec
+        for spec in fields
+        if (inputs.sequence_fields if spec.per == "sequence" else inputs.token_fields)
+    ]
 
 
 def lane_cuts(plan: Plan, lane: int) -> tuple[LaneCut, ...]:
@@ -128,10 +160,12 @@ def cut_shards(
     *,
     depths: int = 0,
     fields: Seq[FieldSpec] = (),
+    inputs: StageInputs = ALL_INPUTS,
 ) -> Shards:
     """Cuts sequences; `samples` are by place in the plan, and may be more than the cuts need.
 
     `cuts` are `lane_cuts(plan, lane)` or the transfers of a route; the shards keep their order.
+    inputs: what the rank reads that gets the shards. All fields of the samples are checked.
     """
     _check_fields(fields, depths)
     wanted = tuple(cuts)
@@ -141,7 +175,7 @@ def cut_shards(
     uncut = [samples[cut.sequence] for cut in wanted]
     rows = _Lookahead.of(cut_spans, reach=depths + 1)
     token_fields, sequence_fields = {}, {}
-    for spec in fields:
+    for spec in needed_fields(fields, inputs):
         values = [np.asarray(sample.fields[spec.name]) for sample in uncut]
         if spec.per == "sequence":
             sequence_fields[spec.name] = _stacked(values, spec)
@@ -150,13 +184,16 @@ def cut_shards(
             token_fields[spec.name] = rows.ahead(flat, int(spec.per == "target"), 0)
     ids = _checked_ids(rows.joined([sample.tokens for sample in uncut], "int64"), wanted, samples)
     mask = rows.joined([sample.loss_mask for sample in uncut], "bool")
+    targets = [column + 1 for column in mask_columns(inputs, depths)]
     return Shards(
         sequences=cut_spans.sequences,
         tokens=cut_spans.tokens,
-        ids=np.stack([rows.ahead(ids, j, -1) for j in range(depths + 2)], axis=1),
-        mask=np.stack([rows.ahead(mask, j + 1, False) for j in range(depths + 1)], axis=1),
+        ids=rows.columns(ids, id_columns(inputs, depths), -1),
+        mask=rows.columns(mask, targets, False),
         token_fields=token_fields,
         sequence_fields=sequence_fields,
+        depths=depths,
+        inputs=inputs,
     )
 
 
@@ -231,6 +268,13 @@ class _Lookahead:
         if distance:
             values[self.left <= distance] = past
         return values
+
+    def columns(self, joined: Array, distances: Seq[int], past: int | bool) -> Array:
+        """(M, distances): a column for each distance."""
+        out = np.empty((len(self.index), len(distances)), dtype=joined.dtype)
+        for column, distance in enumerate(distances):
+            out[:, column] = self.ahead(joined, distance, past)
+        return out
 
 
 def _stacked(values: Seq[Array], spec: FieldSpec) -> Array:

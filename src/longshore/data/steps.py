@@ -11,38 +11,24 @@ lanes and a batch of 10 sequences the lanes of StreamedSteps draw 3, 3, 2 and 2.
 """
 
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
+from torch import Tensor
 
-from longshore.batch import Counts, MicroBatch, TableMaker
+from longshore.batch import Counts, MicroBatch
 from longshore.data.batches import ORDER, Batches, BatchSize, Place
-from longshore.data.exchange import Parcels, cut_parcels, deliver, open_parcels
+from longshore.data.data_rank import DataRank, Packing, Planner
+from longshore.data.exchange import ParcelRoutes, open_parcels
 from longshore.data.fields import Field
-from longshore.data.lane_broadcast import (
-    LaneShape,
-    broadcast_step,
-    for_stage,
-    zero_batches,
-)
-from longshore.data.lengths import StepLengths, gather_lengths, length_rows
-from longshore.data.pack import pack_step
-from longshore.data.shard import Shards, cut_shards, lane_cuts
+from longshore.data.lane_broadcast import LaneParcels, deliver_in_lane, make_lane_parcels
+from longshore.data.lengths import StepLengths, gather_rows_of_lanes, length_rows
+from longshore.data.shard import cut_shards, lane_cuts
 from longshore.data.source import IndexedSource, TokenizedSample, source_digest
-from longshore.distributed.agreement import agreed, same_on_all_ranks
-from longshore.distributed.collectives import gather
-from longshore.distributed.topology import Groups, Topology
-from longshore.plan.check import check_step
+from longshore.distributed.topology import Topology
 from longshore.plan.cost import Ints
-from longshore.plan.layout import Layout, StageInputs
 from longshore.plan.types import Plan, Sequence
-
-Planner = Callable[[Seq[Sequence]], Plan]
-"""make_plan with all arguments but the sequences bound, or any other; its plans are checked."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,23 +43,6 @@ class Step:
     """Its position in the training run."""
     wait_seconds: float = 0.0
     """How long the consumer waited for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """How a lane's sequences become micro-batches; the same on all ranks."""
-
-    depths: int = 0
-    """Of multi-token prediction."""
-    buckets: tuple[int, ...] = ()
-    """Token totals that a lane's micro-batch is rounded up to; without any, a multiple of align."""
-    pad_id: int = 0
-    """The token id at padding."""
-    tables: tuple[TableMaker, ...] = ()
-    """What makes the tables of each pack that the model needs, on the host: see
-    model/host_tables.py."""
-    layout: Layout | None = None
-    """Of the pipeline, which says what each rank needs; None without a pipeline."""
 
 
 DEFAULT_PACKING = Packing()
@@ -99,79 +68,6 @@ class Steps(Protocol):
     def close(self) -> None: ...
 
 
-def _inputs_by_rank(packing: Packing, pp: int) -> tuple[StageInputs, ...]:
-    """What each pipeline rank needs of a micro-batch."""
-    layout = packing.layout
-    if layout is None and pp == 1:
-        return (StageInputs(),)
-    if layout is None or layout.pp != pp or layout.depths != packing.depths:
-        has = "no layout" if layout is None else f"one of {layout.pp} ranks, {layout.depths} depths"
-        raise ValueError(
-            f"a pipeline of {pp} ranks, with {packing.depths} depths of multi-token prediction, "
-            f"needs a layout for them; Packing has {has}"
-        )
-    return tuple(map(layout.inputs, range(pp)))
-
-
-class _Rank:
-    """This rank's part in making steps: its lane, its stage, and groups for background work."""
-
-    def __init__(self, topology: Topology | None, packing: Packing) -> None:
-        self.lane = topology.lane if topology else 0
-        self.lanes = topology.lanes if topology else 1
-        self.is_first_of_lane = topology.is_first_of_lane if topology else True
-        self.stages = _inputs_by_rank(packing, topology.pp if topology else 1)
-        self.stage = self.stages[topology.pp_rank if topology else 0]
-        self.packing = packing
-        self.groups: Groups | None = topology.host_groups() if topology else None
-
-    def agreed(self) -> AbstractContextManager[None]:
-        """A block that fails on all ranks if it fails on one."""
-        return agreed(self.groups) if self.groups else nullcontext()
-
-    def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank; all ranks get the same answer at the same step."""
-        if self.groups is None:
-            return flag
-        return bool(gather(torch.tensor([flag]), self.groups.world).any())
-
-    def make_plan(self, planner: Planner, sequences: Seq[Sequence]) -> tuple[Plan, str]:
-        """A checked plan, and a digest that must be the same on all ranks.
-
-        The check is for users' own planners, which may leave a sequence out or use a lane that does
-        not exist. The digest covers the packs too, because plan.digest is only what the planner
-        claims; tuples of integers hash alike on all ranks.
-        """
-        plan = planner(sequences)
-        check_step(plan, sequences, lanes=self.lanes)
-        packs = [(at, p.first_lane, p.cp_size, *p.sequences) for at, p in plan.packs()]
-        return plan, f"{plan.digest} {hash(tuple(packs))}"
-
-    def check_same(self, digest: str) -> None:
-        if self.groups:
-            same_on_all_ranks(digest, self.groups)
-
-    def shape(self, fields: tuple[Field, ...]) -> LaneShape:
-        packing = self.packing
-        return LaneShape(self.lane, packing.depths, fields, packing.buckets, packing.tables)
-
-    def pack(self, plan: Plan, shards: Shards, counts: Counts) -> list[MicroBatch]:
-        packing = self.packing
-        return pack_step(
-            plan,
-            self.lane,
-            shards,
-            counts=counts,
-            buckets=packing.buckets,
-            pad_id=packing.pad_id,
-            tables=packing.tables,
-        )
-
-    def close(self) -> None:
-        if self.groups:
-            self.groups.close()
-
-
 class IndexedSteps:
     """Steps from a source whose lengths every rank knows: no sequence is exchanged."""
 
@@ -189,9 +85,13 @@ class IndexedSteps:
         self.source = source
         self.planner = planner
         self.seed = seed
-        self.batches = Batches(source.lengths, batch, seed=seed, shuffle=shuffle)
-        self.digest = source_digest(source)
-        self.rank = _Rank(topology, packing)
+        self.rank = DataRank(topology, packing)
+        with self.rank.closed_on_error():
+            with self.rank.agreed():
+                self.batches = Batches(source.lengths, batch, seed=seed, shuffle=shuffle)
+                self.digest = source_digest(source)
+                settings = f"{self.rank.describe()} {self.describe()} {source.fields}"
+            self.rank.check_settings(settings)
 
     def from_place(
         self, place: Place, stop: Callable[[], bool], finish: Finish = unchanged
@@ -211,18 +111,17 @@ class IndexedSteps:
         return [Sequence(*row) for row in rows]
 
     def _batches(self, plan: Plan, places: Ints) -> list[MicroBatch]:
-        """This lane's micro-batches, from the sequences it has a part in."""
+        """This rank's micro-batches, from the sequences its lane has a part in."""
         depths = self.rank.packing.depths
         counts = self._counts(plan, places)
-        if not self.rank.stage.any:
-            shape = self.rank.shape(self.source.fields)
-            return zero_batches(plan, shape, counts, self.rank.stage)
+        inputs, fields = self.rank.inputs, self.source.fields
+        if not inputs.any:
+            return self.rank.without_data(plan, fields, counts)
         cuts = lane_cuts(plan, self.rank.lane)
         wanted = dict.fromkeys(cut.sequence for cut in cuts)
         samples = {i: self.source[int(places[i])] for i in wanted}
-        shards = cut_shards(plan, samples, cuts, depths=depths, fields=self.source.fields)
-        batches = self.rank.pack(plan, shards, counts)
-        return [for_stage(self.rank.stage, batch) for batch in batches]
+        shards = cut_shards(plan, samples, cuts, depths=depths, fields=fields, inputs=inputs)
+        return self.rank.pack(plan, shards, counts)
 
     def _counts(self, plan: Plan, places: Ints) -> Counts:
         """Depth d has no targets among the first d + 1 tokens: nothing predicts them there."""
@@ -258,6 +157,16 @@ class IndexedSteps:
         self.rank.close()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _PlannedStep:
+    """A step of StreamedSteps before its sequences are exchanged."""
+
+    plan: Plan
+    digest: str
+    counts: Counts
+    mail: LaneParcels | None
+
+
 class StreamedSteps:
     """Steps from one iterator a lane, given to its first rank or, with `everywhere`, to all ranks.
 
@@ -275,13 +184,18 @@ class StreamedSteps:
         everywhere: bool = False,
         packing: Packing = DEFAULT_PACKING,
     ) -> None:
-        self.rank = _Rank(topology, packing)
-        if (samples is None) == (everywhere or self.rank.is_first_of_lane):
-            who = "every rank" if everywhere else "only the first rank of each lane"
-            raise ValueError(
-                f"rank {topology.rank}: `samples` is {'None' if samples is None else 'given'}, but "
-                f"with everywhere={everywhere} {who} takes an iterator"
-            )
+        self.rank = DataRank(topology, packing)
+        with self.rank.closed_on_error():
+            with self.rank.agreed():
+                if (samples is None) == (everywhere or self.rank.is_first_of_lane):
+                    who = "every rank" if everywhere else "only the first rank of each lane"
+                    raise ValueError(
+                        f"rank {topology.rank}: `samples` is "
+                        f"{'None' if samples is None else 'given'}, but with "
+                        f"everywhere={everywhere} {who} takes an iterator"
+                    )
+                settings = f"{self.rank.describe()} {batch} {fields} {everywhere}"
+            self.rank.check_settings(settings)
         self.samples = samples if samples is not None else iter(())
         self.planner = planner
         self.batch = batch
@@ -291,23 +205,29 @@ class StreamedSteps:
     def from_place(
         self, place: Place, stop: Callable[[], bool], finish: Finish = unchanged
     ) -> Iterator[Step]:
-        if place != Place():
-            raise ValueError("an iterator can only start at its first step; use an indexed source")
         groups = self.rank.groups
         assert groups is not None
+        with self.rank.agreed():
+            if place != Place():
+                raise ValueError(
+                    "an iterator can only start at its first step; use an indexed source"
+                )
         while not self.rank.any_rank(stop()):
             with self.rank.agreed():
-                drawn = list(self._draw())
+                drawn, room = list(self._draw()), self._room()
                 rows = length_rows(drawn, self.rank.packing.depths)
-            lengths = gather_lengths(rows, groups, room=self._room(), everywhere=self.everywhere)
-            if not lengths.owners:
-                return
+            by_lane = gather_rows_of_lanes(rows, groups, room=room, everywhere=self.everywhere)
             with self.rank.agreed():
-                plan, digest = self.rank.make_plan(self.planner, lengths.sequences())
-                parcels = self._parcels(plan, lengths, drawn)
-            self.rank.check_same(digest)
-            yield self._step(plan, lengths, parcels, place=place, finish=finish)
-            place = place.following
+                planned = self._planned(StepLengths.of(by_lane), drawn)
+            if planned is None:
+                return
+            self.rank.check_same(planned.digest)
+            mail = planned.mail
+            received = None if mail is None else deliver_in_lane(mail, groups)
+            with self.rank.agreed():
+                step = finish(Step(planned.plan, self._batches(planned, received), place))
+                place = place.following
+            yield step
 
     def _room(self) -> int:
         """How many sequences a lane usually draws at most."""
@@ -324,56 +244,34 @@ class StreamedSteps:
             wanted -= sample.length if self.batch.unit == "tokens" else 1
             yield sample
 
-    def _parcels(
-        self, plan: Plan, lengths: StepLengths, drawn: list[TokenizedSample]
-    ) -> Parcels | None:
-        """What this rank sends to other lanes; None where it takes no part in that."""
-        rank, groups = self.rank, self.rank.groups
-        assert groups is not None
-        if not (rank.is_first_of_lane or (self.everywhere and rank.stage.any)):
+    def _planned(self, lengths: StepLengths, drawn: list[TokenizedSample]) -> _PlannedStep | None:
+        """The plan of a step and this rank's messages; None if no lane drew a sequence."""
+        if not lengths.owners:
             return None
-        own = dict(zip(lengths.places_of(rank.lane), drawn, strict=True))
-        return cut_parcels(
-            plan,
-            lengths.owners,
-            own,
-            groups.lanes,
-            depths=rank.packing.depths,
-            fields=self.fields,
+        plan, digest = self.rank.make_plan(self.planner, lengths.sequences())
+        return _PlannedStep(
+            plan, digest, lengths.counts(), self._lane_parcels(plan, lengths, drawn)
         )
 
-    def _step(
-        self,
-        plan: Plan,
-        lengths: StepLengths,
-        parcels: Parcels | None,
-        *,
-        place: Place,
-        finish: Finish,
-    ) -> Step:
-        """The step of this rank, after the exchange of sequences."""
+    def _lane_parcels(
+        self, plan: Plan, lengths: StepLengths, drawn: list[TokenizedSample]
+    ) -> LaneParcels | None:
+        """What this rank sends and receives to get its shards; None where it needs none."""
         rank, groups = self.rank, self.rank.groups
         assert groups is not None
-        delivered = None if parcels is None else deliver(parcels, groups.lanes)
-        is_broadcast = not self.everywhere and groups.tp.size() * groups.pp.size() > 1
-        with rank.agreed():
-            counts, shape = lengths.counts(), rank.shape(self.fields)
-            batches = None
-            if parcels is not None and delivered is not None:
-                batches = rank.pack(plan, open_parcels(parcels, delivered), counts)
-            if not is_broadcast:
-                return finish(Step(plan, self._of_stage(plan, batches, shape, counts), place))
-        received = broadcast_step(plan, batches, groups, rank.stages, shape=shape, counts=counts)
-        with rank.agreed():
-            return finish(Step(plan, received, place))
+        if not rank.inputs.any:
+            return None
+        depths = rank.packing.depths
+        routes = ParcelRoutes(plan, lengths.owners, rank.lane, depths=depths, fields=self.fields)
+        own = dict(zip(lengths.places_of(rank.lane), drawn, strict=False))
+        return make_lane_parcels(routes, own, groups, rank.stages, everywhere=self.everywhere)
 
-    def _of_stage(
-        self, plan: Plan, batches: list[MicroBatch] | None, shape: LaneShape, counts: Counts
-    ) -> list[MicroBatch]:
-        """This rank's part of its lane's micro-batches, where all ranks of a lane have them."""
-        if batches is None:
-            return zero_batches(plan, shape, counts, self.rank.stage)
-        return [for_stage(self.rank.stage, batch) for batch in batches]
+    def _batches(self, planned: _PlannedStep, received: Tensor | None) -> list[MicroBatch]:
+        """This rank's micro-batches, from the bytes that it received."""
+        plan, counts, mail = planned.plan, planned.counts, planned.mail
+        if mail is None or received is None:
+            return self.rank.without_data(plan, self.fields, counts)
+        return self.rank.pack(plan, open_parcels(mail.expected, received), counts)
 
     def describe(self) -> dict[str, object]:
         raise ValueError(

@@ -93,10 +93,10 @@ def agreed(groups: Groups) -> Iterator[None]:
 
     The rank whose error it is raises that error itself, all others a PeerError that quotes it.
     """
-    failure: Exception | None = None
+    failure: BaseException | None = None
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         failure = error
     first = _first_error(None if failure is None else _as_data(failure), groups)
     if first is None:
@@ -106,12 +106,19 @@ def agreed(groups: Groups) -> Iterator[None]:
     raise first from failure
 
 
-def _as_data(error: Exception) -> dict[str, Any]:
+def _as_data(error: BaseException) -> dict[str, Any]:
     """An error as fields of PeerError, to be sent to the other ranks."""
-    data: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
-    if isinstance(error, OSError) and error.errno is not None:
-        data |= {"errno": error.errno, "strerror": error.strerror or ""}
+    data: dict[str, Any] = {"kind": type(error).__name__, "message": _text(error)}
+    if isinstance(error, OSError) and isinstance(error.errno, int):
+        data |= {"errno": error.errno, "strerror": str(error.strerror or "")}
     return data
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as other:  # of a user's own class; failing here would hang the others
+        return f"its text cannot be read ({type(other).__name__})"
 
 
 def _first_error(error: dict[str, Any] | None, groups: Groups) -> PeerError | None:

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from longshore.config.check import check_longest, planner_options
 from longshore.config.schema import RunConfig
+from longshore.data.data_rank import Packing, Planner
 from longshore.data.loader import Loader
 from longshore.data.source import IndexedSource
-from longshore.data.steps import IndexedSteps, Packing, Planner
+from longshore.data.steps import IndexedSteps
 from longshore.distributed.agreement import agreed
 from longshore.distributed.cp_groups import CPGroups
 from longshore.hf.checkpoint import open_weights
