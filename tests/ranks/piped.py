@@ -1,4 +1,7 @@
-"""A model in stages on gloo ranks, for tests that compare it with every sequence alone."""
+"""A model in stages on gloo ranks, for tests that compare it with every sequence alone.
+
+What every rank issues is compared with the plan's trace too.
+"""
 
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +18,7 @@ from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import fill
 from longshore.parallel.pipeline.copies import EmbeddingCopies
 from longshore.parallel.pipeline.stages import Stages, parameters_by_name, stages_of
+from longshore.parallel.pipeline.trace import TracedModel, trace
 from longshore.plan.layout import Layout
 from longshore.train.loss import make_loss
 from longshore.train.step import Stepper
@@ -67,8 +71,25 @@ def piped(config, plan, samples, layout: Layout, topology, groups, choices: Choi
     """The plan through the pipeline; every rank gets the whole outcome."""
     model = staged(config, layout, topology, groups, choices)
     copies = EmbeddingCopies(model, topology)
+    traced = TracedModel(
+        config=config,
+        mode=choices.mode,
+        item=8,
+        kept=8,
+        attention=choices.attention,
+        scan=choices.scan,
+        recompute=choices.recompute,
+    )
     stepper = Stepper(
-        model, None, topology, choices.mode, make_loss(), 0.0, MTP_WEIGHT, copies=copies
+        model,
+        None,
+        topology,
+        choices.mode,
+        make_loss(),
+        0.0,
+        MTP_WEIGHT,
+        copies=copies,
+        trace=lambda plan: trace(plan, layout, topology.rank, model=traced, axes=topology),
     )
     batches = stage_batches(plan, samples, topology, layout)
     losses, _, _ = stepper.gradients(batches, max(1, batches[0].counts.main), plan=plan)

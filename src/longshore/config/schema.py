@@ -187,6 +187,9 @@ class ParallelConfig:
         one_of(ScanKind),
         "how ranks share Mamba2 and the delta net: split heads, or pass states on",
     )
+    trace: bool = key(
+        False, flag(), "compare the communication of every step with the plan's (to debug)"
+    )
     timeout_min: float = key(
         10.0, number(0, above=True), "minutes a rank waits for the others before the run fails"
     )

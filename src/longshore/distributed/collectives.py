@@ -14,6 +14,7 @@ In a group of one rank nothing is sent and the tensor itself is returned. Rows a
 every dtype works; only sums need a dtype that the backend can add.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,10 @@ from longshore.distributed.topology import Groups
 # torch 2.13 renamed both and warns at the old names; 2.11 has only these.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+BACKGROUND = "longshore-"
+"""How the names of our background threads begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +81,20 @@ def count() -> Iterator[CollectiveLog]:
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """Lists what this process issues in the block, in order, for comparison with a trace."""
+    """Lists what this process issues in the block, in order, for comparison with a trace.
+
+    Not what our background threads issue, in groups of their own: the loader and the checkpoints.
+    """
     with count() as counts:
-        yield counts.log
+        own = _WithoutBackground()
+        object.__setattr__(counts, "log", own)
+        yield own
+
+
+class _WithoutBackground(list[Call]):
+    def append(self, call: Call) -> None:
+        if not threading.current_thread().name.startswith(BACKGROUND):
+            super().append(call)
 
 
 def record_message(name: str, source: int, target: int, message: Tensor) -> None:

@@ -10,6 +10,8 @@ steps ahead: with data.batch 64 on 4 lanes, a step is one plan of 64 sequences a
 micro-batches of it.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,9 +36,10 @@ from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import fill
 from longshore.parallel.pipeline.copies import EmbeddingCopies
 from longshore.parallel.pipeline.stages import Stages, stages_of, whole_name
+from longshore.parallel.pipeline.trace import Operation, TracedModel, trace
 from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
-from longshore.plan.types import Sequence
+from longshore.plan.types import Plan, Sequence
 from longshore.run.data import batch_size, held_out, open_sequences
 from longshore.run.job import TrainingJob
 from longshore.train.checkpoint import Checkpoints
@@ -104,6 +107,25 @@ def make_stepper(job: TrainingJob, groups: CPGroups) -> Stepper:
         mtp_weight=train.mtp_weight,
         status=job.status,
         copies=EmbeddingCopies(model, job.topology) if job.topology.pp > 1 else None,
+        trace=_trace_of(job) if job.config.parallel.trace else None,
+    )
+
+
+def _trace_of(job: TrainingJob) -> Callable[[Plan], Seq[Operation]]:
+    """What this rank must issue for a plan."""
+    parallel, item = job.config.parallel, job.dtype.itemsize
+    model = TracedModel(
+        config=job.decoder,
+        mode=job.resolved.shard,
+        item=item,
+        kept=max(item, 4),
+        attention=parallel.attention,
+        scan=parallel.scan,
+        recompute=job.config.train.recompute,
+    )
+    topology, buckets = job.topology, _buckets(job)
+    return lambda plan: trace(
+        plan, job.layout, topology.rank, model=model, axes=topology, buckets=buckets
     )
 
 
@@ -182,10 +204,6 @@ def _make_steps(
     job: TrainingJob, config: RunConfig, *, source: IndexedSource, shuffle: bool
 ) -> IndexedSteps:
     """config: the job's, or that of its held-out data."""
-    plan = config.plan
-    buckets: tuple[int, ...] = ()
-    if plan.buckets:
-        buckets = make_buckets(job.resolved.capacity, align=plan.align, count=plan.buckets)
     return IndexedSteps(
         source,
         planner=make_planner(job),
@@ -195,7 +213,7 @@ def _make_steps(
         topology=job.topology,
         packing=Packing(
             depths=len(job.decoder.mtp),
-            buckets=buckets,
+            buckets=_buckets(job),
             layout=job.layout,
             tables=table_makers(
                 job.decoder,
@@ -205,3 +223,11 @@ def _make_steps(
             ),
         ),
     )
+
+
+def _buckets(job: TrainingJob) -> tuple[int, ...]:
+    """Token totals that a lane's micro-batch is rounded up to."""
+    plan = job.config.plan
+    if not plan.buckets:
+        return ()
+    return make_buckets(job.resolved.capacity, align=plan.align, count=plan.buckets)

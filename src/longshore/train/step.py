@@ -16,7 +16,7 @@ A step without a loss token is skipped, on all lanes alike. The number of ranks 
 stop is summed over the lanes together with the losses, so that all ranks stop after the same step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -26,11 +26,14 @@ from torch.optim import AdamW
 
 from longshore.batch import Depth, MicroBatch, Targets
 from longshore.choices import ShardMode
+from longshore.distributed.agreement import agreed
+from longshore.distributed.collectives import recorded
 from longshore.distributed.topology import Topology
 from longshore.model.interface import Output
 from longshore.parallel.pipeline.copies import EmbeddingCopies
 from longshore.parallel.pipeline.executor import Executor, Handlers, Timed
 from longshore.parallel.pipeline.stages import Model
+from longshore.parallel.pipeline.trace import Operation, check_issued
 from longshore.plan.order import Action
 from longshore.plan.types import Plan
 from longshore.train.heartbeat import RankStatus
@@ -97,6 +100,8 @@ class Stepper:
     """This rank's progress, updated during each step."""
     copies: EmbeddingCopies | None = None
     """Of the embedding on several stages; None without a pipeline."""
+    trace: Callable[[Plan], Sequence[Operation]] | None = None
+    """This rank's operations of a plan, to compare those of every step with; None: not compared."""
     executor: Executor = field(init=False)
     """Runs the rounds."""
 
@@ -165,10 +170,23 @@ class Stepper:
         handlers = Handlers(
             prepare=self._on_device, read=read, begin=self._note, summed=self.loss.is_plain
         )
-        times = self.executor.run(batches, queue, handlers)
+        with self._traced(plan):
+            times = self.executor.run(batches, queue, handlers)
         if self.copies is not None:
             self.copies.sum_gradients()
         return sum_of(each), counts, RoundResults(tuple(each), tuple(times), tuple(faults))
+
+    @contextmanager
+    def _traced(self, plan: Plan | None) -> Iterator[None]:
+        """Compares what the block issues with the trace, if there is one; all ranks fail alike."""
+        if self.trace is None:
+            yield
+            return
+        with recorded() as calls:
+            yield
+        with agreed(self.topology.groups):
+            assert plan is not None, "a trace follows from the plan"
+            check_issued(self.trace(plan), calls)
 
     def _on_device(self, host: MicroBatch) -> MicroBatch:
         batch = host.to(self.topology.device, non_blocking=True)
