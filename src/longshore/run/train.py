@@ -32,6 +32,7 @@ from longshore.train.checkpoint import Saver
 from longshore.train.heartbeat import SAVING
 from longshore.train.loop import Progress
 from longshore.train.record import RunRecord, recording
+from longshore.train.stage_times import stage_times
 from longshore.train.stop import StoppedError
 
 
@@ -106,7 +107,9 @@ def _train_and_record(
     if job.topology.device.type == "cuda":
         record.note(f"kernels: {kernels_line()}")
     keep_settings(job.config, run, job.topology, step=after)
-    for report in chain(first, reports):
-        record.write(report)
+    with stage_times(run.folder, job.topology, after=after) as write_stages:
+        for report in chain(first, reports):
+            record.write(report)
+            write_stages(report)
     if evaluator is not None:
         evaluator.held_out.steps.close()

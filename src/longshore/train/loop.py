@@ -19,6 +19,7 @@ from torch import Tensor
 
 from longshore.data.steps import Step
 from longshore.parallel.timestamp import Timestamp
+from longshore.plan.order import Kind
 from longshore.train.metrics import StepMetrics
 from longshore.train.optimizer import Schedule
 from longshore.train.step import Stepper, StepResult
@@ -78,6 +79,8 @@ class StepReport:
     """Seconds of each round; () for a skipped step."""
     experts: tuple[tuple[int, ...], ...]
     """Tokens routed to each expert over all lanes, by MoE layer; () for a skipped step."""
+    stages: tuple[tuple[int, float, float], ...] = ()
+    """Of each stage of this rank its number, the seconds of its forwards and of its backwards."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,7 +226,7 @@ class _Meter:
             balance_loss=balance or None,
             mtp_losses=tuple(depths) or None,
         )
-        return StepReport(step, metrics, _rounds(done), experts)
+        return StepReport(step, metrics, _rounds(done), experts, _stages(done))
 
 
 def _experts(done: _QueuedStep) -> tuple[tuple[int, ...], ...]:
@@ -240,6 +243,15 @@ def _rounds(done: _QueuedStep) -> tuple[float, ...]:
     for timed in done.result.rounds.times if done.result else ():
         seconds[timed.action.round] += timed.end.since(timed.begin)
     return tuple(seconds) if done.result else ()
+
+
+def _stages(done: _QueuedStep) -> tuple[tuple[int, float, float], ...]:
+    seconds: dict[int, dict[Kind, float]] = {}
+    for timed in done.result.rounds.times if done.result else ():
+        action = timed.action
+        stage = seconds.setdefault(action.stage, {"forward": 0.0, "backward": 0.0})
+        stage[action.kind] += timed.end.since(timed.begin)
+    return tuple((n, each["forward"], each["backward"]) for n, each in sorted(seconds.items()))
 
 
 def peak_memory(device: torch.device) -> int:
