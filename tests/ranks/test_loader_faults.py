@@ -45,7 +45,7 @@ FRAMES = {
 }
 BATCH = BatchSize("sequences", 6)
 STEPS = 2
-LONGEST_S = 20.0  # for one fault to end all ranks; each takes a fraction of a second
+LONGEST_S = 30.0  # the promise; a fault takes a fraction of a second to end all ranks
 
 
 @dataclass
@@ -201,7 +201,7 @@ def test_a_fault_anywhere_on_one_rank_ends_all_with_its_error(kind, lanes, tp, p
     args = (kind, lanes, tp, pp, part, every)
     names, *others = run_ranks(ranks, every_fault, *args, timeout=3000 if every else 120)
     assert others == [names] * (ranks - 1)
-    assert len(set(names)) >= (60 if every else 15)
+    assert len(set(names)) >= (50 if every else 15)
 
 
 class UnreadableError(Exception):

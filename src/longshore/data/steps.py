@@ -263,7 +263,8 @@ class StreamedSteps:
             return None
         depths = rank.packing.depths
         routes = ParcelRoutes(plan, lengths.owners, rank.lane, depths=depths, fields=self.fields)
-        own = dict(zip(lengths.places_of(rank.lane), drawn, strict=False))
+        places = lengths.places_of(rank.lane) if drawn else ()
+        own = dict(zip(places, drawn, strict=True))
         return make_lane_parcels(routes, own, groups, rank.stages, everywhere=self.everywhere)
 
     def _batches(self, planned: _PlannedStep, received: Tensor | None) -> list[MicroBatch]:
