@@ -204,14 +204,9 @@ def _make_steps(
     job: TrainingJob, config: RunConfig, *, source: IndexedSource, shuffle: bool
 ) -> IndexedSteps:
     """config: the job's, or that of its held-out data."""
-    return IndexedSteps(
-        source,
-        planner=make_planner(job),
-        batch=batch_size(config),
-        seed=config.data.seed,
-        shuffle=shuffle,
-        topology=job.topology,
-        packing=Packing(
+    with agreed(job.topology.groups):
+        planner, batch = make_planner(job), batch_size(config)
+        packing = Packing(
             depths=len(job.decoder.mtp),
             buckets=_buckets(job),
             layout=job.layout,
@@ -221,7 +216,15 @@ def _make_steps(
                 device=job.topology.device,
                 kernels=job.config.train.kernels,
             ),
-        ),
+        )
+    return IndexedSteps(
+        source,
+        planner=planner,
+        batch=batch,
+        seed=config.data.seed,
+        shuffle=shuffle,
+        topology=job.topology,
+        packing=packing,
     )
 
 

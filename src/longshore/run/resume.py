@@ -213,8 +213,10 @@ def load_checkpoint(
     if position is None:
         notes.append(f"{run.folder} has no checkpoint, so it begins with step 1")
         return Progress(), [*notes, *run.changes]
-    state, warnings = same_data(position.loader, loader.steps.describe(), is_forced=run.is_forced)
-    loader.load_state_dict(state)
+    with agreed(checkpoints.topology.groups):
+        data = loader.steps.describe()
+        state, warnings = same_data(position.loader, data, is_forced=run.is_forced)
+        loader.load_state_dict(state)
     reached = f"{run.folder} resumes after step {position.step}"
     if position.step >= steps:
         reached = (
