@@ -74,7 +74,9 @@ class StepReport:
     """A step, and what this rank measured of it."""
 
     step: Step
+    """Its plan, its micro-batches and its place in the run."""
     metrics: StepMetrics
+    """What is shown and recorded."""
     rounds_s: tuple[float, ...]
     """Seconds of each round; () for a skipped step."""
     experts: tuple[tuple[int, ...], ...]
