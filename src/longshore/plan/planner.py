@@ -15,16 +15,16 @@ from typing import SupportsIndex
 
 import numpy as np
 
+import longshore.plan.policies  # noqa: F401 - registers the policies
 from longshore.choices import Sync, names_of
 from longshore.errors import SettingError
+from longshore.plan.bound import step_bound
 from longshore.plan.cost import BUILT_IN, CostProfile, CostTable
 from longshore.plan.own_policy import load_policy
-from longshore.plan.packing import PackingLimits, Problem
-from longshore.plan.policies import bound_of
 from longshore.plan.policy import DEFAULT_POLICY, policy_names
 from longshore.plan.shapes import legal_cp_sizes, usable_capacity
 from longshore.plan.simulate import simulate_rounds, table_for, total_lane_tokens
-from longshore.plan.task import UNLIMITED, Choice, Rounds, Task
+from longshore.plan.task import Choice, Rounds, Task
 from longshore.plan.types import Plan, PlanSetting, Sequence, Stats
 
 LARGEST = 2**40
@@ -79,9 +79,9 @@ def make_plan(
     task = _task(setting, sequences, counts.get("cp_size", 0), packs)
     choice = Choice(task, may_split=not chosen.fixed_packs)
     chosen.run(task, choice)
-    stats = _stats(task, sequences, choice.rounds, started)
-    digest = _digest(setting, sequences, choice.rounds)
-    return Plan(setting, sequences, choice.rounds, stats, digest)
+    rounds = choice.settle()
+    stats = _stats(task, sequences, rounds, started)
+    return Plan(setting, sequences, rounds, stats, _digest(setting, sequences, rounds))
 
 
 def _setting(
@@ -317,23 +317,12 @@ def _stats(task: Task, sequences: tuple[Sequence, ...], rounds: Rounds, started:
 
 def _lower_bound(task: Task, lengths: list[int]) -> float:
     """The bound of every policy with these limits, in seconds, from real lengths."""
-    setting = task.setting
-    table = CostTable(
-        np.array(lengths, dtype=np.int64), sizes=setting.cp_sizes, profile=setting.profile
-    )
-    limits = PackingLimits(
-        lanes=setting.lanes,
-        capacity=task.capacity,
-        lane_tokens=task.capacity,
-        max_items=UNLIMITED,
-        min_rounds=1,
-        sole=False,
-        bubble=0.0,
-    )
-    problem = Problem(table, limits)
-    # A pipeline of pp ranks takes a round through all of them, one after the other.
-    through = setting.pp * (int(problem.cost.min(axis=1).max()) + table.pack + table.round)
-    return table.seconds(max(bound_of(problem, setting), through))
+    setting, table, bound = task.setting, task.table, task.bound
+    if setting.planned_by.pads_to_longest:
+        array = np.array(lengths, dtype=np.int64)
+        table = CostTable(array, sizes=setting.cp_sizes, profile=setting.profile)
+        bound = step_bound(setting, table, capacity=task.capacity)
+    return bound / setting.shares.whole / table.scale
 
 
 DIGESTED = ("lanes", "capacity", "align", "sync", "cp_sizes", "pp", "vpp")
