@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from longshore.arch.costs import (
-    INPUT_BYTES,
     auto_capacity,
     logits_bytes,
     model_bytes,
@@ -14,6 +13,7 @@ from longshore.arch.costs import (
 from longshore.arch.exchanged import exchanged_bytes
 from longshore.arch.part import Sharing
 from longshore.arch.presets import preset
+from longshore.arch.stage_memory import INPUT_BYTES
 from longshore.batch import whole_context
 from longshore.model.decoder import Decoder
 from longshore.ops import norm

@@ -4,8 +4,15 @@ from longshore.arch.costs import forward_flops
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.presets import preset
-from longshore.arch.stages import embed_flops, head_flops, layer_flops, make_layout
+from longshore.arch.stages import (
+    embed_flops,
+    head_flops,
+    layer_flops,
+    make_layout,
+    stage_costs,
+)
 from longshore.errors import SettingError
+from longshore.plan.stage_costs import FINE
 
 MLP = LayerConfig(None, MLPConfig(width=8))
 
@@ -41,3 +48,53 @@ def test_by_hand():
     assert str(make_layout(config, pp=2, vpp=2, text="Et|t|tt|L")) == "Et|t|tt|L"
     with pytest.raises(SettingError, match=r"2 stages for each of 2 .* set vpp to 2"):
         make_layout(config, pp=2, vpp=1, text="Et|t|tt|L")
+
+
+def test_stage_costs_by_hand():
+    """Layers alone, 192 FLOPs a token each, a head of 384 and an embedding of 8: no squares."""
+    config = decoder(4, vocab_size=48)
+    costs = stage_costs(config, make_layout(config, pp=2, vpp=1), recompute=False)
+    total = 4 * 192 + 384 + 8
+    first, last = (3 * 192 + 8) / total, (192 + 384) / total
+    assert [part / (2 * FINE) for part in costs.forward_linear] == pytest.approx(
+        [first / 3, last / 3], abs=1e-6
+    )
+    assert [part / (2 * FINE) for part in costs.backward_linear] == pytest.approx(
+        [first * 2 / 3, last * 2 / 3], abs=1e-6
+    )
+    assert costs.forward_quadratic[0] == pytest.approx(costs.forward_quadratic[1], abs=2)
+    assert costs.streams == (1, 1)
+
+
+def test_recomputed_blocks_take_three_forwards_and_the_head_two():
+    config = decoder(4, vocab_size=48)
+    layout = make_layout(config, pp=3, vpp=1, text="Ett|tt|L")
+    costs = stage_costs(config, layout, recompute=True)
+    ratios = [b / f for f, b in zip(costs.forward_linear, costs.backward_linear, strict=True)]
+    assert ratios[1:] == pytest.approx([3, 2], rel=1e-5)
+    assert 2.9 < ratios[0] < 3
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "tiny-hybrid", "deepseek-v3"])
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (2, 2)])
+def test_stage_costs_add_up(name: str, pp: int, vpp: int):
+    config = preset(name)
+    layout = make_layout(config, pp=pp, vpp=vpp)
+    costs = stage_costs(config, layout, recompute=True)
+    assert costs.whole == FINE
+    for forward, backward in (
+        (costs.forward_linear, costs.backward_linear),
+        (costs.forward_quadratic, costs.backward_quadratic),
+    ):
+        assert sum(forward) + sum(backward) == pp * FINE
+    ranks = [costs.of_rank(rank, pp) for rank in range(pp)]
+    assert max(linear for linear, _ in ranks) < 1.6 * FINE
+    assert costs.streams == tuple(layout.streams(i) for i in range(pp * vpp))
+
+
+def test_a_stage_of_attention_has_the_squares():
+    config = preset("qwen3-8b", layers=4)
+    layout = make_layout(config, pp=2, vpp=1, text="Etttt|L")
+    costs = stage_costs(config, layout, recompute=False)
+    assert costs.forward_quadratic[1] == costs.backward_quadratic[1] == 0
+    assert costs.forward_linear[1] > 0

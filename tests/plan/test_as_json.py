@@ -45,7 +45,8 @@ def test_the_keys_of_the_contract(plan):
     step = data["steps"][0]
     extra = {"gap", "bubble", "cp_histogram", "tokens", "sum_squared_lengths", "digest"}
     assert set(step) == {*STEP_CONTRACT, *extra}
-    assert set(data["profile"]) == {"linear", "quadratic", "gather", "node", "pack", "round"}
+    numbers = {"linear", "quadratic", "gather", "node", "pack", "round", "message"}
+    assert set(data["profile"]) == numbers
     for round_ in step["rounds"]:
         assert set(round_) == {"packs"}
         for pack in round_["packs"]:

@@ -31,7 +31,9 @@ def written(folder: Path, data: object) -> Path:
 def test_a_profile_from_json(tmp_path: Path):
     assert load_profile(written(tmp_path, GOOD)) == CHARGED
     assert load_profile(str(written(tmp_path, CHARGED.as_json()))) == CHARGED
-    assert CHARGED.as_json() == GOOD
+    assert CHARGED.as_json() == {**GOOD, "message": 0.0}
+    messages = written(tmp_path, {**GOOD, "message": 0.5})
+    assert load_profile(messages) == replace(CHARGED, message=0.5)
 
 
 WRONG = {
@@ -47,6 +49,8 @@ WRONG = {
     "gather holds a bool": {**GOOD, "gather": [0.1, True]},
     "text": {**GOOD, "linear": "1"},
     "a bool": {**GOOD, "round": False},
+    "a negative message": {**GOOD, "message": -1},
+    "text as a message": {**GOOD, "message": "1"},
     "nothing": {**GOOD, "quadratic": None},
     "negative": {**GOOD, "linear": -1},
     "negative gather": {**GOOD, "gather": [0, -0.1]},
@@ -131,6 +135,8 @@ def test_a_model_split_over_ranks_by_hand():
     assert whole.on_ranks(tp=2, pp=4) == split
     assert whole.on_ranks(tp=1, pp=1) == whole
     assert whole.on_ranks(tp=16, pp=1).node == 1
+    sends = replace(whole, message=3.0)
+    assert sends.on_ranks(tp=2, pp=4).message == 3, "a stage hands on whole tokens"
 
 
 def test_a_table_by_hand():

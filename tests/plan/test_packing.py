@@ -10,7 +10,7 @@ from longshore.plan.cost import CostProfile, CostTable
 from longshore.plan.packing import Aim, Filled, PackingLimits, Placed, Problem, choose_levels, fill
 
 LIMITS = PackingLimits(
-    lanes=2, capacity=100, lane_tokens=100, max_items=99, min_rounds=1, sole=False, bubble=0.0
+    lanes=2, capacity=100, lane_tokens=100, max_items=99, min_rounds=1, sole=False
 )
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from longshore.plan.cost import CostProfile, CostTable
 from longshore.plan.order import make_order
 from longshore.plan.pipeline import arrange
-from longshore.plan.pipeline_times import finish_times, wait_graph, walk
+from longshore.plan.pipeline_times import equal_columns, finish_times, wait_graph, walk
 from longshore.plan.shapes import padded_length
 from longshore.plan.simulate import round_heights
 from longshore.plan.types import Pack, Round
@@ -173,7 +173,8 @@ def order_gaps(rounds: int, *, pp: int, vpp: int) -> list[float]:
         table = table_of(lengths.tolist())
         work = single(lengths.tolist())
         out = arrange(work, table=table, lanes=LANES, pp=pp, vpp=vpp, may_split=False)
-        best = finish_times(graph, lengths[every]).min()
+        columns = np.array(equal_columns(lengths.tolist(), stages=pp * vpp))
+        best = finish_times(graph, columns, every).min()
         gaps.append(table.seconds(finish(out, table, pp=pp, vpp=vpp)) / float(best) - 1)
     return gaps
 

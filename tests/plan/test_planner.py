@@ -327,4 +327,6 @@ def test_a_plan_remembers_what_it_was_asked_for():
         "max_sequences": 3,
         "pp": 2,
         "vpp": 3,
+        "layout": "",
+        "stage_costs": None,
     }

@@ -1,5 +1,8 @@
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import permutations
+from random import Random
 
 import numpy as np
 import pytest
@@ -8,7 +11,14 @@ from hypothesis import strategies as st
 
 from longshore.plan.cost import CostProfile, CostTable
 from longshore.plan.order import Action, Order, make_order
-from longshore.plan.pipeline_times import finish_times, wait_graph, walk
+from longshore.plan.pipeline_bound import order_bound
+from longshore.plan.pipeline_times import (
+    equal_columns,
+    finish_times,
+    wait_graph,
+    walk,
+    walk_columns,
+)
 from longshore.plan.simulate import lane_costs, round_heights, simulate, step_time, table_for
 from longshore.plan.types import Pack, Plan, PlanSetting, Round, Sequence, Stats
 
@@ -30,29 +40,59 @@ NO_STATS = Stats(0, 0, 0, 0, 0, 0, 0, 0, (), 0, 0, 0, 0)
 HEIGHTS = st.integers(0, 100)
 
 
+@dataclass(frozen=True)
+class Piped:
+    """Rounds on a pipeline whose stages may differ."""
+
+    columns: list[list[int]]
+    pp: int
+    vpp: int
+
+    @property
+    def order(self) -> Order:
+        return make_order(len(self.columns), pp=self.pp, vpp=self.vpp)
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.vpp
+
+    def duration(self, action: Action) -> int:
+        return self.columns[action.round][
+            action.stage + (self.stages if action.kind == "backward" else 0)
+        ]
+
+    def message(self, action: Action) -> int:
+        """Of what an action waits for."""
+        lower = action.stage - 1 if action.kind == "forward" else action.stage
+        is_sent = 0 <= lower < self.stages - 1
+        return self.columns[action.round][2 * self.stages + lower] if is_sent else 0
+
+
 @st.composite
-def pipelines(draw: st.DrawFn) -> tuple[list[int], int, int]:
+def pipelines(draw: st.DrawFn) -> Piped:
     pp, vpp = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     rounds = draw(st.integers(1, 3)) * pp if vpp > 1 else draw(st.integers(1, 12))
-    return draw(st.lists(HEIGHTS, min_size=rounds, max_size=rounds)), pp, vpp
+    times = st.lists(HEIGHTS, min_size=3 * pp * vpp - 1, max_size=3 * pp * vpp - 1)
+    columns = draw(st.lists(times, min_size=rounds, max_size=rounds))
+    return Piped([[*column, 0] for column in columns], pp, vpp)
 
 
-def slow_ends(order: Order, heights: list[int], pp: int, vpp: int) -> dict[Action, int]:
+def slow_ends(case: Piped) -> dict[Action, int]:
     """The ends of all actions, by raising them until every rule holds."""
-    ends = {action: 0 for actions in order for action in actions}
+    ends = {action: 0 for actions in case.order for action in actions}
     changed = True
     while changed:
         changed = False
-        for actions in order:
+        for actions in case.order:
             now = 0
             for action in actions:
                 after = Action("forward", action.stage - 1, action.round)
-                if action.kind == "backward" and action.stage == pp * vpp - 1:
+                if action.kind == "backward" and action.stage == case.stages - 1:
                     after = Action("forward", action.stage, action.round)
                 elif action.kind == "backward":
                     after = Action("backward", action.stage + 1, action.round)
-                time = heights[action.round] * (1 if action.kind == "forward" else 2)
-                now = max(now, ends.get(after, 0)) + time
+                ready = ends.get(after, 0) + case.message(action)
+                now = max(now, ready) + case.duration(action)
                 changed |= ends[action] != now
                 ends[action] = now
     return ends
@@ -94,28 +134,56 @@ def test_equal_heights_interleaved(groups: int, pp: int, vpp: int) -> None:
 
 
 @given(pipelines())
-def test_walk_is_as_early_as_the_rules_allow(case: tuple[list[int], int, int]) -> None:
-    heights, pp, vpp = case
-    order = make_order(len(heights), pp=pp, vpp=vpp)
-    walked = walk(order, heights, pp=pp, vpp=vpp)
-    slow = slow_ends(order, heights, pp, vpp)
+def test_walk_is_as_early_as_the_rules_allow(case: Piped) -> None:
+    walked = walk_columns(case.order, case.columns, stages=case.stages)
+    slow = slow_ends(case)
     for event in walked.events():
-        assert event.end == slow[Action(event.kind, event.stage, event.round)]
-        assert event.end - event.start == heights[event.round] * (1 + (event.kind == "backward"))
-        assert event.rank == event.stage % pp
+        action = Action(event.kind, event.stage, event.round)
+        assert event.end == slow[action]
+        assert event.end - event.start == case.duration(action)
+        assert event.rank == event.stage % case.pp
     assert walked.finish == max(slow.values())
     for starts, ends in zip(walked.starts, walked.ends, strict=True):
         assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
 
 
-@given(pipelines())
-def test_finish_times_are_walks(case: tuple[list[int], int, int]) -> None:
-    heights, pp, vpp = case
-    rows = [heights, heights[::-1], sorted(heights)]
-    order = make_order(len(heights), pp=pp, vpp=vpp)
-    graph = wait_graph(len(heights), pp=pp, vpp=vpp)
-    want = [walk(order, row, pp=pp, vpp=vpp).finish for row in rows]
-    assert finish_times(graph, np.array(rows, dtype=np.int64)).tolist() == want
+@given(pipelines(), st.randoms(use_true_random=False))
+def test_finish_times_are_walks(case: Piped, random: Random) -> None:
+    rounds = list(range(len(case.columns)))
+    orders = [rounds, rounds[::-1], random.sample(rounds, len(rounds))]
+    graph = wait_graph(len(rounds), pp=case.pp, vpp=case.vpp)
+    want = [
+        walk_columns(case.order, [case.columns[i] for i in order], stages=case.stages).finish
+        for order in orders
+    ]
+    columns = np.array(case.columns, dtype=np.int64)
+    assert finish_times(graph, columns, np.array(orders)).tolist() == want
+
+
+@given(pipelines(), st.randoms(use_true_random=False))
+def test_no_order_beats_its_bound(case: Piped, random: Random) -> None:
+    columns = random.sample(case.columns, len(case.columns))
+    walked = walk_columns(case.order, columns, stages=case.stages)
+    bound = order_bound(np.array(case.columns, dtype=np.int64), pp=case.pp)
+    assert bound <= walked.finish
+
+
+def test_the_bound_of_an_order_by_hand() -> None:
+    columns = np.array(equal_columns([9, 3, 3], stages=2))
+    assert order_bound(columns, pp=2) == 3 * 20
+    orders = np.array(list(permutations(range(3))))
+    assert finish_times(wait_graph(3, pp=2, vpp=1), columns, orders).min() == 3 * 21
+
+
+@pytest.mark.parametrize("vpp", [1, 2, 4])
+@pytest.mark.parametrize(("pp", "groups"), [(2, 4), (4, 2), (4, 8), (8, 4)])
+def test_interleaving_shrinks_the_bubble_as_theory_says(pp: int, vpp: int, groups: int) -> None:
+    """Of equal rounds the bubble is (pp − 1) / (vpp · rounds) of the work."""
+    rounds = groups * pp
+    walked = walk(make_order(rounds, pp=pp, vpp=vpp), [12] * rounds, pp=pp, vpp=vpp)
+    work = 3 * vpp * 12 * rounds
+    assert Fraction(walked.finish - work, work) == Fraction(pp - 1, vpp * rounds)
+    assert walked.idle_shares() == pytest.approx([1 - work / walked.finish] * pp)
 
 
 def test_walk_is_exact_past_64_bits() -> None:

@@ -24,6 +24,11 @@ a copy of the weights in `dtype` where that is smaller. How lanes share it:
 
 Shared packs: arch/exchanged.py counts what a layer gathers of them.
 
+Pipelines: a rank has the parameters of its stages, and a copy of the embedding for each stage that
+needs one. It saves the activations of several rounds: with 1F1B rank p those of pp − p, with
+interleaving of 2·(pp − p − 1) + (vpp − 1)·pp + 1 of its stages. The capacity is that of the rank
+with the least.
+
 These are estimates: a tenth is kept free for kernels' buffers and fragmentation.
 """
 
@@ -33,10 +38,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from longshore.arch.decoder import DecoderConfig
-from longshore.arch.exchanged import exchanged_bytes, gathered_rows
-from longshore.arch.part import Saved, Sharing
+from longshore.arch.exchanged import exchanged_by, gathered_rows
+from longshore.arch.part import Sharing
+from longshore.arch.stage_memory import (
+    most_in_flight,
+    rank_layers,
+    saved_bytes,
+    stage_parameters,
+    stage_saved,
+    whole_model,
+)
 from longshore.choices import ShardMode, names_of
 from longshore.ops.sizes import loss_bytes
+from longshore.plan.layout import Layout
 
 
 def step_flops(config: DecoderConfig, lengths: Sequence[int]) -> int:
@@ -70,8 +84,6 @@ KEPT_FREE = 10
 """One part in ten is kept free."""
 STEP_TOKENS = 256
 """A capacity is a multiple of this."""
-INPUT_BYTES = 48
-"""Per token: id, label, position, index and masks, and the loss's copies of label and mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +111,29 @@ class TokenBytes:
     """While its block is in backward."""
 
 
-def model_bytes(config: DecoderConfig, *, lanes: int, shard: str, dtype: str) -> ModelBytes:
-    """Bytes of weights, gradients and optimizer on each of `lanes` that share them as `shard`."""
+def model_bytes(
+    config: DecoderConfig,
+    *,
+    lanes: int,
+    shard: str,
+    dtype: str,
+    layout: Layout | None = None,
+    pp_rank: int = 0,
+) -> ModelBytes:
+    """Bytes of weights, gradients and optimizer on each of `lanes` that share them as `shard`.
+
+    layout, pp_rank: the pipeline and which of its ranks; None for the whole model.
+    """
     item = _item(dtype)
     master = max(item, 4)
     if shard not in SHARD_MODES:
         raise ValueError(f"shard is {shard!r}; known are {', '.join(SHARD_MODES)}")
     if lanes < 1:
         raise ValueError(f"lanes is {lanes}; it must be at least 1")
-    count = parameter_count(config)
+    stages = layout or whole_model(config)
+    count = sum(
+        stage_parameters(config, stages.stages[number]) for number in stages.of_rank(pp_rank)
+    )
     part = -(-count // lanes)
     copy = item * count if item < master else 0
     if shard == "none":
@@ -115,8 +141,8 @@ def model_bytes(config: DecoderConfig, *, lanes: int, shard: str, dtype: str) ->
     if shard == "zero2":
         gathered = copy or master * count
         return ModelBytes(master * part + gathered, master * (part + count), 2 * master * part, 0)
-    layers = (*config.layers, *config.mtp)
-    block = max(layer.parameters(config.width) for layer in layers)
+    layers = rank_layers(config, stages, pp_rank)
+    block = max((layer.parameters(config.width) for layer in layers), default=0)
     ends = count - sum(layer.parameters(config.width) for layer in layers)
     return ModelBytes(
         master * part,
@@ -126,18 +152,31 @@ def model_bytes(config: DecoderConfig, *, lanes: int, shard: str, dtype: str) ->
     )
 
 
-def token_bytes(config: DecoderConfig, *, dtype: str, recompute: bool) -> TokenBytes:
-    """Bytes of one token; recompute: blocks save only their input and recompute in backward."""
-    width = config.width
-    item = _item(dtype)
-    layers = (*config.layers, *config.mtp)
-    blocks = [_bytes(layer.saved(width), item) for layer in layers]
-    tables = sum(_bytes(Saved(0, rope.rotary_dim or 0), item) for rope in config.ropes)
-    ends = INPUT_BYTES + tables + _bytes(Saved(2 * width, 2), item)
-    # Of each depth: embedding, two norms' outputs and statistics, the joined input, the head's.
-    ends += len(config.mtp) * _bytes(Saved(7 * width, 3), item)
-    saved = ends + (len(blocks) * width * item if recompute else sum(blocks))
-    return TokenBytes(saved=saved, working=max(blocks) * (2 if recompute else 1))
+def token_bytes(
+    config: DecoderConfig,
+    *,
+    dtype: str,
+    recompute: bool,
+    layout: Layout | None = None,
+    pp_rank: int = 0,
+) -> TokenBytes:
+    """Bytes of one token of each round; recompute: blocks save only their input.
+
+    layout, pp_rank: the pipeline and which of its ranks; None for the whole model.
+    """
+    item, stages = _item(dtype), layout or whole_model(config)
+    each = {
+        number: stage_saved(config, stages, number, item=item, recompute=recompute)
+        for number in stages.of_rank(pp_rank)
+    }
+    layers = rank_layers(config, stages, pp_rank)
+    blocks = [saved_bytes(layer.saved(config.width), item) for layer in layers]
+    working = max(blocks, default=0) * (2 if recompute else 1)
+    if stages.pp > 1:
+        # A message that is received and one that is sent.
+        streams = max(stages.streams(number) for number in each)
+        working += 2 * streams * config.width * item
+    return TokenBytes(saved=most_in_flight(stages, pp_rank, each), working=working)
 
 
 def logits_bytes(config: DecoderConfig, tokens: int, *, dtype: str) -> int:
@@ -167,55 +206,136 @@ def auto_capacity(
     recompute: bool,
     cp_sizes: Sequence[int],
     sharing: Sharing,
+    layout: Layout | None = None,
 ) -> tuple[int, list[str]]:
     """The tokens a lane may hold in a round, a multiple of 256, and the calculation as lines.
 
-    cp_sizes: those that a pack may have; a lane may be full of its shard of one.
+    With a pipeline they are those of the rank with the least.
     """
-    model = model_bytes(config, lanes=lanes, shard=shard, dtype=dtype)
-    token = token_bytes(config, dtype=dtype, recompute=recompute)
+    stages = layout or whole_model(config)
+    ranks = [
+        RankMemory(
+            config=config,
+            layout=stages,
+            pp_rank=pp_rank,
+            memory_bytes=memory_bytes,
+            lanes=lanes,
+            shard=shard,
+            dtype=dtype,
+            recompute=recompute,
+            cp_sizes=cp_sizes,
+            sharing=sharing,
+        ).capacity()
+        for pp_rank in range(stages.pp)
+    ]
+    return min(ranks, key=lambda rank: rank[0])
 
-    def exchanged(tokens: int) -> tuple[int, int]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """What a pipeline rank needs; without a pipeline there is one."""
+
+    config: DecoderConfig
+    """The whole model."""
+    layout: Layout
+    """The stages."""
+    pp_rank: int
+    """Which rank it is."""
+    memory_bytes: int
+    """What it has."""
+    lanes: int
+    """That share the model."""
+    shard: str
+    """How they share it."""
+    dtype: str
+    """Of the arithmetic."""
+    recompute: bool
+    """Whether blocks are recomputed."""
+    cp_sizes: Sequence[int]
+    """Those that a pack may have; a lane may be full of its shard of one."""
+    sharing: Sharing
+    """How lanes share a pack."""
+
+    def exchanged(self, tokens: int) -> tuple[int, int]:
         """The most bytes, and the CP size that needs them, negative."""
+        layers = rank_layers(self.config, self.layout, self.pp_rank)
+        item, sharing = _item(self.dtype), self.sharing
         return max(
-            (exchanged_bytes(config, size, tokens, sharing=sharing, item=_item(dtype)), -size)
-            for size in cp_sizes
+            (exchanged_by(layers, size, tokens, sharing=sharing, item=item), -size)
+            for size in self.cp_sizes
         )
 
-    def needed(tokens: int) -> int:
-        loss = logits_bytes(config, tokens, dtype=dtype)
-        return (token.saved + token.working) * tokens + exchanged(tokens)[0] + loss
+    def loss(self, tokens: int) -> int:
+        numbers = self.layout.of_rank(self.pp_rank)
+        has_head = any(self.layout.stages[number].head for number in numbers)
+        return logits_bytes(self.config, tokens, dtype=self.dtype) if has_head else 0
 
-    free = memory_bytes // KEPT_FREE
-    room = memory_bytes - free - model.total
-    capacity = STEP_TOKENS * _largest(
-        room // (STEP_TOKENS * (token.saved + token.working)),
-        lambda steps: needed(steps * STEP_TOKENS) <= room,
-    )
-    tokens = max(capacity, STEP_TOKENS)
-    loss, (in_layer, cp_size) = logits_bytes(config, tokens, dtype=dtype), exchanged(tokens)
-    each = token.saved + token.working + -(-in_layer // tokens)
-    lines = [
-        f"memory {_size(memory_bytes)}, {_size(free)} of it kept free",
-        f"model {_size(model.total)} with {shard} over {lanes} lanes: "
-        f"weights {_size(model.parameters)}, gradients {_size(model.gradients)}, "
-        f"optimizer {_size(model.optimizer)}, gathered {_size(model.gathered)}",
-        f"loss {_size(loss)}: a chunk of logits, and gradients of the head and its inputs",
-        f"a token {_size(each)}: {_size(token.saved)} saved"
-        f"{', blocks recomputed' if recompute else ''}, {_size(token.working)} in backward, "
-        f"{_size(-(-in_layer // tokens))} gathered or expanded by a layer at CP size {-cp_size}",
-        *_shared_pack(capacity, max(cp_sizes)),
-        f"capacity {_size(max(room - loss, 0))} / {_size(each)} = {capacity} tokens",
-    ]
-    if not capacity:
-        ways = [
-            *([] if recompute else ["recompute blocks in backward"]),
-            *([] if shard == "zero3" else ["shard the model as zero3"]),
-            *([] if max(cp_sizes) == 1 else ["allow only smaller CP sizes"]),
+    def capacity(self) -> tuple[int, list[str]]:
+        """Tokens, and how they are calculated."""
+        model = model_bytes(
+            self.config,
+            lanes=self.lanes,
+            shard=self.shard,
+            dtype=self.dtype,
+            layout=self.layout,
+            pp_rank=self.pp_rank,
+        )
+        token = token_bytes(
+            self.config,
+            dtype=self.dtype,
+            recompute=self.recompute,
+            layout=self.layout,
+            pp_rank=self.pp_rank,
+        )
+        memory = self.memory_bytes
+        free = memory // KEPT_FREE
+        room = memory - free - model.total
+        fixed = token.saved + token.working
+
+        def fits(steps: int) -> bool:
+            tokens = steps * STEP_TOKENS
+            return fixed * tokens + self.exchanged(tokens)[0] + self.loss(tokens) <= room
+
+        capacity = STEP_TOKENS * _largest(room // (STEP_TOKENS * fixed), fits)
+        tokens = max(capacity, STEP_TOKENS)
+        loss, (in_layer, cp_size) = self.loss(tokens), self.exchanged(tokens)
+        gathered = -(-in_layer // tokens)
+        lines = [
+            f"memory {_size(memory)}, {_size(free)} of it kept free",
+            *self._lines(model, token, loss=loss, gathered=gathered, cp_size=-cp_size),
+            *_shared_pack(capacity, max(self.cp_sizes)),
+            f"capacity {_size(max(room - loss, 0))} / {_size(fixed + gathered)} = "
+            f"{capacity} tokens",
+        ]
+        if not capacity:
+            raise ValueError(
+                _no_room(room - loss, fixed + gathered, ways=self._ways(), lines=lines)
+            )
+        return capacity, lines
+
+    def _lines(
+        self, model: ModelBytes, token: TokenBytes, *, loss: int, gathered: int, cp_size: int
+    ) -> list[str]:
+        piped = self.layout.pp > 1
+        rank = f" of pipeline rank {self.pp_rank} in {self.layout}" if piped else ""
+        return [
+            f"model {_size(model.total)}{rank} with {self.shard} over {self.lanes} lanes: "
+            f"weights {_size(model.parameters)}, gradients {_size(model.gradients)}, "
+            f"optimizer {_size(model.optimizer)}, gathered {_size(model.gathered)}",
+            f"loss {_size(loss)}: a chunk of logits, and gradients of the head and its inputs",
+            f"a token {_size(token.saved + token.working + gathered)}: {_size(token.saved)} saved"
+            f"{' for all rounds in flight' if piped else ''}"
+            f"{', blocks recomputed' if self.recompute else ''}, {_size(token.working)} in "
+            f"backward, {_size(gathered)} gathered or expanded by a layer at CP size {cp_size}",
+        ]
+
+    def _ways(self) -> list[str]:
+        return [
+            *([] if self.recompute else ["recompute blocks in backward"]),
+            *([] if self.shard == "zero3" else ["shard the model as zero3"]),
+            *([] if max(self.cp_sizes) == 1 else ["allow only smaller CP sizes"]),
             "use more lanes or a smaller model",
         ]
-        raise ValueError(_no_room(room - loss, each, ways=ways, lines=lines))
-    return capacity, lines
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
@@ -235,10 +355,6 @@ def _no_room(room: int, each: int, *, ways: list[str], lines: list[str]) -> str:
         f"not even {STEP_TOKENS} tokens fit into a lane's memory: {_size(lacking)} are missing; "
         f"{', or '.join(ways)}\n" + "\n".join(lines)
     )
-
-
-def _bytes(saved: Saved, item: int) -> int:
-    return saved.values * item + saved.stats * max(item, 4)
 
 
 def _item(dtype: str) -> int:

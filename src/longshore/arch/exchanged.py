@@ -19,8 +19,10 @@ the lane needs (2·8.5 + 8.5 + 8)·4,096 = 137,216 by gather. With 32 heads by h
 36,864.
 """
 
+from collections.abc import Iterable
+
 from longshore.arch.attention import AttentionConfig, MLAConfig
-from longshore.arch.decoder import DecoderConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.part import Part, Sharing
 from longshore.ops.sizes import expanded_values, heads_at_once
 
@@ -39,11 +41,17 @@ def exchanged_bytes(
 ) -> int:
     """Of a lane full of packs of this CP size, in the layer that needs most."""
     layers = (*config.layers, *config.mtp)
+    return exchanged_by(layers, cp_size, tokens, sharing=sharing, item=item)
+
+
+def exchanged_by(
+    layers: Iterable[LayerConfig], cp_size: int, tokens: int, *, sharing: Sharing, item: int
+) -> int:
+    """The same for some layers, as those of a pipeline rank."""
     parts = {part for layer in layers for part in layer.parts}
     indices = INDEX_BYTES * (3 * cp_size + 1) * tokens if cp_size > 1 else 0
-    return indices + max(
-        _part_bytes(part, cp_size, tokens, sharing=sharing, item=item) for part in parts
-    )
+    each = (_part_bytes(part, cp_size, tokens, sharing=sharing, item=item) for part in parts)
+    return indices + max(each, default=0)
 
 
 def _part_bytes(part: Part, cp_size: int, tokens: int, *, sharing: Sharing, item: int) -> int:

@@ -1,9 +1,11 @@
 """The stages of a decoder's pipeline: a balanced layout, and what each stage costs. No torch.
 
 In: a DecoderConfig and the pipeline size, or a layout by hand. Out: a Layout whose most expensive
-stage is cheapest, counted in FLOPs of a sequence's forward.
+stage is cheapest, counted in FLOPs of a sequence's forward; and what part of a round's cost each
+stage has.
 
-Four equal layers on 2 ranks whose head costs as much as two of them: `Ettt|tL`.
+Four equal layers on 2 ranks whose head costs as much as two of them: `Ettt|tL`. Both stages then
+have half of what grows with tokens, but the first has three quarters of what grows with squares.
 """
 
 from collections import Counter
@@ -11,6 +13,7 @@ from collections import Counter
 from longshore.arch.decoder import DecoderConfig
 from longshore.errors import SettingError
 from longshore.plan.layout import Layout, balanced_layout, parse_layout
+from longshore.plan.stage_costs import StageCosts, share_out
 
 USUAL_LENGTH = 4096
 """Tokens of the sequence by which stages are balanced."""
@@ -51,3 +54,26 @@ def head_flops(decoder: DecoderConfig, length: int) -> int:
 def embed_flops(decoder: DecoderConfig, length: int) -> int:
     """A look-up has no products; it counts as one for each channel, so that it is not free."""
     return 2 * length * decoder.width
+
+
+def stage_costs(
+    decoder: DecoderConfig, layout: Layout, *, recompute: bool, length: int = USUAL_LENGTH
+) -> StageCosts:
+    """How the stages share a round's cost; recompute: blocks run again in backward.
+
+    A backward takes twice the forward, and a recomputed block once more.
+    """
+    again = 3 if recompute else 2
+    layers, twice = layer_flops(decoder, length), layer_flops(decoder, 2 * length)
+    # What grows with the square shows in the second difference: (2n)² − 2·n² = 2·n².
+    squares = [max(0, (b - 2 * a) // 2) for a, b in zip(layers, twice, strict=True)]
+    linear, quadratic = [], []
+    for stage in layout.stages:
+        places = [*stage.layers, *(len(decoder.layers) + depth for depth in stage.depths)]
+        square = sum(squares[place] for place in places)
+        blocks = sum(layers[place] for place in places) - square
+        ends = stage.head * head_flops(decoder, length) + stage.embed * embed_flops(decoder, length)
+        linear.append((blocks + ends, again * blocks + 2 * ends))
+        quadratic.append((square, again * square))
+    streams = [layout.streams(stage) for stage in range(len(layout.stages))]
+    return share_out(linear=linear, quadratic=quadratic, streams=streams, pp=layout.pp)

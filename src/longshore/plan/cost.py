@@ -1,6 +1,6 @@
 """The cost model: what a pack costs each of its lanes, in estimated seconds.
 
-In: a profile (six numbers, from JSON or built in). Out: seconds, or the same as integers for
+In: a profile (a few numbers, from JSON or built in). Out: seconds, or the same as integers for
 comparisons.
 
 A pack of CP size k costs each of its lanes
@@ -49,6 +49,8 @@ class CostProfile:
     """Of a pack."""
     round: float
     """Of a round."""
+    message: float = 0.0
+    """Of a token that a pipeline stage hands to the next; no GPU is busy with it."""
 
     def __post_init__(self) -> None:
         numbers = {**asdict(self), "gather[0]": self.gather[0], "gather[1]": self.gather[1]}
@@ -74,7 +76,7 @@ class CostProfile:
 
         Each does its part of the arithmetic, and fetches its part of what a lane gathers. A pack
         costs the kernel launches of a stage's layers, as many with tensor parallelism. A node has
-        fewer lanes. The communication of TP and PP is left out.
+        fewer lanes. What TP exchanges is left out; a stage hands whole tokens to the next.
         """
         each = tp * pp
         return CostProfile(
@@ -84,6 +86,7 @@ class CostProfile:
             node=max(1, self.node // tp),
             pack=self.pack / pp,
             round=self.round / pp,
+            message=self.message,
         )
 
     def sequence_cost(self, length: int, padded: int, cp_size: int) -> float:
@@ -109,11 +112,14 @@ BUILT_IN = CostProfile(
     node=8,
     pack=TOKEN_SECONDS * 64,
     round=0.0,
+    # 4,096 channels of 2 bytes at 50 GB/s.
+    message=TOKEN_SECONDS * 0.0013,
 )
+OPTIONAL_KEYS = ("message",)
 
 
 def load_profile(path: str | Path) -> CostProfile:
-    """Reads a profile from JSON; every key of CostProfile must be there and no other."""
+    """Reads a profile from JSON; every key but `message` must be there and no other."""
     try:
         data = json.loads(Path(path).read_text())
     except OSError as error:
@@ -124,10 +130,11 @@ def load_profile(path: str | Path) -> CostProfile:
 
 
 def parse_profile(data: object, name: str) -> CostProfile:
-    keys = list(CostProfile.__slots__)
-    if not isinstance(data, dict) or sorted(data) != sorted(keys):
+    keys = [key for key in CostProfile.__slots__ if key not in OPTIONAL_KEYS]
+    if not isinstance(data, dict) or sorted({*data} - {*OPTIONAL_KEYS}) != sorted(keys):
         raise ValueError(
-            f"cost profile {name}: must be an object with exactly the keys {', '.join(keys)}"
+            f"cost profile {name}: must be an object with exactly the keys {', '.join(keys)}, and "
+            f"with a pipeline {', '.join(OPTIONAL_KEYS)}"
         )
     gather = data["gather"]
     if not isinstance(gather, list) or len(gather) != 2:
@@ -150,6 +157,7 @@ def parse_profile(data: object, name: str) -> CostProfile:
         node=int(data["node"]),
         pack=float(data["pack"]),
         round=float(data["round"]),
+        message=float(data.get("message", 0.0)),
     )
 
 
@@ -178,6 +186,23 @@ class CostTable:
         self.cost: Ints = np.rint(area / size * self.scale).astype(np.int64)
         self.pack = round(profile.pack * self.scale)
         self.round = round(profile.round * self.scale)
+        self._profile = profile
+        self._square = square
+
+    @property
+    def message(self) -> float:
+        """Quanta of a token that one stage hands to the next."""
+        return self._profile.message * self.scale
+
+    def quadratic(self, cp_size: int) -> list[int]:
+        """What of each sequence's cost grows with its squared length or is gathered, in quanta."""
+        column = self.sizes.index(cp_size)
+        profile = self._profile
+        across = profile.gather[cp_size > profile.node] * (cp_size - 1)
+        part = profile.quadratic * self._square / cp_size + across * self.tokens[:, column]
+        whole = np.rint(part * self.scale).astype(np.int64)
+        quanta: list[int] = np.minimum(whole, self.cost[:, column]).tolist()
+        return quanta
 
     def part(self, rows: Ints, sizes: tuple[int, ...]) -> "CostTable":
         """The same costs for some sequences, in the given order, at some of the sizes."""
@@ -192,6 +217,7 @@ class CostTable:
         return self._with(self.sizes, cost, tokens)
 
     def _with(self, sizes: tuple[int, ...], cost: Ints, tokens: Ints) -> "CostTable":
+        """Without squared lengths: `quadratic` is for the whole table."""
         other = copy(self)
         other.sizes, other.cost, other.tokens = sizes, cost, tokens
         return other

@@ -57,7 +57,7 @@ class OwnChoice:
             offered: Rounds = tuple(self._round(packs) for packs in rounds)
         check_rounds(offered, setting=task.setting, lengths=task.lengths)
         time = self._choice.offer(offered)
-        return task.table.seconds(time) / (3 * task.setting.vpp)
+        return task.table.seconds(time) / task.setting.shares.whole
 
     def _round(self, packs: Iterable[tuple[int, int, Iterable[int]]]) -> Round:
         joined = [self._pack(*pack) for pack in packs]

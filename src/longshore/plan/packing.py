@@ -90,8 +90,6 @@ class PackingLimits:
     """The least number of rounds."""
     sole: bool
     """Whether a lane has at most one pack in a round."""
-    bubble: float
-    """How many heights of the tallest round a pipeline adds to fill and drain."""
 
 
 class Problem:
@@ -105,7 +103,6 @@ class Problem:
         self.max_items = limits.max_items
         self.min_rounds = limits.min_rounds
         self.sole = limits.sole
-        self.bubble = limits.bubble
         self.sizes = table.sizes
         self.pack = table.pack
         fits = table.tokens <= limits.capacity

@@ -19,9 +19,12 @@ from itertools import permutations
 import numpy as np
 
 from longshore.plan.cost import CostTable, Ints
+from longshore.plan.pipeline_bound import order_bound
 from longshore.plan.pipeline_times import finish_times, wait_graph
-from longshore.plan.simulate import PackCosts, round_heights
-from longshore.plan.types import Pack, Round
+from longshore.plan.round_columns import RoundColumns
+from longshore.plan.splitter import Item, Splitter
+from longshore.plan.stage_costs import StageCosts, equal_stages
+from longshore.plan.types import Round
 
 # Effort, counted in actions walked and never in time, so that every rank decides alike.
 ORDER_ACTIONS = 1_000_000
@@ -38,7 +41,7 @@ CLOSE = 200
 
 @dataclass(frozen=True, slots=True)
 class Pipe:
-    """The pipeline, and how many bits heights lose so that times stay inside 64."""
+    """The pipeline, and how many bits times lose so that they stay inside 64."""
 
     pp: int
     vpp: int
@@ -51,21 +54,34 @@ class Pipe:
     def actions(self, rounds: int) -> int:
         return 2 * rounds * self.pp * self.vpp
 
-    def finishes(self, heights: Ints) -> Ints:
-        return finish_times(wait_graph(heights.shape[1], pp=self.pp, vpp=self.vpp), heights)
+    def finishes(self, columns: Ints, orders: Ints) -> Ints:
+        return finish_times(wait_graph(len(columns), pp=self.pp, vpp=self.vpp), columns, orders)
+
+    def work(self, columns: Ints) -> int:
+        """Of the rank that has most of it."""
+        stages = self.pp * self.vpp
+        each = columns[:, : 2 * stages].sum(axis=0)
+        return max(int(each[rank :: self.pp].sum()) for rank in range(self.pp))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Lineup:
-    """Rounds in the order they run, their heights (shifted) and the finish of their walk."""
+    """Rounds in the order they run, their columns (shifted) and the finish of their walk."""
 
     rounds: tuple[Round, ...]
-    heights: tuple[int, ...]
+    columns: Ints
     finish: int
 
 
 def arrange(
-    rounds: Seq[Round], *, table: CostTable, lanes: int, pp: int, vpp: int, may_split: bool
+    rounds: Seq[Round],
+    *,
+    table: CostTable,
+    lanes: int,
+    pp: int,
+    vpp: int,
+    may_split: bool,
+    shares: StageCosts | None = None,
 ) -> tuple[Round, ...]:
     """The rounds as the pipeline should run them, their number legal for it.
 
@@ -76,46 +92,87 @@ def arrange(
     if pp == 1 or not rounds:
         return tuple(rounds)
     work = [round_ for round_ in rounds if round_.packs] or list(rounds[:1])
-    heights = round_heights(work, table, lanes)
-    total = sum(heights) + (pp - 1) * table.round
-    # No finish is later than pp·vpp·3·(sum of heights), and no split is walked whose work alone
-    # exceeds the finish it has to beat: 3·vpp·(sum of its heights) < 3·pp·vpp·total.
-    pipe = Pipe(pp, vpp, max(0, (3 * pp * pp * vpp * total).bit_length() - 63))
-    empty = table.round >> pipe.shift
-    start = [(round_, height >> pipe.shift) for round_, height in zip(work, heights, strict=True)]
-    lineups = _lineups(start, pipe, empty)
+    maker = RoundColumns(table, lanes=lanes, shares=shares or equal_stages(pp, vpp))
+    columns, pipe = shifted_columns(maker, work, pp=pp, vpp=vpp)
+    lineups = line_up(list(zip(work, columns, strict=True)), pipe, maker)
     given, whole = lineups[0], min(lineups, key=_finish)
     lineup = _improve(whole, pipe)
     if may_split:
-        splitter = _Splitter(table, lanes, pipe.shift)
-        cut = _split_while_faster(whole, pipe, splitter, empty)
+        splitter = Splitter(table, lanes, maker, pipe.shift)
+        cut = _split_while_faster(whole, pipe, splitter, maker)
         lineup = lineup if cut is whole else min(lineup, _improve(cut, pipe), key=_finish)
     # The shift has taken less than two units from each action, so a larger gain is a true one.
     lost = 2 * pipe.actions(len(lineup.rounds)) if pipe.shift else 0
     return lineup.rounds if lineup.finish + lost < given.finish else given.rounds
 
 
+def line_up_quickly(
+    rounds: Seq[Round], maker: RoundColumns, *, pp: int, vpp: int
+) -> tuple[Round, ...]:
+    """The best of a few orders, with the empty rounds that the pipeline needs."""
+    work = [round_ for round_ in rounds if round_.packs] or list(rounds[:1])
+    columns, pipe = shifted_columns(maker, work, pp=pp, vpp=vpp)
+    return min(line_up(list(zip(work, columns, strict=True)), pipe, maker), key=_finish).rounds
+
+
+def quick_finish(heights: Seq[int], shares: StageCosts, *, pp: int, vpp: int) -> int:
+    """About the finish of rounds of these heights in the better of two orders.
+
+    Linear and quadratic parts are taken as half and half, and messages as free.
+    """
+    pipe = Pipe(pp, vpp, 0)
+    filled = [*heights, *[0] * (pipe.legal(len(heights)) - len(heights))]
+    halves = zip(
+        (*shares.forward_linear, *shares.backward_linear),
+        (*shares.forward_quadratic, *shares.backward_quadratic),
+        strict=True,
+    )
+    weights = [*((linear + quadratic) // 2 for linear, quadratic in halves), *[0] * pp * vpp]
+    shift = max(0, (sum(filled) * sum(weights)).bit_length() - 62)
+    columns = (np.array(filled, dtype=np.int64) >> shift)[:, None] * np.array(weights)
+    _, _, _, hill, _, early_hill = shapes(filled)
+    return int(pipe.finishes(columns, np.array([hill, early_hill])).min()) << shift
+
+
+def shifted_columns(
+    maker: RoundColumns, rounds: Seq[Round], *, pp: int, vpp: int
+) -> tuple[list[Ints], Pipe]:
+    """Columns that fit into 64 bits with all their sums, also with four times the work."""
+    exact = maker.of(rounds)
+    total = sum(map(sum, exact)) + (pp - 1) * sum(maker.of([Round(())])[0])
+    pipe = Pipe(pp, vpp, max(0, (4 * total).bit_length() - 62))
+    return [shifted(column, pipe.shift) for column in exact], pipe
+
+
+def shifted(column: Seq[int], shift: int) -> Ints:
+    return np.array([time >> shift for time in column], dtype=np.int64)
+
+
 def _finish(lineup: Lineup) -> int:
     return lineup.finish
 
 
-Item = tuple[Round, int]
-
-
-def _lineups(items: Seq[Item], pipe: Pipe, empty: int) -> list[Lineup]:
+def line_up(items: Seq[Item], pipe: Pipe, maker: RoundColumns) -> list[Lineup]:
     """A few orders, as given first, after adding the empty rounds that make the number legal."""
-    filled = [*items, *[(Round(()), empty)] * (pipe.legal(len(items)) - len(items))]
-    heights = np.array([height for _, height in filled], dtype=np.int64)
-    orders = np.array(_shapes(heights.tolist()))
-    finishes = pipe.finishes(heights[orders]).tolist()
-    lineups = []
-    for order, finish in zip(orders.tolist(), finishes, strict=True):
-        rounds, ordered = zip(*(filled[i] for i in order), strict=True)
-        lineups.append(Lineup(rounds, ordered, finish))
-    return lineups
+    lacking = pipe.legal(len(items)) - len(items)
+    empty = (Round(()), shifted(maker.of([Round(())])[0], pipe.shift)) if lacking else None
+    filled = [*items, *([empty] * lacking if empty else [])]
+    columns = np.stack([column for _, column in filled])
+    orders = np.array(shapes(_lengths(columns)))
+    finishes = pipe.finishes(columns, orders).tolist()
+    return [
+        Lineup(tuple(filled[i][0] for i in order), columns[order], finish)
+        for order, finish in zip(orders.tolist(), finishes, strict=True)
+    ]
 
 
-def _shapes(heights: list[int]) -> list[list[int]]:
+def _lengths(columns: Ints) -> list[int]:
+    """How long each round takes on all stages together."""
+    lengths: list[int] = columns[:, : columns.shape[1] // 3 * 2].sum(axis=1).tolist()
+    return lengths
+
+
+def shapes(heights: list[int]) -> list[list[int]]:
     """Orders worth a try: as given, falling, rising, small ends (two ways), big ends."""
     given = list(range(len(heights)))
     falling = sorted(given, key=lambda i: -heights[i])
@@ -130,71 +187,56 @@ def _shapes(heights: list[int]) -> list[list[int]]:
 
 def _improve(lineup: Lineup, pipe: Pipe) -> Lineup:
     """A better order of the same rounds: the best of all if they are few, else one near by."""
-    bound, actions = _bound(lineup.heights, pipe), pipe.actions(len(lineup.heights))
-    most = ORDER_ACTIONS // actions
-    if (lineup.finish - bound) * CLOSE <= bound or most < len(lineup.heights):
+    columns, rounds = lineup.columns, len(lineup.rounds)
+    bound, most = order_bound(columns, pp=pipe.pp), ORDER_ACTIONS // pipe.actions(rounds)
+    if (lineup.finish - bound) * CLOSE <= bound or most < rounds:
         return lineup
-    heights = np.array(lineup.heights, dtype=np.int64)
-    if math.factorial(len(heights)) <= most:
-        order, finish = _best_of_all(heights, pipe)
+    if math.factorial(rounds) <= most:
+        order, finish = _best_of_all(columns, pipe)
     else:
-        order, finish = _local_search(heights, pipe, most)
+        order, finish = _local_search(columns, pipe, most)
     if finish >= lineup.finish:
         return lineup
-    chosen = order.tolist()
-    ordered = tuple(lineup.heights[i] for i in chosen)
-    return Lineup(tuple(lineup.rounds[i] for i in chosen), ordered, finish)
+    return Lineup(tuple(lineup.rounds[i] for i in order.tolist()), columns[order], finish)
 
 
-def _best_of_all(heights: Ints, pipe: Pipe) -> tuple[Ints, int]:
+def _best_of_all(columns: Ints, pipe: Pipe) -> tuple[Ints, int]:
     """The best of all orders, and its finish."""
-    orders = np.array(list(permutations(range(len(heights)))))
-    finishes = pipe.finishes(heights[orders])
+    orders = np.array(list(permutations(range(len(columns)))))
+    finishes = pipe.finishes(columns, orders)
     best = int(np.argmin(finishes))
     return orders[best], int(finishes[best])
 
 
-def _local_search(heights: Ints, pipe: Pipe, most: int) -> tuple[Ints, int]:
+def _local_search(columns: Ints, pipe: Pipe, most: int) -> tuple[Ints, int]:
     """The best that swaps and moves reach from a few orders, in at most about `most` walks."""
-    shapes = np.array(_shapes(heights.tolist()))
-    finishes = pipe.finishes(heights[shapes])
-    neighbours = _neighbours(len(heights), most)
-    best, lowest = shapes[0], int(finishes[0])
+    starts = np.array(shapes(_lengths(columns)))
+    finishes = pipe.finishes(columns, starts)
+    neighbours = _neighbours(len(columns), most)
+    best, lowest = starts[0], int(finishes[0])
     for start in np.argsort(finishes, kind="stable").tolist():
-        order, finish = shapes[start], int(finishes[start])
-        order, finish, most = _descend(heights, order, finish, neighbours, pipe, most)
+        order, finish = starts[start], int(finishes[start])
+        order, finish, most = _descend(columns, order, finish, neighbours, pipe, most)
         if finish < lowest:
             best, lowest = order, finish
     return best, lowest
 
 
 def _descend(
-    heights: Ints, order: Ints, finish: int, neighbours: Ints, pipe: Pipe, most: int
+    columns: Ints, order: Ints, finish: int, neighbours: Ints, pipe: Pipe, most: int
 ) -> tuple[Ints, int, int]:
     """Goes to better neighbours while there are any; also returns the walks left of `most`."""
-    batch = max(1, BATCH_ACTIONS // pipe.actions(len(heights)))
+    batch = max(1, BATCH_ACTIONS // pipe.actions(len(columns)))
     first = 0
     while most > 0 and first < len(neighbours):
         tried = order[neighbours[first : first + batch]]
-        finishes = pipe.finishes(heights[tried])
+        finishes = pipe.finishes(columns, tried)
         most -= len(tried)
         first += batch
         best = int(np.argmin(finishes))
         if finishes[best] < finish:
             order, finish, first = tried[best], int(finishes[best]), 0
     return order, finish, most
-
-
-def _bound(heights: Seq[int], pipe: Pipe) -> int:
-    """A finish that no order of these rounds can beat.
-
-    The last rank waits for the first round's forwards before it and the last round's backwards
-    after it; and one round runs through all stages and back.
-    """
-    rising = sorted(heights)
-    ends = 2 * rising[0] + rising[min(1, len(rising) - 1)]
-    bound = 3 * pipe.vpp * sum(heights) + (pipe.pp - 1) * ends
-    return max(bound, 3 * pipe.vpp * pipe.pp * rising[-1])
 
 
 def _neighbours(rounds: int, most: int) -> Ints:
@@ -213,71 +255,20 @@ def _neighbours(rounds: int, most: int) -> Ints:
     return rows
 
 
-class _Splitter:
-    """Divides the packs of a round over two rounds, alike on every lane."""
-
-    def __init__(self, table: CostTable, lanes: int, shift: int) -> None:
-        self._table, self._lanes, self._shift = table, lanes, shift
-        self._costs = PackCosts(table)
-        self._tokens: dict[int, list[int]] = {
-            size: table.tokens[:, j].tolist() for j, size in enumerate(table.sizes)
-        }
-        self._done: dict[int, tuple[Round, tuple[Item, Item]]] = {}
-
-    def halves(self, round_: Round) -> tuple[Item, Item]:
-        """The two rounds with their shifted heights; the second is empty if nothing divides."""
-        # Rounds are kept beside their halves, so no other round can take over an id.
-        if id(round_) not in self._done:
-            sides, tops = self._sides(round_)
-            first, second = (
-                (self._build(round_, side), (top + self._table.round) >> self._shift)
-                for side, top in zip(sides, tops, strict=True)
-            )
-            self._done[id(round_)] = round_, (first, second)
-        return self._done[id(round_)][1]
-
-    def _sides(self, round_: Round) -> tuple[list[list[set[int]]], list[int]]:
-        """Which sequences of each pack go to either side, expensive ones first; both heights."""
-        by_cost = sorted(
-            (-self._costs.column(pack.cp_size)[sequence], number, sequence)
-            for number, pack in enumerate(round_.packs)
-            for sequence in pack.sequences
-        )
-        sides: list[list[set[int]]] = [[set() for _ in round_.packs] for _ in range(2)]
-        loads = [[0] * self._lanes for _ in range(2)]
-        for negative, number, sequence in by_cost:
-            pack = round_.packs[number]
-            first, stop = pack.first_lane, pack.first_lane + pack.cp_size
-            new = [-negative if side[number] else self._table.pack - negative for side in sides]
-            right = max(loads[1][first:stop]) + new[1] < max(loads[0][first:stop]) + new[0]
-            sides[right][number].add(sequence)
-            load, cost = loads[right], new[right]
-            for lane in range(first, stop):
-                load[lane] += cost
-        return sides, [max(load) for load in loads]
-
-    def _build(self, round_: Round, side: list[set[int]]) -> Round:
-        packs = []
-        for pack, kept in zip(round_.packs, side, strict=True):
-            if kept:
-                column = self._tokens[pack.cp_size]
-                sequences = tuple(i for i in pack.sequences if i in kept)
-                tokens = sum(map(column.__getitem__, sequences))
-                packs.append(Pack(pack.first_lane, pack.cp_size, sequences, tokens))
-        return Round(tuple(packs))
-
-
-def _split_while_faster(lineup: Lineup, pipe: Pipe, splitter: _Splitter, empty: int) -> Lineup:
-    """Cuts the highest rounds in two, some or all of them, as long as the finish falls."""
+def _split_while_faster(
+    lineup: Lineup, pipe: Pipe, splitter: Splitter, maker: RoundColumns
+) -> Lineup:
+    """Cuts the longest rounds in two, some or all of them, as long as the finish falls."""
     for _ in range(SPLIT_GENERATIONS):
-        work = 3 * pipe.vpp * sum(lineup.heights)
+        work = pipe.work(lineup.columns)
         if (lineup.finish - work) * SMALL_BUBBLE < work:
             break
         tried = [lineup]
         for items in _proposals(lineup, pipe, splitter):
-            heights = [height for _, height in items]
-            if pipe.actions(len(items)) <= SPLIT_ACTIONS and _bound(heights, pipe) < lineup.finish:
-                tried += _lineups(items, pipe, empty)
+            columns = np.stack([column for _, column in items])
+            few = pipe.actions(len(items)) <= SPLIT_ACTIONS
+            if few and order_bound(columns, pp=pipe.pp) < lineup.finish:
+                tried += line_up(items, pipe, maker)
         best = min(tried, key=_finish)
         gain, lineup = lineup.finish - best.finish, best
         if gain * CLOSE <= lineup.finish:
@@ -285,11 +276,14 @@ def _split_while_faster(lineup: Lineup, pipe: Pipe, splitter: _Splitter, empty: 
     return lineup
 
 
-def _proposals(lineup: Lineup, pipe: Pipe, splitter: _Splitter) -> Iterator[list[Item]]:
-    """The rounds with work, with different numbers of the highest cut in two."""
-    items = [item for item in zip(lineup.rounds, lineup.heights, strict=True) if item[0].packs]
-    by_height = sorted(range(len(items)), key=lambda i: -items[i][1])
-    splittable = [i for i in by_height if sum(len(p.sequences) for p in items[i][0].packs) > 1]
+def _proposals(lineup: Lineup, pipe: Pipe, splitter: Splitter) -> Iterator[list[Item]]:
+    """The rounds with work, with different numbers of the longest cut in two."""
+    items = [item for item in zip(lineup.rounds, lineup.columns, strict=True) if item[0].packs]
+    if not items:
+        return
+    lengths = _lengths(np.stack([column for _, column in items]))
+    by_length = sorted(range(len(items)), key=lambda i: -lengths[i])
+    splittable = [i for i in by_length if sum(len(p.sequences) for p in items[i][0].packs) > 1]
     for count in _counts(len(items), len(splittable), pipe):
         cut = set(splittable[:count])
         yield [

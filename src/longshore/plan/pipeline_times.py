@@ -1,12 +1,16 @@
 """When each action of a pipeline runs.
 
-In: an order of work and the height of each round, which is the cost of its slowest lane plus
-`round`. Out: the start and end of every action, or the finish for many lists of heights at once.
+In: an order of work and for each round a column: how long its forward takes on each stage, its
+backward on each stage, and its message from each stage to the next (and the gradient's way back).
+Out: the start and end of every action, or the finish for many orders of the rounds at once.
 
-A round keeps every pipeline rank busy for its height, a third of it in forwards, two thirds in
-backwards, split evenly over the rank's stages. Times are whole numbers of 1/(3·vpp) quantum, so a
-stage's forward takes `height` units and its backward 2·height. Two rounds of height 6 on two ranks
-of one stage finish after (2 + 1)·6 = 18 quanta, which are 54 units.
+Where all stages are alike, a round keeps every rank busy for its height, the cost of its slowest
+lane plus `round`: a third of it in forwards, two thirds in backwards, evenly over the rank's
+stages. In units of 1/(3·vpp) quantum a stage's forward then takes `height` and its backward
+2·height. Two rounds of height 6 on two ranks of one stage finish after (2 + 1)·6 = 18 quanta, which
+are 54 units.
+
+A message delays the stage that waits for it and keeps no rank busy.
 """
 
 from collections.abc import Iterator
@@ -23,7 +27,7 @@ from longshore.plan.order import Kind, Order, make_order
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One action of a pipeline rank, in units of 1/(3·vpp) quantum."""
+    """One action of a pipeline rank, in units of 1/whole quantum, see StageCosts."""
 
     rank: int
     """Pipeline rank."""
@@ -41,12 +45,18 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """An order with the times its actions start and end, in units of 1/(3·vpp) quantum."""
+    """An order with the times its actions start and end, in units of 1/whole quantum."""
 
     order: Order
     starts: tuple[tuple[int, ...], ...]
     ends: tuple[tuple[int, ...], ...]
     finish: int
+
+    def idle_shares(self) -> tuple[float, ...]:
+        """The share of the whole time that each rank waits."""
+        times = zip(self.starts, self.ends, strict=True)
+        busy = [sum(ends) - sum(starts) for starts, ends in times]
+        return tuple(1 - work / self.finish if self.finish else 0.0 for work in busy)
 
     def events(self) -> Iterator[Event]:
         """Every action with its times, rank after rank, in the order they run."""
@@ -56,18 +66,40 @@ class Walk:
                 yield Event(rank, action.stage, action.round, action.kind, start, end)
 
 
+Column = Seq[int]
+"""Of one round: stages forwards, stages backwards, stages − 1 messages and a 0."""
+
+
+def equal_columns(heights: Seq[int], *, stages: int) -> list[Column]:
+    """The columns of rounds on stages that are all alike, where messages take no time."""
+    return [[height] * stages + [2 * height] * stages + [0] * stages for height in heights]
+
+
 def walk(order: Order, heights: Seq[int], *, pp: int, vpp: int) -> Walk:
+    """`walk_columns` where all stages are alike."""
+    return walk_columns(order, equal_columns(heights, stages=pp * vpp), stages=pp * vpp)
+
+
+def walk_columns(order: Order, columns: Seq[Column], *, stages: int) -> Walk:
     """Runs every action as early as its rank and its dependencies allow.
 
     A forward waits for the same round's forward on the stage before, a backward for the backward
-    on the stage after, the last stage's backward for its own forward.
+    on the stage after, each with its message; the last stage's backward for its own forward.
     """
-    stages = pp * vpp
-    durations = [*heights] * stages + [2 * height for height in heights] * stages
-    starts, ends = _run(_links(order, rounds=len(heights), stages=stages), durations)
+    durations = [column[slot] for slot in range(2 * stages) for column in columns]
+    slots = _message_slots(stages)
+    delays = [column[slot] for slot in slots for column in columns]
+    starts, ends = _run(_links(order, rounds=len(columns), stages=stages), durations, delays)
     _refuse_deadlock(order, ends)
     finish = max(ended[-1] for ended in ends)
     return Walk(order, tuple(map(tuple, starts)), tuple(map(tuple, ends)), finish)
+
+
+def _message_slots(stages: int) -> list[int]:
+    """Where in a column the message is that each stage's forward, then backward, waits for."""
+    none = 3 * stages - 1
+    messages = list(range(2 * stages, none))
+    return [none, *messages, *messages, none]
 
 
 Links = list[list[tuple[int, int]]]
@@ -93,7 +125,9 @@ def _links(order: Order, *, rounds: int, stages: int) -> Links:
     return links
 
 
-def _run(links: Links, durations: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+def _run(
+    links: Links, durations: list[int], delays: list[int]
+) -> tuple[list[list[int]], list[list[int]]]:
     """Start and end of every action that can run, rank by rank."""
     pp = len(links)
     full = [-1] * len(durations) + [0]
@@ -110,6 +144,7 @@ def _run(links: Links, durations: list[int]) -> tuple[list[list[int]], list[list
             ready = full[needed]
             if ready < 0:
                 break
+            ready += delays[filled]
             start = ready if ready > now else now
             full[filled] = now = start + durations[filled]
             begun.append(start)
@@ -133,7 +168,7 @@ def _refuse_deadlock(order: Order, ends: list[list[int]]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WaitGraph:
-    """Who waits for whom in an order, for walking many lists of heights at once.
+    """Who waits for whom in an order, for walking many orders of rounds at once.
 
     Actions are numbered level by level; those of a level depend on lower levels only.
     """
@@ -146,8 +181,10 @@ class WaitGraph:
     """For each action, the one whose result it waits for; −1: none."""
     round: Ints
     """For each action, its round."""
-    weight: Ints
-    """An action takes weight · the height of its round."""
+    slot: Ints
+    """For each action, where in its round's column its duration is."""
+    message: Ints
+    """For each action, where in its round's column the message is that it waits for."""
 
 
 @lru_cache(maxsize=32)
@@ -156,7 +193,8 @@ def wait_graph(rounds: int, *, pp: int, vpp: int) -> WaitGraph:
     stages = pp * vpp
     links = _links(make_order(rounds, pp=pp, vpp=vpp), rounds=rounds, stages=stages)
     # With every action one unit long, an action's start is the number of its level.
-    starts, _ = _run(links, [1] * (2 * stages * rounds))
+    actions = 2 * stages * rounds
+    starts, _ = _run(links, [1] * actions, [0] * actions)
     level = np.array(starts, dtype=np.int64).ravel()
     needed, filled = np.array(links, dtype=np.int64).reshape(-1, 2).T
     by_level = np.argsort(level, kind="stable")
@@ -173,22 +211,30 @@ def wait_graph(rounds: int, *, pp: int, vpp: int) -> WaitGraph:
         before=number[previous][by_level],
         needs=action_at[needed][by_level],
         round=(filled % rounds)[by_level],
-        weight=(1 + filled // (stages * rounds))[by_level],
+        slot=(filled // rounds)[by_level],
+        message=np.array(_message_slots(stages))[filled // rounds][by_level],
     )
 
 
-def finish_times(graph: WaitGraph, heights: Ints) -> Ints:
-    """The finish of `walk` for every row of heights at once.
+def finish_times(graph: WaitGraph, columns: Ints, orders: Ints) -> Ints:
+    """The finish of `walk_columns` for every row of orders: which round's column comes when.
 
-    No time may leave 64 bits: 3·pp·vpp·Σ heights < 2⁶³ is enough.
+    No time may leave 64 bits: that the columns' sum does not is enough.
     """
-    columns = np.ascontiguousarray(heights.T)
-    ends = np.empty((len(graph.round) + 1, columns.shape[1]), dtype=np.int64)
+    first = np.ascontiguousarray(orders.T)[graph.round] * columns.shape[1]
+    flat = columns.ravel()
+    durations = flat[first + graph.slot[:, None]]
+    # Most profiles have free messages, and then half of the work is saved.
+    free = not columns[:, columns.shape[1] // 3 * 2 :].any()
+    messages = None if free else flat[first + graph.message[:, None]]
+    ends = np.empty((len(graph.round) + 1, len(orders)), dtype=np.int64)
     ends[-1] = 0
-    durations = columns[graph.round] * graph.weight[:, None]
     for level in graph.levels:
         out = ends[level]
-        np.maximum(ends[graph.before[level]], ends[graph.needs[level]], out=out)
+        ready = ends[graph.needs[level]]
+        if messages is not None:
+            ready += messages[level]
+        np.maximum(ends[graph.before[level]], ready, out=out)
         out += durations[level]
     finish: Ints = ends.max(axis=0)
     return finish

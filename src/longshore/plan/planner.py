@@ -11,20 +11,23 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import SupportsIndex
 
 import numpy as np
 
+import longshore.plan.policies  # noqa: F401 - registers the policies
 from longshore.choices import Sync, names_of
 from longshore.errors import SettingError
+from longshore.plan.bound import step_bound
 from longshore.plan.cost import BUILT_IN, CostProfile, CostTable
+from longshore.plan.layout import Layout
 from longshore.plan.own_policy import load_policy
-from longshore.plan.packing import PackingLimits, Problem
-from longshore.plan.policies import bound_of
 from longshore.plan.policy import DEFAULT_POLICY, policy_names
 from longshore.plan.shapes import legal_cp_sizes, usable_capacity
 from longshore.plan.simulate import simulate_rounds, table_for, total_lane_tokens
-from longshore.plan.task import UNLIMITED, Choice, Rounds, Task
+from longshore.plan.stage_costs import StageCosts
+from longshore.plan.task import Choice, Rounds, Task
 from longshore.plan.types import Plan, PlanSetting, Sequence, Stats
 
 LARGEST = 2**40
@@ -48,6 +51,8 @@ def make_plan(
     align: int = 1,
     pp: int = 1,
     vpp: int = 1,
+    layout: Layout | None = None,
+    stage_costs: StageCosts | None = None,
     packs: Iterable[Iterable[int]] | None = None,
 ) -> Plan:
     """Plans one optimizer step.
@@ -57,7 +62,8 @@ def make_plan(
     'round' or 'step', when lanes wait for each other. cp_size: for policies of one CP size.
     cp_sizes: 'pow2' or 'any'. heads: where CP shares out heads, those of a rank; only CP sizes that
     divide them are used. max_sequences: of a lane in a round. align: a lane's total is padded to a
-    multiple of this. pp, vpp: pipeline ranks, and stages for each. packs: for policy `given`, the
+    multiple of this. pp, vpp: pipeline ranks, and stages for each. layout: the stages, and
+    stage_costs: how they share a round's cost; by default evenly. packs: for policy `given`, the
     places of each pack's sequences.
     """
     started = time.perf_counter()
@@ -75,13 +81,14 @@ def make_plan(
         vpp=vpp,
     )
     setting = _setting(counts, policy=policy, sync=sync, profile=profile, kind=cp_sizes)
+    setting = _with_stages(setting, layout, stage_costs)
     chosen = load_policy(policy)
     task = _task(setting, sequences, counts.get("cp_size", 0), packs)
     choice = Choice(task, may_split=not chosen.fixed_packs)
     chosen.run(task, choice)
-    stats = _stats(task, sequences, choice.rounds, started)
-    digest = _digest(setting, sequences, choice.rounds)
-    return Plan(setting, sequences, choice.rounds, stats, digest)
+    rounds = choice.settle()
+    stats = _stats(task, sequences, rounds, started)
+    return Plan(setting, sequences, rounds, stats, _digest(setting, sequences, rounds))
 
 
 def _setting(
@@ -106,6 +113,26 @@ def _setting(
         pp=counts["pp"],
         vpp=counts["vpp"],
     )
+
+
+def _with_stages(
+    setting: PlanSetting, layout: Layout | None, stage_costs: StageCosts | None
+) -> PlanSetting:
+    pp, vpp = setting.pp, setting.vpp
+    if layout is not None and (layout.pp, layout.vpp) != (pp, vpp):
+        raise SettingError(
+            f"{{layout}} has {layout.pp} ranks of {layout.vpp} stages, but {{pp}} is {pp} and "
+            f"{{vpp}} is {vpp}"
+        )
+    if stage_costs is not None and stage_costs.stages != pp * vpp:
+        raise SettingError(
+            f"the stage costs are of {stage_costs.stages} stages, but {{pp}} {pp} x {{vpp}} {vpp} "
+            f"= {pp * vpp}"
+        )
+    # Without a pipeline there is one stage, whoever says so, and one plan.
+    if pp == 1:
+        return setting
+    return replace(setting, layout=str(layout or ""), stage_costs=stage_costs)
 
 
 def _sequence(place: int, entry: int | Sequence) -> Sequence:
@@ -317,23 +344,12 @@ def _stats(task: Task, sequences: tuple[Sequence, ...], rounds: Rounds, started:
 
 def _lower_bound(task: Task, lengths: list[int]) -> float:
     """The bound of every policy with these limits, in seconds, from real lengths."""
-    setting = task.setting
-    table = CostTable(
-        np.array(lengths, dtype=np.int64), sizes=setting.cp_sizes, profile=setting.profile
-    )
-    limits = PackingLimits(
-        lanes=setting.lanes,
-        capacity=task.capacity,
-        lane_tokens=task.capacity,
-        max_items=UNLIMITED,
-        min_rounds=1,
-        sole=False,
-        bubble=0.0,
-    )
-    problem = Problem(table, limits)
-    # A pipeline of pp ranks takes a round through all of them, one after the other.
-    through = setting.pp * (int(problem.cost.min(axis=1).max()) + table.pack + table.round)
-    return table.seconds(max(bound_of(problem, setting), through))
+    setting, table, bound = task.setting, task.table, task.bound
+    if setting.planned_by.pads_to_longest:
+        array = np.array(lengths, dtype=np.int64)
+        table = CostTable(array, sizes=setting.cp_sizes, profile=setting.profile)
+        bound = step_bound(setting, table, capacity=task.capacity)
+    return bound / setting.shares.whole / table.scale
 
 
 DIGESTED = ("lanes", "capacity", "align", "sync", "cp_sizes", "pp", "vpp")
@@ -343,9 +359,14 @@ DIGESTED = ("lanes", "capacity", "align", "sync", "cp_sizes", "pp", "vpp")
 def _digest(setting: PlanSetting, sequences: tuple[Sequence, ...], rounds: Rounds) -> str:
     """A name for what was decided: equal digests, the same tensors on every lane in every round.
 
-    It does not tell why it was decided (policy, costs), nor which samples the sequences are.
+    It does not tell why it was decided (policy, costs), nor which samples the sequences are. Only
+    in a pipeline do costs decide how it is run: by them ranks order their messages.
     """
     lines = [f"{name} {getattr(setting, name)}" for name in DIGESTED]
+    if setting.planned_by.pads_to_longest:
+        lines.append("padded to the longest")
+    if setting.pp > 1:
+        lines += [f"layout {setting.layout}", f"{setting.profile}", f"{setting.shares}"]
     lines.append(" ".join(str(sequence.length) for sequence in sequences))
     for round_ in rounds:
         lines.append("round")

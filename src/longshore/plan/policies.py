@@ -11,11 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from longshore.plan.packing import PackingLimits, Placed, Problem, lower_bound
+from longshore.plan.bound import UNLIMITED, work_bound
+from longshore.plan.packing import PackingLimits, Placed, Problem
+from longshore.plan.pipeline_search import search_pipeline
 from longshore.plan.policy import Policy, register_policy
 from longshore.plan.search import Draft, search_rounds, search_step
-from longshore.plan.task import UNLIMITED, Choice, Rounds, Task, make_pack
-from longshore.plan.types import Pack, PlanSetting, Round
+from longshore.plan.task import Choice, Rounds, Task, make_pack
+from longshore.plan.types import Pack, Round
 
 WORTH_MORE = 1.02
 """A plan further above the bound than this is worth a second search."""
@@ -45,8 +47,14 @@ def dynamic(task: Task, choice: Choice) -> None:
 
 
 def mixed(task: Task, choice: Choice) -> None:
-    """Packs of several CP sizes in a lane's micro-batch; never slower than the other policies."""
+    """Packs of several CP sizes in a lane's micro-batch; never slower than the other policies.
+
+    With a pipeline and many sequences the others are tried only where the plan is not yet near its
+    bound.
+    """
     _search(task, choice, sizes=task.table.sizes, sole=False)
+    if choice.is_good():
+        return
     dynamic(task, choice)
     balanced(task, choice)
     for size in task.sizes_that_fit():
@@ -111,43 +119,40 @@ for _policy in (
     register_policy(_policy)
 
 
-def _limits(
-    task: Task, *, lanes: int, max_items: int, sole: bool, min_rounds: int = 1
-) -> PackingLimits:
+def _limits(task: Task, *, lanes: int, max_items: int, sole: bool) -> PackingLimits:
     step = task.setting.sync == "step"
     return PackingLimits(
         lanes=lanes,
         capacity=task.capacity,
         lane_tokens=1 << 50 if step else task.capacity,
         max_items=UNLIMITED if step and max_items > 1 else max_items,
-        min_rounds=min_rounds,
+        min_rounds=1,
         sole=sole,
-        bubble=(task.setting.pp - 1) / task.setting.vpp,
     )
 
 
 def _search(task: Task, choice: Choice, *, sizes: tuple[int, ...], sole: bool) -> None:
-    """Offers what the search finds with these sizes; for a pipeline, with several round counts."""
+    """Offers what the search finds with these sizes."""
     setting = task.setting
     lanes = setting.lanes // sizes[0] * sizes[0] if len(sizes) == 1 else setting.lanes
     table = task.table.part(np.array(task.by_length), sizes)
     members = [(i,) for i in task.by_length]
-    pp = setting.pp
-    for min_rounds in (1,) if pp == 1 else (1, pp, 2 * pp, 4 * pp):
-        limits = _limits(
-            task, lanes=lanes, max_items=task.most_sequences, sole=sole, min_rounds=min_rounds
-        )
-        _run(choice, Problem(table, limits), members)
+    limits = _limits(task, lanes=lanes, max_items=task.most_sequences, sole=sole)
+    _run(choice, Problem(table, limits), members)
 
 
 def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> None:
     task = choice.task
     sync = task.setting.sync
-    bound = bound_of(problem, task.setting)
-    bound += int(problem.bubble * int(problem.cost.min(axis=1).max()))
+    bound = work_bound(problem, task.setting)
     if sync == "round":
+        if task.setting.pp > 1:
+            pp, vpp = task.setting.pp, task.setting.vpp
+            draft = search_pipeline(problem, task.finish, pp=pp, vpp=vpp)
+            choice.offer(_to_rounds(task, draft.packs(), members))
+            return
         draft = search_rounds(problem, bound=bound)
-        if choice.could_gain(draft.time(problem)) or task.setting.pp > 1:
+        if choice.could_gain(draft.time(problem)):
             choice.offer(_to_rounds(task, draft.packs(), members))
         return
     draft = search_step(problem, bound=bound)
@@ -165,11 +170,6 @@ def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> Non
     meeting = replace(problem.limits, lane_tokens=task.capacity, max_items=most)
     draft = search_rounds(Problem(problem.table, meeting), bound=bound)
     choice.offer(_to_rounds(task, draft.packs(), members))
-
-
-def bound_of(problem: Problem, setting: PlanSetting) -> int:
-    linear = int(setting.profile.linear * problem.table.scale)
-    return lower_bound(problem, sync=setting.sync, linear=linear)
 
 
 def _to_rounds(task: Task, packs: Iterable[Placed], members: Seq[tuple[int, ...]]) -> Rounds:

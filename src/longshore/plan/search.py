@@ -43,9 +43,8 @@ class Draft:
     heights: list[int]
 
     def time(self, problem: Problem) -> int:
-        """Quanta of all rounds; with a pipeline, also what it takes to fill and drain it."""
-        bubble = int(problem.bubble * max(self.heights, default=0))
-        return sum(self.heights) + problem.table.round * len(self.heights) + bubble
+        """Quanta of all rounds."""
+        return sum(self.heights) + problem.table.round * len(self.heights)
 
     def then(self, filled: Filled) -> "Draft":
         return Draft((*self.parts, filled), self.heights + filled.heights)
@@ -190,8 +189,7 @@ def tighten(search: Search, start: Draft, items: Ints, *, rounds: int, tolerance
     if rounds == 1:
         low = max(low, search.bound - before - problem.table.round)
     assert search.best is not None
-    heights = rounds if start.heights else rounds + problem.bubble
-    high = int((search.best.time(problem) - before) / heights) - problem.table.round
+    high = int((search.best.time(problem) - before) / rounds) - problem.table.round
     height = int(high * 0.99)
     while not search.done() and low < height and high - low > low >> 8:
         aim = Aim(height, tolerance, tight=True, whole=True)
@@ -271,7 +269,7 @@ def guess_time(problem: Problem, items: Ints, enough: int, height: int, time: in
 def time_after(problem: Problem, rest: Ints, height: int, time: int) -> int:
     """About the time of a round of this height and level rounds for the rest, `time` being left."""
     area = area_within(problem, rest, max(time - height, time >> 5))
-    return int((1 + problem.bubble) * height + USUAL_WASTE * area / problem.lanes)
+    return int(height + USUAL_WASTE * area / problem.lanes)
 
 
 def area_within(problem: Problem, items: Ints, height: int) -> int:

@@ -15,7 +15,8 @@ import numpy as np
 
 from longshore.plan.cost import CostTable
 from longshore.plan.order import make_order
-from longshore.plan.pipeline_times import Walk, walk
+from longshore.plan.pipeline_times import Walk, walk_columns
+from longshore.plan.round_columns import RoundColumns
 from longshore.plan.types import Pack, Plan, PlanSetting, Round
 
 
@@ -141,7 +142,9 @@ class SimulatedStep:
     imbalance: float
     """1 − Σ busy / (lanes · span): the share of the span that lanes wait for lanes."""
     bubble: float
-    """1 − span / predicted: the share of the step that a pipeline rank waits for others."""
+    """The share of the step that an average pipeline rank waits for others."""
+    rank_bubbles: tuple[float, ...]
+    """The same of each pipeline rank; () without a pipeline."""
     padding: float
     """1 − real tokens / all tokens, after alignment; a lane without work has none."""
     walk: Walk | None
@@ -172,34 +175,51 @@ def simulate_rounds(
                 begin[lane] = start
                 busy[lane] += row[lane] + table.round
         events += _pack_events(number, round_, begin, costs, table)
-    span, parts = max(ready), 3 * setting.vpp
-    walked = _pipeline(rows, setting, table)
-    finish = walked.finish if walked else span * parts
+    span, whole = max(ready), setting.shares.whole
+    walked = walk_rounds(rounds, setting, columns_for(setting, table)) if setting.pp > 1 else None
+    finish = walked.finish if walked else span * whole
+    bubbles = walked.idle_shares() if walked else ()
     padded = total_lane_tokens(rounds, lanes=lanes, align=setting.align)
     return SimulatedStep(
         events=tuple(events),
         busy=tuple(table.seconds(quanta) for quanta in busy),
         idle=tuple(table.seconds(span - quanta) for quanta in busy),
         span=table.seconds(span),
-        predicted=finish / parts / table.scale,
+        predicted=finish / whole / table.scale,
         imbalance=1 - sum(busy) / (lanes * span) if span else 0.0,
-        bubble=1 - span * parts / finish if finish else 0.0,
+        bubble=sum(bubbles) / len(bubbles) if bubbles else 0.0,
+        rank_bubbles=bubbles,
         padding=1 - sum(lengths) / padded if padded else 0.0,
         walk=walked,
-        unit=1 / parts / table.scale,
+        unit=1 / whole / table.scale,
     )
 
 
 def pipeline_walk(plan: Plan) -> Walk:
     """When the actions of a plan's pipeline run, by which ranks order their messages.
 
-    Every round takes some time here, also an empty one, whose cost may be 0.
+    Every action takes some time here, also where it costs nothing, as in an empty round.
     """
     setting = plan.setting
     table = table_for(setting, [sequence.length for sequence in plan.sequences])
-    heights = [max(1, height) for height in round_heights(plan.rounds, table, setting.lanes)]
-    order = make_order(len(heights), pp=setting.pp, vpp=setting.vpp)
-    return walk(order, heights, pp=setting.pp, vpp=setting.vpp)
+    return walk_rounds(plan.rounds, setting, columns_for(setting, table), least=1)
+
+
+def columns_for(setting: PlanSetting, table: CostTable) -> RoundColumns:
+    return RoundColumns(table, lanes=setting.lanes, shares=setting.shares)
+
+
+def walk_rounds(
+    rounds: Seq[Round], setting: PlanSetting, columns: RoundColumns, *, least: int = 0
+) -> Walk:
+    """least: of an action's duration."""
+    stages = setting.pp * setting.vpp
+    order = make_order(len(rounds), pp=setting.pp, vpp=setting.vpp)
+    timed = [
+        [max(least, time) for time in column[: 2 * stages]] + column[2 * stages :]
+        for column in columns.of(rounds)
+    ]
+    return walk_columns(order, timed, stages=stages)
 
 
 def _pack_events(
@@ -221,14 +241,6 @@ def _pack_events(
         first, last = table.seconds(start), table.seconds(start + cost)
         events.append(PackEvent(number, place, pack.first_lane, pack.cp_size, first, last))
     return events
-
-
-def _pipeline(costs: Seq[Seq[int]], setting: PlanSetting, table: CostTable) -> Walk | None:
-    if setting.pp == 1:
-        return None
-    heights = [max(row) + table.round for row in costs]
-    order = make_order(len(heights), pp=setting.pp, vpp=setting.vpp)
-    return walk(order, heights, pp=setting.pp, vpp=setting.vpp)
 
 
 def total_lane_tokens(rounds: Seq[Round], *, lanes: int, align: int) -> int:

@@ -10,14 +10,17 @@ from functools import cached_property
 
 import numpy as np
 
+from longshore.plan.bound import UNLIMITED, step_bound
 from longshore.plan.cost import CostTable
-from longshore.plan.order import make_order
-from longshore.plan.pipeline import arrange
-from longshore.plan.pipeline_times import walk
-from longshore.plan.simulate import lane_costs, round_heights, step_time
+from longshore.plan.pipeline import arrange, line_up_quickly, quick_finish
+from longshore.plan.round_columns import RoundColumns
+from longshore.plan.simulate import lane_costs, step_time, walk_rounds
 from longshore.plan.types import Pack, PlanSetting, Round
 
-UNLIMITED = 1 << 30
+GOOD_PIPELINE = 1.1
+"""A pipeline's plan of a step that is not small is good this close to its bound."""
+SMALL_STEP = 64
+"""Sequences."""
 Rounds = tuple[Round, ...]
 
 
@@ -56,6 +59,22 @@ class Task:
     def _token_columns(self) -> dict[int, list[int]]:
         return {}
 
+    @cached_property
+    def columns(self) -> RoundColumns:
+        """What rounds cost the stages of a pipeline."""
+        setting = self.setting
+        return RoundColumns(self.table, lanes=setting.lanes, shares=setting.shares)
+
+    @cached_property
+    def bound(self) -> int:
+        """A time that no plan can beat, in 1/whole quanta."""
+        return step_bound(self.setting, self.table, capacity=self.capacity)
+
+    def finish(self, heights: list[int]) -> int:
+        """About when a pipeline is done with rounds of these heights, in 1/whole quanta."""
+        setting = self.setting
+        return quick_finish(heights, setting.shares, pp=setting.pp, vpp=setting.vpp)
+
     def tokens_at(self, cp_size: int) -> list[int]:
         """Tokens of every sequence on each lane at this CP size."""
         if cp_size not in self._token_columns:
@@ -83,7 +102,9 @@ class Task:
     def least_time(self, cp_size: int) -> int:
         """Quanta that no plan with just this CP size can beat."""
         column = self.table.cost[:, self.table.sizes.index(cp_size)]
-        return int(column.sum()) // (self.setting.lanes // cp_size) + self.table.pack
+        work = int(column.sum()) // (self.setting.lanes // cp_size) + self.table.pack
+        # A pipeline takes the longest sequence's round through all ranks.
+        return max(work, self.setting.pp * (int(column.max()) + self.table.pack))
 
 
 class Choice:
@@ -96,30 +117,54 @@ class Choice:
         self.time: int | None = None
 
     def offer(self, rounds: Rounds) -> int:
-        """Keeps the rounds if they are the fastest; returns their time in 1/(3·vpp) quanta."""
+        """Keeps the rounds if they are the fastest; returns their time in 1/whole quanta."""
         setting, table = self.task.setting, self.task.table
         if setting.pp > 1:
-            rounds = arrange(
-                rounds,
-                table=table,
-                lanes=setting.lanes,
-                pp=setting.pp,
-                vpp=setting.vpp,
-                may_split=self.may_split,
-            )
-            heights = round_heights(rounds, table, setting.lanes)
-            order = make_order(len(rounds), pp=setting.pp, vpp=setting.vpp)
-            time = walk(order, heights, pp=setting.pp, vpp=setting.vpp).finish
+            rounds = self._arranged(rounds) if self.is_small else self._lined_up(rounds)
+            time = walk_rounds(rounds, setting, self.task.columns).finish
         else:
             costs = lane_costs(rounds, table, setting.lanes)
-            time = step_time(costs, rounds, table, setting.sync) * 3 * setting.vpp
+            time = step_time(costs, rounds, table, setting.sync) * setting.shares.whole
         if self.time is None or time < self.time:
             self.rounds, self.time = rounds, time
         return time
 
+    @property
+    def is_small(self) -> bool:
+        """Whether everything offered to a pipeline is arranged as well as what is kept."""
+        return len(self.task.lengths) <= SMALL_STEP
+
+    def settle(self) -> Rounds:
+        """The fastest rounds; for a pipeline in the best order and cut where that helps."""
+        if self.task.setting.pp > 1 and not self.is_small:
+            self.rounds = self._arranged(self.rounds)
+        return self.rounds
+
+    def _lined_up(self, rounds: Rounds) -> Rounds:
+        setting = self.task.setting
+        return line_up_quickly(rounds, self.task.columns, pp=setting.pp, vpp=setting.vpp)
+
+    def _arranged(self, rounds: Rounds) -> Rounds:
+        setting = self.task.setting
+        return arrange(
+            rounds,
+            table=self.task.table,
+            lanes=setting.lanes,
+            pp=setting.pp,
+            vpp=setting.vpp,
+            may_split=self.may_split,
+            shares=setting.shares,
+        )
+
+    def is_good(self) -> bool:
+        """Whether a pipeline's plan is so near to its bound that other policies are not tried."""
+        if self.is_small or self.time is None or self.task.setting.pp == 1:
+            return False
+        return self.time <= self.task.bound * GOOD_PIPELINE
+
     def could_gain(self, least: int) -> bool:
         """Whether a plan of at least this many quanta could be faster than the best."""
-        return self.time is None or least * 3 * self.task.setting.vpp < self.time
+        return self.time is None or least * self.task.setting.shares.whole < self.time
 
 
 def make_pack(task: Task, first_lane: int, cp_size: int, sequences: tuple[int, ...]) -> Pack:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from longshore.plan.cost import CostProfile
 from longshore.plan.policy import Policy, policy_named
+from longshore.plan.stage_costs import StageCosts, equal_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,14 @@ class PlanSetting:
     """Pipeline ranks; 1: no pipeline."""
     vpp: int
     """Stages of each pipeline rank."""
+    layout: str = ""
+    """Which parts of the model each stage has, as plan/layout.py writes it; "": not known."""
+    stage_costs: StageCosts | None = None
+    """How stages share a round's cost; None: evenly, backward twice the forward."""
+
+    @property
+    def shares(self) -> StageCosts:
+        return self.stage_costs or equal_stages(self.pp, self.vpp)
 
     @property
     def planned_by(self) -> Policy:

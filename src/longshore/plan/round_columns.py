@@ -1,0 +1,92 @@
+"""What a round costs each stage of a pipeline: its column for plan/pipeline_times.py.
+
+In: rounds, a cost table and how stages share a round's cost. Out: for each round the durations of
+its forward and backward on every stage, and of its messages, as exact integers.
+
+A stage takes a round as long as its slowest lane. With 1/3 of the linear part and 1/2 of the
+quadratic one, lanes of (6 linear, 4 quadratic) and (9, 1) take 2 + 2 = 4 and 3 + 0.5 = 3.5: the
+first decides. A message has the rows of the fullest lane.
+"""
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from longshore.plan.cost import CostTable, Ints
+from longshore.plan.stage_costs import StageCosts
+from longshore.plan.types import Round
+
+SAFE_BITS = 62
+
+
+class RoundColumns:
+    """Makes columns, and remembers the table's columns of each CP size."""
+
+    def __init__(self, table: CostTable, *, lanes: int, shares: StageCosts) -> None:
+        self._table, self._lanes, self._shares = table, lanes, shares
+        linear = (*shares.forward_linear, *shares.backward_linear)
+        quadratic = (*shares.forward_quadratic, *shares.backward_quadratic)
+        self._pairs = list(zip(linear, quadratic, strict=True))
+        self._even = linear == quadratic
+        self._parts: dict[int, tuple[list[int], list[int]]] = {}
+
+    def of(self, rounds: Seq[Round]) -> list[list[int]]:
+        """A column for each round: forwards, backwards, messages and a 0."""
+        linear, quadratic, tokens = self._lane_sums(rounds)
+        heights: dict[tuple[int, int], list[int]] = {}
+        if self._even:
+            tallest = [int(row) + self._table.round for row in (linear + quadratic).max(axis=1)]
+            heights = {pair: [pair[0] * top for top in tallest] for pair in set(self._pairs)}
+        else:
+            for pair in set(self._pairs):
+                heights[pair] = _tallest(linear + self._table.round, quadratic, pair)
+        rows = self._messages(tokens)
+        return [[*(heights[pair][i] for pair in self._pairs), *rows[i]] for i in range(len(rounds))]
+
+    def totals(self, rounds: Seq[Round]) -> list[int]:
+        """The rounds' heights on an average rank, in quanta."""
+        linear, quadratic, _ = self._lane_sums(rounds)
+        tops: list[int] = ((linear + quadratic).max(axis=1) + self._table.round).tolist()
+        return tops
+
+    def _messages(self, tokens: Ints) -> list[list[int]]:
+        streams, each = self._shares.streams[:-1], self._table.message * self._shares.whole
+        rows = tokens.max(axis=1).tolist()
+        return [[round(count * each * most) for count in streams] + [0] for most in rows]
+
+    def _lane_sums(self, rounds: Seq[Round]) -> tuple[Ints, Ints, Ints]:
+        """Quanta of the linear and the quadratic part, and tokens: [round, lane]."""
+        changes = np.zeros((3, len(rounds), self._lanes + 1), dtype=np.int64)
+        numbers, firsts, stops, sums = [], [], [], []
+        for number, round_ in enumerate(rounds):
+            for pack in round_.packs:
+                whole, square = self._columns(pack.cp_size)
+                cost = sum(map(whole.__getitem__, pack.sequences))
+                part = 0 if self._even else sum(map(square.__getitem__, pack.sequences))
+                numbers.append(number)
+                firsts.append(pack.first_lane)
+                stops.append(pack.first_lane + pack.cp_size)
+                sums.append((cost - part + self._table.pack, part, pack.tokens_per_lane))
+        if sums:
+            values = np.array(sums, dtype=np.int64).T
+            for change, value in zip(changes, values, strict=True):
+                np.add.at(change, (numbers, firsts), value)
+                np.subtract.at(change, (numbers, stops), value)
+        linear, quadratic, tokens = changes.cumsum(axis=2)[:, :, :-1]
+        return linear, quadratic, tokens
+
+    def _columns(self, cp_size: int) -> tuple[list[int], list[int]]:
+        if cp_size not in self._parts:
+            whole: list[int] = self._table.cost[:, self._table.sizes.index(cp_size)].tolist()
+            self._parts[cp_size] = whole, [] if self._even else self._table.quadratic(cp_size)
+        return self._parts[cp_size]
+
+
+def _tallest(linear: Ints, quadratic: Ints, pair: tuple[int, int]) -> list[int]:
+    """The slowest lane of each round, with these parts of its linear and quadratic cost."""
+    most = max(pair) * (int(linear.max(initial=0)) + int(quadratic.max(initial=0)))
+    if most.bit_length() <= SAFE_BITS:
+        tops: list[int] = (pair[0] * linear + pair[1] * quadratic).max(axis=1).tolist()
+        return tops
+    exact = pair[0] * linear.astype(object) + pair[1] * quadratic.astype(object)
+    return [int(top) for top in exact.max(axis=1)]
