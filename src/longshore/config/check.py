@@ -12,7 +12,7 @@ from typing import Any
 
 from longshore.arch.decoder import DecoderConfig, has_experts, with_balance
 from longshore.arch.part import Sharing
-from longshore.arch.stages import make_layout
+from longshore.arch.stages import make_layout, stage_costs
 from longshore.config.check_data import check_data, known_longest
 from longshore.config.located import in_keys, settings_in_keys
 from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
@@ -148,7 +148,16 @@ def planner_options(
         "align": plan.align,
         "pp": layout.pp,
         "vpp": layout.vpp,
+        **_stage_options(config, decoder, layout),
     }
+
+
+def _stage_options(config: RunConfig, decoder: DecoderConfig, layout: Layout) -> dict[str, Any]:
+    """With a pipeline: its stages, and how they share a round's cost."""
+    if layout.pp == 1:
+        return {}
+    recompute = config.train.recompute == "blocks"
+    return {"layout": layout, "stage_costs": stage_costs(decoder, layout, recompute=recompute)}
 
 
 def shared_heads(decoder: DecoderConfig, parallel: ParallelConfig) -> int | None:

@@ -53,6 +53,7 @@ def resolve(
     longest: int,
 ) -> Resolved:
     """Decides what is "auto"; device: cpu or cuda; memory: bytes of the rank that has least."""
+    layout = pipeline_layout(config, decoder)
     shard, why = _shard(config, decoder, lanes=lanes, dtype=dtype, memory=memory)
     notes = [f"parallel.shard: {why}"] if config.parallel.shard == "auto" else []
     capacity = config.plan.capacity
@@ -66,6 +67,7 @@ def resolve(
             recompute=config.train.recompute == "blocks",
             cp_sizes=possible_cp_sizes(config, decoder, lanes=lanes),
             sharing=Sharing(config.parallel.attention, config.parallel.scan),
+            layout=layout if layout.pp > 1 else None,
         )
         notes.append(f"plan.capacity: {capacity:,} tokens per rank and round")
         notes += [f"  {line}" for line in arithmetic]
@@ -73,7 +75,6 @@ def resolve(
     notes += [f"train.compile: {why}"] if compiles and config.train.compile == "auto" else []
     resolved = replace(config, plan=replace(config.plan, capacity=capacity))
     check_longest(resolved, lanes, longest)
-    layout = pipeline_layout(config, decoder)
     if layout.pp > 1:
         notes.append(f"pipeline: {layout}, stage s on pipeline rank s % {layout.pp}")
     return Resolved(resolved, decoder, shard, capacity, dtype, compiles, layout, tuple(notes))
