@@ -144,20 +144,26 @@ class _Pass:
 
     def run(self, action: Action) -> None:
         self.handlers.begin(action)
-        begin = Timestamp(self.executor.topology.device)
+        rows = self._incoming(action)
+        begin = Timestamp(self.executor.topology.device)  # waiting for rows is not work
         if action.kind == "forward":
-            self._forward(action)
+            self._forward(action, rows)
         else:
-            self._backward(action)
+            self._backward(action, rows)
         self.times.append(Timed(action, begin, Timestamp(self.executor.topology.device)))
         self._left[action.round] -= 1
         if not self._left[action.round]:
             del self._on_device[action.round]
 
-    def _forward(self, action: Action) -> None:
+    def _incoming(self, action: Action) -> Tensor | None:
+        """The rows from the stage before, or their gradient from the one after."""
+        stage = self._part(action).stage
+        is_first = stage.embed if action.kind == "forward" else stage.head
+        return None if is_first else self.mailbox.take(action)
+
+    def _forward(self, action: Action, x: Tensor | None) -> None:
         part, batch = self._part(action), self._batch(action.round)
         stage = part.stage
-        x = None if stage.embed else self.mailbox.take(action)
         if x is not None and torch.is_grad_enabled():
             x.requires_grad_()
         first = batch.token_ids if x is None else x
@@ -178,7 +184,7 @@ class _Pass:
             self._graphs[action.stage, action.round] = _Graph(x, rows, loss)
             self.most_graphs = max(self.most_graphs, len(self._graphs))
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, gradient: Tensor | None) -> None:
         part = self._part(action)
         graph = self._graphs.pop((action.stage, action.round))
         self._backwards[action.stage] -= 1
@@ -187,7 +193,7 @@ class _Pass:
         gradients: list[Tensor | None] = []
         if graph.rows is not None:
             roots.append(graph.rows)
-            gradients.append(self.mailbox.take(action))
+            gradients.append(gradient)
         if graph.loss.requires_grad:
             roots.append(graph.loss)
             gradients.append(None)
