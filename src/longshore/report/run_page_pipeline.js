@@ -1,7 +1,10 @@
 /* How busy the ranks of a pipeline were: for each a bar of its forwards, backwards and bubble, and one of the predicted
    bubble below it. Both bubbles end at the right, so their lengths compare. */
 
-const PIPELINE_KINDS = [["forwards", "one"], ["backwards", "two"], ["bubble", "hatched"]];
+const PIPELINE_KINDS = [["forwards", "one"], ["backwards", "two"], ["bubble", "hatched"], ["predicted work", "rest"]];
+
+// Until the executor takes an action's time after its message has come.
+const WAITS_COUNT = "The waiting for a message counts as part of the forward or backward that needs it, so the measured bubble is too small. ";
 
 class PipelineView {
   constructor(runs) {
@@ -25,20 +28,23 @@ class PipelineView {
       `No times of pipeline ${pipeline.missing.length === 1 ? "rank" : "ranks"} ${pipeline.missing.join(", ")}` +
       `${this.several ? ` of ${name}` : ""}. `));
     const { skipped } = this.runs[0].pipeline;
-    return "How the ranks of lane 0 spent a step (medians over steps). The bubble is the rest of the step, in which a rank " +
-      "waits for others, for data or for the optimizer; the plan predicts only the waiting for other stages: the lower bar. " +
-      missing.join("") +
-      (this.several ? "The first step is left out where there are five or more." : skipped === null ? "" : `Step ${number(skipped)}, in which memory and kernels warm up, is left out.`);
+    const first = this.several ? "The first step of a run is left out if it has five or more." :
+      skipped === null ? "" : `Step ${number(skipped)}, in which memory and kernels warm up, is left out.`;
+    return "How the ranks of lane 0 spent a step: medians over steps, which need not add up to 100 %. The upper bar is measured, " +
+      "the lower predicted by the plan. The measured bubble is all of a step outside forwards and backwards, so it also has the " +
+      "optimizer and the waiting for data; the predicted one is the waiting for other stages alone. " +
+      WAITS_COUNT + missing.join("") + first;
   }
 
   table(pipeline) {
-    const heads = ["Rank", "Stages", "A step, measured and predicted", "Forwards", "Backwards", "Bubble", "Predicted"];
+    const heads = ["Rank", "Stages", "A step", "Forwards", "Backwards", "Bubble", "Predicted bubble"];
     const rows = pipeline.rows.map((row) => {
       const cells = [row.forward, row.backward, row.bubble, row.predicted].map((share, c) => (
         element("td", { class: c > 1 ? "strong" : null, "data-label": heads[c + 3].toLowerCase() }, percent(share))));
       return element("tr", {}, element("th", { scope: "row" }, number(row.rank)),
         element("td", { class: "parts", "data-label": row.stages.length === 1 ? "stage" : "stages" }, ...stageNames(row.stages)),
-        element("td", { class: "time" }, shareBar([row.forward, row.backward, row.bubble]), shareBar([1 - row.predicted, 0, row.predicted], "thin")),
+        element("td", { class: "time" }, shareBar(measuredParts(row)),
+          shareBar([["rest", 1 - row.predicted], ["hatched", row.predicted]], "thin")),
         ...cells);
     });
     const head = heads.map((text, c) => element("th", { scope: "col", class: c === 1 || c === 2 ? "left" : null }, text));
@@ -63,10 +69,13 @@ function stageNames(stages) {
     ...(text === null ? [] : [" ", element("span", { class: "mono" }, text)])));
 }
 
-/* Forwards, backwards and the bubble, scaled to the whole width: medians need not add up to a step. */
-function shareBar(shares, kind = "") {
-  const whole = shares.reduce((sum, share) => sum + share, 0) || 1;
-  const names = kind ? ["rest", "rest", "hatched"] : PIPELINE_KINDS.map(([, name]) => name);
-  return element("span", { class: `shares ${kind}`, "aria-hidden": "true" }, ...shares.map((share, i) => (
-    element("span", { class: names[i], style: `width: ${(100 * share) / whole}%` }))));
+/* The bubble as long as it is, forwards and backwards in the rest: medians need not add up. */
+function measuredParts({ forward, backward, bubble }) {
+  const scale = (1 - bubble) / (forward + backward || 1);
+  return [["one", forward * scale], ["two", backward * scale], ["hatched", bubble]];
+}
+
+function shareBar(parts, kind = "") {
+  return element("span", { class: `shares ${kind}`, "aria-hidden": "true" }, ...parts.map(([name, share]) => (
+    element("span", { class: name, style: `width: ${100 * share}%` }))));
 }
