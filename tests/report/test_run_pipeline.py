@@ -80,14 +80,26 @@ def test_ranks_are_in_order_and_other_files_are_ignored(tmp_path):
     assert rows_of(folder)["missing"] == [1, 3, 4, 5, 6, 7, 8, 9]
 
 
-def test_a_run_resumed_with_fewer_ranks_or_other_stages_counts_the_last(tmp_path):
-    old, new = line(1, (0, 0.5, 0.5)), line(2, (0, 0.1, 0.1), (2, 0.1, 0.1))
-    folder = write_ranks(tmp_path / "pipeline", {0: [old, new], 2: [line(1)], 3: [line(1)]})
+def test_a_run_resumed_with_fewer_ranks_counts_the_steps_since(tmp_path):
+    old, new = line(1, (0, 0.5, 0.5)), line(2, (0, 0.1, 0.3))
+    folder = write_ranks(tmp_path / "pipeline", {0: [old, new], 1: [old, new], 2: [old], 3: [old]})
     data = rows_of(folder, pp=2)
-    assert [row["rank"] for row in data["rows"]] == [0]
-    assert data["rows"][0]["steps"] == 1
-    assert data["rows"][0]["forward"] == pytest.approx(0.2)
+    assert [row["rank"] for row in data["rows"]] == [0, 1]
+    assert [(row["steps"], row["forward"]) for row in data["rows"]] == [(1, 0.1)] * 2
+    assert data["missing"] == []
     assert rows_of(folder, pp=1) is None
+    assert rows_of(folder, pp=4)["rows"][0]["forward"] == 0.5, "the step that all have"
+
+
+def test_a_run_resumed_with_other_stages_counts_the_last(tmp_path):
+    old, new = line(1, (0, 0.5, 0.5)), line(2, (0, 0.1, 0.1), (2, 0.1, 0.1))
+    data = rows_of(write_ranks(tmp_path / "pipeline", {0: [old, new], 1: [old, new]}), pp=2)
+    assert [(row["steps"], row["forward"]) for row in data["rows"]] == [(1, 0.2)] * 2
+
+
+def test_ranks_without_a_common_step_have_no_section(tmp_path):
+    folder = write_ranks(tmp_path / "pipeline", {0: [line(1)], 1: [line(2)]})
+    assert rows_of(folder, pp=2) is None
 
 
 def test_no_pipeline_no_section(tmp_path):

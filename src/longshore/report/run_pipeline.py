@@ -15,7 +15,7 @@ ValueError; a rank without a file is left out.
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,29 +84,40 @@ def pipeline_data(
 ) -> Json | None:
     """A row for each pipeline rank; None for a run without a pipeline.
 
-    A run that was resumed with other stages has steps of both: those of the stages of its last step
-    count, and ranks beyond the configured pipeline do not. The first step, in which memory and
-    kernels warm up, is left out if there are enough others.
+    The first step, in which memory and kernels warm up, is left out if there are enough others.
     """
     pp = config.get("parallel.pp")
     size = pp if isinstance(pp, int) else 1 + max(ranks, default=0)
-    counted = {rank: _last_stages(steps) for rank, steps in ranks.items() if rank < size}
-    if size < 2 or not counted:
+    counted = {rank: steps for rank, steps in ranks.items() if rank < size}
+    common = common_steps(counted, after=_last(ranks[rank] for rank in ranks if rank >= size))
+    if size < 2 or not common:
         return None
+    skipped = common[0] if len(common) >= few else None
     texts = stage_texts(config.get("parallel.layout"), size)
-    skipped = {rank: next(iter(steps)) for rank, steps in counted.items() if len(steps) >= few}
     return {
         "rows": [
-            rank_row(
-                rank,
-                [times for step, times in steps.items() if step != skipped.get(rank)],
-                texts,
-            )
+            rank_row(rank, [steps[step] for step in common if step != skipped], texts)
             for rank, steps in counted.items()
         ],
-        "skipped": min(skipped.values(), default=None),
+        "skipped": skipped,
         "missing": [rank for rank in range(min(size, MOST_RANKS)) if rank not in counted],
     }
+
+
+def common_steps(ranks: Mapping[int, RankSteps], *, after: int) -> list[int]:
+    """The steps that all ranks have, after a step, with the stages of the last one.
+
+    A run that was resumed with another pipeline has steps of both: ranks that it has no more end
+    before, new ones begin later, and with another parallel.vpp the stages differ. Another layout of
+    as many stages cannot be told.
+    """
+    steps = [set(each) for each in ranks.values()]
+    common = [step for step in sorted(set.intersection(*steps)) if step > after] if steps else []
+    return [
+        step
+        for step in common
+        if all(each[step].stages == each[common[-1]].stages for each in ranks.values())
+    ]
 
 
 def rank_row(rank: int, steps: list[StageTimes], texts: list[str]) -> Json:
@@ -170,10 +181,9 @@ def _count(layout: str, letter: str) -> int:
     return layout_stages(layout.translate(str.maketrans(f"{letter}|", f"|{letter}"))) - 1
 
 
-def _last_stages(steps: RankSteps) -> RankSteps:
-    """The steps with the stages of the last one."""
-    *_, last = steps.values()
-    return {step: times for step, times in steps.items() if times.stages == last.stages}
+def _last(ranks: Iterable[RankSteps]) -> int:
+    """The last step of any rank; -1 without ranks."""
+    return max((max(steps) for steps in ranks), default=-1)
 
 
 def _read(text: bytes, where: str) -> tuple[int, StageTimes]:
