@@ -34,11 +34,15 @@ def make_run(
     sync="round",
     config=None,
     speed=1.0,
+    pp=1,
+    vpp=1,
 ):
     """Writes a folder as a run does. experts: how many in each layer. Returns the folder."""
     rng = random.Random(seed)
     folder.mkdir(parents=True)
     sections = {name: {**CONFIG[name], **(config or {}).get(name, {})} for name in CONFIG}
+    if pp > 1:
+        sections["parallel"] |= {"pp": pp, "vpp": vpp}
     (folder / "config.toml").write_text(write_toml(sections, {}), encoding="utf-8")
     plans = [
         make_plan(lengths(rng, batch, capacity), lanes=lanes, capacity=capacity, sync=sync)
@@ -52,6 +56,11 @@ def make_run(
     write_lines(folder / "metrics.jsonl", [metrics for metrics, _ in rows])
     if journal:
         write_lines(folder / "steps.jsonl", [line for _, line in rows])
+    for rank in range(pp if pp > 1 else 0):
+        (folder / "pipeline").mkdir(exist_ok=True)
+        stages = range(rank, pp * vpp, pp)
+        lines = [stage_line(rng, line["step"], line["elapsed_s"], stages) for line, _ in rows]
+        write_lines(folder / "pipeline" / f"rank-{rank}.jsonl", lines)
     if evals:
         every = max(1, steps // 8)
         write_lines(
@@ -111,6 +120,18 @@ def step_rows(rng, n, plan, line, experts, depths, speed, steps):
     if depths:
         metrics["mtp_losses"] = [curve(n, steps) + 0.3 * (d + 1) for d in range(depths)]
     return metrics, journal
+
+
+def stage_line(rng, n, elapsed, stages):
+    """A line of a pipeline rank that works for 70 to 90 % of the step, a third of it forward."""
+    work = elapsed * (0.7 + 0.2 * rng.random()) / len(stages)
+    return {
+        "step": n,
+        "elapsed_s": elapsed,
+        "stages": [[stage, work / 3, work * 2 / 3] for stage in stages],
+        "bubble": 1 - work * len(stages) / elapsed,
+        "predicted": 0.25,
+    }
 
 
 def expert_tokens(rng, n, layer, count, tokens):

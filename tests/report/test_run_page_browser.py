@@ -1,5 +1,6 @@
 """Opens the page of a run in headless Chromium, in a frame as wide as a desktop's or a phone's."""
 
+import re
 import subprocess
 
 import pytest
@@ -87,6 +88,13 @@ function probe() {
     change("#experts-layer", "1");
     saw.heatChanged = document.querySelector("#heat image").getAttribute("href") !== before;
   }
+  saw.pipeline = !document.querySelector("#pipeline-section").hidden;
+  saw.ranks = all("#pipeline tbody tr").map((row) => row.textContent.replaceAll("\u00a0", " "));
+  saw.bars = all("#pipeline .shares").map((bar) => {
+    const whole = bar.getBoundingClientRect().width;
+    return [...bar.children].map((part) => part.getBoundingClientRect().width / whole);
+  });
+  saw.stages = document.querySelectorAll("#stages tbody tr").length;
   document.querySelectorAll("details").forEach((node) => { node.open = true; });
   saw.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
   saw.differences = text("#differences");
@@ -127,7 +135,16 @@ def open_runs(folders, tmp_path, *, width, harm=("", "")):
 @pytest.mark.parametrize("width", [1400, 390])
 def test_one_run(tmp_path, width):
     run = make_run(
-        tmp_path / "moe", steps=60, lanes=8, batch=96, experts=(8, 8), depths=2, evals=True
+        tmp_path / "moe",
+        steps=60,
+        lanes=8,
+        batch=96,
+        experts=(8, 8),
+        depths=2,
+        evals=True,
+        pp=2,
+        vpp=2,
+        config={"parallel": {"layout": "Ett|tt|ttm|L"}},
     )
     saw, complaints = open_runs([run], tmp_path, width=width)
     assert "failed" not in saw, saw
@@ -145,6 +162,19 @@ def test_one_run(tmp_path, width):
     assert saw["dots"] == 1
     assert (saw["experts"], saw["heatChanged"]) == (True, True)
     check_steps(saw)
+    check_pipeline(saw)
+
+
+def check_pipeline(saw):
+    assert saw["pipeline"]
+    assert re.fullmatch(r"00 Ett2 ttm2\d(\.\d)? %5\d(\.\d)? %[12]\d(\.\d)? %25 %", saw["ranks"][0])
+    assert saw["ranks"][1].startswith("11 tt3 L")
+    assert saw["stages"] == 4
+    for measured, predicted in (saw["bars"][:2], saw["bars"][2:]):
+        forward, backward, bubble = measured
+        assert backward == pytest.approx(2 * forward, rel=0.01), "as they were written"
+        assert forward + backward + bubble == pytest.approx(1, abs=1e-3)
+        assert predicted == pytest.approx([0.75, 0.25], abs=1e-3)
 
 
 def check_steps(saw):
@@ -178,6 +208,7 @@ def test_several_runs(tmp_path, width):
     assert "1e-04" in saw["differences"] or "0.0001" in saw["differences"]
     assert "No steps.jsonl: third" in saw["note"]
     assert not saw["experts"]
+    assert not saw["pipeline"]
 
 
 def test_a_run_with_metrics_alone_and_gaps(tmp_path):

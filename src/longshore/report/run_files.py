@@ -1,4 +1,4 @@
-"""Reads the folder of a run: its configuration, metrics, evaluations and steps.jsonl.
+"""Reads the folder of a run: its configuration, metrics, evaluations, steps.jsonl and pipeline/.
 
 In: a folder. Out: a RunFolder with one array for each metric, NaN where a step has none. The lines
 
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.report.run_journal import MOST_NUMBER, JournalSteps, read_journal
+from longshore.report.run_pipeline import RankSteps, read_pipeline
 
 Floats = NDArray[np.float64]
 
@@ -65,6 +66,8 @@ class RunFolder:
     """(step, loss) by the held-out set's name."""
     journal: JournalSteps
     """The plans and the times of the rounds, from steps.jsonl."""
+    pipeline: Mapping[int, RankSteps]
+    """The times of the stages by pipeline rank, from pipeline/rank-0.jsonl and so on."""
 
     @property
     def steps(self) -> Floats:
@@ -84,6 +87,7 @@ def read_run(folder: str | Path) -> RunFolder:
         metrics=read_metrics(path / "metrics.jsonl"),
         evals=read_evals(path / "evals.jsonl"),
         journal=read_journal(path / "steps.jsonl"),
+        pipeline=read_pipeline(path / "pipeline"),
     )
 
 

@@ -7,6 +7,7 @@ class RunPage {
     this.runs = data.runs;
     this.curves = new Curves(this.runs, (run, step) => this.pick(run, step));
     this.cost = new CostView(this.runs, (run, step) => this.pick(run, step));
+    this.pipeline = new PipelineView(this.runs);
     this.experts = new ExpertsView(this.runs);
     this.step = new StepView(data, (run, step) => this.curves.choose(run, step));
   }
@@ -17,6 +18,7 @@ class RunPage {
     this.showDifferences();
     this.curves.start();
     this.cost.start();
+    this.pipeline.start();
     this.experts.start();
     this.step.start();
     this.showSlowest();

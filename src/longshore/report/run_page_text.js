@@ -16,6 +16,7 @@ const RUN_WORDS = {
   efficiency: "Share of the lanes' time that goes into arithmetic on real tokens, by the cost model's estimate.",
   padding: "Share of all tokens that are padding and train nothing.",
   "cost model": "The estimated time of a pack, by which the planner balances lanes. A common factor does not change plans.",
+  bubble: "Share of a step in which a rank of a pipeline works on none of its stages.",
   "data wait": "Time a step waited because its data were not ready.",
 };
 

@@ -6,7 +6,7 @@ list of figures with explanations, several steps are a table with one line per s
     predicted       0.5 s (estimated) for the step
     bound           0.4 s (estimated): no plan within these limits is faster
 
-A run is its progress, its speed and the quality of its cost model:
+A run is its progress, its speed, the quality of its cost model and the bubbles of its pipeline:
 
     demo-1: 100 steps, 268,431 tokens in 31 s; loss 0.42
       8,500 tokens/s, efficiency 91%, padding 0.4%, waiting for data 1.2%
@@ -18,6 +18,7 @@ from collections.abc import Sequence as Seq
 from longshore.plan.as_json import advice, total_stats
 from longshore.plan.types import Plan, Stats
 from longshore.report.page_data import Json
+from longshore.report.run_pipeline import pipeline_text
 
 
 def plan_summary(plans: Seq[Plan], *, unit: str) -> list[str]:
@@ -83,6 +84,8 @@ def report_summary(data: Json) -> list[str]:
         lines.append("  " + ", ".join(_speeds(figures)))
         if run["cost"]:
             lines.append(f"  the cost model is {_cost_quality(run['cost'])}")
+        if run["pipeline"]:
+            lines.append(f"  {pipeline_text(run['pipeline'])}")
     if len(data["runs"]) > 1:
         keys = ", ".join(row["key"] for row in data["differences"]) or "nothing"
         lines.append(f"the configurations differ in: {keys}")
