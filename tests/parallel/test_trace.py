@@ -39,13 +39,13 @@ def test_a_step_issues_what_its_trace_says(is_fuzz: bool) -> None:
     plain = partial(exact, mode="none")
     blocks = partial(plain, recompute="blocks")
     cases = [
-        (dense(4), several_packs(), blocks(attention="heads")),
         (deepseek(), several_packs(), blocks()),
         (hybrid(), several_packs(), plain(attention="heads", scan="heads")),
         (hybrid(), odd_packs(), plain(attention="gather", scan="states")),
     ]
     if is_fuzz:
         cases += [
+            (dense(4), several_packs(), blocks(attention="heads")),
             (dense(4), several_packs(), plain(attention="gather")),
             (dense(4), odd_packs(), plain()),
             (deepseek(), odd_packs(), exact(mode="zero2")),
