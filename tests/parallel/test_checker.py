@@ -15,6 +15,8 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.distributed.topology import Axes
+from longshore.model.interface import PackStep
+from longshore.parallel.pipeline import pack_collectives
 from longshore.parallel.pipeline.checker import DeadlockError, MismatchError, run_traces
 from longshore.parallel.pipeline.trace import Operation, TracedModel, Tracer
 from longshore.plan import Pack, Plan, Round, make_plan
@@ -304,6 +306,28 @@ def test_any_two_operations_of_one_group_swapped_are_noticed(data: st.DataObject
 @lru_cache
 def mixed_traces(vpp: int) -> list[list[Operation]]:
     return fixed(pp=2, vpp=vpp, lanes=4).traces()
+
+
+def one_gather_ahead(cp_sizes: list[int]) -> list[PackStep]:
+    """What model/interface.py warns of: in backward, too, the next gather only before it is due."""
+    shared = [place for place, size in enumerate(cp_sizes) if size > 1]
+    steps = [PackStep("gather", place) for place in shared[:1]]
+    for number, place in enumerate(shared):
+        steps += [PackStep("gather", ahead) for ahead in shared[number + 1 : number + 2]]
+        steps += [PackStep("attend", place), PackStep("reduce", place)]
+    return steps
+
+
+def test_an_order_that_depends_on_the_lane_deadlocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lane 1 has packs of sizes 4, 3 and 2, lane 0 none of size 3."""
+    packs = (Pack(0, 4, (0,), 4), Pack(1, 3, (1,), 4), Pack(0, 2, (2,), 4))
+    plan = make_plan([15, 12, 8], lanes=4, capacity=64, cp_sizes="any")
+    plan = Plan(plan.setting, plan.sequences, (Round(packs),), plan.stats, "by hand")
+    pipeline = replace(fixed(pp=1, lanes=4), plan=plan)
+    run_traces(pipeline.traces())
+    monkeypatch.setattr(pack_collectives, "backward_steps", one_gather_ahead)
+    with pytest.raises(DeadlockError, match=r"(?s)rank 0 .*: gather \(0, 1\).*rank 1 .*: reduce_"):
+        run_traces(pipeline.traces())
 
 
 def test_bytes_that_differ_are_named() -> None:

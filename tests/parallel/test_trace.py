@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from tests.ranks.harness import run_ranks
 from tests.ranks.hybrids import deepseek, hybrid
-from tests.ranks.issued import check_in_flight, check_steps
+from tests.ranks.issued import check_in_flight, check_pipelines, check_steps
 from tests.ranks.spine import dense, exact
 from tests.ranks.test_exactness import several_packs
 
@@ -39,13 +39,13 @@ def test_a_step_issues_what_its_trace_says(is_fuzz: bool) -> None:
     plain = partial(exact, mode="none")
     blocks = partial(plain, recompute="blocks")
     cases = [
-        (dense(4), several_packs(), blocks(attention="heads")),
         (deepseek(), several_packs(), blocks()),
         (hybrid(), several_packs(), plain(attention="heads", scan="heads")),
         (hybrid(), odd_packs(), plain(attention="gather", scan="states")),
     ]
     if is_fuzz:
         cases += [
+            (dense(4), several_packs(), blocks(attention="heads")),
             (dense(4), several_packs(), plain(attention="gather")),
             (dense(4), odd_packs(), plain()),
             (deepseek(), odd_packs(), exact(mode="zero2")),
@@ -57,16 +57,31 @@ def test_a_step_issues_what_its_trace_says(is_fuzz: bool) -> None:
 
 @pytest.mark.fuzz
 def test_rounds_in_flight_issue_what_the_trace_says_with_fsdp(is_fuzz: bool) -> None:
+    if not is_fuzz:
+        pytest.skip("a minute; in `make fuzz`")
     order = [FORWARD(0), FORWARD(1), BACKWARD(0), FORWARD(2), BACKWARD(1), BACKWARD(2)]
-    cases = [(hybrid(), odd_packs(), exact(mode="zero3", recompute="blocks"))]
+    cases = [
+        (config(), odd_packs(), exact(mode=mode, recompute=recompute))
+        for config in (hybrid, deepseek)
+        for mode in ("zero3", "zero2", "none")
+        for recompute in ("none", "blocks")
+    ]
+    assert min(run_ranks(4, check_in_flight, cases, order, timeout=400.0)) > 500
+
+
+@pytest.mark.fuzz
+def test_pipelines_issue_what_the_trace_says_with_fsdp(is_fuzz: bool) -> None:
+    """Stages with ends of their own and without, and depths on a stage of their own."""
+    blocks = exact(mode="zero3", recompute="blocks")
+    cases = [(hybrid(), "Et|tt|m|L", blocks)]
     if is_fuzz:
         cases += [
-            (config(), odd_packs(), exact(mode=mode, recompute=recompute))
-            for config in (hybrid, deepseek)
-            for mode in ("zero3", "zero2", "none")
-            for recompute in ("none", "blocks")
+            (hybrid(), "Et|ttmL", exact(mode="zero3")),
+            (hybrid(), "E|t|tt|mL", exact(mode="zero2")),
+            (deepseek(), "Et|tm|m|L", blocks),
+            (deepseek(), "Et|tmmL", exact(mode="none")),
         ]
-    assert min(run_ranks(4, check_in_flight, cases, order, timeout=400.0)) > 80
+    assert min(run_ranks(4, check_pipelines, cases, timeout=400.0)) > 80
 
 
 def small() -> tuple[Plan, TracedModel]:

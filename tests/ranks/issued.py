@@ -1,9 +1,10 @@
 """What a model really issues on gloo ranks: our collectives, and all of torch's, FSDP's too."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from tests.ranks.piped import pipeline_of, stage_batches, staged
 from tests.ranks.spine import MTP_WEIGHT, batches_of, lanes_of, make_samples, sharded
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longshore.distributed import collectives
 from longshore.parallel.apply import Choices
 from longshore.parallel.fsdp import begin_round
+from longshore.parallel.pipeline.stages import stages_of
 from longshore.parallel.pipeline.trace import Operation, TracedModel, check_issued, trace
-from longshore.plan import Plan
-from longshore.plan.layout import one_stage
+from longshore.plan import Plan, make_plan
+from longshore.plan.layout import one_stage, parse_layout
 from longshore.plan.order import Action
 from longshore.train.loss import make_loss
 from longshore.train.step import Stepper
@@ -23,6 +25,7 @@ KINDS = {
     "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
     "alltoall_base_": "all_to_all",
+    "recv_": "receive",
 }
 ITEM = 8
 
@@ -82,7 +85,27 @@ def check_in_flight(cases: Sequence[tuple], order: Sequence[Action]) -> int:
             expected = expected_of(config, plan, choices, topology, queues=[tuple(order)])
             with TorchCollectives() as everything:
                 run_in_order(model, plan, topology, choices, order)
-            check_everything(expected, everything.log, model)
+            check_everything(expected, everything.log, fsdp_sizes({0: model}, lanes=4))
+            compared += len(expected)
+    return compared
+
+
+def check_pipelines(cases: Sequence[tuple]) -> int:
+    """The same of pipelines of two ranks with two lanes, messages included."""
+    compared = 0
+    with pipeline_of(2, 2) as (topology, groups):
+        for config, text, choices in cases:
+            layers, depths = len(config.layers), len(config.mtp)
+            layout = parse_layout(text, pp=2, layers=layers, depths=depths)
+            plan = make_plan([3, 40, 17, 5, 60, 2, 40], lanes=2, capacity=32, pp=2, vpp=layout.vpp)
+            model = staged(config, layout, topology, groups, choices)
+            facts = traced(config, choices)
+            expected = trace(plan, layout, topology.rank, model=facts, axes=topology)
+            stepper = Stepper(model, None, topology, choices.mode, make_loss(), 0.0, MTP_WEIGHT)
+            batches = stage_batches(plan, make_samples(plan), topology, layout)
+            with TorchCollectives() as everything:
+                stepper.gradients(batches, max(1, batches[0].counts.main), plan=plan)
+            check_everything(expected, everything.log, fsdp_sizes(stages_of(model), lanes=2))
             compared += len(expected)
     return compared
 
@@ -109,48 +132,54 @@ def run_in_order(model, plan: Plan, topology, choices: Choices, order: Sequence[
 
 
 def check_everything(
-    expected: Sequence[Operation], issued: Sequence[tuple], model: torch.nn.Module
+    expected: Sequence[Operation],
+    issued: Sequence[tuple[str, tuple[int, ...], int]],
+    sizes: dict[str, tuple[int, int]],
 ) -> None:
-    """The order of all collectives; FSDP's have the size of the module that the trace names."""
-    sizes = fsdp_sizes(model)
-    wanted = []
-    for operation in expected:
-        if operation.kind.startswith("fsdp "):
+    """The order of everything; FSDP's collectives have the size of the module they are traced for.
+
+    sizes: see fsdp_sizes.
+    """
+    for number, (operation, real) in enumerate(zip(expected, issued, strict=False)):
+        kind, group, amount = operation.kind, operation.group, None
+        if kind.startswith("fsdp "):
             bare, padded = sizes[operation.what.split(", ")[-1]]
             assert operation.bytes == bare, operation
-            amount = bare if operation.kind == "fsdp all_reduce" else padded
-            wanted.append((operation.kind.removeprefix("fsdp "), operation.group, amount))
-        else:
-            kind = "all_reduce" if operation.kind == "sum_over" else operation.kind
-            wanted.append((kind, operation.group, None))
-    assert len(wanted) == len(issued)
-    for number, (want, real) in enumerate(zip(wanted, issued, strict=True)):
-        same = want[:2] == real[:2] and want[2] in (None, real[2])
-        assert same, f"operation {number}: {expected[number]}; issued was {real}"
+            kind = kind.removeprefix("fsdp ")
+            amount = bare if kind == "all_reduce" else padded
+        elif kind in ("send", "receive"):
+            # Whoever issues a message does so in the group of its lane's pipeline ranks.
+            amount, group = operation.bytes, real[1]
+            assert set(operation.group) <= set(group), operation
+        kind = "all_reduce" if kind == "sum_over" else kind
+        same = (kind, group) == real[:2] and amount in (None, real[2])
+        assert same, f"operation {number}: {operation}; issued was {real}"
+    assert len(expected) == len(issued)
 
 
-def fsdp_sizes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+def fsdp_sizes(parts: Mapping[int, torch.nn.Module], *, lanes: int) -> dict[str, tuple[int, int]]:
     """By the trace's names: bytes of each wrapped module's own parameters, bare and padded."""
-    sizes, lanes = {}, dist.get_world_size()
-    wrapped = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
-    for name, module in wrapped.items():
-        inside = {
-            id(p)
-            for other, below in wrapped.items()
-            if other != name and other.startswith(f"{name}." if name else "")
-            for p in below.parameters()
-        }
-        shapes = [p.shape for p in module.parameters() if id(p) not in inside]
-        bare = sum(shape.numel() for shape in shapes)
-        padded = sum(-(-shape[0] // lanes) * lanes * shape[1:].numel() for shape in shapes)
-        sizes[trace_name(name)] = (bare * ITEM, padded * ITEM)
+    sizes = {}
+    for stage, part in parts.items():
+        wrapped = {name: m for name, m in part.named_modules() if isinstance(m, FSDPModule)}
+        for name, module in wrapped.items():
+            inside = {
+                id(p)
+                for other, below in wrapped.items()
+                if other != name and other.startswith(f"{name}." if name else "")
+                for p in below.parameters()
+            }
+            shapes = [p.shape for p in module.parameters() if id(p) not in inside]
+            bare = sum(shape.numel() for shape in shapes)
+            padded = sum(-(-shape[0] // lanes) * lanes * shape[1:].numel() for shape in shapes)
+            sizes[trace_name(name, stage)] = (bare * ITEM, padded * ITEM)
     return sizes
 
 
-def trace_name(name: str) -> str:
+def trace_name(name: str, stage: int) -> str:
     """layers.2.mlp.router as the trace names it: layer 2 router."""
     if not name:
-        return "stage 0's ends"
+        return f"stage {stage}'s ends"
     group, number, *rest = name.split(".")
     start = f"layer {number}" if group == "layers" else f"depth {int(number) + 1}"
     ends = {"router": " router", "per_head": " decay"}

@@ -129,6 +129,9 @@ class StageTrace:
     def _backward(self, *, is_last: bool) -> None:
         fsdp = self.fsdp
         fsdp.begin_step_of_backward(is_last=is_last)
+        if self.layers and not (self.stage.depths or self.stage.head):
+            # The stage returns what its last block does, and the block's hook on it is the first.
+            fsdp.begin_backward(self.layers[-1].module)
         fsdp.begin_backward(self.root)
         for layer in reversed(self.layers):
             fsdp.begin_backward(layer.module)
