@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from longshore.plan.cost import CostProfile
+from longshore.plan.stage_costs import share_out
 from longshore.report.page_data import MOST_BINS, TICKS, length_histogram, page_data
 from longshore.report.pages import PLAN_SCRIPTS, script_json, write_plan_page
 
@@ -108,6 +109,17 @@ def test_a_pipeline_shows_its_ranks(make):
     assert max(pipeline["end"]) == TICKS
     assert pipeline["unit"] * TICKS == pytest.approx(18)
     assert len(pipeline["rank"]) == 2 * 2 * 2
+    assert pipeline["bubbles"] == pytest.approx([1 / 3, 1 / 3], rel=1e-5)
+
+
+def test_stages_that_differ_have_bubbles_of_their_own(make):
+    plan = make([6, 6], [[(0, 1, (0,))], [(0, 1, (1,))]], lanes=1, pp=2)
+    costs = share_out(linear=[(1, 2), (1, 3)], quadratic=[(1, 2)] * 2, streams=[1, 1], pp=2)
+    unequal = replace(plan, setting=replace(plan.setting, stage_costs=costs))
+    data = page_data([unequal], {})
+    script_json(data)
+    first, last = data["steps"][0]["pipeline"]["bubbles"]
+    assert 0 < last < first < 1
 
 
 def test_without_a_pipeline_there_is_none(small):

@@ -56,9 +56,9 @@ the machine:
   --max-sequences M  most sequences a lane holds in a round (default: no limit)
   --align A          pad the tokens of a lane to a multiple of A, as FP8 needs (default 1)
   --cost FILE.json   what tokens cost on your machine, an object with linear, quadratic, gather,
-                     node, pack and round (default: estimated seconds of an 8B model on H100s).
-                     It is the cost of the whole model on one GPU: --tp and --pp divide it;
-                     their communication is not counted
+                     node, pack and round (default: estimated seconds of an 8B model on H100s),
+                     and with a pipeline message. It is the cost of the whole model on one GPU:
+                     --tp and --pp divide it; what --tp communicates is not counted
 
 how to plan:
   --policy NAME      POLICY_LIST
@@ -167,8 +167,8 @@ def _plan(args: argparse.Namespace) -> None:
         say(f"lanes = {args.gpus} GPUs / (tp {args.tp or 1} x pp {args.pp or 1}) = {_lanes(args)}")
     if len(divided := [f"{name} {size}" for name, size in ranks.items() if size > 1]):
         say(
-            f"times: the cost of one GPU, divided by {' x '.join(divided)}; the "
-            "communication of these is not included"
+            f"times: the cost of one GPU, divided by {' x '.join(divided)}; what tensor "
+            "parallelism communicates is not included"
         )
     unit = "units of the profile" if args.cost else "s (estimated)"
     say("\n".join(plan_summary(plans, unit=unit)))

@@ -18,9 +18,11 @@ least 15 + 3 = 18 by 1, 2·9 + 2·1 = 20 by 2, and 15 + 6 − 1 = 20 by 3.
 
 Any plan. Let H be the height of its tallest round. No item costs more, which tells the least area
 of its items, and so the least work W of a rank. By 2 the step takes at least pp·H and a third of
-W − H, and by 3, as no other forward is longer than the tallest round's, W + (pp − 1)·H/3. The best
-H is not known, so the bound is the least for any: low, and long items must be split far; high, and
-the tallest round alone takes long. Messages count as free.
+W − H, and by 3, as no other forward is longer than the tallest round's, W + (pp − 1)·H/3. It is
+more where rounds as tall cannot follow: pp rounds hold limited tokens, so of all items' area only
+what is densest, and anything they cost besides makes W larger. The best H is not known, so the
+bound is the least for any: low, and long items must be split far; high, and the tallest round
+alone takes long. Messages count as free.
 """
 
 from dataclasses import dataclass
@@ -103,22 +105,36 @@ def _least_area(problem: Problem, cost: int) -> int:
     return total
 
 
+def densest_area(problem: Problem, *, rounds: int) -> int:
+    """An area that the items of so many rounds do not exceed, each at its least."""
+    density = problem.least_area / problem.least_tokens
+    order = np.argsort(-density, kind="stable")
+    tokens = problem.least_tokens[order].cumsum()
+    # The item that exceeds the tokens counts too.
+    count = int(np.searchsorted(tokens, rounds * problem.lanes * problem.capacity)) + 1
+    return int(problem.least_area[order[:count]].sum())
+
+
 def plan_bound(problem: Problem, shares: StageCosts, *, pp: int, least_work: int) -> int:
     """In units of 1/whole quantum; least_work: quanta that no plan's average rank goes below."""
     ranks = [min(shares.of_rank(rank, pp)) for rank in range(pp)]
     # An average rank has `whole` of the work, so the busiest has at least as much.
     busiest = max(shares.whole, *ranks)
-    forwards = (shares.forward_linear[0], shares.forward_quadratic[0])
+    forward = max(shares.forward_linear[0], shares.forward_quadratic[0])
     backwards = list(map(min, shares.backward_linear, shares.backward_quadratic))
-    first = min(*forwards, shares.backward_linear[0], shares.backward_quadratic[0])
-    outer = min(ranks[0], ranks[-1])
-    drain = sum(backwards[:-1]) - (pp - 1) * max(forwards) if shares.stages == pp else 0
+    first = min(shares.forward_linear[0], shares.forward_quadratic[0], backwards[0])
+    drain, outer = sum(backwards[:-1]), min(ranks[0], ranks[-1])
+    follows = shares.stages == pp and drain >= (pp - 1) * forward and outer >= forward
+    dense = densest_area(problem, rounds=pp) // problem.lanes + 1
+    least = int(problem.least_area.sum()) // problem.lanes
     works = capped_works(problem)
     times = []
     # Between two heights of the grid: as tall as the lower, and the work at the higher.
     for low, high in (*pairwise(works), (works[-1], works[-1])):
-        work = max(least_work, high.work)
-        through = pp * shares.whole * low.height + first * max(0, work - low.height)
-        after = outer * work + drain * low.height if drain > 0 else 0
-        times.append(max(busiest * work, through, after))
+        height, work = low.height, max(least_work, high.work)
+        time = max(busiest * work, pp * shares.whole * height + first * max(0, work - height))
+        if follows:
+            later = min((pp - 1) * height, max(0, dense + work - least - height))
+            time = max(time, outer * work + drain * height - forward * later)
+        times.append(time)
     return min(times)

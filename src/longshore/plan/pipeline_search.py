@@ -16,7 +16,7 @@ each rank, are tried besides.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,14 +52,17 @@ class Fall:
     """The place of the tallest in the grid."""
     low: int
     """The lowest."""
+    equal: int
+    """Rounds that are as tall as the tallest before they fall."""
     rounds: int
-    """How many there are from the tallest to the lowest."""
+    """How many there are from the last of these to the lowest."""
 
     def target(self, tallest: int, number: int) -> int:
         """Of one round; beyond the last they stay at the lowest."""
-        if self.rounds == 1:
+        after = max(0, number - self.equal)
+        if self.rounds == 1 or not after:
             return tallest
-        return max(self.low, tallest - (tallest - self.low) * number // (self.rounds - 1))
+        return max(self.low, tallest - (tallest - self.low) * after // (self.rounds - 1))
 
 
 class HeightGrid:
@@ -100,8 +103,6 @@ class HeightGrid:
 
     def needed(self, tall_until: list[int], longest: int) -> int:
         """The least height for which an item, and all that are shorter, are not too long."""
-        if tall_until[0] <= longest:
-            return 0
         # Places fall while heights rise.
         place = bisect_left(tall_until, -longest, key=lambda until: -until)
         height: int = self.heights[min(place, len(tall_until) - 1)]
@@ -129,13 +130,19 @@ class Guesser:
         self.tokens = np.cumsum(problem.least_tokens)
         self.room = problem.lanes * problem.capacity * FULL
 
-    def fall(self, share: float) -> Fall:
+    def falls(self, pp: int) -> Iterator[Fall]:
+        """Different ways down from the tallest height."""
         problem, tallest = self.grid.problem, self.grid.heights[self.top]
-        low = max(int(tallest * share), min(tallest, 2 * problem.pack))
         work = float(self.area[-1]) / problem.lanes
-        each = (tallest + low) / 2 - problem.pack
         by_tokens = float(self.tokens[-1]) / self.room
-        return Fall(self.top, low, max(1, round(max(work / max(1, each), by_tokens))))
+        for equal in (0, pp // 2, pp - 1):
+            if equal and equal * tallest > work / 2:
+                return
+            for share in FALLS:
+                low = max(int(tallest * share), min(tallest, 2 * problem.pack))
+                each = max(1.0, (tallest + low) / 2 - problem.pack)
+                rounds = max((work - equal * tallest) / each, by_tokens - equal)
+                yield Fall(self.top, low, equal, max(1, round(rounds)))
 
     def heights(self, fall: Fall) -> list[int]:
         problem, tallest = self.grid.problem, self.grid.heights[self.top]
@@ -169,7 +176,7 @@ def search_pipeline(problem: Problem, time: Time, *, pp: int, vpp: int) -> Draft
     guesses: list[tuple[float, int, Fall, list[int]]] = []
     for top in grid.tops():
         guesser = Guesser(grid, top)
-        for fall in {guesser.fall(share): None for share in FALLS}:
+        for fall in dict.fromkeys(guesser.falls(pp)):
             heights = guesser.heights(fall)
             rough = rough_time(heights, pp=pp, vpp=vpp)
             guesses.append((rough, len(guesses), fall, heights))

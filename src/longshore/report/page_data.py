@@ -105,7 +105,8 @@ def check_input(steps: Seq[Plan], comparisons: Comparisons) -> None:
 
 
 def setting_data(setting: PlanSetting) -> Json:
-    data = {name: getattr(setting, name) for name in PlanSetting.__slots__}
+    names = [name for name in PlanSetting.__slots__ if name != "stage_costs"]
+    data = {name: getattr(setting, name) for name in names}
     return {**data, "profile": setting.profile.as_json(), "cp_sizes": list(setting.cp_sizes)}
 
 
@@ -156,6 +157,7 @@ def pipeline_columns(plan: Plan) -> Json | None:
     return {
         "unit": tick * simulated.unit,
         "total": TICKS,
+        "bubbles": [significant(share) for share in simulated.rank_bubbles],
         "kinds": kinds,
         "rank": [event.rank for event in events],
         "stage": [event.stage for event in events],

@@ -133,6 +133,7 @@ class Page {
     const model = new PipelineModel(pipeline);
     this.charts.push(new Chart(byId("pipeline"), model, `Pipeline timeline of ${plural(model.rows, "rank")}`));
     byId("pipeline").prepend(colourLegend(model.colours, model.kinds, [["hatched", "bubble"]]));
+    byId("pipeline-bubbles").textContent = bubbleNote(pipeline.bubbles);
   }
 
   showLengths() {

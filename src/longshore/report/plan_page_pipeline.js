@@ -7,6 +7,11 @@ const KIND_COLOURS = [
   { fill: "#5aa874", text: "#101418" },
 ];
 
+/* Predicted bubbles of the ranks: "Bubble: rank 0 12.0 %, rank 1 14.5 %." */
+function bubbleNote(shares) {
+  return `Bubble: ${shares.map((share, rank) => `rank ${rank} ${percent(share)}`).join(", ")}.`;
+}
+
 class PipelineModel {
   constructor(events) {
     const { kinds, kind, rank, stage, round, start, end } = events;
