@@ -3,9 +3,6 @@
 
 const PIPELINE_KINDS = [["forwards", "one"], ["backwards", "two"], ["bubble", "hatched"], ["predicted work", "rest"]];
 
-// Until the executor takes an action's time after its message has come.
-const WAITS_COUNT = "The waiting for a message counts as part of the forward or backward that needs it, so the measured bubble is too small. ";
-
 class PipelineView {
   constructor(runs) {
     this.runs = runs.map((run, i) => ({ ...run, i })).filter((run) => run.pipeline);
@@ -33,7 +30,7 @@ class PipelineView {
     return "How the ranks of lane 0 spent a step: medians over steps, which need not add up to 100 %. The upper bar is measured, " +
       "the lower predicted by the plan. The measured bubble is all of a step outside forwards and backwards, so it also has the " +
       "optimizer and the waiting for data; the predicted one is the waiting for other stages alone. " +
-      WAITS_COUNT + missing.join("") + first;
+      missing.join("") + first;
   }
 
   table(pipeline) {

@@ -54,7 +54,7 @@ def resolve(
 ) -> Resolved:
     """Decides what is "auto"; device: cpu or cuda; memory: bytes of the rank that has least."""
     layout = pipeline_layout(config, decoder)
-    shard, why = _shard(config, decoder, lanes=lanes, dtype=dtype, memory=memory)
+    shard, why = _shard(config, decoder, layout, lanes=lanes, dtype=dtype, memory=memory)
     notes = [f"parallel.shard: {why}"] if config.parallel.shard == "auto" else []
     capacity = config.plan.capacity
     if capacity == "auto":
@@ -98,15 +98,25 @@ def possible_cp_sizes(config: RunConfig, decoder: DecoderConfig, *, lanes: int) 
 
 
 def _shard(
-    config: RunConfig, decoder: DecoderConfig, *, lanes: int, dtype: str, memory: int
+    config: RunConfig,
+    decoder: DecoderConfig,
+    layout: Layout,
+    *,
+    lanes: int,
+    dtype: str,
+    memory: int,
 ) -> tuple[ShardMode, str]:
-    """How the model is split: whole on every rank while that takes a quarter of the memory."""
+    """How the stages are split: whole on every rank while that takes a quarter of the memory."""
     if config.parallel.shard != "auto":
         return config.parallel.shard, ""
-    whole = model_bytes(decoder, lanes=1, shard="none", dtype=dtype).total
+    whole = max(
+        model_bytes(decoder, lanes=1, shard="none", dtype=dtype, layout=layout, pp_rank=rank).total
+        for rank in range(layout.pp)
+    )
+    what = "its stages" if layout.pp > 1 else "the whole model"
     share = f"model and optimizer take {whole / memory:.0%} of a rank's memory"
     if lanes == 1 or whole <= memory / 4:
-        return "none", f"none, every rank has the whole model: {share}"
+        return "none", f"none, every rank has {what}: {share}"
     if config.plan.sync == "step":
         return "zero2", f"zero2, because plan.sync is step: {share}"
     return "zero3", f"zero3: {share}"

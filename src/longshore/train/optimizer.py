@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
-from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.decoder import DecoderConfig
 from longshore.arch.feed_forward import MoEConfig
+from longshore.arch.stage_memory import stage_layers
 from longshore.choices import ScheduleName
 from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Topology
@@ -30,7 +31,7 @@ from longshore.model.feed_forward import MoE
 from longshore.model.interface import Routed
 from longshore.model.norm import Float32Parameters
 from longshore.parallel.fsdp import is_split, local_part
-from longshore.plan.layout import Layout, Stage
+from longshore.plan.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,14 +177,6 @@ def counts_of_all_stages(
         return ()
     total = sum_over(torch.cat(layers), topology.groups.pp)
     return tuple(total.split([len(layer) for layer in layers]))
-
-
-def stage_layers(config: DecoderConfig, stage: Stage) -> list[LayerConfig]:
-    """The layers of a stage, those of its depths last."""
-    return [
-        *(config.layers[index] for index in stage.layers),
-        *(config.mtp[index] for index in stage.depths),
-    ]
 
 
 def update_bias(model: nn.Module, counts: Sequence[Tensor]) -> None:
