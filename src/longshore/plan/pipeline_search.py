@@ -34,6 +34,8 @@ FALLS = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.03)
 """The lowest round as a share of the tallest."""
 GUESSES = 20
 """Pairs of heights that are walked."""
+GUESSED_ROUNDS = 12_000
+"""About the most rounds of all guesses; where rounds are many, heights matter less."""
 FILLINGS = 5
 """Pairs of heights that are filled."""
 WORTH_A_SPLIT = 1.05
@@ -126,15 +128,16 @@ class Guesser:
         self.grid, self.top = grid, top
         problem = grid.problem
         self.tall_until = grid.tall_until(top)
-        self.area = np.cumsum(grid.areas[top] * USUAL_WASTE)
-        self.tokens = np.cumsum(problem.least_tokens)
+        # As lists: their items are read one by one.
+        self.area: list[float] = np.cumsum(grid.areas[top] * USUAL_WASTE).tolist()
+        self.tokens: list[int] = np.cumsum(problem.least_tokens).tolist()
         self.room = problem.lanes * problem.capacity * FULL
 
     def falls(self, pp: int) -> Iterator[Fall]:
         """Different ways down from the tallest height."""
         problem, tallest = self.grid.problem, self.grid.heights[self.top]
-        work = float(self.area[-1]) / problem.lanes
-        by_tokens = float(self.tokens[-1]) / self.room
+        work = self.area[-1] / problem.lanes
+        by_tokens = self.tokens[-1] / self.room
         for equal in (0, pp // 2, pp - 1):
             if equal and equal * tallest > work / 2:
                 return
@@ -146,17 +149,17 @@ class Guesser:
 
     def heights(self, fall: Fall) -> list[int]:
         problem, tallest = self.grid.problem, self.grid.heights[self.top]
-        total, area, item = float(self.area[-1]), 0.0, 0
+        total, area, item = self.area[-1], 0.0, 0
         heights: list[int] = []
         while area < total * 0.999:
             target = fall.target(tallest, len(heights))
             target = min(tallest, max(target, self.grid.needed(self.tall_until, item)))
             after = min(total, area + problem.lanes * max(1, target - problem.pack))
-            last = int(np.searchsorted(self.area, after))
+            last = bisect_left(self.area, after)
             before = self.tokens[item - 1] if item else 0
             if last < len(self.tokens) and self.tokens[last] - before > self.room:
-                last = max(item + 1, int(np.searchsorted(self.tokens, before + self.room)))
-                after = max(area + 1.0, min(after, float(self.area[last - 1])))
+                last = max(item + 1, bisect_left(self.tokens, before + self.room))
+                after = max(area + 1.0, min(after, self.area[last - 1]))
             heights.append(int((after - area) / problem.lanes) + problem.pack)
             area, item = after, min(last, len(self.area) - 1)
         return heights
@@ -174,7 +177,10 @@ def search_pipeline(problem: Problem, time: Time, *, pp: int, vpp: int) -> Draft
     """The fastest draft of the best guesses."""
     grid = HeightGrid(problem)
     guesses: list[tuple[float, int, Fall, list[int]]] = []
-    for top in grid.tops():
+    tops = grid.tops()
+    rounds = sum(fall.rounds for fall in Guesser(grid, tops[-1]).falls(pp))
+    step = 1 + len(tops) * rounds // GUESSED_ROUNDS
+    for top in tops[::step]:
         guesser = Guesser(grid, top)
         for fall in dict.fromkeys(guesser.falls(pp)):
             heights = guesser.heights(fall)
