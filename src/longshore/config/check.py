@@ -138,7 +138,7 @@ def planner_options(
         "capacity": capacity,
         "policy": plan.policy,
         "sync": plan.sync,
-        "profile": cost,
+        "profile": cost.on_ranks(tp=1, pp=layout.pp),
         "cp_size": plan.cp_size or None,
         "min_cp": plan.min_cp,
         "max_cp": plan.max_cp or None,

@@ -21,6 +21,7 @@ import torch
 from longshore.batch import MicroBatch
 from longshore.data.steps import Step
 from longshore.distributed.collectives import gather
+from longshore.distributed.topology import Topology
 from longshore.files import reason
 from longshore.train.checkpoint_storage import write_safetensors
 from longshore.train.loss import Faults
@@ -46,7 +47,7 @@ def explain(run: Path, stepper: Stepper, step: Step, result: StepResult) -> str:
     pairs = zip(step.batches, result.rounds.faults, strict=True)
     mine = [token for batch, faults in pairs if (token := _faulty_token(step, batch, faults))]
     tokens = _over_ranks(mine, stepper)  # first: writing may fail on one rank
-    written = keep_batch(run, step, result)
+    written = keep_batch(run, step, result, stepper.topology)
     if not tokens:
         own = f", or look at train.loss={name}" if (name := stepper.loss.name) else ""
         return f"{written}; lower train.lr, or set train.clip{own}"
@@ -84,35 +85,40 @@ def _over_ranks(mine: list[FaultyToken], stepper: Stepper) -> list[FaultyToken]:
     ]
 
 
-def keep_batch(run: Path, step: Step, result: StepResult) -> str:
-    """Writes this lane's part, and returns a text about it."""
+def keep_batch(run: Path, step: Step, result: StepResult, topology: Topology) -> str:
+    """Writes this rank's part, and returns a text about it.
+
+    topology: with a pipeline each of its ranks has other tensors, in a file of its own.
+    """
     folder = run / f"failed-step-{step.place.step + 1}"
+    name = f"lane-{step.batches[0].lane}"
+    if topology.pp > 1:
+        name += f"-pipeline-{topology.pp_rank}"
     try:
-        _write(folder, step, result)
+        _write(folder, name, step, result)
     except OSError as error:
-        for part in folder.glob(f"lane-{step.batches[0].lane}.*"):
+        for part in folder.glob(f"{name}.*"):
             part.unlink(missing_ok=True)
         return f"its sequences cannot be kept in {folder} ({reason(error)})"
     return f"its sequences are in {folder}"
 
 
-def _write(folder: Path, step: Step, result: StepResult) -> None:
-    lane = step.batches[0].lane
+def _write(folder: Path, name: str, step: Step, result: StepResult) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"round.{batch.round}.{path}": tensor.cpu().contiguous()
         for batch in step.batches
         for path, tensor in batch.to_tensors().items()
     }
-    write_safetensors(folder / f"lane-{lane}.safetensors", tensors)
+    write_safetensors(folder / f"{name}.safetensors", tensors)
     rounds = []
     parts = zip(step.batches, result.rounds.losses, result.rounds.faults, strict=True)
     for batch, losses, faults in parts:
         about_round = {"loss": _number(losses[0].item()), "sequences": _sequences(step, batch)}
         token = _faulty_token(step, batch, faults)
         rounds.append({**about_round, "fault": asdict(token)} if token else about_round)
-    about = {"step": step.place.step + 1, "lane": lane, "rounds": rounds}
-    (folder / f"lane-{lane}.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
+    about = {"step": step.place.step + 1, "lane": step.batches[0].lane, "rounds": rounds}
+    (folder / f"{name}.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
 
 
 def _sequences(step: Step, batch: MicroBatch) -> list[dict[str, int]]:
