@@ -40,7 +40,7 @@ FILLINGS = 5
 """Pairs of heights that are filled."""
 WORTH_A_SPLIT = 1.05
 """An item is split further to fit into a lower round if its area grows by no more than this."""
-LEVEL_SLACKS = (1.005, 1.015, 1.03, 1.06, 1.1)
+LEVEL_SLACKS = (1.0025, 1.005, 1.01, 1.015, 1.02, 1.03, 1.045, 1.06, 1.08, 1.1)
 """How much higher than their area asks for equal rounds are made until all items fit."""
 FULL = 0.97
 """The share of a round's tokens that are used before it counts as full, for guesses."""

@@ -43,12 +43,6 @@ class RoundColumns:
         rows = self._messages(tokens)
         return [[*(heights[pair][i] for pair in self._pairs), *rows[i]] for i in range(len(rounds))]
 
-    def totals(self, rounds: Seq[Round]) -> list[int]:
-        """The rounds' heights on an average rank, in quanta."""
-        linear, quadratic, _ = self._lane_sums(rounds)
-        tops: list[int] = ((linear + quadratic).max(axis=1) + self._table.round).tolist()
-        return tops
-
     def _messages(self, tokens: Ints) -> list[list[int]]:
         streams, each = self._shares.streams[:-1], self._table.message * self._shares.whole
         rows = tokens.max(axis=1).tolist()
