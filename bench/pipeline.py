@@ -103,7 +103,7 @@ def main() -> int:
     text = f"## Pipelines on two processes\n\n{machine(['torch'])}.\n\n{table(header, rows)}"
     print(text)
     if options.write:
-        write_section(RESULTS, "pipeline", text)
+        write_section(RESULTS, "pipeline-bubbles", text)
     return 0
 
 
