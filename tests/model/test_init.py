@@ -10,6 +10,7 @@ from longshore.arch.presets import preset
 from longshore.model.decoder import Decoder
 from longshore.model.fill import BLOCK_VALUES, fill_rows
 from longshore.model.init import init_decoder, initial_rows
+from longshore.plan.layout import parse_layout
 
 
 @pytest.mark.parametrize("shape", [(1000, 700), (5,), (3, BLOCK_VALUES + 1), (64, 4, 9)])
@@ -69,7 +70,8 @@ def test_sizes_of_the_first_values():
 
 def test_a_stage_begins_as_in_the_whole():
     config = preset("tiny-qwen3", tied=True)
-    whole, last = Decoder(config), Decoder(config, layers=range(1, 2), embed=False).double()
+    layout = parse_layout(f"Et|{'t' * (len(config.layers) - 1)}L", pp=2, layers=len(config.layers))
+    whole, last = Decoder(config), Decoder(config, layout.stages[1]).double()
     init_decoder(whole, seed=4)
     init_decoder(last, seed=4)
     want = {**dict(whole.named_parameters()), "head.weight": whole.embed.weight}

@@ -107,9 +107,7 @@ def check_equal(got, want):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ((4, "zero3"), (4, "zero3")),
         ((4, "zero3"), (2, "zero2")),
-        ((2, "none"), (4, "zero3")),
         ((1, "none"), (3, "none")),
         ((7, "zero3"), (1, "none")),  # some lanes hold no row of the 6 experts' parameters
     ],

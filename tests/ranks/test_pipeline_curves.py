@@ -97,8 +97,11 @@ WAYS = {
 }
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_run_goes_on_under_another_layout(name: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_under_another_layout(name: str, tmp_path: Path, is_fuzz: bool) -> None:
+    if name == "hybrid" and not is_fuzz:
+        pytest.skip("in `make fuzz`")
     middle = STEPS // 2
     want = []
     for steps in (middle, STEPS):
