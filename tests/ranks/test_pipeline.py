@@ -126,7 +126,9 @@ def run_random(lanes: int, pp: int, seeds: range) -> list[str]:
 @pytest.mark.fuzz
 @pytest.mark.parametrize(("lanes", "pp"), [(2, 2), (2, 3)])
 def test_random_interleaved_batches(lanes: int, pp: int, is_fuzz: bool) -> None:
-    """2 of them on each; 300 in `make fuzz`."""
+    """2 of them; 300 in `make fuzz`."""
+    if pp == 3 and not is_fuzz:
+        pytest.skip("in `make fuzz`")
     seeds = range(150 if is_fuzz else 2)
     for faults in run_ranks(lanes * pp, run_random, lanes, pp, seeds, timeout=60 + 5 * len(seeds)):
         assert faults == []
