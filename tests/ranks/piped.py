@@ -119,8 +119,8 @@ def error_of(got: Piped, want: Outcome) -> tuple[float, str]:
     assert got.gradients.keys() == want.gradients.keys()
     norm = sum(g.square().sum().item() for g in want.gradients.values()) ** 0.5
     errors = {
-        "loss": abs(got.loss - want.loss) / abs(want.loss),
-        "norm": abs(got.norm - norm) / norm,
+        "loss": abs(got.loss - want.loss) / (abs(want.loss) or 1.0),
+        "norm": abs(got.norm - norm) / (norm or 1.0),
     }
     for name, wanted in want.gradients.items():
         size = wanted.abs().max().item()
