@@ -69,9 +69,12 @@ _observers: list[CollectiveLog] = []
 
 
 @contextmanager
-def count() -> Iterator[CollectiveLog]:
-    """Counts the collectives of the block: `with count() as counts: …; counts.calls("gather")`."""
-    counts = CollectiveLog()
+def count(log: list[Call] | None = None) -> Iterator[CollectiveLog]:
+    """Counts the collectives of the block: `with count() as counts: …; counts.calls("gather")`.
+
+    log: where they are listed; default: a new list.
+    """
+    counts = CollectiveLog([] if log is None else log)
     _observers.append(counts)
     try:
         yield counts
@@ -85,10 +88,8 @@ def recorded() -> Iterator[list[Call]]:
 
     Not what our background threads issue, in groups of their own: the loader and the checkpoints.
     """
-    with count() as counts:
-        own = _WithoutBackground()
-        object.__setattr__(counts, "log", own)
-        yield own
+    with count(_WithoutBackground()) as counts:
+        yield counts.log
 
 
 class _WithoutBackground(list[Call]):

@@ -174,7 +174,8 @@ class Stepper:
             times = self.executor.run(batches, queue, handlers)
         if self.copies is not None:
             self.copies.sum_gradients()
-        return sum_of(each), counts, RoundResults(tuple(each), tuple(times), tuple(faults))
+        total = torch.stack(each).sum(dim=0)
+        return total, counts, RoundResults(tuple(each), tuple(times), tuple(faults))
 
     @contextmanager
     def _traced(self, plan: Plan | None) -> Iterator[None]:
@@ -228,13 +229,6 @@ class Stepper:
         depths = losses[2:]
         total = losses[:2].sum()
         return total + self.mtp_weight / len(depths) * depths.sum() if len(depths) else total
-
-
-def sum_of(each: list[Tensor]) -> Tensor:
-    total = torch.zeros_like(each[0])
-    for losses in each:
-        total += losses
-    return total
 
 
 def _targets(depth: Depth) -> Targets:
