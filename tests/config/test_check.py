@@ -145,3 +145,32 @@ def test_what_cannot_be_written_is_refused_before_the_first_step(tmp_path, monke
     monkeypatch.setattr(config_file, "choose_architecture", refuse)
     with pytest.raises(ValueError, match=r"model\.from_hf: .* but not written .* a third eye"):
         check_config(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "match"),
+    [
+        ({"pp": 3}, 4, "parallel.pp is 3, but there are 4 ranks.* start 3 ranks"),
+        ({"pp": 2}, 1, "there are 1 ranks.* start 2 ranks"),
+        ({"vpp": 2}, 4, "parallel.vpp needs a pipeline"),
+        ({"layout": "Ett|L"}, 4, "parallel.layout needs a pipeline"),
+        ({"pp": 2, "layout": "E|L"}, 4, "parallel.layout is 'E|L', which is not this model's"),
+        ({"pp": 2, "vpp": 40}, 4, "too few for parallel.pp 2 × parallel.vpp 40"),
+    ],
+    ids=str,
+)
+def test_pipelines_that_cannot_be(settings, ranks, match):
+    with pytest.raises(ValueError, match=match.replace("|", r"\|")):
+        check_config(replace(DEMO, parallel=ParallelConfig(**settings)), ranks)
+
+
+def test_the_planner_costs_one_pipeline_rank():
+    decoder = decoder_config(DEMO.model)
+    options = [
+        planner_options(
+            replace(DEMO, parallel=ParallelConfig(pp=pp)), lanes=2, capacity=512, decoder=decoder
+        )
+        for pp in (1, 2)
+    ]
+    assert options[1]["profile"].linear == options[0]["profile"].linear / 2
+    assert options[1]["layout"].pp == 2

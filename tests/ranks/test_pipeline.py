@@ -6,11 +6,14 @@ import random
 import pytest
 from tests.ranks.harness import run_ranks
 from tests.ranks.hybrids import deepseek, hybrid
-from tests.ranks.piped import deep, error_of, piped, pipeline_of
+from tests.ranks.piped import deep, error_of, piped, pipeline_of, stage_batches, staged
 from tests.ranks.spine import alone, exact, make_samples
 
+from longshore.parallel.pipeline.trace import TracedModel, trace
 from longshore.plan import make_plan
 from longshore.plan.layout import parse_layout
+from longshore.train.loss import make_loss
+from longshore.train.step import Stepper
 
 WATCHDOG_S = 60
 CONFIGS = {
@@ -132,3 +135,29 @@ def test_random_interleaved_batches(lanes: int, pp: int, is_fuzz: bool) -> None:
     seeds = range(150 if is_fuzz else 2)
     for faults in run_ranks(lanes * pp, run_random, lanes, pp, seeds, timeout=60 + 5 * len(seeds)):
         assert faults == []
+
+
+def run_with_a_wrong_trace() -> str:
+    """What each rank is told where the trace of rank 1 lacks its last operation."""
+    config, lengths = CONFIGS["dense"](), [5, 9, 30, 2]
+    layout = parse_layout("Ettt|tttL", pp=2, layers=6)
+    with pipeline_of(1, 2) as (topology, groups):
+        plan = make_plan(lengths, lanes=1, capacity=32, pp=2)
+        model = staged(config, layout, topology, groups, exact(mode="none"))
+        traced = TracedModel(config=config, mode="none", item=8, kept=8)
+
+        def wrong(plan):
+            right = trace(plan, layout, topology.rank, model=traced, axes=topology)
+            return right[:-1] if topology.rank else right
+
+        stepper = Stepper(model, None, topology, "none", make_loss(), 0.0, trace=wrong)
+        batches = stage_batches(plan, make_samples(plan), topology, layout)
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            stepper.gradients(batches, 1.0, plan=plan)
+        return str(error.value)
+
+
+def test_an_operation_that_is_not_in_the_trace_ends_all_ranks() -> None:
+    for text in run_ranks(2, run_with_a_wrong_trace):
+        assert "differs from the trace" in text
+        assert "the trace has nothing more" in text
