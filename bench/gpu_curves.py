@@ -64,7 +64,7 @@ def experts(folder: Path, *, smoke: bool) -> bool:
         "data.batch=16",
         f"plan.capacity={longest}",
         f"train.steps={steps}",
-        "train.lr=1e-4",
+        "train.lr=5e-5",
         f"train.warmup={steps // 10}",
         "train.dtype=bfloat16",
         "output.keep=0",

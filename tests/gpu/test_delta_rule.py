@@ -81,9 +81,11 @@ def test_equals_its_twin(lengths, key_heads, value_heads, with_initial):
         assert value.isfinite().all()
         # The decay of a span's first row, without a state before it, has a gradient of exactly 0.
         limit = 2e-2 * (want.abs().max().item() or 1e-3)
-        if name == "g_TH" and with_initial:
-            # With one, it is a sum of 64 · 128 products of either sign, of numbers in bfloat16.
-            limit = 3e-2 * max(want.abs().max().item(), (64 * 128) ** 0.5)
+        if name == "g_TH":
+            # A sum over the rows after it of differences of products of bfloat16 numbers; with a
+            # state before it, of 64 · 128 products of either sign (3.3 % of the largest was seen).
+            size = want.abs().max().item()
+            limit = 3e-2 * max(size, (64 * 128) ** 0.5) if with_initial else 5e-2 * (size or 1e-3)
         assert (value.double() - want).abs().max() <= limit, name
 
 
