@@ -32,7 +32,7 @@ from longshore.distributed.topology import make_topology
 from longshore.model.decoder import Decoder
 from longshore.model.init import initial_rows
 from longshore.parallel.apply import Choices, parallelize
-from longshore.parallel.fsdp import fill
+from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan
 from longshore.run.data import batch_size, open_sequences
 from longshore.train.checkpoint import Checkpoints, Position

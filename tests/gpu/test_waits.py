@@ -27,7 +27,7 @@ from longshore.distributed.topology import Topology, make_topology
 from longshore.model.decoder import Decoder
 from longshore.model.init import initial_rows
 from longshore.parallel.apply import Choices, parallelize
-from longshore.parallel.fsdp import fill
+from longshore.parallel.shards import fill
 from longshore.plan import make_plan
 from longshore.train.loss import make_loss
 from longshore.train.optimizer import make_optimizer

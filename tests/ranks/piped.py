@@ -15,10 +15,10 @@ from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import make_topology
 from longshore.model.init import initial_rows
 from longshore.parallel.apply import Choices, parallelize
-from longshore.parallel.fsdp import fill
 from longshore.parallel.pipeline.copies import EmbeddingCopies
 from longshore.parallel.pipeline.stages import Stages, parameters_by_name, stages_of
 from longshore.parallel.pipeline.trace import TracedModel, trace
+from longshore.parallel.shards import fill
 from longshore.plan.layout import Layout
 from longshore.train.loss import make_loss
 from longshore.train.step import Stepper

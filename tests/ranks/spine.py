@@ -20,7 +20,7 @@ from longshore.distributed.topology import make_topology
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder, initial_rows
 from longshore.parallel.apply import Choices, parallelize
-from longshore.parallel.fsdp import fill
+from longshore.parallel.shards import fill
 from longshore.plan import Plan
 from longshore.train.loss import make_loss
 from longshore.train.step import Stepper

@@ -18,7 +18,8 @@ from longshore.distributed.collectives import count
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder, initial_rows
 from longshore.parallel.apply import Choices, parallelize
-from longshore.parallel.fsdp import begin_round, fill
+from longshore.parallel.fsdp import begin_round
+from longshore.parallel.shards import fill
 from longshore.plan import Pack, Plan, Round, make_plan
 from longshore.train.loss import make_loss
 from longshore.train.optimizer import RoutingCounts, update_bias

@@ -12,8 +12,7 @@ with DTensor parameters. Gradients are plain sums over the lanes, in float32 at 
 With 4 lanes a weight of 10 rows is split into 3, 3, 3 and 1 (`shard_rows`).
 """
 
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +24,6 @@ from longshore.choices import ShardMode
 from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
 from longshore.model.norm import Float32Parameters
-
-Rows = Callable[[str, torch.Size, int, int], Tensor]
-"""Rows start … stop of the whole parameter of a name and shape."""
 
 
 def shard(
@@ -84,16 +80,6 @@ def computing_dtype(model: nn.Module) -> torch.dtype:
     assert isinstance(model, FSDPModule)
     policy = model._get_fsdp_state()._mp_policy
     return policy.param_dtype or next(model.parameters()).dtype
-
-
-def fill(model: nn.Module, device: torch.device, rows: Rows) -> None:
-    """Gives a model on `meta` its content; each lane asks only for the rows that it holds."""
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-            local, start, stop = shard_rows(tensor)
-            if local.numel():
-                local.copy_(rows(name, tensor.shape, start, stop).reshape(local.shape))
 
 
 def shard_rows(parameter: Tensor) -> tuple[Tensor, int, int]:

@@ -33,10 +33,10 @@ from longshore.model.host_tables import table_makers
 from longshore.model.init import initial_rows
 from longshore.ops.backends import use_kernels
 from longshore.parallel.apply import Choices, parallelize
-from longshore.parallel.fsdp import fill
 from longshore.parallel.pipeline.copies import EmbeddingCopies
 from longshore.parallel.pipeline.stages import Stages, stages_of, whole_name
 from longshore.parallel.pipeline.trace import Operation, TracedModel, trace
+from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
 from longshore.plan.types import Plan, Sequence
