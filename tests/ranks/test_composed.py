@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from tests.parallel.my_mixer import MeanConfig
 from tests.ranks.composed import composed, ranks_of
 from tests.ranks.harness import run_ranks
 from tests.ranks.hybrids import deepseek, hybrid
@@ -19,14 +20,19 @@ from longshore.plan.layout import parse_layout
 
 
 def few_groups():
-    """Fewer KV heads, groups and normed groups than 4 TP ranks, biases everywhere."""
+    """Fewer KV heads, groups and normed groups than 4 TP ranks, biases, a mixer of a user's own."""
     attention = AttentionConfig(
         heads=8, kv_heads=2, head_dim=4, qk_norm=True, bias=True, output_bias=True
     )
     mamba = Mamba2Config(heads=8, head_dim=4, state_dim=6, groups=2, norm_groups=1, bias=True)
     one = Mamba2Config(heads=4, head_dim=4, state_dim=6, groups=1)
     mlp = MLPConfig(width=24, activation="relu2")
-    layers = (LayerConfig(attention, mlp), LayerConfig(mamba, None), LayerConfig(one, mlp))
+    layers = (
+        LayerConfig(attention, mlp),
+        LayerConfig(mamba, None),
+        LayerConfig(MeanConfig(), None),
+        LayerConfig(one, mlp),
+    )
     return replace(dense(), layers=layers, pad_token_id=5)
 
 

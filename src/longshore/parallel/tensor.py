@@ -166,7 +166,8 @@ def _split_part(
     x: Tensor,
     *args: Any,  # noqa: ANN401
 ) -> Tensor:
-    return _own_rows_of_sum(forward(_all_rows(x, group), *args), group)
+    own: Tensor = _own_rows_of_sum(forward(_all_rows(x, group), *args), group)
+    return own
 
 
 def _split_pair(
