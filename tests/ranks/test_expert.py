@@ -3,23 +3,30 @@
 import faulthandler
 import random
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks.harness import run_ranks
 from tests.ranks.hybrids import deepseek
-from tests.ranks.spine import VOCAB, alone, exact, make_samples, together, worst
+from tests.ranks.spine import VOCAB, alone, dense, exact, make_samples, together, worst
+from tests.ranks.test_moe import experts
 from tests.ranks.test_random_plans import planned, scattered
 
 from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.expert_cuts import expert_cut
 from longshore.arch.feed_forward import MoEConfig
+from longshore.distributed.collectives import count
 from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import make_topology
+from longshore.errors import SettingError
+from longshore.model.decoder import Decoder
 from longshore.model.feed_forward import Experts
-from longshore.parallel.expert import exchanged
+from longshore.model.init import init_decoder
+from longshore.parallel.expert import exchanged, split_experts
+from longshore.parallel.fsdp import local_part, shard
 from longshore.plan import Pack, Plan, Round, make_plan
 
 LIMIT = 1e-9
@@ -143,48 +150,49 @@ CHOICES = {
 """What tokens choose: (T, 3) of 8 experts, of which rank 1 of 4 has the second and third."""
 
 
-def layer_of_experts(kinds: list[str]) -> list[tuple[str, float]]:
+def layer_of_experts(kinds: list[str], tp: int = 1) -> list[tuple[str, float]]:
     """This rank's tokens choose as kinds[rank]: the differences from all experts in one place."""
-    topology = make_topology(lanes=4, ep=4, device="cpu")
-    draw = torch.Generator().manual_seed(topology.rank)
-    tokens = 5 + 3 * topology.rank
+    topology = make_topology(lanes=4 // tp, tp=tp, ep=4, device="cpu")
+    group, rank = topology.experts.ep, topology.ep_rank
+    draw = torch.Generator().manual_seed(rank)
+    tokens = 5 + 3 * rank
     torch.manual_seed(0)
-    whole = Experts(MoEConfig(experts=E, top_k=3, width=6), 10).double()
-    (span,) = expert_cut(E, ep=4, ep_rank=topology.rank).spans
+    everyone = Experts(MoEConfig(experts=E, top_k=3, width=6), 10).double()
+    (span,) = expert_cut(E, ep=4, ep_rank=rank).spans
     own = Experts(MoEConfig(experts=2, top_k=1, width=6), 10).double()
     for name, parameter in own.named_parameters():
-        parameter.data.copy_(getattr(whole, name).detach()[span.start : span.stop])
-
-    ids = CHOICES[kinds[topology.rank]](tokens, draw)
+        parameter.data.copy_(getattr(everyone, name).detach()[span.start : span.stop])
+    ids = CHOICES[kinds[rank]](tokens, draw)
     x, weights, direction = (
         torch.randn(tokens, width, generator=draw, dtype=torch.float64) for width in (10, 3, 10)
     )
-    inputs, pairs = (x, weights), {}
-    results = []
-    for run in (whole, lambda *a: exchanged(own, *a, experts=E, group=topology.experts.ep)):
-        x, weights = (tensor.clone().requires_grad_() for tensor in inputs)
-        y, counts = run(x, ids, weights)
-        y.backward(direction)
-        results.append((y, counts, x.grad, weights.grad))
-    (y, counts, dx, dw), (y_ep, counts_ep, dx_ep, dw_ep) = results
-    assert counts.dtype == counts_ep.dtype == torch.int32
-    pairs = {"y": (y_ep, y), "counts": (counts_ep, counts), "dx": (dx_ep, dx), "dw": (dw_ep, dw)}
-    for name, parameter in whole.named_parameters():
+    results, calls = [], []
+    for run in (everyone, partial(exchanged, own, experts=E, group=group)):
+        inputs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+        with count() as counted:
+            y, counts = run(inputs[0], ids, inputs[1])
+            calls.append(counted.calls("all_to_all"))
+            y.backward(direction)
+            calls.append(counted.calls())
+        assert counts.dtype == torch.int32
+        results.append((y, counts, *(tensor.grad for tensor in inputs)))
+    assert calls == [0, 0, 4, 7], "counts, rows and choices there, rows back; no counts backward"
+    pairs = dict(zip(("y", "counts", "dx", "dweights"), zip(*results, strict=True), strict=True))
+    for name, parameter in everyone.named_parameters():
         dist.all_reduce(parameter.grad)
-        pairs[name] = getattr(own, name).grad, parameter.grad[span.start : span.stop]
+        pairs[name] = parameter.grad[span.start : span.stop], getattr(own, name).grad
     topology.close()
     return [(name, (a - b).abs().max().item()) for name, (a, b) in pairs.items()]
 
 
 def run_layers() -> list:
+    uneven = ["rank 1 alone", "nothing", "rank 1 alone", "any"]
     return [
-        layer_of_experts(kinds)
-        for kinds in (
-            ["any"] * 4,
-            ["rank 1 alone", "nothing", "rank 1 alone", "any"],
-            ["rank 1 alone"] * 4,
-            ["nothing"] * 4,
-        )
+        layer_of_experts(["any"] * 4),
+        layer_of_experts(uneven),
+        layer_of_experts(uneven, tp=2),
+        layer_of_experts(["rank 1 alone"] * 4),
+        layer_of_experts(["nothing"] * 4),
     ]
 
 
@@ -193,3 +201,41 @@ def test_a_layer_is_that_of_all_experts_in_one_place() -> None:
     for cases in run_ranks(4, run_layers):
         for case in cases:
             assert all(difference <= 1e-12 for _, difference in case), case
+
+
+def held_parts() -> dict:
+    """For each size of EP and mode: the rows of an expert's weight that this rank has."""
+    parts = {}
+    for sizes, mode in (({"ep": 2}, "zero3"), ({"ep": 2}, "none"), ({"ep": 1}, "zero2")):
+        topology = make_topology(lanes=2, tp=2, device="cpu", **sizes)
+        model = Decoder(deepseek()).double()
+        init_decoder(model, seed=3)
+        gate_up = model.layers["1"].mlp.experts.gate_up.detach().clone()
+        split_experts(model, topology)
+        shard(model, [*model.layers.values()], topology, mode=mode, dtype=torch.float64)
+        local = local_part(model.layers["1"].mlp.experts.gate_up)
+        same = [row for row in range(E) if any(torch.equal(gate_up[row], own) for own in local)]
+        parts[sizes["ep"], mode] = same
+        assert len(same) == len(local)
+        other = model.layers["0"].mlp.up_proj.weight
+        assert other.device_mesh.size() == 2, "the others are split over the lanes"
+    return parts
+
+
+def test_experts_are_split_over_the_ranks_that_have_the_same() -> None:
+    """With lanes 2 × TP 2 and ep 2, ranks 0 and 2 have experts 0 … 3, and split them in zero3."""
+    ranks = run_ranks(4, held_parts)
+    assert [parts[2, "zero3"] for parts in ranks] == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    assert [parts[2, "none"] for parts in ranks] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
+    assert [parts[1, "zero2"] for parts in ranks] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def refuse_sizes() -> None:
+    topology = make_topology(lanes=2, ep=2, device="cpu")
+    for config, message in ((dense(), "has no experts"), (experts(), "does not divide the 5 exp")):
+        with pytest.raises(SettingError, match=message):
+            split_experts(Decoder(config), topology)
+
+
+def test_a_model_that_cannot_be_divided_is_refused() -> None:
+    run_ranks(2, refuse_sizes)
