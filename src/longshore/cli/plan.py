@@ -6,6 +6,7 @@ because 64 / (2 x 4) = 8.
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -50,6 +51,8 @@ the machine:
   --lanes N          number of lanes: data-parallel x context-parallel size in Megatron's words
   --gpus G           instead of --lanes: number of GPUs; there are G / (T x P) lanes
   --tp T             with --gpus: tensor-parallel size (default 1)
+  --ep E             expert-parallel size: experts are split over E neighbouring GPUs, across lanes
+                     and TP ranks; it divides lanes x T (default 1: every GPU has all experts)
   --pp P             pipeline-parallel size (default 1: no pipeline)
   --vpp V            stages of each pipeline rank (default 1: not interleaved)
   --capacity C       most tokens a lane holds in a round; Megatron's max_seqlen_per_dp_cp_rank
@@ -83,7 +86,7 @@ example: your lengths on 64 GPUs with tensor parallelism 2, 256 sequences a step
 
 # A mistyped number beyond these would only keep the machine busy.
 COUNTS = {
-    **dict.fromkeys(("lanes", "gpus", "tp", "cp-size", "min-cp", "max-cp"), 1 << 20),
+    **dict.fromkeys(("lanes", "gpus", "tp", "ep", "cp-size", "min-cp", "max-cp"), 1 << 20),
     **dict.fromkeys(("batch", "batch-tokens", "capacity", "align", "max-sequences"), 1 << 40),
     **dict.fromkeys(("steps", "seed"), 1 << 40),
     **dict.fromkeys(("pp", "vpp"), 1 << 10),
@@ -145,6 +148,8 @@ def _plan(args: argparse.Namespace) -> None:
     steps = _steps(args)
     options = {name: value for name in PLANNER if (value := getattr(args, name)) is not None}
     options |= {"lanes": _lanes(args), "capacity": args.capacity or DEMO_CAPACITY}
+    options["align"] = math.lcm(args.align or 1, args.tp or 1)
+    _check_experts(args, options["lanes"])
     ranks = {"tp": args.tp or 1, "pp": args.pp or 1}
     options |= {"profile": _profile(args.cost).on_ranks(**ranks)}
     _check_outputs(args)
@@ -233,6 +238,21 @@ def _lanes(args: argparse.Namespace) -> int:
             f"--gpus {' or '.join(working)} would work"
         )
     return int(lanes)
+
+
+def _check_experts(args: argparse.Namespace, lanes: int) -> None:
+    ranks, ep = lanes * (args.tp or 1), args.ep or 1
+    if ranks % ep:
+        works = [str(size) for size in range(1, min(ranks, ep) + 1) if ranks % size == 0]
+        raise ValueError(
+            f"--ep {ep} does not divide {lanes} lanes x tp {args.tp or 1} = {ranks} GPUs; "
+            f"--ep {works[-1]} would work"
+        )
+    if ep > 1 and args.sync == "step":
+        raise ValueError(
+            f"--sync step does not work with --ep {ep}: GPUs that share experts wait for each "
+            "other in every layer; use --sync round"
+        )
 
 
 def _profile(path: str | None) -> CostProfile:

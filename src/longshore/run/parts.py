@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from longshore.config.check import check_longest, planner_options
+from longshore.config.check import check_longest, lane_align, planner_options
 from longshore.config.schema import RunConfig
 from longshore.data.data_rank import Packing, Planner
 from longshore.data.loader import Loader
@@ -230,7 +230,7 @@ def _make_steps(
 
 def _buckets(job: TrainingJob) -> tuple[int, ...]:
     """Token totals that a lane's micro-batch is rounded up to."""
-    plan = job.config.plan
-    if not plan.buckets:
+    count = job.config.plan.buckets
+    if not count:
         return ()
-    return make_buckets(job.resolved.capacity, align=plan.align, count=plan.buckets)
+    return make_buckets(job.resolved.capacity, align=lane_align(job.config), count=count)
