@@ -6,7 +6,6 @@ because 64 / (2 x 4) = 8.
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -96,7 +95,10 @@ CHOICES = {
     "cp-sizes": names_of(CPSizes),
     "sync": names_of(Sync),
 }
-PLANNER = ("sync", "cp_size", "min_cp", "max_cp", "cp_sizes", "max_sequences", "align", "pp", "vpp")
+PLANNER = (
+    *("sync", "cp_size", "min_cp", "max_cp", "cp_sizes", "max_sequences", "align"),
+    *("tp", "ep", "pp", "vpp"),
+)
 COMPARED = policy_names(lambda policy: not policy.needs_packs)[::-1]
 DEMO_LANES, DEMO_CAPACITY = 32, 16384
 
@@ -148,8 +150,6 @@ def _plan(args: argparse.Namespace) -> None:
     steps = _steps(args)
     options = {name: value for name in PLANNER if (value := getattr(args, name)) is not None}
     options |= {"lanes": _lanes(args), "capacity": args.capacity or DEMO_CAPACITY}
-    options["align"] = math.lcm(args.align or 1, args.tp or 1)
-    _check_experts(args, options["lanes"])
     ranks = {"tp": args.tp or 1, "pp": args.pp or 1}
     options |= {"profile": _profile(args.cost).on_ranks(**ranks)}
     _check_outputs(args)
@@ -238,21 +238,6 @@ def _lanes(args: argparse.Namespace) -> int:
             f"--gpus {' or '.join(working)} would work"
         )
     return int(lanes)
-
-
-def _check_experts(args: argparse.Namespace, lanes: int) -> None:
-    ranks, ep = lanes * (args.tp or 1), args.ep or 1
-    if ranks % ep:
-        works = [str(size) for size in range(1, min(ranks, ep) + 1) if ranks % size == 0]
-        raise ValueError(
-            f"--ep {ep} does not divide {lanes} lanes x tp {args.tp or 1} = {ranks} GPUs; "
-            f"--ep {works[-1]} would work"
-        )
-    if ep > 1 and args.sync == "step":
-        raise ValueError(
-            f"--sync step does not work with --ep {ep}: GPUs that share experts wait for each "
-            "other in every layer; use --sync round"
-        )
 
 
 def _profile(path: str | None) -> CostProfile:

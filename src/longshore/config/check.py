@@ -62,6 +62,12 @@ def lane_align(config: RunConfig) -> int:
     return math.lcm(config.plan.align, config.parallel.tp)
 
 
+def lane_buckets(config: RunConfig, capacity: int) -> tuple[int, ...]:
+    """Token totals that a lane's micro-batch is rounded up to."""
+    count = config.plan.buckets
+    return make_buckets(capacity, align=lane_align(config), count=count) if count else ()
+
+
 def pipeline_layout(config: RunConfig, decoder: DecoderConfig) -> Layout:
     """The stages of the run's pipeline: one without it; by hand, or balanced by cost."""
     pp, vpp, layout = config.parallel.pp, config.parallel.vpp, config.parallel.layout
@@ -158,6 +164,9 @@ def planner_options(
         "heads": shared_heads(decoder, config.parallel),
         "max_sequences": plan.max_sequences or None,
         "align": lane_align(config),
+        "buckets": lane_buckets(config, capacity),
+        "tp": config.parallel.tp,
+        "ep": config.parallel.ep,
         "pp": layout.pp,
         "vpp": layout.vpp,
         **_stage_options(config, decoder, layout),
@@ -244,13 +253,11 @@ def _check_plan(config: RunConfig, lanes: int, decoder: DecoderConfig) -> None:
         )
     _check_heads(plan, shared_heads(decoder, config.parallel), tp=config.parallel.tp)
     # One token fits anywhere, so only the settings can be wrong.
-    align = lane_align(config)
-    capacity = plan.capacity if isinstance(plan.capacity, int) else max(align, 1 << 20)
+    auto = max(lane_align(config), 1 << 20)
+    capacity = plan.capacity if isinstance(plan.capacity, int) else auto
     _check_align(config, capacity)
     with settings_in_keys():
         _try_plan(config, lanes, capacity=capacity, longest=1)
-        if plan.buckets:
-            make_buckets(capacity, align=align, count=plan.buckets)
 
 
 def _check_align(config: RunConfig, capacity: int) -> None:
