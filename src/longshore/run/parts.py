@@ -5,7 +5,7 @@ Building makes process groups, so all ranks build together: on 4 lanes with CP s
 CP groups come first, then those of the loader's thread, then those of the checkpoints' thread.
 
 The model is built without memory, `parallelize` splits it, and only then each rank makes or reads
-the blocks it holds: with zero3 on 4 ranks, 139,584 parameters become 34,896 on each. The Loader plans
+what it holds: with zero3 on 4 ranks, 139,584 parameters become 34,896 on each. The Loader plans
 steps ahead: with data.batch 64 on 4 lanes, a step is one plan of 64 sequences and this lane's
 micro-batches of it.
 """
