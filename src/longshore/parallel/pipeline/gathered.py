@@ -24,10 +24,15 @@ from longshore.arch.cuts import Axis, Cut, Span
 from longshore.arch.decoder import DecoderConfig
 from longshore.distributed.collectives import broadcast, gather_rows
 from longshore.distributed.topology import Topology
-from longshore.model.decoder import Decoder
 from longshore.parallel.fsdp import gathered
-from longshore.parallel.pipeline.stages import Model, cut_tensors_by_name, layout_of, whole_name
-from longshore.plan.layout import Layout, Stage
+from longshore.parallel.pipeline.stages import (
+    Model,
+    cut_tensors_by_name,
+    layout_of,
+    tensor_names,
+    whole_name,
+)
+from longshore.plan.layout import Layout
 
 ROOM = 32
 """Numbers of a part's description that one collective has room for."""
@@ -77,7 +82,7 @@ def gathered_tensors(model: Model, topology: Topology) -> Iterator[tuple[str, Te
     for name, tensor, cut in cut_tensors_by_name(model):
         mine.setdefault(name, (tensor, cut))
     owners = _owners(model.config, layout_of(model))
-    for name in _names(model.config, None):
+    for name in tensor_names(model.config):
         yield name, _brought(mine.get(name), topology, owner=owners[name])
 
 
@@ -168,13 +173,6 @@ def _owners(config: DecoderConfig, layout: Layout) -> dict[str, int]:
     """The pipeline rank that has each tensor; of copies the first."""
     owners: dict[str, int] = {}
     for number, stage in enumerate(layout.stages):
-        for name in _names(config, stage):
+        for name in tensor_names(config, stage):
             owners.setdefault(whole_name(config, name), layout.rank_of(number))
     return owners
-
-
-def _names(config: DecoderConfig, stage: Stage | None) -> list[str]:
-    """Of the tensors of a stage, or of the whole decoder."""
-    with torch.device("meta"):
-        model = Decoder(config, stage)
-    return [name for name, _ in chain(model.named_parameters(), model.named_buffers())]

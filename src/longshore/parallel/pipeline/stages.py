@@ -11,13 +11,14 @@ its own module calls head.weight.
 from collections.abc import Iterator
 from itertools import chain
 
+import torch
 from torch import Tensor, nn
 
 from longshore.arch.cuts import Cut
 from longshore.arch.decoder import DecoderConfig
 from longshore.model.decoder import Decoder
 from longshore.parallel.shards import cuts_by_name
-from longshore.plan.layout import Layout, one_stage
+from longshore.plan.layout import Layout, Stage, one_stage
 
 EMBEDDING = "embed.weight"
 
@@ -77,6 +78,13 @@ def cut_tensors_by_name(model: Model) -> Iterator[tuple[str, Tensor, Cut | None]
     for part, of_part in cuts.items():
         for name, buffer in part.named_buffers():
             yield name, buffer, of_part.get(name)
+
+
+def tensor_names(config: DecoderConfig, stage: Stage | None = None) -> list[str]:
+    """Of parameters, then buffers, of a stage or of the whole decoder."""
+    with torch.device("meta"):
+        model = Decoder(config, stage)
+    return [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
 
 
 def whole_name(config: DecoderConfig, name: str) -> str:
