@@ -19,7 +19,7 @@ from longshore.data.shard import cut_shards, lane_cuts
 from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import make_topology
 from longshore.model.decoder import Decoder
-from longshore.model.init import init_decoder, initial_rows
+from longshore.model.init import init_decoder, initial_block
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.shards import boxes_of, cuts_by_name, fill
 from longshore.plan import Plan
@@ -116,11 +116,7 @@ def sharded(config, topology, groups, choices: Choices) -> Decoder:
     with torch.device("meta"):
         model = Decoder(config).double()
     parallelize(model, topology, groups, choices=choices)
-    fill(
-        model,
-        topology.device,
-        lambda name, shape, start, stop: initial_rows(config, name, shape, start, stop, seed=3),
-    )
+    fill(model, topology.device, partial(initial_block, config, seed=3))
     return model
 
 
