@@ -93,7 +93,7 @@ def curve(name: str, way: Way, steps: int, folder: str) -> list[tuple[float, ...
         def export(step: int, what: str) -> None:
             tensors = gathered_tensors(model, topology)
             if topology.rank == 0:
-                write_checkpoint(Path(folder) / f"{step}-{what}", config, tensors)
+                write_checkpoint(Path(folder) / f"{step}-{what}", config, tensors, base=None)
             else:
                 list(tensors)
 
