@@ -146,8 +146,8 @@ def together(config, plan, samples, topology, groups, choices: Choices) -> Outco
     return Outcome(nll, sum(part for _, part in everything), gradients)
 
 
-def whole(gradient, cut: Cut | None) -> torch.Tensor:
-    """All of a gradient, on every rank; what several ranks have is averaged over them."""
+def whole(gradient, cut: Cut | None, group=None) -> torch.Tensor:
+    """All of a gradient; what several ranks of the group (default: all) have is averaged."""
     if cut is None:
         return gradient.full_tensor()
     shape, boxes = boxes_of(gradient, cut)
@@ -155,7 +155,7 @@ def whole(gradient, cut: Cut | None) -> torch.Tensor:
     for box in boxes:
         both[0][box.index] += box.local
         both[1][box.index] += 1
-    torch.distributed.all_reduce(both)
+    torch.distributed.all_reduce(both, group=group)
     return both[0] / both[1]
 
 
