@@ -6,8 +6,9 @@ from functools import partial
 import pytest
 from tests.ranks.harness import run_ranks
 from tests.ranks.hybrids import deepseek, hybrid
-from tests.ranks.issued import check_in_flight, check_pipelines, check_steps
+from tests.ranks.issued import check_composed, check_in_flight, check_steps
 from tests.ranks.spine import dense, exact
+from tests.ranks.test_composed import few_groups
 from tests.ranks.test_exactness import several_packs
 
 from longshore.arch.attention import AttentionConfig
@@ -81,7 +82,17 @@ def test_pipelines_issue_what_the_trace_says_with_fsdp(is_fuzz: bool) -> None:
             (deepseek(), "Et|tm|m|L", blocks),
             (deepseek(), "Et|tmmL", exact(mode="none")),
         ]
-    assert min(run_ranks(4, check_pipelines, cases, timeout=400.0)) > 80
+    assert min(run_ranks(4, partial(check_composed, lanes=2, pp=2), cases, timeout=400.0)) > 80
+
+
+@pytest.mark.fuzz
+def test_tp_ranks_issue_what_the_trace_says_with_fsdp(is_fuzz: bool) -> None:
+    zero3, zero2, none = (partial(exact, mode=mode) for mode in ("zero3", "zero2", "none"))
+    cases = [
+        (few_groups(), "", zero3()),
+        (few_groups(), "", zero3(recompute="blocks")),
+    ]
+    assert min(run_ranks(4, partial(check_composed, lanes=2, tp=2), cases, timeout=400.0)) > 80
 
 
 def small() -> tuple[Plan, TracedModel]:
