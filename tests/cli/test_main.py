@@ -254,6 +254,15 @@ BAD = [
     (("plan", "l.csv", "--lanes", "4"), "give --capacity"),
     (("plan", "l.csv", "--lanes", "4", "--gpus", "4", "--capacity", "9"), "either --lanes"),
     ((*PLAN, "--tp", "2"), "--tp works only with --gpus"),
+    (
+        ("plan", "--demo", "--gpus", "8", "--tp", "2", "--ep", "16"),
+        "--ep is 16; it must divide lanes × --tp, 4 × 2 = 8; use 8",
+    ),
+    (
+        ("plan", "--demo", "--ep", "4", "--sync", "step"),
+        "--sync 'step' does not work with --ep 4: ranks that sh",
+    ),
+    ((*PLAN, "--expert-parallel-degree", "2"), "use --ep"),
     (("plan", "--demo", "--gpus", "100", "--tp", "8", "--pp", "2"), "--gpus 96 or 112 would"),
     (("plan", "--demo", "--gpus", "3", "--tp", "4"), "4 x pp 1 = 4; --gpus 4 would work"),
     (("plan", "none.csv", *MACHINE), "none.csv: cannot be read (No such file"),

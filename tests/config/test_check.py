@@ -13,7 +13,7 @@ from longshore.config import (
     load_config,
     planner_options,
 )
-from longshore.config.check import shared_heads
+from longshore.config.check import lane_align, shared_heads
 from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig
 from longshore.plan import make_plan
 
@@ -150,8 +150,10 @@ def test_what_cannot_be_written_is_refused_before_the_first_step(tmp_path, monke
 @pytest.mark.parametrize(
     ("settings", "ranks", "match"),
     [
-        ({"pp": 3}, 4, "parallel.pp is 3, but there are 4 ranks.* start 3 ranks"),
-        ({"pp": 2}, 1, "there are 1 ranks.* start 2 ranks"),
+        ({"pp": 3}, 4, "parallel.pp 3: .* multiple of 3, but there are 4; start 3 or 6 ranks"),
+        ({"pp": 2}, 1, "there are 1; start 2 ranks, or change parallel.pp"),
+        ({"tp": 3}, 4, "parallel.tp 3: .* start 3 or 6 ranks, or change parallel.tp$"),
+        ({"tp": 2, "pp": 2}, 6, "tp 2 × parallel.pp 2 = 4: .* change parallel.tp or parallel.pp$"),
         ({"vpp": 2}, 4, "parallel.vpp needs a pipeline"),
         ({"layout": "Ett|L"}, 4, "parallel.layout needs a pipeline"),
         ({"pp": 2, "layout": "E|L"}, 4, "parallel.layout is 'E|L', which is not this model's"),
@@ -162,6 +164,74 @@ def test_what_cannot_be_written_is_refused_before_the_first_step(tmp_path, monke
 def test_pipelines_that_cannot_be(settings, ranks, match):
     with pytest.raises(ValueError, match=match.replace("|", r"\|")):
         check_config(replace(DEMO, parallel=ParallelConfig(**settings)), ranks)
+
+
+def parallel_config(model="tiny-deepseek-v3", *, sync="round", **settings):
+    parallel, plan = ParallelConfig(**settings), replace(DEMO.plan, sync=sync)
+    return replace(DEMO, model=ModelConfig(preset=model), parallel=parallel, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "match"),
+    [
+        (
+            parallel_config(ep=3),
+            4,
+            r"ep is 3, .* 4 ranks .*4 lanes × parallel.tp 1.; .* 1, 2, 4",
+        ),
+        (parallel_config(ep=8, tp=2), 8, None),
+        (parallel_config(ep=4, tp=2), 4, None),
+        (parallel_config(ep=4, tp=2, pp=2), 4, "ep is 4, which does not divide the 2 ranks of a p"),
+        (
+            parallel_config(ep=16),
+            16,
+            "ep is 16, .* not divide the 8 experts .* 1, 2, 4, 8,",
+        ),
+        (parallel_config("tiny-llama", ep=2), 2, "ep is 2, but this model has no experts; leave"),
+        (parallel_config(ep=2, sync="step"), 2, "plan.sync=step does not work with parallel.ep 2"),
+        (
+            parallel_config("tiny-llama", tp=8),
+            8,
+            r"tp is 8, .*AttentionConfig.kv_heads, 4; .* 2, 4",
+        ),
+        (parallel_config("tiny-llama", tp=3), 3, r"tp is 3, .* divide AttentionConfig.heads, "),
+        (parallel_config("tiny-hybrid", tp=2), 4, None),
+    ],
+    ids=lambda value: None if isinstance(value, RunConfig) else str(value),
+)
+def test_tensor_and_expert_parallelism_that_the_model_allows(config, ranks, match):
+    if match is None:
+        check_config(config, ranks)
+    else:
+        with pytest.raises(ValueError, match=match):
+            check_config(config, ranks)
+
+
+def test_the_tokens_of_a_lane_are_a_multiple_of_tp():
+    config = parallel_config("tiny-llama", tp=4)
+    config = replace(config, plan=replace(config.plan, align=6, capacity=96, buckets=2))
+    mock = {**config.data.mock, "max_seq_len": 150}
+    check_config(replace(config, data=replace(config.data, mock=mock)), 8)
+    decoder = decoder_config(config.model)
+    options = planner_options(config, lanes=2, capacity=96, decoder=decoder)
+    assert (lane_align(config), options["align"]) == (12, 12)
+    small = replace(config, plan=replace(config.plan, capacity=11))
+    with pytest.raises(ValueError, match=r"capacity is 11, .*tp 4 .*align 6 .*capacity to 12"):
+        check_config(small, 8)
+
+
+def test_the_planner_costs_one_tensor_parallel_rank():
+    decoder, parallel = preset("tiny-llama"), ParallelConfig(tp=2, attention="heads")
+    whole, split = (
+        planner_options(replace(DEMO, parallel=each), lanes=2, capacity=512, decoder=decoder)
+        for each in (replace(parallel, tp=1), parallel)
+    )
+    assert (whole["heads"], split["heads"]) == (4, 2)
+    assert split["profile"].quadratic == whole["profile"].quadratic / 2
+    assert split["profile"].node == whole["profile"].node // 2
+    asked = replace(DEMO, parallel=parallel, plan=replace(DEMO.plan, max_cp=4))
+    with pytest.raises(ValueError, match=r"max_cp is 4, .* the 2 heads .*of each of 2 TP ranks"):
+        check_config(asked, 16)
 
 
 def test_the_planner_costs_one_pipeline_rank():

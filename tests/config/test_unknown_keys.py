@@ -90,6 +90,9 @@ def test_every_word_of_other_configurations_has_its_answer(words):
         ),
         ("train.completion_only_loss", "; use data.loss_on"),
         ("train.deepspeed", "; use parallel.shard"),
+        ("parallel.tensor_model_parallel_size", "; use parallel.tp"),
+        ("parallel.expert_parallel_size", "; use parallel.ep"),
+        ("train.ep", "; did you mean parallel.ep?"),
         (
             "train.hub_some_new_field",
             ": nothing is uploaded; output.export makes a folder for `hf upload`",

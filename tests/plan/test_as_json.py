@@ -41,7 +41,8 @@ def plan():
 
 def test_the_keys_of_the_contract(plan):
     data = plans_as_json([plan])
-    assert list(data) == [*FILE_CONTRACT[:-2], "cp_sizes", "profile", "steps", "total", "advice"]
+    later = ["tp", "ep", "layout", "buckets", "cp_sizes", "profile", "steps", "total", "advice"]
+    assert list(data) == [*FILE_CONTRACT[:-2], *later]
     step = data["steps"][0]
     extra = {"gap", "bubble", "cp_histogram", "tokens", "sum_squared_lengths", "digest"}
     assert set(step) == {*STEP_CONTRACT, *extra}
@@ -58,6 +59,7 @@ def test_the_values_are_the_plans(plan):
     setting = (data["version"], data["lanes"], data["capacity"], data["policy"], data["sync"])
     assert setting == (1, 2, 8192, "mixed", "round")
     assert (data["pp"], data["vpp"], data["align"], data["max_sequences"]) == (1, 1, 1, None)
+    assert (data["tp"], data["ep"], data["layout"], data["buckets"]) == (1, 1, "", [])
     assert data["cp_sizes"] == [1, 2]
     assert data["profile"] == plan.setting.profile.as_json()
     step = data["steps"][1]

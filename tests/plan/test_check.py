@@ -52,6 +52,8 @@ def test_limits_that_are_just_met_pass():
     check(asked(max_sequences=2))
     check(asked(pp=2, vpp=2))
     check(asked(pp=3))
+    check(asked(align=2, tp=2, ep=8))
+    check(asked(align=4, buckets=(4, 8)))
 
 
 def test_an_empty_round_passes():
@@ -133,6 +135,15 @@ BROKEN = {
         asked(max_sequences=1),
         "round 0, lane 1: 2 sequences, but at most 1 are allowed",
     ),
+    "tp does not divide align": (
+        asked(align=2, tp=4),
+        "align is 2; it must be a multiple of tp",
+    ),
+    "ep does not divide the ranks": (asked(ep=8), "ep is 8; it must divide lanes × tp, 4 × 1"),
+    "experts of lanes that run free": (asked(ep=2, sync="step"), "'step' does not work with ep 2"),
+    "a bucket is not aligned": (asked(align=2, buckets=(3, 10)), "each must be a multiple of 2"),
+    "buckets fall": (asked(buckets=(8, 4, 10)), "they must rise, up to the capacity 10"),
+    "buckets end below the capacity": (asked(buckets=(4, 8)), "rise, up to the capacity 10"),
     "a lane has two packs": (
         asked(policy="dynamic"),
         "round 0, lane 1: 2 packs, but policy dynamic allows one",

@@ -184,6 +184,10 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "stages without a pipeline": ({"vpp": 2}, r"vpp is 2, but without a pipeline \(pp 1\)"),
     "a pipeline that runs free": ({"pp": 2, "sync": "step"}, "sync 'step' does not work with"),
+    "experts that run free": ({"ep": 2, "sync": "step"}, "sync 'step' does not work with ep 2"),
+    "experts on other ranks": ({"ep": 16, "tp": 2}, "ep is 16; it must divide lanes × tp, 4 × 2"),
+    "tp above the capacity": ({"tp": 101}, "align is 101, more than the capacity of 100"),
+    "a bucket above the capacity": ({"buckets": [200]}, "bucket size 200: it must be a multiple"),
     "any size on many lanes": ({"cp_sizes": "any", "lanes": 65}, "cp_sizes='any' works up to 64"),
     "a kind of sizes": ({"cp_sizes": "odd"}, "cp_sizes is 'odd'; it may be 'pow2' or 'any'"),
     "a policy": ({"policy": "best"}, "policy is 'best'; it must be mixed, dynamic, balanced, st"),
@@ -329,4 +333,9 @@ def test_a_plan_remembers_what_it_was_asked_for():
         "vpp": 3,
         "layout": "",
         "stage_costs": None,
+        "tp": 1,
+        "ep": 1,
+        "buckets": (),
     }
+    other = plan_of([5], lanes=3, align=4, tp=6, ep=9, buckets=[60, 24]).setting
+    assert (other.tp, other.ep, other.align, other.buckets) == (6, 9, 12, (24, 60, 96))

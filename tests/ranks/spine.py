@@ -9,6 +9,7 @@ import torch
 from tests.data.plans import Sample, counts_of
 
 from longshore.arch.attention import AttentionConfig
+from longshore.arch.cuts import Cut
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.rope import DynamicScaling, RopeConfig
@@ -20,7 +21,7 @@ from longshore.distributed.topology import make_topology
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder, initial_rows
 from longshore.parallel.apply import Choices, parallelize
-from longshore.parallel.shards import fill
+from longshore.parallel.shards import boxes_of, cuts_by_name, fill
 from longshore.plan import Plan
 from longshore.train.loss import make_loss
 from longshore.train.step import Stepper
@@ -140,12 +141,26 @@ def together(config, plan, samples, topology, groups, choices: Choices) -> Outco
     batches = batches_of(plan, samples, topology.lane, len(config.mtp))
     losses, _, _ = stepper.gradients(batches, max(1, batches[0].counts.main))
     loss = stepper.weighted(losses)
-    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    cuts = cuts_by_name(model)
+    gradients = {name: whole(p.grad, cuts.get(name)) for name, p in model.named_parameters()}
     pieces = [piece for ctx, out in seen.values() for piece in unpack(ctx, out.detach())]
     everything = [None] * topology.lanes
     torch.distributed.all_gather_object(everything, (pieces, loss.item()))
     nll = merge(plan, [piece for part, _ in everything for piece in part])
     return Outcome(nll, sum(part for _, part in everything), gradients)
+
+
+def whole(gradient, cut: Cut | None) -> torch.Tensor:
+    """All of a gradient, on every rank; what several ranks have is averaged over them."""
+    if cut is None:
+        return gradient.full_tensor()
+    shape, boxes = boxes_of(gradient, cut)
+    both = torch.zeros(2, *shape, dtype=gradient.dtype)
+    for box in boxes:
+        both[0][box.index] += box.local
+        both[1][box.index] += 1
+    torch.distributed.all_reduce(both)
+    return both[0] / both[1]
 
 
 def worst(got: Outcome, want: Outcome) -> tuple[float, str]:

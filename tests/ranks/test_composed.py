@@ -39,7 +39,7 @@ def few_groups():
 CONFIGS = {
     "tied": lambda: deep(3, tied=True),
     "few": few_groups,
-    "hybrid": hybrid,
+    "hybrid": lambda: hybrid(experts=8),
     "deepseek": deepseek,
 }
 
@@ -63,6 +63,28 @@ CASES = {
         ("hybrid", "Et|ttmL", "mixed", "zero2", "none"),
         ("deepseek", "Et|tm|m|L", "dynamic", "zero3", "none"),
     ],
+    (2, 1, 1, 2): [
+        ("hybrid", "", "mixed", "zero3", "none"),
+        ("deepseek", "", "dynamic", "none", "none"),
+    ],
+    (4, 1, 1, 4): [
+        ("hybrid", "", "mixed", "zero2", "none"),
+        ("deepseek", "", "mixed", "zero3", "blocks"),
+    ],
+    (4, 1, 1, 2): [
+        ("hybrid", "", "mixed", "none", "none"),
+        ("deepseek", "", "mixed", "zero3", "none"),
+    ],
+    (2, 2, 1, 4): [
+        ("hybrid", "", "mixed", "zero3", "none"),
+        ("deepseek", "", "dynamic", "none", "none"),
+        ("deepseek", "", "mixed", "zero2", "blocks"),
+    ],
+    (2, 1, 2, 2): [
+        ("hybrid", "Et|tt|m|L", "mixed", "zero3", "none"),
+        ("deepseek", "Et|tm|m|L", "dynamic", "zero2", "none"),
+    ],
+    (2, 2, 2, 2): [("deepseek", "Et|tmmL", "mixed", "zero3", "none")],
 }
 
 

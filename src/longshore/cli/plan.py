@@ -50,6 +50,8 @@ the machine:
   --lanes N          number of lanes: data-parallel x context-parallel size in Megatron's words
   --gpus G           instead of --lanes: number of GPUs; there are G / (T x P) lanes
   --tp T             with --gpus: tensor-parallel size (default 1)
+  --ep E             expert-parallel size: experts are split over E neighbouring GPUs, across lanes
+                     and TP ranks; it divides lanes x T (default 1: every GPU has all experts)
   --pp P             pipeline-parallel size (default 1: no pipeline)
   --vpp V            stages of each pipeline rank (default 1: not interleaved)
   --capacity C       most tokens a lane holds in a round; Megatron's max_seqlen_per_dp_cp_rank
@@ -83,7 +85,7 @@ example: your lengths on 64 GPUs with tensor parallelism 2, 256 sequences a step
 
 # A mistyped number beyond these would only keep the machine busy.
 COUNTS = {
-    **dict.fromkeys(("lanes", "gpus", "tp", "cp-size", "min-cp", "max-cp"), 1 << 20),
+    **dict.fromkeys(("lanes", "gpus", "tp", "ep", "cp-size", "min-cp", "max-cp"), 1 << 20),
     **dict.fromkeys(("batch", "batch-tokens", "capacity", "align", "max-sequences"), 1 << 40),
     **dict.fromkeys(("steps", "seed"), 1 << 40),
     **dict.fromkeys(("pp", "vpp"), 1 << 10),
@@ -93,7 +95,10 @@ CHOICES = {
     "cp-sizes": names_of(CPSizes),
     "sync": names_of(Sync),
 }
-PLANNER = ("sync", "cp_size", "min_cp", "max_cp", "cp_sizes", "max_sequences", "align", "pp", "vpp")
+PLANNER = (
+    *("sync", "cp_size", "min_cp", "max_cp", "cp_sizes", "max_sequences", "align"),
+    *("tp", "ep", "pp", "vpp"),
+)
 COMPARED = policy_names(lambda policy: not policy.needs_packs)[::-1]
 DEMO_LANES, DEMO_CAPACITY = 32, 16384
 

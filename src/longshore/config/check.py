@@ -1,9 +1,9 @@
 """Checks of a RunConfig: keys that depend on each other, and files on disk. No torch, and fast.
 
 In: a config and the number of lanes. Out: nothing, or a ValueError of one line that names the key
-and the way out. Lanes are ranks here. The planner, the mock data and the presets have checks of
-their own, whose errors are passed on with keys: plan.max_cp 8 on 4 lanes gives the planner's
-"plan.max_cp is 8, but there are only 4 lanes".
+and the way out. A lane is the tp · pp ranks that share its tokens. The planner, the mock data and
+the presets have checks of their own, whose errors are passed on with keys: plan.max_cp 8 on 4 lanes
+gives the planner's "plan.max_cp is 8, but there are only 4 lanes".
 """
 
 import math
@@ -14,6 +14,7 @@ from longshore.arch.decoder import DecoderConfig, has_experts, with_balance
 from longshore.arch.part import Sharing
 from longshore.arch.stages import make_layout, stage_costs
 from longshore.config.check_data import check_data, known_longest
+from longshore.config.check_parallel import check_parallel, heads_of_rank
 from longshore.config.located import in_keys, settings_in_keys
 from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
 from longshore.plan.cost import BUILT_IN, load_profile
@@ -28,6 +29,7 @@ def check_config(config: RunConfig, ranks: int) -> None:
     _check_model(config.model)
     decoder = decoder_config(config.model)
     lanes = lanes_of(config, ranks)
+    check_parallel(config, decoder, lanes=lanes)
     _check_written(config, decoder)
     _check_train(config)
     _check_plan(config, lanes, decoder)
@@ -39,15 +41,31 @@ def check_config(config: RunConfig, ranks: int) -> None:
 
 
 def lanes_of(config: RunConfig, ranks: int) -> int:
-    """How many lanes a run of so many ranks has: each has the ranks of one pipeline."""
-    pp = config.parallel.pp
-    lanes, rest = divmod(ranks, pp)
+    """How many lanes a run of so many ranks has: each has tp · pp ranks."""
+    sizes = {"parallel.tp": config.parallel.tp, "parallel.pp": config.parallel.pp}
+    each = math.prod(sizes.values())
+    lanes, rest = divmod(ranks, each)
     if rest or not lanes:
+        keys = [key for key, size in sizes.items() if size > 1]
+        asked = " × ".join(f"{key} {sizes[key]}" for key in keys)
+        product = f" = {each}" if len(keys) > 1 else ""
+        works = " or ".join(str(count * each) for count in (lanes, lanes + 1) if count)
         raise ValueError(
-            f"parallel.pp is {pp}, but there are {ranks} ranks, which is not a multiple of it; "
-            f"start {max(lanes, 1) * pp} ranks, or change parallel.pp"
+            f"{asked}{product}: the number of ranks must be a multiple of {each}, but there are "
+            f"{ranks}; start {works} ranks, or change {' or '.join(keys)}"
         )
     return lanes
+
+
+def lane_align(config: RunConfig) -> int:
+    """What a lane's tokens are padded to a multiple of: TP ranks have equal parts of them."""
+    return math.lcm(config.plan.align, config.parallel.tp)
+
+
+def lane_buckets(config: RunConfig, capacity: int) -> tuple[int, ...]:
+    """Token totals that a lane's micro-batch is rounded up to."""
+    count = config.plan.buckets
+    return make_buckets(capacity, align=lane_align(config), count=count) if count else ()
 
 
 def pipeline_layout(config: RunConfig, decoder: DecoderConfig) -> Layout:
@@ -138,14 +156,17 @@ def planner_options(
         "capacity": capacity,
         "policy": plan.policy,
         "sync": plan.sync,
-        "profile": cost.on_ranks(tp=1, pp=layout.pp),
+        "profile": cost.on_ranks(tp=config.parallel.tp, pp=layout.pp),
         "cp_size": plan.cp_size or None,
         "min_cp": plan.min_cp,
         "max_cp": plan.max_cp or None,
         "cp_sizes": plan.cp_sizes,
         "heads": shared_heads(decoder, config.parallel),
         "max_sequences": plan.max_sequences or None,
-        "align": plan.align,
+        "align": lane_align(config),
+        "buckets": lane_buckets(config, capacity),
+        "tp": config.parallel.tp,
+        "ep": config.parallel.ep,
         "pp": layout.pp,
         "vpp": layout.vpp,
         **_stage_options(config, decoder, layout),
@@ -161,10 +182,11 @@ def _stage_options(config: RunConfig, decoder: DecoderConfig, layout: Layout) ->
 
 
 def shared_heads(decoder: DecoderConfig, parallel: ParallelConfig) -> int | None:
-    """The number of heads that a CP size must divide; None if ranks do not split heads."""
+    """The heads of a TP rank that a CP size must divide; None if ranks do not split heads."""
     sharing = Sharing(parallel.attention, parallel.scan)
     parts = {part for layer in (*decoder.layers, *decoder.mtp) for part in layer.parts}
-    return math.gcd(*(heads for part in parts for heads in part.shared_heads(sharing))) or None
+    whole = [heads for part in parts for heads in part.shared_heads(sharing)]
+    return math.gcd(*(heads_of_rank(heads, parallel.tp) for heads in whole)) or None
 
 
 def check_longest(config: RunConfig, lanes: int, longest: int) -> None:
@@ -229,23 +251,35 @@ def _check_plan(config: RunConfig, lanes: int, decoder: DecoderConfig) -> None:
             "plan.sync=step does not work with parallel.shard=zero3, whose ranks wait for each "
             "other in every round; use plan.sync=round, or parallel.shard=zero2"
         )
-    _check_heads(plan, shared_heads(decoder, config.parallel))
+    _check_heads(plan, shared_heads(decoder, config.parallel), tp=config.parallel.tp)
     # One token fits anywhere, so only the settings can be wrong.
-    capacity = plan.capacity if isinstance(plan.capacity, int) else max(plan.align, 1 << 20)
+    auto = max(lane_align(config), 1 << 20)
+    capacity = plan.capacity if isinstance(plan.capacity, int) else auto
+    _check_align(config, capacity)
     with settings_in_keys():
         _try_plan(config, lanes, capacity=capacity, longest=1)
-        if plan.buckets:
-            make_buckets(capacity, align=plan.align, count=plan.buckets)
 
 
-def _check_heads(plan: PlanConfig, heads: int | None) -> None:
+def _check_align(config: RunConfig, capacity: int) -> None:
+    """TP ranks have equal parts of a lane's tokens; without TP the planner says all."""
+    align, tp = lane_align(config), config.parallel.tp
+    if tp > 1 and capacity < align:
+        raise ValueError(
+            f"plan.capacity is {capacity}, but with parallel.tp {tp} and plan.align "
+            f"{config.plan.align} a lane's tokens are a multiple of {align}; raise plan.capacity "
+            f"to {align}"
+        )
+
+
+def _check_heads(plan: PlanConfig, heads: int | None, *, tp: int) -> None:
+    whose = f" (of each of {tp} TP ranks)" if tp > 1 else ""
     for name in ("cp_size", "min_cp", "max_cp"):
         size = getattr(plan, name)
         if heads and size and heads % size:
             raise ValueError(
                 f"plan.{name} is {size}, which does not divide the {heads} heads that ranks split "
-                f"with parallel.attention=heads or parallel.scan=heads; change plan.{name}, or use "
-                "parallel.attention=gather and parallel.scan=states"
+                f"with parallel.attention=heads or parallel.scan=heads{whose}; change plan.{name}, "
+                "or use parallel.attention=gather and parallel.scan=states"
             )
 
 

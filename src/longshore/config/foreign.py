@@ -117,16 +117,21 @@ WORDS_BY_ANSWER = {
     ": NCCL on GPUs and gloo on CPUs": "ddp_backend distributed_backend backend",
     ": ranks wait for each other parallel.timeout_min minutes": "ddp_timeout nccl_timeout "
     "distributed_timeout_minutes init_timeout_seconds train_timeout_seconds",
-    ": training has no tensor parallelism yet": "tensor_parallel_size tp tp_size "
-    "sequence_parallel enable_async_tensor_parallel expert_tensor_parallel_size "
-    "expert_tensor_parallel_degree tensor_model_parallel_size tensor_parallel_degree",
+    "parallel.tp": "tensor_parallel_size tp_size tensor_model_parallel_size tensor_parallel "
+    "tensor_parallel_degree",
+    ": with parallel.tp above 1 the rows between layers are always split over the TP ranks": ""
+    "sequence_parallel enable_sequence_parallel disable_sequence_parallel",
+    ": the communication of parallel.tp is not overlapped with products yet": ""
+    "enable_async_tensor_parallel tp_comm_overlap",
+    ": an expert is never split; parallel.ep splits experts over ranks, TP ranks included": ""
+    "expert_tensor_parallel_size expert_tensor_parallel_degree etp etp_size",
     "parallel.pp": "pp_size pipeline_parallel_size pipeline_model_parallel_size "
     "pipeline_parallel_degree",
     "parallel.vpp": "virtual_pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank",
     "parallel.layout": "num_layers_per_virtual_pipeline_stage pipeline_model_parallel_layout",
     ": parallel.vpp above 1 interleaves, else it is 1F1B": "pipeline_parallel_schedule",
-    ": training has no expert parallelism yet": "ep ep_size expert_model_parallel_size "
-    "expert_parallel_degree expert_parallel_size",
+    "parallel.ep": "ep_size expert_model_parallel_size expert_parallel_degree "
+    "expert_parallel_size expert_parallel",
     ": FSDP2 overlaps communication by itself": "overlap_grad_reduce overlap_param_gather",
     ": accelerate is not used; `longshore train` starts its ranks": "accelerator_config "
     "accelerate_config",

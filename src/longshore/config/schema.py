@@ -172,6 +172,16 @@ class ParallelConfig:
     shard: ShardChoice = key(
         "auto", one_of(ShardChoice), "FSDP sharding over ranks; zero2 gathers weights once per step"
     )
+    tp: int = key(
+        1,
+        whole(1, 1 << 10),
+        "tensor-parallel ranks that heads and MLP widths are split over",
+    )
+    ep: int = key(
+        1,
+        whole(1, 1 << 20),
+        "expert-parallel ranks that a layer's experts are split over, across lanes and TP ranks",
+    )
     pp: int = key(1, whole(1, 1 << 10), "pipeline ranks that the model's layers are split over")
     vpp: int = key(1, whole(1, 1 << 10), "stages of each pipeline rank (interleaved pipeline)")
     layout: str = key(

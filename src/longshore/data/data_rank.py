@@ -125,7 +125,7 @@ class DataRank:
         packs = [
             (at, p.first_lane, p.cp_size, p.tokens_per_lane, *p.sequences) for at, p in plan.packs()
         ]
-        shapes = hash((lengths, len(plan.rounds), *packs))
+        shapes = hash((lengths, len(plan.rounds), plan.setting.buckets, *packs))
         return plan, f"{plan.digest} {plan.setting.policy} {plan.setting.align} {shapes}"
 
     def check_same(self, digest: str) -> None:

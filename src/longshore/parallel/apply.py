@@ -3,7 +3,7 @@
 In: a decoder (on `meta`, or with its parameters), a topology, the CP groups, the choices. Out: the
 same decoder, ready to train on its lane's micro-batches.
 
-    tensor parallelism → exchanges → recomputation of blocks → compilation → FSDP
+    tensor parallelism → experts → exchanges → recomputation of blocks → compilation → FSDP
 
 The order matters: what ranks split becomes smaller before all else; a block recomputes inside its
 FSDP hooks, so that its parameters are gathered once for both; compilation sees the block alone.
@@ -22,6 +22,7 @@ from longshore.distributed.topology import Topology
 from longshore.model.decoder import Decoder
 from longshore.model.interface import Exchanges
 from longshore.parallel.context.exchange import CPExchanges
+from longshore.parallel.expert import split_experts
 from longshore.parallel.fsdp import shard
 from longshore.parallel.tensor import split_tensors
 
@@ -50,6 +51,7 @@ def parallelize(
     """Applies all of it, in place."""
     blocks = [*model.layers.values(), *model.mtp.values()]
     split_tensors(model, topology)
+    split_experts(model, topology)
     set_exchanges(model, _exchanges(topology, groups, choices))
     if choices.recompute == "blocks":
         for block in blocks:

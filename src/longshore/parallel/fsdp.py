@@ -10,6 +10,9 @@ with DTensor parameters. Gradients are plain sums over the lanes, in float32 at 
     none    every lane keeps all of it; gradients are summed once, in the plan's last round
 
 With 4 lanes a weight of 10 rows is split into 3, 3, 3 and 1 (`shard_rows`).
+
+With tensor or expert parallelism a layer's experts are wrapped on their own, over the ranks that
+have the same ones: with 4 lanes and ep 2, lanes 0 and 2 split the even half of the experts.
 """
 
 from collections.abc import Iterable
@@ -23,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from longshore.choices import ShardMode
 from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
+from longshore.model.feed_forward import Experts
 from longshore.model.norm import Float32Parameters
 
 
@@ -39,13 +43,15 @@ def shard(
     dtype: of the arithmetic; parameters keep their own, and gradients are summed in that.
     """
     mesh = _replicas(topology) if mode == "none" else topology.mesh["lanes"]
+    experts = _experts(model, topology)
+    expert_mesh = _expert_mesh(topology, mode) if experts else mesh
     uncast = [part for part in model.modules() if isinstance(part, Float32Parameters)]
-    for module in [*uncast, *parts, model]:
+    for module in [*uncast, *experts, *parts, model]:
         kept = next(module.parameters()).dtype
         is_uncast = isinstance(module, Float32Parameters)
         wrapped = fully_shard(
             module,
-            mesh=mesh,
+            mesh=expert_mesh if module in experts else mesh,
             reshard_after_forward=mode == "zero3" and not is_uncast,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=kept if is_uncast else dtype,
@@ -64,6 +70,24 @@ def _replicas(topology: Topology) -> DeviceMesh:
         topology.device.type, sizes, mesh_dim_names=("pp", "replicas", "shard", "tp")
     )
     return mesh["replicas", "shard"]
+
+
+def _experts(model: nn.Module, topology: Topology) -> list[nn.Module]:
+    """What is not split over the lanes alone."""
+    if topology.experts is None:
+        return []
+    return [part for part in model.modules() if isinstance(part, Experts)]
+
+
+def _expert_mesh(topology: Topology, mode: ShardMode) -> DeviceMesh:
+    """The ranks with the same experts, in mode none as replicas."""
+    assert topology.experts is not None
+    if mode != "none":
+        return topology.experts.replicas
+    sizes = (topology.pp, topology.expert_replicas, 1, topology.ep)
+    names = ("pp", "expert_replicas", "shard", "ep")
+    mesh = init_device_mesh(topology.device.type, sizes, mesh_dim_names=names)
+    return mesh["expert_replicas", "shard"]
 
 
 def begin_round(model: nn.Module, *, mode: ShardMode, is_last: bool) -> None:

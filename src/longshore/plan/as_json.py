@@ -23,7 +23,10 @@ WORTH_MENTIONING = 0.05
 
 Json = dict[str, Any]
 
-SETTING_KEYS = ("lanes", "capacity", "policy", "sync", "pp", "vpp", "align", "max_sequences")
+SETTING_KEYS = (
+    *("lanes", "capacity", "policy", "sync", "pp", "vpp", "align", "max_sequences"),
+    *("tp", "ep", "layout"),
+)
 STATS_KEYS = (
     "predicted",
     "lower_bound",
@@ -45,6 +48,7 @@ def plans_as_json(plans: Seq[Plan]) -> Json:
     return {
         "version": FORMAT_VERSION,
         **{key: getattr(setting, key) for key in SETTING_KEYS},
+        "buckets": list(setting.buckets),
         "cp_sizes": list(setting.cp_sizes),
         "profile": setting.profile.as_json(),
         "steps": [step_as_json(plan) for plan in plans],

@@ -74,11 +74,34 @@ def _sane_setting(setting: PlanSetting) -> None:
         "align": setting.align,
         "pp": setting.pp,
         "vpp": setting.vpp,
+        "tp": setting.tp,
+        "ep": setting.ep,
         "the smallest CP size": min(setting.cp_sizes, default=0),
     }
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"plan: {name} is {number}; it must be at least 1")
+    if setting.align % setting.tp:
+        raise ValueError(
+            f"plan: align is {setting.align}; it must be a multiple of tp, {setting.tp}"
+        )
+    if (setting.lanes * setting.tp) % setting.ep:
+        raise ValueError(
+            f"plan: ep is {setting.ep}; it must divide lanes × tp, {setting.lanes} × {setting.tp}"
+        )
+    if setting.ep > 1 and setting.sync == "step":
+        raise ValueError(f"plan: sync 'step' does not work with ep {setting.ep}; use 'round'")
+    _sane_buckets(setting)
+
+
+def _sane_buckets(setting: PlanSetting) -> None:
+    buckets, most = setting.buckets, setting.capacity - setting.capacity % setting.align
+    if not buckets:
+        return
+    if any(size < 1 or size % setting.align for size in buckets):
+        raise ValueError(f"plan: buckets are {buckets}; each must be a multiple of {setting.align}")
+    if sorted(set(buckets)) != list(buckets) or buckets[-1] != most:
+        raise ValueError(f"plan: buckets are {buckets}; they must rise, up to the capacity {most}")
 
 
 def _each_sequence_once(rounds: Seq[Round], sequences: int) -> None:

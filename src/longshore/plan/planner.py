@@ -5,7 +5,7 @@
 [(2, (0, 1, 2))]
 """
 
-import hashlib
+import math
 import operator
 import time
 from collections import Counter
@@ -21,10 +21,11 @@ from longshore.choices import Sync, names_of
 from longshore.errors import SettingError
 from longshore.plan.bound import step_bound
 from longshore.plan.cost import BUILT_IN, CostProfile, CostTable
+from longshore.plan.digest import plan_digest
 from longshore.plan.layout import Layout
 from longshore.plan.own_policy import load_policy
 from longshore.plan.policy import DEFAULT_POLICY, policy_names
-from longshore.plan.shapes import legal_cp_sizes, usable_capacity
+from longshore.plan.shapes import check_buckets, legal_cp_sizes, usable_capacity
 from longshore.plan.simulate import simulate_rounds, table_for, total_lane_tokens
 from longshore.plan.stage_costs import StageCosts
 from longshore.plan.task import Choice, Rounds, Task
@@ -49,6 +50,9 @@ def make_plan(
     heads: int | None = None,
     max_sequences: int | None = None,
     align: int = 1,
+    buckets: Iterable[int] = (),
+    tp: int = 1,
+    ep: int = 1,
     pp: int = 1,
     vpp: int = 1,
     layout: Layout | None = None,
@@ -62,9 +66,10 @@ def make_plan(
     'round' or 'step', when lanes wait for each other. cp_size: for policies of one CP size.
     cp_sizes: 'pow2' or 'any'. heads: where CP shares out heads, those of a rank; only CP sizes that
     divide them are used. max_sequences: of a lane in a round. align: a lane's total is padded to a
-    multiple of this. pp, vpp: pipeline ranks, and stages for each. layout: the stages, and
-    stage_costs: how they share a round's cost; by default evenly. packs: for policy `given`, the
-    places of each pack's sequences.
+    multiple of this, and of tp. buckets: and then to one of these. tp, ep: ranks that heads, and
+    that experts are split over. pp, vpp: pipeline ranks, and stages for each. layout: the stages,
+    and stage_costs: how they share a round's cost; by default evenly. packs: for policy `given`,
+    the places of each pack's sequences.
     """
     started = time.perf_counter()
     sequences = tuple(_sequence(place, entry) for place, entry in enumerate(lengths))
@@ -77,18 +82,20 @@ def make_plan(
         heads=heads,
         max_sequences=max_sequences,
         align=align,
+        tp=tp,
+        ep=ep,
         pp=pp,
         vpp=vpp,
     )
     setting = _setting(counts, policy=policy, sync=sync, profile=profile, kind=cp_sizes)
-    setting = _with_stages(setting, layout, stage_costs)
+    setting = _with_stages(_with_buckets(setting, buckets), layout, stage_costs)
     chosen = load_policy(policy)
     task = _task(setting, sequences, counts.get("cp_size", 0), packs)
     choice = Choice(task, may_split=not chosen.fixed_packs)
     chosen.run(task, choice)
     rounds = choice.settle()
     stats = _stats(task, sequences, rounds, started)
-    return Plan(setting, sequences, rounds, stats, _digest(setting, sequences, rounds))
+    return Plan(setting, sequences, rounds, stats, plan_digest(setting, sequences, rounds))
 
 
 def _setting(
@@ -108,11 +115,19 @@ def _setting(
             heads=counts.get("heads"),
         ),
         profile=profile,
-        align=counts["align"],
+        align=math.lcm(counts["align"], counts["tp"]),
         max_sequences=counts.get("max_sequences"),
         pp=counts["pp"],
         vpp=counts["vpp"],
+        tp=counts["tp"],
+        ep=counts["ep"],
     )
+
+
+def _with_buckets(setting: PlanSetting, buckets: Iterable[int]) -> PlanSetting:
+    sizes = [_whole_numbers(buckets=size)["buckets"] for size in buckets]
+    rising = check_buckets(sizes, capacity=setting.capacity, align=setting.align)
+    return replace(setting, buckets=rising)
 
 
 def _with_stages(
@@ -219,6 +234,18 @@ def _check_setting(setting: PlanSetting, sequences: tuple[Sequence, ...], cp_siz
         raise SettingError(
             f"{{sync}} 'step' does not work with a pipeline ({{pp}} {setting.pp}), whose ranks "
             "wait for each other in every round; use {sync} 'round'"
+        )
+    if setting.sync == "step" and setting.ep > 1:
+        raise SettingError(
+            f"{{sync}} 'step' does not work with {{ep}} {setting.ep}: ranks that share experts "
+            "wait for each other in every layer; use {sync} 'round'"
+        )
+    ranks = setting.lanes * setting.tp
+    if ranks % setting.ep:
+        works = max(size for size in range(1, min(ranks, setting.ep) + 1) if ranks % size == 0)
+        raise SettingError(
+            f"{{ep}} is {setting.ep}; it must divide lanes × {{tp}}, {setting.lanes} × "
+            f"{setting.tp} = {ranks}; use {works}"
         )
     if setting.vpp > 1 and setting.pp == 1:
         raise SettingError(
@@ -350,29 +377,3 @@ def _lower_bound(task: Task, lengths: list[int]) -> float:
         table = CostTable(array, sizes=setting.cp_sizes, profile=setting.profile)
         bound = step_bound(setting, table, capacity=task.capacity)
     return bound / setting.shares.whole / table.scale
-
-
-DIGESTED = ("lanes", "capacity", "align", "sync", "cp_sizes", "pp", "vpp")
-"""What of a setting decides how rounds are run: a lane's shapes, the groups, the order of work."""
-
-
-def _digest(setting: PlanSetting, sequences: tuple[Sequence, ...], rounds: Rounds) -> str:
-    """A name for what was decided: equal digests, the same tensors on every lane in every round.
-
-    It does not tell why it was decided (policy, costs), nor which samples the sequences are. Only
-    in a pipeline do costs decide how it is run: by them ranks order their messages.
-    """
-    lines = [f"{name} {getattr(setting, name)}" for name in DIGESTED]
-    if setting.planned_by.pads_to_longest:
-        lines.append("padded to the longest")
-    if setting.pp > 1:
-        lines += [f"layout {setting.layout}", f"{setting.profile}", f"{setting.shares}"]
-    lines.append(" ".join(str(sequence.length) for sequence in sequences))
-    for round_ in rounds:
-        lines.append("round")
-        lines += [
-            f"{pack.first_lane} {pack.cp_size} {pack.tokens_per_lane}: "
-            f"{' '.join(map(str, pack.sequences))}"
-            for pack in round_.packs
-        ]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -203,10 +203,15 @@ def lane_packs(plan: Plan, number: int, lane: int) -> tuple[Pack, ...]:
 
 
 def lane_tokens(plan: Plan, number: int, lane: int, *, buckets: Seq[int] = ()) -> int:
-    """Tokens of a lane's micro-batch in a round, all padding included."""
+    """Tokens of a lane's micro-batch in a round, all padding included.
+
+    buckets: instead of the setting's.
+    """
     setting = plan.setting
     most = usable_capacity(setting.capacity, setting.align)
-    sizes = check_buckets(buckets, capacity=setting.capacity, align=setting.align)
+    sizes = check_buckets(
+        buckets or setting.buckets, capacity=setting.capacity, align=setting.align
+    )
     tokens = sum(pack.tokens_per_lane for pack in lane_packs(plan, number, lane))
     tokens = -(-(tokens or min(EMPTY_TOKENS, most)) // setting.align) * setting.align
     if tokens > most:

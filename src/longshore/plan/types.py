@@ -72,6 +72,12 @@ class PlanSetting:
     """Which parts of the model each stage has, as plan/layout.py writes it; "": not known."""
     stage_costs: StageCosts | None = None
     """How stages share a round's cost; None: evenly, backward twice the forward."""
+    tp: int = 1
+    """Tensor-parallel ranks of a lane, which have equal parts of its tokens: it divides `align`."""
+    ep: int = 1
+    """Ranks that experts are split over, across lanes and TP ranks: it divides lanes · tp."""
+    buckets: tuple[int, ...] = ()
+    """A lane's tokens are padded to one of these, rising up to the capacity; (): to `align`."""
 
     @property
     def shares(self) -> StageCosts:

@@ -38,7 +38,6 @@ from longshore.parallel.pipeline.stages import Stages, stages_of, whole_name
 from longshore.parallel.pipeline.trace import Operation, TracedModel, trace
 from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan
-from longshore.plan.shapes import make_buckets
 from longshore.plan.types import Plan, Sequence
 from longshore.run.data import batch_size, held_out, open_sequences
 from longshore.run.job import TrainingJob
@@ -123,10 +122,8 @@ def _trace_of(job: TrainingJob) -> Callable[[Plan], Seq[Operation]]:
         scan=parallel.scan,
         recompute=job.config.train.recompute,
     )
-    topology, buckets = job.topology, _buckets(job)
-    return lambda plan: trace(
-        plan, job.layout, topology.rank, model=model, axes=topology, buckets=buckets
-    )
+    topology = job.topology
+    return lambda plan: trace(plan, job.layout, topology.rank, model=model, axes=topology)
 
 
 def _make_model(job: TrainingJob, groups: CPGroups) -> Stages:
@@ -208,7 +205,6 @@ def _make_steps(
         planner, batch = make_planner(job), batch_size(config)
         packing = Packing(
             depths=len(job.decoder.mtp),
-            buckets=_buckets(job),
             layout=job.layout,
             tables=table_makers(
                 job.decoder,
@@ -226,11 +222,3 @@ def _make_steps(
         topology=job.topology,
         packing=packing,
     )
-
-
-def _buckets(job: TrainingJob) -> tuple[int, ...]:
-    """Token totals that a lane's micro-batch is rounded up to."""
-    plan = job.config.plan
-    if not plan.buckets:
-        return ()
-    return make_buckets(job.resolved.capacity, align=plan.align, count=plan.buckets)

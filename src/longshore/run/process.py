@@ -39,7 +39,9 @@ def joined_ranks(
         ) as stop,
         process_group(rendezvous, backend=backend, device=device, timeout=limit),
     ):
-        lanes, pp = lanes_of(config, ranks.world_size), config.parallel.pp
-        topology = make_topology(lanes=lanes, pp=pp, device=device)
+        lanes, parallel = lanes_of(config, ranks.world_size), config.parallel
+        topology = make_topology(
+            lanes=lanes, tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, device=device
+        )
         torch.manual_seed(config.train.seed + topology.rank)
         yield topology, stop
