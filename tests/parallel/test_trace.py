@@ -6,13 +6,14 @@ from functools import partial
 import pytest
 from tests.ranks.harness import run_ranks
 from tests.ranks.hybrids import deepseek, hybrid
-from tests.ranks.issued import check_in_flight, check_pipelines, check_steps
+from tests.ranks.issued import check_composed, check_in_flight, check_steps
 from tests.ranks.spine import dense, exact
+from tests.ranks.test_composed import few_groups
 from tests.ranks.test_exactness import several_packs
 
 from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import DecoderConfig, LayerConfig
-from longshore.arch.feed_forward import MLPConfig
+from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.distributed.collectives import Call
 from longshore.distributed.topology import Axes
 from longshore.parallel.pipeline.pack_collectives import halo_rows
@@ -81,7 +82,67 @@ def test_pipelines_issue_what_the_trace_says_with_fsdp(is_fuzz: bool) -> None:
             (deepseek(), "Et|tm|m|L", blocks),
             (deepseek(), "Et|tmmL", exact(mode="none")),
         ]
-    assert min(run_ranks(4, check_pipelines, cases, timeout=400.0)) > 80
+    assert min(run_ranks(4, partial(check_composed, lanes=2, pp=2), cases, timeout=400.0)) > 80
+
+
+@pytest.mark.fuzz
+def test_tp_ranks_issue_what_the_trace_says_with_fsdp(is_fuzz: bool) -> None:
+    """Biases of one rank, 61 words on 2 ranks, split norms, a mixer that is not split; experts."""
+    zero3, zero2, none = (partial(exact, mode=mode) for mode in ("zero3", "zero2", "none"))
+    cases = [
+        (few_groups(), "", zero3(recompute="blocks")),
+        (deepseek(), "", zero2()),
+    ]
+    if is_fuzz:
+        configs = (few_groups(), dense(4), dense(4, tied=True), hybrid(), deepseek(), plain_moe())
+        cases = [
+            (config, "", mode(recompute=recompute))
+            for config in configs
+            for mode in (zero3, zero2, none)
+            for recompute in ("none", "blocks")
+        ]
+    assert min(run_ranks(4, partial(check_composed, lanes=2, tp=2), cases, timeout=600.0)) > 200
+
+
+@pytest.mark.fuzz
+def test_ep_ranks_issue_what_the_trace_says_with_fsdp(is_fuzz: bool) -> None:
+    """Over the TP ranks of both lanes; in `make fuzz` over lanes alone, and with replicas too."""
+    zero3, zero2, none = (partial(exact, mode=mode) for mode in ("zero3", "zero2", "none"))
+    cases = [(hybrid(experts=8), "", zero3(recompute="blocks"))]
+    several = [{"lanes": 2, "tp": 2, "ep": 4}]
+    if is_fuzz:
+        several += [{"lanes": 2, "tp": 2, "ep": 2}, {"lanes": 4, "ep": 2}, {"lanes": 4, "ep": 4}]
+        cases = [
+            (config, "", mode(recompute=recompute))
+            for config in (hybrid(experts=8), deepseek(), plain_moe())
+            for mode in (zero3, zero2, none)
+            for recompute in ("none", "blocks")
+        ]
+    for axes in several:
+        assert min(run_ranks(4, partial(check_composed, **axes), cases, timeout=600.0)) > 200
+
+
+@pytest.mark.fuzz
+def test_all_axes_issue_what_the_trace_says_with_fsdp(is_fuzz: bool) -> None:
+    if not is_fuzz:
+        pytest.skip("8 ranks; in `make fuzz`")
+    cases = [
+        (few_groups(), "Ett|ttL", exact(mode="zero3")),
+        (hybrid(experts=8), "Et|tt|m|L", exact(mode="zero3", recompute="blocks")),
+        (deepseek(), "Et|tmmL", exact(mode="zero2")),
+        (deepseek(), "Et|tm|m|L", exact(mode="none", recompute="blocks")),
+    ]
+    for ep in (1, 2, 4):
+        run = partial(check_composed, lanes=2, tp=2, pp=2, ep=ep)
+        assert min(run_ranks(8, run, cases, timeout=600.0)) > 200
+
+
+def plain_moe() -> DecoderConfig:
+    """Nothing after the experts that saves a tensor: no shared expert, no balance loss."""
+    experts = MoEConfig(experts=4, top_k=2, width=8)
+    attention = AttentionConfig(heads=4, kv_heads=2, head_dim=4)
+    layers = (LayerConfig(attention, experts), LayerConfig(None, experts))
+    return replace(dense(4), layers=layers, mtp=layers[:1])
 
 
 def small() -> tuple[Plan, TracedModel]:

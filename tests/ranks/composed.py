@@ -1,11 +1,14 @@
-"""A model on lanes × TP × PP × EP gloo ranks, for tests that compare it with sequences alone."""
+"""A model on lanes × TP × PP × EP gloo ranks, for tests that compare it with sequences alone.
+
+What every rank issues is compared with the plan's trace too.
+"""
 
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from tests.ranks.piped import stage_batches, staged
+from tests.ranks.piped import stage_batches, staged, traced
 from tests.ranks.spine import MTP_WEIGHT
 
 from longshore.distributed.cp_groups import CPGroups
@@ -13,6 +16,7 @@ from longshore.distributed.topology import make_topology
 from longshore.parallel.apply import Choices
 from longshore.parallel.pipeline.copies import EmbeddingCopies
 from longshore.parallel.pipeline.stages import stages_of, whole_name
+from longshore.parallel.pipeline.trace import trace
 from longshore.parallel.shards import boxes_of, cuts_by_name
 from longshore.plan.layout import Layout, one_stage
 from longshore.train.loss import make_loss
@@ -74,7 +78,17 @@ def composed(
     model = staged(config, layout, topology, groups, choices)
     copies = EmbeddingCopies(model, topology) if topology.pp > 1 else None
     stepper = Stepper(
-        model, None, topology, choices.mode, make_loss(), 0.0, MTP_WEIGHT, copies=copies
+        model,
+        None,
+        topology,
+        choices.mode,
+        make_loss(),
+        0.0,
+        MTP_WEIGHT,
+        copies=copies,
+        trace=lambda plan: trace(
+            plan, layout, topology.rank, model=traced(config, choices), axes=topology
+        ),
     )
     batches = stage_batches(plan, samples, topology, layout)
     losses, counts, _ = stepper.gradients(batches, max(1, batches[0].counts.main), plan=plan)
