@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.plan.samples import CHARGED, FREE, examples
 
 from longshore.arch.attention import AttentionConfig, MLAConfig
-from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig, has_experts
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.distributed.topology import Axes
@@ -130,6 +130,7 @@ def planned(draw: st.DrawFn) -> Pipeline:
     axes = draw(axes_of())
     vpp = draw(st.sampled_from([1, 1, 2, 3])) if axes.pp > 1 else 1
     layout, config = draw(layouts(axes.pp, vpp))
+    axes = axes if has_experts(config) else replace(axes, ep=1)
     heads = draw(st.booleans()) and axes.lanes % 3 != 0
     widest = CAPACITY * min(axes.lanes, 4) // 2
     lengths = st.integers(1, 16) | st.integers(1, widest)
@@ -159,6 +160,7 @@ def by_hand(draw: st.DrawFn) -> Pipeline:
     assume(axes.lanes > 1)
     vpp = draw(st.sampled_from([1, 2])) if axes.pp > 1 else 1
     layout, config = draw(layouts(axes.pp, vpp))
+    axes = axes if has_experts(config) else replace(axes, ep=1)
     rounds, lengths = [], []
     for _ in range(draw(st.integers(1, 3)) * (axes.pp if vpp > 1 else 1)):
         packs = {}

@@ -79,34 +79,43 @@ def check_in_flight(cases: Sequence[tuple], order: Sequence[Action]) -> int:
     return compared
 
 
-def check_composed(cases: Sequence[tuple], *, lanes: int, tp: int = 1, pp: int = 1, ep: int = 1):
-    """All collectives of torch on several axes, messages included; how many there were.
+def check_composed(checks: Sequence[tuple[dict[str, int], Sequence[tuple]]]) -> int:
+    """Cases on several axes; how many operations there were."""
+    compared = 0
+    for axes, cases in checks:
+        with ranks_of(**axes) as (topology, groups):
+            compared += sum(check_case(*case, topology, groups) for case in cases)
+    return compared
+
+
+def check_case(config, text: str, choices: Choices, topology, groups) -> int:
+    """All collectives of torch, messages included.
 
     Ours are compared with what collectives.py recorded, too: see Stepper.
     """
-    compared = 0
-    with ranks_of(lanes=lanes, tp=tp, pp=pp, ep=ep) as (topology, groups):
-        for config, text, choices in cases:
-            layers, depths = len(config.layers), len(config.mtp)
-            layout = one_stage(layers=layers, depths=depths)
-            if text:
-                layout = parse_layout(text, pp=pp, layers=layers, depths=depths)
-            lengths, vpp = [3, 40, 17, 5, 60, 2, 40], layout.vpp
-            plan = make_plan(lengths, lanes=lanes, capacity=32, pp=pp, vpp=vpp, align=tp)
-            model = staged(config, layout, topology, groups, choices)
-            facts = traced(config, choices)
-            expected = trace(plan, layout, topology.rank, model=facts, axes=topology)
-            everything = TorchCollectives()
-            check = AtTheEndOfRounds(expected, everything, fsdp_sizes(stages_of(model)))
-            stepper = Stepper(
-                model, None, topology, choices.mode, make_loss(), 0.0, MTP_WEIGHT, trace=check
-            )
-            batches = stage_batches(plan, make_samples(plan), topology, layout)
-            with everything:
-                stepper.gradients(batches, max(1, batches[0].counts.main), plan=plan)
-            assert check.calls == 1
-            compared += len(expected)
-    return compared
+    layers, depths = len(config.layers), len(config.mtp)
+    layout = one_stage(layers=layers, depths=depths)
+    if text:
+        layout = parse_layout(text, pp=topology.pp, layers=layers, depths=depths)
+    plan = make_plan(
+        [3, 40, 17, 5, 60, 2, 40],
+        lanes=topology.lanes,
+        capacity=32,
+        pp=topology.pp,
+        vpp=layout.vpp,
+        tp=topology.tp,
+    )
+    model = staged(config, layout, topology, groups, choices)
+    expected = trace(plan, layout, topology.rank, model=traced(config, choices), axes=topology)
+    everything = TorchCollectives()
+    check = AtTheEndOfRounds(expected, everything, fsdp_sizes(stages_of(model)))
+    loss = make_loss()
+    stepper = Stepper(model, None, topology, choices.mode, loss, 0.0, MTP_WEIGHT, trace=check)
+    batches = stage_batches(plan, make_samples(plan), topology, layout)
+    with everything:
+        stepper.gradients(batches, max(1, batches[0].counts.main), plan=plan)
+    assert check.calls == 1
+    return len(expected)
 
 
 class AtTheEndOfRounds:

@@ -33,6 +33,7 @@ import numpy as np
 
 from longshore.arch.cuts import TPRank
 from longshore.arch.decoder import DecoderConfig
+from longshore.arch.expert_cuts import check_ep
 from longshore.choices import AttentionKind, Recompute, ScanKind, ShardMode
 from longshore.distributed.collectives import Call
 from longshore.distributed.topology import Axes
@@ -128,6 +129,7 @@ class Tracer:
                 f"the plan's align is {setting.align}, so that tp {axes.tp} does not divide a "
                 f"lane's rows; plan with align={axes.tp}"
             )
+        check_ep(model.config, axes.ep)
         self.plan, self.layout, self.model, self.axes = plan, layout, model, axes
         self.buckets = buckets
         self.queues = queues or rank_queues(pipeline_walk(plan), pp=layout.pp, stages=stages)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from longshore.arch.cuts import TPRank, cuts_of, is_split, norm_ranks, on_tp_rank
 from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.expert_cuts import expert_cut
 from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.part import Part
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
@@ -94,12 +95,11 @@ def _layer(
     for whole, kind in ((config.mixer, "mixer"), (config.mlp, "mlp")):
         if whole is not None:
             part = _part(whole, width, f"{name} {kind}", name, at, ep=ep)
-            inside = [module for module in (part.own, part.experts) if module is not None]
-            # Experts of other EP ranks are nowhere here.
-            elsewhere = sum(
-                module.parameters * (ep if module is part.experts else 1) for module in inside
-            )
-            parameters += width + _parameters(whole, width, at) - elsewhere
+            # With those of its norm; without those of modules that are wrapped inside.
+            parameters += width + _parameters(whole, width, at)
+            parameters -= part.own.parameters if part.own is not None else 0
+            # The experts of all EP ranks were counted.
+            parameters -= ep * part.experts.parameters if part.experts is not None else 0
             parts.append(part)
     return TracedLayer(name, tuple(parts), Wrapped(name, parameters), bool(joins))
 
@@ -115,7 +115,8 @@ def _part(whole: Part, width: int, name: str, layer: str, at: TPRank, *, ep: int
         case MoEConfig():
             own = Wrapped(f"{layer} router", local.experts * width, uncast=True)
             if at.tp > 1 or ep > 1:
-                each = 3 * width * local.width * local.experts // ep
+                (span,) = expert_cut(local.experts, ep=ep, ep_rank=0).spans
+                each = 3 * width * local.width * (span.stop - span.start)
                 experts = Wrapped(f"{layer} experts", each, over="expert_replicas")
     return TracedPart(
         config=local,
