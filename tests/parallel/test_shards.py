@@ -15,20 +15,23 @@ from longshore.arch.part import Norm
 from longshore.arch.scan import Mamba2Config
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.parallel import shards
+from longshore.parallel.fsdp import split_dim
 from longshore.parallel.shards import boxes_of, cuts_by_name, fill
 
 
-def rows_of(lane, lanes, tensor):
-    """As FSDP splits the rows of a rank's tensor over the lanes."""
-    each = -(-len(tensor) // lanes)
-    start = min(lane * each, len(tensor))
-    return tensor[start : start + each], start, min(start + each, len(tensor))
+def shard_of(lane, lanes, tensor):
+    """As FSDP splits a rank's tensor over the lanes."""
+    dim = split_dim(tensor, ranks=lanes).dim
+    size = tensor.shape[dim]
+    each = -(-size // lanes)
+    start = min(lane * each, size)
+    return tensor.narrow(dim, start, min(each, size - start)), dim, start
 
 
 def on_lane(lane, lanes, tensor, cut):
     """The boxes of a lane that has its rows of the tensor alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "shard_rows", partial(rows_of, lane, lanes))
+        patch.setattr(shards, "shard_span", partial(shard_of, lane, lanes))
         return boxes_of(tensor, cut)
 
 
