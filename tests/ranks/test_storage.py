@@ -53,7 +53,6 @@ WAYS = (
     Way(lanes=4),
     Way(lanes=2, tp=2, ep=4),
     Way(lanes=1, tp=2, pp=2, ep=2, mode="none"),
-    Way(lanes=1, tp=4, mode="none"),
     Way(lanes=2, pp=2, ep=2),
     Way(lanes=2, tp=2, ep=2),
 )
