@@ -15,7 +15,7 @@ from tests.ranks.spine import MTP_WEIGHT, Outcome, batches_of, dense
 from longshore.arch.decoder import DecoderConfig
 from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import make_topology
-from longshore.model.init import initial_rows
+from longshore.model.init import initial_block
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.pipeline.copies import EmbeddingCopies
 from longshore.parallel.pipeline.pack_collectives import COLLECTIVES, PackCollective
@@ -55,11 +55,7 @@ def staged(config, layout: Layout, topology, groups, choices: Choices) -> Stages
         model = Stages(config, layout, pp_rank=topology.pp_rank).double()
     for part in stages_of(model).values():
         parallelize(part, topology, groups, choices=choices)
-        fill(
-            part,
-            topology.device,
-            lambda name, shape, start, stop: initial_rows(config, name, shape, start, stop, seed=3),
-        )
+        fill(part, topology.device, partial(initial_block, config, seed=3))
     return model
 
 

@@ -19,7 +19,7 @@ from longshore.data.shard import cut_shards, lane_cuts
 from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import make_topology
 from longshore.model.decoder import Decoder
-from longshore.model.init import init_decoder, initial_rows
+from longshore.model.init import init_decoder, initial_block
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.shards import boxes_of, cuts_by_name, fill
 from longshore.plan import Plan
@@ -116,11 +116,7 @@ def sharded(config, topology, groups, choices: Choices) -> Decoder:
     with torch.device("meta"):
         model = Decoder(config).double()
     parallelize(model, topology, groups, choices=choices)
-    fill(
-        model,
-        topology.device,
-        lambda name, shape, start, stop: initial_rows(config, name, shape, start, stop, seed=3),
-    )
+    fill(model, topology.device, partial(initial_block, config, seed=3))
     return model
 
 
@@ -150,8 +146,8 @@ def together(config, plan, samples, topology, groups, choices: Choices) -> Outco
     return Outcome(nll, sum(part for _, part in everything), gradients)
 
 
-def whole(gradient, cut: Cut | None) -> torch.Tensor:
-    """All of a gradient, on every rank; what several ranks have is averaged over them."""
+def whole(gradient, cut: Cut | None, group=None) -> torch.Tensor:
+    """All of a gradient; what several ranks of the group (default: all) have is averaged."""
     if cut is None:
         return gradient.full_tensor()
     shape, boxes = boxes_of(gradient, cut)
@@ -159,7 +155,7 @@ def whole(gradient, cut: Cut | None) -> torch.Tensor:
     for box in boxes:
         both[0][box.index] += box.local
         both[1][box.index] += 1
-    torch.distributed.all_reduce(both)
+    torch.distributed.all_reduce(both, group=group)
     return both[0] / both[1]
 
 

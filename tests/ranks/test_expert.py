@@ -10,7 +10,18 @@ import torch
 import torch.distributed as dist
 from tests.ranks.harness import run_ranks
 from tests.ranks.hybrids import deepseek
-from tests.ranks.spine import VOCAB, alone, dense, exact, make_samples, together, worst
+from tests.ranks.piped import stage_batches, staged
+from tests.ranks.spine import (
+    MTP_WEIGHT,
+    VOCAB,
+    alone,
+    dense,
+    exact,
+    make_samples,
+    together,
+    whole,
+    worst,
+)
 from tests.ranks.test_moe import experts
 from tests.ranks.test_random_plans import planned, scattered
 
@@ -27,7 +38,12 @@ from longshore.model.feed_forward import Experts
 from longshore.model.init import init_decoder
 from longshore.parallel.expert import exchanged, split_experts
 from longshore.parallel.fsdp import local_part, shard
+from longshore.parallel.pipeline.stages import stages_of
+from longshore.parallel.shards import cuts_by_name
 from longshore.plan import Pack, Plan, Round, make_plan
+from longshore.plan.layout import parse_layout
+from longshore.train.loss import make_loss
+from longshore.train.step import Stepper
 
 LIMIT = 1e-9
 WATCHDOG_S = 60
@@ -112,6 +128,37 @@ def run_cases(lanes: int, ep: int) -> list[str]:
 @pytest.mark.parametrize(("lanes", "ep"), CASES, ids=str)
 def test_the_gradients_of_each_sequence_alone(lanes: int, ep: int) -> None:
     assert run_ranks(lanes, run_cases, lanes, ep, timeout=120)[0] == []
+
+
+def run_pipeline() -> tuple[tuple[float, str], int]:
+    """The worst error of this rank's gradients, and how many groups all ranks created."""
+    errors, config = [], deepseek()
+    topology = make_topology(lanes=2, pp=2, ep=2, device="cpu")
+    with CPGroups(topology, [1, 2]) as groups:
+        for text, mode in (("Et|tmmL", "none"), ("Ett|m|m|L", "zero3")):
+            layout = parse_layout(text, pp=2, layers=2, depths=2)
+            plan = make_plan([5, 17, 1, 40], lanes=2, capacity=32, pp=2, vpp=layout.vpp)
+            samples = make_samples(plan)
+            model = staged(config, layout, topology, groups, exact(mode=mode))
+            stepper = Stepper(model, None, topology, mode, make_loss(), 0.0, MTP_WEIGHT)
+            batches = stage_batches(plan, samples, topology, layout)
+            stepper.gradients(batches, max(1, batches[0].counts.main), plan=plan)
+            want = alone(config, samples).gradients
+            for part in stages_of(model).values():
+                cuts, lanes = cuts_by_name(part), topology.groups.lanes
+                for name, parameter in part.named_parameters():
+                    mine = whole(parameter.grad, cuts.get(name), lanes)
+                    error = (mine - want[name]).abs().max() / want[name].abs().max()
+                    # The embedding is on several stages, and its gradients are not summed here.
+                    errors.append((error.item() if name != "embed.weight" else 0.0, name))
+    return max(errors), dist.distributed_c10d._world.group_count
+
+
+def test_stages_with_and_without_experts() -> None:
+    """Lanes 2 × PP 2 × EP 2, also interleaved. A rank without experts creates the same groups."""
+    errors, groups = zip(*run_ranks(4, run_pipeline, timeout=120), strict=True)
+    assert max(errors)[0] <= LIMIT, max(errors)
+    assert len(set(groups)) == 1
 
 
 def run_random(lanes: int, ep: int, seeds: range) -> list[str]:

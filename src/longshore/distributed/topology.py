@@ -160,12 +160,17 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertGroups:
-    """One rank's groups for layers of experts: at most two more than those of its axes."""
+    """One rank's groups for layers of experts: two more than those of its axes, at most.
+
+    And one of this rank alone, where tp, pp and lanes are all above 1.
+    """
 
     ep: ProcessGroup
     """The ranks that share one set of experts, by ep_rank."""
     replicas: DeviceMesh
-    """The ranks with the same experts as this one, by rank; one axis, "expert_replicas"."""
+    """The ranks with the same experts as this one, by rank: the axis "expert_replicas"."""
+    copies: DeviceMesh
+    """The same with a second axis, "shard", of one rank: each has all of these experts."""
     created: tuple[ProcessGroup, ...]
     """What is destroyed with them; a group of one rank may be that of another axis."""
 
@@ -271,16 +276,15 @@ def make_topology(
 
 
 def _expert_groups(axes: Axes, groups: Groups) -> ExpertGroups:
-    """Groups of their own: on a shared NCCL communicator experts' rows would wait for FSDP's."""
-    alone = [group for group in (groups.tp, groups.pp, groups.lanes) if group.size() == 1]
+    """Groups of their own: on a shared NCCL communicator experts' rows would wait for FSDP's.
+
+    Created here, where all ranks are, and not where a rank's stage has experts.
+    """
     created: list[ProcessGroup] = []
 
-    def group_along(axis: str) -> ProcessGroup:
-        if getattr(axes, axis) == 1 and alone:
-            return alone[0]
-        blocks = axes.blocks(axis)
+    def create(blocks: list[list[int]], name: str) -> ProcessGroup:
         if can_split():
-            group = dist.split_group(split_ranks=blocks, group_desc=axis)
+            group = dist.split_group(split_ranks=blocks, group_desc=name)
             assert group is not None, f"rank {dist.get_rank()} is in none of the blocks"
         else:
             backend = backends_of(groups.world)[groups.device.type]
@@ -288,9 +292,21 @@ def _expert_groups(axes: Axes, groups: Groups) -> ExpertGroups:
         created.append(group)
         return group
 
-    ep, replicas = group_along("ep"), group_along("expert_replicas")
+    ones = [group for group in (groups.tp, groups.pp, groups.lanes) if group.size() == 1]
+    alone = ones[0] if ones else create([[rank] for rank in range(axes.world_size)], "alone")
+    ep, replicas = (
+        alone if getattr(axes, name) == 1 else create(axes.blocks(name), name)
+        for name in ("ep", "expert_replicas")
+    )
+    ranks = torch.tensor(dist.get_process_group_ranks(replicas))
     mesh = DeviceMesh.from_group(replicas, groups.device.type, mesh_dim_names=("expert_replicas",))
-    return ExpertGroups(ep=ep, replicas=mesh, created=tuple(created))
+    copies = DeviceMesh.from_group(
+        [replicas, alone],
+        groups.device.type,
+        ranks[:, None],
+        mesh_dim_names=("expert_replicas", "shard"),
+    )
+    return ExpertGroups(ep=ep, replicas=mesh, copies=copies, created=tuple(created))
 
 
 def backends_of(group: ProcessGroup) -> dict[str, str]:

@@ -43,9 +43,11 @@ def shard(
     dtype: of the arithmetic; parameters keep their own, and gradients are summed in that.
     """
     mesh = _replicas(topology) if mode == "none" else topology.mesh["lanes"]
-    experts = _experts(model, topology)
-    expert_mesh = _expert_mesh(topology, mode) if experts else mesh
     uncast = [part for part in model.modules() if isinstance(part, Float32Parameters)]
+    experts: list[nn.Module] = []
+    if topology.experts is not None:
+        experts = [part for part in model.modules() if isinstance(part, Experts)]
+        expert_mesh = topology.experts.copies if mode == "none" else topology.experts.replicas
     for module in [*uncast, *experts, *parts, model]:
         kept = next(module.parameters()).dtype
         is_uncast = isinstance(module, Float32Parameters)
@@ -70,24 +72,6 @@ def _replicas(topology: Topology) -> DeviceMesh:
         topology.device.type, sizes, mesh_dim_names=("pp", "replicas", "shard", "tp")
     )
     return mesh["replicas", "shard"]
-
-
-def _experts(model: nn.Module, topology: Topology) -> list[nn.Module]:
-    """What is not split over the lanes alone."""
-    if topology.experts is None:
-        return []
-    return [part for part in model.modules() if isinstance(part, Experts)]
-
-
-def _expert_mesh(topology: Topology, mode: ShardMode) -> DeviceMesh:
-    """The ranks with the same experts, in mode none as replicas."""
-    assert topology.experts is not None
-    if mode != "none":
-        return topology.experts.replicas
-    sizes = (topology.pp, topology.expert_replicas, 1, topology.ep)
-    names = ("pp", "expert_replicas", "shard", "ep")
-    mesh = init_device_mesh(topology.device.type, sizes, mesh_dim_names=names)
-    return mesh["expert_replicas", "shard"]
 
 
 def begin_round(model: nn.Module, *, mode: ShardMode, is_last: bool) -> None:

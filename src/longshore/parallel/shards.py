@@ -23,8 +23,8 @@ from longshore.arch.cuts import Cut, Span
 from longshore.distributed.topology import Topology
 from longshore.parallel.fsdp import is_split, local_part, shard_rows
 
-Rows = Callable[[str, torch.Size, int, int], Tensor]
-"""Rows start … stop of the whole parameter of a name and shape."""
+Blocks = Callable[[str, torch.Size, tuple[slice, ...]], Tensor]
+"""A block of the whole tensor of a name and shape: a range of each of its dims."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,14 +115,12 @@ def counted_part(gradient: Tensor, cut: Cut | None, topology: Topology) -> list[
     return [box.local for box in boxes_of(gradient, cut)[1] if not box.copy]
 
 
-def fill(model: nn.Module, device: torch.device, rows: Rows) -> None:
-    """Gives a model on `meta` its content; each rank asks only for rows of which it has some."""
+def fill(model: nn.Module, device: torch.device, blocks: Blocks) -> None:
+    """Gives a model on `meta` its content; each rank asks only for the blocks that it has."""
     model.to_empty(device=device)
     cuts = cuts_by_name(model)
     with torch.no_grad():
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             shape, boxes = boxes_of(tensor, cuts.get(name))
             for box in boxes:
-                first, *others = box.index or (slice(0, 1),)
-                block = rows(name, shape, first.start, first.stop)
-                box.local.copy_(block[:, *others].reshape(box.local.shape))
+                box.local.copy_(blocks(name, shape, box.index))
