@@ -159,8 +159,9 @@ def check_everything(
 ) -> None:
     """The order of everything; FSDP's collectives have the size of the module they are traced for.
 
-    sizes: see fsdp_sizes.
+    sizes: see fsdp_sizes. A trace leaves out groups of one rank, in which FSDP may call all_reduce.
     """
+    issued = [real for real in issued if len(real[1]) > 1]
     for number, (operation, real) in enumerate(zip(expected, issued, strict=False)):
         kind, group, amount = operation.kind, operation.group, None
         if kind.startswith("fsdp "):

@@ -15,8 +15,8 @@ parallelism (stage_trace.py), recomputation included. Those of expert parallelis
 but rows go where the router sends them: their bytes are UNKNOWN, except for the counts that tell
 ranks how many rows come. FSDP's collectives have the order of torch's FSDP2 (fsdp_trace.py), but
 their bytes are those of a module's parameters on this rank, without the padding of shards. Not in a
-trace: what a step does after its last backward (sums over TP of gradients, of losses and of
-embeddings' copies, the norm) and the data path.
+trace: what a step does after its last backward (gradients summed over TP and over embeddings'
+copies, losses, the norm), the data path, and collectives of one rank.
 
 With 2 lanes and tp 2, rank 1 gathers the 6 rows of its lane from ranks 0 and 1 before attention,
 3 · 4 · 8 = 96 bytes from rank 0, shares packs with rank 3 for its own heads, and scatters the sum:
