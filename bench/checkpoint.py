@@ -30,9 +30,9 @@ from longshore.data.steps import IndexedSteps
 from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import make_topology
 from longshore.model.decoder import Decoder
-from longshore.model.init import initial_rows
+from longshore.model.init import initial_block
 from longshore.parallel.apply import Choices, parallelize
-from longshore.parallel.fsdp import fill
+from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan
 from longshore.run.data import batch_size, open_sequences
 from longshore.train.checkpoint import Checkpoints, Position
@@ -77,7 +77,7 @@ def measure() -> Found:
     with torch.device("meta"):
         model = Decoder(decoder)
     parallelize(model, topology, groups, choices=Choices(mode="none", dtype=torch.float32))
-    fill(model, topology.device, partial(initial_rows, decoder, seed=0))
+    fill(model, topology.device, partial(initial_block, decoder, seed=0))
     optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
     stepper = Stepper(model, optimizer, topology, "none", make_loss(), 1.0)
     steps = IndexedSteps(

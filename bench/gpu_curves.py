@@ -1,6 +1,7 @@
-"""Curves on one GPU: plans of a mixture of experts, and one step of Qwen3-0.6B on 1 and 4 ranks.
+"""Curves on one GPU: a mixture of experts by several plans and axes, one step of Qwen3-0.6B.
 
     python bench/gpu_curves.py experts          padded, static and mixed plans, bf16, 100 steps
+    python bench/gpu_curves.py parallel         TP 2, EP 4 and both on 4 ranks, bf16, 50 steps
     python bench/gpu_curves.py doubt            a step with a large gradient norm, eight ways
     python bench/gpu_curves.py --smoke          tiny models, also without a GPU
 
@@ -52,11 +53,10 @@ def run(folder: Path, words: list[str], *, ranks: int, timeout: int = 500) -> li
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def experts(folder: Path, *, smoke: bool) -> bool:
-    """Three plans of one mixture of experts follow the same curve."""
-    steps = 5 if smoke else 100
+def moe_recipe(*, smoke: bool, steps: int) -> list[str]:
+    """A mixture of experts in bf16."""
     longest, mean = (64, 24) if smoke else (2048, 384)
-    common = [
+    return [
         "model.preset=tiny-qwen3-moe" if smoke else "model.module=gpu_cases:moe_half_billion",
         "data.mock={mode='distribution', type='lognormal', min_seq_len=16, "
         f"max_seq_len={longest}, mean_seq_len={mean}, lognormal_sigma=1.1}}",
@@ -66,17 +66,41 @@ def experts(folder: Path, *, smoke: bool) -> bool:
         f"train.steps={steps}",
         "train.lr=5e-5",
         f"train.warmup={steps // 10}",
-        "train.dtype=bfloat16",
+        f"train.dtype={'float32' if smoke else 'bfloat16'}",
         "output.keep=0",
         "output.weights=false",
     ]
+
+
+def experts(folder: Path, *, smoke: bool) -> bool:
+    """Three plans of one mixture of experts follow the same curve."""
+    half = "plan.capacity=32" if smoke else "plan.capacity=1024"
     plans = {
         "padded, 1 rank": (["plan.policy=padded"], 1),
         # How far rounding alone leads: the same plan by other kernels.
         "padded, plain kernels": (["plan.policy=padded", "train.kernels=plain"], 1),
         "static, CP 2 on 2 ranks": (["plan.policy=static", "plan.cp_size=2"], 2),
-        "mixed, 4 ranks": (["plan.policy=mixed", f"plan.capacity={longest // 2}"], 4),
+        "mixed, 4 ranks": (["plan.policy=mixed", half], 4),
     }
+    return follow(folder, moe_recipe(smoke=smoke, steps=5 if smoke else 100), plans)
+
+
+def parallel(folder: Path, *, smoke: bool) -> bool:
+    """Tensor and expert parallelism follow one rank."""
+    plans = {
+        "1 rank": ([], 1),
+        "TP 2 × 2 lanes": (["parallel.tp=2"], 4),
+        "EP 4": (["parallel.ep=4"], 4),
+        "TP 2 × 2 lanes, EP 4, zero3": (
+            ["parallel.tp=2", "parallel.ep=4", "parallel.shard=zero3"],
+            4,
+        ),
+    }
+    return follow(folder, moe_recipe(smoke=smoke, steps=5 if smoke else 50), plans)
+
+
+def follow(folder: Path, common: list[str], plans: dict[str, tuple[list[str], int]]) -> bool:
+    """Runs all plans at once; whether every loss is within LIMIT of the first plan's."""
     curves: dict[str, list[Row]] = {}
     with ThreadPoolExecutor() as pool:
         runs = {
@@ -95,7 +119,11 @@ def experts(folder: Path, *, smoke: bool) -> bool:
             traceback.print_exc()
     if not curves:
         return False
-    shown = [n for n in (1, 2, 3, 5, 10, 15, 20, 30, 40, 50, 60, 80, 100) if n <= steps]
+    shown = [
+        n
+        for n in (1, 2, 3, 5, 10, 15, 20, 30, 40, 50, 60, 80, 100)
+        if n <= len(next(iter(curves.values())))
+    ]
     steps_shown = [[str(n), *(_both(curve[n - 1]) for curve in curves.values())] for n in shown]
     print(table(("step", *(f"{name}: loss (norm)" for name in curves)), steps_shown))
     first_name, first = next(iter(curves.items()))
@@ -197,7 +225,7 @@ def _step(row: Row) -> list[str]:
     return [str(row["step"]), f"{row['loss']:.6f}", f"{row['grad_norm']:.6f}"]
 
 
-PARTS = {"experts": experts, "doubt": doubt}
+PARTS = {"experts": experts, "parallel": parallel, "doubt": doubt}
 
 
 def main() -> int:

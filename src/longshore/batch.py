@@ -151,6 +151,21 @@ class SeqContext:
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "SeqContext":
         return _map_tensors(self, lambda _, tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def share(self, part: int, parts: int) -> "SeqContext":
+        """The context of the `part`-th of equal parts of the rows, for what takes single tokens.
+
+        The packs stay those of all rows.
+        """
+        tokens = self.tokens // parts
+        rows = slice(part * tokens, (part + 1) * tokens)
+        return replace(
+            self,
+            tokens=tokens,
+            positions=self.positions[rows],
+            sequence_index=self.sequence_index[rows],
+            is_real=self.is_real[rows],
+        )
+
     def ahead(self, depth: int) -> "SeqContext":
         """The same context in which only tokens with a successor `depth` positions later are real.
 

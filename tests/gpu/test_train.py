@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from longshore.arch.decoder import has_experts
+from longshore.arch.presets import preset
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 RECIPE = (
@@ -115,12 +118,29 @@ def exact_losses(exact_runs) -> Callable[[str], list[float]]:
     return cache(lambda name: finished(*exact_runs[name]))
 
 
-@pytest.mark.parametrize("ranks", ["1", "4"])
-@pytest.mark.parametrize("name", MODELS)
+WAYS = {
+    "one rank": ("--ranks", "1"),
+    "4 lanes": ("--ranks", "4"),
+    "tp 2": ("--ranks", "4", "parallel.tp=2"),
+    "ep 4": ("--ranks", "4", "parallel.ep=4"),
+    "tp 2, ep 4, zero3": ("--ranks", "4", "parallel.tp=2", "parallel.ep=4", "parallel.shard=zero3"),
+    "pp 2": ("--ranks", "4", "parallel.pp=2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        (name, way)
+        for name in MODELS
+        for way in WAYS
+        if "ep" not in way or has_experts(preset(name))
+    ],
+)
 def test_layers_of_every_kind_follow_float64(
-    name: str, ranks: str, exact_losses: Callable[[str], list[float]], tmp_path: Path
+    name: str, way: str, exact_losses: Callable[[str], list[float]], tmp_path: Path
 ) -> None:
-    words = (f"model.preset={name}", "--ranks", ranks, *SMALL)
+    words = (f"model.preset={name}", *WAYS[way], *SMALL)
     curve = losses(tmp_path / "run", *words)
     exact = exact_losses(name)
     assert len(curve) == len(exact) == 50

@@ -25,9 +25,9 @@ from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.process_group import Rendezvous, process_group
 from longshore.distributed.topology import Topology, make_topology
 from longshore.model.decoder import Decoder
-from longshore.model.init import initial_rows
+from longshore.model.init import initial_block
 from longshore.parallel.apply import Choices, parallelize
-from longshore.parallel.fsdp import fill
+from longshore.parallel.shards import fill
 from longshore.plan import make_plan
 from longshore.train.loss import make_loss
 from longshore.train.optimizer import make_optimizer
@@ -67,7 +67,7 @@ def make_stepper(config: DecoderConfig, topology: Topology, groups: CPGroups) ->
         model = Decoder(config)
     choices = Choices(mode="none", dtype=torch.bfloat16)
     parallelize(model, topology, groups, choices=choices)
-    fill(model, topology.device, partial(initial_rows, config, seed=0))
+    fill(model, topology.device, partial(initial_block, config, seed=0))
     optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
     return Stepper(model, optimizer, topology, "none", make_loss(), clip=1.0, mtp_weight=0.1)
 

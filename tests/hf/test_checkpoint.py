@@ -149,17 +149,18 @@ def test_a_model_without_base_is_loaded_by_transformers(tmp_path, name, kind):
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
 
 
-def test_rows_are_read_alone(tmp_path):
+def test_blocks_are_read_alone(tmp_path):
     model = qwen3(tmp_path, shard="20KB")
     weights = open_weights(tmp_path)
     whole = model.model.layers[2].mlp.up_proj.weight
-    assert torch.equal(weights.rows("layers.2.mlp.up_proj.weight", 5, 9), whole[5:9])
+    index = slice(5, 9), slice(2, 3)
+    assert torch.equal(weights.block("layers.2.mlp.up_proj.weight", index), whole[index])
     assert torch.equal(weights["layers.2.mlp.up_proj.weight"], whole)
-    assert weights.rows("norm.weight", 3, 3).shape == (0,)
+    assert weights.block("norm.weight", (slice(3, 3),)).shape == (0,)
     with pytest.raises(
-        ValueError, match=r"rows 60 to 65 of embed\.weight are out of range; it has 64"
+        ValueError, match=r"60 to 65 of dim 0 of embed\.weight are out of range; .* \(64, 32\)"
     ):
-        weights.rows("embed.weight", 60, 65)
+        weights.block("embed.weight", (slice(60, 65),))
     with pytest.raises(KeyError):
         weights["layers.3.mlp.up_proj.weight"]
     assert len(weights) == len(list(weights)) == len(list(model.parameters()))
@@ -168,7 +169,9 @@ def test_rows_are_read_alone(tmp_path):
 def test_the_rows_of_a_tied_head_are_the_embeddings(tmp_path):
     model = qwen3(tmp_path, tie_word_embeddings=True)
     weights = open_weights(tmp_path)
-    assert torch.equal(weights.rows("head.weight", 1, 3), model.model.embed_tokens.weight[1:3])
+    assert torch.equal(
+        weights.block("head.weight", (slice(1, 3),)), model.model.embed_tokens.weight[1:3]
+    )
     assert "head.weight" not in weights
 
 

@@ -97,7 +97,7 @@ def test_a_nemotron_may_be_named_as_in_memory(tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rows_are_those_of_the_whole(tmp_path, case):
+def test_blocks_are_those_of_the_whole(tmp_path, case):
     make, keys = CASES[case]
     make(tmp_path, **keys)
     if case == "deepseek":
@@ -109,7 +109,8 @@ def test_rows_are_those_of_the_whole(tmp_path, case):
         cuts = sorted({0, 1, shape[0] // 3, shape[0] // 2 + 1, shape[0]})
         for start in cuts:
             for stop in [stop for stop in cuts if stop >= start]:
-                assert torch.equal(weights.rows(name, start, stop), whole[start:stop]), name
+                index = (slice(start, stop), *(slice(size // 3, size) for size in shape[1:]))
+                assert torch.equal(weights.block(name, index), whole[index]), name
 
 
 def test_turned_rows(tmp_path):

@@ -34,7 +34,7 @@ def test_the_docstrings_example(folder):
     files = TensorFiles(folder)
     assert files.names == ("a", "b", "c")
     assert files.shape("c") == (5, 2)
-    assert files.rows("a", 3, 6).tolist() == [3.0, 4.0, 5.0]
+    assert files.block("a", (slice(3, 6),)).tolist() == [3.0, 4.0, 5.0]
 
 
 def test_a_missing_shard_is_named(folder):
@@ -137,7 +137,7 @@ def test_numbers_of_several_sizes_in_one_file(tmp_path):
     write_files(tmp_path, tensors.items(), shard_bytes=10**6)
     files = TensorFiles(tmp_path)
     for name, tensor in tensors.items():
-        assert torch.equal(files.rows(name, 0, len(tensor)), tensor)
+        assert torch.equal(files.block(name, (slice(0, len(tensor)),)), tensor)
         assert torch.equal(load_file(tmp_path / "model.safetensors")[name], tensor)
 
 

@@ -1,3 +1,5 @@
+from itertools import combinations, product
+
 import pytest
 import torch
 
@@ -5,18 +7,19 @@ from longshore.hf.tensor_map import Copied, Interleaved, PerExpert, Source, read
 
 
 class Files:
-    """Tensors in memory, which count the rows that are read."""
+    """Tensors in memory, which count the values that are read."""
 
     def __init__(self, tensors):
         self.tensors = tensors
-        self.rows_read = 0
+        self.values_read = 0
 
     def shape(self, name):
         return tuple(self.tensors[name].shape)
 
-    def rows(self, name, start, stop):
-        self.rows_read += stop - start
-        return self.tensors[name][start:stop]
+    def block(self, name, index):
+        block = self.tensors[name][tuple(index)]
+        self.values_read += block.numel()
+        return block
 
 
 SOURCES = {
@@ -30,21 +33,23 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("case", SOURCES)
-def test_what_is_written_is_read_by_any_rows(case):
+def test_what_is_written_is_read_in_any_blocks(case):
     source, shape = SOURCES[case]
     tensor = torch.arange(float(torch.Size(shape).numel())).view(shape)
     written = dict(source.write(tensor))
     assert {name: tuple(part.shape) for name, part in written.items()} == source.shapes(shape)
     files = Files(written)
-    for start in range(shape[0] + 1):
-        for stop in range(start, shape[0] + 1):
-            assert torch.equal(source.read(files, start, stop), tensor[start:stop])
+    ranges = [[slice(*pair) for pair in combinations(range(size + 1), 2)] for size in shape]
+    ranges[0] += [slice(row, row) for row in range(shape[0] + 1)]
+    for dims in range(1, len(shape) + 1):
+        for index in product(*ranges[:dims]):
+            assert torch.equal(source.read(files, index), tensor[index])
 
 
 def test_the_docstrings_examples():
     rows = torch.arange(6)
     source = Interleaved("q", block=6, rotary=4)
-    assert source.read(Files({"q": rows}), 0, 6).tolist() == [0, 1, 2, 4, 3, 5]
+    assert source.read(Files({"q": rows}), (slice(0, 6),)).tolist() == [0, 1, 2, 4, 3, 5]
     assert dict(source.write(torch.tensor([0, 1, 2, 4, 3, 5])))["q"].tolist() == rows.tolist()
     source = PerExpert("mlp.experts", parts=("gate_proj", "up_proj"))
     written = dict(source.write(torch.arange(16).view(2, 4, 2)))
@@ -55,12 +60,12 @@ def test_the_docstrings_examples():
 def test_no_more_is_read_than_needed():
     source = PerExpert("e", parts=("gate", "up"))
     files = Files(dict(source.write(torch.zeros(8, 6, 5))))
-    source.read(files, 2, 4)
-    assert files.rows_read == 2 * 6
+    source.read(files, (slice(2, 4), slice(0, 6), slice(1, 3)))
+    assert files.values_read == 2 * 6 * 2
     source = Interleaved("a", block=6, rotary=4)
     files = Files({"a": torch.zeros(60, 2)})
-    source.read(files, 13, 19)
-    assert files.rows_read == 12
+    source.read(files, (slice(13, 19), slice(1, 2)))
+    assert files.values_read == 12
 
 
 def test_copies_have_memory_of_their_own():

@@ -46,7 +46,7 @@ def test_what_was_saved_is_loaded(tmp_path, tensors, shard_bytes):
     for name, tensor in tensors.items():
         assert saved.tensors[name].dtype == tensor.dtype
         assert torch.equal(saved.tensors[name], tensor)
-    rows = saved.tensors.rows("embed.weight", 100, 117)
+    rows = saved.tensors.block("embed.weight", (slice(100, 117),))
     assert torch.equal(rows, tensors["embed.weight"][100:117])
 
 

@@ -9,7 +9,7 @@ from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.presets import preset
 from longshore.model.decoder import Decoder
 from longshore.model.fill import BLOCK_VALUES, fill_rows
-from longshore.model.init import init_decoder, initial_rows
+from longshore.model.init import init_decoder, initial_block
 from longshore.plan.layout import parse_layout
 
 
@@ -79,13 +79,14 @@ def test_a_stage_begins_as_in_the_whole():
         assert torch.equal(parameter.float(), want[name]), name
 
 
-def test_rows_of_a_decoders_parameters():
+def test_blocks_of_a_decoders_parameters():
     config = preset("tiny-llama")
     model = Decoder(config)
     init_decoder(model, seed=9)
     for name, parameter in model.named_parameters():
         half = len(parameter) // 2
-        rows = initial_rows(config, name, parameter.shape, half, len(parameter), seed=9)
-        assert torch.equal(rows, parameter[half:]), name
+        index = (slice(half, len(parameter)), *(slice(1, size - 2) for size in parameter.shape[1:]))
+        block = initial_block(config, name, parameter.shape, index, seed=9)
+        assert torch.equal(block, parameter[index]), name
     with pytest.raises(ValueError, match=r"no parameter 'layers\.0\.mixer_bias'"):
-        initial_rows(config, "layers.0.mixer_bias", (4,), 0, 4, seed=9)
+        initial_block(config, "layers.0.mixer_bias", (4,), (slice(0, 4),), seed=9)

@@ -11,14 +11,20 @@ from hypothesis import strategies as st
 from tests.plan.samples import CHARGED, FREE, examples
 
 from longshore.arch.attention import AttentionConfig, MLAConfig
-from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig, has_experts
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.distributed.topology import Axes
 from longshore.model.interface import PackStep
 from longshore.parallel.pipeline import pack_collectives
 from longshore.parallel.pipeline.checker import DeadlockError, MismatchError, run_traces
-from longshore.parallel.pipeline.trace import Operation, TracedModel, Tracer
+from longshore.parallel.pipeline.trace import (
+    UNKNOWN,
+    Operation,
+    TracedModel,
+    Tracer,
+    groups_of,
+)
 from longshore.plan import Pack, Plan, Round, make_plan
 from longshore.plan.layout import Layout, parse_layout
 from longshore.plan.order import Action, make_order
@@ -29,10 +35,14 @@ from longshore.plan.simulate import pipeline_walk
 MIXERS = (
     AttentionConfig(heads=8, kv_heads=4, head_dim=2),
     MLAConfig(heads=4, kv_rank=4, nope_dim=2, rope_dim=2, value_dim=3),
-    Mamba2Config(heads=8, head_dim=2, state_dim=3, groups=4),
+    Mamba2Config(heads=8, head_dim=2, state_dim=3, groups=4, norm_groups=1, bias=True),
     DeltaNetConfig(key_heads=4, value_heads=4, key_dim=2, value_dim=3),
 )
-MLPS = (MLPConfig(width=8), MoEConfig(experts=4, top_k=1, width=4, aux_weight=0.1))
+MLPS = (
+    MLPConfig(width=8),
+    MoEConfig(experts=8, top_k=1, width=4, aux_weight=0.1),
+    MoEConfig(experts=8, top_k=2, width=4),
+)
 LAYERS = tuple(LayerConfig(mixer, mlp) for mixer in MIXERS for mlp in (*MLPS, None))
 MOST_RANKS = 64
 CAPACITY = 48
@@ -68,10 +78,11 @@ class Pipeline:
 @st.composite
 def axes_of(draw: st.DrawFn) -> Axes:
     pp = draw(st.sampled_from([1, 2, 2, 3, 4, 4, 8]))
-    tp = draw(st.sampled_from([1, 1, 1, 2]))
+    tp = draw(st.sampled_from([1, 1, 2, 2, 4]))
     most = MOST_RANKS // (pp * tp)
     lanes = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6, 8, 16, 32) if n <= most]))
-    return Axes(lanes=lanes, tp=tp, pp=pp)
+    ep = draw(st.sampled_from([n for n in (1, 2, 4, 8) if lanes * tp % n == 0]))
+    return Axes(lanes=lanes, tp=tp, pp=pp, ep=ep)
 
 
 @st.composite
@@ -119,10 +130,11 @@ def planned(draw: st.DrawFn) -> Pipeline:
     axes = draw(axes_of())
     vpp = draw(st.sampled_from([1, 1, 2, 3])) if axes.pp > 1 else 1
     layout, config = draw(layouts(axes.pp, vpp))
+    axes = axes if has_experts(config) else replace(axes, ep=1)
     heads = draw(st.booleans()) and axes.lanes % 3 != 0
     widest = CAPACITY * min(axes.lanes, 4) // 2
     lengths = st.integers(1, 16) | st.integers(1, widest)
-    align = draw(st.sampled_from([1, 4]))
+    align = draw(st.sampled_from([axes.tp, 4]))
     plan = make_plan(
         draw(st.lists(lengths, min_size=1, max_size=12)),
         lanes=axes.lanes,
@@ -130,8 +142,10 @@ def planned(draw: st.DrawFn) -> Pipeline:
         policy=draw(st.sampled_from(["mixed", "mixed", "dynamic", "balanced", "padded"])),
         profile=draw(st.sampled_from([FREE, CHARGED])),
         cp_sizes="pow2" if heads else draw(st.sampled_from(["pow2", "any"])),
-        heads=4 if heads else None,
+        heads=4 // axes.tp if heads else None,
         align=align,
+        tp=axes.tp,
+        ep=axes.ep,
         pp=axes.pp,
         vpp=vpp,
     )
@@ -146,6 +160,7 @@ def by_hand(draw: st.DrawFn) -> Pipeline:
     assume(axes.lanes > 1)
     vpp = draw(st.sampled_from([1, 2])) if axes.pp > 1 else 1
     layout, config = draw(layouts(axes.pp, vpp))
+    axes = axes if has_experts(config) else replace(axes, ep=1)
     rounds, lengths = [], []
     for _ in range(draw(st.integers(1, 3)) * (axes.pp if vpp > 1 else 1)):
         packs = {}
@@ -160,7 +175,7 @@ def by_hand(draw: st.DrawFn) -> Pipeline:
         order = sorted(packs, key=lambda key: (-key[0], key[1]))
         rounds.append(Round(tuple(packs[key] for key in order)))
     assume(lengths)
-    plan = make_plan(lengths, lanes=axes.lanes, capacity=2048, pp=1, policy="balanced")
+    plan = make_plan(lengths, lanes=axes.lanes, capacity=2048, policy="balanced", tp=axes.tp)
     setting = replace(plan.setting, pp=axes.pp, vpp=vpp, cp_sizes=tuple(range(1, axes.lanes + 1)))
     plan = Plan(setting, plan.sequences, tuple(rounds), plan.stats, "by hand")
     return Pipeline(plan, layout, draw(models(config, heads=False)), axes)
@@ -183,18 +198,20 @@ def test_packs_need_not_be_nested(pipeline: Pipeline) -> None:
     run_traces(pipeline.traces())
 
 
-def fixed(*, pp: int, vpp: int = 1, lanes: int = 2, sharing: bool = True) -> Pipeline:
+def fixed(
+    *, pp: int, vpp: int = 1, lanes: int = 2, tp: int = 1, ep: int = 1, sharing: bool = True
+) -> Pipeline:
     """Attention in every stage; with `sharing` each round has a pack of all lanes and of two."""
     lengths = [40, 30, 16, 12] * pp if sharing else [8] * 8 * lanes
-    plan = make_plan(lengths, lanes=lanes, capacity=24, pp=pp, vpp=vpp, profile=CHARGED)
+    plan = make_plan(lengths, lanes=lanes, capacity=24, pp=pp, vpp=vpp, tp=tp, profile=CHARGED)
     stages = pp * vpp
     text = "|".join(["Et", *["t"] * (stages - 2), "tL"]) if stages > 1 else "EttL"
     layers = max(stages, 2)
-    layer = LayerConfig(MIXERS[0], MLPS[0])
+    layer = LayerConfig(MIXERS[0], MLPS[0] if ep == 1 else MLPS[1])
     config = DecoderConfig(vocab_size=16, width=4, layers=(layer,) * layers)
     model = TracedModel(config=config, mode="none", item=4, kept=4, attention="gather")
     layout = parse_layout(text, pp=pp, layers=layers)
-    return Pipeline(plan, layout, model, Axes(lanes=lanes, pp=pp))
+    return Pipeline(plan, layout, model, Axes(lanes=lanes, tp=tp, pp=pp, ep=ep))
 
 
 BROKEN = (DeadlockError, MismatchError)
@@ -308,6 +325,46 @@ def mixed_traces(vpp: int) -> list[list[Operation]]:
     return fixed(pp=2, vpp=vpp, lanes=4).traces()
 
 
+@lru_cache
+def grid_traces(ep: int) -> tuple[Axes, list[list[Operation]]]:
+    """4 lanes × tp 2, with packs of all lanes and of two; ep 4 is that of two lanes."""
+    pipeline = fixed(pp=1, lanes=4, tp=2, ep=ep)
+    pipeline = replace(
+        pipeline, plan=replace(shared_by_four_and_two().plan, setting=pipeline.plan.setting)
+    )
+    traces = pipeline.traces()
+    run_traces(traces)
+    return pipeline.axes, traces
+
+
+@pytest.mark.property
+@settings(max_examples=examples(30, fuzz=1000), suppress_health_check=SLOW)
+@given(st.data(), st.sampled_from([("tp", 1), ("tp", 4), ("ep", 4), ("ep", 8)]))
+def test_a_tp_or_ep_collective_swapped_with_one_of_a_pack_is_noticed(
+    data: st.DataObject, case: tuple[str, int]
+) -> None:
+    """Unless it is a legal order, too: next to each other, in groups that share this rank alone."""
+    over, ep = case
+    axes, traces = grid_traces(ep)
+    rank = data.draw(st.integers(0, len(traces) - 1))
+    groups, mine = groups_of(axes, rank), traces[rank]
+    packs = [n for n, o in enumerate(mine) if "fsdp" not in o.kind and is_of_pack(o, groups)]
+    rows = [n for n, o in enumerate(mine) if o.group == groups[over]]
+    one, other = sorted((data.draw(st.sampled_from(packs)), data.draw(st.sampled_from(rows))))
+    changed = [*traces[:rank], swap(mine, one, other), *traces[rank + 1 :]]
+    between = {o.group for o in mine[one + 1 : other]}
+    meet = set(mine[one].group) & set(mine[other].group) != {rank}
+    if meet or between & {mine[one].group, mine[other].group}:
+        with pytest.raises(BROKEN):
+            run_traces(changed)
+    else:
+        run_traces(changed)
+
+
+def is_of_pack(operation: Operation, groups: dict) -> bool:
+    return set(operation.group) <= set(groups["lanes"]) and len(operation.group) > 1
+
+
 def one_gather_ahead(cp_sizes: list[int]) -> list[PackStep]:
     """What model/interface.py warns of: in backward, too, the next gather only before it is due."""
     shared = [place for place, size in enumerate(cp_sizes) if size > 1]
@@ -349,3 +406,13 @@ def test_a_missing_operation_is_a_deadlock() -> None:
     traces = shared_by_four_and_two().traces()
     with pytest.raises(DeadlockError, match=r"^3 of 4 ranks wait forever"):
         run_traces([*traces[:3], traces[3][:-1]])
+
+
+def test_unknown_bytes_are_not_compared_but_their_place_is() -> None:
+    _, traces = grid_traces(8)
+    assert sum(operation.total == UNKNOWN for operation in traces[0]) > 4
+    place = next(n for n, o in enumerate(traces[5]) if o.total == UNKNOWN)
+    assert "unknown bytes" in str(traces[5][place])
+    moved = traces[5][place]._replace(what="elsewhere")
+    with pytest.raises(MismatchError, match=r"ranks \d and \d meet .* unknown bytes: elsewhere"):
+        run_traces([*traces[:5], [*traces[5][:place], moved, *traces[5][place + 1 :]], *traces[6:]])

@@ -6,19 +6,27 @@ from functools import partial
 import pytest
 from tests.ranks.harness import run_ranks
 from tests.ranks.hybrids import deepseek, hybrid
-from tests.ranks.issued import check_in_flight, check_pipelines, check_steps
+from tests.ranks.issued import check_composed, check_in_flight, check_steps
 from tests.ranks.spine import dense, exact
+from tests.ranks.test_composed import few_groups
 from tests.ranks.test_exactness import several_packs
 
 from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import DecoderConfig, LayerConfig
-from longshore.arch.feed_forward import MLPConfig
+from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.distributed.collectives import Call
 from longshore.distributed.topology import Axes
 from longshore.parallel.pipeline.pack_collectives import halo_rows
-from longshore.parallel.pipeline.trace import Operation, TracedModel, check_issued, trace
+from longshore.parallel.pipeline.trace import (
+    UNKNOWN,
+    Operation,
+    TracedModel,
+    check_issued,
+    groups_of,
+    trace,
+)
 from longshore.plan import Pack, Plan, Round, make_plan
-from longshore.plan.layout import parse_layout
+from longshore.plan.layout import one_stage, parse_layout
 from longshore.plan.order import Action
 
 FORWARD, BACKWARD = partial(Action, "forward", 0), partial(Action, "backward", 0)
@@ -70,18 +78,68 @@ def test_rounds_in_flight_issue_what_the_trace_says_with_fsdp(is_fuzz: bool) -> 
 
 
 @pytest.mark.fuzz
-def test_pipelines_issue_what_the_trace_says_with_fsdp(is_fuzz: bool) -> None:
-    """Stages with ends of their own and without, and depths on a stage of their own."""
-    blocks = exact(mode="zero3", recompute="blocks")
-    cases = [(hybrid(), "Et|tt|m|L", blocks)]
+def test_axes_issue_what_the_trace_says_with_fsdp(is_fuzz: bool) -> None:
+    """Stages with ends of their own and without, depths on a stage of their own; biases of one TP
+    rank, 61 words on 2 ranks, split norms, a mixer that is not split; experts over TP ranks."""
+    zero3, zero2, none = (partial(exact, mode=mode) for mode in ("zero3", "zero2", "none"))
+    blocks = zero3(recompute="blocks")
+    pipelines = [(hybrid(), "Et|tt|m|L", blocks)]
+    tensors = [(few_groups(), "", blocks)]
+    experts = [(hybrid(experts=8), "", blocks)]
+    replicas = [(deepseek(), "", zero2())]
     if is_fuzz:
-        cases += [
-            (hybrid(), "Et|ttmL", exact(mode="zero3")),
-            (hybrid(), "E|t|tt|mL", exact(mode="zero2")),
+        pipelines += [
+            (hybrid(), "Et|ttmL", zero3()),
+            (hybrid(), "E|t|tt|mL", zero2()),
             (deepseek(), "Et|tm|m|L", blocks),
-            (deepseek(), "Et|tmmL", exact(mode="none")),
+            (deepseek(), "Et|tmmL", none()),
         ]
-    assert min(run_ranks(4, check_pipelines, cases, timeout=400.0)) > 80
+        every = [
+            mode(recompute=recompute)
+            for mode in (zero3, zero2, none)
+            for recompute in ("none", "blocks")
+        ]
+        tensors = [
+            (config, "", choices)
+            for config in (few_groups(), hybrid(), deepseek())
+            for choices in every
+        ]
+        tensors += [(dense(4), "", zero3()), (dense(4, tied=True), "", blocks)]
+        experts = [(hybrid(experts=8), "", choices) for choices in every]
+        replicas = [
+            (config, "", choices) for config in (deepseek(), plain_moe()) for choices in every
+        ]
+    checks = [
+        ({"lanes": 2, "pp": 2}, pipelines),
+        ({"lanes": 2, "tp": 2}, tensors),
+        ({"lanes": 2, "tp": 2, "ep": 4}, experts),
+        ({"lanes": 4, "ep": 2} if is_fuzz else {"lanes": 2, "tp": 2, "ep": 2}, replicas),
+    ]
+    assert min(run_ranks(4, check_composed, checks, timeout=900.0 if is_fuzz else 120.0)) > 400
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_all_axes_at_once_issue_what_the_trace_says(is_fuzz: bool, ep: int) -> None:
+    if not is_fuzz:
+        pytest.skip("8 ranks; in `make fuzz`")
+    cases = [
+        (hybrid(experts=8), "Et|tt|m|L", exact(mode="zero3", recompute="blocks")),
+        (deepseek(), "Et|tmmL", exact(mode="zero2")),
+        (deepseek(), "Et|tm|m|L", exact(mode="none", recompute="blocks")),
+    ]
+    if ep == 1:
+        cases.append((few_groups(), "Ett|ttL", exact(mode="zero3")))
+    checks = [({"lanes": 2, "tp": 2, "pp": 2, "ep": ep}, cases)]
+    assert min(run_ranks(8, check_composed, checks, timeout=400.0)) > 200
+
+
+def plain_moe() -> DecoderConfig:
+    """Nothing after the experts that saves a tensor: no shared expert, no balance loss."""
+    experts = MoEConfig(experts=4, top_k=2, width=8)
+    attention = AttentionConfig(heads=4, kv_heads=2, head_dim=4)
+    layers = (LayerConfig(attention, experts), LayerConfig(None, experts))
+    return replace(dense(4), layers=layers, mtp=layers[:1])
 
 
 def small() -> tuple[Plan, TracedModel]:
@@ -111,6 +169,62 @@ def test_a_pipeline_by_hand() -> None:
     assert text(last) == [f"receive (1, 3) {rows}", gather, gather, reduce, f"send (3, 1) {rows}"]
     again = trace(plan, layout, 1, model=replace(model, recompute="blocks"), axes=axes)
     assert len(text(again)) == len(text(first)) + 1
+
+
+def test_tp_ranks_by_hand() -> None:
+    """Rank 1 of 2 lanes × tp 2: 3 of the lane's 6 rows, 1 of 2 heads, shared with rank 3."""
+    plan, model = small()
+    plan = make_plan([10], lanes=2, capacity=8, tp=2)
+    layout = one_stage(layers=2)
+    operations = trace(plan, layout, 1, model=model, axes=Axes(lanes=2, tp=2))
+    rows, kv, ends = 3 * 4 * 8, 6 * 2 * 4 * 8, 2 * 6 * 8
+    gather, reduce = f"gather (0, 1) {rows}", f"reduce_scatter (0, 1) {rows}"
+    mixer = [gather, f"gather (1, 3) {kv}", reduce]
+    head = [gather, f"gather (0, 1) {ends}"]
+    back = [gather, f"gather (1, 3) {kv}", f"reduce_scatter (1, 3) {kv}", reduce]
+    layer, layer_back = [*mixer, gather, reduce], [gather, reduce, *back]
+    assert text(operations) == [reduce, *layer * 2, *head, reduce, *layer_back * 2, gather]
+
+
+def test_parameters_of_tp_ranks_by_hand() -> None:
+    """The first rank has the output bias of 4; of 15 words the first has 7, the other 8."""
+    plan, model = small()
+    plan = make_plan([10], lanes=2, capacity=8, tp=2)
+    attention = AttentionConfig(heads=2, kv_heads=2, head_dim=4, output_bias=True)
+    layer = LayerConfig(attention, None)
+    config = replace(model.config, layers=(layer,), vocab_size=15)
+    layout, axes = one_stage(layers=1), Axes(lanes=2, tp=2)
+    for rank, bias, words in ((0, 4, 7), (1, 0, 8)):
+        changed = replace(model, config=config)
+        operations = trace(plan, layout, rank, model=changed, axes=axes)
+        sums = [(o.group, o.bytes) for o in operations if o.kind == "fsdp all_reduce"]
+        group = (rank, rank + 2)
+        block, ends = 4 + 4 * 4 * 4 + bias, 4 + 2 * words * 4
+        assert sums == [(group, block * 8), (group, ends * 8)]
+
+
+@pytest.mark.parametrize("axes", [Axes(lanes=3, tp=2, pp=2, ep=3), Axes(lanes=4, tp=2, ep=8)])
+def test_groups_are_those_of_the_topology(axes: Axes) -> None:
+    for over in ("lanes", "tp", "ep", "expert_replicas"):
+        for block in axes.blocks(over):
+            assert {groups_of(axes, rank)[over] for rank in block} == {tuple(block)}
+
+
+def test_rows_of_experts_are_compared_without_their_bytes() -> None:
+    plan, model = small()
+    plan = make_plan([10], lanes=2, capacity=8, ep=2)
+    layers = (LayerConfig(None, MoEConfig(experts=4, top_k=2, width=8)),)
+    model = replace(model, config=replace(model.config, layers=layers))
+    expected = trace(plan, one_stage(layers=1), 0, model=model, axes=Axes(lanes=2, ep=2))
+    assert [o.bytes for o in expected if "fsdp" not in o.kind] == [8, *[UNKNOWN] * 6]
+    issued = [Call(o.kind, abs(o.bytes), o.group) for o in expected if "fsdp" not in o.kind]
+    check_issued(expected, issued)
+    with pytest.raises(
+        ValueError, match=r"operation 3 of 7 .* gather .*; the trace has all_to_all"
+    ):
+        check_issued(expected, [*issued[:3], replace(issued[3], name="gather"), *issued[4:]])
+    with pytest.raises(ValueError, match=r"operation 6 of 7 .* the trace has .* unknown bytes: "):
+        check_issued(expected, issued[:-1])
 
 
 def test_a_depth_sends_one_more_stream_and_float32_is_wider() -> None:
@@ -154,6 +268,11 @@ def test_what_does_not_fit_is_refused() -> None:
     layout = parse_layout("Et|tL", pp=2, layers=2)
     with pytest.raises(ValueError, match="the plan is for 2 lanes, pp 2 and vpp 1, but"):
         trace(plan, layout, 0, model=model, axes=Axes(lanes=4, pp=2))
+
+    with pytest.raises(ValueError, match=r"align is 1, so that tp 2 does not divide .*; plan with"):
+        trace(plan, layout, 0, model=model, axes=Axes(lanes=2, tp=2, pp=2))
+    with pytest.raises(ValueError, match="the model has no experts"):
+        trace(plan, layout, 0, model=model, axes=Axes(lanes=2, pp=2, ep=2))
 
     class OwnConfig(AttentionConfig):
         pass

@@ -1,5 +1,7 @@
 """Decoders that join many kinds of layers, small enough for exact tests."""
 
+from dataclasses import replace
+
 from tests.ranks.spine import VOCAB
 
 from longshore.arch.attention import AttentionConfig, MLAConfig
@@ -13,8 +15,9 @@ EXPERTS = MoEConfig(
 )
 
 
-def hybrid() -> DecoderConfig:
+def hybrid(experts: int = 6) -> DecoderConfig:
     """Attention, delta net and Mamba2, experts, one depth of multi-token prediction."""
+    moe = replace(EXPERTS, experts=experts)
     rope = RopeConfig(rotary_dim=4)
     attention = AttentionConfig(heads=4, kv_heads=4, head_dim=8, rope=rope, qk_norm=True, gate=True)
     delta = DeltaNetConfig(key_heads=4, value_heads=4, key_dim=4, value_dim=6)
@@ -25,9 +28,9 @@ def hybrid() -> DecoderConfig:
         layers=(
             LayerConfig(delta, MLPConfig(width=24)),
             LayerConfig(mamba, None),
-            LayerConfig(attention, EXPERTS),
+            LayerConfig(attention, moe),
         ),
-        mtp=(LayerConfig(attention, EXPERTS),),
+        mtp=(LayerConfig(attention, moe),),
         zero_centred=True,
         init_std=0.3,
     )

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from tests.ranks.piped import pipeline_of, stage_batches, staged
+from tests.ranks.composed import ranks_of
+from tests.ranks.piped import stage_batches, staged, traced
 from tests.ranks.spine import MTP_WEIGHT, batches_of, lanes_of, make_samples, sharded
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,7 +14,7 @@ from longshore.distributed import collectives
 from longshore.parallel.apply import Choices
 from longshore.parallel.fsdp import begin_round
 from longshore.parallel.pipeline.stages import stages_of
-from longshore.parallel.pipeline.trace import Operation, TracedModel, check_issued, trace
+from longshore.parallel.pipeline.trace import Operation, check_issued, trace
 from longshore.plan import Plan, make_plan
 from longshore.plan.layout import one_stage, parse_layout
 from longshore.plan.order import Action
@@ -48,18 +49,6 @@ class TorchCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def traced(config, choices: Choices) -> TracedModel:
-    return TracedModel(
-        config=config,
-        mode=choices.mode,
-        item=ITEM,
-        kept=ITEM,
-        attention=choices.attention,
-        scan=choices.scan,
-        recompute=choices.recompute,
-    )
-
-
 def check_steps(cases: Sequence[tuple]) -> int:
     """Each case by Stepper.gradients, what collectives.py records compared; how many there were."""
     compared = 0
@@ -85,29 +74,61 @@ def check_in_flight(cases: Sequence[tuple], order: Sequence[Action]) -> int:
             expected = expected_of(config, plan, choices, topology, queues=[tuple(order)])
             with TorchCollectives() as everything:
                 run_in_order(model, plan, topology, choices, order)
-            check_everything(expected, everything.log, fsdp_sizes({0: model}, lanes=4))
+            check_everything(expected, everything.log, fsdp_sizes({0: model}))
             compared += len(expected)
     return compared
 
 
-def check_pipelines(cases: Sequence[tuple]) -> int:
-    """The same of pipelines of two ranks with two lanes, messages included."""
+def check_composed(checks: Sequence[tuple[dict[str, int], Sequence[tuple]]]) -> int:
+    """Cases on several axes; how many operations there were."""
     compared = 0
-    with pipeline_of(2, 2) as (topology, groups):
-        for config, text, choices in cases:
-            layers, depths = len(config.layers), len(config.mtp)
-            layout = parse_layout(text, pp=2, layers=layers, depths=depths)
-            plan = make_plan([3, 40, 17, 5, 60, 2, 40], lanes=2, capacity=32, pp=2, vpp=layout.vpp)
-            model = staged(config, layout, topology, groups, choices)
-            facts = traced(config, choices)
-            expected = trace(plan, layout, topology.rank, model=facts, axes=topology)
-            stepper = Stepper(model, None, topology, choices.mode, make_loss(), 0.0, MTP_WEIGHT)
-            batches = stage_batches(plan, make_samples(plan), topology, layout)
-            with TorchCollectives() as everything:
-                stepper.gradients(batches, max(1, batches[0].counts.main), plan=plan)
-            check_everything(expected, everything.log, fsdp_sizes(stages_of(model), lanes=2))
-            compared += len(expected)
+    for axes, cases in checks:
+        with ranks_of(**axes) as (topology, groups):
+            compared += sum(check_case(*case, topology, groups) for case in cases)
     return compared
+
+
+def check_case(config, text: str, choices: Choices, topology, groups) -> int:
+    """All collectives of torch, messages included.
+
+    Ours are compared with what collectives.py recorded, too: see Stepper.
+    """
+    layers, depths = len(config.layers), len(config.mtp)
+    layout = one_stage(layers=layers, depths=depths)
+    if text:
+        layout = parse_layout(text, pp=topology.pp, layers=layers, depths=depths)
+    plan = make_plan(
+        [3, 40, 17, 5, 60, 2, 40],
+        lanes=topology.lanes,
+        capacity=32,
+        pp=topology.pp,
+        vpp=layout.vpp,
+        tp=topology.tp,
+    )
+    model = staged(config, layout, topology, groups, choices)
+    expected = trace(plan, layout, topology.rank, model=traced(config, choices), axes=topology)
+    everything = TorchCollectives()
+    check = AtTheEndOfRounds(expected, everything, fsdp_sizes(stages_of(model)))
+    loss = make_loss()
+    stepper = Stepper(model, None, topology, choices.mode, loss, 0.0, MTP_WEIGHT, trace=check)
+    batches = stage_batches(plan, make_samples(plan), topology, layout)
+    with everything:
+        stepper.gradients(batches, max(1, batches[0].counts.main), plan=plan)
+    assert check.calls == 1
+    return len(expected)
+
+
+class AtTheEndOfRounds:
+    """Called by a Stepper after the rounds, before it sums gradients over TP."""
+
+    def __init__(self, expected, everything: TorchCollectives, sizes) -> None:
+        self.expected, self.everything, self.sizes = expected, everything, sizes
+        self.calls = 0
+
+    def __call__(self, plan: Plan) -> list[Operation]:
+        self.calls += 1
+        check_everything(self.expected, self.everything.log, self.sizes)
+        return self.expected
 
 
 def expected_of(config, plan: Plan, choices: Choices, topology, queues=None) -> list[Operation]:
@@ -157,7 +178,7 @@ def check_everything(
     assert len(expected) == len(issued)
 
 
-def fsdp_sizes(parts: Mapping[int, torch.nn.Module], *, lanes: int) -> dict[str, tuple[int, int]]:
+def fsdp_sizes(parts: Mapping[int, torch.nn.Module]) -> dict[str, tuple[int, int]]:
     """By the trace's names: bytes of each wrapped module's own parameters, bare and padded."""
     sizes = {}
     for stage, part in parts.items():
@@ -169,11 +190,18 @@ def fsdp_sizes(parts: Mapping[int, torch.nn.Module], *, lanes: int) -> dict[str,
                 if other != name and other.startswith(f"{name}." if name else "")
                 for p in below.parameters()
             }
-            shapes = [p.shape for p in module.parameters() if id(p) not in inside]
-            bare = sum(shape.numel() for shape in shapes)
-            padded = sum(-(-shape[0] // lanes) * lanes * shape[1:].numel() for shape in shapes)
+            own = [p for p in module.parameters() if id(p) not in inside]
+            bare = sum(p.shape.numel() for p in own)
+            padded = sum(padded_rows(p) * p.shape[1:].numel() for p in own)
             sizes[trace_name(name, stage)] = (bare * ITEM, padded * ITEM)
     return sizes
+
+
+def padded_rows(parameter) -> int:
+    """Rows of all shards; the last axis of the mesh is the one that splits."""
+    mesh = parameter.device_mesh
+    ranks = mesh.size(mesh.ndim - 1)
+    return -(-parameter.shape[0] // ranks) * ranks
 
 
 def trace_name(name: str, stage: int) -> str:
@@ -182,5 +210,5 @@ def trace_name(name: str, stage: int) -> str:
         return f"stage {stage}'s ends"
     group, number, *rest = name.split(".")
     start = f"layer {number}" if group == "layers" else f"depth {int(number) + 1}"
-    ends = {"router": " router", "per_head": " decay"}
+    ends = {"router": " router", "per_head": " decay", "experts": " experts"}
     return start + (ends[rest[-1]] if rest else "")

@@ -5,20 +5,23 @@ What every rank issues is compared with the plan's trace too.
 
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from tests.parallel.my_mixer import MeanConfig
 from tests.ranks.spine import MTP_WEIGHT, Outcome, batches_of, dense
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import make_topology
-from longshore.model.init import initial_rows
+from longshore.model.init import initial_block
 from longshore.parallel.apply import Choices, parallelize
-from longshore.parallel.fsdp import fill
 from longshore.parallel.pipeline.copies import EmbeddingCopies
+from longshore.parallel.pipeline.pack_collectives import COLLECTIVES, PackCollective
 from longshore.parallel.pipeline.stages import Stages, parameters_by_name, stages_of
 from longshore.parallel.pipeline.trace import TracedModel, trace
+from longshore.parallel.shards import fill
 from longshore.plan.layout import Layout
 from longshore.train.loss import make_loss
 from longshore.train.step import Stepper
@@ -52,11 +55,7 @@ def staged(config, layout: Layout, topology, groups, choices: Choices) -> Stages
         model = Stages(config, layout, pp_rank=topology.pp_rank).double()
     for part in stages_of(model).values():
         parallelize(part, topology, groups, choices=choices)
-        fill(
-            part,
-            topology.device,
-            lambda name, shape, start, stop: initial_rows(config, name, shape, start, stop, seed=3),
-        )
+        fill(part, topology.device, partial(initial_block, config, seed=3))
     return model
 
 
@@ -67,11 +66,20 @@ def stage_batches(plan, samples, topology, layout: Layout):
     return [batch.only(**inputs) for batch in whole]
 
 
-def piped(config, plan, samples, layout: Layout, topology, groups, choices: Choices) -> Piped:
-    """The plan through the pipeline; every rank gets the whole outcome."""
-    model = staged(config, layout, topology, groups, choices)
-    copies = EmbeddingCopies(model, topology)
-    traced = TracedModel(
+def mean_collectives(width: int, part, packs, ways, forward: bool) -> list[PackCollective]:
+    """What the mixer of my_mixer.py issues: a plain gather of all channels of each pack."""
+    calls = []
+    for pack in packs if forward else reversed(packs):
+        received = (pack.cp_size - 1) * pack.rows * width * ways.item
+        kind = "gather" if forward else "reduce_scatter"
+        calls.append(PackCollective(kind, pack, received, pack.cp_size * received, "rows"))
+    return calls
+
+
+def traced(config: DecoderConfig, choices: Choices) -> TracedModel:
+    """As the tests train it, in float64."""
+    COLLECTIVES[MeanConfig] = partial(mean_collectives, config.width)
+    return TracedModel(
         config=config,
         mode=choices.mode,
         item=8,
@@ -80,6 +88,12 @@ def piped(config, plan, samples, layout: Layout, topology, groups, choices: Choi
         scan=choices.scan,
         recompute=choices.recompute,
     )
+
+
+def piped(config, plan, samples, layout: Layout, topology, groups, choices: Choices) -> Piped:
+    """The plan through the pipeline; every rank gets the whole outcome."""
+    model = staged(config, layout, topology, groups, choices)
+    copies = EmbeddingCopies(model, topology)
     stepper = Stepper(
         model,
         None,
@@ -89,7 +103,9 @@ def piped(config, plan, samples, layout: Layout, topology, groups, choices: Choi
         0.0,
         MTP_WEIGHT,
         copies=copies,
-        trace=lambda plan: trace(plan, layout, topology.rank, model=traced, axes=topology),
+        trace=lambda plan: trace(
+            plan, layout, topology.rank, model=traced(config, choices), axes=topology
+        ),
     )
     batches = stage_batches(plan, samples, topology, layout)
     losses, _, _ = stepper.gradients(batches, max(1, batches[0].counts.main), plan=plan)

@@ -9,6 +9,7 @@ import torch
 from tests.data.plans import Sample, counts_of
 
 from longshore.arch.attention import AttentionConfig
+from longshore.arch.cuts import Cut
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.rope import DynamicScaling, RopeConfig
@@ -18,9 +19,9 @@ from longshore.data.shard import cut_shards, lane_cuts
 from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import make_topology
 from longshore.model.decoder import Decoder
-from longshore.model.init import init_decoder, initial_rows
+from longshore.model.init import init_decoder, initial_block
 from longshore.parallel.apply import Choices, parallelize
-from longshore.parallel.fsdp import fill
+from longshore.parallel.shards import boxes_of, cuts_by_name, fill
 from longshore.plan import Plan
 from longshore.train.loss import make_loss
 from longshore.train.step import Stepper
@@ -115,11 +116,7 @@ def sharded(config, topology, groups, choices: Choices) -> Decoder:
     with torch.device("meta"):
         model = Decoder(config).double()
     parallelize(model, topology, groups, choices=choices)
-    fill(
-        model,
-        topology.device,
-        lambda name, shape, start, stop: initial_rows(config, name, shape, start, stop, seed=3),
-    )
+    fill(model, topology.device, partial(initial_block, config, seed=3))
     return model
 
 
@@ -140,12 +137,26 @@ def together(config, plan, samples, topology, groups, choices: Choices) -> Outco
     batches = batches_of(plan, samples, topology.lane, len(config.mtp))
     losses, _, _ = stepper.gradients(batches, max(1, batches[0].counts.main))
     loss = stepper.weighted(losses)
-    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    cuts = cuts_by_name(model)
+    gradients = {name: whole(p.grad, cuts.get(name)) for name, p in model.named_parameters()}
     pieces = [piece for ctx, out in seen.values() for piece in unpack(ctx, out.detach())]
     everything = [None] * topology.lanes
     torch.distributed.all_gather_object(everything, (pieces, loss.item()))
     nll = merge(plan, [piece for part, _ in everything for piece in part])
     return Outcome(nll, sum(part for _, part in everything), gradients)
+
+
+def whole(gradient, cut: Cut | None, group=None) -> torch.Tensor:
+    """All of a gradient; what several ranks of the group (default: all) have is averaged."""
+    if cut is None:
+        return gradient.full_tensor()
+    shape, boxes = boxes_of(gradient, cut)
+    both = torch.zeros(2, *shape, dtype=gradient.dtype)
+    for box in boxes:
+        both[0][box.index] += box.local
+        both[1][box.index] += 1
+    torch.distributed.all_reduce(both, group=group)
+    return both[0] / both[1]
 
 
 def worst(got: Outcome, want: Outcome) -> tuple[float, str]:

@@ -230,19 +230,19 @@ def test_a_failed_save_is_told_on_all_ranks(tmp_path):
 
 
 def truncate(folder):
-    path = folder / "lane-00000.safetensors"
+    path = folder / "rank-00000.safetensors"
     os.truncate(path, path.stat().st_size - 1)
 
 
 def flip(folder):
-    path = folder / "lane-00000.safetensors"
+    path = folder / "rank-00000.safetensors"
     data = bytearray(path.read_bytes())
     data[-100] ^= 1
     path.write_bytes(data)
 
 
 def lose(folder):
-    (folder / "lane-00000.safetensors").unlink()
+    (folder / "rank-00000.safetensors").unlink()
 
 
 def unmark(folder):
@@ -285,15 +285,15 @@ def flip_marker(folder):
 
 
 HARM = [
-    (truncate, r"lane-00000\.safetensors has \d+ bytes of \d+; taking"),
-    (flip, r"lane-00000\.safetensors is damaged: its checksum does not match; taking"),
-    (lose, r"lane-00000\.safetensors is missing; taking"),
+    (truncate, r"rank-00000\.safetensors has \d+ bytes of \d+; taking"),
+    (flip, r"rank-00000\.safetensors is damaged: its checksum does not match; taking"),
+    (lose, r"rank-00000\.safetensors is missing; taking"),
     (unmark, r"checkpoint\.json is damaged \(.*\); taking"),
     (lead_away, r"checkpoint\.json is damaged \(it names files outside the checkpoint\); taking"),
     (count_more, r"checkpoint\.json is damaged \(its checksum does not match\); taking"),
     (rewind, r"checkpoint\.json is damaged \(its checksum does not match\); taking"),
     (flip_marker, r"checkpoint\.json is damaged \(its checksum does not match\); taking"),
-    (miss_rows, r"damaged \(rows of model.embed.weight are missing or listed twice\); taking"),
+    (miss_rows, r"damaged \(parts of model.embed.weight are missing or listed twice\); taking"),
     (rename, r"checkpoint\.json is of step 100, not of its folder's step; taking"),
 ]
 
@@ -348,14 +348,14 @@ def test_no_pickle_is_ever_opened(tmp_path):
         (beside / name).write_bytes(bomb)
     instead = checkpoint_folder(tmp_path, 2)
     data = json.loads((instead / "checkpoint.json").read_text())
-    path = instead / "lane-00000.safetensors"
+    path = instead / "rank-00000.safetensors"
     path.write_bytes(bomb)
     data["files"][path.name] = {"bytes": len(bomb), "crc32": zlib.crc32(bomb)}
     (instead / "checkpoint.json").write_bytes(sealed_json(data))
     read_index(instead)
     for position, lines, state, *_ in run_ranks(2, loaded, 2, "none", str(tmp_path)):
         assert position.step == 1
-        assert "lane-00000.safetensors is damaged" in lines[0]
+        assert "rank-00000.safetensors is damaged" in lines[0]
         check_equal(state, states[0])
     (instead / "checkpoint.json").write_bytes(bomb)
     with pytest.raises(DamagedError, match="is damaged"):

@@ -1,6 +1,7 @@
 """Experts on gloo ranks: any plan gives the losses, counts and gradients of each sequence alone."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ from longshore.batch import whole_context
 from longshore.data.pack import merge, unpack
 from longshore.distributed.collectives import count
 from longshore.model.decoder import Decoder
-from longshore.model.init import init_decoder, initial_rows
+from longshore.model.init import init_decoder, initial_block
 from longshore.parallel.apply import Choices, parallelize
-from longshore.parallel.fsdp import begin_round, fill
+from longshore.parallel.fsdp import begin_round
+from longshore.parallel.shards import fill
 from longshore.plan import Pack, Plan, Round, make_plan
 from longshore.train.loss import make_loss
 from longshore.train.optimizer import RoutingCounts, update_bias
@@ -99,11 +101,7 @@ def sharded(config, topology, groups, choices: Choices) -> Decoder:
     with torch.device("meta"):
         model = Decoder(config).double()
     parallelize(model, topology, groups, choices=choices)
-    fill(
-        model,
-        topology.device,
-        lambda name, shape, start, stop: initial_rows(config, name, shape, start, stop, seed=3),
-    )
+    fill(model, topology.device, partial(initial_block, config, seed=3))
     set_bias(model)
     return model
 

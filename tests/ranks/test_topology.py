@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.ranks.harness import run_ranks
 
-from longshore.distributed.topology import AXES, Axes, make_topology
+from longshore.distributed.topology import AXES, EXPERT_AXES, Axes, make_topology
 
 SIZES = st.integers(1, 6)
 
@@ -18,6 +18,17 @@ def test_the_worked_example():
     assert axes.ranks_of_lane(1) == (2, 3, 8, 9)
     assert axes.first_rank_of_lane(1) == 2
     assert [7, 9, 11] in axes.blocks("lanes")
+    axes = Axes(lanes=3, tp=2, pp=2, ep=3)
+    assert axes.blocks("ep") == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert axes.ep_rank_of(9) == 0
+    assert [6, 9] in axes.blocks("expert_replicas")
+
+
+def test_experts_may_span_lanes_and_tp_ranks():
+    axes = Axes(lanes=32, tp=8, ep=64)
+    assert axes.expert_replicas == 4
+    assert axes.blocks("ep")[1] == list(range(64, 128))
+    assert axes.blocks("expert_replicas")[63] == [63, 127, 191, 255]
 
 
 @pytest.mark.property
@@ -42,6 +53,24 @@ def test_each_rank_is_once_in_each_axis(lanes, tp, pp):
     assert sorted(rank for lane in range(lanes) for rank in axes.ranks_of_lane(lane)) == every
 
 
+@pytest.mark.property
+@given(st.data(), SIZES, SIZES, SIZES)
+def test_each_rank_is_once_in_an_ep_group_and_once_among_replicas(data, lanes, tp, pp):
+    ep = data.draw(st.sampled_from([n for n in range(1, lanes * tp + 1) if lanes * tp % n == 0]))
+    axes = Axes(lanes=lanes, tp=tp, pp=pp, ep=ep)
+    every = list(range(axes.world_size))
+    for axis in ("ep", "expert_replicas"):
+        blocks = axes.blocks(axis)
+        assert sorted(rank for block in blocks for rank in block) == every
+        assert all(len(block) == getattr(axes, axis) for block in blocks)
+        assert all(len({axes.pp_rank_of(rank) for rank in block}) == 1 for block in blocks)
+    for block in axes.blocks("ep"):
+        assert block == list(range(block[0], block[0] + ep))
+        assert [axes.ep_rank_of(rank) for rank in block] == list(range(ep))
+    for block in axes.blocks("expert_replicas"):
+        assert len({axes.ep_rank_of(rank) for rank in block}) == 1
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -50,6 +79,10 @@ def test_each_rank_is_once_in_each_axis(lanes, tp, pp):
         ({"lanes": 2, "tp": -1}, r"tp is -1"),
         ({"lanes": 2, "pp": True}, r"pp is True"),
         ({"lanes": 6, "ep": 4}, r"ep is 4 and does not divide the 6 lanes; use one of 1, 2, 3, 6"),
+        (
+            {"lanes": 3, "tp": 2, "ep": 4},
+            r"ep is 4 and does not divide the 3 lanes × tp 2 = 6 ranks; use one of 1, 2, 3, 6, or",
+        ),
     ],
 )
 def test_bad_sizes_are_refused(sizes, message):
@@ -91,30 +124,55 @@ def groups_of(groups):
     return {name: members(getattr(groups, name)) for name in ("world", *AXES)}
 
 
+def open_groups():
+    return len(dist.distributed_c10d._world.pg_map)
+
+
 def describe():
     topology = make_topology(lanes=2, tp=2, pp=2, ep=2, device="cpu")
-    before = len(dist.distributed_c10d._world.pg_map)
+    before = open_groups()
     mine = groups_of(topology.groups)
     host = topology.host_groups()
     theirs = groups_of(host)
     host.close()
-    assert len(dist.distributed_c10d._world.pg_map) == before
+    assert open_groups() == before
+    mine |= {"ep": members(topology.experts.ep)}
+    mine |= {"expert_replicas": members(topology.experts.replicas.get_group())}
     place = topology.lane, topology.tp_rank, topology.pp_rank, topology.is_first_of_lane
+    assert topology.ep_rank == topology.experts.ep.rank()
     assert str(topology.device) == "cpu"
     assert topology.mesh.shape == (2, 2, 2)
-    topology.groups.close()
-    assert len(dist.distributed_c10d._world.pg_map) == 1
+    topology.close()
+    assert open_groups() == 1
     return topology.rank, place, mine, theirs
 
 
 def test_each_rank_stands_at_its_place_and_talks_in_its_groups():
-    axes = Axes(lanes=2, tp=2, pp=2)
+    axes = Axes(lanes=2, tp=2, pp=2, ep=2)
     for rank, (told, place, mine, theirs) in enumerate(run_ranks(8, describe)):
         assert told == rank
         first = rank in (0, 2)
         assert place == (axes.lane_of(rank), axes.tp_rank_of(rank), axes.pp_rank_of(rank), first)
-        wanted = {a: next(b for b in axes.blocks(a) if rank in b) for a in AXES}
-        assert mine == theirs == {"world": list(range(8)), **wanted}
+        every = dict.fromkeys([*AXES, *EXPERT_AXES])
+        wanted = {a: next(b for b in axes.blocks(a) if rank in b) for a in every}
+        assert mine == {"world": list(range(8)), **wanted}
+        assert theirs == {name: mine[name] for name in theirs}
+
+
+def count_groups():
+    """Groups that layers of experts add, for several sizes."""
+    added = []
+    for sizes in ({}, {"ep": 2}, {"ep": 4}, {"lanes": 2, "tp": 2}):
+        topology = make_topology(**{"lanes": 4, "device": "cpu", **sizes})
+        added.append(len(topology.experts.created) if topology.experts else 0)
+        topology.close()
+        assert open_groups() == 1
+    return added
+
+
+def test_experts_add_at_most_two_groups():
+    """None without TP and EP; with EP over all lanes, or on no others, one."""
+    assert run_ranks(4, count_groups) == [[0, 2, 1, 1]] * 4
 
 
 def refuse():

@@ -1,12 +1,19 @@
 """A checkpoint as files, without ranks: every bit of it is checked before it is loaded."""
 
+import json
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from longshore.files import sealed_json
 from longshore.train.checkpoint_files import (
     CheckpointIndex,
     DamagedError,
+    SavedChunk,
     SavedTensor,
+    _tile,
     begin_save,
     check_files,
     checkpoint_folder,
@@ -21,14 +28,15 @@ LOADER = {"epoch": 1, "step_in_epoch": 2, "step": 5, "data": "1f3a"}
 
 
 def write(run, step=5):
-    """Two lanes with two rows each."""
+    """Two ranks with two rows each."""
     begin_save(run, step, needed=100)
-    names = [f"lane-0000{lane}.safetensors" for lane in (0, 1)]
+    names = [f"rank-0000{rank}.safetensors" for rank in (0, 1)]
     files = {
         name: write_safetensors(partial_folder(run, step) / name, {"w": torch.ones(2, 3)})
         for name in names
     }
-    tensors = {"w": SavedTensor("F32", (4, 3), ((0, 2, names[0]), (2, 2, names[1])))}
+    chunks = (SavedChunk((0, 0), (2, 3), names[0], "w"), SavedChunk((2, 0), (2, 3), names[1], "w"))
+    tensors = {"w": SavedTensor("F32", (4, 3), chunks)}
     saved = CheckpointIndex(step, 4, 2, loader=LOADER, files=files, tensors=tensors)
     finish_save(run, saved, keep=2)
     return saved
@@ -58,26 +66,85 @@ def test_a_bit_in_any_file_of_a_checkpoint_is_noticed(tmp_path):
     assert look(folder) == saved
 
 
+def rewrite(run, saved, tensors, *, version=3):
+    """The same files with another list of tensors, as step 6."""
+    begin_save(run, 6, needed=100)
+    for name in saved.files:
+        partial = partial_folder(run, 6) / name
+        partial.write_bytes((checkpoint_folder(run, 5) / name).read_bytes())
+    finish_save(run, CheckpointIndex(6, 4, 2, LOADER, saved.files, {}), keep=2)
+    marker = checkpoint_folder(run, 6) / "checkpoint.json"
+    data = json.loads(marker.read_bytes()) | {"tensors": tensors, "version": version}
+    del data["sha256"]
+    marker.write_bytes(sealed_json(data))
+    return checkpoint_folder(run, 6)
+
+
+FILES = ("rank-00000.safetensors", "rank-00001.safetensors")
+
+
 @pytest.mark.parametrize(
-    "chunks",
+    "blocks",
     [
-        (),
-        ((0, 2, "lane-00000.safetensors"),),
-        ((0, 2, "lane-00000.safetensors"), (0, 2, "lane-00001.safetensors")),
-        ((0, 2, "lane-00000.safetensors"), (2, 3, "lane-00001.safetensors")),
-        ((0, 2, "lane-00000.safetensors"), (2, 0, "x"), (2, 2, "lane-00001.safetensors")),
+        [],
+        [((0, 0), (2, 3))],
+        [((0, 0), (2, 3)), ((0, 0), (2, 3))],
+        [((0, 0), (2, 3)), ((2, 0), (3, 3))],
+        [((0, 0), (2, 3)), ((2, 0), (0, 3)), ((2, 0), (2, 3))],
+        [((-1, 0), (3, 3)), ((2, 0), (2, 3))],
+        [((0, 0), (4, 2)), ((0, 1), (4, 1))],
+        [((0, 0), (4, 2)), ((0, 2), (3, 1))],
+        [((0, 0), (2, 3)), ((2, 0), (2, 4))],
+        [((0, 0), (2, 3)), ((2,), (2,))],
     ],
 )
-def test_rows_must_be_there_once(tmp_path, chunks):
+def test_every_value_must_be_there_once(tmp_path, blocks):
+    chunks = [[*block, file, "w"] for block, file in zip(blocks, FILES * 2, strict=False)]
+    tensors = {"w": {"dtype": "F32", "shape": [4, 3], "chunks": chunks}}
+    folder = rewrite(tmp_path, write(tmp_path), tensors)
+    with pytest.raises(
+        DamagedError, match=r"parts of w (are missing or listed twice|have another)"
+    ):
+        read_index(folder)
+
+
+@st.composite
+def tilings(draw, rest=(4, 3, 5)):
+    """Random blocks that cover all of `rest`: cuts along one dim, and each part cut again."""
+    blocks = [((0,) * len(rest), rest)]
+    for _ in range(draw(st.integers(0, 6))):
+        at = draw(st.integers(0, len(blocks) - 1))
+        offsets, sizes = blocks[at]
+        dim = draw(st.integers(0, len(rest) - 1))
+        if sizes[dim] > 1:
+            cut = draw(st.integers(1, sizes[dim] - 1))
+            later = list(offsets)
+            later[dim] += cut
+            first, second = list(sizes), list(sizes)
+            first[dim], second[dim] = cut, sizes[dim] - cut
+            blocks[at : at + 1] = [(offsets, tuple(first)), (tuple(later), tuple(second))]
+    return draw(st.permutations(blocks))
+
+
+@given(tilings(), st.data())
+def test_blocks_cover_a_tensor(blocks, data):
+    assert _tile((4, 3, 5), blocks)
+    at = data.draw(st.integers(0, len(blocks) - 1))
+    assert not _tile((4, 3, 5), [*blocks[:at], *blocks[at + 1 :]])
+    assert not _tile((4, 3, 5), [*blocks, blocks[at]])
+
+
+def test_rows_of_the_version_before_are_read(tmp_path):
+    tensors = {
+        "w": {"dtype": "F32", "shape": [4, 3], "chunks": [[0, 2, FILES[0]], [2, 2, FILES[1]]]},
+        "n": {"dtype": "F32", "shape": [], "chunks": [[0, 1, FILES[0]]]},
+    }
     saved = write(tmp_path)
-    saved.tensors["w"] = SavedTensor("F32", (4, 3), chunks)
-    begin_save(tmp_path, 6, needed=100)
-    for name in saved.files:
-        partial = partial_folder(tmp_path, 6) / name
-        partial.write_bytes((checkpoint_folder(tmp_path, 5) / name).read_bytes())
-    finish_save(tmp_path, CheckpointIndex(6, 4, 2, LOADER, saved.files, saved.tensors), keep=2)
-    with pytest.raises(DamagedError, match="rows of w are missing or listed twice"):
-        read_index(checkpoint_folder(tmp_path, 6))
+    index = read_index(rewrite(tmp_path, saved, tensors, version=2))
+    assert index.tensors["w"] == saved.tensors["w"]
+    assert index.tensors["n"].chunks == (SavedChunk((), (), FILES[0], "n"),)
+    with pytest.raises(DamagedError, match=r"version 1; this Longshore reads .* versions 2 and 3"):
+        read_index(rewrite(tmp_path, saved, tensors, version=1))
 
 
 def test_a_save_without_room_does_not_begin(tmp_path):

@@ -64,7 +64,7 @@ def test_routers_and_decay_rates_do_not_decay() -> None:
 
 
 ALONE = SimpleNamespace(size=lambda: 1)
-ONE_LANE = SimpleNamespace(groups=SimpleNamespace(lanes=ALONE, pp=ALONE))
+ONE_LANE = SimpleNamespace(groups=SimpleNamespace(lanes=ALONE, tp=ALONE, pp=ALONE))
 
 
 def routed(*counts: int) -> Routed:

@@ -24,7 +24,7 @@ def no_fsdp(monkeypatch):
 def stepper_of(loss, dtype=torch.float64):
     model = Decoder(deepseek()).to(dtype)
     init_decoder(model, seed=3)
-    here = SimpleNamespace(device=torch.device("cpu"))
+    here = SimpleNamespace(device=torch.device("cpu"), tp=1)
     return Stepper(model, None, here, "none", loss, 0.0, MTP_WEIGHT)
 
 

@@ -1,24 +1,29 @@
-"""`longshore export`: from a finished run to a Hugging Face folder.
+"""`longshore export`: from a finished run, or from a checkpoint, to a Hugging Face folder.
 
 In: the options of EXPORT_HELP. Out: a folder that transformers loads, or one of our own format for
 what transformers does not have, and a line that says so.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longshore.cli.environment import working_folder_last
 from longshore.cli.options import add_command, count, one_of, say
 from longshore.errors import SettingError, as_option
 from longshore.user_code import load_module
 
-EXPORT_HELP = """\
-Writes the weights of a finished run as a folder that transformers, vLLM and others load:
-config.json, safetensors, and the tokenizer of the model the run began with.
+if TYPE_CHECKING:
+    from longshore.hf.weights import SavedWeights
 
-  RUN                the folder of a run, or of its weights
+EXPORT_HELP = """\
+Writes the weights of a finished run, or of a checkpoint, as a folder that transformers, vLLM and
+others load: config.json, safetensors, and the tokenizer of the model the run began with.
+
+  RUN                the folder of a run, of its weights, or of one of its checkpoints
   DIR                the folder to make
+  --step N           of RUN, the checkpoint after step N instead of the weights at its end
   --dtype D          bfloat16, float32, or keep: as the run has them (default)
   --base DIR         the Hugging Face folder the run began with, if it is no longer where it was
   --max-length N     max_position_embeddings of config.json (default: what the base says; 32768
@@ -29,6 +34,7 @@ config.json, safetensors, and the tokenizer of the model the run began with.
 
 examples:
   longshore export runs/first my-model --dtype bfloat16
+  longshore export runs/first my-model --step 400
   longshore export runs/mine-1 my-model --format longshore --module mine"""
 
 FORMATS = ("hf", "longshore")
@@ -38,7 +44,7 @@ def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = add_command(
         commands,
         "export",
-        summary="write a finished run as a Hugging Face folder",
+        summary="write a finished run or a checkpoint as a Hugging Face folder",
         usage="longshore export RUN DIR [options]",
         text=EXPORT_HELP,
     )
@@ -46,6 +52,7 @@ def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
     hidden = argparse.SUPPRESS  # EXPORT_HELP describes them all
     parser.add_argument("weights", metavar="RUN", help=hidden)
     parser.add_argument("folder", metavar="DIR", help=hidden)
+    parser.add_argument("--step", type=count(1 << 40), help=hidden)
     kinds = one_of(("bfloat16", "float32", "keep"))
     parser.add_argument("--dtype", type=kinds, default="keep", help=hidden)
     parser.add_argument("--base", help=hidden)
@@ -63,7 +70,7 @@ def run_export(args: argparse.Namespace) -> None:
             "--max-length works only with --format hf; Longshore's own format has no such key"
         )
     try:
-        weights = _weights_folder(Path(args.weights))
+        weights = _weights_folder(Path(args.weights), args.step)
         check_new(args.folder)
         if args.module is not None:
             _import_mixers(args.module)
@@ -84,13 +91,46 @@ def _import_mixers(module: str) -> None:
         raise ValueError(error.spelled(as_option)) from None
 
 
-def _weights_folder(run: Path) -> Path:
+def _weights_folder(run: Path, step: int | None) -> Path:
+    """The folder of weights, or of a checkpoint."""
+    from longshore.train.checkpoint_files import MARKER, checkpoint_folder, saved_steps
+
+    if not run.is_dir():
+        raise ValueError(f"{run} is not a folder; name that of a finished run")
+    steps = ", ".join(map(str, saved_steps(run)))
+    if step is not None:
+        folder = checkpoint_folder(run, step)
+        if folder.is_dir():
+            return folder
+        others = f"; it has those of steps {steps}" if steps else " or any other"
+        raise ValueError(f"{run} has no checkpoint of step {step}{others}")
     for folder in (run, run / "weights"):
         if (folder / "weights.json").is_file():
             return folder
-    if not run.is_dir():
-        raise ValueError(f"{run} is not a folder; name that of a finished run")
-    raise ValueError(f"{run} has no weights/weights.json; a run writes it after its last step")
+    if (run / MARKER).is_file():
+        return run
+    others = f"; name one of its checkpoints with --step: {steps}" if steps else ""
+    raise ValueError(
+        f"{run} has no weights/weights.json; a run writes it after its last step{others}"
+    )
+
+
+def _open_saved(args: argparse.Namespace, folder: Path) -> tuple["SavedWeights", int]:
+    """What the folder holds, and its bytes."""
+    from longshore.hf.weights import load_weights
+    from longshore.run.saved import open_checkpoint
+    from longshore.train.checkpoint_tensors import CheckpointTensors
+
+    base = None if args.base is None else Path(args.base)
+    if (folder / "weights.json").is_file():
+        saved = load_weights(folder)
+        if base is not None:
+            saved = replace(saved, base=base)
+        return saved, sum(path.stat().st_size for path in folder.iterdir())
+    working_folder_last()  # the run's model may be in a module of the user's
+    saved = open_checkpoint(folder, base=base)
+    assert isinstance(saved.tensors, CheckpointTensors)
+    return saved, saved.tensors.nbytes
 
 
 def _export(args: argparse.Namespace, weights: Path) -> None:
@@ -99,15 +139,13 @@ def _export(args: argparse.Namespace, weights: Path) -> None:
     from longshore.files import check_room
     from longshore.hf.checkpoint import write_checkpoint, write_own_checkpoint
     from longshore.hf.config_file import choose_architecture
-    from longshore.hf.weights import load_weights
 
-    saved = load_weights(weights)
-    base = saved.base if args.base is None else Path(args.base)
+    saved, size = _open_saved(args, weights)
+    base = saved.base
     if base is not None and not base.is_dir():
         raise ValueError(
             f"the run began with {base}, which does not exist; name its folder with --base"
         )
-    size = sum(path.stat().st_size for path in weights.iterdir())
     check_room(Path(args.folder), size // 2 if args.dtype == "bfloat16" else size)
     dtype = None if args.dtype == "keep" else getattr(torch, args.dtype)
     if args.format == "longshore":

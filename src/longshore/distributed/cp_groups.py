@@ -16,7 +16,13 @@ from typing import Self
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from longshore.distributed.topology import Axes, Topology, destroy_groups, new_group_if_in
+from longshore.distributed.topology import (
+    Axes,
+    Topology,
+    can_split,
+    destroy_groups,
+    new_group_if_in,
+)
 from longshore.plan.shapes import ANY_SIZE_LANES, is_power_of_two
 
 
@@ -50,7 +56,7 @@ class CPGroups:
         self._groups: dict[tuple[int, int], ProcessGroup] = {}
         self._left_over: list[ProcessGroup] = []
         ascending = check_cp_sizes(sizes, topology.lanes)
-        make = _split if _can_split(topology) else _create
+        make = _split if can_split() else _create
         for size in ascending:
             group = make(topology, size)
             first = topology.lane // size * size
@@ -118,9 +124,3 @@ def splits(axes: Axes, size: int) -> list[list[int]]:
         for lanes in [*cp_blocks(axes.lanes, size), *left]
         for block in axes.lane_blocks(lanes)
     ]
-
-
-def _can_split(topology: Topology) -> bool:
-    """Whether the default group has only NCCL, and its communicator already exists."""
-    world = topology.groups.world
-    return set(topology.backends.values()) == {"nccl"} and world.bound_device_id is not None

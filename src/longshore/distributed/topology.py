@@ -6,6 +6,10 @@ Ranks are numbered in the mesh (pp, lanes, tp), the last axis fastest. With 3 la
 there are 12 ranks; rank 9 = (1·3 + 1)·2 + 1 has pp_rank 1, lane 1 and tp_rank 1. Lane 1 is held by
 ranks 2, 3, 8 and 9, which see the same tokens; rank 2 is its first. Rank 9 sums gradients with
 ranks 7, 9 and 11, the other lanes at its TP and PP coordinates.
+
+Experts are divided over ep neighbouring ranks of a pipeline rank, whatever their lanes. With ep 3
+the ranks 6 … 11 of pp_rank 1 form the EP groups 6 7 8 and 9 10 11; rank 9 has ep_rank 0, and the
+same experts as rank 6, its other expert replica.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,6 +23,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("pp", "lanes", "tp")
+EXPERT_AXES = ("pp", "expert_replicas", "ep")
+"""The same ranks, as layers of experts divide them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +38,26 @@ class Axes:
     pp: int = 1
     """Pipeline parallelism."""
     ep: int = 1
-    """Expert parallelism: neighbouring lanes that share one set of experts; divides `lanes`."""
+    """Expert parallelism: neighbouring ranks of a pipeline rank that share one set of experts;
+    divides lanes · tp."""
 
     def __post_init__(self) -> None:
         for axis in fields(Axes):
             _check_size(axis.name, getattr(self, axis.name))
-        if self.lanes % self.ep:
-            works = [size for size in range(1, self.lanes + 1) if self.lanes % size == 0]
+        if self.lanes * self.tp % self.ep:
+            ranks = self.lanes * self.tp
+            works = [size for size in range(1, ranks + 1) if ranks % size == 0]
+            product = f"{self.lanes} lanes × tp {self.tp} = {ranks} ranks"
             raise ValueError(
-                f"ep is {self.ep} and does not divide the {self.lanes} lanes; "
+                f"ep is {self.ep} and does not divide the "
+                f"{product if self.tp > 1 else f'{self.lanes} lanes'}; "
                 f"use one of {', '.join(map(str, works))}, or another number of lanes"
             )
+
+    @property
+    def expert_replicas(self) -> int:
+        """How many ranks of a pipeline rank have the same experts."""
+        return self.lanes * self.tp // self.ep
 
     @property
     def world_size(self) -> int:
@@ -79,6 +94,9 @@ class Axes:
     def pp_rank_of(self, rank: int) -> int:
         return rank // (self.lanes * self.tp)
 
+    def ep_rank_of(self, rank: int) -> int:
+        return rank % self.ep
+
     def first_rank_of_lane(self, lane: int) -> int:
         """The rank that reads a lane's data: the one with tp_rank 0 and pp_rank 0."""
         return self.rank_at(lane=lane)
@@ -100,10 +118,14 @@ class Axes:
         ]
 
     def blocks(self, axis: str) -> list[list[int]]:
-        """All groups along one axis, each as its ranks. Every rank is in exactly one."""
+        """All groups along one of AXES or EXPERT_AXES, each as its ranks.
+
+        Every rank is in exactly one.
+        """
+        axes = AXES if axis in AXES else EXPERT_AXES
+        mesh = np.arange(self.world_size).reshape([getattr(self, name) for name in axes])
         size: int = getattr(self, axis)
-        mesh = np.arange(self.world_size).reshape(self.pp, self.lanes, self.tp)
-        blocks: list[list[int]] = np.moveaxis(mesh, AXES.index(axis), -1).reshape(-1, size).tolist()
+        blocks: list[list[int]] = np.moveaxis(mesh, axes.index(axis), -1).reshape(-1, size).tolist()
         return blocks
 
 
@@ -137,12 +159,38 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertGroups:
+    """One rank's groups for layers of experts: two more than those of its axes, at most.
+
+    And one of this rank alone, where tp, pp and lanes are all above 1.
+    """
+
+    ep: ProcessGroup
+    """The ranks that share one set of experts, by ep_rank."""
+    replicas: DeviceMesh
+    """The ranks with the same experts as this one, by rank: the axis "expert_replicas"."""
+    copies: DeviceMesh
+    """The same with a second axis, "shard", of one rank: each has all of these experts."""
+    created: tuple[ProcessGroup, ...]
+    """What is destroyed with them; a group of one rank may be that of another axis."""
+
+    def close(self) -> None:
+        """Every rank calls it, after its last use."""
+        destroy_groups(reversed(self.created))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Topology(Axes):
     """One rank's place in the mesh, with the groups of its axes."""
 
     rank: int
+    """Of all ranks."""
     mesh: DeviceMesh = field(repr=False)
+    """Of the axes AXES."""
     groups: Groups
+    """Of these axes."""
+    experts: ExpertGroups | None = field(repr=False)
+    """Only where tp or ep is above 1; else the experts of a layer are on every lane."""
 
     @property
     def device(self) -> torch.device:
@@ -151,8 +199,7 @@ class Topology(Axes):
     @property
     def backends(self) -> dict[str, str]:
         """The backend of each type of device, such as {"cpu": "gloo", "cuda": "nccl"}."""
-        pairs = dist.get_backend_config(self.groups.world).split(",")
-        return dict(pair.split(":", 1) for pair in pairs)
+        return backends_of(self.groups.world)
 
     @property
     def lane(self) -> int:
@@ -167,8 +214,21 @@ class Topology(Axes):
         return self.pp_rank_of(self.rank)
 
     @property
+    def ep_rank(self) -> int:
+        return self.ep_rank_of(self.rank)
+
+    @property
     def is_first_of_lane(self) -> bool:
         return self.rank == self.first_rank_of_lane(self.lane)
+
+    def close(self) -> None:
+        """Destroys all its groups, except the default one. Every rank calls it, after its last use.
+
+        Needed only if the default group lives on.
+        """
+        if self.experts is not None:
+            self.experts.close()
+        self.groups.close()
 
     def host_groups(self) -> Groups:
         """A second set of the same groups, on gloo and for CPU tensors, for another thread.
@@ -208,8 +268,60 @@ def make_topology(
     world = dist.group.WORLD
     assert world is not None
     groups = Groups(device=device, world=world, **{axis: mesh.get_group(axis) for axis in AXES})
+    experts = _expert_groups(axes, groups) if tp > 1 or ep > 1 else None
+    rank = dist.get_rank()
     return Topology(
-        lanes=lanes, tp=tp, pp=pp, ep=ep, rank=dist.get_rank(), mesh=mesh, groups=groups
+        lanes=lanes, tp=tp, pp=pp, ep=ep, rank=rank, mesh=mesh, groups=groups, experts=experts
+    )
+
+
+def _expert_groups(axes: Axes, groups: Groups) -> ExpertGroups:
+    """Groups of their own: on a shared NCCL communicator experts' rows would wait for FSDP's.
+
+    Created here, where all ranks are, and not where a rank's stage has experts.
+    """
+    created: list[ProcessGroup] = []
+
+    def create(blocks: list[list[int]], name: str) -> ProcessGroup:
+        if can_split():
+            group = dist.split_group(split_ranks=blocks, group_desc=name)
+            assert group is not None, f"rank {dist.get_rank()} is in none of the blocks"
+        else:
+            backend = backends_of(groups.world)[groups.device.type]
+            group = new_group_of(blocks, backend=backend)
+        created.append(group)
+        return group
+
+    ones = [group for group in (groups.tp, groups.pp, groups.lanes) if group.size() == 1]
+    alone = ones[0] if ones else create([[rank] for rank in range(axes.world_size)], "alone")
+    ep, replicas = (
+        alone if getattr(axes, name) == 1 else create(axes.blocks(name), name)
+        for name in ("ep", "expert_replicas")
+    )
+    ranks = torch.tensor(dist.get_process_group_ranks(replicas))
+    mesh = DeviceMesh.from_group(replicas, groups.device.type, mesh_dim_names=("expert_replicas",))
+    copies = DeviceMesh.from_group(
+        [replicas, alone],
+        groups.device.type,
+        ranks[:, None],
+        mesh_dim_names=("expert_replicas", "shard"),
+    )
+    return ExpertGroups(ep=ep, replicas=mesh, copies=copies, created=tuple(created))
+
+
+def backends_of(group: ProcessGroup) -> dict[str, str]:
+    """The backend of each type of device, such as {"cpu": "gloo", "cuda": "nccl"}."""
+    pairs = dist.get_backend_config(group).split(",")
+    return dict(pair.split(":", 1) for pair in pairs)
+
+
+def can_split() -> bool:
+    """Whether the default group has only NCCL, and its communicator already exists."""
+    world = dist.group.WORLD
+    return (
+        world is not None
+        and world.bound_device_id is not None
+        and set(backends_of(world).values()) == {"nccl"}
     )
 
 

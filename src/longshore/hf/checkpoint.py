@@ -1,11 +1,11 @@
 """Hugging Face folders: weights in and out, under our names.
 
 In: a folder with config.json and safetensors. Out: its tensors by our names, read when asked for,
-whole or by rows; or a new folder that transformers loads. Reading one and writing it again changes
-no byte of a tensor or of config.json:
+whole or in blocks; or a new folder that transformers loads. Reading one and writing it again
+changes no byte of a tensor or of config.json:
 
     weights = open_weights("Qwen3-8B")
-    weights.rows("embed.weight", 0, 1024)         what one rank of a sharded model needs
+    weights.block("embed.weight", (slice(0, 1024),))      what one rank of a sharded model needs
     write_checkpoint("copy", read_config("Qwen3-8B"), weights.items(), base="Qwen3-8B")
 
 A decoder that transformers has no architecture for is written in our own format instead, see
@@ -14,7 +14,7 @@ hf/own_format.py.
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -77,7 +77,7 @@ class Weights(Mapping[str, Tensor]):
         self.shapes = shapes
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.rows(name, 0, self.shapes[name][0])
+        return self.block(name, (slice(0, self.shapes[name][0]),))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
@@ -85,18 +85,21 @@ class Weights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.shapes)
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start…stop of a tensor; no others are read.
+    def block(self, name: str, index: Sequence[slice]) -> Tensor:
+        """A range of each dim of a tensor, or of the first dims alone; little more is read.
 
         Those of a tied head are the embedding's: a pipeline stage without embedding asks for them.
         """
         if name == "head.weight" and name not in self.shapes:
             name = "embed.weight"
-        if not 0 <= start <= stop <= self.shapes[name][0]:
-            raise ValueError(
-                f"rows {start} to {stop} of {name} are out of range; it has {self.shapes[name][0]}"
-            )
-        return self.sources[name].read(self.files, start, stop)
+        shape = self.shapes[name]
+        for dim, (part, size) in enumerate(zip(index, shape, strict=False)):
+            if not 0 <= part.start <= part.stop <= size:
+                raise ValueError(
+                    f"{part.start} to {part.stop} of dim {dim} of {name} are out of range; it has "
+                    f"the shape {shape}"
+                )
+        return self.sources[name].read(self.files, index)
 
 
 def open_weights(folder: str | Path) -> Weights:
@@ -253,8 +256,8 @@ def _check_copy(files: TensorFiles, copy: str, of: str, *, why: str) -> None:
     """A copy must equal its original; the first rows are compared."""
     if not {copy, of} <= set(files.names) or files.shape(copy) != files.shape(of):
         return
-    rows = min(64, files.shape(of)[0])
-    if not torch.equal(files.rows(copy, 0, rows), files.rows(of, 0, rows)):
+    rows = (slice(0, min(64, files.shape(of)[0])),)
+    if not torch.equal(files.block(copy, rows), files.block(of, rows)):
         raise ValueError(f"{files.folder}: {why}, but {copy} differs from {of}; remove {copy}")
 
 

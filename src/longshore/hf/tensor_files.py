@@ -1,7 +1,7 @@
 """Tensors in safetensors files: one file, or several with an index, as Hugging Face lays them out.
 
-In: a folder, or (name, tensor) pairs as a stream. Out: tensors read lazily, whole or by rows; or
-the files. With shards of at most 100 bytes, tensors a, b, c of 80, 40 and 40 bytes become
+In: a folder, or (name, tensor) pairs as a stream. Out: tensors read lazily, whole or in blocks;
+or the files. With shards of at most 100 bytes, tensors a, b, c of 80, 40 and 40 bytes become
 
     model-00001-of-00002.safetensors    a
     model-00002-of-00002.safetensors    b, c
@@ -12,7 +12,7 @@ No pickle is ever opened.
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,10 @@ class TensorFiles:
         """As safetensors calls it."""
         return str(self._handles[name].get_slice(name).get_dtype())
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start…stop of a tensor; no others are read."""
-        rows: Tensor = self._handles[name].get_slice(name)[start:stop]
-        return rows
+    def block(self, name: str, index: Sequence[slice]) -> Tensor:
+        """A range of each dim of a tensor, or of the first dims alone; no more is read."""
+        block: Tensor = self._handles[name].get_slice(name)[tuple(index)]
+        return block
 
 
 @dataclass(frozen=True, slots=True)

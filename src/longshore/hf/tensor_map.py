@@ -1,7 +1,7 @@
 """Which tensors of a Hugging Face folder ("theirs") hold each tensor of our decoder ("ours").
 
-In: the name of one of our tensors, and the layout of a folder. Out: its Source, which reads rows of
-ours from the folder's files, and splits ours into their tensors for writing. No torch until a
+In: the name of one of our tensors, and the layout of a folder. Out: its Source, which reads blocks
+of ours from the folder's files, and splits ours into their tensors for writing. No torch until a
 tensor is read or written.
 
     place = by_table(DENSE_NAMES)
@@ -45,12 +45,16 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 
-class RowReader(Protocol):
-    """Files whose tensors are read by rows."""
+Index = Sequence[slice]
+"""A block of a tensor: a range of each dim, or of the first dims alone. Slices have no steps."""
+
+
+class BlockReader(Protocol):
+    """Files whose tensors are read in blocks."""
 
     def shape(self, name: str) -> Shape: ...
 
-    def rows(self, name: str, start: int, stop: int) -> "Tensor": ...
+    def block(self, name: str, index: Index) -> "Tensor": ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +67,9 @@ class Source:
         """The shape of each of their tensors, for this shape of ours."""
         return {self.theirs: shape}
 
-    def read(self, files: RowReader, start: int, stop: int) -> "Tensor":
-        """Rows start…stop of ours."""
-        return files.rows(self.theirs, start, stop)
+    def read(self, files: BlockReader, index: Index) -> "Tensor":
+        """A block of ours."""
+        return files.block(self.theirs, index)
 
     def write(self, tensor: "Tensor") -> Iterator[tuple[str, "Tensor"]]:
         """Their tensors."""
@@ -99,23 +103,26 @@ class PerExpert(Source):
         part = (rows // len(self.parts), *rest)
         return {name: part for expert in range(experts) for name in self._names(expert)}
 
-    def read(self, files: RowReader, start: int, stop: int) -> "Tensor":
+    def read(self, files: BlockReader, index: Index) -> "Tensor":
         import torch
 
-        if start == stop:
-            rows, *rest = files.shape(self._names(0)[0])
-            empty = files.rows(self._names(0)[0], 0, 0)
-            return empty.new_empty(0, rows * len(self.parts), *rest)
+        experts, *rest = index
+        if experts.start == experts.stop:
+            return self._expert(files, 0, rest)[None][:0]
         return torch.stack(
-            [
-                torch.cat([files.rows(name, 0, files.shape(name)[0]) for name in self._names(i)])
-                for i in range(start, stop)
-            ]
+            [self._expert(files, i, rest) for i in range(experts.start, experts.stop)]
         )
 
     def write(self, tensor: "Tensor") -> Iterator[tuple[str, "Tensor"]]:
         for expert, rows in enumerate(tensor):
             yield from zip(self._names(expert), rows.chunk(len(self.parts)), strict=True)
+
+    def _expert(self, files: BlockReader, expert: int, index: Index) -> "Tensor":
+        import torch
+
+        whole = (slice(None), *index[1:])
+        joined = torch.cat([files.block(name, whole) for name in self._names(expert)])
+        return joined[index[0]] if index else joined
 
     def _names(self, expert: int) -> list[str]:
         return [f"{self.theirs}.{expert}.{part}.weight" for part in self.parts]
@@ -131,10 +138,12 @@ class Interleaved(Source):
     block: int
     rotary: int
 
-    def read(self, files: RowReader, start: int, stop: int) -> "Tensor":
+    def read(self, files: BlockReader, index: Index) -> "Tensor":
+        rows, *rest = index
+        start, stop = rows.start, rows.stop
         first = start // self.block * self.block
         last = min(-(-stop // self.block) * self.block, files.shape(self.theirs)[0])
-        theirs = files.rows(self.theirs, first, max(first, last))
+        theirs = files.block(self.theirs, (slice(first, max(first, last)), *rest))
         plain, rotary = self._split(theirs)
         rotary = rotary.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
         return self._joined(plain, rotary)[start - first : stop - first]

@@ -13,7 +13,7 @@ from it the same again. A run that began with Qwen3-8B ends with
 Loading verifies the checksum of every file, so that damaged weights are never exported.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,7 +39,7 @@ class SavedWeights:
 
     config: DecoderConfig
     base: Path | None
-    tensors: Weights
+    tensors: Mapping[str, Tensor]
 
 
 def save_weights(

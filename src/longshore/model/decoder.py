@@ -156,6 +156,7 @@ class Decoder(nn.Module):
         depths = [config.mtp[index] for index in stage.depths]
         self.config = config
         self.stage = stage
+        self.row_ranks = 1  # how many ranks share a lane's rows; set by parallel/tensor.py
         self.ropes = ropes_of([*(config.layers[index] for index in stage.layers), *depths])
         self.tied = config.tied and stage.has_embedding and stage.head
         self.embed = _embedding(config) if stage.has_embedding else None
@@ -213,7 +214,7 @@ class Decoder(nn.Module):
     def _trunk(self, x: Tensor, ctx: SeqContext) -> tuple[list[Tensor], Tables, tuple[Routed, ...]]:
         """Embedding, layers and last norm, as far as they are here; all streams of rows."""
         streams = [self.embed(x)] if self.stage.embed and self.embed is not None else []
-        streams = streams or list(x.split(ctx.tokens))
+        streams = streams or list(x.split(ctx.tokens // self.row_ranks))
         hidden_TC = streams[0]
         tables = rope_tables(self.ropes, ctx, hidden_TC.dtype)
         if self.config.float32_residual and self.stage.embed:
@@ -232,7 +233,7 @@ class Decoder(nn.Module):
         self, x: Tensor, ctx: SeqContext, labels: Tensor | None, mtp: Sequence[Depth]
     ) -> None:
         stage, depths = self.stage, len(self.config.mtp)
-        rows = ctx.tokens * (1 + stage.depths.start)
+        rows = ctx.tokens // self.row_ranks * (1 + stage.depths.start)
         wanted = (ctx.tokens,) if stage.embed else (rows, self.config.width)
         what = "token ids" if stage.embed else "hidden states"
         if tuple(x.shape) != wanted:

@@ -192,6 +192,5 @@ class MoE(nn.Module):
         if not self.config.aux_weight:
             return chosen.scores.new_zeros(())
         counts_SE = count_by_sequence(chosen.ids, self.config.experts, ctx)
-        for exchange in self.exchanges.each(ctx):
-            exchange.sum_counts(counts_SE[exchange.pack.sequences])
+        self.exchanges.sum_counts(ctx, counts_SE)
         return self.config.aux_weight * balance_loss(counts_SE, chosen, ctx)

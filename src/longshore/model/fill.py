@@ -1,6 +1,7 @@
-"""First values of a tensor, row by row, alike however its rows are cut.
+"""First values of a tensor, row by row, alike however it is cut.
 
-In: the tensor's name and shape, a range of rows, a seed. Out: those rows in float32 on the CPU.
+In: the tensor's name and shape, a range of rows, a seed. Out: those rows in float32 on the CPU, or
+some of their columns.
 Rows are made in blocks of about 2¹⁸ values, each from a generator of its own, seeded from (seed,
 name, block): a rank makes only the blocks that contain its rows.
 
@@ -74,20 +75,25 @@ def fill_rows(
     seed: int,
     std: float = 0.0,
     constant: float = 0.0,
+    rest: Sequence[slice] = (),
 ) -> Tensor:
-    """Rows start…stop of the tensor of that shape: normal around `constant`, or it for std 0."""
+    """Rows start…stop of the tensor of that shape: normal around `constant`, or it for std 0.
+
+    rest: ranges of the dims after the first; default: all of them.
+    """
     if not 0 <= start <= stop <= shape[0]:
         raise ValueError(f"rows {start} to {stop} of {name} do not exist; it has {shape[0]} rows")
-    rest = tuple(shape[1:])
+    width = tuple(shape[1:])
+    columns = (slice(None), *rest)
     if start == stop or not std:
-        return torch.full((stop - start, *rest), constant)
-    rows = max(1, BLOCK_VALUES // max(1, math.prod(rest)))
+        return torch.full((), constant).expand(stop - start, *width)[columns].clone()
+    rows = max(1, BLOCK_VALUES // max(1, math.prod(width)))
     first = start // rows
     blocks = []
     for block in range(first, -(-stop // rows)):
         count = min(rows, shape[0] - block * rows)
         generator = torch.Generator().manual_seed(_seed_of(seed, name, block))
-        blocks.append(torch.randn(count, *rest, generator=generator))
+        blocks.append(torch.randn(count, *width, generator=generator)[columns])
     values = torch.cat(blocks)[start - first * rows : stop - first * rows]
     return values.mul_(std).add_(constant)
 

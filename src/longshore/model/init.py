@@ -1,13 +1,13 @@
 """First values of a decoder's parameters, the same for every way of sharding it.
 
-In: the config, a parameter's name and shape, a range of its rows, a seed. Out: those rows.
+In: the config, a parameter's name and shape, a block of it, a seed. Out: that block.
 Matrices are normal with the config's init_std, the projections that end a mixer or a feed-forward
 part smaller by sqrt(2·layers), norms 1, biases 0. Other parameters of a module are listed in
 its FILLS. Values are made in float32, so a float64 model begins with the same ones.
 
 Rank 1 of 2 owns rows 128…256 of the embedding of a vocabulary of 256:
 
-    initial_rows(config, "embed.weight", (256, 64), 128, 256, seed=7)   (128, 64)
+    initial_block(config, "embed.weight", (256, 64), (slice(128, 256), slice(0, 64)), seed=7)
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,33 +20,40 @@ from longshore.model.decoder import Decoder
 from longshore.model.fill import NORM, NORMAL, ZEROS, Fill, fill_rows
 from longshore.model.registry import FEED_FORWARDS, MIXERS
 
-__all__ = ["fill_of", "fill_rows", "init_decoder", "initial_rows"]
+__all__ = ["fill_of", "fill_rows", "init_decoder", "initial_block"]
 
 
-def initial_rows(
-    config: DecoderConfig, name: str, shape: Sequence[int], start: int, stop: int, *, seed: int
+def initial_block(
+    config: DecoderConfig, name: str, shape: Sequence[int], index: Sequence[slice], *, seed: int
 ) -> Tensor:
-    """Rows start…stop of the first values of that parameter: float32, on the CPU."""
+    """A block of the first values of that parameter: float32, on the CPU.
+
+    index: a range of each dim, or of the first ones alone.
+    """
+    rows, *rest = index
     fill = fill_of(config, name)
     if name == "head.weight" and config.tied:
         name = "embed.weight"
     if fill.constant is not None:
         constant = 0.0 if fill.norm and config.zero_centred else fill.constant
-        return fill_rows(name, shape, start, stop, seed=seed, constant=constant)
+        return fill_rows(
+            name, shape, rows.start, rows.stop, seed=seed, constant=constant, rest=rest
+        )
     if fill.by_row is not None:
-        return fill.by_row(torch.arange(start, stop, dtype=torch.float64), shape[0]).float()
+        numbers = torch.arange(rows.start, rows.stop, dtype=torch.float64)
+        return fill.by_row(numbers, shape[0]).float()
     std = config.init_std * fill.std if fill.own_std is None else fill.own_std
     if fill.residual:
         std /= (2 * len(config.layers)) ** 0.5
-    return fill_rows(name, shape, start, stop, seed=seed, std=std)
+    return fill_rows(name, shape, rows.start, rows.stop, seed=seed, std=std, rest=rest)
 
 
 def init_decoder(model: Decoder, seed: int) -> None:
     """Gives every parameter its first values; they are plain tensors, on any device."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            rows = len(parameter)
-            values = initial_rows(model.config, name, parameter.shape, 0, rows, seed=seed)
+            rows = (slice(0, len(parameter)),)
+            values = initial_block(model.config, name, parameter.shape, rows, seed=seed)
             parameter.copy_(values)
 
 

@@ -170,6 +170,11 @@ class Exchanges:
         for pack in ctx.packs:
             yield self.of(pack)
 
+    def sum_counts(self, ctx: SeqContext, counts_SE: Tensor) -> None:
+        """Adds up integer counts (S + 1, …) of sequences over all that have tokens of them."""
+        for exchange in self.each(ctx):
+            exchange.sum_counts(counts_SE[exchange.pack.sequences])
+
 
 LOCAL = Exchanges()
 """For one lane: what every module begins with."""

@@ -7,11 +7,13 @@ so large that silu(gate) = gate = [g, g], NormAfterGate (Mamba2) gives [0.849, 1
 NormBeforeGate (gated delta net) [0.849·g, 1.131·g].
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from longshore.arch.part import Norm
-from longshore.ops.gated_norm import norm_after_gate, norm_before_gate
+from longshore.ops.gated_norm import norm_after_gate, norm_before_gate, shared_norm_after_gate
 from longshore.ops.norm import add_norm, rms_norm
 from longshore.ops.rope import norm_rotate_both
 
@@ -51,7 +53,13 @@ class Float32Parameters(nn.Module):
 
 
 class NormAfterGate(nn.Module):
-    """weight · norm(x · silu(gate)), each of `groups` parts of the channels normed apart."""
+    """weight · norm(x · silu(gate)), each of `groups` parts of the channels normed apart.
+
+    mean_over_ranks: of mean squares (…, 1), where ranks share the channels of one part; set by
+    parallel/tensor.py.
+    """
+
+    mean_over_ranks: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, width: int, groups: int, eps: float) -> None:
         super().__init__()
@@ -59,6 +67,10 @@ class NormAfterGate(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        if self.mean_over_ranks is not None:
+            return shared_norm_after_gate(
+                x, gate, self.weight, eps=self.eps, mean_over_ranks=self.mean_over_ranks
+            )
         return norm_after_gate(x, gate, self.weight, groups=self.groups, eps=self.eps)
 
 

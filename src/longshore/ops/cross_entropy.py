@@ -14,7 +14,8 @@ Half precision: products accumulate in float32 and logits are float32; on CUDA t
 is rounded to the inputs' dtype before it is multiplied. The weight's gradient is float32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,19 @@ from longshore.ops.backends import pick
 from longshore.ops.sizes import kernel_logits_chunk, logits_chunk
 
 
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """Some rows of the output layer's weight, where ranks have different ones."""
+
+    start: int
+    """The first row, in the whole vocabulary."""
+    size: int
+    """Of the whole vocabulary."""
+    join: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    """From the log-sum-exp of these rows' logits and the label's logit, 0 if it is not among them,
+    both (T), those of all ranks' rows."""
+
+
 def linear_cross_entropy(
     hidden_TC: Tensor,
     weight_VC: Tensor,
@@ -33,6 +47,7 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     ignore: int = -100,
     summed: bool = False,
+    vocabulary: VocabularyPart | None = None,
 ) -> Tensor:
     """The loss of each token, 0 at ignored ones, whatever their rows contain.
 
@@ -41,10 +56,12 @@ def linear_cross_entropy(
     the same gradient, as if they are only added up and scaled; kernels then save a product, and
     give NaN gradients if the promise is broken. On the CPU a label outside the vocabulary is a
     ValueError; on CUDA a device assertion or a loss of NaN, since looking would make the host wait.
+    vocabulary: the weight's rows are only a part of it; by plain torch.
     """
-    _check(hidden_TC, weight_VC, labels_T, ignore)
+    words = len(weight_VC) if vocabulary is None else vocabulary.size
+    _check(hidden_TC, weight_VC, labels_T, ignore, words=words)
     dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
-    kernels = pick("loss", hidden_TC, weight_VC)
+    kernels = pick("loss", hidden_TC, weight_VC) if vocabulary is None else None
     if chunk_tokens is None:
         chunk_of = logits_chunk if kernels is None else kernel_logits_chunk
         chunk_tokens = chunk_of(len(hidden_TC), len(weight_VC) * dtype.itemsize)
@@ -56,7 +73,7 @@ def linear_cross_entropy(
         )
         return by_kernels
     nll_T: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden_TC, weight_VC, labels_T, chunk_tokens, ignore
+        hidden_TC, weight_VC, labels_T, chunk_tokens, ignore, vocabulary
     )
     return nll_T
 
@@ -70,40 +87,48 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_T: Tensor,
         chunk_tokens: int,
         ignore: int,
+        vocabulary: VocabularyPart | None,
     ) -> Tensor:
         keep_T = labels_T != ignore
-        labels_T = labels_T.where(keep_T, 0)
+        start = 0 if vocabulary is None else vocabulary.start
+        # Of the labels among these rows of the weight; elsewhere row 0, which then counts nowhere.
+        is_here_T = keep_T & (labels_T >= start) & (labels_T < start + len(weight_VC))
+        labels_T = (labels_T - start).where(is_here_T, 0)
         dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
-        nll_T, lse_T = (hidden_TC.new_empty(len(hidden_TC), dtype=dtype) for _ in range(2))
+        own_T, lse_T = (hidden_TC.new_empty(len(hidden_TC), dtype=dtype) for _ in range(2))
         weight = operand(weight_VC, dtype)
         for rows in chunks(len(hidden_TC), chunk_tokens):
             hidden_nC = masked(hidden_TC[rows], keep_T[rows], dtype)
             logits_nV = product(hidden_nC, weight.T, dtype)
             own_n = logits_nV.gather(1, labels_T[rows, None]).squeeze(1)
+            own_T[rows] = own_n.where(is_here_T[rows], 0)
             # In place: torch.logsumexp would allocate a second chunk.
             top_n1 = logits_nV.amax(1, keepdim=True)
             lse_n = logits_nV.sub_(top_n1).exp_().sum(1).log_().add_(top_n1.squeeze(1))
             lse_T[rows] = lse_n
-            nll_T[rows] = (lse_n - own_n).where(keep_T[rows], 0)
             # Otherwise the next chunk's logits would be allocated next to these.
             del logits_nV
-        ctx.save_for_backward(hidden_TC, weight_VC, labels_T, keep_T, lse_T)
+        if vocabulary is not None:
+            lse_T, own_T = vocabulary.join(lse_T, own_T)
+        ctx.save_for_backward(hidden_TC, weight_VC, labels_T, keep_T, is_here_T, lse_T)
         ctx.chunk_tokens = chunk_tokens
-        return nll_T
+        return (lse_T - own_T).where(keep_T, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        hidden_TC, weight_VC, labels_T, keep_T, lse_T = ctx.saved_tensors
+        hidden_TC, weight_VC, labels_T, keep_T, is_here_T, lse_T = ctx.saved_tensors
         dtype = lse_T.dtype
         grad_T = grad_T.where(keep_T, 0)
+        own_T = grad_T.where(is_here_T, 0)
         weight = operand(weight_VC, dtype)
         dhidden_TC = torch.empty_like(hidden_TC) if ctx.needs_input_grad[0] else None
         dweight_VC = weight_VC.new_zeros(weight_VC.shape, dtype=dtype)
         for rows in chunks(len(hidden_TC), ctx.chunk_tokens):
             hidden_nC = masked(hidden_TC[rows], keep_T[rows], dtype)
             logits_nV = product(hidden_nC, weight.T, dtype)
-            dlogits_nV = _dlogits(logits_nV, labels_T[rows], lse_T[rows], grad_T[rows])
+            dlogits_nV = _dlogits(logits_nV, lse_T[rows], grad_T[rows])
+            dlogits_nV.scatter_add_(1, labels_T[rows, None], -own_T[rows, None])
             dlogits_nV = dlogits_nV.to(weight.dtype)
             if dhidden_TC is not None:
                 dhidden_TC[rows] = product(dlogits_nV, weight, dtype)
@@ -111,14 +136,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 add_product(dweight_VC, dlogits_nV.T, hidden_nC)
             del logits_nV, dlogits_nV
         dweight = dweight_VC.to(weight_VC.dtype) if ctx.needs_input_grad[1] else None
-        return dhidden_TC, dweight, None, None, None
+        return dhidden_TC, dweight, None, None, None, None
 
 
-def _dlogits(logits_nV: Tensor, labels_n: Tensor, lse_n: Tensor, grad_n: Tensor) -> Tensor:
-    """(softmax − 1 at the label) · grad, written over the logits."""
-    probs_nV = logits_nV.sub_(lse_n.unsqueeze(1)).exp_()
-    dlogits_nV = probs_nV.mul_(grad_n.unsqueeze(1))
-    return dlogits_nV.scatter_add_(1, labels_n.unsqueeze(1), -grad_n.unsqueeze(1))
+def _dlogits(logits_nV: Tensor, lse_n: Tensor, grad_n: Tensor) -> Tensor:
+    """softmax · grad, written over the logits; at the label 1 · grad is still to be subtracted."""
+    return logits_nV.sub_(lse_n.unsqueeze(1)).exp_().mul_(grad_n.unsqueeze(1))
 
 
 def chunks(tokens: int, chunk_tokens: int) -> Iterator[slice]:
@@ -148,7 +171,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, ignore: int) -> None:
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, ignore: int, *, words: int) -> None:
     shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"the shapes are {shapes}; give (tokens, width) and (vocabulary, width)")
@@ -158,10 +181,10 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, ignore: int) -> None:
         raise ValueError(f"labels are {tuple(labels.shape)}; give one for each row, {shapes}")
     if labels.device.type != "cpu":
         return
-    wrong = ((labels < 0) | (labels >= len(weight))) & (labels != ignore)
+    wrong = ((labels < 0) | (labels >= words)) & (labels != ignore)
     if wrong.any():
         row = int(wrong.nonzero()[0])
         raise ValueError(
-            f"label {int(labels[row])} of row {row} is outside the vocabulary of {len(weight)}; "
-            f"give 0…{len(weight) - 1}, or {ignore} for a row without a label"
+            f"label {int(labels[row])} of row {row} is outside the vocabulary of {words}; "
+            f"give 0…{words - 1}, or {ignore} for a row without a label"
         )

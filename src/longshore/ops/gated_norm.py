@@ -5,6 +5,8 @@ normed in float32. With the row [3, 4], a weight of ones and a gate so large tha
 = [g, g], norm_after_gate gives [0.849, 1.131] whatever g is, norm_before_gate [0.849·g, 1.131·g].
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -23,6 +25,24 @@ def norm_after_gate(x: Tensor, gate: Tensor, weight: Tensor, *, groups: int, eps
     gated = torch.unflatten(wide * functional.silu(_wide(gate)), -1, (groups, -1))
     normed = functional.rms_norm(gated, gated.shape[-1:], eps=eps).flatten(-2)
     return (normed * weight.to(wide.dtype)).to(x.dtype)
+
+
+def shared_norm_after_gate(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    mean_over_ranks: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The same for ranks that have different channels of one part.
+
+    mean_over_ranks: the mean of the ranks' mean squares (…, 1), differentiable.
+    """
+    wide = _wide(x)
+    gated = wide * functional.silu(_wide(gate))
+    mean_square = mean_over_ranks(gated.square().mean(-1, keepdim=True))
+    return (gated * (mean_square + eps).rsqrt() * weight.to(wide.dtype)).to(x.dtype)
 
 
 def norm_before_gate(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:

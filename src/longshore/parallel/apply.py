@@ -3,10 +3,10 @@
 In: a decoder (on `meta`, or with its parameters), a topology, the CP groups, the choices. Out: the
 same decoder, ready to train on its lane's micro-batches.
 
-    exchanges → recomputation of blocks → compilation → FSDP
+    tensor parallelism → experts → exchanges → recomputation of blocks → compilation → FSDP
 
-The order matters: a block recomputes inside its FSDP hooks, so that its parameters are gathered
-once for both; compilation sees the block alone.
+The order matters: what ranks split becomes smaller before all else; a block recomputes inside its
+FSDP hooks, so that its parameters are gathered once for both; compilation sees the block alone.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,9 @@ from longshore.distributed.topology import Topology
 from longshore.model.decoder import Decoder
 from longshore.model.interface import Exchanges
 from longshore.parallel.context.exchange import CPExchanges
+from longshore.parallel.expert import split_experts
 from longshore.parallel.fsdp import shard
+from longshore.parallel.tensor import split_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,9 @@ def parallelize(
 ) -> Decoder:
     """Applies all of it, in place."""
     blocks = [*model.layers.values(), *model.mtp.values()]
-    set_exchanges(model, CPExchanges(groups, attention=choices.attention, scan=choices.scan))
+    split_tensors(model, topology)
+    split_experts(model, topology)
+    set_exchanges(model, _exchanges(topology, groups, choices))
     if choices.recompute == "blocks":
         for block in blocks:
             _recompute(block)
@@ -57,6 +61,15 @@ def parallelize(
             block.compile(dynamic=True)
     shard(model, blocks, topology, mode=choices.mode, dtype=choices.dtype)
     return model
+
+
+def _exchanges(topology: Topology, groups: CPGroups, choices: Choices) -> CPExchanges:
+    return CPExchanges(
+        groups,
+        attention=choices.attention,
+        scan=choices.scan,
+        row_ranks=topology.groups.tp if topology.tp > 1 else None,
+    )
 
 
 def set_exchanges(model: nn.Module, exchanges: Exchanges) -> None:

@@ -10,10 +10,12 @@ with DTensor parameters. Gradients are plain sums over the lanes, in float32 at 
     none    every lane keeps all of it; gradients are summed once, in the plan's last round
 
 With 4 lanes a weight of 10 rows is split into 3, 3, 3 and 1 (`shard_rows`).
+
+With tensor or expert parallelism a layer's experts are wrapped on their own, over the ranks that
+have the same ones: with 4 lanes and ep 2, lanes 0 and 2 split the even half of the experts.
 """
 
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +26,8 @@ from torch.distributed.tensor import DTensor
 from longshore.choices import ShardMode
 from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
+from longshore.model.feed_forward import Experts
 from longshore.model.norm import Float32Parameters
-
-Rows = Callable[[str, torch.Size, int, int], Tensor]
-"""Rows start … stop of the whole parameter of a name and shape."""
 
 
 def shard(
@@ -44,12 +44,16 @@ def shard(
     """
     mesh = _replicas(topology) if mode == "none" else topology.mesh["lanes"]
     uncast = [part for part in model.modules() if isinstance(part, Float32Parameters)]
-    for module in [*uncast, *parts, model]:
+    experts: list[nn.Module] = []
+    if topology.experts is not None:
+        experts = [part for part in model.modules() if isinstance(part, Experts)]
+        expert_mesh = topology.experts.copies if mode == "none" else topology.experts.replicas
+    for module in [*uncast, *experts, *parts, model]:
         kept = next(module.parameters()).dtype
         is_uncast = isinstance(module, Float32Parameters)
         wrapped = fully_shard(
             module,
-            mesh=mesh,
+            mesh=expert_mesh if module in experts else mesh,
             reshard_after_forward=mode == "zero3" and not is_uncast,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=kept if is_uncast else dtype,
@@ -84,16 +88,6 @@ def computing_dtype(model: nn.Module) -> torch.dtype:
     assert isinstance(model, FSDPModule)
     policy = model._get_fsdp_state()._mp_policy
     return policy.param_dtype or next(model.parameters()).dtype
-
-
-def fill(model: nn.Module, device: torch.device, rows: Rows) -> None:
-    """Gives a model on `meta` its content; each lane asks only for the rows that it holds."""
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-            local, start, stop = shard_rows(tensor)
-            if local.numel():
-                local.copy_(rows(name, tensor.shape, start, stop).reshape(local.shape))
 
 
 def shard_rows(parameter: Tensor) -> tuple[Tensor, int, int]:

@@ -5,7 +5,7 @@ Building makes process groups, so all ranks build together: on 4 lanes with CP s
 CP groups come first, then those of the loader's thread, then those of the checkpoints' thread.
 
 The model is built without memory, `parallelize` splits it, and only then each rank makes or reads
-the rows it holds: with zero3 on 4 ranks, 139,584 parameters become 34,896 on each. The Loader plans
+what it holds: with zero3 on 4 ranks, 139,584 parameters become 34,896 on each. The Loader plans
 steps ahead: with data.batch 64 on 4 lanes, a step is one plan of 64 sequences and this lane's
 micro-batches of it.
 """
@@ -30,13 +30,13 @@ from longshore.distributed.cp_groups import CPGroups
 from longshore.hf.checkpoint import open_weights
 from longshore.model.decoder import Decoder
 from longshore.model.host_tables import table_makers
-from longshore.model.init import initial_rows
+from longshore.model.init import initial_block
 from longshore.ops.backends import use_kernels
 from longshore.parallel.apply import Choices, parallelize
-from longshore.parallel.fsdp import fill
 from longshore.parallel.pipeline.copies import EmbeddingCopies
 from longshore.parallel.pipeline.stages import Stages, stages_of, whole_name
 from longshore.parallel.pipeline.trace import Operation, TracedModel, trace
+from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Plan, Sequence
 from longshore.run.data import batch_size, held_out, open_sequences
@@ -127,7 +127,7 @@ def _trace_of(job: TrainingJob) -> Callable[[Plan], Seq[Operation]]:
 
 
 def _make_model(job: TrainingJob, groups: CPGroups) -> Stages:
-    """The rank's stages with their first weights; it makes or reads only the rows it holds."""
+    """The rank's stages with their first weights; it makes or reads only the blocks it holds."""
     with torch.device("meta"):
         model = Stages(job.decoder, job.layout, pp_rank=job.topology.pp_rank)
         model.to(torch.promote_types(job.dtype, torch.float32))
@@ -155,12 +155,12 @@ def _fill(model: Decoder, job: TrainingJob) -> None:
     if config.model.from_hf:
         weights = open_weights(config.model.from_hf)
 
-        def rows(name: str, _: torch.Size, start: int, stop: int) -> Tensor:
-            return weights.rows(whole_name(job.decoder, name), start, stop)
+        def block(name: str, _: torch.Size, index: tuple[slice, ...]) -> Tensor:
+            return weights.block(whole_name(job.decoder, name), index)
 
-        fill(model, device, rows)
+        fill(model, device, block)
     else:
-        fill(model, device, partial(initial_rows, job.decoder, seed=config.train.seed))
+        fill(model, device, partial(initial_block, job.decoder, seed=config.train.seed))
 
 
 def make_planner(job: TrainingJob) -> Planner:

@@ -1,35 +1,33 @@
-"""Checkpoints: saved while the run continues, loaded on any number of lanes.
+"""Checkpoints: saved while the run continues, loaded on any ranks, however they share the model.
 
-In: a model and its optimizer on the lanes, and the run's position. Out: RUN/checkpoints/step-N, or
+In: a model and its optimizer on the ranks, and the run's position. Out: RUN/checkpoints/step-N, or
 the same restored from it. Training waits only for a copy in host memory; a thread writes it.
 
     checkpoints.save(Position(step=40, updates=40, loader=loader.state_dict()))
     checkpoints.confirm(40)          once the loss of step 40 is known to be finite: completes it
 
-Each lane copies and writes its own rows. Rows of replicated tensors are divided among the lanes
-too, so 4 lanes with 139,584 parameters and two moments of each copy 104,688 numbers. The host
-memory of the copy is reused, by one save at a time.
+Each rank copies and writes its own boxes (parallel/shards.py). What several ranks have alike is
+divided among them, so 4 ranks with 139,584 parameters and two moments of each copy 104,688 numbers,
+whether they are sharded or not. The host memory of the copy is reused, by one save at a time.
 """
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from longshore.arch.costs import parameter_count
 from longshore.data.loader import Loader
 from longshore.distributed.agreement import PeerError, agreed
 from longshore.distributed.collectives import gather_rows
 from longshore.distributed.topology import Topology
 from longshore.files import free_bytes, reason, size_text, way_out
-from longshore.parallel.fsdp import is_split, shard_rows
 from longshore.parallel.pipeline.copies import EmbeddingCopies
-from longshore.parallel.pipeline.stages import Model, parameters_by_name, stages_of
+from longshore.parallel.pipeline.stages import Model
+from longshore.parallel.shards import Box, boxes_of
 from longshore.parallel.timestamp import Timestamp
 from longshore.train.checkpoint_files import (
     CheckpointIndex,
@@ -44,11 +42,21 @@ from longshore.train.checkpoint_files import (
     remove_leftovers,
     saved_steps,
 )
-from longshore.train.checkpoint_storage import TensorRows, load_parts, save_parts
+from longshore.train.checkpoint_state import (
+    MOMENTS,
+    make_moments,
+    own_blocks,
+    state_of,
+    tensors_of,
+)
+from longshore.train.checkpoint_storage import (
+    TensorBlock,
+    load_blocks,
+    save_blocks,
+    whole_block,
+)
 from longshore.train.loop import Progress
 from longshore.train.stop import RunError
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +89,25 @@ class Checkpoints:
         self._saved = {id(tensor) for tensor in copies.counted} if copies else None
         self.last: int | None = None  # the step of the last save, or of what was loaded
         self._groups = topology.host_groups()
-        self._host: dict[str, Tensor] = {}
+        self._host: dict[tuple[str, int], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._confirmed = threading.Event()
         self._error: Exception | None = None
+        self.save_bytes = self._save_bytes()
+        """Of a whole checkpoint with moments, the files of all ranks together."""
 
     @property
     def host_bytes(self) -> int:
         """Of the copy in host memory."""
         return sum(tensor.nbytes for tensor in self._host.values())
 
-    @property
-    def save_bytes(self) -> int:
-        """Of a whole checkpoint, the files of all ranks together."""
-        item = next(self.model.parameters()).element_size()
-        state = (1 + len(MOMENTS)) * parameter_count(self.model.config) * item
-        random = self.topology.world_size * sum(state.nbytes for _, state in self._rng_states())
-        # Other stages have as many buffers as these, more or less.
-        buffers = sum(_whole_bytes(tensor) for tensor in self.model.buffers()) * self.topology.pp
-        return state + random + buffers
+    def _save_bytes(self) -> int:
+        own = sum(state.nbytes for _, state in self._rng_states())
+        for _, tensor, cut in tensors_of(self.model, only=self._saved):
+            kinds = 1 + len(MOMENTS) if isinstance(tensor, nn.Parameter) else 1
+            blocks = own_blocks(tensor.detach(), cut, self.topology)
+            own += kinds * sum(block.values.nbytes for block in blocks)
+        return int(torch.cat(gather_rows(torch.tensor([[own]]), self._groups.world, room=1)).sum())
 
     def room_warning(self) -> list[str]:
         """A warning, if the next checkpoint would not fit on the disk."""
@@ -114,12 +122,12 @@ class Checkpoints:
     def save(self, position: Position) -> None:
         """Copies the state and writes it in a thread; waits for the previous save first."""
         self.wait()
-        parts, copied = self._copy()
+        blocks, copied = self._copy()
         self.last = position.step
         self._confirmed.clear()
         self._thread = threading.Thread(
             target=self._write,
-            args=(position, parts, copied),
+            args=(position, blocks, copied),
             name="longshore-checkpoint",
             daemon=True,  # a run that fails does not wait for it
         )
@@ -148,28 +156,28 @@ class Checkpoints:
         self._groups.close()
 
     @torch.no_grad()
-    def _copy(self) -> tuple[dict[str, TensorRows], Timestamp]:
-        """This lane's rows in host memory, complete once the timestamp is reached."""
-        lane, lanes = self.topology.lane, self.topology.lanes
-        parts, rows, hosts = dict[str, TensorRows](), list[Tensor](), list[Tensor]()
-        for name, tensor in _state(self.model, self.optimizer, only=self._saved):
-            own, start = _own_rows(tensor, lane, lanes)
-            if own.numel():
-                host = self._buffer(name, own)
-                parts[name] = TensorRows(host, start, tuple(tensor.shape))
-                rows.append(own)
+    def _copy(self) -> tuple[dict[str, list[TensorBlock]], Timestamp]:
+        """What this rank saves, in host memory, complete once the timestamp is reached."""
+        blocks, sources, hosts = dict[str, list[TensorBlock]](), list[Tensor](), list[Tensor]()
+        for name, tensor, cut in state_of(self.model, self.optimizer, only=self._saved):
+            for own in own_blocks(tensor, cut, self.topology):
+                host = self._buffer(name, len(blocks.get(name, ())), own.values)
+                blocks.setdefault(name, []).append(replace(own, values=host))
+                sources.append(own.values)
                 hosts.append(host)
-        torch._foreach_copy_(hosts, rows, non_blocking=True)
+        torch._foreach_copy_(hosts, sources, non_blocking=True)
         copied = Timestamp(self.topology.device)
         for name, state in self._rng_states():
-            parts[name] = TensorRows(state, 0, tuple(state.shape))
-        return parts, copied
+            blocks[name] = [whole_block(state)]
+        return blocks, copied
 
-    def _buffer(self, name: str, like: Tensor) -> Tensor:
-        if name not in self._host:
+    def _buffer(self, name: str, number: int, like: Tensor) -> Tensor:
+        """Contiguous memory for a block, the same in every save."""
+        if (name, number) not in self._host:
             pin = like.device.type == "cuda"
-            self._host[name] = torch.empty(like.shape, dtype=like.dtype, pin_memory=pin)
-        return self._host[name]
+            buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=pin)
+            self._host[name, number] = buffer
+        return self._host[name, number]
 
     def _rng_states(self) -> Iterator[tuple[str, Tensor]]:
         rank, device = self.topology.rank, self.topology.device
@@ -177,7 +185,9 @@ class Checkpoints:
         if device.type == "cuda":
             yield f"rng.cuda.{rank}", torch.cuda.get_rng_state(device)
 
-    def _write(self, position: Position, parts: dict[str, TensorRows], copied: Timestamp) -> None:
+    def _write(
+        self, position: Position, blocks: dict[str, list[TensorBlock]], copied: Timestamp
+    ) -> None:
         """Run by the thread: writes a partial folder, then renames it."""
         is_first = self.topology.rank == 0
         try:
@@ -186,7 +196,7 @@ class Checkpoints:
                     begin_save(self.run, position.step, needed=self.save_bytes)
             copied.wait()
             folder = partial_folder(self.run, position.step)
-            files, tensors = save_parts(parts, folder, self._groups.world)
+            files, tensors = save_blocks(blocks, folder, self._groups.world)
             self._confirmed.wait()
             with agreed(self._groups):
                 if is_first:
@@ -243,7 +253,7 @@ class Checkpoints:
         return None, notes
 
     def load(self, step: int) -> Position:
-        """Loads the checkpoint of a step, saved on any number of lanes; may raise DamagedError."""
+        """Loads the checkpoint of a step, saved on any ranks; may raise DamagedError."""
         folder, world = checkpoint_folder(self.run, step), self._groups.world
         try:
             with agreed(self._groups):
@@ -254,21 +264,20 @@ class Checkpoints:
                 raise  # as on the rank that failed: all must do the same
             raise DamagedError(error.message) from None
         if content.updates:
-            _make_moments(self.model, self.optimizer, updates=content.updates)
-        parts = dict[str, TensorRows]()
-        copies = list[tuple[Tensor, str]]()
-        for name, tensor in _state(self.model, self.optimizer):
-            local, start, _ = shard_rows(tensor.detach())
-            if name in parts:
-                copies.append((local, name))
-            elif local.numel():
-                parts[name] = TensorRows(local, start, tuple(tensor.shape))
+            make_moments(self.model, self.optimizer, updates=content.updates)
+        blocks, copies = dict[str, list[TensorBlock]](), list[tuple[Box, TensorBlock]]()
+        for name, tensor, cut in state_of(self.model, self.optimizer):
+            shape, boxes = boxes_of(tensor.detach(), cut)
+            if name in blocks:
+                copies += zip(boxes, blocks[name], strict=True)
+            elif boxes:
+                blocks[name] = [TensorBlock(box.local, box.offsets, tuple(shape)) for box in boxes]
         random = dict(self._rng_states())
         known = {name: state for name, state in random.items() if name in content.tensors}
-        parts |= {name: TensorRows(state, 0, tuple(state.shape)) for name, state in known.items()}
-        load_parts(parts, folder, content, world)
-        for copy, name in copies:
-            copy.copy_(parts[name].rows)
+        blocks |= {name: [whole_block(state)] for name, state in known.items()}
+        load_blocks(blocks, folder, content, world)
+        for copy, block in copies:
+            copy.local.copy_(block.values)
         self._set_rng(known)
         self.last = step
         return Position(step, content.updates, content.loader)
@@ -336,49 +345,3 @@ class Saver:
     def _save(self) -> None:
         done = self.progress
         self.checkpoints.save(Position(done.step, done.updates, self.loader.state_dict()))
-
-
-def _state(
-    model: Model, optimizer: AdamW, *, only: set[int] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers and moments by name; there are no moments before the first update.
-
-    only: the ids of the parameters to take, and of none else.
-    """
-    parameters = [
-        (name, parameter)
-        for name, parameter in parameters_by_name(model)
-        if only is None or id(parameter) in only
-    ]
-    buffers = (part.named_buffers() for part in stages_of(model).values())
-    for name, tensor in chain(parameters, *buffers):
-        yield f"model.{name}", tensor
-    for name, parameter in parameters:
-        for kind in MOMENTS if parameter in optimizer.state else ():
-            yield f"optimizer.{name}.{kind}", optimizer.state[parameter][kind]
-
-
-def _whole_bytes(tensor: Tensor) -> int:
-    """Of all ranks' rows of it, each once."""
-    return tensor.shape.numel() * tensor.element_size()
-
-
-def _own_rows(tensor: Tensor, lane: int, lanes: int) -> tuple[Tensor, int]:
-    """The rows that a lane saves: its own of a sharded tensor, its share of a replicated one."""
-    local, start, _ = shard_rows(tensor)
-    if is_split(tensor):
-        return local, start
-    if not local.dim():
-        return (local, 0) if lane == 0 else (local.new_empty(0), 0)
-    each = -(-len(local) // lanes)
-    first = min(lane * each, len(local))
-    return local[first : first + each], first
-
-
-def _make_moments(model: nn.Module, optimizer: AdamW, *, updates: int) -> None:
-    """Creates the optimizer's state as its first step would, with this number of updates."""
-    for parameter in model.parameters():
-        state = optimizer.state[parameter]
-        state["step"] = torch.tensor(float(updates), dtype=torch.float32, device=parameter.device)
-        for kind in MOMENTS:
-            state[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

@@ -2,7 +2,7 @@
 
 In: a run's folder. Out: RUN/checkpoints, where a folder named after its step is complete:
 
-    step-00000020/lane-00000.safetensors …   rows of parameters and moments, one file of each lane
+    step-00000020/rank-00000.safetensors …   blocks of parameters and moments, a file of each rank
     step-00000020/checkpoint.json            written last: the step, the loader's state, the size
                                              and checksum of each file, and a checksum of itself
     .step-00000040.partial/                  a save in progress, or one that was killed
@@ -16,9 +16,9 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from longshore.files import check_room, open_sealed, reason, sealed_json, way_ou
 from longshore.train.stop import RunError
 
 FORMAT = "longshore checkpoint"
-VERSION = 2
+VERSION = 3
+ROWS_VERSION = 2
+"""Older: only rows of a tensor, [first row, rows, file], under the tensor's own name. Read too."""
 MARKER = "checkpoint.json"
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8,})")
@@ -45,15 +47,27 @@ class SavedFile:
     crc32: int
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class SavedChunk:
+    """A block of a tensor, and where it is."""
+
+    offsets: tuple[int, ...]
+    """Its first index in the tensor; () for a 0-dim one."""
+    sizes: tuple[int, ...]
+    file: str
+    key: str
+    """Its name in the file."""
+
+
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor, and the files its rows are in."""
+    """A tensor, and the files its blocks are in."""
 
     dtype: str
     """The name that safetensors uses, such as F32."""
     shape: tuple[int, ...]
-    chunks: tuple[tuple[int, int, str], ...]
-    """(first row, number of rows, file)."""
+    chunks: tuple[SavedChunk, ...]
+    """They cover it, and do not overlap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +122,8 @@ def read_index(folder: Path) -> CheckpointIndex:
         raw = (folder / MARKER).read_bytes()
         data = json.loads(raw)
         version = (data["format"], data["version"])
-        index = _parse(open_sealed(raw)) if version == (FORMAT, VERSION) else None
+        is_known = version in ((FORMAT, VERSION), (FORMAT, ROWS_VERSION))
+        index = _parse(open_sealed(raw)) if is_known else None
     except OSError as error:
         raise DamagedError(f"{folder / MARKER} cannot be read ({reason(error)})") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -116,7 +131,7 @@ def read_index(folder: Path) -> CheckpointIndex:
     if index is None:
         raise DamagedError(
             f"{folder / MARKER} has the format {version[0]!r}, version {version[1]!r}; this "
-            f"Longshore reads {FORMAT!r}, version {VERSION}"
+            f"Longshore reads {FORMAT!r}, versions {ROWS_VERSION} and {VERSION}"
         )
     if folder.name != checkpoint_folder(Path(), index.step).name:
         raise DamagedError(f"{folder / MARKER} is of step {index.step}, not of its folder's step")
@@ -131,28 +146,67 @@ def read_index(folder: Path) -> CheckpointIndex:
 
 def _parse(data: dict[str, Any]) -> CheckpointIndex:
     files = {name: SavedFile(**file) for name, file in data["files"].items()}
+    chunk_of = _chunk_of_rows if data["version"] == ROWS_VERSION else _chunk
     tensors = {}
     for name, tensor in data["tensors"].items():
-        chunks = tuple((int(row), int(rows), str(file)) for row, rows, file in tensor["chunks"])
-        shape = tuple(int(size) for size in tensor["shape"])
+        shape = _sizes(tensor["shape"])
+        chunks = tuple(chunk_of(name, shape, chunk) for chunk in tensor["chunks"])
+        if not _tile(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]):
+            raise ValueError(f"parts of {name} are missing or listed twice")
         tensors[name] = SavedTensor(str(tensor["dtype"]), shape, chunks)
-        if not _is_complete(tensors[name]):
-            raise ValueError(f"rows of {name} are missing or listed twice")
-    names = [*files, *(file for tensor in tensors.values() for _, _, file in tensor.chunks)]
+    names = [*files, *(chunk.file for tensor in tensors.values() for chunk in tensor.chunks)]
     if any(Path(name).name != name or name not in files for name in names):
         raise ValueError("it names files outside the checkpoint")
     counts = {name: int(data[name]) for name in ("step", "updates", "ranks")}
     return CheckpointIndex(**counts, loader=dict(data["loader"]), files=files, tensors=tensors)
 
 
-def _is_complete(tensor: SavedTensor) -> bool:
-    """Whether its chunks cover every row exactly once."""
-    end = 0
-    for row, rows, _ in sorted(tensor.chunks):
-        if row != end or rows < 1:
+def _sizes(numbers: Iterable[object]) -> tuple[int, ...]:
+    return tuple(int(number) for number in numbers)  # type: ignore[call-overload]
+
+
+def _chunk(name: str, shape: tuple[int, ...], data: list[Any]) -> SavedChunk:
+    offsets, sizes, file, *key = data
+    chunk = SavedChunk(_sizes(offsets), _sizes(sizes), str(file), str(*key) or name)
+    if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
+        raise ValueError(f"parts of {name} have another number of dims")
+    return chunk
+
+
+def _chunk_of_rows(name: str, shape: tuple[int, ...], data: list[Any]) -> SavedChunk:
+    row, rows, file = data
+    if not shape:
+        return SavedChunk((), (), str(file), name)
+    rest = shape[1:]
+    return SavedChunk((int(row), *(0 for _ in rest)), (int(rows), *rest), str(file), name)
+
+
+Block = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+
+def _tile(shape: tuple[int, ...], blocks: Sequence[Block]) -> bool:
+    """Whether blocks cover every value exactly once.
+
+    Where no block begins or ends along dim 0, the blocks there must do so in the other dims.
+    """
+    if not shape:
+        return len(blocks) == 1
+    ordered = sorted(blocks)
+    active, begun, end = list[Block](), 0, 0
+    while end < shape[0]:
+        start = end
+        active = [block for block in active if block[0][0] + block[1][0] > start]
+        while begun < len(ordered) and ordered[begun][0][0] == start:
+            active.append(ordered[begun])
+            begun += 1
+        edges = [offsets[0] + sizes[0] for offsets, sizes in active]
+        edges += [offsets[0] for offsets, _ in ordered[begun : begun + 1]]
+        end = min(edges, default=start)
+        others = [(offsets[1:], sizes[1:]) for offsets, sizes in active]
+        if not start < end <= shape[0] or not _tile(shape[1:], others):
             return False
-        end += rows
-    return end == (tensor.shape[0] if tensor.shape else 1)
+    return begun == len(ordered)
 
 
 def check_files(folder: Path, index: CheckpointIndex, *, part: int, parts: int) -> None:
@@ -191,7 +245,7 @@ def finish_save(run: Path, index: CheckpointIndex, *, keep: int) -> None:
     """Completes the checkpoint atomically, then removes all but the last `keep`."""
     partial, folder = partial_folder(run, index.step), checkpoint_folder(run, index.step)
     with (partial / MARKER).open("wb") as file:
-        file.write(sealed_json({"format": FORMAT, "version": VERSION, **asdict(index)}))
+        file.write(sealed_json({"format": FORMAT, "version": VERSION, **_as_json(index)}))
         file.flush()
         os.fsync(file.fileno())
     sync_folder(partial)
@@ -201,6 +255,26 @@ def finish_save(run: Path, index: CheckpointIndex, *, keep: int) -> None:
     sync_folder(folder.parent)
     for old in [step for step in saved_steps(run) if step < index.step][keep - 1 :]:
         _remove(run, old)
+
+
+def _as_json(index: CheckpointIndex) -> dict[str, object]:
+    """There are many chunks, so each is a short list: [offsets, sizes, file, key].
+
+    The key is left out where it is the tensor's name.
+    """
+    tensors = {
+        name: {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "chunks": [astuple(chunk)[: 3 if chunk.key == name else 4] for chunk in tensor.chunks],
+        }
+        for name, tensor in index.tensors.items()
+    }
+    files = {name: asdict(file) for name, file in index.files.items()}
+    return {field.name: getattr(index, field.name) for field in fields(index)} | {
+        "files": files,
+        "tensors": tensors,
+    }
 
 
 def _remove(run: Path, step: int) -> None:

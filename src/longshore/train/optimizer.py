@@ -30,7 +30,8 @@ from longshore.distributed.topology import Topology
 from longshore.model.feed_forward import MoE
 from longshore.model.interface import Routed
 from longshore.model.norm import Float32Parameters
-from longshore.parallel.fsdp import is_split, local_part
+from longshore.parallel.fsdp import local_part
+from longshore.parallel.shards import counted_part, cut_parameters
 from longshore.plan.layout import Layout
 
 
@@ -96,18 +97,17 @@ def clip(
 ) -> Tensor:
     """Scales the gradients down to a global norm of `limit` (0: never), and returns the norm.
 
-    also: float64 (N), summed over the lanes and the stages in place, in the same collectives.
+    also: float64 (N), summed over all ranks in place, in the same collective.
     counted: the parameters whose gradients the norm counts on this rank; default: all. No branch
     reads the norm, so the host does not wait for the device.
     """
-    sharded: list[Tensor] = []
-    replicated: list[Tensor] = []
-    for parameter in model.parameters() if counted is None else counted:
+    chosen = None if counted is None else {id(parameter) for parameter in counted}
+    mine: list[Tensor] = []
+    for parameter, cut in cut_parameters(model):
         assert parameter.grad is not None
-        (sharded if is_split(parameter) else replicated).append(local_part(parameter.grad))
-    sums = sum_over(torch.cat([_square(sharded, also), also]), topology.groups.lanes)
-    sums[:1] += _square(replicated, also)
-    sum_over(sums, topology.groups.pp)
+        if chosen is None or id(parameter) in chosen:
+            mine += counted_part(parameter.grad, cut, topology)
+    sums = sum_over(torch.cat([_square(mine, also), also]), topology.groups.world)
     also.copy_(sums[1:])
     norm = sums[:1].sqrt().squeeze()
     if limit:
@@ -154,6 +154,7 @@ class RoutingCounts:
         if not self.layers:
             return ()
         totals = sum_over(torch.cat(self.layers), topology.groups.lanes)
+        sum_over(totals, topology.groups.tp)  # each routed its own share of the lane's rows
         return tuple(totals.split([len(layer) for layer in self.layers]))
 
 

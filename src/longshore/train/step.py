@@ -34,6 +34,7 @@ from longshore.parallel.pipeline.copies import EmbeddingCopies
 from longshore.parallel.pipeline.executor import Executor, Handlers, Timed
 from longshore.parallel.pipeline.stages import Model
 from longshore.parallel.pipeline.trace import Operation, check_issued
+from longshore.parallel.tensor import sum_gradients
 from longshore.plan.order import Action
 from longshore.plan.types import Plan
 from longshore.train.heartbeat import RankStatus
@@ -135,7 +136,9 @@ class Stepper:
         if not divisor:
             return None
         losses, counts, rounds = self.gradients(batches, divisor, plan=plan)
-        sums = torch.cat([losses, losses.new_full((1,), float(stop))])
+        # All TP ranks of a lane have the same losses; the sum over all ranks counts them once.
+        mine = losses if self.topology.tp_rank == 0 else torch.zeros_like(losses)
+        sums = torch.cat([mine, losses.new_full((1,), float(stop))])
         self.status.at("gradient norm")
         counted = self.copies.counted if self.copies else None
         norm = clip(self.model, self.clip, self.topology, also=sums, counted=counted)
@@ -143,10 +146,10 @@ class Stepper:
         set_lr(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        mine = counts.over_lanes(self.topology)
-        update_bias(self.model, mine)
+        routed = counts.over_lanes(self.topology)
+        update_bias(self.model, routed)
         layout = self.executor.layout
-        experts = counts_of_all_stages(mine, self.model.config, layout, self.topology)
+        experts = counts_of_all_stages(routed, self.model.config, layout, self.topology)
         return StepResult(sums[:-1], norm, sums[-1:], experts, rounds)
 
     def gradients(
@@ -172,6 +175,7 @@ class Stepper:
         )
         with self._traced(plan):
             times = self.executor.run(batches, queue, handlers)
+        sum_gradients(self.model, self.topology)
         if self.copies is not None:
             self.copies.sum_gradients()
         total = torch.stack(each).sum(dim=0)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longshore.batch import Boundaries, PackContext, Zigzag
+from longshore.batch import Boundaries, PackContext, SeqContext, Zigzag
 from longshore.choices import AttentionKind, ScanKind
 from longshore.distributed.collectives import (
     Begun,
@@ -44,19 +44,30 @@ from longshore.plan.cost import Ints
 
 
 class CPExchanges(Exchanges):
-    """The exchanges of packs of any CP size."""
+    """The exchanges of packs of any CP size. row_ranks: those that share the lane's rows."""
 
     def __init__(
-        self, groups: CPGroups, *, attention: AttentionKind = "auto", scan: ScanKind = "auto"
+        self,
+        groups: CPGroups,
+        *,
+        attention: AttentionKind = "auto",
+        scan: ScanKind = "auto",
+        row_ranks: ProcessGroup | None = None,
     ) -> None:
         self.groups = groups
         self.attention = attention
         self.scan = scan
+        self.row_ranks = row_ranks
 
     def of(self, pack: PackContext) -> Exchange:
         if pack.group.cp_size == 1:
             return Exchange(pack)
         return GroupExchange(pack, self.groups.group(pack.group.first_lane, pack.group.cp_size))
+
+    def sum_counts(self, ctx: SeqContext, counts_SE: Tensor) -> None:
+        if self.row_ranks is not None:
+            sum_over(counts_SE, self.row_ranks)
+        super().sum_counts(ctx, counts_SE)
 
 
 class GroupExchange(Exchange):

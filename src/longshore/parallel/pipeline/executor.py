@@ -215,8 +215,10 @@ class _Pass:
         action = message.action
         sender = action.stage if action.kind == "forward" else action.stage - 1
         executor = self.executor
-        tokens = self.batches[action.round].ctx.tokens * executor.layout.streams(sender)
-        return (tokens, executor.config.width), executor.rows_dtype(sender)
+        rows = self.batches[action.round].ctx.tokens // executor.topology.tp
+        return (rows * executor.layout.streams(sender), executor.config.width), (
+            executor.rows_dtype(sender)
+        )
 
     def _number(self, message: Message) -> int:
         action, stages = message.action, len(self.executor.layout.stages)

@@ -1,7 +1,7 @@
 """When FSDP2 gathers the parameters of a stage's modules and sums their gradients.
 
 In: the wrapped modules of a stage, and each time that one of them begins or ends. Out: the
-collectives over the lanes that FSDP2 issues then. It copies what torch.distributed.fsdp does:
+collectives that FSDP2 issues then. It copies what torch.distributed.fsdp does:
 
     a module gathers when its forward begins, and is resharded after it (zero3)
     in backward a module gathers, unless it is still or already gathered, and then the module that
@@ -15,13 +15,18 @@ Three blocks a b c and a root r, zero3, one round:
     backward   gather r, gather c, gather b, reduce c, gather a, reduce b, reduce a, reduce r
 
 Bytes are those of all parameters of a module. The shards really sent are a little longer: each
-parameter's rows are padded to a multiple of the lanes.
+parameter's rows are padded to a multiple of the ranks that share it: the lanes, or for experts that
+are wrapped on their own the ranks that have the same ones.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from longshore.choices import ShardMode
+
+Over = Literal["lanes", "tp", "ep", "expert_replicas"]
+"""The ranks of a collective: along an axis of the mesh, or of that of experts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +37,8 @@ class Wrapped:
     """Such as "layer 3"."""
     parameters: int
     """Of the module, without those of wrapped modules inside."""
+    over: Over = "lanes"
+    """The ranks that share its parameters."""
     uncast: bool = False
     """Whether its parameters keep their dtype, and stay gathered after forward."""
     gathered: bool = False

@@ -1,28 +1,42 @@
-"""What one stage does in an action, in order: FSDP's collectives, and where packs are shared.
+"""What one stage does in an action, in order: FSDP's collectives, those of TP and EP, shared packs.
 
-In: a stage, the model's config, and its actions one after another. Out: for each action a list of
-FSDP collectives over the lanes, the same on all lanes, and of slots: a part of a layer that
-exchanges rows of the packs a lane shares, which trace.py fills in for each lane.
+In: a stage, the model's config, a TP rank, and the stage's actions one after another. Out: for each
+action a list of steps, the same on all lanes: collectives of FSDP, collectives that carry a lane's
+rows over TP or EP ranks, and slots, where a part of a layer exchanges rows of the packs that a lane
+shares; trace.py fills in each lane's packs and rows.
 
-A layer of attention and experts under zero3:
+A layer of attention and experts under zero3, with TP 2:
 
-    forward    gather layer 0, slot mixer, gather layer 0 router, slot mlp
-    backward   gather layer 0, reduce layer 0 router, slot mixer, reduce layer 0
-    with recomputation the slots of forward stand after the first gather of backward, again
+    forward    gather layer 0 | gather rows, slot mixer, reduce_scatter rows |
+               gather layer 0 router, gather layer 0 experts, sum counts, slot mlp, sum balance loss
+    backward   gather layer 0, reduce layer 0 experts, reduce layer 0 router |
+               gather rows, slot mixer, reduce_scatter rows | reduce layer 0
+
+With recomputation the steps of forward stand in backward again, before the first that needs a saved
+tensor: the gather that answers the layer's last reduce_scatter comes earlier, and the layer's last
+sum over TP does not come again, because recomputation ends with the last saved tensor. A depth has
+a norm at its end, so all of it is computed again.
 
 The experts' router and the decay rates of scans are wrapped on their own (model/norm.py's
-Float32Parameters); what belongs to no layer, embedding, last norm and head, is the stage's root.
+Float32Parameters), with TP or EP the experts too, over the ranks that have the same ones; what
+belongs to no layer, embedding, last norm and head, is the stage's root.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.cuts import TPRank
+from longshore.arch.decoder import DecoderConfig
 from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.part import Part
-from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.choices import Recompute, ShardMode
-from longshore.parallel.pipeline.fsdp_trace import ShardedStage, Wrapped
+from longshore.parallel.pipeline.fsdp_trace import Over, ShardedStage, Wrapped
+from longshore.parallel.pipeline.pack_collectives import COUNT_BYTES
+from longshore.parallel.pipeline.traced_layer import (
+    TracedLayer,
+    TracedPart,
+    root_parameters,
+    traced_layers,
+)
 from longshore.plan.layout import Stage
 from longshore.plan.order import Action
 
@@ -31,40 +45,56 @@ class Slot(NamedTuple):
     """Where a part of a layer shares packs."""
 
     part: Part
+    """As a TP rank has it."""
     round: int
     forward: bool
     """Also in a backward that computes the forward again."""
     where: str
 
 
-class LaneCollective(NamedTuple):
-    """A collective of FSDP over all lanes."""
+class ShardCollective(NamedTuple):
+    """A collective of FSDP over all ranks of an axis."""
 
     kind: str
+    over: Over
     bytes: int
+    """Of all parameters."""
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class _TracedLayer:
-    """A layer of the decoder or a depth, with its wrapped modules."""
+class RowBytes(NamedTuple):
+    """What a rank receives from each other rank; a lane's T rows are T/tp on a rank."""
 
-    config: LayerConfig
-    """Its parts."""
-    name: str
-    """Such as "layer 3" or "depth 1"."""
-    module: Wrapped
-    """The block, or the depth."""
-    decay: Wrapped | None
-    """The decay rates of a scan."""
-    router: Wrapped | None
-    """Of experts."""
+    row: int = 0
+    """For each of the T/tp rows."""
+    sequence: int = 0
+    """For each sequence that the lane has a part of, and once for padding."""
+    once: int = 0
+    """Besides."""
+
+    def of(self, rows: int, sequences: int) -> int:
+        return rows * self.row + (sequences + 1) * self.sequence + self.once
+
+
+class RowCollective(NamedTuple):
+    """A collective of activations over all ranks of an axis."""
+
+    kind: str
+    over: Over
+    each: RowBytes | None
+    """None: the plan does not tell, it depends on where tokens are routed."""
+    round: int
+    what: str
+
+
+Step = Slot | ShardCollective | RowCollective
 
 
 class StageTrace:
     """The actions of one stage in the order in which it is asked for them.
 
-    item, kept: bytes of a number of the arithmetic and of a parameter as it is kept.
+    at: the TP rank. ep: ranks that share one set of experts. item, kept: bytes of a number of the
+    arithmetic and of a parameter as it is kept.
     """
 
     def __init__(
@@ -72,33 +102,28 @@ class StageTrace:
         config: DecoderConfig,
         stage: Stage,
         *,
+        at: TPRank,
+        ep: int,
         name: str,
         mode: ShardMode,
         recompute: Recompute,
         item: int,
         kept: int,
     ) -> None:
-        self.stage, self.recompute = stage, recompute
-        self.item, self.kept = item, kept
-        self.root = Wrapped(f"{name}'s ends", _root_parameters(config, stage))
-        self.layers = [
-            _layer(config.layers[number], config.width, f"layer {number}")
-            for number in stage.layers
-        ]
-        joins = (2 * config.width + 3) * config.width
-        self.layers += [
-            _layer(config.mtp[number], config.width, f"depth {number + 1}", more=joins)
-            for number in stage.depths
-        ]
+        self.stage, self.recompute, self.at, self.ep = stage, recompute, at, ep
+        self.item, self.kept, self.wide = item, kept, max(item, 4)
+        self.row = RowBytes(row=config.width * item)
+        self.losses = 1 + len(config.mtp) if stage.head else 0
+        self.root = Wrapped(f"{name}'s ends", root_parameters(config, stage, at))
+        self.layers = traced_layers(config, stage, at, ep=ep)
         modules = [self.root]
         for layer in self.layers:
-            inside = (layer.module, layer.decay, layer.router)
-            modules += [module for module in inside if module is not None]
+            modules += layer.modules
         self.fsdp = ShardedStage(modules, mode=mode, emit=self._emit)
-        self.steps: list[Slot | LaneCollective] = []
+        self.steps: list[Step] = []
         self.action = Action("forward", 0, 0)
 
-    def run(self, action: Action, *, is_last: bool) -> list[Slot | LaneCollective]:
+    def run(self, action: Action, *, is_last: bool) -> list[Step]:
         """is_last: whether the action belongs to the plan's last round."""
         self.steps, self.action = [], action
         if action.kind == "forward":
@@ -109,22 +134,59 @@ class StageTrace:
 
     def _forward(self) -> None:
         self.fsdp.begin_forward(self.root)
+        if self.stage.embed:
+            self._tp("reduce_scatter", self.row, "embedding")
         for layer in self.layers:
+            if layer.is_depth:
+                self._tp("reduce_scatter", self.row, f"{layer.name} embedding")
             self.fsdp.begin_forward(layer.module)
             self._inside(layer, again=False)
             self.fsdp.end_forward(layer.module)
+        for number in range(self.losses):
+            self._tp("gather", self.row, f"head {number}")
+            both = RowBytes(row=2 * self.at.tp * self.wide)
+            self._tp("gather", both, f"head {number}: log-sum-exp and logit")
         self.fsdp.end_forward(self.root)
 
-    def _inside(self, layer: _TracedLayer, *, again: bool) -> None:
+    def _inside(self, layer: TracedLayer, *, again: bool) -> None:
         """The parts of a layer in forward, or computed again in backward."""
-        parts = (layer.config.mixer, "mixer", layer.decay), (layer.config.mlp, "mlp", layer.router)
-        for part, name, module in parts:
-            if module is not None:
-                self.fsdp.begin_forward(module)
-                if not again:
-                    self.fsdp.end_forward(module)
-            if part is not None:
-                self._slot(part, f"{layer.name} {name}{', again' if again else ''}", forward=True)
+        for part in layer.parts:
+            is_end = part is layer.parts[-1] and not layer.is_depth
+            forward = self._experts if isinstance(part.config, MoEConfig) else self._part
+            forward(part, again=again, closes=not (again and is_end))
+
+    def _part(self, part: TracedPart, *, again: bool, closes: bool) -> None:
+        """closes: whether the sum over TP after it is computed, too."""
+        where = f"{part.name}{', again' if again else ''}"
+        self._tp("gather", self.row, where)
+        self._own_module(part.own, again=again)
+        self._slot(part, where, forward=True)
+        if part.shares_norm:
+            self._tp("gather", self._squares(), f"{where}: mean squares")
+        if part.is_split and closes:
+            self._tp("reduce_scatter", self.row, where)
+
+    def _experts(self, part: TracedPart, *, again: bool, closes: bool) -> None:
+        where = f"{part.name}{', again' if again else ''}"
+        assert isinstance(part.config, MoEConfig)
+        self._own_module(part.own, again=again)
+        if part.experts is not None:
+            self.fsdp.begin_forward(part.experts)
+        self._routed(("counts", "rows", "choices", "rows back"), where)
+        if part.experts is not None and not again:
+            self.fsdp.end_forward(part.experts)
+        if part.config.aux_weight:
+            counts = RowBytes(sequence=part.config.experts * COUNT_BYTES)
+            self._tp("sum_over", counts, f"{where}: experts' counts over TP")
+        self._slot(part, where, forward=True)
+        if closes:
+            self._tp("sum_over", RowBytes(once=self.wide), f"{where}: balance loss")
+
+    def _own_module(self, module: Wrapped | None, *, again: bool) -> None:
+        if module is not None:
+            self.fsdp.begin_forward(module)
+            if not again:
+                self.fsdp.end_forward(module)
 
     def _backward(self, *, is_last: bool) -> None:
         fsdp = self.fsdp
@@ -133,55 +195,87 @@ class StageTrace:
             # The stage returns what its last block does, and the block's hook on it is the first.
             fsdp.begin_backward(self.layers[-1].module)
         fsdp.begin_backward(self.root)
+        for number in reversed(range(self.losses)):
+            self._tp("reduce_scatter", self.row, f"head {number}")
         for layer in reversed(self.layers):
             fsdp.begin_backward(layer.module)
-            if self.recompute == "blocks":
-                self._inside(layer, again=True)
-            if layer.config.mlp is not None:
-                self._slot(layer.config.mlp, f"{layer.name} mlp", forward=False)
-            if layer.router is not None:
-                fsdp.begin_backward(layer.router)
-                fsdp.end_backward(layer.router)
-            if layer.config.mixer is not None:
-                self._slot(layer.config.mixer, f"{layer.name} mixer", forward=False)
-            if layer.decay is not None:
-                # Its forward has no inputs, so its gradients are summed at the end.
-                fsdp.begin_backward(layer.decay)
+            self._layer_backward(layer)
             fsdp.end_backward(layer.module)
-        if not self.stage.embed:
+            if layer.is_depth:
+                self._tp("gather", self.row, f"{layer.name} embedding")
+        if self.stage.embed:
+            self._tp("gather", self.row, "embedding")
+        else:
             fsdp.end_backward(self.root)
         fsdp.end_step_of_backward()
 
-    def _slot(self, part: Part, where: str, *, forward: bool) -> None:
-        self.steps.append(Slot(part, self.action.round, forward, f"{self._text()}, {where}"))
+    def _layer_backward(self, layer: TracedLayer) -> None:
+        *before, last = layer.parts
+        if self.recompute == "blocks" and layer.is_depth:
+            self._inside(layer, again=True)
+        self._open_backward(last)
+        if self.recompute == "blocks" and not layer.is_depth:
+            self._inside(layer, again=True)
+        self._rest_of_backward(last)
+        for part in reversed(before):
+            self._open_backward(part)
+            self._rest_of_backward(part)
+
+    def _open_backward(self, part: TracedPart) -> None:
+        """What comes before the first saved tensor of a part is needed."""
+        if part.is_split:
+            self._tp("gather", self.row, part.name)
+        elif part.experts is not None and part.ends_with_experts:
+            self.fsdp.begin_backward(part.experts)
+
+    def _rest_of_backward(self, part: TracedPart) -> None:
+        if isinstance(part.config, MoEConfig):
+            self._experts_backward(part)
+            return
+        if part.shares_norm:
+            self._tp("reduce_scatter", self._squares(), f"{part.name}: mean squares")
+        self._slot(part, part.name, forward=False)
+        if part.own is not None:
+            # Its forward has no inputs, so its gradients are summed at the end.
+            self.fsdp.begin_backward(part.own)
+        self._tp("reduce_scatter", self.row, part.name)
+
+    def _experts_backward(self, part: TracedPart) -> None:
+        self._slot(part, part.name, forward=False)
+        if part.experts is not None:
+            self.fsdp.begin_backward(part.experts)
+        self._routed(("rows back", "choices", "rows"), part.name)
+        if part.experts is not None:
+            self.fsdp.end_backward(part.experts)
+        assert part.own is not None
+        self.fsdp.begin_backward(part.own)
+        self.fsdp.end_backward(part.own)
+
+    def _squares(self) -> RowBytes:
+        """One number of every row of the lane."""
+        return RowBytes(row=self.at.tp * self.wide)
+
+    def _tp(self, kind: str, each: RowBytes, where: str) -> None:
+        if self.at.tp > 1:
+            what = f"{self._text()}, {where}"
+            self.steps.append(RowCollective(kind, "tp", each, self.action.round, what))
+
+    def _routed(self, names: tuple[str, ...], where: str) -> None:
+        """Between the ranks that share a set of experts; only the size of counts is known."""
+        for name in names if self.ep > 1 else ():
+            each = RowBytes(once=COUNT_BYTES) if name == "counts" else None
+            what = f"{self._text()}, {where}: {name}"
+            self.steps.append(RowCollective("all_to_all", "ep", each, self.action.round, what))
+
+    def _slot(self, part: TracedPart, where: str, *, forward: bool) -> None:
+        what = f"{self._text()}, {where}"
+        self.steps.append(Slot(part.config, self.action.round, forward, what))
 
     def _emit(self, kind: str, module: Wrapped) -> None:
         is_arithmetic = kind == "gather" and not module.uncast
         amount = module.parameters * (self.item if is_arithmetic else self.kept)
-        self.steps.append(LaneCollective(f"fsdp {kind}", amount, f"{self._text()}, {module.name}"))
+        what = f"{self._text()}, {module.name}"
+        self.steps.append(ShardCollective(f"fsdp {kind}", module.over, amount, what))
 
     def _text(self) -> str:
         return f"{self.action.kind} of round {self.action.round}"
-
-
-def _layer(config: LayerConfig, width: int, name: str, *, more: int = 0) -> _TracedLayer:
-    """more: parameters besides the layer's own."""
-    decay = router = None
-    match config.mixer:
-        case Mamba2Config(heads=heads):
-            decay = Wrapped(f"{name} decay", 3 * heads, uncast=True)
-        case DeltaNetConfig(value_heads=heads):
-            decay = Wrapped(f"{name} decay", 2 * heads, uncast=True)
-    if isinstance(config.mlp, MoEConfig):
-        router = Wrapped(f"{name} router", config.mlp.experts * width, uncast=True)
-    inside = sum(module.parameters for module in (decay, router) if module is not None)
-    module = Wrapped(name, config.parameters(width) + more - inside)
-    return _TracedLayer(config, name, module, decay, router)
-
-
-def _root_parameters(config: DecoderConfig, stage: Stage) -> int:
-    """Embedding, or its copy; the last norm; the head, unless the embedding here serves as it."""
-    own_head = stage.head and not (config.tied and stage.has_embedding)
-    return config.vocab_size * config.width * (stage.has_embedding + own_head) + (
-        config.width * stage.norm
-    )

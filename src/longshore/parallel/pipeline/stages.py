@@ -11,11 +11,14 @@ its own module calls head.weight.
 from collections.abc import Iterator
 from itertools import chain
 
+import torch
 from torch import Tensor, nn
 
+from longshore.arch.cuts import Cut
 from longshore.arch.decoder import DecoderConfig
 from longshore.model.decoder import Decoder
-from longshore.plan.layout import Layout, one_stage
+from longshore.parallel.shards import cuts_by_name
+from longshore.plan.layout import Layout, Stage, one_stage
 
 EMBEDDING = "embed.weight"
 
@@ -64,6 +67,24 @@ def tensors_by_name(model: Model) -> Iterator[tuple[str, Tensor]]:
     """Parameters, then buffers."""
     buffers = (part.named_buffers() for part in stages_of(model).values())
     yield from chain(parameters_by_name(model), *buffers)
+
+
+def cut_tensors_by_name(model: Model) -> Iterator[tuple[str, Tensor, Cut | None]]:
+    """The same, each with its Cut, if it has one."""
+    cuts = {part: cuts_by_name(part) for part in stages_of(model).values()}
+    for part, of_part in cuts.items():
+        for name, parameter in part.named_parameters():
+            yield whole_name(model.config, name), parameter, of_part.get(name)
+    for part, of_part in cuts.items():
+        for name, buffer in part.named_buffers():
+            yield name, buffer, of_part.get(name)
+
+
+def tensor_names(config: DecoderConfig, stage: Stage | None = None) -> list[str]:
+    """Of parameters, then buffers, of a stage or of the whole decoder."""
+    with torch.device("meta"):
+        model = Decoder(config, stage)
+    return [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
 
 
 def whole_name(config: DecoderConfig, name: str) -> str:

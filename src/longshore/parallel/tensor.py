@@ -1,0 +1,321 @@
+"""Tensor parallelism with sequence parallelism, put onto a decoder from outside.
+
+In: a decoder with whole parameters (or on `meta`) and a topology. Out: the same decoder with this
+TP rank's part of each parameter, and with the exchanges of rows between the ranks.
+
+Between the layers a rank has T/tp of its lane's T rows. A part that ranks split, such as attention,
+gets all rows and makes a part of the sum:
+
+    rows T/tp → norm → gather → T rows → this rank's heads → reduce_scatter → rows T/tp
+
+Backward is the mirror image. Norms, routers and experts work on the rank's own rows. Embedding and
+head are split by the vocabulary: a rank embeds the tokens it knows and the sum is scattered; the
+head gathers the rows, and every rank learns the loss of all T tokens. A part of a kind that ranks
+do not split, such as a user's own mixer, gets all rows on every rank, which keeps its own T/tp.
+
+With 2 ranks and 6 tokens rank 1 holds rows 3…6; attention of 4 heads gathers 6 rows, attends with
+heads 2 and 3, and gets rows 3…6 of the sum of both ranks' outputs.
+
+A parameter that all ranks have whole gets a part of its gradient on each of them, from the rank's
+rows or heads: `sum_gradients` adds them up, once a step. The same for spans of which several ranks
+have a copy, such as a KV head of 4 ranks with 2 KV heads.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from longshore.arch.cuts import Cut, TPRank, cuts_of, is_split, norm_ranks, on_tp_rank
+from longshore.arch.part import Norm, Part
+from longshore.arch.scan import Mamba2Config
+from longshore.batch import SeqContext
+from longshore.distributed.collectives import gather, reduce_scatter, sum_over
+from longshore.distributed.topology import Topology
+from longshore.model.decoder import Block, Decoder
+from longshore.model.feed_forward import MoE
+from longshore.model.interface import Context, Routed, eager
+from longshore.model.mamba2 import Mamba2
+from longshore.model.registry import make_feed_forward, make_mixer
+from longshore.ops.cross_entropy import VocabularyPart, linear_cross_entropy
+from longshore.parallel.fsdp import local_part
+from longshore.parallel.shards import boxes_of, cut_parameters
+
+BUCKET = 1 << 26
+"""Values of gradients that are summed in one collective."""
+
+
+def split_tensors(model: Decoder, topology: Topology) -> None:
+    """Leaves this TP rank's part of every parameter, and adds what ranks exchange; in place."""
+    if topology.tp == 1:
+        return
+    width, norm = model.config.width, model.config.norm
+    for block in _blocks(model):
+        mixer, mlp = block.config.mixer, block.config.mlp
+        if block.mixer is not None and mixer is not None:
+            block.mixer = _split_mixer(block.mixer, mixer, width, norm, topology)
+        if block.mlp is not None and mlp is not None:
+            block.mlp = _split_feed_forward(block.mlp, mlp, width, norm, topology)
+    model.row_ranks = topology.tp
+    at, group = TPRank(topology.tp, topology.tp_rank), topology.groups.tp
+    cut = at.vocabulary(model.config.vocab_size)
+    if model.embed is not None:
+        _cut_weight(model.embed, cut)
+        model.embed.forward = partial(_embedded, model.embed, cut, group)  # type: ignore[method-assign]
+    if model.head is not None:
+        if model.head.weight is not None:
+            _cut_weight(model.head, cut)
+        model.head.forward = partial(_losses, model.head, cut, group)  # type: ignore[method-assign]
+
+
+def _blocks(model: Decoder) -> Iterator[Block]:
+    yield from model.layers.values()  # type: ignore[misc]
+    for depth in model.mtp.values():
+        yield depth.block  # type: ignore[misc]
+
+
+def _split_mixer(
+    mixer: nn.Module, part: Part, width: int, norm: Norm, topology: Topology
+) -> nn.Module:
+    group = topology.groups.tp
+    if not is_split(part):
+        mixer.forward = partial(_replicated, mixer.forward, group)
+        return mixer
+    local = _local(mixer, part, width, topology, make=partial(make_mixer, norm=norm))
+    if isinstance(local, Mamba2):
+        assert isinstance(part, Mamba2Config)
+        if (ranks := norm_ranks(part, topology.tp)) > 1:
+            local.norm.mean_over_ranks = partial(_mean_over, group, ranks)
+    local.forward = partial(_split_part, local.forward, group)
+    return local
+
+
+def _split_feed_forward(
+    mlp: nn.Module, part: Part, width: int, norm: Norm, topology: Topology
+) -> nn.Module:
+    group = topology.groups.tp
+    if isinstance(mlp, MoE):
+        mlp.forward = partial(_on_own_rows, mlp.forward, group)  # type: ignore[method-assign]
+        return mlp
+    if not is_split(part):
+        mlp.forward = partial(_replicated_pair, mlp.forward, group)
+        return mlp
+    local = _local(mlp, part, width, topology, make=partial(make_feed_forward, norm=norm))
+    local.forward = partial(_split_pair, local.forward, group)
+    return local
+
+
+def _local(
+    whole: nn.Module,
+    part: Part,
+    width: int,
+    topology: Topology,
+    *,
+    make: Callable[[Part, int], nn.Module],
+) -> nn.Module:
+    """The module of what this rank has, with its part of the whole module's values."""
+    with torch.device("meta"):
+        local = make(on_tp_rank(part, topology.tp), width)
+    cuts = cuts_of(part, width, tp=topology.tp, rank=topology.tp_rank)
+    for name, parameter in whole.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        value = _cut_value(parameter, cuts.get(name))
+        local.get_submodule(owner).register_parameter(leaf, value)
+    local.cuts = {name: cut for name, cut in cuts.items() if cut.spans}  # type: ignore[assignment]
+    return local
+
+
+def _cut_value(parameter: Tensor, cut: Cut | None) -> nn.Parameter | None:
+    """The parameter's spans one after the other; None if this rank has none."""
+    if cut is None:
+        return nn.Parameter(parameter.detach())
+    if not cut.spans:
+        return None
+    parts = [parameter.detach().narrow(cut.dim, s.start, s.stop - s.start) for s in cut.spans]
+    return nn.Parameter(torch.cat(parts, dim=cut.dim))
+
+
+def _cut_weight(module: nn.Module, cut: Cut) -> None:
+    module.register_parameter("weight", _cut_value(module.weight, cut))  # type: ignore[arg-type]
+    module.cuts = {"weight": cut}  # type: ignore[assignment]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _all_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
+    return gather(rows, group)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _own_rows_of_sum(rows: Tensor, group: ProcessGroup) -> Tensor:
+    return reduce_scatter(rows, group)
+
+
+def _own_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's rows of what all ranks have; the others' have no gradient here."""
+    own: Tensor = rows.chunk(group.size())[group.rank()]
+    return own
+
+
+def _split_part(
+    forward: Callable[..., Tensor],
+    group: ProcessGroup,
+    x: Tensor,
+    *args: Any,  # noqa: ANN401
+) -> Tensor:
+    own: Tensor = _own_rows_of_sum(forward(_all_rows(x, group), *args), group)
+    return own
+
+
+def _split_pair(
+    forward: Callable[..., tuple[Tensor, None]], group: ProcessGroup, x: Tensor, ctx: Context
+) -> tuple[Tensor, None]:
+    rows, routed = forward(_all_rows(x, group), ctx)
+    return _own_rows_of_sum(rows, group), routed
+
+
+def _replicated(
+    forward: Callable[..., Tensor],
+    group: ProcessGroup,
+    x: Tensor,
+    *args: Any,  # noqa: ANN401
+) -> Tensor:
+    return _own_rows(forward(_all_rows(x, group), *args), group)
+
+
+def _replicated_pair(
+    forward: Callable[..., tuple[Tensor, Routed | None]],
+    group: ProcessGroup,
+    x: Tensor,
+    ctx: Context,
+) -> tuple[Tensor, Routed | None]:
+    """Experts of a user's own: every rank routed all rows, so each counts its share of them."""
+    rows, routed = forward(_all_rows(x, group), ctx)
+    if routed is not None:
+        mine = _own_share(routed.auxiliary, group)
+        counts = routed.counts if group.rank() == 0 else torch.zeros_like(routed.counts)
+        routed = routed._replace(auxiliary=mine, counts=counts)
+    return _own_rows(rows, group), routed
+
+
+@eager
+def _on_own_rows(
+    forward: Callable[..., tuple[Tensor, Routed]], group: ProcessGroup, x: Tensor, ctx: SeqContext
+) -> tuple[Tensor, Routed]:
+    """Experts: each rank routes its own rows; every rank learns the balance loss of all."""
+    rows, routed = forward(x, ctx.share(group.rank(), group.size()))
+    total: Tensor = _SumForward.apply(routed.auxiliary, group)  # type: ignore[no-untyped-call]
+    return rows, routed._replace(auxiliary=total)
+
+
+class _SumForward(torch.autograd.Function):
+    """A sum over the ranks, each of which backpropagates its own part of it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: ProcessGroup) -> Tensor:  # noqa: ANN401
+        return sum_over(value.clone(), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        return grad, None
+
+
+def _own_share(value: Tensor, group: ProcessGroup) -> Tensor:
+    """A value that all ranks computed alike, of which each backpropagates 1/tp."""
+    share = value / group.size()
+    return share + (value - share).detach()
+
+
+def _mean_over(group: ProcessGroup, ranks: int, square_T1: Tensor) -> Tensor:
+    """The mean over the `ranks` neighbours that have parts of the same channels."""
+    first = group.rank() // ranks * ranks
+    all_RT1 = gather(square_T1[None], group)
+    return all_RT1[first : first + ranks].mean(0)
+
+
+def _embedded(embed: nn.Embedding, cut: Cut, group: ProcessGroup, ids_T: Tensor) -> Tensor:
+    """(T/tp, C): each rank embeds the tokens of its part of the vocabulary."""
+    (span,) = cut.spans
+    is_mine = (ids_T >= span.start) & (ids_T < span.stop)
+    local_T = (ids_T - span.start).where(is_mine, 0)
+    pad = embed.padding_idx
+    if pad is not None:
+        pad = pad - span.start if span.start <= pad < span.stop else None
+    rows_TC = functional.embedding(local_T, embed.weight, padding_idx=pad)
+    return reduce_scatter(rows_TC.where(is_mine[:, None], 0.0), group)
+
+
+def _losses(
+    head: nn.Module,
+    cut: Cut,
+    group: ProcessGroup,
+    hidden_TC: Tensor,
+    labels_T: Tensor | None,
+    tied_VC: Tensor | None = None,
+    *,
+    summed: bool = False,
+) -> Tensor:
+    """(T), alike on all ranks."""
+    if labels_T is None:
+        raise ValueError(
+            "under tensor parallelism the head computes losses, not logits; give labels, or use "
+            "tp=1"
+        )
+    (span,) = cut.spans
+    weight = head.weight if tied_VC is None else tied_VC
+    assert isinstance(weight, Tensor)
+    part = VocabularyPart(span.start, cut.size, partial(_over_vocabulary, group))
+    return linear_cross_entropy(
+        gather(hidden_TC, group), weight, labels_T, summed=summed, vocabulary=part
+    )
+
+
+def _over_vocabulary(group: ProcessGroup, lse_T: Tensor, own_T: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp over all ranks' logits, and the label's logit, which one of them has."""
+    all_R2T = gather(torch.stack([lse_T, own_T])[None], group)
+    return all_R2T[:, 0].logsumexp(0), all_R2T[:, 1].sum(0)
+
+
+@torch.no_grad()
+def sum_gradients(model: nn.Module, topology: Topology) -> None:
+    """Adds up the gradients of what several TP ranks have alike; each rank gets the sum."""
+    if topology.tp == 1:
+        return
+    group = topology.groups.tp
+    whole, copied = list[Tensor](), list[tuple[Tensor, int]]()
+    for parameter, cut in cut_parameters(model):
+        assert parameter.grad is not None
+        if cut is None:
+            whole.append(local_part(parameter.grad))
+        elif cut.axis == "tp":
+            boxes = boxes_of(parameter.grad, cut)[1]
+            copied += [(box.local, box.copies) for box in boxes if box.copies > 1]
+    for bucket in _buckets([gradient for gradient in whole if gradient.numel()]):
+        _write(sum_over(torch.cat([part.flatten() for part in bucket]), group), bucket)
+    for copies in sorted({copies for _, copies in copied}):
+        blocks = [block for block, count in copied if count == copies]
+        first = topology.tp_rank // copies * copies
+        for bucket in _buckets(blocks):
+            every = gather(torch.cat([part.flatten() for part in bucket])[None], group)
+            _write(every[first : first + copies].sum(0), bucket)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, together at most BUCKET values, or one that is larger."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        size = sum(part.numel() for part in bucket)
+        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.numel() > BUCKET):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def _write(flat: Tensor, parts: list[Tensor]) -> None:
+    for part, values in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+        part.copy_(values.view(part.shape))

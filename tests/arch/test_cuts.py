@@ -1,0 +1,105 @@
+"""Which part of each tensor a TP rank has: the modules in model/ agree, and nothing is missing."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from tests.arch.tp_parts import WIDTH, parts_on_ranks
+
+from longshore.arch.attention import AttentionConfig
+from longshore.arch.cuts import Cut, Span, TPRank, cuts_of, decoder_on_tp_rank, is_split, on_tp_rank
+from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.part import Norm
+from longshore.arch.presets import preset
+from longshore.arch.scan import Mamba2Config
+from longshore.errors import SettingError
+from longshore.model.registry import make_feed_forward, make_mixer
+
+THREE = AttentionConfig(heads=6, kv_heads=3, head_dim=8)
+
+
+def shapes_of(part):
+    make = make_feed_forward if isinstance(part, MLPConfig) else make_mixer
+    with torch.device("meta"):
+        module = make(part, WIDTH, norm=Norm(1e-6))
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+
+@given(parts_on_ranks())
+def test_the_modules_agree(part_and_tp):
+    part, tp = part_and_tp
+    whole, local = shapes_of(part), shapes_of(on_tp_rank(part, tp))
+    assert whole.keys() == local.keys()
+    for rank in range(tp):
+        cuts = cuts_of(part, WIDTH, tp=tp, rank=rank)
+        assert cuts.keys() <= whole.keys()
+        for name, shape in whole.items():
+            if name not in cuts:
+                assert local[name] == shape, name
+                continue
+            cut = cuts[name]
+            assert cut.size == shape[cut.dim], name
+            assert cut.whole_shape(local[name]) == shape, name
+            size = sum(span.stop - span.start for span in cut.spans)
+            assert size == local[name][cut.dim] or not cut.spans, name
+
+
+@given(parts_on_ranks())
+def test_every_index_is_there_as_often_as_said(part_and_tp):
+    part, tp = part_and_tp
+    ranks = [cuts_of(part, WIDTH, tp=tp, rank=rank) for rank in range(tp)]
+    for name, first in ranks[0].items():
+        at = Counter(
+            (index, span.copies, span.copy)
+            for cuts in ranks
+            for span in cuts[name].spans
+            for index in range(span.start, span.stop)
+        )
+        copies = {index: number for index, number, _ in at}
+        assert sorted(copies) == list(range(first.size)), name
+        every = {(index, n, copy) for index, n in copies.items() for copy in range(n)}
+        assert at == Counter(every), name
+
+
+def test_the_docstrings_examples():
+    attention = AttentionConfig(heads=4, kv_heads=2, head_dim=16)
+    cuts = cuts_of(attention, 64, tp=2, rank=1)
+    assert cuts["q_proj.weight"] == Cut(0, 64, (Span(32, 64),))
+    assert cuts["k_proj.weight"] == Cut(0, 32, (Span(16, 32),))
+    assert cuts["o_proj.weight"] == Cut(1, 64, (Span(32, 64),))
+    mamba = Mamba2Config(heads=4, head_dim=8, state_dim=16, groups=1)
+    spans = cuts_of(mamba, 64, tp=2, rank=1)["in_proj.weight"].spans
+    shared = Span(64, 80, 1, 2), Span(80, 96, 1, 2)
+    assert spans == (Span(16, 32), Span(48, 64), *shared, Span(98, 100))
+
+
+def test_a_vocabulary_is_cut_as_evenly_as_can_be():
+    cuts = [TPRank(4, rank).vocabulary(61) for rank in range(4)]
+    assert [cut.spans[0] for cut in cuts] == [Span(0, 15), Span(15, 30), Span(30, 45), Span(45, 61)]
+    assert {cut.size for cut in cuts} == {61}
+
+
+def test_what_ranks_do_not_split_stays_as_it_is():
+    experts = MoEConfig(experts=4, top_k=2, width=8)
+    assert not is_split(experts)
+    assert on_tp_rank(experts, 2) is experts
+    assert cuts_of(experts, 16, tp=2, rank=1) == {}
+    config = preset("tiny-qwen3-moe")
+    local = decoder_on_tp_rank(config, 2)
+    assert [layer.mlp for layer in local.layers] == [layer.mlp for layer in config.layers]
+    assert local.layers[0].mixer.heads * 2 == config.layers[0].mixer.heads
+
+
+@pytest.mark.parametrize(
+    ("part", "tp", "message"),
+    [
+        (THREE, 4, "parallel.tp is 4, which does not divide the 6 attention heads; use one of 1, "),
+        (THREE, 2, "parallel.tp is 2, which does not divide the 3 KV heads; use one of 1, 3"),
+        (MLPConfig(width=6), 4, "does not divide the 6 channels of a feed-forward part"),
+    ],
+)
+def test_refused_with_what_works(part, tp, message):
+    with pytest.raises(SettingError) as caught:
+        on_tp_rank(part, tp)
+    assert message in caught.value.spelled(lambda name: f"parallel.{name}")

@@ -1,0 +1,26 @@
+import pytest
+
+from longshore.arch.cuts import Cut, Span
+from longshore.arch.expert_cuts import check_ep, expert_cut
+from longshore.arch.presets import preset
+from longshore.errors import SettingError
+
+
+def test_the_worked_example():
+    assert expert_cut(8, ep=4, ep_rank=2) == Cut(0, 8, (Span(4, 6),), "ep")
+
+
+def test_together_all_ranks_have_each_expert_once():
+    spans = [span for rank in range(3) for span in expert_cut(12, ep=3, ep_rank=rank).spans]
+    assert [e for span in spans for e in range(span.start, span.stop)] == list(range(12))
+
+
+def test_sizes_that_do_not_divide_are_refused_by_name():
+    check_ep(preset("tiny-llama"), 1)
+    config = preset("tiny-qwen3-moe")
+    experts = config.layers[0].mlp.experts
+    check_ep(config, experts)
+    with pytest.raises(SettingError, match=f"ep is 3, which does not divide the {experts} exp"):
+        check_ep(config, 3)
+    with pytest.raises(SettingError, match="ep is 2, but the model has no experts; use ep=1"):
+        check_ep(preset("tiny-llama"), 2)

@@ -1,0 +1,266 @@
+"""Checkpoints and exports under every axis: written under one way of sharing, read under another.
+
+No step is trained: the modules have the sizes and cuts that tensor and expert parallelism give
+them, and that is all that is stored.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain
+from math import prod
+from pathlib import Path
+
+import torch
+from tests.ranks.harness import run_ranks
+from tests.ranks.spine import VOCAB
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from longshore.arch.attention import AttentionConfig, MLAConfig
+from longshore.arch.cuts import Cut, Span, TPRank, cuts_of, decoder_on_tp_rank
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.scan import DeltaNetConfig, Mamba2Config
+from longshore.choices import ShardMode
+from longshore.cli.main import main
+from longshore.distributed.topology import make_topology
+from longshore.hf.checkpoint import write_own_checkpoint
+from longshore.model.decoder import Decoder
+from longshore.model.feed_forward import Experts
+from longshore.model.fill import fill_rows
+from longshore.model.init import init_decoder, initial_block
+from longshore.parallel.fsdp import shard
+from longshore.parallel.pipeline.copies import EmbeddingCopies
+from longshore.parallel.pipeline.gathered import gathered_tensors
+from longshore.parallel.pipeline.stages import Stages, stages_of, tensor_names
+from longshore.parallel.shards import boxes_of, fill
+from longshore.plan.layout import one_stage, parse_layout
+from longshore.train import checkpoint_storage
+from longshore.train.checkpoint import Checkpoints, Position
+from longshore.train.checkpoint_files import checkpoint_folder, read_index
+from longshore.train.checkpoint_state import make_moments, state_of
+from longshore.train.checkpoint_storage import OF_NAME
+from longshore.train.optimizer import make_optimizer
+
+
+@dataclass(frozen=True)
+class Way:
+    """How 4 ranks share the model."""
+
+    lanes: int
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    mode: ShardMode = "zero3"
+
+
+WAYS = (
+    Way(lanes=4),
+    Way(lanes=2, tp=2, ep=4),
+    Way(lanes=1, tp=2, pp=2, ep=2, mode="none"),
+    Way(lanes=1, tp=4, mode="none"),
+    Way(lanes=2, pp=2, ep=2),
+    Way(lanes=2, tp=2, ep=2),
+)
+EXPERTS = MoEConfig(experts=8, top_k=2, width=4, shared_width=3, bias_update=1e-3)
+
+
+def decoder() -> DecoderConfig:
+    """All mixers, biases after sums, KV heads and groups that ranks share, tied ends."""
+    attention = AttentionConfig(
+        heads=4, kv_heads=1, head_dim=4, bias=True, output_bias=True, qk_norm=True
+    )
+    mamba = Mamba2Config(heads=4, head_dim=3, state_dim=5, groups=2, bias=True)
+    delta = DeltaNetConfig(key_heads=4, value_heads=8, key_dim=2, value_dim=3)
+    mla = MLAConfig(heads=4, q_rank=5, kv_rank=6, nope_dim=3, rope_dim=2, value_dim=5, bias=True)
+    layers = (
+        LayerConfig(attention, EXPERTS),
+        LayerConfig(mamba, MLPConfig(width=12)),
+        LayerConfig(delta, None),
+    )
+    mtp = (LayerConfig(mla, EXPERTS),)
+    return DecoderConfig(vocab_size=VOCAB, width=6, layers=layers, mtp=mtp, tied=True)
+
+
+def cut_blocks(part: Decoder, topology) -> None:
+    """What each block and each of its layers of experts has on this rank."""
+    whole, rank = decoder(), topology.tp_rank
+    named = chain(
+        ((whole.layers[int(i)], block) for i, block in part.layers.items()),
+        ((whole.mtp[int(i)], depth.block) for i, depth in part.mtp.items()),
+    )
+    for layer, block in named:
+        for config, module in ((layer.mixer, block.mixer), (layer.mlp, block.mlp)):
+            if topology.tp > 1 and config is not None:
+                module.cuts = cuts_of(config, whole.width, tp=topology.tp, rank=rank)
+    each = EXPERTS.experts // topology.ep
+    first = topology.rank % topology.ep * each
+    for module in part.modules():
+        if isinstance(module, Experts) and topology.experts is not None:
+            cut = Cut(0, EXPERTS.experts, (Span(first, first + each),), "ep")
+            module.cuts = {"gate_up": cut, "down": cut}
+            for name in module.cuts:
+                setattr(module, name, nn.Parameter(getattr(module, name)[:each]))
+
+
+def cut_ends(part: Decoder, topology) -> None:
+    """Rows of the vocabulary, an uneven number of them."""
+    for module in (part.embed, part.head):
+        if topology.tp > 1 and module is not None and module.weight is not None:
+            cut = TPRank(topology.tp, topology.tp_rank).vocabulary(VOCAB)
+            rows = cut.spans[0].stop - cut.spans[0].start
+            module.weight = nn.Parameter(module.weight[:rows])
+            module.cuts = {"weight": cut}
+
+
+def wrap(part: Decoder, topology) -> None:
+    for module in part.modules():
+        if isinstance(module, Experts) and topology.experts is not None:
+            fully_shard(module, mesh=topology.experts.replicas)
+    blocks = [*part.layers.values(), *part.mtp.values()]
+    shard(part, blocks, topology, mode="zero3", dtype=torch.float64)
+
+
+def built(way: Way, topology) -> Stages:
+    config = decoder()
+    layout = one_stage(layers=3, depths=1)
+    if way.pp > 1:
+        layout = parse_layout("Et|ttmL", pp=2, layers=3, depths=1)
+    with torch.device("meta"):
+        model = Stages(decoder_on_tp_rank(config, way.tp), layout, pp_rank=topology.pp_rank)
+        model.double()
+        for part in stages_of(model).values():
+            cut_blocks(part, topology)
+            cut_ends(part, topology)
+    for part in stages_of(model).values():
+        if way.mode != "none":
+            wrap(part, topology)
+        fill(part, topology.device, partial(initial_block, config, seed=3))
+    return model
+
+
+@contextmanager
+def checkpoints_of(way: Way, folder: Path):
+    axes = {"lanes": way.lanes, "tp": way.tp, "pp": way.pp, "ep": way.ep}
+    topology = make_topology(**axes, device="cpu")
+    model = built(way, topology)
+    optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    copies = EmbeddingCopies(model, topology) if way.pp > 1 else None
+    checkpoints = Checkpoints(folder, model, optimizer, topology=topology, keep=1, copies=copies)
+    yield checkpoints
+    checkpoints.close()
+    if copies is not None:
+        copies.close()
+
+
+@cache
+def parameters() -> dict[str, torch.Tensor]:
+    """The first values of the whole decoder."""
+    whole = Decoder(decoder()).double()
+    init_decoder(whole, seed=3)
+    return {f"model.{name}": parameter.detach() for name, parameter in whole.named_parameters()}
+
+
+@cache
+def values_of(name: str, shape) -> torch.Tensor:
+    """Of a tensor of the state: first values of parameters, and others of buffers and moments."""
+    if name in parameters():
+        return parameters()[name]
+    return fill_rows(name, shape, 0, shape[0], seed=1, std=1.0).double()
+
+
+def pairs_of(checkpoints: Checkpoints):
+    """Each of the rank's boxes, and what should be in it."""
+    for name, tensor, cut in state_of(checkpoints.model, checkpoints.optimizer):
+        shape, boxes = boxes_of(tensor.detach(), cut)
+        whole = values_of(name, shape) if boxes else None
+        for box in boxes:
+            yield name, box.local, whole[box.index]
+
+
+def check_values(checkpoints: Checkpoints) -> None:
+    for name, local, want in pairs_of(checkpoints):
+        assert torch.equal(local, want), name
+
+
+def check_gathered(tensors, rank: int):
+    """The same stream, every tensor of which must be whole on rank 0."""
+    names = []
+    for name, tensor in tensors:
+        names.append(name)
+        want = values_of(f"model.{name}", tensor.shape) if rank == 0 else torch.empty(0)
+        assert torch.equal(tensor, want), name
+        yield name, tensor
+    assert names == tensor_names(decoder())
+
+
+def saved(way: Way, folder: Path) -> None:
+    """Writes a checkpoint, and a folder as a run exports it."""
+    with checkpoints_of(way, folder) as checkpoints:
+        model, topology = checkpoints.model, checkpoints.topology
+        for name, local, want in pairs_of(checkpoints):
+            if not name.endswith("router.bias"):
+                assert torch.equal(local, want), f"{name} is filled"
+            local.copy_(want)
+        make_moments(model, checkpoints.optimizer, updates=2)
+        for _, local, want in pairs_of(checkpoints):
+            local.copy_(want)
+        checkpoints.save(Position(5, 2, {}))
+        checkpoints.confirm(5)
+        checkpoints.wait()
+        tensors = read_index(checkpoint_folder(folder, 5)).tensors.values()
+        sizes = [prod(tensor.shape) * OF_NAME[tensor.dtype].itemsize for tensor in tensors]
+        assert checkpoints.save_bytes == sum(sizes)
+        stream = check_gathered(gathered_tensors(model, topology), topology.rank)
+        if topology.rank == 0:
+            write_own_checkpoint(folder / "own", decoder(), stream, base=None)
+        else:
+            assert len(list(stream)) == len(tensor_names(decoder()))
+
+
+def loaded(way: Way, folder: Path) -> None:
+    """Loads a checkpoint; no rank reads more than it has."""
+    with checkpoints_of(way, folder) as checkpoints:
+        sizes, read = [], checkpoint_storage.read_block
+
+        def counted(file, key, offsets, target):
+            if not key.startswith("rng."):
+                sizes.append(target.nbytes)
+            read(file, key, offsets, target)
+
+        checkpoint_storage.read_block = counted
+        make_moments(checkpoints.model, checkpoints.optimizer, updates=0)
+        for _, local, _ in pairs_of(checkpoints):
+            local.zero_()
+        assert checkpoints.load(5) == Position(5, 2, {})
+        checkpoint_storage.read_block = read
+        check_values(checkpoints)
+        once = {(name, local.shape): local.nbytes for name, local, _ in pairs_of(checkpoints)}
+        assert sum(sizes) <= sum(local.nbytes for _, local, _ in pairs_of(checkpoints))
+        assert sum(sizes) >= sum(once.values())
+
+
+def every_way(folder: str) -> None:
+    runs = [Path(folder) / f"run-{number}" for number in range(len(WAYS))]
+    for way, run in zip(WAYS, runs, strict=True):
+        saved(way, run)
+    for way, run in zip(WAYS[1:] + WAYS[:1], runs, strict=True):
+        loaded(way, run)
+
+
+def test_written_under_one_way_and_read_under_another(tmp_path):
+    run_ranks(4, every_way, str(tmp_path))
+    first = read_index(checkpoint_folder(tmp_path / "run-0", 5)).tensors
+    for number in range(len(WAYS)):
+        run = tmp_path / f"run-{number}"
+        tensors = read_index(checkpoint_folder(run, 5)).tensors
+        assert tensors.keys() == first.keys()
+        assert all(tensor.shape == first[name].shape for name, tensor in tensors.items())
+        (run / "config.toml").write_text('[model]\nmodule = "tests.ranks.test_storage:decoder"\n')
+        made = tmp_path / f"made-{number}"
+        words = ["export", str(run), str(made), "--step", "5", "--format", "longshore"]
+        assert main(words) == 0
+        for path in (run / "own").iterdir():
+            assert (made / path.name).read_bytes() == path.read_bytes(), path.name
+            assert (tmp_path / "made-0" / path.name).read_bytes() == path.read_bytes()
