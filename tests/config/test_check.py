@@ -234,6 +234,18 @@ def test_the_planner_costs_one_tensor_parallel_rank():
         check_config(asked, 16)
 
 
+def test_the_planner_knows_what_experts_over_ranks_wait_for():
+    config = parallel_config(ep=4, tp=2)
+    decoder = decoder_config(config.model)
+    options = planner_options(config, lanes=4, capacity=512, decoder=decoder)
+    setting = make_plan([100, 200], **options).setting
+    assert (setting.tp, setting.ep, setting.align) == (2, 4, 2)
+    shares = setting.shares
+    assert 0 < sum(shares.tokenwise) < sum(shares.forward_linear + shares.backward_linear)
+    without = planner_options(parallel_config(tp=2), lanes=4, capacity=512, decoder=decoder)
+    assert "stage_costs" not in without
+
+
 def test_the_planner_costs_one_pipeline_rank():
     decoder = decoder_config(DEMO.model)
     options = [

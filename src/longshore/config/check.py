@@ -174,8 +174,8 @@ def planner_options(
 
 
 def _stage_options(config: RunConfig, decoder: DecoderConfig, layout: Layout) -> dict[str, Any]:
-    """With a pipeline: its stages, and how they share a round's cost."""
-    if layout.pp == 1:
+    """The stages, and how they share a round's cost: with a pipeline, or experts over ranks."""
+    if layout.pp == 1 and config.parallel.ep == 1:
         return {}
     recompute = config.train.recompute == "blocks"
     return {"layout": layout, "stage_costs": stage_costs(decoder, layout, recompute=recompute)}
