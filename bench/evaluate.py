@@ -23,7 +23,7 @@ pipeline each rank has an equal stage and a backward takes twice its forward.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -254,6 +254,18 @@ def lower_bound(setting: Setting) -> float:
     total = np.concatenate([[0.0], np.cumsum(drop[by_time])]) + best[:, 0].sum()
     needed = np.maximum(times, total / setting.lanes)
     return float(needed[needed <= np.append(times[1:], np.inf)][0])
+
+
+def experts_bound(setting: Setting, *, mixer_share: float) -> float:
+    """A time that no plan ends before where mixers and experts have their own slowest lanes.
+
+    The rounds' largest mixer parts add up to no less than a lower bound of the mixers alone, and
+    the largest token-wise parts to no less than the mean lane's.
+    """
+    linear = setting.profile["linear"]
+    mixers = replace(setting, profile={**setting.profile, "linear": mixer_share * linear})
+    token_wise = (1 - mixer_share) * linear * sum(setting.lengths) / setting.lanes
+    return max(lower_bound(setting), lower_bound(mixers) + token_wise)
 
 
 def _choices(setting: Setting) -> tuple[Floats, Floats]:

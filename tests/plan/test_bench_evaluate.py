@@ -1,7 +1,7 @@
 """The benchmark's evaluator of experts and pipelines, apart from the planner and beside it."""
 
 import pytest
-from bench.evaluate import Setting, pipeline_time, round_heights, score
+from bench.evaluate import Setting, experts_bound, pipeline_time, round_heights, score
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,3 +47,10 @@ def test_the_evaluator_agrees_with_the_planner_and_experts_cost_no_less(lengths,
     apart = round_heights(step, setting, mixer_share=share)
     pairs = zip(heights, apart, strict=True)
     assert all(together <= parts * (1 + 1e-12) for together, parts in pairs)
+    # Balanced plans are tried too: no plan ends before the bound, whatever it was made for.
+    for other in (
+        plan,
+        make_plan(lengths, lanes=4, capacity=2048, profile=profile, cp_size=4, policy="balanced"),
+    ):
+        times = round_heights(step_as_json(other), setting, mixer_share=share)
+        assert sum(times) >= experts_bound(setting, mixer_share=share) * (1 - 1e-9)
