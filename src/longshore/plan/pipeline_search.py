@@ -72,12 +72,16 @@ class Fall:
 class HeightGrid:
     """Areas of all items where none may cost more than each height of the grid."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, bound: int) -> None:
         self.problem = problem
         fixed = problem.pack + problem.table.round
         self.least = int(problem.cost.min(axis=1).max()) + fixed
         work = int(problem.least_area.sum()) // problem.lanes + fixed
-        top = max(self.least, min(work, int(problem.natural.max()) + fixed))
+        natural = int(problem.natural.max()) + fixed
+        top = max(self.least, min(work, natural))
+        if top == self.least:
+            # Few items a lane: a little taller, and the longest need not be split over all lanes.
+            top = max(top, min(bound + fixed, natural))
         bottom = max(1, min(self.least, work // 256 + fixed))
         grid = np.geomspace(bottom, max(top, bottom + 1), HEIGHTS).astype(np.int64).tolist()
         self.heights = sorted({*grid, self.least, top})
@@ -177,7 +181,7 @@ def rough_time(heights: list[int], *, pp: int, vpp: int) -> float:
 
 def search_pipeline(problem: Problem, time: Time, *, bound: int, pp: int, vpp: int) -> Draft:
     """The fastest draft of the best guesses. bound: quanta that no rounds together go below."""
-    grid = HeightGrid(problem)
+    grid = HeightGrid(problem, bound)
     guesses: list[tuple[float, int, Fall, list[int]]] = []
     tops = grid.tops()
     rounds = sum(fall.rounds for fall in Guesser(grid, tops[-1]).falls(pp))
