@@ -127,6 +127,13 @@ def _slower(outcomes: list[ScaleOutcome]) -> str:
     return table(header, rows) if rows else f"Nowhere, from {FROM_LANES} lanes.\n"
 
 
+def _why(outcome: ScaleOutcome) -> str:
+    if outcome.most_speed < WANTED:
+        return "the bound"
+    planned = "made without regard to experts" if outcome.experts else "not the best"
+    return f"**the plan, {planned}, or a bound out of reach**"
+
+
 def _speeds(outcomes: list[ScaleOutcome]) -> str:
     header = ["sequences on lanes", *(f"`{policy}` / bound" for policy in POLICIES)]
     header += [f"speed of `{policy}`" for policy in POLICIES if policy != "balanced"]
