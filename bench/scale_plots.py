@@ -18,14 +18,14 @@ STYLE = """\
 .card { fill: #ffffff; stroke: #d0d7de }
 text { font: 12px system-ui, sans-serif; fill: #57606a }
 .title { font-size: 14px; font-weight: 600; fill: #1f2328 }
-.grid { stroke: #e4e8ec } .wanted { stroke: #57606a; stroke-dasharray: 4 3 }
+.grid { stroke: #e4e8ec } .marked { stroke: #57606a; stroke-dasharray: 4 3 }
 .end { text-anchor: end } .middle { text-anchor: middle }
 polyline { fill: none; stroke-width: 2 }
 """
 DARK = """\
 @media (prefers-color-scheme: dark) {{
   .card {{ fill: #0d1117; stroke: #3d444d }} text {{ fill: #9da7b3 }}
-  .title {{ fill: #e6edf3 }} .grid {{ stroke: #2b323b }} .wanted {{ stroke: #9da7b3 }}
+  .title {{ fill: #e6edf3 }} .grid {{ stroke: #2b323b }} .marked {{ stroke: #9da7b3 }}
 {rules}
 }}
 """
@@ -51,7 +51,7 @@ class Panel:
     """Each in its own colour."""
     log: bool = False
     """Values on a logarithmic axis; otherwise from 0."""
-    wanted: float | None = None
+    marked: float | None = None
     """A value marked by a dashed line."""
 
 
@@ -84,7 +84,7 @@ def _rule(number: int, colour: str) -> str:
 def _panel(panel: Panel, names: list[str]) -> Iterator[str]:
     values = [value for line in panel.lines for _, value in line.points]
     lanes = sorted({lane for line in panel.lines for lane, _ in line.points})
-    ticks = _ticks(min(values), max([*values, panel.wanted or 0.0]), log=panel.log)
+    ticks = _ticks(min(values), max([*values, panel.marked or 0.0]), log=panel.log)
     yield f'<text class="title" x="16" y="24">{panel.title}</text>'
     yield f'<text x="16" y="42">{panel.unit}</text>'
     for tick in ticks:
@@ -96,9 +96,9 @@ def _panel(panel: Panel, names: list[str]) -> Iterator[str]:
         yield f'<text class="middle" x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}">{lane:,}</text>'
     middle = (LEFT + WIDTH - RIGHT) / 2
     yield f'<text class="middle" x="{middle}" y="{HEIGHT - BOTTOM + 36}">lanes</text>'
-    if panel.wanted is not None:
-        y = _y(panel.wanted, ticks, log=panel.log)
-        yield f'<line class="wanted" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    if panel.marked is not None:
+        y = _y(panel.marked, ticks, log=panel.log)
+        yield f'<line class="marked" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
     yield from _lines(panel, names, lanes, ticks)
 
 

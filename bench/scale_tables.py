@@ -47,11 +47,12 @@ rank gathers {bytes} bytes for each sequence, plans by itself and compares a dig
 plans are the same."""
 
 GROUPS = """\
-Computed by `arch/process_groups.py` for rank 0, which joins most; a test compares it with what 8
-ranks open. CP groups are log2(lanes) + 1. Communicator memory is an assumption, not measured:
-{pair} MiB for a group of two ranks and {larger} MiB for a larger one, as reported for A100s, once
-each is in use; it is linear in the channels that NCCL may use. *Blocks* are the groups of all
-ranks together, *on the host* those that each rank names when it opens its own there."""
+Computed by `arch/process_groups.py` for rank 0, which joins most; a test compares it with what
+ranks open, except for experts. There are log2(lanes) + 1 CP groups. Communicator memory is an
+assumption, not measured: {pair} MiB for a group of two ranks and {larger} MiB for a larger one once
+it is used, as reported for A100s; it grows with the channels that NCCL may use. *Blocks* are the
+groups of all ranks together: on the host a rank calls `new_group` for every block, on the GPU one
+split makes all blocks of a kind, except for embedding copies."""
 
 
 def report(outcomes: list[ScaleOutcome], *, about: str, model: str, share: float) -> str:
@@ -201,9 +202,9 @@ def panels(outcomes: list[ScaleOutcome]) -> list[Panel]:
     piped = [o for o in many if o.pp > 1 and not o.experts]
     over = "step time / lower bound (1 is the best possible)"
     return [
-        Panel(f"{each} sequences a lane", over, _lines(plain, "over_bound")),
-        Panel("The same, with experts", over, _lines(expert, "over_bound")),
-        Panel("The same, in a pipeline of 4", over, _lines(piped, "over_bound")),
+        Panel(f"{each} sequences a lane", over, _lines(plain, "over_bound"), marked=1.0),
+        Panel("The same, with experts", over, _lines(expert, "over_bound"), marked=1.0),
+        Panel("The same, in a pipeline of 4", over, _lines(piped, "over_bound"), marked=1.0),
         Panel("Planning, no pipeline", "CPU seconds", _lines(plain, "seconds"), log=True),
     ]
 
