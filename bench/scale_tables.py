@@ -121,10 +121,7 @@ def _slower(outcomes: list[ScaleOutcome]) -> str:
     rows = []
     for o in _of(outcomes, "mixed"):
         if o.case.lanes >= FROM_LANES and o.speed < WANTED:
-            why = (
-                "the bound" if o.most_speed < WANTED else "**the plan, or a bound that is too low**"
-            )
-            rows.append([o.name, f"{o.speed:.2f}", f"{o.most_speed:.2f}", why])
+            rows.append([o.name, f"{o.speed:.2f}", f"{o.most_speed:.2f}", _why(o)])
     return table(header, rows) if rows else f"Nowhere, from {FROM_LANES} lanes.\n"
 
 
