@@ -49,20 +49,22 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The blocks of one CP size, `per_round` in each round; `members` are places in `items`."""
+    """The blocks of one CP size, `per_round` in each round.
+
+    `members`: the places in `items` of each block that has some.
+    """
 
     cp_size: int
     per_round: int
     items: Ints
-    members: list[list[int]]
+    members: dict[int, list[int]]
 
     def packs(self, first_round: int) -> Iterator[Placed]:
         items = self.items.tolist()
-        for number, members in enumerate(self.members):
-            if members:
-                round_, place = divmod(number, self.per_round)
-                placed = [items[i] for i in members]
-                yield Placed(first_round + round_, place * self.cp_size, self.cp_size, placed)
+        for number in sorted(self.members):
+            round_, place = divmod(number, self.per_round)
+            placed = [items[i] for i in self.members[number]]
+            yield Placed(first_round + round_, place * self.cp_size, self.cp_size, placed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +234,8 @@ class _Blocks:
         before = [grid.reshape(shape).max(axis=1) for grid in grids]
         self.load_before, self.tokens_before, self.count_before = before
         self.load, self.tokens, self.count = (grid.tolist() for grid in before)
-        self.members: list[list[int]] = [[] for _ in self.load]
+        # Of few blocks where lanes are many: a list for each would take longer than the filling.
+        self.members: dict[int, list[int]] = {}
         self.capacity = problem.capacity
         self.max_items = problem.max_items
         self.pack = problem.pack
@@ -265,11 +268,10 @@ class _Blocks:
                 item = first
                 continue
             block = mask - (keys.pop(bisect_left(keys, (item + 1) << bits) - 1) & mask)
-            inside = members[block]
-            load[block] += costs[item] if inside else costs[item] + pack
+            load[block] += costs[item] if block in members else costs[item] + pack
             used[block] += needs[item]
             count[block] += 1
-            inside.append(item)
+            members.setdefault(block, []).append(item)
             item += 1
             if count[block] < max_items:
                 start = bisect_left(falling, load[block] - height, item)
@@ -314,11 +316,10 @@ class _Blocks:
                 left.append(item)
                 continue
             block = heap[0] & mask
-            inside = members[block]
-            load[block] += add if inside else add + pack
+            load[block] += add if block in members else add + pack
             used[block] += need
             count[block] += 1
-            inside.append(item)
+            members.setdefault(block, []).append(item)
             if count[block] < max_items:
                 heapreplace(heap, (key[block] << bits) | block)
             else:

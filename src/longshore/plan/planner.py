@@ -193,6 +193,8 @@ def _whole_numbers(**values: object) -> dict[str, int]:
 
 def _index(value: object) -> int | None:
     """The integer that a value is, NumPy's included; bool and float are none."""
+    if type(value) is int:
+        return value
     if isinstance(value, bool | np.bool_) or not isinstance(value, SupportsIndex):
         return None
     return operator.index(value)

@@ -151,7 +151,7 @@ def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> Non
     if sync == "round":
         if task.setting.pp > 1:
             pp, vpp = task.setting.pp, task.setting.vpp
-            draft = search_pipeline(problem, task.finish, pp=pp, vpp=vpp)
+            draft = search_pipeline(problem, task.finish, bound=bound, pp=pp, vpp=vpp)
             choice.offer(_to_rounds(task, draft.packs(), members))
             return
         draft = search_rounds(problem, bound=bound)
