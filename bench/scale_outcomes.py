@@ -29,10 +29,13 @@ from longshore.arch.part import Part
 from longshore.plan import make_plan
 from longshore.plan.as_json import step_as_json
 from longshore.plan.cost import parse_profile
+from longshore.plan.stage_costs import StageCosts, share_out
 from longshore.plan.types import Plan
 
 PROFILE = PROFILES["charged"]
 AGREES = 1e-6
+UNIT = 10**6
+"""Of a stage's forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +106,12 @@ def outcomes_of(case: Case, pp: int, share: float) -> Iterator[ScaleOutcome]:
     """Without experts and with them, all policies of each."""
     drawn = lengths(case)
     setting = Setting(drawn, case.lanes, case.capacity, PROFILE, "round")
-    plans = {policy: _planned(setting, pp, policy) for policy in POLICIES}
-    bound = plans["mixed"][0].stats.lower_bound
-    found = {policy: _faults(plan, setting, pp) for policy, (plan, _) in plans.items()}
+    bound = 0.0
     for experts in (False, True):
         part = share if experts else 1.0
+        plans = {policy: _planned(setting, pp, policy, share=part) for policy in POLICIES}
+        bound = max(bound, plans["mixed"][0].stats.lower_bound)
+        found = {policy: _faults(plan, setting, pp, part) for policy, (plan, _) in plans.items()}
         times = {p: _time(step_as_json(plan), setting, pp, part) for p, (plan, _) in plans.items()}
         if experts:
             bound = max(bound, experts_bound(setting, mixer_share=share))
@@ -121,9 +125,11 @@ def outcomes_of(case: Case, pp: int, share: float) -> Iterator[ScaleOutcome]:
 
 
 def _planned(
-    setting: Setting, pp: int, policy: str, cp_size: int | None = None
+    setting: Setting, pp: int, policy: str, cp_size: int | None = None, *, share: float
 ) -> tuple[Plan, float]:
+    """share: the mixers' of a token's linear cost; below 1 all lanes share the experts."""
     began = time.process_time()
+    experts = {"ep": setting.lanes, "stage_costs": _stage_costs(pp, share)} if share < 1 else {}
     plan = make_plan(
         setting.lengths,
         lanes=setting.lanes,
@@ -132,15 +138,23 @@ def _planned(
         profile=parse_profile(setting.profile, "charged"),
         pp=pp,
         cp_size=cp_size,
+        **experts,
     )
     return plan, time.process_time() - began
 
 
-def _faults(plan: Plan, setting: Setting, pp: int) -> tuple[str, ...]:
+def _stage_costs(pp: int, share: float) -> StageCosts:
+    """Equal stages, backward twice the forward, with the part of experts and head apart."""
+    apart = round(UNIT * (1 - share))
+    each, tokenwise = [(UNIT, 2 * UNIT)] * pp, [(apart, 2 * apart)] * pp
+    return share_out(linear=each, quadratic=each, streams=[1] * pp, pp=pp, tokenwise=tokenwise)
+
+
+def _faults(plan: Plan, setting: Setting, pp: int, share: float) -> tuple[str, ...]:
     """What the evaluator finds wrong, and a time that is not what the plan says of itself."""
     step = step_as_json(plan)
     faults = score(step, setting).faults
-    apart = abs(_time(step, setting, pp, 1.0) / plan.stats.predicted - 1)
+    apart = abs(_time(step, setting, pp, share) / plan.stats.predicted - 1)
     return (*faults, f"says another time, by {apart:.1e}") if apart > AGREES else faults
 
 
@@ -157,6 +171,6 @@ def _best_balanced(setting: Setting, pp: int, share: float) -> float:
         alone = pack_cost(list(range(len(setting.lengths))), size, setting)
         if alone * size / setting.lanes > best:
             break
-        plan, _ = _planned(setting, pp, "balanced", size)
+        plan, _ = _planned(setting, pp, "balanced", size, share=share)
         best = min(best, _time(step_as_json(plan), setting, pp, share))
     return best

@@ -128,7 +128,7 @@ def _slower(outcomes: list[ScaleOutcome]) -> str:
 def _why(outcome: ScaleOutcome) -> str:
     if outcome.most_speed < WANTED:
         return "the bound"
-    planned = "made without regard to experts" if outcome.experts else "not the best"
+    planned = "not the best"
     return f"**the plan, {planned}, or a bound out of reach**"
 
 

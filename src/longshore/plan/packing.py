@@ -97,10 +97,21 @@ class PackingLimits:
 class Problem:
     """The items of a step, by falling cost, with all that filling needs to know of them."""
 
-    def __init__(self, table: CostTable, limits: PackingLimits, *, tokenwise: int = 0) -> None:
-        """tokenwise: quanta of a token that have a maximum of their own, see RoundColumns."""
+    def __init__(
+        self,
+        table: CostTable,
+        limits: PackingLimits,
+        *,
+        tokenwise: int = 0,
+        is_apart: bool = False,
+    ) -> None:
+        """tokenwise: quanta of a token that have a maximum of their own, see RoundColumns.
+
+        is_apart: whether the table's costs are without them.
+        """
         self.table = table
         self.tokenwise = tokenwise
+        self.is_apart = is_apart
         self.limits = limits
         self.lanes = limits.lanes
         self.capacity = limits.lane_tokens
@@ -184,7 +195,8 @@ class _Board:
         tops: Ints = load.max(axis=1)
         if self.problem.tokenwise:
             apart = self.tokens * self.problem.tokenwise
-            tops = (load - apart).max(axis=1) + apart.max(axis=1)
+            mixers = load if self.problem.is_apart else load - apart
+            tops = mixers.max(axis=1) + apart.max(axis=1)
         heights: list[int] = tops.tolist()
         return heights
 
@@ -206,7 +218,7 @@ class _Board:
 
     def _mostly_tokenwise(self, cost: Ints, tokens: Ints) -> bool:
         """Whether items should be even in tokens rather than in cost."""
-        if not self.problem.tokenwise:
+        if not self.problem.tokenwise or self.problem.is_apart:
             return False
         apart = 2 * self.problem.tokenwise * tokens > cost
         return 2 * int(apart.sum()) > len(cost)

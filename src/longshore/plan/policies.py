@@ -8,6 +8,7 @@ rounds of one sequence each, all of them as long as 6. A new policy is a functio
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from longshore.plan.search import Draft, search_rounds, search_step
 from longshore.plan.task import Choice, Rounds, Task, make_pack
 from longshore.plan.types import Pack, Round
 
-TOKEN_SLACKS = (1.05, 1.25)
+TOKEN_SLACKS = (1.05, 1.1, 1.4)
 """Limits of a lane's tokens that are tried, as multiples of their mean."""
 WORTH_MORE = 1.02
 """A plan further above the bound than this is worth a second search."""
@@ -151,14 +152,16 @@ def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> Non
     if sync == "round":
         if task.setting.pp > 1:
             pp, vpp = task.setting.pp, task.setting.vpp
-            draft = search_pipeline(problem, task.finish, bound=bound, pp=pp, vpp=vpp)
-            choice.offer(_to_rounds(task, draft.packs(), members))
-            return
-        draft = search_rounds(problem, bound=bound)
-        if problem.tokenwise and not problem.sole:
-            draft = _level_tokens(problem, draft, bound=bound)
-        if choice.could_gain(draft.time(problem)):
-            choice.offer(_to_rounds(task, draft.packs(), members))
+            search = partial(search_pipeline, time=task.finish, bound=bound, pp=pp, vpp=vpp)
+        else:
+            search = partial(search_rounds, bound=bound)
+        draft = search(problem)
+        drafts = [draft, *(search(level) for level in _level_problems(problem, draft))]
+        if task.setting.pp == 1:
+            drafts = [min(drafts, key=lambda each: each.time(problem))]
+        for draft in drafts:
+            if task.setting.pp > 1 or choice.could_gain(draft.time(problem)):
+                choice.offer(_to_rounds(task, draft.packs(), members))
         return
     draft = search_step(problem, bound=bound)
     joins = (False, True) if problem.table.round and not problem.sole else (False,)
@@ -177,21 +180,24 @@ def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> Non
     choice.offer(_to_rounds(task, draft.packs(), members))
 
 
-def _level_tokens(problem: Problem, draft: Draft, *, bound: int) -> Draft:
-    """A faster draft, if lanes that are more even in tokens give one.
+def _level_problems(problem: Problem, draft: Draft) -> Iterator[Problem]:
+    """The same items on lanes that are more even in tokens; none where one maximum counts.
 
-    Where mixers and experts have maxima of their own, a round should be level in both. The search
-    levels their sum, so here a lane's tokens have a limit not far above their mean.
+    Where mixers and experts have maxima of their own, a round should be level in both. So a lane's
+    tokens have a limit not far above their mean in the draft, and what is made level below it is
+    the cost of mixers alone, or all of it.
     """
-    tokens, best = int(problem.least_tokens.sum()), draft
+    if not problem.tokenwise or problem.sole:
+        return
+    tokens = int(problem.least_tokens.sum())
     mean = -(-tokens // (problem.lanes * len(draft.heights)))
     least = int(problem.table.tokens.min(axis=1).max())
-    limits = {max(least, int(mean * slack)) for slack in TOKEN_SLACKS}
-    for most in sorted(limit for limit in limits if limit < problem.capacity):
-        tighter = replace(problem.limits, capacity=most, lane_tokens=most)
-        level = Problem(problem.table, tighter, tokenwise=problem.tokenwise)
-        best = min(best, search_rounds(level, bound=bound), key=lambda each: each.time(problem))
-    return best
+    mixers = problem.table.without_tokens(problem.tokenwise)
+    for most in sorted({min(problem.capacity, max(least, int(mean * s))) for s in TOKEN_SLACKS}):
+        limits = replace(problem.limits, capacity=most, lane_tokens=most)
+        yield Problem(mixers, limits, tokenwise=problem.tokenwise, is_apart=True)
+        if most < problem.capacity:
+            yield Problem(problem.table, limits, tokenwise=problem.tokenwise)
 
 
 def _to_rounds(task: Task, packs: Iterable[Placed], members: Seq[tuple[int, ...]]) -> Rounds:
