@@ -202,9 +202,9 @@ def test_written_under_one_way_and_read_under_another(tmp_path):
         assert tensors.keys() == first.keys()
         assert all(tensor.shape == first[name].shape for name, tensor in tensors.items())
         (run / "config.toml").write_text('[model]\nmodule = "tests.ranks.test_storage:decoder"\n')
-        made = tmp_path / f"made-{number}"
-        words = ["export", str(run), str(made), "--step", "5", "--format", "longshore"]
+        exported = tmp_path / f"made-{number}"
+        words = ["export", str(run), str(exported), "--step", "5", "--format", "longshore"]
         assert main(words) == 0
         for path in (run / "own").iterdir():
-            assert (made / path.name).read_bytes() == path.read_bytes(), path.name
+            assert (exported / path.name).read_bytes() == path.read_bytes(), path.name
             assert (tmp_path / "made-0" / path.name).read_bytes() == path.read_bytes()
