@@ -12,7 +12,9 @@ gathered rows, which all its projections read, and what its own heads or channel
 that they are projected from take 128 on either.
 
 Under expert parallelism a rank has 1/ep of the routed experts. A token's row travels to each rank
-that has one of its experts: to min(top_k, ep) at most. Routing is taken as even.
+that has one of its experts: to min(top_k, ep) at most. There the experts make top_k rows of it,
+also for choices of other ranks, which they leave 0 (parallel/expert.py): so with top_k 8 on 64
+ranks 64 rows for each token, not 8. Routing is taken as even.
 """
 
 from collections.abc import Mapping
@@ -133,8 +135,7 @@ def block_saved(layer: LayerConfig, width: int, *, item: int, split: ModelSplit)
     total = 0
     for part in layer.parts:
         if isinstance(part, MoEConfig):
-            received = Saved(width * dispatched(part, split.ep))
-            own, gathered = Saved(2 * width, 1) + part.saved(width) + received, Saved(0)
+            own, gathered = Saved(2 * width, 1) + _experts_saved(part, width, split.ep), Saved(0)
         else:
             own, gathered = Saved(width, 1), Saved(width) + part.saved(width)
         total += _rows_saved(own, gathered, item, split.tp)
@@ -153,6 +154,18 @@ def block_working(layer: LayerConfig, width: int, *, item: int, split: ModelSpli
         return 2 * width * item if split.tp > 1 else 0
 
     return max(map(of, layer.parts))
+
+
+def _experts_saved(part: MoEConfig, width: int, ep: int) -> Saved:
+    """With the rows that came; of each, top_k are made."""
+    ranks, saved = dispatched(part, ep), part.saved(width)
+    if not ranks:
+        return saved
+    again = part.saved_routed(width)
+    # A row's weights and ids, its choices among this rank's experts, and their order.
+    choices = Saved(0, ranks * 8 * part.top_k)
+    more = Saved((ranks - 1) * again.values, (ranks - 1) * again.stats)
+    return saved + more + choices + Saved(ranks * width)
 
 
 def dispatched(moe: MoEConfig, ep: int) -> int:
