@@ -167,6 +167,19 @@ def test_against_every_plan_there_is(tiny: Tiny, share: float):
     assert best * (1 - 1e-6) <= plan.stats.predicted <= best * 1.1
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_mixed_is_never_slower_than_another_policy(pp: int):
+    """A step that is small: with a pipeline all policies are tried then."""
+    asked = {"lanes": 8, "capacity": 4096, "profile": CHARGED, "ep": 8, "pp": pp}
+    for seed in range(4):
+        lengths = long_tail(seed, 60, most=16000)
+        mixed = make_plan(lengths, **asked)
+        check(mixed)
+        for policy in ("dynamic", "balanced", "static"):
+            other = make_plan(lengths, **asked, policy=policy)
+            assert mixed.stats.predicted <= other.stats.predicted * (1 + 1e-12), (seed, policy)
+
+
 def test_a_plan_for_experts_is_better_for_them_than_one_without():
     """The planner chooses by the time that experts take, not only in the end."""
     asked = {"lanes": 16, "capacity": 8192, "profile": CHARGED}
