@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.arch.tp_parts import WIDTH, parts_on_ranks
 from torch import nn
 
-from longshore.arch.cuts import Cut, Span, TPRank, cuts_of, on_tp_rank
+from longshore.arch.cuts import Span, TensorCut, TPRank, cuts_of, on_tp_rank
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.part import Norm
 from longshore.arch.scan import Mamba2Config
@@ -108,7 +108,7 @@ def test_the_docstrings_example():
 
 def test_a_tensor_without_dims_or_values():
     assert boxes_of(torch.tensor(5.0))[1][0].index == ()
-    nothing = Cut(0, 6, ())
+    nothing = TensorCut(0, 6, ())
     assert boxes_of(torch.empty(0), nothing) == ((6,), ())
 
 
@@ -117,7 +117,7 @@ def test_each_rank_asks_for_its_blocks_alone():
     with torch.device("meta"):
         inner = nn.Linear(3, 4)
         inner.register_buffer("bias_of_routing", torch.empty(2))
-    inner.cuts = {"weight": Cut(1, 6, (Span(0, 1), Span(4, 6)))}
+    inner.cuts = {"weight": TensorCut(1, 6, (Span(0, 1), Span(4, 6)))}
     model = nn.ModuleDict({"inner": inner})
     assert cuts_by_name(model) == {"inner.weight": inner.cuts["weight"]}
     asked = []
