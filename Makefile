@@ -61,6 +61,7 @@ docs: setup
 
 bench: $(VENV)/.bench
 	$(BIN)/python bench/planner.py
+	$(BIN)/python bench/scale.py
 	$(BIN)/python bench/shift.py
 	$(BIN)/python bench/loader.py
 	$(BIN)/python bench/checkpoint.py

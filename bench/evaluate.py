@@ -16,10 +16,14 @@ cost; the step costs the latest end. Two lanes, sequences of 8 and 3 tokens, one
                            {"first_lane": 1, "cp_size": 1, "sequences": [1]}]}]}
 
 costs 7: lane 0 holds 4 tokens and lane 1 holds 4 + 3.
+
+With experts lanes wait for each other inside each layer, between the mixer and the experts, so a
+round takes the largest mixer part of a lane and the largest token-wise part of a lane. In a
+pipeline each rank has an equal stage and a backward takes twice its forward.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -183,6 +187,54 @@ def _ends(ready: Floats, cost: Floats, linked: NDArray[np.bool_], sync: str) -> 
     return np.repeat(ends, np.diff(np.append(starts, len(ready))))
 
 
+def round_heights(
+    step: dict[str, Any], setting: Setting, *, mixer_share: float = 1.0
+) -> list[float]:
+    """Seconds of each round for lanes that wait for each other.
+
+    mixer_share: the part of a token's linear cost that the mixer has. 1 is without experts: then
+    nothing is token-wise, and a round takes as long as its slowest lane. A pack's own cost, squares
+    and what is gathered are the mixer's.
+    """
+    heights = []
+    for round_ in step["rounds"]:
+        mixer, token_wise = np.zeros(setting.lanes), np.zeros(setting.lanes)
+        for pack in round_["packs"]:
+            lanes = slice(pack["first_lane"], pack["first_lane"] + pack["cp_size"])
+            tokens = _pack_tokens(pack, setting)
+            apart = (1 - mixer_share) * setting.profile["linear"] * tokens
+            mixer[lanes] += pack_cost(pack["sequences"], pack["cp_size"], setting) - apart
+            token_wise[lanes] += apart
+        heights.append(float(mixer.max() + token_wise.max() + setting.profile["round"]))
+    return heights
+
+
+def pipeline_time(heights: list[float], pp: int) -> float:
+    """Seconds of rounds of these heights in a pipeline of pp equal stages, one forward and one
+    backward in turn: 9, 3 and 3 take 24 on two ranks, and 15 on one."""
+    rounds = len(heights)
+    work = []
+    for rank in range(pp):
+        ahead = min(pp - rank - 1, rounds)
+        turns = [w for r in range(rounds - ahead) for w in (("F", ahead + r), ("B", r))]
+        drain = [("B", r) for r in range(rounds - ahead, rounds)]
+        work.append([*(("F", r) for r in range(ahead)), *turns, *drain])
+    ended: dict[tuple[str, int, int], float] = {}
+    ready, place = [0.0] * pp, [0] * pp
+    while len(ended) < 2 * rounds * pp:
+        for rank in range(pp):
+            while place[rank] < len(work[rank]):
+                kind, number = work[rank][place[rank]]
+                before = rank - 1 if kind == "F" else rank + 1
+                if 0 <= before < pp and (kind, number, before) not in ended:
+                    break
+                start = max(ready[rank], ended.get((kind, number, before), 0.0))
+                ready[rank] = start + heights[number] * (1 if kind == "F" else 2) / 3
+                ended[kind, number, rank] = ready[rank]
+                place[rank] += 1
+    return max(ready)
+
+
 def lower_bound(setting: Setting) -> float:
     """The smallest T for which every sequence has a CP size that fits and costs at most T alone,
     and the cheapest such choices together fit into lanes·T. No plan ends before it."""
@@ -202,6 +254,18 @@ def lower_bound(setting: Setting) -> float:
     total = np.concatenate([[0.0], np.cumsum(drop[by_time])]) + best[:, 0].sum()
     needed = np.maximum(times, total / setting.lanes)
     return float(needed[needed <= np.append(times[1:], np.inf)][0])
+
+
+def experts_bound(setting: Setting, *, mixer_share: float) -> float:
+    """A time that no plan ends before where mixers and experts have their own slowest lanes.
+
+    The rounds' largest mixer parts add up to no less than a lower bound of the mixers alone, and
+    the largest token-wise parts to no less than the mean lane's.
+    """
+    linear = setting.profile["linear"]
+    mixers = replace(setting, profile={**setting.profile, "linear": mixer_share * linear})
+    token_wise = (1 - mixer_share) * linear * sum(setting.lengths) / setting.lanes
+    return max(lower_bound(setting), lower_bound(mixers) + token_wise)
 
 
 def _choices(setting: Setting) -> tuple[Floats, Floats]:

@@ -51,7 +51,7 @@ def report(
     spread = "Smallest / median / largest over the cases."
     parts = [
         f"## Planner\n\n{about}\n\n{reading}{'' if megatron else NO_MEGATRON}\n",
-        f"### Targets\n\n{_checks(found)}",
+        f"### Targets\n\n{check_table(found)}",
         f"### `mixed` in short\n\n{spread}\n\n{_summary(outcomes)}",
         f"### Growth of the planning time\n\nLong tail, `mixed`, seconds.\n\n{_growth(growth)}",
         f"### Megatron's newer schedulers\n\n{RECORDED_NOTE}\n\n{_recorded(outcomes)}",
@@ -64,7 +64,7 @@ def report(
     return "\n".join(parts)
 
 
-def _checks(found: list[Check]) -> str:
+def check_table(found: list[Check]) -> str:
     words = {True: "pass", False: "**fail**", None: "–"}
     rows = [[c.target, str(c.cases), c.worst, c.where or "–", words[c.passed]] for c in found]
     return table(["target", "cases", "worst", "where", "met"], rows)

@@ -21,7 +21,7 @@ from longshore.ops import norm
 GIB = 1 << 30
 GATHER = Sharing("gather", "auto")
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-SAVED_INPUTS = 8 + 8 + 1  # id, and the loss's label and mask
+SAVED_INPUTS = 8 + 8 + 1 + 1  # id, and the loss's label and two masks
 
 
 def saved_bytes(model, run):

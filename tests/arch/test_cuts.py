@@ -8,7 +8,15 @@ from hypothesis import given
 from tests.arch.tp_parts import WIDTH, parts_on_ranks
 
 from longshore.arch.attention import AttentionConfig
-from longshore.arch.cuts import Cut, Span, TPRank, cuts_of, decoder_on_tp_rank, is_split, on_tp_rank
+from longshore.arch.cuts import (
+    Span,
+    TensorCut,
+    TPRank,
+    cuts_of,
+    decoder_on_tp_rank,
+    is_tp_split,
+    on_tp_rank,
+)
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Norm
 from longshore.arch.presets import preset
@@ -65,9 +73,9 @@ def test_every_index_is_there_as_often_as_said(part_and_tp):
 def test_the_docstrings_examples():
     attention = AttentionConfig(heads=4, kv_heads=2, head_dim=16)
     cuts = cuts_of(attention, 64, tp=2, rank=1)
-    assert cuts["q_proj.weight"] == Cut(0, 64, (Span(32, 64),))
-    assert cuts["k_proj.weight"] == Cut(0, 32, (Span(16, 32),))
-    assert cuts["o_proj.weight"] == Cut(1, 64, (Span(32, 64),))
+    assert cuts["q_proj.weight"] == TensorCut(0, 64, (Span(32, 64),))
+    assert cuts["k_proj.weight"] == TensorCut(0, 32, (Span(16, 32),))
+    assert cuts["o_proj.weight"] == TensorCut(1, 64, (Span(32, 64),))
     mamba = Mamba2Config(heads=4, head_dim=8, state_dim=16, groups=1)
     spans = cuts_of(mamba, 64, tp=2, rank=1)["in_proj.weight"].spans
     shared = Span(64, 80, 1, 2), Span(80, 96, 1, 2)
@@ -82,7 +90,7 @@ def test_a_vocabulary_is_cut_as_evenly_as_can_be():
 
 def test_what_ranks_do_not_split_stays_as_it_is():
     experts = MoEConfig(experts=4, top_k=2, width=8)
-    assert not is_split(experts)
+    assert not is_tp_split(experts)
     assert on_tp_rank(experts, 2) is experts
     assert cuts_of(experts, 16, tp=2, rank=1) == {}
     config = preset("tiny-qwen3-moe")

@@ -1,13 +1,13 @@
 import pytest
 
-from longshore.arch.cuts import Cut, Span
+from longshore.arch.cuts import Span, TensorCut
 from longshore.arch.expert_cuts import check_ep, expert_cut
 from longshore.arch.presets import preset
 from longshore.errors import SettingError
 
 
 def test_the_worked_example():
-    assert expert_cut(8, ep=4, ep_rank=2) == Cut(0, 8, (Span(4, 6),), "ep")
+    assert expert_cut(8, ep=4, ep_rank=2) == TensorCut(0, 8, (Span(4, 6),), "ep")
 
 
 def test_together_all_ranks_have_each_expert_once():

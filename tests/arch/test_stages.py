@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from longshore.arch.costs import forward_flops
 from longshore.arch.decoder import DecoderConfig, LayerConfig
-from longshore.arch.feed_forward import MLPConfig
+from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.presets import preset
 from longshore.arch.stages import (
     embed_flops,
@@ -90,6 +92,23 @@ def test_stage_costs_add_up(name: str, pp: int, vpp: int):
     ranks = [costs.of_rank(rank, pp) for rank in range(pp)]
     assert max(linear for linear, _ in ranks) < 1.6 * FINE
     assert costs.streams == tuple(layout.streams(i) for i in range(pp * vpp))
+
+
+def test_what_lies_between_the_meetings_of_experts():
+    """A layer of experts takes 2·3·4·8 + 2·4·2 = 208 FLOPs a token, an MLP 192, the head 384."""
+    moe = LayerConfig(None, MoEConfig(experts=2, top_k=1, width=8))
+    config = replace(decoder(4, vocab_size=48), layers=(moe, MLP, MLP, MLP))
+    layout = make_layout(config, pp=2, vpp=1, text="Ettt|tL")
+    costs = stage_costs(config, layout, recompute=True)
+    first = costs.forward_tokenwise[0] / costs.forward_linear[0]
+    assert first == pytest.approx(208 / (208 + 2 * 192 + 8), rel=1e-5)
+    assert costs.backward_tokenwise[0] / costs.backward_linear[0] == pytest.approx(
+        3 * 208 / (3 * 208 + 6 * 192 + 2 * 8), rel=1e-5
+    )
+    assert costs.tokenwise[1::2] == (0, 0), "a stage without experts does not meet"
+    whole = replace(config, layers=(moe,) * 4)
+    costs = stage_costs(whole, make_layout(whole, pp=1, vpp=1), recompute=False)
+    assert sum(costs.tokenwise) / FINE == pytest.approx(1 - 8 / (4 * 208 + 384 + 8), abs=1e-5)
 
 
 def test_a_stage_of_attention_has_the_squares():

@@ -19,6 +19,15 @@ from longshore.config.check import decoder_config
 from longshore.config.schema import ModelConfig
 from longshore.hf.checkpoint import open_weights, read_config, tensor_shapes
 from longshore.hf.weights import save_weights
+from longshore.train.checkpoint_files import (
+    CheckpointIndex,
+    SavedChunk,
+    SavedTensor,
+    begin_save,
+    finish_save,
+    partial_folder,
+)
+from longshore.train.checkpoint_storage import write_safetensors
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +178,92 @@ def test_mistakes_are_one_line(run, tmp_path):
         with pytest.raises(ValueError, match=reason) as caught:
             export(*words)
         assert "\n" not in str(caught.value)
+    assert not (tmp_path / "made").exists()
+
+
+def checkpoint_of(run, config, step, *, recipe):
+    """A checkpoint of a run on two ranks: each has half the rows, or columns, of every tensor."""
+    begin_save(run, step, needed=100)
+    shapes = tensor_shapes(config)
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    files, chunks = {}, {name: [] for name in shapes}
+    for rank in (0, 1):
+        blocks = {}
+        for name, shape in shapes.items():
+            dim = len(shape) - 1
+            start, stop = (shape[dim] * place // 2 for place in (rank, rank + 1))
+            blocks[f"{name} {rank}"] = tensors[name].narrow(dim, start, stop - start).contiguous()
+            offsets = (*(0 for _ in shape[1:]), start)
+            sizes = (*shape[:-1], stop - start)
+            file, key = f"rank-0000{rank}.safetensors", f"{name} {rank}"
+            chunks[name].append(SavedChunk(offsets, sizes, file, key))
+        files[file] = write_safetensors(partial_folder(run, step) / file, blocks)
+    saved = {
+        f"model.{name}": SavedTensor("F32", shape, tuple(chunks[name]))
+        for name, shape in shapes.items()
+    }
+    finish_save(run, CheckpointIndex(step, step, 2, {}, files, saved), keep=5)
+    (run / "config.toml").write_text(recipe)
+    return tensors
+
+
+@pytest.mark.parametrize("words", [("run", "--step", 20), ("run/checkpoints/step-00000020",)])
+def test_a_checkpoint_becomes_a_folder(tmp_path, words):
+    recipe = '[model]\npreset = "tiny-llama"\n'
+    config = preset("tiny-llama")
+    tensors = checkpoint_of(tmp_path / "run", config, 20, recipe=recipe)
+    checkpoint_of(tmp_path / "run", config, 40, recipe=recipe)
+    export(words[0], "made", *words[1:], "--max-length", 4096)
+    assert read_config("made") == config
+    weights = open_weights("made")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in tensors.items())
+    save_weights("other/weights", config, tensors.items(), base=None)
+    export("other", "again", "--max-length", 4096)
+    for path in (tmp_path / "again").iterdir():
+        assert (tmp_path / "made" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_a_checkpoint_of_a_run_with_a_base(run, tmp_path):
+    config = read_config("base")
+    checkpoint_of(run, config, 20, recipe='[model]\nfrom_hf = "base"\n')
+    shutil.rmtree(run / "weights")
+    told = r"^.*run has no weights/weights\.json; .*; name one of its checkpoints with --step: 20$"
+    with pytest.raises(ValueError, match=told):
+        export(run, "made")
+    export(run, "made", "--step", 20, "--dtype", "bfloat16")
+    assert (tmp_path / "made/tokenizer.json").is_file()
+    assert load_file("made/model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+    shutil.move("base", "moved")
+    with pytest.raises(ValueError, match="the run began with base, which does not exist; name its"):
+        export(run, "other", "--step", 20)
+    export(run, "other", "--step", 20, "--dtype", "bfloat16", "--base", "moved")
+    assert (tmp_path / "other/tokenizer.json").is_file()
+
+
+def test_checkpoints_that_cannot_be_exported(run, tmp_path):
+    checkpoint_of(run, read_config("base"), 20, recipe='[model]\npreset = "tiny-qwen3-moe"\n')
+    folder = run / "checkpoints/step-00000020"
+    shutil.copytree(folder, tmp_path / "away/checkpoints/step-00000020")
+    for words, reason in [
+        ((run, "made", "--step", 30), "has no checkpoint of step 30; it has those of steps 20$"),
+        (("base", "made", "--step", 30), "base has no checkpoint of step 30 or any other$"),
+        ((run, "made", "--step", 20), "0020 has no tensor layers.*; it is of another model$"),
+        (
+            ("away", "made", "--step", 20),
+            "is not in a run's folder: .*config.toml, which describes",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            export(*words)
+    (run / "config.toml").write_text('[model]\nfrom_hf = "base"\n')
+    path = folder / "rank-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 16
+    path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"1\.safetensors is damaged: .*; export another checkpoint"
+    ):
+        export(run, "made", "--step", 20)
     assert not (tmp_path / "made").exists()
 
 

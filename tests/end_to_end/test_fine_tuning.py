@@ -77,7 +77,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_chats_and_a_checkpoint_to_a_better_checkpoint(folder):
+def test_chats_and_a_checkpoint_to_a_better_checkpoint(folder, monkeypatch):
     words = ["data.path=chats.jsonl", "data.fields=weight:per_sequence:float32"]
     words += ["data.max_rejected=0.1"]
     words += ["model.from_hf=base", "data.batch=12", "plan.capacity=128", "--ranks", "2"]
@@ -102,6 +102,9 @@ def test_chats_and_a_checkpoint_to_a_better_checkpoint(folder):
         before, after = (nll_of(model, tokenizer, chat).mean() for model in (base, tuned))
         assert after < before - 0.5
 
-    assert main(["export", str(folder / "run"), str(folder / "again")]) == 0
+    monkeypatch.chdir(folder)
+    assert main(["export", "run", "again"]) == 0
+    assert main(["export", "run", "from-checkpoint", "--step", "12"]) == 0
     for path in (folder / "tuned").iterdir():
-        assert (folder / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+        for name in ("again", "from-checkpoint"):
+            assert (folder / name / path.name).read_bytes() == path.read_bytes(), path.name

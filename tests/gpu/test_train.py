@@ -99,23 +99,22 @@ SMALL = (
 
 
 @pytest.fixture(scope="module")
-def exact_runs(tmp_path_factory) -> Iterator[dict[str, tuple["subprocess.Popen[str]", Path]]]:
-    """float64 on the CPU, all models at once; the GPU's runs go on beside them."""
+def exact_run(tmp_path_factory) -> Iterator[Callable[[str], Callable[[], list[float]]]]:
+    """Starts float64 on the CPU, once for each model, and waits for its losses where asked."""
     folder = tmp_path_factory.mktemp("exact")
     words = ("train.device=cpu", "train.dtype=float64", "--ranks", "1", *SMALL)
-    runs = {
-        name: (start(folder / name, f"model.preset={name}", *words), folder / name)
-        for name in MODELS
-    }
-    yield runs
-    for process, _ in runs.values():
+    processes = []
+
+    @cache
+    def begin(name: str) -> Callable[[], list[float]]:
+        process = start(folder / name, f"model.preset={name}", *words)
+        processes.append(process)
+        return cache(lambda: finished(process, folder / name))
+
+    yield begin
+    for process in processes:
         process.kill()
         process.wait()
-
-
-@pytest.fixture(scope="module")
-def exact_losses(exact_runs) -> Callable[[str], list[float]]:
-    return cache(lambda name: finished(*exact_runs[name]))
 
 
 WAYS = {
@@ -138,11 +137,12 @@ WAYS = {
     ],
 )
 def test_layers_of_every_kind_follow_float64(
-    name: str, way: str, exact_losses: Callable[[str], list[float]], tmp_path: Path
+    name: str, way: str, exact_run: Callable[[str], Callable[[], list[float]]], tmp_path: Path
 ) -> None:
     words = (f"model.preset={name}", *WAYS[way], *SMALL)
+    exact_losses = exact_run(name)
     curve = losses(tmp_path / "run", *words)
-    exact = exact_losses(name)
+    exact = exact_losses()
     assert len(curve) == len(exact) == 50
     assert exact[-1] < exact[0] - 1
     errors = [abs(a - b) / b for a, b in zip(curve, exact, strict=True)]

@@ -9,26 +9,29 @@ from hypothesis import strategies as st
 from tests.arch.tp_parts import WIDTH, parts_on_ranks
 from torch import nn
 
-from longshore.arch.cuts import Cut, Span, TPRank, cuts_of, on_tp_rank
+from longshore.arch.cuts import Span, TensorCut, TPRank, cuts_of, on_tp_rank
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.part import Norm
 from longshore.arch.scan import Mamba2Config
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.parallel import shards
+from longshore.parallel.fsdp import split_dim
 from longshore.parallel.shards import boxes_of, cuts_by_name, fill
 
 
-def rows_of(lane, lanes, tensor):
-    """As FSDP splits the rows of a rank's tensor over the lanes."""
-    each = -(-len(tensor) // lanes)
-    start = min(lane * each, len(tensor))
-    return tensor[start : start + each], start, min(start + each, len(tensor))
+def shard_of(lane, lanes, tensor):
+    """As FSDP splits a rank's tensor over the lanes."""
+    dim = split_dim(tensor, ranks=lanes).dim
+    size = tensor.shape[dim]
+    each = -(-size // lanes)
+    start = min(lane * each, size)
+    return tensor.narrow(dim, start, min(each, size - start)), dim, start
 
 
 def on_lane(lane, lanes, tensor, cut):
     """The boxes of a lane that has its rows of the tensor alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "shard_rows", partial(rows_of, lane, lanes))
+        patch.setattr(shards, "shard_span", partial(shard_of, lane, lanes))
         return boxes_of(tensor, cut)
 
 
@@ -105,7 +108,7 @@ def test_the_docstrings_example():
 
 def test_a_tensor_without_dims_or_values():
     assert boxes_of(torch.tensor(5.0))[1][0].index == ()
-    nothing = Cut(0, 6, ())
+    nothing = TensorCut(0, 6, ())
     assert boxes_of(torch.empty(0), nothing) == ((6,), ())
 
 
@@ -114,7 +117,7 @@ def test_each_rank_asks_for_its_blocks_alone():
     with torch.device("meta"):
         inner = nn.Linear(3, 4)
         inner.register_buffer("bias_of_routing", torch.empty(2))
-    inner.cuts = {"weight": Cut(1, 6, (Span(0, 1), Span(4, 6)))}
+    inner.cuts = {"weight": TensorCut(1, 6, (Span(0, 1), Span(4, 6)))}
     model = nn.ModuleDict({"inner": inner})
     assert cuts_by_name(model) == {"inner.weight": inner.cuts["weight"]}
     asked = []

@@ -35,6 +35,8 @@ class Tiny:
     profile: CostProfile
     sync: str
     max_sequences: int = 99
+    tokenwise: float = 0.0
+    """The part of the linear cost that has a maximum of its own in each round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +109,9 @@ def _round_heights(tiny: Tiny) -> NDArray[np.float64]:
     masks = _masks(count, groups + 1, groups)
     some = np.arange(1 << count) > 0
     cost = {k: _costs(tiny, k) + tiny.profile.pack * some for k in _sizes(tiny)}
-    height = _lane_sums(tiny, masks, cost).max(axis=0)
-    tokens = _lane_sums(tiny, masks, {k: _tokens(tiny, k) for k in _sizes(tiny)}).max(axis=0)
+    each = _lane_sums(tiny, masks, {k: _tokens(tiny, k) for k in _sizes(tiny)})
+    tokens, apart = each.max(axis=0), tiny.tokenwise * tiny.profile.linear * each
+    height = (_lane_sums(tiny, masks, cost) - apart).max(axis=0) + apart.max(axis=0)
     members = {k: _subset_sums([1.0] * count) for k in _sizes(tiny)}
     crowd = _lane_sums(tiny, masks, members).max(axis=0)
     height[(tokens > tiny.capacity) | (crowd > tiny.max_sequences)] = FORBIDDEN

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 from bench.cases import Case, lengths
+from bench.evaluate import Setting, pipeline_time, round_heights
 from tests.plan.samples import CHARGED, FREE, TOKENS, examples, long_tail
 
 from longshore.plan import CostProfile, check, make_plan
+from longshore.plan.as_json import step_as_json
 from longshore.plan.bound import step_bound
 from longshore.plan.cost import CostTable
 from longshore.plan.types import Plan
@@ -41,6 +43,17 @@ def test_more_rounds_than_the_tokens_ask_for():
     least = -(-sum(lengths(case)) // (case.lanes * case.capacity))
     assert plan.stats.rounds > 4 * least
     assert plan.stats.bubble < 0.2
+
+
+@pytest.mark.parametrize("lanes", [256, 1024])
+def test_few_sequences_a_lane_run_no_slower_than_the_rounds_of_a_step_without_a_pipeline(lanes):
+    """One or two rounds hold all; cut into more, the tallest would hardly be lower."""
+    case = Case("long tail", 2 * lanes, lanes, 16384)
+    alone, plan = piped(case, 1, 1), piped(case, 4, 1)
+    setting = Setting(lengths(case), lanes, case.capacity, CHARGED.as_json(), "round")
+    heights = round_heights(step_as_json(alone), setting)
+    assert len(heights) < 4
+    assert plan.stats.predicted <= pipeline_time(heights, 4) * (1 + 1e-9)
 
 
 def test_the_bound_of_a_pipeline_by_hand():

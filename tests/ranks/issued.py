@@ -193,16 +193,16 @@ def fsdp_sizes(parts: Mapping[int, torch.nn.Module]) -> dict[str, tuple[int, int
             }
             own = [p for p in module.parameters() if id(p) not in inside]
             bare = sum(p.shape.numel() for p in own)
-            padded = sum(padded_rows(p) * p.shape[1:].numel() for p in own)
+            padded = sum(padded_size(p) for p in own)
             sizes[trace_name(name, stage)] = (bare * ITEM, padded * ITEM)
     return sizes
 
 
-def padded_rows(parameter) -> int:
-    """Rows of all shards; the last axis of the mesh is the one that splits."""
-    mesh = parameter.device_mesh
-    ranks = mesh.size(mesh.ndim - 1)
-    return -(-parameter.shape[0] // ranks) * ranks
+def padded_size(parameter) -> int:
+    """Values of all shards; the last axis of the mesh is the one that splits."""
+    mesh, dim = parameter.device_mesh, parameter.placements[-1].dim
+    ranks, size = mesh.size(mesh.ndim - 1), parameter.shape[dim]
+    return parameter.shape.numel() // size * -(-size // ranks) * ranks
 
 
 def trace_name(name: str, stage: int) -> str:

@@ -9,7 +9,7 @@ import torch
 from tests.data.plans import Sample, counts_of
 
 from longshore.arch.attention import AttentionConfig
-from longshore.arch.cuts import Cut
+from longshore.arch.cuts import TensorCut
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.rope import DynamicScaling, RopeConfig
@@ -146,7 +146,7 @@ def together(config, plan, samples, topology, groups, choices: Choices) -> Outco
     return Outcome(nll, sum(part for _, part in everything), gradients)
 
 
-def whole(gradient, cut: Cut | None, group=None) -> torch.Tensor:
+def whole(gradient, cut: TensorCut | None, group=None) -> torch.Tensor:
     """All of a gradient; what several ranks of the group (default: all) have is averaged."""
     if cut is None:
         return gradient.full_tensor()

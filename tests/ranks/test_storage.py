@@ -1,40 +1,34 @@
 """Checkpoints and exports under every axis: written under one way of sharing, read under another.
 
-No step is trained: the modules have the sizes and cuts that tensor and expert parallelism give
-them, and that is all that is stored.
+No step is trained: values are written into the tensors of parameters and moments.
 """
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import chain
+from functools import cache
 from math import prod
 from pathlib import Path
 
 import torch
+from tests.ranks.composed import ranks_of
 from tests.ranks.harness import run_ranks
-from tests.ranks.spine import VOCAB
-from torch import nn
-from torch.distributed.fsdp import fully_shard
+from tests.ranks.piped import staged
+from tests.ranks.spine import VOCAB, exact
 
 from longshore.arch.attention import AttentionConfig, MLAConfig
-from longshore.arch.cuts import Cut, Span, TPRank, cuts_of, decoder_on_tp_rank
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.choices import ShardMode
 from longshore.cli.main import main
-from longshore.distributed.topology import make_topology
 from longshore.hf.checkpoint import write_own_checkpoint
 from longshore.model.decoder import Decoder
-from longshore.model.feed_forward import Experts
 from longshore.model.fill import fill_rows
-from longshore.model.init import init_decoder, initial_block
-from longshore.parallel.fsdp import shard
+from longshore.model.init import init_decoder
 from longshore.parallel.pipeline.copies import EmbeddingCopies
 from longshore.parallel.pipeline.gathered import gathered_tensors
-from longshore.parallel.pipeline.stages import Stages, stages_of, tensor_names
-from longshore.parallel.shards import boxes_of, fill
+from longshore.parallel.pipeline.stages import Stages, tensor_names
+from longshore.parallel.shards import boxes_of
 from longshore.plan.layout import one_stage, parse_layout
 from longshore.train import checkpoint_storage
 from longshore.train.checkpoint import Checkpoints, Position
@@ -59,7 +53,6 @@ WAYS = (
     Way(lanes=4),
     Way(lanes=2, tp=2, ep=4),
     Way(lanes=1, tp=2, pp=2, ep=2, mode="none"),
-    Way(lanes=1, tp=4, mode="none"),
     Way(lanes=2, pp=2, ep=2),
     Way(lanes=2, tp=2, ep=2),
 )
@@ -83,75 +76,26 @@ def decoder() -> DecoderConfig:
     return DecoderConfig(vocab_size=VOCAB, width=6, layers=layers, mtp=mtp, tied=True)
 
 
-def cut_blocks(part: Decoder, topology) -> None:
-    """What each block and each of its layers of experts has on this rank."""
-    whole, rank = decoder(), topology.tp_rank
-    named = chain(
-        ((whole.layers[int(i)], block) for i, block in part.layers.items()),
-        ((whole.mtp[int(i)], depth.block) for i, depth in part.mtp.items()),
-    )
-    for layer, block in named:
-        for config, module in ((layer.mixer, block.mixer), (layer.mlp, block.mlp)):
-            if topology.tp > 1 and config is not None:
-                module.cuts = cuts_of(config, whole.width, tp=topology.tp, rank=rank)
-    each = EXPERTS.experts // topology.ep
-    first = topology.rank % topology.ep * each
-    for module in part.modules():
-        if isinstance(module, Experts) and topology.experts is not None:
-            cut = Cut(0, EXPERTS.experts, (Span(first, first + each),), "ep")
-            module.cuts = {"gate_up": cut, "down": cut}
-            for name in module.cuts:
-                setattr(module, name, nn.Parameter(getattr(module, name)[:each]))
-
-
-def cut_ends(part: Decoder, topology) -> None:
-    """Rows of the vocabulary, an uneven number of them."""
-    for module in (part.embed, part.head):
-        if topology.tp > 1 and module is not None and module.weight is not None:
-            cut = TPRank(topology.tp, topology.tp_rank).vocabulary(VOCAB)
-            rows = cut.spans[0].stop - cut.spans[0].start
-            module.weight = nn.Parameter(module.weight[:rows])
-            module.cuts = {"weight": cut}
-
-
-def wrap(part: Decoder, topology) -> None:
-    for module in part.modules():
-        if isinstance(module, Experts) and topology.experts is not None:
-            fully_shard(module, mesh=topology.experts.replicas)
-    blocks = [*part.layers.values(), *part.mtp.values()]
-    shard(part, blocks, topology, mode="zero3", dtype=torch.float64)
-
-
-def built(way: Way, topology) -> Stages:
-    config = decoder()
+def built(way: Way, topology, groups) -> Stages:
     layout = one_stage(layers=3, depths=1)
     if way.pp > 1:
         layout = parse_layout("Et|ttmL", pp=2, layers=3, depths=1)
-    with torch.device("meta"):
-        model = Stages(decoder_on_tp_rank(config, way.tp), layout, pp_rank=topology.pp_rank)
-        model.double()
-        for part in stages_of(model).values():
-            cut_blocks(part, topology)
-            cut_ends(part, topology)
-    for part in stages_of(model).values():
-        if way.mode != "none":
-            wrap(part, topology)
-        fill(part, topology.device, partial(initial_block, config, seed=3))
-    return model
+    return staged(decoder(), layout, topology, groups, exact(mode=way.mode))
 
 
 @contextmanager
 def checkpoints_of(way: Way, folder: Path):
-    axes = {"lanes": way.lanes, "tp": way.tp, "pp": way.pp, "ep": way.ep}
-    topology = make_topology(**axes, device="cpu")
-    model = built(way, topology)
-    optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
-    copies = EmbeddingCopies(model, topology) if way.pp > 1 else None
-    checkpoints = Checkpoints(folder, model, optimizer, topology=topology, keep=1, copies=copies)
-    yield checkpoints
-    checkpoints.close()
-    if copies is not None:
-        copies.close()
+    with ranks_of(lanes=way.lanes, tp=way.tp, pp=way.pp, ep=way.ep) as (topology, groups):
+        model = built(way, topology, groups)
+        optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+        copies = EmbeddingCopies(model, topology) if way.pp > 1 else None
+        checkpoints = Checkpoints(
+            folder, model, optimizer, topology=topology, keep=1, copies=copies
+        )
+        yield checkpoints
+        checkpoints.close()
+        if copies is not None:
+            copies.close()
 
 
 @cache
@@ -258,9 +202,9 @@ def test_written_under_one_way_and_read_under_another(tmp_path):
         assert tensors.keys() == first.keys()
         assert all(tensor.shape == first[name].shape for name, tensor in tensors.items())
         (run / "config.toml").write_text('[model]\nmodule = "tests.ranks.test_storage:decoder"\n')
-        made = tmp_path / f"made-{number}"
-        words = ["export", str(run), str(made), "--step", "5", "--format", "longshore"]
+        exported = tmp_path / f"made-{number}"
+        words = ["export", str(run), str(exported), "--step", "5", "--format", "longshore"]
         assert main(words) == 0
         for path in (run / "own").iterdir():
-            assert (made / path.name).read_bytes() == path.read_bytes(), path.name
+            assert (exported / path.name).read_bytes() == path.read_bytes(), path.name
             assert (tmp_path / "made-0" / path.name).read_bytes() == path.read_bytes()

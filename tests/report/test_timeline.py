@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from longshore.plan.cost import CostProfile
+from longshore.plan.planner import make_plan
 from longshore.plan.simulate import simulate
 from longshore.report.timeline import make_timeline
 
@@ -75,3 +76,18 @@ def test_agrees_with_the_simulator(make_random, sync, lanes):
     assert np.allclose(timeline.cost.sum(axis=0), simulated.busy, rtol=1e-9)
     starts = [float(lanes[0]) for lanes in timeline.pack_start]
     assert np.allclose(starts, [event.start for event in simulated.events], atol=1e-9)
+
+
+def test_experts_over_ranks_make_rounds_longer_than_their_slowest_lane():
+    lengths = [300] + [30] * 40 + [20] * 12
+    profile = CostProfile(
+        linear=1.0, quadratic=0.01, gather=(0.01, 0.02), node=2, pack=5.0, round=3.0
+    )
+    plan = make_plan(lengths, lanes=4, capacity=1024, max_cp=1, ep=4, profile=profile)
+    timeline, simulated = make_timeline(plan), simulate(plan)
+    assert timeline.total == pytest.approx(plan.stats.predicted)
+    np.testing.assert_allclose(timeline.cost.sum(axis=0), simulated.busy)
+    assert timeline.idle == pytest.approx(plan.stats.imbalance)
+    taken = timeline.end[:, 0] - timeline.start[:, 0]
+    assert (taken >= timeline.cost.max(axis=1) - 1e-9).all()
+    assert (taken > timeline.cost.max(axis=1) + 1e-9).any()

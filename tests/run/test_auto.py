@@ -53,6 +53,27 @@ def test_capacity_falls_with_what_a_shared_pack_gathers():
     assert not any("full pack" in note for note in alone.notes)
 
 
+def test_ranks_of_a_lane_share_the_model():
+    """A quarter of the memory holds the whole model on every lane only if 8 ranks split it."""
+
+    def resolved(**parallel):
+        return resolve(
+            config(ParallelConfig(**parallel)),
+            preset("qwen3-8b"),
+            lanes=2,
+            dtype="bfloat16",
+            device="cuda",
+            memory=139 * GIB,
+            longest=8192,
+        )
+
+    alone, split = resolved(), resolved(tp=8)
+    assert (alone.shard, split.shard) == ("zero3", "none")
+    assert split.capacity > alone.capacity
+    assert "none, every rank has its part of the whole model" in split.notes[0]
+    assert any("over 2 lanes, tp 8, ep 1" in note for note in split.notes)
+
+
 @pytest.mark.parametrize(
     ("given", "kernels", "device", "installed", "compiles"),
     [

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.arch.tp_parts import WIDTH, parts_on_ranks
 from tests.parallel.test_shards import cut_out, tensors_of
 
-from longshore.arch.cuts import Cut, Span, cuts_of
+from longshore.arch.cuts import Span, TensorCut, cuts_of
 from longshore.distributed.topology import Axes
 from longshore.train.checkpoint_state import own_blocks
 
@@ -61,7 +61,7 @@ def test_experts_over_lanes_and_tp_ranks(each, axes):
     pairs = []
     for at in places(lanes, tp, ep):
         first = (at.lane * tp + at.tp_rank) % ep * each
-        pairs.append((at, Cut(0, experts, (Span(first, first + each),), "ep")))
+        pairs.append((at, TensorCut(0, experts, (Span(first, first + each),), "ep")))
     sizes = saved_sizes(torch.arange(experts * 60).view(experts, 4, 15), pairs)
     replicas = lanes * tp // ep
     assert max(sizes) <= each * 60 / max(15, replicas) * ceil(15 / replicas)
@@ -79,5 +79,5 @@ def test_the_docstrings_example():
     at = Place(lanes=2, tp=2, lane=1, tp_rank=0)
     (block,) = own_blocks(torch.ones(64), None, at)
     assert (block.offsets, len(block.values)) == ((32,), 16)
-    (block,) = own_blocks(torch.ones(32, 64), Cut(0, 64, (Span(0, 32),)), at)
+    (block,) = own_blocks(torch.ones(32, 64), TensorCut(0, 64, (Span(0, 32),)), at)
     assert (block.offsets, len(block.values)) == ((16, 0), 16)

@@ -29,6 +29,8 @@ needs one. It saves the activations of several rounds: with 1F1B rank p those of
 interleaving of 2·(pp − p − 1) + (vpp − 1)·pp + 1 of its stages. The capacity is that of the rank
 with the least.
 
+Tensor and expert parallelism: arch/stage_memory.py says what of a layer a rank has.
+
 These are estimates: a tenth is kept free for kernels' buffers and fragmentation.
 """
 
@@ -41,9 +43,14 @@ from longshore.arch.decoder import DecoderConfig
 from longshore.arch.exchanged import exchanged_by, gathered_rows
 from longshore.arch.part import Sharing
 from longshore.arch.stage_memory import (
+    WHOLE,
+    ModelSplit,
+    Parameters,
+    block_saved,
+    block_working,
+    layer_parameters,
     most_in_flight,
     rank_layers,
-    saved_bytes,
     stage_parameters,
     stage_saved,
     whole_model,
@@ -119,10 +126,12 @@ def model_bytes(
     dtype: str,
     layout: Layout | None = None,
     pp_rank: int = 0,
+    split: ModelSplit = WHOLE,
 ) -> ModelBytes:
     """Bytes of weights, gradients and optimizer on each of `lanes` that share them as `shard`.
 
-    layout, pp_rank: the pipeline and which of its ranks; None for the whole model.
+    layout, pp_rank: the pipeline and which of its ranks; None for the whole model. split: over how
+    many ranks its layers are split.
     """
     item = _item(dtype)
     master = max(item, 4)
@@ -131,19 +140,19 @@ def model_bytes(
     if lanes < 1:
         raise ValueError(f"lanes is {lanes}; it must be at least 1")
     stages = layout or whole_model(config)
-    count = sum(
-        stage_parameters(config, stages.stages[number]) for number in stages.of_rank(pp_rank)
-    )
-    part = -(-count // lanes)
+    mine = (stages.stages[number] for number in stages.of_rank(pp_rank))
+    counts = sum((stage_parameters(config, stage, split) for stage in mine), start=Parameters(0))
+    count, replicas = counts.total, max(1, lanes * split.tp // split.ep)
+    part = -(-counts.common // lanes) + -(-counts.experts // replicas)
     copy = item * count if item < master else 0
     if shard == "none":
         return ModelBytes(master * count + copy, master * count, 2 * master * count, 0)
     if shard == "zero2":
         gathered = copy or master * count
         return ModelBytes(master * part + gathered, master * (part + count), 2 * master * part, 0)
-    layers = rank_layers(config, stages, pp_rank)
-    block = max((layer.parameters(config.width) for layer in layers), default=0)
-    ends = count - sum(layer.parameters(config.width) for layer in layers)
+    layers = rank_layers(config, stages, pp_rank, split)
+    blocks = [layer_parameters(layer, config.width, split).total for layer in layers]
+    block, ends = max(blocks, default=0), count - sum(blocks)
     return ModelBytes(
         master * part,
         master * part,
@@ -159,32 +168,42 @@ def token_bytes(
     recompute: bool,
     layout: Layout | None = None,
     pp_rank: int = 0,
+    split: ModelSplit = WHOLE,
 ) -> TokenBytes:
     """Bytes of one token of each round; recompute: blocks save only their input.
 
-    layout, pp_rank: the pipeline and which of its ranks; None for the whole model.
+    layout, pp_rank: the pipeline and which of its ranks; None for the whole model. split: over how
+    many ranks its layers are split.
     """
     item, stages = _item(dtype), layout or whole_model(config)
     each = {
-        number: stage_saved(config, stages, number, item=item, recompute=recompute)
+        number: stage_saved(config, stages, number, item=item, recompute=recompute, split=split)
         for number in stages.of_rank(pp_rank)
     }
-    layers = rank_layers(config, stages, pp_rank)
-    blocks = [saved_bytes(layer.saved(config.width), item) for layer in layers]
-    working = max(blocks, default=0) * (2 if recompute else 1)
+    layers, width = rank_layers(config, stages, pp_rank, split), config.width
+    times = 2 if recompute else 1
+    blocks = [
+        times * block_saved(layer, width, item=item, split=split)
+        + block_working(layer, width, item=item, split=split)
+        for layer in layers
+    ]
+    working = max(blocks, default=0)
     if stages.pp > 1:
         # A message that is received and one that is sent.
         streams = max(stages.streams(number) for number in each)
-        working += 2 * streams * config.width * item
+        working += -(-2 * streams * width * item // split.tp)
     return TokenBytes(saved=most_in_flight(stages, pp_rank, each), working=working)
 
 
-def logits_bytes(config: DecoderConfig, tokens: int, *, dtype: str) -> int:
-    """The loss's chunk of logits, and the gradients of the head: the most of any backend."""
+def logits_bytes(config: DecoderConfig, tokens: int, *, dtype: str, tp: int = 1) -> int:
+    """The loss's chunk of logits, and the gradients of the head: the most of any backend.
+
+    tp: ranks that the vocabulary is split over.
+    """
     plain, by_kernels = (
         loss_bytes(
             tokens,
-            vocabulary=config.vocab_size,
+            vocabulary=-(-config.vocab_size // tp),
             width=config.width,
             item=_item(dtype),
             heads=1 + len(config.mtp),
@@ -207,6 +226,7 @@ def auto_capacity(
     cp_sizes: Sequence[int],
     sharing: Sharing,
     layout: Layout | None = None,
+    split: ModelSplit = WHOLE,
 ) -> tuple[int, list[str]]:
     """The tokens a lane may hold in a round, a multiple of 256, and the calculation as lines.
 
@@ -225,6 +245,7 @@ def auto_capacity(
             recompute=recompute,
             cp_sizes=cp_sizes,
             sharing=sharing,
+            split=split,
         ).capacity()
         for pp_rank in range(stages.pp)
     ]
@@ -255,10 +276,12 @@ class RankMemory:
     """Those that a pack may have; a lane may be full of its shard of one."""
     sharing: Sharing
     """How lanes share a pack."""
+    split: ModelSplit
+    """Over how many ranks its layers are split."""
 
     def exchanged(self, tokens: int) -> tuple[int, int]:
         """The most bytes, and the CP size that needs them, negative."""
-        layers = rank_layers(self.config, self.layout, self.pp_rank)
+        layers = rank_layers(self.config, self.layout, self.pp_rank, self.split)
         item, sharing = _item(self.dtype), self.sharing
         return max(
             (exchanged_by(layers, size, tokens, sharing=sharing, item=item), -size)
@@ -268,7 +291,9 @@ class RankMemory:
     def loss(self, tokens: int) -> int:
         numbers = self.layout.of_rank(self.pp_rank)
         has_head = any(self.layout.stages[number].head for number in numbers)
-        return logits_bytes(self.config, tokens, dtype=self.dtype) if has_head else 0
+        if not has_head:
+            return 0
+        return logits_bytes(self.config, tokens, dtype=self.dtype, tp=self.split.tp)
 
     def capacity(self) -> tuple[int, list[str]]:
         """Tokens, and how they are calculated."""
@@ -279,6 +304,7 @@ class RankMemory:
             dtype=self.dtype,
             layout=self.layout,
             pp_rank=self.pp_rank,
+            split=self.split,
         )
         token = token_bytes(
             self.config,
@@ -286,6 +312,7 @@ class RankMemory:
             recompute=self.recompute,
             layout=self.layout,
             pp_rank=self.pp_rank,
+            split=self.split,
         )
         memory = self.memory_bytes
         free = memory // KEPT_FREE
@@ -318,8 +345,9 @@ class RankMemory:
     ) -> list[str]:
         piped = self.layout.pp > 1
         rank = f" of pipeline rank {self.pp_rank} in {self.layout}" if piped else ""
+        split = f", tp {self.split.tp}, ep {self.split.ep}" if self.split.any else ""
         return [
-            f"model {_size(model.total)}{rank} with {self.shard} over {self.lanes} lanes: "
+            f"model {_size(model.total)}{rank} with {self.shard} over {self.lanes} lanes{split}: "
             f"weights {_size(model.parameters)}, gradients {_size(model.gradients)}, "
             f"optimizer {_size(model.optimizer)}, gathered {_size(model.gathered)}",
             f"loss {_size(loss)}: a chunk of logits, and gradients of the head and its inputs",

@@ -1,19 +1,19 @@
 """Tensor parallelism as data: a TP rank's part of each layer, and of which tensors it has what.
 
 In: the config of a part, the number of TP ranks, a rank. Out: the config of what one rank has
-(`on_tp_rank`), and for each of its split parameters a Cut, which says where the rank's tensor lies
-in the whole one. Parameters without a Cut are whole on every rank.
+(`on_tp_rank`), and for each of its split parameters a TensorCut, which says where the rank's tensor
+lies in the whole one. Parameters without one are whole on every rank.
 
 Attention of 4 heads and 2 KV heads of 16 dims on 2 ranks: a rank has 2 heads and 1 KV head. Rank 1:
 
-    q_proj.weight   Cut(dim 0 of 64, (Span(32, 64),))        its heads' rows
-    k_proj.weight   Cut(dim 0 of 32, (Span(16, 32),))
-    o_proj.weight   Cut(dim 1 of 64, (Span(32, 64),))        its heads' columns
+    q_proj.weight   TensorCut(dim 0 of 64, (Span(32, 64),))        its heads' rows
+    k_proj.weight   TensorCut(dim 0 of 32, (Span(16, 32),))
+    o_proj.weight   TensorCut(dim 1 of 64, (Span(32, 64),))        its heads' columns
 
 Mamba2's in_proj has rows of z, x, B, C and dt, one after the other; a rank has its heads' or
-groups' rows of each, so its Cut has five spans. Where there are fewer KV heads or groups than ranks
+groups' rows of each, so its cut has five spans. Where there are fewer KV heads or groups than ranks
 several ranks have the same ones: a Span says which copy it is, of how many. A bias that follows a
-sum over the ranks is on the first alone; the others' Cut has no span.
+sum over the ranks is on the first alone; the others' cut has no span.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,6 +28,8 @@ from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.errors import SettingError
 
 Axis = Literal["tp", "ep"]
+MOST_TP = 64
+"""The largest number of ranks that an error suggests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorCut:
     """A rank's part of a tensor: some spans of one dim, one after the other."""
 
     dim: int
@@ -74,26 +76,26 @@ class TPRank:
         unit = self.rank // copies
         return Span(unit * width, (unit + 1) * width, self.rank % copies, copies)
 
-    def joined(self, parts: Sequence[tuple[int, int]], *, dim: int = 0) -> Cut:
+    def joined(self, parts: Sequence[tuple[int, int]], *, dim: int = 0) -> TensorCut:
         """Parts of (units, width) one after the other along `dim`."""
         spans, start = list[Span](), 0
         for units, width in parts:
             span = self.span(units, width)
             spans.append(replace(span, start=start + span.start, stop=start + span.stop))
             start += units * width
-        return Cut(dim, start, tuple(spans))
+        return TensorCut(dim, start, tuple(spans))
 
-    def of(self, units: int, width: int = 1, *, dim: int = 0) -> Cut:
+    def of(self, units: int, width: int = 1, *, dim: int = 0) -> TensorCut:
         return self.joined([(units, width)], dim=dim)
 
-    def first_only(self, size: int) -> Cut:
+    def first_only(self, size: int) -> TensorCut:
         """A vector that the first rank alone has."""
-        return Cut(0, size, () if self.rank else (Span(0, size),))
+        return TensorCut(0, size, () if self.rank else (Span(0, size),))
 
-    def vocabulary(self, rows: int) -> Cut:
+    def vocabulary(self, rows: int) -> TensorCut:
         """Of the embedding or the head: as even as can be."""
         start, stop = (rows * rank // self.tp for rank in (self.rank, self.rank + 1))
-        return Cut(0, rows, (Span(start, stop),))
+        return TensorCut(0, rows, (Span(start, stop),))
 
 
 def on_tp_rank(part: Part, tp: int) -> Part:
@@ -118,21 +120,21 @@ def decoder_on_tp_rank(config: DecoderConfig, tp: int) -> DecoderConfig:
     return replace(config, layers=layers, mtp=mtp)
 
 
-def is_split(part: Part) -> bool:
+def is_tp_split(part: Part) -> bool:
     """Whether TP ranks split this kind of part; else each has all of it."""
     return type(part) in SPLITS
 
 
-def cuts_of(part: Part, width: int, *, tp: int, rank: int) -> dict[str, Cut]:
+def cuts_of(part: Part, width: int, *, tp: int, rank: int) -> dict[str, TensorCut]:
     """By names of parameters below the part; width: of the hidden states."""
     cuts = CUTS.get(type(part))
-    named: dict[str, Cut] = {} if cuts is None else cuts(part, width, TPRank(tp, rank))
+    named: dict[str, TensorCut] = {} if cuts is None else cuts(part, width, TPRank(tp, rank))
     return named
 
 
 def _divided(name: str, units: int, tp: int) -> int:
     if units % tp:
-        works = [size for size in range(1, units + 1) if units % size == 0]
+        works = [size for size in range(1, min(units, MOST_TP) + 1) if units % size == 0]
         raise SettingError(
             "{tp} is {given}, which does not divide the {units} {name}; use one of {works}",
             given=tp,
@@ -191,7 +193,7 @@ def norm_ranks(part: Mamba2Config, tp: int) -> int:
     return max(1, tp // (part.norm_groups or part.groups))
 
 
-def _attention_cuts(part: AttentionConfig, width: int, at: TPRank) -> dict[str, Cut]:
+def _attention_cuts(part: AttentionConfig, width: int, at: TPRank) -> dict[str, TensorCut]:
     query = part.head_dim * (2 if part.gate else 1)
     named = {
         "q_proj.weight": at.of(part.heads, query),
@@ -204,7 +206,7 @@ def _attention_cuts(part: AttentionConfig, width: int, at: TPRank) -> dict[str, 
     return named | ({"o_proj.bias": at.first_only(width)} if part.output_bias else {})
 
 
-def _mla_cuts(part: MLAConfig, width: int, at: TPRank) -> dict[str, Cut]:
+def _mla_cuts(part: MLAConfig, width: int, at: TPRank) -> dict[str, TensorCut]:
     queries = "q_proj.weight" if part.q_rank is None else "q_up.weight"
     named = {
         queries: at.of(part.heads, part.head_dim),
@@ -214,7 +216,7 @@ def _mla_cuts(part: MLAConfig, width: int, at: TPRank) -> dict[str, Cut]:
     return named | ({"o_proj.bias": at.first_only(width)} if part.bias else {})
 
 
-def _mamba2_cuts(part: Mamba2Config, width: int, at: TPRank) -> dict[str, Cut]:
+def _mamba2_cuts(part: Mamba2Config, width: int, at: TPRank) -> dict[str, TensorCut]:
     x, group = (part.heads, part.head_dim), (part.groups, part.state_dim)
     named = {
         "in_proj.weight": at.joined([x, x, group, group, (part.heads, 1)]),
@@ -229,7 +231,7 @@ def _mamba2_cuts(part: Mamba2Config, width: int, at: TPRank) -> dict[str, Cut]:
     return named | ({"conv1d.bias": named["conv1d.weight"]} if part.conv_bias else {})
 
 
-def _delta_net_cuts(part: DeltaNetConfig, width: int, at: TPRank) -> dict[str, Cut]:
+def _delta_net_cuts(part: DeltaNetConfig, width: int, at: TPRank) -> dict[str, TensorCut]:
     served = part.value_heads // part.key_heads
     key, value = (part.key_heads, part.key_dim), (part.value_heads, part.value_dim)
     return {
@@ -241,13 +243,13 @@ def _delta_net_cuts(part: DeltaNetConfig, width: int, at: TPRank) -> dict[str, C
     }
 
 
-def _mlp_cuts(part: MLPConfig, width: int, at: TPRank) -> dict[str, Cut]:
+def _mlp_cuts(part: MLPConfig, width: int, at: TPRank) -> dict[str, TensorCut]:
     inner = ("gate_proj.weight", "up_proj.weight") if part.gated else ("up_proj.weight",)
     named = {name: at.of(part.width) for name in inner}
     return named | {"down_proj.weight": at.of(part.width, dim=1)}
 
 
-CUTS: dict[type, Callable[[Any, int, TPRank], dict[str, Cut]]] = {
+CUTS: dict[type, Callable[[Any, int, TPRank], dict[str, TensorCut]]] = {
     AttentionConfig: _attention_cuts,
     MLAConfig: _mla_cuts,
     Mamba2Config: _mamba2_cuts,

@@ -1,14 +1,14 @@
 """Expert parallelism as data: which experts of a layer a rank has. Pure Python.
 
-In: a decoder's config, the number of EP ranks, a rank. Out: a Cut of the experts' parameters, whose
-first dim counts the experts, or an error that says which sizes work.
+In: a decoder's config, the number of EP ranks, a rank. Out: a TensorCut of the experts' parameters,
+whose first dim counts the experts, or an error that says which sizes work.
 
-8 experts on 4 EP ranks, rank 2: Cut(dim 0 of 8, (Span(4, 6),), axis "ep"), so experts 4 and 5.
+8 experts on 4 EP ranks, rank 2: dim 0 of 8, (Span(4, 6),), axis "ep", so experts 4 and 5.
 """
 
 from math import gcd
 
-from longshore.arch.cuts import Cut, Span
+from longshore.arch.cuts import Span, TensorCut
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.feed_forward import MoEConfig
 from longshore.errors import SettingError
@@ -34,8 +34,8 @@ def check_ep(config: DecoderConfig, ep: int) -> None:
         )
 
 
-def expert_cut(experts: int, *, ep: int, ep_rank: int) -> Cut:
+def expert_cut(experts: int, *, ep: int, ep_rank: int) -> TensorCut:
     """An EP rank's experts, of a parameter (experts, …)."""
     assert experts % ep == 0, "check_ep comes first"
     each = experts // ep
-    return Cut(0, experts, (Span(ep_rank * each, (ep_rank + 1) * each),), "ep")
+    return TensorCut(0, experts, (Span(ep_rank * each, (ep_rank + 1) * each),), "ep")

@@ -1,15 +1,30 @@
-"""What a stage of a pipeline has: layers, parameters, and bytes saved for each token. No torch.
+"""What a rank has of a stage: layers, parameters, and bytes saved for each token. No torch.
 
 In: a DecoderConfig and a stage of a Layout, or a pipeline rank. Out: counts. Without a pipeline the
 one stage has everything. A rank of 1F1B with the first of 4 stages saves 4 rounds at a time; with
 the last, one.
+
+Under tensor parallelism a rank has its part of what ranks split (arch/cuts.py), 1/tp of embedding
+and head, and all of norms, routers, shared experts and MTP's projections. Between the parts of a
+layer it has 1/tp of a lane's rows: so does a layer of experts. A part that ranks split saves the
+gathered rows, which all its projections read, and what its own heads or channels make of them. With
+4 heads of 16 dims at width 64 in bfloat16 a token's queries take 128 bytes, on 2 ranks 64; the rows
+that they are projected from take 128 on either.
+
+Under expert parallelism a rank has 1/ep of the routed experts. A token's row travels to each rank
+that has one of its experts: to min(top_k, ep) at most. There the experts make top_k rows of it,
+also for choices of other ranks, which they leave 0 (parallel/expert.py): so with top_k 8 on 64
+ranks 64 rows for each token, not 8. Routing is taken as even.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 
+from longshore.arch.cuts import decoder_on_tp_rank
 from longshore.arch.decoder import DecoderConfig, LayerConfig
-from longshore.arch.part import Saved
+from longshore.arch.feed_forward import MoEConfig
+from longshore.arch.part import Part, Saved
 from longshore.plan.layout import Layout, Stage, one_stage
 from longshore.plan.order import make_order
 
@@ -17,45 +32,150 @@ INPUT_BYTES = 48
 """Per token: id, label, position, index and masks, and the loss's copies of label and mask."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSplit:
+    """Over how many ranks each layer is split."""
+
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def any(self) -> bool:
+        return self.tp > 1 or self.ep > 1
+
+
+WHOLE = ModelSplit()
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Counts on a rank."""
+
+    common: int
+    """Of all but routed experts; FSDP shards them over the lanes."""
+    experts: int = 0
+    """Of routed experts that are an FSDP unit of their own, sharded over lanes · tp / ep ranks."""
+
+    @property
+    def total(self) -> int:
+        return self.common + self.experts
+
+    def __add__(self, other: "Parameters") -> "Parameters":
+        return Parameters(self.common + other.common, self.experts + other.experts)
+
+
 def whole_model(config: DecoderConfig) -> Layout:
     """The layout without a pipeline."""
     return one_stage(layers=len(config.layers), depths=len(config.mtp))
 
 
-def stage_parameters(config: DecoderConfig, stage: Stage) -> int:
+def stage_parameters(config: DecoderConfig, stage: Stage, split: ModelSplit = WHOLE) -> Parameters:
     """Parameters of a stage; a tied head needs none of its own beside the embedding."""
-    width = config.width
-    layers = sum(layer.parameters(width) for layer in stage_layers(config, stage))
+    width, local = config.width, decoder_on_tp_rank(config, split.tp)
+    layers = [layer_parameters(layer, width, split) for layer in stage_layers(local, stage)]
     joins = len(stage.depths) * (2 * width + 3) * width
     tables = stage.has_embedding + (stage.head and not (config.tied and stage.has_embedding))
-    return layers + joins + tables * config.vocab_size * width + stage.norm * width
+    rows = -(-config.vocab_size // split.tp)
+    ends = Parameters(joins + tables * rows * width + stage.norm * width)
+    return sum(layers, start=ends)
+
+
+def layer_parameters(layer: LayerConfig, width: int, split: ModelSplit) -> Parameters:
+    """layer: as a TP rank has it."""
+    count, moe = layer.parameters(width), layer.mlp
+    if not split.any or not isinstance(moe, MoEConfig):
+        return Parameters(count)
+    routed = moe.experts * 3 * width * moe.width
+    return Parameters(count - routed, routed // split.ep)
 
 
 def stage_layers(config: DecoderConfig, stage: Stage) -> tuple[LayerConfig, ...]:
     return (*(config.layers[i] for i in stage.layers), *(config.mtp[i] for i in stage.depths))
 
 
-def rank_layers(config: DecoderConfig, layout: Layout, pp_rank: int) -> list[LayerConfig]:
+def rank_layers(
+    config: DecoderConfig, layout: Layout, pp_rank: int, split: ModelSplit = WHOLE
+) -> list[LayerConfig]:
+    """The layers of a pipeline rank, as a TP rank has them."""
+    local = decoder_on_tp_rank(config, split.tp)
     stages = (layout.stages[number] for number in layout.of_rank(pp_rank))
-    return [layer for stage in stages for layer in stage_layers(config, stage)]
+    return [layer for stage in stages for layer in stage_layers(local, stage)]
 
 
 def stage_saved(
-    config: DecoderConfig, layout: Layout, number: int, *, item: int, recompute: bool
+    config: DecoderConfig,
+    layout: Layout,
+    number: int,
+    *,
+    item: int,
+    recompute: bool,
+    split: ModelSplit = WHOLE,
 ) -> int:
     """Bytes that a stage saves of one token of one round."""
-    width, stage = config.width, layout.stages[number]
-    layers = stage_layers(config, stage)
-    blocks = sum(saved_bytes(layer.saved(width), item) for layer in layers)
+    width, stage, tp = config.width, layout.stages[number], split.tp
+    layers = stage_layers(decoder_on_tp_rank(config, tp), stage)
+    own_row = -(-width * item // tp)
+    blocks = sum(block_saved(layer, width, item=item, split=split) for layer in layers)
     tables = sum(saved_bytes(Saved(0, rope.rotary_dim or 0), item) for rope in config.ropes)
-    saved = INPUT_BYTES + tables + (len(layers) * width * item if recompute else blocks)
+    saved = INPUT_BYTES + tables + (len(layers) * own_row if recompute else blocks)
     if stage.head:
-        saved += saved_bytes(Saved(2 * width, 2), item)
+        saved += _rows_saved(Saved(width, 1), Saved(width, 1), item, tp)
     # Of each depth: embedding, two norms' outputs and statistics, the joined input, the head's.
-    saved += len(stage.depths) * saved_bytes(Saved(7 * width, 3), item)
+    saved += len(stage.depths) * _rows_saved(Saved(6 * width, 2), Saved(width, 1), item, tp)
     # Streams of earlier depths pass through.
     passing = layout.streams(number - 1) - 1 if number else 0
-    return saved + passing * width * item
+    return saved + passing * own_row
+
+
+def block_saved(layer: LayerConfig, width: int, *, item: int, split: ModelSplit) -> int:
+    """Bytes of one token; layer: as a TP rank has it. What parts save, and norms' inputs and rows.
+
+    Experts read the norm's output, of the rank's own rows; other parts all rows, gathered.
+    """
+    total = 0
+    for part in layer.parts:
+        if isinstance(part, MoEConfig):
+            own, gathered = Saved(2 * width, 1) + _experts_saved(part, width, split.ep), Saved(0)
+        else:
+            own, gathered = Saved(width, 1), Saved(width) + part.saved(width)
+        total += _rows_saved(own, gathered, item, split.tp)
+    return total
+
+
+def block_working(layer: LayerConfig, width: int, *, item: int, split: ModelSplit) -> int:
+    """Bytes of one token that exist only while a block runs, besides what it saves.
+
+    A split part's sum and the gradient of its gathered rows; rows on their way to experts and back.
+    """
+
+    def of(part: Part) -> int:
+        if isinstance(part, MoEConfig):
+            return -(-2 * width * item * dispatched(part, split.ep) // split.tp)
+        return 2 * width * item if split.tp > 1 else 0
+
+    return max(map(of, layer.parts))
+
+
+def _experts_saved(part: MoEConfig, width: int, ep: int) -> Saved:
+    """With the rows that came; of each, top_k are made."""
+    ranks, saved = dispatched(part, ep), part.saved(width)
+    if not ranks:
+        return saved
+    again = part.saved_routed(width)
+    # A row's weights and ids, its choices among this rank's experts, and their order.
+    choices = Saved(0, ranks * 8 * part.top_k)
+    more = Saved((ranks - 1) * again.values, (ranks - 1) * again.stats)
+    return saved + more + choices + Saved(ranks * width)
+
+
+def dispatched(moe: MoEConfig, ep: int) -> int:
+    """To how many ranks a token's row travels, at most; 0 where experts are not split."""
+    return min(moe.top_k, ep) if ep > 1 else 0
+
+
+def _rows_saved(own: Saved, gathered: Saved, item: int, tp: int) -> int:
+    """Bytes of one token of a lane: of rows that TP ranks share, and of rows that all have."""
+    return -(-saved_bytes(own, item) // tp) + saved_bytes(gathered, item)
 
 
 def most_in_flight(layout: Layout, pp_rank: int, saved: Mapping[int, int]) -> int:

@@ -4,6 +4,11 @@ In: a DecoderConfig and the pipeline size, or a layout by hand. Out: a Layout wh
 stage is cheapest, counted in FLOPs of a sequence's forward; and what part of a round's cost each
 stage has.
 
+Where experts are split over ranks, lanes meet before them and after them. What lies between such
+meetings is token-wise: the feed-forward part of a layer with experts, and the head, which comes
+after the last. A feed-forward part without experts runs on from its mixer. So in a decoder whose
+layers all have experts, everything but the mixers and the embedding is token-wise.
+
 Four equal layers on 2 ranks whose head costs as much as two of them: `Ettt|tL`. Both stages then
 have half of what grows with tokens, but the first has three quarters of what grows with squares.
 """
@@ -11,6 +16,7 @@ have half of what grows with tokens, but the first has three quarters of what gr
 from collections import Counter
 
 from longshore.arch.decoder import DecoderConfig
+from longshore.arch.feed_forward import MoEConfig
 from longshore.errors import SettingError
 from longshore.plan.layout import Layout, balanced_layout, parse_layout
 from longshore.plan.stage_costs import StageCosts, share_out
@@ -46,6 +52,14 @@ def layer_flops(decoder: DecoderConfig, length: int) -> list[int]:
     return layers + [kinds[layer] + join for layer in decoder.mtp]
 
 
+def expert_flops(decoder: DecoderConfig, length: int) -> list[int]:
+    """Forward FLOPs of each layer's feed-forward part, if it has experts, then of each depth's."""
+    parts = [layer.mlp for layer in (*decoder.layers, *decoder.mtp)]
+    return [
+        part.flops(decoder.width, length) if isinstance(part, MoEConfig) else 0 for part in parts
+    ]
+
+
 def head_flops(decoder: DecoderConfig, length: int) -> int:
     """Forward FLOPs of the head, which runs once and once more for each depth."""
     return (1 + len(decoder.mtp)) * 2 * length * decoder.width * decoder.vocab_size
@@ -64,10 +78,11 @@ def stage_costs(
     A backward takes twice the forward, and a recomputed block once more.
     """
     again = 3 if recompute else 2
+    experts = expert_flops(decoder, length)
     layers, twice = layer_flops(decoder, length), layer_flops(decoder, 2 * length)
     # What grows with the square shows in the second difference: (2n)² − 2·n² = 2·n².
     squares = [max(0, (b - 2 * a) // 2) for a, b in zip(layers, twice, strict=True)]
-    linear, quadratic = [], []
+    linear, quadratic, tokenwise = [], [], []
     for stage in layout.stages:
         places = [*stage.layers, *(len(decoder.layers) + depth for depth in stage.depths)]
         square = sum(squares[place] for place in places)
@@ -75,5 +90,10 @@ def stage_costs(
         ends = stage.head * head_flops(decoder, length) + stage.embed * embed_flops(decoder, length)
         linear.append((blocks + ends, again * blocks + 2 * ends))
         quadratic.append((square, again * square))
+        apart = sum(experts[place] for place in places)
+        head = stage.head * head_flops(decoder, length) if apart else 0
+        tokenwise.append((apart + head, again * apart + 2 * head))
     streams = [layout.streams(stage) for stage in range(len(layout.stages))]
-    return share_out(linear=linear, quadratic=quadratic, streams=streams, pp=layout.pp)
+    return share_out(
+        linear=linear, quadratic=quadratic, streams=streams, pp=layout.pp, tokenwise=tokenwise
+    )

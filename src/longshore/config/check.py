@@ -10,11 +10,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+from longshore.arch.cuts import decoder_on_tp_rank
 from longshore.arch.decoder import DecoderConfig, has_experts, with_balance
 from longshore.arch.part import Sharing
 from longshore.arch.stages import make_layout, stage_costs
 from longshore.config.check_data import check_data, known_longest
-from longshore.config.check_parallel import check_parallel, heads_of_rank
+from longshore.config.check_parallel import check_parallel
 from longshore.config.located import in_keys, settings_in_keys
 from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
 from longshore.plan.cost import BUILT_IN, load_profile
@@ -174,8 +175,8 @@ def planner_options(
 
 
 def _stage_options(config: RunConfig, decoder: DecoderConfig, layout: Layout) -> dict[str, Any]:
-    """With a pipeline: its stages, and how they share a round's cost."""
-    if layout.pp == 1:
+    """The stages, and how they share a round's cost: with a pipeline, or experts over ranks."""
+    if layout.pp == 1 and config.parallel.ep == 1:
         return {}
     recompute = config.train.recompute == "blocks"
     return {"layout": layout, "stage_costs": stage_costs(decoder, layout, recompute=recompute)}
@@ -184,9 +185,9 @@ def _stage_options(config: RunConfig, decoder: DecoderConfig, layout: Layout) ->
 def shared_heads(decoder: DecoderConfig, parallel: ParallelConfig) -> int | None:
     """The heads of a TP rank that a CP size must divide; None if ranks do not split heads."""
     sharing = Sharing(parallel.attention, parallel.scan)
-    parts = {part for layer in (*decoder.layers, *decoder.mtp) for part in layer.parts}
-    whole = [heads for part in parts for heads in part.shared_heads(sharing)]
-    return math.gcd(*(heads_of_rank(heads, parallel.tp) for heads in whole)) or None
+    local = decoder_on_tp_rank(decoder, parallel.tp)
+    parts = {part for layer in (*local.layers, *local.mtp) for part in layer.parts}
+    return math.gcd(*(heads for part in parts for heads in part.shared_heads(sharing))) or None
 
 
 def check_longest(config: RunConfig, lanes: int, longest: int) -> None:

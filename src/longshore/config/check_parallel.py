@@ -8,48 +8,18 @@ and sizes that work. With 8 heads parallel.tp may be 1, 2, 4 or 8; with 2 lanes,
 import math
 from collections.abc import Iterator
 
-from longshore.arch.attention import AttentionConfig, MLAConfig
+from longshore.arch.cuts import decoder_on_tp_rank
 from longshore.arch.decoder import DecoderConfig
-from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.part import Part
-from longshore.arch.scan import DeltaNetConfig, Mamba2Config
+from longshore.config.located import settings_in_keys
 from longshore.config.schema import RunConfig
-
-SPLIT_BY_TP: dict[type, tuple[str, ...]] = {
-    AttentionConfig: ("heads", "kv_heads"),
-    MLAConfig: ("heads",),
-    Mamba2Config: ("heads",),
-    DeltaNetConfig: ("key_heads",),
-    MLPConfig: ("width",),
-}
-"""What of a part is shared out to the TP ranks."""
 
 
 def check_parallel(config: RunConfig, decoder: DecoderConfig, *, lanes: int) -> None:
-    _check_tensor_parallel(config.parallel.tp, decoder)
+    with settings_in_keys():
+        decoder_on_tp_rank(decoder, config.parallel.tp)
     _check_expert_parallel(config, decoder, lanes=lanes)
-
-
-def heads_of_rank(heads: int, tp: int) -> int:
-    """The heads or groups of a part that a TP rank has; where there are fewer, ranks share one."""
-    return max(1, heads // tp)
-
-
-# To be replaced: arch/cuts.py knows what each part can be split into.
-def _check_tensor_parallel(tp: int, decoder: DecoderConfig) -> None:
-    """tp must divide whatever it splits, of every part."""
-    numbers = [
-        (f"{type(part).__name__}.{name}", getattr(part, name))
-        for part in dict.fromkeys(_parts(decoder))
-        for name in SPLIT_BY_TP.get(type(part), ())
-    ]
-    for name, number in numbers:
-        if number % tp:
-            works = _divisors(math.gcd(*(number for _, number in numbers)))
-            raise ValueError(
-                f"parallel.tp is {tp}, which does not divide {name}, {number}; for this model use "
-                f"one of {_listed(works)}"
-            )
 
 
 def _check_expert_parallel(config: RunConfig, decoder: DecoderConfig, *, lanes: int) -> None:

@@ -15,6 +15,7 @@ hf/own_format.py.
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -127,10 +128,11 @@ def open_weights(folder: str | Path) -> Weights:
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
-    """The names and shapes of all tensors of a decoder."""
+    """The names and shapes of all tensors of a decoder, in the order in which runs write them."""
     with torch.device("meta"):
         model = Decoder(config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    return {name: tuple(tensor.shape) for name, tensor in tensors}
 
 
 def check_tensors(files: TensorFiles, shapes: Mapping[str, Shape], *, ignored: str = "") -> None:

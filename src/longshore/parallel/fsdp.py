@@ -9,19 +9,22 @@ with DTensor parameters. Gradients are plain sums over the lanes, in float32 at 
             the plan's last round
     none    every lane keeps all of it; gradients are summed once, in the plan's last round
 
-With 4 lanes a weight of 10 rows is split into 3, 3, 3 and 1 (`shard_rows`).
+With 4 lanes a weight of 10 rows is split into 3, 3, 3 and 1. A tensor of fewer rows than lanes,
+such as 2 experts (2, 64, 32), is split along the first dim that the lanes divide, here into
+(2, 16, 32): shards are padded to one size, and all lanes would send as much as the 2 that have one.
 
 With tensor or expert parallelism a layer's experts are wrapped on their own, over the ranks that
 have the same ones: with 4 lanes and ep 2, lanes 0 and 2 split the even half of the experts.
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from longshore.choices import ShardMode
 from longshore.distributed.collectives import gather
@@ -51,9 +54,11 @@ def shard(
     for module in [*uncast, *experts, *parts, model]:
         kept = next(module.parameters()).dtype
         is_uncast = isinstance(module, Float32Parameters)
+        over = expert_mesh if module in experts else mesh
         wrapped = fully_shard(
             module,
-            mesh=expert_mesh if module in experts else mesh,
+            mesh=over,
+            shard_placement_fn=partial(split_dim, ranks=over.size(over.ndim - 1)),
             reshard_after_forward=mode == "zero3" and not is_uncast,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=kept if is_uncast else dtype,
@@ -63,6 +68,13 @@ def shard(
         )
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)
+
+
+def split_dim(parameter: Tensor, *, ranks: int) -> Shard:
+    """The first, unless there are fewer rows than ranks, and another dim splits evenly."""
+    if len(parameter) >= ranks:
+        return Shard(0)
+    return Shard(next((dim for dim, size in enumerate(parameter.shape) if size % ranks == 0), 0))
 
 
 def _replicas(topology: Topology) -> DeviceMesh:
@@ -90,27 +102,27 @@ def computing_dtype(model: nn.Module) -> torch.dtype:
     return policy.param_dtype or next(model.parameters()).dtype
 
 
-def shard_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
-    """This lane's part of a parameter, and which rows of the whole it is."""
-    count = len(parameter) if parameter.dim() else 1
+def shard_span(parameter: Tensor) -> tuple[Tensor, int, int]:
+    """This rank's part of a parameter, the dim that FSDP splits, and the part's first index."""
     if not isinstance(parameter, DTensor):
-        return parameter, 0, count
-    mesh, local = parameter.device_mesh, parameter.to_local()
-    lanes, lane = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    each = -(-count // lanes)
-    start = min(lane * each, count)
-    return local, start, min(start + each, count)
+        return parameter, 0, 0
+    mesh, local, placement = parameter.device_mesh, parameter.to_local(), parameter.placements[-1]
+    assert isinstance(placement, Shard)
+    size, ranks = parameter.shape[placement.dim], mesh.size(mesh.ndim - 1)
+    start = mesh.get_local_rank(mesh.ndim - 1) * -(-size // ranks)
+    return local, placement.dim, min(start, size)
 
 
 def gathered(parameter: Tensor) -> Tensor:
-    """All rows of a parameter. DTensor's own gather crashes on CUDA tensors over gloo."""
-    local, _, _ = shard_rows(parameter)
+    """All of a parameter. DTensor's own gather crashes on CUDA tensors over gloo."""
+    local, dim, _ = shard_span(parameter)
     if not isinstance(parameter, DTensor) or not is_split(parameter):
         return local
-    mesh, count = parameter.device_mesh, len(parameter)
-    padded = local.new_zeros(-(-count // mesh.size(mesh.ndim - 1)), *local.shape[1:])
-    padded[: len(local)] = local
-    return gather(padded, mesh.get_group(mesh.ndim - 1))[:count]
+    mesh, size = parameter.device_mesh, parameter.shape[dim]
+    rows = local.movedim(dim, 0)
+    padded = rows.new_zeros(-(-size // mesh.size(mesh.ndim - 1)), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    return gather(padded, mesh.get_group(mesh.ndim - 1))[:size].movedim(0, dim)
 
 
 def local_part(tensor: Tensor) -> Tensor:

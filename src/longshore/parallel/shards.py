@@ -1,9 +1,9 @@
 """Where a rank's tensors lie in the whole ones, however they are sharded.
 
-In: a parameter, a gradient or an optimizer state, and its Cut. Out: Boxes, blocks of the rank's
+In: a parameter, a gradient or an optimizer state, and its cut. Out: Boxes, blocks of the rank's
 memory with their offsets in the whole tensor. Tensor and expert parallelism cut a tensor into spans
-of one dim (arch/cuts.py), FSDP splits the rows of what is left over the lanes; a box is what both
-leave. What fills, saves, exports or counts tensors works on boxes, and knows nothing of the axes.
+of one dim (arch/cuts.py), FSDP splits what is left over the lanes, mostly its rows; a box is what
+both leave. What fills, saves, exports or counts tensors works on boxes, and knows no axis.
 
 in_proj.weight (132, 16) of Mamba2, 4 heads of 8, 2 groups of 16, on 2 TP ranks and 2 lanes: TP rank
 1 has rows 16…32, 48…64, 80…96, 112…128 and 130…132, 66 in all, and its lane 0 the first 33:
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from longshore.arch.cuts import Cut, Span
+from longshore.arch.cuts import Span, TensorCut
 from longshore.distributed.topology import Topology
-from longshore.parallel.fsdp import is_split, local_part, shard_rows
+from longshore.parallel.fsdp import is_split, local_part, shard_span
 
 Blocks = Callable[[str, torch.Size, tuple[slice, ...]], Tensor]
 """A block of the whole tensor of a name and shape: a range of each of its dims."""
@@ -47,31 +47,30 @@ class Box:
         return tuple(slice(start, start + size) for start, size in pairs)
 
 
-def boxes_of(tensor: Tensor, cut: Cut | None = None) -> tuple[torch.Size, tuple[Box, ...]]:
+def boxes_of(tensor: Tensor, cut: TensorCut | None = None) -> tuple[torch.Size, tuple[Box, ...]]:
     """The shape of the whole tensor, and this rank's blocks of it."""
     shape = tensor.shape if cut is None else torch.Size(cut.whole_shape(tensor.shape))
-    local, start, _ = shard_rows(tensor)
+    local, split, start = shard_span(tensor)
     if not tensor.dim():
         return shape, (Box(local, ()),)
     if cut is None:
-        cut = Cut(0, len(tensor), (Span(0, len(tensor)),))
+        cut = TensorCut(0, len(tensor), (Span(0, len(tensor)),))
     boxes, at = list[Box](), 0
     for span in cut.spans:
         stop = at + span.stop - span.start
-        first, last = (
-            (max(at, start), min(stop, start + len(local))) if cut.dim == 0 else (at, stop)
-        )
-        offset = span.start + first - at
+        # Of the cut dim, what FSDP leaves of the span, in indices of the rank's own tensor.
+        begin = start if split == cut.dim else 0
+        first, last = max(at, begin), min(stop, begin + local.shape[cut.dim])
         if first < last and local.numel():
-            block = local.narrow(cut.dim, first - (start if cut.dim == 0 else 0), last - first)
-            offsets = [0 if cut.dim == 0 else start, *(0 for _ in shape[1:])]
-            offsets[cut.dim] = offset
+            offsets = [start if dim == split else 0 for dim in range(tensor.dim())]
+            offsets[cut.dim] = span.start + first - at
+            block = local.narrow(cut.dim, first - begin, last - first)
             boxes.append(Box(block, tuple(offsets), span.copy, span.copies))
         at = stop
     return shape, tuple(boxes)
 
 
-def replica_of(tensor: Tensor, cut: Cut | None, topology: Topology) -> tuple[int, int]:
+def replica_of(tensor: Tensor, cut: TensorCut | None, topology: Topology) -> tuple[int, int]:
     """Which of how many ranks this is that have the same boxes, apart from spans with copies."""
     ranks, rank = topology.lanes, topology.lane
     if cut is not None and cut.axis == "ep":
@@ -85,7 +84,7 @@ def replica_of(tensor: Tensor, cut: Cut | None, topology: Topology) -> tuple[int
     return rank, ranks
 
 
-def cuts_by_name(model: nn.Module) -> dict[str, Cut]:
+def cuts_by_name(model: nn.Module) -> dict[str, TensorCut]:
     """The cuts of all parameters that have one, by the parameter's name in the model."""
     return {
         f"{prefix}.{name}" if prefix else name: cut
@@ -94,19 +93,19 @@ def cuts_by_name(model: nn.Module) -> dict[str, Cut]:
     }
 
 
-def _cuts(module: nn.Module) -> Mapping[str, Cut]:
-    cuts: Mapping[str, Cut] = getattr(module, "cuts", {})
+def _cuts(module: nn.Module) -> Mapping[str, TensorCut]:
+    cuts: Mapping[str, TensorCut] = getattr(module, "cuts", {})
     return cuts
 
 
-def cut_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, Cut | None]]:
+def cut_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, TensorCut | None]]:
     """All parameters, each with its cut."""
     cuts = cuts_by_name(model)
     for name, parameter in model.named_parameters():
         yield parameter, cuts.get(name)
 
 
-def counted_part(gradient: Tensor, cut: Cut | None, topology: Topology) -> list[Tensor]:
+def counted_part(gradient: Tensor, cut: TensorCut | None, topology: Topology) -> list[Tensor]:
     """What of a gradient this rank counts, so that all ranks together count each value once."""
     if replica_of(gradient, cut, topology)[0]:
         return []

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from longshore.arch.cuts import Cut, TPRank, cuts_of, is_split, norm_ranks, on_tp_rank
+from longshore.arch.cuts import TensorCut, TPRank, cuts_of, is_tp_split, norm_ranks, on_tp_rank
 from longshore.arch.part import Norm, Part
 from longshore.arch.scan import Mamba2Config
 from longshore.batch import SeqContext
@@ -82,7 +82,7 @@ def _split_mixer(
     mixer: nn.Module, part: Part, width: int, norm: Norm, topology: Topology
 ) -> nn.Module:
     group = topology.groups.tp
-    if not is_split(part):
+    if not is_tp_split(part):
         mixer.forward = partial(_replicated, mixer.forward, group)
         return mixer
     local = _local(mixer, part, width, topology, make=partial(make_mixer, norm=norm))
@@ -101,7 +101,7 @@ def _split_feed_forward(
     if isinstance(mlp, MoE):
         mlp.forward = partial(_on_own_rows, mlp.forward, group)  # type: ignore[method-assign]
         return mlp
-    if not is_split(part):
+    if not is_tp_split(part):
         mlp.forward = partial(_replicated_pair, mlp.forward, group)
         return mlp
     local = _local(mlp, part, width, topology, make=partial(make_feed_forward, norm=norm))
@@ -129,7 +129,7 @@ def _local(
     return local
 
 
-def _cut_value(parameter: Tensor, cut: Cut | None) -> nn.Parameter | None:
+def _cut_value(parameter: Tensor, cut: TensorCut | None) -> nn.Parameter | None:
     """The parameter's spans one after the other; None if this rank has none."""
     if cut is None:
         return nn.Parameter(parameter.detach())
@@ -139,7 +139,7 @@ def _cut_value(parameter: Tensor, cut: Cut | None) -> nn.Parameter | None:
     return nn.Parameter(torch.cat(parts, dim=cut.dim))
 
 
-def _cut_weight(module: nn.Module, cut: Cut) -> None:
+def _cut_weight(module: nn.Module, cut: TensorCut) -> None:
     module.register_parameter("weight", _cut_value(module.weight, cut))  # type: ignore[arg-type]
     module.cuts = {"weight": cut}  # type: ignore[assignment]
 
@@ -236,7 +236,7 @@ def _mean_over(group: ProcessGroup, ranks: int, square_T1: Tensor) -> Tensor:
     return all_RT1[first : first + ranks].mean(0)
 
 
-def _embedded(embed: nn.Embedding, cut: Cut, group: ProcessGroup, ids_T: Tensor) -> Tensor:
+def _embedded(embed: nn.Embedding, cut: TensorCut, group: ProcessGroup, ids_T: Tensor) -> Tensor:
     """(T/tp, C): each rank embeds the tokens of its part of the vocabulary."""
     (span,) = cut.spans
     is_mine = (ids_T >= span.start) & (ids_T < span.stop)
@@ -250,7 +250,7 @@ def _embedded(embed: nn.Embedding, cut: Cut, group: ProcessGroup, ids_T: Tensor)
 
 def _losses(
     head: nn.Module,
-    cut: Cut,
+    cut: TensorCut,
     group: ProcessGroup,
     hidden_TC: Tensor,
     labels_T: Tensor | None,

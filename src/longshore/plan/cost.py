@@ -204,6 +204,10 @@ class CostTable:
         quanta: list[int] = np.minimum(whole, self.cost[:, column]).tolist()
         return quanta
 
+    def without_tokens(self, quanta: int) -> "CostTable":
+        """The same costs without these quanta of each token."""
+        return self._with(self.sizes, np.maximum(self.cost - quanta * self.tokens, 1), self.tokens)
+
     def part(self, rows: Ints, sizes: tuple[int, ...]) -> "CostTable":
         """The same costs for some sequences, in the given order, at some of the sizes."""
         columns = [self.sizes.index(size) for size in sizes]

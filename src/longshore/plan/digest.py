@@ -25,6 +25,8 @@ def plan_digest(setting: PlanSetting, sequences: Seq[Sequence], rounds: Seq[Roun
         lines.append("padded to the longest")
     if setting.pp > 1:
         lines += [f"layout {setting.layout}", f"{setting.profile}", f"{setting.shares}"]
+    if setting.pp > 1 and setting.synced:
+        lines.append(f"token-wise {setting.shares.tokenwise}")
     lines.append(" ".join(str(sequence.length) for sequence in sequences))
     for round_ in rounds:
         lines.append("round")

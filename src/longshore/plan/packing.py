@@ -49,20 +49,22 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The blocks of one CP size, `per_round` in each round; `members` are places in `items`."""
+    """The blocks of one CP size, `per_round` in each round.
+
+    `members`: the places in `items` of each block that has some.
+    """
 
     cp_size: int
     per_round: int
     items: Ints
-    members: list[list[int]]
+    members: dict[int, list[int]]
 
     def packs(self, first_round: int) -> Iterator[Placed]:
         items = self.items.tolist()
-        for number, members in enumerate(self.members):
-            if members:
-                round_, place = divmod(number, self.per_round)
-                placed = [items[i] for i in members]
-                yield Placed(first_round + round_, place * self.cp_size, self.cp_size, placed)
+        for number in sorted(self.members):
+            round_, place = divmod(number, self.per_round)
+            placed = [items[i] for i in self.members[number]]
+            yield Placed(first_round + round_, place * self.cp_size, self.cp_size, placed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,21 @@ class PackingLimits:
 class Problem:
     """The items of a step, by falling cost, with all that filling needs to know of them."""
 
-    def __init__(self, table: CostTable, limits: PackingLimits) -> None:
+    def __init__(
+        self,
+        table: CostTable,
+        limits: PackingLimits,
+        *,
+        tokenwise: int = 0,
+        is_apart: bool = False,
+    ) -> None:
+        """tokenwise: quanta of a token that have a maximum of their own, see RoundColumns.
+
+        is_apart: whether the table's costs are without them.
+        """
         self.table = table
+        self.tokenwise = tokenwise
+        self.is_apart = is_apart
         self.limits = limits
         self.lanes = limits.lanes
         self.capacity = limits.lane_tokens
@@ -162,7 +177,7 @@ def fill(
         left.append(board.fill_level(level, items[chosen == level], aim))
         if aim.whole and len(left[-1]):
             break
-    return Filled(board.levels, board.load.max(axis=1).tolist(), np.sort(np.concatenate(left)))
+    return Filled(board.levels, board.heights(), np.sort(np.concatenate(left)))
 
 
 class _Board:
@@ -174,6 +189,17 @@ class _Board:
         self.load, self.tokens, self.count = np.zeros((3, rounds, problem.lanes), dtype=np.int64)
         self.levels: list[Level] = []
 
+    def heights(self) -> list[int]:
+        """What each round takes."""
+        load = self.load
+        tops: Ints = load.max(axis=1)
+        if self.problem.tokenwise:
+            apart = self.tokens * self.problem.tokenwise
+            mixers = load if self.problem.is_apart else load - apart
+            tops = mixers.max(axis=1) + apart.max(axis=1)
+        heights: list[int] = tops.tolist()
+        return heights
+
     def fill_level(self, level: int, items: Ints, aim: Aim) -> Ints:
         size = self.problem.sizes[level]
         blocks = _Blocks(self, size)
@@ -182,10 +208,20 @@ class _Board:
             order = np.argsort(-cost, kind="stable")
             items, cost = items[order], cost[order]
         tokens = self.problem.table.tokens[items, level]
-        left = blocks.best_fit(cost, tokens, aim) if aim.tight else blocks.worst_fit(cost, tokens)
+        if aim.tight:
+            left = blocks.best_fit(cost, tokens, aim)
+        else:
+            left = blocks.worst_fit(cost, tokens, by_tokens=self._mostly_tokenwise(cost, tokens))
         self.levels.append(Level(size, self.problem.lanes // size, items, blocks.members))
         self._settle(blocks, size)
         return items[left]
+
+    def _mostly_tokenwise(self, cost: Ints, tokens: Ints) -> bool:
+        """Whether items should be even in tokens rather than in cost."""
+        if not self.problem.tokenwise or self.problem.is_apart:
+            return False
+        apart = 2 * self.problem.tokenwise * tokens > cost
+        return 2 * int(apart.sum()) > len(cost)
 
     def _settle(self, blocks: "_Blocks", size: int) -> None:
         lanes = self.problem.lanes // size * size
@@ -210,7 +246,8 @@ class _Blocks:
         before = [grid.reshape(shape).max(axis=1) for grid in grids]
         self.load_before, self.tokens_before, self.count_before = before
         self.load, self.tokens, self.count = (grid.tolist() for grid in before)
-        self.members: list[list[int]] = [[] for _ in self.load]
+        # Of few blocks where lanes are many: a list for each would take longer than the filling.
+        self.members: dict[int, list[int]] = {}
         self.capacity = problem.capacity
         self.max_items = problem.max_items
         self.pack = problem.pack
@@ -243,11 +280,10 @@ class _Blocks:
                 item = first
                 continue
             block = mask - (keys.pop(bisect_left(keys, (item + 1) << bits) - 1) & mask)
-            inside = members[block]
-            load[block] += costs[item] if inside else costs[item] + pack
+            load[block] += costs[item] if block in members else costs[item] + pack
             used[block] += needs[item]
             count[block] += 1
-            inside.append(item)
+            members.setdefault(block, []).append(item)
             item += 1
             if count[block] < max_items:
                 start = bisect_left(falling, load[block] - height, item)
@@ -266,8 +302,8 @@ class _Blocks:
         keys: list[int] = np.sort((start << self.bits) | (mask - self.open)).tolist()
         return keys
 
-    def worst_fit(self, cost: Ints, tokens: Ints) -> list[int]:
-        """Each item goes to the block with the least load. Returns the items left.
+    def worst_fit(self, cost: Ints, tokens: Ints, *, by_tokens: bool = False) -> list[int]:
+        """Each item goes to the block with the least load, or tokens. Returns the items left.
 
         A block without room for an item waits until the items are small enough for it.
         """
@@ -275,14 +311,15 @@ class _Blocks:
         load, used, count, members = self.load, self.tokens, self.count, self.members
         capacity, max_items, pack = self.capacity, self.max_items, self.pack
         thinning = (-tokens).tolist()
-        heap = [(load[b] << bits) | b for b in self.open.tolist()]
+        key = used if by_tokens else load
+        heap = [(key[b] << bits) | b for b in self.open.tolist()]
         heapify(heap)
         waiting: list[int] = []
         left: list[int] = []
         for item, (add, need) in enumerate(zip(cost.tolist(), tokens.tolist(), strict=True)):
             while waiting and waiting[0] >> bits <= item:
                 block = heappop(waiting) & mask
-                heappush(heap, (load[block] << bits) | block)
+                heappush(heap, (key[block] << bits) | block)
             while heap and used[heap[0] & mask] + need > capacity:
                 block = heappop(heap) & mask
                 start = bisect_left(thinning, used[block] - capacity, item)
@@ -291,13 +328,12 @@ class _Blocks:
                 left.append(item)
                 continue
             block = heap[0] & mask
-            inside = members[block]
-            load[block] += add if inside else add + pack
+            load[block] += add if block in members else add + pack
             used[block] += need
             count[block] += 1
-            inside.append(item)
+            members.setdefault(block, []).append(item)
             if count[block] < max_items:
-                heapreplace(heap, (load[block] << bits) | block)
+                heapreplace(heap, (key[block] << bits) | block)
             else:
                 heappop(heap)
         return left

@@ -82,6 +82,7 @@ def arrange(
     vpp: int,
     may_split: bool,
     shares: StageCosts | None = None,
+    synced: bool = False,
 ) -> tuple[Round, ...]:
     """The rounds as the pipeline should run them, their number legal for it.
 
@@ -92,7 +93,8 @@ def arrange(
     if pp == 1 or not rounds:
         return tuple(rounds)
     work = [round_ for round_ in rounds if round_.packs] or list(rounds[:1])
-    maker = RoundColumns(table, lanes=lanes, shares=shares or equal_stages(pp, vpp))
+    shares = shares or equal_stages(pp, vpp)
+    maker = RoundColumns(table, lanes=lanes, shares=shares, synced=synced)
     columns, pipe = shifted_columns(maker, work, pp=pp, vpp=vpp)
     lineups = line_up(list(zip(work, columns, strict=True)), pipe, maker)
     given, whole = lineups[0], min(lineups, key=_finish)

@@ -144,10 +144,12 @@ def _with_stages(
             f"the stage costs are of {stage_costs.stages} stages, but {{pp}} {pp} x {{vpp}} {vpp} "
             f"= {pp * vpp}"
         )
-    # Without a pipeline there is one stage, whoever says so, and one plan.
-    if pp == 1:
+    # Without a pipeline there is one stage, whoever says so, and one plan; of its costs only the
+    # token-wise part matters.
+    if pp == 1 and not setting.synced:
         return setting
-    return replace(setting, layout=str(layout or ""), stage_costs=stage_costs)
+    text = str(layout or "") if pp > 1 else ""
+    return replace(setting, layout=text, stage_costs=stage_costs)
 
 
 def _sequence(place: int, entry: int | Sequence) -> Sequence:
@@ -191,6 +193,8 @@ def _whole_numbers(**values: object) -> dict[str, int]:
 
 def _index(value: object) -> int | None:
     """The integer that a value is, NumPy's included; bool and float are none."""
+    if type(value) is int:
+        return value
     if isinstance(value, bool | np.bool_) or not isinstance(value, SupportsIndex):
         return None
     return operator.index(value)

@@ -8,6 +8,7 @@ rounds of one sequence each, all of them as long as 6. A new policy is a functio
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from longshore.plan.search import Draft, search_rounds, search_step
 from longshore.plan.task import Choice, Rounds, Task, make_pack
 from longshore.plan.types import Pack, Round
 
+TOKEN_SLACKS = (1.05, 1.1, 1.4)
+"""Limits of a lane's tokens that are tried, as multiples of their mean."""
 WORTH_MORE = 1.02
 """A plan further above the bound than this is worth a second search."""
 
@@ -68,7 +71,8 @@ def given(task: Task, choice: Choice) -> None:
     order = np.argsort(-table.cost[:, 0], kind="stable")
     members = [task.packs[i] for i in order]
     limits = _limits(task, lanes=task.setting.lanes, max_items=1, sole=True)
-    _run(choice, Problem(table.part(order, table.sizes), limits), members)
+    table = table.part(order, table.sizes)
+    _run(choice, Problem(table, limits, tokenwise=task.tokenwise), members)
 
 
 for _policy in (
@@ -138,7 +142,7 @@ def _search(task: Task, choice: Choice, *, sizes: tuple[int, ...], sole: bool) -
     table = task.table.part(np.array(task.by_length), sizes)
     members = [(i,) for i in task.by_length]
     limits = _limits(task, lanes=lanes, max_items=task.most_sequences, sole=sole)
-    _run(choice, Problem(table, limits), members)
+    _run(choice, Problem(table, limits, tokenwise=task.tokenwise), members)
 
 
 def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> None:
@@ -148,12 +152,18 @@ def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> Non
     if sync == "round":
         if task.setting.pp > 1:
             pp, vpp = task.setting.pp, task.setting.vpp
-            draft = search_pipeline(problem, task.finish, pp=pp, vpp=vpp)
-            choice.offer(_to_rounds(task, draft.packs(), members))
-            return
-        draft = search_rounds(problem, bound=bound)
-        if choice.could_gain(draft.time(problem)):
-            choice.offer(_to_rounds(task, draft.packs(), members))
+            search = partial(search_pipeline, time=task.finish, bound=bound, pp=pp, vpp=vpp)
+        else:
+            search = partial(search_rounds, bound=bound)
+        draft = search(problem)
+        drafts = [draft, *(search(level) for level in _level_problems(problem, draft))]
+        if task.setting.pp == 1:
+            drafts = [min(drafts, key=lambda each: each.time(problem))]
+        # With a pipeline, or experts over ranks, a draft's time is only nearly exact.
+        is_near = task.setting.pp > 1 or problem.tokenwise > 0
+        for draft in drafts:
+            if is_near or choice.could_gain(draft.time(problem)):
+                choice.offer(_to_rounds(task, draft.packs(), members))
         return
     draft = search_step(problem, bound=bound)
     joins = (False, True) if problem.table.round and not problem.sole else (False,)
@@ -170,6 +180,26 @@ def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> Non
     meeting = replace(problem.limits, lane_tokens=task.capacity, max_items=most)
     draft = search_rounds(Problem(problem.table, meeting), bound=bound)
     choice.offer(_to_rounds(task, draft.packs(), members))
+
+
+def _level_problems(problem: Problem, draft: Draft) -> Iterator[Problem]:
+    """The same items on lanes that are more even in tokens; none where one maximum counts.
+
+    Where mixers and experts have maxima of their own, a round should be level in both. So a lane's
+    tokens have a limit not far above their mean in the draft, and what is made level below it is
+    the cost of mixers alone, or all of it.
+    """
+    if not problem.tokenwise or problem.sole:
+        return
+    tokens = int(problem.least_tokens.sum())
+    mean = -(-tokens // (problem.lanes * len(draft.heights)))
+    least = int(problem.table.tokens.min(axis=1).max())
+    mixers = problem.table.without_tokens(problem.tokenwise)
+    for most in sorted({min(problem.capacity, max(least, int(mean * s))) for s in TOKEN_SLACKS}):
+        limits = replace(problem.limits, capacity=most, lane_tokens=most)
+        yield Problem(mixers, limits, tokenwise=problem.tokenwise, is_apart=True)
+        if most < problem.capacity:
+            yield Problem(problem.table, limits, tokenwise=problem.tokenwise)
 
 
 def _to_rounds(task: Task, packs: Iterable[Placed], members: Seq[tuple[int, ...]]) -> Rounds:

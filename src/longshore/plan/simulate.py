@@ -5,7 +5,8 @@ simulated step in seconds with the shares lost to waiting, to the pipeline's bub
 
 Two rounds whose lanes cost (5, 3) and (2, 4), nothing shared, no `round` cost. Sync `round` waits
 after each round: 5 + 4 = 9. Sync `step` waits at the end only: max(5 + 2, 3 + 4) = 7. With a
-pipeline plan/pipeline_times.py says when its ranks are done.
+pipeline plan/pipeline_times.py says when its ranks are done. Where experts are split over ranks,
+plan/round_columns.py says what a round takes: its slowest mixers and its slowest experts.
 """
 
 from collections.abc import Sequence as Seq
@@ -82,7 +83,7 @@ def step_time(costs: Seq[Seq[int]], rounds: Seq[Round], table: CostTable, sync: 
     ready = [0] * len(costs[0])
     for round_, row in zip(rounds, costs, strict=True):
         for meeting in _meetings(round_, len(row), sync):
-            _meet(ready, row, meeting, table.round)
+            _meet(ready, meeting, max(row[meeting.start : meeting.stop]) + table.round)
     return max(ready)
 
 
@@ -99,11 +100,11 @@ def _meetings(round_: Round, lanes: int, sync: str) -> list[range]:
     return runs
 
 
-def _meet(ready: list[int], row: Seq[int], meeting: range, overhead: int) -> int:
-    """Moves the lanes' ready times past a round; returns when they started it."""
+def _meet(ready: list[int], meeting: range, height: int) -> int:
+    """Moves the lanes' ready times past a round of this height; returns when they started it."""
     part = slice(meeting.start, meeting.stop)
     start = max(ready[part])
-    ready[part] = [start + max(row[part]) + overhead] * len(meeting)
+    ready[part] = [start + height] * len(meeting)
     return start
 
 
@@ -165,19 +166,22 @@ def simulate_rounds(
     """What `simulate` does, for rounds that are not a Plan yet; `table` comes from `table_for`."""
     lanes, costs = setting.lanes, PackCosts(table)
     rows = [costs.lanes(round_, lanes) for round_ in rounds]
+    columns, whole = columns_for(setting, table), setting.shares.whole
+    synced = columns.heights(rounds, pp=setting.pp) if setting.synced else []
     ready, busy = [0] * lanes, [0] * lanes
     events: list[PackEvent] = []
     for number, (round_, row) in enumerate(zip(rounds, rows, strict=True)):
         begin = [0] * lanes
         for meeting in _meetings(round_, lanes, setting.sync):
-            start = _meet(ready, row, meeting, table.round)
+            height = max(row[meeting.start : meeting.stop]) + table.round
+            start = _meet(ready, meeting, -(-synced[number] // whole) if synced else height)
             for lane in meeting:
                 begin[lane] = start
                 busy[lane] += row[lane] + table.round
         events += _pack_events(number, round_, begin, costs, table)
-    span, whole = max(ready), setting.shares.whole
-    walked = walk_rounds(rounds, setting, columns_for(setting, table)) if setting.pp > 1 else None
-    finish = walked.finish if walked else span * whole
+    span = max(ready)
+    walked = walk_rounds(rounds, setting, columns) if setting.pp > 1 else None
+    finish = walked.finish if walked else sum(synced) or span * whole
     bubbles = walked.idle_shares() if walked else ()
     padded = total_lane_tokens(rounds, lanes=lanes, align=setting.align)
     return SimulatedStep(
@@ -195,6 +199,14 @@ def simulate_rounds(
     )
 
 
+def round_seconds(plan: Plan) -> list[float]:
+    """What each round takes an average pipeline rank where lanes meet inside the layers."""
+    setting = plan.setting
+    table = table_for(setting, [sequence.length for sequence in plan.sequences])
+    heights = columns_for(setting, table).heights(plan.rounds, pp=setting.pp)
+    return [height / setting.shares.whole / table.scale for height in heights]
+
+
 def pipeline_walk(plan: Plan) -> Walk:
     """When the actions of a plan's pipeline run, by which ranks order their messages.
 
@@ -206,7 +218,7 @@ def pipeline_walk(plan: Plan) -> Walk:
 
 
 def columns_for(setting: PlanSetting, table: CostTable) -> RoundColumns:
-    return RoundColumns(table, lanes=setting.lanes, shares=setting.shares)
+    return RoundColumns(table, lanes=setting.lanes, shares=setting.shares, synced=setting.synced)
 
 
 def walk_rounds(

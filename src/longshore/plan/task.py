@@ -14,7 +14,7 @@ from longshore.plan.bound import UNLIMITED, step_bound
 from longshore.plan.cost import CostTable
 from longshore.plan.pipeline import arrange, line_up_quickly, quick_finish
 from longshore.plan.round_columns import RoundColumns
-from longshore.plan.simulate import lane_costs, step_time, walk_rounds
+from longshore.plan.simulate import columns_for, lane_costs, step_time, walk_rounds
 from longshore.plan.types import Pack, PlanSetting, Round
 
 GOOD_PIPELINE = 1.1
@@ -62,13 +62,22 @@ class Task:
     @cached_property
     def columns(self) -> RoundColumns:
         """What rounds cost the stages of a pipeline."""
-        setting = self.setting
-        return RoundColumns(self.table, lanes=setting.lanes, shares=setting.shares)
+        return columns_for(self.setting, self.table)
 
     @cached_property
     def bound(self) -> int:
         """A time that no plan can beat, in 1/whole quanta."""
         return step_bound(self.setting, self.table, capacity=self.capacity)
+
+    @cached_property
+    def tokenwise(self) -> int:
+        """Quanta of a token that have a maximum of their own; 0 where lanes meet after rounds."""
+        setting, shares = self.setting, self.setting.shares
+        if not setting.synced:
+            return 0
+        whole = sum(shares.forward_linear) + sum(shares.backward_linear)
+        quanta = int(setting.profile.linear * self.table.scale)
+        return quanta * sum(shares.tokenwise) // max(1, whole)
 
     def finish(self, heights: list[int]) -> int:
         """About when a pipeline is done with rounds of these heights, in 1/whole quanta."""
@@ -122,6 +131,8 @@ class Choice:
         if setting.pp > 1:
             rounds = self._arranged(rounds) if self.is_small else self._lined_up(rounds)
             time = walk_rounds(rounds, setting, self.task.columns).finish
+        elif setting.synced:
+            time = sum(self.task.columns.heights(rounds, pp=1))
         else:
             costs = lane_costs(rounds, table, setting.lanes)
             time = step_time(costs, rounds, table, setting.sync) * setting.shares.whole
@@ -154,6 +165,7 @@ class Choice:
             vpp=setting.vpp,
             may_split=self.may_split,
             shares=setting.shares,
+            synced=setting.synced,
         )
 
     def is_good(self) -> bool:

@@ -84,6 +84,11 @@ class PlanSetting:
         return self.stage_costs or equal_stages(self.pp, self.vpp)
 
     @property
+    def synced(self) -> bool:
+        """Whether lanes meet inside every layer, before its experts and after them."""
+        return self.ep > 1
+
+    @property
     def planned_by(self) -> Policy:
         """The policy with its properties; the default ones under a name that is not registered."""
         return policy_named(self.policy)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.plan.shapes import padded_length
+from longshore.plan.simulate import round_seconds
 from longshore.plan.types import Pack, Plan, Round
 
 Floats = NDArray[np.float64]
@@ -92,9 +93,17 @@ def lane_costs(plan: Plan, pack_cost: Seq[float]) -> Floats:
 
 
 def round_times(plan: Plan, cost: Floats) -> tuple[Floats, Floats]:
-    """Starts and ends [round, lane]: lanes that wait for each other start and end together."""
+    """Starts and ends [round, lane]: lanes that wait for each other start and end together.
+
+    Where experts are split over ranks, lanes wait inside the layers too, so a round takes longer
+    than its slowest lane works.
+    """
     start, end = np.zeros_like(cost), np.zeros_like(cost)
     ready = np.zeros(cost.shape[1])
+    if plan.setting.synced:
+        seconds = np.array(round_seconds(plan))[:, None]
+        ends = seconds.cumsum(axis=0)
+        return start + ends - seconds, end + ends
     for number, round_ in enumerate(plan.rounds):
         first = waiting_groups(round_, lanes=cost.shape[1], sync=plan.setting.sync)
         sizes = np.diff(first, append=cost.shape[1])

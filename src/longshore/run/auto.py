@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from longshore.arch.costs import auto_capacity, model_bytes
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.part import Sharing
+from longshore.arch.stage_memory import ModelSplit
 from longshore.choices import ShardMode
 from longshore.config.check import check_longest, pipeline_layout, shared_heads
 from longshore.config.schema import RunConfig
@@ -68,6 +69,7 @@ def resolve(
             cp_sizes=possible_cp_sizes(config, decoder, lanes=lanes),
             sharing=Sharing(config.parallel.attention, config.parallel.scan),
             layout=layout if layout.pp > 1 else None,
+            split=_split(config),
         )
         notes.append(f"plan.capacity: {capacity:,} tokens per rank and round")
         notes += [f"  {line}" for line in arithmetic]
@@ -97,6 +99,10 @@ def possible_cp_sizes(config: RunConfig, decoder: DecoderConfig, *, lanes: int) 
     )
 
 
+def _split(config: RunConfig) -> ModelSplit:
+    return ModelSplit(tp=config.parallel.tp, ep=config.parallel.ep)
+
+
 def _shard(
     config: RunConfig,
     decoder: DecoderConfig,
@@ -109,11 +115,22 @@ def _shard(
     """How the stages are split: whole on every rank while that takes a quarter of the memory."""
     if config.parallel.shard != "auto":
         return config.parallel.shard, ""
+    split = _split(config)
     whole = max(
-        model_bytes(decoder, lanes=1, shard="none", dtype=dtype, layout=layout, pp_rank=rank).total
+        model_bytes(
+            decoder,
+            lanes=lanes,
+            shard="none",
+            dtype=dtype,
+            layout=layout,
+            pp_rank=rank,
+            split=split,
+        ).total
         for rank in range(layout.pp)
     )
     what = "its stages" if layout.pp > 1 else "the whole model"
+    if split.any:
+        what = f"its part of {what.removeprefix('its ')}"
     share = f"model and optimizer take {whole / memory:.0%} of a rank's memory"
     if lanes == 1 or whole <= memory / 4:
         return "none", f"none, every rank has {what}: {share}"

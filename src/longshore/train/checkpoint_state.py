@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from longshore.arch.cuts import Cut
+from longshore.arch.cuts import TensorCut
 from longshore.distributed.topology import Topology
 from longshore.parallel.pipeline.stages import Model, cut_tensors_by_name
 from longshore.parallel.shards import Box, boxes_of, replica_of
@@ -25,7 +25,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def state_of(
     model: Model, optimizer: AdamW, *, only: set[int] | None = None
-) -> Iterator[tuple[str, Tensor, Cut | None]]:
+) -> Iterator[tuple[str, Tensor, TensorCut | None]]:
     """Parameters, buffers and moments by name; there are no moments before the first update.
 
     only: the ids of the parameters to take, and of none else.
@@ -40,14 +40,14 @@ def state_of(
 
 def tensors_of(
     model: Model, *, only: set[int] | None = None
-) -> Iterator[tuple[str, Tensor, Cut | None]]:
+) -> Iterator[tuple[str, Tensor, TensorCut | None]]:
     """Parameters and buffers; only: see state_of."""
     for name, tensor, cut in cut_tensors_by_name(model):
         if only is None or id(tensor) in only or not isinstance(tensor, nn.Parameter):
             yield name, tensor, cut
 
 
-def own_blocks(tensor: Tensor, cut: Cut | None, topology: Topology) -> list[TensorBlock]:
+def own_blocks(tensor: Tensor, cut: TensorCut | None, topology: Topology) -> list[TensorBlock]:
     """What this rank saves: its share of each of its boxes, which other ranks may have too."""
     shape, boxes = boxes_of(tensor, cut)
     replica, replicas = replica_of(tensor, cut, topology)

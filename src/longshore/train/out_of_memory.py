@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from longshore.batch import MicroBatch, PackContext
-from longshore.parallel.fsdp import shard_rows
+from longshore.parallel.fsdp import local_part
 from longshore.train.heartbeat import RankStatus
 
 GIB = 2**30
@@ -85,4 +85,4 @@ def _parts(optimizer: Optimizer) -> list[tuple[str, int]]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(shard_rows(tensor.detach())[0].nbytes for tensor in tensors)
+    return sum(local_part(tensor.detach()).nbytes for tensor in tensors)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longshore.arch.cuts import Axis, Cut, Span
+from longshore.arch.cuts import Axis, Span, TensorCut
 from longshore.arch.decoder import DecoderConfig
 from longshore.distributed.collectives import broadcast, gather_rows
 from longshore.distributed.topology import Topology
@@ -49,7 +49,7 @@ class _PartOf:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    cut: Cut | None
+    cut: TensorCut | None
 
     def encoded(self) -> list[int]:
         head = [DTYPES.index(self.dtype), len(self.shape), *self.shape]
@@ -72,13 +72,13 @@ def _decoded(numbers: Sequence[int]) -> _PartOf | None:
     if rest:
         dim, size, axis, *ends = rest
         spans = tuple(Span(*ends[at : at + 4]) for at in range(0, len(ends), 4))
-        cut = Cut(dim, size, spans, AXES[axis])
+        cut = TensorCut(dim, size, spans, AXES[axis])
     return _PartOf(shape, DTYPES[dtype], cut)
 
 
 def gathered_tensors(model: Model, topology: Topology) -> Iterator[tuple[str, Tensor]]:
     """Every parameter, then every buffer."""
-    mine: dict[str, tuple[Tensor, Cut | None]] = {}
+    mine: dict[str, tuple[Tensor, TensorCut | None]] = {}
     for name, tensor, cut in cut_tensors_by_name(model):
         mine.setdefault(name, (tensor, cut))
     owners = _owners(model.config, layout_of(model))
@@ -86,7 +86,9 @@ def gathered_tensors(model: Model, topology: Topology) -> Iterator[tuple[str, Te
         yield name, _brought(mine.get(name), topology, owner=owners[name])
 
 
-def _brought(mine: tuple[Tensor, Cut | None] | None, topology: Topology, *, owner: int) -> Tensor:
+def _brought(
+    mine: tuple[Tensor, TensorCut | None] | None, topology: Topology, *, owner: int
+) -> Tensor:
     """A tensor of pipeline rank `owner`, on rank 0."""
     values, part = None, None
     if topology.pp_rank == owner and mine is not None:
@@ -159,7 +161,7 @@ def _joined(values: Tensor | None, part: _PartOf | None, topology: Topology) -> 
     return whole
 
 
-def _place(part: Tensor, cut: Cut, whole: Tensor) -> None:
+def _place(part: Tensor, cut: TensorCut, whole: Tensor) -> None:
     """Copies the spans of a part to where they are in the whole tensor."""
     at = 0
     for span in cut.spans:

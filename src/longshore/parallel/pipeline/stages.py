@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from longshore.arch.cuts import Cut
+from longshore.arch.cuts import TensorCut
 from longshore.arch.decoder import DecoderConfig
 from longshore.model.decoder import Decoder
 from longshore.parallel.shards import cuts_by_name
@@ -69,8 +69,8 @@ def tensors_by_name(model: Model) -> Iterator[tuple[str, Tensor]]:
     yield from chain(parameters_by_name(model), *buffers)
 
 
-def cut_tensors_by_name(model: Model) -> Iterator[tuple[str, Tensor, Cut | None]]:
-    """The same, each with its Cut, if it has one."""
+def cut_tensors_by_name(model: Model) -> Iterator[tuple[str, Tensor, TensorCut | None]]:
+    """The same, each with its TensorCut, if it has one."""
     cuts = {part: cuts_by_name(part) for part in stages_of(model).values()}
     for part, of_part in cuts.items():
         for name, parameter in part.named_parameters():

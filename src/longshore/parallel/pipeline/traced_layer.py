@@ -11,7 +11,7 @@ parameters of its projections (KV heads as many as heads), and rank 0 the bias' 
 
 from dataclasses import dataclass
 
-from longshore.arch.cuts import TPRank, cuts_of, is_split, norm_ranks, on_tp_rank
+from longshore.arch.cuts import TPRank, cuts_of, is_tp_split, norm_ranks, on_tp_rank
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.expert_cuts import expert_cut
 from longshore.arch.feed_forward import MoEConfig
@@ -121,7 +121,7 @@ def _part(whole: Part, width: int, name: str, layer: str, at: TPRank, *, ep: int
     return TracedPart(
         config=local,
         name=name,
-        is_split=is_split(whole),
+        is_split=is_tp_split(whole),
         shares_norm=isinstance(whole, Mamba2Config) and norm_ranks(whole, at.tp) > 1,
         own=own,
         experts=experts,

@@ -1,0 +1,164 @@
+"""Memory of a rank under tensor and expert parallelism."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longshore.arch.costs import auto_capacity, logits_bytes, model_bytes, token_bytes
+from longshore.arch.cuts import TPRank, cuts_of
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.part import Sharing
+from longshore.arch.presets import preset
+from longshore.arch.stage_memory import (
+    INPUT_BYTES,
+    ModelSplit,
+    block_saved,
+    stage_parameters,
+    whole_model,
+)
+from longshore.arch.stages import make_layout
+from longshore.model.decoder import Decoder
+
+GIB = 1 << 30
+GIVEN = {
+    "lanes": 8,
+    "shard": "zero3",
+    "dtype": "bfloat16",
+    "recompute": True,
+    "cp_sizes": (1, 2),
+    "sharing": Sharing("gather", "auto"),
+}
+
+
+def counted(config: DecoderConfig, tp: int, ep: int) -> tuple[int, int]:
+    """Parameters of TP rank 0: those of the modules, cut as arch/cuts.py says; experts apart."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    cuts = dict.fromkeys(
+        ("embed.weight", "head.weight"), TPRank(tp, 0).vocabulary(config.vocab_size)
+    )
+    blocks = {f"layers.{i}": layer for i, layer in enumerate(config.layers)}
+    blocks |= {f"mtp.{i}.block": layer for i, layer in enumerate(config.mtp)}
+    for prefix, layer in blocks.items():
+        for kind, part in (("mixer", layer.mixer), ("mlp", layer.mlp)):
+            if part is not None:
+                own = cuts_of(part, config.width, tp=tp, rank=0)
+                cuts |= {f"{prefix}.{kind}.{name}": cut for name, cut in own.items()}
+    common = experts = 0
+    for name, parameter in model.named_parameters():
+        count, cut = parameter.numel(), cuts.pop(name, None)
+        if cut is not None:
+            kept = sum(span.stop - span.start for span in cut.spans)
+            count = count // cut.size * kept
+        if ".experts." in name:
+            experts += count // ep
+        else:
+            common += count
+    assert not [name for name in cuts if name != "head.weight"], "all names are of parameters"
+    return common, experts
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-deepseek-v3", "tiny-qwen3-next"])
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 4), (2, 4), (4, 2)])
+def test_parameters_are_those_of_the_cuts(name: str, tp: int, ep: int):
+    config = preset(name)
+    parameters = stage_parameters(config, whole_model(config).stages[0], ModelSplit(tp=tp, ep=ep))
+    assert (parameters.common, parameters.experts) == counted(config, tp, ep)
+
+
+@pytest.mark.parametrize("name", ["tiny-hybrid", "tiny-nemotron-h"])
+def test_parameters_of_recurrent_mixers(name: str):
+    config = preset(name)
+    parameters = stage_parameters(config, whole_model(config).stages[0], ModelSplit(tp=2))
+    assert (parameters.common, parameters.experts) == counted(config, 2, 1)
+
+
+def test_experts_are_sharded_over_the_ranks_that_have_the_same():
+    """Experts of 3·4·8 values each, 8 of them; router 4·8, norms 4, tables 10·4 each."""
+    moe = LayerConfig(None, MoEConfig(experts=8, top_k=2, width=8))
+    config = DecoderConfig(vocab_size=10, width=4, layers=(moe,))
+    common, routed = 4 * 8 + 2 * 4, 8 * 3 * 4 * 8
+    tables = 2 * 10 * 4
+
+    def sharded(lanes: int, shard: str, **split: int) -> int:
+        given = {"lanes": lanes, "shard": shard, "dtype": "float32"}
+        return model_bytes(config, **given, split=ModelSplit(**split)).optimizer // 8
+
+    assert sharded(2, "none", ep=4, tp=2) == common + tables // 2 + routed // 4
+    # 8 lanes of 2 TP ranks: each 1/4 of the experts is on 4 ranks.
+    assert sharded(8, "zero3", tp=2, ep=4) == (common + tables // 2) // 8 + routed // 4 // 4
+    assert sharded(8, "zero2", tp=2, ep=4) == sharded(8, "zero3", tp=2, ep=4)
+    # With as many EP ranks as there are, every expert is on one.
+    assert sharded(2, "zero3", tp=2, ep=4) == (common + tables // 2) // 2 + routed // 4
+    assert sharded(8, "zero3") == (common + tables + routed) // 8
+
+
+def test_what_a_split_block_saves_by_hand():
+    """Width 64, an MLP of 192: norm's input and output 64 each, 4·192 inside; float32."""
+    mlp = LayerConfig(None, MLPConfig(width=192))
+    local = LayerConfig(None, MLPConfig(width=96))
+    whole = block_saved(mlp, 64, item=4, split=ModelSplit())
+    assert whole == 4 * (2 * 64 + 4 * 192 + 1)
+    # The norm's input and statistic are of half the rows; the MLP reads all rows.
+    split = block_saved(local, 64, item=4, split=ModelSplit(tp=2))
+    assert split == 4 * (64 + 1) // 2 + 4 * (64 + 4 * 96)
+
+
+def test_experts_save_their_own_rows_and_those_that_come():
+    part = MoEConfig(experts=8, top_k=2, width=32)
+    moe = LayerConfig(None, part)
+    whole, tp2, ep8, both = (
+        block_saved(moe, 64, item=2, split=split)
+        for split in (ModelSplit(), ModelSplit(tp=2), ModelSplit(ep=8), ModelSplit(tp=2, ep=8))
+    )
+    assert tp2 == -(-whole // 2)
+    # A row of 64 for each of two ranks, and two more rows of experts, 2·64 + 4·32 each.
+    assert ep8 == whole + 2 * (2 * 64 + 2 * (2 * 64 + 4 * 32)) + 4 * 2 * 8 * 2
+    assert both == -(-ep8 // 2)
+
+
+def test_recomputed_blocks_save_a_rank_s_own_rows():
+    config = preset("qwen3-8b")
+    given = {"dtype": "bfloat16", "recompute": True}
+    one, four = (token_bytes(config, **given, split=ModelSplit(tp=tp)).saved for tp in (1, 4))
+    layers, width, tables = 36, 4096, 128 * 4
+    head = (2 * width + 4) + (2 * width + 4)
+    assert one == INPUT_BYTES + tables + layers * width * 2 + head
+    assert four == INPUT_BYTES + tables + layers * width * 2 // 4 + head // 2 + head // 8
+
+
+def test_the_vocabulary_is_split():
+    config = replace(preset("qwen3-8b"), vocab_size=4 * 1001 - 1)
+    assert logits_bytes(config, 1000, dtype="float64", tp=4) == logits_bytes(
+        replace(config, vocab_size=1001), 1000, dtype="float64"
+    )
+
+
+def test_capacity_grows_with_the_ranks_of_a_lane():
+    config = preset("qwen3-8b")
+    memory = 80 * GIB
+    capacities = []
+    for tp in (1, 2, 4, 8):
+        capacity, lines = auto_capacity(
+            config, memory_bytes=memory, **GIVEN, split=ModelSplit(tp=tp)
+        )
+        capacities.append(capacity)
+    assert capacities == sorted(set(capacities))
+    assert "with zero3 over 8 lanes, tp 8, ep 1:" in lines[1]
+    layout = make_layout(config, pp=2, vpp=1)
+    piped, _ = auto_capacity(
+        config, memory_bytes=memory, **GIVEN, layout=layout, split=ModelSplit(tp=2)
+    )
+    assert piped > auto_capacity(config, memory_bytes=memory, **GIVEN, layout=layout)[0]
+
+
+def test_experts_over_ranks_make_a_large_model_fit():
+    config = preset("deepseek-v3")
+    given = {**GIVEN, "lanes": 32, "memory_bytes": 139 * GIB}
+    with pytest.raises(ValueError, match="not even 256 tokens fit"):
+        auto_capacity(config, **given)
+    capacity, lines = auto_capacity(config, **given, split=ModelSplit(tp=8, ep=64))
+    assert capacity >= 4096
+    assert "tp 8, ep 64" in lines[1]
