@@ -132,7 +132,8 @@ def planned(draw: st.DrawFn) -> Pipeline:
     layout, config = draw(layouts(axes.pp, vpp))
     axes = axes if has_experts(config) else replace(axes, ep=1)
     heads = draw(st.booleans()) and axes.lanes % 3 != 0
-    widest = CAPACITY * min(axes.lanes, 4) // 2
+    largest = min(axes.lanes, 4 // axes.tp if heads else 4)
+    widest = CAPACITY * largest // 2
     lengths = st.integers(1, 16) | st.integers(1, widest)
     align = draw(st.sampled_from([axes.tp, 4]))
     plan = make_plan(
