@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from longshore.ops.experts import sort_by_expert
 from longshore.parallel.expert import (
+    chosen_on_ranks,
     count_experts,
-    destinations,
     own_choices,
-    rows_and_positions,
+    rank_copies,
     sum_rows,
 )
 
@@ -42,11 +42,17 @@ def by_loop(ids, each: int, ranks: int):
 
 def test_the_worked_example():
     ids = torch.tensor([[0, 1], [3, 0], [4, 4]])
-    sent = destinations(ids, 2, 2)
-    assert sent.tolist() == [[True, False], [True, True], [False, False]]
-    tokens, positions = rows_and_positions(sent, 3, 2)
-    assert tokens.tolist() == [0, 1, 1]
-    assert positions.tolist() == [[0, 3], [1, 2], [3, 3]]
+    chosen = chosen_on_ranks(ids, 2, 2)
+    assert chosen.tolist() == [[2, 0], [1, 1], [0, 0]]
+    copies = rank_copies(chosen > 0, 3, 2)
+    assert copies.rows.tolist() == [0, 1, 1]
+    assert copies.positions.tolist() == [[0, 3], [1, 2], [3, 3]]
+    came = torch.tensor([[0.5, 0.5, 0, 1], [0.25, 0.75, 3, 0]])  # weights and ids of t0 and t1
+    own = own_choices(came, 2, 0, 3)
+    assert own.copies.rows.tolist() == [0, 0, 1]
+    assert own.copies.positions.tolist() == [[0, 1], [2, 3]]
+    assert own.ids.flatten().tolist() == [0, 1, 0]
+    assert own.weights.flatten().tolist() == [0.5, 0.5, 0.75]
 
 
 @pytest.mark.property
@@ -54,14 +60,14 @@ def test_the_worked_example():
 def test_rows_and_positions_are_those_of_a_loop(routing):
     ids, each, ranks = routing
     rows, of_token = by_loop(ids, each, ranks)
-    sent = destinations(ids, each, ranks)
+    sent = chosen_on_ranks(ids, each, ranks) > 0
     assert sent.sum().item() == len(rows)
-    tokens, positions = rows_and_positions(sent, len(rows), ids.shape[1])
-    assert tokens.tolist() == rows
+    copies = rank_copies(sent, len(rows), ids.shape[1])
+    assert copies.rows.tolist() == rows
     width = min(ids.shape[1], ranks)
     padded = [mine + [len(rows)] * (width - len(mine)) for mine in of_token]
-    assert positions.shape == (len(ids), width)
-    assert positions.tolist() == padded
+    assert copies.positions.shape == (len(ids), width)
+    assert copies.positions.tolist() == padded
 
 
 @pytest.mark.property
@@ -69,11 +75,11 @@ def test_rows_and_positions_are_those_of_a_loop(routing):
 def test_taking_rows_and_summing_them_are_transposes(routing):
     """<take(x), y> = <x, sum(y)>, in integers."""
     ids, each, ranks = routing
-    sent = destinations(ids, each, ranks)
-    tokens, positions = rows_and_positions(sent, int(sent.sum()), ids.shape[1])
+    sent = chosen_on_ranks(ids, each, ranks) > 0
+    copies = rank_copies(sent, int(sent.sum()), ids.shape[1])
     x = torch.arange(3.0 * len(ids)).view(-1, 3)
-    y = torch.arange(3.0 * len(tokens)).view(-1, 3).square()
-    assert (x[tokens] * y).sum() == (x * sum_rows(y, positions)).sum()
+    y = torch.arange(3.0 * len(copies.rows)).view(-1, 3).square()
+    assert (x[copies.rows] * y).sum() == (x * sum_rows(y, copies.positions)).sum()
 
 
 @pytest.mark.property
@@ -82,13 +88,24 @@ def test_every_choice_is_one_rank_s_own(routing):
     ids, each, ranks = routing
     weights = torch.rand(ids.shape, dtype=torch.float64) + 1
     choices = torch.cat([weights, ids.double()], dim=1)
-    total = torch.zeros_like(weights)
+    chosen = chosen_on_ranks(ids, each, ranks)
     for rank in range(ranks):
-        own, shares = own_choices(choices, each, rank)
-        is_own = (ids >= rank * each) & (ids < (rank + 1) * each)
-        assert torch.equal(own, torch.where(is_own, ids - rank * each, each))
-        total += shares
-    assert torch.equal(total, weights.where(ids < each * ranks, 0))
+        first = rank * each
+        pairs = [
+            (row, expert - first, weights[row, place].item())
+            for row, experts in enumerate(ids.tolist())
+            for place, expert in enumerate(experts)
+            if first <= expert < first + each
+        ]
+        assert chosen[:, rank].sum().item() == len(pairs)
+        own = own_choices(choices, each, rank, len(pairs))
+        numbers = (own.copies.rows, own.ids.flatten(), own.weights.flatten())
+        assert list(zip(*(each.tolist() for each in numbers), strict=True)) == pairs
+        y = torch.arange(1.0, len(pairs) + 1)[:, None]
+        sums = [
+            sum(n for n, pair in enumerate(pairs, 1) if pair[0] == row) for row in range(len(ids))
+        ]
+        assert sum_rows(y, own.copies.positions).flatten().tolist() == sums
 
 
 @pytest.mark.property

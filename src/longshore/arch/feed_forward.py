@@ -151,14 +151,11 @@ class MoEConfig:
         The router saves its input in float32, the scores, and what the balance loss computes from
         them; for each row a weight, an id and indices.
         """
+        routed = Saved(self.top_k * (2 * width + 4 * self.width))
         scores = 3 if self.aux_weight else 1
         router = Saved(0, width + scores * self.experts + 8 * self.top_k)
         shared = Saved(4 * self.shared_width + (width + 1) * self.shared_gate)
-        return self.saved_routed(width) + router + shared
-
-    def saved_routed(self, width: int) -> Saved:
-        """Of the top_k rows of routed experts."""
-        return Saved(self.top_k * (2 * width + 4 * self.width))
+        return routed + router + shared
 
     def gathered(self) -> int:
         return 0

@@ -12,9 +12,8 @@ gathered rows, which all its projections read, and what its own heads or channel
 that they are projected from take 128 on either.
 
 Under expert parallelism a rank has 1/ep of the routed experts. A token's row travels to each rank
-that has one of its experts: to min(top_k, ep) at most. There the experts make top_k rows of it,
-also for choices of other ranks, which they leave 0 (parallel/expert.py): so with top_k 8 on 64
-ranks 64 rows for each token, not 8. Routing is taken as even.
+that has one of its experts, to min(top_k, ep) at most, and there it is copied for each of them: so
+experts save top_k rows a token, as without EP. Routing is taken as even.
 """
 
 from collections.abc import Mapping
@@ -157,15 +156,9 @@ def block_working(layer: LayerConfig, width: int, *, item: int, split: ModelSpli
 
 
 def _experts_saved(part: MoEConfig, width: int, ep: int) -> Saved:
-    """With the rows that came; of each, top_k are made."""
-    ranks, saved = dispatched(part, ep), part.saved(width)
-    if not ranks:
-        return saved
-    again = part.saved_routed(width)
-    # A row's weights and ids, its choices among this rank's experts, and their order.
-    choices = Saved(0, ranks * 8 * part.top_k)
-    more = Saved((ranks - 1) * again.values, (ranks - 1) * again.stats)
-    return saved + more + choices + Saved(ranks * width)
+    """With what belongs to the rows that came: weights and ids, and where their copies are."""
+    ranks = dispatched(part, ep)
+    return part.saved(width) + Saved(0, (4 * ranks + 8) * part.top_k if ranks else 0)
 
 
 def dispatched(moe: MoEConfig, ep: int) -> int:

@@ -8,26 +8,30 @@ rank's experts alone in every layer of experts, whose forward sends and receives
 One row for each token and rank that has at least one of its experts. 4 experts on 2 ranks, so rank
 0 has experts 0 and 1; three tokens with ids [[0, 1], [3, 0], [4, 4]], where 4 is no expert:
 
-    sent_TR       t0 → rank 0     t1 → ranks 0 and 1     t2 → nowhere
-    tokens_M      0 1 1           the token of each row, sorted by rank; sends are 2 and 1
-    positions_TN  [[0, 3], [1, 2], [3, 3]]    the rows of each token; 3 = M is a row of zeros
+    chosen_TR     t0 → 2 on rank 0     t1 → 1 on rank 0, 1 on rank 1     t2 → none
+    rows_M        0 1 1                the token of each row, sorted by rank; sends are 2 and 1
+    positions_TN  [[0, 3], [1, 2], [3, 3]]     the rows of each token; 3 = M is a row of zeros
 
-Taking rows by `tokens_M` and summing them by `positions_TN` are each other's backward, so nothing
-is added in an order that threads choose. The host waits for the device once a layer, to learn how
-many rows come. Rows travel in their own dtype; those that come back are summed in float32 at least,
-and rounded once more, where half precision is used, than the experts of one rank would be: each
-rank rounds the weighted sum of its own experts.
+A rank copies each row that came for each of its own experts that the row chose, rank 0 the rows of
+t0 t0 t1, and adds up what they make of it in the same way.
+
+Taking rows by `rows_M` and summing them by `positions_TN` are each other's backward, so nothing is
+added in an order that threads choose. The host waits for the device once a layer, to learn how many
+rows come. Rows travel in their own dtype; what experts make of one is summed in float32 at least,
+and rounded, where half precision is used, more often than without EP: for each expert, for the sum
+of each rank, and for the sum of all.
 
 A rank that gets no rows runs its experts on one row of no expert, so their gradients are there, 0,
 in every round.
 
-T tokens, K experts a token, C channels, R ranks, M rows sent, N = min(K, R) rows a token at most.
+T tokens, K experts a token, C channels, R ranks, M rows sent or received, P choices of received
+rows among this rank's experts, N = min(K, R) rows a token at most.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,39 +88,76 @@ def exchanged(
 
     run: the forward of this rank's experts. Every rank of the group calls it, with any tokens.
     """
-    route = make_route(ids_TK, experts // group.size(), group)
+    each = experts // group.size()
+    route, pairs = make_route(ids_TK, each, group)
     # Ids travel with the weights: below 2**24 a float32 holds them exactly.
     wide = torch.promote_types(weights_TK.dtype, torch.float32)
     choices = torch.cat([weights_TK.to(wide), ids_TK.to(wide)], dim=1)
     x_MC, choices = (
-        all_to_all(_taken(rows, route), group, sends=route.sends, receives=route.receives)
+        all_to_all(_taken(rows, route.copies), group, sends=route.sends, receives=route.receives)
         for rows in (x_TC, choices)
     )
-    own = own_choices(choices, experts // group.size(), group.rank())
-    y_MC = _run_some(run, x_MC, *own)
+    own = own_choices(choices, each, group.rank(), pairs)
+    y_PC = _run_some(run, _taken(x_MC, own.copies), own.ids, own.weights)
+    y_MC = _summed(y_PC, own.copies)
     back_MC = all_to_all(y_MC, group, sends=route.receives, receives=route.sends)
-    return _summed(back_MC, route), count_experts(ids_TK, experts)
+    return _summed(back_MC, route.copies), count_experts(ids_TK, experts)
 
 
-def _run_some(run: ExpertForward, x_MC: Tensor, ids_MK: Tensor, weights_MK: Tensor) -> Tensor:
+def _run_some(run: ExpertForward, x_PC: Tensor, ids_P1: Tensor, weights_P1: Tensor) -> Tensor:
     """The experts on rows that came, or on one row of weight 0 if none did."""
-    if len(x_MC):
-        return run(x_MC, ids_MK, weights_MK)[0]
-    x_MC, weights_MK = (pad(rows, (0, 0, 0, 1)) for rows in (x_MC, weights_MK))
-    nowhere = ids_MK.new_full(weights_MK.shape, torch.iinfo(ids_MK.dtype).max)
-    return run(x_MC, nowhere, weights_MK)[0][:0]
+    if len(x_PC):
+        return run(x_PC, ids_P1, weights_P1)[0]
+    x_PC, weights_P1 = (pad(rows, (0, 0, 0, 1)) for rows in (x_PC, weights_P1))
+    nowhere = ids_P1.new_full(weights_P1.shape, torch.iinfo(ids_P1.dtype).max)
+    return run(x_PC, nowhere, weights_P1)[0][:0]
 
 
-def own_choices(choices: Tensor, each: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Of the choices of rows those of this rank's `each` experts, counted from 0.
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """Which rows are copied, and where the copies of each are."""
 
-    choices: (M, 2·K), weights and then ids. Returns ids, `each` for the experts of other ranks, and
-    weights, there 0.
-    """
+    rows: Tensor
+    """int64: the row of each copy."""
+    positions: Tensor
+    """int64 (rows, N): the copies of each row, rising; one past the last where it has fewer."""
+
+
+class OwnChoices(NamedTuple):
+    """The choices of received rows among this rank's experts."""
+
+    copies: Copies
+    """A copy of a row for each of them."""
+    ids: Tensor
+    """int64 (P, 1), counted from the rank's first expert."""
+    weights: Tensor
+    """(P, 1)."""
+
+
+def own_choices(choices: Tensor, each: int, rank: int, pairs: int) -> OwnChoices:
+    """choices: (M, 2·K), weights and then ids. each: the experts of a rank. pairs: P."""
     weights_MK, ids_MK = choices.chunk(2, dim=1)
     ids_MK = ids_MK.to(torch.int64) - rank * each
     is_own = (ids_MK >= 0) & (ids_MK < each)
-    return torch.where(is_own, ids_MK, each), torch.where(is_own, weights_MK, 0.0)
+    places, index_P = _numbered(is_own.flatten(), pairs)
+    rows, top_k = ids_MK.shape
+    positions = places.view(rows, top_k).sort(dim=1).values[:, : min(top_k, each)].contiguous()
+    return OwnChoices(
+        Copies(index_P // top_k, positions),
+        ids_MK.flatten().index_select(0, index_P)[:, None],
+        weights_MK.flatten().index_select(0, index_P)[:, None],
+    )
+
+
+def _numbered(is_taken: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """For each place its number among the `count` that are taken, else `count`; and these places.
+
+    The host knows the count, so it does not wait.
+    """
+    numbers = torch.where(is_taken, is_taken.cumsum(0) - 1, count)
+    places = torch.arange(len(numbers), device=numbers.device)
+    # What is not taken goes to number `count`, which is cut off.
+    return numbers, numbers.new_empty(count + 1).scatter(0, numbers, places)[:count]
 
 
 def count_experts(ids_TK: Tensor, experts: int) -> Tensor:
@@ -131,55 +172,49 @@ def count_experts(ids_TK: Tensor, experts: int) -> Tensor:
 class ExpertRoute:
     """Which rows go where. Rows are sorted by the rank they go to, then by token."""
 
-    tokens: Tensor
-    """int64 (M): the token of each row sent."""
-    positions: Tensor
-    """int64 (T, N): the rows of each token, rising; M where it has fewer."""
+    copies: Copies
+    """A copy of a token's row for each rank that it goes to."""
     sends: list[int]
     """Rows for each rank of the group."""
     receives: list[int]
     """Rows from each."""
 
 
-def make_route(ids_TK: Tensor, each: int, group: ProcessGroup) -> ExpertRoute:
-    """Every rank of the group calls it. each: the experts of a rank."""
-    sent_TR = destinations(ids_TK, each, group.size())
-    counts = sent_TR.sum(0)
+def make_route(ids_TK: Tensor, each: int, group: ProcessGroup) -> tuple[ExpertRoute, int]:
+    """The route, and P. Every rank of the group calls it. each: the experts of a rank."""
+    chosen_TR = chosen_on_ranks(ids_TK, each, group.size())
+    counts_R2 = torch.stack([(chosen_TR > 0).sum(0), chosen_TR.sum(0)], dim=1)
     ones = [1] * group.size()
-    coming = all_to_all(counts, group, sends=ones, receives=ones)
-    sends, receives = torch.stack([counts, coming]).tolist()
-    tokens_M, positions_TN = rows_and_positions(sent_TR, sum(sends), ids_TK.shape[1])
-    return ExpertRoute(tokens_M, positions_TN, sends, receives)
+    coming_R2 = all_to_all(counts_R2, group, sends=ones, receives=ones)
+    (sends, _), (receives, pairs) = torch.stack([counts_R2, coming_R2]).mT.tolist()
+    copies = rank_copies(chosen_TR > 0, sum(sends), ids_TK.shape[1])
+    return ExpertRoute(copies, sends, receives), sum(pairs)
 
 
-def destinations(ids_TK: Tensor, each: int, ranks: int) -> Tensor:
-    """bool (T, R): whether a rank has one of the token's experts; ids past the last are of none."""
+def chosen_on_ranks(ids_TK: Tensor, each: int, ranks: int) -> Tensor:
+    """int64 (T, R): how many of the token's experts a rank has; ids past the last are of none."""
     rank_TK = (ids_TK // each).clamp(max=ranks)
-    sent = torch.zeros(len(ids_TK), ranks + 1, dtype=torch.bool, device=ids_TK.device)
-    return sent.scatter(1, rank_TK, True)[:, :ranks]
+    chosen = ids_TK.new_zeros(len(ids_TK), ranks + 1)
+    return chosen.scatter_add(1, rank_TK, torch.ones_like(rank_TK))[:, :ranks]
 
 
-def rows_and_positions(sent_TR: Tensor, rows: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """tokens_M and positions_TN of an ExpertRoute. rows: M, the number of True."""
+def rank_copies(sent_TR: Tensor, rows: int, top_k: int) -> Copies:
+    """A copy for each True, by rank and then by token. rows: M, the number of True."""
     tokens, ranks = sent_TR.shape
-    sent = sent_TR.t().flatten()
-    places = torch.where(sent, sent.cumsum(0) - 1, rows)
-    token_of = torch.arange(tokens, device=sent.device).repeat(ranks)
-    # What is not sent goes to place M, which is cut off.
-    tokens_M = places.new_empty(rows + 1).scatter(0, places, token_of)[:rows]
+    places, index_M = _numbered(sent_TR.t().flatten(), rows)
     by_token = places.view(ranks, tokens).t().sort(dim=1).values
-    return tokens_M, by_token[:, : min(top_k, ranks)].contiguous()
+    return Copies(index_M % max(tokens, 1), by_token[:, : min(top_k, ranks)].contiguous())
 
 
-def _taken(rows_TC: Tensor, route: ExpertRoute) -> Tensor:
-    """(M, C): for each row sent, that of its token."""
-    taken: Tensor = _Taken.apply(rows_TC, route.tokens, route.positions)  # type: ignore[no-untyped-call]
+def _taken(rows_TC: Tensor, copies: Copies) -> Tensor:
+    """For each copy its row."""
+    taken: Tensor = _Taken.apply(rows_TC, copies.rows, copies.positions)  # type: ignore[no-untyped-call]
     return taken
 
 
-def _summed(rows_MC: Tensor, route: ExpertRoute) -> Tensor:
-    """(T, C): for each token the sum of its rows, in the order of the ranks."""
-    summed: Tensor = _Summed.apply(rows_MC, route.tokens, route.positions)  # type: ignore[no-untyped-call]
+def _summed(copies_MC: Tensor, copies: Copies) -> Tensor:
+    """For each row the sum of its copies, in their order."""
+    summed: Tensor = _Summed.apply(copies_MC, copies.rows, copies.positions)  # type: ignore[no-untyped-call]
     return summed
 
 

@@ -263,7 +263,7 @@ class StageTrace:
     def _routed(self, names: tuple[str, ...], where: str) -> None:
         """Between the ranks that share a set of experts; only the size of counts is known."""
         for name in names if self.ep > 1 else ():
-            each = RowBytes(once=COUNT_BYTES) if name == "counts" else None
+            each = RowBytes(once=2 * COUNT_BYTES) if name == "counts" else None
             what = f"{self._text()}, {where}: {name}"
             self.steps.append(RowCollective("all_to_all", "ep", each, self.action.round, what))
 
