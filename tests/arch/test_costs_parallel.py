@@ -114,8 +114,8 @@ def test_experts_save_their_own_rows_and_those_that_come():
         for split in (ModelSplit(), ModelSplit(tp=2), ModelSplit(ep=8), ModelSplit(tp=2, ep=8))
     )
     assert tp2 == -(-whole // 2)
-    # A row of 64 for each of two ranks, and two more rows of experts, 2·64 + 4·32 each.
-    assert ep8 == whole + 2 * (2 * 64 + 2 * (2 * 64 + 4 * 32)) + 4 * 2 * 8 * 2
+    # Of two rows that come, weights, ids and where copies are; of two copies, eight numbers each.
+    assert ep8 == whole + 4 * (2 * 4 + 8) * 2
     assert both == -(-ep8 // 2)
 
 

@@ -19,11 +19,11 @@ def sizes(groups, *, on_gpu):
 def test_the_worked_example():
     groups = joined_groups(lanes=2, tp=2, pp=2)
     on_gpu = {"world": 8, "pp": 2, "lanes": 2, "tp": 2, "CP 1": 1, "CP 2": 2}
-    assert sizes(groups, on_gpu=True) == on_gpu
-    assert len(groups) == 14
-    assert communicator_bytes(groups) == LARGER_BYTES + 4 * PAIR_BYTES
+    assert sizes(groups, on_gpu=True) == on_gpu | {"experts": 1, "expert replicas": 4}
+    assert len(groups) == 16
+    assert communicator_bytes(groups) == 2 * LARGER_BYTES + 4 * PAIR_BYTES
     more = joined_groups(lanes=4096, tp=2, pp=2)
-    assert len(more) == 14 + 11
+    assert len(more) == 16 + 11
 
 
 def test_the_largest_job_stays_bounded():
@@ -36,10 +36,8 @@ def test_the_largest_job_stays_bounded():
 
 
 def test_experts_without_ep_are_sharded_over_a_stage_where_tp_splits_the_rest():
-    assert (
-        sizes(joined_groups(lanes=4, tp=2, has_experts=True), on_gpu=True)["expert replicas"] == 8
-    )
-    assert "expert replicas" not in sizes(joined_groups(lanes=4, has_experts=True), on_gpu=True)
+    assert sizes(joined_groups(lanes=4, tp=2), on_gpu=True)["expert replicas"] == 8
+    assert "expert replicas" not in sizes(joined_groups(lanes=4), on_gpu=True)
 
 
 def test_ep_must_divide_a_stage():
@@ -57,7 +55,7 @@ def test_a_rank_alone_needs_no_memory():
 @given(lanes=st.integers(1, 40), tp=POWERS, pp=POWERS)
 def test_groups_of_a_kind_hold_each_rank_at_most_once(lanes, tp, pp):
     world = lanes * tp * pp
-    for group in joined_groups(lanes=lanes, tp=tp, pp=pp, ep=tp, has_experts=True):
+    for group in joined_groups(lanes=lanes, tp=tp, pp=pp, ep=tp):
         members = group.ranks * group.blocks
         left_over = lanes % group.ranks * tp * pp if group.name.startswith("CP ") else 0
         assert members == world - left_over

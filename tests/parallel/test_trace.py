@@ -216,7 +216,7 @@ def test_rows_of_experts_are_compared_without_their_bytes() -> None:
     layers = (LayerConfig(None, MoEConfig(experts=4, top_k=2, width=8)),)
     model = replace(model, config=replace(model.config, layers=layers))
     expected = trace(plan, one_stage(layers=1), 0, model=model, axes=Axes(lanes=2, ep=2))
-    assert [o.bytes for o in expected if "fsdp" not in o.kind] == [8, *[UNKNOWN] * 6]
+    assert [o.bytes for o in expected if "fsdp" not in o.kind] == [16, *[UNKNOWN] * 6]
     issued = [Call(o.kind, abs(o.bytes), o.group) for o in expected if "fsdp" not in o.kind]
     check_issued(expected, issued)
     with pytest.raises(

@@ -10,6 +10,7 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.hybrids import deepseek, hybrid
 from tests.ranks.piped import deep, error_of
 from tests.ranks.spine import alone, dense, exact, make_samples
+from tests.ranks.test_pipeline import random_layout
 
 from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import LayerConfig
@@ -54,9 +55,9 @@ CASES = {
     (1, 4, 1, 1): [("few", "", "balanced", "none", "none")],
     (4, 2, 1, 1): [
         ("tied", "", "mixed", "zero3", "none"),
+        ("deepseek", "", "dynamic", "none", "none"),
         ("few", "", "mixed", "zero2", "blocks"),
         ("hybrid", "", "mixed", "zero3", "none"),
-        ("deepseek", "", "dynamic", "none", "none"),
     ],
     (2, 2, 2, 1): [
         ("tied", "Ett|tL", "mixed", "zero3", "none"),
@@ -88,10 +89,21 @@ CASES = {
 }
 
 
-def run_cases(lanes: int, tp: int, pp: int, ep: int) -> list[str]:
+SAMPLE = {
+    (1, 4, 1, 1): 1,
+    (4, 2, 1, 1): 3,
+    (2, 2, 1, 4): 2,
+    (2, 2, 2, 1): 2,
+    (2, 1, 2, 2): 1,
+}
+"""How many cases of which axes are run in each test run; all of them in `make fuzz`."""
+
+
+def run_cases(lanes: int, tp: int, pp: int, ep: int, count: int) -> list[str]:
     faults = []
+    cases = CASES[lanes, tp, pp, ep][:count]
     with ranks_of(lanes=lanes, tp=tp, pp=pp, ep=ep) as (topology, groups):
-        for number, (name, text, policy, mode, recompute) in enumerate(CASES[lanes, tp, pp, ep]):
+        for number, (name, text, policy, mode, recompute) in enumerate(cases):
             config, draw = CONFIGS[name](), random.Random(number)
             depths = len(config.mtp)
             layout = text and parse_layout(text, pp=pp, layers=len(config.layers), depths=depths)
@@ -112,8 +124,66 @@ def run_cases(lanes: int, tp: int, pp: int, ep: int) -> list[str]:
     return faults
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("axes", CASES, ids=str)
-def test_the_gradients_of_each_sequence_alone(axes: tuple[int, int, int, int]) -> None:
+def test_the_gradients_of_each_sequence_alone(
+    axes: tuple[int, int, int, int], is_fuzz: bool
+) -> None:
+    if not is_fuzz and axes not in SAMPLE:
+        pytest.skip("in `make fuzz`")
     lanes, tp, pp, _ = axes
-    for faults in run_ranks(lanes * tp * pp, run_cases, *axes, timeout=200):
+    count = len(CASES[axes]) if is_fuzz else SAMPLE[axes]
+    for faults in run_ranks(lanes * tp * pp, run_cases, *axes, count, timeout=200):
+        assert faults == []
+
+
+def run_random(lanes: int, tp: int, pp: int, ep: int, seeds: range) -> list[str]:
+    """Random models, plans, layouts and ways to shard."""
+    faults = []
+    with ranks_of(lanes=lanes, tp=tp, pp=pp, ep=ep) as (topology, groups):
+        for seed in seeds:
+            draw = random.Random(seed)
+            name = draw.choice(("hybrid", "deepseek") if ep > 1 else tuple(CONFIGS))
+            config, layout = CONFIGS[name](), None
+            if pp > 1:
+                most = (len(config.layers) + len(config.mtp) + 1) // pp
+                layout = random_layout(draw, config, pp=pp, vpp=draw.randint(1, most))
+            longest = 60 if lanes == 1 else 60 * lanes
+            lengths = [
+                draw.choice((1, 2, draw.randint(3, 40), draw.randint(3, longest)))
+                for _ in range(draw.randint(1, 12))
+            ]
+            plan = make_plan(
+                lengths,
+                lanes=lanes,
+                capacity=64,
+                policy=draw.choice(("balanced", "dynamic", "mixed")),
+                align=tp * draw.choice((1, 4)),
+                pp=pp,
+                vpp=layout.vpp if layout else 1,
+                ep=ep,
+                tp=tp,
+            )
+            samples = make_samples(plan, seed)
+            choices = exact(
+                mode=draw.choice(("zero3", "zero2", "none")),
+                recompute=draw.choice(("none", "blocks")),
+                attention=draw.choice(("auto", "gather")),
+                scan=draw.choice(("auto", "states")),
+            )
+            result = composed(config, plan, samples, topology, groups, choices, layout=layout)
+            if topology.rank == 0:
+                error, worst = error_of(result, alone(config, samples))
+                if not error <= 1e-9:
+                    faults.append(f"seed {seed}, {name} {layout}: {worst} is off by {error}")
+    return faults
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("axes", CASES, ids=str)
+def test_random_plans(axes: tuple[int, int, int, int], is_fuzz: bool) -> None:
+    if not is_fuzz:
+        pytest.skip("minutes; in `make fuzz`")
+    lanes, tp, pp, _ = axes
+    for faults in run_ranks(lanes * tp * pp, run_random, *axes, range(12), timeout=600):
         assert faults == []

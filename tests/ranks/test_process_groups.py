@@ -16,8 +16,8 @@ from longshore.parallel.pipeline.stages import Stages
 from longshore.plan.layout import parse_layout
 from longshore.plan.shapes import legal_cp_sizes
 
-SHAPES = ((2, 2, 2), (4, 1, 1), (3, 1, 2))
-"""lanes, tp and pp."""
+SHAPES = ((2, 2, 2, 1), (2, 2, 1, 4), (4, 1, 1, 2), (3, 1, 2, 1))
+"""lanes, tp, pp and ep."""
 
 
 def open_ranks() -> Counter[int]:
@@ -26,9 +26,9 @@ def open_ranks() -> Counter[int]:
     return Counter(len(dist.get_process_group_ranks(group)) for group in groups)
 
 
-def opened(lanes: int, tp: int, pp: int) -> Counter[int]:
-    topology = make_topology(lanes=lanes, tp=tp, pp=pp, device="cpu")
-    opened_groups = [topology.groups]
+def opened(lanes: int, tp: int, pp: int, ep: int) -> Counter[int]:
+    topology = make_topology(lanes=lanes, tp=tp, pp=pp, ep=ep, device="cpu")
+    opened_groups = [topology]
     with CPGroups(topology, legal_cp_sizes(lanes)):
         copies = None
         if pp > 1:
@@ -47,10 +47,10 @@ def opened(lanes: int, tp: int, pp: int) -> Counter[int]:
 
 
 def test_the_groups_counted_are_the_groups_that_ranks_open():
-    for lanes, tp, pp in SHAPES:
+    for lanes, tp, pp, ep in SHAPES:
         counted = joined_groups(
-            lanes=lanes, tp=tp, pp=pp, copies=2 if pp > 1 else 1, replicated_stages=1
+            lanes=lanes, tp=tp, pp=pp, ep=ep, copies=2 if pp > 1 else 1, replicated_stages=1
         )
-        ranks = run_ranks(lanes * tp * pp, opened, lanes, tp, pp)
+        ranks = run_ranks(lanes * tp * pp, opened, lanes, tp, pp, ep)
         assert ranks[0] == Counter(group.ranks for group in counted)
         assert all(joined.total() <= len(counted) for joined in ranks)

@@ -4,7 +4,8 @@ In: the sizes of the axes. Out: one JoinedGroup for each group of the rank that 
 rank 0: it is in a CP group of every size, and its stage holds a copy of the embedding.
 
 `joined_groups(lanes=2, tp=2, pp=2)` has world (8 ranks), pp, lanes and tp (2 each), CP groups of 1
-and 2 lanes, and twice world, pp, lanes and tp on the host: 14 groups, 6 of them on the GPU. The
+and 2 lanes, those of experts (1 rank) and of their replicas (4), and twice world, pp, lanes and tp
+on the host: 16 groups, 8 of them on the GPU. The
 number grows with log2(lanes) and with nothing else: 2,048 times as many lanes add 11 CP groups.
 """
 
@@ -49,15 +50,13 @@ def joined_groups(
     ep: int = 1,
     cp_sizes: tuple[int, ...] | None = None,
     copies: int = 1,
-    has_experts: bool = False,
     replicated_stages: int = 0,
 ) -> tuple[JoinedGroup, ...]:
     """All groups of rank 0, in the order they are created.
 
     cp_sizes: the legal ones; default: powers of two, and all lanes. copies: pipeline ranks that
-    hold the embedding, more than one where it is tied or there are extra depths. has_experts: with
-    tp they are sharded over all ranks of a stage. replicated_stages: a rank's stages where lanes do
-    not shard the model (`none`); each has a mesh of its own.
+    hold the embedding, more than one where it is tied or there are extra depths. replicated_stages:
+    a rank's stages where lanes do not shard the model (`none`); each has a mesh of its own.
     """
     world, stage = lanes * tp * pp, lanes * tp
     if stage % ep:
@@ -73,10 +72,14 @@ def joined_groups(
         groups += [*_axes(f"stage {stage_number}: ", world, mesh, on_gpu=True)][1:]
     if copies > 1:
         groups.append(JoinedGroup("embedding copies", copies, stage, on_gpu=True))
-    if ep > 1:
-        groups.append(JoinedGroup("experts", ep, world // ep, on_gpu=True))
-    if ep > 1 or (has_experts and tp > 1):
-        groups.append(JoinedGroup("expert replicas", stage // ep, ep * pp, on_gpu=True))
+    if tp > 1 or ep > 1:
+        shared = {"experts": ep, "expert replicas": stage // ep}
+        # A rank alone needs no group of its own where an axis has such a group.
+        groups += [
+            JoinedGroup(name, ranks, world // ranks, on_gpu=True)
+            for name, ranks in shared.items()
+            if ranks > 1 or 1 not in axes.values()
+        ]
     for user in HOST_USERS:
         groups += _axes(f"{user}: ", world, axes, on_gpu=False)
     return tuple(groups)
