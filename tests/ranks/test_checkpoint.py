@@ -113,7 +113,10 @@ def check_equal(got, want):
     ],
     ids=str,
 )
-def test_the_same_bits_on_any_lanes(tmp_path, before, after):
+@pytest.mark.fuzz
+def test_the_same_bits_on_any_lanes(tmp_path, before, after, is_fuzz):
+    if before[0] == 7 and not is_fuzz:
+        pytest.skip("in `make fuzz`")
     made = run_ranks(before[0], saved, *before, str(tmp_path))
     found = run_ranks(after[0], loaded, *after, str(tmp_path))
     # Fused AdamW rounds by where a row lies in its shard, so an update on others differs a little.
