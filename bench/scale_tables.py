@@ -37,7 +37,7 @@ time / the lower bound that the plan states; 1 is the best possible. *Speed* is 
 relative to the best balanced plan, which has the best CP size for all sequences. With *pp 4* each
 lane has four equal stages. With *experts* a round takes the largest mixer part of any lane and the
 largest token-wise part of any lane; {share:.3f} of a token's linear cost is the mixer's, as in
-{model}'s FLOPs; no plan is made for that. Bounds are not always within reach: with experts
+{model}'s FLOPs, and plans are made for that. Bounds are not always within reach: with experts
 the mixers' bound and the mean lane's tokens are added up, and in a pipeline of few rounds the
 bound knows little of how they wait."""
 
@@ -128,8 +128,7 @@ def _slower(outcomes: list[ScaleOutcome]) -> str:
 def _why(outcome: ScaleOutcome) -> str:
     if outcome.most_speed < WANTED:
         return "the bound"
-    planned = "not the best"
-    return f"**the plan, {planned}, or a bound out of reach**"
+    return "**the plan, not the best, or a bound out of reach**"
 
 
 def _speeds(outcomes: list[ScaleOutcome]) -> str:

@@ -256,3 +256,19 @@ def test_the_planner_costs_one_pipeline_rank():
     ]
     assert options[1]["profile"].linear == options[0]["profile"].linear / 2
     assert options[1]["layout"].pp == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"eval_mock": {"mode": "distribution"}}, "draws from a distribution; give data.eval_cou"),
+        ({"eval_path": "held-out.jsonl", "eval_count": 5}, "eval_count works only with data.eval"),
+    ],
+    ids=str,
+)
+def test_held_out_data_are_as_many_as_said(settings, match):
+    config = replace(
+        DEMO, data=replace(DEMO.data, **settings), train=replace(DEMO.train, eval_every=5)
+    )
+    with pytest.raises(ValueError, match=match):
+        check_config(config, 4)

@@ -295,6 +295,16 @@ def _check_evaluation(config: RunConfig) -> None:
     data = config.data
     if data.eval_path and data.eval_mock:
         raise ValueError("data.eval_path and data.eval_mock are both given; leave one out")
+    if data.eval_path and data.eval_count:
+        raise ValueError(
+            "data.eval_count works only with data.eval_mock; data.eval_path is used whole, so leave "
+            "data.eval_count out"
+        )
+    if data.eval_mock.get("mode") == "distribution" and not data.eval_count:
+        raise ValueError(
+            "data.eval_mock draws from a distribution; give data.eval_count, the number of "
+            "sequences to draw"
+        )
     if config.train.eval_every and not data.eval_path and not data.eval_mock:
         raise ValueError(
             "train.eval_every needs held-out data; give data.eval_path, or data.eval_mock for "
