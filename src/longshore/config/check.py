@@ -297,7 +297,7 @@ def _check_evaluation(config: RunConfig) -> None:
         raise ValueError("data.eval_path and data.eval_mock are both given; leave one out")
     if data.eval_path and data.eval_count:
         raise ValueError(
-            "data.eval_count works only with data.eval_mock; data.eval_path is used whole, so leave "
+            "data.eval_count works only with data.eval_mock; data.eval_path is used whole; leave "
             "data.eval_count out"
         )
     if data.eval_mock.get("mode") == "distribution" and not data.eval_count:
