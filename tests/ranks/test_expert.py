@@ -128,8 +128,8 @@ def run_cases(lanes: int, ep: int) -> list[str]:
 @pytest.mark.fuzz
 @pytest.mark.parametrize(("lanes", "ep"), CASES, ids=str)
 def test_the_gradients_of_each_sequence_alone(lanes: int, ep: int, is_fuzz: bool) -> None:
-    if (lanes, ep) != (4, 2) and not is_fuzz:
-        pytest.skip("in `make fuzz`; other axes in test_composed.py")
+    if not is_fuzz:
+        pytest.skip("in `make fuzz`; a sample of all axes is in test_composed.py")
     assert run_ranks(lanes, run_cases, lanes, ep, timeout=120)[0] == []
 
 

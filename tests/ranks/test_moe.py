@@ -199,7 +199,7 @@ def several_packs() -> Plan:
 def test_four_lanes_several_packs_and_lanes_without_work() -> None:
     """Some lanes have no token in the second round."""
     ways = [exact(mode="zero3", attention="gather", recompute=how) for how in ("none", "blocks")]
-    check(4, [*cases_of(4), *((experts(), several_packs(), way) for way in ways)])
+    check(4, [*cases_of(4)[:2], *((experts(), several_packs(), way) for way in ways)])
 
 
 def exchanged(aux_weight: float, cp_size: int, recompute: str, lanes) -> tuple:
