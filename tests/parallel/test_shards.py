@@ -134,3 +134,10 @@ def test_each_rank_asks_for_its_blocks_alone():
         ("inner.bias_of_routing", (2,), (slice(0, 2),)),
     ]
     assert model.inner.weight.tolist() == [[6 * r, 6 * r + 4, 6 * r + 5] for r in range(4)]
+
+
+def test_fsdp_splits_the_rows_unless_there_are_too_few():
+    """2 experts on 4 ranks: along the first dim that 4 divides; the rows if none is."""
+    shapes = ((10, 3), (2, 64, 32), (2, 6, 8), (2, 3), (4,))
+    dims = [split_dim(torch.empty(shape), ranks=4).dim for shape in shapes]
+    assert dims == [0, 1, 2, 0, 0]

@@ -216,9 +216,8 @@ class _Pass:
         sender = action.stage if action.kind == "forward" else action.stage - 1
         executor = self.executor
         rows = self.batches[action.round].ctx.tokens // executor.topology.tp
-        return (rows * executor.layout.streams(sender), executor.config.width), (
-            executor.rows_dtype(sender)
-        )
+        shape = (rows * executor.layout.streams(sender), executor.config.width)
+        return shape, executor.rows_dtype(sender)
 
     def _number(self, message: Message) -> int:
         action, stages = message.action, len(self.executor.layout.stages)
