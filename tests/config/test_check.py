@@ -174,10 +174,11 @@ def parallel_config(model="tiny-deepseek-v3", *, sync="round", **settings):
 @pytest.mark.parametrize(
     ("config", "ranks", "match"),
     [
+        (parallel_config(ep=3), 4, "ep is 3, which does not divide the 8 experts .* 1, 2, 4, 8$"),
         (
-            parallel_config(ep=3),
+            parallel_config(ep=8),
             4,
-            r"ep is 3, .* 4 ranks .*4 lanes × parallel.tp 1.; .* 1, 2, 4",
+            r"ep is 8, .* 4 ranks .*4 lanes × parallel.tp 1.; .* 1, 2, 4,",
         ),
         (parallel_config(ep=8, tp=2), 8, None),
         (parallel_config(ep=4, tp=2), 4, None),
@@ -185,9 +186,13 @@ def parallel_config(model="tiny-deepseek-v3", *, sync="round", **settings):
         (
             parallel_config(ep=16),
             16,
-            "ep is 16, .* not divide the 8 experts .* 1, 2, 4, 8,",
+            "ep is 16, .* not divide the 8 experts .* 1, 2, 4, 8$",
         ),
-        (parallel_config("tiny-llama", ep=2), 2, "ep is 2, but this model has no experts; leave"),
+        (
+            parallel_config("tiny-llama", ep=2),
+            2,
+            "ep is 2, but the model has no experts; use parallel.ep=1",
+        ),
         (parallel_config(ep=2, sync="step"), 2, "plan.sync=step does not work with parallel.ep 2"),
         (parallel_config("tiny-llama", tp=8), 8, None),
         (
