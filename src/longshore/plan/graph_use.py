@@ -15,7 +15,7 @@ one of 5 and 3 tokens is full and counts 2. Cap 2 serves the second whole, and t
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -28,11 +28,18 @@ from longshore.plan.shapes import (
     check_buckets,
     lane_packs,
     lane_tokens,
+    make_buckets,
     usable_capacity,
 )
 from longshore.plan.types import Plan
 
 GraphWay = Literal["whole", "halves", "eager"]
+GRAPH_WAYS: tuple[GraphWay, ...] = ("whole", "halves", "eager")
+
+BUCKETS = 8
+"""Of a run with graphs that sets none: each number of tokens needs graphs of its own."""
+FEW_TOTALS = 16
+"""So many token totals of a lane need no buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,26 @@ class GraphSetting:
 
     max_sequences: int
     halves: bool
+
+
+def needs_buckets(capacity: int, align: int) -> bool:
+    """Whether a lane's tokens, without buckets, would have too many different totals."""
+    return usable_capacity(capacity, align) // align > FEW_TOTALS
+
+
+def as_graphed(plan: Plan) -> Plan:
+    """The plan with the buckets that a run with graphs would have: its own, or BUCKETS."""
+    setting = plan.setting
+    if setting.buckets or not needs_buckets(setting.capacity, setting.align):
+        return plan
+    buckets = make_buckets(setting.capacity, align=setting.align, count=BUCKETS)
+    return replace(plan, setting=replace(setting, buckets=buckets))
+
+
+def graphed_counts(plan: Plan, setting: GraphSetting) -> dict[GraphWay, int]:
+    """How many micro-batches of a step are served in each way."""
+    ways = [way for row in ways_of(plan, setting) for way in row]
+    return {way: ways.count(way) for way in GRAPH_WAYS}
 
 
 def sequences_with_padding(plan: Plan, number: int, lane: int) -> int:

@@ -19,16 +19,11 @@ from longshore.config.located import settings_in_keys
 from longshore.config.schema import GraphConfig, RunConfig
 from longshore.data.batches import Batches, Place
 from longshore.plan.cost import Ints
-from longshore.plan.graph_use import GraphSetting, MicroBatchSizes
+from longshore.plan.graph_use import BUCKETS, GraphSetting, MicroBatchSizes, needs_buckets
 from longshore.plan.planner import make_plan
-from longshore.plan.shapes import usable_capacity
 from longshore.plan.types import Plan
 from longshore.run.data import batch_size
 
-BUCKETS = 8
-"""Of a run with graphs that sets none."""
-FEW_TOTALS = 16
-"""So many token totals of a lane need no buckets."""
 SAMPLE_STEPS = 64
 SAMPLE_SEQUENCES = 8192
 SAMPLE_MICRO_BATCHES = 512
@@ -53,9 +48,8 @@ def check_graph_device(config: RunConfig, decoder: DecoderConfig, *, device: str
 
 def with_buckets(config: RunConfig, capacity: int) -> tuple[RunConfig, list[str]]:
     """The config with plan.buckets set where graphs would see too many shapes, and a note."""
-    align = lane_align(config)
-    totals = usable_capacity(capacity, align) // align
-    if not config.graph.layers or config.plan.buckets or totals <= FEW_TOTALS:
+    wanted = config.graph.layers and not config.plan.buckets
+    if not wanted or not needs_buckets(capacity, lane_align(config)):
         return config, []
     note = f"plan.buckets: {BUCKETS}, because a CUDA graph replays one number of tokens"
     return replace(config, plan=replace(config.plan, buckets=BUCKETS)), [note]
@@ -84,7 +78,6 @@ def _sampled_plans(config: RunConfig, lengths: Ints, options: dict[str, object])
     steps = batches.steps(0)
     picked = min(steps, SAMPLE_STEPS)
     sequences = micro_batches = 0
-    # A stride that shares no factor with `picked` spreads the first few over the whole epoch.
     for number in _spread(picked):
         _, indices = next(batches.from_place(Place(0, number * steps // picked)))
         plan = make_plan(lengths[indices].tolist(), **options)  # type: ignore[arg-type]
