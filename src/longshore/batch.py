@@ -56,6 +56,9 @@ class Boundaries:
     """The same as int32 on the device."""
     longest: int
     """Tokens of the longest sequence."""
+    fixed: bool = False
+    """Whether tables have sizes that follow from the rows and the number of sequences alone, as a
+    CUDA graph wants them; the last sequences may be empty, then."""
     tables: dict[str, Any] = field(default_factory=dict, repr=False)
     """What ops derive from these boundaries, by name: see ops/boundaries.py; moves with them."""
 
@@ -65,6 +68,10 @@ class Boundaries:
     def pairs(self) -> list[tuple[int, int]]:
         """(start, stop) of each sequence."""
         return list(zip(self.offsets[:-1], self.offsets[1:], strict=True))
+
+    def map_tensors(self, change: Callable[[str, Tensor], Tensor]) -> "Boundaries":
+        """A copy with each tensor, those of tables too, replaced by change(path, tensor)."""
+        return _map_tensors(self, change)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from longshore.model.decoder import Decoder
 LENGTHS = (1, 2, 7, 30)
 
 
-def dense(q_THD, k_TKD, v_TKD, ctx):
+def dense(ctx, apart, q_THD, k_TKD, v_TKD):
     """All n² pairs of each sequence, as two products a head."""
     scale = q_THD.shape[2] ** -0.5
     made = []
@@ -30,7 +30,7 @@ def counted(config: DecoderConfig, lengths: Sequence[int]) -> int:
     """What torch counts for a forward and backward with dense attention and all logits."""
     model = Decoder(config)
     for block in model.layers.values():
-        block.mixer._attend = dense
+        block.mixer.core = dense
     ctx = whole_context(lengths)
     ids = torch.zeros(ctx.tokens, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:

@@ -135,7 +135,7 @@ def test_what_a_gate_costs(bias, qk_norm, rope):
 def test_flops_of_a_gate():
     config = replace(BASE, gate=True)
     made = mixer(config, Norm(1e-6))
-    made._attend = lambda q, k, v, ctx: q
+    made.core = lambda ctx, apart, q, k, v: q
     ctx = whole_context((7,))
     x_TC = torch.randn(7, WIDTH, dtype=torch.float64)
     with FlopCounterMode(display=False) as counter:

@@ -22,6 +22,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 PLAIN, SSD, SPANS = "chunks of 64", "ssd chunks of 64", "delta rule: spans with rows"
+SINCE, SPAN = "conv: rows since the start", "conv: span of each row"
 
 
 @pytest.fixture(autouse=True)
@@ -64,10 +65,10 @@ def test_a_shared_pack_has_the_boundaries_that_are_scanned(scan, names):
 @pytest.mark.parametrize(
     ("name", "padded", "chunks"),
     [
-        ("tiny-nemotron-h", [SSD], [SSD]),
+        ("tiny-nemotron-h", [SINCE, SPAN, SSD], [SINCE, SPAN, SSD]),
         # flash-linear-attention may refuse, and it gives no transitions.
-        ("tiny-qwen3-next", [PLAIN, SPANS], [PLAIN]),
-        ("tiny-hybrid", [PLAIN, SPANS, SSD], [PLAIN, SSD]),
+        ("tiny-qwen3-next", [PLAIN, SINCE, SPAN, SPANS], [PLAIN, SINCE, SPAN]),
+        ("tiny-hybrid", [PLAIN, SINCE, SPAN, SPANS, SSD], [PLAIN, SINCE, SPAN, SSD]),
     ],
 )
 def test_kernels_find_their_tables(packages, name, padded, chunks):

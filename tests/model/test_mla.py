@@ -245,9 +245,9 @@ def test_costs_as_measured(name, form):
     assert measured - known == 8 * ctx.tokens * (saved.values + saved.stats + copies)
 
 
-def dense(mixer, q_THD, latent_TL, ctx):
+def dense(mixer, ctx, apart, q_THD, latent_TL):
     """All n² pairs of one sequence."""
-    del ctx
+    del ctx, apart
     config, scale = mixer.config, mixer.config.scale
     nope = config.nope_dim
     weight_HXR = mixer.kv_up.weight.unflatten(0, (config.heads, -1))
@@ -263,7 +263,7 @@ def dense(mixer, q_THD, latent_TL, ctx):
 def test_flops_as_torch_counts(name):
     config, length = CONFIGS[name], 9
     made = mixer(config)
-    made._attend = partial(dense, made)
+    made.core = partial(dense, made)
     ctx = whole_context((length,))
     x_TC = torch.randn(length, WIDTH, dtype=torch.float64)
     with FlopCounterMode(display=False) as counter:

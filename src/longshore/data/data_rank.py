@@ -43,6 +43,8 @@ class Packing:
     tables: tuple[TableMaker, ...] = ()
     """What makes the tables of each pack that the model needs, on the host: see
     model/host_tables.py."""
+    max_sequences: int = 0
+    """Of CUDA graphs: to so many the boundaries of a whole pack are padded; 0: no graphs."""
     layout: Layout | None = None
     """Of the pipeline, which says what each rank needs; None without a pipeline."""
 
@@ -150,6 +152,7 @@ class DataRank:
             buckets=packing.buckets,
             pad_id=packing.pad_id,
             tables=packing.tables,
+            max_sequences=packing.max_sequences,
         )
 
     def close(self) -> None:

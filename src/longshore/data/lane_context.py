@@ -37,10 +37,12 @@ def lane_context(
     *,
     buckets: Seq[int] = (),
     tables: Seq[TableMaker] = (),
+    max_sequences: int = 0,
 ) -> SeqContext:
     """Boundaries, positions and CP groups of one lane in round `number`.
 
-    tables: what makes the tables of each pack's boundaries that the model needs.
+    tables: what makes the tables of each pack's boundaries that the model needs. max_sequences: of
+    CUDA graphs; the boundaries of a whole pack with no more sequences are padded to so many.
     """
     tokens = lane_tokens(plan, number, lane, buckets=buckets)
     drafts = _drafts(plan, number, lane, tokens)
@@ -51,7 +53,7 @@ def lane_context(
     sequence = np.repeat(np.arange(len(lengths), dtype=np.int64), local_lengths)
     is_real = positions < np.repeat(lengths, local_lengths)
     sequence[~is_real] = len(places)
-    packs = _packs(drafts)
+    packs = _packs(drafts, max_sequences)
     for pack in packs:
         for make_tables in tables:
             make_tables(pack)
@@ -114,7 +116,10 @@ def _drafts(plan: Plan, number: int, lane: int, tokens: int) -> list[_Draft]:
     return drafts
 
 
-def _packs(drafts: Seq[_Draft]) -> tuple[PackContext, ...]:
+def _packs(drafts: Seq[_Draft], max_sequences: int) -> tuple[PackContext, ...]:
+    (first_draft, *others) = drafts
+    alone = not others and first_draft.group.cp_size == 1
+    fits = alone and len(first_draft.padded) <= max_sequences
     starts = accumulate((draft.tokens for draft in drafts), initial=0)
     firsts = accumulate((len(draft.sequences) for draft in drafts), initial=0)
     return tuple(
@@ -125,7 +130,7 @@ def _packs(drafts: Seq[_Draft]) -> tuple[PackContext, ...]:
             first_sequence=first,
             lengths=tuple(draft.lengths.tolist()),
             real=_boundaries(draft.lengths),
-            padded=_boundaries(draft.padded),
+            padded=_boundaries(draft.padded, max_sequences if fits else 0),
             zigzag=_zigzag(draft.padded, draft.group) if draft.group.cp_size > 1 else None,
         )
         for draft, start, first in zip(drafts, starts, firsts, strict=False)
@@ -147,7 +152,14 @@ def _zigzag(padded: Ints, group: CPGroup) -> Zigzag:
     )
 
 
-def _boundaries(lengths: Ints) -> Boundaries:
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return Boundaries(tuple(offsets.tolist()), torch.from_numpy(offsets), int(lengths.max()))
+def _boundaries(lengths: Ints, sequences: int = 0) -> Boundaries:
+    """sequences: so many in all, the last of them empty, with tables of a fixed size; 0: as is."""
+    offsets = np.zeros(max(len(lengths), sequences) + 1, dtype=np.int32)
+    offsets[1:] = lengths.sum()
+    np.cumsum(lengths, out=offsets[1 : len(lengths) + 1])
+    return Boundaries(
+        tuple(offsets.tolist()),
+        torch.from_numpy(offsets),
+        int(lengths.max()),
+        fixed=sequences > 0,
+    )

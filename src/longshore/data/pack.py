@@ -57,10 +57,12 @@ def pack_step(
     buckets: Seq[int] = (),
     pad_id: int = 0,
     tables: Seq[TableMaker] = (),
+    max_sequences: int = 0,
 ) -> list[MicroBatch]:
     """The lane's micro-batches of a step. `shards` may come in any order, each sequence once.
 
-    tables: what makes the tables of each pack's boundaries that the model needs.
+    tables: what makes the tables of each pack's boundaries that the model needs. max_sequences: of
+    CUDA graphs, see data/lane_context.py.
     """
     if not len(counts.mtp) == len(counts.mtp_tokens) == shards.depths:
         raise ValueError(
@@ -74,7 +76,9 @@ def pack_step(
     cut_of = _cut_of_sequence(plan, lane, shards)
     batches = []
     for number in range(len(plan.rounds)):
-        ctx = lane_context(plan, number, lane, buckets=buckets, tables=tables)
+        ctx = lane_context(
+            plan, number, lane, buckets=buckets, tables=tables, max_sequences=max_sequences
+        )
         cuts = np.array([cut_of[place] for place in ctx.sequences], dtype=np.int64)
         rows = _CutRows(shards, ctx, cuts)
         batches.append(

@@ -37,13 +37,13 @@ from longshore.choices import AttentionKind
 from longshore.model.fill import NORM, RESIDUAL, Fill
 from longshore.model.interface import (
     LOCAL,
-    Context,
     Exchange,
     Exchanges,
     HereAlready,
     PendingRows,
+    Rows,
+    ThreeStepMixer,
     backward_steps,
-    eager,
     forward_steps,
     joined,
 )
@@ -55,7 +55,7 @@ from longshore.ops.projections import projected
 from longshore.ops.rope import rotate_both
 
 
-class Attention(nn.Module):
+class Attention(ThreeStepMixer):
     """exchanges: how the lane reaches rows of shared packs; set by parallel/apply.py."""
 
     FILLS: ClassVar[Mapping[str, Fill]] = {
@@ -77,17 +77,19 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, norm) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, norm) if config.qk_norm else None
 
-    def forward(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Tensor:
+    def before(self, x_TC: Tensor, tables: Tables) -> tuple[Rows, Rows]:
         # −1 heads: under tensor parallelism a rank has only some of them.
         size = self.config.head_dim
         q_TX, k_TX, v_TX = projected(x_TC, (self.q_proj, self.k_proj, self.v_proj))
         k_TKD, v_TKD = k_TX.unflatten(-1, (-1, size)), v_TX.unflatten(-1, (-1, size))
         q_THD, gate_THD = self._queries(q_TX)
         q_THD, k_TKD = self._normed_rotated(q_THD, k_TKD, tables)
-        attended_THD = self._attend(q_THD, k_TKD, v_TKD, ctx)
-        if gate_THD is not None:
-            attended_THD = sigmoid_gate(attended_THD, gate_THD)
-        output_TC: Tensor = self.o_proj(attended_THD.flatten(-2))
+        return (q_THD, k_TKD, v_TKD), () if gate_THD is None else (gate_THD,)
+
+    def after(self, mixed: Tensor, *kept: Tensor) -> Tensor:
+        for gate_THD in kept:
+            mixed = sigmoid_gate(mixed, gate_THD)
+        output_TC: Tensor = self.o_proj(mixed.flatten(-2))
         return output_TC
 
     def _queries(self, q_TX: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -109,8 +111,8 @@ class Attention(nn.Module):
             return self.q_norm(q_THD), self.k_norm(k_TKD)
         return self.q_norm.rotated_with(self.k_norm, q_THD, k_TKD, table)
 
-    @eager
-    def _attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, ctx: SeqContext) -> Tensor:
+    def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Tensor:
+        q_THD, k_TKD, v_TKD = rows
         heads, kv_heads, kind = q_THD.shape[1], k_TKD.shape[1], self.exchanges.attention
         outputs: dict[int, Tensor] = {}
         gathered: dict[int, Exchange] = {}
@@ -124,8 +126,8 @@ class Attention(nn.Module):
                 gathered[place] = exchange
         if gathered:
             scale, window = self.config.head_dim**-0.5, self.config.window
-            exchanges, rows = tuple(gathered.values()), (k_TKD, v_TKD)
-            visible = attend_visible(exchanges, q_THD, rows, scale=scale, window=window)
+            exchanges, fetched = tuple(gathered.values()), (k_TKD, v_TKD)
+            visible = attend_visible(exchanges, q_THD, fetched, scale=scale, window=window)
             outputs |= zip(gathered, visible, strict=True)
         return joined([outputs[place] for place in sorted(outputs)])
 

@@ -80,6 +80,10 @@ class Block(nn.Module):
         if self.mixer is not None and self.mixer_norm is not None:
             x_TC, normed_TC = self.mixer_norm.add(x_TC, None)
             mixed_TC = self.mixer(normed_TC, ctx, tables)
+        return self.feed(x_TC, mixed_TC, ctx)
+
+    def feed(self, x_TC: Tensor, mixed_TC: Tensor | None, ctx: Context) -> Output:
+        """The rest of the block, from its input and what the mixer made of it."""
         if self.mlp is not None and self.mlp_norm is not None:
             x_TC, normed_TC = self.mlp_norm.add(x_TC, mixed_TC)
             out_TC, routed = self.mlp(normed_TC, ctx)

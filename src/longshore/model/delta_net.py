@@ -22,7 +22,7 @@ from longshore.arch.part import Norm
 from longshore.arch.scan import DeltaNetConfig
 from longshore.batch import SeqContext
 from longshore.model.fill import CONV, ONES, RESIDUAL, Fill
-from longshore.model.interface import LOCAL, Context, Exchanges, eager
+from longshore.model.interface import LOCAL, Exchanges, Rows, ThreeStepMixer
 from longshore.model.norm import NormBeforeGate
 from longshore.model.rope import Tables
 from longshore.model.scan import Decay, Prepared, ScanInputs, conv_taps, scan_packs
@@ -51,7 +51,7 @@ class DeltaScan:
         return transition @ state
 
 
-class DeltaNet(nn.Module):
+class DeltaNet(ThreeStepMixer):
     """exchanges: how the lane reaches rows of shared packs; set by parallel/apply.py."""
 
     FILLS: ClassVar[Mapping[str, Fill]] = {
@@ -73,7 +73,7 @@ class DeltaNet(nn.Module):
         self.norm = NormBeforeGate(config.value_dim, norm.eps)
         self.out_proj = nn.Linear(config.values, width, bias=False)
 
-    def forward(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Tensor:
+    def before(self, x_TC: Tensor, tables: Tables) -> tuple[Rows, Rows]:
         config = self.config
         served = config.value_heads // config.key_heads
         keys, values = config.key_dim, served * config.value_dim
@@ -82,14 +82,14 @@ class DeltaNet(nn.Module):
         ba_TRX = self.in_proj_ba(x_TC).unflatten(-1, (config.key_heads, -1))
         b_TH, a_TH = (part.flatten(-2) for part in ba_TRX.chunk(2, dim=-1))
         mixed_TX = torch.cat([part.flatten(-2) for part in qkv], dim=-1)
-        o_THV: Tensor = self._scan(mixed_TX, b_TH, a_TH, ctx)
-        normed_THV = self.norm(o_THV, z_TRX.reshape(o_THV.shape))
-        output_TC: Tensor = self.out_proj(normed_THV.flatten(-2))
-        return output_TC
+        return (mixed_TX, b_TH, a_TH), (z_TRX,)
 
-    @eager
-    def _scan(self, mixed_TX: Tensor, b_TH: Tensor, a_TH: Tensor, ctx: SeqContext) -> Tensor:
-        config = self.config
+    def apart(self) -> Rows:
+        per_head: Rows = self.per_head()
+        return per_head
+
+    def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Tensor:
+        config, (mixed_TX, b_TH, a_TH) = self.config, rows
         key = (config.key_heads, config.key_dim)
         inputs = ScanInputs(
             mixed=mixed_TX,
@@ -97,6 +97,12 @@ class DeltaNet(nn.Module):
             gates=(b_TH, a_TH),
             taps=self.conv1d.weight[:, 0],
             bias=None,
-            per_head=self.per_head(),
+            per_head=apart,
         )
         return scan_packs(inputs, ctx, scan=self.scan, exchanges=self.exchanges)
+
+    def after(self, mixed: Tensor, *kept: Tensor) -> Tensor:
+        (z_TRX,) = kept
+        normed_THV = self.norm(mixed, z_TRX.reshape(mixed.shape))
+        output_TC: Tensor = self.out_proj(normed_THV.flatten(-2))
+        return output_TC

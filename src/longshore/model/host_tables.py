@@ -24,7 +24,7 @@ from longshore.batch import Boundaries, PackContext, TableMaker
 from longshore.choices import Kernels, ScanKind
 from longshore.ops.backends import is_installed
 from longshore.ops.boundaries import chunk_rows, chunks
-from longshore.ops.tables import chunk_table, filled_spans
+from longshore.ops.tables import chunk_table, conv_spans, filled_spans
 
 HOST = torch.device("cpu")
 
@@ -60,6 +60,7 @@ def ssd_tables(pack: PackContext, *, setting: TableSetting) -> None:
     for bounds in scanned(pack, setting.scan):
         if setting.has("triton"):
             chunk_table(bounds, bounds.offsets[-1], HOST)
+            conv_spans(bounds, HOST)
         else:
             _plain_chunks(bounds, setting)
 
@@ -70,7 +71,10 @@ def delta_tables(pack: PackContext, *, setting: TableSetting) -> None:
     A lane's own chunks of a shared pack need transitions, which only plain torch computes.
     """
     for bounds in scanned(pack, setting.scan):
-        _plain_chunks(bounds, setting)
+        if not bounds.fixed:
+            _plain_chunks(bounds, setting)
+        if setting.has("triton"):
+            conv_spans(bounds, HOST)
         if bounds is pack.padded and setting.has("fla"):
             filled_spans(bounds, bounds.offsets[-1], HOST)
 

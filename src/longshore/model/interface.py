@@ -37,10 +37,13 @@ from functools import wraps
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longshore.batch import Boundaries, PackContext, SeqContext
 from longshore.choices import AttentionKind, ScanKind
+from longshore.model.rope import Tables
+
+Rows = tuple[Tensor, ...]
 
 
 class PendingRows(Protocol):
@@ -264,6 +267,36 @@ def eager(method: Callable[..., Returned]) -> Callable[..., Returned]:
         return method(*(arg.ctx if isinstance(arg, Opaque) else arg for arg in args))
 
     return run  # type: ignore[no-any-return]
+
+
+class ThreeStepMixer(nn.Module):
+    """A mixer whose core alone reads the context: `before` and `after` take each token by itself.
+
+    train/cuda_graph.py replays the steps on their own where the core cannot be.
+    """
+
+    def before(self, x_TC: Tensor, tables: Tables) -> tuple[Rows, Rows]:
+        """Rows for the core, and rows that `after` reads beside the core's output."""
+        raise NotImplementedError
+
+    def apart(self) -> Rows:
+        """Tensors for the core that are made of parameters which FSDP gathers on their own."""
+        return ()
+
+    def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Tensor:
+        """What mixes the tokens of each sequence."""
+        raise NotImplementedError
+
+    def after(self, mixed: Tensor, *kept: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Tensor:
+        rows, kept = self.before(x_TC, tables)
+        return self.after(self._eager_core(ctx, *rows), *kept)
+
+    @eager
+    def _eager_core(self, ctx: SeqContext, *rows: Tensor) -> Tensor:
+        return self.core(ctx, self.apart(), *rows)
 
 
 class Routed(NamedTuple):

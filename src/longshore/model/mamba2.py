@@ -21,7 +21,7 @@ from longshore.arch.part import Norm
 from longshore.arch.scan import Mamba2Config
 from longshore.batch import SeqContext
 from longshore.model.fill import CONV, ONES, RESIDUAL, Fill
-from longshore.model.interface import LOCAL, Context, Exchanges, eager
+from longshore.model.interface import LOCAL, Exchanges, Rows, ThreeStepMixer
 from longshore.model.norm import NormAfterGate
 from longshore.model.rope import Tables
 from longshore.model.scan import Decay, ScanInputs, conv_taps, copied, scan_packs
@@ -65,7 +65,7 @@ class DecayAndSkip(Decay):
         return *super().forward(), copied(self.D)
 
 
-class Mamba2(nn.Module):
+class Mamba2(ThreeStepMixer):
     """exchanges: how the lane reaches rows of shared packs; set by parallel/apply.py."""
 
     FILLS: ClassVar[Mapping[str, Fill]] = {
@@ -87,17 +87,18 @@ class Mamba2(nn.Module):
         self.norm = NormAfterGate(config.inner, config.norm_groups or config.groups, norm.eps)
         self.out_proj = nn.Linear(config.inner, width, bias=config.bias)
 
-    def forward(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Tensor:
+    def before(self, x_TC: Tensor, tables: Tables) -> tuple[Rows, Rows]:
         config = self.config
         sizes = [config.inner, config.conv_dim, config.heads]
         z_TX, mixed_TX, dt_TH = self.in_proj(x_TC).split(sizes, dim=-1)
-        y_THP: Tensor = self._scan(mixed_TX, dt_TH, ctx)
-        output_TC: Tensor = self.out_proj(self.norm(y_THP.flatten(-2), z_TX))
-        return output_TC
+        return (mixed_TX, dt_TH), (z_TX,)
 
-    @eager
-    def _scan(self, mixed_TX: Tensor, dt_TH: Tensor, ctx: SeqContext) -> Tensor:
-        config = self.config
+    def apart(self) -> Rows:
+        per_head: Rows = self.per_head()
+        return per_head
+
+    def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Tensor:
+        config, (mixed_TX, dt_TH) = self.config, rows
         group = (config.groups, config.state_dim)
         inputs = ScanInputs(
             mixed=mixed_TX,
@@ -105,6 +106,11 @@ class Mamba2(nn.Module):
             gates=(dt_TH,),
             taps=self.conv1d.weight[:, 0],
             bias=self.conv1d.bias,
-            per_head=self.per_head(),
+            per_head=apart,
         )
         return scan_packs(inputs, ctx, scan=self.scan, exchanges=self.exchanges)
+
+    def after(self, mixed: Tensor, *kept: Tensor) -> Tensor:
+        (z_TX,) = kept
+        output_TC: Tensor = self.out_proj(self.norm(mixed.flatten(-2), z_TX))
+        return output_TC

@@ -29,7 +29,7 @@ from longshore.arch.part import Norm
 from longshore.batch import SeqContext
 from longshore.model.attention import ALL_HEADS, attend_visible
 from longshore.model.fill import NORM, RESIDUAL, Fill
-from longshore.model.interface import LOCAL, Context, Exchanges, eager, joined
+from longshore.model.interface import LOCAL, Exchanges, Rows, ThreeStepMixer, joined
 from longshore.model.norm import RMSNorm
 from longshore.model.rope import Tables
 from longshore.ops.projections import projected
@@ -84,7 +84,7 @@ class FromLatents:
         return (drows_SL,), (dup_SX.T @ rows_SL[:, :rank]).view_as(weight_HXR)
 
 
-class MLA(nn.Module):
+class MLA(ThreeStepMixer):
     """exchanges: how the lane reaches rows of shared packs; set by parallel/apply.py."""
 
     FILLS: ClassVar[Mapping[str, Fill]] = {
@@ -112,7 +112,7 @@ class MLA(nn.Module):
         self.kv_up = nn.Linear(config.kv_rank, up, bias=False)
         self.o_proj = nn.Linear(config.heads * config.value_dim, width, bias=config.bias)
 
-    def forward(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Tensor:
+    def before(self, x_TC: Tensor, tables: Tables) -> tuple[Rows, Rows]:
         cos_TE, sin_TE = tables[self.rope]
         q_in = self.q_proj if self.q_down is None else self.q_down
         assert q_in is not None
@@ -121,7 +121,10 @@ class MLA(nn.Module):
         down_TR, key_TE = kv_TL.split([self.config.kv_rank, self.config.rope_dim], dim=1)
         rotated_T1E = rotate(key_TE.unsqueeze(1), cos_TE, sin_TE)
         latent_TL = torch.cat([self.kv_norm(down_TR), rotated_T1E.squeeze(1)], dim=1)
-        output_TC: Tensor = self.o_proj(self._attend(q_THD, latent_TL, ctx).flatten(-2))
+        return (q_THD, latent_TL), ()
+
+    def after(self, mixed: Tensor, *kept: Tensor) -> Tensor:
+        output_TC: Tensor = self.o_proj(mixed.flatten(-2))
         return output_TC
 
     def _queries(self, q_TX: Tensor) -> Tensor:
@@ -131,8 +134,8 @@ class MLA(nn.Module):
         q_THD: Tensor = q_TX.unflatten(-1, (-1, self.config.head_dim))
         return q_THD
 
-    @eager
-    def _attend(self, q_THD: Tensor, latent_TL: Tensor, ctx: SeqContext) -> Tensor:
+    def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Tensor:
+        q_THD, latent_TL = rows
         config = self.config
         # −1 heads: under tensor parallelism a rank has only some of them.
         per_head = (-1, config.nope_dim + config.value_dim)

@@ -16,6 +16,7 @@ from torch.nn.functional import silu
 
 from longshore.ops.backends import pick
 from longshore.ops.boundaries import Bounds, offsets_of, table, to_device
+from longshore.ops.tables import conv_spans
 
 
 def causal_conv(
@@ -109,23 +110,11 @@ def _check_before(before: Tensor | None, shape: tuple[int, ...]) -> None:
 
 
 def _span_tables(bounds: Bounds | None, x_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """int32: rows since the start of each row's span (T), its span (T), first rows and T (S + 1).
-
-    Made on the device, so that the host does not wait.
-    """
-    rows = len(x_TC)
-
-    def spans() -> Tensor:
-        t = torch.arange(rows, dtype=torch.int32, device=x_TC.device)
-        return torch.searchsorted(starts, t, right=True, out_int32=True) - 1
-
-    def rows_since() -> Tensor:
-        t = torch.arange(rows, dtype=torch.int32, device=x_TC.device)
-        return t - starts.index_select(0, span)
-
-    if bounds is None:
-        starts = torch.arange(2, dtype=torch.int32, device=x_TC.device) * rows
-    else:
-        starts = bounds.cu_seqlens
-    span = table(bounds, "conv: span of each row", spans)
-    return table(bounds, "conv: rows since the start", rows_since), span, starts
+    """int32: of each row (T) the rows since its span began, and its span; first rows (S + 1)."""
+    if bounds is not None:
+        span, since = conv_spans(bounds, x_TC.device)
+        return since, span, bounds.cu_seqlens
+    # On the device: a copy from the host cannot be captured in a CUDA graph.
+    since = torch.arange(len(x_TC), dtype=torch.int32, device=x_TC.device)
+    starts = torch.arange(2, dtype=torch.int32, device=x_TC.device) * len(x_TC)
+    return since, torch.zeros_like(since), starts

@@ -95,6 +95,24 @@ def begin_round(model: nn.Module, *, mode: ShardMode, is_last: bool) -> None:
     model.set_is_last_backward(is_last)
 
 
+def keep_gathered_memory(model: nn.Module) -> None:
+    """Lets the gathered parameters stay where they are in memory from step to step.
+
+    FSDP gathers into the same tensors every time, but frees their memory in between. CUDA graphs
+    read parameters at fixed addresses. Costs the memory of the gathered parameters at all times;
+    not for zero3, which saves just that.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            for parameter in group.fsdp_params if group is not None else ():
+                parameter.free_unsharded_param = _nothing  # type: ignore[method-assign]
+
+
+def _nothing() -> None:
+    pass
+
+
 def computing_dtype(model: nn.Module) -> torch.dtype:
     """Of the arithmetic of a sharded model, whose parameters may be wider."""
     assert isinstance(model, FSDPModule)

@@ -206,6 +206,7 @@ def _make_steps(
         packing = Packing(
             depths=len(job.decoder.mtp),
             layout=job.layout,
+            max_sequences=job.resolved.graph.max_sequences if job.resolved.graph else 0,
             tables=table_makers(
                 job.decoder,
                 scan=job.config.parallel.scan,

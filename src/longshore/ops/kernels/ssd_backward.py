@@ -112,7 +112,8 @@ def _gradients_kernel(
     t = (first + row)[:, None]
     of_keys = (row[:, None] < rows) & (n[None, :] < STATE)
     of_rows = (row[:, None] < rows) & (p[None, :] < WIDTH)
-    of_state = (n[:, None] < STATE) & (p[None, :] < WIDTH)
+    # A chunk of 0 rows fills a table: no state enters or leaves it.
+    of_state = (n[:, None] < STATE) & (p[None, :] < WIDTH) & (rows > 0)
     since = row[:, None] >= row[None, :]
     B = tl.load(B_ptr + t * B_row + group * B_group + n[None, :], mask=of_keys, other=0.0)
     if DY:
