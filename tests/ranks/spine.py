@@ -120,10 +120,12 @@ def sharded(config, topology, groups, choices: Choices) -> Decoder:
     return model
 
 
-def batches_of(plan: Plan, samples: dict[int, Sample], lane: int, depths: int = 0):
+def batches_of(
+    plan: Plan, samples: dict[int, Sample], lane: int, depths: int = 0, max_sequences: int = 0
+):
     counts = counts_of(samples, depths)
     shards = cut_shards(plan, samples, lane_cuts(plan, lane), depths=depths)
-    return pack_step(plan, lane, shards, counts=counts, pad_id=PAD)
+    return pack_step(plan, lane, shards, counts=counts, pad_id=PAD, max_sequences=max_sequences)
 
 
 def together(config, plan, samples, topology, groups, choices: Choices) -> Outcome:

@@ -61,7 +61,7 @@ def ssd_tables(pack: PackContext, *, setting: TableSetting) -> None:
         if setting.has("triton"):
             chunk_table(bounds, bounds.offsets[-1], HOST)
             conv_spans(bounds, HOST)
-        else:
+        elif not bounds.fixed:
             _plain_chunks(bounds, setting)
 
 
@@ -80,7 +80,7 @@ def delta_tables(pack: PackContext, *, setting: TableSetting) -> None:
 
 
 def _plain_chunks(bounds: Boundaries, setting: TableSetting) -> None:
-    """As large as they are on the device."""
+    """As large as they are on the device; their number is read on the host, so not for graphs."""
     chunks(bounds, bounds.offsets[-1], chunk_rows(setting.device), HOST)
 
 

@@ -37,9 +37,10 @@ Function = Callable[[Rows], Rows]
 
 
 class Recorder(Protocol):
-    """What CudaRecorder offers; tests have one for CPUs."""
+    """What CudaRecorder offers. runs_again: a replay calls the function, as in tests on CPUs."""
 
     bytes: int
+    runs_again: bool
 
     def record(self, run: Callable[[], Outputs]) -> tuple[Replay, Outputs]: ...
     def weak(self, tensor: Tensor) -> Tensor: ...
@@ -191,13 +192,8 @@ class Piece:
         _copy_moved([fixed for fixed, _ in here], [grad for _, grad in here])  # type: ignore[misc]
         self.replay_backward()
         coming = iter(self._grads)
-        of_inputs = [next(coming).detach() if wants else None for wants in self._wants]
-        return *of_inputs, *map(self._own, coming)
-
-    def _own(self, grad: Tensor) -> Tensor:
-        """A gradient for FSDP, which copies those of half precision, and keeps wider ones."""
-        is_copied = grad.element_size() == 2 and not self.keeps_gradients
-        return grad.detach() if is_copied else grad.clone()
+        of_inputs = [_own(next(coming)) if wants else None for wants in self._wants]
+        return *of_inputs, *(_own(grad, copy=self.keeps_gradients) for grad in coming)
 
     def _forward(self) -> Rows:
         """What is recorded. It reads attributes, so that a recorder may also run it again."""
@@ -274,3 +270,8 @@ def _copy_moved(fixed: Sequence[Tensor], coming: Sequence[Tensor]) -> None:
     ]
     if pairs:
         torch._foreach_copy_([to for to, _ in pairs], [tensor for _, tensor in pairs])
+
+
+def _own(grad: Tensor, *, copy: bool = False) -> Tensor:
+    """A gradient that may become a parameter's: FSDP keeps wide ones, and copies others."""
+    return grad.clone() if copy or grad.element_size() > 2 else grad.detach()

@@ -27,6 +27,8 @@ Replay = Callable[[], None]
 class CudaRecorder:
     """bytes: that all recordings have reserved."""
 
+    runs_again = False
+
     def __init__(self) -> None:
         self.bytes = 0
         self._pool = torch.cuda.graph_pool_handle()
