@@ -25,7 +25,7 @@ from longshore.plan.cost import Ints
 from longshore.plan.graph_use import BUCKETS, MicroBatchSizes, added_by_rounding, steady_cap
 from longshore.plan.shapes import make_buckets
 from longshore.plan.types import Plan
-from longshore.run.graph_cap import sampled_plans
+from longshore.run.graph_cap import SAMPLE_SEQUENCES, sampled_plans
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 PACKAGES = ("longshore", "numpy")
@@ -127,7 +127,8 @@ def main() -> int:
         "## Caps of CUDA graphs\n\n"
         f"Repeat with `python bench/graph_caps.py`. Measured on: {machine(PACKAGES)}.\n\n"
         f"`graph.max_sequences=auto` with `graph.coverage` {COVERAGE:g}, chosen on a sample of up "
-        f"to {steps} steps of a distribution, then counted on {steps} other steps of it, in which "
+        f"to {steps} steps or {SAMPLE_SEQUENCES:,} sequences of a distribution (and how many seconds "
+        f"planning them took), then counted on {steps} other steps of it, in which "
         "a sequence longer than all lanes hold is cut to that. Only micro-batches with one pack of "
         "CP size 1 can be replayed as whole layers. Slots empty: entries of the boundary array "
         "that no sequence uses, in the micro-batches served. A graph fixes the number of tokens "
