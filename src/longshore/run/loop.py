@@ -40,8 +40,15 @@ def train_steps(
         ),
         start=saver.progress,
         hooks=_hooks(job, parts, saver=saver, evaluator=evaluator, record=record),
-        graphs=GraphUse(job.resolved.graph) if job.resolved.graph else None,
+        graphs=_graph_use(job, parts),
     )
+
+
+def _graph_use(job: TrainingJob, parts: Parts) -> GraphUse | None:
+    layers = parts.stepper.graphs
+    if layers is None or job.resolved.graph is None:
+        return None
+    return GraphUse(job.resolved.graph, lambda: layers.bytes)
 
 
 def _schedule(job: TrainingJob) -> Schedule:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from longshore.config.check import check_longest, planner_options
+from longshore.config.check_graph import LAYERS, graph_layers
 from longshore.config.schema import RunConfig
 from longshore.data.data_rank import Packing, Planner
 from longshore.data.loader import Loader
@@ -33,6 +34,7 @@ from longshore.model.host_tables import table_makers
 from longshore.model.init import initial_block
 from longshore.ops.backends import use_kernels
 from longshore.parallel.apply import Choices, parallelize
+from longshore.parallel.fsdp import keep_gathered_memory
 from longshore.parallel.pipeline.copies import EmbeddingCopies
 from longshore.parallel.pipeline.stages import Stages, stages_of, whole_name
 from longshore.parallel.pipeline.trace import Operation, TracedModel, trace
@@ -40,9 +42,13 @@ from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Plan, Sequence
 from longshore.run.data import batch_size, held_out, open_sequences
+from longshore.run.graph_cap import graph_bytes
 from longshore.run.job import TrainingJob
 from longshore.train.checkpoint import Checkpoints
+from longshore.train.cuda_graph import GraphedLayers
 from longshore.train.evaluation import Evaluator, HeldOut, OnEvaluation
+from longshore.train.graph_piece import GraphMemory
+from longshore.train.graph_recorder import CudaRecorder
 from longshore.train.loss import make_loss
 from longshore.train.optimizer import make_optimizer
 from longshore.train.step import Stepper
@@ -94,6 +100,7 @@ def make_cp_groups(job: TrainingJob) -> CPGroups:
 def make_stepper(job: TrainingJob, groups: CPGroups) -> Stepper:
     """The model with its first weights, its optimizer and its loss."""
     train, model = job.config.train, _make_model(job, groups)
+    graphs = _graphed_layers(job, model) if job.resolved.graph else None
     return Stepper(
         model=model,
         optimizer=make_optimizer(
@@ -107,6 +114,27 @@ def make_stepper(job: TrainingJob, groups: CPGroups) -> Stepper:
         status=job.status,
         copies=EmbeddingCopies(model, job.topology) if job.topology.pp > 1 else None,
         trace=_trace_of(job) if job.config.parallel.trace else None,
+        graphs=graphs,
+    )
+
+
+def _graphed_layers(job: TrainingJob, model: Stages) -> GraphedLayers:
+    """CUDA graphs in the place of the layers they can replay."""
+    (decoder,) = stages_of(model).values()
+    setting, moving = job.resolved.graph, job.resolved.shard == "zero3"
+    assert setting is not None
+    if not moving:
+        keep_gathered_memory(decoder)
+    recompute = job.config.train.recompute == "blocks"
+    names = graph_layers(job.config, job.decoder)
+    gpu_bytes = torch.cuda.get_device_properties(job.topology.device).total_memory
+    return GraphedLayers(
+        decoder,
+        kinds={kind for kind, name in LAYERS.items() if name in names},
+        setting=setting,
+        memory=GraphMemory(CudaRecorder(), recompute=recompute, moving=moving),
+        most_bytes=graph_bytes(job.config.graph, gpu_bytes),
+        tell=job.tell,
     )
 
 

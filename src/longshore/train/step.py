@@ -37,6 +37,7 @@ from longshore.parallel.pipeline.trace import Operation, check_issued
 from longshore.parallel.tensor import sum_gradients
 from longshore.plan.order import Action
 from longshore.plan.types import Plan
+from longshore.train.cuda_graph import GraphedLayers
 from longshore.train.heartbeat import RankStatus
 from longshore.train.loss import Faults, Loss, masked_sum, without_uncounted_labels
 from longshore.train.optimizer import (
@@ -103,6 +104,8 @@ class Stepper:
     """Of the embedding on several stages; None without a pipeline."""
     trace: Callable[[Plan], Sequence[Operation]] | None = None
     """This rank's operations of a plan, to compare those of every step with; None: not compared."""
+    graphs: GraphedLayers | None = None
+    """CUDA graphs in the model's layers, if there are any."""
     executor: Executor = field(init=False)
     """Runs the rounds."""
 
