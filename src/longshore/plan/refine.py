@@ -97,6 +97,9 @@ class Correction:
         )
 
 
+UNCORRECTED = Correction()
+
+
 @dataclass(frozen=True, slots=True)
 class KindRatio:
     """Rounds of one kind: the medians of measured / predicted under three profiles."""
@@ -204,7 +207,7 @@ def _token_wise_share(setting: PlanSetting) -> float:
 
 
 def refit(
-    rounds: Seq[ObservedRound], base: CostProfile, correction: Correction = Correction()
+    rounds: Seq[ObservedRound], base: CostProfile, correction: Correction = UNCORRECTED
 ) -> Refit | None:
     """Corrects the correction of a profile; None if too few rounds were measured.
 

@@ -7,6 +7,7 @@ class RunPage {
     this.runs = data.runs;
     this.curves = new Curves(this.runs, (run, step) => this.pick(run, step));
     this.cost = new CostView(this.runs, (run, step) => this.pick(run, step));
+    this.refine = new RefineView(this.runs);
     this.pipeline = new PipelineView(this.runs);
     this.experts = new ExpertsView(this.runs);
     this.step = new StepView(data, (run, step) => this.curves.choose(run, step));
@@ -18,6 +19,7 @@ class RunPage {
     this.showDifferences();
     this.curves.start();
     this.cost.start();
+    this.refine.start();
     this.pipeline.start();
     this.experts.start();
     this.step.start();
@@ -32,7 +34,7 @@ class RunPage {
   resize() {
     if (this.width === document.body.clientWidth) return;
     this.width = document.body.clientWidth;
-    [this.curves, this.cost, this.experts, this.step].forEach((view) => view.draw());
+    [this.curves, this.cost, this.refine, this.experts, this.step].forEach((view) => view.draw());
   }
 
   /* A step that was clicked: its timeline, brought into view. */

@@ -58,7 +58,6 @@ from longshore.train.checkpoint_storage import (
 from longshore.train.loop import Progress
 from longshore.train.stop import RunError
 
-
 Shared = Callable[[Groups], dict[str, object]]
 """More of the loader's state, which all ranks make together, in the thread that writes."""
 

@@ -30,6 +30,7 @@ from longshore.distributed.topology import Groups
 from longshore.plan.cost import CostProfile, parse_profile
 from longshore.plan.refine import (
     MOST_ROUNDS,
+    UNCORRECTED,
     Correction,
     ObservedRound,
     Refit,
@@ -101,9 +102,9 @@ class Refiner:
         self._lock = threading.Lock()
         self._local: dict[int, _LocalTimes] = {}
         self._observed: Window = {}
-        self._corrections = [(1, Correction())]
+        self._corrections = [(1, UNCORRECTED)]
         self._window = 0  # the last step of the last window that was fitted
-        self._resumed = _Saved(0, 0, Correction(), {})
+        self._resumed = _Saved(0, 0, UNCORRECTED, {})
         self._news: list[Refinement] = []
 
     @property
@@ -196,7 +197,7 @@ class Refiner:
         """
         raw = state.get(STATE)
         if not isinstance(raw, dict) or parse_profile(raw["base"], STATE) != self.base:
-            self._resumed = _Saved(step, step, Correction(), {})
+            self._resumed = _Saved(step, step, UNCORRECTED, {})
             self._window = step
             why = "the cost profile is another one" if raw else "the checkpoint has no factors"
             return [f"plan.refine begins with step {step + 1}: {why}"]
