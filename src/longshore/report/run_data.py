@@ -19,7 +19,7 @@ from longshore.report.run_curves import rounded, run_curves, total
 from longshore.report.run_experts import experts_data
 from longshore.report.run_files import Floats, RunFolder
 from longshore.report.run_pipeline import pipeline_data
-from longshore.report.run_refine import refine_data
+from longshore.report.run_refine import last_change, refine_data
 from longshore.report.run_steps import slow_steps, steps_data
 
 MOST_RUNS = 8
@@ -63,7 +63,7 @@ def run_data(run: RunFolder, name: str, *, share: float = 1.0) -> Json:
         "figures": figures(run),
         "points": run_curves(run.metrics),
         "evals": evals_data(run),
-        "cost": cost_data(lines),
+        "cost": cost_data(lines, refined=last_change(run.refined)),
         "refined": refine_data(run.refined),
         "pipeline": pipeline_data(run.pipeline, run.config),
         "experts": experts_data(lines),

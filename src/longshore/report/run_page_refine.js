@@ -10,9 +10,13 @@ class RefineView {
     byId("refine-section").hidden = !this.runs.length;
     byId("refined").replaceChildren(...this.runs.flatMap((run) => {
       run.figure = element("figure", { class: "plot" });
-      return [...(this.several ? [element("h3", {}, run.name)] : []), run.figure, this.table(run.refined)];
+      return [...(this.several ? [element("h3", {}, run.name)] : []), run.figure, this.legend(run.refined), this.table(run.refined)];
     }));
     this.draw();
+  }
+
+  legend({ kinds }) {
+    return element("ul", { class: "legend" }, ...kinds.map(({ kind }, i) => element("li", {}, swatch(i), `CP size ${kind}`)));
   }
 
   table({ parts, rows }) {

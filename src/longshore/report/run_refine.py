@@ -59,6 +59,11 @@ def read_refined(path: Path) -> dict[int, RefineLine]:
     return {step: lines[step] for step in sorted(lines)}
 
 
+def last_change(lines: Mapping[int, RefineLine]) -> int:
+    """The first step planned with the last profile; 0 for a run with one profile."""
+    return max((step for step, line in lines.items() if line.changed), default=0)
+
+
 def refine_data(lines: Mapping[int, RefineLine]) -> Json | None:
     """Ratios of each kind and the last changes; None for a run that refined nothing."""
     if not lines:

@@ -20,11 +20,13 @@ step 21 on, 2 + 3 steps later, and no rank ever waits for times.
 import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from longshore.distributed.agreement import agreed
 from longshore.distributed.collectives import max_over, sum_over
 from longshore.distributed.topology import Groups
 from longshore.plan.cost import CostProfile, parse_profile
@@ -138,7 +140,8 @@ class Refiner:
                 local = {last: self._local.get(last)}
             self._observed |= self._over_lanes(local, groups)
         while self._window + self.every + self.delay <= step:
-            self._fit(step)
+            with agreed(groups) if groups is not None else nullcontext():
+                self._fit(step)
 
     def _fit(self, step: int) -> None:
         first, self._window = self._window + 1, self._window + self.every
