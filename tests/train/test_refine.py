@@ -1,4 +1,4 @@
-"""When measured times correct a run's profile, without ranks; tests/ranks/test_refine.py has ranks."""
+"""When measured times correct a run's profile; tests/ranks/test_refine.py has it on ranks."""
 
 import json
 from dataclasses import replace
