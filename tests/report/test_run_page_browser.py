@@ -88,6 +88,9 @@ function probe() {
     change("#experts-layer", "1");
     saw.heatChanged = document.querySelector("#heat image").getAttribute("href") !== before;
   }
+  saw.refined = all("#refined tbody tr").map((row) => row.textContent.replaceAll("\u00a0", " "));
+  saw.refinedLines = document.querySelectorAll("#refined path.curve").length;
+  saw.refinedHidden = document.querySelector("#refine-section").hidden;
   saw.pipeline = !document.querySelector("#pipeline-section").hidden;
   saw.ranks = all("#pipeline tbody tr").map((row) => row.textContent.replaceAll("\u00a0", " "));
   saw.bars = all("#pipeline .shares").map((bar) => {
@@ -144,6 +147,7 @@ def test_one_run(tmp_path, width):
         evals=True,
         pp=2,
         vpp=2,
+        refined=True,
         config={"parallel": {"layout": "Ett|tt|ttm|L"}},
     )
     saw, complaints = open_runs([run], tmp_path, width=width)
@@ -161,6 +165,8 @@ def test_one_run(tmp_path, width):
     assert "The cost model is very good" in saw["costWords"]
     assert saw["dots"] == 1
     assert (saw["experts"], saw["heatChanged"]) == (True, True)
+    assert saw["refined"][0] == "21" "1–16" "30" "2" "1 ×" "9.5 ×" "20 % → 10 %"
+    assert (len(saw["refined"]), saw["refinedLines"]) == (2, 4), "changes; two kinds, two profiles"
     check_steps(saw)
     check_pipeline(saw)
 
@@ -209,6 +215,7 @@ def test_several_runs(tmp_path, width):
     assert "No steps.jsonl: third" in saw["note"]
     assert not saw["experts"]
     assert not saw["pipeline"]
+    assert saw["refinedHidden"]
 
 
 def test_a_run_with_metrics_alone_and_gaps(tmp_path):
