@@ -165,7 +165,7 @@ def test_one_run(tmp_path, width):
     assert "The cost model is very good" in saw["costWords"]
     assert saw["dots"] == 1
     assert (saw["experts"], saw["heatChanged"]) == (True, True)
-    assert saw["refined"][0] == "21" "1–16" "30" "2" "1 ×" "9.5 ×" "20 % → 10 %"
+    assert saw["refined"][0] == "211–163021 ×9.5 ×20 % → 10 %"
     assert (len(saw["refined"]), saw["refinedLines"]) == (2, 4), "changes; two kinds, two profiles"
     check_steps(saw)
     check_pipeline(saw)

@@ -20,7 +20,7 @@ step 21 on, 2 + 3 steps later, and no rank ever waits for times.
 import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,12 +63,33 @@ class Refinement:
     refit: Refit
 
 
-@dataclass(frozen=True, slots=True)
 class _LocalTimes:
-    """A step's rounds, and nanoseconds of those in which this rank's lane has a part."""
+    """What a step's rounds took on this rank; what they consist of is computed when it is needed.
 
-    parts: tuple[RoundParts, ...]
-    nanoseconds: tuple[int, ...]
+    In large plans that takes milliseconds, which are not the training loop's.
+    """
+
+    def __init__(self, plan: Plan, seconds: tuple[float, ...]) -> None:
+        self.seconds = seconds
+        self._plan: Plan | None = plan
+        self._parts: tuple[RoundParts, ...] = ()
+
+    @property
+    def parts(self) -> tuple[RoundParts, ...]:
+        """Of a skipped step none. Two threads that ask at once compute the same."""
+        plan = self._plan
+        if plan is not None:
+            self._parts = tuple(round_parts(plan)) if self.seconds else ()
+            self._plan = None
+        return self._parts
+
+    def row(self, lane: int) -> list[int]:
+        """Nanoseconds of the rounds in which the lane has a part."""
+        times = [
+            round(self.seconds[part.round] * 1e9) if lane in part.lanes else 0
+            for part in self.parts
+        ]
+        return times + [0] * (MOST_ROUNDS - len(times))
 
 
 Window = dict[int, tuple[ObservedRound, ...]]
@@ -116,21 +137,17 @@ class Refiner:
 
     def measured(self, step: int, plan: Plan, seconds: Seq[float]) -> None:
         """For the training loop: this rank's seconds of each round; () for a skipped step."""
-        parts = tuple(round_parts(plan)) if seconds else ()
-        times = tuple(
-            round(seconds[part.round] * 1e9) if self._lane in part.lanes else 0 for part in parts
-        )
         with self._lock:
-            self._local[step] = _LocalTimes(parts, times)
+            self._local[step] = _LocalTimes(plan, tuple(seconds))
             oldest = step - self.every - self.delay
             self._local = {s: kept for s, kept in self._local.items() if s >= oldest}
 
     def news(self, step: int) -> list[Refinement]:
-        """For the training loop: what was not told yet of the steps up to this one."""
+        """For the training loop: what is new of the steps up to this one."""
         with self._lock:
-            told = [each for each in self._news if each.step <= step]
+            due = [each for each in self._news if each.step <= step]
             self._news = [each for each in self._news if each.step > step]
-        return told
+        return due
 
     def before_plan(self, step: int, groups: Groups | None) -> None:
         """For the loader's thread, before it plans a step; all ranks call it together."""
@@ -140,7 +157,7 @@ class Refiner:
                 local = {last: self._local.get(last)}
             self._observed |= self._over_lanes(local, groups)
         while self._window + self.every + self.delay <= step:
-            with agreed(groups) if groups is not None else nullcontext():
+            with _agreed(groups):
                 self._fit(step)
 
     def _fit(self, step: int) -> None:
@@ -161,7 +178,10 @@ class Refiner:
 
         A lane's time is the mean over its pipeline ranks, as in the profile.
         """
-        rows = torch.tensor([_row(local) for local in times.values()], dtype=torch.int64)
+        with _agreed(groups):
+            unknown = [UNKNOWN] * MOST_ROUNDS
+            mine = [local.row(self._lane) if local else unknown for local in times.values()]
+            rows = torch.tensor(mine, dtype=torch.int64)
         if groups is not None:
             max_over(sum_over(rows, groups.pp), groups.world)
         window: Window = {}
@@ -211,10 +231,9 @@ class Refiner:
         return []
 
 
-def _row(local: _LocalTimes | None) -> list[int]:
-    if local is None:
-        return [UNKNOWN] * MOST_ROUNDS
-    return [*local.nanoseconds, *[0] * (MOST_ROUNDS - len(local.nanoseconds))]
+def _agreed(groups: Groups | None) -> AbstractContextManager[None]:
+    """A block that fails on all ranks if it fails on one."""
+    return agreed(groups) if groups is not None else nullcontext()
 
 
 def _as_json(saved: _Saved, base: CostProfile) -> dict[str, object]:
