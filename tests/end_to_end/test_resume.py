@@ -8,7 +8,7 @@ from tests.end_to_end.killed import Kill, Runs
 
 from longshore.cli.main import main
 from longshore.config import load_config
-from longshore.train.checkpoint_files import newest_complete
+from longshore.train.checkpoint_files import newest_complete, read_index
 
 
 @pytest.fixture
@@ -90,10 +90,11 @@ def test_without_a_checkpoint_it_begins_anew_and_says_so(runs, capfd):
 
 def test_what_may_change_and_what_may_not(runs, capfd):
     """More steps on one rank, then another batch; {n} is the newest run of its name."""
-    assert runs.train("run-1", "train.steps=3", ranks=1) == 0
+    refine = "plan.refine=true"
+    assert runs.train("run-1", "train.steps=3", refine, ranks=1) == 0
     first = (runs.folder / "run-1" / "config.toml").read_text()
     (runs.folder / "run-0").mkdir()
-    words = ("--resume", "train.steps=4", "output.keep=1", "output.display=plain")
+    words = ("--resume", "train.steps=4", "output.keep=1", "output.display=plain", refine)
     assert runs.train("run-{n}", *words, ranks=1) == 0
     out = capfd.readouterr().out
     assert "run-1 resumes after step 3\ntrain.steps was 3 and is 4 from here on\nplanning…\n" in out
@@ -103,6 +104,8 @@ def test_what_may_change_and_what_may_not(runs, capfd):
     assert load_config(str(run / "config.toml")).train.steps == 4
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000004"]
     assert len(runs.losses("run-1")) == 4
+    saved = read_index(run / "checkpoints/step-00000004").loader["refine"]
+    assert {step for step, *_ in saved["rounds"]} == {1, 2, 3, 4}, "times of both runs"
     for word, told in (
         ("data.batch=7", "data.batch was 6 in"),
         ("data.seed=1", "data.seed was 0 in"),

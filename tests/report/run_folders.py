@@ -38,6 +38,7 @@ def make_run(
     speed=1.0,
     pp=1,
     vpp=1,
+    refined=False,
 ):
     """Writes a folder as a run does. experts: how many in each layer. graphs: a GraphSetting.
 
@@ -70,6 +71,8 @@ def make_run(
         stages = range(rank, pp * vpp, pp)
         lines = [stage_line(rng, line["step"], line["elapsed_s"], stages) for line, _ in rows]
         write_lines(folder / "pipeline" / f"rank-{rank}.jsonl", lines)
+    if refined:
+        write_lines(folder / "refine.jsonl", [refine_line(n) for n in (21, 37, 53)])
     if evals:
         every = max(1, steps // 8)
         write_lines(
@@ -81,6 +84,16 @@ def make_run(
             ],
         )
     return folder
+
+
+def refine_line(step):
+    """The last window changed nothing; rounds of CP size 2 are predicted worst."""
+    before = {21: 2.0, 37: 1.1, 53: 1.0}[step]
+    return {
+        "step": step, "window": [step - 20, step - 5], "changed": step < 53, "rounds": 30,
+        "left_out": 2, "factors": {"linear": 1.0, "quadratic": 9.5}, "errors": [0.4, 0.2, 0.1],
+        "kinds": [[1, 20, 1.5, before, 1.0], [2, 10, 3.0, 1.5 * before, 1.0]],
+    }  # fmt: skip
 
 
 def lengths(rng, batch, capacity):

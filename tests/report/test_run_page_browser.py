@@ -89,6 +89,9 @@ function probe() {
     change("#experts-layer", "1");
     saw.heatChanged = document.querySelector("#heat image").getAttribute("href") !== before;
   }
+  saw.refined = all("#refined tbody tr").map((row) => row.textContent.replaceAll("\u00a0", " "));
+  saw.refinedLines = document.querySelectorAll("#refined path.curve").length;
+  saw.refinedHidden = document.querySelector("#refine-section").hidden;
   saw.pipeline = !document.querySelector("#pipeline-section").hidden;
   saw.ranks = all("#pipeline tbody tr").map((row) => row.textContent.replaceAll("\u00a0", " "));
   saw.bars = all("#pipeline .shares").map((bar) => {
@@ -148,6 +151,7 @@ def test_one_run(tmp_path, width):
         evals=True,
         pp=2,
         vpp=2,
+        refined=True,
         config={"parallel": {"layout": "Ett|tt|ttm|L"}},
     )
     saw, complaints = open_runs([run], tmp_path, width=width)
@@ -167,6 +171,8 @@ def test_one_run(tmp_path, width):
     assert (saw["experts"], saw["heatChanged"]) == (True, True)
     assert saw["graphs"][0].startswith("All steps")
     assert saw["graphLines"] == 2, "whole layers and halves; no micro-batch runs eagerly"
+    assert saw["refined"][0] == "211–163021 ×9.5 ×20 % → 10 %"
+    assert (len(saw["refined"]), saw["refinedLines"]) == (2, 4), "changes; two kinds, two profiles"
     check_steps(saw)
     check_pipeline(saw)
 
@@ -215,6 +221,7 @@ def test_several_runs(tmp_path, width):
     assert "No steps.jsonl: third" in saw["note"]
     assert not saw["experts"]
     assert not saw["pipeline"]
+    assert saw["refinedHidden"]
 
 
 def test_a_run_with_metrics_alone_and_gaps(tmp_path):

@@ -135,6 +135,9 @@ class PlanConfig:
         "pad a rank's tokens to one of this many sizes, so that torch.compile sees few; 0: off",
     )
     cost: str = key("", text(), "a cost profile in JSON (default: an 8B model on H100s)")
+    refine: bool = key(
+        False, flag(), "correct the cost profile while training, by the measured times of rounds"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,7 +119,8 @@ class DataRank:
 
         The check is for users' own planners, which may leave a sequence out or use a lane that does
         not exist. The digest covers all that shapes depend on, because plan.digest is only what the
-        planner claims; tuples of integers hash alike on all ranks.
+        planner claims; tuples of integers hash alike on all ranks. And the cost profile, which a
+        run may refine: ranks whose profiles differ would soon differ in plans.
         """
         plan = planner(sequences)
         check_step(plan, sequences, lanes=self.lanes)
@@ -128,7 +129,8 @@ class DataRank:
             (at, p.first_lane, p.cp_size, p.tokens_per_lane, *p.sequences) for at, p in plan.packs()
         ]
         shapes = hash((lengths, len(plan.rounds), plan.setting.buckets, *packs))
-        return plan, f"{plan.digest} {plan.setting.policy} {plan.setting.align} {shapes}"
+        setting = plan.setting
+        return plan, f"{plan.digest} {setting.policy} {setting.align} {shapes} {setting.profile}"
 
     def check_same(self, digest: str) -> None:
         if self.groups:

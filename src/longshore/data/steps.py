@@ -26,7 +26,7 @@ from longshore.data.lane_broadcast import LaneParcels, deliver_in_lane, make_lan
 from longshore.data.lengths import StepLengths, gather_rows_of_lanes, length_rows
 from longshore.data.shard import cut_shards, lane_cuts
 from longshore.data.source import IndexedSource, TokenizedSample, source_digest
-from longshore.distributed.topology import Topology
+from longshore.distributed.topology import Groups, Topology
 from longshore.plan.cost import Ints
 from longshore.plan.types import Plan, Sequence
 
@@ -47,6 +47,9 @@ class Step:
 
 DEFAULT_PACKING = Packing()
 Finish = Callable[[Step], Step]
+BeforePlan = Callable[[int, Groups | None], None]
+"""Called with the number of the step that is planned next, from 1, by all ranks together; it may
+communicate over the groups, which are those of the thread that plans."""
 
 
 def unchanged(step: Step) -> Step:
@@ -81,9 +84,11 @@ class IndexedSteps:
         shuffle: bool = True,
         topology: Topology | None = None,
         packing: Packing = DEFAULT_PACKING,
+        before_plan: BeforePlan | None = None,
     ) -> None:
         self.source = source
         self.planner = planner
+        self.before_plan = before_plan
         self.seed = seed
         self.rank = DataRank(topology, packing)
         with self.rank.closed_on_error():
@@ -96,8 +101,11 @@ class IndexedSteps:
     def from_place(
         self, place: Place, stop: Callable[[], bool], finish: Finish = unchanged
     ) -> Iterator[Step]:
-        order = self.batches.from_place(place)
+        order, number = self.batches.from_place(place), place.step
         while not self.rank.any_rank(stop()):
+            number += 1
+            if self.before_plan is not None:
+                self.before_plan(number, self.rank.groups)
             with self.rank.agreed():
                 place, places = next(order)
                 plan, digest = self.rank.make_plan(self.planner, self._sequences(places))

@@ -215,6 +215,15 @@ def sum_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return tensor
 
 
+def max_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Overwrites `tensor` with its maximum over all ranks, and returns it. No gradient."""
+    if group.size() > 1:
+        with torch.no_grad():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+        _note("max_over", group, (group.size() - 1) * tensor.nbytes)
+    return tensor
+
+
 def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Tensor:
     """Overwrites `tensor` with that of the group's rank `source`, and returns it. No gradient."""
     if not tensor.is_contiguous():

@@ -82,12 +82,12 @@ def step_time(costs: Seq[Seq[int]], rounds: Seq[Round], table: CostTable, sync: 
         return sum(map(max, costs)) + table.round * len(costs)
     ready = [0] * len(costs[0])
     for round_, row in zip(rounds, costs, strict=True):
-        for meeting in _meetings(round_, len(row), sync):
+        for meeting in meetings(round_, len(row), sync):
             _meet(ready, meeting, max(row[meeting.start : meeting.stop]) + table.round)
     return max(ready)
 
 
-def _meetings(round_: Round, lanes: int, sync: str) -> list[range]:
+def meetings(round_: Round, lanes: int, sync: str) -> list[range]:
     """The lanes that wait for each other in a round: packs that overlap join theirs to one run."""
     if sync == "round":
         return [range(lanes)]
@@ -172,7 +172,7 @@ def simulate_rounds(
     events: list[PackEvent] = []
     for number, (round_, row) in enumerate(zip(rounds, rows, strict=True)):
         begin = [0] * lanes
-        for meeting in _meetings(round_, lanes, setting.sync):
+        for meeting in meetings(round_, lanes, setting.sync):
             height = max(row[meeting.start : meeting.stop]) + table.round
             start = _meet(ready, meeting, -(-synced[number] // whole) if synced else height)
             for lane in meeting:

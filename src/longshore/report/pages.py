@@ -46,6 +46,7 @@ RUN_SCRIPTS = (
     "run_page_curves.js",
     "run_page_plots.js",
     "run_page_cost.js",
+    "run_page_refine.js",
     "run_page_pipeline.js",
     "run_page_experts.js",
     "run_page_graphs.js",

@@ -47,17 +47,20 @@ class CostFit:
     """The first step, which is left out, or None."""
 
 
-def cost_data(lines: Mapping[int, JournalLine]) -> Json | None:
+def cost_data(lines: Mapping[int, JournalLine], *, refined: int = 0) -> Json | None:
     """The fit, its text, dots for a scatter plot, and the ratio over steps; None without times.
 
     The first step, in which memory and kernels warm up, is left out of the fit and of the dots if
-    there are enough others.
+    there are enough others; so are those before the step `refined`, planned with other profiles.
     """
     measured = {step: line for step, line in lines.items() if line.measured}
     if not measured:
         return None
-    first = next(iter(measured)) if len(measured) >= FEW else None
-    kept = {step: line for step, line in measured.items() if step != first}
+    kept = {step: line for step, line in measured.items() if step >= refined}
+    if len(kept) < FEW:
+        kept, refined = measured, 0
+    first = next(iter(kept)) if len(kept) >= FEW and not refined else None
+    kept = {step: line for step, line in kept.items() if step != first}
     predicted = np.concatenate([line.predicted for line in kept.values()])
     elapsed = np.concatenate([line.elapsed for line in kept.values()])
     steps = np.concatenate([np.full(len(line.elapsed), step) for step, line in kept.items()])
@@ -66,7 +69,7 @@ def cost_data(lines: Mapping[int, JournalLine]) -> Json | None:
     return {
         **{name: _short(value) for name, value in asdict(fit).items()},
         "verdict": verdict(fit),
-        "words": cost_text(fit),
+        "words": cost_text(fit, refined=refined),
         "dots": {
             "predicted": rounded(predicted[dots]),
             "elapsed": rounded(elapsed[dots]),
@@ -99,7 +102,7 @@ def verdict(fit: CostFit) -> str:
     return next(word for most, word in JUDGEMENTS if fit.error <= most)
 
 
-def cost_text(fit: CostFit) -> str:
+def cost_text(fit: CostFit, *, refined: int = 0) -> str:
     """The verdict, for readers new to cost models."""
     sentences = [
         f"The cost model is {verdict(fit)} here: after scaling by one factor, half of the "
@@ -119,6 +122,10 @@ def cost_text(fit: CostFit) -> str:
         )
     if fit.skipped is not None:
         sentences.append(f"Step {fit.skipped}, in which memory and kernels warm up, is left out.")
+    if refined:
+        sentences.append(
+            f"Steps before {refined} are left out: plan.refine last corrected the profile there."
+        )
     return " ".join(sentences)
 
 

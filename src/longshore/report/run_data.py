@@ -1,7 +1,8 @@
 """The data of the run page, for one or more runs, as compact JSON.
 
-In: RunFolders. Out: a dictionary with curves, figures, cost model, pipeline, experts, graphs,
-slowest steps and timelines of each run, and the keys in which the runs' configurations differ:
+In: RunFolders. Out: a dictionary with curves, figures, cost model and its refinement, pipeline,
+experts, graphs, slowest steps and timelines of each run, and the keys in which the runs'
+configurations differ:
 
     {"version": 1, "runs": [{"name": "demo-1", …}], "differences": [], "cp_sizes": [1, 2]}
 """
@@ -19,6 +20,7 @@ from longshore.report.run_experts import experts_data
 from longshore.report.run_files import Floats, RunFolder
 from longshore.report.run_graphs import graphs_data
 from longshore.report.run_pipeline import pipeline_data
+from longshore.report.run_refine import last_change, refine_data
 from longshore.report.run_steps import slow_steps, steps_data
 
 MOST_RUNS = 8
@@ -62,7 +64,8 @@ def run_data(run: RunFolder, name: str, *, share: float = 1.0) -> Json:
         "figures": figures(run),
         "points": run_curves(run.metrics),
         "evals": evals_data(run),
-        "cost": cost_data(lines),
+        "cost": cost_data(lines, refined=last_change(run.refined)),
+        "refined": refine_data(run.refined),
         "pipeline": pipeline_data(run.pipeline, run.config),
         "experts": experts_data(lines),
         "graphs": graphs_data(run.metrics),

@@ -1,4 +1,4 @@
-"""Reads the folder of a run: its configuration, metrics, evaluations, steps.jsonl and pipeline/.
+"""Reads the folder of a run: its configuration, metrics, evaluations, steps, pipeline, refinement.
 
 In: a folder. Out: a RunFolder with one array for each metric, NaN where a step has none. The lines
 
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from longshore.report.run_journal import MOST_NUMBER, JournalSteps, read_journal
 from longshore.report.run_pipeline import RankSteps, read_pipeline
+from longshore.report.run_refine import RefineLine, read_refined
 
 Floats = NDArray[np.float64]
 
@@ -71,6 +72,8 @@ class RunFolder:
     """The plans and the times of the rounds, from steps.jsonl."""
     pipeline: Mapping[int, RankSteps]
     """The times of the stages by pipeline rank, from pipeline/rank-0.jsonl and so on."""
+    refined: Mapping[int, RefineLine]
+    """What windows of steps said about the cost profile, by the first step planned with it."""
 
     @property
     def steps(self) -> Floats:
@@ -91,6 +94,7 @@ def read_run(folder: str | Path) -> RunFolder:
         evals=read_evals(path / "evals.jsonl"),
         journal=read_journal(path / "steps.jsonl"),
         pipeline=read_pipeline(path / "pipeline"),
+        refined=read_refined(path / "refine.jsonl"),
     )
 
 

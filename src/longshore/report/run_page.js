@@ -7,6 +7,7 @@ class RunPage {
     this.runs = data.runs;
     this.curves = new Curves(this.runs, (run, step) => this.pick(run, step));
     this.cost = new CostView(this.runs, (run, step) => this.pick(run, step));
+    this.refine = new RefineView(this.runs);
     this.pipeline = new PipelineView(this.runs);
     this.experts = new ExpertsView(this.runs);
     this.graphs = new GraphsView(this.runs);
@@ -19,6 +20,7 @@ class RunPage {
     this.showDifferences();
     this.curves.start();
     this.cost.start();
+    this.refine.start();
     this.pipeline.start();
     this.experts.start();
     this.graphs.start();
@@ -34,7 +36,8 @@ class RunPage {
   resize() {
     if (this.width === document.body.clientWidth) return;
     this.width = document.body.clientWidth;
-    [this.curves, this.cost, this.experts, this.graphs, this.step].forEach((view) => view.draw());
+    const views = [this.curves, this.cost, this.refine, this.experts, this.graphs, this.step];
+    views.forEach((view) => view.draw());
   }
 
   /* A step that was clicked: its timeline, brought into view. */

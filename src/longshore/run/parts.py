@@ -15,6 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,17 +52,24 @@ from longshore.train.graph_piece import GraphMemory
 from longshore.train.graph_recorder import CudaRecorder
 from longshore.train.loss import make_loss
 from longshore.train.optimizer import make_optimizer
+from longshore.train.refine import Refiner
 from longshore.train.step import Stepper
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """groups: of lanes that share packs. stepper: the model, its optimizer and its loss."""
+    """What a run is put together from."""
 
     groups: CPGroups
+    """Of lanes that share packs."""
     loader: Loader
+    """Of the training data."""
     stepper: Stepper
+    """The model, its optimizer and its loss."""
     checkpoints: Checkpoints
+    """Of the run's folder."""
+    refiner: Refiner | None
+    """Of the cost profile that the loader plans with; None: it stays as it is."""
 
     def close(self) -> None:
         """Only after success: closing waits for all ranks, and one that failed never comes."""
@@ -77,7 +85,8 @@ def build_parts(job: TrainingJob, folder: Path) -> Parts:
     job.status.at("building the model")
     use_kernels(job.config.train.kernels)
     groups = make_cp_groups(job)
-    loader = make_loader(job)
+    refiner = make_refiner(job) if job.config.plan.refine else None
+    loader = make_loader(job, refiner)
     job.tell("loading the weights…" if job.config.model.from_hf else "building the model…")
     stepper = make_stepper(job, groups)
     checkpoints = Checkpoints(
@@ -88,7 +97,7 @@ def build_parts(job: TrainingJob, folder: Path) -> Parts:
         keep=job.config.output.keep,
         copies=stepper.copies,
     )
-    return Parts(groups, loader, stepper, checkpoints)
+    return Parts(groups, loader, stepper, checkpoints, refiner)
 
 
 def make_cp_groups(job: TrainingJob) -> CPGroups:
@@ -191,20 +200,36 @@ def _fill(model: Decoder, job: TrainingJob) -> None:
         fill(model, device, partial(initial_block, job.decoder, seed=config.train.seed))
 
 
-def make_planner(job: TrainingJob) -> Planner:
+def make_planner(job: TrainingJob, refiner: Refiner | None = None) -> Planner:
     """make_plan with all of its options given; only the sequences of a step are missing."""
-    options = planner_options(
+    options = _planner_options(job)
+    if refiner is None:
+        return partial(make_plan, **options)
+    return lambda sequences: make_plan(sequences, **{**options, "profile": refiner.profile})
+
+
+def _planner_options(job: TrainingJob) -> dict[str, Any]:
+    return planner_options(
         job.config,
         lanes=job.topology.lanes,
         capacity=job.resolved.capacity,
         decoder=job.decoder,
     )
-    return partial(make_plan, **options)
 
 
-def make_loader(job: TrainingJob) -> Loader:
+def make_refiner(job: TrainingJob) -> Refiner:
+    """What corrects the cost profile of the run's plans."""
+    return Refiner(
+        _planner_options(job)["profile"],
+        prefetch=job.config.data.prefetch,
+        lane=job.topology.lane,
+        pp=job.topology.pp,
+    )
+
+
+def make_loader(job: TrainingJob, refiner: Refiner | None = None) -> Loader:
     data = job.config.data
-    steps = _make_steps(job, job.config, source=job.source, shuffle=data.shuffle)
+    steps = _make_steps(job, job.config, source=job.source, shuffle=data.shuffle, refiner=refiner)
     return Loader(steps, prefetch=data.prefetch, pin=job.topology.device.type == "cuda")
 
 
@@ -226,11 +251,16 @@ def make_evaluator(job: TrainingJob, stepper: Stepper, *, tell: OnEvaluation) ->
 
 
 def _make_steps(
-    job: TrainingJob, config: RunConfig, *, source: IndexedSource, shuffle: bool
+    job: TrainingJob,
+    config: RunConfig,
+    *,
+    source: IndexedSource,
+    shuffle: bool,
+    refiner: Refiner | None = None,
 ) -> IndexedSteps:
     """config: the job's, or that of its held-out data."""
     with agreed(job.topology.groups):
-        planner, batch = make_planner(job), batch_size(config)
+        planner, batch = make_planner(job, refiner), batch_size(config)
         packing = Packing(
             depths=len(job.decoder.mtp),
             layout=job.layout,
@@ -250,4 +280,5 @@ def _make_steps(
         shuffle=shuffle,
         topology=job.topology,
         packing=packing,
+        before_plan=refiner.before_plan if refiner is not None else None,
     )

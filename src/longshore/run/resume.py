@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from longshore.distributed.topology import Groups, Topology
     from longshore.train.checkpoint import Checkpoints
     from longshore.train.loop import Progress
+    from longshore.train.refine import Refiner
 
 MAY_CHANGE = {"prefetch", "cache", "eval_path", "eval_mock", "eval_count"}  # of data
 UNREPORTED = ("output.", "parallel.ranks", "plan.capacity")
@@ -199,9 +200,14 @@ def _run_to_resume(config: RunConfig, start: Start) -> Path | None:
 
 
 def load_checkpoint(
-    run: OpenRun, checkpoints: "Checkpoints", loader: "Loader", *, steps: int
+    run: OpenRun,
+    checkpoints: "Checkpoints",
+    loader: "Loader",
+    *,
+    steps: int,
+    refiner: "Refiner | None" = None,
 ) -> tuple["Progress", list[str]]:
-    """Loads the newest checkpoint of a resumed run into its model, optimizer and loader.
+    """Loads the newest checkpoint of a resumed run into its model, optimizer, loader and refiner.
 
     Returns its progress, and notes for the user. All ranks call it together.
     """
@@ -222,6 +228,8 @@ def load_checkpoint(
         data = loader.steps.describe()
         state, warnings = same_data(position.loader, data, is_forced=run.is_forced)
         loader.load_state_dict(state)
+        if refiner is not None:
+            warnings += refiner.load(state, position.step)
     reached = f"{run.folder} resumes after step {position.step}"
     if position.step >= steps:
         reached = (

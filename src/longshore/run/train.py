@@ -29,11 +29,12 @@ from longshore.run.process import joined_ranks
 from longshore.run.ranks import Ranks
 from longshore.run.resume import FRESH, OpenRun, Start, keep_settings, load_checkpoint, open_run
 from longshore.run.weights import write_weights
-from longshore.train.checkpoint import Saver
+from longshore.train.checkpoint import Saver, nothing_shared
 from longshore.train.heartbeat import SAVING
 from longshore.train.loop import Progress
 from longshore.train.metrics import graphed_text
 from longshore.train.record import RunRecord, recording
+from longshore.train.refine_record import refining
 from longshore.train.stage_times import stage_times
 from longshore.train.stop import StoppedError
 
@@ -58,7 +59,9 @@ def _run_job(job: TrainingJob, run: OpenRun) -> int:
     parts = build_parts(job, run.folder)
     if run.is_resumed:
         job.tell("loading the checkpoint…")
-    start, notes = load_checkpoint(run, parts.checkpoints, parts.loader, steps=job.steps)
+    start, notes = load_checkpoint(
+        run, parts.checkpoints, parts.loader, steps=job.steps, refiner=parts.refiner
+    )
     done = _train_and_save(job, parts, run, start=start, notes=notes)
     job.status.at("ending")
     parts.close()
@@ -69,8 +72,14 @@ def _train_and_save(
     job: TrainingJob, parts: Parts, run: OpenRun, *, start: Progress, notes: list[str]
 ) -> int:
     """From the progress so far to the last step, or to a signal; returns the steps done."""
-    output = job.config.output
-    saver = Saver(parts.checkpoints, parts.loader, every=output.save_every, start=start)
+    output, refiner = job.config.output, parts.refiner
+    saver = Saver(
+        parts.checkpoints,
+        parts.loader,
+        every=output.save_every,
+        start=start,
+        shared=refiner.saved if refiner is not None else lambda step: nothing_shared,
+    )
     recorded = recording(
         run.folder,
         display=output.display,
@@ -109,11 +118,13 @@ def _train_and_record(
     if job.topology.device.type == "cuda":
         record.note(f"kernels: {kernels_line()}")
     keep_settings(job.config, run, job.topology, step=after)
+    refine = refining(run.folder, parts.refiner, job.topology, after=after, note=record.note)
     with stage_times(run.folder, job.topology, after=after) as write_stages:
         graphed, graph_gib = Counter[str](), None
         for report in chain(first, reports):
             record.write(report)
             write_stages(report)
+            refine(report)
             graphed.update(report.metrics.graphed or {})
             graph_gib = report.metrics.graph_gib
     if graphed:

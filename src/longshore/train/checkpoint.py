@@ -12,7 +12,7 @@ whether they are sharded or not. The host memory of the copy is reused, by one s
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from torch.optim import AdamW
 from longshore.data.loader import Loader
 from longshore.distributed.agreement import PeerError, agreed
 from longshore.distributed.collectives import gather_rows
-from longshore.distributed.topology import Topology
+from longshore.distributed.topology import Groups, Topology
 from longshore.files import free_bytes, reason, size_text, way_out
 from longshore.parallel.pipeline.copies import EmbeddingCopies
 from longshore.parallel.pipeline.stages import Model
@@ -58,6 +58,13 @@ from longshore.train.checkpoint_storage import (
 from longshore.train.loop import Progress
 from longshore.train.stop import RunError
 
+Shared = Callable[[Groups], dict[str, object]]
+"""More of the loader's state, which all ranks make together, in the thread that writes."""
+
+
+def nothing_shared(groups: Groups) -> dict[str, object]:
+    return {}
+
 
 @dataclass(frozen=True, slots=True)
 class Position:
@@ -66,6 +73,7 @@ class Position:
     step: int
     updates: int
     loader: dict[str, object]
+    shared: Shared = nothing_shared
 
 
 class Checkpoints:
@@ -197,6 +205,7 @@ class Checkpoints:
             copied.wait()
             folder = partial_folder(self.run, position.step)
             files, tensors = save_blocks(blocks, folder, self._groups.world)
+            shared = position.shared(self._groups)
             self._confirmed.wait()
             with agreed(self._groups):
                 if is_first:
@@ -204,7 +213,7 @@ class Checkpoints:
                         step=position.step,
                         updates=position.updates,
                         ranks=self.topology.world_size,
-                        loader=position.loader,
+                        loader={**position.loader, **shared},
                         files=files,
                         tensors=tensors,
                     )
@@ -317,12 +326,19 @@ def _short(state: dict[str, object]) -> str:
 class Saver:
     """Saves every `every` steps of a loop (0: never) and at its end.
 
-    With keep=0 it only tracks the progress.
+    With keep=0 it only tracks the progress. shared: what is saved besides, see Position.
     """
 
     def __init__(
-        self, checkpoints: Checkpoints, loader: Loader, *, every: int, start: Progress
+        self,
+        checkpoints: Checkpoints,
+        loader: Loader,
+        *,
+        every: int,
+        start: Progress,
+        shared: Callable[[int], Shared] = lambda step: nothing_shared,
     ) -> None:
+        self.shared = shared
         self.checkpoints = checkpoints
         self.loader = loader
         self.every = every
@@ -343,5 +359,5 @@ class Saver:
         self.checkpoints.wait()
 
     def _save(self) -> None:
-        done = self.progress
-        self.checkpoints.save(Position(done.step, done.updates, self.loader.state_dict()))
+        done, state = self.progress, self.loader.state_dict()
+        self.checkpoints.save(Position(done.step, done.updates, state, self.shared(done.step)))

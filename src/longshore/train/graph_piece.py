@@ -103,8 +103,11 @@ class GraphMemory:
             )
         return self.gradients[key]
 
-    def copy_of(self, owner: Owner) -> nn.Parameter:
+    def fixed(self, owner: Owner) -> nn.Parameter:
+        """A leaf for recordings: a copy of a parameter that moves, else its own memory."""
         parameter = owner.get()
+        if not self.moving:
+            return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
         key = (owner.path, tuple(parameter.shape), parameter.dtype)
         if key not in self.copies:
             copy = torch.empty_like(parameter, requires_grad=False)
@@ -130,6 +133,7 @@ class Piece:
         self._fixed: list[nn.Parameter] = []
         self._used: list[Owner] = []
         self._wants: list[bool] = []
+        self._first_used = 0
         self._leaves: Rows = ()
         self._graph: Rows = ()
 
@@ -141,20 +145,21 @@ class Piece:
     def record_forward(self, inputs: Rows) -> None:
         memory = self.memory
         self._wants = [tensor.requires_grad for tensor in inputs]
-        if memory.moving:
-            self._fixed = [memory.copy_of(owner) for owner in self.owners]
-        # An allocation only, but in the pool, so that other shapes may use the memory too.
-        _, self.inputs = memory.recorder.record(
-            lambda: tuple(
-                tensor.detach()
-                if _address(tensor) in memory.addresses
-                else torch.empty_like(tensor)
-                for tensor in inputs
-            )
-        )
+        self._fixed = [memory.fixed(owner) for owner in self.owners]
+
+        def run() -> Rows:
+            # In the pool, so that other shapes may use the memory too.
+            self.inputs = self.inputs or tuple(map(self._place, inputs))
+            return self._forward()
+
         with self._parameters_fixed():
-            self.replay_forward, self.outputs = memory.recorder.record(self._forward)
+            self.replay_forward, self.outputs = memory.recorder.record(run)
         memory.addresses.update(map(_address, (*self.inputs, *self.outputs)))
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        """Where the function reads an input: where it is, if it always comes from there."""
+        is_fixed = _address(tensor) in self.memory.addresses
+        return tensor.detach() if is_fixed else torch.empty_like(tensor, requires_grad=False)
 
     def record_backward(self) -> None:
         memory = self.memory
@@ -173,6 +178,9 @@ class Piece:
 
     def __call__(self, *inputs: Tensor) -> Rows:
         parameters = [owner.get() for owner in self._used]
+        if parameters and not self.memory.moving:
+            here = parameters[0].data_ptr() == self._fixed[self._first_used].data_ptr()
+            assert here, "parameters have moved; graphs read them where they were"
         outputs: Rows = _Replayed.apply(self, *inputs, *parameters)  # type: ignore[no-untyped-call]
         return outputs
 
@@ -222,6 +230,7 @@ class Piece:
         pairs = zip(owners, of_parameters, strict=True)
         used = [(owner, grad) for owner, grad in pairs if grad is not None]
         self._used = [owner for owner, _ in used]
+        self._first_used = self.owners.index(self._used[0]) if used else 0
         rows = (
             torch.zeros_like(leaf) if grad is None else grad
             for leaf, grad in zip(wanted, of_inputs, strict=True)
@@ -230,19 +239,19 @@ class Piece:
 
     @contextmanager
     def _parameters_fixed(self) -> Iterator[None]:
-        """Puts the copies where the function looks for its parameters."""
-        gathered = [owner.get() for owner in self.owners] if self._fixed else []
-        for owner, copy in zip(self.owners if self._fixed else (), self._fixed, strict=True):
-            owner.module._parameters[owner.name] = copy
+        """Puts leaves of their own where the function looks for its parameters."""
+        gathered = [owner.get() for owner in self.owners]
+        for owner, fixed in zip(self.owners, self._fixed, strict=True):
+            owner.module._parameters[owner.name] = fixed
         try:
             yield
         finally:
-            for owner, parameter in zip(self.owners if gathered else (), gathered, strict=True):
+            for owner, parameter in zip(self.owners, gathered, strict=True):
                 owner.module._parameters[owner.name] = parameter  # type: ignore[assignment]
 
     @torch.no_grad()
     def _copy_parameters(self) -> None:
-        if self._fixed:
+        if self.memory.moving:
             _copy_moved(self._fixed, [owner.get() for owner in self.owners])
 
 

@@ -1,0 +1,259 @@
+"""Refines the cost profile while a run trains: measured times of rounds correct it between steps.
+
+In: each step's plan and what its rounds took on this rank. Out: the profile to plan a step with,
+the same bits on all ranks.
+
+Three threads meet here. The training loop reports a step's times, which are read from the device
+anyway. The loader's thread, before it plans a step, takes the largest over the lanes of the times
+of an earlier step, over its own process groups, and corrects the profile after each window of
+EVERY steps. The thread that writes a checkpoint does the same with the times so far.
+
+Which step that is follows from numbers alone. With data.prefetch 2, step 21 may be planned while
+step 18 runs, of which the loop has reported step 16: so times of step 16 correct the profile from
+step 21 on, 2 + 3 steps later, and no rank ever waits for times.
+
+    step 1 … 16   planned with the run's profile, measured (the first 4 steps are left out)
+    step 21       the first that is planned with the profile corrected by steps 5 … 16
+    step 37       the first with the next correction, by steps 17 … 32
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from longshore.distributed.agreement import agreed
+from longshore.distributed.collectives import max_over, sum_over
+from longshore.distributed.topology import Groups
+from longshore.plan.cost import CostProfile, parse_profile
+from longshore.plan.refine import (
+    MOST_ROUNDS,
+    UNCORRECTED,
+    Correction,
+    ObservedRound,
+    Refit,
+    RoundParts,
+    refit,
+    round_parts,
+)
+from longshore.plan.types import Plan
+
+EVERY = 16
+"""Steps of a window."""
+WARMUP = 4
+"""Steps at the beginning of a run that are left out."""
+STATE = "refine"
+"""The key of the saved state."""
+UNKNOWN = 1 << 50
+"""Nanoseconds that stand for a time that a rank does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refinement:
+    """What a window of steps said about the profile."""
+
+    step: int
+    """The first step that is planned with it."""
+    window: tuple[int, int]
+    """The first and the last step whose times it follows from."""
+    refit: Refit
+
+
+class _LocalTimes:
+    """What a step's rounds took on this rank; what they consist of is computed when it is needed.
+
+    In large plans that takes milliseconds, which are not the training loop's.
+    """
+
+    def __init__(self, plan: Plan, seconds: tuple[float, ...]) -> None:
+        self.seconds = seconds
+        self._plan: Plan | None = plan
+        self._parts: tuple[RoundParts, ...] = ()
+
+    @property
+    def parts(self) -> tuple[RoundParts, ...]:
+        """Of a skipped step none. Two threads that ask at once compute the same."""
+        plan = self._plan
+        if plan is not None:
+            self._parts = tuple(round_parts(plan)) if self.seconds else ()
+            self._plan = None
+        return self._parts
+
+    def row(self, lane: int) -> list[int]:
+        """Nanoseconds of the rounds in which the lane has a part."""
+        times = [
+            round(self.seconds[part.round] * 1e9) if lane in part.lanes else 0
+            for part in self.parts
+        ]
+        return times + [0] * (MOST_ROUNDS - len(times))
+
+
+Window = dict[int, tuple[ObservedRound, ...]]
+"""Rounds by step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """The state after a step."""
+
+    step: int
+    window: int
+    """The last step of the last window that had corrected the profile of the next step."""
+    correction: Correction
+    """Of the next step's profile."""
+    rounds: Window
+    """Those measured after that window."""
+
+
+class Refiner:
+    """The correction of one run's profile, on one rank.
+
+    base: the profile that the run began with. prefetch: of the loader. lane: of this rank.
+    """
+
+    def __init__(
+        self, base: CostProfile, *, prefetch: int, lane: int, pp: int = 1, every: int = EVERY
+    ) -> None:
+        self.base = base
+        self.delay = prefetch + 3
+        self.every = every
+        self._lane, self._pp = lane, pp
+        self._lock = threading.Lock()
+        self._local: dict[int, _LocalTimes] = {}
+        self._observed: Window = {}
+        self._corrections = [(1, UNCORRECTED)]
+        self._window = 0  # the last step of the last window that was fitted
+        self._resumed = _Saved(0, 0, UNCORRECTED, {})
+        self._news: list[Refinement] = []
+
+    @property
+    def profile(self) -> CostProfile:
+        """Of the step that is planned now; for the loader's thread."""
+        return self._corrections[-1][1].applied(self.base)
+
+    def measured(self, step: int, plan: Plan, seconds: Seq[float]) -> None:
+        """For the training loop: this rank's seconds of each round; () for a skipped step."""
+        with self._lock:
+            self._local[step] = _LocalTimes(plan, tuple(seconds))
+            oldest = step - self.every - self.delay
+            self._local = {s: kept for s, kept in self._local.items() if s >= oldest}
+
+    def news(self, step: int) -> list[Refinement]:
+        """For the training loop: what is new of the steps up to this one."""
+        with self._lock:
+            due = [each for each in self._news if each.step <= step]
+            self._news = [each for each in self._news if each.step > step]
+        return due
+
+    def before_plan(self, step: int, groups: Groups | None) -> None:
+        """For the loader's thread, before it plans a step; all ranks call it together."""
+        last = step - self.delay
+        if last > self._resumed.step:
+            with self._lock:
+                local = {last: self._local.get(last)}
+            self._observed |= self._over_lanes(local, groups)
+        while self._window + self.every + self.delay <= step:
+            with _agreed(groups):
+                self._fit(step)
+
+    def _fit(self, step: int) -> None:
+        first, self._window = self._window + 1, self._window + self.every
+        used = range(max(first, WARMUP + 1), self._window + 1)
+        rounds = [each for s in used for each in self._observed.get(s, ())]
+        self._observed = {s: kept for s, kept in self._observed.items() if s > self._window}
+        fitted = refit(rounds, self.base, self._corrections[-1][1])
+        if fitted is None:
+            return
+        with self._lock:
+            if fitted.is_changed:
+                self._corrections.append((step, fitted.correction))
+            self._news.append(Refinement(step, (used[0], used[-1]), fitted))
+
+    def _over_lanes(self, times: Mapping[int, _LocalTimes | None], groups: Groups | None) -> Window:
+        """The rounds of these steps: of the lanes that wait for each other, the slowest counts.
+
+        A lane's time is the mean over its pipeline ranks, as in the profile.
+        """
+        with _agreed(groups):
+            unknown = [UNKNOWN] * MOST_ROUNDS
+            mine = [local.row(self._lane) if local else unknown for local in times.values()]
+            rows = torch.tensor(mine, dtype=torch.int64)
+        if groups is not None:
+            max_over(sum_over(rows, groups.pp), groups.world)
+        window: Window = {}
+        for (step, local), row in zip(times.items(), rows.tolist(), strict=True):
+            if local is None or max(row) >= UNKNOWN:
+                continue  # a rank does not have them, so no rank uses them
+            window[step] = tuple(
+                ObservedRound(part.kind, part.amounts, nanoseconds / self._pp / 1e9)
+                for part, nanoseconds in zip(local.parts, row, strict=False)
+            )
+        return window
+
+    def saved(self, step: int) -> Callable[[Groups], dict[str, object]]:
+        """For the training loop after a step: a function that makes the state to resume from there.
+
+        The function is for another thread, with groups of its own; all ranks call it together.
+        """
+        resumed = self._resumed
+        fits = max(0, (step + 1 - self.delay - resumed.window) // self.every)
+        window = resumed.window + fits * self.every
+        with self._lock:
+            correction = [kept for since, kept in self._corrections if since <= step + 1][-1]
+            local = {s: t for s, t in self._local.items() if max(window, resumed.step) < s <= step}
+
+        def state(groups: Groups) -> dict[str, object]:
+            rounds = {s: known for s, known in resumed.rounds.items() if s > window}
+            rounds |= self._over_lanes(local, groups) if local else {}
+            return {STATE: _as_json(_Saved(step, window, correction, rounds), self.base)}
+
+        return state
+
+    def load(self, state: Mapping[str, object], step: int) -> list[str]:
+        """Resumes from a loader's saved state, after a step and before the first plan.
+
+        Returns notes for the user.
+        """
+        raw = state.get(STATE)
+        if not isinstance(raw, dict) or parse_profile(raw["base"], STATE) != self.base:
+            self._resumed = _Saved(step, step, UNCORRECTED, {})
+            self._window = step
+            why = "the cost profile is another one" if raw else "the checkpoint has no factors"
+            return [f"plan.refine begins with step {step + 1}: {why}"]
+        self._resumed = _from_json(raw, step)
+        self._window = self._resumed.window
+        self._corrections = [(1, self._resumed.correction)]
+        self._observed = dict(self._resumed.rounds)
+        return []
+
+
+def _agreed(groups: Groups | None) -> AbstractContextManager[None]:
+    """A block that fails on all ranks if it fails on one."""
+    return agreed(groups) if groups is not None else nullcontext()
+
+
+def _as_json(saved: _Saved, base: CostProfile) -> dict[str, object]:
+    return {
+        "base": base.as_json(),
+        "window": saved.window,
+        "scale": saved.correction.scale,
+        "parts": list(saved.correction.parts),
+        "fits": saved.correction.fits,
+        "rounds": [
+            [step, each.kind, each.seconds, list(each.amounts)]
+            for step, rounds in saved.rounds.items()
+            for each in rounds
+        ],
+    }
+
+
+def _from_json(raw: Mapping[str, Any], step: int) -> _Saved:
+    rounds: dict[int, list[ObservedRound]] = {}
+    for number, kind, seconds, amounts in raw["rounds"]:
+        rounds.setdefault(number, []).append(ObservedRound(kind, tuple(amounts), seconds))
+    correction = Correction(raw["scale"], tuple(raw["parts"]), raw["fits"])
+    return _Saved(step, raw["window"], correction, {s: tuple(r) for s, r in rounds.items()})
