@@ -21,7 +21,7 @@ from longshore.parallel.apply import _recompute
 from longshore.plan import make_plan
 from longshore.plan.graph_use import GraphSetting
 from longshore.train.cuda_graph import GraphedLayers
-from longshore.train.graph_piece import GraphMemory, Piece, parameters_of
+from longshore.train.graph_piece import GraphMemory, GraphPiece, parameters_of
 
 ALL = {AttentionConfig, MLAConfig, MLPConfig, DeltaNetConfig, Mamba2Config}
 CAP = 6
@@ -184,7 +184,7 @@ def test_evaluation_is_eager():
 def test_a_piece_copies_inputs_that_lie_elsewhere():
     layer = torch.nn.Linear(3, 2, bias=False).double()
     memory = GraphMemory(RunAgain(), recompute=False, moving=False)
-    piece = Piece(lambda rows: (layer(rows[0]), rows[1]), parameters_of(layer), memory)
+    piece = GraphPiece(lambda rows: (layer(rows[0]), rows[1]), parameters_of(layer), memory)
     sample = partial(torch.randn, 4, 3, dtype=torch.float64, requires_grad=True)
     piece.record((sample(), sample()))
     for _ in range(2):

@@ -1,10 +1,10 @@
-"""Piece: a differentiable function of tensors and parameters, recorded forward and backward.
+"""GraphPiece: a differentiable function of tensors and parameters, recorded forward and backward.
 
 In: the function, where its parameters are, a recorder. Out: a callable that replays both passes,
 with the gradients that autograd would give. The function sees tensors at fixed addresses: an input
 that comes from elsewhere is copied there first, one that already lies there is not.
 
-    piece = Piece(lambda x: (x * layer.weight,), parameters_of(layer), memory)
+    piece = GraphPiece(lambda x: (x * layer.weight,), parameters_of(layer), memory)
     piece.record((x,))
     (y,) = piece(x)            replays; y.backward() replays the other recording
 
@@ -115,7 +115,7 @@ class GraphMemory:
         return self.copies[key]
 
 
-class Piece:
+class GraphPiece:
     """keeps_gradients: of parameters, beyond the next replay of another piece."""
 
     def __init__(
@@ -257,7 +257,7 @@ class Piece:
 
 class _Replayed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, piece: Piece, *tensors: Tensor) -> Rows:  # noqa: ANN401
+    def forward(ctx: Any, piece: GraphPiece, *tensors: Tensor) -> Rows:  # noqa: ANN401
         ctx.piece = piece
         ctx.set_materialize_grads(False)
         return piece.run_forward(tensors[: len(piece.inputs)])

@@ -23,7 +23,7 @@ from longshore.model.decoder import Block
 from longshore.model.interface import Opaque, Output, Rows, ThreeStepMixer
 from longshore.model.rope import Tables
 from longshore.plan.graph_use import GraphWay
-from longshore.train.graph_piece import GraphMemory, Owner, Piece, parameters_of
+from longshore.train.graph_piece import GraphMemory, Owner, GraphPiece, parameters_of
 
 
 class RecordingError(RuntimeError):
@@ -61,7 +61,7 @@ class GraphShape:
     """Whether the present micro-batch records."""
     is_off: bool = False
     """Whether it runs eagerly after all."""
-    pieces: dict[tuple[Block, str], Piece] = field(default_factory=dict)
+    pieces: dict[tuple[Block, str], GraphPiece] = field(default_factory=dict)
     """By block and place."""
     bounds: Boundaries | None = None
     """Of the pack, at fixed addresses."""
@@ -150,7 +150,7 @@ class GraphShape:
             return piece
 
         def record(*inputs: Tensor) -> Rows:
-            piece = Piece(
+            piece = GraphPiece(
                 partial(function, graphed),
                 graphed.owners,
                 self.memory,
