@@ -14,6 +14,8 @@ about 16 micro-batches.
 """
 
 import argparse
+import cProfile
+import pstats
 import statistics
 import time
 import traceback
@@ -142,6 +144,24 @@ VARIANTS = {
 }
 
 
+def host(options: argparse.Namespace, report: Report) -> None:
+    """Where the host's time of a step goes, by function."""
+    for name in options.models:
+        for form in options.forms:
+            chosen = words(name, 2048, *FORMS[form], smoke=options.smoke)
+            with told(f"host {name} {form}"), running(chosen) as (job, parts):
+                steps_of(job, parts, WARMUP)
+                step = next(parts.loader)
+                sync()
+                profiler = cProfile.Profile()
+                profiler.enable()
+                parts.stepper.step(step.batches, lr=1e-5)
+                profiler.disable()
+                sync()
+                pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
+                pstats.Stats(profiler).sort_stats("cumulative").print_stats(60)
+
+
 def losses(name: str, steps: int, *more: str, smoke: bool) -> tuple[list[float], Any]:
     capacity = 64 if smoke else 2048
     with running(words(name, capacity, *more, smoke=smoke)) as (job, parts):
@@ -205,13 +225,14 @@ def write(report: Report) -> None:
     text = "\n\n".join(
         [
             "## CUDA graphs",
-            "Steps of about 16 micro-batches on one lane; the data of a capacity c is lognormal with "
-            "mean c/4 and\nsigma 1, clipped to 16 and c. Busy: kernels' time under the profiler by "
-            "a step's time without it.",
+            "Steps of about 16 micro-batches on one lane; the data of a capacity c is lognormal\n"
+            "with mean c/4 and sigma 1, clipped to 16 and c. Busy: kernels' time under the profiler\n"
+            "by a step's time without it.",
             table(header, rows),
             table(["model", "capacity", "fastest without graphs busy", "times as fast"], short),
             table(["model", "form", "steps", "worst difference of a loss to eager"], alike),
-            f"Machine: {machine(['torch', 'triton', 'flash-attn-4'])}. Made by `python bench/gpu_graphs.py`.",
+            f"Machine: {machine(['torch', 'triton', 'flash-attn-4'])}. "
+            "Made by `python bench/gpu_graphs.py`.",
         ]
     )
     write_section(RESULTS, "graphs", text)
@@ -232,7 +253,7 @@ def main() -> None:
     options = parser.parse_args()
     report = Report(Path(options.out))
     for part in options.parts:
-        {"speed": speed, "same": same}[part](options, report)
+        {"speed": speed, "same": same, "host": host}[part](options, report)
     if options.write:
         write(report)
 

@@ -23,7 +23,7 @@ from longshore.model.decoder import Block
 from longshore.model.interface import Opaque, Output, Rows, ThreeStepMixer
 from longshore.model.rope import Tables
 from longshore.plan.graph_use import GraphWay
-from longshore.train.graph_piece import GraphMemory, Owner, GraphPiece, parameters_of
+from longshore.train.graph_piece import GraphMemory, GraphPiece, Owner, parameters_of
 
 
 class RecordingError(RuntimeError):
