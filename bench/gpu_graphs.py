@@ -226,8 +226,8 @@ def write(report: Report) -> None:
         [
             "## CUDA graphs",
             "Steps of about 16 micro-batches on one lane; the data of a capacity c is lognormal\n"
-            "with mean c/4 and sigma 1, clipped to 16 and c. Busy: kernels' time under the profiler\n"
-            "by a step's time without it.",
+            "with mean c/4 and sigma 1, clipped to 16 and c. Busy: time of kernels under the\n"
+            "profiler by a step's time without it.",
             table(header, rows),
             table(["model", "capacity", "fastest without graphs busy", "times as fast"], short),
             table(["model", "form", "steps", "worst difference of a loss to eager"], alike),

@@ -89,9 +89,13 @@ def _replicas(topology: Topology) -> DeviceMesh:
 def begin_round(model: nn.Module, *, mode: ShardMode, is_last: bool) -> None:
     """Says what the round's backward does. is_last: of the plan, the same on all lanes."""
     assert isinstance(model, FSDPModule)
-    every_round = mode == "zero3"
-    model.set_requires_gradient_sync(every_round or is_last)
-    model.set_reshard_after_backward(every_round or is_last)
+    syncs = mode == "zero3" or is_last
+    # FSDP walks over all modules for each of these, which takes milliseconds.
+    if getattr(model, "round_setting", None) == (syncs, is_last):
+        return
+    model.round_setting = (syncs, is_last)  # type: ignore[assignment]
+    model.set_requires_gradient_sync(syncs)
+    model.set_reshard_after_backward(syncs)
     model.set_is_last_backward(is_last)
 
 

@@ -38,6 +38,7 @@ class GraphedBlock:
     """A block, and what of it is replayed."""
 
     block: Block
+    """The layer."""
     eager: EagerBlock
     """Runs it without graphs."""
     mixer: ThreeStepMixer | None
@@ -53,8 +54,11 @@ class GraphShape:
     """The graphs of one number of tokens and one way."""
 
     way: GraphWay
+    """Whole layers, or halves of them."""
     tokens: int
+    """Of a micro-batch, padding included."""
     memory: GraphMemory
+    """What all shapes share."""
     uses: int = 0
     """Micro-batches of this shape so far."""
     is_new: bool = False
