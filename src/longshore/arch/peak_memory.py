@@ -1,0 +1,360 @@
+"""The most memory that a rank's tensors take during a step on a GPU, part by part. No torch.
+
+In: a decoder, the tokens of the fullest round and how the rank trains. Out: a MemoryBreakdown, the
+bytes that exist together at the moment that needs most. torch.cuda.max_memory_allocated measures
+the same. arch/costs.py has upper bounds, from which a run takes its own capacity; this is what to
+expect, so that a machine can be rented by it. bench/advised.py compares it with runs.
+
+FSDP2 keeps, for each parameter, 4 bytes of float32 weight, 8 of AdamW's moments, and where the
+arithmetic is bfloat16 a copy of 2. From its second round on a step has summed gradients of 4. So
+Qwen3-0.6B, 596 million parameters on one lane, begins a round with 18 bytes each, 10.0 GiB. 27,762
+tokens save 38,976 bytes in each of 28 layers, 28.2 GiB. The loss adds a chunk of logits with its
+gradient, 1.7 GiB, and the head's gradient in float32, 0.6 GiB. An H200 measured 40.8 GiB.
+
+The moments that are compared:
+
+    loss        all layers' activations, a chunk of logits, the gradients of head and hidden states
+    layer       in backward, from the last one down: what is still saved, and what the part needs
+    reduction   in the last round, after a layer: its gradients, copied to be sent, and as received
+    optimizer   weights, gradients and moments alone
+
+With a pipeline a rank saves several rounds; its moments are the loss and the backward of the layer
+that needs most, with all of them saved.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache
+
+from longshore.arch.costs import ITEM_BYTES
+from longshore.arch.cuts import decoder_on_tp_rank
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.exchanged import exchanged_by
+from longshore.arch.feed_forward import MoEConfig
+from longshore.arch.kernel_memory import part_memory
+from longshore.arch.part import Part, Saved, Sharing
+from longshore.arch.stage_memory import (
+    INPUT_BYTES,
+    WHOLE,
+    ModelSplit,
+    Parameters,
+    block_working,
+    layer_parameters,
+    most_in_flight,
+    rank_layers,
+    saved_bytes,
+    stage_layers,
+    stage_parameters,
+    whole_model,
+)
+from longshore.ops.sizes import loss_bytes
+from longshore.plan.layout import Layout
+
+WORKSPACE = 128 << 20
+"""Of cuBLAS, and of small tensors that nothing else counts."""
+AUTO = Sharing("auto", "auto")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSetting:
+    """How a rank trains."""
+
+    lanes: int = 1
+    """That share the model."""
+    shard: str = "none"
+    """How they share it."""
+    dtype: str = "bfloat16"
+    """Of the arithmetic."""
+    recompute: bool = False
+    """Whether blocks are recomputed."""
+    split: ModelSplit = WHOLE
+    """Over how many ranks layers are split."""
+    layout: Layout | None = None
+    """The stages; None without a pipeline."""
+    pp_rank: int = 0
+    """Which pipeline rank it is."""
+    cp_size: int = 1
+    """The largest of a pack that the lane may be full of."""
+    sharing: Sharing = AUTO
+    """How lanes share a pack."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBreakdown:
+    """Bytes that exist together."""
+
+    parameters: int = 0
+    """Weights in float32, and their copy in the dtype of the arithmetic."""
+    gradients: int = 0
+    """Summed over rounds, of the layer in backward, and on their way to other lanes."""
+    optimizer: int = 0
+    """The moments of AdamW."""
+    activations: int = 0
+    """Saved for backward, of all rounds in flight."""
+    working: int = 0
+    """Of the layer in backward."""
+    exchanged: int = 0
+    """Keys and values gathered from other lanes, or made from latents."""
+    loss: int = 0
+    """A chunk of logits, and the gradients of head and hidden states."""
+    other: int = 0
+    """Workspaces of libraries."""
+    moment: str = ""
+    """When it is."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "moment"}
+
+
+def expected_peak(
+    config: DecoderConfig, *, tokens: int, rounds: int = 2, how: RankSetting | None = None
+) -> MemoryBreakdown:
+    """At the moment that needs most; tokens: of the fullest round; rounds: of a step."""
+    rank = _Rank(config, tokens, rounds, how or RankSetting())
+    return max(rank.moments(), key=lambda moment: moment.total)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """A layer of one rank."""
+
+    parameters: int
+    """On the rank, gathered."""
+    saved: int
+    """Bytes of a token from forward to backward."""
+    parts: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    """In the order of backward: what the part saved, and the moments' (bytes of a token, gradients
+    that exist)."""
+    input: int
+    """Bytes of a token that recomputation keeps."""
+
+
+class _Rank:
+    """A rank's static memory, and the moments of its step."""
+
+    def __init__(self, config: DecoderConfig, tokens: int, rounds: int, how: RankSetting) -> None:
+        self.config, self.tokens, self.rounds, self.how = config, tokens, rounds, how
+        self.item = ITEM_BYTES[how.dtype]
+        self.master = max(self.item, 4)
+        self.layout = how.layout or whole_model(config)
+        self.stages = [self.layout.stages[n] for n in self.layout.of_rank(how.pp_rank)]
+        each = (stage_parameters(config, stage, how.split) for stage in self.stages)
+        counts = sum(each, start=Parameters(0))
+        layers = rank_layers(config, self.layout, how.pp_rank, how.split)
+        wide = config.float32_residual
+        self.layers = [
+            _layer_memory(layer, config.width, self.item, how.split, wide) for layer in layers
+        ]
+        self.configs = layers
+        self.count = counts.total
+        self.ends = self.count - sum(layer.parameters for layer in self.layers)
+        self.part = self._shard(counts)
+        self.has_head = any(stage.head for stage in self.stages)
+
+    def _shard(self, counts: Parameters) -> int:
+        """Parameters of which the rank keeps weights and moments."""
+        if self.how.shard == "none":
+            return counts.total
+        replicas = max(1, self.how.lanes * self.how.split.tp // self.how.split.ep)
+        return -(-counts.common // self.how.lanes) - (-counts.experts // replicas)
+
+    @property
+    def copies(self) -> bool:
+        """Whether the weights exist once more, in the dtype of the arithmetic or gathered."""
+        return self.item < self.master or (self.how.shard != "none" and self.how.lanes > 1)
+
+    def moments(self) -> Iterator[MemoryBreakdown]:
+        saved = self.saved()
+        at_loss = self._static(self.summed(), moment="loss")
+        if self.has_head:
+            yield replace(at_loss, activations=saved + self._last_rows(3), loss=self.loss())
+        # The only round is also the last.
+        for reduces in (True,) if self.rounds == 1 else (False, True):
+            yield from self._backward(saved, reduces=reduces)
+        yield MemoryBreakdown(
+            parameters=self.master * self.part,
+            gradients=self.master * self.part,
+            optimizer=2 * self.master * self.part,
+            other=WORKSPACE,
+            moment="optimizer",
+        )
+
+    def _static(self, gradients: int, *, moment: str, freed: int = 0) -> MemoryBreakdown:
+        """freed: parameters whose copies are gone."""
+        return MemoryBreakdown(
+            parameters=self.master * self.part + max(0, self._gathered() - self.item * freed),
+            gradients=gradients,
+            optimizer=2 * self.master * self.part,
+            other=WORKSPACE,
+            moment=moment,
+        )
+
+    def _gathered(self) -> int:
+        """Weights in the dtype of the arithmetic; with zero3 those of a layer and of the next."""
+        if not self.copies:
+            return 0
+        if self.how.shard != "zero3":
+            return self.item * self.count
+        block = max((layer.parameters for layer in self.layers), default=0)
+        # The next layer's are gathered in one buffer, and then copied out of it.
+        return self.item * min(self.count, self.ends + 3 * block)
+
+    def summed(self) -> int:
+        """Gradients that a step's earlier rounds have left; autograd's own in float32 models."""
+        if self.rounds == 1:
+            return 0
+        if self.how.shard == "zero3":
+            return self.master * self.part
+        return self.master * self.count
+
+    def saved(self) -> int:
+        """Activations at the end of forward, of all rounds in flight."""
+        numbers = self.layout.of_rank(self.how.pp_rank)
+        each = {number: self._stage_saved(number) for number in numbers}
+        if self.layout.pp == 1:
+            return self.tokens * sum(each.values())
+        return self.tokens * most_in_flight(self.layout, self.how.pp_rank, each)
+
+    def _stage_saved(self, number: int) -> int:
+        """Bytes of one token of one round."""
+        config, stage, how = self.config, self.layout.stages[number], self.how
+        local = decoder_on_tp_rank(config, how.split.tp)
+        wide = config.float32_residual
+        blocks = [
+            _layer_memory(layer, config.width, self.item, how.split, wide)
+            for layer in stage_layers(local, stage)
+        ]
+        tables = sum(rope.rotary_dim or 0 for rope in config.ropes) * max(self.item, 4)
+        total = INPUT_BYTES + tables
+        total += sum(block.input if how.recompute else block.saved for block in blocks)
+        # Of each depth: embedding, norms' outputs, the joined input, the head's.
+        row = config.width * self.item
+        passing = self.layout.streams(number - 1) - 1 if number else 0
+        return total + (7 * len(stage.depths) + passing) * row // how.split.tp
+
+    def _last_rows(self, rows: int) -> int:
+        """The last layer's output, its norm's, and the gradient that comes back."""
+        width = self.config.width * self.item
+        return self.tokens * rows * width if self.has_head else 0
+
+    def loss(self) -> int:
+        """While its chunks run; gradients of the hidden states are among the last rows."""
+        tp = self.how.split.tp
+        heads, width = 1 + len(self.config.mtp), self.config.width
+        total = loss_bytes(
+            self.tokens,
+            vocabulary=-(-self.config.vocab_size // tp),
+            width=width,
+            item=self.item,
+            heads=heads,
+            kernels=tp == 1 and self.how.dtype != "float64",
+        )
+        counted = heads * width * self.tokens * self.item
+        return total - counted if tp == 1 and self.how.dtype != "float64" else total
+
+    def _head_gradient(self) -> int:
+        """Waits until the whole backward is over."""
+        tables = -(-self.config.vocab_size // self.how.split.tp) * self.config.width
+        return self.item * tables if self.has_head else 0
+
+    def _backward(self, saved: int, *, reduces: bool) -> Iterator[MemoryBreakdown]:
+        """Layer after layer, from the last; reduces: the round in which lanes sum gradients."""
+        tokens, gradients = self.tokens, self.summed() + self._head_gradient()
+        freed, sent = 0, 0
+        several = self.layout.pp > 1
+        for place in reversed(range(len(self.layers))):
+            layer = self.layers[place]
+            again = tokens * layer.saved if self.how.recompute else 0
+            rows = self._last_rows(2)
+            left = saved + again
+            static = self._static(
+                gradients + sent, freed=freed, moment=f"backward of layer {place}"
+            )
+            done = 0
+            for number, (kept, moments) in enumerate(layer.parts):
+                exchanged = self._exchanged(place) if number == len(layer.parts) - 1 else 0
+                for each, parameters in moments:
+                    yield replace(
+                        static,
+                        gradients=static.gradients + self.item * (done + parameters),
+                        activations=left + rows,
+                        working=tokens * each,
+                        exchanged=exchanged,
+                    )
+                left -= tokens * kept
+                done += max((parameters for _, parameters in moments), default=0)
+            if not several:
+                saved -= tokens * (layer.input if self.how.recompute else layer.saved)
+            yield from self._reduced(static, layer, saved + rows, reduces=reduces)
+            if reduces and not several:
+                sent = self.master * layer.parameters
+                if self.rounds == 1:
+                    gradients += self.master * self._own(layer)
+                if self.how.shard != "zero3":
+                    freed += layer.parameters
+
+    def _own(self, layer: LayerMemory) -> int:
+        """The rank's part of a layer's parameters."""
+        return layer.parameters * self.part // max(1, self.count)
+
+    def _reduced(
+        self, static: MemoryBreakdown, layer: LayerMemory, activations: int, *, reduces: bool
+    ) -> Iterator[MemoryBreakdown]:
+        """After a layer: its gradients in float32, in a buffer to be sent, and what comes back."""
+        if not reduces and self.how.shard != "zero3":
+            return
+        count, own = layer.parameters, self._own(layer)
+        alone = self.how.shard == "none" or self.how.lanes == 1
+        # A rank alone divides its buffer by 1 into another one.
+        buffers = self.master * (count + own + (count if alone else 0))
+        had = self.master * count if self.rounds > 1 and self.how.shard != "zero3" else 0
+        gradients = static.gradients - had + max(buffers, had + self.master * count)
+        yield replace(
+            static, gradients=gradients, activations=activations, moment="reduction of gradients"
+        )
+
+    def _exchanged(self, place: int) -> int:
+        how, layers = self.how, [self.configs[place]]
+        return exchanged_by(layers, how.cp_size, self.tokens, sharing=how.sharing, item=self.item)
+
+
+@cache
+def _layer_memory(
+    layer: LayerConfig, width: int, item: int, split: ModelSplit, wide: bool
+) -> LayerMemory:
+    """layer: as a TP rank has it; wide: the residual stream is float32 at least."""
+    stream = Saved(0, width) if wide else Saved(width)
+    parts, total = [], 0
+    working = block_working(layer, width, item=item, split=split)
+    for part in reversed(layer.parts):
+        memory = part_memory(part, width)
+        own, gathered = stream, Saved(width) + memory.saved
+        if isinstance(part, MoEConfig):
+            own, gathered = stream + gathered, Saved(0)
+        kept = -(-saved_bytes(own, item) // split.tp) + saved_bytes(gathered, item)
+        moments = tuple(
+            (
+                _rows(part, moment.rows, item, split.tp) + working,
+                _local(part, moment.gradients, split),
+            )
+            for moment in memory.backward
+        )
+        parts.append((kept, moments))
+        total += kept
+    parameters = layer_parameters(layer, width, split).total
+    row = -(-saved_bytes(stream, item) // split.tp)
+    return LayerMemory(parameters, total, tuple(parts), row)
+
+
+def _rows(part: Part, rows: Saved, item: int, tp: int) -> int:
+    """A layer of experts has a rank's own rows; other parts have all of a lane's."""
+    total = saved_bytes(rows, item)
+    return -(-total // tp) if isinstance(part, MoEConfig) else total
+
+
+def _local(part: Part, parameters: int, split: ModelSplit) -> int:
+    return parameters // split.ep if isinstance(part, MoEConfig) else parameters
