@@ -25,6 +25,7 @@ DTypeChoice = Literal["auto", "bfloat16", "float32", "float64"]
 Recompute = Literal["none", "blocks"]
 Kernels = Literal["auto", "plain"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+GraphLayer = Literal["attention", "mamba", "delta", "mlp"]
 DisplayChoice = Literal["auto", "live", "plain", "none"]
 
 

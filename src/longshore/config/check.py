@@ -15,6 +15,7 @@ from longshore.arch.decoder import DecoderConfig, has_experts, with_balance
 from longshore.arch.part import Sharing
 from longshore.arch.stages import make_layout, stage_costs
 from longshore.config.check_data import check_data, known_longest
+from longshore.config.check_graph import check_graph
 from longshore.config.check_parallel import check_parallel
 from longshore.config.located import in_keys, settings_in_keys
 from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
@@ -33,6 +34,8 @@ def check_config(config: RunConfig, ranks: int) -> None:
     check_parallel(config, decoder, lanes=lanes)
     _check_written(config, decoder)
     _check_train(config)
+    with settings_in_keys():
+        check_graph(config, decoder)
     _check_plan(config, lanes, decoder)
     check_data(config, decoder.vocab_size)
     if longest := known_longest(config):

@@ -135,7 +135,7 @@ def _kind(section: str, name: str) -> Kind:
     raise ValueError(answer_key(f"{section}.{name}"))
 
 
-def _section(section: str, table: Mapping[str, object]) -> Any:  # noqa: ANN401 - one of six
+def _section(section: str, table: Mapping[str, object]) -> Any:  # noqa: ANN401 - one of seven
     if section not in SECTIONS and not table:
         raise ValueError(answer_section(section))
     values = {}

@@ -43,9 +43,15 @@ def in_keys(key: str = "") -> Iterator[None]:
 
 
 def as_key(name: str, value: str = "") -> str:
-    """A setting as a recipe spells it: max_cp is plan.max_cp, with a value plan.max_cp=8."""
-    sections = [section for section, kind in SECTIONS.items() if name in _names(kind)]
-    key = f"{sections[0]}.{name}" if sections else WITHOUT_KEY.get(name, name)
+    """A setting as a recipe spells it: max_cp is plan.max_cp, with a value plan.max_cp=8.
+
+    A name that two sections have is the first section's; graph_layers is graph.layers.
+    """
+    keys = [f"{section}.{name}" for section, kind in SECTIONS.items() if name in _names(kind)]
+    section, _, rest = name.partition("_")
+    if not keys and section in SECTIONS and rest in _names(SECTIONS[section]):
+        keys = [f"{section}.{rest}"]
+    key = keys[0] if keys else WITHOUT_KEY.get(name, name)
     return f"{key}={value}" if value else key
 
 

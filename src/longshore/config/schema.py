@@ -252,6 +252,29 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GraphConfig:
+    """CUDA graphs, which replay a layer's kernels without launching each; off by default."""
+
+    layers: tuple[str, ...] = key(
+        (), texts(), "parts of layers to replay: attention, mamba, delta, mlp, or all; none: off"
+    )
+    max_sequences: int | Literal["auto"] = key(
+        "auto",
+        whole_or("auto"),
+        "most sequences of a micro-batch whose layers are replayed whole, its padding counted as "
+        "one; auto: for `coverage`",
+    )
+    coverage: float = key(
+        0.95,
+        number(0, 1, above=True),
+        "share of the micro-batches with one unshared pack that max_sequences=auto serves",
+    )
+    memory_gib: float = key(
+        0.0, number(0), "most GPU memory of graphs, in GiB; 0: a tenth of the GPU's"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OutputConfig:
     """What a run leaves behind."""
 
@@ -281,6 +304,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    graph: GraphConfig = field(default_factory=GraphConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def with_ranks(self, ranks: int) -> "RunConfig":
@@ -306,5 +330,6 @@ SECTIONS: dict[str, Any] = {
     "model": ModelConfig,
     "parallel": ParallelConfig,
     "train": TrainConfig,
+    "graph": GraphConfig,
     "output": OutputConfig,
 }

@@ -8,6 +8,7 @@ says "a whole number from 1 to 64".
 import math
 import re
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,5 +156,5 @@ def table() -> Kind:
     return Kind("a table", lambda value: dict(value) if isinstance(value, dict) else None)
 
 
-def listed(names: tuple[str, ...] | list[str], last: str = "or") -> str:
+def listed(names: Seq[str], last: str = "or") -> str:
     return f"{', '.join(names[:-1])} {last} {names[-1]}" if len(names) > 1 else names[0]

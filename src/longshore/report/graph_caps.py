@@ -1,12 +1,9 @@
 """CUDA graphs: how many micro-batches a cap on sequences covers, and what its padding costs.
 
-In: plans. Out: one row for each candidate cap. A graph replays one shape, so the boundaries of a
-micro-batch's sequences are padded to cap + 1 entries by repeating the last; a micro-batch with more
-sequences than the cap runs without the graph. The number of tokens is fixed too, to the capacity:
-the padding that fills a lane up to it is one more sequence for every kernel.
-
-A lane of capacity 8 with sequences of 3 and 2 tokens counts 3: they and 3 tokens of padding. One
-with 5 and 3 tokens is full and counts 2.
+In: sequences of micro-batches that have one pack of CP size 1, as plan/graph_use.py counts them:
+the padding that rounds a lane's tokens up to a bucket is one more. Out: one row for each candidate
+cap. Whole layers are replayed only for these micro-batches, and only up to the cap; all others are
+served by halves of layers, without a cap.
 
 Micro-batches of 1, 1, 2 and 5 sequences: cap 2 covers 3 of 4, and of its 3 · 2 slots 2 stay empty,
 0.67 on average.
@@ -16,9 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-
-from longshore.plan.shapes import usable_capacity
-from longshore.plan.types import Plan
 
 Ints = NDArray[np.int64]
 PERCENTILES = (50, 90, 99)
@@ -38,20 +32,6 @@ class CapRow:
     """Empty slots of the covered micro-batches, on average."""
     empty_share: float
     """empty_slots / cap."""
-
-
-def micro_batch_sizes(plan: Plan) -> Ints:
-    """Sequences of each micro-batch that has any, its padding included as one."""
-    lanes = plan.setting.lanes
-    change = np.zeros((2, len(plan.rounds), lanes + 1), dtype=np.int64)
-    for number, pack in plan.packs():
-        more = (len(pack.sequences), pack.tokens_per_lane)
-        change[:, number, pack.first_lane] += more
-        change[:, number, pack.first_lane + pack.cp_size] -= more
-    sizes, tokens = np.cumsum(change, axis=2)[:, :, :lanes].reshape(2, -1)
-    most = usable_capacity(plan.setting.capacity, plan.setting.align)
-    with_padding: Ints = sizes + (tokens < most)
-    return with_padding[sizes > 0]
 
 
 def cap_rows(sizes: Ints) -> list[CapRow]:

@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from longshore.plan.graph_use import MicroBatchSizes, as_graphed
 from longshore.plan.policy import policy_named
 from longshore.plan.simulate import simulate
 from longshore.plan.types import Plan, PlanSetting, Stats
-from longshore.report.graph_caps import cap_rows, micro_batch_sizes
+from longshore.report.graph_caps import cap_rows
 from longshore.report.timeline import Floats, Timeline, make_timeline
 
 Ints = NDArray[np.int64]
@@ -74,7 +75,7 @@ Comparisons = Mapping[str, Seq[Plan] | str]
 def page_data(steps: Seq[Plan], comparisons: Comparisons) -> Json:
     """Everything the page shows."""
     check_input(steps, comparisons)
-    sizes = np.concatenate([micro_batch_sizes(plan) for plan in steps])
+    sizes = MicroBatchSizes.of(map(as_graphed, steps))
     return {
         "version": 1,
         "setting": setting_data(steps[0].setting),
@@ -82,8 +83,8 @@ def page_data(steps: Seq[Plan], comparisons: Comparisons) -> Json:
         "steps": [step_data(plan) for plan in steps],
         "policies": policy_data(steps, comparisons),
         "about": {n: policy_named(n).about for n in (steps[0].setting.policy, *comparisons)},
-        "micro_batches": len(sizes),
-        "caps": [asdict(row) for row in cap_rows(sizes)],
+        "micro_batches": {"alone": len(sizes.alone), "others": sizes.others},
+        "caps": [asdict(row) for row in cap_rows(sizes.alone)],
     }
 
 

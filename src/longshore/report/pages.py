@@ -48,6 +48,7 @@ RUN_SCRIPTS = (
     "run_page_cost.js",
     "run_page_pipeline.js",
     "run_page_experts.js",
+    "run_page_graphs.js",
     "run_page_step.js",
     "run_page.js",
 )

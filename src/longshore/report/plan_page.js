@@ -214,13 +214,17 @@ function roundRows({ busy, packs, unit }) {
   return [["Round", "Packs", "Time of the busiest lane", "Busiest lane", "Mean time of a lane"], rows];
 }
 
-function capsNote(count, steps) {
-  return "A CUDA graph replays one fixed shape, so it needs a cap on the sequences in a lane's micro-batch. A smaller " +
-    "micro-batch is padded with empty slots: they add entries to the boundary array (cap + 1 in all), but no tokens. A " +
-    "larger one runs without the graph. The padding that fills a lane up to its capacity counts as a sequence. P50, P90 " +
-    "and P99 are the smallest caps that cover 50 %, 90 % and 99 % of the " +
-    `${plural(count, "micro-batch")}`.replace("batchs", "batches") +
-    `${steps > 1 ? ` of all ${number(steps)} steps together` : ""} (one for each lane and round with work).`;
+function capsNote({ alone, others }, steps) {
+  const batches = (count) => plural(count, "micro-batch").replace("batchs", "batches");
+  const many = steps > 1 ? ` of all ${number(steps)} steps together` : "";
+  const rest = others ? ` ${batches(others)} more ${others === 1 ? "has" : "have"} several packs, or one that lanes share: ` +
+    "only the halves of layers that work on single tokens can be replayed there, which needs no cap." : "";
+  const start = "A CUDA graph replays one fixed shape. ";
+  if (!alone) return `${start}Whole layers can be replayed for a micro-batch with one pack of CP size 1; this plan has none.${rest}`;
+  return `${start}Whole layers can be replayed for a micro-batch with one pack of CP size 1, up to a cap on its sequences. One ` +
+    "with fewer is padded with empty slots: they add entries to the boundary array (cap + 1 in all), but no tokens. One with " +
+    "more is served without such graphs. The padding that rounds a lane's tokens up to a bucket counts as a sequence. P50, P90 and P99 " +
+    `are the smallest caps that cover 50 %, 90 % and 99 % of the ${batches(alone)}${many} with one pack of CP size 1.${rest}`;
 }
 
 new Page(JSON.parse(byId("plan-data").textContent)).start();

@@ -161,6 +161,8 @@ function refusedRow(policy, columns, about) {
 }
 
 function drawCaps(host, rows) {
+  host.hidden = !rows.length;
+  if (!rows.length) return;
   const above = 12 + 12 * Math.max(...rows.map((row) => row.marks.length));
   const chart = percentChart(host.clientWidth, 240 + above,
     { top: 1, above, label: "Share of micro-batches covered and of slots left empty, by cap" });
@@ -180,6 +182,7 @@ function drawCaps(host, rows) {
 
 function capsTable(table, rows) {
   const heads = ["Cap", "Mark", "Covered", "Empty slots", "Empty share"];
+  table.hidden = !rows.length;
   fillTable(table, heads, rows.map((row) => [
     number(row.cap), row.marks.join(", "), percent(row.covered),
     row.covered ? number(row.empty_slots, 2) : "–", row.covered ? percent(row.empty_share) : "–"]));

@@ -1,7 +1,7 @@
 """The data of the run page, for one or more runs, as compact JSON.
 
-In: RunFolders. Out: a dictionary with curves, figures, cost model, pipeline, experts, slowest steps
-and timelines of each run, and the keys in which the runs' configurations differ:
+In: RunFolders. Out: a dictionary with curves, figures, cost model, pipeline, experts, graphs, slowest
+steps and timelines of each run, and the keys in which the runs' configurations differ:
 
     {"version": 1, "runs": [{"name": "demo-1", …}], "differences": [], "cp_sizes": [1, 2]}
 """
@@ -17,6 +17,7 @@ from longshore.report.run_cost import cost_data
 from longshore.report.run_curves import rounded, run_curves, total
 from longshore.report.run_experts import experts_data
 from longshore.report.run_files import Floats, RunFolder
+from longshore.report.run_graphs import graphs_data
 from longshore.report.run_pipeline import pipeline_data
 from longshore.report.run_steps import slow_steps, steps_data
 
@@ -64,6 +65,7 @@ def run_data(run: RunFolder, name: str, *, share: float = 1.0) -> Json:
         "cost": cost_data(lines),
         "pipeline": pipeline_data(run.pipeline, run.config),
         "experts": experts_data(lines),
+        "graphs": graphs_data(run.metrics),
         "slowest": slow_steps(run),
         "journal": len(lines),
         "steps": steps_data(run, share=share),

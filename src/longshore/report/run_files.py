@@ -45,8 +45,11 @@ METRICS = (
     "plan_s",
     "data_wait_s",
     "memory_gib",
+    "graph_gib",
     "skipped",
 )
+GRAPHED = ("whole", "halves", "eager")
+"""The numbers of `graphed`, which become graphed_whole and so on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +114,7 @@ def read_metrics(path: Path) -> dict[str, Floats]:
     if not rows:
         raise ValueError(f"{path} has no step yet; wait for the first step to end")
     steps = sorted(rows)
-    names = [*METRICS, *_depths(rows.values())]
+    names = [*METRICS, *(f"graphed_{way}" for way in GRAPHED), *_depths(rows.values())]
     columns = {name: [rows[step].get(name, math.nan) for step in steps] for name in names}
     return {name: np.array(values) for name, values in {"step": steps, **columns}.items()}
 
@@ -154,7 +157,11 @@ def _numbers(line: Mapping[str, Any], where: str) -> dict[str, float]:
     depths = line.get("mtp_losses") or ()
     if not isinstance(depths, list | tuple):
         raise ValueError(f"{where}: mtp_losses is {depths!r}; it must be a list")
+    graphed = line.get("graphed") or {}
+    if not isinstance(graphed, dict):
+        raise ValueError(f"{where}: graphed is {graphed!r}; it must be an object")
     values = {name: line.get(name) for name in METRICS}
+    values |= {f"graphed_{way}": graphed.get(way) for way in GRAPHED}
     values |= {f"depth_{depth}": loss for depth, loss in enumerate(depths, start=1)}
     return {
         name: _number(value, f"{where}: {name}")

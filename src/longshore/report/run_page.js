@@ -9,6 +9,7 @@ class RunPage {
     this.cost = new CostView(this.runs, (run, step) => this.pick(run, step));
     this.pipeline = new PipelineView(this.runs);
     this.experts = new ExpertsView(this.runs);
+    this.graphs = new GraphsView(this.runs);
     this.step = new StepView(data, (run, step) => this.curves.choose(run, step));
   }
 
@@ -20,6 +21,7 @@ class RunPage {
     this.cost.start();
     this.pipeline.start();
     this.experts.start();
+    this.graphs.start();
     this.step.start();
     this.showSlowest();
     this.showConfig();
@@ -32,7 +34,7 @@ class RunPage {
   resize() {
     if (this.width === document.body.clientWidth) return;
     this.width = document.body.clientWidth;
-    [this.curves, this.cost, this.experts, this.step].forEach((view) => view.draw());
+    [this.curves, this.cost, this.experts, this.graphs, this.step].forEach((view) => view.draw());
   }
 
   /* A step that was clicked: its timeline, brought into view. */

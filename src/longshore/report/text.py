@@ -18,6 +18,7 @@ from collections.abc import Sequence as Seq
 from longshore.plan.as_json import advice, total_stats
 from longshore.plan.types import Plan, Stats
 from longshore.report.page_data import Json
+from longshore.report.run_graphs import graphs_text
 from longshore.report.run_pipeline import pipeline_text
 
 
@@ -84,6 +85,8 @@ def report_summary(data: Json) -> list[str]:
         lines.append("  " + ", ".join(_speeds(figures)))
         if run["cost"]:
             lines.append(f"  the cost model is {_cost_quality(run['cost'])}")
+        if run["graphs"]:
+            lines.append(f"  {graphs_text(run['graphs'])}")
         if run["pipeline"]:
             lines.append(f"  {pipeline_text(run['pipeline'])}")
     if len(data["runs"]) > 1:

@@ -8,6 +8,8 @@ which nothing is "auto", with notes that say how each choice came about:
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from longshore.arch.costs import auto_capacity, model_bytes
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.part import Sharing
@@ -16,9 +18,17 @@ from longshore.choices import ShardMode
 from longshore.config.check import check_longest, pipeline_layout, shared_heads
 from longshore.config.schema import RunConfig
 from longshore.ops.backends import is_installed
+from longshore.plan.cost import Ints
+from longshore.plan.graph_use import GraphSetting
 from longshore.plan.layout import Layout
 from longshore.plan.policy import policy_named
 from longshore.plan.shapes import legal_cp_sizes
+from longshore.run.graph_cap import (
+    check_graph_device,
+    graph_bytes,
+    graph_setting,
+    with_buckets,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,8 @@ class Resolved:
     """Whether blocks go through torch.compile."""
     layout: Layout
     """The stages of the pipeline."""
+    graph: GraphSetting | None
+    """Which micro-batches CUDA graphs serve; None: graphs are off."""
     notes: tuple[str, ...]
     """How each choice came about, for people."""
 
@@ -52,8 +64,13 @@ def resolve(
     device: str,
     memory: int,
     longest: int,
+    lengths: Ints | None = None,
 ) -> Resolved:
-    """Decides what is "auto"; device: cpu or cuda; memory: bytes of the rank that has least."""
+    """Decides what is "auto"; device: cpu or cuda; memory: bytes of the rank that has least.
+
+    lengths: of all sequences, for graph.max_sequences; without them that of the longest.
+    """
+    check_graph_device(config, decoder, device=device)
     layout = pipeline_layout(config, decoder)
     shard, why = _shard(config, decoder, layout, lanes=lanes, dtype=dtype, memory=memory)
     notes = [f"parallel.shard: {why}"] if config.parallel.shard == "auto" else []
@@ -61,7 +78,7 @@ def resolve(
     if capacity == "auto":
         capacity, arithmetic = auto_capacity(
             decoder,
-            memory_bytes=memory,
+            memory_bytes=memory - graph_bytes(config.graph, memory),
             lanes=lanes,
             shard=shard,
             dtype=dtype,
@@ -74,12 +91,23 @@ def resolve(
         notes.append(f"plan.capacity: {capacity:,} tokens per rank and round")
         notes += [f"  {line}" for line in arithmetic]
     compiles, why = _compile(config, device)
-    notes += [f"train.compile: {why}"] if compiles and config.train.compile == "auto" else []
+    notes += [f"train.compile: {why}"] if why else []
     resolved = replace(config, plan=replace(config.plan, capacity=capacity))
+    resolved, bucket_notes = with_buckets(resolved, capacity)
     check_longest(resolved, lanes, longest)
+    graph, graph_notes = graph_setting(
+        resolved,
+        decoder,
+        lanes=lanes,
+        capacity=capacity,
+        lengths=np.array([longest]) if lengths is None else lengths,
+    )
+    notes += bucket_notes + graph_notes
     if layout.pp > 1:
         notes.append(f"pipeline: {layout}, stage s on pipeline rank s % {layout.pp}")
-    return Resolved(resolved, decoder, shard, capacity, dtype, compiles, layout, tuple(notes))
+    return Resolved(
+        resolved, decoder, shard, capacity, dtype, compiles, layout, graph, tuple(notes)
+    )
 
 
 def possible_cp_sizes(config: RunConfig, decoder: DecoderConfig, *, lanes: int) -> tuple[int, ...]:
@@ -146,4 +174,6 @@ def _compile(config: RunConfig, device: str) -> tuple[bool, str]:
         return train.compile, ""
     if device != "cuda" or train.kernels == "auto" or not is_installed("triton"):
         return False, ""
+    if config.graph.layers:
+        return False, "false, because graph.layers is set"
     return True, "true, because train.kernels is plain"

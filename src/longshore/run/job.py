@@ -89,6 +89,7 @@ def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: i
         device=topology.device.type,
         memory=_least_memory(topology, local_size),
         longest=int(source.lengths.max()),
+        lengths=source.lengths,
     )
     for line in (
         _summary(resolved, source, topology),

@@ -17,7 +17,7 @@ from longshore.train.device import peak_flops
 from longshore.train.evaluation import Evaluator
 from longshore.train.failed_step import explain
 from longshore.train.heartbeat import SAVING
-from longshore.train.loop import Hooks, Machine, Progress, StepReport, train
+from longshore.train.loop import GraphUse, Hooks, Machine, Progress, StepReport, train
 from longshore.train.optimizer import Schedule
 from longshore.train.record import RunRecord
 
@@ -40,6 +40,7 @@ def train_steps(
         ),
         start=saver.progress,
         hooks=_hooks(job, parts, saver=saver, evaluator=evaluator, record=record),
+        graphs=GraphUse(job.resolved.graph) if job.resolved.graph else None,
     )
 
 

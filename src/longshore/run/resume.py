@@ -119,7 +119,7 @@ def changed_settings(config: RunConfig, run: Path) -> list[str]:
         for field in fields(kind):
             key = f"{section}.{field.name}"
             was, now = (getattr(getattr(c, section), field.name) for c in (before, config))
-            if was == now or key.startswith(UNREPORTED):
+            if was == now or key.startswith(UNREPORTED) or _is_own_choice(key, config):
                 continue
             if section == "model" or (section == "data" and field.name not in MAY_CHANGE):
                 raise ValueError(
@@ -128,6 +128,11 @@ def changed_settings(config: RunConfig, run: Path) -> list[str]:
                 )
             changes.append(f"{key} was {was!r} and is {now!r} from here on")
     return changes
+
+
+def _is_own_choice(key: str, config: RunConfig) -> bool:
+    """Whether a run decides about the key itself: buckets, for CUDA graphs."""
+    return key == "plan.buckets" and not config.plan.buckets and bool(config.graph.layers)
 
 
 def check_steps(steps: int, config: RunConfig, run: Path) -> None:

@@ -17,6 +17,7 @@ The order of a run, and the module of each part:
 """
 
 import signal
+from collections import Counter
 from itertools import chain, islice
 
 from longshore.config.schema import RunConfig
@@ -31,6 +32,7 @@ from longshore.run.weights import write_weights
 from longshore.train.checkpoint import Saver
 from longshore.train.heartbeat import SAVING
 from longshore.train.loop import Progress
+from longshore.train.metrics import graphed_text
 from longshore.train.record import RunRecord, recording
 from longshore.train.stage_times import stage_times
 from longshore.train.stop import StoppedError
@@ -108,8 +110,13 @@ def _train_and_record(
         record.note(f"kernels: {kernels_line()}")
     keep_settings(job.config, run, job.topology, step=after)
     with stage_times(run.folder, job.topology, after=after) as write_stages:
+        graphed, graph_gib = Counter[str](), None
         for report in chain(first, reports):
             record.write(report)
             write_stages(report)
+            graphed.update(report.metrics.graphed or {})
+            graph_gib = report.metrics.graph_gib
+    if graphed:
+        record.note(graphed_text(graphed, graph_gib))
     if evaluator is not None:
         evaluator.held_out.steps.close()

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from longshore.data.steps import Step
 from longshore.parallel.timestamp import Timestamp
+from longshore.plan.graph_use import GraphSetting, GraphWay, graphed_counts
 from longshore.plan.order import Kind
+from longshore.plan.types import Plan
 from longshore.train.metrics import StepMetrics
 from longshore.train.optimizer import Schedule
 from longshore.train.step import Stepper, StepResult
@@ -37,6 +39,14 @@ class Machine:
     device: torch.device
     peak_flops: float | None
     """Of one rank, per second; None if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphUse:
+    """The CUDA graphs of a run. memory_bytes: of this rank's graphs so far; None if unknown."""
+
+    setting: GraphSetting
+    memory_bytes: Callable[[], int | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +132,13 @@ def train(
     machine: Machine,
     start: Progress = START,
     hooks: Hooks = NO_HOOKS,
+    graphs: GraphUse | None = None,
 ) -> Iterator[StepReport]:
     """Trains up to step `steps`, and yields a report of each step.
 
-    start: the progress to resume from; the loader is already there.
+    start: the progress to resume from; the loader is already there. graphs: None: there are none.
     """
-    meter = _Meter(flops, machine)
+    meter = _Meter(flops, machine, graphs)
     waiting: _QueuedStep | None = None
     updates, stops, is_first = start.updates, False, True
     begin = Timestamp(machine.device)
@@ -190,9 +201,12 @@ def _on_host(result: StepResult | None) -> Tensor:
 class _Meter:
     """Makes metrics from finished steps; a step's time includes waiting for its data."""
 
-    def __init__(self, flops: Callable[[list[int]], int], machine: Machine) -> None:
+    def __init__(
+        self, flops: Callable[[list[int]], int], machine: Machine, graphs: GraphUse | None
+    ) -> None:
         self.flops = flops
         self.machine = machine
+        self.graphs = graphs
 
     def read(self, done: _QueuedStep) -> StepReport:
         done.end.wait()
@@ -205,6 +219,7 @@ class _Meter:
         flops = self.flops([sequence.length for sequence in plan.sequences])
         each = flops / elapsed / self.machine.ranks
         peak = self.machine.peak_flops
+        graphed, graph_gib = _graphed(self.graphs, plan)
         metrics = StepMetrics(
             step=done.number,
             epoch=step.place.epoch,
@@ -227,8 +242,20 @@ class _Meter:
             skipped=done.result is None,
             balance_loss=balance or None,
             mtp_losses=tuple(depths) or None,
+            graphed=graphed,
+            graph_gib=graph_gib,
         )
         return StepReport(step, metrics, _rounds(done), experts, _stages(done))
+
+
+def _graphed(
+    graphs: GraphUse | None, plan: Plan
+) -> tuple[dict[GraphWay, int] | None, float | None]:
+    """Micro-batches by the way they are served, and GiB of this rank's graphs."""
+    if graphs is None:
+        return None, None
+    memory = graphs.memory_bytes()
+    return graphed_counts(plan, graphs.setting), None if memory is None else memory / GIB
 
 
 def _experts(done: _QueuedStep) -> tuple[tuple[int, ...], ...]:

@@ -13,6 +13,7 @@ import errno
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,8 +21,8 @@ from typing import Any
 
 from longshore.files import reason, write_atomically
 
-OPTIONAL = ("balance_loss", "mtp_losses")
-"""Left out where the model has no experts, or no multi-token prediction."""
+OPTIONAL = ("balance_loss", "mtp_losses", "graphed", "graph_gib")
+"""Left out without experts, without multi-token prediction, and without CUDA graphs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,10 @@ class StepMetrics:
     """The experts' balance loss."""
     mtp_losses: tuple[float, ...] | None = None
     """The loss of each depth of multi-token prediction."""
+    graphed: Mapping[str, int] | None = None
+    """Micro-batches of all lanes by how CUDA graphs serve them, as plan/graph_use.py names it."""
+    graph_gib: float | None = None
+    """Memory of this rank's graphs."""
 
     def to_json(self) -> str:
         known = {
@@ -77,6 +82,15 @@ class StepMetrics:
         }
         values = {name: _finite(value) for name, value in known.items()}
         return json.dumps(values, allow_nan=False)
+
+
+def graphed_text(graphed: Mapping[str, int], graph_gib: float | None) -> str:
+    """How graphs served the micro-batches of some steps, in one line."""
+    count = sum(graphed.values())
+    names = {"whole": "as whole layers", "halves": "by halves of layers", "eager": "eagerly"}
+    shares = [f"{graphed[way] / count:.0%} {name}" for way, name in names.items() if graphed[way]]
+    memory = "" if graph_gib is None else f"; graphs take {graph_gib:.2f} GiB"
+    return f"CUDA graphs: of {count:,} micro-batches {', '.join(shares)}{memory}"
 
 
 class MetricsFile:

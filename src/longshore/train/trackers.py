@@ -56,11 +56,14 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 def numbers(values: Mapping[str, object]) -> dict[str, float]:
-    """The finite numbers but the step; entry i of a list, from 1, becomes name/i."""
+    """The finite numbers but the step; entry i of a list, from 1, becomes name/i, and entry k of a
+    table name/k."""
     flat: dict[str, object] = {}
     for name, value in values.items():
         if isinstance(value, list | tuple):
             flat |= {f"{name}/{i}": item for i, item in enumerate(value, start=1)}
+        elif isinstance(value, Mapping):
+            flat |= {f"{name}/{inner}": item for inner, item in value.items()}
         elif name != "step":
             flat[name] = value
     return {
