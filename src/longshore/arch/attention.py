@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from longshore.arch.checks import check_counts
-from longshore.arch.part import Saved, Sharing, causal_pairs
+from longshore.arch.part import Product, Saved, Sharing, causal_pairs
 from longshore.arch.rope import RopeConfig, YarnScaling
 from longshore.choices import names_of
 
@@ -68,6 +68,12 @@ class AttentionConfig:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         projections = 2 * length * width * (2 * queries + queries * self.gate + 2 * keys)
         return projections + 4 * queries * causal_pairs(length, window=self.window)
+
+    def products(self, width: int) -> tuple[Product, ...]:
+        """Of queries with their gates, keys, values and the output."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        first = Product(width, queries * (1 + self.gate))
+        return first, Product(width, keys), Product(width, keys), Product(queries, width)
 
     def saved(self, width: int) -> Saved:
         """Rotated queries and keys, values and the output; with qk_norm also its inputs.
@@ -158,6 +164,15 @@ class MLAConfig:
         pairs = causal_pairs(length)
         core = 2 * pairs * self.heads * (self.head_dim + self.value_dim)
         return 2 * length * self._weights(width) + core
+
+    def products(self, width: int) -> tuple[Product, ...]:
+        """Of the decompressed form, whichever is run."""
+        queries, up = self.heads * self.head_dim, self.heads * (self.nope_dim + self.value_dim)
+        q = [Product(width, queries)]
+        if self.q_rank is not None:
+            q = [Product(width, self.q_rank), Product(self.q_rank, queries)]
+        kv = Product(width, self.latent_dim), Product(self.kv_rank, up)
+        return *q, *kv, Product(self.heads * self.value_dim, width)
 
     def saved(self, width: int) -> Saved:
         """Queries, latents and the output; the norms' inputs; absorbed, also its projections."""

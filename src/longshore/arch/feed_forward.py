@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longshore.arch.checks import check_counts, check_more_than
-from longshore.arch.part import Saved, Sharing
+from longshore.arch.part import Product, Saved, Sharing
 from longshore.arch.rope import RopeConfig
 from longshore.choices import names_of
 
@@ -54,6 +54,10 @@ class MLPConfig:
 
     def flops(self, width: int, length: int) -> int:
         return 2 * length * self.parameters(width)
+
+    def products(self, width: int) -> tuple[Product, ...]:
+        first = (Product(width, self.width),) * (2 if self.gated else 1)
+        return *first, Product(self.width, width)
 
     def saved(self, width: int) -> Saved:
         """Gate, silu(gate), up, and their product; or relu(up) and its square."""
@@ -144,6 +148,17 @@ class MoEConfig:
     def _common(self, width: int) -> int:
         """Parameters that every token uses: router, shared expert and its gate."""
         return width * (self.experts + 3 * self.shared_width + self.shared_gate)
+
+    def products(self, width: int) -> tuple[Product, ...]:
+        """Of router and shared expert; grouped products of routed experts are a kind of their own.
+
+        So are their FLOPs: what `flops` has beyond these products.
+        """
+        router = (Product(width, self.experts),)
+        gate = (Product(width, 1),) * self.shared_gate
+        if not self.shared_width:
+            return router
+        return *router, *MLPConfig(width=self.shared_width).products(width), *gate
 
     def saved(self, width: int) -> Saved:
         """For each of top_k rows its input, gate, silu(gate), up, product and output.

@@ -1,7 +1,9 @@
 """The protocol that the config of every mixer and feed-forward part follows. Pure Python.
 
 In: numbers. Out: the protocol `Part` and what a part costs. A new kind of mixer or feed-forward is
-a config that follows `Part`, a module, and its registration; docs/adding-a-mixer.md says how.
+a config that follows `Part`, a module, and its registration; docs/adding-a-mixer.md says how. A
+part may also have `products(width)`, the Products of its forward: then its time is predicted from
+measured products (arch/part_work.py), otherwise from its FLOPs alone.
 
     causal_pairs(5) = 15 pairs of a token and one it sees, itself included; window=2 leaves 9
 """
@@ -27,6 +29,19 @@ class Sharing:
 
     attention: str
     scan: str
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product of a part's forward: for each token a row of k numbers becomes one of n."""
+
+    k: int
+    n: int
+
+    @property
+    def flops(self) -> int:
+        """Of one token."""
+        return 2 * self.k * self.n
 
 
 class Part(Protocol):

@@ -12,7 +12,7 @@ an outer product to a P×N state, like multiplying it by a vector, is 2·P·N.
 from dataclasses import dataclass
 
 from longshore.arch.checks import check_counts, check_more_than, is_positive
-from longshore.arch.part import Saved, Sharing
+from longshore.arch.part import Product, Saved, Sharing
 from longshore.arch.rope import RopeConfig
 from longshore.ops.sizes import CHUNK_ROWS
 
@@ -88,6 +88,9 @@ class Mamba2Config:
         weights = width * (self.projected + self.inner) + self.conv_dim * self.kernel
         return length * (2 * weights + 4 * self.inner * self.state_dim)
 
+    def products(self, width: int) -> tuple[Product, ...]:
+        return Product(width, self.projected), Product(self.inner, width)
+
     def saved(self, width: int) -> Saved:
         """The convolution's output and the normed output; the rest in float32, like scan and norm.
 
@@ -159,6 +162,11 @@ class DeltaNetConfig:
         """
         weights = self._projections(width) + self.conv_dim * self.kernel
         return length * (2 * weights + 6 * self.values * self.key_dim)
+
+    def products(self, width: int) -> tuple[Product, ...]:
+        """Of q, k, v and z; of beta and the decay; of the output."""
+        first = Product(width, self.conv_dim + self.values)
+        return first, Product(width, 2 * self.value_heads), Product(self.values, width)
 
     def saved(self, width: int) -> Saved:
         """The normed output; the rest in float32, like scan and norm.

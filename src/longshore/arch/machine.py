@@ -1,0 +1,285 @@
+"""MachineProfile: what was measured on one machine, and what is arithmetic. Pure Python.
+
+In: a name such as "h200" (a file in arch/profiles), or a JSON file that `longshore calibrate`
+wrote. Out: frozen data that arch/step_time.py predicts steps from. Nothing in it depends on a
+model: a profile measured once serves every model.
+
+    machine = load_machine("h200")
+    machine.products.seconds(8192, 4096, 4096)      forward and backward seconds of a product
+    machine.part("attention", head_dim=128, channels=2048)      the nearest measured attention
+
+Every entry says whether it was measured or follows from arithmetic, as the exchange between GPUs
+does where only one was there.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from importlib import resources
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from longshore.arch.product_times import Origin, ProductTimes
+from longshore.choices import names_of
+
+FORMAT = "longshore machine 1"
+"""The value of the key "format", by which a file is told from a CostProfile."""
+KINDS = ("attention", "mla", "mamba", "delta", "mlp", "experts", "embedding", "head", "other")
+ARITHMETIC_PASSES = 4
+"""How often a saved value is read or written where it was not measured: twice in each direction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficient:
+    """One number of a profile, in seconds of something, and where it comes from."""
+
+    seconds: float
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCost:
+    """What a kind of part costs beside its matrix products: device seconds of forward + backward.
+
+    The norm before the part and the sum after it are included.
+    """
+
+    kind: str
+    """One of KINDS."""
+    reference: str
+    """Which part was measured, in words."""
+    origin: Origin
+    """Where the numbers come from."""
+    head_dim: int
+    """Of the reference; parts are looked up by it first."""
+    channels: int
+    """Of the reference; parts are looked up by it next."""
+    call: float
+    """Of a call, however small."""
+    value: float
+    """Of a value saved for backward: memory traffic of norms, gates, rotations."""
+    core: float
+    """Of a forward FLOP that is not in the part's plain products."""
+    sequence: float
+    """Of a channel of a sequence."""
+    weight: float
+    """Of a weight that is read and whose gradient is written, however few the tokens."""
+    forward: float
+    """The share of all this in forward, from 0 to 1."""
+    host: float
+    """Host seconds to launch forward and backward; 0 where the host computes."""
+    host_forward: float
+    """Host seconds to launch forward alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedCosts:
+    """What is no part of a layer."""
+
+    byte: Coefficient
+    """Of a byte that is read or written by a copy on the device."""
+    block: Coefficient
+    """Device seconds of a block beside its parts; on a CPU with FSDP's hooks."""
+    block_host: Coefficient
+    """Host seconds of a block beside its parts: FSDP's hooks."""
+    graph_host: Coefficient
+    """Host seconds to replay a block's graphs, instead of launching its parts."""
+    round: Coefficient
+    """Device seconds of a round, whatever is in it."""
+    round_host: Coefficient
+    """Host seconds of a round, whatever is in it."""
+    round_parameter: Coefficient
+    """Of a parameter in a round: its gradient is added to that of earlier rounds."""
+    step_parameter: Coefficient
+    """Of a parameter in a step: FSDP copies and casts weights and gradients."""
+    norm: Coefficient
+    """Of a parameter: gradient norm and clipping."""
+    optimizer: Coefficient
+    """Of a parameter that is updated."""
+    step: Coefficient
+    """Device seconds of a step, whatever is in it."""
+    step_host: Coefficient
+    """Host seconds of a step, whatever is in it."""
+    message: Coefficient
+    """Of a byte that a pipeline stage hands to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherCost:
+    """What a byte costs that a lane gathers from the others of its CP group."""
+
+    cp_size: int
+    """Lanes of the group."""
+    byte: float
+    """Seconds."""
+    origin: Origin
+    """Where the number comes from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineProfile:
+    """One machine."""
+
+    device: str
+    """Its name, such as NVIDIA H200."""
+    dtype: str
+    """Of the arithmetic that was measured."""
+    torch: str
+    """Version of torch; "" where nothing was measured."""
+    notes: tuple[str, ...]
+    """What is worth knowing: what was skipped, which kernels ran."""
+    node: int
+    """GPUs that are connected fast."""
+    products: ProductTimes
+    """Matrix products."""
+    parts: tuple[PartCost, ...]
+    """Each kind of part; several references of one kind where they differ."""
+    fixed: FixedCosts
+    """What is no part of a layer."""
+    gather: tuple[GatherCost, ...]
+    """By CP size; the largest inside a node, and one across nodes at least."""
+
+    def part(self, kind: str, *, head_dim: int, channels: int) -> PartCost | None:
+        """The measured part of that kind that is nearest; None if none was measured."""
+        own = [part for part in self.parts if part.kind == kind]
+
+        def distance(part: PartCost) -> tuple[float, float]:
+            sizes = (part.head_dim, head_dim), (part.channels, channels)
+            first, second = (abs(math.log(max(a, 1) / max(b, 1))) for a, b in sizes)
+            return first, second
+
+        return min(own, key=distance, default=None)
+
+    def byte_gathered(self, *, across: bool) -> float:
+        """Seconds of a byte that a lane gathers: inside a node, or across nodes."""
+        sizes = [each for each in self.gather if (each.cp_size > self.node) == across]
+        nearest = sizes or list(self.gather)
+        return max(nearest, key=lambda each: each.cp_size).byte if nearest else 0.0
+
+    def origins(self) -> dict[str, Origin]:
+        """Every entry by name, and where it comes from."""
+        named: dict[str, Origin] = {"products": self.products.origin}
+        named |= {f"{part.kind}: {part.reference}": part.origin for part in self.parts}
+        named |= {each.name: getattr(self.fixed, each.name).origin for each in fields(FixedCosts)}
+        return named | {f"gather at CP size {each.cp_size}": each.origin for each in self.gather}
+
+    def as_json(self) -> dict[str, Any]:
+        products = asdict(self.products)
+        grid = [[p.rows, p.k, p.n, p.forward, p.backward] for p in self.products.grid]
+        products = {"origin": products["origin"], "flop": products["flop"], "grid": grid}
+        return {"format": FORMAT, **asdict(self), "products": products}
+
+
+def profile_names() -> tuple[str, ...]:
+    """The profiles that Longshore ships."""
+    folder = resources.files("longshore.arch").joinpath("profiles")
+    return tuple(
+        sorted(file.name.removesuffix(".json") for file in folder.iterdir() if ".json" in file.name)
+    )
+
+
+def load_machine(name: str | Path) -> MachineProfile:
+    """The shipped profile of that name, or the one in a JSON file."""
+    if str(name) in profile_names():
+        folder = resources.files("longshore.arch").joinpath("profiles")
+        text = folder.joinpath(f"{name}.json").read_text(encoding="utf-8")
+    else:
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"machine profile {name}: cannot be read ({error.strerror}); known names are "
+                f"{', '.join(profile_names())}"
+            ) from None
+        except UnicodeDecodeError:
+            raise ValueError(f"machine profile {name}: is not JSON (no text)") from None
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"machine profile {name}: is not JSON ({error})") from None
+    return parse_machine(data, str(name))
+
+
+def is_machine(data: object) -> bool:
+    """Whether JSON is meant as a MachineProfile."""
+    return isinstance(data, dict) and "format" in data
+
+
+def parse_machine(data: object, name: str) -> MachineProfile:
+    """The profile of parsed JSON; name: for errors."""
+    where = f"machine profile {name}"
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError(
+            f'{where}: has no "format": "{FORMAT}"; write one with longshore calibrate --out FILE'
+        )
+    body = {key: value for key, value in data.items() if key != "format"}
+    products = body.get("products")
+    if isinstance(products, dict) and isinstance(products.get("grid"), list):
+        keys = ("rows", "k", "n", "forward", "backward")
+        grid = [_row(row, keys, f"{where}: products.grid") for row in products["grid"]]
+        body["products"] = {**products, "grid": grid}
+    try:
+        profile = _read(MachineProfile, body, where)
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if text.startswith(where) else f"{where}: {text}") from None
+    assert isinstance(profile, MachineProfile)
+    if unknown := [part.kind for part in profile.parts if part.kind not in KINDS]:
+        raise ValueError(f"{where}: unknown kind of part {unknown[0]!r}; known are {_kinds()}")
+    return profile
+
+
+def _kinds() -> str:
+    return ", ".join(KINDS)
+
+
+def _row(row: object, keys: tuple[str, ...], where: str) -> Mapping[str, object]:
+    if not isinstance(row, list) or len(row) != len(keys):
+        raise ValueError(f"{where}: a product must be [{', '.join(keys)}], not {row!r}")
+    return dict(zip(keys, row, strict=True))
+
+
+def _read(kind: Any, data: object, where: str) -> Any:  # noqa: ANN401 - types of fields are any
+    """A dataclass, tuple, text or number of this type; a ValueError names the place."""
+    if get_origin(kind) is tuple:
+        if not isinstance(data, list):
+            raise ValueError(f"{where} must be a list, not {data!r}")
+        inner = get_args(kind)[0]
+        return tuple(_read(inner, item, f"{where}[{i}]") for i, item in enumerate(data))
+    if kind is Origin:
+        if data not in names_of(Origin):
+            raise ValueError(f"{where} is {data!r}; it must be {' or '.join(names_of(Origin))}")
+        return data
+    if kind is str:
+        if not isinstance(data, str):
+            raise ValueError(f"{where} must be a text, not {data!r}")
+        return data
+    if kind in (int, float):
+        return _number(kind, data, where)
+    assert not isinstance(kind, UnionType), kind
+    return _read_fields(kind, data, where)
+
+
+def _number(kind: type, data: object, where: str) -> float:
+    is_number = isinstance(data, int | float) and not isinstance(data, bool)
+    if not is_number or (kind is int and data != int(data)):  # type: ignore[call-overload]
+        raise ValueError(f"{where} must be a {'whole ' * (kind is int)}number, not {data!r}")
+    assert isinstance(data, int | float)
+    if not 0 <= data < 1e15:
+        raise ValueError(f"{where} is {data}; it must be 0 or more, and less than 1e15")
+    return kind(data)  # type: ignore[no-any-return]
+
+
+def _read_fields(kind: Any, data: object, where: str) -> Any:  # noqa: ANN401
+    names = [each.name for each in fields(kind) if each.init]
+    if not isinstance(data, dict) or sorted(data) != sorted(names):
+        lacking = [name for name in names if not isinstance(data, dict) or name not in data]
+        more = [] if lacking or not isinstance(data, dict) else [*({*data} - {*names})]
+        wrong = f"{lacking[0]} is missing" if lacking else f"{more[0]!r} is unknown"
+        raise ValueError(f"{where}: {wrong}; it must have exactly {', '.join(names)}")
+    types = get_type_hints(kind)
+    glue = ": " if where.startswith("machine profile") and ":" not in where else "."
+    values = {name: _read(types[name], data[name], f"{where}{glue}{name}") for name in names}
+    return kind(**values)

@@ -1,0 +1,168 @@
+"""What a part of a layer has to do in one micro-batch: products, saved values, FLOPs of its core.
+
+In: the config of a part, the hidden width and the lengths of a micro-batch. Out: Work, amounts that
+calibration divides measured seconds by and that the predictor multiplies with them. No torch.
+
+Of 3 tokens, attention with 1 head of 2 dims at width 4 has four products of 3 rows, saves 3·(8 + 8)
+values beside statistics (8 of the norm), has 4·2·6 = 48 FLOPs in its core and 1·2 channels of a
+sequence.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from longshore.arch.attention import AttentionConfig, MLAConfig
+from longshore.arch.decoder import DecoderConfig
+from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.part import Part, Product, Saved
+from longshore.arch.scan import DeltaNetConfig, Mamba2Config
+
+NAMES: Mapping[type, str] = {
+    AttentionConfig: "attention",
+    MLAConfig: "mla",
+    Mamba2Config: "mamba",
+    DeltaNetConfig: "delta",
+    MLPConfig: "mlp",
+    MoEConfig: "experts",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a part does in a micro-batch, forward."""
+
+    kind: str
+    """Of arch/machine.py's KINDS."""
+    head_dim: int
+    """By which its costs are looked up first."""
+    channels: int
+    """By which its costs are looked up next."""
+    rows: int
+    """Of its products: tokens with padding."""
+    products: tuple[Product, ...]
+    """Of its plain products."""
+    values: float
+    """Saved for backward, in numbers of the dtype, with those of the norm before it."""
+    core: float
+    """FLOPs beyond the plain products."""
+    sequences: float
+    """Sequences times channels."""
+    weights: float = 0
+    """Weights that are read and whose gradients are written, beside those of plain products."""
+
+
+def part_kind(part: Part) -> str:
+    return NAMES.get(type(part), "other")
+
+
+def part_work(part: Part, width: int, lengths: Sequence[int], *, item: int) -> Work:
+    """The work of a part with its norm. lengths: of all runs of tokens, padding too.
+
+    item: bytes of a number.
+    """
+    rows = sum(lengths)
+    make = getattr(part, "products", None)
+    products: tuple[Product, ...] = () if make is None else make(width)
+    plain = sum(each.flops for each in products)
+    counted = Counter(lengths).items()
+    core = sum(count * (part.flops(width, n) - n * plain) for n, count in counted)
+    head_dim, channels = _sizes(part)
+    return Work(
+        kind=part_kind(part),
+        head_dim=head_dim,
+        channels=channels,
+        rows=rows,
+        products=products,
+        values=rows * _values(Saved(2 * width, 1) + part.saved(width), item),
+        core=core,
+        sequences=len(lengths) * channels,
+        weights=part.experts * 3 * width * part.width if isinstance(part, MoEConfig) else 0,
+    )
+
+
+def embedding_work(config: DecoderConfig, rows: int) -> Work:
+    """The look-up of one stream of rows; its gradient is as large as the table."""
+    return Work(
+        kind="embedding",
+        head_dim=1,
+        channels=config.width,
+        rows=rows,
+        products=(),
+        values=rows * config.width,
+        core=0,
+        sequences=0,
+        weights=config.vocab_size * config.width,
+    )
+
+
+def head_work(config: DecoderConfig, rows: int) -> Work:
+    """The head with its loss, for one stream of rows. Its values are the logits."""
+    return Work(
+        kind="head",
+        head_dim=1,
+        channels=config.width,
+        rows=rows,
+        products=(Product(config.width, config.vocab_size),),
+        values=rows * config.vocab_size,
+        core=0,
+        sequences=0,
+        weights=config.vocab_size * config.width,
+    )
+
+
+def join_work(config: DecoderConfig, rows: int) -> Work:
+    """What a depth of multi-token prediction does beside its block, embedding and head."""
+    width = config.width
+    return Work(
+        kind="other",
+        head_dim=1,
+        channels=width,
+        rows=rows,
+        products=(Product(2 * width, width),),
+        values=rows * 7 * width,
+        core=0,
+        sequences=0,
+    )
+
+
+def block_works(config: DecoderConfig, lengths: Sequence[int], *, item: int) -> Counter[Work]:
+    """The works of all layers and depths, each with how often it is done."""
+    parts = Counter(part for layer in (*config.layers, *config.mtp) for part in layer.parts)
+    counted: Counter[Work] = Counter()
+    for part, times in parts.items():
+        counted[part_work(part, config.width, lengths, item=item)] += times
+    if depths := len(config.mtp):
+        counted[join_work(config, sum(lengths))] += depths
+    return counted
+
+
+def end_works(config: DecoderConfig, rows: int) -> Counter[Work]:
+    """Embedding and head, once and once more for each depth."""
+    streams = 1 + len(config.mtp)
+    return Counter({embedding_work(config, rows): streams, head_work(config, rows): streams})
+
+
+
+
+def _values(saved: Saved, item: int) -> float:
+    """Statistics are wider than values in half precision."""
+    return saved.values + saved.stats * max(item, 4) / item
+
+
+def _sizes(part: Part) -> tuple[int, int]:
+    """A head's width, and channels."""
+    match part:
+        case AttentionConfig():
+            return part.head_dim, part.heads * part.head_dim
+        case MLAConfig():
+            return part.head_dim, part.heads * part.value_dim
+        case Mamba2Config():
+            return part.head_dim, part.inner
+        case DeltaNetConfig():
+            return part.key_dim, part.values
+        case MLPConfig():
+            return 1, part.width
+        case MoEConfig():
+            return part.width, part.experts
+    return 1, 1

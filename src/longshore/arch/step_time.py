@@ -1,0 +1,287 @@
+"""How long a round and a step take on a measured machine. No torch.
+
+In: a MachineProfile, a decoder, the lengths of each micro-batch, and how the model runs. Out:
+seconds, or a CostProfile for planner and simulator.
+
+A part takes the seconds of its matrix products, and what its kind costs beside them (PartCost: a
+call, its saved values, its core's FLOPs, its sequences). The device works for the sum of all parts,
+while the host launches them: a round takes the longer of the two, and with zero3 on several lanes
+at least as long as weights travel. Over a step the host runs ahead, so there the sums are compared.
+
+    device 3 + 2 s and host 1 + 4 s in two rounds: rounds of 3 and 4 s, but a step of 5 s
+
+Recomputation adds the forward of every block. tp and pp divide the device's seconds, pp the host's,
+as CostProfile.on_ranks does; ep divides nothing, since lanes share experts and rows alike. Left
+out: what TP ranks and experts exchange, the pipeline's bubble, how unevenly experts are loaded, and
+what scans of shared packs exchange.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from longshore.arch.costs import ITEM_BYTES, parameter_count
+from longshore.arch.decoder import DecoderConfig
+from longshore.arch.machine import ARITHMETIC_PASSES, MachineProfile
+from longshore.arch.nonnegative import fit_nonnegative
+from longshore.arch.part_work import Work, block_works, end_works
+from longshore.plan.cost import CostProfile
+
+GATHERS = 3
+"""Gathered rows travel forward, again in backward, and their gradients back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunShape:
+    """How a model runs."""
+
+    lanes: int
+    """That share the model."""
+    shard: str
+    """zero3, zero2 or none: how they share it."""
+    dtype: str
+    """Of the arithmetic; that of the profile."""
+    recompute: bool
+    """Whether blocks run again in backward."""
+    tp: int = 1
+    """Tensor-parallel ranks of a lane."""
+    pp: int = 1
+    """Pipeline ranks of a lane."""
+    ep: int = 1
+    """Ranks that experts are split over."""
+    graph: bool = False
+    """Whether blocks are replayed from CUDA graphs."""
+
+    @property
+    def shards(self) -> int:
+        """Over how many lanes optimizer states are split."""
+        return 1 if self.shard == "none" else self.lanes
+
+
+@dataclass(frozen=True, slots=True)
+class PartTime:
+    """Seconds of one part in one micro-batch."""
+
+    forward: float
+    """On the device."""
+    backward: float
+    """On the device."""
+    host: float
+    """To launch forward and backward."""
+    host_forward: float
+    """To launch forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Seconds that device, host and links are busy, all at the same time."""
+
+    device: float
+    host: float
+    exchange: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return max(self.device, self.host, self.exchange)
+
+    def __add__(self, other: "Busy") -> "Busy":
+        exchange = self.exchange + other.exchange
+        return Busy(self.device + other.device, self.host + other.host, exchange)
+
+
+def part_time(machine: MachineProfile, work: Work) -> PartTime:
+    """Seconds of a part by its kind; a kind that was not measured by FLOPs and bytes alone."""
+    pairs = [machine.products.seconds(work.rows, each.k, each.n) for each in work.products]
+    forward, backward = (sum(pair[i] for pair in pairs) for i in (0, 1))
+    cost = machine.part(work.kind, head_dim=work.head_dim, channels=work.channels)
+    if cost is None:
+        moved = work.values * ITEM_BYTES[machine.dtype] * ARITHMETIC_PASSES
+        rest = moved * machine.fixed.byte.seconds + 3 * work.core * machine.products.flop
+        known = [part.host for part in machine.parts]
+        host = sorted(known)[len(known) // 2] if known else 0.0
+        return PartTime(forward + rest / 3, backward + rest * 2 / 3, host, host / 3)
+    rest = sum(
+        each * amount
+        for each, amount in (
+            (cost.call, 1),
+            (cost.value, work.values),
+            (cost.core, work.core),
+            (cost.sequence, work.sequences),
+            (cost.weight, work.weights),
+        )
+    )
+    return PartTime(
+        forward + rest * cost.forward,
+        backward + rest * (1 - cost.forward),
+        cost.host,
+        cost.host_forward,
+    )
+
+
+def round_busy(
+    machine: MachineProfile,
+    config: DecoderConfig,
+    lengths: Sequence[int],
+    *,
+    tokens: int,
+    shape: RunShape,
+) -> Busy:
+    """What a round keeps busy on one rank of a lane."""
+    _check(machine, lengths, tokens=tokens, shape=shape)
+    item, fixed = ITEM_BYTES[machine.dtype], machine.fixed
+    padding = [tokens - sum(lengths)] if tokens > sum(lengths) else []
+    blocks = block_works(config, [*lengths, *padding], item=item)
+    ends = end_works(config, tokens)
+    device, host = _parts_busy(machine, blocks, again=shape.recompute)
+    if shape.graph:
+        host = fixed.graph_host.seconds * _block_count(config) * (2 if shape.recompute else 1)
+    more_device, more_host = _parts_busy(machine, ends, again=False)
+    blocks_count = _block_count(config)
+    device += more_device + fixed.block.seconds * blocks_count + fixed.round.seconds
+    host += more_host + fixed.block_host.seconds * blocks_count + fixed.round_host.seconds
+    parameters = parameter_count(config)
+    copied = fixed.step_parameter if shape.shard == "zero3" else fixed.round_parameter
+    device += parameters * copied.seconds
+    ranks = shape.tp * shape.pp
+    exchange = _weights_seconds(machine, parameters, shape) if shape.shard == "zero3" else 0.0
+    return Busy(device / ranks, host / shape.pp, exchange / ranks)
+
+
+def round_seconds(
+    machine: MachineProfile,
+    config: DecoderConfig,
+    lengths: Sequence[int],
+    *,
+    tokens: int,
+    shape: RunShape,
+) -> float:
+    """Forward and backward of one lane's micro-batch of whole sequences, padded to `tokens`."""
+    return round_busy(machine, config, lengths, tokens=tokens, shape=shape).seconds
+
+
+def step_seconds(
+    machine: MachineProfile,
+    config: DecoderConfig,
+    rounds: Sequence[Sequence[int]],
+    *,
+    tokens: Sequence[int],
+    shape: RunShape,
+) -> float:
+    """All rounds of a lane, gradient norm and optimizer. tokens: of each round, padded."""
+    busy = Busy(0.0, 0.0)
+    for lengths, total in zip(rounds, tokens, strict=True):
+        busy += round_busy(machine, config, lengths, tokens=total, shape=shape)
+    return (busy + update_busy(machine, config, shape=shape)).seconds
+
+
+def update_busy(machine: MachineProfile, config: DecoderConfig, *, shape: RunShape) -> Busy:
+    """What follows the rounds of a step, or happens once in them."""
+    fixed, ranks = machine.fixed, shape.tp * shape.pp
+    own = parameter_count(config) / ranks
+    device = fixed.step.seconds
+    device += own / shape.shards * (fixed.optimizer.seconds + fixed.norm.seconds)
+    if shape.shard != "zero3":
+        device += own * fixed.step_parameter.seconds
+        device += _weights_seconds(machine, parameter_count(config), shape) / ranks
+    return Busy(device, fixed.step_host.seconds)
+
+
+def cost_profile(
+    machine: MachineProfile, config: DecoderConfig, *, capacity: int, shape: RunShape
+) -> CostProfile:
+    """The planner's cost model, fitted to predicted rounds of up to `capacity` tokens.
+
+    It has no cost of a sequence and no larger of two, so it agrees within some percent. pack: what
+    one more pack costs, the calls of the mixers.
+    """
+    whole = replace(shape, tp=1, pp=1)
+    rows, seconds = [], []
+    for lengths in sample_rounds(capacity):
+        busy = round_busy(machine, config, lengths, tokens=sum(lengths), shape=whole)
+        rows.append([1.0, float(sum(lengths)), float(sum(n * n for n in lengths))])
+        seconds.append(busy.seconds)
+    once, linear, quadratic = fit_nonnegative(rows, seconds)
+    pack = min(once, _pack_seconds(machine, config))
+    item, width = ITEM_BYTES[machine.dtype], config.width
+    layers = (*config.layers, *config.mtp)
+    gathered = sum(part.gathered() for layer in layers for part in layer.parts) * item * GATHERS
+    profile = CostProfile(
+        linear=linear,
+        quadratic=quadratic,
+        gather=(
+            gathered * machine.byte_gathered(across=False),
+            gathered * machine.byte_gathered(across=True),
+        ),
+        node=machine.node,
+        pack=pack,
+        round=once - pack,
+        message=width * item * machine.fixed.message.seconds,
+    )
+    return profile.on_ranks(tp=shape.tp, pp=shape.pp)
+
+
+def sample_rounds(capacity: int) -> list[list[int]]:
+    """Micro-batches of a full, half full and quarter full lane, of equal and of mixed lengths."""
+    samples = []
+    for tokens in sorted({max(1, capacity // part) for part in (1, 2, 4)}):
+        for count in (1, 2, 4, 8, 16, 32, 64):
+            if tokens // count >= min(64, capacity):
+                samples.append([tokens // count] * count)
+        if tokens >= 256:
+            half = tokens // 2
+            samples.append([half, *[half // 8] * 8])
+            samples.append([half, half // 2, half // 4, *[half // 32] * 8])
+    return samples
+
+
+def _check(
+    machine: MachineProfile, lengths: Sequence[int], *, tokens: int, shape: RunShape
+) -> None:
+    if shape.dtype != machine.dtype:
+        raise ValueError(
+            f"the profile of {machine.device} was measured in {machine.dtype}, but the run computes "
+            f"in {shape.dtype}; measure it with longshore calibrate --dtype {shape.dtype}"
+        )
+    if tokens < sum(lengths):
+        raise ValueError(
+            f"tokens is {tokens}, fewer than the {sum(lengths)} of the sequences; give the padded "
+            "total"
+        )
+
+
+def _parts_busy(
+    machine: MachineProfile, works: Counter[Work], *, again: bool
+) -> tuple[float, float]:
+    """Seconds of device and host; again: forward runs twice."""
+    device = host = 0.0
+    for work, times in works.items():
+        each = part_time(machine, work)
+        device += times * (each.forward * (1 + again) + each.backward)
+        host += times * (each.host + each.host_forward * again)
+    return device, host
+
+
+def _block_count(config: DecoderConfig) -> int:
+    return len(config.layers) + len(config.mtp)
+
+
+def _pack_seconds(machine: MachineProfile, config: DecoderConfig) -> float:
+    """The calls of all mixers, on the device or on the host."""
+    works = block_works(config, [1], item=ITEM_BYTES[machine.dtype])
+    device = host = 0.0
+    for work, times in works.items():
+        cost = machine.part(work.kind, head_dim=work.head_dim, channels=work.channels)
+        if cost is not None and work.kind in ("attention", "mla", "mamba", "delta"):
+            device, host = device + times * cost.call, host + times * cost.host
+    return max(device, host)
+
+
+def _weights_seconds(machine: MachineProfile, parameters: int, shape: RunShape) -> float:
+    """Of weights and gradients that travel between lanes: zero3 gathers twice in each round."""
+    if shape.lanes == 1:
+        return 0.0
+    item, master = ITEM_BYTES[machine.dtype], max(4, ITEM_BYTES[machine.dtype])
+    # none: an all-reduce sends as much as a gather and a reduce-scatter.
+    moved = {"zero3": 2 * item + master, "zero2": item + master, "none": 2 * master}[shape.shard]
+    share = parameters * (shape.lanes - 1) / shape.lanes
+    return share * moved * machine.byte_gathered(across=shape.lanes > machine.node)
