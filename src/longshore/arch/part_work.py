@@ -143,8 +143,6 @@ def end_works(config: DecoderConfig, rows: int) -> Counter[Work]:
     return Counter({embedding_work(config, rows): streams, head_work(config, rows): streams})
 
 
-
-
 def _values(saved: Saved, item: int) -> float:
     """Statistics are wider than values in half precision."""
     return saved.values + saved.stats * max(item, 4) / item

@@ -22,9 +22,9 @@ With a pipeline a rank saves several rounds; its moments are the loss and the ba
 that needs most, with all of them saved.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, lru_cache
 
 from longshore.arch.costs import ITEM_BYTES
 from longshore.arch.cuts import decoder_on_tp_rank
@@ -41,7 +41,6 @@ from longshore.arch.stage_memory import (
     block_working,
     layer_parameters,
     most_in_flight,
-    rank_layers,
     saved_bytes,
     stage_layers,
     stage_parameters,
@@ -133,6 +132,22 @@ class LayerMemory:
     """Bytes of a token that recomputation keeps."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankModel:
+    """What a rank has of the model, whatever it is trained with."""
+
+    layers: tuple[LayerMemory, ...]
+    """Of all its stages."""
+    configs: tuple[LayerConfig, ...]
+    """The same as data."""
+    counts: Parameters
+    """Parameters of its stages."""
+    stages: Mapping[int, tuple[tuple[LayerMemory, ...], int]]
+    """By number: the stage's layers, and bytes of a token that are saved beside them."""
+    has_head: bool
+    """Whether a stage computes the loss."""
+
+
 class _Rank:
     """A rank's static memory, and the moments of its step."""
 
@@ -141,19 +156,11 @@ class _Rank:
         self.item = ITEM_BYTES[how.dtype]
         self.master = max(self.item, 4)
         self.layout = how.layout or whole_model(config)
-        self.stages = [self.layout.stages[n] for n in self.layout.of_rank(how.pp_rank)]
-        each = (stage_parameters(config, stage, how.split) for stage in self.stages)
-        counts = sum(each, start=Parameters(0))
-        layers = rank_layers(config, self.layout, how.pp_rank, how.split)
-        wide = config.float32_residual
-        self.layers = [
-            _layer_memory(layer, config.width, self.item, how.split, wide) for layer in layers
-        ]
-        self.configs = layers
-        self.count = counts.total
+        self.model = _rank_model(config, self.layout, how.pp_rank, how.split, self.item)
+        self.layers, self.has_head = self.model.layers, self.model.has_head
+        self.count = self.model.counts.total
         self.ends = self.count - sum(layer.parameters for layer in self.layers)
-        self.part = self._shard(counts)
-        self.has_head = any(stage.head for stage in self.stages)
+        self.part = self._shard(self.model.counts)
 
     def _shard(self, counts: Parameters) -> int:
         """Parameters of which the rank keeps weights and moments."""
@@ -213,28 +220,14 @@ class _Rank:
 
     def saved(self) -> int:
         """Activations at the end of forward, of all rounds in flight."""
-        numbers = self.layout.of_rank(self.how.pp_rank)
-        each = {number: self._stage_saved(number) for number in numbers}
+        again = self.how.recompute
+        each = {
+            number: more + sum(layer.input if again else layer.saved for layer in layers)
+            for number, (layers, more) in self.model.stages.items()
+        }
         if self.layout.pp == 1:
             return self.tokens * sum(each.values())
         return self.tokens * most_in_flight(self.layout, self.how.pp_rank, each)
-
-    def _stage_saved(self, number: int) -> int:
-        """Bytes of one token of one round."""
-        config, stage, how = self.config, self.layout.stages[number], self.how
-        local = decoder_on_tp_rank(config, how.split.tp)
-        wide = config.float32_residual
-        blocks = [
-            _layer_memory(layer, config.width, self.item, how.split, wide)
-            for layer in stage_layers(local, stage)
-        ]
-        tables = sum(rope.rotary_dim or 0 for rope in config.ropes) * max(self.item, 4)
-        total = INPUT_BYTES + tables
-        total += sum(block.input if how.recompute else block.saved for block in blocks)
-        # Of each depth: embedding, norms' outputs, the joined input, the head's.
-        row = config.width * self.item
-        passing = self.layout.streams(number - 1) - 1 if number else 0
-        return total + (7 * len(stage.depths) + passing) * row // how.split.tp
 
     def _last_rows(self, rows: int) -> int:
         """The last layer's output, its norm's, and the gradient that comes back."""
@@ -263,33 +256,18 @@ class _Rank:
 
     def _backward(self, saved: int, *, reduces: bool) -> Iterator[MemoryBreakdown]:
         """Layer after layer, from the last; reduces: the round in which lanes sum gradients."""
-        tokens, gradients = self.tokens, self.summed() + self._head_gradient()
-        freed, sent = 0, 0
+        gradients = self.summed() + self._head_gradient()
+        freed, sent, shown = 0, 0, self._compared()
         several = self.layout.pp > 1
         for place in reversed(range(len(self.layers))):
             layer = self.layers[place]
-            again = tokens * layer.saved if self.how.recompute else 0
-            rows = self._last_rows(2)
-            left = saved + again
-            static = self._static(
-                gradients + sent, freed=freed, moment=f"backward of layer {place}"
-            )
-            done = 0
-            for number, (kept, moments) in enumerate(layer.parts):
-                exchanged = self._exchanged(place) if number == len(layer.parts) - 1 else 0
-                for each, parameters in moments:
-                    yield replace(
-                        static,
-                        gradients=static.gradients + self.item * (done + parameters),
-                        activations=left + rows,
-                        working=tokens * each,
-                        exchanged=exchanged,
-                    )
-                left -= tokens * kept
-                done += max((parameters for _, parameters in moments), default=0)
+            if place in shown:
+                static = self._static(gradients + sent, freed=freed, moment=f"layer {place}")
+                yield from self._parts(static, place, saved)
             if not several:
-                saved -= tokens * (layer.input if self.how.recompute else layer.saved)
-            yield from self._reduced(static, layer, saved + rows, reduces=reduces)
+                saved -= self.tokens * (layer.input if self.how.recompute else layer.saved)
+            if place in shown:
+                yield from self._reduced(static, layer, saved, reduces=reduces)
             if reduces and not several:
                 sent = self.master * layer.parameters
                 if self.rounds == 1:
@@ -297,12 +275,37 @@ class _Rank:
                 if self.how.shard != "zero3":
                     freed += layer.parameters
 
+    def _compared(self) -> set[int]:
+        """Of each kind of layer the first two and the last two: in between all grows evenly."""
+        kinds: dict[LayerMemory, list[int]] = {}
+        for place, layer in enumerate(self.layers):
+            kinds.setdefault(layer, []).append(place)
+        return {place for same in kinds.values() for place in (*same[:2], *same[-2:])}
+
+    def _parts(self, static: MemoryBreakdown, place: int, saved: int) -> Iterator[MemoryBreakdown]:
+        """The moments of a layer's backward, part by part; saved: by all layers up to it."""
+        layer, tokens, done = self.layers[place], self.tokens, 0
+        left = saved + self._last_rows(2) + (tokens * layer.saved if self.how.recompute else 0)
+        for number, (kept, moments) in enumerate(layer.parts):
+            exchanged = self._exchanged(place) if number == len(layer.parts) - 1 else 0
+            for each, parameters in moments:
+                yield replace(
+                    static,
+                    gradients=static.gradients + self.item * (done + parameters),
+                    activations=left,
+                    working=tokens * each,
+                    exchanged=exchanged,
+                    moment=f"backward of {static.moment}",
+                )
+            left -= tokens * kept
+            done += max(parameters for _, parameters in moments)
+
     def _own(self, layer: LayerMemory) -> int:
         """The rank's part of a layer's parameters."""
         return layer.parameters * self.part // max(1, self.count)
 
     def _reduced(
-        self, static: MemoryBreakdown, layer: LayerMemory, activations: int, *, reduces: bool
+        self, static: MemoryBreakdown, layer: LayerMemory, saved: int, *, reduces: bool
     ) -> Iterator[MemoryBreakdown]:
         """After a layer: its gradients in float32, in a buffer to be sent, and what comes back."""
         if not reduces and self.how.shard != "zero3":
@@ -314,12 +317,45 @@ class _Rank:
         had = self.master * count if self.rounds > 1 and self.how.shard != "zero3" else 0
         gradients = static.gradients - had + max(buffers, had + self.master * count)
         yield replace(
-            static, gradients=gradients, activations=activations, moment="reduction of gradients"
+            static,
+            gradients=gradients,
+            activations=saved + self._last_rows(2),
+            moment="reduction of gradients",
         )
 
     def _exchanged(self, place: int) -> int:
-        how, layers = self.how, [self.configs[place]]
+        how, layers = self.how, [self.model.configs[place]]
         return exchanged_by(layers, how.cp_size, self.tokens, sharing=how.sharing, item=self.item)
+
+
+@lru_cache(maxsize=1024)
+def _rank_model(
+    config: DecoderConfig, layout: Layout, pp_rank: int, split: ModelSplit, item: int
+) -> RankModel:
+    local, numbers = decoder_on_tp_rank(config, split.tp), layout.of_rank(pp_rank)
+    tables = sum(rope.rotary_dim or 0 for rope in config.ropes) * max(item, 4)
+    stages: dict[int, tuple[tuple[LayerMemory, ...], int]] = {}
+    configs: list[LayerConfig] = []
+    for number in numbers:
+        stage = layout.stages[number]
+        own = stage_layers(local, stage)
+        layers = tuple(
+            _layer_memory(layer, config.width, item, split, config.float32_residual)
+            for layer in own
+        )
+        # Of each depth: embedding, norms' outputs, the joined input, the head's.
+        passing = layout.streams(number - 1) - 1 if number else 0
+        rows = (7 * len(stage.depths) + passing) * config.width * item // split.tp
+        stages[number] = layers, INPUT_BYTES + tables + rows
+        configs += own
+    each = (stage_parameters(config, layout.stages[number], split) for number in numbers)
+    return RankModel(
+        layers=tuple(layer for layers, _ in stages.values() for layer in layers),
+        configs=tuple(configs),
+        counts=sum(each, start=Parameters(0)),
+        stages=stages,
+        has_head=any(layout.stages[number].head for number in numbers),
+    )
 
 
 @cache

@@ -1,0 +1,239 @@
+"""`longshore advise`: the fastest way to run a model on some GPUs, and what it takes. No torch.
+
+In: an AdviceTask. Out: Advice: the recommended candidate and the runners-up, each with its memory,
+its planned steps and its times.
+
+    enumerate legal axes → estimate all → drop what does not fit → plan the best → the fastest
+
+Estimates take lanes as even; the best of them are planned with the real planner on a sample of the
+data's steps. A candidate within 2 % of the fastest wins if it is simpler: 1.00 s with tp 2 loses
+against 1.01 s with tp 1. Nothing reads a clock, so the same question has the same answer.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from longshore.config.check_graph import check_graph
+from longshore.config.schema import GraphConfig
+from longshore.data.batches import Batches, BatchSize, Place
+from longshore.plan.graph_use import choose_cap
+from longshore.run.advise_candidates import (
+    AdviceTask,
+    Axes,
+    Candidate,
+    GpuMemory,
+    MemoryCheck,
+    all_candidates,
+    memory_of,
+)
+from longshore.run.advise_time import StepSize, StepTime, StepTimer, fullest
+
+PLANNED = 8
+"""Candidates that are planned."""
+OF_ONE_KIND = 2
+"""Of them, with the same tp, pp and ep."""
+STEPS = 2
+"""Planned for each of them, the same for all."""
+SAMPLE = 2048
+"""Most sequences of a planned step; a larger step is scaled up."""
+TIE = 0.02
+GRAPH_GAIN = 0.97
+"""Graphs are recommended where rounds take at most this share of their time without them."""
+COVERAGE = 0.95
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A candidate with what is predicted of it."""
+
+    candidate: Candidate
+    """The way to run."""
+    memory: GpuMemory
+    """With the fullest round of the planned steps."""
+    at_capacity: int
+    """Bytes with a full lane: what must fit."""
+    steps: tuple[StepTime, ...]
+    """Those that were planned."""
+    estimate: float
+    """Seconds of a step without a plan."""
+    graph: GraphConfig
+    """CUDA graphs; without layers: off."""
+    launch: tuple[float, float]
+    """Seconds that device and host are busy in a round, without graphs, on average."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(step.seconds for step in self.steps) / len(self.steps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(step.tokens for step in self.steps) / sum(step.seconds for step in self.steps)
+
+    @property
+    def flops_per_second(self) -> float:
+        return sum(step.flops for step in self.steps) / sum(step.seconds for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """The answer."""
+
+    task: AdviceTask
+    """The question."""
+    best: Choice
+    """Recommended."""
+    others: tuple[Choice, ...]
+    """The runners-up, fastest first."""
+    estimates: tuple[tuple[Candidate, float], ...]
+    """Seconds of a step of every legal candidate, whether it fits or not; fastest first."""
+    memory: MemoryCheck
+    """Whether they fit."""
+
+    def mfu(self, choice: Choice) -> float:
+        """Against the fastest product of the machine."""
+        peak = self.task.gpus / self.task.machine.products.flop
+        return choice.flops_per_second / peak
+
+
+def advise(task: AdviceTask) -> Advice:
+    """The fastest way that fits, or a ValueError that says what is missing."""
+    timer, memory = StepTimer(task), MemoryCheck(task)
+    samples = list(sample_steps(task, STEPS))
+    size = StepSize.of(samples[0][0])
+    whole = samples[0][1] / size.tokens
+    ranked = [(each, timer.estimate(each, size) * whole) for each in all_candidates(task)]
+    ranked.sort(key=lambda pair: (pair[1], *_simplicity(pair[0])))
+    few = list(_few_of_each_kind(ranked, memory))
+    if not few:
+        raise ValueError(nothing_fits(task, memory))
+    choices = [_choice(timer, each, seconds, samples) for each, seconds in few]
+    best = _simplest_of_fastest(choices)
+    others = sorted(
+        (choice for choice in choices if choice is not best), key=lambda choice: choice.seconds
+    )
+    return Advice(
+        task=task,
+        best=with_graphs(timer, best),
+        others=tuple(others),
+        estimates=tuple(ranked),
+        memory=memory,
+    )
+
+
+def sample_steps(task: AdviceTask, count: int) -> Iterator[tuple[list[int], int]]:
+    """The lengths of some steps, as training shuffles them, and the tokens of the whole step."""
+    batches = Batches(task.lengths, BatchSize("sequences", task.batch), seed=0, shuffle=True)
+    for number in range(min(count, batches.steps(0))):
+        _, places = next(batches.from_place(Place(0, number)))
+        lengths = task.lengths[places].tolist()
+        yield lengths[:SAMPLE], sum(lengths)
+
+
+def _few_of_each_kind(
+    ranked: list[tuple[Candidate, float]], memory: MemoryCheck
+) -> Iterator[tuple[Candidate, float]]:
+    """The best estimates that fit, of each kind of axes a few: they share an estimate's error."""
+    counts: Counter[tuple[int, int, int]] = Counter()
+    for candidate, seconds in ranked:
+        axes = candidate.axes
+        kind = axes.tp, axes.pp, axes.ep
+        if counts[kind] < OF_ONE_KIND and memory.fitting(candidate) is not None:
+            counts[kind] += 1
+            yield candidate, seconds
+        if counts.total() == PLANNED:
+            return
+
+
+def _choice(
+    timer: StepTimer, candidate: Candidate, estimate: float, samples: list[tuple[list[int], int]]
+) -> Choice:
+    steps = tuple(timer.planned(candidate, lengths, of=tokens) for lengths, tokens in samples)
+    plans = [step.plan for step in steps]
+    rounds = max(len(plan.rounds) for plan in plans)
+    memory = memory_of(timer.task, candidate, tokens=fullest(plans), rounds=rounds)
+    busy = timer.busy(candidate, plans[0])
+    return Choice(
+        candidate=candidate,
+        memory=memory,
+        at_capacity=memory_of(timer.task, candidate).total,
+        steps=steps,
+        estimate=estimate,
+        graph=GraphConfig(),
+        launch=(busy.device, busy.host),
+    )
+
+
+def _simplicity(candidate: Candidate) -> tuple[object, ...]:
+    return (*candidate.axes.complexity, candidate.max_cp, candidate.capacity)
+
+
+def _simplest_of_fastest(choices: list[Choice]) -> Choice:
+    """Of all that are within a few percent of the fastest."""
+    limit = min(choice.seconds for choice in choices) * (1 + TIE)
+    close = [choice for choice in choices if choice.seconds <= limit]
+    return min(close, key=lambda choice: (_simplicity(choice.candidate), choice.seconds))
+
+
+def with_graphs(timer: StepTimer, choice: Choice) -> Choice:
+    """With CUDA graphs where the host is slower than the GPU, they are legal, and they fit."""
+    task, candidate = timer.task, choice.candidate
+    plans = [step.plan for step in choice.steps]
+    eager, graphed = (timer.busy(candidate, plans[0], graph=graph) for graph in (False, True))
+    if not eager.seconds or graphed.seconds > GRAPH_GAIN * eager.seconds:
+        return choice
+    room = min(task.memory // 10, task.room - choice.at_capacity)
+    cap = choose_cap(plans, COVERAGE)
+    graph = GraphConfig(
+        layers=("all",), max_sequences=cap, memory_gib=max(0.0, round(room / GIB - 0.05, 1))
+    )
+    if graph.memory_gib < 1 or not _may_graph(task, candidate, graph):
+        return choice
+    memory = replace(choice.memory, graphs=round(graph.memory_gib * GIB))
+    share = graphed.seconds / eager.seconds
+    steps = tuple(
+        replace(step, seconds=_graphed(step, share, timer.update(candidate.axes).seconds))
+        for step in choice.steps
+    )
+    return replace(choice, graph=graph, memory=memory, steps=steps)
+
+
+def _graphed(step: StepTime, share: float, update: float) -> float:
+    """A step whose rounds take this share of their time."""
+    return (step.seconds - update) * share + update
+
+
+def _may_graph(task: AdviceTask, candidate: Candidate, graph: GraphConfig) -> bool:
+    try:
+        check_graph(task.config(candidate, graph), task.decoder)
+    except ValueError:
+        return False
+    return True
+
+
+def nothing_fits(task: AdviceTask, memory: MemoryCheck) -> str:
+    """What is missing, and the way out."""
+    room = f"{task.room / GIB:.1f} GiB of each of {task.gpus} GPUs (a tenth is kept free)"
+    if not memory.least:
+        return (
+            f"no way to run this model on {task.gpus} GPUs holds its longest sequence of "
+            f"{task.longest:,} tokens; use more GPUs, or shorten it"
+        )
+    least = min(memory.least.values(), key=lambda row: row.memory.total)
+    axes, needed = least.candidate.axes, least.memory
+    parts = sorted(needed.parts().items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts[:4] if size)
+    return (
+        f"nothing fits into {room}: the least is {needed.total / GIB:.1f} GiB with {_words(axes)} "
+        f"and a capacity of {least.candidate.capacity:,} tokens, so "
+        f"{(needed.total - task.room) / GIB:.1f} GiB are missing (in GiB: {shown}); use more or "
+        "larger GPUs, a smaller model, or shorter sequences"
+    )
+
+
+def _words(axes: Axes) -> str:
+    sizes = {"tp": axes.tp, "pp": axes.pp, "vpp": axes.vpp, "ep": axes.ep}
+    words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return ", ".join([*words, axes.shard, *(["recomputation"] if axes.recompute else [])])
