@@ -6,6 +6,7 @@ import random
 from dataclasses import asdict
 
 from longshore.config.toml import write_toml
+from longshore.plan.graph_use import as_graphed, graphed_counts
 from longshore.plan.planner import make_plan
 from longshore.report.timeline import make_timeline
 
@@ -29,6 +30,7 @@ def make_run(
     seed=0,
     experts=(),
     depths=0,
+    graphs=None,
     evals=False,
     journal=True,
     sync="round",
@@ -37,7 +39,10 @@ def make_run(
     pp=1,
     vpp=1,
 ):
-    """Writes a folder as a run does. experts: how many in each layer. Returns the folder."""
+    """Writes a folder as a run does. experts: how many in each layer. graphs: a GraphSetting.
+
+    Returns the folder.
+    """
     rng = random.Random(seed)
     folder.mkdir(parents=True)
     sections = {name: {**CONFIG[name], **(config or {}).get(name, {})} for name in CONFIG}
@@ -53,6 +58,10 @@ def make_run(
         step_rows(rng, n, *planned[n % len(planned)], experts, depths, speed, steps)
         for n in range(1, steps + 1)
     ]
+    if graphs:
+        for n, (metrics, _) in enumerate(rows, start=1):
+            plan = as_graphed(plans[n % len(plans)])
+            metrics |= {"graphed": graphed_counts(plan, graphs), "graph_gib": 0.5}
     write_lines(folder / "metrics.jsonl", [metrics for metrics, _ in rows])
     if journal:
         write_lines(folder / "steps.jsonl", [line for _, line in rows])

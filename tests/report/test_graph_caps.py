@@ -2,23 +2,31 @@ import numpy as np
 import pytest
 
 from longshore.data.lane_context import lane_context
-from longshore.report.graph_caps import cap_rows, micro_batch_sizes
+from longshore.plan.graph_use import MicroBatchSizes, as_graphed
+from longshore.report.graph_caps import cap_rows
+from longshore.report.page_data import page_data
 
 
-def test_counts_sequences_of_each_lane_and_round(make):
-    rounds = [[(0, 2, (0, 1)), (1, 1, (2, 3, 4))], [(0, 1, (5,))]]
-    plan = make([8, 8, 1, 1, 1, 4], rounds, lanes=4)
-    assert micro_batch_sizes(plan).tolist() == [3, 6, 2], "each with a run of padding"
+def test_counts_what_a_graph_can_serve(make):
+    """By hand: lane 0 has two packs, lane 1 shares one, lane 2 is alone, lane 3 has no work."""
+    rounds = [[(0, 2, (0,)), (0, 1, (1, 2)), (2, 1, (3,))], [(0, 1, (4, 5))]]
+    plan = make([8, 3, 1, 3, 5, 3], rounds, lanes=4, capacity=8)
+    sizes = MicroBatchSizes.of([plan])
+    assert (sizes.alone.tolist(), sizes.others) == ([1, 2], 2)
+    data = page_data([plan], {})
+    assert data["micro_batches"] == {"alone": 2, "others": 2}
+    assert [row["cap"] for row in data["caps"]] == [1, 2]
 
 
-def test_counts_what_kernels_see(make):
-    """By hand: lane 0 is full, lane 1 has 2 rows of padding, lane 2 has 5, lane 3 has no work."""
-    rounds = [[(0, 2, (0,)), (0, 1, (1, 2)), (1, 1, (3,)), (2, 1, (4,))]]
-    plan = make([8, 3, 1, 2, 3], rounds, lanes=4, capacity=8)
-    assert micro_batch_sizes(plan).tolist() == [3, 3, 2]
-    for lane, sequences in enumerate([3, 3, 2, 1]):
-        packs = lane_context(plan, 0, lane, buckets=(8,)).packs
-        assert sum(len(pack.local) for pack in packs) == sequences
+def test_padding_up_to_a_bucket_is_one_more(make):
+    """Capacity 64 has buckets of 8, 16, …: 11 tokens are padded to 16, and 16 are not."""
+    plan = make([5, 6, 8, 8], [[(0, 1, (0, 1)), (1, 1, (2, 3))]], lanes=2, capacity=64)
+    assert MicroBatchSizes.of([plan]).alone.tolist() == [2, 2]
+    graphed = as_graphed(plan)
+    assert MicroBatchSizes.of([graphed]).alone.tolist() == [3, 2]
+    spans = [len(lane_context(graphed, 0, lane).packs[0].local) for lane in range(2)]
+    assert spans == [3, 2]
+    assert page_data([plan], {})["caps"][-1]["cap"] == 4
 
 
 def test_covered_share_and_empty_slots():

@@ -7,6 +7,7 @@ import pytest
 from tests.report.run_folders import make_run, write_lines
 from tests.report.test_plan_page_browser import CHROMIUM, FLAGS, Seen
 
+from longshore.plan.graph_use import GraphSetting
 from longshore.report.pages import read_runs, write_run_page
 
 pytestmark = [
@@ -97,6 +98,8 @@ function probe() {
   saw.stages = document.querySelectorAll("#stages tbody tr").length;
   document.querySelectorAll("details").forEach((node) => { node.open = true; });
   saw.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  saw.graphs = all("#graphs-section:not([hidden]) tbody tr").map((row) => row.textContent);
+  saw.graphLines = all("#graphs path.curve").length;
   saw.differences = text("#differences");
   saw.errors = document.documentElement.dataset.errors || "";
   saw.ready = document.documentElement.dataset.ready || "";
@@ -141,6 +144,7 @@ def test_one_run(tmp_path, width):
         batch=96,
         experts=(8, 8),
         depths=2,
+        graphs=GraphSetting(4, halves=True),
         evals=True,
         pp=2,
         vpp=2,
@@ -161,6 +165,8 @@ def test_one_run(tmp_path, width):
     assert "The cost model is very good" in saw["costWords"]
     assert saw["dots"] == 1
     assert (saw["experts"], saw["heatChanged"]) == (True, True)
+    assert saw["graphs"][0].startswith("All steps")
+    assert saw["graphLines"] == 2, "whole layers and halves; no micro-batch runs eagerly"
     check_steps(saw)
     check_pipeline(saw)
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from longshore.train.checkpoint_files import writing
-from longshore.train.metrics import MetricsFile, StepMetrics, cut_steps, read_metrics
+from longshore.train.metrics import MetricsFile, StepMetrics, cut_steps, graphed_text, read_metrics
 from longshore.train.record import recording
 from longshore.train.stop import RunError
 
@@ -42,14 +42,25 @@ NAMES = [
 
 
 def test_a_line_has_just_these_names_in_this_order():
-    assert [field.name for field in fields(StepMetrics)] == [*NAMES, "balance_loss", "mtp_losses"]
+    optional = ["balance_loss", "mtp_losses", "graphed", "graph_gib"]
+    assert [field.name for field in fields(StepMetrics)] == [*NAMES, *optional]
     more = json.loads(replace(METRICS, balance_loss=0.1, mtp_losses=(5.0, 6.0)).to_json())
     assert (more["balance_loss"], more["mtp_losses"]) == (0.1, [5.0, 6.0])
+    graphed = {"whole": 6, "halves": 2, "eager": 0}
+    more = json.loads(replace(METRICS, graphed=graphed, graph_gib=1.5).to_json())
+    assert (more["graphed"], more["graph_gib"]) == (graphed, 1.5)
     line = METRICS.to_json()
     assert list(json.loads(line)) == NAMES
     assert json.loads(line)["loss"] == 5.5
     assert json.loads(line)["mfu"] is None
     assert json.loads(line)["skipped"] is False
+
+
+def test_graphs_in_a_line():
+    graphed = {"whole": 6, "halves": 2, "eager": 0}
+    start = "CUDA graphs: of 8 micro-batches 75% as whole layers, 25% by halves of layers"
+    assert graphed_text(graphed, None) == start
+    assert graphed_text(graphed, 1.5) == f"{start}; graphs take 1.50 GiB"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -64,7 +64,7 @@ def as_graphed(plan: Plan) -> Plan:
     return replace(plan, setting=replace(setting, buckets=buckets))
 
 
-def graphed_counts(plan: Plan, setting: GraphSetting) -> dict[GraphWay, int]:
+def graphed_counts(plan: Plan, setting: GraphSetting) -> dict[str, int]:
     """How many micro-batches of a step are served in each way."""
     ways = [way for row in ways_of(plan, setting) for way in row]
     return {way: ways.count(way) for way in GRAPH_WAYS}
@@ -144,6 +144,26 @@ def choose_cap(plans: Iterable[Plan], coverage: float) -> int:
     return MicroBatchSizes.of(plans).cap(coverage)
 
 
+def steady_cap(plans: Seq[Plan], coverage: float) -> int:
+    """A cap that serves this share in each quarter of the steps, for steps that are not planned.
+
+    The planner decides about a step as a whole, so micro-batches of a step are alike, and a few
+    steps say less than their many micro-batches seem to. plans: in no particular order.
+    """
+    quarters = [plans[first::4] for first in range(4)]
+    return max(choose_cap(quarter, coverage) for quarter in quarters)
+
+
+def added_by_rounding(plans: Iterable[Plan]) -> float:
+    """The share of the lanes' tokens that rounding up to buckets or `align` adds."""
+    tokens = totals = 0
+    for plan in plans:
+        counts = _count(plan)
+        tokens += int(counts.tokens[counts.busy].sum())
+        totals += int(counts.totals[counts.busy].sum())
+    return 1 - tokens / totals if totals else 0.0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Counts:
     """Of all micro-batches of a plan, each (rounds, lanes)."""
@@ -154,6 +174,10 @@ class _Counts:
     """Whether there is no pack, or one of CP size 1."""
     busy: NDArray[np.bool_]
     """Whether there is a pack."""
+    tokens: Ints
+    """Of the packs."""
+    totals: Ints
+    """The same, rounded up to a bucket."""
 
 
 def _count(plan: Plan) -> _Counts:
@@ -164,8 +188,14 @@ def _count(plan: Plan) -> _Counts:
         change[:, number, pack.first_lane] += more
         change[:, number, pack.first_lane + pack.cp_size] -= more
     packs, shared, sequences, tokens = np.cumsum(change, axis=2)[:, :, : setting.lanes]
-    with_padding: Ints = sequences + (_padded_totals(plan, tokens) > tokens)
-    return _Counts(with_padding, (packs <= 1) & (shared == 0), packs > 0)
+    totals = _padded_totals(plan, tokens)
+    return _Counts(
+        sequences=sequences + (totals > tokens),
+        alone=(packs <= 1) & (shared == 0),
+        busy=packs > 0,
+        tokens=tokens,
+        totals=totals,
+    )
 
 
 def _padded_totals(plan: Plan, tokens: Ints) -> Ints:

@@ -217,7 +217,8 @@ function roundRows({ busy, packs, unit }) {
 function capsNote({ alone, others }, steps) {
   const batches = (count) => plural(count, "micro-batch").replace("batchs", "batches");
   const many = steps > 1 ? ` of all ${number(steps)} steps together` : "";
-  const rest = others ? ` ${batches(others)} more ${others === 1 ? "has" : "have"} several packs, or one that lanes share: ` +
+  const which = alone ? `${batches(others)} more` : `Its ${batches(others)}`;
+  const rest = others ? ` ${which} ${others === 1 ? "has" : "have"} several packs, or one that lanes share: ` +
     "only the halves of layers that work on single tokens can be replayed there, which needs no cap." : "";
   const start = "A CUDA graph replays one fixed shape. ";
   if (!alone) return `${start}Whole layers can be replayed for a micro-batch with one pack of CP size 1; this plan has none.${rest}`;

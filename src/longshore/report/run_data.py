@@ -1,7 +1,7 @@
 """The data of the run page, for one or more runs, as compact JSON.
 
-In: RunFolders. Out: a dictionary with curves, figures, cost model, pipeline, experts, graphs, slowest
-steps and timelines of each run, and the keys in which the runs' configurations differ:
+In: RunFolders. Out: a dictionary with curves, figures, cost model, pipeline, experts, graphs,
+slowest steps and timelines of each run, and the keys in which the runs' configurations differ:
 
     {"version": 1, "runs": [{"name": "demo-1", …}], "differences": [], "cp_sizes": [1, 2]}
 """

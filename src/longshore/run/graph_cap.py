@@ -9,8 +9,9 @@ of the run's steps are planned in advance, evenly spaced over the first epoch:
 Which steps depends on the data and the configuration alone, so all ranks decide alike.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.config.check import lane_align, planner_options
@@ -19,14 +20,19 @@ from longshore.config.located import settings_in_keys
 from longshore.config.schema import GraphConfig, RunConfig
 from longshore.data.batches import Batches, Place
 from longshore.plan.cost import Ints
-from longshore.plan.graph_use import BUCKETS, GraphSetting, MicroBatchSizes, needs_buckets
+from longshore.plan.graph_use import (
+    BUCKETS,
+    GraphSetting,
+    MicroBatchSizes,
+    needs_buckets,
+    steady_cap,
+)
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Plan
 from longshore.run.data import batch_size
 
 SAMPLE_STEPS = 64
 SAMPLE_SEQUENCES = 8192
-SAMPLE_MICRO_BATCHES = 512
 """A sample ends with the step that reaches one of these; it always has one step."""
 GIB = 1 << 30
 
@@ -66,25 +72,23 @@ def graph_setting(
     if graph.max_sequences != "auto":
         return GraphSetting(graph.max_sequences, halves), []
     options = planner_options(config, lanes=lanes, capacity=capacity, decoder=decoder)
-    sizes = MicroBatchSizes.of(_sampled_plans(config, lengths, options))
-    cap = sizes.cap(graph.coverage)
-    return GraphSetting(cap, halves), [_cap_note(sizes, cap, halves=halves)]
-
-
-def _sampled_plans(config: RunConfig, lengths: Ints, options: dict[str, object]) -> Iterator[Plan]:
-    """Plans of some steps of the first epoch, evenly spaced, until there are enough."""
     data = config.data
     batches = Batches(lengths, batch_size(config), seed=data.seed, shuffle=data.shuffle)
+    plans = list(sampled_plans(batches, partial(make_plan, **options)))
+    cap = steady_cap(plans, graph.coverage)
+    return GraphSetting(cap, halves), [_cap_note(MicroBatchSizes.of(plans), cap, halves=halves)]
+
+
+def sampled_plans(batches: Batches, planner: Callable[[list[int]], Plan]) -> Iterator[Plan]:
+    """Plans of some steps of the first epoch, evenly spaced, until there are enough."""
     steps = batches.steps(0)
     picked = min(steps, SAMPLE_STEPS)
-    sequences = micro_batches = 0
+    sequences = 0
     for number in _spread(picked):
         _, indices = next(batches.from_place(Place(0, number * steps // picked)))
-        plan = make_plan(lengths[indices].tolist(), **options)  # type: ignore[arg-type]
-        yield plan
+        yield planner(batches.lengths[indices].tolist())
         sequences += len(indices)
-        micro_batches += len(plan.rounds) * plan.setting.lanes
-        if sequences >= SAMPLE_SEQUENCES or micro_batches >= SAMPLE_MICRO_BATCHES:
+        if sequences >= SAMPLE_SEQUENCES:
             return
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longshore.data.steps import Step
 from longshore.parallel.timestamp import Timestamp
-from longshore.plan.graph_use import GraphSetting, GraphWay, graphed_counts
+from longshore.plan.graph_use import GraphSetting, graphed_counts
 from longshore.plan.order import Kind
 from longshore.plan.types import Plan
 from longshore.train.metrics import StepMetrics
@@ -248,9 +248,7 @@ class _Meter:
         return StepReport(step, metrics, _rounds(done), experts, _stages(done))
 
 
-def _graphed(
-    graphs: GraphUse | None, plan: Plan
-) -> tuple[dict[GraphWay, int] | None, float | None]:
+def _graphed(graphs: GraphUse | None, plan: Plan) -> tuple[dict[str, int] | None, float | None]:
     """Micro-batches by the way they are served, and GiB of this rank's graphs."""
     if graphs is None:
         return None, None
