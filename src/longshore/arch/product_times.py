@@ -25,8 +25,11 @@ class ProductTime:
     """One product of (rows, k) and (k, n)."""
 
     rows: int
+    """Of the first factor: tokens."""
     k: int
+    """Numbers that are summed over."""
     n: int
+    """Columns of the result."""
     forward: float
     """Seconds of the product."""
     backward: float
@@ -44,7 +47,9 @@ class ProductTimes:
     grid: tuple[ProductTime, ...] = ()
     """Every combination of some rows, k and n, once; () for none."""
     _axes: tuple[tuple[int, ...], ...] = field(init=False, compare=False, repr=False)
+    """The sizes of rows, k and n in the grid, ascending."""
     _logs: dict[Corner, tuple[float, float]] = field(init=False, compare=False, repr=False)
+    """Logarithms of both times of each product."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.flop) and self.flop > 0):

@@ -239,8 +239,8 @@ def _check(
 ) -> None:
     if shape.dtype != machine.dtype:
         raise ValueError(
-            f"the profile of {machine.device} was measured in {machine.dtype}, but the run computes "
-            f"in {shape.dtype}; measure it with longshore calibrate --dtype {shape.dtype}"
+            f"the profile of {machine.device} was measured in {machine.dtype}, but the run "
+            f"computes in {shape.dtype}; measure it with longshore calibrate --dtype {shape.dtype}"
         )
     if tokens < sum(lengths):
         raise ValueError(
@@ -284,4 +284,5 @@ def _weights_seconds(machine: MachineProfile, parameters: int, shape: RunShape) 
     # none: an all-reduce sends as much as a gather and a reduce-scatter.
     moved = {"zero3": 2 * item + master, "zero2": item + master, "none": 2 * master}[shape.shard]
     share = parameters * (shape.lanes - 1) / shape.lanes
-    return share * moved * machine.byte_gathered(across=shape.lanes > machine.node)
+    # Across nodes too: there all lanes of a node fetch together, each through its own link.
+    return share * moved * machine.byte_gathered(across=False)

@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from longshore.cli.advise import register_advise
+from longshore.cli.calibrate import register_calibrate
 from longshore.cli.doctor import register_doctor
 from longshore.cli.environment import keep_out_of_temp, safe_path, signals_raise
 from longshore.cli.export import register_export
@@ -39,6 +40,7 @@ COMMANDS = (
     register_report,
     register_export,
     register_doctor,
+    register_calibrate,
 )
 
 DESCRIPTION = """\

@@ -15,6 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from longshore.arch.cost_source import read_cost
+from longshore.arch.machine import MachineProfile, profile_names
+from longshore.arch.presets import preset
+from longshore.arch.step_time import RunShape, cost_profile
 from longshore.choices import CPSizes, Sync, names_of
 from longshore.cli.environment import working_folder_last
 from longshore.cli.options import add_command, count, one_of, say
@@ -23,7 +27,7 @@ from longshore.data.batches import Batches, BatchSize, Place
 from longshore.errors import SettingError, as_option
 from longshore.files import write_atomically
 from longshore.plan.as_json import plans_as_json
-from longshore.plan.cost import BUILT_IN, CostProfile, load_profile
+from longshore.plan.cost import BUILT_IN, CostProfile
 from longshore.plan.lengths_file import Lengths, demo_lengths, read_lengths
 from longshore.plan.policy import DEFAULT_POLICY, POLICIES, policy_named, policy_names
 from longshore.plan.types import Plan
@@ -57,10 +61,12 @@ the machine:
   --capacity C       most tokens a lane holds in a round; Megatron's max_seqlen_per_dp_cp_rank
   --max-sequences M  most sequences a lane holds in a round (default: no limit)
   --align A          pad the tokens of a lane to a multiple of A, as FP8 needs (default 1)
-  --cost FILE.json   what tokens cost on your machine, an object with linear, quadratic, gather,
-                     node, pack and round (default: estimated seconds of an 8B model on H100s),
-                     and with a pipeline message. It is the cost of the whole model on one GPU:
-                     --tp and --pp divide it; what --tp communicates is not counted
+  --cost COST        what tokens cost on your machine: a file of `longshore calibrate` or a name
+                     (MACHINES), both with --model; or a JSON object with linear, quadratic,
+                     gather, node, pack and round, and with a pipeline message (default: estimated
+                     seconds of an 8B model on H100s). It is the cost of the whole model on one
+                     GPU: --tp and --pp divide it; what --tp communicates is not counted
+  --model PRESET     with a --cost that was measured: the model, such as qwen3-8b
 
 how to plan:
   --policy NAME      POLICY_LIST
@@ -117,7 +123,7 @@ def register_plan(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--demo", action="store_true", help=hidden)
     kinds: dict[str, Callable[[str], Any]] = {name: count(most) for name, most in COUNTS.items()}
     kinds |= {name: one_of(names) for name, names in CHOICES.items()}
-    kinds |= {"policy": _policy_name, "cost": str, "json": str, "html": str}
+    kinds |= {"policy": _policy_name, "cost": str, "model": str, "json": str, "html": str}
     for name, kind in kinds.items():
         parser.add_argument(f"--{name}", type=kind, help=hidden)
 
@@ -131,7 +137,9 @@ def plan_help() -> str:
     ]
     sizes = listed(policy_names(lambda policy: policy.one_cp_size), "and")
     policies = f"\n{indent}".join(rows)
-    return PLAN_HELP.replace("POLICY_LIST", policies).replace("ONE_CP_SIZE", sizes)
+    machines = ", ".join(profile_names())
+    text = PLAN_HELP.replace("POLICY_LIST", policies).replace("ONE_CP_SIZE", sizes)
+    return text.replace("MACHINES", machines)
 
 
 def _policy_name(text: str) -> str:
@@ -151,7 +159,7 @@ def _plan(args: argparse.Namespace) -> None:
     options = {name: value for name in PLANNER if (value := getattr(args, name)) is not None}
     options |= {"lanes": _lanes(args), "capacity": args.capacity or DEMO_CAPACITY}
     ranks = {"tp": args.tp or 1, "pp": args.pp or 1}
-    options |= {"profile": _profile(args.cost).on_ranks(**ranks)}
+    options |= {"profile": _profile(args, options).on_ranks(**ranks)}
     _check_outputs(args)
     policy = args.policy or DEFAULT_POLICY
     if policy not in POLICIES:
@@ -175,7 +183,8 @@ def _plan(args: argparse.Namespace) -> None:
             f"times: the cost of one GPU, divided by {' x '.join(divided)}; what tensor "
             "parallelism communicates is not included"
         )
-    unit = "units of the profile" if args.cost else "s (estimated)"
+    is_machine = args.model is not None
+    unit = "units of the profile" if args.cost and not is_machine else "s (estimated)"
     say("\n".join(plan_summary(plans, unit=unit)))
     if args.json:
         say(f"plan: {args.json}")
@@ -240,12 +249,37 @@ def _lanes(args: argparse.Namespace) -> int:
     return int(lanes)
 
 
-def _profile(path: str | None) -> CostProfile:
+def _profile(args: argparse.Namespace, options: dict[str, Any]) -> CostProfile:
+    """The whole model on one GPU."""
+    cost = _read_cost(args.cost)
+    if isinstance(cost, CostProfile):
+        if args.model is not None:
+            raise ValueError(
+                "--model is for a --cost that was measured on a machine, such as "
+                f"{profile_names()[0]}; leave --model out"
+            )
+        return cost
+    if args.model is None:
+        raise ValueError(
+            f"--cost {args.cost} is the profile of a machine ({cost.device}); say what runs on it "
+            "with --model PRESET, such as --model qwen3-8b"
+        )
+    shape = RunShape(
+        lanes=options["lanes"],
+        shard="none" if args.sync == "step" else "zero3",
+        dtype=cost.dtype,
+        recompute=False,
+        ep=args.ep or 1,
+    )
+    return cost_profile(cost, preset(args.model), capacity=options["capacity"], shape=shape)
+
+
+def _read_cost(name: str | None) -> CostProfile | MachineProfile:
     try:
-        return BUILT_IN if path is None else load_profile(path)
+        return BUILT_IN if name is None else read_cost(name)
     except (OverflowError, RecursionError):
         raise ValueError(
-            f"cost profile {path}: its numbers are too large, or it is nested too deeply"
+            f"cost profile {name}: its numbers are too large, or it is nested too deeply"
         ) from None
 
 

@@ -10,16 +10,18 @@ import math
 from pathlib import Path
 from typing import Any
 
+from longshore.arch.cost_source import read_cost
 from longshore.arch.cuts import decoder_on_tp_rank
 from longshore.arch.decoder import DecoderConfig, has_experts, with_balance
 from longshore.arch.part import Sharing
 from longshore.arch.stages import make_layout, stage_costs
+from longshore.arch.step_time import RunShape, cost_profile
 from longshore.config.check_data import check_data, known_longest
 from longshore.config.check_graph import check_graph
 from longshore.config.check_parallel import check_parallel
 from longshore.config.located import in_keys, settings_in_keys
 from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
-from longshore.plan.cost import BUILT_IN, load_profile
+from longshore.plan.cost import BUILT_IN, CostProfile
 from longshore.plan.layout import Layout, layout_stages
 from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
@@ -151,10 +153,7 @@ def planner_options(
 ) -> dict[str, Any]:
     """What make_plan takes besides the lengths."""
     plan, layout = config.plan, pipeline_layout(config, decoder)
-    cost = BUILT_IN
-    if plan.cost:
-        with in_keys("plan.cost"):
-            cost = load_profile(plan.cost)
+    cost = run_cost(config, decoder, lanes=lanes, capacity=capacity)
     return {
         "lanes": lanes,
         "capacity": capacity,
@@ -175,6 +174,27 @@ def planner_options(
         "vpp": layout.vpp,
         **_stage_options(config, decoder, layout),
     }
+
+
+def run_cost(
+    config: RunConfig, decoder: DecoderConfig, *, lanes: int, capacity: int
+) -> CostProfile:
+    """The whole model on one GPU: built in, of plan.cost, or of its machine and this model."""
+    if not config.plan.cost:
+        return BUILT_IN
+    with in_keys("plan.cost"):
+        cost = read_cost(config.plan.cost)
+        if isinstance(cost, CostProfile):
+            return cost
+        dtype, shard = config.train.dtype, config.parallel.shard
+        shape = RunShape(
+            lanes=lanes,
+            shard=("zero3" if lanes > 1 else "none") if shard == "auto" else shard,
+            dtype=cost.dtype if dtype == "auto" else dtype,
+            recompute=config.train.recompute == "blocks",
+            ep=config.parallel.ep,
+        )
+        return cost_profile(cost, decoder, capacity=capacity, shape=shape)
 
 
 def _stage_options(config: RunConfig, decoder: DecoderConfig, layout: Layout) -> dict[str, Any]:

@@ -134,7 +134,12 @@ class PlanConfig:
         whole(0, 1024),
         "pad a rank's tokens to one of this many sizes, so that torch.compile sees few; 0: off",
     )
-    cost: str = key("", text(), "a cost profile in JSON (default: an 8B model on H100s)")
+    cost: str = key(
+        "",
+        text(),
+        "what rounds cost: a machine's name such as h200, a file of `longshore calibrate`, or a "
+        "cost profile in JSON (default: an 8B model on H100s)",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,175 @@
+"""`longshore calibrate`: measures this machine into a profile for planner, simulator and advice.
+
+In: the options of CALIBRATE_HELP. Out: a JSON file, rewritten after each measurement, and a table
+of what was measured and what is arithmetic; with --check a table of predicted and measured steps.
+
+    longshore calibrate --out machine.json      then plan.cost=machine.json in a recipe
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from longshore.arch.machine import MachineProfile, load_machine, profile_names
+from longshore.arch.presets import preset
+from longshore.choices import DeviceChoice, DTypeChoice, names_of
+from longshore.cli.launch import ranks_from_environment
+from longshore.cli.options import add_command, count, one_of, say
+from longshore.files import write_atomically
+
+if TYPE_CHECKING:
+    import torch
+
+    from longshore.arch.machine import GatherCost
+    from longshore.calibrate.measure import CalibrationOptions
+    from longshore.run.ranks import Ranks
+
+CALIBRATE_HELP = """\
+Measures how fast this machine computes, and writes it to a file: matrix products, each kind of
+layer over lengths, the loss, what launching kernels costs, copies, gradient norm and optimizer.
+plan.cost of a recipe and `longshore plan --cost` take that file; shipped ones go by name: NAMES.
+
+  --out FILE         where to write (default: machine.json); rewritten after each measurement, so
+                     that a file is there if you stop it
+  --budget SECONDS   how long it may take, about (default: 240); less measures fewer parts, and
+                     below 60 on a GPU, 20 on a CPU, coarser ones
+  --device DEVICE    auto, cpu or cuda (default: auto, the GPU if there is one)
+  --dtype DTYPE      of the arithmetic (default: auto, bfloat16 on a GPU and float32 on a CPU)
+
+Under torchrun with several processes the exchange between them is measured first, for each CP size;
+with one process it is arithmetic, and the file says so.
+
+  --check PROFILE    instead: trains random steps of a model, and compares their times with those
+                     that a profile (a file or a name) predicts
+  --model PRESET     with --check: the model (default: qwen3-0.6b, on a CPU tiny-qwen3)
+  --layers N         with --check: number of its layers (default: all)
+  --capacity C       with --check: most tokens of a round (default: 16384, on a CPU 512)
+  --steps N          with --check: how many steps (default: 12)"""
+DEFAULT_OUT = "machine.json"
+DEFAULT_BUDGET = 240
+
+
+def register_calibrate(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = add_command(
+        commands,
+        "calibrate",
+        summary="measure this machine, for plans and predictions",
+        usage="longshore calibrate [--out FILE] [--budget SECONDS] | --check PROFILE [options]",
+        text=CALIBRATE_HELP.replace("NAMES", ", ".join(profile_names())),
+    )
+    parser.set_defaults(run=run_calibrate)
+    hidden = argparse.SUPPRESS  # CALIBRATE_HELP describes them all
+    parser.add_argument("--out", help=hidden)
+    parser.add_argument("--budget", type=count(86_400), help=hidden)
+    parser.add_argument("--device", type=one_of(names_of(DeviceChoice)), help=hidden)
+    parser.add_argument("--dtype", type=one_of(names_of(DTypeChoice)), help=hidden)
+    parser.add_argument("--check", help=hidden)
+    parser.add_argument("--model", help=hidden)
+    for name in ("layers", "capacity", "steps"):
+        parser.add_argument(f"--{name}", type=count(1 << 30), help=hidden)
+
+
+def run_calibrate(args: argparse.Namespace) -> None:
+    if args.check is not None:
+        _refuse_others(args, ("out", "budget"), "--check writes no profile")
+        _check(args)
+        return
+    _refuse_others(args, ("model", "layers", "capacity", "steps"), "it is for --check PROFILE")
+    out = args.out or DEFAULT_OUT
+    folder = os.path.dirname(out) or "."
+    if os.path.isdir(out) or not os.access(folder, os.W_OK):
+        raise ValueError(f"--out {out}: cannot be written; name a file in a folder that exists")
+    place = ranks_from_environment()
+    options = _options(args, place)
+    if place is None or place.rank == 0:
+        _measure(options, out)
+
+
+def _refuse_others(args: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name}: {why}; leave it out")
+
+
+def _options(args: argparse.Namespace, place: "Ranks | None") -> "CalibrationOptions":
+    from longshore.calibrate.measure import CalibrationOptions
+
+    device, dtype = _device(args, place)
+    gathers: tuple[GatherCost, ...] = ()
+    several = place is not None and place.world_size > 1
+    if place is not None and several:
+        from longshore.calibrate.links import gathers_between_ranks
+
+        say(f"exchange between {place.world_size} ranks")
+        gathers = gathers_between_ranks(
+            place.rank, place.world_size, device, local_size=place.local_size
+        )
+    more = {"node": place.local_size} if place is not None and several else {}
+    budget = float(args.budget or DEFAULT_BUDGET)
+    return CalibrationOptions(device, dtype, budget, gathers, **more)
+
+
+def _device(args: argparse.Namespace, place: "Ranks | None") -> "tuple[torch.device, torch.dtype]":
+    from longshore.train.device import pick_device, pick_dtype, prefer_blas
+
+    device = pick_device(args.device or "auto", place.local_rank if place else 0)
+    dtype = pick_dtype(args.dtype or "auto", device)
+    prefer_blas(device, dtype, platform.machine())
+    return device, dtype
+
+
+def _measure(options: "CalibrationOptions", out: str) -> None:
+    from longshore.calibrate.measure import calibrate
+    from longshore.calibrate.timing import Clock
+
+    clock = Clock(options.budget, tell=lambda text: say(f"{clock.spent:6.1f} s  {text}"))
+    for profile in calibrate(options, clock):
+        write_atomically(out, json.dumps(profile.as_json(), indent=1) + "\n")
+    say("\n".join(summary(profile)))
+    say(f"profile: {out} (use it as plan.cost={out}), after {clock.spent:.0f} s")
+
+
+def summary(profile: MachineProfile) -> list[str]:
+    """What the profile says, in lines."""
+    by_origin: dict[str, list[str]] = {"measured": [], "arithmetic": []}
+    for name, origin in profile.origins().items():
+        by_origin[origin].append(name)
+    rate = 1 / profile.products.flop / 1e12
+    return [
+        f"{profile.device}, {profile.dtype}, torch {profile.torch}",
+        f"fastest product: {rate:.3g} TFLOP/s; copies: "
+        f"{1e-9 / profile.fixed.byte.seconds:.3g} GB/s read and written",
+        *(f"{origin}: {', '.join(names) or 'nothing'}" for origin, names in by_origin.items()),
+        *profile.notes,
+    ]
+
+
+def _check(args: argparse.Namespace) -> None:
+    from longshore.calibrate.held_out import check_steps, median_error, random_steps
+    from longshore.calibrate.steps import make_stepper, one_lane
+
+    machine = load_machine(args.check)
+    device, dtype = _device(args, None)
+    is_cuda = device.type == "cuda"
+    if str(dtype).removeprefix("torch.") != machine.dtype:
+        raise ValueError(
+            f"--check {args.check}: it was measured in {machine.dtype}, not {dtype}; give --dtype "
+            f"{machine.dtype}"
+        )
+    layers = {"layers": args.layers} if args.layers else {}
+    decoder = preset(args.model or ("qwen3-0.6b" if is_cuda else "tiny-qwen3"), **layers)
+    capacity = args.capacity or (16384 if is_cuda else 512)
+    steps = random_steps(decoder, capacity=capacity, count=args.steps or 12, device=device)
+    with one_lane(device) as topology:
+        stepper = make_stepper(decoder, topology, dtype=dtype)
+        outcomes = check_steps(machine, stepper, decoder, steps)
+    for each in outcomes:
+        say(
+            f"{each.name:<48} predicted {each.predicted * 1e3:9.2f} ms, measured "
+            f"{each.measured * 1e3:9.2f} ms, {each.error:+.1%}"
+        )
+    signed = statistics.median(each.error for each in outcomes)
+    say(f"median error {median_error(outcomes):.1%}, with its sign {signed:+.1%}")

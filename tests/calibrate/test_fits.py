@@ -1,0 +1,76 @@
+"""What is fitted to measured seconds, with seconds made up from known costs."""
+
+from dataclasses import fields
+
+import pytest
+from tests.arch.machines import PART, make_machine
+
+from longshore.arch.machine import FixedCosts
+from longshore.arch.part_work import NAMES
+from longshore.arch.presets import PRESETS, preset
+from longshore.calibrate.overheads import StepSample, UpdateSample, fit_overheads
+from longshore.calibrate.parts import AMOUNTS, PartSample, amount_of, fit_part, work_of
+from longshore.calibrate.references import cases_of, references
+
+FIXED = {
+    "step": 1e-2,
+    "round": 2e-3,
+    "block": 3e-4,
+    "round_parameter": 1e-9,
+    "step_parameter": 5e-9,
+    "norm": 1e-9,
+    "optimizer": 3e-9,
+}
+
+
+def sample(work, *, plain=1e-3):
+    """Forward takes a quarter of the rest, as in PART."""
+    rest = sum(getattr(PART, name) * amount for name, amount in amount_of(work).items())
+    return PartSample(work, plain / 3 + rest / 4, plain + rest, plain / 3, plain)
+
+
+def test_known_costs_of_attention_are_found_again():
+    reference = references("cpu")[0]
+    cases = cases_of("attention", "cpu")
+    samples = [sample(work_of(reference, lengths, item=4)) for lengths in cases]
+    fitted = fit_part("x", samples, host=3.0, host_forward=1.0)
+    for name in ("call", "value", "core", "sequence", "forward"):
+        assert getattr(fitted.cost, name) == pytest.approx(getattr(PART, name), rel=1e-6), name
+    assert fitted.error < 1e-9
+    assert (fitted.cost.host, fitted.cost.host_forward) == (3.0, 1.0)
+    assert fitted.cost.origin == "measured"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_kind_of_part_is_measured(device):
+    kinds = {reference.kind for reference in references(device)}
+    assert kinds == {*NAMES.values(), "embedding", "head"} == {*AMOUNTS}
+
+
+def test_the_presets_have_no_other_kinds():
+    parts = {
+        type(part) for name in PRESETS for layer in preset(name).layers for part in layer.parts
+    }
+    assert parts <= {*NAMES}
+
+
+def step_sample(rounds, blocks, parameters):
+    device = FIXED["step"] + rounds * FIXED["round"] + rounds * blocks * FIXED["block"]
+    device += parameters * (rounds * FIXED["round_parameter"] + FIXED["step_parameter"])
+    host = 1e-3 + rounds * (2e-4 + blocks * 5e-5)
+    return StepSample(rounds, blocks, parameters, device, device + 1e-3, host)
+
+
+def test_known_overheads_are_found_again():
+    sizes = [(2, 10**6), (6, 3 * 10**6), (2, 10**7)]
+    steps = [step_sample(rounds, *size) for size in sizes for rounds in (1, 3)]
+    updates = [UpdateSample(n, n * FIXED["norm"], n * FIXED["optimizer"]) for _, n in sizes]
+    costs = fit_overheads(make_machine(byte=1e-9, message=2e-9).fixed, steps, updates)
+    hosts = {"step_host": 1e-3, "round_host": 2e-4, "block_host": 5e-5}
+    for name, seconds in {**FIXED, **hosts, "byte": 1e-9, "message": 2e-9}.items():
+        assert getattr(costs, name).seconds == pytest.approx(seconds, rel=1e-5), name
+    assert {each.name for each in fields(FixedCosts)} == {
+        *FIXED,
+        *hosts,
+        *("byte", "message", "graph_host"),
+    }
