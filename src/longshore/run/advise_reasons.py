@@ -6,7 +6,9 @@ In: Advice. Out: for each key its value and the reason, which compares with what
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+from longshore.config.check import run_cost
 from longshore.run.advise import GIB, Advice, Choice
 from longshore.run.advise_candidates import Axes, Candidate, Fitting, memory_of
 
@@ -21,6 +23,7 @@ def reasons(advice: Advice) -> dict[str, tuple[object, str]]:
         "plan.capacity": (best.candidate.capacity, _capacity(advice)),
         "plan.max_cp": (best.candidate.max_cp, _max_cp(advice)),
         "plan.sync": (axes.sync, _sync(axes)),
+        "plan.cost": (advice.task.machine_name, "the times that this advice is made of"),
         "parallel.ranks": (advice.task.gpus, "one for each GPU"),
         "parallel.tp": (axes.tp, _axis(advice, "tp")),
         "parallel.pp": (axes.pp, _axis(advice, "pp")),
@@ -29,10 +32,24 @@ def reasons(advice: Advice) -> dict[str, tuple[object, str]]:
         "parallel.shard": (axes.shard, _shard(advice)),
         "train.recompute": ("blocks" if axes.recompute else "none", _recompute(advice)),
     }
+    if not _takes_cost(advice):
+        del table["plan.cost"]
     for key, size in (("parallel.vpp", axes.pp), ("parallel.ep", _most_ep(advice))):
         if size == 1:
             del table[key]
     return table | dict(_graph(advice))
+
+
+def _takes_cost(advice: Advice) -> bool:
+    """Whether the planner of a run can use the machine's profile for this model."""
+    task, candidate = advice.task, advice.best.candidate
+    config = task.config(candidate, advice.best.graph)
+    config = replace(config, plan=replace(config.plan, cost=task.machine_name))
+    try:
+        run_cost(config, task.decoder, lanes=candidate.axes.lanes, capacity=candidate.capacity)
+    except ValueError:
+        return False
+    return True
 
 
 def _most_ep(advice: Advice) -> int:
@@ -78,7 +95,7 @@ def _sync(axes: Axes) -> str:
         return "nothing makes lanes wait for each other before the step's end"
     causes = {"zero3": axes.shard == "zero3", "experts": axes.ep > 1, "a pipeline": axes.pp > 1}
     whose = " and ".join(name for name, is_so in causes.items() if is_so)
-    return f"{whose} makes lanes wait for each other in every round"
+    return f"lanes wait for each other in every round, because of {whose}"
 
 
 def _axis(advice: Advice, name: str) -> str:

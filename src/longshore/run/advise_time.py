@@ -36,6 +36,8 @@ COMPARED = 24
 """Micro-batches of a plan whose cost is compared with the predicted seconds."""
 TP_EXCHANGES = 8
 """Of a lane's rows in a layer: gathered and summed around each of two parts, in both directions."""
+SLIGHT = 1e-3
+"""Of a token's cost on the device, where the host is slower."""
 EP_EXCHANGES = 4
 """Rows go to experts and come back, in both directions."""
 
@@ -105,8 +107,20 @@ class StepTimer:
 
     def _fitted_profile(self, recompute: bool, capacity: int) -> CostProfile:
         """Of one rank that has the whole model."""
-        shape = self.shape(Axes(lanes=1, recompute=recompute))
-        return cost_profile(self.task.machine, self.task.decoder, capacity=capacity, shape=shape)
+        task, shape = self.task, self.shape(Axes(lanes=1, recompute=recompute))
+        whole = round_busy(task.machine, task.decoder, [capacity], tokens=capacity, shape=shape)
+        if whole.host <= whole.device:
+            return cost_profile(task.machine, task.decoder, capacity=capacity, shape=shape)
+        # The host is slower than even a full round: a round takes what it takes, and tokens count
+        # for little.
+        return CostProfile(
+            linear=whole.device / capacity * SLIGHT,
+            quadratic=0.0,
+            gather=(0.0, 0.0),
+            node=task.machine.node,
+            pack=0.0,
+            round=whole.host,
+        )
 
     def _round(
         self, axes: Axes, lengths: Sequence[int], tokens: int, *, graph: bool = False
