@@ -64,7 +64,7 @@ def days(number: float) -> str:
 
 
 def _candidate_rows(candidates: Seq[Json]) -> list[list[str]]:
-    header = ["", "tp", "pp", "ep", "shard", "sync", "recompute", "capacity", "max CP"]
+    header = ["", "tp", "pp", "ep", "shard", "sync", "recompute", "graphs", "capacity", "max CP"]
     rows = [[*header, "memory", "step", "tokens/s", "MFU", "time"]]
     for place, each in enumerate(candidates):
         rows.append(
@@ -76,6 +76,7 @@ def _candidate_rows(candidates: Seq[Json]) -> list[list[str]]:
                 each["shard"],
                 each["sync"],
                 "blocks" if each["recompute"] else "none",
+                "all" if each["graphs"] else "none",
                 f"{each['capacity']:,}",
                 str(each["max_cp"]),
                 f"{each['memory_gib']:.1f}",

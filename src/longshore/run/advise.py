@@ -12,10 +12,8 @@ against 1.01 s with tp 1. Nothing reads a clock, so the same question has the sa
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from longshore.config.check_graph import check_graph
-from longshore.config.schema import GraphConfig
 from longshore.data.batches import Batches, BatchSize, Place
 from longshore.plan.graph_use import choose_cap
 from longshore.run.advise_candidates import (
@@ -26,6 +24,7 @@ from longshore.run.advise_candidates import (
     MemoryCheck,
     all_candidates,
     memory_of,
+    with_graphs,
 )
 from longshore.run.advise_time import StepSize, StepTime, StepTimer, fullest
 
@@ -38,8 +37,6 @@ STEPS = 2
 SAMPLE = 2048
 """Most sequences of a planned step; a larger step is scaled up."""
 TIE = 0.02
-GRAPH_GAIN = 0.97
-"""Graphs are recommended where rounds take at most this share of their time without them."""
 COVERAGE = 0.95
 GIB = 1 << 30
 
@@ -58,10 +55,10 @@ class Choice:
     """Those that were planned."""
     estimate: float
     """Seconds of a step without a plan."""
-    graph: GraphConfig
-    """CUDA graphs; without layers: off."""
+    max_sequences: int
+    """Of a micro-batch that CUDA graphs serve whole; 0 without graphs."""
     launch: tuple[float, float]
-    """Seconds that device and host are busy in a round, without graphs, on average."""
+    """Seconds that device and host are busy in a full round without graphs."""
 
     @property
     def seconds(self) -> float:
@@ -104,7 +101,7 @@ def advise(task: AdviceTask) -> Advice:
     samples = list(sample_steps(task, STEPS))
     size = StepSize.of(samples[0][0])
     whole = samples[0][1] / size.tokens
-    ranked = [(each, timer.estimate(each, size) * whole) for each in all_candidates(task)]
+    ranked = [(each, timer.estimate(each, size) * whole) for each in _with_graphs(timer)]
     ranked.sort(key=lambda pair: (pair[1], *_simplicity(pair[0])))
     few = list(_few_of_each_kind(ranked, memory))
     if not few:
@@ -116,11 +113,21 @@ def advise(task: AdviceTask) -> Advice:
     )
     return Advice(
         task=task,
-        best=with_graphs(timer, best),
+        best=best,
         others=tuple(others),
         estimates=tuple(ranked),
         memory=memory,
     )
+
+
+def _with_graphs(timer: StepTimer) -> Iterator[Candidate]:
+    """All candidates, and where the host is slower than the GPU once more with CUDA graphs."""
+    for candidate in all_candidates(timer.task):
+        yield candidate
+        if timer.is_host_bound(candidate):
+            graphed = with_graphs(timer.task, candidate)
+            if graphed is not None:
+                yield graphed
 
 
 def sample_steps(task: AdviceTask, count: int) -> Iterator[tuple[list[int], int]]:
@@ -154,20 +161,21 @@ def _choice(
     plans = [step.plan for step in steps]
     rounds = max(len(plan.rounds) for plan in plans)
     memory = memory_of(timer.task, candidate, tokens=fullest(plans), rounds=rounds)
-    busy = timer.busy(candidate, plans[0])
+    busy = timer.launched(candidate)
     return Choice(
         candidate=candidate,
         memory=memory,
         at_capacity=memory_of(timer.task, candidate).total,
         steps=steps,
         estimate=estimate,
-        graph=GraphConfig(),
+        max_sequences=choose_cap(plans, COVERAGE) if candidate.graph else 0,
         launch=(busy.device, busy.host),
     )
 
 
 def _simplicity(candidate: Candidate) -> tuple[object, ...]:
-    return (*candidate.axes.complexity, candidate.max_cp, candidate.capacity)
+    used, *sizes = candidate.axes.complexity
+    return (used + candidate.graph, *sizes, candidate.max_cp, candidate.capacity)
 
 
 def _simplest_of_fastest(choices: list[Choice]) -> Choice:
@@ -175,42 +183,6 @@ def _simplest_of_fastest(choices: list[Choice]) -> Choice:
     limit = min(choice.seconds for choice in choices) * (1 + TIE)
     close = [choice for choice in choices if choice.seconds <= limit]
     return min(close, key=lambda choice: (_simplicity(choice.candidate), choice.seconds))
-
-
-def with_graphs(timer: StepTimer, choice: Choice) -> Choice:
-    """With CUDA graphs where the host is slower than the GPU, they are legal, and they fit."""
-    task, candidate = timer.task, choice.candidate
-    plans = [step.plan for step in choice.steps]
-    eager, graphed = (timer.busy(candidate, plans[0], graph=graph) for graph in (False, True))
-    if not eager.seconds or graphed.seconds > GRAPH_GAIN * eager.seconds:
-        return choice
-    room = min(task.memory // 10, task.room - choice.at_capacity)
-    cap = choose_cap(plans, COVERAGE)
-    graph = GraphConfig(
-        layers=("all",), max_sequences=cap, memory_gib=max(0.0, round(room / GIB - 0.05, 1))
-    )
-    if graph.memory_gib < 1 or not _may_graph(task, candidate, graph):
-        return choice
-    memory = replace(choice.memory, graphs=round(graph.memory_gib * GIB))
-    share = graphed.seconds / eager.seconds
-    steps = tuple(
-        replace(step, seconds=_graphed(step, share, timer.update(candidate.axes).seconds))
-        for step in choice.steps
-    )
-    return replace(choice, graph=graph, memory=memory, steps=steps)
-
-
-def _graphed(step: StepTime, share: float, update: float) -> float:
-    """A step whose rounds take this share of their time."""
-    return (step.seconds - update) * share + update
-
-
-def _may_graph(task: AdviceTask, candidate: Candidate, graph: GraphConfig) -> bool:
-    try:
-        check_graph(task.config(candidate, graph), task.decoder)
-    except ValueError:
-        return False
-    return True
 
 
 def nothing_fits(task: AdviceTask, memory: MemoryCheck) -> str:
@@ -236,4 +208,4 @@ def nothing_fits(task: AdviceTask, memory: MemoryCheck) -> str:
 def _words(axes: Axes) -> str:
     sizes = {"tp": axes.tp, "pp": axes.pp, "vpp": axes.vpp, "ep": axes.ep}
     words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    return ", ".join([*words, axes.shard, *(["recomputation"] if axes.recompute else [])])
+    return ", ".join([*words, f"shard {axes.shard}", *(["recomputation"] if axes.recompute else [])])

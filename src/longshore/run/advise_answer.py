@@ -58,7 +58,7 @@ def candidate_json(advice: Advice, choice: Choice, total_tokens: int) -> dict[st
         "recompute": axes.recompute,
         "capacity": choice.candidate.capacity,
         "max_cp": choice.candidate.max_cp,
-        "graphs": choice.graph.max_sequences if choice.graph.layers else 0,
+        "graphs": choice.max_sequences,
         "memory": {name: size / GIB for name, size in choice.memory.parts().items()},
         "memory_gib": choice.memory.total / GIB,
         "tensors_gib": choice.memory.peak.total / GIB,

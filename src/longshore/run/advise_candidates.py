@@ -24,6 +24,7 @@ from longshore.arch.process_groups import communicator_bytes, joined_groups
 from longshore.arch.stage_memory import ModelSplit
 from longshore.choices import ShardMode, Sync
 from longshore.config.check import lanes_of, pipeline_layout
+from longshore.config.check_graph import check_graph
 from longshore.config.check_parallel import check_parallel
 from longshore.config.schema import (
     GraphConfig,
@@ -36,6 +37,7 @@ from longshore.config.schema import (
 from longshore.plan.cost import Ints
 from longshore.plan.layout import Layout
 from longshore.plan.shapes import legal_cp_sizes, padded_length
+from longshore.run.graph_cap import graph_bytes
 
 KIB = 1 << 10
 CONTEXT_BYTES = 768 << 20
@@ -91,6 +93,8 @@ class Candidate:
     """Most tokens of a lane in a round."""
     max_cp: int
     """The largest CP size."""
+    graph: bool = False
+    """Whether layers are replayed from CUDA graphs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +159,7 @@ class AdviceTask:
     def room(self) -> int:
         return self.memory - self.memory // FREE_SHARE
 
-    def config(self, candidate: Candidate, graph: GraphConfig | None = None) -> RunConfig:
+    def config(self, candidate: Candidate) -> RunConfig:
         """The configuration of a run; without data."""
         axes = candidate.axes
         return RunConfig(
@@ -165,7 +169,7 @@ class AdviceTask:
                 shard=axes.shard, tp=axes.tp, pp=axes.pp, vpp=axes.vpp, ep=axes.ep
             ),
             train=TrainConfig(recompute="blocks" if axes.recompute else "none", dtype=self.dtype),
-            graph=graph or GraphConfig(),
+            graph=GraphConfig(layers=("all",) if candidate.graph else ()),
         )
 
     @cached_property
@@ -221,7 +225,7 @@ def _is_legal(task: AdviceTask, axes: Axes) -> bool:
 
 
 def memory_of(
-    task: AdviceTask, candidate: Candidate, *, tokens: int = 0, rounds: int = 2, graphs: int = 0
+    task: AdviceTask, candidate: Candidate, *, tokens: int = 0, rounds: int = 2
 ) -> GpuMemory:
     """Of the rank that needs most; tokens: of its fullest round, by default the capacity."""
     axes, layout = candidate.axes, task.layout(candidate.axes)
@@ -246,6 +250,7 @@ def memory_of(
         for rank in sorted({0, min(1, axes.pp - 1), axes.pp - 1})
     )
     peak = max(peaks, key=lambda each: each.total)
+    graphs = graph_bytes(task.config(candidate).graph, task.memory)
     return GpuMemory(peak=peak, communicators=_communicators(task, candidate), graphs=graphs)
 
 
@@ -301,10 +306,10 @@ class MemoryCheck:
         self.task = task
         self.least: dict[Axes, Fitting] = {}
         """Of each choice of axes, what needs least of all that does not fit."""
-        self._limits: dict[tuple[Axes, int], int] = {}
+        self._limits: dict[tuple[Axes, int, bool], int] = {}
 
     def fitting(self, candidate: Candidate) -> Fitting | None:
-        key = candidate.axes, candidate.max_cp
+        key = candidate.axes, candidate.max_cp, candidate.graph
         if candidate.capacity >= self._limits.get(key, MOST_CAPACITY + 1):
             return None
         row = Fitting(candidate, memory_of(self.task, candidate))
@@ -317,8 +322,18 @@ class MemoryCheck:
         return None
 
 
+def with_graphs(task: AdviceTask, candidate: Candidate) -> Candidate | None:
+    """The same with CUDA graphs; None where a run refuses them."""
+    graphed = replace(candidate, graph=True)
+    try:
+        check_graph(task.config(graphed), task.decoder)
+    except ValueError:
+        return None
+    return graphed
+
+
 def all_candidates(task: AdviceTask) -> Iterator[Candidate]:
-    """Every legal one, whether it fits or not."""
+    """Every legal one without graphs, whether it fits or not."""
     for axes in legal_axes(task):
         for capacity in capacities(task, axes):
             for max_cp in cp_limits(task, axes, capacity):

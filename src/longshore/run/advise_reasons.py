@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from longshore.config.check import run_cost
-from longshore.run.advise import GIB, Advice, Choice
+from longshore.run.advise import GIB, Advice
 from longshore.run.advise_candidates import Axes, Candidate, Fitting, memory_of
 
 Test = Callable[[Candidate], bool]
@@ -43,7 +43,7 @@ def reasons(advice: Advice) -> dict[str, tuple[object, str]]:
 def _takes_cost(advice: Advice) -> bool:
     """Whether the planner of a run can use the machine's profile for this model."""
     task, candidate = advice.task, advice.best.candidate
-    config = task.config(candidate, advice.best.graph)
+    config = task.config(candidate)
     config = replace(config, plan=replace(config.plan, cost=task.machine_name))
     try:
         run_cost(config, task.decoder, lanes=candidate.axes.lanes, capacity=candidate.capacity)
@@ -63,9 +63,7 @@ def _size(amount: int) -> str:
 def _capacity(advice: Advice) -> str:
     task, best = advice.task, advice.best
     candidate = best.candidate
-    double = Candidate(
-        axes=candidate.axes, capacity=2 * candidate.capacity, max_cp=candidate.max_cp
-    )
+    double = replace(candidate, capacity=2 * candidate.capacity)
     needed = memory_of(task, double).total
     own = f"a full lane takes {_size(best.at_capacity)} of {_size(task.room)}"
     if needed > task.room:
@@ -166,19 +164,11 @@ def _recompute(advice: Advice) -> str:
 
 
 def _graph(advice: Advice) -> Iterator[tuple[str, tuple[object, str]]]:
-    best: Choice = advice.best
-    if not best.graph.layers:
+    best = advice.best
+    if not best.candidate.graph:
         return
-    device, host = best.launch
-    yield (
-        "graph.layers",
-        (
-            list(best.graph.layers),
-            f"the host needs {host * 1e3:.0f} ms to launch what takes the GPU {device * 1e3:.0f}",
-        ),
-    )
-    yield (
-        "graph.max_sequences",
-        (best.graph.max_sequences, "serves 95 % of the sampled micro-batches with one pack"),
-    )
-    yield "graph.memory_gib", (best.graph.memory_gib, "what is left, a tenth at most")
+    device, host = (f"{seconds * 1e3:.0f} ms" for seconds in best.launch)
+    text = f"the host needs {host} to launch a full round that takes the GPU {device}"
+    yield "graph.layers", (["all"], text)
+    share = "serves 95 % of the sampled micro-batches with one pack"
+    yield "graph.max_sequences", (best.max_sequences, share)

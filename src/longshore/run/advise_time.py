@@ -75,6 +75,7 @@ class StepTimer:
     def __init__(self, task: AdviceTask) -> None:
         self.task = task
         self._profile = cache(self._fitted_profile)
+        self._full = cache(self._full_round)
         self._of_rank = cache(self._rank_profile)
         self._update = cache(self._updated)
         self._travel = cache(self._travelling)
@@ -93,10 +94,10 @@ class StepTimer:
 
     def profile(self, candidate: Candidate) -> CostProfile:
         """The planner's cost model of a rank, with what TP and EP exchange."""
-        return self._of_rank(replace(candidate.axes, vpp=1), candidate.capacity)
+        return self._of_rank(replace(candidate.axes, vpp=1), candidate.capacity, candidate.graph)
 
-    def _rank_profile(self, axes: Axes, capacity: int) -> CostProfile:
-        whole = self._profile(axes.recompute, capacity)
+    def _rank_profile(self, axes: Axes, capacity: int, graph: bool) -> CostProfile:
+        whole = self._profile(axes.recompute, capacity, graph)
         profile = whole.on_ranks(tp=axes.tp, pp=axes.pp)
         if axes.shard == "zero3":
             # Weights travel while the device works; what takes longer than a full round is left.
@@ -105,10 +106,20 @@ class StepTimer:
             profile = replace(profile, round=profile.round + late)
         return replace(profile, linear=profile.linear + self.exchange(axes))
 
-    def _fitted_profile(self, recompute: bool, capacity: int) -> CostProfile:
+    def is_host_bound(self, candidate: Candidate) -> bool:
+        """Whether the host launches even a full round slower than the device runs it."""
+        busy = self._full(candidate.axes.recompute, candidate.capacity, candidate.graph)
+        return busy.host > busy.device
+
+    def _full_round(self, recompute: bool, capacity: int, graph: bool) -> Busy:
+        shape = self.shape(Axes(lanes=1, recompute=recompute), graph=graph)
+        task = self.task
+        return round_busy(task.machine, task.decoder, [capacity], tokens=capacity, shape=shape)
+
+    def _fitted_profile(self, recompute: bool, capacity: int, graph: bool) -> CostProfile:
         """Of one rank that has the whole model."""
-        task, shape = self.task, self.shape(Axes(lanes=1, recompute=recompute))
-        whole = round_busy(task.machine, task.decoder, [capacity], tokens=capacity, shape=shape)
+        task, whole = self.task, self._full(recompute, capacity, graph)
+        shape = self.shape(Axes(lanes=1, recompute=recompute), graph=graph)
         if whole.host <= whole.device:
             return cost_profile(task.machine, task.decoder, capacity=capacity, shape=shape)
         # The host is slower than even a full round: a round takes what it takes, and tokens count
@@ -223,7 +234,7 @@ class StepTimer:
                 self.task.decoder,
                 [lengths for lengths, _ in batches],
                 tokens=[tokens for _, tokens in batches],
-                shape=self.shape(axes),
+                shape=self.shape(axes, graph=candidate.graph),
             )
         return rounds + self.update(axes).seconds
 
@@ -231,18 +242,15 @@ class StepTimer:
         """The plan's time, corrected by how far its linear cost model is off for its rounds."""
         axes, cost, predicted = candidate.axes, 0.0, 0.0
         for lengths, tokens in unshared(plan):
-            seconds = self._round(axes, lengths, tokens).seconds
+            seconds = self._round(axes, lengths, tokens, graph=candidate.graph).seconds
             predicted += seconds + tokens * self.exchange(axes)
             cost += profile.pack + profile.round
             cost += sum(profile.sequence_cost(length, length, 1) for length in lengths)
         return plan.stats.predicted * (predicted / cost if cost else 1.0)
 
-    def busy(self, candidate: Candidate, plan: Plan, *, graph: bool = False) -> Busy:
-        """Of the plan's unshared micro-batches together; 0 where there are none."""
-        total = Busy(0.0, 0.0)
-        for lengths, tokens in unshared(plan):
-            total += self._round(candidate.axes, lengths, tokens, graph=graph)
-        return total
+    def launched(self, candidate: Candidate) -> Busy:
+        """A full round without graphs."""
+        return self._full(candidate.axes.recompute, candidate.capacity, False)
 
 
 def micro_batch(plan: Plan, number: int, lane: int) -> tuple[list[int], int]:
