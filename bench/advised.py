@@ -29,7 +29,7 @@ from longshore.arch.machine import load_machine
 from longshore.config.check import decoder_config
 from longshore.config.load import load_config
 from longshore.data.mock import mock_lengths
-from longshore.run.advise_candidates import AdviceTask, Axes, Candidate, memory_of
+from longshore.run.advise_candidates import AdviceTask, Candidate, ModelAxes, memory_of
 from longshore.run.advise_time import StepTimer, fullest
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
@@ -65,7 +65,7 @@ def predict(name: str, capacity: int, *, gpu: bool, profile: str) -> dict[str, A
         batch=count,
         dtype="float32" if machine.dtype == "float32" else "bfloat16",
     )
-    candidate = Candidate(axes=Axes(lanes=1), capacity=capacity, max_cp=1)
+    candidate = Candidate(axes=ModelAxes(lanes=1), capacity=capacity, max_cp=1)
     step = StepTimer(task).planned(candidate, lengths.tolist())
     rounds, tokens = len(step.plan.rounds), fullest([step.plan])
     peak = memory_of(task, candidate, tokens=tokens, rounds=rounds).peak
@@ -141,10 +141,16 @@ def page(rows: list[dict[str, Any]], profile: str) -> str:
             f"Times from the profile {Path(profile).stem}, {origin}.\n",
             table(header, cells),
             verdict(rows),
-            f"\nMachine: {machine_line(['torch', 'triton', 'numpy', 'longshore'])}. Made by "
+            f"\nMachine: {device()}{machine_line(['torch', 'triton', 'flash-attn-4'])}. Made by "
             "`python bench/advised.py --gpu --write`.",
         ]
     )
+
+
+def device() -> str:
+    import torch
+
+    return f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
 
 
 def _number(value: float | None, form: str) -> str:

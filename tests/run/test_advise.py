@@ -21,9 +21,9 @@ from longshore.run.advise_answer import answer
 from longshore.run.advise_candidates import (
     CONTEXT_BYTES,
     AdviceTask,
-    Axes,
     Candidate,
     MemoryCheck,
+    ModelAxes,
     all_candidates,
     capacities,
     cp_limits,
@@ -163,21 +163,29 @@ def test_axes_are_legal():
 
 
 def test_lanes_wait_only_where_they_must():
-    assert Axes(lanes=8, shard="zero2").sync == "step"
-    assert Axes(lanes=8, shard="zero3").sync == "round"
-    assert Axes(lanes=4, pp=2).sync == Axes(lanes=8, ep=2).sync == Axes(lanes=1).sync == "round"
+    assert ModelAxes(lanes=8, shard="zero2").sync == "step"
+    assert ModelAxes(lanes=8, shard="zero3").sync == "round"
+    assert (
+        ModelAxes(lanes=4, pp=2).sync
+        == ModelAxes(lanes=8, ep=2).sync
+        == ModelAxes(lanes=1).sync
+        == "round"
+    )
 
 
 def test_simpler_is_less_complex():
-    plain, rising = Axes(lanes=8), [Axes(lanes=8, shard="zero3"), Axes(lanes=4, tp=2)]
-    rising += [Axes(lanes=2, tp=4), Axes(lanes=2, tp=2, pp=2)]
+    plain, rising = (
+        ModelAxes(lanes=8),
+        [ModelAxes(lanes=8, shard="zero3"), ModelAxes(lanes=4, tp=2)],
+    )
+    rising += [ModelAxes(lanes=2, tp=4), ModelAxes(lanes=2, tp=2, pp=2)]
     sizes = [axes.complexity for axes in (plain, *rising)]
     assert sizes == sorted(sizes)
 
 
 def test_capacities_and_cp_limits():
     task = task_of(gpus=8, lengths=[40_000, 100, 100], batch=3)
-    axes = Axes(lanes=8)
+    axes = ModelAxes(lanes=8)
     assert capacities(task, axes)[0] == 8192, "8 lanes of 4,096 do not hold 40,000"
     assert cp_limits(task, axes, 8192) == [8]
     assert cp_limits(task, axes, 16_384) == [4, 8]
@@ -187,9 +195,9 @@ def test_capacities_and_cp_limits():
 
 def test_memory_counts_communicators_and_cuda():
     task = task_of(gpus=4)
-    alone = memory_of(task_of(gpus=1), Candidate(axes=Axes(lanes=1), capacity=1024, max_cp=1))
+    alone = memory_of(task_of(gpus=1), Candidate(axes=ModelAxes(lanes=1), capacity=1024, max_cp=1))
     assert (alone.communicators, alone.context, alone.graphs) == (0, CONTEXT_BYTES, 0)
-    lanes = Candidate(axes=Axes(lanes=4, shard="zero3"), capacity=1024, max_cp=2)
+    lanes = Candidate(axes=ModelAxes(lanes=4, shard="zero3"), capacity=1024, max_cp=2)
     assert memory_of(task, lanes).communicators == LARGER_BYTES + PAIR_BYTES
     graphed = memory_of(task, replace(lanes, graph=True))
     assert graphed.graphs == task.memory // 10
@@ -205,7 +213,7 @@ def test_what_needs_more_than_one_that_does_not_fit_is_skipped(monkeypatch):
         return memory_of(*given)
 
     monkeypatch.setattr("longshore.run.advise_candidates.memory_of", counted)
-    small = Candidate(axes=Axes(lanes=1), capacity=8192, max_cp=1)
+    small = Candidate(axes=ModelAxes(lanes=1), capacity=8192, max_cp=1)
     assert check.fitting(small) is None
     assert check.fitting(replace(small, capacity=16_384)) is None
     assert len(calls) == 1
@@ -214,16 +222,16 @@ def test_what_needs_more_than_one_that_does_not_fit_is_skipped(monkeypatch):
 def test_exchange_of_tensor_and_expert_parallelism():
     timer = StepTimer(task_of("qwen3-30b-a3b", gpus=8))
     inside, layers, row = H200.byte_gathered(across=False), 48, 2048 * 2
-    split = timer.exchange(Axes(lanes=4, tp=2))
+    split = timer.exchange(ModelAxes(lanes=4, tp=2))
     assert split == pytest.approx(8 * row * layers / 2 * inside)
-    shared = timer.exchange(Axes(lanes=8, ep=4))
+    shared = timer.exchange(ModelAxes(lanes=8, ep=4))
     assert shared == pytest.approx(4 * row * layers * 4 * 3 / 4 * inside)
-    assert timer.exchange(Axes(lanes=8)) == 0
+    assert timer.exchange(ModelAxes(lanes=8)) == 0
 
 
 def test_weights_of_shared_experts_travel_less():
     timer = StepTimer(task_of("qwen3-30b-a3b", gpus=8))
-    travel = [timer._travel(Axes(lanes=8, ep=ep, shard="zero3")) for ep in (1, 2, 8)]
+    travel = [timer._travel(ModelAxes(lanes=8, ep=ep, shard="zero3")) for ep in (1, 2, 8)]
     assert travel[0] > travel[1] > travel[2] > 0
     count = parameter_count(timer.task.decoder)
     gathered = count * 7 / 8 * (2 * 2 + 4) * H200.byte_gathered(across=False)
@@ -235,7 +243,7 @@ def test_one_lane_takes_what_the_predictor_says():
 
     task = task_of("qwen3-0.6b", gpus=1, gib=139.8, lengths=[900, 800, 700, 600, 500], batch=5)
     timer = StepTimer(task)
-    candidate = Candidate(axes=Axes(lanes=1), capacity=4096, max_cp=1)
+    candidate = Candidate(axes=ModelAxes(lanes=1), capacity=4096, max_cp=1)
     step = timer.planned(candidate, task.lengths.tolist())
     expected = step_seconds(
         H200,
@@ -251,7 +259,7 @@ def test_one_lane_takes_what_the_predictor_says():
 def test_a_part_of_a_large_step_is_scaled_up():
     task = task_of("qwen3-0.6b", gpus=2, gib=139.8, lengths=[512] * 64, batch=64)
     timer = StepTimer(task)
-    candidate = Candidate(axes=Axes(lanes=2), capacity=4096, max_cp=1)
+    candidate = Candidate(axes=ModelAxes(lanes=2), capacity=4096, max_cp=1)
     half, whole = (
         timer.planned(candidate, [512] * count, of=64 * 512).seconds for count in (32, 64)
     )

@@ -12,26 +12,26 @@ against 1.01 s with tp 1. Nothing reads a clock, so the same question has the sa
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longshore.data.batches import Batches, BatchSize, Place
 from longshore.plan.graph_use import choose_cap
 from longshore.run.advise_candidates import (
     AdviceTask,
-    Axes,
     Candidate,
     GpuMemory,
     MemoryCheck,
+    ModelAxes,
     all_candidates,
     memory_of,
     with_graphs,
 )
 from longshore.run.advise_time import StepSize, StepTime, StepTimer, fullest
 
-PLANNED = 8
+PLANNED = 12
 """Candidates that are planned."""
 OF_ONE_KIND = 2
-"""Of them, with the same tp, pp and ep."""
+"""Of them, with the same axes."""
 STEPS = 2
 """Planned for each of them, the same for all."""
 SAMPLE = 2048
@@ -42,7 +42,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Predicted:
     """A candidate with what is predicted of it."""
 
     candidate: Candidate
@@ -80,16 +80,16 @@ class Advice:
 
     task: AdviceTask
     """The question."""
-    best: Choice
+    best: Predicted
     """Recommended."""
-    others: tuple[Choice, ...]
+    others: tuple[Predicted, ...]
     """The runners-up, fastest first."""
     estimates: tuple[tuple[Candidate, float], ...]
     """Seconds of a step of every legal candidate, whether it fits or not; fastest first."""
     memory: MemoryCheck
     """Whether they fit."""
 
-    def mfu(self, choice: Choice) -> float:
+    def mfu(self, choice: Predicted) -> float:
         """Against the fastest product of the machine."""
         peak = self.task.gpus / self.task.machine.products.flop
         return choice.flops_per_second / peak
@@ -143,10 +143,9 @@ def _few_of_each_kind(
     ranked: list[tuple[Candidate, float]], memory: MemoryCheck
 ) -> Iterator[tuple[Candidate, float]]:
     """The best estimates that fit, of each kind of axes a few: they share an estimate's error."""
-    counts: Counter[tuple[int, int, int]] = Counter()
+    counts: Counter[ModelAxes] = Counter()
     for candidate, seconds in ranked:
-        axes = candidate.axes
-        kind = axes.tp, axes.pp, axes.ep
+        kind = replace(candidate.axes, vpp=1)
         if counts[kind] < OF_ONE_KIND and memory.fitting(candidate) is not None:
             counts[kind] += 1
             yield candidate, seconds
@@ -156,13 +155,13 @@ def _few_of_each_kind(
 
 def _choice(
     timer: StepTimer, candidate: Candidate, estimate: float, samples: list[tuple[list[int], int]]
-) -> Choice:
+) -> Predicted:
     steps = tuple(timer.planned(candidate, lengths, of=tokens) for lengths, tokens in samples)
     plans = [step.plan for step in steps]
     rounds = max(len(plan.rounds) for plan in plans)
     memory = memory_of(timer.task, candidate, tokens=fullest(plans), rounds=rounds)
     busy = timer.launched(candidate)
-    return Choice(
+    return Predicted(
         candidate=candidate,
         memory=memory,
         at_capacity=memory_of(timer.task, candidate).total,
@@ -178,7 +177,7 @@ def _simplicity(candidate: Candidate) -> tuple[object, ...]:
     return (used + candidate.graph, *sizes, candidate.max_cp, candidate.capacity)
 
 
-def _simplest_of_fastest(choices: list[Choice]) -> Choice:
+def _simplest_of_fastest(choices: list[Predicted]) -> Predicted:
     """Of all that are within a few percent of the fastest."""
     limit = min(choice.seconds for choice in choices) * (1 + TIE)
     close = [choice for choice in choices if choice.seconds <= limit]
@@ -205,7 +204,9 @@ def nothing_fits(task: AdviceTask, memory: MemoryCheck) -> str:
     )
 
 
-def _words(axes: Axes) -> str:
+def _words(axes: ModelAxes) -> str:
     sizes = {"tp": axes.tp, "pp": axes.pp, "vpp": axes.vpp, "ep": axes.ep}
     words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    return ", ".join([*words, f"shard {axes.shard}", *(["recomputation"] if axes.recompute else [])])
+    return ", ".join(
+        [*words, f"shard {axes.shard}", *(["recomputation"] if axes.recompute else [])]
+    )

@@ -11,18 +11,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from longshore.config.toml import toml_value, write_toml
-from longshore.run.advise import Advice, Choice
+from longshore.run.advise import Advice, Predicted
 from longshore.run.advise_reasons import reasons
 
 GIB = 1 << 30
 DAY = 86_400
+SHOWN = 8
+"""Candidates, the recommended one first."""
 
 
 def answer(advice: Advice, *, total_tokens: int) -> dict[str, Any]:
     """total_tokens: of the whole run."""
     task = advice.task
     why = reasons(advice)
-    choices = (advice.best, *advice.others)
+    choices = (advice.best, *advice.others)[:SHOWN]
     return {
         "model": task.model.preset or task.model.from_hf,
         "layers": len(task.decoder.layers),
@@ -45,7 +47,7 @@ def answer(advice: Advice, *, total_tokens: int) -> dict[str, Any]:
     }
 
 
-def candidate_json(advice: Advice, choice: Choice, total_tokens: int) -> dict[str, Any]:
+def candidate_json(advice: Advice, choice: Predicted, total_tokens: int) -> dict[str, Any]:
     axes, speed = choice.candidate.axes, choice.tokens_per_second
     return {
         "tp": axes.tp,

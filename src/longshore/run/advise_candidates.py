@@ -51,7 +51,7 @@ INTERLEAVED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Axes:
+class ModelAxes:
     """How ranks share the model."""
 
     lanes: int
@@ -77,7 +77,7 @@ class Axes:
 
     @property
     def complexity(self) -> tuple[int, int, int]:
-        """Axes beyond data and context parallelism, recomputation, what lanes share."""
+        """ModelAxes beyond data and context parallelism, recomputation, what lanes share."""
         used = [self.tp > 1, self.pp > 1, self.vpp > 1, self.ep > 1]
         shard = ("none", "zero2", "zero3").index(self.shard)
         return sum(used) + self.recompute, max(self.tp, self.pp, self.ep), shard
@@ -87,7 +87,7 @@ class Axes:
 class Candidate:
     """One way to run."""
 
-    axes: Axes
+    axes: ModelAxes
     """How ranks share the model."""
     capacity: int
     """Most tokens of a lane in a round."""
@@ -176,7 +176,7 @@ class AdviceTask:
     def _layouts(self) -> dict[tuple[int, int], Layout]:
         return {}
 
-    def layout(self, axes: Axes) -> Layout | None:
+    def layout(self, axes: ModelAxes) -> Layout | None:
         """The stages; None without a pipeline."""
         key = axes.pp, axes.vpp
         if axes.pp > 1 and key not in self._layouts:
@@ -185,13 +185,13 @@ class AdviceTask:
         return self._layouts.get(key)
 
 
-def legal_axes(task: AdviceTask) -> list[Axes]:
+def legal_axes(task: AdviceTask) -> list[ModelAxes]:
     """All combinations that a run would accept on these GPUs."""
     legal = [axes for axes in _all_sizes(task) if _is_legal(task, axes)]
     return [each for axes in legal for each in _with_modes(axes)]
 
 
-def _all_sizes(task: AdviceTask) -> Iterator[Axes]:
+def _all_sizes(task: AdviceTask) -> Iterator[ModelAxes]:
     powers = [1 << bit for bit in range(task.gpus.bit_length()) if task.gpus % (1 << bit) == 0]
     for tp in (size for size in powers if size <= task.machine.node):
         for pp in (size for size in powers if size <= MOST_PP and task.gpus % (tp * size) == 0):
@@ -199,10 +199,10 @@ def _all_sizes(task: AdviceTask) -> Iterator[Axes]:
             eps = [size for size in powers if has_experts(task.decoder) or size == 1]
             for ep in (size for size in eps if lanes * tp % size == 0):
                 for vpp in (1, INTERLEAVED)[: 2 if pp > 1 else 1]:
-                    yield Axes(lanes=lanes, tp=tp, pp=pp, vpp=vpp, ep=ep)
+                    yield ModelAxes(lanes=lanes, tp=tp, pp=pp, vpp=vpp, ep=ep)
 
 
-def _with_modes(axes: Axes) -> Iterator[Axes]:
+def _with_modes(axes: ModelAxes) -> Iterator[ModelAxes]:
     """With a pipeline zero3 would gather all weights for each of its many rounds: left out."""
     shards: tuple[ShardMode, ...] = ("none", "zero2", "zero3")
     if axes.lanes == 1:
@@ -214,7 +214,7 @@ def _with_modes(axes: Axes) -> Iterator[Axes]:
             yield replace(axes, shard=shard, recompute=recompute)
 
 
-def _is_legal(task: AdviceTask, axes: Axes) -> bool:
+def _is_legal(task: AdviceTask, axes: ModelAxes) -> bool:
     config = task.config(Candidate(axes=axes, capacity=KIB, max_cp=1))
     try:
         check_parallel(config, task.decoder, lanes=lanes_of(config, task.gpus))
@@ -269,7 +269,7 @@ def _communicators(task: AdviceTask, candidate: Candidate) -> int:
     return communicator_bytes(groups)
 
 
-def capacities(task: AdviceTask, axes: Axes) -> list[int]:
+def capacities(task: AdviceTask, axes: ModelAxes) -> list[int]:
     """Powers of two times 1,024 that a step can fill, or that its longest sequence needs."""
     needed = padded_length(task.longest, axes.lanes) // axes.lanes
     share = -(-task.step_tokens // axes.lanes)
@@ -279,7 +279,7 @@ def capacities(task: AdviceTask, axes: Axes) -> list[int]:
     return useful
 
 
-def cp_limits(task: AdviceTask, axes: Axes, capacity: int) -> list[int]:
+def cp_limits(task: AdviceTask, axes: ModelAxes, capacity: int) -> list[int]:
     """The least CP size at which every sequence fits, that of a node, and all lanes."""
     # parallel.attention and parallel.scan are left at "auto", where heads limit no CP size.
     sizes = legal_cp_sizes(axes.lanes)
@@ -304,9 +304,9 @@ class MemoryCheck:
 
     def __init__(self, task: AdviceTask) -> None:
         self.task = task
-        self.least: dict[Axes, Fitting] = {}
+        self.least: dict[ModelAxes, Fitting] = {}
         """Of each choice of axes, what needs least of all that does not fit."""
-        self._limits: dict[tuple[Axes, int, bool], int] = {}
+        self._limits: dict[tuple[ModelAxes, int, bool], int] = {}
 
     def fitting(self, candidate: Candidate) -> Fitting | None:
         key = candidate.axes, candidate.max_cp, candidate.graph

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from longshore.config.check import run_cost
 from longshore.run.advise import GIB, Advice
-from longshore.run.advise_candidates import Axes, Candidate, Fitting, memory_of
+from longshore.run.advise_candidates import Candidate, Fitting, ModelAxes, memory_of
 
 Test = Callable[[Candidate], bool]
 
@@ -86,7 +86,7 @@ def _max_cp(advice: Advice) -> str:
     return f"{longest}; larger groups would gather more, and not be faster"
 
 
-def _sync(axes: Axes) -> str:
+def _sync(axes: ModelAxes) -> str:
     if axes.lanes == 1:
         return "there is one lane, which waits for none"
     if axes.sync == "step":

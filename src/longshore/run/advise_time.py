@@ -30,7 +30,7 @@ from longshore.plan.cost import CostProfile
 from longshore.plan.planner import make_plan
 from longshore.plan.shapes import lane_packs, lane_tokens, padded_length
 from longshore.plan.types import Pack, Plan
-from longshore.run.advise_candidates import AdviceTask, Axes, Candidate
+from longshore.run.advise_candidates import AdviceTask, Candidate, ModelAxes
 
 COMPARED = 24
 """Micro-batches of a plan whose cost is compared with the predicted seconds."""
@@ -80,7 +80,7 @@ class StepTimer:
         self._update = cache(self._updated)
         self._travel = cache(self._travelling)
 
-    def shape(self, axes: Axes, *, graph: bool = False) -> RunShape:
+    def shape(self, axes: ModelAxes, *, graph: bool = False) -> RunShape:
         return RunShape(
             lanes=axes.lanes,
             shard=axes.shard,
@@ -96,7 +96,7 @@ class StepTimer:
         """The planner's cost model of a rank, with what TP and EP exchange."""
         return self._of_rank(replace(candidate.axes, vpp=1), candidate.capacity, candidate.graph)
 
-    def _rank_profile(self, axes: Axes, capacity: int, graph: bool) -> CostProfile:
+    def _rank_profile(self, axes: ModelAxes, capacity: int, graph: bool) -> CostProfile:
         whole = self._profile(axes.recompute, capacity, graph)
         profile = whole.on_ranks(tp=axes.tp, pp=axes.pp)
         if axes.shard == "zero3":
@@ -112,14 +112,14 @@ class StepTimer:
         return busy.host > busy.device
 
     def _full_round(self, recompute: bool, capacity: int, graph: bool) -> Busy:
-        shape = self.shape(Axes(lanes=1, recompute=recompute), graph=graph)
+        shape = self.shape(ModelAxes(lanes=1, recompute=recompute), graph=graph)
         task = self.task
         return round_busy(task.machine, task.decoder, [capacity], tokens=capacity, shape=shape)
 
     def _fitted_profile(self, recompute: bool, capacity: int, graph: bool) -> CostProfile:
         """Of one rank that has the whole model."""
         task, whole = self.task, self._full(recompute, capacity, graph)
-        shape = self.shape(Axes(lanes=1, recompute=recompute), graph=graph)
+        shape = self.shape(ModelAxes(lanes=1, recompute=recompute), graph=graph)
         if whole.host <= whole.device:
             return cost_profile(task.machine, task.decoder, capacity=capacity, shape=shape)
         # The host is slower than even a full round: a round takes what it takes, and tokens count
@@ -134,14 +134,14 @@ class StepTimer:
         )
 
     def _round(
-        self, axes: Axes, lengths: Sequence[int], tokens: int, *, graph: bool = False
+        self, axes: ModelAxes, lengths: Sequence[int], tokens: int, *, graph: bool = False
     ) -> Busy:
         """What a round keeps busy on a rank; weights of experts travel less where ranks share."""
         task, shape = self.task, self.shape(axes, graph=graph)
         busy = round_busy(task.machine, task.decoder, lengths, tokens=tokens, shape=shape)
         return replace(busy, exchange=self._travel(axes)) if axes.ep > 1 else busy
 
-    def _travelling(self, axes: Axes) -> float:
+    def _travelling(self, axes: ModelAxes) -> float:
         """Seconds that weights and gradients of a round travel between lanes, under zero3."""
         shape = self.shape(replace(axes, ep=1, recompute=False))
         task = self.task
@@ -158,7 +158,7 @@ class StepTimer:
         layers = (*self.task.decoder.layers, *self.task.decoder.mtp)
         return [layer.mlp for layer in layers if isinstance(layer.mlp, MoEConfig)]
 
-    def update(self, axes: Axes) -> Busy:
+    def update(self, axes: ModelAxes) -> Busy:
         """What follows the rounds."""
         return self._update(axes.lanes, axes.shard, axes.tp, axes.pp)
 
@@ -173,7 +173,7 @@ class StepTimer:
         )
         return update_busy(self.task.machine, self.task.decoder, shape=shape)
 
-    def exchange(self, axes: Axes) -> float:
+    def exchange(self, axes: ModelAxes) -> float:
         """Seconds of a lane's token that its ranks spend on exchanges inside layers."""
         machine, decoder = self.task.machine, self.task.decoder
         row = decoder.width * ITEM_BYTES[self.task.dtype]
