@@ -29,8 +29,8 @@ from longshore.arch.machine import load_machine
 from longshore.config.check import decoder_config
 from longshore.config.load import load_config
 from longshore.data.mock import mock_lengths
-from longshore.run.advise_candidates import AdviceTask, Candidate, ModelAxes, memory_of
-from longshore.run.advise_time import StepTimer, fullest
+from longshore.run.advise_candidates import AdviceTask, Candidate, LaneLoad, ModelAxes, memory_of
+from longshore.run.advise_time import StepTimer
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 MODELS = ("qwen3-0.6b", "llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b")
@@ -67,13 +67,13 @@ def predict(name: str, capacity: int, *, gpu: bool, profile: str) -> dict[str, A
     )
     candidate = Candidate(axes=ModelAxes(lanes=1), capacity=capacity, max_cp=1)
     step = StepTimer(task).planned(candidate, lengths.tolist())
-    rounds, tokens = len(step.plan.rounds), fullest([step.plan])
-    peak = memory_of(task, candidate, tokens=tokens, rounds=rounds).peak
+    load = LaneLoad.of([step.plan])
+    peak = memory_of(task, candidate, [step.plan]).peak
     return {
         "model": name,
         "capacity": capacity,
-        "rounds": rounds,
-        "fullest": tokens,
+        "rounds": load.rounds,
+        "fullest": load.tokens,
         "predicted_gib": peak.total / GIB,
         "moment": peak.moment,
         "predicted_tokens_s": step.tokens / step.seconds,

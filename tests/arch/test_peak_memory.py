@@ -166,3 +166,5 @@ def test_a_shared_pack_gathers_keys_and_values():
     shared = expected_peak(decoder, tokens=32_768, how=how)
     assert shared.exchanged > 0
     assert shared.total > expected_peak(decoder, tokens=32_768, how=RankSetting(lanes=8)).total
+    few = expected_peak(decoder, tokens=32_768, how=replace(how, shared_tokens=4096))
+    assert few.exchanged < shared.exchanged / 7

@@ -16,12 +16,13 @@ from longshore.config.check import check_config, decoder_config
 from longshore.config.load import load_config
 from longshore.config.schema import ModelConfig
 from longshore.report.advise_text import MEMORY_NAMES, advise_summary
-from longshore.run.advise import TIE, advise, sample_steps
+from longshore.run.advise import TIE, _choice, _with_smallest_groups, advise, sample_steps
 from longshore.run.advise_answer import answer
 from longshore.run.advise_candidates import (
     CONTEXT_BYTES,
     AdviceTask,
     Candidate,
+    LaneLoad,
     MemoryCheck,
     ModelAxes,
     all_candidates,
@@ -30,7 +31,7 @@ from longshore.run.advise_candidates import (
     legal_axes,
     memory_of,
 )
-from longshore.run.advise_time import StepSize, StepTimer, fullest
+from longshore.run.advise_time import StepSize, StepTimer
 
 GIB = 1 << 30
 H200 = load_machine("h200")
@@ -72,7 +73,7 @@ def test_every_candidate_holds_the_longest_sequence(large):
         candidate = choice.candidate
         assert candidate.capacity * candidate.max_cp >= large.task.longest
         for step in choice.steps:
-            assert fullest([step.plan]) <= candidate.capacity
+            assert LaneLoad.of([step.plan]).tokens <= candidate.capacity
 
 
 def test_a_smaller_machine_changes_the_answer(large):
@@ -264,6 +265,25 @@ def test_a_part_of_a_large_step_is_scaled_up():
         timer.planned(candidate, [512] * count, of=64 * 512).seconds for count in (32, 64)
     )
     assert half == pytest.approx(whole, rel=0.05)
+
+
+def test_the_load_of_plans():
+    task = task_of("qwen3-0.6b", gpus=2, gib=139.8, lengths=[6000, 512, 300], batch=3)
+    candidate = Candidate(axes=ModelAxes(lanes=2), capacity=4096, max_cp=2)
+    plan = StepTimer(task).planned(candidate, [6000, 512, 300]).plan
+    load = LaneLoad.of([plan, plan])
+    shared = max(pack.tokens_per_lane for _, pack in plan.packs() if pack.cp_size == 2)
+    assert (load.rounds, load.cp_size, load.shared_tokens) == (len(plan.rounds), 2, shared)
+    assert 3000 <= shared <= load.tokens <= 4096
+    assert memory_of(task, candidate, [plan]).total < memory_of(task, candidate).total
+
+
+def test_groups_are_no_larger_than_they_need_to_be():
+    task = task_of("qwen3-0.6b", gpus=8, gib=139.8, lengths=[500] * 256, batch=256)
+    timer, samples = StepTimer(task), list(sample_steps(task, 1))
+    wide = Candidate(axes=ModelAxes(lanes=8), capacity=16_384, max_cp=8)
+    best = _choice(timer, wide, 1.0, samples)
+    assert _with_smallest_groups(timer, best, samples).candidate == replace(wide, max_cp=1)
 
 
 def test_sampled_steps_are_those_of_training():

@@ -3,7 +3,7 @@
 In: a decoder, the tokens of the fullest round and how the rank trains. Out: a MemoryBreakdown, the
 bytes that exist together at the moment that needs most. torch.cuda.max_memory_allocated measures
 the same. arch/costs.py has upper bounds, from which a run takes its own capacity; this is what to
-expect, so that a machine can be rented by it. bench/advised.py compares it with runs.
+expect. bench/advised.py compares it with runs.
 
 FSDP2 keeps, for each parameter, 4 bytes of float32 weight, 8 of AdamW's moments, and where the
 arithmetic is bfloat16 a copy of 2. From its second round on a step has summed gradients of 4. So
@@ -18,8 +18,7 @@ The moments that are compared:
     reduction   in the last round, after a layer: its gradients, copied to be sent, and as received
     optimizer   weights, gradients and moments alone
 
-With a pipeline a rank saves several rounds; its moments are the loss and the backward of the layer
-that needs most, with all of them saved.
+With a pipeline all rounds in flight count as saved at every moment.
 """
 
 from collections.abc import Iterator, Mapping
@@ -73,7 +72,9 @@ class RankSetting:
     pp_rank: int = 0
     """Which pipeline rank it is."""
     cp_size: int = 1
-    """The largest of a pack that the lane may be full of."""
+    """The largest of a pack."""
+    shared_tokens: int | None = None
+    """Most tokens of the lane in such a pack; None: it may be full of it."""
     sharing: Sharing = AUTO
     """How lanes share a pack."""
 
@@ -325,7 +326,11 @@ class _Rank:
 
     def _exchanged(self, place: int) -> int:
         how, layers = self.how, [self.model.configs[place]]
-        return exchanged_by(layers, how.cp_size, self.tokens, sharing=how.sharing, item=self.item)
+        shared = self.tokens if how.shared_tokens is None else min(how.shared_tokens, self.tokens)
+        return max(
+            exchanged_by(layers, cp_size, tokens, sharing=how.sharing, item=self.item)
+            for cp_size, tokens in ((1, self.tokens), (how.cp_size, shared))
+        )
 
 
 @lru_cache(maxsize=1024)

@@ -23,10 +23,11 @@ from longshore.run.advise_candidates import (
     MemoryCheck,
     ModelAxes,
     all_candidates,
+    cp_limits,
     memory_of,
     with_graphs,
 )
-from longshore.run.advise_time import StepSize, StepTime, StepTimer, fullest
+from longshore.run.advise_time import StepSize, StepTime, StepTimer
 
 PLANNED = 12
 """Candidates that are planned."""
@@ -108,8 +109,10 @@ def advise(task: AdviceTask) -> Advice:
         raise ValueError(nothing_fits(task, memory))
     choices = [_choice(timer, each, seconds, samples) for each, seconds in few]
     best = _simplest_of_fastest(choices)
+    best = _with_smallest_groups(timer, best, samples)
     others = sorted(
-        (choice for choice in choices if choice is not best), key=lambda choice: choice.seconds
+        (choice for choice in choices if choice.candidate != best.candidate),
+        key=lambda choice: choice.seconds,
     )
     return Advice(
         task=task,
@@ -158,12 +161,10 @@ def _choice(
 ) -> Predicted:
     steps = tuple(timer.planned(candidate, lengths, of=tokens) for lengths, tokens in samples)
     plans = [step.plan for step in steps]
-    rounds = max(len(plan.rounds) for plan in plans)
-    memory = memory_of(timer.task, candidate, tokens=fullest(plans), rounds=rounds)
     busy = timer.launched(candidate)
     return Predicted(
         candidate=candidate,
-        memory=memory,
+        memory=memory_of(timer.task, candidate, plans),
         at_capacity=memory_of(timer.task, candidate).total,
         steps=steps,
         estimate=estimate,
@@ -182,6 +183,22 @@ def _simplest_of_fastest(choices: list[Predicted]) -> Predicted:
     limit = min(choice.seconds for choice in choices) * (1 + TIE)
     close = [choice for choice in choices if choice.seconds <= limit]
     return min(close, key=lambda choice: (_simplicity(choice.candidate), choice.seconds))
+
+
+def _with_smallest_groups(
+    timer: StepTimer, best: Predicted, samples: list[tuple[list[int], int]]
+) -> Predicted:
+    """The smallest limit of the CP size that is as fast: larger groups gather more."""
+    candidate, limit = best.candidate, best.seconds * (1 + TIE)
+    least = cp_limits(timer.task, candidate.axes, candidate.capacity)[0]
+    sizes = [size for size in (1 << bit for bit in range(20)) if least <= size < candidate.max_cp]
+    for size in reversed(sizes):
+        smaller = replace(candidate, max_cp=size)
+        choice = _choice(timer, smaller, best.estimate, samples)
+        if choice.seconds > limit:
+            break
+        best = choice
+    return best
 
 
 def nothing_fits(task: AdviceTask, memory: MemoryCheck) -> str:

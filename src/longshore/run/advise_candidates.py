@@ -9,7 +9,8 @@ on one GPU has 3 shard modes, of which one lane needs one, with and without reco
 capacities are powers of two times 1,024, as far as they fit and a step has tokens for them.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -36,7 +37,8 @@ from longshore.config.schema import (
 )
 from longshore.plan.cost import Ints
 from longshore.plan.layout import Layout
-from longshore.plan.shapes import legal_cp_sizes, padded_length
+from longshore.plan.shapes import lane_tokens, legal_cp_sizes, padded_length
+from longshore.plan.types import Plan
 from longshore.run.graph_cap import graph_bytes
 
 KIB = 1 << 10
@@ -224,16 +226,52 @@ def _is_legal(task: AdviceTask, axes: ModelAxes) -> bool:
     return True
 
 
-def memory_of(
-    task: AdviceTask, candidate: Candidate, *, tokens: int = 0, rounds: int = 2
-) -> GpuMemory:
-    """Of the rank that needs most; tokens: of its fullest round, by default the capacity."""
+@dataclass(frozen=True, slots=True)
+class LaneLoad:
+    """What of plans decides about memory."""
+
+    tokens: int
+    """Of the fullest micro-batch, with padding."""
+    rounds: int
+    """Of a step, at most."""
+    cp_size: int = 1
+    """Of the pack with most tokens of all its lanes."""
+    shared_tokens: int | None = None
+    """Of a lane in that pack; None: as many as it holds."""
+
+    @staticmethod
+    def of(plans: Sequence[Plan]) -> "LaneLoad":
+        packs = [pack for plan in plans for _, pack in plan.packs()]
+        largest = max(
+            packs, key=lambda pack: (pack.cp_size > 1) * pack.cp_size * pack.tokens_per_lane
+        )
+        return LaneLoad(
+            max(map(_fullest, plans)),
+            max(len(plan.rounds) for plan in plans),
+            largest.cp_size,
+            largest.tokens_per_lane,
+        )
+
+
+def _fullest(plan: Plan) -> int:
+    """Tokens of the fullest micro-batch, with padding."""
+    tokens: Counter[tuple[int, int]] = Counter()
+    for number, pack in plan.packs():
+        for lane in range(pack.first_lane, pack.first_lane + pack.cp_size):
+            tokens[number, lane] += pack.tokens_per_lane
+    ((number, lane), _) = tokens.most_common(1)[0]
+    return lane_tokens(plan, number, lane)
+
+
+def memory_of(task: AdviceTask, candidate: Candidate, plans: Sequence[Plan] = ()) -> GpuMemory:
+    """Of the rank that needs most: with these plans, or with a lane that is full."""
+    load = LaneLoad.of(plans) if plans else LaneLoad(candidate.capacity, 2, candidate.max_cp)
     axes, layout = candidate.axes, task.layout(candidate.axes)
     peaks = (
         expected_peak(
             task.decoder,
-            tokens=tokens or candidate.capacity,
-            rounds=rounds,
+            tokens=load.tokens,
+            rounds=load.rounds,
             how=RankSetting(
                 lanes=axes.lanes,
                 shard=axes.shard,
@@ -242,7 +280,8 @@ def memory_of(
                 split=ModelSplit(tp=axes.tp, ep=axes.ep),
                 layout=layout,
                 pp_rank=rank,
-                cp_size=candidate.max_cp,
+                cp_size=load.cp_size,
+                shared_tokens=load.shared_tokens,
                 sharing=Sharing("auto", "auto"),
             ),
         )

@@ -271,19 +271,5 @@ def unshared(plan: Plan) -> list[tuple[list[int], int]]:
     return [micro_batch(plan, number, lane) for number, lane in alone[::step]]
 
 
-def fullest(plans: Sequence[Plan]) -> int:
-    """Tokens of the fullest micro-batch, with padding."""
-    return max(map(_fullest, plans))
-
-
-def _fullest(plan: Plan) -> int:
-    tokens: Counter[tuple[int, int]] = Counter()
-    for number, pack in plan.packs():
-        for lane in _lanes(pack):
-            tokens[number, lane] += pack.tokens_per_lane
-    ((number, lane), _) = tokens.most_common(1)[0]
-    return lane_tokens(plan, number, lane)
-
-
 def _lanes(pack: Pack) -> range:
     return range(pack.first_lane, pack.first_lane + pack.cp_size)
