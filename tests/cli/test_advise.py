@@ -14,6 +14,21 @@ from longshore.data.source import TokenizedSample
 from longshore.data.store import write_store
 
 LENGTHS = "length\n900\n1200\n300\n500\n77\n"
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
 TINY = ("advise", "l.csv", "--gpus", "2", "--model", "tiny-qwen3")
 
 
@@ -64,6 +79,16 @@ def test_a_prepared_folder(run):
     code, out, _ = run("advise", "made", *TINY[2:], "--json")
     assert code == 0
     assert (json.loads(out)["sequences"], json.loads(out)["longest"]) == (2, 9)
+
+
+def test_a_hugging_face_folder(run):
+    Path("hf").mkdir()
+    Path("hf/config.json").write_text(json.dumps(QWEN3))
+    code, out, err = run(*TINY[:-1], "hf", "--json")
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    assert (data["model"], data["layers"]) == ("hf", 2)
+    assert 'from_hf = "hf"' in data["recipe"]
 
 
 @pytest.mark.parametrize(

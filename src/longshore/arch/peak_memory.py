@@ -21,28 +21,19 @@ The moments that are compared:
 With a pipeline all rounds in flight count as saved at every moment.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cache, lru_cache
 
 from longshore.arch.costs import ITEM_BYTES
-from longshore.arch.cuts import decoder_on_tp_rank
-from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.decoder import DecoderConfig
 from longshore.arch.exchanged import exchanged_by
-from longshore.arch.feed_forward import MoEConfig
-from longshore.arch.kernel_memory import part_memory
-from longshore.arch.part import Part, Saved, Sharing
+from longshore.arch.part import Sharing
+from longshore.arch.rank_model import LayerMemory, rank_model
 from longshore.arch.stage_memory import (
-    INPUT_BYTES,
     WHOLE,
     ModelSplit,
     Parameters,
-    block_working,
-    layer_parameters,
     most_in_flight,
-    saved_bytes,
-    stage_layers,
-    stage_parameters,
     whole_model,
 )
 from longshore.ops.sizes import loss_bytes
@@ -118,37 +109,6 @@ def expected_peak(
     return max(rank.moments(), key=lambda moment: moment.total)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerMemory:
-    """A layer of one rank."""
-
-    parameters: int
-    """On the rank, gathered."""
-    saved: int
-    """Bytes of a token from forward to backward."""
-    parts: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
-    """In the order of backward: what the part saved, and the moments' (bytes of a token, gradients
-    that exist)."""
-    input: int
-    """Bytes of a token that recomputation keeps."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankModel:
-    """What a rank has of the model, whatever it is trained with."""
-
-    layers: tuple[LayerMemory, ...]
-    """Of all its stages."""
-    configs: tuple[LayerConfig, ...]
-    """The same as data."""
-    counts: Parameters
-    """Parameters of its stages."""
-    stages: Mapping[int, tuple[tuple[LayerMemory, ...], int]]
-    """By number: the stage's layers, and bytes of a token that are saved beside them."""
-    has_head: bool
-    """Whether a stage computes the loss."""
-
-
 class _Rank:
     """A rank's static memory, and the moments of its step."""
 
@@ -157,7 +117,7 @@ class _Rank:
         self.item = ITEM_BYTES[how.dtype]
         self.master = max(self.item, 4)
         self.layout = how.layout or whole_model(config)
-        self.model = _rank_model(config, self.layout, how.pp_rank, how.split, self.item)
+        self.model = rank_model(config, self.layout, how.pp_rank, how.split, self.item)
         self.layers, self.has_head = self.model.layers, self.model.has_head
         self.count = self.model.counts.total
         self.ends = self.count - sum(layer.parameters for layer in self.layers)
@@ -331,71 +291,3 @@ class _Rank:
             exchanged_by(layers, cp_size, tokens, sharing=how.sharing, item=self.item)
             for cp_size, tokens in ((1, self.tokens), (how.cp_size, shared))
         )
-
-
-@lru_cache(maxsize=1024)
-def _rank_model(
-    config: DecoderConfig, layout: Layout, pp_rank: int, split: ModelSplit, item: int
-) -> RankModel:
-    local, numbers = decoder_on_tp_rank(config, split.tp), layout.of_rank(pp_rank)
-    tables = sum(rope.rotary_dim or 0 for rope in config.ropes) * max(item, 4)
-    stages: dict[int, tuple[tuple[LayerMemory, ...], int]] = {}
-    configs: list[LayerConfig] = []
-    for number in numbers:
-        stage = layout.stages[number]
-        own = stage_layers(local, stage)
-        layers = tuple(
-            _layer_memory(layer, config.width, item, split, config.float32_residual)
-            for layer in own
-        )
-        # Of each depth: embedding, norms' outputs, the joined input, the head's.
-        passing = layout.streams(number - 1) - 1 if number else 0
-        rows = (7 * len(stage.depths) + passing) * config.width * item // split.tp
-        stages[number] = layers, INPUT_BYTES + tables + rows
-        configs += own
-    each = (stage_parameters(config, layout.stages[number], split) for number in numbers)
-    return RankModel(
-        layers=tuple(layer for layers, _ in stages.values() for layer in layers),
-        configs=tuple(configs),
-        counts=sum(each, start=Parameters(0)),
-        stages=stages,
-        has_head=any(layout.stages[number].head for number in numbers),
-    )
-
-
-@cache
-def _layer_memory(
-    layer: LayerConfig, width: int, item: int, split: ModelSplit, wide: bool
-) -> LayerMemory:
-    """layer: as a TP rank has it; wide: the residual stream is float32 at least."""
-    stream = Saved(0, width) if wide else Saved(width)
-    parts, total = [], 0
-    working = block_working(layer, width, item=item, split=split)
-    for part in reversed(layer.parts):
-        memory = part_memory(part, width)
-        own, gathered = stream, Saved(width) + memory.saved
-        if isinstance(part, MoEConfig):
-            own, gathered = stream + gathered, Saved(0)
-        kept = -(-saved_bytes(own, item) // split.tp) + saved_bytes(gathered, item)
-        moments = tuple(
-            (
-                _rows(part, moment.rows, item, split.tp) + working,
-                _local(part, moment.gradients, split),
-            )
-            for moment in memory.backward
-        )
-        parts.append((kept, moments))
-        total += kept
-    parameters = layer_parameters(layer, width, split).total
-    row = -(-saved_bytes(stream, item) // split.tp)
-    return LayerMemory(parameters, total, tuple(parts), row)
-
-
-def _rows(part: Part, rows: Saved, item: int, tp: int) -> int:
-    """A layer of experts has a rank's own rows; other parts have all of a lane's."""
-    total = saved_bytes(rows, item)
-    return -(-total // tp) if isinstance(part, MoEConfig) else total
-
-
-def _local(part: Part, parameters: int, split: ModelSplit) -> int:
-    return parameters // split.ep if isinstance(part, MoEConfig) else parameters
