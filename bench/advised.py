@@ -190,6 +190,8 @@ def main() -> int:
     if options.call:
         print(json.dumps(measure_here(options.call)))
         return 0
+    if options.write and not options.gpu and options.page == RESULTS:
+        parser.error("without --gpu there is nothing to write into RESULTS.md")
     begin, rows = time.perf_counter(), []
     options.out.write_text("")
     for name in options.models:
