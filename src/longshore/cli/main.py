@@ -19,6 +19,7 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 from typing import TextIO
 
+from longshore.cli.advise import register_advise
 from longshore.cli.calibrate import register_calibrate
 from longshore.cli.doctor import register_doctor
 from longshore.cli.environment import keep_out_of_temp, safe_path, signals_raise
@@ -34,6 +35,7 @@ from longshore.train.stop import exit_code
 COMMANDS = (
     register_train,
     register_plan,
+    register_advise,
     register_prepare,
     register_report,
     register_export,

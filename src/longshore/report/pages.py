@@ -62,7 +62,7 @@ def write_plan_page(path: str | Path, steps: Seq[Plan], comparisons: Comparisons
 
 def plan_page(data: Json) -> str:
     """The HTML of a plan page with its data."""
-    return _page("plan_page.html", data, styles=PLAN_STYLES, scripts=PLAN_SCRIPTS)
+    return page_of("plan_page.html", data, styles=PLAN_STYLES, scripts=PLAN_SCRIPTS)
 
 
 def read_runs(folders: Seq[str | Path]) -> Json:
@@ -76,10 +76,10 @@ def write_run_page(path: str | Path, data: Json) -> None:
 
 def run_page(data: Json) -> str:
     """The HTML of a run page with its data."""
-    return _page("run_page.html", data, styles=RUN_STYLES, scripts=RUN_SCRIPTS)
+    return page_of("run_page.html", data, styles=RUN_STYLES, scripts=RUN_SCRIPTS)
 
 
-def _page(template: str, data: Json, *, styles: Seq[str], scripts: Seq[str]) -> str:
+def page_of(template: str, data: Json, *, styles: Seq[str], scripts: Seq[str]) -> str:
     parts = {
         "css": "\n".join(map(_piece, styles)),
         "js": "\n".join(map(_piece, scripts)),

@@ -1,0 +1,204 @@
+"""`longshore advise`: from lengths, a model and a number of GPUs to a recipe, with its reasons.
+
+In: the options of ADVISE_HELP. Out: text or JSON on stdout, and a page. Without --batch a step has
+as many sequences as have about 32,768 tokens for each GPU: with 1,024 tokens on average, 8 GPUs get
+256 sequences.
+"""
+
+import argparse
+import json
+import os
+import re
+from typing import Any, Literal
+
+import numpy as np
+
+from longshore.arch.machine import MachineProfile, load_machine
+from longshore.arch.presets import PRESETS
+from longshore.cli.options import add_command, count, one_of, say
+from longshore.config.check import decoder_config
+from longshore.config.schema import ModelConfig
+from longshore.plan.cost import Ints
+from longshore.plan.lengths_file import read_lengths
+from longshore.report.advise_page import write_advise_page
+from longshore.report.advise_text import advise_summary
+from longshore.run.advise import advise
+from longshore.run.advise_answer import answer
+from longshore.run.advise_candidates import AdviceTask
+
+ADVISE_HELP = """\
+Recommends how to train a model on your sequences before you rent the GPUs: capacity, CP limit,
+tensor, pipeline and expert parallelism, sharding, recomputation and CUDA graphs, as a part of a
+recipe that `longshore train` accepts, with the reason for each. Counts the memory of the GPU that
+needs most, and predicts tokens/s, MFU and the days of the run. Needs no GPU.
+
+what to train:
+  LENGTHS.csv        one length in tokens per line, as for `longshore plan`; or a folder made by
+                     `longshore prepare`
+  --model MODEL      a preset, such as qwen3-8b, or a Hugging Face folder
+  --layers N         change the number of layers of the preset
+  --batch B          sequences in a step (default: about 32,768 tokens for each GPU)
+  --dtype TYPE       bfloat16 (default) or float32
+
+the machine:
+  --gpus N           number of GPUs
+  --gpu NAME         a machine that Longshore ships a profile of (default h200), or a file that
+                     `longshore calibrate` wrote on yours
+  --memory GIB       memory of each GPU (default: that of NAME)
+
+how long:
+  --tokens TOTAL     tokens of the whole run, such as 15B or 2e9
+  --epochs E         instead of --tokens: passes over the data (default 1)
+
+what to write:
+  --json             print everything as JSON instead of text
+  --page OUT.html    a page to look at in a browser
+
+example: longshore advise lengths.csv --gpus 8 --model qwen3-8b --tokens 15B --page advice.html"""
+
+GIB = 1 << 30
+MEMORY_GIB = {"h200": 139.8}
+"""What torch reports of each GPU that has a profile."""
+STEP_TOKENS = 32_768
+SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+MOST = 1 << 20
+DTYPES = ("bfloat16", "float32")
+
+
+def register_advise(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = add_command(
+        commands,
+        "advise",
+        summary="recommend how to train a model on some GPUs, and predict its speed",
+        usage="longshore advise LENGTHS --gpus N --model MODEL [options]",
+        text=ADVISE_HELP,
+    )
+    parser.set_defaults(run=run_advise)
+    hidden = argparse.SUPPRESS  # ADVISE_HELP describes them all
+    parser.add_argument("lengths", nargs="?", help=hidden)
+    for name, kind in (
+        ("model", str),
+        ("layers", count(4096)),
+        ("batch", count(1 << 40)),
+        ("gpus", count(MOST)),
+        ("memory", _gib),
+        ("tokens", _tokens),
+        ("epochs", count(MOST)),
+        ("page", str),
+    ):
+        parser.add_argument(f"--{name}", type=kind, help=hidden)
+    parser.add_argument("--gpu", default="h200", help=hidden)
+    parser.add_argument("--dtype", type=one_of(DTYPES), default="bfloat16", help=hidden)
+    parser.add_argument("--json", action="store_true", help=hidden)
+
+
+def run_advise(args: argparse.Namespace) -> None:
+    task = _task(args)
+    _check_page(args)
+    total = args.tokens or int(task.lengths.sum()) * (args.epochs or 1)
+    data = answer(advise(task), total_tokens=total)
+    if args.page:
+        try:
+            write_advise_page(args.page, data)
+        except OSError as error:
+            raise ValueError(f"{args.page}: cannot be written ({error.strerror})") from None
+    if args.json:
+        print(json.dumps(data, allow_nan=False))
+        return
+    say("\n".join(advise_summary(data)))
+    if args.page:
+        say(f"page: {args.page} (open it in a browser)")
+
+
+def _task(args: argparse.Namespace) -> AdviceTask:
+    if args.lengths is None:
+        raise ValueError("give a file with one length a line, or a folder of longshore prepare")
+    if args.gpus is None or args.model is None:
+        name = "--gpus, the number of GPUs" if args.gpus is None else "--model, what to train"
+        raise ValueError(f"give {name}; see longshore advise --help")
+    if args.tokens and args.epochs:
+        raise ValueError("--tokens and --epochs are both given; leave one out")
+    model = _model(args.model, args.layers)
+    machine = load_machine(args.gpu)
+    lengths = _lengths(args.lengths)
+    dtype: Literal["bfloat16", "float32"] = args.dtype
+    return AdviceTask(
+        model=model,
+        decoder=decoder_config(model),
+        gpus=args.gpus,
+        memory=_memory(args, machine),
+        machine=machine,
+        machine_name=args.gpu,
+        lengths=lengths,
+        batch=_batch(args, lengths),
+        dtype=dtype,
+    )
+
+
+def _model(name: str, layers: int | None) -> ModelConfig:
+    if name in PRESETS:
+        return ModelConfig(preset=name, layers=layers or 0)
+    if not os.path.isdir(name):
+        raise ValueError(
+            f"--model is {name!r}, which is no preset and no folder; presets are "
+            f"{', '.join(PRESETS)}; for another model name a Hugging Face folder"
+        )
+    if layers:
+        raise ValueError("--layers only changes a preset; a Hugging Face folder defines its own")
+    return ModelConfig(from_hf=name)
+
+
+def _lengths(path: str) -> Ints:
+    if not os.path.isdir(path):
+        return np.array(read_lengths(path).lengths, dtype=np.int64)
+    from longshore.data.store import Store
+
+    return np.asarray(Store(path).lengths, dtype=np.int64)
+
+
+def _memory(args: argparse.Namespace, machine: MachineProfile) -> int:
+    gib = args.memory or MEMORY_GIB.get(args.gpu)
+    if gib is None:
+        raise ValueError(
+            f"the memory of {machine.device} is not known; give it as --memory, in GiB"
+        )
+    return int(gib * GIB)
+
+
+def _batch(args: argparse.Namespace, lengths: Ints) -> int:
+    usual = max(1, round(args.gpus * STEP_TOKENS / float(lengths.mean())))
+    if args.batch and args.batch > len(lengths):
+        raise ValueError(
+            f"--batch is {args.batch}, but there are only {len(lengths)} sequences; lower it"
+        )
+    return int(args.batch or min(usual, len(lengths)))
+
+
+def _check_page(args: argparse.Namespace) -> None:
+    """Refuses before the search what could not be written after it."""
+    if args.page is None:
+        return
+    folder = os.path.dirname(args.page) or "."
+    if not os.path.isdir(folder):
+        raise ValueError(f"{args.page}: cannot be written, there is no folder {folder}")
+    if os.path.isdir(args.page) or not os.access(
+        args.page if os.path.exists(args.page) else folder, os.W_OK
+    ):
+        raise ValueError(f"{args.page}: cannot be written, it is a folder, or write-protected")
+    if os.path.realpath(args.page) == os.path.realpath(args.lengths):
+        raise ValueError(f"{args.page}: cannot be written, another argument names the same file")
+
+
+def _tokens(text: str) -> int:
+    match = re.fullmatch(r"([0-9][0-9_]*\.?[0-9]*(?:[eE][0-9]+)?)([KMBT]?)", text.upper())
+    number = float(match[1]) * SUFFIXES[match[2]] if match else 0.0
+    if not 1 <= number < 1e18:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 15B or 2e9")
+    return int(number)
+
+
+def _gib(text: str) -> float:
+    match = re.fullmatch(r"[0-9]+\.?[0-9]*", text)
+    if not match or not 1 <= float(text) <= MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in GiB, such as 80")
+    return float(text)
