@@ -40,11 +40,12 @@ def references(device: str) -> list[Reference]:
 def cases_of(kind: str, device: str, *, quick: bool = False) -> list[Case]:
     """Micro-batches to measure a part with: totals, and for mixers lengths."""
     is_mixer = kind in ("attention", "mla", "mamba", "delta")
-    totals: tuple[int, ...] = (512, 2048, 8192, 32768) if device == "cuda" else (32, 128, 512)
+    totals: tuple[int, ...] = (2048, 8192, 32768) if device == "cuda" else (32, 128, 512)
     if quick:
         totals = totals[:-1]
     if not is_mixer:
-        return [(tokens,) for tokens in totals]
+        more = (4096, 16384) if device == "cuda" and not quick else (64, 256)
+        return [(tokens,) for tokens in sorted({*totals, *more})]
     most = totals[-1]
     mixed = (most // 2, most // 4, *((most // 32,) * 8))
     cut = [(most // count,) * count for count in ((1, 16) if quick else (1, 4, 16))]
