@@ -3,7 +3,7 @@
 In: small models with few tokens, through `parallelize` and the training step itself. Out:
 FixedCosts. Steps of 1 and of 2 rounds, of few and of more layers, of narrow and of wide ones are
 timed; what their parts, norm and optimizer take is subtracted, and the rest is fitted by rounds,
-blocks and parameters.
+blocks, parameters and tokens.
 
     2 and 6 blocks in steps of 1 and 2 rounds: 1.2, 2.0, 2.1 and 3.7 ms on the host
 """
@@ -42,6 +42,8 @@ class StepSample:
     """Of the model."""
     parameters: int
     """Of the model."""
+    tokens: int
+    """Of a round."""
     device: float
     """Seconds on the device, without parts, norm and optimizer."""
     total: float
@@ -60,16 +62,16 @@ class UpdateSample:
 
 
 def models(device: str) -> list[tuple[DecoderConfig, int]]:
-    """Decoders of few and more layers, narrow and wide, and the tokens of a round."""
+    """Decoders of few and more layers, narrow and wide, and the tokens of a round: few and more."""
     if device == "cuda":
         small = preset("qwen3-0.6b", layers=2, vocab_size=4096)
         more = preset("qwen3-0.6b", layers=5, vocab_size=4096)
         wide = preset("qwen3-8b", layers=2, vocab_size=4096)
-        return [(small, 128), (more, 128), (wide, 128)]
+        return [(small, 128), (more, 128), (wide, 128), (small, 4096)]
     tiny = preset("tiny-qwen3")
     more = preset("tiny-qwen3", layers=6)
     wide = preset("tiny-qwen3", width=256, mlp=768, heads=16)
-    return [(tiny, 64), (more, 64), (wide, 64)]
+    return [(tiny, 64), (more, 64), (wide, 64), (tiny, 512)]
 
 
 def measure_overheads(
@@ -102,7 +104,9 @@ def _measure_model(
     totals = {rounds: timer.seconds(call) for rounds, call in calls.items()}
     hosts = {rounds: timer.host_seconds(call) for rounds, call in calls.items()}
     update = _measure_update(stepper, count, timer)
-    works = block_works(decoder, [tokens], item=dtype.itemsize) + end_works(decoder, tokens)
+    chunk = machine.scan_chunk
+    works = block_works(decoder, [tokens], item=dtype.itemsize, scan_chunk=chunk)
+    works += end_works(decoder, tokens)
     times = [(times, part_time(machine, work)) for work, times in works.items()]
     parts = sum(n * (each.forward + each.backward) for n, each in times)
     launched = sum(n * each.host for n, each in times)
@@ -111,6 +115,7 @@ def _measure_model(
             rounds=rounds,
             blocks=len(decoder.layers),
             parameters=count,
+            tokens=tokens,
             device=totals[rounds] - rounds * parts - update.norm - update.optimizer,
             total=totals[rounds],
             host=hosts[rounds] - rounds * launched if timer.is_cuda else 0.0,
@@ -145,15 +150,21 @@ def fit_overheads(
 ) -> FixedCosts:
     """The costs that these samples show; others stay as they are."""
     amounts = [
-        [1, each.rounds, each.rounds * each.blocks, each.rounds * each.parameters, each.parameters]
+        [
+            1,
+            each.rounds,
+            each.rounds * each.blocks,
+            each.rounds * each.parameters,
+            each.parameters,
+            each.rounds * each.tokens,
+        ]
         for each in steps
     ]
     device = fit_nonnegative(
         amounts, [each.device for each in steps], totals=[each.total for each in steps]
     )
-    named = dict(
-        zip(("step", "round", "block", "round_parameter", "step_parameter"), device, strict=True)
-    )
+    names = ("step", "round", "block", "round_parameter", "step_parameter", "round_token")
+    named = dict(zip(names, device, strict=True))
     if any(each.host > 0 for each in steps):
         host = fit_nonnegative(
             [row[:3] for row in amounts],
