@@ -61,17 +61,17 @@ class UpdateSample:
     optimizer: float
 
 
-def models(device: str) -> list[tuple[DecoderConfig, int]]:
-    """Decoders of few and more layers, narrow and wide, and the tokens of a round: few and more."""
+def models(device: str) -> list[tuple[DecoderConfig, list[int]]]:
+    """Decoders of few and more layers, narrow and wide, and the lengths of a round."""
     if device == "cuda":
         small = preset("qwen3-0.6b", layers=2, vocab_size=4096)
         more = preset("qwen3-0.6b", layers=5, vocab_size=4096)
         wide = preset("qwen3-8b", layers=2, vocab_size=4096)
-        return [(small, 128), (more, 128), (wide, 128), (small, 4096)]
+        return [(small, [128]), (more, [128]), (wide, [128]), (small, [256] * 16)]
     tiny = preset("tiny-qwen3")
     more = preset("tiny-qwen3", layers=6)
     wide = preset("tiny-qwen3", width=256, mlp=768, heads=16)
-    return [(tiny, 64), (more, 64), (wide, 64), (tiny, 512)]
+    return [(tiny, [64]), (more, [64]), (wide, [64]), (tiny, [32] * 16)]
 
 
 def measure_overheads(
@@ -80,11 +80,11 @@ def measure_overheads(
     """The machine's fixed costs, all but links and graphs; its parts must be measured already."""
     steps: list[StepSample] = []
     updates: list[UpdateSample] = []
-    for decoder, tokens in models(timer.device.type):
+    for decoder, lengths in models(timer.device.type):
         blocks = len(decoder.layers)
         clock.tell(f"steps of {blocks} blocks of width {decoder.width}")
         with one_lane(timer.device) as topology:
-            update, own = _measure_model(machine, decoder, tokens, topology, timer, dtype)
+            update, own = _measure_model(machine, decoder, lengths, topology, timer, dtype)
         updates.append(update)
         steps += own
         free(timer.device)
@@ -94,18 +94,18 @@ def measure_overheads(
 def _measure_model(
     machine: MachineProfile,
     decoder: DecoderConfig,
-    tokens: int,
+    lengths: list[int],
     topology: Topology,
     timer: Timer,
     dtype: torch.dtype,
 ) -> tuple[UpdateSample, list[StepSample]]:
     stepper, count = make_stepper(decoder, topology, dtype=dtype), parameter_count(decoder)
-    calls = {rounds: _call(stepper, decoder, tokens, rounds) for rounds in ROUNDS}
+    calls = {rounds: _call(stepper, decoder, lengths, rounds) for rounds in ROUNDS}
     totals = {rounds: timer.seconds(call) for rounds, call in calls.items()}
     hosts = {rounds: timer.host_seconds(call) for rounds, call in calls.items()}
     update = _measure_update(stepper, count, timer)
-    chunk = machine.scan_chunk
-    works = block_works(decoder, [tokens], item=dtype.itemsize, scan_chunk=chunk)
+    chunk, tokens = machine.scan_chunk, sum(lengths)
+    works = block_works(decoder, lengths, item=dtype.itemsize, scan_chunk=chunk)
     works += end_works(decoder, tokens)
     times = [(times, part_time(machine, work)) for work, times in works.items()]
     parts = sum(n * (each.forward + each.backward) for n, each in times)
@@ -126,10 +126,10 @@ def _measure_model(
 
 
 def _call(
-    stepper: Stepper, decoder: DecoderConfig, tokens: int, rounds: int
+    stepper: Stepper, decoder: DecoderConfig, lengths: list[int], rounds: int
 ) -> Callable[[], object]:
     device = stepper.topology.device
-    step = make_step([tokens] * rounds, decoder, capacity=tokens, device=device)
+    step = make_step(lengths * rounds, decoder, capacity=sum(lengths), device=device)
     assert len(step.batches) == rounds, step.plan
     return partial(stepper.step, list(step.batches), LR, plan=step.plan)
 
