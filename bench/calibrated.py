@@ -107,7 +107,9 @@ def explain(profile: Any, decoder: DecoderConfig, step: Any) -> None:  # noqa: A
     item = ITEM_BYTES[profile.dtype]
     for lengths, tokens in zip(step.rounds, step.tokens, strict=True):
         padding = [tokens - sum(lengths)] if tokens > sum(lengths) else []
-        works = block_works(decoder, [*lengths, *padding], item=item) + end_works(decoder, tokens)
+        chunk = profile.scan_chunk
+        works = block_works(decoder, [*lengths, *padding], item=item, scan_chunk=chunk)
+        works += end_works(decoder, tokens)
         for work, times in works.items():
             each = part_time(profile, work)
             device = 1e3 * times * (each.forward + each.backward)

@@ -41,6 +41,7 @@ def make_machine(*, host=1.0, **fixed):
         torch="2.11",
         notes=("for tests",),
         node=8,
+        scan_chunk=64,
         products=ProductTimes(origin="measured", flop=1e-11),
         parts=tuple(replace(part, kind=kind) for kind in kinds),
         fixed=FixedCosts(**costs),

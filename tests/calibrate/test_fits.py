@@ -17,6 +17,7 @@ FIXED = {
     "round": 2e-3,
     "block": 3e-4,
     "round_parameter": 1e-9,
+    "round_token": 1e-6,
     "step_parameter": 5e-9,
     "norm": 1e-9,
     "optimizer": 3e-9,
@@ -32,7 +33,7 @@ def sample(work, *, plain=1e-3):
 def test_known_costs_of_attention_are_found_again():
     reference = references("cpu")[0]
     cases = cases_of("attention", "cpu")
-    samples = [sample(work_of(reference, lengths, item=4)) for lengths in cases]
+    samples = [sample(work_of(reference, lengths, item=4, scan_chunk=32)) for lengths in cases]
     fitted = fit_part("x", samples, host=3.0, host_forward=1.0)
     for name in ("call", "value", "core", "sequence", "forward"):
         assert getattr(fitted.cost, name) == pytest.approx(getattr(PART, name), rel=1e-6), name
@@ -54,17 +55,18 @@ def test_the_presets_have_no_other_kinds():
     assert parts <= {*NAMES}
 
 
-def step_sample(rounds, blocks, parameters):
+def step_sample(rounds, blocks, parameters, tokens):
     device = FIXED["step"] + rounds * FIXED["round"] + rounds * blocks * FIXED["block"]
     device += parameters * (rounds * FIXED["round_parameter"] + FIXED["step_parameter"])
+    device += rounds * tokens * FIXED["round_token"]
     host = 1e-3 + rounds * (2e-4 + blocks * 5e-5)
-    return StepSample(rounds, blocks, parameters, device, device + 1e-3, host)
+    return StepSample(rounds, blocks, parameters, tokens, device, device + 1e-3, host)
 
 
 def test_known_overheads_are_found_again():
-    sizes = [(2, 10**6), (6, 3 * 10**6), (2, 10**7)]
+    sizes = [(2, 10**6, 64), (6, 3 * 10**6, 64), (2, 10**7, 64), (2, 10**6, 512)]
     steps = [step_sample(rounds, *size) for size in sizes for rounds in (1, 3)]
-    updates = [UpdateSample(n, n * FIXED["norm"], n * FIXED["optimizer"]) for _, n in sizes]
+    updates = [UpdateSample(n, n * FIXED["norm"], n * FIXED["optimizer"]) for _, n, _ in sizes]
     costs = fit_overheads(make_machine(byte=1e-9, message=2e-9).fixed, steps, updates)
     hosts = {"step_host": 1e-3, "round_host": 2e-4, "block_host": 5e-5}
     for name, seconds in {**FIXED, **hosts, "byte": 1e-9, "message": 2e-9}.items():

@@ -28,7 +28,7 @@ def small(monkeypatch):
     monkeypatch.setitem(measure.GRIDS, "cpu quick", Grid((8, 64), (16, 64), 1 << 10))
     wanted = [each for each in references("cpu") if each.kind in ("attention", "mlp", "embedding")]
     monkeypatch.setattr(measure, "references", lambda kind: wanted)
-    monkeypatch.setattr(overheads, "models", lambda kind: [(TINY, 16)])
+    monkeypatch.setattr(overheads, "models", lambda kind: [(TINY, [16])])
     monkeypatch.setattr(overheads, "ROUNDS", (1, 2))
 
 

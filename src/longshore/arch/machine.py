@@ -90,6 +90,8 @@ class FixedCosts:
     """Device seconds of a round, whatever is in it."""
     round_host: Coefficient
     """Host seconds of a round, whatever is in it."""
+    round_token: Coefficient
+    """Device seconds of a token of a round beside the parts: tables, masks, the last norm."""
     round_parameter: Coefficient
     """Of a parameter in a round: its gradient is added to that of earlier rounds."""
     step_parameter: Coefficient
@@ -132,6 +134,8 @@ class MachineProfile:
     """What is worth knowing: what was skipped, which kernels ran."""
     node: int
     """GPUs that are connected fast."""
+    scan_chunk: int
+    """Rows of a scan's chunk, to which lengths are rounded up."""
     products: ProductTimes
     """Matrix products."""
     parts: tuple[PartCost, ...]

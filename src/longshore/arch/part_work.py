@@ -10,7 +10,7 @@ sequence.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.decoder import DecoderConfig
@@ -45,7 +45,7 @@ class Work:
     values: float
     """Saved for backward, in numbers of the dtype, with those of the norm before it."""
     core: float
-    """FLOPs beyond the plain products."""
+    """FLOPs beyond the plain products; of a scan those of whole chunks."""
     sequences: float
     """Sequences times channels."""
     weights: float = 0
@@ -56,16 +56,43 @@ def part_kind(part: Part) -> str:
     return NAMES.get(type(part), "other")
 
 
-def part_work(part: Part, width: int, lengths: Sequence[int], *, item: int) -> Work:
-    """The work of a part with its norm. lengths: of all runs of tokens, padding too.
+def part_works(
+    part: Part, width: int, lengths: Sequence[int], *, item: int, scan_chunk: int
+) -> tuple[Work, ...]:
+    """The works of a part with its norm; a shared expert is an MLP of its own.
 
-    item: bytes of a number.
+    lengths: of all runs of tokens, padding too. item: bytes of a number. scan_chunk: a scan's
+    lengths are rounded up to a multiple of this.
     """
+    if not isinstance(part, MoEConfig) or not part.shared_width:
+        return (part_work(part, width, lengths, item=item, scan_chunk=scan_chunk),)
+    routed = replace(part, shared_width=0, shared_gate=False)
+    rows, shared = sum(lengths), MLPConfig(width=part.shared_width)
+    gate = (Product(width, 1),) * part.shared_gate
+    saved = shared.saved(width) + Saved((width + 1) * part.shared_gate)
+    beside = Work(
+        kind="mlp",
+        head_dim=1,
+        channels=part.shared_width,
+        rows=rows,
+        products=(*shared.products(width), *gate),
+        values=rows * _values(saved, item),
+        core=0,
+        sequences=0,
+    )
+    return part_work(routed, width, lengths, item=item, scan_chunk=scan_chunk), beside
+
+
+def part_work(
+    part: Part, width: int, lengths: Sequence[int], *, item: int, scan_chunk: int = 1
+) -> Work:
+    """The work of a part with its norm, as one."""
     rows = sum(lengths)
     make = getattr(part, "products", None)
     products: tuple[Product, ...] = () if make is None else make(width)
     plain = sum(each.flops for each in products)
-    counted = Counter(lengths).items()
+    chunk = scan_chunk if isinstance(part, Mamba2Config | DeltaNetConfig) else 1
+    counted = Counter(-(-n // chunk) * chunk for n in lengths).items()
     core = sum(count * (part.flops(width, n) - n * plain) for n, count in counted)
     head_dim, channels = _sizes(part)
     return Work(
@@ -126,12 +153,15 @@ def join_work(config: DecoderConfig, rows: int) -> Work:
     )
 
 
-def block_works(config: DecoderConfig, lengths: Sequence[int], *, item: int) -> Counter[Work]:
-    """The works of all layers and depths, each with how often it is done."""
+def block_works(
+    config: DecoderConfig, lengths: Sequence[int], *, item: int, scan_chunk: int = 1
+) -> Counter[Work]:
+    """The works of all layers and depths, each with how often it is done; see part_works."""
     parts = Counter(part for layer in (*config.layers, *config.mtp) for part in layer.parts)
     counted: Counter[Work] = Counter()
     for part, times in parts.items():
-        counted[part_work(part, config.width, lengths, item=item)] += times
+        for work in part_works(part, config.width, lengths, item=item, scan_chunk=scan_chunk):
+            counted[work] += times
     if depths := len(config.mtp):
         counted[join_work(config, sum(lengths))] += depths
     return counted

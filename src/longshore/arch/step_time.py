@@ -130,7 +130,8 @@ def round_busy(
     _check(machine, lengths, tokens=tokens, shape=shape)
     item, fixed = ITEM_BYTES[machine.dtype], machine.fixed
     padding = [tokens - sum(lengths)] if tokens > sum(lengths) else []
-    blocks = block_works(config, [*lengths, *padding], item=item)
+    chunk = machine.scan_chunk
+    blocks = block_works(config, [*lengths, *padding], item=item, scan_chunk=chunk)
     ends = end_works(config, tokens)
     device, host = _parts_busy(machine, blocks, again=shape.recompute)
     if shape.graph:
@@ -139,6 +140,7 @@ def round_busy(
     blocks_count = _block_count(config)
     device += more_device + fixed.block.seconds * blocks_count + fixed.round.seconds
     host += more_host + fixed.block_host.seconds * blocks_count + fixed.round_host.seconds
+    device += fixed.round_token.seconds * tokens
     parameters = parameter_count(config)
     copied = fixed.step_parameter if shape.shard == "zero3" else fixed.round_parameter
     device += parameters * copied.seconds
@@ -200,8 +202,9 @@ def cost_profile(
         busy = round_busy(machine, config, lengths, tokens=sum(lengths), shape=whole)
         rows.append([1.0, float(sum(lengths)), float(sum(n * n for n in lengths))])
         seconds.append(busy.seconds)
-    once, linear, quadratic = fit_nonnegative(rows, seconds)
-    pack = min(once, _pack_seconds(machine, config))
+    # Rounded, so that ranks with different CPUs have the same costs, and so the same plans.
+    once, linear, quadratic = map(_rounded, fit_nonnegative(rows, seconds))
+    pack = min(once, _rounded(_pack_seconds(machine, config)))
     item, width = ITEM_BYTES[machine.dtype], config.width
     layers = (*config.layers, *config.mtp)
     gathered = sum(part.gathered() for layer in layers for part in layer.parts) * item * GATHERS
@@ -259,6 +262,11 @@ def _parts_busy(
         device += times * (each.forward * (1 + again) + each.backward)
         host += times * (each.host + each.host_forward * again)
     return device, host
+
+
+def _rounded(seconds: float) -> float:
+    """To six digits."""
+    return float(f"{seconds:.6g}")
 
 
 def _block_count(config: DecoderConfig) -> int:

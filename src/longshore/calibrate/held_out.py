@@ -21,7 +21,7 @@ import torch
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.machine import MachineProfile
-from longshore.arch.part_work import part_kind
+from longshore.arch.part_work import Work, part_kind, part_works
 from longshore.arch.step_time import RunShape, part_time, step_seconds
 from longshore.calibrate.modules import make_module, runnable
 from longshore.calibrate.parts import work_of
@@ -130,10 +130,20 @@ def check_parts(
         module = make_module(reference, device=timer.device, dtype=dtype)
         for lengths in cases:
             run = runnable(reference, module, lengths, device=timer.device, dtype=dtype)
-            each = part_time(machine, work_of(reference, lengths, item=dtype.itemsize))
+            works = _works(machine, reference, lengths, item=dtype.itemsize)
+            times = [part_time(machine, work) for work in works]
+            predicted = sum(each.forward + each.backward for each in times)
             name = f"{reference.name}, {sum(lengths):,} tokens in {len(lengths)}"
-            measured = timer.seconds(run.both)
-            outcomes.append(Outcome(name, each.forward + each.backward, measured))
+            outcomes.append(Outcome(name, predicted, timer.seconds(run.both)))
         del module, run
         free(timer.device)
     return outcomes
+
+
+def _works(
+    machine: MachineProfile, reference: Reference, lengths: Case, *, item: int
+) -> tuple[Work, ...]:
+    chunk, part = machine.scan_chunk, reference.part
+    if part is None:
+        return (work_of(reference, lengths, item=item, scan_chunk=chunk),)
+    return part_works(part, reference.decoder.width, lengths, item=item, scan_chunk=chunk)

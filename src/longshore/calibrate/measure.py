@@ -24,6 +24,7 @@ from longshore.calibrate.products import GRIDS, measure_copies, measure_products
 from longshore.calibrate.references import Reference, references
 from longshore.calibrate.timing import Clock, Timer, free
 from longshore.ops.backends import kernels_line
+from longshore.ops.boundaries import chunk_rows
 
 QUICK = {"cuda": 60.0, "cpu": 20.0}
 """Budgets below these get coarser grids."""
@@ -121,6 +122,7 @@ def first_profile(options: CalibrationOptions) -> MachineProfile:
         torch=str(torch.__version__),
         notes=(),
         node=options.node,
+        scan_chunk=chunk_rows(options.device),
         products=ProductTimes(origin="arithmetic", flop=1e-11),
         parts=(),
         fixed=arithmetic_costs(kind, 1e-10, measured=False),
@@ -142,6 +144,7 @@ def arithmetic_costs(kind: str, byte: float, *, measured: bool) -> FixedCosts:
         graph_host=of(8 * launch),
         round=of(0.0),
         round_host=of(200 * launch),
+        round_token=of(0.0),
         # float32 gradients are read and written, those of the round read; and so on.
         round_parameter=of(14 * byte),
         step_parameter=of(24 * byte),

@@ -1,11 +1,11 @@
 """Measures what is no part of a layer: hooks, rounds, copies of parameters, norm and optimizer.
 
 In: small models with few tokens, through `parallelize` and the training step itself. Out:
-FixedCosts. Steps of 1 and of 3 rounds, of few and of more layers, of narrow and of wide ones are
+FixedCosts. Steps of 1 and of 2 rounds, of few and of more layers, of narrow and of wide ones are
 timed; what their parts, norm and optimizer take is subtracted, and the rest is fitted by rounds,
-blocks and parameters.
+blocks, parameters and tokens.
 
-    2 and 6 blocks in steps of 1 and 3 rounds: 1.2, 2.0, 2.9 and 5.3 ms on the host
+    2 and 6 blocks in steps of 1 and 2 rounds: 1.2, 2.0, 2.1 and 3.7 ms on the host
 """
 
 from collections.abc import Callable
@@ -27,7 +27,8 @@ from longshore.distributed.topology import Topology
 from longshore.train.optimizer import clip
 from longshore.train.step import Stepper
 
-ROUNDS = (1, 3)
+ROUNDS = (1, 2)
+"""A device queues about a thousand kernels; more rounds would make it wait for the host."""
 LR = 1e-5
 
 
@@ -41,6 +42,8 @@ class StepSample:
     """Of the model."""
     parameters: int
     """Of the model."""
+    tokens: int
+    """Of a round."""
     device: float
     """Seconds on the device, without parts, norm and optimizer."""
     total: float
@@ -58,17 +61,17 @@ class UpdateSample:
     optimizer: float
 
 
-def models(device: str) -> list[tuple[DecoderConfig, int]]:
-    """Decoders of few and more layers, narrow and wide, and the tokens of a round."""
+def models(device: str) -> list[tuple[DecoderConfig, list[int]]]:
+    """Decoders of few and more layers, narrow and wide, and the lengths of a round."""
     if device == "cuda":
         small = preset("qwen3-0.6b", layers=2, vocab_size=4096)
-        more = preset("qwen3-0.6b", layers=8, vocab_size=4096)
+        more = preset("qwen3-0.6b", layers=5, vocab_size=4096)
         wide = preset("qwen3-8b", layers=2, vocab_size=4096)
-        return [(small, 128), (more, 128), (wide, 128)]
+        return [(small, [128]), (more, [128]), (wide, [128]), (small, [256] * 16)]
     tiny = preset("tiny-qwen3")
     more = preset("tiny-qwen3", layers=6)
     wide = preset("tiny-qwen3", width=256, mlp=768, heads=16)
-    return [(tiny, 64), (more, 64), (wide, 64)]
+    return [(tiny, [64]), (more, [64]), (wide, [64]), (tiny, [32] * 16)]
 
 
 def measure_overheads(
@@ -77,11 +80,11 @@ def measure_overheads(
     """The machine's fixed costs, all but links and graphs; its parts must be measured already."""
     steps: list[StepSample] = []
     updates: list[UpdateSample] = []
-    for decoder, tokens in models(timer.device.type):
+    for decoder, lengths in models(timer.device.type):
         blocks = len(decoder.layers)
         clock.tell(f"steps of {blocks} blocks of width {decoder.width}")
         with one_lane(timer.device) as topology:
-            update, own = _measure_model(machine, decoder, tokens, topology, timer, dtype)
+            update, own = _measure_model(machine, decoder, lengths, topology, timer, dtype)
         updates.append(update)
         steps += own
         free(timer.device)
@@ -91,17 +94,19 @@ def measure_overheads(
 def _measure_model(
     machine: MachineProfile,
     decoder: DecoderConfig,
-    tokens: int,
+    lengths: list[int],
     topology: Topology,
     timer: Timer,
     dtype: torch.dtype,
 ) -> tuple[UpdateSample, list[StepSample]]:
     stepper, count = make_stepper(decoder, topology, dtype=dtype), parameter_count(decoder)
-    calls = {rounds: _call(stepper, decoder, tokens, rounds) for rounds in ROUNDS}
+    calls = {rounds: _call(stepper, decoder, lengths, rounds) for rounds in ROUNDS}
     totals = {rounds: timer.seconds(call) for rounds, call in calls.items()}
     hosts = {rounds: timer.host_seconds(call) for rounds, call in calls.items()}
     update = _measure_update(stepper, count, timer)
-    works = block_works(decoder, [tokens], item=dtype.itemsize) + end_works(decoder, tokens)
+    chunk, tokens = machine.scan_chunk, sum(lengths)
+    works = block_works(decoder, lengths, item=dtype.itemsize, scan_chunk=chunk)
+    works += end_works(decoder, tokens)
     times = [(times, part_time(machine, work)) for work, times in works.items()]
     parts = sum(n * (each.forward + each.backward) for n, each in times)
     launched = sum(n * each.host for n, each in times)
@@ -110,6 +115,7 @@ def _measure_model(
             rounds=rounds,
             blocks=len(decoder.layers),
             parameters=count,
+            tokens=tokens,
             device=totals[rounds] - rounds * parts - update.norm - update.optimizer,
             total=totals[rounds],
             host=hosts[rounds] - rounds * launched if timer.is_cuda else 0.0,
@@ -120,10 +126,10 @@ def _measure_model(
 
 
 def _call(
-    stepper: Stepper, decoder: DecoderConfig, tokens: int, rounds: int
+    stepper: Stepper, decoder: DecoderConfig, lengths: list[int], rounds: int
 ) -> Callable[[], object]:
     device = stepper.topology.device
-    step = make_step([tokens] * rounds, decoder, capacity=tokens, device=device)
+    step = make_step(lengths * rounds, decoder, capacity=sum(lengths), device=device)
     assert len(step.batches) == rounds, step.plan
     return partial(stepper.step, list(step.batches), LR, plan=step.plan)
 
@@ -144,15 +150,21 @@ def fit_overheads(
 ) -> FixedCosts:
     """The costs that these samples show; others stay as they are."""
     amounts = [
-        [1, each.rounds, each.rounds * each.blocks, each.rounds * each.parameters, each.parameters]
+        [
+            1,
+            each.rounds,
+            each.rounds * each.blocks,
+            each.rounds * each.parameters,
+            each.parameters,
+            each.rounds * each.tokens,
+        ]
         for each in steps
     ]
     device = fit_nonnegative(
         amounts, [each.device for each in steps], totals=[each.total for each in steps]
     )
-    named = dict(
-        zip(("step", "round", "block", "round_parameter", "step_parameter"), device, strict=True)
-    )
+    names = ("step", "round", "block", "round_parameter", "step_parameter", "round_token")
+    named = dict(zip(names, device, strict=True))
     if any(each.host > 0 for each in steps):
         host = fit_nonnegative(
             [row[:3] for row in amounts],

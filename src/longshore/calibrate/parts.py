@@ -15,24 +15,25 @@ import torch
 
 from longshore.arch.machine import PartCost
 from longshore.arch.nonnegative import fit_nonnegative
-from longshore.arch.part_work import Work, embedding_work, head_work, part_work
+from longshore.arch.part_work import Work, embedding_work, head_work, part_works
 from longshore.arch.product_times import ProductTimes
 from longshore.calibrate.modules import make_module, runnable
 from longshore.calibrate.references import Case, Reference, cases_of
 from longshore.calibrate.timing import Clock, Timer, free
+from longshore.ops.boundaries import chunk_rows
 
 AMOUNTS = {
     "attention": ("call", "value", "core", "sequence"),
     "mla": ("call", "value", "core", "sequence"),
-    "mamba": ("call", "value", "sequence"),
-    "delta": ("call", "value", "sequence"),
+    "mamba": ("call", "value", "core", "sequence"),
+    "delta": ("call", "value", "core", "sequence"),
     "mlp": ("call", "value"),
     "experts": ("weight", "core"),
     "embedding": ("weight", "value"),
     "head": ("weight", "value"),
 }
-"""What the rest of a kind is fitted by. Of amounts that only grow together one is chosen: a scan's
-FLOPs grow with its values, and a reference has one number of weights."""
+"""What the rest of a kind is fitted by. Of amounts that only grow together one is chosen: experts'
+FLOPs grow with their values, and a reference has one number of weights."""
 TINY = 16
 """Tokens at which the host is measured: the device never keeps it waiting."""
 
@@ -79,7 +80,7 @@ def measure_part(
     samples = []
     for lengths in cases_of(reference.kind, device.type, quick=quick):
         run = runnable(reference, module, lengths, device=device, dtype=dtype)
-        work = work_of(reference, lengths, item=dtype.itemsize)
+        work = work_of(reference, lengths, item=dtype.itemsize, scan_chunk=chunk_rows(device))
         pairs = [products.seconds(work.rows, each.k, each.n) for each in work.products]
         plain = sum(first for first, _ in pairs)
         both = plain + sum(second for _, second in pairs)
@@ -93,10 +94,13 @@ def measure_part(
     return fit_part(reference.name, samples, host=host, host_forward=host_forward)
 
 
-def work_of(reference: Reference, lengths: Case, *, item: int) -> Work:
+def work_of(reference: Reference, lengths: Case, *, item: int, scan_chunk: int) -> Work:
+    """A layer of experts must have no shared one."""
     decoder, tokens = reference.decoder, sum(lengths)
     if reference.part is not None:
-        return part_work(reference.part, decoder.width, lengths, item=item)
+        part, width = reference.part, decoder.width
+        (work,) = part_works(part, width, lengths, item=item, scan_chunk=scan_chunk)
+        return work
     make = embedding_work if reference.kind == "embedding" else head_work
     return make(decoder, tokens)
 

@@ -8,6 +8,8 @@ small budget still sees every kind. On CUDA they are those of large presets, on 
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.part import Part
@@ -40,17 +42,24 @@ def references(device: str) -> list[Reference]:
 def cases_of(kind: str, device: str, *, quick: bool = False) -> list[Case]:
     """Micro-batches to measure a part with: totals, and for mixers lengths."""
     is_mixer = kind in ("attention", "mla", "mamba", "delta")
-    totals: tuple[int, ...] = (512, 2048, 8192, 32768) if device == "cuda" else (32, 128, 512)
+    totals: tuple[int, ...] = (2048, 8192, 32768) if device == "cuda" else (32, 128, 512)
     if quick:
         totals = totals[:-1]
     if not is_mixer:
-        return [(tokens,) for tokens in totals]
-    most = totals[-1]
-    mixed = (most // 2, most // 4, *((most // 32,) * 8))
-    cut = [(most // count,) * count for count in ((1, 16) if quick else (1, 4, 16))]
-    less = [(tokens,) for tokens in totals[:-1]]
-    few = [(totals[-2] // 8,) * 8]
-    return [*less, *few, *cut, mixed]
+        more = (4096, 16384) if device == "cuda" and not quick else (64, 256)
+        return [(tokens,) for tokens in sorted({*totals, *more})]
+    most, less = totals[-1], totals[-2]
+    shares = (8, 128) if quick else (8, 32, 128)
+    tails = [tail(most, most // share, seed=share) for share in shares]
+    return [*((tokens,) for tokens in totals), *tails, tail(less, most // 32, seed=less)]
+
+
+def tail(total: int, median: int, *, seed: int) -> Case:
+    """Lognormal lengths of this median that make up the total: of no round size, as in data."""
+    random, lengths = np.random.default_rng(seed), list[int]()
+    while (left := total - sum(lengths)) > 0:
+        lengths.append(min(left, max(1, int(random.lognormal(np.log(median), 1.0)))))
+    return tuple(lengths)
 
 
 def _on_cuda() -> list[Reference]:
@@ -58,7 +67,7 @@ def _on_cuda() -> list[Reference]:
     moe, mamba = preset("qwen3-30b-a3b", layers=1), preset("nemotron-h-8b", layers=8)
     delta, llama = preset("qwen3-next-80b-a3b", layers=4), preset("llama-3.2-1b")
     deepseek = preset("deepseek-v3", layers=3, mtp=())
-    few = replace(_experts(delta), experts=32)
+    few = replace(_alone(_experts(delta)), experts=32)
     return [
         *(_part(name, decoder, 0, "mixer") for name, decoder in (("qwen3-0.6b", small),)),
         _part("qwen3-0.6b", small, 0, "mlp"),
@@ -99,11 +108,17 @@ def _part(name: str, decoder: DecoderConfig, index: int, place: str) -> Referenc
     layer: LayerConfig = decoder.layers[index]
     part = layer.mixer if place == "mixer" else layer.mlp
     assert part is not None, (name, index, place)
+    part = _alone(part) if isinstance(part, MoEConfig) else part
     return Reference(f"{part_kind(part)} of {name}", decoder, part, part_kind(part))
 
 
 def _end(name: str, decoder: DecoderConfig, kind: str) -> Reference:
     return Reference(f"{kind} of {name}", decoder, None, kind)
+
+
+def _alone(moe: MoEConfig) -> MoEConfig:
+    """Without the shared expert, which is predicted as an MLP."""
+    return replace(moe, shared_width=0, shared_gate=False)
 
 
 def _experts(decoder: DecoderConfig) -> MoEConfig:

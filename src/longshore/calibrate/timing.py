@@ -1,9 +1,9 @@
 """Times functions on a device, within a budget of seconds.
 
 In: a function that computes on the device. Out: median seconds of the device, and of the host that
-launches it. On CUDA the queue is filled behind a pause, so that kernels run one after the other
-even where the host is slower than the device; on a CPU host and device are one, and host seconds
-are 0.
+launches it. On CUDA the queue is filled behind dense products, so that kernels run one after the
+other even where the host is slower than the device, and at the clocks of a device that works; on a
+CPU host and device are one, and host seconds are 0.
 
     a block of 30 kernels of 5 us that the host launches in 300 us: device 150 us, host 300 us
 """
@@ -13,12 +13,17 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
-CYCLES = 2e9
-"""Of a GPU in a second, about: only for the length of a pause."""
-LONGEST_PAUSE = 0.2
+FACTOR, FACTOR_SECONDS = 8192, 1.5e-3
+"""Rows of the products that keep a GPU busy, and how long one takes, at least about."""
+LONGEST_AHEAD = 0.2
+WARM = 0.02
+"""Seconds of such products before each measurement."""
+CUDA_MOST = 0.3
+"""Seconds after which a function is not timed again, but for three times at least."""
 CPU_LEAST = 0.004
 """On a CPU calls are repeated for so many seconds for each of `repeats`, three times at least."""
 
@@ -89,18 +94,30 @@ class Timer:
         return statistics.median(times)
 
     def _on_cuda(self, function: Callable[[], object]) -> float:
-        pause = min(LONGEST_PAUSE, 1.5 * self._launch(function) + 1e-4)
-        events = []
-        for _ in range(self.repeats):
-            torch.cuda._sleep(int(pause * CYCLES))
+        """Between events; before them products keep the device busy until all is launched."""
+        ahead = min(LONGEST_AHEAD, 1.5 * self._launch(function) + 1e-4)
+        self._work(WARM)
+        times: list[float] = []
+        while len(times) < 3 or (len(times) < self.repeats and sum(times) < CUDA_MOST):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._work(ahead)
             begin.record()
             function()
             end.record()
-            events.append((begin, end))
             self.sync()
-        times: list[float] = [a.elapsed_time(b) / 1e3 for a, b in events]
+            times.append(begin.elapsed_time(end) / 1e3)
         return statistics.median(times)
+
+    def _work(self, seconds: float) -> None:
+        """Products for about so long: a pause would let the clocks rise, unlike in training."""
+        factor = _factor(self.device)
+        for _ in range(max(1, round(seconds / FACTOR_SECONDS))):
+            torch.mm(factor, factor)
+
+
+@cache
+def _factor(device: torch.device) -> torch.Tensor:
+    return torch.randn(FACTOR, FACTOR, device=device, dtype=torch.bfloat16)
 
 
 def free(device: torch.device) -> None:
