@@ -6,6 +6,7 @@ builds them, on one rank. The sequences are lognormal with median 812 and sigma 
 """
 
 import gc
+import itertools
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.presets import preset
+from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.config.load import load_config
 from longshore.data.mock import mock_lengths
 from longshore.plan.planner import make_plan
@@ -65,6 +67,25 @@ def moe_half_billion() -> DecoderConfig:
     moe = replace(layer.mlp, experts=32, top_k=4, width=512)
     mixer = replace(layer.mixer, heads=16, kv_heads=4, head_dim=64)
     return replace(decoder, layers=(replace(layer, mixer=mixer, mlp=moe),) * 8)
+
+
+def hybrid_half_billion() -> DecoderConfig:
+    """Qwen3-0.6B with two of three attention layers replaced, by Mamba2 and by gated delta net."""
+    decoder = preset("qwen3-0.6b")
+    mamba = Mamba2Config(heads=32, head_dim=64, groups=8, state_dim=128, kernel=4)
+    delta = DeltaNetConfig(key_heads=8, value_heads=16, key_dim=128, value_dim=128)
+    mixers = itertools.cycle((mamba, delta, None))
+    layers = (
+        layer if mixer is None else replace(layer, mixer=mixer)
+        for layer, mixer in zip(decoder.layers, mixers, strict=False)
+    )
+    return replace(decoder, layers=tuple(layers))
+
+
+def hybrid_of_six() -> DecoderConfig:
+    """Its first 6 layers, two of each kind."""
+    decoder = hybrid_half_billion()
+    return replace(decoder, layers=decoder.layers[:6])
 
 
 CASES: dict[str, tuple[str, ...]] = {
