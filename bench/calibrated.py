@@ -190,8 +190,9 @@ def page(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     intro = (
         f"{name}; {machine_line(['torch', 'triton', 'flash-attn-4'])}. The profile is of "
         f"{profile.device} in {profile.dtype}, {origins.count('measured')} entries measured and "
-        f"{origins.count('arithmetic')} arithmetic. Capacity {options.capacity:,}; {what} that "
-        "calibration has not seen; times in ms, medians. Errors are relative to the measured time, "
+        f"{origins.count('arithmetic')} arithmetic. Capacity {options.capacity:,}, seed "
+        f"{options.seed}; {what} that calibration has not seen; times in ms, medians. Errors are "
+        "relative to the measured time, "
         f"above 0 where predicted too slow; a median of {WANTED:.0%} is wanted.\n"
     )
     first = ("model", "cases", "median error", "with its sign", "worst", "within 10 %")

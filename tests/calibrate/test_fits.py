@@ -3,14 +3,18 @@
 from dataclasses import fields
 
 import pytest
+import torch
 from tests.arch.machines import PART, make_machine
 
 from longshore.arch.machine import FixedCosts
 from longshore.arch.part_work import NAMES
 from longshore.arch.presets import PRESETS, preset
+from longshore.arch.step_time import fsdp_units
 from longshore.calibrate.overheads import StepSample, UpdateSample, fit_overheads
 from longshore.calibrate.parts import AMOUNTS, PartSample, amount_of, fit_part, work_of
 from longshore.calibrate.references import cases_of, references
+from longshore.model.decoder import Decoder
+from longshore.model.norm import Float32Parameters
 
 FIXED = {
     "step": 1e-2,
@@ -76,3 +80,12 @@ def test_known_overheads_are_found_again():
         *hosts,
         *("byte", "message", "graph_host"),
     }
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("tiny")])
+def test_units_of_fsdp_are_counted_as_the_model_has_them(name):
+    with torch.device("meta"):
+        model = Decoder(preset(name))
+    blocks = [*model.layers.values(), *model.mtp.values()]
+    uncast = [module for module in model.modules() if isinstance(module, Float32Parameters)]
+    assert fsdp_units(preset(name)) == len(blocks) + len(uncast)

@@ -17,11 +17,13 @@ from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.batch import MicroBatch
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
+from longshore.model.mamba2 import Mamba2
 from longshore.parallel.apply import _recompute
 from longshore.plan import make_plan
 from longshore.plan.graph_use import GraphSetting
 from longshore.train.cuda_graph import GraphedLayers
 from longshore.train.graph_piece import GraphMemory, GraphPiece, parameters_of
+from longshore.train.graph_recorder import RecordingError
 
 ALL = {AttentionConfig, MLAConfig, MLPConfig, DeltaNetConfig, Mamba2Config}
 CAP = 6
@@ -169,6 +171,36 @@ def test_more_memory_than_allowed_is_not_used():
     assert not any(shape.pieces for shape in layers.shapes.values())
     assert len(layers.failed) == 1
     assert "graph.memory_gib" in layers.failed[0]
+
+
+def test_what_cannot_be_recorded_runs_eagerly():
+    """Mamba2 here; the other layers are replayed."""
+
+    class Refuses(RunAgain):
+        def record(self, run):
+            before = Mamba2.core
+            Mamba2.core = refused
+            try:
+                return super().record(run)
+            finally:
+                Mamba2.core = before
+
+    def refused(*args):
+        raise RecordingError("no")
+
+    one, other = model_of("tiny-hybrid"), model_of("tiny-hybrid")
+    layers = graphed(other)
+    layers.memory.recorder = Refuses()
+    for lengths in STEPS[:4]:
+        for batch in rounds(lengths, depths=len(one.config.mtp)):
+            losses = run(one, apart(batch)), run(other, apart(batch))
+            torch.testing.assert_close(*losses, rtol=0, atol=1e-12)
+    for key, gradient in gradients(one).items():
+        torch.testing.assert_close(gradients(other)[key], gradient, rtol=1e-10, atol=1e-12)
+    assert layers.failed == ["Mamba2, whole: no"]
+    kinds = {type(block.mixer) for shape in layers.shapes.values() for block, _ in shape.pieces}
+    assert Mamba2 not in kinds
+    assert kinds
 
 
 def test_evaluation_is_eager():

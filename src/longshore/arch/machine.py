@@ -81,9 +81,9 @@ class FixedCosts:
     byte: Coefficient
     """Of a byte that is read or written by a copy on the device."""
     block: Coefficient
-    """Device seconds of a block beside its parts; on a CPU with FSDP's hooks."""
+    """Device seconds of a unit of FSDP, most of them blocks, beside its parts."""
     block_host: Coefficient
-    """Host seconds of a block beside its parts: FSDP's hooks."""
+    """Host seconds of such a unit: FSDP's hooks."""
     graph_host: Coefficient
     """Host seconds to replay a block's graphs, instead of launching its parts."""
     round: Coefficient

@@ -24,9 +24,11 @@ from longshore.arch.costs import ITEM_BYTES, parameter_count
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.machine import ARITHMETIC_PASSES, MachineProfile
 from longshore.arch.nonnegative import fit_nonnegative
-from longshore.arch.part_work import Work, block_works, end_works
+from longshore.arch.part_work import Work, block_works, end_works, part_kind
 from longshore.plan.cost import CostProfile
 
+UNCAST = ("mamba", "delta", "experts")
+"""Parts that have decay rates or a router in float32."""
 GATHERS = 3
 """Gathered rows travel forward, again in backward, and their gradients back."""
 
@@ -137,9 +139,9 @@ def round_busy(
     if shape.graph:
         host = fixed.graph_host.seconds * _block_count(config) * (2 if shape.recompute else 1)
     more_device, more_host = _parts_busy(machine, ends, again=False)
-    blocks_count = _block_count(config)
-    device += more_device + fixed.block.seconds * blocks_count + fixed.round.seconds
-    host += more_host + fixed.block_host.seconds * blocks_count + fixed.round_host.seconds
+    units = fsdp_units(config)
+    device += more_device + fixed.block.seconds * units + fixed.round.seconds
+    host += more_host + fixed.block_host.seconds * units + fixed.round_host.seconds
     device += fixed.round_token.seconds * tokens
     parameters = parameter_count(config)
     copied = fixed.step_parameter if shape.shard == "zero3" else fixed.round_parameter
@@ -262,6 +264,12 @@ def _parts_busy(
         device += times * (each.forward * (1 + again) + each.backward)
         host += times * (each.host + each.host_forward * again)
     return device, host
+
+
+def fsdp_units(config: DecoderConfig) -> int:
+    """Blocks, and parts with parameters that are never cast, which FSDP wraps on their own."""
+    parts = [part for layer in (*config.layers, *config.mtp) for part in layer.parts]
+    return _block_count(config) + sum(part_kind(part) in UNCAST for part in parts)
 
 
 def _rounded(seconds: float) -> float:

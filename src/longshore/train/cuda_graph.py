@@ -31,13 +31,14 @@ from longshore.model.interface import Output
 from longshore.model.rope import Tables
 from longshore.plan.graph_use import GraphSetting, GraphWay, graph_way
 from longshore.train.graph_piece import GraphMemory
-from longshore.train.graph_shape import GraphedBlock, GraphShape, RecordingError, graphed_block
+from longshore.train.graph_recorder import RecordingError
+from longshore.train.graph_shape import GraphedBlock, GraphShape, graphed_block
 
 
 class GraphedLayers:
     """Puts itself in the place of the blocks' forward, after FSDP has wrapped them.
 
-    failed: why a shape is not replayed, if one is not.
+    failed: what is not replayed after all, and why.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class GraphedLayers:
         self.shapes: dict[tuple[GraphWay, int], GraphShape] = {}
         self.failed: list[str] = []
         self.blocks = 0
+        self._off: set[tuple[GraphWay, type]] = set()
         self._packs: object = None
         self._shape: GraphShape | None = None
         for block in model.layers.values():
@@ -73,28 +75,31 @@ class GraphedLayers:
         if ctx.packs is not self._packs:
             self._begin(ctx, tables)
         shape = self._shape
-        if shape is None:
-            return graphed.eager(x_TC, ctx, tables)
-        if shape.is_off and not shape.has(graphed):
-            return graphed.eager(x_TC, ctx, tables)
-        if self.bytes > self.most_bytes and not shape.has(graphed):
-            self._turn_off(
-                shape,
-                f"graphs take {self.bytes / 2**30:.1f} GiB, more than the "
-                f"{self.most_bytes / 2**30:.1f} GiB of graph.memory_gib",
-            )
+        if shape is None or self._is_off(shape, graphed):
             return graphed.eager(x_TC, ctx, tables)
         try:
             return shape.run(graphed, x_TC, ctx, tables)
         except RecordingError as error:
-            self._turn_off(shape, str(error))
+            self._off.add((shape.way, graphed.kind))
+            self._fail(f"{graphed.kind.__name__}, {shape.way}", str(error))
             return graphed.eager(x_TC, ctx, tables)
 
-    def _turn_off(self, shape: GraphShape, reason: str) -> None:
-        """Runs a shape eagerly from now on; layers that are recorded still serve this round."""
-        shape.is_off = True
-        self.failed.append(f"{shape}: {reason}")
-        self.tell(f"CUDA graphs: {shape} runs without graphs: {reason}")
+    def _is_off(self, shape: GraphShape, graphed: GraphedBlock) -> bool:
+        """Layers that are recorded still serve a round in which others can no longer be."""
+        if shape.has(graphed):
+            return False
+        if not shape.is_off and self.bytes > self.most_bytes:
+            shape.is_off = True
+            self._fail(
+                str(shape),
+                f"graphs take {self.bytes / 2**30:.1f} GiB, more than the "
+                f"{self.most_bytes / 2**30:.1f} GiB of graph.memory_gib",
+            )
+        return shape.is_off or (shape.way, graphed.kind) in self._off
+
+    def _fail(self, what: str, reason: str) -> None:
+        self.failed.append(f"{what}: {reason}")
+        self.tell(f"CUDA graphs: {what} runs without graphs: {reason}")
 
     def _begin(self, ctx: SeqContext, tables: Tables) -> None:
         """Of a micro-batch: what serves it, with its boundaries and tables copied."""
@@ -120,7 +125,8 @@ class GraphedLayers:
         if shape.is_off:
             shape.pieces.clear()
         else:
+            recorded = len({block for block, _ in shape.pieces})
             self.tell(
-                f"CUDA graphs: recorded {self.blocks} layers for {shape}; "
+                f"CUDA graphs: recorded {recorded} layers for {shape}; "
                 f"{self.bytes / 2**30:.1f} GiB in all"
             )

@@ -15,13 +15,17 @@ tensors later recordings may overwrite. Within a recording nothing overlaps by i
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
 
 Outputs = tuple[Tensor, ...]
 Replay = Callable[[], None]
+
+
+class RecordingError(RuntimeError):
+    """A function that cannot be replayed: it waits for the GPU, or reads numbers on the host."""
 
 
 class CudaRecorder:
@@ -42,8 +46,11 @@ class CudaRecorder:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = run()
-            finally:
-                graph.capture_end()
+            except RuntimeError as error:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise RecordingError(str(error).strip().partition("\n")[0]) from error
+            graph.capture_end()
         self.bytes += torch.cuda.memory_reserved() - before
         return graph.replay, outputs
 

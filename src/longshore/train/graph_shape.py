@@ -24,11 +24,7 @@ from longshore.model.interface import Opaque, Output, Rows, ThreeStepMixer
 from longshore.model.rope import Tables
 from longshore.plan.graph_use import GraphWay
 from longshore.train.graph_piece import GraphMemory, GraphPiece, Owner, parameters_of
-
-
-class RecordingError(RuntimeError):
-    """What cannot be replayed: it reads numbers on the host that change from round to round."""
-
+from longshore.train.graph_recorder import RecordingError
 
 EagerBlock = Callable[[Tensor, SeqContext, Tables], Output]
 
@@ -47,6 +43,11 @@ class GraphedBlock:
     """Whether the rest of the block is."""
     owners: list[Owner]
     """Of the parameters that are read."""
+
+    @property
+    def kind(self) -> type:
+        """Of the mixer that is replayed; without one, of the feed-forward part."""
+        return type(self.mixer if self.mixer is not None else self.block.mlp)
 
 
 @dataclass(eq=False)
