@@ -21,6 +21,7 @@ from longshore.batch import CPGroup, PackContext, whole_context
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 from longshore.model.interface import Exchanges
+from longshore.model.norm import Float32Parameters
 from longshore.model.rope import rope_tables
 from longshore.parallel.apply import set_exchanges
 from longshore.plan.layout import Stage, one_stage, parse_layout
@@ -329,3 +330,16 @@ def test_a_float64_decoder_has_a_float64_residual():
 def test_the_pad_token_must_be_one():
     with pytest.raises(ValueError, match=r"pad_token_id is 256; it must be a token, from 0 to 255"):
         replace(preset("tiny-llama"), pad_token_id=256)
+
+
+@pytest.mark.parametrize("name", ["tiny-hybrid", "tiny-qwen3-next"])
+def test_modules_that_fsdp_wraps_get_an_argument(name):
+    """In a recomputed block FSDP takes such a module for a root, and moves its first argument."""
+    model = Decoder(preset(name))
+    calls = []
+    for part in model.modules():
+        if isinstance(part, Float32Parameters):
+            part.register_forward_pre_hook(lambda _, args: calls.append(len(args)))
+    model(torch.arange(5))
+    assert calls
+    assert min(calls) > 0

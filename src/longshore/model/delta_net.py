@@ -84,8 +84,8 @@ class DeltaNet(ThreeStepMixer):
         mixed_TX = torch.cat([part.flatten(-2) for part in qkv], dim=-1)
         return (mixed_TX, b_TH, a_TH), (z_TRX,)
 
-    def apart(self) -> Rows:
-        per_head: Rows = self.per_head()
+    def apart(self, x: Tensor) -> Rows:
+        per_head: Rows = self.per_head(x)
         return per_head
 
     def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Tensor:

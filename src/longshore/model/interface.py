@@ -279,8 +279,11 @@ class ThreeStepMixer(nn.Module):
         """Rows for the core, and rows that `after` reads beside the core's output."""
         raise NotImplementedError
 
-    def apart(self) -> Rows:
-        """Tensors for the core that are made of parameters which FSDP gathers on their own."""
+    def apart(self, x: Tensor) -> Rows:
+        """Tensors for the core that are made of parameters which FSDP gathers on their own.
+
+        x: any tensor; a module that FSDP wraps must be called with an argument.
+        """
         return ()
 
     def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Tensor:
@@ -296,7 +299,7 @@ class ThreeStepMixer(nn.Module):
 
     @eager
     def _eager_core(self, ctx: SeqContext, *rows: Tensor) -> Tensor:
-        return self.core(ctx, self.apart(), *rows)
+        return self.core(ctx, self.apart(rows[0]), *rows)
 
 
 class Routed(NamedTuple):

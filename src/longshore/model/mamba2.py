@@ -61,8 +61,8 @@ class DecayAndSkip(Decay):
         super().__init__(heads)
         self.D = nn.Parameter(torch.ones(heads))
 
-    def forward(self) -> tuple[Tensor, ...]:
-        return *super().forward(), copied(self.D)
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return *super().forward(x), copied(self.D)
 
 
 class Mamba2(ThreeStepMixer):
@@ -93,8 +93,8 @@ class Mamba2(ThreeStepMixer):
         z_TX, mixed_TX, dt_TH = self.in_proj(x_TC).split(sizes, dim=-1)
         return (mixed_TX, dt_TH), (z_TX,)
 
-    def apart(self) -> Rows:
-        per_head: Rows = self.per_head()
+    def apart(self, x: Tensor) -> Rows:
+        per_head: Rows = self.per_head(x)
         return per_head
 
     def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Tensor:

@@ -204,7 +204,8 @@ class Decay(Float32Parameters):
         self.A_log = nn.Parameter(torch.zeros(heads))
         self.dt_bias = nn.Parameter(torch.zeros(heads))
 
-    def forward(self) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x: not read; FSDP wants an argument on GPUs, where a block is recomputed."""
         return -copied(self.A_log).exp(), copied(self.dt_bias)
 
 

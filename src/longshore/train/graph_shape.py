@@ -109,7 +109,7 @@ class GraphShape:
     def run(self, graphed: GraphedBlock, x_TC: Tensor, ctx: SeqContext, tables: Tables) -> Output:
         block, mixer = graphed.block, graphed.mixer
         if mixer is not None:
-            apart = mixer.apart()
+            apart = mixer.apart(x_TC)
             if self.way == "whole":
                 rows = self._piece(graphed, "whole", self._whole)(x_TC, *apart)
             else:
