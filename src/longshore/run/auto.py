@@ -16,7 +16,10 @@ from longshore.arch.part import Sharing
 from longshore.arch.stage_memory import ModelSplit
 from longshore.choices import ShardMode
 from longshore.config.check import check_longest, pipeline_layout, shared_heads
+from longshore.config.check_graph import check_graph, graph_layers, no_gpu
+from longshore.config.located import settings_in_keys
 from longshore.config.schema import RunConfig
+from longshore.errors import SettingError
 from longshore.ops.backends import is_installed
 from longshore.plan.cost import Ints
 from longshore.plan.graph_use import GraphSetting
@@ -24,7 +27,6 @@ from longshore.plan.layout import Layout
 from longshore.plan.policy import policy_named
 from longshore.plan.shapes import legal_cp_sizes
 from longshore.run.graph_cap import (
-    check_graph_device,
     graph_bytes,
     graph_setting,
     with_buckets,
@@ -70,7 +72,7 @@ def resolve(
 
     lengths: of all sequences, for graph.max_sequences; without them that of the longest.
     """
-    check_graph_device(config, decoder, device=device)
+    _check_graph_device(config, decoder, device=device)
     layout = pipeline_layout(config, decoder)
     shard, why = _shard(config, decoder, layout, lanes=lanes, dtype=dtype, memory=memory)
     notes = [f"parallel.shard: {why}"] if config.parallel.shard == "auto" else []
@@ -177,3 +179,25 @@ def _compile(config: RunConfig, device: str) -> tuple[bool, str]:
     if config.graph.layers:
         return False, "false, because graph.layers is set"
     return True, "true, because train.kernels is plain"
+
+
+def _check_graph_device(config: RunConfig, decoder: DecoderConfig, *, device: str) -> None:
+    """Refuses graphs on a CPU that train.device=auto has chosen, and all that check_graph does."""
+    with settings_in_keys():
+        check_graph(config, decoder)
+        if config.graph.layers and device != "cuda":
+            raise no_gpu()
+        _check_kernels(config, decoder)
+
+
+def _check_kernels(config: RunConfig, decoder: DecoderConfig) -> None:
+    """Refuses scans by plain torch, which reads on the host how many chunks there are."""
+    for layer, package in (("mamba", "triton"), ("delta", "fla")):
+        if layer not in graph_layers(config, decoder):
+            continue
+        if config.train.kernels == "plain" or not is_installed(package):
+            raise SettingError(
+                f"{{graph_layers}} has {layer}, whose graphs need the kernels of {package}, but "
+                f"{{kernels}} is plain or {package} is not installed; install longshore[gpu], or "
+                f"leave {layer} out of {{graph_layers}}"
+            )

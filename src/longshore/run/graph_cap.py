@@ -15,12 +15,8 @@ from functools import partial
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.config.check import lane_align, planner_options
-from longshore.config.check_graph import check_graph, graph_layers, no_gpu
-from longshore.config.located import settings_in_keys
 from longshore.config.schema import GraphConfig, RunConfig
 from longshore.data.batches import Batches, Place
-from longshore.errors import SettingError
-from longshore.ops.backends import is_installed
 from longshore.plan.cost import Ints
 from longshore.plan.graph_use import (
     BUCKETS,
@@ -44,28 +40,6 @@ def graph_bytes(graph: GraphConfig, gpu_bytes: int) -> int:
     if not graph.layers:
         return 0
     return int(graph.memory_gib * GIB) or gpu_bytes // 10
-
-
-def check_graph_device(config: RunConfig, decoder: DecoderConfig, *, device: str) -> None:
-    """Refuses graphs on a CPU that train.device=auto has chosen, and all that check_graph does."""
-    with settings_in_keys():
-        check_graph(config, decoder)
-        if config.graph.layers and device != "cuda":
-            raise no_gpu()
-        _check_kernels(config, decoder)
-
-
-def _check_kernels(config: RunConfig, decoder: DecoderConfig) -> None:
-    """Refuses scans by plain torch, which reads on the host how many chunks there are."""
-    for layer, package in (("mamba", "triton"), ("delta", "fla")):
-        if layer not in graph_layers(config, decoder):
-            continue
-        if config.train.kernels == "plain" or not is_installed(package):
-            raise SettingError(
-                f"{{graph_layers}} has {layer}, whose graphs need the kernels of {package}, but "
-                f"{{kernels}} is plain or {package} is not installed; install longshore[gpu], or "
-                f"leave {layer} out of {{graph_layers}}"
-            )
 
 
 def with_buckets(config: RunConfig, capacity: int) -> tuple[RunConfig, list[str]]:
