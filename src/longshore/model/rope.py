@@ -56,13 +56,23 @@ def rope_tables(ropes: Sequence[RopeConfig], ctx: SeqContext, dtype: torch.dtype
     tables = {}
     positions_T1 = ctx.positions.double()[:, None]
     for rope in ropes:
-        angles_TR = positions_T1 * _by_token(rope, ctx)
-        factor = attention_factor(rope)
-        cos_TR, sin_TR = angles_TR.cos(), angles_TR.sin()
-        if factor != 1.0:
-            cos_TR, sin_TR = cos_TR * factor, sin_TR * factor
-        tables[rope] = (cos_TR.to(wide), sin_TR.to(wide))
+        tables[rope] = _cos_sin(rope, positions_T1 * _by_token(rope, ctx), wide)
     return _Tables(tables)
+
+
+def rope_at(rope: RopeConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(cos, sin) at these positions (N), where the scaling does not depend on the length."""
+    assert not isinstance(rope.scaling, DynamicScaling | LongRopeScaling)
+    angles_NR = positions.double()[:, None] * _on_device(rope, False, positions.device)
+    return _cos_sin(rope, angles_NR, dtype)
+
+
+def _cos_sin(rope: RopeConfig, angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    factor = attention_factor(rope)
+    cos, sin = angles.cos(), angles.sin()
+    if factor != 1.0:
+        cos, sin = cos * factor, sin * factor
+    return cos.to(dtype), sin.to(dtype)
 
 
 def _by_token(rope: RopeConfig, ctx: SeqContext) -> Tensor:

@@ -1,0 +1,179 @@
+"""DeepSeek-V4's attention as data: a window of near tokens, and entries that pool groups of tokens.
+
+In: numbers. Out: frozen configs, checked, which follow `Part`. A token at position p sees the
+tokens p − window + 1 … p of its sequence and, with a ratio r, the entries j < (p + 1) // r, each of
+which pools the tokens j·r … j·r + r − 1. Without an index it sees all of them (HCA, r = 128); with
+one the top_k that the index scores highest (CSA, r = 4), where an entry also pools the group before
+its own. Keys are the values too, and all heads share them.
+
+    entry_pairs(9, ratio=4) = 8: positions 3 … 6 see one entry, 7 and 8 see two; 6 with most=1
+
+With window 2, ratio 4 and no index, a sequence of 9 tokens has 17 pairs of tokens and 8 of a token
+and an entry, so that H heads of D dims have 4·H·D·25 FLOPs in the core.
+"""
+
+from dataclasses import dataclass, field
+
+from longshore.arch.checks import check_counts, check_more_than
+from longshore.arch.part import Product, Saved, Sharing, causal_pairs
+from longshore.arch.rope import DynamicScaling, LongRopeScaling, RopeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexConfig:
+    """What chooses the entries that a token attends to."""
+
+    heads: int
+    """Of its queries; all of them score one key of each entry."""
+    head_dim: int
+    """Width of its queries and keys."""
+    top_k: int
+    """Entries that a token attends to, at most."""
+    loss_weight: float = 1.0
+    """Weight of its loss in the total; 0 to leave it untrained."""
+
+    def __post_init__(self) -> None:
+        check_counts(self, "heads", "head_dim", "top_k")
+        if self.loss_weight != 0:
+            check_more_than(0, self, "loss_weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseAttentionConfig:
+    """Attention to a window and to pooled entries."""
+
+    heads: int
+    """Query heads; they share one key, which is the value too."""
+    head_dim: int
+    """Width of a head."""
+    rope_dim: int
+    """Trailing dims of a head, with rotary position; those of the index's heads too."""
+    q_rank: int
+    """Width of the queries' latent."""
+    window: int
+    """A token sees itself and the window − 1 tokens before it."""
+    ratio: int = 0
+    """Tokens of an entry's group; 0: there are no entries."""
+    index: IndexConfig | None = None
+    """Chooses entries, whose groups then overlap; None: a token attends to all it may see."""
+    o_groups: int = 1
+    """Groups of heads, each projected to o_rank on its own."""
+    o_rank: int
+    """Width of each group's projection."""
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    """Rotary position embeddings of the rope_dim dims."""
+
+    def __post_init__(self) -> None:
+        check_counts(self, "heads", "head_dim", "rope_dim", "q_rank", "window", "o_groups")
+        check_counts(self, "o_rank")
+        if self.ratio != 0:
+            check_counts(self, "ratio")
+        name = type(self).__name__
+        if self.index is not None and not self.ratio:
+            raise ValueError(f"{name}.index is given, but ratio is 0: there are no entries to choose")
+        narrowest = min(self.head_dim, self.index.head_dim if self.index else self.head_dim)
+        if self.rope_dim > narrowest:
+            raise ValueError(
+                f"{name}.rope_dim is {self.rope_dim}; the narrowest head has {narrowest} dims"
+            )
+        if self.heads % self.o_groups:
+            raise ValueError(
+                f"{name}.o_groups is {self.o_groups}; it must divide heads, {self.heads}"
+            )
+        if isinstance(self.rope.scaling, DynamicScaling | LongRopeScaling):
+            raise ValueError(
+                f"{name}.rope has {type(self.rope.scaling).__name__}; entries of sequences of all "
+                "lengths have the same positions, so it may not depend on the length"
+            )
+        _ = self.ropes
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        return (self.rope.within(self.rope_dim),)
+
+    @property
+    def entry_channels(self) -> int:
+        """Channels of a token that entries pool: two rows where groups overlap."""
+        if not self.ratio:
+            return 0
+        return self.head_dim * (2 if self.index is not None else 1)
+
+    def parameters(self, width: int) -> int:
+        norms = self.q_rank + self.head_dim + (self.head_dim if self.ratio else 0)
+        biases = self.heads + self.ratio * self.entry_channels
+        if self.index is not None:
+            norms += self.index.head_dim
+            biases += self.ratio * 2 * self.index.head_dim
+        return self._weights(width) + norms + biases
+
+    def flops(self, width: int, length: int) -> int:
+        """Scores of the index are counted twice where an entry is chosen: for its loss, too.
+
+        The choice itself has no backward, so that three times this is a little too much for a step.
+        """
+        index, near = self.index, causal_pairs(length, window=self.window)
+        most = None if index is None else index.top_k
+        attended = entry_pairs(length, ratio=self.ratio, most=most)
+        core = 4 * self.heads * self.head_dim * (near + attended)
+        if index is not None:
+            scored = entry_pairs(length, ratio=self.ratio) + attended
+            core += 2 * index.heads * index.head_dim * scored
+        return 2 * length * self._weights(width) + core
+
+    def products(self, width: int) -> tuple[Product, ...]:
+        queries, groups = self.heads * self.head_dim, self.o_groups
+        first = Product(width, self.q_rank), Product(self.q_rank, queries)
+        pooled = (Product(width, self.entry_channels),) * 2 if self.ratio else ()
+        output = (Product(queries // groups, self.o_rank),) * groups
+        return (
+            *first,
+            Product(width, self.head_dim),
+            *pooled,
+            *self._index_products(width),
+            *output,
+            Product(groups * self.o_rank, width),
+        )
+
+    def saved(self, width: int) -> Saved:
+        raise NotImplementedError
+
+    def gathered(self) -> int:
+        """Its share of an entry, and of the index's key of it."""
+        if not self.ratio:
+            return 0
+        keys = self.head_dim + (self.index.head_dim if self.index is not None else 0)
+        return -(-keys // self.ratio)
+
+    def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:
+        """None: lanes fetch tokens of the window and entries, whatever the setting."""
+        return ()
+
+    def _index_products(self, width: int) -> tuple[Product, ...]:
+        """Of its keys and their gates, its queries and the weights of its heads."""
+        index = self.index
+        if index is None:
+            return ()
+        keys, queries = 2 * index.head_dim, index.heads * index.head_dim
+        return (
+            Product(width, keys),
+            Product(width, keys),
+            Product(self.q_rank, queries),
+            Product(width, index.heads),
+        )
+
+    def _weights(self, width: int) -> int:
+        """Of all matrices."""
+        return sum(product.k * product.n for product in self.products(width))
+
+
+def entry_pairs(length: int, *, ratio: int, most: int | None = None) -> int:
+    """Pairs of a token and an entry it sees, `most` of each token: the latest or the chosen ones.
+
+    Position p sees min(most, (p + 1) // ratio): of 9 tokens at ratio 4 four see one, two see two.
+    """
+    if not ratio:
+        return 0
+    full = length // ratio
+    counted = full if most is None else min(full, most)
+    # Entry j is seen from position (j + 1)·ratio − 1 on; beyond `most` a token drops another one.
+    return counted * (length + 1) - ratio * counted * (counted + 1) // 2

@@ -1,0 +1,237 @@
+"""DeepSeek-V4's attention as a mixer: project, rotate, pool entries, choose some, attend, project.
+
+In: hidden states (T, C), the context, the rotary tables. Out: (T, C), and where an index chooses
+the entries also the sum of its loss over the real tokens. A token has one row of keys, which are
+its values, for all heads; so what a query sums up has the rotations of the tokens it saw, and the
+rotation at the query's own position is taken back after it. How entries are made and who sees them
+is in plan/entries.py.
+
+The index reads detached rows: its loss trains the index alone, and no other loss reaches it. Its
+loss is the divergence of its scores, as a softmax over the chosen entries, from how much attention
+these got from all heads.
+
+T tokens, E entries; H heads of width D; X = D channels that are pooled, or 2·D where groups
+overlap; J heads of the index of width I; K chosen entries. DeepSeek-V4-Flash with H 64, D 512 at a
+length of 65,536: a token sees 128 tokens and of its up to 16,384 entries the best 512, or at ratio
+128 all of up to 512.
+
+Hugging Face rotates dims 2i and 2i + 1 together, `rotate` dims i and i + R; see model/mla.py. The
+weights are put into our order on the way in, and back on the way out (hf/deepseek_v4_map.py).
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longshore.arch.part import Norm
+from longshore.arch.sparse_attention import SparseAttentionConfig
+from longshore.batch import PackContext, SeqContext
+from longshore.model.fill import NORM, RESIDUAL, ZEROS, Fill
+from longshore.model.interface import LOCAL, Exchanges, Rows, ThreeStepMixer, joined
+from longshore.model.norm import Float32Parameters, RMSNorm
+from longshore.model.rope import Tables
+from longshore.model.scan import copied
+from longshore.model.sparse_tables import EntryKind, entry_rope, entry_tables
+from longshore.ops.indexer import choose, index_loss
+from longshore.ops.pooling import pooled
+from longshore.ops.projections import projected
+from longshore.ops.rope import rotate
+from longshore.ops.sparse_attention import sparse_attention
+
+
+class SinksAndBiases(Float32Parameters):
+    """What is added to scores and to gates.
+
+    sinks: a logit of each head, which takes attention from all it sees. entries, index: what is
+    added to the gates of each token of a group, by its place there.
+    """
+
+    def __init__(self, config: SparseAttentionConfig) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.zeros(config.heads))
+        self.entries = self.index = None
+        if config.ratio:
+            self.entries = nn.Parameter(torch.zeros(config.ratio, config.entry_channels))
+        if config.index is not None:
+            self.index = nn.Parameter(torch.zeros(config.ratio, 2 * config.index.head_dim))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x: not read; FSDP wants an argument on GPUs, where a block is recomputed."""
+        given = (self.sinks, self.entries, self.index)
+        return tuple(copied(parameter) for parameter in given if parameter is not None)
+
+
+class EntryProjections(nn.Module):
+    """What is pooled into entries of width `head_dim`, its gates, and the norm of an entry."""
+
+    def __init__(self, width: int, channels: int, head_dim: int, *, norm: Norm) -> None:
+        super().__init__()
+        self.kv_proj = nn.Linear(width, channels, bias=False)
+        self.gate_proj = nn.Linear(width, channels, bias=False)
+        self.norm = RMSNorm(head_dim, norm)
+
+
+class EntryIndex(nn.Module):
+    """The queries that score entries by keys of the index's own, and the weights of its heads."""
+
+    def __init__(self, config: SparseAttentionConfig, width: int, *, norm: Norm) -> None:
+        super().__init__()
+        index = config.index
+        assert index is not None
+        self.config = index
+        self.start = index.head_dim - config.rope_dim
+        self.q_up = nn.Linear(config.q_rank, index.heads * index.head_dim, bias=False)
+        self.weights_proj = nn.Linear(width, index.heads, bias=False)
+        self.keys = EntryProjections(width, 2 * index.head_dim, index.head_dim, norm=norm)
+
+    def before(self, x_TC: Tensor, latent_TQ: Tensor, table: tuple[Tensor, Tensor]) -> Rows:
+        """From detached rows: queries, weights of heads, and what its keys pool, with gates."""
+        linears = (self.weights_proj, self.keys.kv_proj, self.keys.gate_proj)
+        weights_TJ, keys_TX, gates_TX = projected(x_TC, linears)
+        q_TJI = self.q_up(latent_TQ).unflatten(-1, (-1, self.config.head_dim))
+        scale = (self.config.heads * self.config.head_dim) ** -0.5
+        return rotate(q_TJI, *table, start=self.start), weights_TJ * scale, keys_TX, gates_TX
+
+
+class SparseAttention(ThreeStepMixer):
+    """exchanges: how the lane reaches rows of shared packs; set by parallel/apply.py."""
+
+    FILLS: ClassVar[Mapping[str, Fill]] = {
+        "o_up.weight": RESIDUAL,
+        "q_norm.weight": NORM,
+        "kv_norm.weight": NORM,
+        "entries.norm.weight": NORM,
+        "index.keys.norm.weight": NORM,
+        "biases.sinks": ZEROS,
+        "biases.entries": ZEROS,
+        "biases.index": ZEROS,
+    }
+
+    def __init__(self, config: SparseAttentionConfig, width: int, *, norm: Norm) -> None:
+        super().__init__()
+        self.config, self.eps = config, norm.eps
+        self.exchanges: Exchanges = LOCAL
+        self.rope = config.ropes[0]
+        self.start = config.head_dim - config.rope_dim
+        self.kind = EntryKind.of(config)
+        queries, groups = config.heads * config.head_dim, config.o_groups
+        self.q_down = nn.Linear(width, config.q_rank, bias=False)
+        self.q_norm = RMSNorm(config.q_rank, norm)
+        self.q_up = nn.Linear(config.q_rank, queries, bias=False)
+        self.kv_proj = nn.Linear(width, config.head_dim, bias=False)
+        self.kv_norm = RMSNorm(config.head_dim, norm)
+        self.biases = SinksAndBiases(config)
+        self.entries = self.index = None
+        if config.ratio:
+            channels = config.entry_channels
+            self.entries = EntryProjections(width, channels, config.head_dim, norm=norm)
+        if config.index is not None:
+            self.index = EntryIndex(config, width, norm=norm)
+        # Holds one matrix for each group of heads, one above the other; never called.
+        self.o_down = nn.Linear(queries // groups, groups * config.o_rank, bias=False)
+        self.o_up = nn.Linear(groups * config.o_rank, width, bias=False)
+
+    def before(self, x_TC: Tensor, tables: Tables) -> tuple[Rows, Rows]:
+        table, entries = tables[self.rope], self.entries
+        linears = [self.q_down, self.kv_proj]
+        if entries is not None:
+            linears += [entries.kv_proj, entries.gate_proj]
+        down_TQ, kv_TD, *pooled_TX = projected(x_TC, tuple(linears))
+        latent_TQ = self.q_norm(down_TQ)
+        q_THD = self.q_up(latent_TQ).unflatten(-1, (-1, self.config.head_dim))
+        q_THD = functional.rms_norm(q_THD, q_THD.shape[-1:], eps=self.eps)
+        near_T1D = rotate(self.kv_norm(kv_TD).unsqueeze(1), *table, start=self.start)
+        rows = (rotate(q_THD, *table, start=self.start), near_T1D.squeeze(1), *pooled_TX)
+        if self.index is not None:
+            rows += self.index.before(x_TC.detach(), latent_TQ.detach(), table)
+        return rows, table
+
+    def apart(self, x: Tensor) -> Rows:
+        biases: Rows = self.biases(x)
+        return biases
+
+    def core(
+        self, ctx: SeqContext, apart: Rows, *rows: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Raises ValueError for a pack that several lanes share."""
+        mixed, losses = list[Tensor](), list[Tensor]()
+        for exchange in self.exchanges.each(ctx):
+            pack = exchange.pack
+            own = tuple(row[pack.rows] for row in rows)
+            if self.index is None:
+                mixed.append(self._attend_all(pack, apart, own))
+                continue
+            attended, loss = self._attend_chosen(pack, ctx.is_real[pack.rows], apart, own)
+            mixed.append(attended)
+            losses.append(loss)
+        if self.config.index is None:
+            return joined(mixed)
+        return joined(mixed), torch.stack(losses).sum() * self.config.index.loss_weight
+
+    def after(self, mixed: Tensor, *kept: Tensor) -> Tensor:
+        cos_TR, sin_TR = kept
+        groups = self.config.o_groups
+        back_THD = rotate(mixed, cos_TR, -sin_TR, start=self.start)
+        grouped = back_THD.flatten(1).unflatten(1, (groups, -1))
+        weight = self.o_down.weight.unflatten(0, (groups, -1))
+        down = torch.einsum("tgi,gri->tgr", grouped, weight)
+        output_TC: Tensor = self.o_up(down.flatten(1))
+        return output_TC
+
+    def _attend_all(self, pack: PackContext, apart: Rows, rows: Rows) -> Tensor:
+        """To the window, and to all entries where there are any."""
+        q_THD, near_TD, *pooled_TX = rows
+        sinks_H, *bias = apart
+        entries_ED = near_TD.new_zeros(0, near_TD.shape[1])
+        if self.entries is not None:
+            entries_ED = self._pooled(pack, self.entries, *pooled_TX, *bias)
+        ranges = entry_tables(pack, self.kind, q_THD.device).ranges
+        mixed_THD, _ = sparse_attention(
+            q_THD, near_TD, entries_ED, sinks_H, ranges=ranges, scale=self.config.head_dim**-0.5
+        )
+        return mixed_THD
+
+    def _attend_chosen(
+        self, pack: PackContext, is_real_T: Tensor, apart: Rows, rows: Rows
+    ) -> tuple[Tensor, Tensor]:
+        """And the sum of the index's loss over real tokens."""
+        q_THD, near_TD, kv_TX, gates_TX, index_q_TJI, weights_TJ, keys_TX, key_gates_TX = rows
+        sinks_H, bias_GX, index_bias_GX = apart
+        assert self.entries is not None and self.index is not None
+        ranges = entry_tables(pack, self.kind, q_THD.device).ranges
+        entries_ED = self._pooled(pack, self.entries, kv_TX, gates_TX, bias_GX)
+        keys_EI = self._pooled(pack, self.index.keys, keys_TX, key_gates_TX, index_bias_GX)
+        top_k = self.index.config.top_k
+        chosen_TK = choose(index_q_TJI, weights_TJ, keys_EI, ranges=ranges, top_k=top_k)
+        mixed_THD, mass_TK = sparse_attention(
+            q_THD,
+            near_TD,
+            entries_ED,
+            sinks_H,
+            ranges=ranges,
+            scale=self.config.head_dim**-0.5,
+            chosen_TK=chosen_TK,
+            needs_mass=True,
+        )
+        assert mass_TK is not None
+        loss = index_loss(index_q_TJI, weights_TJ, keys_EI, chosen_TK, mass_TK, is_real_T)
+        return mixed_THD, loss
+
+    def _pooled(
+        self,
+        pack: PackContext,
+        projections: EntryProjections,
+        kv_TX: Tensor,
+        gates_TX: Tensor,
+        bias_GX: Tensor,
+    ) -> Tensor:
+        """The pack's entries, normed and rotated: (E, width of the norm)."""
+        rows_EG = entry_tables(pack, self.kind, kv_TX.device).rows
+        overlap = self.kind.overlap
+        entries_ED = projections.norm(pooled(kv_TX, gates_TX, bias_GX, rows_EG, overlap=overlap))
+        table = entry_rope(pack, self.kind, self.rope, kv_TX.dtype, kv_TX.device)
+        start = entries_ED.shape[1] - self.config.rope_dim
+        return rotate(entries_ED.unsqueeze(1), *table, start=start).squeeze(1)

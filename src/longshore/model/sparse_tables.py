@@ -1,0 +1,93 @@
+"""Tables of a pack that compressed sparse attention reads: who sees what, what an entry pools.
+
+In: a pack, a layer's window and ratio, the device. Out: EntryTables, shared by all layers with the
+same window and ratio. The loader makes them on the host (model/host_tables.py); what is missing is
+made here at its first use. The arithmetic is plan/entries.py's.
+
+A pack of sequences of 3 and 5 tokens, window 2, ratio 4 with overlapping groups: one entry at
+position 0, made of rows −1 −1 −1 −1 3 4 5 6, which the last two rows see.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longshore.arch.rope import RopeConfig
+from longshore.arch.sparse_attention import SparseAttentionConfig
+from longshore.batch import PackContext
+from longshore.model.rope import rope_at
+from longshore.ops.boundaries import table, to_device
+from longshore.ops.sparse_attention import RowRanges
+from longshore.plan.entries import (
+    near_rows,
+    owned_entries,
+    pooled_rows,
+    visible_entries,
+    whole_spans,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EntryKind:
+    """What the tables of a layer depend on besides the pack."""
+
+    window: int
+    """Tokens that a token sees."""
+    ratio: int
+    """Tokens of a group; 0 for no entries."""
+    overlap: bool
+    """Whether an entry pools the group before its own, too."""
+
+    @staticmethod
+    def of(config: SparseAttentionConfig) -> "EntryKind":
+        return EntryKind(config.window, config.ratio, config.index is not None)
+
+    def __str__(self) -> str:
+        overlap = ", overlapping" if self.overlap else ""
+        return f"entries of {self.ratio}{overlap}, window {self.window}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EntryTables:
+    """On the device."""
+
+    ranges: RowRanges
+    """What each row sees."""
+    rows: Tensor
+    """int32 (E, G): the rows that each entry pools, −1 for none."""
+    positions: Tensor
+    """int32 (E): of the first token of each entry's own group."""
+
+
+def entry_tables(pack: PackContext, kind: EntryKind, device: torch.device) -> EntryTables:
+    """Of a pack that the lane holds whole."""
+    if pack.group.cp_size != 1:
+        raise ValueError(
+            f"a pack is shared by {pack.group.cp_size} lanes, which compressed sparse attention "
+            "cannot do yet; plan with max_cp=1"
+        )
+    return table(pack.padded, str(kind), lambda: _entry_tables(pack, kind, device))
+
+
+def entry_rope(
+    pack: PackContext, kind: EntryKind, rope: RopeConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of each entry, (E, R), float32 or more."""
+    positions = entry_tables(pack, kind, device).positions
+    wide = torch.promote_types(dtype, torch.float32)
+    name = f"{kind}, rotated by {rope} in {wide}"
+    return table(pack.padded, name, lambda: rope_at(rope, positions, wide))
+
+
+def _entry_tables(pack: PackContext, kind: EntryKind, device: torch.device) -> EntryTables:
+    spans = whole_spans(pack.padded.offsets, pack.lengths, kind.ratio)
+    near = near_rows(spans, kind.window)
+    entries = visible_entries(spans, kind.ratio)
+    first, stop, entry_first, entry_count = (to_device(each, device) for each in (*near, *entries))
+    numbers, _ = owned_entries(spans, kind.ratio)
+    return EntryTables(
+        ranges=RowRanges(first, stop, entry_first, entry_count),
+        rows=to_device(pooled_rows(spans, kind.ratio, overlap=kind.overlap), device),
+        positions=to_device((numbers * kind.ratio).astype("int32"), device),
+    )
