@@ -96,6 +96,7 @@ def alone(config: DecoderConfig, samples: dict[int, Sample]) -> Outcome:
         ]
         loss = sums[0] + sum(MTP_WEIGHT / len(mtp) * part for part in sums[1:])
         loss = loss + sum(r.auxiliary / max(1, seen[r.depth]) for r in out.routed)
+        loss = loss + sum(m.total / max(1, seen[m.depth]) for m in out.mixer_losses)
         loss.backward()
         # A step gives the others no label.
         counted = out.values.where(main.targets.loss_mask, 0)

@@ -36,7 +36,7 @@ class Stepper:
         self.seen.append(f"queued {self.number}")
         loss = float("nan") if self.number == self.bad else 2.0
         stops = torch.tensor([float(self.number == self.stop)], dtype=torch.float64)
-        losses = torch.tensor([loss, 0.0], dtype=torch.float64)
+        losses = torch.tensor([loss, 0.0, 0.0], dtype=torch.float64)
         return StepResult(losses, torch.tensor(1.0), stops, (), RoundResults((), (), ()))
 
 

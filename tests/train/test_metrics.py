@@ -42,7 +42,7 @@ NAMES = [
 
 
 def test_a_line_has_just_these_names_in_this_order():
-    optional = ["balance_loss", "mtp_losses", "graphed", "graph_gib"]
+    optional = ["balance_loss", "index_loss", "mtp_losses", "graphed", "graph_gib"]
     assert [field.name for field in fields(StepMetrics)] == [*NAMES, *optional]
     more = json.loads(replace(METRICS, balance_loss=0.1, mtp_losses=(5.0, 6.0)).to_json())
     assert (more["balance_loss"], more["mtp_losses"]) == (0.1, [5.0, 6.0])

@@ -21,8 +21,8 @@ def no_fsdp(monkeypatch):
     monkeypatch.setattr(executor, "begin_round", lambda model, **options: None)
 
 
-def stepper_of(loss, dtype=torch.float64):
-    model = Decoder(deepseek()).to(dtype)
+def stepper_of(loss, dtype=torch.float64, config=None):
+    model = Decoder(config or deepseek()).to(dtype)
     init_decoder(model, seed=3)
     here = SimpleNamespace(device=torch.device("cpu"), tp=1)
     return Stepper(model, None, here, "none", loss, 0.0, MTP_WEIGHT)

@@ -72,7 +72,8 @@ def runnable(
 
     def forward() -> tuple[Tensor, list[Tensor]]:
         output = module(hidden_TC, ctx, tables)
-        return output.values, [routed.auxiliary for routed in output.routed]
+        losses = [routed.auxiliary for routed in output.routed]
+        return output.values, [*losses, *(loss.total for loss in output.mixer_losses)]
 
     def both() -> None:
         values, losses = forward()

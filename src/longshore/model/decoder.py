@@ -45,7 +45,7 @@ from torch.nn import functional
 from longshore.arch.decoder import DecoderConfig, LayerConfig, ropes_of
 from longshore.arch.part import Norm
 from longshore.batch import Depth, SeqContext, whole_context
-from longshore.model.interface import Context, Opaque, Output, Routed
+from longshore.model.interface import Context, MixerLoss, Opaque, Output, Routed, with_loss
 from longshore.model.norm import RMSNorm
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.model.rope import Tables, rope_tables
@@ -76,11 +76,12 @@ class Block(nn.Module):
         self._compiled = torch.compile(self._run, **options)
 
     def _run(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Output:
-        mixed_TC = None
+        mixed_TC = loss = None
         if self.mixer is not None and self.mixer_norm is not None:
             x_TC, normed_TC = self.mixer_norm.add(x_TC, None)
-            mixed_TC = self.mixer(normed_TC, ctx, tables)
-        return self.feed(x_TC, mixed_TC, ctx)
+            mixed_TC, loss = with_loss(self.mixer(normed_TC, ctx, tables))
+        output = self.feed(x_TC, mixed_TC, ctx)
+        return output if loss is None else output._replace(mixer_losses=(MixerLoss(loss),))
 
     def feed(self, x_TC: Tensor, mixed_TC: Tensor | None, ctx: Context) -> Output:
         """The rest of the block, from its input and what the mixer made of it."""
@@ -111,9 +112,12 @@ class MTPDepth(nn.Module):
         self, hidden_TC: Tensor, embedded_TC: Tensor, ctx: SeqContext, tables: Tables
     ) -> Output:
         both = torch.cat([self.embed_norm(embedded_TC), self.hidden_norm(hidden_TC)], dim=-1)
-        hidden_TC, routed, _ = self.block(self.proj(both), ctx.ahead(self.depth), tables)
-        here = tuple(layer._replace(depth=self.depth) for layer in routed)
-        return Output(self.norm(hidden_TC), here)
+        out = self.block(self.proj(both), ctx.ahead(self.depth), tables)
+        return Output(
+            self.norm(out.values),
+            tuple(layer._replace(depth=self.depth) for layer in out.routed),
+            mixer_losses=tuple(loss._replace(depth=self.depth) for loss in out.mixer_losses),
+        )
 
 
 class Head(nn.Module):
@@ -197,25 +201,29 @@ class Decoder(nn.Module):
         if ctx is None:
             ctx = whole_context((x.shape[0],), device=x.device)
         self._check(x, ctx, labels, mtp)
-        streams, tables, routed = self._trunk(x, ctx)
+        streams, tables, routed, mixer_losses = self._trunk(x, ctx)
         for index in self.stage.depths if mtp else ():
             assert self.embed is not None
             ids = mtp[index].token_ids
             assert ids is not None, "a stage with a depth reads the ids ahead"
-            ahead_TC, more, _ = self.mtp[str(index)](streams[-1], self.embed(ids), ctx, tables)
-            streams.append(ahead_TC)
-            routed += more
+            out = self.mtp[str(index)](streams[-1], self.embed(ids), ctx, tables)
+            streams.append(out.values)
+            routed += out.routed
+            mixer_losses += out.mixer_losses
         if self.head is None:
-            return Output(streams[0] if len(streams) == 1 else torch.cat(streams), routed)
+            rows = streams[0] if len(streams) == 1 else torch.cat(streams)
+            return Output(rows, routed, mixer_losses=mixer_losses)
         tied_VC = self.embed.weight if self.tied and self.embed is not None else None
         values = self.head(streams[0], labels, tied_VC, summed=summed)
         losses = []
         for ahead_TC, depth in zip(streams[1:], mtp, strict=True):
             assert depth.targets is not None, "the stage with the head reads the targets"
             losses.append(self.head(ahead_TC, depth.targets.labels, tied_VC, summed=summed))
-        return Output(values, routed, tuple(losses))
+        return Output(values, routed, tuple(losses), mixer_losses)
 
-    def _trunk(self, x: Tensor, ctx: SeqContext) -> tuple[list[Tensor], Tables, tuple[Routed, ...]]:
+    def _trunk(
+        self, x: Tensor, ctx: SeqContext
+    ) -> tuple[list[Tensor], Tables, tuple[Routed, ...], tuple[MixerLoss, ...]]:
         """Embedding, layers and last norm, as far as they are here; all streams of rows."""
         streams = [self.embed(x)] if self.stage.embed and self.embed is not None else []
         streams = streams or list(x.split(ctx.tokens // self.row_ranks))
@@ -223,15 +231,17 @@ class Decoder(nn.Module):
         tables = rope_tables(self.ropes, ctx, hidden_TC.dtype)
         if self.config.float32_residual and self.stage.embed:
             hidden_TC = hidden_TC.to(torch.promote_types(hidden_TC.dtype, torch.float32))
-        routed: tuple[Routed, ...] = ()
+        routed, mixer_losses = tuple[Routed, ...](), tuple[MixerLoss, ...]()
         for block in self.layers.values():
-            hidden_TC, more, _ = block(hidden_TC, ctx, tables)
-            routed += more
+            out = block(hidden_TC, ctx, tables)
+            hidden_TC = out.values
+            routed += out.routed
+            mixer_losses += out.mixer_losses
         if self.norm is not None:
             hidden_TC = self.norm(hidden_TC)
             if self.config.float32_residual:
                 hidden_TC = hidden_TC.to(self.norm.weight.dtype)
-        return [hidden_TC, *streams[1:]], tables, routed
+        return [hidden_TC, *streams[1:]], tables, routed, mixer_losses
 
     def _check(
         self, x: Tensor, ctx: SeqContext, labels: Tensor | None, mtp: Sequence[Depth]

@@ -30,6 +30,10 @@ the exchanges of a CP group in its place. model/ itself knows no process group.
 
 A decoder of two layers of experts and one depth of multi-token prediction returns, with labels,
 Output(nll_T, (Routed, Routed), (nll_T,)); a dense one Output(nll_T, (), ()).
+
+A mixer may have a loss of its own: its `forward` (of a ThreeStepMixer: its `core`) then returns a
+pair, the rows and the 0-dim sum of that loss over this lane's real rows (ctx.is_real), times its
+weight. The step divides the sum by the real tokens of all lanes and adds it to the loss.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -269,6 +273,16 @@ def eager(method: Callable[..., Returned]) -> Callable[..., Returned]:
     return run  # type: ignore[no-any-return]
 
 
+Mixed = Tensor | tuple[Tensor, Tensor]
+"""What a mixer returns: its rows; and, if it has a loss of its own, that loss (0-dim): the sum over
+this lane's real rows, times its weight."""
+
+
+def with_loss(mixed: Mixed) -> tuple[Tensor, Tensor | None]:
+    """The rows, and the mixer's own loss or None."""
+    return mixed if isinstance(mixed, tuple) else (mixed, None)
+
+
 class ThreeStepMixer(nn.Module):
     """A mixer whose core alone reads the context: `before` and `after` take each token by itself.
 
@@ -286,19 +300,21 @@ class ThreeStepMixer(nn.Module):
         """
         return ()
 
-    def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Tensor:
-        """What mixes the tokens of each sequence."""
+    def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Mixed:
+        """What mixes the tokens of each sequence; see Mixed for a mixer with a loss."""
         raise NotImplementedError
 
     def after(self, mixed: Tensor, *kept: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def forward(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Tensor:
+    def forward(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Mixed:
         rows, kept = self.before(x_TC, tables)
-        return self.after(self._eager_core(ctx, *rows), *kept)
+        mixed, loss = with_loss(self._eager_core(ctx, *rows))
+        output_TC = self.after(mixed, *kept)
+        return output_TC if loss is None else (output_TC, loss)
 
     @eager
-    def _eager_core(self, ctx: SeqContext, *rows: Tensor) -> Tensor:
+    def _eager_core(self, ctx: SeqContext, *rows: Tensor) -> Mixed:
         return self.core(ctx, self.apart(rows[0]), *rows)
 
 
@@ -316,6 +332,15 @@ class Routed(NamedTuple):
     """Of multi-token prediction, 0 in the decoder itself: which tokens were counted."""
 
 
+class MixerLoss(NamedTuple):
+    """The loss that the mixer of one layer has of its own."""
+
+    total: Tensor
+    """0-dim: the sum over this lane's real rows, times its weight."""
+    depth: int = 0
+    """Of multi-token prediction, 0 in the decoder itself: which rows were counted."""
+
+
 class Output(NamedTuple):
     """What a model returns."""
 
@@ -325,3 +350,5 @@ class Output(NamedTuple):
     """Of each layer of experts, in their order."""
     mtp: tuple[Tensor, ...] = ()
     """The losses (T) of each depth of multi-token prediction."""
+    mixer_losses: tuple[MixerLoss, ...] = ()
+    """Of each layer whose mixer has a loss of its own, in their order."""

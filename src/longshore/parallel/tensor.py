@@ -38,7 +38,7 @@ from longshore.distributed.collectives import gather, reduce_scatter, sum_over
 from longshore.distributed.topology import Topology
 from longshore.model.decoder import Block, Decoder
 from longshore.model.feed_forward import MoE
-from longshore.model.interface import Context, Routed, eager
+from longshore.model.interface import Context, Mixed, Routed, eager, with_loss
 from longshore.model.mamba2 import Mamba2
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.ops.cross_entropy import VocabularyPart, linear_cross_entropy
@@ -178,12 +178,14 @@ def _split_pair(
 
 
 def _replicated(
-    forward: Callable[..., Tensor],
+    forward: Callable[..., Mixed],
     group: ProcessGroup,
     x: Tensor,
     *args: Any,  # noqa: ANN401
-) -> Tensor:
-    return _own_rows(forward(_all_rows(x, group), *args), group)
+) -> Mixed:
+    rows, loss = with_loss(forward(_all_rows(x, group), *args))
+    own = _own_rows(rows, group)
+    return own if loss is None else (own, _own_share(loss, group))
 
 
 def _replicated_pair(

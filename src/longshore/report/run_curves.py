@@ -22,6 +22,7 @@ MOST_POINTS = 1000
 SHOWN = (
     "loss",
     "balance_loss",
+    "index_loss",
     "grad_norm",
     "lr",
     "tokens_per_s",

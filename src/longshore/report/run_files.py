@@ -30,6 +30,7 @@ Floats = NDArray[np.float64]
 METRICS = (
     "loss",
     "balance_loss",
+    "index_loss",
     "grad_norm",
     "lr",
     "tokens",

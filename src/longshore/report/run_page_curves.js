@@ -7,6 +7,7 @@ const CHARTS = [
   ["loss", "Loss", "Training loss of each step", [["loss", "training"]], figureText, { large: true }],
   ["depths", "Multi-token prediction loss", "By depth", "depths", figureText, {}],
   ["balance", "Balance loss", "Penalty for uneven use of experts", [["balance_loss", "balance"]], figureText, {}],
+  ["index", "Index loss", "How far indexers are from what attention reads", [["index_loss", "index"]], figureText, {}],
   ["grad", "Gradient norm", "Before clipping", [["grad_norm", "gradient norm"]], figureText, {}],
   ["lr", "Learning rate", "", [["lr", "learning rate"]], figureText, { steady: true }],
   ["speed", "Tokens per second", "Real tokens, over all lanes", [["tokens_per_s", "tokens/s"]], compact, {}],

@@ -20,7 +20,15 @@ from longshore.arch.part import Part
 from longshore.arch.rope import RopeConfig
 from longshore.batch import Boundaries, SeqContext
 from longshore.model.decoder import Block
-from longshore.model.interface import Opaque, Output, Rows, ThreeStepMixer
+from longshore.model.interface import (
+    Mixed,
+    MixerLoss,
+    Opaque,
+    Output,
+    Rows,
+    ThreeStepMixer,
+    with_loss,
+)
 from longshore.model.rope import Tables
 from longshore.plan.graph_use import GraphWay
 from longshore.train.graph_piece import GraphMemory, GraphPiece, Owner, parameters_of
@@ -120,8 +128,10 @@ class GraphShape:
         if self.memory.recompute:
             return graphed.eager(x_TC, ctx, tables)
         x_TC, normed_TC = block.mixer_norm.add(x_TC, None)
-        mixed_TC = block.mixer(normed_TC, ctx, tables)
-        return Output(self._piece(graphed, "feed", self._feed)(x_TC, mixed_TC)[0])
+        mixed_TC, loss = with_loss(block.mixer(normed_TC, ctx, tables))
+        losses = () if loss is None else (MixerLoss(loss),)
+        output_TC = self._piece(graphed, "feed", self._feed)(x_TC, mixed_TC)[0]
+        return Output(output_TC, mixer_losses=losses)
 
     def _feed_eagerly(self, block: Block, rows: Rows, ctx: SeqContext) -> Output:
         x_TC, mixed_TC = rows
@@ -136,7 +146,7 @@ class GraphShape:
         assert graphed.mixer is not None
         x_TC, *rows = self._piece(graphed, "before", self._before)(x_TC)
         count = self.core_rows[graphed.block]
-        mixed = graphed.mixer.core(ctx, apart, *rows[:count])
+        mixed = _without_loss(graphed.mixer.core(ctx, apart, *rows[:count]))
         # Its gradients wait in their parameters while the other half runs backward.
         after = self._piece(graphed, "after", self._after, keeps_gradients=True)
         return after(x_TC, mixed, *rows[count:])
@@ -176,7 +186,8 @@ class GraphShape:
         assert mixer is not None
         assert self.ctx is not None
         x_TC, rows, kept = self._projected(graphed, x_TC)
-        return self._finished(graphed, x_TC, mixer.core(self.ctx, tuple(apart), *rows), kept)
+        mixed = _without_loss(mixer.core(self.ctx, tuple(apart), *rows))
+        return self._finished(graphed, x_TC, mixed, kept)
 
     def _before(self, graphed: GraphedBlock, inputs: Rows) -> Rows:
         (x_TC,) = inputs
@@ -213,6 +224,12 @@ class GraphShape:
         self.memory.addresses.clear()
         for piece in self.pieces.values():
             piece.release()
+
+
+def _without_loss(mixed: Mixed) -> Tensor:
+    rows, loss = with_loss(mixed)
+    assert loss is None, "config/check_graph.py names no mixer with a loss of its own"
+    return rows
 
 
 NO_CONTEXT = Opaque(None)  # type: ignore[arg-type]

@@ -212,7 +212,7 @@ class _Meter:
         done.end.wait()
         experts = _experts(done)
         losses = len(done.numbers) - sum(map(len, experts))
-        norm, loss, balance, *depths = done.numbers[1:losses].tolist() or (None, None, None)
+        norm, loss, balance, index, *depths = done.numbers[1:losses].tolist() or (None,) * 4
         elapsed = done.end.since(done.begin)
         step, plan = done.step, done.step.plan
         counts = step.batches[0].counts
@@ -241,6 +241,7 @@ class _Meter:
             memory_gib=peak_memory(self.machine.device) / GIB,
             skipped=done.result is None,
             balance_loss=balance or None,
+            index_loss=index or None,
             mtp_losses=tuple(depths) or None,
             graphed=graphed,
             graph_gib=graph_gib,

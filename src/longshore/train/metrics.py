@@ -21,8 +21,9 @@ from typing import Any
 
 from longshore.files import reason, write_atomically
 
-OPTIONAL = ("balance_loss", "mtp_losses", "graphed", "graph_gib")
-"""Left out without experts, without multi-token prediction, and without CUDA graphs."""
+OPTIONAL = ("balance_loss", "index_loss", "mtp_losses", "graphed", "graph_gib")
+"""Left out without experts, without mixers that have a loss of their own, without multi-token
+prediction, and without CUDA graphs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,8 @@ class StepMetrics:
     """Whether the step had no loss token, so that nothing was updated."""
     balance_loss: float | None = None
     """The experts' balance loss."""
+    index_loss: float | None = None
+    """The mixers' own losses together: those of sparse attention's indexers."""
     mtp_losses: tuple[float, ...] | None = None
     """The loss of each depth of multi-token prediction."""
     graphed: Mapping[str, int] | None = None

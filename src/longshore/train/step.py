@@ -9,9 +9,11 @@ all sequences together, however they were packed:
 
 With experts or depths of multi-token prediction the loss is
 
-    main / loss tokens + balance / tokens + mtp_weight / depths · Σ depth_d / its loss tokens
+    main / loss tokens + (balance + mixers) / tokens
+    + mtp_weight / depths · Σ depth_d / its loss tokens
 
-where the balance loss of the experts of a depth is divided by the tokens that this depth sees.
+where losses of a depth's experts and mixer are divided by the tokens that this depth sees; a mixer
+may have a loss of its own, as that of sparse attention's indexer.
 A step without a loss token is skipped, on all lanes alike. The number of ranks that want the run to
 stop is summed over the lanes together with the losses, so that all ranks stop after the same step.
 """
@@ -68,8 +70,8 @@ class StepResult:
     """The result of a step, on the device; except for `rounds` it is the same on all ranks."""
 
     losses: Tensor
-    """float64 (2 + depths): the main loss, the experts' balance loss, then the loss of each depth
-    of multi-token prediction, each divided by its own count."""
+    """float64 (3 + depths): the main loss, the experts' balance loss, the mixers' own losses, then
+    the loss of each depth of multi-token prediction, each divided by its own count."""
     grad_norm: Tensor
     """0-dim: the global norm before clipping."""
     stops: Tensor
@@ -159,7 +161,7 @@ class Stepper:
         self, batches: list[MicroBatch], divisor: float, *, plan: Plan | None = None
     ) -> tuple[Tensor, RoutingCounts, RoundResults]:
         """Forward and backward of every round; returns this rank's part of the losses."""
-        device, terms = self.topology.device, 2 + len(self.model.config.mtp)
+        device, terms = self.topology.device, 3 + len(self.model.config.mtp)
         each = [torch.zeros(terms, dtype=torch.float64, device=device) for _ in batches]
         faults: list[Faults | None] = [None] * len(batches)
         counts = RoutingCounts()
@@ -226,15 +228,17 @@ class Stepper:
                 masked_sum(nll_T, _targets(depth)) / max(count, 1)
                 for nll_T, depth, count in zip(out.mtp, batch.mtp, batch.counts.mtp, strict=True)
             ]
-        balance = main.new_zeros(())
+        balance = mixers = main.new_zeros(())
         for routed in out.routed:
             balance = balance + routed.auxiliary / max(batch.counts.tokens_at(routed.depth), 1)
-        return torch.stack([main, balance, *depths]), faults
+        for loss in out.mixer_losses:
+            mixers = mixers + loss.total / max(batch.counts.tokens_at(loss.depth), 1)
+        return torch.stack([main, balance, mixers, *depths]), faults
 
     def weighted(self, losses: Tensor) -> Tensor:
         """The scalar loss to backpropagate."""
-        depths = losses[2:]
-        total = losses[:2].sum()
+        depths = losses[3:]
+        total = losses[:3].sum()
         return total + self.mtp_weight / len(depths) * depths.sum() if len(depths) else total
 
 
