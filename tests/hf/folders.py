@@ -164,3 +164,16 @@ def _make_lively(name, tensor):
         tensor.normal_()
     elif name.endswith("A_log"):
         tensor.uniform_(-1, 1)
+
+
+class TensorsInMemory:
+    """Reads blocks of tensors as files do; see hf/tensor_map.py: BlockReader."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def shape(self, name):
+        return tuple(self.tensors[name].shape)
+
+    def block(self, name, index):
+        return self.tensors[name][tuple(index)]

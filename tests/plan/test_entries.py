@@ -59,9 +59,7 @@ def test_whole_sequences(lengths, padding, ratio, window, overlap) -> None:
         start = row
         for place in range(count):
             seen = range(int(near[0][row]), int(near[1][row]))
-            assert [r - start for r in seen] == [
-                p for p in range(place + 1) if place - p < window
-            ]
+            assert [r - start for r in seen] == [p for p in range(place + 1) if place - p < window]
             numbers = [j for j in range(length // ratio) if (j + 1) * ratio <= place + 1]
             assert int(visible[1][row]) == len(numbers)
             assert int(visible[0][row]) == entry

@@ -70,7 +70,9 @@ class SparseAttentionConfig:
             check_counts(self, "ratio")
         name = type(self).__name__
         if self.index is not None and not self.ratio:
-            raise ValueError(f"{name}.index is given, but ratio is 0: there are no entries to choose")
+            raise ValueError(
+                f"{name}.index is given, but ratio is 0: there are no entries to choose"
+            )
         narrowest = min(self.head_dim, self.index.head_dim if self.index else self.head_dim)
         if self.rope_dim > narrowest:
             raise ValueError(

@@ -6,22 +6,28 @@ its boundaries, where the op looks for it under the same name; one that is missi
 the spot, once for each micro-batch. So what a maker leaves out costs time, and nothing else.
 
     table_makers(preset("tiny-llama"), scan="auto", device=device)     ()
+    table_makers(preset("tiny-deepseek-v4"), …)                        one for each window and ratio
 
 With a layer of Mamba2 on a GPU a pack of sequences of 100 and 70 tokens gets "ssd chunks of 64",
 which the kernels read, or without Triton "chunks of 64", which plain torch reads. A maker for a new
-kind of mixer, or for another table, is one entry of MAKERS.
+kind of mixer, or for another table, is one entry of MAKERS, or of PART_MAKERS where it depends on
+numbers of the part's config.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from longshore.arch.decoder import DecoderConfig
+from longshore.arch.part import Part
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
+from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.batch import Boundaries, PackContext, TableMaker
 from longshore.choices import Kernels, ScanKind
+from longshore.model.sparse_tables import EntryKind, entry_tables
 from longshore.ops.backends import is_installed
 from longshore.ops.boundaries import chunk_rows, chunks
 from longshore.ops.tables import chunk_table, conv_spans, filled_spans
@@ -50,9 +56,14 @@ def table_makers(
 ) -> tuple[TableMaker, ...]:
     """The makers of all kinds of parts in the decoder, each once."""
     layers = (*decoder.layers, *decoder.mtp)
-    kinds = {type(part): None for layer in layers for part in layer.parts}
-    makers = {maker: None for kind in kinds for maker in MAKERS.get(kind, ())}
+    parts = {part: None for layer in layers for part in layer.parts}
+    makers = {maker: None for part in parts for maker in _makers(part)}
     return tuple(partial(maker, setting=TableSetting(scan, device, kernels)) for maker in makers)
+
+
+def _makers(part: Part) -> tuple[Callable[..., None], ...]:
+    make = PART_MAKERS.get(type(part))
+    return MAKERS.get(type(part), ()) if make is None else (make(part),)
 
 
 def ssd_tables(pack: PackContext, *, setting: TableSetting) -> None:
@@ -79,6 +90,17 @@ def delta_tables(pack: PackContext, *, setting: TableSetting) -> None:
             filled_spans(bounds, bounds.offsets[-1], HOST)
 
 
+@dataclass(frozen=True, slots=True)
+class EntryTableMaker:
+    """What rows see and what entries pool, in layers of this kind."""
+
+    kind: EntryKind
+
+    def __call__(self, pack: PackContext, *, setting: TableSetting) -> None:
+        if pack.group.cp_size == 1:
+            entry_tables(pack, self.kind, HOST)
+
+
 def _plain_chunks(bounds: Boundaries, setting: TableSetting) -> None:
     """As large as they are on the device; their number is read on the host, so not for graphs."""
     chunks(bounds, bounds.offsets[-1], chunk_rows(setting.device), HOST)
@@ -99,3 +121,9 @@ MAKERS: dict[type, tuple[Callable[..., None], ...]] = {
     DeltaNetConfig: (delta_tables,),
 }
 """For each kind of part, functions of (pack, setting) that fill its boundaries' tables."""
+
+PART_MAKERS: dict[type, Callable[[Any], Callable[..., None]]] = {
+    SparseAttentionConfig: lambda part: EntryTableMaker(EntryKind.of(part)),
+}
+"""For each kind of part whose tables depend on its config, what makes such a function; equal ones
+serve all parts that they fit."""

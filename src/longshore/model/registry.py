@@ -23,17 +23,20 @@ from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Norm, Part
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
+from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.model.attention import Attention
 from longshore.model.delta_net import DeltaNet
 from longshore.model.feed_forward import MLP, MoE
 from longshore.model.mamba2 import Mamba2
 from longshore.model.mla import MLA
+from longshore.model.sparse_attention import SparseAttention
 
 MIXERS: dict[type, Any] = {
     AttentionConfig: Attention,
     MLAConfig: MLA,
     Mamba2Config: Mamba2,
     DeltaNetConfig: DeltaNet,
+    SparseAttentionConfig: SparseAttention,
 }
 FEED_FORWARDS: dict[type, Any] = {MLPConfig: MLP, MoEConfig: MoE}
 

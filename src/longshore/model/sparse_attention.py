@@ -30,7 +30,7 @@ from longshore.arch.part import Norm
 from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.batch import PackContext, SeqContext
 from longshore.model.fill import NORM, RESIDUAL, ZEROS, Fill
-from longshore.model.interface import LOCAL, Exchanges, Rows, ThreeStepMixer, joined
+from longshore.model.interface import LOCAL, Exchanges, Mixed, Rows, ThreeStepMixer, joined
 from longshore.model.norm import Float32Parameters, RMSNorm
 from longshore.model.rope import Tables
 from longshore.model.scan import copied
@@ -153,9 +153,7 @@ class SparseAttention(ThreeStepMixer):
         biases: Rows = self.biases(x)
         return biases
 
-    def core(
-        self, ctx: SeqContext, apart: Rows, *rows: Tensor
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Mixed:
         """Raises ValueError for a pack that several lanes share."""
         mixed, losses = list[Tensor](), list[Tensor]()
         for exchange in self.exchanges.each(ctx):
@@ -200,7 +198,8 @@ class SparseAttention(ThreeStepMixer):
         """And the sum of the index's loss over real tokens."""
         q_THD, near_TD, kv_TX, gates_TX, index_q_TJI, weights_TJ, keys_TX, key_gates_TX = rows
         sinks_H, bias_GX, index_bias_GX = apart
-        assert self.entries is not None and self.index is not None
+        assert self.entries is not None
+        assert self.index is not None
         ranges = entry_tables(pack, self.kind, q_THD.device).ranges
         entries_ED = self._pooled(pack, self.entries, kv_TX, gates_TX, bias_GX)
         keys_EI = self._pooled(pack, self.index.keys, keys_TX, key_gates_TX, index_bias_GX)

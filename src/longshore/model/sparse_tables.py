@@ -18,7 +18,7 @@ from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.batch import PackContext
 from longshore.model.rope import rope_at
 from longshore.ops.boundaries import table, to_device
-from longshore.ops.sparse_attention import RowRanges
+from longshore.ops.row_ranges import RowRanges, row_ranges
 from longshore.plan.entries import (
     near_rows,
     owned_entries,
@@ -82,12 +82,10 @@ def entry_rope(
 
 def _entry_tables(pack: PackContext, kind: EntryKind, device: torch.device) -> EntryTables:
     spans = whole_spans(pack.padded.offsets, pack.lengths, kind.ratio)
-    near = near_rows(spans, kind.window)
-    entries = visible_entries(spans, kind.ratio)
-    first, stop, entry_first, entry_count = (to_device(each, device) for each in (*near, *entries))
+    near, entries = near_rows(spans, kind.window), visible_entries(spans, kind.ratio)
     numbers, _ = owned_entries(spans, kind.ratio)
     return EntryTables(
-        ranges=RowRanges(first, stop, entry_first, entry_count),
+        ranges=row_ranges(*near, *entries, offsets=pack.padded.offsets, device=device),
         rows=to_device(pooled_rows(spans, kind.ratio, overlap=kind.overlap), device),
         positions=to_device((numbers * kind.ratio).astype("int32"), device),
     )
