@@ -96,16 +96,16 @@ def their_attention(kind):
     return module
 
 
-def run_theirs(module, x_TC):
-    """The output of one sequence."""
+def run_theirs(module, x_TC, *, weights=False):
+    """The output of one sequence; weights: also the probabilities (H, T, T + E)."""
     positions = torch.arange(len(x_TC))[None]
     rotary = theirs.DeepseekV4RotaryEmbedding(module.config)
     embeddings = {name: rotary(x_TC, positions, layer_type=name) for name in ("main", "compress")}
     back = positions[0][:, None] - positions[0]
     visible = (back >= 0) & (back < module.sliding_window)
     mask = torch.where(visible, 0.0, -torch.inf).double()[None, None]
-    output, _ = module(x_TC[None], embeddings, positions, mask)
-    return output[0]
+    output, probabilities = module(x_TC[None], embeddings, positions, mask)
+    return (output[0], probabilities[0]) if weights else output[0]
 
 
 def folder_name(name):

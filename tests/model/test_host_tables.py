@@ -1,17 +1,20 @@
 import pickle
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.presets import preset
+from longshore.arch.sparse_attention import IndexConfig, SparseAttentionConfig
 from longshore.batch import Boundaries, Counts, MicroBatch
 from longshore.data.lane_context import lane_context
 from longshore.data.pack import LaneShape, zero_batches
 from longshore.model import host_tables
 from longshore.model.host_tables import table_makers
+from longshore.model.sparse_tables import EntryKind, entry_tables
 from longshore.ops.boundaries import chunks
 from longshore.ops.sizes import CHUNK_ROWS
 from longshore.ops.tables import chunk_table, filled_spans
@@ -118,3 +121,36 @@ def travelled(plan, shape, lengths):
     (batch,) = zero_batches(plan, shape, counts, stage)
     skeleton = pickle.loads(pickle.dumps(batch.skeleton()))
     return MicroBatch.from_tensors(skeleton, batch.to_tensors()).to(CPU)
+
+
+SPARSE = SparseAttentionConfig(heads=2, head_dim=4, rope_dim=2, q_rank=3, window=5, o_rank=3)
+CHOSEN = replace(SPARSE, ratio=4, index=IndexConfig(heads=2, head_dim=4, top_k=2))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=6))
+def test_tables_of_sparse_attention_travel(lengths):
+    """One for each window and ratio, however many layers have them; equal to those made there."""
+    mixers = (SPARSE, CHOSEN, replace(CHOSEN, heads=4), SPARSE)
+    layers = tuple(LayerConfig(mixer, None) for mixer in mixers)
+    decoder = DecoderConfig(vocab_size=5, width=6, layers=layers, mtp=layers[:1])
+    makers = table_makers(decoder, scan="auto", device=GPU)
+    assert len(makers) == 2
+    plan = make_plan(lengths, lanes=1, capacity=512, buckets=(512,))
+    copy = travelled(plan, LaneShape(0, 0, (), (), pickle.loads(pickle.dumps(makers))), lengths)
+    (pack,) = copy.ctx.packs
+    bounds = pack.padded
+    anew = replace(pack, padded=Boundaries(bounds.offsets, bounds.cu_seqlens, bounds.longest))
+    for mixer in (SPARSE, CHOSEN):
+        kind = EntryKind.of(mixer)
+        arrived = entry_tables(pack, kind, CPU)
+        assert arrived is bounds.tables[str(kind)]
+        expected = entry_tables(anew, kind, CPU)
+        assert torch.equal(arrived.rows, expected.rows)
+        assert torch.equal(arrived.positions, expected.positions)
+        for name in ("near_first", "near_stop", "entry_first", "entry_count"):
+            ours, theirs = getattr(arrived.ranges, name), getattr(expected.ranges, name)
+            assert ours.dtype == torch.int32
+            assert torch.equal(ours, theirs)
+        count = sum(length // 4 for length in pack.lengths) if mixer.ratio else 0
+        assert len(arrived.rows) == len(arrived.positions) == count

@@ -25,7 +25,6 @@ from longshore.hf.tensor_map import (
     Row,
     Source,
     StorageLayout,
-    look_up,
 )
 
 if TYPE_CHECKING:
