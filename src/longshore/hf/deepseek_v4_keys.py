@@ -1,0 +1,388 @@
+"""DeepSeek-V4: the keys of config.json, and our config.
+
+In: a config.json as a dict. Out: a DecoderConfig, and back. Missing keys have the defaults of
+transformers. The weight of the index's loss and how the experts' bias is updated are matters of
+training: config.json does not say them.
+
+    {"num_hidden_layers": 4, "layer_types": ["sliding_attention", …], "num_hash_layers": 3, …}
+    four layers, of which token ids choose the experts of the first three
+
+DeepSeek's own files say compress_ratios, 0, 4 or 128 for each layer and one more for the depth,
+where transformers writes layer_types and compress_rates; num_hash_layers where it writes
+mlp_layer_types; qk_rope_head_dim where it writes partial_rotary_factor. Both are read, and the
+latter written. Positions of layers with entries have a base of their own, and may be scaled.
+
+A depth of multi-token prediction has a window and no entries. transformers leaves depths out, and
+those of DeepSeek's own folders join their inputs in another way: both are read without depths.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from longshore.arch.decoder import MOST_DEPTHS, DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MoEConfig
+from longshore.arch.hyper import HyperConfig
+from longshore.arch.rope import RopeConfig, YarnScaling
+from longshore.arch.sparse_attention import IndexConfig, SparseAttentionConfig
+from longshore.hf.rope_keys import read_rope, rope_object, scaled_length, write_rope
+from longshore.hf.shared_keys import (
+    SILU,
+    common_part,
+    common_part_or_none,
+    decoder_keys,
+    parts_of_kind,
+    read_decoder,
+    read_layers,
+    read_pad_token,
+    refuse_unsupported,
+    require_plain_norms,
+)
+from longshore.hf.typed_keys import Raw, count, flag, number, shown
+
+WINDOW, CSA, HCA = KINDS = (
+    "sliding_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+)
+OF_RATIO = {0: WINDOW, 4: CSA, 128: HCA}
+HASHED, ROUTED = "hash_moe", "moe"
+
+V4_DEFAULTS = {
+    "vocab_size": 129280,
+    "hidden_size": 4096,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 43,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "q_lora_rank": 1024,
+    "num_experts_per_tok": 6,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+    "max_position_embeddings": 1048576,
+    "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "num_hash_layers": 3,
+    "swiglu_limit": 10.0,
+    "sliding_window": 128,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "num_nextn_predict_layers": 1,
+}
+ROTARY_SHARE = 64 / 512
+RATES = {CSA: 4, HCA: 128}
+SCORES = {"sqrtsoftplus": "sqrt-softplus", "sigmoid": "sigmoid"}
+ONLY = {
+    "topk_method": ("noaux_tc",),
+    "norm_topk_prob": (True,),
+    "n_shared_experts": (1,),
+    "attention_bias": (False,),
+    "n_group": (None, 1),
+    "topk_group": (None, 1),
+}
+"""Keys with the values that transformers and we support."""
+
+OLDER_KEYS = (
+    "compress_ratios",
+    "compress_rate_csa",
+    "compress_rate_hca",
+    "num_hash_layers",
+    "qk_rope_head_dim",
+)
+"""Keys of DeepSeek's own files, with the meaning of others that we write."""
+
+
+def read_deepseek_v4(raw: Raw) -> DecoderConfig:
+    raw = {**V4_DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
+    _refuse(raw)
+    mixers, moes = _read_mixers(raw), _read_experts(raw)
+    depths = count(raw, "num_nextn_predict_layers", least=0, most=MOST_DEPTHS)
+    pairs = zip(_layer_kinds(raw), _expert_kinds(raw), strict=True)
+    return read_decoder(
+        raw,
+        [LayerConfig(mixers[kind], moes[experts]) for kind, experts in pairs],
+        mtp=(LayerConfig(mixers[WINDOW], moes[ROUTED]),) * depths,
+        residuals=HyperConfig(
+            count=count(raw, "hc_mult"),
+            iterations=count(raw, "hc_sinkhorn_iters"),
+            eps=number(raw, "hc_eps"),
+        ),
+        pad_token_id=read_pad_token(raw),
+    )
+
+
+def deepseek_v4_keys(config: DecoderConfig) -> dict[str, Any]:
+    """The keys of config.json for this config; raises ValueError if it is not a DeepSeek-V4."""
+    require_plain_norms(config)
+    residuals = config.residuals
+    if residuals is None:
+        raise ValueError("it has no hyper-connections")
+    mixers = parts_of_kind((*config.layers, *config.mtp), "mixer", SparseAttentionConfig)
+    if None in mixers:
+        raise ValueError(f"layer {mixers.index(None)} is not compressed sparse attention")
+    depth = len(config.layers)
+    if any(mixer is not None and mixer.ratio for mixer in mixers[depth:]):
+        raise ValueError("a depth of multi-token prediction has entries")
+    return {
+        **decoder_keys(config),
+        **_mixer_keys(_Kinds.of(mixers)),
+        **_expert_keys(config),
+        "layer_types": [_kind(mixer) for mixer in mixers[:depth] if mixer is not None],
+        "hc_mult": residuals.count,
+        "hc_sinkhorn_iters": residuals.iterations,
+        "hc_eps": residuals.eps,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "num_nextn_predict_layers": len(config.mtp),
+    }
+
+
+def _refuse(raw: Raw) -> None:
+    refuse_unsupported(raw, SILU)
+    for key, known in ONLY.items():
+        if raw.get(key, known[0]) not in known:
+            raise ValueError(f"{key} is {shown(raw[key])}; supported is {known[0]!r}")
+    for alias, key in (
+        ("num_local_experts", "n_routed_experts"),
+        ("intermediate_size", "moe_intermediate_size"),
+    ):
+        if raw.get(alias, raw[key]) != raw[key]:
+            raise ValueError(
+                f"{alias} is {shown(raw[alias])} and {key} is {shown(raw[key])}, but both mean the "
+                f"same; remove {alias}"
+            )
+
+
+def _layer_kinds(raw: Raw) -> list[str]:
+    """A kind for each layer; surplus ones, as that of the depth in compress_ratios, are cut off."""
+    layers, kinds = read_layers(raw), raw.get("layer_types")
+    if kinds is None and (ratios := raw.get("compress_ratios")) is not None:
+        if not isinstance(ratios, list) or any(r not in (0, 4, 128) for r in ratios):
+            raise ValueError(f"compress_ratios is {shown(ratios)}; each must be 0, 4 or 128")
+        kinds = [OF_RATIO[ratio] for ratio in ratios]
+    if kinds is None:
+        kinds = [HCA, HCA, *(CSA if i % 2 else HCA for i in range(layers))]
+    return _checked_kinds(kinds, layers, "layer_types", KINDS)
+
+
+def _expert_kinds(raw: Raw) -> list[str]:
+    layers, kinds = read_layers(raw), raw.get("mlp_layer_types")
+    if kinds is None:
+        kinds = [HASHED] * count(raw, "num_hash_layers", least=0) + [ROUTED] * layers
+    return _checked_kinds(kinds, layers, "mlp_layer_types", (HASHED, ROUTED))
+
+
+def _checked_kinds(kinds: object, layers: int, key: str, known: tuple[str, ...]) -> list[str]:
+    if not isinstance(kinds, list) or len(kinds) < layers:
+        raise ValueError(f"{key} must name a kind for each of the {layers} layers")
+    for kind in kinds:
+        if kind not in known:
+            raise ValueError(f"{key} has {shown(kind)}; supported are {', '.join(known)}")
+    return kinds[:layers]
+
+
+def _read_mixers(raw: Raw) -> dict[str, SparseAttentionConfig]:
+    rope_dim = _read_rope_dim(raw)
+    main, compressed = _read_ropes(raw, rope_dim)
+    window = SparseAttentionConfig(
+        heads=count(raw, "num_attention_heads"),
+        head_dim=count(raw, "head_dim"),
+        rope_dim=rope_dim,
+        q_rank=count(raw, "q_lora_rank"),
+        window=count(raw, "sliding_window"),
+        o_groups=count(raw, "o_groups"),
+        o_rank=count(raw, "o_lora_rank"),
+        rope=main,
+    )
+    index = IndexConfig(
+        heads=count(raw, "index_n_heads"),
+        head_dim=count(raw, "index_head_dim"),
+        top_k=count(raw, "index_topk"),
+    )
+    rates = _read_rates(raw)
+    chosen = replace(window, ratio=rates[CSA], index=index, rope=compressed)
+    return {WINDOW: window, CSA: chosen, HCA: replace(chosen, ratio=rates[HCA], index=None)}
+
+
+def _read_rates(raw: Raw) -> dict[str, int]:
+    given = raw.get("compress_rates", {})
+    if not isinstance(given, Mapping):
+        raise ValueError(f"compress_rates is {shown(given)}; it must be an object")
+    older = {CSA: raw.get("compress_rate_csa"), HCA: raw.get("compress_rate_hca")}
+    rates = {**RATES, **given, **{kind: rate for kind, rate in older.items() if rate is not None}}
+    return {kind: count(rates, kind) for kind in RATES}
+
+
+def _read_rope_dim(raw: Raw) -> int:
+    head_dim, share = count(raw, "head_dim"), raw.get("partial_rotary_factor")
+    if share is None and raw.get("qk_rope_head_dim") is not None:
+        return count(raw, "qk_rope_head_dim", most=head_dim)
+    return int(head_dim * number(raw, "partial_rotary_factor", ROTARY_SHARE))
+
+
+def _read_ropes(raw: Raw, rope_dim: int) -> tuple[RopeConfig, RopeConfig]:
+    """Of layers with a window alone, and of those with entries."""
+    given = rope_object(raw)
+    main, compressed = given.get("main"), given.get("compress")
+    if not isinstance(main, Mapping) or not isinstance(compressed, Mapping):
+        main = {"rope_theta": number(raw, "rope_theta")}
+        compressed = {**given, "rope_theta": number(raw, "compress_rope_theta")}
+        if "yarn" in (compressed.get("rope_type"), compressed.get("type")):
+            compressed = {"attention_factor": 1.0, **compressed}
+    ropes = []
+    for label, rope in (("main", main), ("compress", compressed)):
+        share = rope.get("partial_rotary_factor")
+        if share is not None and int(raw["head_dim"] * share) != rope_dim:
+            raise ValueError(
+                f"rope_parameters.{label}.partial_rotary_factor is {shown(share)}; it must be that "
+                f"of all layers, {rope_dim / raw['head_dim']:g}"
+            )
+        lengths = {"max_position_embeddings": raw["max_position_embeddings"]}
+        plain = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
+        ropes.append(read_rope({**lengths, "rope_parameters": plain}))
+    return ropes[0], ropes[1]
+
+
+def _read_experts(raw: Raw) -> dict[str, MoEConfig]:
+    score, width = raw.get("scoring_func", "sqrtsoftplus"), count(raw, "moe_intermediate_size")
+    if score not in SCORES:
+        raise ValueError(f"scoring_func is {shown(score)}; supported are {', '.join(SCORES)}")
+    routed = MoEConfig(
+        experts=count(raw, "n_routed_experts"),
+        top_k=count(raw, "num_experts_per_tok"),
+        width=width,
+        score=SCORES[score],  # type: ignore[arg-type]
+        scale=number(raw, "routed_scaling_factor"),
+        shared_width=width,
+        limit=number(raw, "swiglu_limit"),
+        bias=True,
+    )
+    hashed = replace(routed, bias=False, hash_rows=count(raw, "vocab_size"))
+    return {ROUTED: routed, HASHED: hashed}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kinds:
+    """The mixer of each kind of layer; None where there is no such layer."""
+
+    window: SparseAttentionConfig | None
+    chosen: SparseAttentionConfig | None
+    pooled: SparseAttentionConfig | None
+
+    @staticmethod
+    def of(mixers: list[SparseAttentionConfig | None]) -> "_Kinds":
+        def common(kind: str) -> SparseAttentionConfig | None:
+            alike = [m if m is not None and _kind(m) == kind else None for m in mixers]
+            return common_part_or_none(alike, kind)
+
+        kinds = _Kinds(common(WINDOW), common(CSA), common(HCA))
+        alike = [
+            replace(mixer, ratio=0, index=None, rope=RopeConfig())
+            for mixer in (kinds.window, kinds.chosen, kinds.pooled)
+            if mixer is not None
+        ]
+        common_part(alike, "size of attention")
+        return kinds
+
+
+def _kind(mixer: SparseAttentionConfig) -> str:
+    if mixer.index is not None:
+        return CSA
+    return HCA if mixer.ratio else WINDOW
+
+
+def _mixer_keys(kinds: _Kinds) -> dict[str, Any]:
+    present = [m for m in (kinds.window, kinds.chosen, kinds.pooled) if m is not None]
+    mixer, compressed = present[0], [m for m in present if m.ratio]
+    if len({m.rope for m in compressed}) > 1:
+        raise ValueError("its layers with entries differ in their positions")
+    keys: dict[str, Any] = {
+        "num_attention_heads": mixer.heads,
+        "num_key_value_heads": 1,
+        "head_dim": mixer.head_dim,
+        "q_lora_rank": mixer.q_rank,
+        "sliding_window": mixer.window,
+        "o_groups": mixer.o_groups,
+        "o_lora_rank": mixer.o_rank,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "compress_rates": {
+            CSA: kinds.chosen.ratio if kinds.chosen else RATES[CSA],
+            HCA: kinds.pooled.ratio if kinds.pooled else RATES[HCA],
+        },
+    }
+    if kinds.chosen is not None and (index := kinds.chosen.index) is not None:
+        keys |= {
+            "index_n_heads": index.heads,
+            "index_head_dim": index.head_dim,
+            "index_topk": index.top_k,
+        }
+    main = kinds.window.rope if kinds.window else RopeConfig()
+    theta = V4_DEFAULTS["compress_rope_theta"]
+    far = compressed[0].rope if compressed else RopeConfig(theta=theta)
+    return keys | _rope_keys(mixer, main, far)
+
+
+def _rope_keys(mixer: SparseAttentionConfig, main: RopeConfig, far: RopeConfig) -> dict[str, Any]:
+    share = mixer.rope_dim / mixer.head_dim
+    if int(mixer.head_dim * share) != mixer.rope_dim:
+        raise ValueError(
+            f"its rotary share of heads, {mixer.rope_dim} of {mixer.head_dim}, is not read back as "
+            "it is written; use another head_dim"
+        )
+    if main.scaling is not None or not isinstance(far.scaling, YarnScaling | None):
+        raise ValueError("its positions are scaled in another way than by yarn in layers with entries")
+    length = scaled_length(far)
+    return {
+        **({"max_position_embeddings": length} if length else {}),
+        "rope_theta": main.theta,
+        "compress_rope_theta": far.theta,
+        "partial_rotary_factor": share,
+        "rope_parameters": {
+            label: {
+                "rope_type": "default",
+                **(write_rope(rope, mixer.rope_dim)["rope_scaling"] or {}),
+                "rope_theta": rope.theta,
+                "partial_rotary_factor": share,
+            }
+            for label, rope in (("main", main), ("compress", far))
+        },
+    }
+
+
+def _expert_keys(config: DecoderConfig) -> dict[str, Any]:
+    parts = parts_of_kind((*config.layers, *config.mtp), "mlp", MoEConfig)
+    if None in parts:
+        raise ValueError(f"layer {parts.index(None)} has no experts")
+    moes = [moe for moe in parts if moe is not None]
+    depth = len(config.layers)
+    routed = common_part_or_none([None if m.hash_rows else m for m in moes], "layer of experts")
+    hashed = common_part_or_none([m if m.hash_rows else None for m in moes], "hashed layer")
+    moe = routed or hashed
+    assert moe is not None
+    plain = replace(moe, bias=False, bias_update=0.0, aux_weight=0.0, hash_rows=0)
+    if hashed is not None and replace(hashed, hash_rows=0) != plain:
+        raise ValueError("experts chosen by token ids differ from those chosen by a router")
+    names = {score: name for name, score in SCORES.items()}
+    if moe.score not in names or not moe.normalise or moe.groups > 1 or moe.shared_gate:
+        raise ValueError("its experts are not chosen and weighed as DeepSeek-V4's are")
+    if (routed is not None and not routed.bias) or moe.shared_width != moe.width or not moe.limit:
+        raise ValueError("its routers have no bias, its shared expert another width, or no limit")
+    return {
+        "moe_intermediate_size": moe.width,
+        "n_routed_experts": moe.experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": moe.top_k,
+        "routed_scaling_factor": moe.scale,
+        "norm_topk_prob": True,
+        "scoring_func": names[moe.score],
+        "swiglu_limit": moe.limit,
+        "mlp_layer_types": [HASHED if m.hash_rows else ROUTED for m in moes[:depth]],
+    }
