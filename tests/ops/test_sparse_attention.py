@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.ops.twins import LargestTensor, assert_same, bounds_of, run
+from tests.ops.twins import LargestTensor, assert_same, bounds_of, on_meta, run
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -279,6 +279,21 @@ def test_no_tensor_is_larger_than_the_queries(most):
     assert largest.numbers <= given["q_THD"].numel()
     # Of Σ out² the output is saved once more.
     assert sum(saved) <= 5 * given["q_THD"].numel() + 96 * (most or 0)
+
+
+@pytest.mark.parametrize("most", [None, 4])
+def test_the_device_is_asked_for_nothing(most):
+    bounds = bounds_of([30, 12])
+    bounds.tables["ranges"] = ranges_of([30, 12], 6, 2)
+    ranges = bounds.map_tensors(lambda _, tensor: tensor.to("meta")).tables["ranges"]
+    chosen = None if most is None else torch.empty(42, most, dtype=torch.int32, device="meta")
+    leaves = on_meta(inputs([30, 12], 2))
+    out, mass = sparse_attention(
+        **leaves, ranges=ranges, scale=1.0, chosen_TK=chosen, needs_mass=True
+    )
+    out.sum().backward()
+    assert (out.shape, mass is None) == ((42, 2, 3), most is None)
+    assert all(leaf.grad.shape == leaf.shape for leaf in leaves.values())
 
 
 def test_under_checkpointing():

@@ -46,3 +46,8 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.numbers = max(self.numbers, tensor.numel())
         return out
+
+
+def on_meta(tensors):
+    """Without values: what asks a device for one fails there, as it would wait on a GPU."""
+    return {name: tensor.to("meta").requires_grad_() for name, tensor in tensors.items()}

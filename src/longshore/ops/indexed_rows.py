@@ -12,8 +12,10 @@ from torch import Tensor
 
 def take_rows(x_RD: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
     """(…, D): a copy of the rows in this dtype."""
+    if not len(x_RD):
+        return x_RD.new_zeros(*index.shape, x_RD.shape[1], dtype=dtype)
     rows = x_RD.index_select(0, index.clamp(min=0).flatten()).to(dtype)
-    return rows.view(*index.shape, -1).masked_fill_((index < 0)[..., None], 0.0)
+    return rows.view(*index.shape, x_RD.shape[1]).masked_fill_((index < 0)[..., None], 0.0)
 
 
 def sums_for(x_RD: Tensor, dtype: torch.dtype) -> Tensor:
