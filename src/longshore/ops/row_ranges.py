@@ -16,8 +16,9 @@ Sequences of 5 and 2 tokens, window 3, ratio 2; the first has the entries 0 and 
 With ratio 0 there are no entries. T query rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ class RangeBlock:
     """Rows of keys."""
     entries: slice
     """Compressed entries."""
+    most_entries: int
+    """The largest entry_count of its rows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,30 +68,37 @@ class RowRanges:
         """The largest entry_count."""
         return int(self.host[3].max(initial=0))
 
-    def check(self, rows: int, near: int, entries: int) -> None:
-        """Refuses ranges of another number of queries, or past the keys or entries there are."""
+    def check(self, rows: int, near: int | None, entries: int) -> None:
+        """Refuses ranges of another number of queries, or past the keys or entries there are.
+
+        near: None where no keys are read.
+        """
         if len(self) != rows:
             raise ValueError(f"there are {rows} queries, but ranges for {len(self)}; give as many")
         first, stop, entry, count = self.host
         last_near, last_entry = _union(first, stop).stop, _union(entry, entry + count).stop
-        if last_near > near:
+        if near is not None and last_near > near:
             raise ValueError(f"a query sees rows up to {last_near}, but there are {near} rows")
         if last_entry > entries:
             raise ValueError(
                 f"a query sees entries up to {last_entry}, but there are {entries} entries"
             )
 
-    def blocks(self, most_rows: int) -> Iterator[RangeBlock]:
-        """Blocks of at most so many rows; how a span is divided depends on the span alone."""
+    def blocks(self, rows_at_once: Callable[[int], int]) -> Iterator[RangeBlock]:
+        """Blocks of at most rows_at_once(largest entry_count of the span) rows of a span.
+
+        So how a span is divided depends on the span alone.
+        """
         first, stop, entry, count = self.host
-        for i in range(len(self.offsets) - 1):
-            end = self.offsets[i + 1]
-            for start in range(self.offsets[i], end, most_rows):
-                rows = slice(start, min(start + most_rows, end))
+        for start, end in pairwise(self.offsets):
+            most_rows = rows_at_once(int(count[start:end].max(initial=0)))
+            for row in range(start, end, most_rows):
+                rows = slice(row, min(row + most_rows, end))
                 yield RangeBlock(
                     rows,
                     _union(first[rows], stop[rows]),
                     _union(entry[rows], entry[rows] + count[rows]),
+                    int(count[rows].max()),
                 )
 
 
