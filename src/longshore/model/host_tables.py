@@ -97,8 +97,7 @@ class EntryTableMaker:
     kind: EntryKind
 
     def __call__(self, pack: PackContext, *, setting: TableSetting) -> None:
-        if pack.group.cp_size == 1:
-            entry_tables(pack, self.kind, HOST)
+        entry_tables(pack, self.kind, HOST)
 
 
 def _plain_chunks(bounds: Boundaries, setting: TableSetting) -> None:

@@ -142,6 +142,14 @@ class Exchange:
         """
         return None
 
+    def gather_uneven(self, rows: Tensor, *, most: int, order: Tensor) -> Tensor:
+        """Rows of all lanes, of which each has its own number, up to `most`; differentiable.
+
+        order: the index of each row of the result among size·most, lane after lane. The lane has
+        all of them here.
+        """
+        return rows
+
     def gather_chunks(self, values: Tensor) -> Tensor:
         """(2·size, S, …): a value of each chunk of every sequence, chunks in natural order.
 

@@ -30,11 +30,19 @@ from longshore.arch.part import Norm
 from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.batch import PackContext, SeqContext
 from longshore.model.fill import NORM, RESIDUAL, ZEROS, Fill
-from longshore.model.interface import LOCAL, Exchanges, Mixed, Rows, ThreeStepMixer, joined
+from longshore.model.interface import (
+    LOCAL,
+    Exchange,
+    Exchanges,
+    Mixed,
+    Rows,
+    ThreeStepMixer,
+    joined,
+)
 from longshore.model.norm import Float32Parameters, RMSNorm
 from longshore.model.rope import Tables
 from longshore.model.scan import copied
-from longshore.model.sparse_tables import EntryKind, entry_rope, entry_tables
+from longshore.model.sparse_tables import EntryKind, EntryTables, entry_rope, entry_tables
 from longshore.ops.indexer import choose, index_loss
 from longshore.ops.pooling import pooled
 from longshore.ops.projections import projected
@@ -154,15 +162,14 @@ class SparseAttention(ThreeStepMixer):
         return biases
 
     def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Mixed:
-        """Raises ValueError for a pack that several lanes share."""
         mixed, losses = list[Tensor](), list[Tensor]()
         for exchange in self.exchanges.each(ctx):
-            pack = exchange.pack
-            own = tuple(row[pack.rows] for row in rows)
+            own = tuple(row[exchange.pack.rows] for row in rows)
             if self.index is None:
-                mixed.append(self._attend_all(pack, apart, own))
+                mixed.append(self._attend_all(exchange, apart, own))
                 continue
-            attended, loss = self._attend_chosen(pack, ctx.is_real[pack.rows], apart, own)
+            is_real_T = ctx.is_real[exchange.pack.rows]
+            attended, loss = self._attend_chosen(exchange, is_real_T, apart, own)
             mixed.append(attended)
             losses.append(loss)
         if self.config.index is None:
@@ -179,35 +186,47 @@ class SparseAttention(ThreeStepMixer):
         output_TC: Tensor = self.o_up(down.flatten(1))
         return output_TC
 
-    def _attend_all(self, pack: PackContext, apart: Rows, rows: Rows) -> Tensor:
+    def _attend_all(self, exchange: Exchange, apart: Rows, rows: Rows) -> Tensor:
         """To the window, and to all entries where there are any."""
-        q_THD, near_TD, *pooled_TX = rows
+        q_THD, *keys = rows
         sinks_H, *bias = apart
-        entries_ED = near_TD.new_zeros(0, near_TD.shape[1])
+        tables = entry_tables(exchange.pack, self.kind, q_THD.device)
+        near_RD, *pooled_RX = _with_halos(exchange, tables, tuple(keys))
+        entries_ED = near_RD.new_zeros(0, near_RD.shape[1])
         if self.entries is not None:
-            entries_ED = self._pooled(pack, self.entries, *pooled_TX, *bias)
-        ranges = entry_tables(pack, self.kind, q_THD.device).ranges
+            own_ED = self._pooled(exchange.pack, self.entries, *pooled_RX, *bias)
+            (entries_ED,) = _of_all_lanes(exchange, tables, (own_ED,))
         mixed_THD, _ = sparse_attention(
-            q_THD, near_TD, entries_ED, sinks_H, ranges=ranges, scale=self.config.head_dim**-0.5
+            q_THD,
+            near_RD,
+            entries_ED,
+            sinks_H,
+            ranges=tables.ranges,
+            scale=self.config.head_dim**-0.5,
         )
         return mixed_THD
 
     def _attend_chosen(
-        self, pack: PackContext, is_real_T: Tensor, apart: Rows, rows: Rows
+        self, exchange: Exchange, is_real_T: Tensor, apart: Rows, rows: Rows
     ) -> tuple[Tensor, Tensor]:
         """And the sum of the index's loss over real tokens."""
         q_THD, near_TD, kv_TX, gates_TX, index_q_TJI, weights_TJ, keys_TX, key_gates_TX = rows
         sinks_H, bias_GX, index_bias_GX = apart
         assert self.entries is not None
         assert self.index is not None
-        ranges = entry_tables(pack, self.kind, q_THD.device).ranges
-        entries_ED = self._pooled(pack, self.entries, kv_TX, gates_TX, bias_GX)
-        keys_EI = self._pooled(pack, self.index.keys, keys_TX, key_gates_TX, index_bias_GX)
-        top_k = self.index.config.top_k
+        pack = exchange.pack
+        tables = entry_tables(pack, self.kind, q_THD.device)
+        near_RD, kv_RX, gates_RX, keys_RX, key_gates_RX = _with_halos(
+            exchange, tables, (near_TD, kv_TX, gates_TX, keys_TX, key_gates_TX)
+        )
+        own_ED = self._pooled(pack, self.entries, kv_RX, gates_RX, bias_GX)
+        own_EI = self._pooled(pack, self.index.keys, keys_RX, key_gates_RX, index_bias_GX)
+        entries_ED, keys_EI = _of_all_lanes(exchange, tables, (own_ED, own_EI))
+        top_k, ranges = self.index.config.top_k, tables.ranges
         chosen_TK = choose(index_q_TJI, weights_TJ, keys_EI, ranges=ranges, top_k=top_k)
         mixed_THD, mass_TK = sparse_attention(
             q_THD,
-            near_TD,
+            near_RD,
             entries_ED,
             sinks_H,
             ranges=ranges,
@@ -223,14 +242,36 @@ class SparseAttention(ThreeStepMixer):
         self,
         pack: PackContext,
         projections: EntryProjections,
-        kv_TX: Tensor,
-        gates_TX: Tensor,
+        kv_RX: Tensor,
+        gates_RX: Tensor,
         bias_GX: Tensor,
     ) -> Tensor:
-        """The pack's entries, normed and rotated: (E, width of the norm)."""
-        rows_EG = entry_tables(pack, self.kind, kv_TX.device).rows
+        """The lane's entries of the pack, normed and rotated: (E, width of the norm)."""
+        rows_EG = entry_tables(pack, self.kind, kv_RX.device).rows
         overlap = self.kind.overlap
-        entries_ED = projections.norm(pooled(kv_TX, gates_TX, bias_GX, rows_EG, overlap=overlap))
-        table = entry_rope(pack, self.kind, self.rope, kv_TX.dtype, kv_TX.device)
+        entries_ED = projections.norm(pooled(kv_RX, gates_RX, bias_GX, rows_EG, overlap=overlap))
+        table = entry_rope(pack, self.kind, self.rope, kv_RX.dtype, kv_RX.device)
         start = entries_ED.shape[1] - self.config.rope_dim
         return rotate(entries_ED.unsqueeze(1), *table, start=start).squeeze(1)
+
+
+def _with_halos(exchange: Exchange, tables: EntryTables, rows: Rows) -> Rows:
+    """The lane's rows, each chunk after the rows before it; all in one exchange."""
+    shared = tables.shared
+    if shared is None or not shared.halo:
+        return rows
+    together = torch.cat(rows, dim=1)
+    before = exchange.rows_before(together, shared.halo)
+    assert before is not None
+    all_rows = torch.cat([before.flatten(0, 1), together]).index_select(0, shared.after_halos)
+    return tuple(all_rows.split([part.shape[1] for part in rows], dim=1))
+
+
+def _of_all_lanes(exchange: Exchange, tables: EntryTables, entries: Rows) -> Rows:
+    """All entries of the pack, in order."""
+    shared = tables.shared
+    if shared is None:
+        return entries
+    together = torch.cat(entries, dim=1)
+    gathered = exchange.gather_uneven(together, most=shared.most, order=shared.order)
+    return tuple(gathered.split([part.shape[1] for part in entries], dim=1))

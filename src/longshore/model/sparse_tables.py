@@ -6,10 +6,14 @@ made here at its first use. The arithmetic is plan/entries.py's.
 
 A pack of sequences of 3 and 5 tokens, window 2, ratio 4 with overlapping groups: one entry at
 position 0, made of rows −1 −1 −1 −1 3 4 5 6, which the last two rows see.
+
+A lane that shares a pack has two chunks of each sequence. It fetches the rows before each (a halo),
+pools the groups that end in its chunks, and gets the entries of all lanes.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,9 +24,14 @@ from longshore.model.rope import rope_at
 from longshore.ops.boundaries import table, to_device
 from longshore.ops.row_ranges import RowRanges, row_ranges
 from longshore.plan.entries import (
+    Spans,
+    chunk_spans,
+    gathered_entries,
+    halo_rows,
     near_rows,
     owned_entries,
     pooled_rows,
+    rows_after_halos,
     visible_entries,
     whole_spans,
 )
@@ -53,20 +62,30 @@ class EntryTables:
     """On the device."""
 
     ranges: RowRanges
-    """What each row sees."""
+    """What each row sees, of the lane's rows after halos and of all entries."""
     rows: Tensor
-    """int32 (E, G): the rows that each entry pools, −1 for none."""
+    """int32 (E, G): the rows that each entry of the lane's pools, −1 for none."""
     positions: Tensor
     """int32 (E): of the first token of each entry's own group."""
+    shared: "SharedEntries | None" = None
+    """Where lanes share the pack."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedEntries:
+    """How a lane reaches rows and entries of others."""
+
+    halo: int
+    """Rows that are fetched before each chunk."""
+    after_halos: Tensor
+    """int32: of all halos and then the lane's rows, each chunk after its halo."""
+    order: Tensor
+    """int32: where each entry of the pack is among those that all lanes sent."""
+    most: int
+    """To so many entries each lane's are padded."""
 
 
 def entry_tables(pack: PackContext, kind: EntryKind, device: torch.device) -> EntryTables:
-    """Of a pack that the lane holds whole."""
-    if pack.group.cp_size != 1:
-        raise ValueError(
-            f"a pack is shared by {pack.group.cp_size} lanes, which compressed sparse attention "
-            "cannot do yet; plan with max_cp=1"
-        )
     return table(pack.padded, str(kind), lambda: _entry_tables(pack, kind, device))
 
 
@@ -81,11 +100,43 @@ def entry_rope(
 
 
 def _entry_tables(pack: PackContext, kind: EntryKind, device: torch.device) -> EntryTables:
-    spans = whole_spans(pack.padded.offsets, pack.lengths, kind.ratio)
+    spans, shared = whole_spans(pack.padded.offsets, pack.lengths, kind.ratio), None
+    offsets = pack.padded.offsets
+    if pack.zigzag is not None:
+        spans, shared = _shared(pack, kind, device)
+        offsets = pack.zigzag.chunks.offsets
     near, entries = near_rows(spans, kind.window), visible_entries(spans, kind.ratio)
     numbers, _ = owned_entries(spans, kind.ratio)
     return EntryTables(
-        ranges=row_ranges(*near, *entries, offsets=pack.padded.offsets, device=device),
+        ranges=row_ranges(*near, *entries, offsets=offsets, device=device),
         rows=to_device(pooled_rows(spans, kind.ratio, overlap=kind.overlap), device),
         positions=to_device((numbers * kind.ratio).astype("int32"), device),
+        shared=shared,
+    )
+
+
+def _shared(
+    pack: PackContext, kind: EntryKind, device: torch.device
+) -> tuple[Spans, SharedEntries]:
+    joints = np.asarray(pack.padded.offsets, dtype=np.int64)
+    halo = halo_rows(kind.window, kind.ratio, overlap=kind.overlap)
+    lanes = [
+        chunk_spans(
+            joints[1:] - joints[:-1],
+            pack.lengths,
+            kind.ratio,
+            cp_rank=rank,
+            cp_size=pack.group.cp_size,
+            halo=halo,
+        )
+        for rank in range(pack.group.cp_size)
+    ]
+    own = lanes[pack.group.cp_rank]
+    order, most = gathered_entries(lanes, kind.ratio)
+    after = rows_after_halos(own, halo)
+    return own, SharedEntries(
+        halo=halo,
+        after_halos=to_device(after.astype(np.int32), device),
+        order=to_device(order.astype(np.int32), device),
+        most=most,
     )

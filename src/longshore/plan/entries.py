@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.plan.cost import Ints
-from longshore.plan.shapes import ranges
+from longshore.plan.shapes import chunk_pair, ranges
 
 Ints32 = NDArray[np.int32]
 
@@ -56,6 +56,57 @@ def whole_spans(offsets: Sequence[int], lengths: Sequence[int], ratio: int) -> S
         raise ValueError(f"sequences of {list(lengths)} tokens do not fit the rows {rows.tolist()}")
     entries = real // ratio if ratio else np.zeros_like(real)
     return Spans(np.zeros_like(rows), rows, real, bases, np.cumsum(entries) - entries)
+
+
+def chunk_spans(
+    padded: Ints, lengths: Sequence[int], ratio: int, *, cp_rank: int, cp_size: int, halo: int
+) -> Spans:
+    """Of a lane's two chunks of each sequence, early and late, each after the rows of its halo.
+
+    padded: rows of each whole sequence; lengths: its real tokens.
+    """
+    real = np.asarray(lengths, dtype=np.int64)
+    chunk, early, late = chunk_pair(padded, cp_rank, cp_size)
+    starts = np.stack([early, late], axis=1).reshape(-1)
+    counts = np.repeat(chunk, 2)
+    halos = halo * np.arange(1, len(starts) + 1)
+    entries = real // ratio if ratio else np.zeros_like(real)
+    return Spans(
+        starts=starts,
+        stops=starts + counts,
+        lengths=np.repeat(real, 2),
+        bases=halos + np.cumsum(counts) - counts - starts,
+        firsts=np.repeat(np.cumsum(entries) - entries, 2),
+    )
+
+
+def halo_rows(window: int, ratio: int, *, overlap: bool) -> int:
+    """Rows before a chunk that its rows see, or that entries whose groups end in it pool."""
+    groups = 2 if overlap else 1
+    return max(window - 1, groups * ratio - 1 if ratio else 0)
+
+
+def rows_after_halos(spans: Spans, halo: int) -> Ints:
+    """Of all halos, one after the other, and then the lane's rows: each span after its halo."""
+    counts = spans.stops - spans.starts
+    each = np.arange(len(counts))
+    firsts = len(counts) * halo + np.cumsum(counts) - counts
+    starts = np.stack([each * halo, firsts], axis=1).reshape(-1)
+    return ranges(starts, np.stack([np.full_like(counts, halo), counts], axis=1).reshape(-1))
+
+
+def gathered_entries(spans_of_lanes: Sequence[Spans], ratio: int) -> tuple[Ints, int]:
+    """Where each entry of the pack is among those of all lanes, and to how many lanes are padded.
+
+    Each lane sends the entries it owns, padded to the number of the lane that has most.
+    """
+    owned = [owned_entries(spans, ratio) for spans in spans_of_lanes]
+    most = max(len(numbers) for numbers, _ in owned)
+    total = sum(len(numbers) for numbers, _ in owned)
+    order = np.zeros(total, dtype=np.int64)
+    for lane, (spans, (numbers, span)) in enumerate(zip(spans_of_lanes, owned, strict=True)):
+        order[spans.firsts[span] + numbers] = lane * most + np.arange(len(numbers))
+    return order, most
 
 
 def positions(spans: Spans) -> Ints:

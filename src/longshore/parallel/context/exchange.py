@@ -154,6 +154,10 @@ class GroupExchange(Exchange):
 
         return table(self.pack.padded, f"halo of {count}, {self.rank} of {self.size}", make)
 
+    def gather_uneven(self, rows: Tensor, *, most: int, order: Tensor) -> Tensor:
+        padded = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
+        return gather(padded, self.group).index_select(0, order)
+
     def gather_chunks(self, values: Tensor) -> Tensor:
         by_lane = gather(values, self.group).unflatten(0, (self.size, -1, 2))
         return torch.cat([by_lane[:, :, 0], by_lane[:, :, 1].flip(0)])
