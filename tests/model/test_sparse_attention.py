@@ -15,7 +15,7 @@ from tests.model.deepseek_v4 import (
     to_ours,
 )
 
-from longshore.batch import CPGroup, whole_context
+from longshore.batch import whole_context
 from longshore.model.interface import Exchange, Exchanges, with_loss
 from longshore.model.rope import rope_tables
 
@@ -160,17 +160,6 @@ def test_every_parameter_gets_a_gradient_where_there_are_no_entries(monkeypatch,
     for name, parameter in mixer.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
-
-
-def test_a_shared_pack_is_refused(monkeypatch):
-    in_float64(monkeypatch)
-    kind = KINDS[0]
-    mixer, ctx = our_attention(CONFIGS[kind], their_attention(kind)), whole_context([8])
-    (pack,) = ctx.packs
-    mixer.exchanges = Exchanging()
-    ctx = replace(ctx, packs=(replace(pack, group=CPGroup(0, 2, 0)),))
-    with pytest.raises(ValueError, match=r"shared by 2 lanes.* cannot do yet; plan with max_cp=1"):
-        mixer(rows([8]), ctx, rope_tables(mixer.config.ropes, ctx, torch.float64))
 
 
 class Exchanging(Exchanges):

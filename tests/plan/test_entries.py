@@ -1,14 +1,21 @@
+from collections import Counter
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longshore.plan.entries import (
     Spans,
+    chunk_spans,
+    gathered_entries,
+    halo_rows,
+    most_owned,
     near_rows,
     owned_entries,
     pooled_rows,
     positions,
+    rows_after_halos,
     visible_entries,
     whole_spans,
 )
@@ -22,7 +29,7 @@ def offsets_of(rows):
     return [0, *np.cumsum(rows).tolist()]
 
 
-def chunk_spans(length: int, *, cp_rank: int, cp_size: int, halo: int) -> Spans:
+def spans_by_hand(length: int, *, cp_rank: int, cp_size: int, halo: int) -> Spans:
     """A lane's two chunks of one sequence, each with `halo` rows before it."""
     padded = np.array([padded_length(length, cp_size)])
     chunk, early, late = (int(each[0]) for each in chunk_pair(padded, cp_rank, cp_size))
@@ -80,7 +87,7 @@ def test_chunks_of_lanes_share_out_what_one_lane_has(
     halo = max(window - 1, (2 * ratio if overlap else ratio) - 1)
     owned = []
     for rank in range(cp_size):
-        spans = chunk_spans(length, cp_rank=rank, cp_size=cp_size, halo=halo)
+        spans = spans_by_hand(length, cp_rank=rank, cp_size=cp_size, halo=halo)
         chunk = int(spans.stops[0] - spans.starts[0])
         # The position in each row of the lane with its halos; before the sequence there is none.
         placed = np.concatenate([np.arange(start - halo, start + chunk) for start in spans.starts])
@@ -107,3 +114,60 @@ def test_no_entries_without_a_ratio() -> None:
 def test_refuses_lengths_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"sequences of \[4\] tokens do not fit the rows \[3\]"):
         whole_spans([0, 3], [4], 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.integers(2, 5),
+    st.sampled_from([0, 2, 3, 4, 8]),
+    st.integers(1, 9),
+    st.booleans(),
+)
+def test_chunks_of_a_shared_pack(times, cp_size, ratio, window, overlap):
+    """A row sees the positions it should, and an entry is owned once, by its last position."""
+    padded = np.array(times) * 2 * cp_size
+    halo = halo_rows(window, ratio, overlap=overlap)
+    lanes = [
+        chunk_spans(padded, ratio, cp_rank=rank, cp_size=cp_size, halo=halo)
+        for rank in range(cp_size)
+    ]
+    owners = Counter()
+    for spans in lanes:
+        # Of each row after halos (sequence, position); −1 before a sequence begins.
+        sequence = np.arange(len(spans.starts)) // 2
+        own = [
+            (s, p)
+            for s, a, b in zip(sequence, spans.starts, spans.stops, strict=True)
+            for p in range(a, b)
+        ]
+        halos = [
+            (s, p) for s, a in zip(sequence, spans.starts, strict=True) for p in range(a - halo, a)
+        ]
+        layout = [(halos + own)[row] for row in rows_after_halos(spans, halo)]
+        first, stop = near_rows(spans, window)
+        for (number, place), low, high in zip(own, first, stop, strict=True):
+            near = [(number, p) for p in range(max(0, place - window + 1), place + 1)]
+            assert layout[low:high] == near
+        numbers, span = owned_entries(spans, ratio)
+        for number, of, rows in zip(
+            numbers, span, pooled_rows(spans, ratio, overlap=overlap), strict=True
+        ):
+            owners[int(sequence[of]), int(number)] += 1
+            begin = (number - overlap) * ratio
+            places = range(begin, (number + 1) * ratio)
+            wanted = [(sequence[of], p) if p >= 0 else None for p in places]
+            assert [layout[row] if row >= 0 else None for row in rows] == wanted
+    every = [(s, j) for s, n in enumerate(padded) for j in range(n // ratio if ratio else 0)]
+    assert owners == Counter(every)
+    order, most = gathered_entries(lanes, ratio)
+    assert most == most_owned(padded, ratio, cp_size)
+    sent = [
+        (spans.firsts[of] + number if i < len(numbers) else -1)
+        for spans in lanes
+        for numbers, span in [owned_entries(spans, ratio)]
+        for i, (number, of) in enumerate(
+            [*zip(numbers, span, strict=True), *[(0, 0)] * (most - len(numbers))]
+        )
+    ]
+    assert [sent[place] for place in order] == list(range(len(every)))

@@ -211,5 +211,5 @@ def trace_name(name: str, stage: int) -> str:
         return f"stage {stage}'s ends"
     group, number, *rest = name.split(".")
     start = f"layer {number}" if group == "layers" else f"depth {int(number) + 1}"
-    ends = {"router": " router", "per_head": " decay", "experts": " experts"}
+    ends = {"router": " router", "per_head": " decay", "experts": " experts", "biases": " biases"}
     return start + (ends[rest[-1]] if rest else "")

@@ -102,11 +102,14 @@ class SparseAttentionConfig:
 
     def parameters(self, width: int) -> int:
         norms = self.q_rank + self.head_dim + (self.head_dim if self.ratio else 0)
-        biases = self.heads + self.ratio * self.entry_channels
-        if self.index is not None:
-            norms += self.index.head_dim
-            biases += self.ratio * 2 * self.index.head_dim
-        return self._weights(width) + norms + biases
+        norms += self.index.head_dim if self.index is not None else 0
+        return self._weights(width) + norms + self.biases
+
+    @property
+    def biases(self) -> int:
+        """Sinks, and what is added to the gates of entries and of the index's keys."""
+        index = 2 * self.index.head_dim if self.index is not None else 0
+        return self.heads + self.ratio * (self.entry_channels + index)
 
     def flops(self, width: int, length: int) -> int:
         """Scores of the index are counted twice where an entry is chosen: for its loss, too.

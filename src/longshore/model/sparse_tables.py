@@ -123,7 +123,6 @@ def _shared(
     lanes = [
         chunk_spans(
             joints[1:] - joints[:-1],
-            pack.lengths,
             kind.ratio,
             cp_rank=rank,
             cp_size=pack.group.cp_size,

@@ -58,23 +58,21 @@ def whole_spans(offsets: Sequence[int], lengths: Sequence[int], ratio: int) -> S
     return Spans(np.zeros_like(rows), rows, real, bases, np.cumsum(entries) - entries)
 
 
-def chunk_spans(
-    padded: Ints, lengths: Sequence[int], ratio: int, *, cp_rank: int, cp_size: int, halo: int
-) -> Spans:
+def chunk_spans(padded: Ints, ratio: int, *, cp_rank: int, cp_size: int, halo: int) -> Spans:
     """Of a lane's two chunks of each sequence, early and late, each after the rows of its halo.
 
-    padded: rows of each whole sequence; lengths: its real tokens.
+    padded: rows of each whole sequence. Padding may make an entry of its own, which no real row
+    sees: so what lanes exchange depends on shapes alone.
     """
-    real = np.asarray(lengths, dtype=np.int64)
     chunk, early, late = chunk_pair(padded, cp_rank, cp_size)
     starts = np.stack([early, late], axis=1).reshape(-1)
     counts = np.repeat(chunk, 2)
     halos = halo * np.arange(1, len(starts) + 1)
-    entries = real // ratio if ratio else np.zeros_like(real)
+    entries = padded // ratio if ratio else np.zeros_like(padded)
     return Spans(
         starts=starts,
         stops=starts + counts,
-        lengths=np.repeat(real, 2),
+        lengths=np.repeat(padded, 2),
         bases=halos + np.cumsum(counts) - counts - starts,
         firsts=np.repeat(np.cumsum(entries) - entries, 2),
     )
@@ -93,6 +91,16 @@ def rows_after_halos(spans: Spans, halo: int) -> Ints:
     firsts = len(counts) * halo + np.cumsum(counts) - counts
     starts = np.stack([each * halo, firsts], axis=1).reshape(-1)
     return ranges(starts, np.stack([np.full_like(counts, halo), counts], axis=1).reshape(-1))
+
+
+def most_owned(padded: Ints, ratio: int, cp_size: int) -> int:
+    """Entries of the lane of a shared pack that owns most."""
+    if not ratio:
+        return 0
+    chunk = padded // (2 * cp_size)
+    ends = np.arange(2 * cp_size + 1)[:, None] * chunk // ratio
+    by_chunk = (ends[1:] - ends[:-1]).sum(axis=1)
+    return int((by_chunk[:cp_size] + by_chunk[: cp_size - 1 : -1]).max())
 
 
 def gathered_entries(spans_of_lanes: Sequence[Spans], ratio: int) -> tuple[Ints, int]:

@@ -9,6 +9,7 @@ of parallel/pipeline/trace.py compare them with what a model really issues.
     MLA                 gather                                back   gather, reduce_scatter
     scan, heads         all_to_all, all_to_all                back   all_to_all, all_to_all
     scan, states        all_to_all (halo), gather             back   reduce_scatter, all_to_all
+    sparse attention    all_to_all (halo), gather             back   reduce_scatter, all_to_all
     experts, balanced   sum_over                              back   nothing
 
 A lane receives, by gather with K = 2 heads of D = 4 in 8 bytes, at CP size 2 and 6 rows a lane,
@@ -23,13 +24,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Part
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
+from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.choices import AttentionKind, ScanKind
 from longshore.model.attention import over_heads
 from longshore.model.interface import backward_steps, forward_steps
+from longshore.plan.entries import halo_rows as entry_halo
+from longshore.plan.entries import most_owned
 
 COUNT_BYTES = 8
 """Of an expert's count, int64."""
@@ -235,14 +241,39 @@ def _states(
     kind = "gather" if forward else "reduce_scatter"
     calls = [_even(kind, pack, amount, "states")]
     if numbers.kernel > 1:
-        rows = [halo_rows(length, numbers.kernel - 1, pack.cp_size) for length in pack.padded]
-        if not forward:
-            rows = [_returned(length, numbers.kernel - 1, pack.cp_size) for length in pack.padded]
         row = numbers.channels * ways.item
-        by_lane = [sum(counts) * row for counts in zip(*rows, strict=True)]
-        mine = by_lane[pack.cp_rank]
-        calls.insert(0, PackCollective("all_to_all", pack, mine, sum(by_lane), "rows before"))
+        calls.insert(0, _halo(pack, numbers.kernel - 1, row, forward))
     return calls if forward else _mirrored(calls)
+
+
+def _halo(pack: SharedPack, count: int, row: int, forward: bool) -> PackCollective:
+    """So many rows before each chunk, of so many bytes; in backward their gradients."""
+    travelling = halo_rows if forward else _returned
+    rows = [travelling(length, count, pack.cp_size) for length in pack.padded]
+    by_lane = [sum(counts) * row for counts in zip(*rows, strict=True)]
+    mine = by_lane[pack.cp_rank]
+    return PackCollective("all_to_all", pack, mine, sum(by_lane), "rows before")
+
+
+def _sparse(
+    part: SparseAttentionConfig, packs: Packs, ways: Ways, forward: bool
+) -> list[PackCollective]:
+    """Of each pack the rows before chunks, then the entries that lanes own."""
+    overlap = part.index is not None
+    index = part.index.head_dim if part.index is not None else 0
+    halo = entry_halo(part.window, part.ratio, overlap=overlap)
+    row = (part.head_dim + 2 * part.entry_channels + 4 * index) * ways.item
+    calls = []
+    for pack in packs if forward else reversed(packs):
+        each = [_halo(pack, halo, row, forward)] if halo else []
+        if part.ratio:
+            padded = np.array(pack.padded, dtype=np.int64)
+            amount = most_owned(padded, part.ratio, pack.cp_size)
+            kind = "gather" if forward else "reduce_scatter"
+            size = amount * (part.head_dim + index) * ways.item
+            each.append(_even(kind, pack, size, "entries"))
+        calls += each if forward else _mirrored(each)
+    return calls
 
 
 @lru_cache(maxsize=1 << 14)
@@ -298,6 +329,7 @@ COLLECTIVES: dict[type, PartCollectives] = {
     MLAConfig: _latent,
     Mamba2Config: _mamba2,
     DeltaNetConfig: _delta_net,
+    SparseAttentionConfig: _sparse,
     MLPConfig: _nothing,
     MoEConfig: _experts,
 }
