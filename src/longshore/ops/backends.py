@@ -209,7 +209,17 @@ def _ssd(x: Tensor, B: Tensor) -> str | None:
     return on_gpu(x, B)
 
 
+def _sparse(q: Tensor, *keys: Tensor) -> str | None:
+    """Triton, for heads that fit in registers."""
+    if q.shape[2] > 512:
+        return f"heads of width {q.shape[2]} are wider than 512"
+    return on_gpu(q, *keys)
+
+
 BACKENDS: dict[str, tuple[Backend, ...]] = {
+    "sparse attention": (
+        Backend("triton", "longshore.ops.kernels.sparse_attention", _sparse, package="triton"),
+    ),
     "ssd": (Backend("triton", "longshore.ops.kernels.ssd", _ssd, package="triton"),),
     "attention": (
         Backend(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longshore.ops.backends import pick
 from longshore.ops.row_ranges import RowRanges
 from longshore.ops.sparse_attention_blocks import Attended, VisibleKeys, backward, forward
 
@@ -59,10 +60,18 @@ class _SparseAttention(torch.autograd.Function):
         scale: float,
         needs_mass: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        ctx.ranges, ctx.scale = ranges, scale
+        kernels = ctx.kernels = pick("sparse attention", q, near, entries)
+        if kernels is not None:
+            options = {"scale": scale, "needs_mass": needs_mass}
+            out, lse, mass = kernels.forward(q, sinks, near, entries, chosen, ranges, **options)
+            ctx.save_for_backward(q, near, entries, sinks, chosen, out, lse, None)
+            if mass is not None:
+                ctx.mark_non_differentiable(mass)
+            return out, mass
         keys = VisibleKeys(near, entries, ranges, chosen)
         done = forward(q, sinks, keys, scale=scale, needs_mass=needs_mass)
         ctx.save_for_backward(q, near, entries, sinks, chosen, done.out, done.top, done.total)
-        ctx.ranges, ctx.scale = ranges, scale
         if done.mass is not None:
             ctx.mark_non_differentiable(done.mass)
         return done.out, done.mass
@@ -71,6 +80,11 @@ class _SparseAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _mass: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         q, near, entries, sinks, chosen, out, top, total = ctx.saved_tensors
+        if ctx.kernels is not None:
+            grads = ctx.kernels.backward(
+                grad, q, sinks, near, entries, chosen, ctx.ranges, out, top, scale=ctx.scale
+            )
+            return *grads, None, None, None, None
         keys = VisibleKeys(near, entries, ctx.ranges, chosen)
         done = Attended(out, top, total, None)
         return *backward(grad, q, sinks, keys, done, scale=ctx.scale), None, None, None, None
