@@ -216,7 +216,15 @@ def _sparse(q: Tensor, *keys: Tensor) -> str | None:
     return on_gpu(q, *keys)
 
 
+def _indexer(q: Tensor, keys: Tensor) -> str | None:
+    """Triton, for heads that fit in registers."""
+    if q.shape[2] > 256:
+        return f"heads of width {q.shape[2]} are wider than 256"
+    return on_gpu(q, keys)
+
+
 BACKENDS: dict[str, tuple[Backend, ...]] = {
+    "indexer": (Backend("triton", "longshore.ops.kernels.indexer", _indexer, package="triton"),),
     "sparse attention": (
         Backend("triton", "longshore.ops.kernels.sparse_attention", _sparse, package="triton"),
     ),

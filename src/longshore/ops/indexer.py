@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longshore.ops.backends import pick
 from longshore.ops.indexed_rows import add_rows_, sums_for, take_rows
 from longshore.ops.products import by_rows
 from longshore.ops.row_ranges import RangeBlock, RowRanges
@@ -27,6 +28,8 @@ from longshore.ops.row_ranges import RangeBlock, RowRanges
 MOST_ROWS = 64
 MOST_ENTRIES = 512
 """Of a block, at a time."""
+MOST_SCORES = 1 << 25
+"""Scores of a block where kernels compute them."""
 MOST_COPIED = 1 << 22
 """Numbers in the copies of chosen keys for a block, unless one query already has more."""
 
@@ -41,14 +44,22 @@ def choose(
     ranges.check(len(q_THD), None, len(keys_ED))
     width = min(top_k, ranges.most_entries)
     chosen_TK = ranges.entry_first.new_full((len(q_THD), width), -1)
+    kernels = pick("indexer", q_THD, keys_ED)
+    most_rows = (
+        MOST_ROWS if kernels is None else max(MOST_ROWS, MOST_SCORES // max(1, len(keys_ED)))
+    )
     with torch.no_grad():
-        for block in ranges.blocks(lambda _: MOST_ROWS):
+        for block in ranges.blocks(lambda _: most_rows):
             first_n1 = ranges.entry_first[block.rows, None]
             count_n1 = ranges.entry_count[block.rows, None]
             if block.most_entries <= width:
                 best_nk = _all_entries(first_n1, count_n1, block.most_entries)
             else:
-                scores_ne = _block_scores(q_THD, weights_TH, keys_ED, block)
+                if kernels is None:
+                    scores_ne = _block_scores(q_THD, weights_TH, keys_ED, block)
+                else:
+                    own = q_THD[block.rows], weights_TH[block.rows], keys_ED[block.entries]
+                    scores_ne = kernels.scores(*own)
                 before_n1 = first_n1 - block.entries.start
                 best_nk = _best(scores_ne, before_n1, before_n1 + count_n1, width)
                 best_nk = torch.where(best_nk < 0, -1, best_nk + block.entries.start)
@@ -75,10 +86,44 @@ def index_loss(
             f"chosen is {tuple(chosen_TK.shape)} and mass {tuple(mass_TK.shape)}; both must be "
             f"(rows, entries) with {len(q_THD)} rows"
         )
+    if chosen_TK.numel() and pick("indexer", q_THD, keys_ED) is not None:
+        scores_TK = _ChosenScores.apply(q_THD, weights_TH, keys_ED, chosen_TK)  # type: ignore[no-untyped-call]
+        target_TK = _target(mass_TK.detach(), chosen_TK)
+        return _divergence(scores_TK, target_TK, chosen_TK, counted_T)
     loss: Tensor = _IndexLoss.apply(  # type: ignore[no-untyped-call]
         q_THD, weights_TH, keys_ED, chosen_TK, mass_TK.detach(), counted_T
     )
     return loss
+
+
+def _divergence(
+    scores_TK: Tensor, target_TK: Tensor, chosen_TK: Tensor, counted_T: Tensor
+) -> Tensor:
+    """Rows without a chosen entry have scores of −∞ alone, whose softmax would be NaN."""
+    none_TK = chosen_TK < 0
+    safe_TK = scores_TK.masked_fill(none_TK.all(1, keepdim=True), 0.0)
+    logs_TK = safe_TK.log_softmax(1).masked_fill(none_TK, 0.0)
+    loss_T = (torch.xlogy(target_TK, target_TK) - target_TK * logs_TK).sum(1)
+    return torch.where(counted_T, loss_T, 0.0).sum()
+
+
+class _ChosenScores(torch.autograd.Function):
+    """(T, K) by kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, weights: Tensor, keys: Tensor, chosen: Tensor) -> Tensor:  # noqa: ANN401
+        kernels: Any = pick("indexer", q, keys)
+        ctx.save_for_backward(q, weights, keys, chosen)
+        ctx.kernels = kernels
+        scores: Tensor = kernels.chosen_scores(q, weights, keys, chosen)
+        return scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        q, weights, keys, chosen = ctx.saved_tensors
+        grad = grad.masked_fill(chosen < 0, 0.0)
+        return *ctx.kernels.chosen_gradients(grad, q, weights, keys, chosen), None
 
 
 def _block_scores(q: Tensor, weights: Tensor, keys: Tensor, block: RangeBlock) -> Tensor:
