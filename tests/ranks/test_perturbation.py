@@ -10,6 +10,7 @@ from tests.ranks.spine import VOCAB, batches_of, dense, exact, lanes_of, make_sa
 from tests.ranks.test_mla import LATENT, MIXED
 from tests.ranks.test_moe import experts
 from tests.ranks.test_scan import hybrid
+from tests.ranks.test_sparse_attention import MODEL as COMPRESSED
 
 from longshore.data.pack import merge, unpack
 from longshore.plan import make_plan
@@ -24,9 +25,10 @@ CASES = {
     "gated and latent": (MIXED, {}),
     "scans, heads": (hybrid(), {"scan": "heads"}),
     "scans, states": (hybrid(), {"scan": "states"}),
+    "compressed": (COMPRESSED, {}),
     "experts": (experts(), {"attention": "gather"}),
 }
-SOME_OF_THEM = {3: ["experts"], 8: ["attention, gather", "attention, heads"]}
+SOME_OF_THEM = {3: ["compressed", "experts"], 8: ["attention, gather", "attention, heads"]}
 """Lanes that not all cases are run on: CP size 3 does not divide the heads, and 8 takes long."""
 
 
