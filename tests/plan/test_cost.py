@@ -10,7 +10,7 @@ from tests.plan.evaluator import padded, sequence_cost
 from tests.plan.samples import CHARGED, FREE, TOKENS
 
 from longshore.plan import CostProfile, load_profile
-from longshore.plan.cost import CostTable
+from longshore.plan.cost import CostTable, parse_profile
 
 GOOD = {
     "linear": 1.0,
@@ -202,3 +202,31 @@ def test_joined_rows_are_sums():
         (table.cost[2] + table.cost[0]).tolist(),
     ]
     assert joined.tokens.tolist() == [[3, 2], [13, 4 + 4]]
+
+
+def test_a_curve_stands_for_squared_lengths():
+    curve = ((1, 0.0), (4, 12.0), (8, 20.0))
+    profile = replace(CHARGED, curve=curve)
+    assert [profile.square(n) for n in (1, 2, 4, 6, 8, 10)] == [0, 4, 12, 16, 20, 24]
+    table = CostTable(np.array([6, 2]), sizes=(1, 2), profile=profile)
+    for row, length in enumerate((6, 2)):
+        for column, size in enumerate((1, 2)):
+            wanted = profile.sequence_cost(
+                length, -(-length // 4) * 4 if size == 2 else length, size
+            )
+            assert table.seconds(int(table.cost[row, column])) == pytest.approx(wanted, rel=1e-9)
+    assert parse_profile(profile.as_json(), "mine") == profile
+    assert "curve" not in CHARGED.as_json()
+
+
+@pytest.mark.parametrize(
+    ("curve", "said"),
+    [
+        (((4, 1.0), (4, 2.0)), "lengths must rise"),
+        (((1, 2.0), (3, 1.0)), "must not fall"),
+        (((0, 1.0),), "must rise from 1 on"),
+    ],
+)
+def test_a_curve_that_cannot_be_is_refused(curve, said):
+    with pytest.raises(ValueError, match=said):
+        replace(CHARGED, curve=curve)

@@ -13,6 +13,7 @@ from typing import Any
 from longshore.arch.cost_source import read_cost
 from longshore.arch.cuts import decoder_on_tp_rank
 from longshore.arch.decoder import DecoderConfig, has_experts, with_balance
+from longshore.arch.flops_cost import flops_cost, needs_curve
 from longshore.arch.part import Sharing
 from longshore.arch.stages import make_layout, stage_costs
 from longshore.arch.step_time import RunShape, cost_profile
@@ -181,7 +182,7 @@ def run_cost(
 ) -> CostProfile:
     """The whole model on one GPU: built in, of plan.cost, or of its machine and this model."""
     if not config.plan.cost:
-        return BUILT_IN
+        return flops_cost(decoder) if needs_curve(decoder) else BUILT_IN
     with in_keys("plan.cost"):
         cost = read_cost(config.plan.cost)
         if isinstance(cost, CostProfile):

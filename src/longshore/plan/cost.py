@@ -20,7 +20,7 @@ import json
 import math
 from collections.abc import Sequence as Seq
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,13 @@ class CostProfile:
     """Of a round."""
     message: float = 0.0
     """Of a token that a pipeline stage hands to the next; no GPU is busy with it."""
+    curve: tuple[tuple[int, float], ...] = field(default=(), repr=False)
+    """(length, amount) in rising order: what stands for the squared length where a model's cost
+    grows otherwise, with straight lines in between; (): the squared length itself."""
 
     def __post_init__(self) -> None:
         numbers = {**asdict(self), "gather[0]": self.gather[0], "gather[1]": self.gather[1]}
-        del numbers["gather"]
+        del numbers["gather"], numbers["curve"]
         for name, value in numbers.items():
             if not (value == 0 or SMALLEST <= value <= LARGEST):
                 raise ValueError(
@@ -67,9 +70,33 @@ class CostProfile:
             )
         if self.node < 1:
             raise ValueError(f"cost profile: node is {self.node}; a node has at least 1 lane")
+        _check_curve(self.curve)
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "gather": list(self.gather)}
+        data = {**asdict(self), "gather": list(self.gather)}
+        curve = [list(knot) for knot in data.pop("curve")]
+        return {**data, "curve": curve} if curve else data
+
+    def squares(self, lengths: Ints) -> NDArray[np.float64]:
+        """The squared lengths, or what stands for them; past its end a curve goes straight on."""
+        if not self.curve:
+            return lengths.astype(np.float64) ** 2
+        knots, amounts = (
+            np.array(column, dtype=np.float64) for column in zip(*self.curve, strict=True)
+        )
+        inside = np.interp(lengths, knots, amounts)
+        if len(knots) == 1:
+            return inside
+        slope = (amounts[-1] - amounts[-2]) / (knots[-1] - knots[-2])
+        past = np.maximum(lengths - knots[-1], 0.0)
+        result: NDArray[np.float64] = inside + slope * past
+        return result
+
+    def square(self, length: int) -> float:
+        """Of one length."""
+        if not self.curve:
+            return float(length) ** 2
+        return float(self.squares(np.array([length], dtype=np.int64))[0])
 
     def on_ranks(self, *, tp: int, pp: int) -> "CostProfile":
         """The profile of one GPU when the model is split over the tp × pp GPUs of a lane.
@@ -87,18 +114,30 @@ class CostProfile:
             pack=self.pack / pp,
             round=self.round / pp,
             message=self.message,
+            curve=self.curve,
         )
 
     def sequence_cost(self, length: int, padded: int, cp_size: int) -> float:
         """Seconds that a sequence adds to each lane of its pack."""
-        cost = (self.linear * padded + self.quadratic * float(length) ** 2) / cp_size
+        cost = (self.linear * padded + self.quadratic * self.square(length)) / cp_size
         if cp_size > 1:
             cost += self.gather[cp_size > self.node] * padded * (cp_size - 1) / cp_size
         return cost
 
     def ideal(self, lengths: Seq[int]) -> float:
         """Seconds of one lane for all the arithmetic of these lengths: no padding, no exchange."""
-        return math.fsum(self.linear * n + self.quadratic * float(n) ** 2 for n in lengths)
+        squares = self.squares(np.asarray(lengths, dtype=np.int64)).tolist()
+        pairs = zip(lengths, squares, strict=True)
+        return math.fsum(self.linear * n + self.quadratic * square for n, square in pairs)
+
+
+def _check_curve(curve: tuple[tuple[int, float], ...]) -> None:
+    for (length, amount), (longer, more) in zip(((0, 0.0), *curve), curve, strict=False):
+        if longer <= length or not amount <= more <= LARGEST**2:
+            raise ValueError(
+                f"cost profile: curve goes from {(length, amount)} to {(longer, more)}; lengths "
+                "must rise from 1 on, and amounts must not fall or be below 0"
+            )
 
 
 # An estimate for Qwen3-8B on H100s, from its arithmetic and 400 TFLOP/s; not measured. One token of
@@ -115,7 +154,7 @@ BUILT_IN = CostProfile(
     # 4,096 channels of 2 bytes at 50 GB/s.
     message=TOKEN_SECONDS * 0.0013,
 )
-OPTIONAL_KEYS = ("message",)
+OPTIONAL_KEYS = ("message", "curve")
 
 
 def load_profile(path: str | Path) -> CostProfile:
@@ -136,6 +175,8 @@ def parse_profile(data: object, name: str) -> CostProfile:
             f"cost profile {name}: must be an object with exactly the keys {', '.join(keys)}, and "
             f"with a pipeline {', '.join(OPTIONAL_KEYS)}"
         )
+    curve = _parsed_curve(data.get("curve", []), name)
+    data = {key: value for key, value in data.items() if key != "curve"}
     gather = data["gather"]
     if not isinstance(gather, list) or len(gather) != 2:
         raise ValueError(f"cost profile {name}: gather must be [inside a node, across nodes]")
@@ -158,7 +199,18 @@ def parse_profile(data: object, name: str) -> CostProfile:
         pack=float(data["pack"]),
         round=float(data["round"]),
         message=float(data.get("message", 0.0)),
+        curve=curve,
     )
+
+
+def _parsed_curve(value: object, name: str) -> tuple[tuple[int, float], ...]:
+    knots = value if isinstance(value, list) else None
+    if knots is None or not all(isinstance(knot, list) and len(knot) == 2 for knot in knots):
+        raise ValueError(f"cost profile {name}: curve must be a list of [length, amount]")
+    for knot in knots:
+        if any(isinstance(n, bool) or not isinstance(n, int | float) for n in knot):
+            raise ValueError(f"cost profile {name}: curve has {knot}, which are not two numbers")
+    return tuple((int(length), float(amount)) for length, amount in knots)
 
 
 class CostTable:
@@ -177,7 +229,7 @@ class CostTable:
         self.tokens: Ints = padded // k
         size = k.astype(np.float64)
         gather = np.where(k > profile.node, profile.gather[1], profile.gather[0]) * (size - 1)
-        square = lengths.astype(np.float64) ** 2
+        square = profile.squares(lengths)
         area = profile.linear * padded + profile.quadratic * square[:, None] + gather * padded
         fixed = profile.pack + profile.round
         ceiling = float(area.max() + fixed * size.max()) * 4 * len(lengths)

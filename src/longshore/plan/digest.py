@@ -44,4 +44,5 @@ def _parallel(setting: PlanSetting) -> dict[str, str]:
         "tp": f"{setting.tp}" if setting.tp > 1 else "",
         "ep": f"{setting.ep}" if setting.ep > 1 else "",
         "buckets": " ".join(map(str, setting.buckets)),
+        "curve": f"{setting.profile.curve or ''}",
     }

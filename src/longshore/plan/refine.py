@@ -94,6 +94,7 @@ class Correction:
             pack=pack,
             round=round_,
             message=_valid(profile.message * self.scale),
+            curve=profile.curve,
         )
 
 
@@ -164,14 +165,15 @@ def round_parts(plan: Plan) -> list[RoundParts]:
     return parts
 
 
-def _squares(plan: Plan) -> list[int]:
+def _squares(plan: Plan) -> list[float]:
     lengths = [sequence.length for sequence in plan.sequences]
     if plan.setting.planned_by.pads_to_longest:
         lengths = [max(lengths)] * len(lengths)
-    return [length * length for length in lengths]
+    squares: list[float] = plan.setting.profile.squares(np.array(lengths, dtype=np.int64)).tolist()
+    return squares
 
 
-def _lane_amounts(round_: Round, setting: PlanSetting, squares: Seq[int]) -> Floats:
+def _lane_amounts(round_: Round, setting: PlanSetting, squares: Seq[float]) -> Floats:
     """[part, lane] of a round."""
     amounts = np.zeros((len(PARTS), setting.lanes))
     amounts[-1] = 1
