@@ -31,7 +31,7 @@ def test_a_sequence_costs_its_flops(mixers):
 
 def test_plans_change_with_what_sequences_cost():
     """A long sequence costs little more than short ones of as many tokens, so it is split less."""
-    lengths = [65_536, *[1024] * 192]
+    lengths = [65_536, *[1024] * 512]
     sizes = {}
     for name, profile in {"curve": flops_cost(decoder(FEW)), "squares": None}.items():
         options = {} if profile is None else {"profile": profile}
