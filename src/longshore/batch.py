@@ -154,6 +154,8 @@ class SeqContext:
     """The index in the plan of each of the S sequences."""
     packs: tuple[PackContext, ...]
     """In descending order of CP size."""
+    token_ids: Tensor | None = None
+    """int64 (T): set by a decoder with layers that choose experts by them."""
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "SeqContext":
         return _map_tensors(self, lambda _, tensor: tensor.to(device, non_blocking=non_blocking))
@@ -171,6 +173,7 @@ class SeqContext:
             positions=self.positions[rows],
             sequence_index=self.sequence_index[rows],
             is_real=self.is_real[rows],
+            token_ids=None if self.token_ids is None else self.token_ids[rows],
         )
 
     def ahead(self, depth: int) -> "SeqContext":
@@ -198,7 +201,7 @@ def whole_context(lengths: Sequence[int], *, device: torch.device | str = "cpu")
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=device)
     bounds = Boundaries(offsets, cu_seqlens, max(lengths))
     pack = PackContext(
-        group=CPGroup(first_lane=0, cp_size=1, cp_rank=0),
+        group=CPGroup(0, cp_size=1, cp_rank=0),
         start=0,
         stop=offsets[-1],
         first_sequence=0,
@@ -282,7 +285,7 @@ class MicroBatch:
     counts: Counts
     """Totals of the step over all lanes and rounds."""
     token_ids: Tensor | None
-    """int64 (T); None on stages without the embedding at their beginning."""
+    """int64 (T); None on stages that do not read them."""
     targets: Targets | None
     """Labels and loss mask; None on stages without the head."""
     mtp: tuple[Depth, ...]

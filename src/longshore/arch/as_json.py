@@ -14,10 +14,10 @@ the modules of users' classes first.
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from longshore.arch import attention, decoder, feed_forward, rope, scan, sparse_attention
+from longshore.arch import attention, decoder, feed_forward, hyper, rope, scan, sparse_attention
 from longshore.arch.decoder import DecoderConfig
 
-MODULES = (decoder, attention, feed_forward, rope, scan, sparse_attention)
+MODULES = (decoder, attention, feed_forward, hyper, rope, scan, sparse_attention)
 RESERVED = ("kind", "module")
 OURS = {
     name: kind

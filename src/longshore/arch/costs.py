@@ -51,6 +51,7 @@ from longshore.arch.stage_memory import (
     layer_parameters,
     most_in_flight,
     rank_layers,
+    sent_width,
     stage_parameters,
     stage_saved,
     whole_model,
@@ -73,15 +74,15 @@ def forward_flops(config: DecoderConfig, length: int) -> int:
     kinds = Counter((*config.layers, *config.mtp))
     layers = sum(count * layer.flops(width, length) for layer, count in kinds.items())
     joins = depths * 2 * length * 2 * width * width
-    return layers + joins + (1 + depths) * 2 * length * width * config.vocab_size
+    collapse = config.residuals.collapse_flops(width) if config.residuals else 0
+    return layers + joins + (1 + depths) * length * (collapse + 2 * width * config.vocab_size)
 
 
 def parameter_count(config: DecoderConfig) -> int:
     """Parameters of the decoder; a tied head has none of its own."""
-    width = config.width
-    layers = sum(layer.parameters(width) for layer in (*config.layers, *config.mtp))
-    joins = len(config.mtp) * (2 * width + 3) * width
-    return layers + joins + config.vocab_size * width * (1 if config.tied else 2) + width
+    layers = sum(layer.parameters(config.width) for layer in (*config.layers, *config.mtp))
+    ends = len(config.mtp) * config.join_parameters + config.norm_parameters
+    return layers + ends + config.vocab_size * config.width * (2 - config.tied)
 
 
 SHARD_MODES = names_of(ShardMode)
@@ -190,8 +191,8 @@ def token_bytes(
     working = max(blocks, default=0)
     if stages.pp > 1:
         # A message that is received and one that is sent.
-        streams = max(stages.streams(number) for number in each)
-        working += -(-2 * streams * width * item // split.tp)
+        row = max(sent_width(config, stages, number) for number in each)
+        working += -(-2 * row * item // split.tp)
     return TokenBytes(saved=most_in_flight(stages, pp_rank, each), working=working)
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from longshore.arch.checks import check_counts, check_more_than
 from longshore.arch.feed_forward import MoEConfig
+from longshore.arch.hyper import HyperConfig
 from longshore.arch.part import Norm, Part, Saved, check_part
 from longshore.arch.rope import RopeConfig
 from longshore.errors import SettingError
@@ -37,6 +38,8 @@ class LayerConfig:
 
     mixer: Part | None
     mlp: Part | None
+    residuals: HyperConfig | None = None
+    """Set by the decoder, the same in all its layers."""
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -49,15 +52,28 @@ class LayerConfig:
         return tuple(part for part in (self.mixer, self.mlp) if part is not None)
 
     def parameters(self, width: int) -> int:
-        """With the norm before each part."""
-        return sum(width + part.parameters(width) for part in self.parts)
+        """With the norm before each part, and its hyper-connections."""
+        mixing = self.residuals.parameters(width) if self.residuals else 0
+        return sum(width + mixing + part.parameters(width) for part in self.parts)
 
     def flops(self, width: int, length: int) -> int:
-        return sum(part.flops(width, length) for part in self.parts)
+        mixing = self.residuals.flops(width) * length if self.residuals else 0
+        return sum(mixing + part.flops(width, length) for part in self.parts)
 
     def saved(self, width: int) -> Saved:
         """What the parts save, with the input and the output of each norm."""
-        return sum((Saved(2 * width, 1) + part.saved(width) for part in self.parts), start=Saved(0))
+        around = Saved(2 * width, 1) + self.mixing_saved(width)
+        return sum((around + part.saved(width) for part in self.parts), start=Saved(0))
+
+    def row(self, width: int) -> int:
+        """Values of a token between blocks."""
+        return width * self.residuals.count if self.residuals else width
+
+    def mixing_saved(self, width: int) -> Saved:
+        """What hyper-connections save at one part, with the rows that come; 0 without them."""
+        if self.residuals is None:
+            return Saved(0)
+        return Saved(self.row(width)) + self.residuals.saved(width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +100,15 @@ class DecoderConfig:
     """A token whose embedding gets no gradient as an input, as in transformers; None for none."""
     float32_residual: bool = False
     """The residual stream is float32 at least, whatever dtype the layers compute in."""
+    residuals: HyperConfig | None = None
+    """Several residual rows of each token, joined by hyper-connections; None: one, and sums."""
 
     def __post_init__(self) -> None:
         check_counts(self, "vocab_size", "width")
         check_more_than(0, self, "norm_eps", "init_std")
-        object.__setattr__(self, "layers", tuple(self.layers))
-        object.__setattr__(self, "mtp", tuple(self.mtp))
+        for name in ("layers", "mtp"):
+            layers = (replace(layer, residuals=self.residuals) for layer in getattr(self, name))
+            object.__setattr__(self, name, tuple(layers))
         if not self.layers:
             raise ValueError("DecoderConfig.layers is empty; a decoder has at least one layer")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
@@ -97,7 +116,21 @@ class DecoderConfig:
                 f"DecoderConfig.pad_token_id is {self.pad_token_id}; it must be a token, from 0 "
                 f"to {self.vocab_size - 1}"
             )
+        self._check_hashed()
         self._check_size()
+
+    def _check_hashed(self) -> None:
+        if any(hashed_rows(layer) for layer in self.mtp):
+            raise ValueError(
+                "DecoderConfig.mtp has a layer whose experts are chosen by token ids; a depth of "
+                "multi-token prediction must have a router that chooses, so leave out hash_rows"
+            )
+        for number, layer in enumerate(self.layers):
+            if (rows := hashed_rows(layer)) not in (0, self.vocab_size):
+                raise ValueError(
+                    f"MoEConfig.hash_rows of layer {number} is {rows}; the table has a row for "
+                    f"each token, so it must be vocab_size, {self.vocab_size}"
+                )
 
     def _check_size(self) -> None:
         layers = (*self.layers, *self.mtp)
@@ -115,6 +148,28 @@ class DecoderConfig:
         for what, (size, most) in sizes.items():
             if size > most:
                 raise ValueError(f"a decoder has at most {most:,} {what}; this one has {size:,}")
+
+    @property
+    def row_width(self) -> int:
+        """Values of a token between blocks."""
+        return self.width * (self.residuals.count if self.residuals else 1)
+
+    @property
+    def join_parameters(self) -> int:
+        """Of a depth of multi-token prediction, besides those of its layer."""
+        collapse = self.residuals.collapse_parameters(self.width) if self.residuals else 0
+        return (2 * self.width + 3) * self.width + collapse
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of the last norm, and of the collapse before it."""
+        collapse = self.residuals.collapse_parameters(self.width) if self.residuals else 0
+        return self.width + collapse
+
+    @property
+    def hashed_layers(self) -> tuple[int, ...]:
+        """The numbers of layers that read token ids, to choose experts by them."""
+        return tuple(n for n, layer in enumerate(self.layers) if hashed_rows(layer))
 
     @property
     def norm(self) -> Norm:
@@ -136,6 +191,11 @@ def _experts(layer: LayerConfig) -> int:
     experts = getattr(layer.mlp, "experts", 0)
     assert isinstance(experts, int)
     return experts
+
+
+def hashed_rows(layer: LayerConfig) -> int:
+    """Rows of the table by which a layer chooses experts; 0 where its router does."""
+    return layer.mlp.hash_rows if isinstance(layer.mlp, MoEConfig) else 0
 
 
 def has_experts(config: DecoderConfig) -> bool:
@@ -162,7 +222,7 @@ def _balanced(
     layer: LayerConfig, aux_weight: float | None, bias_update: float | None
 ) -> LayerConfig:
     moe = layer.mlp
-    if not isinstance(moe, MoEConfig):
+    if not isinstance(moe, MoEConfig) or moe.hash_rows:
         return layer
     if bias_update and not moe.bias:
         raise SettingError(

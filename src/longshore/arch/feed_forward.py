@@ -9,6 +9,9 @@ Qwen3-30B-A3B, and one that chooses as DeepSeek-V3 does:
 
 At hidden width 2048 the first has 128·2048 + 128·3·2048·768 = 604,241,920 parameters, and a
 token takes 2·(128·2048 + 8·3·2048·768) = 76,021,760 FLOPs forward.
+
+With hash_rows a frozen table of (hash_rows, top_k) says which experts serve a token of each id, and
+the router only weighs them, as in the first layers of DeepSeek-V4. It is no parameter.
 """
 
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ from longshore.arch.part import Product, Saved, Sharing
 from longshore.arch.rope import RopeConfig
 from longshore.choices import names_of
 
-Score = Literal["softmax", "sigmoid"]
+Score = Literal["softmax", "sigmoid", "sqrt-softplus"]
 
 
 Activation = Literal["swiglu", "relu2"]
@@ -32,9 +35,15 @@ class MLPConfig:
     width: int
     activation: Activation = "swiglu"
     """swiglu: down(silu(gate(x)) · up(x)). relu2: down(relu(up(x))²), without a gate."""
+    limit: float = 0.0
+    """Of swiglu: the gate is clipped from above, up on both sides; 0: not."""
 
     def __post_init__(self) -> None:
         check_counts(self, "width")
+        if self.limit != 0:
+            check_more_than(0, self, "limit")
+            if not self.gated:
+                raise ValueError("MLPConfig.limit clips swiglu's gate; relu2 has none, so leave it")
         if self.activation not in names_of(Activation):
             raise ValueError(
                 f"MLPConfig.activation is {self.activation!r}; known are "
@@ -60,8 +69,11 @@ class MLPConfig:
         return *first, Product(self.width, width)
 
     def saved(self, width: int) -> Saved:
-        """Gate, silu(gate), up, and their product; or relu(up) and its square."""
-        return Saved((4 if self.gated else 2) * self.width)
+        """Gate, silu(gate), up, and their product; or relu(up) and its square.
+
+        Clipped, gate and up are saved as they were, too.
+        """
+        return Saved(((6 if self.limit else 4) if self.gated else 2) * self.width)
 
     def gathered(self) -> int:
         return 0
@@ -100,13 +112,18 @@ class MoEConfig:
     """How far the bias moves after each step, towards even counts; above 0 it implies `bias`."""
     aux_weight: float = 0.0
     """Weight of the balance loss; 0 for none."""
+    limit: float = 0.0
+    """Of all its experts, see MLPConfig."""
+    hash_rows: int = 0
+    """The vocabulary's size, where a frozen table of token ids chooses experts; 0: the router."""
 
     def __post_init__(self) -> None:
         check_counts(self, "experts", "top_k", "width", "groups", "top_groups")
         check_more_than(0, self, "scale")
-        if self.shared_width != 0:
-            check_counts(self, "shared_width")
-        for name in ("bias_update", "aux_weight"):
+        for name in ("shared_width", "hash_rows"):
+            if getattr(self, name) != 0:
+                check_counts(self, name)
+        for name in ("bias_update", "aux_weight", "limit"):
             if getattr(self, name) != 0:
                 check_more_than(0, self, name)
         if self.score not in names_of(Score):
@@ -117,6 +134,16 @@ class MoEConfig:
             raise ValueError("MoEConfig.shared_gate needs a shared expert; give a shared_width")
         object.__setattr__(self, "bias", bool(self.bias or self.bias_update))
         self._check_groups()
+        if self.hash_rows and (self.bias or self.aux_weight or self.groups > 1):
+            raise ValueError(
+                "MoEConfig.hash_rows fixes which experts serve a token; it goes with no bias, no "
+                "bias_update, no aux_weight and no groups"
+            )
+
+    @property
+    def shared(self) -> MLPConfig:
+        """The shared expert, where there is one."""
+        return MLPConfig(width=self.shared_width, limit=self.limit)
 
     def _check_groups(self) -> None:
         if self.experts % self.groups or (self.groups > 1 and self.experts < 2 * self.groups):
@@ -158,7 +185,7 @@ class MoEConfig:
         gate = (Product(width, 1),) * self.shared_gate
         if not self.shared_width:
             return router
-        return *router, *MLPConfig(width=self.shared_width).products(width), *gate
+        return *router, *self.shared.products(width), *gate
 
     def saved(self, width: int) -> Saved:
         """For each of top_k rows its input, gate, silu(gate), up, product and output.
@@ -166,10 +193,11 @@ class MoEConfig:
         The router saves its input in float32, the scores, and what the balance loss computes from
         them; for each row a weight, an id and indices.
         """
-        routed = Saved(self.top_k * (2 * width + 4 * self.width))
+        inner = 6 if self.limit else 4
+        routed = Saved(self.top_k * (2 * width + inner * self.width))
         scores = 3 if self.aux_weight else 1
         router = Saved(0, width + scores * self.experts + 8 * self.top_k)
-        shared = Saved(4 * self.shared_width + (width + 1) * self.shared_gate)
+        shared = Saved(inner * self.shared_width + (width + 1) * self.shared_gate)
         return routed + router + shared
 
     def gathered(self) -> int:

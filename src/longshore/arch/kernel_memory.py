@@ -79,12 +79,16 @@ def _mlp(part: MLPConfig, width: int) -> PartMemory:
     kept = (2 if part.gated else 1) * part.width
     inner = BackwardMoment(Saved(kept + part.width + width), 0)
     weights = BackwardMoment(Saved(kept + 2 * width), part.parameters(width))
-    return PartMemory(Saved(kept), (inner, weights))
+    # Clipped by plain torch, which keeps gate and up as they were.
+    return PartMemory(Saved((2 if part.limit else 1) * kept), (inner, weights))
 
 
 @part_memory.register
 def _experts(part: MoEConfig, width: int) -> PartMemory:
     """Experts keep gate and up of each row; the router its float32 input and the scores."""
+    if part.limit:  # which the kernels do not know
+        saved, count = part.saved(width), part.parameters(width)
+        return PartMemory(saved, (BackwardMoment(saved + Saved(2 * width), count),))
     inner, top_k = part.width, part.top_k
     scores = (3 if part.aux_weight else 1) * part.experts
     saved = Saved(2 * top_k * inner, width + scores + 8 * top_k)

@@ -67,7 +67,7 @@ def part_works(
     if not isinstance(part, MoEConfig) or not part.shared_width:
         return (part_work(part, width, lengths, item=item, scan_chunk=scan_chunk),)
     routed = replace(part, shared_width=0, shared_gate=False)
-    rows, shared = sum(lengths), MLPConfig(width=part.shared_width)
+    rows, shared = sum(lengths), part.shared
     gate = (Product(width, 1),) * part.shared_gate
     saved = shared.saved(width) + Saved((width + 1) * part.shared_gate)
     beside = Work(

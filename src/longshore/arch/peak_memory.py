@@ -192,7 +192,7 @@ class _Rank:
 
     def _last_rows(self, rows: int) -> int:
         """The last layer's output, its norm's, and the gradient that comes back."""
-        width = self.config.width * self.item
+        width = self.config.row_width * self.item
         return self.tokens * rows * width if self.has_head else 0
 
     def loss(self) -> int:

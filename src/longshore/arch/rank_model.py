@@ -76,6 +76,9 @@ def rank_model(
         # Of each depth: embedding, norms' outputs, the joined input, the head's.
         passing = layout.streams(number - 1) - 1 if number else 0
         rows = (7 * len(stage.depths) + passing) * config.width * item // split.tp
+        if config.residuals is not None:
+            collapse = saved_bytes(config.residuals.collapse_saved(config.width), item)
+            rows += (stage.norm + len(stage.depths)) * collapse // split.tp
         stages[number] = layers, INPUT_BYTES + tables + rows
         configs += own
     each = (stage_parameters(config, layout.stages[number], split) for number in numbers)
@@ -93,14 +96,17 @@ def _layer_memory(
     layer: LayerConfig, width: int, item: int, split: ModelSplit, wide: bool
 ) -> LayerMemory:
     """layer: as a TP rank has it; wide: the residual stream is float32 at least."""
-    stream = Saved(0, width) if wide else Saved(width)
+    row = layer.row(width)
+    stream = Saved(0, row) if wide else Saved(row)
+    # The collapsed row, which the norm reads, and what the mixing saves.
+    mixing = Saved(width) + layer.residuals.saved(width) if layer.residuals else Saved(0)
     parts, total = [], 0
     working = block_working(layer, width, item=item, split=split)
     for part in reversed(layer.parts):
         memory = part_memory(part, width)
-        own, gathered = stream, Saved(width) + memory.saved
+        own, gathered = stream + mixing, Saved(width) + memory.saved
         if isinstance(part, MoEConfig):
-            own, gathered = stream + gathered, Saved(0)
+            own, gathered = own + gathered, Saved(0)
         kept = -(-saved_bytes(own, item) // split.tp) + saved_bytes(gathered, item)
         moments = tuple(
             (
@@ -112,8 +118,8 @@ def _layer_memory(
         parts.append((kept, moments))
         total += kept
     parameters = layer_parameters(layer, width, split).total
-    row = -(-saved_bytes(stream, item) // split.tp)
-    return LayerMemory(parameters, total, tuple(parts), row)
+    own_row = -(-saved_bytes(stream, item) // split.tp)
+    return LayerMemory(parameters, total, tuple(parts), own_row)
 
 
 def _rows(part: Part, rows: Saved, item: int, tp: int) -> int:

@@ -72,10 +72,10 @@ def stage_parameters(config: DecoderConfig, stage: Stage, split: ModelSplit = WH
     """Parameters of a stage; a tied head needs none of its own beside the embedding."""
     width, local = config.width, decoder_on_tp_rank(config, split.tp)
     layers = [layer_parameters(layer, width, split) for layer in stage_layers(local, stage)]
-    joins = len(stage.depths) * (2 * width + 3) * width
+    joins = len(stage.depths) * config.join_parameters
     tables = stage.has_embedding + (stage.head and not (config.tied and stage.has_embedding))
     rows = -(-config.vocab_size // split.tp)
-    ends = Parameters(joins + tables * rows * width + stage.norm * width)
+    ends = Parameters(joins + tables * rows * width + stage.norm * config.norm_parameters)
     return sum(layers, start=ends)
 
 
@@ -114,9 +114,14 @@ def stage_saved(
     width, stage, tp = config.width, layout.stages[number], split.tp
     layers = stage_layers(decoder_on_tp_rank(config, tp), stage)
     own_row = -(-width * item // tp)
+    block_row = -(-config.row_width * item // tp)
     blocks = sum(block_saved(layer, width, item=item, split=split) for layer in layers)
     tables = sum(saved_bytes(Saved(0, rope.rotary_dim or 0), item) for rope in config.ropes)
-    saved = INPUT_BYTES + tables + (len(layers) * own_row if recompute else blocks)
+    saved = INPUT_BYTES + tables + (len(layers) * block_row if recompute else blocks)
+    if config.residuals is not None:
+        collapses = stage.norm + len(stage.depths)
+        collapse = config.residuals.collapse_saved(width)
+        saved += collapses * _rows_saved(collapse, Saved(0), item, tp)
     if stage.head:
         saved += _rows_saved(Saved(width, 1), Saved(width, 1), item, tp)
     # Of each depth: embedding, two norms' outputs and statistics, the joined input, the head's.
@@ -124,6 +129,13 @@ def stage_saved(
     # Streams of earlier depths pass through.
     passing = layout.streams(number - 1) - 1 if number else 0
     return saved + passing * own_row
+
+
+def sent_width(config: DecoderConfig, layout: Layout, stage: int) -> int:
+    """Values that a stage sends to the next of each token, or gets back as gradients."""
+    if layout.is_normed(stage):
+        return layout.streams(stage) * config.width
+    return config.row_width
 
 
 def block_saved(layer: LayerConfig, width: int, *, item: int, split: ModelSplit) -> int:
@@ -137,6 +149,7 @@ def block_saved(layer: LayerConfig, width: int, *, item: int, split: ModelSplit)
             own, gathered = Saved(2 * width, 1) + _experts_saved(part, width, split.ep), Saved(0)
         else:
             own, gathered = Saved(width, 1), Saved(width) + part.saved(width)
+        own += layer.mixing_saved(width)
         total += _rows_saved(own, gathered, item, split.tp)
     return total
 
@@ -152,7 +165,9 @@ def block_working(layer: LayerConfig, width: int, *, item: int, split: ModelSpli
             return -(-2 * width * item * dispatched(part, split.ep) // split.tp)
         return 2 * width * item if split.tp > 1 else 0
 
-    return max(map(of, layer.parts))
+    # The gradients of residual rows: of the rows themselves, mixed, and in float32.
+    rows = layer.row(width) * (2 * item + max(item, 4)) if layer.residuals else 0
+    return max(map(of, layer.parts)) - (-rows // split.tp)
 
 
 def _experts_saved(part: MoEConfig, width: int, ep: int) -> Saved:

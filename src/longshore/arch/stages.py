@@ -14,9 +14,11 @@ have half of what grows with tokens, but the first has three quarters of what gr
 """
 
 from collections import Counter
+from dataclasses import replace
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.feed_forward import MoEConfig
+from longshore.arch.stage_memory import sent_width
 from longshore.errors import SettingError
 from longshore.plan.layout import Layout, balanced_layout, parse_layout
 from longshore.plan.stage_costs import StageCosts, share_out
@@ -33,14 +35,15 @@ def make_layout(
     if not text:
         costs = [*layer_flops(decoder, length), head_flops(decoder, length)]
         embed = embed_flops(decoder, length)
-        return balanced_layout(costs, pp=pp, vpp=vpp, depths=depths, embed=embed)
+        layout = balanced_layout(costs, pp=pp, vpp=vpp, depths=depths, embed=embed)
+        return replace(layout, id_layers=decoder.hashed_layers)
     layout = parse_layout(text, pp=pp, layers=layers, depths=depths)
     if layout.vpp != vpp:
         raise SettingError(
             f"{{layout}} is {text!r}, which has {layout.vpp} stages for each of {pp} pipeline "
             f"ranks, but {{vpp}} is {vpp}; set {{vpp}} to {layout.vpp}"
         )
-    return layout
+    return replace(layout, id_layers=decoder.hashed_layers)
 
 
 def layer_flops(decoder: DecoderConfig, length: int) -> list[int]:
@@ -93,7 +96,11 @@ def stage_costs(
         apart = sum(experts[place] for place in places)
         head = stage.head * head_flops(decoder, length) if apart else 0
         tokenwise.append((apart + head, again * apart + 2 * head))
-    streams = [layout.streams(stage) for stage in range(len(layout.stages))]
+    # In messages of row_width, as many as the rows of a token take.
+    streams = [
+        -(-sent_width(decoder, layout, stage) // decoder.row_width)
+        for stage in range(len(layout.stages))
+    ]
     return share_out(
         linear=linear, quadratic=quadratic, streams=streams, pp=layout.pp, tokenwise=tokenwise
     )

@@ -207,7 +207,7 @@ def cost_profile(
     # Rounded, so that ranks with different CPUs have the same costs, and so the same plans.
     once, linear, quadratic = map(_rounded, fit_nonnegative(rows, seconds))
     pack = min(once, _rounded(_pack_seconds(machine, config)))
-    item, width = ITEM_BYTES[machine.dtype], config.width
+    item = ITEM_BYTES[machine.dtype]
     layers = (*config.layers, *config.mtp)
     gathered = sum(part.gathered() for layer in layers for part in layer.parts) * item * GATHERS
     profile = CostProfile(
@@ -220,7 +220,7 @@ def cost_profile(
         node=machine.node,
         pack=pack,
         round=once - pack,
-        message=width * item * machine.fixed.message.seconds,
+        message=config.row_width * item * machine.fixed.message.seconds,
     )
     return profile.on_ranks(tp=shape.tp, pp=shape.pp)
 
@@ -269,7 +269,8 @@ def _parts_busy(
 def fsdp_units(config: DecoderConfig) -> int:
     """Blocks, and parts with parameters that are never cast, which FSDP wraps on their own."""
     parts = [part for layer in (*config.layers, *config.mtp) for part in layer.parts]
-    return _block_count(config) + sum(part_kind(part) in UNCAST for part in parts)
+    mixing = len(parts) + 1 + len(config.mtp) if config.residuals else 0
+    return _block_count(config) + sum(part_kind(part) in UNCAST for part in parts) + mixing
 
 
 def _rounded(seconds: float) -> float:

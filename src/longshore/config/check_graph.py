@@ -34,6 +34,11 @@ def check_graph(config: RunConfig, decoder: DecoderConfig) -> None:
     if not config.graph.layers:
         return
     graph_layers(config, decoder)
+    if decoder.residuals is not None:
+        raise SettingError(
+            "{graph_layers} does not work with hyper-connections, whose weights FSDP gathers "
+            "inside each layer; leave {graph_layers} out"
+        )
     parallel = config.parallel
     for name, size, why in (
         ("pp", parallel.pp, "a pipeline runs several micro-batches at a time, each would need"),

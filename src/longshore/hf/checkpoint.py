@@ -32,7 +32,7 @@ from longshore.hf.config_file import (
     own_config_text,
     read_config,
 )
-from longshore.hf.tensor_files import FLOATS, TensorFiles, write_files
+from longshore.hf.tensor_files import FLOATS, WHOLE, TensorFiles, write_files
 from longshore.hf.tensor_map import Copied, Shape, Source, StorageLayout, read_tensor_names
 from longshore.model.decoder import Decoder
 
@@ -60,8 +60,11 @@ COMPANIONS = (
 )
 """What a model needs beside its weights, and training does not change."""
 
-KEPT = re.compile(r".*\.router\.bias")
-"""Tensors that are never cast: small steps move them, which bfloat16 would lose."""
+KEPT = re.compile(r".*\.router\.(bias|table)")
+"""Tensors that are never cast: small steps move biases, and a table holds numbers of experts."""
+
+TABLE = re.compile(r".*\.router\.table")
+"""Tensors of whole numbers: which experts serve each token id."""
 
 TIED = "tie_word_embeddings is true"
 SHARED = "all depths share embedding and head"
@@ -120,7 +123,7 @@ def open_weights(folder: str | Path) -> Weights:
         head = place("head.weight", layout).theirs
         _check_copy(files, head, sources["embed.weight"].theirs, why=TIED)
         ignored = f"{ignored}|{re.escape(head)}"
-    check_tensors(files, theirs, ignored=ignored)
+    check_tensors(files, theirs, tables=tables_of(sources), ignored=ignored)
     for source in sources.values():
         for copy in source.copies if isinstance(source, Copied) else ():
             _check_copy(files, copy, source.theirs, why=SHARED)
@@ -135,8 +138,22 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in tensors}
 
 
-def check_tensors(files: TensorFiles, shapes: Mapping[str, Shape], *, ignored: str = "") -> None:
-    """Refuses files whose tensors are not these; names that fit `ignored` may be there too."""
+def tables_of(sources: Mapping[str, Source]) -> frozenset[str]:
+    """Names of those tensors, in the files, that hold whole numbers."""
+    return frozenset(source.theirs for name, source in sources.items() if TABLE.fullmatch(name))
+
+
+def check_tensors(
+    files: TensorFiles,
+    shapes: Mapping[str, Shape],
+    *,
+    tables: frozenset[str] = frozenset(),
+    ignored: str = "",
+) -> None:
+    """Refuses files whose tensors are not these; names that fit `ignored` may be there too.
+
+    tables: names of tensors of whole numbers.
+    """
     names = {name for name in files.names if name in shapes or not re.fullmatch(ignored, name)}
     misshapen = [
         f"{name} (is {files.shape(name)}, must be {shapes[name]})"
@@ -144,7 +161,10 @@ def check_tensors(files: TensorFiles, shapes: Mapping[str, Shape], *, ignored: s
         if files.shape(name) != shapes[name]
     ]
     for name in sorted(names & shapes.keys()):
-        if (dtype := files.dtype(name)) not in FLOATS:
+        dtype = files.dtype(name)
+        if name in tables and dtype != WHOLE:
+            raise ValueError(f"{files.folder}: the tensor {name} is {dtype}; it must be {WHOLE}")
+        if name not in tables and dtype not in FLOATS:
             raise ValueError(
                 f"{files.folder}: the tensor {name} is {dtype}; only {', '.join(FLOATS)} can be "
                 "trained, so convert quantized weights to bfloat16 first"

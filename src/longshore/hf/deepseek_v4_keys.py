@@ -38,7 +38,7 @@ from longshore.hf.shared_keys import (
     refuse_unsupported,
     require_plain_norms,
 )
-from longshore.hf.typed_keys import Raw, count, flag, number, shown
+from longshore.hf.typed_keys import Raw, count, number, shown
 
 WINDOW, CSA, HCA = KINDS = (
     "sliding_attention",
@@ -338,7 +338,9 @@ def _rope_keys(mixer: SparseAttentionConfig, main: RopeConfig, far: RopeConfig) 
             "it is written; use another head_dim"
         )
     if main.scaling is not None or not isinstance(far.scaling, YarnScaling | None):
-        raise ValueError("its positions are scaled in another way than by yarn in layers with entries")
+        raise ValueError(
+            "its positions are scaled in another way than by yarn in layers with entries"
+        )
     length = scaled_length(far)
     return {
         **({"max_position_embeddings": length} if length else {}),

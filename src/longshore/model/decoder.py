@@ -13,7 +13,8 @@ hidden states; where the stage has the head, logits (T, V), or with labels the l
     last(first(token_ids, ctx).values, ctx, labels)     the same losses
 
 A stage hands on the rows of the decoder, and after them those of each depth so far: with one depth
-before the head, rows (2·T, C) come to it.
+before the head, rows (2·T, C) come to it. With hyper-connections (DecoderConfig.residuals) rows
+between blocks, and between stages before the last norm, are (T, S), S = residuals · C.
 
 A block is one layer: x + mixer(norm(x)), then x + mlp(norm(x)); either may be left out with its
 norm. In: hidden states (T, C), the context, the rotary tables. Out: hidden states (T, C) and, where
@@ -36,6 +37,7 @@ theirs sees it. What comes out there is of no use, and nothing causal looks at i
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +47,7 @@ from torch.nn import functional
 from longshore.arch.decoder import DecoderConfig, LayerConfig, ropes_of
 from longshore.arch.part import Norm
 from longshore.batch import Depth, SeqContext, whole_context
+from longshore.model.hyper_connection import Collapse, HyperConnection, expanded, repeated
 from longshore.model.interface import Context, MixerLoss, Opaque, Output, Routed, with_loss
 from longshore.model.norm import RMSNorm
 from longshore.model.registry import make_feed_forward, make_mixer
@@ -54,15 +57,20 @@ from longshore.plan.layout import Stage, one_stage
 
 
 class Block(nn.Module):
+    """mixer_hyper, mlp_hyper: None where rows have one residual."""
+
     def __init__(self, config: LayerConfig, width: int, *, norm: Norm) -> None:
         super().__init__()
         self.config = config
         self._compiled: Callable[[Tensor, Context, Tables], Output] | None = None
-        self.mixer_norm = self.mixer = self.mlp_norm = self.mlp = None
+        self.mixer_hyper = self.mixer_norm = self.mixer = None
+        self.mlp_hyper = self.mlp_norm = self.mlp = None
         if config.mixer is not None:
+            self.mixer_hyper = _hyper_connection(config, width, norm)
             self.mixer_norm = RMSNorm(width, norm)
             self.mixer = make_mixer(config.mixer, width, norm=norm)
         if config.mlp is not None:
+            self.mlp_hyper = _hyper_connection(config, width, norm)
             self.mlp_norm = RMSNorm(width, norm)
             self.mlp = make_feed_forward(config.mlp, width, norm=norm)
 
@@ -75,7 +83,32 @@ class Block(nn.Module):
         """Compiles what the block does, with options of torch.compile; hooks stay outside."""
         self._compiled = torch.compile(self._run, **options)
 
-    def _run(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Output:
+    def _run(self, x_TS: Tensor, ctx: Context, tables: Tables) -> Output:
+        if self.config.residuals is not None:
+            return self._run_hyper(x_TS, ctx, tables)
+        return self._run_sums(x_TS, ctx, tables)
+
+    def _run_hyper(self, x_TS: Tensor, ctx: Context, tables: Tables) -> Output:
+        loss = routed = None
+        if self.mixer is not None and self.mixer_norm is not None:
+            assert self.mixer_hyper is not None
+            row_TC, mixing = self.mixer_hyper(x_TS)
+            _, normed_TC = self.mixer_norm.add(row_TC, None)
+            mixed_TC, loss = with_loss(self.mixer(normed_TC, ctx, tables))
+            x_TS = expanded(mixed_TC, x_TS, mixing)
+        if self.mlp is not None and self.mlp_norm is not None:
+            assert self.mlp_hyper is not None
+            row_TC, mixing = self.mlp_hyper(x_TS)
+            _, normed_TC = self.mlp_norm.add(row_TC, None)
+            out_TC, routed = self.mlp(normed_TC, ctx)
+            x_TS = expanded(out_TC, x_TS, mixing)
+        return Output(
+            x_TS,
+            () if routed is None else (routed,),
+            mixer_losses=() if loss is None else (MixerLoss(loss),),
+        )
+
+    def _run_sums(self, x_TC: Tensor, ctx: Context, tables: Tables) -> Output:
         mixed_TC = loss = None
         if self.mixer is not None and self.mixer_norm is not None:
             x_TC, normed_TC = self.mixer_norm.add(x_TC, None)
@@ -92,8 +125,17 @@ class Block(nn.Module):
         return Output(x_TC if mixed_TC is None else x_TC + mixed_TC, ())
 
 
+def _hyper_connection(config: LayerConfig, width: int, norm: Norm) -> HyperConnection | None:
+    if config.residuals is None:
+        return None
+    return HyperConnection(config.residuals, width, norm_eps=norm.eps)
+
+
 class MTPDepth(nn.Module):
-    """One depth: both inputs normed and joined, a projection, a block, a norm. depth: from 1."""
+    """One depth: both inputs normed and joined, a projection, a block, a norm. depth: from 1.
+
+    collapse: None where rows have one residual.
+    """
 
     def __init__(self, layer: LayerConfig, width: int, *, depth: int, norm: Norm) -> None:
         super().__init__()
@@ -102,6 +144,10 @@ class MTPDepth(nn.Module):
         self.hidden_norm = RMSNorm(width, norm)
         self.proj = nn.Linear(2 * width, width, bias=False)
         self.block = Block(layer, width, norm=norm)
+        self.residuals = layer.residuals
+        self.collapse = None
+        if layer.residuals is not None:
+            self.collapse = Collapse(layer.residuals, width, norm_eps=norm.eps)
         self.norm = RMSNorm(width, norm)
 
     def compile(self, **options: Any) -> None:  # noqa: ANN401
@@ -112,9 +158,13 @@ class MTPDepth(nn.Module):
         self, hidden_TC: Tensor, embedded_TC: Tensor, ctx: SeqContext, tables: Tables
     ) -> Output:
         both = torch.cat([self.embed_norm(embedded_TC), self.hidden_norm(hidden_TC)], dim=-1)
-        out = self.block(self.proj(both), ctx.ahead(self.depth), tables)
+        rows = self.proj(both)
+        if self.residuals is not None:
+            rows = repeated(rows, self.residuals)
+        out = self.block(rows, ctx.ahead(self.depth), tables)
+        hidden_TC = out.values if self.collapse is None else self.collapse(out.values)
         return Output(
-            self.norm(out.values),
+            self.norm(hidden_TC),
             tuple(layer._replace(depth=self.depth) for layer in out.routed),
             mixer_losses=tuple(loss._replace(depth=self.depth) for loss in out.mixer_losses),
         )
@@ -164,6 +214,7 @@ class Decoder(nn.Module):
         depths = [config.mtp[index] for index in stage.depths]
         self.config = config
         self.stage = stage
+        self.reads_ids = any(number in stage.layers for number in config.hashed_layers)
         self.row_ranks = 1  # how many ranks share a lane's rows; set by parallel/tensor.py
         self.ropes = ropes_of([*(config.layers[index] for index in stage.layers), *depths])
         self.tied = config.tied and stage.has_embedding and stage.head
@@ -174,6 +225,9 @@ class Decoder(nn.Module):
                 for index in stage.layers
             }
         )
+        self.collapse = None
+        if stage.norm and config.residuals is not None:
+            self.collapse = Collapse(config.residuals, config.width, norm_eps=config.norm_eps)
         self.norm = RMSNorm(config.width, config.norm) if stage.norm else None
         self.head = Head(config, tied=self.tied) if stage.head else None
         self.mtp = nn.ModuleDict(
@@ -191,16 +245,20 @@ class Decoder(nn.Module):
         mtp: Sequence[Depth] = (),
         *,
         summed: bool = False,
+        token_ids: Tensor | None = None,
     ) -> Output:
         """x: ids int64 (T), or what the stage before returned. ctx: None for one plain sequence.
 
         mtp: all depths of the whole decoder, of each what the stage reads: ids where the depth is
         run, targets where the head is. The whole decoder without labels runs no depth. summed: the
         caller only adds up the losses of the labels, and scales the sum; that is faster.
+        token_ids: where x are not ids, those of stages that choose experts by them.
         """
         if ctx is None:
             ctx = whole_context((x.shape[0],), device=x.device)
         self._check(x, ctx, labels, mtp)
+        if self.reads_ids:
+            ctx = replace(ctx, token_ids=self._ids(x, ctx, token_ids))
         streams, tables, routed, mixer_losses = self._trunk(x, ctx)
         for index in self.stage.depths if mtp else ():
             assert self.embed is not None
@@ -221,6 +279,16 @@ class Decoder(nn.Module):
             losses.append(self.head(ahead_TC, depth.targets.labels, tied_VC, summed=summed))
         return Output(values, routed, tuple(losses), mixer_losses)
 
+    def _ids(self, x: Tensor, ctx: SeqContext, token_ids: Tensor | None) -> Tensor:
+        ids = x if self.stage.embed else token_ids
+        if ids is None or tuple(ids.shape) != (ctx.tokens,):
+            state = "none were given" if ids is None else f"got shape {tuple(ids.shape)}"
+            raise ValueError(
+                f"this stage chooses experts by token ids and wants {ctx.tokens} of them, but "
+                f"{state}; pass token_ids"
+            )
+        return ids
+
     def _trunk(
         self, x: Tensor, ctx: SeqContext
     ) -> tuple[list[Tensor], Tables, tuple[Routed, ...], tuple[MixerLoss, ...]]:
@@ -231,12 +299,16 @@ class Decoder(nn.Module):
         tables = rope_tables(self.ropes, ctx, hidden_TC.dtype)
         if self.config.float32_residual and self.stage.embed:
             hidden_TC = hidden_TC.to(torch.promote_types(hidden_TC.dtype, torch.float32))
+        if self.config.residuals is not None and self.stage.embed:
+            hidden_TC = repeated(hidden_TC, self.config.residuals)
         routed, mixer_losses = tuple[Routed, ...](), tuple[MixerLoss, ...]()
         for block in self.layers.values():
             out = block(hidden_TC, ctx, tables)
             hidden_TC = out.values
             routed += out.routed
             mixer_losses += out.mixer_losses
+        if self.collapse is not None:
+            hidden_TC = self.collapse(hidden_TC)
         if self.norm is not None:
             hidden_TC = self.norm(hidden_TC)
             if self.config.float32_residual:
@@ -248,7 +320,10 @@ class Decoder(nn.Module):
     ) -> None:
         stage, depths = self.stage, len(self.config.mtp)
         rows = ctx.tokens // self.row_ranks * (1 + stage.depths.start)
-        wanted = (ctx.tokens,) if stage.embed else (rows, self.config.width)
+        # Stages hand on residual rows, and after the last norm single ones.
+        is_normed = not stage.norm and stage.layers.start == len(self.config.layers)
+        width = self.config.width if is_normed else self.config.row_width
+        wanted = (ctx.tokens,) if stage.embed else (rows, width)
         what = "token ids" if stage.embed else "hidden states"
         if tuple(x.shape) != wanted:
             raise ValueError(

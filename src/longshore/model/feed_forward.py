@@ -12,7 +12,8 @@ expert gets a gradient in every round, zeros where no token chose it.
 The router works in float32 at least, its weight too (see model/norm.py), because a rounded score
 sends a token elsewhere. With 4 experts, K = 2 and scores .4 .3 .2 .1 a token goes to experts 0 and
 1 with weights 4/7 and 3/7; a bias of .2 on expert 2 would send it to 0 and 2 with 4/6 and 2/6,
-since a bias chooses and does not weigh.
+since a bias chooses and does not weigh. Where a frozen table chooses by token ids (hash_rows), the
+scores only weigh; such a layer has no bias and no balance loss.
 
 The balance loss of a sequence of n tokens is n·Σ_i f_i·P_i: f_i is E/K times the share of its
 tokens that chose expert i, P_i the mean over them of the expert's share of all scores. n·P_i is a
@@ -23,11 +24,12 @@ T tokens, E experts, K of them a token, C channels, F channels inside an expert,
 8 experts and K = 2, 5 tokens become 10 rows sorted by expert, and 5 rows again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Norm
@@ -36,7 +38,7 @@ from longshore.model.fill import RESIDUAL, Fill
 from longshore.model.interface import LOCAL, Context, Exchanges, Routed, eager
 from longshore.model.norm import Float32Parameters
 from longshore.ops.experts import expert_mlp
-from longshore.ops.gate import gated_linear
+from longshore.ops.gate import clipped, gated_linear
 from longshore.ops.projections import projected
 
 
@@ -54,6 +56,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: MLPConfig, width: int, *, norm: Norm) -> None:
         super().__init__()
+        self.limit = config.limit
         self.gate_proj = nn.Linear(width, config.width, bias=False) if config.gated else None
         self.up_proj = nn.Linear(width, config.width, bias=False)
         self.down_proj = GatedLinear(config.width, width, bias=False)
@@ -63,6 +66,8 @@ class MLP(nn.Module):
             output_TC: Tensor = self.down_proj(self.up_proj(x_TC))
             return output_TC, None
         up_TF, gate_TF = projected(x_TC, (self.up_proj, self.gate_proj))
+        if self.limit:
+            gate_TF, up_TF = clipped(gate_TF, up_TF, self.limit)
         output_TC = self.down_proj(up_TF, gate_TF)
         return output_TC, None
 
@@ -79,10 +84,29 @@ class Chosen(NamedTuple):
     scores: Tensor
 
 
+LEAST_LOGIT = -80.0
+"""Below, softplus may be 0 in float32, and the derivative of its root infinite."""
+
+
+def _sqrt_softplus(logits_TE: Tensor) -> Tensor:
+    return functional.softplus(logits_TE.clamp(min=LEAST_LOGIT)).sqrt()
+
+
+SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits_TE: logits_TE.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrt-softplus": _sqrt_softplus,
+}
+
+
 class Router(Float32Parameters):
-    """bias: a buffer (E), or None; it begins at 0, and train/optimizer.py moves it."""
+    """bias: a buffer (E), or None; it begins at 0, and train/optimizer.py moves it.
+
+    table: a buffer int64 (V, K), or None: the experts of each token id; it never changes.
+    """
 
     bias: Tensor | None
+    table: Tensor | None
 
     def __init__(self, config: MoEConfig, width: int) -> None:
         super().__init__()
@@ -90,18 +114,28 @@ class Router(Float32Parameters):
         self.weight = nn.Parameter(torch.empty(config.experts, width))
         nn.init.normal_(self.weight, std=width**-0.5)
         self.register_buffer("bias", torch.zeros(config.experts) if config.bias else None)
+        table = None
+        if config.hash_rows:
+            first = torch.arange(config.top_k)
+            table = first.expand(config.hash_rows, config.top_k).clone()
+        self.register_buffer("table", table)
 
-    def forward(self, x_TC: Tensor) -> Chosen:
+    def forward(self, x_TC: Tensor, token_ids: Tensor | None = None) -> Chosen:
         wide = torch.promote_types(x_TC.dtype, torch.float32)
         logits_TE = nn.functional.linear(x_TC.to(wide), self.weight.to(wide))
-        soft = self.config.score == "softmax"
-        scores_TE = logits_TE.softmax(-1) if soft else logits_TE.sigmoid()
+        scores_TE = SCORES[self.config.score](logits_TE)
         with torch.no_grad():
-            ids_TK = choose(scores_TE if self.bias is None else scores_TE + self.bias, self.config)
+            ids_TK = self._ids(scores_TE, token_ids)
         weights_TK = scores_TE.gather(1, ids_TK)
         if self.config.normalise:
             weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + TINY)
         return Chosen(ids_TK, weights_TK * self.config.scale, scores_TE)
+
+    def _ids(self, scores_TE: Tensor, token_ids: Tensor | None) -> Tensor:
+        if self.table is None:
+            return choose(scores_TE if self.bias is None else scores_TE + self.bias, self.config)
+        assert token_ids is not None, "the decoder puts token ids into the context of such layers"
+        return self.table.index_select(0, token_ids)
 
 
 def choose(scores_TE: Tensor, config: MoEConfig) -> Tensor:
@@ -139,6 +173,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: MoEConfig, width: int) -> None:
         super().__init__()
+        self.limit = config.limit
         self.gate_up = nn.Parameter(torch.empty(config.experts, 2 * config.width, width))
         self.down = nn.Parameter(torch.empty(config.experts, width, config.width))
         nn.init.normal_(self.gate_up, std=width**-0.5)
@@ -146,7 +181,14 @@ class Experts(nn.Module):
 
     def forward(self, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """(T, C), and how many tokens each expert got, int32 (E). An id of E is of no expert."""
-        return expert_mlp(x_TC, ids_TK, weights_TK, gate_up_E2FC=self.gate_up, down_ECF=self.down)
+        return expert_mlp(
+            x_TC,
+            ids_TK,
+            weights_TK,
+            gate_up_E2FC=self.gate_up,
+            down_ECF=self.down,
+            limit=self.limit,
+        )
 
 
 class MoE(nn.Module):
@@ -165,7 +207,7 @@ class MoE(nn.Module):
         self.experts = Experts(config, width)
         self.shared = self.shared_gate = None
         if config.shared_width:
-            self.shared = MLP(MLPConfig(width=config.shared_width), width, norm=norm)
+            self.shared = MLP(config.shared, width, norm=norm)
         if config.shared_gate:
             self.shared_gate = nn.Linear(width, 1, bias=False)
 
@@ -181,7 +223,7 @@ class MoE(nn.Module):
     @eager
     def _routed(self, x_TC: Tensor, ctx: SeqContext) -> tuple[Tensor, Tensor, Tensor]:
         """The experts' output, their part of the balance loss, and their counts."""
-        chosen = self.router(x_TC)
+        chosen = self.router(x_TC, ctx.token_ids)
         real_T1 = ctx.is_real[:, None]
         ids_TK = torch.where(real_T1, chosen.ids, self.config.experts)
         weights_TK = torch.where(real_T1, chosen.weights, 0.0)

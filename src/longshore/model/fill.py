@@ -37,6 +37,8 @@ class Fill:
     """A std that does not follow the decoder's."""
     by_row: Callable[[Tensor, int], Tensor] | None = None
     """A function of rows' numbers and of how many there are."""
+    experts: int = 0
+    """Each row is a choice of distinct ones of so many experts; 0: it is not."""
 
 
 def _decay_rates(row: Tensor, count: int) -> Tensor:

@@ -3,7 +3,8 @@
 In: the config, a parameter's name and shape, a block of it, a seed. Out: that block.
 Matrices are normal with the config's init_std, the projections that end a mixer or a feed-forward
 part smaller by sqrt(2·layers), norms 1, biases 0. Other parameters of a module are listed in
-its FILLS. Values are made in float32, so a float64 model begins with the same ones.
+its FILLS. Values are made in float32, so a float64 model begins with the same ones. A table of
+token ids has K distinct experts in each row: the places of the K least of E random numbers.
 
 Rank 1 of 2 owns rows 128…256 of the embedding of a vocabulary of 256:
 
@@ -11,13 +12,16 @@ Rank 1 of 2 owns rows 128…256 of the embedding of a vocabulary of 256:
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MoEConfig
 from longshore.model.decoder import Decoder
 from longshore.model.fill import NORM, NORMAL, ZEROS, Fill, fill_rows
+from longshore.model.hyper_connection import FILLS as HYPER_FILLS
 from longshore.model.registry import FEED_FORWARDS, MIXERS
 
 __all__ = ["fill_of", "fill_rows", "init_decoder", "initial_block"]
@@ -39,6 +43,12 @@ def initial_block(
         return fill_rows(
             name, shape, rows.start, rows.stop, seed=seed, constant=constant, rest=rest
         )
+    if fill.experts:
+        scores = fill_rows(
+            name, (shape[0], fill.experts), rows.start, rows.stop, seed=seed, std=1.0
+        )
+        table = scores.argsort(dim=1, stable=True)[:, : shape[1]]
+        return table[(slice(None), *rest)].float()
     if fill.by_row is not None:
         numbers = torch.arange(rows.start, rows.stop, dtype=torch.float64)
         return fill.by_row(numbers, shape[0]).float()
@@ -49,12 +59,11 @@ def initial_block(
 
 
 def init_decoder(model: Decoder, seed: int) -> None:
-    """Gives every parameter its first values; they are plain tensors, on any device."""
+    """Gives parameters and buffers their first values; they are plain tensors, on any device."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            rows = (slice(0, len(parameter)),)
-            values = initial_block(model.config, name, parameter.shape, rows, seed=seed)
-            parameter.copy_(values)
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            rows = (slice(0, len(tensor)),)
+            tensor.copy_(initial_block(model.config, name, tensor.shape, rows, seed=seed))
 
 
 def fill_of(config: DecoderConfig, name: str) -> Fill:
@@ -64,6 +73,8 @@ def fill_of(config: DecoderConfig, name: str) -> Fill:
             return NORMAL
         case ["norm", "weight"] | ["mtp", _, "norm" | "embed_norm" | "hidden_norm", "weight"]:
             return NORM
+        case ["collapse", part] | ["mtp", _, "collapse", part] if config.residuals:
+            return HYPER_FILLS[part]
         case ["layers", index, *rest] if _has(config.layers, index) and len(rest) > 1:
             return _fill_in_block(config.layers[int(index)], rest)
         case ["mtp", index, "block", *rest] if _has(config.mtp, index) and len(rest) > 1:
@@ -79,7 +90,11 @@ def _fill_in_block(layer: LayerConfig, name: list[str]) -> Fill:
     place, *rest = name
     if place in ("mixer_norm", "mlp_norm"):
         return NORM
+    if place in ("mixer_hyper", "mlp_hyper") and layer.residuals:
+        return HYPER_FILLS[rest[-1]]
     part = layer.mixer if place == "mixer" else layer.mlp
+    if isinstance(part, MoEConfig) and rest == ["router", "table"]:
+        return Fill(experts=part.experts)
     modules = MIXERS if place == "mixer" else FEED_FORWARDS
     own: Mapping[str, Fill] = getattr(modules[type(part)], "FILLS", {})
     return own.get(".".join(rest), ZEROS if rest[-1] == "bias" else NORMAL)

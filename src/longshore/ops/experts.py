@@ -14,6 +14,7 @@ An id of E or more means no expert: its row is past the last offset and its outp
 per-expert loop waits for the device; no result depends on the order in which threads add.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, silu
 
 from longshore.ops.backends import grouped_refusal, pick
+from longshore.ops.gate import clipped
 
 MOST_INT16 = torch.iinfo(torch.int16).max
 
@@ -32,11 +34,15 @@ def expert_mlp(
     *,
     gate_up_E2FC: Tensor,
     down_ECF: Tensor,
+    limit: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(T, C): each token through its experts, weighted and summed; and int32 (E) rows of each."""
+    """(T, C): each token through its experts, weighted and summed; and int32 (E) rows of each.
+
+    limit: gate and up are clipped to it, in plain torch, which the kernels do not do; 0: not.
+    """
     order, counts_E, offsets_E = sort_by_expert(ids_TK, len(down_ECF))
-    backend: Any = pick("experts", x_TC, gate_up_E2FC, down_ECF)
-    mlp = sorted_mlp if backend is None else backend.sorted_mlp
+    backend: Any = None if limit else pick("experts", x_TC, gate_up_E2FC, down_ECF)
+    mlp = partial(sorted_mlp, limit=limit) if backend is None else backend.sorted_mlp
     y_TC: Tensor = mlp(
         x_TC, weights_TK, order, offsets_E, gate_up_E2FC=gate_up_E2FC, down_ECF=down_ECF
     )
@@ -51,10 +57,15 @@ def sorted_mlp(
     *,
     gate_up_E2FC: Tensor,
     down_ECF: Tensor,
+    limit: float = 0.0,
 ) -> Tensor:
     """(T, C), in plain torch: dispatch, each expert's SwiGLU, combine."""
     rows_MC = grouped_mlp(
-        dispatch(x_TC, order), offsets_E, gate_up_E2FC=gate_up_E2FC, down_ECF=down_ECF
+        dispatch(x_TC, order),
+        offsets_E,
+        gate_up_E2FC=gate_up_E2FC,
+        down_ECF=down_ECF,
+        limit=limit,
     )
     return combine(rows_MC, order, weights_TK)
 
@@ -86,7 +97,12 @@ def combine(rows_MC: Tensor, order: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 def grouped_mlp(
-    x_MC: Tensor, offsets_E: Tensor, *, gate_up_E2FC: Tensor, down_ECF: Tensor
+    x_MC: Tensor,
+    offsets_E: Tensor,
+    *,
+    gate_up_E2FC: Tensor,
+    down_ECF: Tensor,
+    limit: float = 0.0,
 ) -> Tensor:
     """(M, C): down(silu(gate(x))·up(x)) of each row's expert; of 2F the first F are the gate.
 
@@ -99,6 +115,8 @@ def grouped_mlp(
     # Rows past the end may be garbage in a grouped product, forward and backward.
     hidden_M2F = product(_masked(x_MC, is_routed), gate_up_E2FC, offsets_E)
     gate_MF, up_MF = hidden_M2F.chunk(2, dim=-1)
+    if limit:
+        gate_MF, up_MF = clipped(gate_MF, up_MF, limit)
     return _masked(product(silu(gate_MF) * up_MF, down_ECF, offsets_E), is_routed)
 
 

@@ -3,6 +3,7 @@
 In: gate and up (…, F), which may be halves of one tensor. Out: (…, F). For backward only the inputs
 are kept.
 
+    clipped(9, −9, 7) = 7, −7            clipped(−9, 3, 7) = −9, 3
     swiglu(1, 2) = silu(1)·2 = 1.462     relu2(−1) = 0, relu2(3) = 9     sigmoid_gate(3, 0) = 1.5
 
 `gated_linear` multiplies the result with a weight (C, F) as well: where kernels run, the
@@ -22,6 +23,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         output: Tensor = kernels.gated("silu", gate, up)
         return output
     return functional.silu(gate) * up
+
+
+def clipped(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """The gate up to `limit`, and up between −limit and limit; in plain torch."""
+    return gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
 
 
 def relu2(up: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ the decoder and those of the depth. `t*3` stands for ttt, and `(tt|)*2` for tt|t
 
 import re
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from longshore.errors import SettingError
@@ -29,7 +29,7 @@ class StageInputs:
     """Which tensors of a micro-batch the stages of a rank read; all of them have the context."""
 
     token_ids: bool = True
-    """Of the embedding."""
+    """Of the embedding, and of layers that choose experts by them."""
     targets: bool = True
     """Labels and loss mask of the main loss."""
     depth_ids: bool = True
@@ -93,6 +93,8 @@ class Layout:
 
     stages: tuple[Stage, ...]
     pp: int
+    id_layers: tuple[int, ...] = ()
+    """The numbers of layers that read token ids, as the embedding does."""
 
     def __post_init__(self) -> None:
         if self.pp < 1 or not self.stages or len(self.stages) % self.pp:
@@ -125,8 +127,15 @@ class Layout:
         """What the stages of a rank read."""
         result = StageInputs(*[False] * len(StageInputs.__slots__))
         for number in self.of_rank(pp_rank):
-            result |= self.stages[number].inputs(depths=self.depths)
+            stage = self.stages[number]
+            result |= stage.inputs(depths=self.depths)
+            if any(layer in stage.layers for layer in self.id_layers):
+                result = replace(result, token_ids=True)
         return result
+
+    def is_normed(self, stage: int) -> bool:
+        """Whether the rows that a stage sends have passed the decoder's last norm."""
+        return any(each.norm for each in self.stages[: stage + 1])
 
     def streams(self, stage: int) -> int:
         """How many times T rows a stage sends to the next: one, and one for each depth so far."""

@@ -252,6 +252,8 @@ def graphed_block(block: Block, kinds: Set[type[Part]]) -> GraphedBlock | None:
     """What of a block is replayed; None for nothing."""
 
     config, mixer = block.config, block.mixer
+    if config.residuals is not None:
+        return None
     whole = mixer if type(config.mixer) in kinds and isinstance(mixer, ThreeStepMixer) else None
     # A mixer's graph ends with the sum, where no feed-forward part follows.
     feeds = type(config.mlp) in kinds or (whole is not None and config.mlp is None)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longshore.arch.stage_memory import sent_width
 from longshore.batch import MicroBatch
 from longshore.choices import ShardMode
 from longshore.distributed.topology import Topology
@@ -113,9 +114,8 @@ class Executor:
 
     def rows_dtype(self, stage: int) -> torch.dtype:
         """Of the rows that a stage sends on."""
-        is_normed = any(self.layout.stages[number].norm for number in range(stage + 1))
         dtype = computing_dtype(next(iter(self.stages.values())))
-        if self.config.float32_residual and not is_normed:
+        if self.config.float32_residual and not self.layout.is_normed(stage):
             return torch.promote_types(dtype, torch.float32)
         return dtype
 
@@ -169,12 +169,14 @@ class _Pass:
         first = batch.token_ids if x is None else x
         assert first is not None
         targets = batch.targets if stage.head else None
+        ids = {"token_ids": batch.token_ids} if part.reads_ids and not stage.embed else {}
         out = part(
             first,
             batch.ctx,
             targets.labels if targets is not None else None,
             batch.mtp if stage.head or stage.depths else (),
             summed=self.handlers.summed,
+            **ids,
         )
         loss = self.handlers.read(out, batch, action.stage)
         rows = None if stage.head else out.values
@@ -216,8 +218,9 @@ class _Pass:
         sender = action.stage if action.kind == "forward" else action.stage - 1
         executor = self.executor
         rows = self.batches[action.round].ctx.tokens // executor.topology.tp
-        shape = (rows * executor.layout.streams(sender), executor.config.width)
-        return shape, executor.rows_dtype(sender)
+        streams, config = executor.layout.streams(sender), executor.config
+        width = sent_width(config, executor.layout, sender) // streams
+        return (rows * streams, width), executor.rows_dtype(sender)
 
     def _number(self, message: Message) -> int:
         action, stages = message.action, len(self.executor.layout.stages)

@@ -15,11 +15,12 @@ A layer of attention and experts under zero3, with TP 2:
 With recomputation the steps of forward stand in backward again, before the first that needs a saved
 tensor: the gather that answers the layer's last reduce_scatter comes earlier, and the layer's last
 sum over TP does not come again, because recomputation ends with the last saved tensor. A depth has
-a norm at its end, so all of it is computed again.
+a norm at its end, so all of it is computed again; so is a layer with hyper-connections, whose last
+part is followed by their mixing.
 
-The experts' router and the decay rates of scans are wrapped on their own (model/norm.py's
-Float32Parameters), with TP or EP the experts too, over the ranks that have the same ones; what
-belongs to no layer, embedding, last norm and head, is the stage's root.
+The experts' router, the decay rates of scans and the weights of hyper-connections are wrapped on
+their own (model/norm.py's Float32Parameters), with TP or EP the experts too, over the ranks that
+have the same ones; what belongs to no layer, embedding, last norm and head, is the stage's root.
 """
 
 from typing import NamedTuple
@@ -34,6 +35,7 @@ from longshore.parallel.pipeline.pack_collectives import COUNT_BYTES
 from longshore.parallel.pipeline.traced_layer import (
     TracedLayer,
     TracedPart,
+    last_collapse,
     root_parameters,
     traced_layers,
 )
@@ -116,9 +118,13 @@ class StageTrace:
         self.losses = 1 + len(config.mtp) if stage.head else 0
         self.root = Wrapped(f"{name}'s ends", root_parameters(config, stage, at))
         self.layers = traced_layers(config, stage, at, ep=ep)
+        self.collapse = last_collapse(config, stage, name)
         modules = [self.root]
         for layer in self.layers:
             modules += layer.modules
+        if self.collapse is not None:
+            place = sum(len(layer.modules) for layer in self.layers if not layer.is_depth)
+            modules.insert(1 + place, self.collapse)
         self.fsdp = ShardedStage(modules, mode=mode, emit=self._emit)
         self.steps: list[Step] = []
         self.action = Action("forward", 0, 0)
@@ -136,24 +142,32 @@ class StageTrace:
         self.fsdp.begin_forward(self.root)
         if self.stage.embed:
             self._tp("reduce_scatter", self.row, "embedding")
-        for layer in self.layers:
-            if layer.is_depth:
-                self._tp("reduce_scatter", self.row, f"{layer.name} embedding")
-            self.fsdp.begin_forward(layer.module)
-            self._inside(layer, again=False)
-            self.fsdp.end_forward(layer.module)
+        layers = [layer for layer in self.layers if not layer.is_depth]
+        for layer in layers:
+            self._layer_forward(layer)
+        self._own_module(self.collapse, again=False)
+        for layer in self.layers[len(layers) :]:
+            self._tp("reduce_scatter", self.row, f"{layer.name} embedding")
+            self._layer_forward(layer)
         for number in range(self.losses):
             self._tp("gather", self.row, f"head {number}")
             both = RowBytes(row=2 * self.at.tp * self.wide)
             self._tp("gather", both, f"head {number}: log-sum-exp and logit")
         self.fsdp.end_forward(self.root)
 
+    def _layer_forward(self, layer: TracedLayer) -> None:
+        self.fsdp.begin_forward(layer.module)
+        self._inside(layer, again=False)
+        self.fsdp.end_forward(layer.module)
+
     def _inside(self, layer: TracedLayer, *, again: bool) -> None:
         """The parts of a layer in forward, or computed again in backward."""
         for part in layer.parts:
-            is_end = part is layer.parts[-1] and not layer.is_depth
+            is_end = part is layer.parts[-1] and not layer.ends_saved
+            self._own_module(part.hyper, again=again)
             forward = self._experts if isinstance(part.config, MoEConfig) else self._part
             forward(part, again=again, closes=not (again and is_end))
+        self._own_module(layer.collapse, again=again)
 
     def _part(self, part: TracedPart, *, again: bool, closes: bool) -> None:
         """closes: whether the sum over TP after it is computed, too."""
@@ -197,32 +211,45 @@ class StageTrace:
         fsdp.begin_backward(self.root)
         for number in reversed(range(self.losses)):
             self._tp("reduce_scatter", self.row, f"head {number}")
-        for layer in reversed(self.layers):
-            fsdp.begin_backward(layer.module)
+        layers = [layer for layer in self.layers if not layer.is_depth]
+        for layer in reversed(self.layers[len(layers) :]):
             self._layer_backward(layer)
-            fsdp.end_backward(layer.module)
-            if layer.is_depth:
-                self._tp("gather", self.row, f"{layer.name} embedding")
+            self._tp("gather", self.row, f"{layer.name} embedding")
+        self._own_backward(self.collapse)
+        for layer in reversed(layers):
+            self._layer_backward(layer)
         if self.stage.embed:
             self._tp("gather", self.row, "embedding")
         else:
             fsdp.end_backward(self.root)
         fsdp.end_step_of_backward()
 
+    def _own_backward(self, module: Wrapped | None) -> None:
+        """Of a module whose forward has the rows as its input."""
+        if module is not None:
+            self.fsdp.begin_backward(module)
+            self.fsdp.end_backward(module)
+
     def _layer_backward(self, layer: TracedLayer) -> None:
+        self.fsdp.begin_backward(layer.module)
         *before, last = layer.parts
-        if self.recompute == "blocks" and layer.is_depth:
+        if self.recompute == "blocks" and layer.ends_saved:
             self._inside(layer, again=True)
+        self._own_backward(layer.collapse)
         self._open_backward(last)
-        if self.recompute == "blocks" and not layer.is_depth:
+        if self.recompute == "blocks" and not layer.ends_saved:
             self._inside(layer, again=True)
         self._rest_of_backward(last)
         for part in reversed(before):
             self._open_backward(part)
             self._rest_of_backward(part)
+        self.fsdp.end_backward(layer.module)
 
     def _open_backward(self, part: TracedPart) -> None:
         """What comes before the first saved tensor of a part is needed."""
+        if part.hyper is not None:
+            # The gradient of the mixing's weights, which it made, comes before that of the part.
+            self.fsdp.begin_backward(part.hyper)
         if part.is_split:
             self._tp("gather", self.row, part.name)
         elif part.experts is not None and part.ends_with_experts:
@@ -231,7 +258,12 @@ class StageTrace:
     def _rest_of_backward(self, part: TracedPart) -> None:
         if isinstance(part.config, MoEConfig):
             self._experts_backward(part)
-            return
+        else:
+            self._part_backward(part)
+        if part.hyper is not None:
+            self.fsdp.end_backward(part.hyper)
+
+    def _part_backward(self, part: TracedPart) -> None:
         if part.shares_norm:
             self._tp("reduce_scatter", self._squares(), f"{part.name}: mean squares")
         self._slot(part, part.name, forward=False)

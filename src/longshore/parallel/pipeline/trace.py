@@ -34,6 +34,7 @@ import numpy as np
 from longshore.arch.cuts import TPRank
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.expert_cuts import check_ep
+from longshore.arch.stage_memory import sent_width
 from longshore.choices import AttentionKind, Recompute, ScanKind, ShardMode
 from longshore.distributed.collectives import Call
 from longshore.distributed.topology import Axes
@@ -258,9 +259,9 @@ class Tracer:
         before = action.stage if action.kind == "forward" else action.stage - 1
         rows, _ = self._lane_size(action.round, lane)
         # The last norm gives rows of the arithmetic's dtype, and depths read these.
-        wide = config.float32_residual and self.layout.streams(before) == 1
+        wide = config.float32_residual and not self.layout.is_normed(before)
         item = max(self.model.item, 4) if wide else self.model.item
-        return rows * self.layout.streams(before) * config.width * item
+        return rows * sent_width(config, self.layout, before) * item
 
 
 def groups_of(axes: Axes, rank: int) -> dict[Over, tuple[int, ...]]:

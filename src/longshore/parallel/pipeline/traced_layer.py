@@ -9,7 +9,7 @@ Attention of 4 heads of 16 and an output bias, width 64, on 2 TP ranks: a rank h
 parameters of its projections (KV heads as many as heads), and rank 0 the bias' 64 too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longshore.arch.cuts import TPRank, cuts_of, is_tp_split, norm_ranks, on_tp_rank
 from longshore.arch.decoder import DecoderConfig, LayerConfig
@@ -37,6 +37,8 @@ class TracedPart:
     """What FSDP wraps inside: the decay rates of a scan, or the experts' router."""
     experts: Wrapped | None
     """The experts, where they are a module of FSDP of their own."""
+    hyper: Wrapped | None
+    """The weights of hyper-connections around it."""
 
     @property
     def ends_with_experts(self) -> bool:
@@ -57,17 +59,25 @@ class TracedLayer:
     """The block, or the depth."""
     is_depth: bool
     """Of multi-token prediction."""
+    collapse: Wrapped | None
+    """Of a depth with hyper-connections: what makes one row of several."""
+
+    @property
+    def ends_saved(self) -> bool:
+        """Whether what follows its last part saves a tensor: a depth's norm, or a mixing."""
+        return self.is_depth or self.parts[-1].hyper is not None
 
     @property
     def modules(self) -> list[Wrapped]:
         """In the order of named_modules()."""
-        inside = [module for part in self.parts for module in (part.own, part.experts)]
+        inside = [m for part in self.parts for m in (part.hyper, part.own, part.experts)]
+        inside.append(self.collapse)
         return [self.module, *(module for module in inside if module is not None)]
 
 
 def traced_layers(config: DecoderConfig, stage: Stage, at: TPRank, *, ep: int) -> list[TracedLayer]:
     """The stage's layers, then its depths."""
-    joins = (2 * config.width + 3) * config.width
+    joins = config.join_parameters
     layers = [
         _layer(config.layers[number], config.width, f"layer {number}", at, ep=ep)
         for number in stage.layers
@@ -77,6 +87,15 @@ def traced_layers(config: DecoderConfig, stage: Stage, at: TPRank, *, ep: int) -
         for number in stage.depths
     ]
     return layers + depths
+
+
+def last_collapse(config: DecoderConfig, stage: Stage, name: str) -> Wrapped | None:
+    """What makes one row of several before the last norm, if that is in the stage."""
+    if not stage.norm or config.residuals is None:
+        return None
+    return Wrapped(
+        f"{name}'s collapse", config.residuals.collapse_parameters(config.width), uncast=True
+    )
 
 
 def root_parameters(config: DecoderConfig, stage: Stage, at: TPRank) -> int:
@@ -92,16 +111,24 @@ def _layer(
 ) -> TracedLayer:
     """joins: parameters of a depth besides the layer's own; 0 for a layer."""
     parts, parameters = list[TracedPart](), joins
+    residuals, collapse = config.residuals, None
+    if joins and residuals is not None:
+        amount = residuals.collapse_parameters(width)
+        collapse = Wrapped(f"{name} collapse", amount, uncast=True)
+        parameters -= amount
     for whole, kind in ((config.mixer, "mixer"), (config.mlp, "mlp")):
         if whole is not None:
             part = _part(whole, width, f"{name} {kind}", name, at, ep=ep)
+            if residuals is not None:
+                mixing = Wrapped(f"{part.name} hyper", residuals.parameters(width), uncast=True)
+                part = replace(part, hyper=mixing)
             # With those of its norm; without those of modules that are wrapped inside.
             parameters += width + _parameters(whole, width, at)
             parameters -= part.own.parameters if part.own is not None else 0
             # The experts of all EP ranks were counted.
             parameters -= ep * part.experts.parameters if part.experts is not None else 0
             parts.append(part)
-    return TracedLayer(name, tuple(parts), Wrapped(name, parameters), bool(joins))
+    return TracedLayer(name, tuple(parts), Wrapped(name, parameters), bool(joins), collapse)
 
 
 def _part(whole: Part, width: int, name: str, layer: str, at: TPRank, *, ep: int) -> TracedPart:
@@ -125,6 +152,7 @@ def _part(whole: Part, width: int, name: str, layer: str, at: TPRank, *, ep: int
         shares_norm=isinstance(whole, Mamba2Config) and norm_ranks(whole, at.tp) > 1,
         own=own,
         experts=experts,
+        hyper=None,
     )
 
 
