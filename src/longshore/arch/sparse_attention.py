@@ -161,8 +161,8 @@ class SparseAttentionConfig:
         return -(-keys // self.ratio)
 
     def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:
-        """None: lanes fetch tokens of the window and entries, whatever the setting."""
-        return ()
+        """Only CP size 1: lanes cannot share such a pack yet."""
+        return (1,)
 
     def _index_products(self, width: int) -> tuple[Product, ...]:
         """Of its keys and their gates, its queries and the weights of its heads."""
