@@ -329,7 +329,7 @@ PRESETS: dict[str, Dense | Patterned] = {
     ),
     "tiny-deepseek-v4": Patterned(
         layers=4,
-        width=32,
+        width=64,
         vocab_size=256,
         residuals=HyperConfig(count=2, iterations=4),
         first=_TINY_V4.first,
