@@ -1,21 +1,30 @@
 """Hyper-connections, experts by token ids and mixers' own losses on lanes, stages and TP ranks."""
 
 from dataclasses import replace
+from itertools import chain
+from pathlib import Path
 
 import pytest
+import torch
 from tests.parallel.own_loss import OwnLossConfig
 from tests.ranks.composed import composed, ranks_of
 from tests.ranks.harness import run_ranks
 from tests.ranks.issued import check_case
 from tests.ranks.piped import error_of
-from tests.ranks.spine import VOCAB, alone, exact, make_samples
+from tests.ranks.spine import VOCAB, alone, exact, make_samples, sharded
 
 from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.hyper import HyperConfig
+from longshore.hf.checkpoint import open_weights, read_config, write_own_checkpoint
+from longshore.model.decoder import Decoder
+from longshore.model.init import init_decoder
+from longshore.parallel.fsdp import local_part
 from longshore.plan import make_plan
 from longshore.plan.layout import parse_layout
+from longshore.train.checkpoint import Checkpoints, Position
+from longshore.train.optimizer import make_optimizer
 
 
 def mixed() -> DecoderConfig:
@@ -64,6 +73,49 @@ def run_exact(axes: dict[str, int], text: str, recompute: str) -> str:
             return ""
         error, name = error_of(result, alone(config, samples))
         return "" if error <= 1e-9 else f"{name} is off by {error}"
+
+
+def checkpointed(folder: str) -> list[str]:
+    """The names of tensors that do not come back from a checkpoint of 2 lanes."""
+    with ranks_of(lanes=2) as (topology, groups):
+        model = sharded(mixed(), topology, groups, exact(mode="zero3"))
+        optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+        saves = Checkpoints(Path(folder), model, optimizer, topology=topology, keep=1)
+        tensors = dict(chain(model.named_parameters(), model.named_buffers()))
+        before = {name: local_part(tensor.detach()).clone() for name, tensor in tensors.items()}
+        saves.save(Position(1, 0, {}))
+        saves.confirm(1)
+        saves.wait()
+        for tensor in tensors.values():
+            local_part(tensor.detach()).zero_()
+        saves.load_newest()
+        saves.close()
+        after = {name: local_part(tensor.detach()) for name, tensor in tensors.items()}
+    assert before["layers.1.mlp.router.table"].any()
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def test_a_checkpoint_has_tables_and_weights_of_mixing(tmp_path: Path) -> None:
+    assert run_ranks(2, checkpointed, str(tmp_path)) == [[], []]
+
+
+def test_a_folder_keeps_tables_and_weights_of_mixing_as_they_are(tmp_path: Path) -> None:
+    """Where the others are cast."""
+    model = Decoder(mixed())
+    init_decoder(model, seed=0)
+    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
+    write_own_checkpoint(
+        tmp_path / "folder", mixed(), tensors.items(), base=None, dtype=torch.bfloat16
+    )
+    read = open_weights(tmp_path / "folder")
+    assert read_config(tmp_path / "folder") == mixed()
+    assert list(read) == list(tensors)
+    kinds = {name: tensor.dtype for name, tensor in read.items()}
+    assert kinds["layers.1.mlp.router.table"] == torch.int64
+    for name, tensor in tensors.items():
+        is_kept = name.endswith("table") or "hyper." in name or "collapse." in name
+        assert kinds[name] == (tensor.dtype if is_kept else torch.bfloat16), name
+        assert torch.equal(read[name], tensor.to(kinds[name])), name
 
 
 @pytest.mark.parametrize("name", AXES)

@@ -26,7 +26,7 @@ from longshore.train.checkpoint_files import SavedFile
 from longshore.train.checkpoint_storage import write_safetensors
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-WHOLE = "I64"
+INTEGERS = ("I64", "I32", "I16")
 PICKLES = ("pytorch_model*.bin", "model*.bin", "*.pth", "*.pt", "*.ckpt")
 
 
@@ -64,7 +64,7 @@ class TensorFiles:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """dtype: of most of the numbers, tables aside. files: by name, with their checksums."""
+    """dtype: of most of the numbers that are not integers. files: by name, with their checksums."""
 
     dtype: torch.dtype
     files: dict[str, SavedFile]
@@ -87,12 +87,13 @@ def write_files(
         shard[name] = tensor
         shard_size += tensor.nbytes
         total += tensor.nbytes
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
+        if tensor.is_floating_point():
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
     if not shard:
         raise ValueError("there are no tensors to write")
     shards.append(_save(folder, len(shards), shard))
     files = _name_files(folder, stem, shards, total)
-    return WrittenFiles(max(counts, key=lambda d: (d.is_floating_point, counts[d])), files)
+    return WrittenFiles(max(counts, key=lambda dtype: counts[dtype]), files)
 
 
 def _files(folder: Path, stem: str) -> dict[Path, set[str]]:

@@ -24,10 +24,10 @@ from longshore.arch.decoder import DecoderConfig
 from longshore.files import new_folder, open_sealed, sealed_json
 from longshore.hf.checkpoint import (
     SHARD_BYTES,
+    TABLE,
     Weights,
     check_stream,
     check_tensors,
-    tables_of,
     tensor_shapes,
 )
 from longshore.hf.config_file import load_object
@@ -92,12 +92,12 @@ def load_weights(folder: str | Path) -> SavedWeights:
         raise ValueError(f"{path}: {error}") from None
     base = about.get("base")
     shapes = tensor_shapes(config)
-    files, sources = TensorFiles(folder, STEM), {name: Source(name) for name in shapes}
-    check_tensors(files, shapes, tables=tables_of(sources))
+    files = TensorFiles(folder, STEM)
+    check_tensors(files, shapes, tables=frozenset(filter(TABLE.fullmatch, shapes)))
     return SavedWeights(
         config=config,
         base=None if base is None else Path(base),
-        tensors=Weights(files, sources, shapes),
+        tensors=Weights(files, {name: Source(name) for name in shapes}, shapes),
     )
 
 
