@@ -88,7 +88,7 @@ def deepseek_v4(folder, *, seed=0, shard="1GB", **keys):
     sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.3}
     sizes |= {"num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4], "num_hash_layers": 2}
     sizes |= {"compress_rate_hca": 16, "rope_parameters": YARN, "max_position_embeddings": 64}
-    config = transformers.DeepseekV4Config(**sizes | {"initializer_range": 0.3} | deepcopy(keys))
+    config = transformers.DeepseekV4Config(**deepcopy(sizes | {"initializer_range": 0.3} | keys))
     return _saved(transformers.DeepseekV4ForCausalLM, config, folder, seed, shard)
 
 

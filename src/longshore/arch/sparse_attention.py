@@ -137,20 +137,21 @@ class SparseAttentionConfig:
         )
 
     def saved(self, width: int) -> Saved:
-        """Queries before their norm and rotated, the output before and after its rotation; the
-        latents and the rows of keys with the norms' inputs; what is pooled, and its gates.
+        """Queries before their norm and rotated, the output before and after its rotation, the
+        rotation; the latents and keys with their norms' inputs; what is pooled, and its gates.
 
-        Of entries, pooled and rotated, a token has its share. The index's queries and weights of
-        heads; the chosen entries and the attention they got, as many as there may be.
+        Of entries, pooled and rotated, a token has its share, and of the rows of overlapping ones.
+        The index's queries and weights of heads; the chosen entries and the attention they got, as
+        many as there may be.
         """
         queries, index = self.heads * self.head_dim, self.index
-        kept = Saved(4 * queries + self.o_groups * self.o_rank, 2 * self.heads)
+        kept = Saved(4 * queries + self.o_groups * self.o_rank, 3 * self.heads + self.rope_dim // 2)
         kept += Saved(2 * self.q_rank + 2 * self.head_dim + 2 * self.entry_channels, 2)
         if self.ratio:
             kept += Saved(-(-2 * self.head_dim // self.ratio), 1)
         if index is not None:
             kept += Saved(index.heads * (index.head_dim + 1) + 4 * index.head_dim, 2 * index.top_k)
-            kept += Saved(-(-2 * index.head_dim // self.ratio), 1)
+            kept += Saved(-(-2 * index.head_dim // self.ratio), 5)
         return kept
 
     def gathered(self) -> int:
