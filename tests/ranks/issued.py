@@ -89,7 +89,9 @@ def check_composed(checks: Sequence[tuple[dict[str, int], Sequence[tuple]]]) -> 
     return compared
 
 
-def check_case(config, text: str, choices: Choices, topology, groups, capacity=32) -> int:
+def check_case(
+    config, text: str, choices: Choices, topology, groups, *, capacity=32, max_cp=None
+) -> int:
     """All collectives of torch, messages included.
 
     Ours are compared with what collectives.py recorded, too: see Stepper.
@@ -106,6 +108,7 @@ def check_case(config, text: str, choices: Choices, topology, groups, capacity=3
         pp=topology.pp,
         vpp=layout.vpp,
         tp=topology.tp,
+        max_cp=max_cp,
     )
     model = staged(config, layout, topology, groups, choices)
     expected = trace(plan, layout, topology.rank, model=traced(config, choices), axes=topology)
@@ -215,6 +218,6 @@ def trace_name(name: str, stage: int) -> str:
         return f"stage {stage}'s collapse"
     group, number, *rest = name.split(".")
     start = f"layer {number}" if group == "layers" else f"depth {int(number) + 1}"
-    ends = {"router": " router", "per_head": " decay", "experts": " experts"}
+    ends = {"router": " router", "per_head": " decay", "experts": " experts", "biases": " biases"}
     ends |= {"mixer_hyper": " mixer hyper", "mlp_hyper": " mlp hyper", "collapse": " collapse"}
     return start + (ends[rest[-1]] if rest else "")

@@ -100,13 +100,19 @@ class SparseAttentionConfig:
             return 0
         return self.head_dim * (2 if self.index is not None else 1)
 
+    @property
+    def uncast_parameters(self) -> int:
+        """Sinks and biases, which are float32 at least."""
+        biases = self.ratio * self.entry_channels
+        if self.index is not None:
+            biases += self.ratio * 2 * self.index.head_dim
+        return self.heads + biases
+
     def parameters(self, width: int) -> int:
         norms = self.q_rank + self.head_dim + (self.head_dim if self.ratio else 0)
-        biases = self.heads + self.ratio * self.entry_channels
         if self.index is not None:
             norms += self.index.head_dim
-            biases += self.ratio * 2 * self.index.head_dim
-        return self._weights(width) + norms + biases
+        return self._weights(width) + norms + self.uncast_parameters
 
     def flops(self, width: int, length: int) -> int:
         """Scores of the index are counted twice where an entry is chosen: for its loss, too.

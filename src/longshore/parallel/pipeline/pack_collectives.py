@@ -27,6 +27,7 @@ from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Part
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
+from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.choices import AttentionKind, ScanKind
 from longshore.model.attention import over_heads
 from longshore.model.interface import backward_steps, forward_steps
@@ -298,6 +299,7 @@ COLLECTIVES: dict[type, PartCollectives] = {
     MLAConfig: _latent,
     Mamba2Config: _mamba2,
     DeltaNetConfig: _delta_net,
+    SparseAttentionConfig: _nothing,
     MLPConfig: _nothing,
     MoEConfig: _experts,
 }

@@ -17,6 +17,7 @@ from longshore.arch.expert_cuts import expert_cut
 from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.part import Part
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
+from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.parallel.pipeline.fsdp_trace import Wrapped
 from longshore.plan.layout import Stage
 
@@ -139,6 +140,8 @@ def _part(whole: Part, width: int, name: str, layer: str, at: TPRank, *, ep: int
             own = Wrapped(f"{layer} decay", 3 * heads, uncast=True)
         case DeltaNetConfig(value_heads=heads):
             own = Wrapped(f"{layer} decay", 2 * heads, uncast=True)
+        case SparseAttentionConfig():
+            own = Wrapped(f"{layer} biases", local.uncast_parameters, uncast=True)
         case MoEConfig():
             own = Wrapped(f"{layer} router", local.experts * width, uncast=True)
             if at.tp > 1 or ep > 1:
