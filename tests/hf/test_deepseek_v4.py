@@ -19,7 +19,7 @@ from longshore.hf.checkpoint import open_weights, read_config, tensor_shapes, wr
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 
-LENGTHS = (1, 3, 4, 5, 15, 16, 17, 90)
+LENGTHS = (1, 3, 4, 5, 127, 128, 129, 700)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +62,19 @@ def test_logits_are_those_of_transformers_in_float64(monkeypatch, tmp_path, fold
     assert read_config(tmp_path / "new") == config
     again = load(tmp_path / "new", torch.float64)
     assert worst(logits, [again(ids[None]).logits[0] for ids in sequences]) < 1e-9
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+@torch.no_grad()
+def test_logits_of_one_kind_of_layer_alone(monkeypatch, tmp_path, ratio):
+    in_float64(monkeypatch)
+    layers = {"num_hidden_layers": 2, "compress_ratios": [ratio] * 2, "num_hash_layers": 1}
+    deepseek_v4(tmp_path, **layers, compress_rate_hca=128, tie_word_embeddings=ratio == 4)
+    ours, theirs = our_decoder(tmp_path, torch.float64), load(tmp_path, torch.float64)
+    assert {layer.mixer.ratio for layer in ours.config.layers} == {ratio}
+    sequences = random_ids(LENGTHS)
+    logits = packed_logits(ours, sequences)
+    assert worst(logits, [theirs(ids[None]).logits[0] for ids in sequences]) < 1e-9
 
 
 def test_gradients_are_those_of_transformers(monkeypatch, folder):
