@@ -11,6 +11,7 @@ from longshore.arch.costs import (
     token_bytes,
 )
 from longshore.arch.exchanged import exchanged_bytes
+from longshore.arch.hyper import HyperConfig
 from longshore.arch.part import Sharing
 from longshore.arch.presets import preset
 from longshore.arch.stage_memory import INPUT_BYTES
@@ -68,6 +69,25 @@ def test_activations_as_measured(name, dtype, monkeypatch):
     estimate = token_bytes(config, dtype=dtype, recompute=False).saved
     others = estimate - INPUT_BYTES + SAVED_INPUTS
     assert measured - norm_copies(model, ids, monkeypatch) == ctx.tokens * others
+
+
+def test_hyper_connections_as_measured():
+    """What they add. In float32 the wide rows are the rows themselves, which are counted apart."""
+    ctx, residuals, sizes = whole_context((1, 2, 7, 54)), HyperConfig(count=4, iterations=5), []
+    ids = torch.arange(ctx.tokens)
+    for each in (None, residuals):
+        config = replace(preset("tiny-qwen3", layers=3), residuals=each)
+        model = Decoder(config)
+        measured = saved_bytes(model, lambda model=model: model(ids, ctx, ids).values)
+        sizes.append((measured, token_bytes(config, dtype="float32", recompute=False).saved))
+    (plain, plain_estimate), (hyper, estimate) = sizes
+    wide = 4 * config.row_width * (2 * len(config.layers) + 1)
+    added = (hyper - plain) / ctx.tokens / (estimate - plain_estimate - wide)
+    assert 0.95 < added <= 1
+    less = token_bytes(config, dtype="bfloat16", recompute=True)
+    block = 2 * config.row_width
+    assert less.saved < token_bytes(config, dtype="bfloat16", recompute=False).saved
+    assert less.saved > 3 * block
 
 
 def test_recomputation_keeps_inputs():

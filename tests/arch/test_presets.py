@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -7,6 +9,7 @@ from longshore.arch.costs import parameter_count
 from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.presets import PRESETS, preset
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
+from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.model.decoder import Decoder
 
 PUBLIC = {
@@ -60,6 +63,7 @@ HEADS = {
     MLAConfig: ("heads",),
     DeltaNetConfig: ("key_heads", "value_heads"),
     Mamba2Config: ("heads", "groups"),
+    SparseAttentionConfig: ("heads",),
 }
 
 
@@ -110,3 +114,15 @@ def test_unknown_names():
     for name in ("tiny-llama", "tiny-hybrid"):
         with pytest.raises(ValueError, match="layers is 0"):
             preset(name, layers=0)
+
+
+def test_deepseek_v4():
+    """The kinds of layers of the public model; its parameters are those that transformers has."""
+    config = preset("deepseek-v4-flash")
+    assert [layer.mixer.ratio for layer in config.layers] == [0, 0, *(4, 128) * 20, 4]
+    assert [bool(layer.mlp.hash_rows) for layer in config.layers] == [True] * 3 + [False] * 40
+    assert parameter_count(replace(config, mtp=())) == 284_332_230_231
+    assert [layer.mixer.ratio for layer in config.mtp] == [0]
+    tiny = preset("tiny-deepseek-v4", vocab_size=300)
+    assert {layer.mixer.ratio for layer in tiny.layers} == {0, 4, 16}
+    assert [layer.mlp.hash_rows for layer in tiny.layers] == [300, 300, 0, 0]

@@ -1,11 +1,13 @@
 """Costs of compressed sparse attention, each against what is counted."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.arch.test_costs_memory import saved_bytes
 from torch.utils.flop_counter import FlopCounterMode
 
 from longshore.arch.as_json import config_from_json, config_to_json
@@ -14,9 +16,11 @@ from longshore.arch.part import Norm, Sharing
 from longshore.arch.rope import DynamicScaling, RopeConfig
 from longshore.arch.sparse_attention import IndexConfig, SparseAttentionConfig, entry_pairs
 from longshore.batch import whole_context
+from longshore.model.interface import with_loss
 from longshore.model.rope import rope_tables
 from longshore.model.sparse_attention import SparseAttention
-from longshore.model.sparse_tables import EntryKind, entry_tables
+from longshore.model.sparse_tables import EntryKind, EntryTables, entry_tables
+from longshore.ops import norm
 
 WIDTH = 12
 WINDOW = SparseAttentionConfig(
@@ -68,6 +72,46 @@ def test_flops_are_those_of_the_products_and_of_the_pairs_in_the_tables(name):
     assert sum(config.flops(WIDTH, length) for length in lengths) == plain + core
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_saved_is_what_autograd_keeps(name, monkeypatch):
+    """Exactly, but for rows that norms copy on the CPU, indices of 4 bytes, and rounding up."""
+    config = replace(CONFIGS[name], head_dim=16, rope_dim=4)
+    if config.index is not None:
+        config = replace(config, index=replace(config.index, head_dim=8))
+    module, ctx, copies, plain = mixer(config).double(), whole_context((64, 32)), [], norm._rms_norm
+    rows = torch.randn(ctx.tokens, WIDTH, dtype=torch.float64, requires_grad=True)
+    tables = rope_tables(config.ropes, ctx, rows.dtype)
+
+    def counted(*given):
+        normed = plain(*given)
+        copies.append(normed.nbytes)
+        return normed
+
+    def run():
+        """Makes the tables of the pack, which layers share, and the float32 parameters."""
+        copies.clear()
+        return with_loss(module(rows, ctx, tables))[0]
+
+    monkeypatch.setattr(norm, "_rms_norm", counted)
+    apart = module.biases(rows)
+    monkeypatch.setattr(module, "apart", lambda x: apart)
+    run()
+    shared = [rows, *apart, *(t for pair in tables.values() for t in pair), ctx.is_real]
+    for table in ctx.packs[0].padded.tables.values():
+        shared += [table.rows] if isinstance(table, EntryTables) else list(table)
+    holder = SimpleNamespace(parameters=lambda: [*module.parameters(), *shared])
+    measured = saved_bytes(holder, run)
+    saved = config.saved(WIDTH)
+    expected = ctx.tokens * 8 * (saved.values + saved.stats) + sum(copies)
+    if config.index is not None:
+        # Chosen entries, rows of two overlapping groups; and copies of the biases.
+        expected -= ctx.tokens * 4 * (config.index.top_k + 4)
+        expected += sum(bias.nbytes for bias in apart[1:])
+    norms = bool(config.ratio) + (config.index is not None)
+    expected -= norms * 8 * (ctx.tokens - ctx.tokens // max(config.ratio, 1))
+    assert measured == expected
+
+
 def test_a_long_sequence_costs_what_it_sees():
     """Attention grows linearly with a window and top k; the index alone scores every entry."""
     attention = replace(CSA, index=replace(CSA.index, heads=1, head_dim=4))
@@ -85,7 +129,7 @@ def test_gathered_are_entries_and_keys():
     assert WINDOW.gathered() == 0
     assert HCA.gathered() == 1  # 10 numbers of an entry of 16 tokens
     assert CSA.gathered() == 4  # 10 + 6 numbers of an entry of 4 tokens
-    assert CSA.shared_heads(Sharing("heads", "heads")) == ()
+    assert CSA.shared_heads(Sharing("gather", "auto")) == (1,)  # no pack is shared yet
 
 
 def test_json():

@@ -79,6 +79,19 @@ def deepseek(folder, *, seed=0, shard="1GB", **keys):
     return _saved(transformers.DeepseekV3ForCausalLM, config, folder, seed, shard)
 
 
+def deepseek_v4(folder, *, seed=0, shard="1GB", **keys):
+    """Every kind of layer and of experts; entries of 4 and of 16 tokens."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "moe_intermediate_size": 12, "hc_mult": 3}
+    sizes |= {"num_attention_heads": 4, "head_dim": 10, "partial_rotary_factor": 0.4}
+    sizes |= {"q_lora_rank": 7, "sliding_window": 9, "o_groups": 2, "o_lora_rank": 3}
+    sizes |= {"index_n_heads": 3, "index_head_dim": 6, "index_topk": 5, "hc_sinkhorn_iters": 3}
+    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.3}
+    sizes |= {"num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4], "num_hash_layers": 2}
+    sizes |= {"compress_rate_hca": 16, "rope_parameters": YARN, "max_position_embeddings": 64}
+    config = transformers.DeepseekV4Config(**deepcopy(sizes | {"initializer_range": 0.3} | keys))
+    return _saved(transformers.DeepseekV4ForCausalLM, config, folder, seed, shard)
+
+
 def mamba2(folder, *, seed=0, shard="1GB", **keys):
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_heads": 8, "head_dim": 8, "expand": 2}
     sizes |= {"state_size": 6, "num_hidden_layers": 3, "n_groups": 2, "chunk_size": 8}
@@ -131,7 +144,7 @@ def load(folder, dtype=torch.float32):
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
-        attn_implementation=None if kind == "mamba2" else "sdpa",
+        attn_implementation=None if kind in ("mamba2", "deepseek_v4") else "sdpa",
         experts_implementation="eager",
         local_files_only=True,
     )
@@ -156,7 +169,11 @@ def _saved(kind, config, folder, seed, shard):
 
 def _make_lively(name, tensor):
     """No norm, bias or decay that is 0 or 1 throughout, and no router that is nearly even."""
-    if "norm" in name:
+    if name.endswith("tid2eid"):
+        tensor.copy_(torch.rand(len(tensor), 4).argsort(1)[:, : tensor.shape[1]])
+    elif name.endswith(("sinks", "base", "scale")):
+        tensor.uniform_(-1, 1)
+    elif "norm" in name:
         tensor.uniform_(0.5, 1.5)
     elif name.endswith(("gate.weight", "e_score_correction_bias")):
         tensor.normal_(std=0.3)

@@ -138,7 +138,6 @@ def test_windows(read, keys, windows):
 REFUSED = {
     "architecture": (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supp"),
     "v3.2": ({"model_type": "deepseek_v32"}, "deepseek_v32 is not supported: its attention is s"),
-    "v4": ({"model_type": "deepseek_v4"}, "deepseek_v4 is not supported: its attention is compr"),
     "model type": ({**SIZES, "model_type": "gpt2"}, "of model_type 'gpt2' is not supported"),
     "activation": (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is silu"),
     "quantized": (LLAMA | {"quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\)"),

@@ -70,10 +70,10 @@ def test_outputs_and_gradients_are_those_of_transformers(monkeypatch, kind):
 def test_no_sequence_sees_another(monkeypatch, kind):
     """A changed token changes no bit of another sequence, and no earlier row of its own."""
     in_float64(monkeypatch)
-    mixer, lengths = our_attention(CONFIGS[kind], their_attention(kind)), (5, 140, 3, 260, 1)
+    mixer, lengths = our_attention(CONFIGS[kind], their_attention(kind)), (5, 140, 3, 150, 1)
     x_TC = rows(lengths)
     before, _ = run_ours(mixer, x_TC, lengths)
-    for changed in (0, 4, 5, 60, 144, 146, 150, 407, 408):
+    for changed in (4, 5, 144, 150, 297, 298):
         moved = x_TC.clone()
         moved[changed] += 1
         after, _ = run_ours(mixer, moved, lengths)

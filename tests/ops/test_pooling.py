@@ -2,7 +2,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.ops.twins import LargestTensor, assert_same, bounds_of, on_meta, run
 
@@ -34,6 +34,7 @@ def assert_as_twin(given, rows, *, overlap):
     half=st.integers(1, 3),
     most=st.sampled_from([1, 40, 1 << 21]),
 )
+@example(lengths=[0], ratio=4, overlap=True, half=1, most=1)
 def test_as_the_twin(lengths, ratio, overlap, half, most):
     offsets = bounds_of(lengths).offsets
     rows = group_rows(offsets, ratio=ratio, overlap=overlap, device=HOST)

@@ -1,6 +1,7 @@
 """What a model really issues on gloo ranks: our collectives, and all of torch's, FSDP's too."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -88,7 +89,9 @@ def check_composed(checks: Sequence[tuple[dict[str, int], Sequence[tuple]]]) -> 
     return compared
 
 
-def check_case(config, text: str, choices: Choices, topology, groups) -> int:
+def check_case(
+    config, text: str, choices: Choices, topology, groups, *, capacity=32, max_cp=None
+) -> int:
     """All collectives of torch, messages included.
 
     Ours are compared with what collectives.py recorded, too: see Stepper.
@@ -97,13 +100,15 @@ def check_case(config, text: str, choices: Choices, topology, groups) -> int:
     layout = one_stage(layers=layers, depths=depths)
     if text:
         layout = parse_layout(text, pp=topology.pp, layers=layers, depths=depths)
+        layout = replace(layout, id_layers=config.hashed_layers)
     plan = make_plan(
         [3, 40, 17, 5, 60, 2, 40],
         lanes=topology.lanes,
-        capacity=32,
+        capacity=capacity,
         pp=topology.pp,
         vpp=layout.vpp,
         tp=topology.tp,
+        max_cp=max_cp,
     )
     model = staged(config, layout, topology, groups, choices)
     expected = trace(plan, layout, topology.rank, model=traced(config, choices), axes=topology)
@@ -209,7 +214,10 @@ def trace_name(name: str, stage: int) -> str:
     """layers.2.mlp.router as the trace names it: layer 2 router."""
     if not name:
         return f"stage {stage}'s ends"
+    if name == "collapse":
+        return f"stage {stage}'s collapse"
     group, number, *rest = name.split(".")
     start = f"layer {number}" if group == "layers" else f"depth {int(number) + 1}"
     ends = {"router": " router", "per_head": " decay", "experts": " experts", "biases": " biases"}
+    ends |= {"mixer_hyper": " mixer hyper", "mlp_hyper": " mlp hyper", "collapse": " collapse"}
     return start + (ends[rest[-1]] if rest else "")

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from tests.parallel.my_mixer import MeanConfig
+from tests.parallel.own_loss import OwnLossConfig
 from tests.ranks.spine import MTP_WEIGHT, Outcome, batches_of, dense
 
 from longshore.arch.decoder import DecoderConfig
@@ -78,7 +79,8 @@ def mean_collectives(width: int, part, packs, ways, forward: bool) -> list[PackC
 
 def traced(config: DecoderConfig, choices: Choices) -> TracedModel:
     """As the tests train it, in float64."""
-    COLLECTIVES[MeanConfig] = partial(mean_collectives, config.width)
+    for kind in (MeanConfig, OwnLossConfig):
+        COLLECTIVES[kind] = partial(mean_collectives, config.width)
     return TracedModel(
         config=config,
         mode=choices.mode,

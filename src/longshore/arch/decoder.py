@@ -65,6 +65,9 @@ class LayerConfig:
         around = Saved(2 * width, 1) + self.mixing_saved(width)
         return sum((around + part.saved(width) for part in self.parts), start=Saved(0))
 
+    def with_residuals(self, residuals: HyperConfig | None) -> "LayerConfig":
+        return self if self.residuals == residuals else replace(self, residuals=residuals)
+
     def row(self, width: int) -> int:
         """Values of a token between blocks."""
         return width * self.residuals.count if self.residuals else width
@@ -107,8 +110,8 @@ class DecoderConfig:
         check_counts(self, "vocab_size", "width")
         check_more_than(0, self, "norm_eps", "init_std")
         for name in ("layers", "mtp"):
-            layers = (replace(layer, residuals=self.residuals) for layer in getattr(self, name))
-            object.__setattr__(self, name, tuple(layers))
+            layers = tuple(layer.with_residuals(self.residuals) for layer in getattr(self, name))
+            object.__setattr__(self, name, layers)
         if not self.layers:
             raise ValueError("DecoderConfig.layers is empty; a decoder has at least one layer")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:

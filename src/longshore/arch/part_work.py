@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.hyper import HyperConfig
 from longshore.arch.part import Part, Product, Saved
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 
@@ -153,6 +154,23 @@ def join_work(config: DecoderConfig, rows: int) -> Work:
     )
 
 
+def hyper_work(config: DecoderConfig, residuals: HyperConfig, rows: int, *, item: int) -> Work:
+    """What hyper-connections do around one part."""
+    width = config.width
+    products = residuals.products(width)
+    saved = Saved(config.row_width) + residuals.saved(width)
+    return Work(
+        kind="other",
+        head_dim=1,
+        channels=config.row_width,
+        rows=rows,
+        products=products,
+        values=rows * _values(saved, item),
+        core=rows * (residuals.flops(width) - sum(each.flops for each in products)),
+        sequences=0,
+    )
+
+
 def block_works(
     config: DecoderConfig, lengths: Sequence[int], *, item: int, scan_chunk: int = 1
 ) -> Counter[Work]:
@@ -162,6 +180,10 @@ def block_works(
     for part, times in parts.items():
         for work in part_works(part, config.width, lengths, item=item, scan_chunk=scan_chunk):
             counted[work] += times
+    if config.residuals is not None:
+        # The collapse at the end, and that of each depth, count as a part's, which is a bit more.
+        times = parts.total() + 1 + len(config.mtp)
+        counted[hyper_work(config, config.residuals, sum(lengths), item=item)] += times
     if depths := len(config.mtp):
         counted[join_work(config, sum(lengths))] += depths
     return counted

@@ -14,9 +14,10 @@ A preset is described by a few numbers (Dense) or by a pattern of layers (Patter
 Numbers are those of config.json of the public folders: meta-llama/Llama-3.2-1B, Qwen/Qwen3-0.6B,
 Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B, Qwen/Qwen3-Next-80B-A3B-Instruct (without its depth of
 multi-token prediction, which that file does not mention), deepseek-ai/DeepSeek-V3 (with its one
-depth) and nvidia/Nemotron-H-8B-Base-8K. Experts are balanced by a loss with weight 0.001 for Qwen3,
-its router_aux_loss_coef, and for DeepSeek-V3, as in its report, by a bias that moves by 0.001 and a
-loss with weight 0.0001. tiny-hybrid has every kind of layer.
+depth), deepseek-ai/DeepSeek-V4-Flash (the same) and nvidia/Nemotron-H-8B-Base-8K. Experts are
+balanced by a loss with weight 0.001 for Qwen3, its router_aux_loss_coef, and for DeepSeek, as in
+the report of V3, by a bias that moves by 0.001 and a loss with weight 0.0001. tiny-hybrid has every
+kind of layer but those of DeepSeek-V4.
 """
 
 import difflib
@@ -25,7 +26,17 @@ from typing import Any
 
 from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.decoder import MOST_LAYERS, DecoderConfig, LayerConfig
+from longshore.arch.deepseek_v4 import (
+    FLASH_INDEX,
+    FLASH_MOE,
+    FLASH_WINDOW,
+    TINY_INDEX,
+    TINY_MOE,
+    TINY_WINDOW,
+    deepseek_v4,
+)
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.hyper import HyperConfig
 from longshore.arch.rope import Llama3Scaling, RopeConfig, YarnScaling
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 
@@ -80,6 +91,7 @@ class Patterned:
     pattern: tuple[LayerConfig, ...]
     first: tuple[LayerConfig, ...] = ()
     mtp: tuple[LayerConfig, ...] = ()
+    residuals: HyperConfig | None = None
     tied: bool = False
     norm_eps: float = 1e-6
     zero_centred: bool = False
@@ -88,16 +100,26 @@ class Patterned:
     def config(self) -> DecoderConfig:
         _check_layers(self.layers)
         times = -(-self.layers // len(self.pattern))
+        layers = (*self.first, *self.pattern * times)[: self.layers]
         return DecoderConfig(
             vocab_size=self.vocab_size,
             width=self.width,
-            layers=(*self.first, *self.pattern * times)[: self.layers],
+            layers=tuple(_of_vocabulary(layer, self.vocab_size) for layer in layers),
             norm_eps=self.norm_eps,
             zero_centred=self.zero_centred,
             tied=self.tied,
             init_std=self.init_std,
             mtp=self.mtp,
+            residuals=self.residuals,
         )
+
+
+def _of_vocabulary(layer: LayerConfig, vocab_size: int) -> LayerConfig:
+    """A layer whose experts are chosen by token ids, with a table for all of them."""
+    moe = layer.mlp
+    if not isinstance(moe, MoEConfig) or not moe.hash_rows:
+        return layer
+    return replace(layer, mlp=replace(moe, hash_rows=vocab_size))
 
 
 def _check_layers(layers: int) -> None:
@@ -195,6 +217,13 @@ _TINY_V3_MOE = replace(
     _V3_MOE, experts=8, top_k=2, width=32, groups=4, top_groups=2, shared_width=32
 )
 
+_V4_FLASH = deepseek_v4(
+    FLASH_WINDOW, FLASH_INDEX, FLASH_MOE, hashed=3, vocab_size=129_280, ratio=128, trained=65_536
+)
+_TINY_V4 = deepseek_v4(
+    TINY_WINDOW, TINY_INDEX, TINY_MOE, hashed=2, vocab_size=256, ratio=16, trained=64
+)
+
 _TINY_FULL = AttentionConfig(heads=8, kv_heads=4, head_dim=16)
 _TINY_DELTA = DeltaNetConfig(key_heads=4, value_heads=8, key_dim=16, value_dim=16)
 _TINY_MAMBA = Mamba2Config(heads=8, head_dim=16, state_dim=16, groups=4)
@@ -242,6 +271,15 @@ PRESETS: dict[str, Dense | Patterned] = {
         pattern=(LayerConfig(_V3_MLA, _V3_MOE),),
         mtp=(LayerConfig(_V3_MLA, _V3_MOE),),
     ),
+    "deepseek-v4-flash": Patterned(
+        layers=43,
+        width=4096,
+        vocab_size=129_280,
+        residuals=HyperConfig(count=4),
+        first=_V4_FLASH.first,
+        pattern=_V4_FLASH.pattern,
+        mtp=_V4_FLASH.mtp,
+    ),
     "nemotron-h-8b": Patterned(
         layers=52,
         width=4096,
@@ -288,6 +326,15 @@ PRESETS: dict[str, Dense | Patterned] = {
         first=(LayerConfig(_TINY_MLA, MLPConfig(width=192)),),
         pattern=(LayerConfig(_TINY_MLA, _TINY_V3_MOE),),
         mtp=(LayerConfig(_TINY_MLA, _TINY_V3_MOE),),
+    ),
+    "tiny-deepseek-v4": Patterned(
+        layers=4,
+        width=64,
+        vocab_size=256,
+        residuals=HyperConfig(count=2, iterations=4),
+        first=_TINY_V4.first,
+        pattern=_TINY_V4.pattern,
+        mtp=_TINY_V4.mtp,
     ),
     "tiny-nemotron-h": Patterned(
         layers=4,

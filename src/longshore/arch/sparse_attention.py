@@ -100,16 +100,19 @@ class SparseAttentionConfig:
             return 0
         return self.head_dim * (2 if self.index is not None else 1)
 
+    @property
+    def uncast_parameters(self) -> int:
+        """Sinks and biases, which are float32 at least."""
+        biases = self.ratio * self.entry_channels
+        if self.index is not None:
+            biases += self.ratio * 2 * self.index.head_dim
+        return self.heads + biases
+
     def parameters(self, width: int) -> int:
         norms = self.q_rank + self.head_dim + (self.head_dim if self.ratio else 0)
-        norms += self.index.head_dim if self.index is not None else 0
-        return self._weights(width) + norms + self.biases
-
-    @property
-    def biases(self) -> int:
-        """Sinks, and what is added to the gates of entries and of the index's keys."""
-        index = 2 * self.index.head_dim if self.index is not None else 0
-        return self.heads + self.ratio * (self.entry_channels + index)
+        if self.index is not None:
+            norms += self.index.head_dim
+        return self._weights(width) + norms + self.uncast_parameters
 
     def flops(self, width: int, length: int) -> int:
         """Scores of the index are counted twice where an entry is chosen: for its loss, too.
@@ -140,20 +143,21 @@ class SparseAttentionConfig:
         )
 
     def saved(self, width: int) -> Saved:
-        """Queries before their norm and rotated, the output before and after its rotation; the
-        latents and the rows of keys with the norms' inputs; what is pooled, and its gates.
+        """Queries before their norm and rotated, the output before and after its rotation, the
+        rotation; the latents and keys with their norms' inputs; what is pooled, and its gates.
 
-        Of entries, pooled and rotated, a token has its share. The index's queries and weights of
-        heads; the chosen entries and the attention they got, as many as there may be.
+        Of entries, pooled and rotated, a token has its share, and of the rows of overlapping ones.
+        The index's queries and weights of heads; the chosen entries and the attention they got, as
+        many as there may be.
         """
         queries, index = self.heads * self.head_dim, self.index
-        kept = Saved(4 * queries + self.o_groups * self.o_rank, 2 * self.heads)
+        kept = Saved(4 * queries + self.o_groups * self.o_rank, 3 * self.heads + self.rope_dim // 2)
         kept += Saved(2 * self.q_rank + 2 * self.head_dim + 2 * self.entry_channels, 2)
         if self.ratio:
             kept += Saved(-(-2 * self.head_dim // self.ratio), 1)
         if index is not None:
             kept += Saved(index.heads * (index.head_dim + 1) + 4 * index.head_dim, 2 * index.top_k)
-            kept += Saved(-(-2 * index.head_dim // self.ratio), 1)
+            kept += Saved(-(-2 * index.head_dim // self.ratio), 5)
         return kept
 
     def gathered(self) -> int:
@@ -164,7 +168,7 @@ class SparseAttentionConfig:
         return -(-keys // self.ratio)
 
     def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:
-        """None: lanes fetch tokens of the window and entries, whatever the setting."""
+        """None: lanes fetch rows and entries, whatever the setting."""
         return ()
 
     def _index_products(self, width: int) -> tuple[Product, ...]:

@@ -16,6 +16,8 @@ from typing import Any
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.hf.deepseek_keys import deepseek_keys, read_deepseek
+from longshore.hf.deepseek_v4_keys import deepseek_v4_keys, read_deepseek_v4
+from longshore.hf.deepseek_v4_map import place_deepseek_v4
 from longshore.hf.dense_keys import llama_keys, qwen3_keys, read_llama, read_qwen3
 from longshore.hf.mamba_keys import mamba2_keys, nemotron_keys, read_mamba2, read_nemotron
 from longshore.hf.moe_keys import qwen3_moe_keys, qwen3_next_keys, read_qwen3_moe, read_qwen3_next
@@ -37,7 +39,6 @@ OLD_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 REFUSED = {
     "deepseek_v32": "its attention is sparse, to tokens that an index chooses",
-    "deepseek_v4": "its attention is compressed and sparse",
 }
 """Model types that look supported, and why they are not."""
 
@@ -78,6 +79,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ),
         Architecture(
             "DeepseekV3ForCausalLM", "deepseek_v3", read_deepseek, deepseek_keys, place_deepseek
+        ),
+        Architecture(
+            "DeepseekV4ForCausalLM",
+            "deepseek_v4",
+            read_deepseek_v4,
+            deepseek_v4_keys,
+            place_deepseek_v4,
+            ignored=r"mtp\..*",
         ),
         Architecture(
             "Mamba2ForCausalLM", "mamba2", read_mamba2, mamba2_keys, by_table(MAMBA_NAMES)

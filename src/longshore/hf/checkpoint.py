@@ -32,7 +32,7 @@ from longshore.hf.config_file import (
     own_config_text,
     read_config,
 )
-from longshore.hf.tensor_files import FLOATS, TensorFiles, write_files
+from longshore.hf.tensor_files import FLOATS, INTEGERS, TensorFiles, write_files
 from longshore.hf.tensor_map import Copied, Shape, Source, StorageLayout, read_tensor_names
 from longshore.model.decoder import Decoder
 
@@ -60,8 +60,13 @@ COMPANIONS = (
 )
 """What a model needs beside its weights, and training does not change."""
 
-KEPT = re.compile(r".*\.router\.bias")
-"""Tensors that are never cast: small steps move them, which bfloat16 would lose."""
+TABLE = re.compile(r".*\.router\.table")
+"""Tensors of integers: the experts of each token id."""
+KEPT = re.compile(
+    rf".*\.router\.bias|{TABLE.pattern}|.*_hyper\.\w+|(.*\.)?collapse\.\w+|.*\.biases\.\w+"
+)
+"""Tensors that are never cast: small steps move a router's bias, which bfloat16 would lose; weights
+of hyper-connections, and sinks and biases of sparse attention, are float32 in training, too."""
 
 TIED = "tie_word_embeddings is true"
 SHARED = "all depths share embedding and head"
@@ -120,7 +125,8 @@ def open_weights(folder: str | Path) -> Weights:
         head = place("head.weight", layout).theirs
         _check_copy(files, head, sources["embed.weight"].theirs, why=TIED)
         ignored = f"{ignored}|{re.escape(head)}"
-    check_tensors(files, theirs, ignored=ignored)
+    tables = frozenset(source.theirs for name, source in sources.items() if TABLE.fullmatch(name))
+    check_tensors(files, theirs, ignored=ignored, tables=tables)
     for source in sources.values():
         for copy in source.copies if isinstance(source, Copied) else ():
             _check_copy(files, copy, source.theirs, why=SHARED)
@@ -135,8 +141,17 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in tensors}
 
 
-def check_tensors(files: TensorFiles, shapes: Mapping[str, Shape], *, ignored: str = "") -> None:
-    """Refuses files whose tensors are not these; names that fit `ignored` may be there too."""
+def check_tensors(
+    files: TensorFiles,
+    shapes: Mapping[str, Shape],
+    *,
+    ignored: str = "",
+    tables: frozenset[str] = frozenset(),
+) -> None:
+    """Refuses files whose tensors are not these; names that fit `ignored` may be there too.
+
+    tables: those of integers.
+    """
     names = {name for name in files.names if name in shapes or not re.fullmatch(ignored, name)}
     misshapen = [
         f"{name} (is {files.shape(name)}, must be {shapes[name]})"
@@ -144,7 +159,13 @@ def check_tensors(files: TensorFiles, shapes: Mapping[str, Shape], *, ignored: s
         if files.shape(name) != shapes[name]
     ]
     for name in sorted(names & shapes.keys()):
-        if (dtype := files.dtype(name)) not in FLOATS:
+        dtype, is_table = files.dtype(name), name in tables
+        if is_table and dtype not in INTEGERS:
+            raise ValueError(
+                f"{files.folder}: the tensor {name} is {dtype}; a table of experts is one of "
+                f"{', '.join(INTEGERS)}"
+            )
+        if not is_table and dtype not in FLOATS:
             raise ValueError(
                 f"{files.folder}: the tensor {name} is {dtype}; only {', '.join(FLOATS)} can be "
                 "trained, so convert quantized weights to bfloat16 first"

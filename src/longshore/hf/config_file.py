@@ -17,6 +17,7 @@ from typing import Any
 from longshore.arch.decoder import DecoderConfig
 from longshore.hf.architectures import OWN, Architecture, architecture_for, find_architecture
 from longshore.hf.deepseek_keys import OTHER_NAMES
+from longshore.hf.deepseek_v4_keys import OLDER_KEYS
 from longshore.hf.mamba_keys import OLDER
 from longshore.hf.moe_keys import balance_weight
 from longshore.hf.rope_keys import ROPE_KEYS
@@ -33,7 +34,14 @@ LONGEST = 32768
 BALANCED = ("Qwen3MoeForCausalLM", "Qwen3NextForCausalLM")
 """Architectures whose model in transformers adds a balance loss if output_router_logits is true."""
 
-RESPELLED = (*ROPE_KEYS, *OLDER, *OTHER_NAMES, "layers_block_type", "layer_types")
+RESPELLED = (
+    *ROPE_KEYS,
+    *OLDER,
+    *OLDER_KEYS,
+    *OTHER_NAMES,
+    "layers_block_type",
+    "layer_types",
+)
 """Keys with the meaning of another key; we write only one of them."""
 
 

@@ -12,8 +12,9 @@ make such dims, and the columns that read them, are in another order: of every h
 them rotary, theirs 0 1 2 3 4 5 are ours in the order 0 1 2 4 3 5.
 """
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from longshore.arch.sparse_attention import SparseAttentionConfig
@@ -22,9 +23,11 @@ from longshore.hf.tensor_map import (
     Index,
     Interleaved,
     Make,
+    PerExpert,
     Row,
     Source,
     StorageLayout,
+    look_up,
 )
 
 if TYPE_CHECKING:
@@ -123,3 +126,73 @@ def mixer_rows(ours: str, theirs: str) -> tuple[Row, ...]:
             columns=_index_columns,
         ),
     )
+
+
+def _gate_up(theirs: str, layout: StorageLayout) -> Source:
+    return PerExpert(theirs, ("w1", "w3"))
+
+
+def _down(theirs: str, layout: StorageLayout) -> Source:
+    return PerExpert(theirs, ("w2",))
+
+
+def _layer_rows(ours: str, theirs: str) -> tuple[Row, ...]:
+    return (
+        (f"{ours}.mixer_norm.weight", f"{theirs}.attn_norm.weight"),
+        (f"{ours}.mlp_norm.weight", f"{theirs}.ffn_norm.weight"),
+        *_hyper_rows(f"{ours}.mixer_hyper", f"{theirs}.hc_attn"),
+        *_hyper_rows(f"{ours}.mlp_hyper", f"{theirs}.hc_ffn"),
+        *mixer_rows(f"{ours}.mixer", f"{theirs}.attn"),
+        (f"{ours}.mlp.router.weight", f"{theirs}.ffn.gate.weight"),
+        (f"{ours}.mlp.router.bias", f"{theirs}.ffn.gate.bias"),
+        (f"{ours}.mlp.router.table", f"{theirs}.ffn.gate.tid2eid"),
+        (f"{ours}.mlp.experts.gate_up", f"{theirs}.ffn.experts", _gate_up),
+        (f"{ours}.mlp.experts.down", f"{theirs}.ffn.experts", _down),
+        (f"{ours}.mlp.shared.gate_proj.weight", f"{theirs}.ffn.shared_experts.w1.weight"),
+        (f"{ours}.mlp.shared.down_proj.weight", f"{theirs}.ffn.shared_experts.w2.weight"),
+        (f"{ours}.mlp.shared.up_proj.weight", f"{theirs}.ffn.shared_experts.w3.weight"),
+    )
+
+
+def _hyper_rows(ours: str, theirs: str) -> tuple[Row, ...]:
+    return (
+        (f"{ours}.weight", f"{theirs}_fn"),
+        (f"{ours}.base", f"{theirs}_base"),
+        (f"{ours}.scale", f"{theirs}_scale"),
+    )
+
+
+DEEPSEEK_V4_NAMES: tuple[Row, ...] = (
+    ("embed.weight", "embed.weight"),
+    ("norm.weight", "norm.weight"),
+    ("head.weight", "head.weight"),
+    *_hyper_rows("collapse", "hc_head"),
+    *_layer_rows("layers.{i}", "layers.{i}"),
+    ("mtp.{i}.embed_norm.weight", "mtp.{i}.enorm.weight"),
+    ("mtp.{i}.hidden_norm.weight", "mtp.{i}.hnorm.weight"),
+    ("mtp.{i}.proj.weight", "mtp.{i}.eh_proj.weight"),
+    ("mtp.{i}.norm.weight", "mtp.{i}.norm.weight"),
+    *_hyper_rows("mtp.{i}.collapse", "mtp.{i}.hc_head"),
+    *_layer_rows("mtp.{i}.block", "mtp.{i}"),
+)
+"""As in DeepSeek's own folders, but for the join of a depth: two tensors there."""
+
+IN_TRANSFORMERS = {
+    "embed.weight": "model.embed_tokens.weight",
+    "hc_head_fn": "model.hc_head.hc_fn",
+    "hc_head_base": "model.hc_head.hc_base",
+    "hc_head_scale": "model.hc_head.hc_scale",
+    "norm.weight": "model.norm.weight",
+}
+"""What transformers calls the ends."""
+
+
+def place_deepseek_v4(name: str, layout: StorageLayout) -> Source:
+    """As transformers saves it, or as in DeepSeek's own folders where the folder is one."""
+    source = look_up(name, DEEPSEEK_V4_NAMES, layout)
+    if "embed.weight" in layout.tensor_names:
+        return source
+    theirs = IN_TRANSFORMERS.get(
+        source.theirs, re.sub(r"^layers\.", "model.layers.", source.theirs)
+    )
+    return replace(source, theirs=theirs)

@@ -16,6 +16,7 @@ from longshore.arch.decoder import MOST_LAYERS, DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Part
 from longshore.arch.rope import RopeConfig
+from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.hf.rope_keys import read_rope, scaled_length, write_rope
 from longshore.hf.typed_keys import Raw, count, flag, number, shown
 
@@ -211,8 +212,9 @@ def common_part_or_none(parts: Sequence[Kind | None], what: str) -> Kind | None:
 def bare(config: DecoderConfig) -> DecoderConfig:
     """The config without the fields that decide only how the model is trained and computed.
 
-    These are the experts' balance loss and bias update, the form of MLA, pad_token_id and
-    float32_residual. config.json has no keys for them, or keeps those of the base.
+    These are the experts' balance loss and bias update, the form of MLA, the weight of an index's
+    loss, pad_token_id and float32_residual. config.json has no keys for them, or keeps those of the
+    base.
     """
     layers, mtp = map(_bare_layers, (config.layers, config.mtp))
     return replace(config, layers=layers, mtp=mtp, pad_token_id=None, float32_residual=False)
@@ -224,6 +226,8 @@ def _bare_layers(layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
         mixer, mlp = layer.mixer, layer.mlp
         if isinstance(mixer, MLAConfig):
             mixer = replace(mixer, form="decompressed")
+        if isinstance(mixer, SparseAttentionConfig) and mixer.index is not None:
+            mixer = replace(mixer, index=replace(mixer.index, loss_weight=1.0))
         if isinstance(mlp, MoEConfig):
             mlp = replace(mlp, aux_weight=0.0, bias_update=0.0)
         bare_layers.append(LayerConfig(mixer, mlp))

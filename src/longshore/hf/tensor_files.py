@@ -26,6 +26,7 @@ from longshore.train.checkpoint_files import SavedFile
 from longshore.train.checkpoint_storage import write_safetensors
 
 FLOATS = ("F64", "F32", "F16", "BF16")
+INTEGERS = ("I64", "I32", "I16")
 PICKLES = ("pytorch_model*.bin", "model*.bin", "*.pth", "*.pt", "*.ckpt")
 
 
@@ -63,7 +64,7 @@ class TensorFiles:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """dtype: of most of the numbers. files: by name, with their checksums."""
+    """dtype: of most of the numbers that are not integers. files: by name, with their checksums."""
 
     dtype: torch.dtype
     files: dict[str, SavedFile]
@@ -86,7 +87,8 @@ def write_files(
         shard[name] = tensor
         shard_size += tensor.nbytes
         total += tensor.nbytes
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
+        if tensor.is_floating_point():
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
     if not shard:
         raise ValueError("there are no tensors to write")
     shards.append(_save(folder, len(shards), shard))

@@ -22,7 +22,14 @@ from torch import Tensor
 from longshore.arch.as_json import config_from_json, config_to_json
 from longshore.arch.decoder import DecoderConfig
 from longshore.files import new_folder, open_sealed, sealed_json
-from longshore.hf.checkpoint import SHARD_BYTES, Weights, check_stream, check_tensors, tensor_shapes
+from longshore.hf.checkpoint import (
+    SHARD_BYTES,
+    TABLE,
+    Weights,
+    check_stream,
+    check_tensors,
+    tensor_shapes,
+)
 from longshore.hf.config_file import load_object
 from longshore.hf.tensor_files import TensorFiles, write_files
 from longshore.hf.tensor_map import Source
@@ -86,7 +93,7 @@ def load_weights(folder: str | Path) -> SavedWeights:
     base = about.get("base")
     shapes = tensor_shapes(config)
     files = TensorFiles(folder, STEM)
-    check_tensors(files, shapes)
+    check_tensors(files, shapes, tables=frozenset(filter(TABLE.fullmatch, shapes)))
     return SavedWeights(
         config=config,
         base=None if base is None else Path(base),

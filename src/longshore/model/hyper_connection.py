@@ -105,14 +105,14 @@ def expanded(output_TC: Tensor, rows_TS: Tensor, mixing: Mixing) -> Tensor:
     dtype, count = rows_TS.dtype, mixing.post.shape[1]
     rows_TNC = rows_TS.unflatten(1, (count, -1))
     added_TNC = mixing.post.to(dtype)[:, :, None] * output_TC.to(dtype)[:, None, :]
-    mixed_TNC: Tensor = added_TNC + mixing.mix.to(dtype).mT @ rows_TNC
-    return mixed_TNC.flatten(1)
+    mixed_TNC: Tensor = mixing.mix.to(dtype).mT @ rows_TNC
+    return added_TNC.flatten(1) + mixed_TNC.flatten(1)  # no view, which FSDP warns of
 
 
 def _collapsed(wide_TS: Tensor, pre_TN: Tensor) -> Tensor:
     rows_TNC = wide_TS.unflatten(1, (pre_TN.shape[1], -1))
     row_T1C: Tensor = pre_TN[:, None, :] @ rows_TNC
-    return row_T1C.squeeze(1)
+    return row_T1C.sum(1)  # of one row; a view would not do, see `expanded`
 
 
 def _doubly_stochastic(logits_TNN: Tensor, config: HyperConfig) -> Tensor:

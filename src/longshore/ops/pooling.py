@@ -40,7 +40,9 @@ def pooled(
         late_G = torch.arange(rows_EG.shape[1], device=rows_EG.device) >= len(bias_GC)
         rows_EG = torch.where(rows_EG < 0, -1, 2 * rows_EG + late_G)
         bias_GC = torch.cat(bias_GC.chunk(2, 1))
-        values_RC, gates_RC = (x.reshape(2 * len(x), -1) for x in (values_RC, gates_RC))
+        values_RC, gates_RC = (
+            x.reshape(2 * len(x), x.shape[1] // 2) for x in (values_RC, gates_RC)
+        )
     out: Tensor = _Pooled.apply(  # type: ignore[no-untyped-call]
         values_RC, gates_RC, bias_GC, rows_EG
     )

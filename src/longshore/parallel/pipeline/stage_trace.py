@@ -247,9 +247,6 @@ class StageTrace:
 
     def _open_backward(self, part: TracedPart) -> None:
         """What comes before the first saved tensor of a part is needed."""
-        if part.hyper is not None:
-            # The gradient of the mixing's weights, which it made, comes before that of the part.
-            self.fsdp.begin_backward(part.hyper)
         if part.is_split:
             self._tp("gather", self.row, part.name)
         elif part.experts is not None and part.ends_with_experts:
@@ -260,8 +257,7 @@ class StageTrace:
             self._experts_backward(part)
         else:
             self._part_backward(part)
-        if part.hyper is not None:
-            self.fsdp.end_backward(part.hyper)
+        self._own_backward(part.hyper)
 
     def _part_backward(self, part: TracedPart) -> None:
         if part.shares_norm:

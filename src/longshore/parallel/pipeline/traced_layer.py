@@ -141,7 +141,7 @@ def _part(whole: Part, width: int, name: str, layer: str, at: TPRank, *, ep: int
         case DeltaNetConfig(value_heads=heads):
             own = Wrapped(f"{layer} decay", 2 * heads, uncast=True)
         case SparseAttentionConfig():
-            own = Wrapped(f"{layer} biases", local.biases, uncast=True)
+            own = Wrapped(f"{layer} biases", local.uncast_parameters, uncast=True)
         case MoEConfig():
             own = Wrapped(f"{layer} router", local.experts * width, uncast=True)
             if at.tp > 1 or ep > 1:

@@ -1,0 +1,58 @@
+"""DeepSeek-V4 on lanes, stages and TP ranks: each sequence alone gives the same."""
+
+from dataclasses import replace
+
+import pytest
+from tests.ranks.composed import composed, ranks_of
+from tests.ranks.harness import run_ranks
+from tests.ranks.issued import check_case
+from tests.ranks.piped import error_of
+from tests.ranks.spine import VOCAB, alone, exact, make_samples
+
+from longshore.arch.decoder import DecoderConfig
+from longshore.arch.presets import preset
+from longshore.plan import make_plan
+from longshore.plan.layout import parse_layout
+
+LENGTHS = [3, 40, 17, 5, 50, 1, 2]
+CASES = (
+    ({"lanes": 2}, "", "zero3", "blocks", "mixed"),
+    ({"lanes": 2}, "", "zero2", "none", "padded"),
+    ({"lanes": 1, "pp": 2}, "Et|t|tt|mL", "zero3", "blocks", "mixed"),
+    ({"lanes": 1, "tp": 2}, "", "none", "none", "mixed"),
+)
+
+
+def tiny() -> DecoderConfig:
+    """Every kind of layer; entries of 4 and of 16 tokens."""
+    return preset("tiny-deepseek-v4", width=16, vocab_size=VOCAB, init_std=0.3)
+
+
+def run_exact(axes: dict[str, int], text: str, mode: str, recompute: str, policy: str) -> str:
+    """What is off by most; and every rank's operations, FSDP's too, are those of the trace."""
+    config, layout = tiny(), None
+    with ranks_of(**axes) as (topology, groups):
+        if text:
+            layout = parse_layout(text, pp=topology.pp, layers=len(config.layers), depths=1)
+            layout = replace(layout, id_layers=config.hashed_layers)
+        options = {"pp": topology.pp, "vpp": layout.vpp if layout else 1, "tp": topology.tp}
+        plan = make_plan(LENGTHS, lanes=topology.lanes, capacity=64, policy=policy, **options)
+        samples = make_samples(plan)
+        choices = exact(mode=mode, recompute=recompute)
+        result = composed(config, plan, samples, topology, groups, choices, layout=layout)
+        check_case(config, text, choices, topology, groups, capacity=84)
+        if topology.rank:
+            return ""
+        error, name = error_of(result, alone(config, samples))
+        return "" if error <= 1e-9 else f"{axes} {mode} {policy}: {name} is off by {error}"
+
+
+def run_all(cases: list) -> list[str]:
+    """All in one run: processes cost more than the steps."""
+    return [fault for case in cases if (fault := run_exact(*case))]
+
+
+@pytest.mark.fuzz
+def test_gradients_are_those_of_each_sequence_alone(is_fuzz: bool) -> None:
+    cases = list(CASES if is_fuzz else CASES[:1])
+    assert run_ranks(2, run_all, cases, timeout=200) == [[], []]
