@@ -35,7 +35,7 @@ def test_plans_change_with_what_sequences_cost():
     sizes = {}
     for name, profile in {"curve": flops_cost(decoder(FEW)), "squares": None}.items():
         options = {} if profile is None else {"profile": profile}
-        plan = make_plan(lengths, lanes=8, capacity=65_536, **options)
+        plan = make_plan(lengths, lanes=8, capacity=131_072, **options)
         sizes[name] = max(pack.cp_size for _, pack in plan.packs())
     assert sizes["curve"] < sizes["squares"]
 
