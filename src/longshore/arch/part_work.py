@@ -171,6 +171,22 @@ def hyper_work(config: DecoderConfig, residuals: HyperConfig, rows: int, *, item
     )
 
 
+def collapse_work(config: DecoderConfig, residuals: HyperConfig, rows: int, *, item: int) -> Work:
+    """What makes one row of several, at the end and at each depth."""
+    width = config.width
+    product = Product(config.row_width, residuals.count)
+    return Work(
+        kind="other",
+        head_dim=1,
+        channels=config.row_width,
+        rows=rows,
+        products=(product,),
+        values=rows * _values(residuals.collapse_saved(width), item),
+        core=rows * (residuals.collapse_flops(width) - product.flops),
+        sequences=0,
+    )
+
+
 def block_works(
     config: DecoderConfig, lengths: Sequence[int], *, item: int, scan_chunk: int = 1
 ) -> Counter[Work]:
@@ -181,9 +197,10 @@ def block_works(
         for work in part_works(part, config.width, lengths, item=item, scan_chunk=scan_chunk):
             counted[work] += times
     if config.residuals is not None:
-        # The collapse at the end, and that of each depth, count as a part's, which is a bit more.
-        times = parts.total() + 1 + len(config.mtp)
-        counted[hyper_work(config, config.residuals, sum(lengths), item=item)] += times
+        rows = sum(lengths)
+        counted[hyper_work(config, config.residuals, rows, item=item)] += parts.total()
+        collapse = collapse_work(config, config.residuals, rows, item=item)
+        counted[collapse] += 1 + len(config.mtp)
     if depths := len(config.mtp):
         counted[join_work(config, sum(lengths))] += depths
     return counted

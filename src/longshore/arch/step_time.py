@@ -24,7 +24,9 @@ from longshore.arch.costs import ITEM_BYTES, parameter_count
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.machine import ARITHMETIC_PASSES, MachineProfile
 from longshore.arch.nonnegative import fit_nonnegative
+from longshore.arch.part import Part
 from longshore.arch.part_work import Work, block_works, end_works, part_kind
+from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.plan.cost import CostProfile
 
 UNCAST = ("mamba", "delta", "experts")
@@ -270,7 +272,12 @@ def fsdp_units(config: DecoderConfig) -> int:
     """Blocks, and parts with parameters that are never cast, which FSDP wraps on their own."""
     parts = [part for layer in (*config.layers, *config.mtp) for part in layer.parts]
     mixing = len(parts) + 1 + len(config.mtp) if config.residuals else 0
-    return _block_count(config) + sum(part_kind(part) in UNCAST for part in parts) + mixing
+    uncast = sum(part_kind(part) in UNCAST or _has_sinks(part) for part in parts)
+    return _block_count(config) + uncast + mixing
+
+
+def _has_sinks(part: Part) -> bool:
+    return isinstance(part, SparseAttentionConfig)
 
 
 def _rounded(seconds: float) -> float:
