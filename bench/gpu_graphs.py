@@ -2,7 +2,7 @@
 
     python bench/gpu_graphs.py speed               steps at several capacities, with and without
     python bench/gpu_graphs.py same                losses and gradients of both, step by step
-    python bench/gpu_graphs.py held_out            how many micro-batches a chosen cap serves
+    python bench/gpu_graphs.py bits                gradients of one step, bit for bit
     python bench/gpu_graphs.py --write             all, and into bench/RESULTS.md
 
 In: the names of parts. Out: a JSON line for each result, and tables. A GPU is busy while any kernel
@@ -30,6 +30,7 @@ from gpu import RESULTS, Report, steps_of, sync
 from gpu_cases import running
 from gpu_profile import grouped
 from results import machine, table, write_section
+from torch import Tensor
 
 MODELS = {
     "qwen3-0.6b": ["model.preset=qwen3-0.6b"],
@@ -209,6 +210,36 @@ def same(options: argparse.Namespace, report: Report) -> None:
                 )  # fmt: skip
 
 
+def gradients_of(name: str, calls: int, *more: str, smoke: bool) -> list[dict[str, Tensor]]:
+    """Of one step's micro-batches, computed so many times from the same weights, on the host."""
+    chosen = words(name, 64 if smoke else 2048, *more, smoke=smoke, models=SIX_LAYERS)
+    results = []
+    with running(chosen) as (_, parts):
+        step, model = next(parts.loader), parts.stepper.model
+        for _ in range(calls):
+            parts.stepper.gradients(step.batches, step.batches[0].counts.main, plan=step.plan)
+            results.append(
+                {key: p.grad.to_local().cpu().clone() for key, p in model.named_parameters()}
+            )
+            model.zero_grad()
+    return results
+
+
+def bits(options: argparse.Namespace, report: Report) -> None:
+    """How many parameters have the same gradient bit for bit, and how far the others are off."""
+    for name in options.models:
+        once, again = gradients_of(name, 2, smoke=options.smoke)
+        # The first call runs eagerly, the second records, the third replays.
+        layers = ["graph.max_sequences=64", *FORMS["graphs"]]
+        graphed = gradients_of(name, 3, *([] if options.smoke else layers), smoke=options.smoke)[2]
+        mlp = ["graph.max_sequences=64", "graph.layers=['mlp']"]
+        only = gradients_of(name, 3, *([] if options.smoke else mlp), smoke=options.smoke)[2]
+        for form, other in {"eager": again, "graphs": graphed, "graphs of MLPs": only}.items():
+            equal = sum(torch.equal(once[key], other[key]) for key in once)
+            worst = max(float((once[k] - other[k]).norm() / once[k].norm()) for k in once)
+            report.add("bits", model=name, form=form, equal=equal, of=len(once), worst=worst)
+
+
 def write(report: Report) -> None:
     ratios = [row for row in report.rows if row["section"] == "ratio"]
     speeds = [row for row in report.rows if row["section"] == "speed"]
@@ -229,6 +260,11 @@ def write(report: Report) -> None:
         for r in report.rows
         if r["section"] == "same"
     ]
+    exact = [
+        [r["model"], f"eager and {r['form']}", f"{r['equal']} of {r['of']}", f"{r['worst']:.1e}"]
+        for r in report.rows
+        if r["section"] == "bits"
+    ]
     text = "\n\n".join(
         [
             "## CUDA graphs",
@@ -238,6 +274,7 @@ def write(report: Report) -> None:
             table(header, rows),
             table(["model", "capacity", "fastest without graphs busy", "times as fast"], short),
             table(["model", "form", "steps", "worst difference of a loss to eager"], alike),
+            table(["model", "form", "equal bit for bit", "worst difference of the others"], exact),
             f"Machine: {machine(['torch', 'triton', 'flash-attn-4'])}. "
             "Made by `python bench/gpu_graphs.py`.",
         ]
@@ -247,7 +284,7 @@ def write(report: Report) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", default=["speed", "same"])
+    parser.add_argument("parts", nargs="*", default=["speed", "same", "bits"])
     parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "hybrid"])
     parser.add_argument("--capacities", nargs="+", type=int, default=[])
     parser.add_argument("--forms", nargs="+", default=list(FORMS))
@@ -259,7 +296,7 @@ def main() -> None:
     options = parser.parse_args()
     report = Report(Path(options.out))
     for part in options.parts:
-        {"speed": speed, "same": same, "host": host}[part](options, report)
+        {"speed": speed, "same": same, "bits": bits, "host": host}[part](options, report)
     if options.write:
         write(report)
 

@@ -203,6 +203,17 @@ def test_the_planners_costs_agree_with_predicted_rounds(lengths):
     assert cost == pytest.approx(seconds, rel=0.03)
 
 
+def test_the_planners_costs_where_the_host_is_slower():
+    """It takes what it takes; plans are still to be level in what the device does."""
+    machine = make_machine(round_host=1000.0)
+    profile = cost_profile(machine, TINY, capacity=512, shape=ONE)
+    assert profile.linear > 0
+    full = profile.sequence_cost(512, 512, 1) + profile.pack + profile.round
+    assert full == pytest.approx(
+        round_seconds(machine, TINY, [512], tokens=512, shape=ONE), rel=0.1
+    )
+
+
 def test_the_planners_costs_on_ranks():
     machine = make_machine(message=1e-9)
     whole = cost_profile(machine, TINY, capacity=4096, shape=ONE)

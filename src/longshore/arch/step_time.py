@@ -201,13 +201,20 @@ def cost_profile(
     one more pack costs, the calls of the mixers.
     """
     whole = replace(shape, tp=1, pp=1)
-    rows, seconds = [], []
+    rows, seconds, device = [], [], []
     for lengths in sample_rounds(capacity):
         busy = round_busy(machine, config, lengths, tokens=sum(lengths), shape=whole)
         rows.append([1.0, float(sum(lengths)), float(sum(n * n for n in lengths))])
         seconds.append(busy.seconds)
+        device.append(busy.device)
+    fitted = fit_nonnegative(rows, seconds)
+    if not any(fitted[1:]):
+        # The host or the links take longest, whatever the lengths: plans are still to be level in
+        # what the device does, and the slowest sample takes what it took.
+        once, *rest = fit_nonnegative(rows, device)
+        fitted = [once + max(seconds) - max(device), *rest]
     # Rounded, so that ranks with different CPUs have the same costs, and so the same plans.
-    once, linear, quadratic = map(_rounded, fit_nonnegative(rows, seconds))
+    once, linear, quadratic = map(_rounded, fitted)
     pack = min(once, _rounded(_pack_seconds(machine, config)))
     item = ITEM_BYTES[machine.dtype]
     layers = (*config.layers, *config.mtp)

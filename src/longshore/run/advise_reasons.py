@@ -8,7 +8,6 @@ In: Advice. Out: for each key its value and the reason, which compares with what
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from longshore.config.check import run_cost
 from longshore.run.advise import GIB, Advice
 from longshore.run.advise_candidates import Candidate, Fitting, ModelAxes, memory_of
 
@@ -32,24 +31,10 @@ def reasons(advice: Advice) -> dict[str, tuple[object, str]]:
         "parallel.shard": (axes.shard, _shard(advice)),
         "train.recompute": ("blocks" if axes.recompute else "none", _recompute(advice)),
     }
-    if not _takes_cost(advice):
-        del table["plan.cost"]
     for key, size in (("parallel.vpp", axes.pp), ("parallel.ep", _most_ep(advice))):
         if size == 1:
             del table[key]
     return table | dict(_graph(advice))
-
-
-def _takes_cost(advice: Advice) -> bool:
-    """Whether the planner of a run can use the machine's profile for this model."""
-    task, candidate = advice.task, advice.best.candidate
-    config = task.config(candidate)
-    config = replace(config, plan=replace(config.plan, cost=task.machine_name))
-    try:
-        run_cost(config, task.decoder, lanes=candidate.axes.lanes, capacity=candidate.capacity)
-    except ValueError:
-        return False
-    return True
 
 
 def _most_ep(advice: Advice) -> int:

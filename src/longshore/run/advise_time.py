@@ -34,12 +34,10 @@ from longshore.run.advise_candidates import AdviceTask, Candidate, ModelAxes
 
 COMPARED = 24
 """Micro-batches of a plan whose cost is compared with the predicted seconds."""
-TP_EXCHANGES = 8
-"""Of a lane's rows in a layer: gathered and summed around each of two parts, in both directions."""
-SLIGHT = 1e-3
-"""Of a token's cost on the device, where the host is slower."""
 EP_EXCHANGES = 4
 """Rows go to experts and come back, in both directions."""
+TP_EXCHANGES = 8
+"""Of a lane's rows in a layer: gathered and summed around each of two parts, in both directions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +116,9 @@ class StepTimer:
 
     def _fitted_profile(self, recompute: bool, capacity: int, graph: bool) -> CostProfile:
         """Of one rank that has the whole model."""
-        task, whole = self.task, self._full(recompute, capacity, graph)
         shape = self.shape(ModelAxes(lanes=1, recompute=recompute), graph=graph)
-        if whole.host <= whole.device:
-            return cost_profile(task.machine, task.decoder, capacity=capacity, shape=shape)
-        # The host is slower than even a full round: a round takes what it takes, and tokens count
-        # for little.
-        return CostProfile(
-            linear=whole.device / capacity * SLIGHT,
-            quadratic=0.0,
-            gather=(0.0, 0.0),
-            node=task.machine.node,
-            pack=0.0,
-            round=whole.host,
-        )
+        task = self.task
+        return cost_profile(task.machine, task.decoder, capacity=capacity, shape=shape)
 
     def _round(
         self, axes: ModelAxes, lengths: Sequence[int], tokens: int, *, graph: bool = False
