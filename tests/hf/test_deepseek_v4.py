@@ -10,7 +10,7 @@ import torch
 from tests.hf.folders import change_tensors, deepseek_v4, load
 from tests.hf.test_checkpoint import assert_same_tensors, copy, tensors_of
 from tests.hf.test_logits import our_decoder, packed_logits, random_ids, worst
-from tests.model.deepseek_v4 import in_float64
+from tests.model.deepseek_v4 import in_float64, stable_topk
 
 from longshore.arch.presets import preset
 from longshore.arch.rope import RopeConfig, YarnScaling
@@ -132,8 +132,10 @@ def test_import_and_export_change_no_byte(tmp_path, folder, own):
     assert torch.equal(load(folder)(ids).logits, load(tmp_path / "copy")(ids).logits)
 
 
-def test_a_model_of_ours_with_a_depth_is_written_and_read(tmp_path):
+def test_a_model_of_ours_with_a_depth_is_written_and_read(monkeypatch, tmp_path):
     """transformers loads it too, and leaves the depth out."""
+    # Of equal scores we choose the first; which ones torch.topk takes depends on the machine.
+    monkeypatch.setattr(torch.Tensor, "topk", stable_topk)
     config = preset("tiny-deepseek-v4")
     model = Decoder(config)
     init_decoder(model, seed=1)
