@@ -277,11 +277,3 @@ def test_held_out_data_are_as_many_as_said(settings, match):
     )
     with pytest.raises(ValueError, match=match):
         check_config(config, 4)
-
-
-@pytest.mark.parametrize("name", ["cp_size", "min_cp", "max_cp"])
-def test_deepseek_v4_runs_at_cp_size_1(name):
-    config = parallel_config("tiny-deepseek-v4")
-    check_config(config, 4)
-    with pytest.raises(ValueError, match=rf"plan\.{name} is 2, .*\(DeepSeek-V4\) yet; leave plan"):
-        check_config(replace(config, plan=replace(config.plan, **{name: 2})), 4)

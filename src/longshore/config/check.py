@@ -15,7 +15,6 @@ from longshore.arch.cuts import decoder_on_tp_rank
 from longshore.arch.decoder import DecoderConfig, has_experts, with_balance
 from longshore.arch.flops_cost import flops_cost, needs_curve
 from longshore.arch.part import Sharing
-from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.arch.stages import make_layout, stage_costs
 from longshore.arch.step_time import RunShape, cost_profile
 from longshore.config.check_data import check_data, known_longest
@@ -277,7 +276,6 @@ def _check_plan(config: RunConfig, lanes: int, decoder: DecoderConfig) -> None:
             "plan.sync=step does not work with parallel.shard=zero3, whose ranks wait for each "
             "other in every round; use plan.sync=round, or parallel.shard=zero2"
         )
-    _check_whole(plan, decoder)
     _check_heads(plan, shared_heads(decoder, config.parallel), tp=config.parallel.tp)
     # One token fits anywhere, so only the settings can be wrong.
     auto = max(lane_align(config), 1 << 20)
@@ -296,19 +294,6 @@ def _check_align(config: RunConfig, capacity: int) -> None:
             f"{config.plan.align} a lane's tokens are a multiple of {align}; raise plan.capacity "
             f"to {align}"
         )
-
-
-def _check_whole(plan: PlanConfig, decoder: DecoderConfig) -> None:
-    """Refuses CP sizes above 1 where a mixer cannot share a pack."""
-    layers = (*decoder.layers, *decoder.mtp)
-    if not any(isinstance(layer.mixer, SparseAttentionConfig) for layer in layers):
-        return
-    for name in ("cp_size", "min_cp", "max_cp"):
-        if (size := getattr(plan, name)) > 1:
-            raise ValueError(
-                f"plan.{name} is {size}, but lanes cannot share sequences of compressed sparse "
-                f"attention (DeepSeek-V4) yet; leave plan.{name} out"
-            )
 
 
 def _check_heads(plan: PlanConfig, heads: int | None, *, tp: int) -> None:

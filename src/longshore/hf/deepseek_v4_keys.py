@@ -224,7 +224,10 @@ def _read_rope_dim(raw: Raw) -> int:
     head_dim, share = count(raw, "head_dim"), raw.get("partial_rotary_factor")
     if share is None and raw.get("qk_rope_head_dim") is not None:
         return count(raw, "qk_rope_head_dim", most=head_dim)
-    return int(head_dim * number(raw, "partial_rotary_factor", ROTARY_SHARE))
+    share = number(raw, "partial_rotary_factor", ROTARY_SHARE)
+    if not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor is {share}; it must be above 0 and at most 1")
+    return int(head_dim * share)
 
 
 def _read_ropes(raw: Raw, rope_dim: int) -> tuple[RopeConfig, RopeConfig]:
