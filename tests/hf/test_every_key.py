@@ -76,6 +76,7 @@ BASES = {
         "num_hash_layers": 1,
         "rope_scaling": {"type": "yarn", "original_max_position_embeddings": 8},
         "max_position_embeddings": 64,
+        "output_router_logits": True,
     },
     "mamba2": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8}
     | {"head_dim": 8, "n_groups": 2},
@@ -196,6 +197,8 @@ FOLLOWED = {
         "hc_mult": 2,
         "hc_sinkhorn_iters": 3,
         "hc_eps": 0.5,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.5,
         "num_nextn_predict_layers": 0,
     },
     "mamba2": {
@@ -306,12 +309,7 @@ IGNORED = {
     "qwen3_next": {},
     # A DeepSeek-V3 of transformers has no balance loss.
     "deepseek_v3": {"pretraining_tp": 2, "output_router_logits": True, "qk_head_dim": 99},
-    # Its one head of keys is fixed; the balance loss that it may add is not that of its scores.
-    "deepseek_v4": {
-        "num_key_value_heads": 2,
-        "output_router_logits": True,
-        "router_aux_loss_coef": 0.5,
-    },
+    "deepseek_v4": {"num_key_value_heads": 2},
     "mamba2": {**SCANS, "time_step_rank": 3, "time_step_min": 0.5},
     # Its model reads neither; layers with experts are refused.
     "nemotron_h": {

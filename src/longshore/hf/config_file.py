@@ -31,7 +31,7 @@ MOST_BYTES = 1_000_000_000
 LONGEST = 32768
 """max_position_embeddings where nothing says it."""
 
-BALANCED = ("Qwen3MoeForCausalLM", "Qwen3NextForCausalLM")
+BALANCED = ("Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "DeepseekV4ForCausalLM")
 """Architectures whose model in transformers adds a balance loss if output_router_logits is true."""
 
 RESPELLED = (
