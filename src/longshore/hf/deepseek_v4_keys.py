@@ -38,7 +38,7 @@ from longshore.hf.shared_keys import (
     refuse_unsupported,
     require_plain_norms,
 )
-from longshore.hf.typed_keys import Raw, count, number, shown
+from longshore.hf.typed_keys import Raw, count, maybe_number, number, shown
 
 WINDOW, CSA, HCA = KINDS = (
     "sliding_attention",
@@ -153,7 +153,7 @@ def _refuse(raw: Raw) -> None:
         ("num_local_experts", "n_routed_experts"),
         ("intermediate_size", "moe_intermediate_size"),
     ):
-        if raw.get(alias, raw[key]) != raw[key]:
+        if alias in raw and raw[alias] != raw[key]:
             raise ValueError(
                 f"{alias} is {shown(raw[alias])} and {key} is {shown(raw[key])}, but both mean the "
                 f"same; remove {alias}"
@@ -241,8 +241,8 @@ def _read_ropes(raw: Raw, rope_dim: int) -> tuple[RopeConfig, RopeConfig]:
             compressed = {"attention_factor": 1.0, **compressed}
     ropes = []
     for label, rope in (("main", main), ("compress", compressed)):
-        share = rope.get("partial_rotary_factor")
-        if share is not None and int(raw["head_dim"] * share) != rope_dim:
+        share = maybe_number(rope, "partial_rotary_factor")
+        if share is not None and not rope_dim <= raw["head_dim"] * share < rope_dim + 1:
             raise ValueError(
                 f"rope_parameters.{label}.partial_rotary_factor is {shown(share)}; it must be that "
                 f"of all layers, {rope_dim / raw['head_dim']:g}"
@@ -255,7 +255,7 @@ def _read_ropes(raw: Raw, rope_dim: int) -> tuple[RopeConfig, RopeConfig]:
 
 def _read_experts(raw: Raw) -> dict[str, MoEConfig]:
     score, width = raw.get("scoring_func", "sqrtsoftplus"), count(raw, "moe_intermediate_size")
-    if score not in SCORES:
+    if not isinstance(score, str) or score not in SCORES:
         raise ValueError(f"scoring_func is {shown(score)}; supported are {', '.join(SCORES)}")
     routed = MoEConfig(
         experts=count(raw, "n_routed_experts"),
