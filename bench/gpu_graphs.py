@@ -256,7 +256,7 @@ def write(report: Report) -> None:
         [r["model"], f"{r['capacity']:,}", f"{r['busy']:.0%}", f"{r['times']:.2f}"] for r in ratios
     ]
     alike = [
-        [r["model"], r["form"], r["steps"], f"{r['worst']:.2%}"]
+        [r["model"], r["form"], f"{r['steps']}", f"{r['worst']:.2%}"]
         for r in report.rows
         if r["section"] == "same"
     ]
