@@ -147,13 +147,13 @@ def deepseek_v4_keys(config: DecoderConfig) -> dict[str, Any]:
 def _refuse(raw: Raw) -> None:
     refuse_unsupported(raw, SILU)
     for key, known in ONLY.items():
-        if raw.get(key, known[0]) not in known:
+        if key in raw and raw[key] not in known:
             raise ValueError(f"{key} is {shown(raw[key])}; supported is {known[0]!r}")
     for alias, key in (
         ("num_local_experts", "n_routed_experts"),
         ("intermediate_size", "moe_intermediate_size"),
     ):
-        if raw.get(alias, raw[key]) != raw[key]:
+        if alias in raw and raw[alias] != raw[key]:
             raise ValueError(
                 f"{alias} is {shown(raw[alias])} and {key} is {shown(raw[key])}, but both mean the "
                 f"same; remove {alias}"
@@ -175,7 +175,8 @@ def _layer_kinds(raw: Raw) -> list[str]:
 def _expert_kinds(raw: Raw) -> list[str]:
     layers, kinds = read_layers(raw), raw.get("mlp_layer_types")
     if kinds is None:
-        kinds = [HASHED] * count(raw, "num_hash_layers", least=0) + [ROUTED] * layers
+        hashed = min(count(raw, "num_hash_layers", least=0), layers)
+        kinds = [HASHED] * hashed + [ROUTED] * layers
     return _checked_kinds(kinds, layers, "mlp_layer_types", (HASHED, ROUTED))
 
 
@@ -224,7 +225,14 @@ def _read_rope_dim(raw: Raw) -> int:
     head_dim, share = count(raw, "head_dim"), raw.get("partial_rotary_factor")
     if share is None and raw.get("qk_rope_head_dim") is not None:
         return count(raw, "qk_rope_head_dim", most=head_dim)
-    return int(head_dim * number(raw, "partial_rotary_factor", ROTARY_SHARE))
+    return _rotary_dims(raw, head_dim, ROTARY_SHARE)
+
+
+def _rotary_dims(holder: Raw, head_dim: int, default: float) -> int:
+    share = number(holder, "partial_rotary_factor", default)
+    if share > 1:
+        raise ValueError(f"partial_rotary_factor is {share:g}; it must be at most 1")
+    return int(head_dim * share)
 
 
 def _read_ropes(raw: Raw, rope_dim: int) -> tuple[RopeConfig, RopeConfig]:
@@ -238,11 +246,12 @@ def _read_ropes(raw: Raw, rope_dim: int) -> tuple[RopeConfig, RopeConfig]:
             compressed = {"attention_factor": 1.0, **compressed}
     ropes = []
     for label, rope in (("main", main), ("compress", compressed)):
-        share = rope.get("partial_rotary_factor")
-        if share is not None and int(raw["head_dim"] * share) != rope_dim:
+        head_dim = count(raw, "head_dim")
+        if _rotary_dims(rope, head_dim, rope_dim / head_dim) != rope_dim:
             raise ValueError(
-                f"rope_parameters.{label}.partial_rotary_factor is {shown(share)}; it must be that "
-                f"of all layers, {rope_dim / raw['head_dim']:g}"
+                f"rope_parameters.{label}.partial_rotary_factor is "
+                f"{shown(rope.get('partial_rotary_factor'))}; it must be that of all layers, "
+                f"{rope_dim / head_dim:g}"
             )
         lengths = {"max_position_embeddings": raw["max_position_embeddings"]}
         plain = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
@@ -252,7 +261,7 @@ def _read_ropes(raw: Raw, rope_dim: int) -> tuple[RopeConfig, RopeConfig]:
 
 def _read_experts(raw: Raw) -> dict[str, MoEConfig]:
     score, width = raw.get("scoring_func", "sqrtsoftplus"), count(raw, "moe_intermediate_size")
-    if score not in SCORES:
+    if not isinstance(score, str) or score not in SCORES:
         raise ValueError(f"scoring_func is {shown(score)}; supported are {', '.join(SCORES)}")
     routed = MoEConfig(
         experts=count(raw, "n_routed_experts"),
