@@ -38,7 +38,7 @@ from longshore.hf.shared_keys import (
     refuse_unsupported,
     require_plain_norms,
 )
-from longshore.hf.typed_keys import Raw, count, maybe_number, number, shown
+from longshore.hf.typed_keys import Raw, count, number, shown
 
 WINDOW, CSA, HCA = KINDS = (
     "sliding_attention",
@@ -147,7 +147,7 @@ def deepseek_v4_keys(config: DecoderConfig) -> dict[str, Any]:
 def _refuse(raw: Raw) -> None:
     refuse_unsupported(raw, SILU)
     for key, known in ONLY.items():
-        if raw.get(key, known[0]) not in known:
+        if key in raw and raw[key] not in known:
             raise ValueError(f"{key} is {shown(raw[key])}; supported is {known[0]!r}")
     for alias, key in (
         ("num_local_experts", "n_routed_experts"),
@@ -175,7 +175,8 @@ def _layer_kinds(raw: Raw) -> list[str]:
 def _expert_kinds(raw: Raw) -> list[str]:
     layers, kinds = read_layers(raw), raw.get("mlp_layer_types")
     if kinds is None:
-        kinds = [HASHED] * count(raw, "num_hash_layers", least=0) + [ROUTED] * layers
+        hashed = min(count(raw, "num_hash_layers", least=0), layers)
+        kinds = [HASHED] * hashed + [ROUTED] * layers
     return _checked_kinds(kinds, layers, "mlp_layer_types", (HASHED, ROUTED))
 
 
@@ -224,9 +225,13 @@ def _read_rope_dim(raw: Raw) -> int:
     head_dim, share = count(raw, "head_dim"), raw.get("partial_rotary_factor")
     if share is None and raw.get("qk_rope_head_dim") is not None:
         return count(raw, "qk_rope_head_dim", most=head_dim)
-    share = number(raw, "partial_rotary_factor", ROTARY_SHARE)
+    return _rotary_dims(raw, head_dim, ROTARY_SHARE)
+
+
+def _rotary_dims(holder: Raw, head_dim: int, default: float) -> int:
+    share = number(holder, "partial_rotary_factor", default)
     if not 0 < share <= 1:
-        raise ValueError(f"partial_rotary_factor is {share}; it must be above 0 and at most 1")
+        raise ValueError(f"partial_rotary_factor is {share:g}; it must be above 0 and at most 1")
     return int(head_dim * share)
 
 
@@ -241,11 +246,12 @@ def _read_ropes(raw: Raw, rope_dim: int) -> tuple[RopeConfig, RopeConfig]:
             compressed = {"attention_factor": 1.0, **compressed}
     ropes = []
     for label, rope in (("main", main), ("compress", compressed)):
-        share = maybe_number(rope, "partial_rotary_factor")
-        if share is not None and not rope_dim <= raw["head_dim"] * share < rope_dim + 1:
+        head_dim, given_here = count(raw, "head_dim"), rope.get("partial_rotary_factor") is not None
+        if given_here and _rotary_dims(rope, head_dim, ROTARY_SHARE) != rope_dim:
             raise ValueError(
-                f"rope_parameters.{label}.partial_rotary_factor is {shown(share)}; it must be that "
-                f"of all layers, {rope_dim / raw['head_dim']:g}"
+                f"rope_parameters.{label}.partial_rotary_factor is "
+                f"{shown(rope.get('partial_rotary_factor'))}; it must be that of all layers, "
+                f"{rope_dim / head_dim:g}"
             )
         lengths = {"max_position_embeddings": raw["max_position_embeddings"]}
         plain = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
