@@ -42,8 +42,8 @@ def test_works_have_all_flops():
             n * (work.core + work.rows * sum(p.flops for p in work.products)) for work, n in works
         )
 
-    # The last collapse counts as a part's.
-    assert flops(config(hyper)) - flops(config()) == 10 * 6 * hyper.flops(16)
+    each = 5 * hyper.flops(16) + hyper.collapse_flops(16)
+    assert flops(config(hyper)) - flops(config()) == 10 * each
 
 
 def test_rows_between_stages_are_wider_until_the_last_norm():

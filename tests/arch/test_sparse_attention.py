@@ -129,7 +129,7 @@ def test_gathered_are_entries_and_keys():
     assert WINDOW.gathered() == 0
     assert HCA.gathered() == 1  # 10 numbers of an entry of 16 tokens
     assert CSA.gathered() == 4  # 10 + 6 numbers of an entry of 4 tokens
-    assert CSA.shared_heads(Sharing("gather", "auto")) == (1,)  # no pack is shared yet
+    assert CSA.shared_heads(Sharing("gather", "auto")) == ()
 
 
 def test_json():
