@@ -11,14 +11,16 @@ from longshore.config.schema import GraphConfig
 from longshore.data.batches import Batches, BatchSize
 from longshore.plan import make_plan
 from longshore.plan.graph_use import GraphSetting, MicroBatchSizes
-from longshore.run import graph_cap
+from longshore.run import auto, graph_cap
 from longshore.run.auto import resolve
 from longshore.run.graph_cap import GIB, graph_bytes, sampled_plans
 
 LENGTHS = np.array([60, 30, 20, 10] * 64)
 
 
-def resolved(*, lengths=LENGTHS, device="cuda", plan=(), train=(), lanes=1, **graph):
+def resolved(
+    *, lengths=LENGTHS, device="cuda", plan=(), train=(), lanes=1, model="tiny-llama", **graph
+):
     config = load_config(None, ["train.device=auto"])
     config = replace(
         config,
@@ -29,7 +31,7 @@ def resolved(*, lengths=LENGTHS, device="cuda", plan=(), train=(), lanes=1, **gr
     )
     return resolve(
         config,
-        preset("tiny-llama"),
+        preset(model),
         lanes=lanes,
         dtype="bfloat16",
         device=device,
@@ -37,6 +39,13 @@ def resolved(*, lengths=LENGTHS, device="cuda", plan=(), train=(), lanes=1, **gr
         longest=int(lengths.max()),
         lengths=lengths,
     )
+
+
+def test_scans_without_their_kernels_are_refused(monkeypatch):
+    monkeypatch.setattr(auto, "is_installed", lambda package: False)
+    with pytest.raises(ValueError, match=r"graph\.layers has mamba, .*kernels of triton"):
+        resolved(model="tiny-nemotron-h")
+    assert resolved(model="tiny-nemotron-h", layers=("attention", "mlp")).graph is not None
 
 
 def test_without_graphs_nothing_changes():

@@ -208,6 +208,37 @@ def test_what_cannot_be_recorded_runs_eagerly():
     assert kinds
 
 
+def test_boundaries_are_copied_to_where_graphs_read_them():
+    """Kernels read them on the GPU; on a CPU ops read the host's numbers, so losses do not tell."""
+    model = model_of("tiny-llama")
+    layers = graphed(model)
+    places = set()
+    for lengths in (*WHOLE, [40, 3]):
+        for batch in rounds(lengths, depths=0):
+            run(model, batch)
+        bounds = layers.shapes["whole", 64].bounds
+        if bounds is not None:
+            places.add(bounds.cu_seqlens.data_ptr())
+            assert bounds.cu_seqlens.tolist() == list(batch.ctx.packs[0].padded.offsets)
+            assert bounds.longest == 64
+    assert len(places) == 1
+
+
+def test_a_shape_of_which_nothing_can_be_recorded_is_left_alone():
+    class Refuses(RunAgain):
+        def record(self, run):
+            raise RecordingError("no")
+
+    model = model_of("tiny-llama")
+    layers = graphed(model)
+    layers.memory.recorder = Refuses()
+    for _ in range(4):
+        for batch in rounds([30, 30], depths=0):
+            run(model, batch)
+    assert layers.shapes["whole", 64].is_off
+    assert layers.told == ["CUDA graphs: Attention, whole runs without graphs: no"]
+
+
 def test_evaluation_is_eager():
     model = model_of("tiny-llama")
     layers = graphed(model)

@@ -124,6 +124,8 @@ class GraphedLayers:
         shape.release()
         if shape.is_off:
             shape.pieces.clear()
+        elif not shape.pieces:
+            shape.is_off = True  # no layer of it can be recorded
         else:
             recorded = len({block for block, _ in shape.pieces})
             self.tell(

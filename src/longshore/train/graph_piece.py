@@ -280,7 +280,7 @@ def _copy_moved(fixed: Sequence[Tensor], coming: Sequence[Tensor]) -> None:
     if len(pairs) > 2:
         torch._foreach_copy_([to for to, _ in pairs], [tensor for _, tensor in pairs])
         return
-    for to, tensor in pairs:  # a copy of one tensor is twice as fast as one of a list
+    for to, tensor in pairs:
         to.copy_(tensor)
 
 

@@ -46,9 +46,11 @@ class CudaRecorder:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = run()
-            except RuntimeError as error:
+            except BaseException as error:
                 with suppress(RuntimeError):
                     graph.capture_end()
+                if not isinstance(error, RuntimeError):
+                    raise
                 raise RecordingError(str(error).strip().partition("\n")[0]) from error
             graph.capture_end()
         self.bytes += torch.cuda.memory_reserved() - before

@@ -131,10 +131,7 @@ def _tile(ptr, rows, here, part, WIDTH: tl.constexpr, PART: tl.constexpr):
 
 
 @triton.jit
-def _key_rows(
-    block, near_first, near_stop, entry_first, entries, chosen_ptr, chosen_count,
-    KEYS: tl.constexpr, CHOSEN: tl.constexpr,
-):  # fmt: skip
+def _key_rows(block, entry_first, entries, chosen_ptr, KEYS: tl.constexpr, CHOSEN: tl.constexpr):
     """The rows of a block of entries, and which of them are there."""
     place = block * KEYS + tl.arange(0, KEYS)
     here = place < entries
@@ -203,9 +200,8 @@ def _forward_jit(
         entries = tl.minimum(entries, chosen_count)
     for block in range(tl.cdiv(entries, KEYS)):
         place, here = _key_rows(
-            block, first, stop, entry, entries, chosen_ptr + token * chosen_count, chosen_count,
-            KEYS, CHOSEN,
-        )  # fmt: skip
+            block, entry, entries, chosen_ptr + token * chosen_count, KEYS, CHOSEN
+        )
         out0, out1, top, total = _attend(
             entries_ptr, place, here, q0, q1, out0, out1, top, total, scale, WIDTH, PART, PARTS
         )
@@ -319,9 +315,8 @@ def _backward_jit(
         entries = tl.minimum(entries, chosen_count)
     for block in range(tl.cdiv(entries, KEYS)):
         place, here = _key_rows(
-            block, first, stop, entry, entries, chosen_ptr + token * chosen_count, chosen_count,
-            KEYS, CHOSEN,
-        )  # fmt: skip
+            block, entry, entries, chosen_ptr + token * chosen_count, KEYS, CHOSEN
+        )
         dq0, dq1 = _give(
             entries_ptr, dentries_ptr, place, here, q0, q1, g0, g1, dq0, dq1, lse, delta, scale,
             WIDTH, PART, PARTS,
