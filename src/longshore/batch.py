@@ -57,8 +57,7 @@ class Boundaries:
     longest: int
     """Tokens of the longest sequence."""
     fixed: bool = False
-    """Whether tables have sizes that follow from the rows and the number of sequences alone, as a
-    CUDA graph wants them; the last sequences may be empty, then."""
+    """Whether sizes of tables follow from rows and sequences alone, as CUDA graphs want them."""
     tables: dict[str, Any] = field(default_factory=dict, repr=False)
     """What ops derive from these boundaries, by name: see ops/boundaries.py; moves with them."""
 
