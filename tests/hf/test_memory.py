@@ -59,7 +59,9 @@ with torch.device("meta"):
 size = sum(p.nbytes for p in model.parameters())
 before = now()
 fill(model, torch.device("cpu"), lambda name, shape, index: weights.block(name, index))
-print(json.dumps({"streamed": streamed, "filled": peak() - before - size, "size": size}))
+after = now()
+peaks = {"streamed": streamed, "filled": peak() - after, "kept": after - before - size}
+print(json.dumps({**peaks, "size": size}))
 """
 
 
@@ -119,6 +121,7 @@ def test_memory_is_bounded_by_a_tensor(folder, tmp_path):
     assert peaks["size"] > 2.9 * LIMIT
     assert peaks["streamed"] < LIMIT
     assert peaks["filled"] < LIMIT
+    assert peaks["kept"] < 0.4 * peaks["size"]  # torch's allocator rounds up to huge pages
 
 
 def test_a_rank_reads_only_its_rows(folder, monkeypatch):
