@@ -115,7 +115,7 @@ def make_job(
         raise SettingError("{max_bytes} is {given}; it must be at least 1", given=max_bytes)
     size = sum(file.bytes for file in inputs) // RANGES
     loaded = tokenizer.load()
-    has_chats = _check_first(inputs, SampleTokenizer(loaded, rules), max_bytes)
+    has_chats = check_first(inputs, SampleTokenizer(loaded, rules), max_bytes)
     settings = {
         "tokenizer": loaded.digest,
         "template": loaded.template_digest,
@@ -142,7 +142,7 @@ def _samples(
     return read_range(part, leaves_out=skips, max_bytes=max_bytes)
 
 
-def _check_first(inputs: Sequence[Input], tokenizer: SampleTokenizer, max_bytes: int) -> bool:
+def check_first(inputs: Sequence[Input], tokenizer: SampleTokenizer, max_bytes: int) -> bool:
     """Checks the first sample of each input: raises for unknown columns, which all would have.
 
     Returns whether one of these samples is a chat.

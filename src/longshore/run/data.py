@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +25,18 @@ from longshore.config.data_parts import MANIFEST, DataPart, data_parts, shown_pa
 from longshore.config.located import as_key, in_keys
 from longshore.config.schema import RunConfig
 from longshore.data.batches import Batches, BatchSize
-from longshore.data.fields import Field
+from longshore.data.chat_template import DATE
+from longshore.data.fields import Field, parse_field
+from longshore.data.inputs import find_inputs
 from longshore.data.mixture import Joined, Mixture
 from longshore.data.mock import MockSource
 from longshore.data.prepare import TextRules, cache_folder, prepare_cache, show_progress
+from longshore.data.prepare_job import TokenizerFiles, check_first
 from longshore.data.rejected import rejections_of
 from longshore.data.source import IndexedSource, Ints, TokenizedSample, source_digest
 from longshore.data.store import Store
+from longshore.data.stream import TextStream
+from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.printable import printable
 
 
@@ -144,17 +150,49 @@ class Readable:
 
     def __getitem__(self, index: int) -> TokenizedSample:
         sample = self.source[index]
-        low, high = int(sample.tokens.min()), int(sample.tokens.max())
-        if low < 0 or high >= self.vocab_size:
-            raise ValueError(
-                f"{self.name}: sequence {sample.id} has the token id {low if low < 0 else high}, "
-                f"but the model knows only 0 to {self.vocab_size - 1}; use the model's tokenizer, "
-                "or with model.preset a larger model.vocab_size"
-            )
+        check_ids(sample, self.vocab_size, self.name)
         return sample
 
     def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
         return self.source.mask_head(index, count)
+
+
+def check_ids(sample: TokenizedSample, vocab_size: int, name: str) -> None:
+    """Refuses a sequence with a token id that the model does not have."""
+    low, high = int(sample.tokens.min()), int(sample.tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"{name}: sequence {sample.id} has the token id {low if low < 0 else high}, "
+            f"but the model knows only 0 to {vocab_size - 1}; use the model's tokenizer, "
+            "or with model.preset a larger model.vocab_size"
+        )
+
+
+def open_stream(config: RunConfig, decoder: DecoderConfig) -> TextStream:
+    """The run's files as a stream, after checking the first sample of each."""
+    data, rules = config.data, _rules(config)
+    files = TokenizerFiles(Path(rules.tokenizer), rules.template or None, DATE)
+    fields = tuple(parse_field(text) for text in rules.fields)
+    limits = Rules(data.loss_on, data.max_length, data.too_long, fields, tuple(data.ignore))
+    with in_keys("data.path"):
+        parts = [find_inputs(part.texts) for part in data_parts(data)]
+        tokenizer = SampleTokenizer(files.load(), limits)
+        check_first([file for part in parts for file in part], tokenizer, data.max_bytes)
+    if not data.weights:
+        parts = [tuple(file for part in parts for file in part)]
+    return TextStream(
+        parts=tuple(parts),
+        weights=data.weights or (1.0,),
+        make_tokenizer=lambda: tokenizer,
+        check=partial(check_ids, vocab_size=decoder.vocab_size, name="data.path"),
+        tokenizer_digest=tokenizer.tokenizer.digest + tokenizer.tokenizer.template_digest,
+        fields=fields,
+        longest=data.max_length,
+        max_bytes=data.max_bytes,
+        max_rejected=data.max_rejected,
+        shuffle=data.shuffle,
+        seed=data.seed,
+    )
 
 
 def open_sequences(config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
