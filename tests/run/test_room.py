@@ -66,6 +66,7 @@ def test_a_full_disk_is_told_before_the_ranks_start(monkeypatch, capsys):
     assert main(["train", "output.folder=run"]) == 2
     assert "output.folder: the run writes" in capsys.readouterr().err
     assert not Path("run").exists()
+    assert main(["train", "output.folder=run", "--print-config"]) == 0  # it may run elsewhere
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def _config(args: argparse.Namespace, place: Ranks | None, start: Start) -> RunC
     is_first = place is None or place.rank == 0
     check_config(config, ranks)
     if is_first:
-        check_output(config, start)
+        check_output(config, start, is_run_here=not args.print_config)
     return config.with_ranks(ranks)
 
 

@@ -98,8 +98,11 @@ class OpenRun:
     """It resumes with other data too."""
 
 
-def check_output(config: RunConfig, start: Start) -> None:
-    """Refuses folders that the run cannot write, and a resume that would change the run."""
+def check_output(config: RunConfig, start: Start, *, is_run_here: bool = True) -> None:
+    """Refuses folders that the run cannot write, and a resume that would change the run.
+
+    is_run_here: on this machine, whose disks must have room for it.
+    """
     run = find_run(config.output.folder) if start.resume else None
     if run is None:
         check_run_folder(config.output.folder)
@@ -113,7 +116,8 @@ def check_output(config: RunConfig, start: Start) -> None:
     if config.output.export:
         check_new_folder(config.output.export, "output.export")
         _check_export(config)
-    check_disks(config, decoder_config(config.model))
+    if is_run_here:
+        check_disks(config, decoder_config(config.model))
 
 
 def _check_export(config: RunConfig) -> None:
