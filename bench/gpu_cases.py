@@ -59,6 +59,12 @@ def deepseek_v3() -> DecoderConfig:
     return preset("deepseek-v3", layers=3, mtp=())
 
 
+def deepseek_v4() -> DecoderConfig:
+    """The first 4 layers, of all kinds, with 16 experts each, of which a token uses 6."""
+    decoder = preset("deepseek-v4-flash", layers=4, mtp=())
+    return replace(decoder, layers=tuple(_fewer_experts(decoder, 16)))
+
+
 def moe_half_billion() -> DecoderConfig:
     """A mixture of experts of about 0.5 billion parameters, with Qwen3's layers."""
     decoder = preset("qwen3-30b-a3b", layers=8, width=1024, vocab_size=32_768)
@@ -96,8 +102,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "nemotron-h-8b": ("model.preset=nemotron-h-8b", "model.layers=8"),
     "qwen3-next": ("model.module=gpu_cases:qwen3_next",),
     "deepseek-v3": ("model.module=gpu_cases:deepseek_v3",),
+    "deepseek-v4": ("model.module=gpu_cases:deepseek_v4",),
 }
-WANTED_MFU = {
+WANTED_MFU: dict[str, float | None] = {
     "qwen3-0.6b": 0.58,
     "qwen3-8b": 0.70,
     "llama-3.2-1b": 0.60,
@@ -105,6 +112,7 @@ WANTED_MFU = {
     "nemotron-h-8b": 0.50,
     "qwen3-next": 0.35,
     "deepseek-v3": 0.50,
+    "deepseek-v4": None,
 }
 SMOKE = {
     "qwen3-0.6b": "tiny-qwen3",
@@ -114,6 +122,7 @@ SMOKE = {
     "nemotron-h-8b": "tiny-nemotron-h",
     "qwen3-next": "tiny-qwen3-next",
     "deepseek-v3": "tiny-deepseek-v3",
+    "deepseek-v4": "tiny-deepseek-v4",
 }
 
 

@@ -15,6 +15,7 @@ about 8 micro-batches.
 
 import argparse
 import cProfile
+import json
 import pstats
 import statistics
 import time
@@ -294,8 +295,11 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--out", default="graphs.jsonl")
+    parser.add_argument("--also", nargs="*", default=[], help="results of parts run before")
     options = parser.parse_args()
     report = Report(Path(options.out))
+    for path in options.also:
+        report.rows += map(json.loads, Path(path).read_text().splitlines())
     for part in options.parts:
         {"speed": speed, "same": same, "bits": bits, "host": host}[part](options, report)
     if options.write:
