@@ -7,7 +7,9 @@ builds them, on one rank. The sequences are lognormal with median 812 and sigma 
 
 import gc
 import itertools
+import math
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.feed_forward import MoEConfig
@@ -24,6 +27,7 @@ from longshore.config.load import load_config
 from longshore.data.mock import mock_lengths
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Sequence
+from longshore.run import parts as parts_of_run
 from longshore.run.job import TrainingJob, make_job
 from longshore.run.parts import Parts, build_parts
 from longshore.run.process import joined_ranks
@@ -155,7 +159,7 @@ def running(words: list[str]) -> Iterator[tuple[TrainingJob, Parts]]:
     config = load_config(None, words)
     free_memory()
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with quick_weights(), tempfile.TemporaryDirectory() as folder:
             ranks = Ranks(0, 1, 0, 1, f"file://{folder}/store")
             with joined_ranks(config, ranks, attempt=0) as (topology, stop):
                 job = make_job(config, topology, stop=stop, local_size=1)
@@ -165,6 +169,32 @@ def running(words: list[str]) -> Iterator[tuple[TrainingJob, Parts]]:
     finally:
         if dist.is_initialized():  # after a failure, which must not reach the next case
             dist.destroy_process_group()
+
+
+LARGE = 1 << 20
+"""Numbers of a tensor that the device draws."""
+
+
+@contextmanager
+def quick_weights() -> Iterator[None]:
+    """On a GPU, large tensors are drawn there: billions of numbers take the host half a minute."""
+    exact = parts_of_run.initial_block
+
+    def block(
+        config: DecoderConfig, name: str, shape: torch.Size, index: tuple[slice, ...], *, seed: int
+    ) -> Tensor:
+        sizes = [part.stop - part.start for part in index] + list(shape[len(index) :])
+        if math.prod(sizes) < LARGE or name.endswith(".table"):
+            return exact(config, name, shape, index, seed=seed)
+        generator = torch.Generator("cuda").manual_seed(seed + zlib.crc32(name.encode()))
+        return torch.randn(sizes, generator=generator, device="cuda") * config.init_std
+
+    if torch.cuda.is_available():
+        parts_of_run.initial_block = block
+    try:
+        yield
+    finally:
+        parts_of_run.initial_block = exact
 
 
 def free_memory() -> None:

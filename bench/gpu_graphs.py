@@ -204,7 +204,7 @@ def same(options: argparse.Namespace, report: Report) -> None:
                 )
                 off = max(abs(a / b - 1) for a, b in zip(graphed, eager, strict=True))
                 first = [abs(a / b - 1) for a, b in islice(zip(graphed, eager, strict=True), 4)]
-                ways = {way: sum(each[way] for each in served) for way in served[0]}
+                ways = {way: sum(each[way] for each in served) for way in served[0] or ()}
                 report.add(
                     "same", model=name, form=form, worst=off, first=first, last=graphed[-1],
                     failed=failed, steps=len(graphed), ways=ways,
