@@ -252,6 +252,10 @@ def _check_model(model: ModelConfig) -> None:
                 f"model.from_hf: there is no folder {model.from_hf}; download a model of the "
                 "Hugging Face Hub first: hf download NAME --local-dir FOLDER"
             )
+        from longshore.hf.quantized import refuse_quantized_files
+
+        with in_keys("model.from_hf"):
+            refuse_quantized_files(path)
 
 
 def _check_train(config: RunConfig) -> None:

@@ -35,7 +35,9 @@ from longshore.config.values import (
     module,
     number,
     number_or,
+    numbers,
     one_of,
+    paths,
     shares,
     table,
     text,
@@ -55,7 +57,18 @@ LARGEST_SEED = 2**63 - 1
 class DataConfig:
     """Where sequences come from, and how many a step takes."""
 
-    path: str = key("", text(), "JSONL, JSON or Parquet, or a folder made by `longshore prepare`")
+    path: str | tuple[str, ...] = key(
+        "",
+        paths(),
+        "JSONL, JSON, Parquet or Arrow, or a folder of them, of `datasets` or of `longshore "
+        "prepare`; also a glob, or a list of these",
+    )
+    weights: tuple[float, ...] = key(
+        (), numbers(), "how often each name in path is drawn; none: each sequence once an epoch"
+    )
+    stream: bool = key(
+        False, flag(), "tokenize while training, without an index; needs train.steps, max_length"
+    )
     mock: Mapping[str, Any] = field(
         default_factory=dict,
         metadata={
@@ -91,7 +104,9 @@ class DataConfig:
     shuffle: bool = key(True, flag(), "a new order for every epoch")
     seed: int = key(0, whole(0, LARGEST_SEED), "seed of the shuffle, and of synthetic sequences")
     prefetch: int = key(2, whole(1, 1024), "steps prepared ahead")
-    eval_path: str = key("", text(), "held-out data to evaluate on, in the same formats as path")
+    eval_path: str | tuple[str, ...] = key(
+        "", paths(), "held-out data to evaluate on, in the same formats as path"
+    )
     eval_mock: Mapping[str, Any] = field(
         default_factory=dict,
         metadata={

@@ -62,7 +62,8 @@ def save_weights(
 
     is_replaced: an existing folder is replaced once the new one is complete.
     """
-    checked = check_stream(tensors, tensor_shapes(config), dtype=None)
+    shapes = tensor_shapes(config)
+    checked = check_stream(tensors, shapes, dtype=None)
     about = {
         "format": FORMAT,
         "version": VERSION,
@@ -70,7 +71,7 @@ def save_weights(
         "base": None if base is None else str(Path(base).resolve()),
     }
     with new_folder(folder, is_replaced=is_replaced) as partial:
-        written = write_files(partial, checked, stem=STEM, shard_bytes=shard_bytes)
+        written = write_files(partial, checked, stem=STEM, shard_bytes=shard_bytes, names=shapes)
         files = {name: asdict(file) for name, file in written.files.items()}
         (partial / f"{STEM}.json").write_bytes(sealed_json({**about, "files": files}, indent=1))
 

@@ -22,11 +22,13 @@ from torch import Tensor
 
 from longshore.config.check import check_longest, planner_options
 from longshore.config.check_graph import LAYERS, graph_layers
+from longshore.config.located import in_keys
 from longshore.config.schema import RunConfig
 from longshore.data.data_rank import Packing, Planner
 from longshore.data.loader import Loader
 from longshore.data.source import IndexedSource
-from longshore.data.steps import IndexedSteps
+from longshore.data.steps import IndexedSteps, Steps, StreamedSteps
+from longshore.data.stream import TextStream
 from longshore.distributed.agreement import agreed
 from longshore.distributed.cp_groups import CPGroups
 from longshore.hf.checkpoint import open_weights
@@ -228,8 +230,12 @@ def make_refiner(job: TrainingJob) -> Refiner:
 
 
 def make_loader(job: TrainingJob, refiner: Refiner | None = None) -> Loader:
-    data = job.config.data
-    steps = _make_steps(job, job.config, source=job.source, shuffle=data.shuffle, refiner=refiner)
+    data, source = job.config.data, job.source
+    steps: Steps
+    if isinstance(source, TextStream):
+        steps = _make_streamed_steps(job, source, refiner)
+    else:
+        steps = _make_steps(job, job.config, source=source, shuffle=data.shuffle, refiner=refiner)
     return Loader(steps, prefetch=data.prefetch, pin=job.topology.device.type == "cuda")
 
 
@@ -260,18 +266,7 @@ def _make_steps(
 ) -> IndexedSteps:
     """config: the job's, or that of its held-out data."""
     with agreed(job.topology.groups):
-        planner, batch = make_planner(job, refiner), batch_size(config)
-        packing = Packing(
-            depths=len(job.decoder.mtp),
-            layout=job.layout,
-            max_sequences=job.resolved.graph.max_sequences if job.resolved.graph else 0,
-            tables=table_makers(
-                job.decoder,
-                scan=job.config.parallel.scan,
-                device=job.topology.device,
-                kernels=job.config.train.kernels,
-            ),
-        )
+        planner, batch, packing = make_planner(job, refiner), batch_size(config), _packing(job)
     return IndexedSteps(
         source,
         planner=planner,
@@ -281,4 +276,39 @@ def _make_steps(
         topology=job.topology,
         packing=packing,
         before_plan=refiner.before_plan if refiner is not None else None,
+    )
+
+
+def _packing(job: TrainingJob) -> Packing:
+    return Packing(
+        depths=len(job.decoder.mtp),
+        layout=job.layout,
+        max_sequences=job.resolved.graph.max_sequences if job.resolved.graph else 0,
+        tables=table_makers(
+            job.decoder,
+            scan=job.config.parallel.scan,
+            device=job.topology.device,
+            kernels=job.config.train.kernels,
+        ),
+    )
+
+
+def _make_streamed_steps(
+    job: TrainingJob, stream: TextStream, refiner: Refiner | None
+) -> StreamedSteps:
+    """The first rank of each lane reads and tokenizes its share of the files."""
+    topology = job.topology
+    with agreed(topology.groups), in_keys("data.path"):
+        planner, batch, packing = make_planner(job, refiner), batch_size(job.config), _packing(job)
+        is_first = topology.tp_rank == 0 and topology.pp_rank == 0
+        samples = stream.lane(topology.lane, topology.lanes) if is_first else None
+    return StreamedSteps(
+        samples,
+        planner=planner,
+        batch=batch,
+        topology=topology,
+        fields=stream.fields,
+        packing=packing,
+        before_plan=refiner.before_plan if refiner is not None else None,
+        stream=stream,
     )
