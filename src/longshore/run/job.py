@@ -26,6 +26,7 @@ from longshore.run.data import (
     open_sequences,
     prepare_text,
     small_data,
+    step_groups,
     text_is_ready,
 )
 from longshore.train.device import memory_bytes, pick_dtype
@@ -97,7 +98,7 @@ def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: i
         *resolved.notes,
     ):
         tell(line)
-    steps = count_steps(config, source.lengths)
+    steps = count_steps(config, source.lengths, step_groups(config, source))
     return TrainingJob(resolved, source, steps, topology, stop, tell)
 
 

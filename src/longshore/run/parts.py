@@ -42,7 +42,7 @@ from longshore.parallel.pipeline.trace import Operation, TracedModel, trace
 from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Plan, Sequence
-from longshore.run.data import batch_size, held_out, open_sequences
+from longshore.run.data import batch_size, held_out, open_sequences, step_groups
 from longshore.run.graph_cap import graph_bytes
 from longshore.run.job import TrainingJob
 from longshore.train.checkpoint import Checkpoints
@@ -50,7 +50,7 @@ from longshore.train.cuda_graph import GraphedLayers
 from longshore.train.evaluation import Evaluator, HeldOut, OnEvaluation
 from longshore.train.graph_piece import GraphMemory
 from longshore.train.graph_recorder import CudaRecorder
-from longshore.train.loss import make_loss
+from longshore.train.loss import Loss, check_fields, make_loss
 from longshore.train.optimizer import make_optimizer
 from longshore.train.refine import Refiner
 from longshore.train.step import Stepper
@@ -84,6 +84,7 @@ def build_parts(job: TrainingJob, folder: Path) -> Parts:
     """All ranks call it together. folder: of the run, for its checkpoints."""
     job.status.at("building the model")
     use_kernels(job.config.train.kernels)
+    run_loss(job)  # what is wrong with it is said before the model is built
     groups = make_cp_groups(job)
     refiner = make_refiner(job) if job.config.plan.refine else None
     loader = make_loader(job, refiner)
@@ -117,7 +118,7 @@ def make_stepper(job: TrainingJob, groups: CPGroups) -> Stepper:
         ),
         topology=job.topology,
         mode=job.resolved.shard,
-        loss=make_loss(train.loss, train.loss_count),
+        loss=run_loss(job),
         clip=train.clip,
         mtp_weight=train.mtp_weight,
         status=job.status,
@@ -125,6 +126,14 @@ def make_stepper(job: TrainingJob, groups: CPGroups) -> Stepper:
         trace=_trace_of(job) if job.config.parallel.trace else None,
         graphs=graphs,
     )
+
+
+def run_loss(job: TrainingJob) -> Loss:
+    """The run's loss, whose fields the data have."""
+    train = job.config.train
+    loss = make_loss(train.loss, train.loss_count, train.loss_options)
+    check_fields(loss, job.source.fields)
+    return loss
 
 
 def _graphed_layers(job: TrainingJob, model: Stages) -> GraphedLayers:
@@ -261,6 +270,7 @@ def _make_steps(
     """config: the job's, or that of its held-out data."""
     with agreed(job.topology.groups):
         planner, batch = make_planner(job, refiner), batch_size(config)
+        groups = step_groups(config, source)
         packing = Packing(
             depths=len(job.decoder.mtp),
             layout=job.layout,
@@ -281,4 +291,5 @@ def _make_steps(
         topology=job.topology,
         packing=packing,
         before_plan=refiner.before_plan if refiner is not None else None,
+        groups=groups,
     )

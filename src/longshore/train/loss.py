@@ -23,7 +23,7 @@ w 2 0 1 and the mask 1 0 1, `nll / w` gives 1 0 5 and the gradient 1/2 0 1.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,8 +32,10 @@ import torch
 from torch import Tensor
 
 from longshore.batch import IGNORE, MicroBatch, Targets
+from longshore.data.fields import Field
 from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Groups
+from longshore.errors import SettingError
 from longshore.model.interface import Reader
 from longshore.ops.cross_entropy import VocabularyPart
 from longshore.train.loss_inputs import HeadReader, LossCall, StepInputs, refuse_vocabulary_part
@@ -254,6 +256,31 @@ def make_loss(
     else:
         divisor = _UserCount(load_function(count, "loss_count"), count)
     return Loss(call, divisor, function, fields)
+
+
+def check_fields(loss: Loss, declared: Sequence[Field]) -> None:
+    """Refuses data without the fields that a ready loss reads, or with shifted ones."""
+    by_name = {spec.name: spec for spec in declared}
+    for name in loss.fields:
+        spec = by_name.get(name)
+        if spec is None:
+            known = ", ".join(map(str, declared)) or "none"
+            raise SettingError(
+                "{loss} is {given}, which reads the field {name}, and the data do not have it; "
+                "their {fields}: {known}",
+                given=loss.name,
+                name=name,
+                known=known,
+            )
+        if spec.per == "token":
+            raise SettingError(
+                "{loss} is {given}, whose field {name} has a value for each token as a target, "
+                "shifted as labels are; declare it as {right}, not {spec}",
+                given=loss.name,
+                name=name,
+                right=str(spec).replace("per_token", "per_target"),
+                spec=spec,
+            )
 
 
 def _tokens(batches: list[MicroBatch], groups: Groups) -> float:
