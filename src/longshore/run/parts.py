@@ -109,7 +109,7 @@ def make_cp_groups(job: TrainingJob) -> CPGroups:
 
 def make_stepper(job: TrainingJob, groups: CPGroups) -> Stepper:
     """The model with its first weights, its optimizer and its loss."""
-    train, model = job.config.train, _make_model(job, groups)
+    train, model = job.config.train, make_model(job, groups)
     graphs = _graphed_layers(job, model) if job.resolved.graph else None
     return Stepper(
         model=model,
@@ -172,7 +172,7 @@ def _trace_of(job: TrainingJob) -> Callable[[Plan], Seq[Operation]]:
     return lambda plan: trace(plan, job.layout, topology.rank, model=model, axes=topology)
 
 
-def _make_model(job: TrainingJob, groups: CPGroups) -> Stages:
+def make_model(job: TrainingJob, groups: CPGroups) -> Stages:
     """The rank's stages with their first weights; it makes or reads only the blocks it holds."""
     with torch.device("meta"):
         model = Stages(job.decoder, job.layout, pp_rank=job.topology.pp_rank)
@@ -238,7 +238,7 @@ def make_refiner(job: TrainingJob) -> Refiner:
 
 def make_loader(job: TrainingJob, refiner: Refiner | None = None) -> Loader:
     data = job.config.data
-    steps = _make_steps(job, job.config, source=job.source, shuffle=data.shuffle, refiner=refiner)
+    steps = make_steps(job, job.config, source=job.source, shuffle=data.shuffle, refiner=refiner)
     return Loader(steps, prefetch=data.prefetch, pin=job.topology.device.type == "cuda")
 
 
@@ -251,7 +251,7 @@ def make_evaluator(job: TrainingJob, stepper: Stepper, *, tell: OnEvaluation) ->
         source = open_sequences(config, job.decoder)
         check_longest(config, job.topology.lanes, int(source.lengths.max()))
     return Evaluator(
-        HeldOut("held-out", _make_steps(job, config, source=source, shuffle=False)),
+        HeldOut("held-out", make_steps(job, config, source=source, shuffle=False)),
         stepper.executor,
         every=job.config.train.eval_every,
         tell=tell,
@@ -259,18 +259,19 @@ def make_evaluator(job: TrainingJob, stepper: Stepper, *, tell: OnEvaluation) ->
     )
 
 
-def _make_steps(
+def make_steps(
     job: TrainingJob,
     config: RunConfig,
     *,
     source: IndexedSource,
     shuffle: bool,
     refiner: Refiner | None = None,
+    is_grouped: bool = True,
 ) -> IndexedSteps:
-    """config: the job's, or that of its held-out data."""
+    """config: the job's, or that of its held-out data. is_grouped: whether groups share a step."""
     with agreed(job.topology.groups):
         planner, batch = make_planner(job, refiner), batch_size(config)
-        groups = step_groups(config, source)
+        groups = step_groups(config, source) if is_grouped else None
         packing = Packing(
             depths=len(job.decoder.mtp),
             layout=job.layout,
