@@ -267,6 +267,13 @@ def _check_train(config: RunConfig) -> None:
             f"train.warmup is {train.warmup}, more than train.steps ({train.steps}); lower "
             "train.warmup"
         )
+    if train.loss == "distill" and config.parallel.tp > 1:
+        raise ValueError(
+            "train.loss=distill reads the head's logits, of which each rank of parallel.tp "
+            f"{config.parallel.tp} has a part; set parallel.tp to 1"
+        )
+    if train.loss_options and not train.loss:
+        raise ValueError("train.loss_options need a train.loss; name one, or leave them out")
     for name in ("loss", "loss_count"):
         if ":" in (function := getattr(train, name)):
             with settings_in_keys():

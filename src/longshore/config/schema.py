@@ -17,6 +17,7 @@ from longshore.choices import (
     DisplayChoice,
     DTypeChoice,
     Kernels,
+    LossName,
     LossOn,
     Recompute,
     ScanKind,
@@ -24,6 +25,7 @@ from longshore.choices import (
     ShardChoice,
     Sync,
     TooLong,
+    names_of,
 )
 from longshore.config.toml import write_toml
 from longshore.config.values import (
@@ -101,6 +103,12 @@ class DataConfig:
     cache: str = key("runs/prepared", text(), "folder where tokenized text is kept for later runs")
     batch: int = key(0, whole(0), "sequences in a step, over all ranks")
     batch_tokens: int = key(0, whole(0), "instead of batch: tokens in a step, over all ranks")
+    group: str = key(
+        "",
+        text(),
+        "an integer field per sequence; sequences of one value are in one step (default: pair, "
+        "if the data have it)",
+    )
     shuffle: bool = key(True, flag(), "a new order for every epoch")
     seed: int = key(0, whole(0, LARGEST_SEED), "seed of the shuffle, and of synthetic sequences")
     prefetch: int = key(2, whole(1, 1024), "steps prepared ahead")
@@ -262,9 +270,17 @@ class TrainConfig:
         flag_or("auto"),
         "apply torch.compile to the blocks; auto: on GPUs where the kernels are ruled out",
     )
-    loss: str = key("", function(""), "your own loss, as module:function")
+    loss: str = key(
+        "", function("", *names_of(LossName)), "instead of cross entropy: a loss by name, or yours"
+    )
+    loss_options: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata={"kind": table(), "about": "options of the loss, such as {beta = 0.1}"},
+    )
     loss_count: str = key(
-        "tokens", function("tokens", "sequences"), "what a step's loss is divided by"
+        "auto",
+        function("auto", "tokens", "sequences"),
+        "what a step's loss is divided by; auto: tokens, or sequences if the loss is one of theirs",
     )
     eval_every: int = key(0, whole(0), "evaluate on held-out data every so many steps; 0: never")
     mtp_weight: float = key(0.1, number(0), "weight of the multi-token-prediction losses together")

@@ -29,6 +29,7 @@ from longshore.run.data import (
     open_stream,
     prepare_text,
     small_data,
+    step_groups,
     text_is_ready,
 )
 from longshore.train.device import memory_bytes, pick_dtype
@@ -53,6 +54,13 @@ class TrainingJob:
     """Whether a signal has come, and this rank's status."""
     tell: Callable[[str], None]
     """Shows a line before there are steps; silent on all ranks but the first."""
+
+    @property
+    def indexed_source(self) -> IndexedSource:
+        """The sequences, where all lengths are known: not those of a stream."""
+        if isinstance(self.source, TextStream):
+            raise ValueError("data.stream=true reads on and on; leave data.stream out")
+        return self.source
 
     @property
     def config(self) -> RunConfig:
@@ -99,7 +107,7 @@ def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: i
         tell(line)
     steps = config.train.steps
     if not isinstance(source, TextStream):
-        steps = count_steps(config, source.lengths)
+        steps = count_steps(config, source.lengths, step_groups(config, source))
     return TrainingJob(resolved, source, steps, topology, stop, tell)
 
 

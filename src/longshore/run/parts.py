@@ -44,7 +44,7 @@ from longshore.parallel.pipeline.trace import Operation, TracedModel, trace
 from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Plan, Sequence
-from longshore.run.data import batch_size, held_out, open_sequences
+from longshore.run.data import batch_size, held_out, open_sequences, step_groups
 from longshore.run.graph_cap import graph_bytes
 from longshore.run.job import TrainingJob
 from longshore.train.checkpoint import Checkpoints
@@ -52,7 +52,7 @@ from longshore.train.cuda_graph import GraphedLayers
 from longshore.train.evaluation import Evaluator, HeldOut, OnEvaluation
 from longshore.train.graph_piece import GraphMemory
 from longshore.train.graph_recorder import CudaRecorder
-from longshore.train.loss import make_loss
+from longshore.train.loss import Loss, check_fields, make_loss
 from longshore.train.optimizer import make_optimizer
 from longshore.train.refine import Refiner
 from longshore.train.step import Stepper
@@ -86,6 +86,7 @@ def build_parts(job: TrainingJob, folder: Path) -> Parts:
     """All ranks call it together. folder: of the run, for its checkpoints."""
     job.status.at("building the model")
     use_kernels(job.config.train.kernels)
+    run_loss(job)  # what is wrong with it is said before the model is built
     groups = make_cp_groups(job)
     refiner = make_refiner(job) if job.config.plan.refine else None
     loader = make_loader(job, refiner)
@@ -110,7 +111,7 @@ def make_cp_groups(job: TrainingJob) -> CPGroups:
 
 def make_stepper(job: TrainingJob, groups: CPGroups) -> Stepper:
     """The model with its first weights, its optimizer and its loss."""
-    train, model = job.config.train, _make_model(job, groups)
+    train, model = job.config.train, make_model(job, groups)
     graphs = _graphed_layers(job, model) if job.resolved.graph else None
     return Stepper(
         model=model,
@@ -119,7 +120,7 @@ def make_stepper(job: TrainingJob, groups: CPGroups) -> Stepper:
         ),
         topology=job.topology,
         mode=job.resolved.shard,
-        loss=make_loss(train.loss, train.loss_count),
+        loss=run_loss(job),
         clip=train.clip,
         mtp_weight=train.mtp_weight,
         status=job.status,
@@ -127,6 +128,14 @@ def make_stepper(job: TrainingJob, groups: CPGroups) -> Stepper:
         trace=_trace_of(job) if job.config.parallel.trace else None,
         graphs=graphs,
     )
+
+
+def run_loss(job: TrainingJob) -> Loss:
+    """The run's loss, whose fields the data have."""
+    train = job.config.train
+    loss = make_loss(train.loss, train.loss_count, train.loss_options)
+    check_fields(loss, job.source.fields)
+    return loss
 
 
 def _graphed_layers(job: TrainingJob, model: Stages) -> GraphedLayers:
@@ -165,7 +174,7 @@ def _trace_of(job: TrainingJob) -> Callable[[Plan], Seq[Operation]]:
     return lambda plan: trace(plan, job.layout, topology.rank, model=model, axes=topology)
 
 
-def _make_model(job: TrainingJob, groups: CPGroups) -> Stages:
+def make_model(job: TrainingJob, groups: CPGroups) -> Stages:
     """The rank's stages with their first weights; it makes or reads only the blocks it holds."""
     with torch.device("meta"):
         model = Stages(job.decoder, job.layout, pp_rank=job.topology.pp_rank)
@@ -235,7 +244,7 @@ def make_loader(job: TrainingJob, refiner: Refiner | None = None) -> Loader:
     if isinstance(source, TextStream):
         steps = _make_streamed_steps(job, source, refiner)
     else:
-        steps = _make_steps(job, job.config, source=source, shuffle=data.shuffle, refiner=refiner)
+        steps = make_steps(job, job.config, source=source, shuffle=data.shuffle, refiner=refiner)
     return Loader(steps, prefetch=data.prefetch, pin=job.topology.device.type == "cuda")
 
 
@@ -248,7 +257,7 @@ def make_evaluator(job: TrainingJob, stepper: Stepper, *, tell: OnEvaluation) ->
         source = open_sequences(config, job.decoder)
         check_longest(config, job.topology.lanes, int(source.lengths.max()))
     return Evaluator(
-        HeldOut("held-out", _make_steps(job, config, source=source, shuffle=False)),
+        HeldOut("held-out", make_steps(job, config, source=source, shuffle=False)),
         stepper.executor,
         every=job.config.train.eval_every,
         tell=tell,
@@ -256,17 +265,19 @@ def make_evaluator(job: TrainingJob, stepper: Stepper, *, tell: OnEvaluation) ->
     )
 
 
-def _make_steps(
+def make_steps(
     job: TrainingJob,
     config: RunConfig,
     *,
     source: IndexedSource,
     shuffle: bool,
     refiner: Refiner | None = None,
+    is_grouped: bool = True,
 ) -> IndexedSteps:
-    """config: the job's, or that of its held-out data."""
+    """config: the job's, or that of its held-out data. is_grouped: whether groups share a step."""
     with agreed(job.topology.groups):
         planner, batch, packing = make_planner(job, refiner), batch_size(config), _packing(job)
+        groups = step_groups(config, source) if is_grouped else None
     return IndexedSteps(
         source,
         planner=planner,
@@ -276,6 +287,7 @@ def _make_steps(
         topology=job.topology,
         packing=packing,
         before_plan=refiner.before_plan if refiner is not None else None,
+        groups=groups,
     )
 
 
