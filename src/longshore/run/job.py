@@ -80,7 +80,7 @@ def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: i
     tell("reading the data…")
     stop.status.at("reading the data")
     decoder = decoder_config(config.model)
-    source = _open_source(config, decoder, topology)
+    source = open_source(config, decoder, topology)
     resolved = resolve(
         config,
         decoder,
@@ -101,7 +101,7 @@ def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: i
     return TrainingJob(resolved, source, steps, topology, stop, tell)
 
 
-def _open_source(config: RunConfig, decoder: DecoderConfig, topology: Topology) -> IndexedSource:
+def open_source(config: RunConfig, decoder: DecoderConfig, topology: Topology) -> IndexedSource:
     """The run's sequences; text that is not yet tokenized is tokenized by rank 0."""
     with agreed(topology.groups):
         if topology.rank == 0 and not text_is_ready(config):
