@@ -155,6 +155,11 @@ def test_configuration_has_every_key_as_it_is():
             assert page.count(f"\n| `{name}.{field.name}` | {field.metadata['about'][:20]}") == 1
 
 
+def test_the_api_is_as_the_code_has_it():
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    assert page == script("api_reference").page(), "stale: run python docs/generate.py"
+
+
 def test_the_drawing_of_a_step_is_what_the_planner_makes():
     drawn = (DOCS / "drawings" / "step.svg").read_text(encoding="utf-8")
     assert drawn == script("draw_plan").drawing(), "stale: run python docs/generate.py"

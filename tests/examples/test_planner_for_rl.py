@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from longshore import pack_lane
 
-LENGTHS = st.lists(st.integers(2, 150), min_size=1, max_size=12)
+LENGTHS = st.lists(st.integers(2, 150), min_size=1, max_size=6)
 
 
 def rollouts(lengths):
