@@ -64,10 +64,13 @@ def _cached(part: DataPart, config: RunConfig) -> Path:
     return cache_folder(part.texts, _rules(config), config.data.cache)
 
 
-def held_out(config: RunConfig) -> RunConfig | None:
-    """The same run with its held-out data as its data; None if there is none to evaluate."""
+def held_out(config: RunConfig, *, on_demand: bool = False) -> RunConfig | None:
+    """The same run with its held-out data as its data; None if there is none to evaluate.
+
+    on_demand: also without train.eval_every.
+    """
     data = config.data
-    if not config.train.eval_every:
+    if not config.train.eval_every and not (on_demand and (data.eval_path or data.eval_mock)):
         return None
     other = replace(
         data,

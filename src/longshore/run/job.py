@@ -91,7 +91,7 @@ def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: i
     tell("reading the data…")
     stop.status.at("reading the data")
     decoder = decoder_config(config.model)
-    source = _open_source(config, decoder, topology)
+    source = open_source(config, decoder, topology)
     resolved = resolve(
         config,
         decoder,
@@ -115,7 +115,7 @@ def _longest(source: IndexedSource | TextStream) -> int:
     return source.longest if isinstance(source, TextStream) else int(source.lengths.max())
 
 
-def _open_source(
+def open_source(
     config: RunConfig, decoder: DecoderConfig, topology: Topology
 ) -> IndexedSource | TextStream:
     """The run's sequences; text that is not yet tokenized is tokenized by rank 0."""

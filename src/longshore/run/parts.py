@@ -44,9 +44,9 @@ from longshore.parallel.pipeline.trace import Operation, TracedModel, trace
 from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Plan, Sequence
-from longshore.run.data import batch_size, held_out, open_sequences, step_groups
+from longshore.run.data import batch_size, held_out, step_groups
 from longshore.run.graph_cap import graph_bytes
-from longshore.run.job import TrainingJob
+from longshore.run.job import TrainingJob, open_source
 from longshore.train.checkpoint import Checkpoints
 from longshore.train.cuda_graph import GraphedLayers
 from longshore.train.evaluation import Evaluator, HeldOut, OnEvaluation
@@ -248,13 +248,16 @@ def make_loader(job: TrainingJob, refiner: Refiner | None = None) -> Loader:
     return Loader(steps, prefetch=data.prefetch, pin=job.topology.device.type == "cuda")
 
 
-def make_evaluator(job: TrainingJob, stepper: Stepper, *, tell: OnEvaluation) -> Evaluator | None:
-    """What evaluates the run's held-out data, if it has any."""
-    config = held_out(job.config)
+def make_evaluator(
+    job: TrainingJob, stepper: Stepper, *, tell: OnEvaluation, on_demand: bool = False
+) -> Evaluator | None:
+    """What evaluates the run's held-out data, if it has any. on_demand: see run/data.py."""
+    config = held_out(job.config, on_demand=on_demand)
     if config is None:
         return None
+    source = open_source(config, job.decoder, job.topology)
+    assert not isinstance(source, TextStream), "held-out data are never streamed"
     with agreed(job.topology.groups):
-        source = open_sequences(config, job.decoder)
         check_longest(config, job.topology.lanes, int(source.lengths.max()))
     return Evaluator(
         HeldOut("held-out", make_steps(job, config, source=source, shuffle=False)),

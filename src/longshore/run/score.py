@@ -54,7 +54,7 @@ class ScoreTask:
 
 def score(config: RunConfig, ranks: Ranks, task: ScoreTask) -> None:
     """Scores the data of the configuration, on all its ranks."""
-    with joined_ranks(config, ranks, attempt=0) as (topology, stop):
+    with joined_ranks(config, ranks, attempt=0, signals=True) as (topology, stop):
         job = make_job(config, topology, stop=stop, local_size=ranks.local_size)
         use_kernels(job.config.train.kernels)
         groups = make_cp_groups(job)

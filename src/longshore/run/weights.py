@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 
 from longshore.arch.costs import parameter_count
+from longshore.distributed.agreement import agreed
 from longshore.files import check_room
 from longshore.hf.checkpoint import write_checkpoint
 from longshore.hf.weights import save_weights
 from longshore.parallel.pipeline.gathered import gathered_tensors
 from longshore.parallel.pipeline.stages import Model
+from longshore.run.folder import check_new_folder
 from longshore.run.job import TrainingJob
 from longshore.train.checkpoint_files import writing
 
@@ -36,7 +38,8 @@ def write_weights(
         files.append("weights")
     note(f"wrote {folder}: {', '.join(files)}")
     if output.export:
-        _export(job, model, folder)
+        with writing(Path(output.export), then=f"longshore export {folder} {output.export}"):
+            _export(job, model, output.export)
         note(f"wrote {output.export}, a Hugging Face folder")
 
 
@@ -53,19 +56,30 @@ def _write_weights(job: TrainingJob, model: Model, folder: Path) -> None:
         )
 
 
-def _export(job: TrainingJob, model: Model, folder: Path) -> None:
-    """A Hugging Face folder; in bfloat16 where the arithmetic was."""
-    export = job.config.output.export
+def export_weights(job: TrainingJob, model: Model, folder: str) -> None:
+    """A Hugging Face folder of the weights as they are now. All ranks call it together."""
+    with agreed(job.topology.groups):
+        if job.topology.rank == 0:
+            check_new_folder(folder, "export")
+    if job.topology.rank:
+        for _ in gathered_tensors(model, job.topology):
+            pass
+        return
+    with writing(Path(folder)):
+        _export(job, model, folder)
+
+
+def _export(job: TrainingJob, model: Model, folder: str) -> None:
+    """Rank 0's part; in bfloat16 where the arithmetic was."""
     low = torch.bfloat16 if job.dtype == torch.bfloat16 else None
-    with writing(Path(export), then=f"longshore export {folder} {export}"):
-        check_room(Path(export), _size(model) // 2 if low else _size(model))
-        write_checkpoint(
-            export,
-            job.decoder,
-            gathered_tensors(model, job.topology),
-            base=job.config.model.from_hf or None,
-            dtype=low,
-        )
+    check_room(Path(folder), _size(model) // 2 if low else _size(model))
+    write_checkpoint(
+        folder,
+        job.decoder,
+        gathered_tensors(model, job.topology),
+        base=job.config.model.from_hf or None,
+        dtype=low,
+    )
 
 
 def _size(model: Model) -> int:
