@@ -49,6 +49,7 @@ from longshore.arch.part import Norm
 from longshore.batch import Depth, SeqContext, whole_context
 from longshore.model.hyper_connection import Collapse, HyperConnection, expanded, repeated
 from longshore.model.interface import Context, MixerLoss, Opaque, Output, Routed, with_loss
+from longshore.model.lora import add_factors
 from longshore.model.norm import RMSNorm
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.model.rope import Tables, rope_tables
@@ -236,6 +237,8 @@ class Decoder(nn.Module):
                 for index, layer in zip(stage.depths, depths, strict=True)
             }
         )
+        if config.lora is not None:
+            add_factors(self, config.lora)
 
     def forward(
         self,
