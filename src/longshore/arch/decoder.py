@@ -157,6 +157,10 @@ class DecoderConfig:
             if size > most:
                 raise ValueError(f"a decoder has at most {most:,} {what}; this one has {size:,}")
 
+    def merged(self) -> "DecoderConfig":
+        """Without low-rank factors: of the base, or of weights that have them inside."""
+        return self if self.lora is None else replace(self, lora=None)
+
     @property
     def row_width(self) -> int:
         """Values of a token between blocks."""

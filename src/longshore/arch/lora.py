@@ -8,16 +8,11 @@ only factors are trained. A name is the end of a module's name, at a dot:
     config.scale                                              2.0
     config.matches("layers.3.mixer.q_proj")                   True
     config.matches("layers.3.mlp.up_proj")                    False
-    factor_parameters(config, layer, width=64)                of one layer, as many as there may be
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from longshore.arch.checks import check_counts, check_more_than
-
-if TYPE_CHECKING:
-    from longshore.arch.decoder import LayerConfig
 
 ALL_LINEAR = "all-linear"
 """As a target: all linear layers of mixers and feed-forward parts."""
@@ -49,17 +44,3 @@ class LoRAConfig:
         return any(
             target == ALL_LINEAR or f".{module}".endswith(f".{target}") for target in self.targets
         )
-
-
-def factor_parameters(config: LoRAConfig | None, layer: "LayerConfig", width: int) -> int:
-    """Parameters of a layer's factors, if all its linear layers had some; 0 without LoRA.
-
-    Targets may leave some out: an upper bound, as memory needs it.
-    """
-    if config is None:
-        return 0
-    sides = 0
-    for part in layer.parts:
-        products: Any = getattr(part, "products", None)
-        sides += sum(each.k + each.n for each in products(width)) if products else 0
-    return config.rank * sides

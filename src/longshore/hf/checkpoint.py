@@ -201,7 +201,7 @@ def write_checkpoint(
     base = None if base is None else Path(base)
     of_theirs = foreign_base(base)
     place = choose_architecture(config, base).place
-    layout = _layout(config, of_theirs)
+    layout = storage_layout(config, of_theirs)
     expected = check_stream(tensors, tensor_shapes(config), dtype=dtype)
     theirs = (part for name, tensor in expected for part in place(name, layout).write(tensor))
     _write_folder(
@@ -268,7 +268,7 @@ def check_stream(
         raise ValueError(f"missing among the tensors to write: {_some(sorted(left))}")
 
 
-def _layout(config: DecoderConfig, base: Path | None) -> StorageLayout:
+def storage_layout(config: DecoderConfig, base: Path | None) -> StorageLayout:
     """How to lay tensors out: as in the base, where there is one."""
     if base is None:
         return StorageLayout(config, {})

@@ -44,8 +44,8 @@ from longshore.model.rope import Tables
 from longshore.model.scan import copied
 from longshore.model.sparse_tables import EntryKind, EntryTables, entry_rope, entry_tables
 from longshore.ops.indexer import choose, index_loss
-from longshore.ops.pooling import pooled
 from longshore.ops.low_rank import whole_weight
+from longshore.ops.pooling import pooled
 from longshore.ops.projections import projected
 from longshore.ops.rope import rotate
 from longshore.ops.sparse_attention import sparse_attention

@@ -8,6 +8,7 @@ sequences with data.batch 64 and train.epochs 2 are a job of 32 steps on every r
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -19,6 +20,7 @@ from longshore.data.source import IndexedSource
 from longshore.distributed.agreement import agreed
 from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
+from longshore.hf.lora import LoRABase, factor_shapes, find_base
 from longshore.plan.layout import Layout
 from longshore.run.auto import Resolved, resolve
 from longshore.run.data import (
@@ -120,10 +122,21 @@ def _least_memory(topology: Topology, local_size: int) -> int:
 def _summary(resolved: Resolved, source: IndexedSource, topology: Topology) -> str:
     """The run in one line."""
     model, ranks = resolved.config.model, topology.world_size
+    factors = ""
+    if resolved.decoder.lora is not None:
+        count = sum(prod(shape) for shape in factor_shapes(resolved.decoder).values())
+        factors = f", all frozen, and {count:,} of low-rank factors"
     return (
         f"{model.preset or model.from_hf or model.module}: "
-        f"{parameter_count(resolved.decoder):,} parameters; "
+        f"{parameter_count(resolved.decoder):,} parameters{factors}; "
         f"{len(source):,} sequences of {source.lengths.sum():,} tokens, the longest "
         f"{source.lengths.max():,}; {ranks} rank{'s' if ranks > 1 else ''} on "
         f"{topology.device.type}, {resolved.dtype}"
     )
+
+
+def lora_base(job: TrainingJob) -> LoRABase | None:
+    """What low-rank factors are trained on; None without them."""
+    if job.decoder.lora is None:
+        return None
+    return find_base(job.decoder, job.config.model.from_hf, seed=job.config.train.seed)
