@@ -6,18 +6,21 @@ names of transformers' modules:
     layers.3.mixer.q_proj.lora.b  →  base_model.model.model.layers.3.self_attn.q_proj.lora_B.weight
 
 Where a weight's rows are in another order there (DeepSeek's rotary rows), so are those of B. A
-module that transformers does not have as one linear layer is refused; depths of multi-token
-prediction are left out, because transformers has none.
+module that transformers does not have as one linear layer is refused, and so is what PEFT 0.21
+would load elsewhere or not at all; depths of multi-token prediction are left out, because
+transformers has none.
 """
 
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from longshore.arch.decoder import has_experts
 from longshore.arch.lora import LoRAConfig
 from longshore.files import new_folder
 from longshore.hf.checkpoint import storage_layout
@@ -26,6 +29,10 @@ from longshore.hf.tensor_files import write_files
 from longshore.hf.tensor_map import Interleaved, Source
 from longshore.hf.weights import SavedWeights
 
+EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate")
+"""In models with experts PEFT takes these names for the experts' own tensors, everywhere."""
+MAMBA = ("mamba2", "nemotron_h")
+"""Model types of which PEFT refuses out_proj: transformers reads its weight by itself."""
 STEM = "adapter_model"
 SHARD_BYTES = 1 << 60
 """PEFT reads one file."""
@@ -36,7 +43,7 @@ def write_adapter(folder: str | Path, saved: SavedWeights, *, base: Path | None)
     config = saved.config
     if config.lora is None:
         raise ValueError(
-            "--adapter is for runs with model.lora, and this one has none; leave it out"
+            "--adapter is for runs with model.lora, and this one had none; leave --adapter out"
         )
     modules = sorted({name[: -len(".lora.a")] for name in saved.tensors})
     absent = [module for module in modules if module.startswith("mtp.")]
@@ -56,31 +63,35 @@ def write_adapter(folder: str | Path, saved: SavedWeights, *, base: Path | None)
 def _sources(saved: SavedWeights, modules: list[str], base: Path | None) -> dict[str, Source]:
     """Where transformers has the weight of each module."""
     config, of_theirs = saved.config.merged(), foreign_base(base)
-    place = choose_architecture(config, base).place
+    architecture = choose_architecture(config, base)
     layout = storage_layout(config, of_theirs)
     sources = {}
     for module in modules:
-        source = place(f"{module}.weight", layout)
+        source = architecture.place(f"{module}.weight", layout)
+        leaf, why = source.theirs.removesuffix(".weight").rpartition(".")[2], ""
         if type(source) not in (Source, Interleaved):
+            why = "it is not one linear layer in transformers"
+        elif has_experts(config) and leaf in EXPERTS:
+            why = f"PEFT takes every {leaf} of a model with experts for one of the experts"
+        elif architecture.model_type in MAMBA and leaf == "out_proj":
+            why = "PEFT refuses it, because transformers reads its weight outside the module"
+        if why:
             raise ValueError(
-                f"{module} is not one linear layer in transformers, so PEFT cannot hold its "
-                "factors; export without --adapter, which merges them into the weights"
+                f"PEFT cannot hold the factors of {module} for {architecture.name}: {why}; export "
+                "without --adapter, which merges them, or train with other model.lora.targets"
             )
+        if architecture.model_type == "nemotron_h":  # in memory the decoder is called so
+            source = replace(source, theirs=re.sub(r"^backbone\.", "model.", source.theirs))
         sources[module] = source
     return sources
 
 
 def _tensors(saved: SavedWeights, sources: dict[str, Source]) -> Iterator[tuple[str, Tensor]]:
     for module, source in sources.items():
-        start = f"base_model.model.{_in_memory(source.theirs).removesuffix('.weight')}"
+        start = f"base_model.model.{source.theirs.removesuffix('.weight')}"
         yield f"{start}.lora_A.weight", saved.tensors[f"{module}.lora.a"].contiguous()
         ((_, b),) = source.write(saved.tensors[f"{module}.lora.b"])
         yield f"{start}.lora_B.weight", b.contiguous()
-
-
-def _in_memory(name: str) -> str:
-    """As transformers calls it once it is loaded."""
-    return re.sub(r"^backbone\.", "model.", name)
 
 
 def _adapter_config(lora: LoRAConfig, modules: list[str], base: Path | None) -> dict[str, Any]:
@@ -95,7 +106,7 @@ def _adapter_config(lora: LoRAConfig, modules: list[str], base: Path | None) -> 
         "fan_in_fan_out": False,
         "inference_mode": True,
         "modules_to_save": None,
-        "target_modules": sorted({_in_memory(module) for module in modules}),
+        "target_modules": sorted(modules),
         "use_dora": False,
         "use_rslora": False,
     }
