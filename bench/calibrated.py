@@ -26,7 +26,7 @@ from gpu_cases import qwen3_next
 from results import machine as machine_line
 from results import table, write_section
 
-from longshore.arch.costs import ITEM_BYTES
+from longshore.arch.model_memory import ITEM_BYTES
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.machine import load_machine
 from longshore.arch.part_work import block_works, end_works
