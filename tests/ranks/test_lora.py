@@ -2,21 +2,29 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 from tests.ranks.composed import composed, ranks_of
 from tests.ranks.harness import run_ranks
 from tests.ranks.hybrids import deepseek, hybrid
 from tests.ranks.piped import deep, error_of
-from tests.ranks.spine import VOCAB, alone, exact, make_samples
+from tests.ranks.spine import VOCAB, alone, batches_of, exact, make_samples
 from tests.ranks.test_deepseek_v4 import tiny as deepseek_v4
 
 from longshore.arch.lora import LoRAConfig
 from longshore.arch.presets import preset
 from longshore.model import lora
+from longshore.model.decoder import Decoder
 from longshore.model.fill import Fill
+from longshore.model.init import initial_block
+from longshore.parallel.apply import Choices, parallelize
+from longshore.parallel.shards import fill
 from longshore.plan import make_plan
 from longshore.plan.layout import parse_layout
+from longshore.train.loss import make_loss
+from longshore.train.step import Stepper
 
 ALL = LoRAConfig(rank=3, alpha=6.0)
 SOME = LoRAConfig(rank=2, alpha=5.0, targets=("q_proj", "o_proj", "layers.1.mlp.down_proj"))
@@ -92,3 +100,34 @@ def test_factors_get_the_gradients_of_each_sequence_alone(
     count = len(CASES[axes]) if is_fuzz else IN_EACH_RUN[axes]
     for faults in run_ranks(lanes * tp * pp, run_cases, *axes, count, timeout=200):
         assert faults == []
+
+
+def held_narrow(mode: str) -> list[str]:
+    """Gradients that differ if what is frozen is held in the dtype of the arithmetic, float32."""
+    lora.FACTOR_FILLS["b"] = Fill(own_std=0.3)
+    config = replace(hybrid(), lora=ALL)
+    with ranks_of(lanes=2) as (topology, groups):
+        plan = make_plan([1, 17, 40, 5], lanes=2, capacity=40)
+        batches = batches_of(plan, make_samples(plan), topology.lane, len(config.mtp))
+        gradients = []
+        for is_narrow in (False, True):
+            with torch.device("meta"):
+                model = Decoder(config).double()
+                if is_narrow:
+                    lora.hold_frozen(model, torch.float32)
+            choices = Choices(mode=mode, dtype=torch.float32)
+            parallelize(model, topology, groups, choices=choices)
+            fill(model, topology.device, partial(initial_block, config, seed=3))
+            kinds = {parameter.dtype for parameter in model.parameters()}
+            assert (torch.float32 in kinds) == is_narrow
+            Stepper(model, None, topology, mode, make_loss(), 0.0).gradients(batches, 1.0)
+            named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+            assert all(p.dtype == p.grad.dtype == torch.float64 for p in named.values())
+            gradients.append({n: p.grad.full_tensor() for n, p in named.items()})
+    wide, narrow = gradients
+    return [name for name, grad in wide.items() if not torch.equal(grad, narrow[name])]
+
+
+@pytest.mark.parametrize("mode", ["zero3", "none"])
+def test_frozen_weights_in_the_dtype_of_the_arithmetic_change_no_bit(mode: str) -> None:
+    assert run_ranks(2, held_narrow, mode, timeout=100) == [[], []]

@@ -100,7 +100,7 @@ def _adapter_config(lora: LoRAConfig, modules: list[str], base: Path | None) -> 
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None if base is None else str(base),
         "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
