@@ -201,7 +201,8 @@ def with_defaults(config: RunConfig, name: str = "train") -> RunConfig:
     """Fills in what is not given and depends on other keys. name: of the run's folder."""
     train, output = config.train, config.output
     if not train.lr:
-        train = replace(train, lr=2e-5 if config.model.from_hf else 3e-4)
+        usual = 2e-5 if config.model.from_hf else 3e-4
+        train = replace(train, lr=2e-4 if config.model.lora.get("rank") else usual)
     if not train.steps and not train.epochs:
         train = replace(train, epochs=1)
     if not output.folder:

@@ -193,6 +193,14 @@ class ModelConfig:
         "how much a step changes the experts' routing bias; auto: the model's own, 0 for a "
         "Hugging Face folder",
     )
+    lora: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "kind": table(),
+            "about": "train low-rank factors alone: rank (0: off), alpha (default: 2·rank), "
+            "targets (names of modules; default: all-linear)",
+        },
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +251,7 @@ class TrainConfig:
     steps: int = key(0, whole(0), "optimizer steps")
     epochs: int = key(0, whole(0), "instead of steps: passes over the data (default 1)")
     lr: float = key(
-        0.0, number(0, above=True), "learning rate (default: preset 3e-4, from_hf 2e-5)"
+        0.0, number(0, above=True), "learning rate (default: preset 3e-4, from_hf 2e-5, lora 2e-4)"
     )
     schedule: ScheduleName = key(
         "cosine", one_of(ScheduleName), "shape of the learning rate after the warmup"

@@ -203,7 +203,7 @@ def write_checkpoint(
     base = None if base is None else Path(base)
     of_theirs = foreign_base(base)
     place = choose_architecture(config, base).place
-    layout = _layout(config, of_theirs)
+    layout = storage_layout(config, of_theirs)
     shapes = tensor_shapes(config)
     expected = check_stream(tensors, shapes, dtype=dtype)
     _write_folder(
@@ -283,7 +283,7 @@ def check_stream(
         raise ValueError(f"missing among the tensors to write: {_some(sorted(left))}")
 
 
-def _layout(config: DecoderConfig, base: Path | None) -> StorageLayout:
+def storage_layout(config: DecoderConfig, base: Path | None) -> StorageLayout:
     """How to lay tensors out: as in the base, where there is one."""
     if base is None:
         return StorageLayout(config, {})

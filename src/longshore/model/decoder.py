@@ -57,6 +57,7 @@ from longshore.model.interface import (
     Routed,
     with_loss,
 )
+from longshore.model.lora import add_factors
 from longshore.model.norm import RMSNorm
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.model.rope import Tables, rope_tables
@@ -247,6 +248,8 @@ class Decoder(nn.Module):
                 for index, layer in zip(stage.depths, depths, strict=True)
             }
         )
+        if config.lora is not None:
+            add_factors(self, config.lora)
 
     def forward(
         self,

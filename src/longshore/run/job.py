@@ -8,6 +8,7 @@ sequences with data.batch 64 and train.epochs 2 are a job of 32 steps on every r
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -21,6 +22,7 @@ from longshore.distributed.agreement import agreed
 from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
 from longshore.files import size_text
+from longshore.hf.lora import LoRABase, factor_shapes, find_base
 from longshore.plan.layout import Layout
 from longshore.run.auto import Resolved, resolve
 from longshore.run.data import (
@@ -137,9 +139,13 @@ def _least_memory(topology: Topology, local_size: int) -> int:
 def _summary(resolved: Resolved, source: IndexedSource | TextStream, topology: Topology) -> str:
     """The run in one line."""
     model, ranks = resolved.config.model, topology.world_size
+    factors = ""
+    if resolved.decoder.lora is not None:
+        count = sum(prod(shape) for shape in factor_shapes(resolved.decoder).values())
+        factors = f", all frozen, and {count:,} of low-rank factors"
     return (
         f"{model.preset or model.from_hf or model.module}: "
-        f"{parameter_count(resolved.decoder):,} parameters; {_data_text(source)}; {ranks} "
+        f"{parameter_count(resolved.decoder):,} parameters{factors}; {_data_text(source)}; {ranks} "
         f"rank{'s' if ranks > 1 else ''} on {topology.device.type}, {resolved.dtype}"
     )
 
@@ -155,3 +161,10 @@ def _data_text(source: IndexedSource | TextStream) -> str:
         f"{len(source):,} sequences of {source.lengths.sum():,} tokens, the longest "
         f"{source.lengths.max():,}"
     )
+
+
+def lora_base(job: TrainingJob) -> LoRABase | None:
+    """What low-rank factors are trained on; None without them."""
+    if job.decoder.lora is None:
+        return None
+    return find_base(job.decoder, job.config.model.from_hf, seed=job.config.train.seed)

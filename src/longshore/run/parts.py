@@ -35,6 +35,7 @@ from longshore.hf.checkpoint import open_weights
 from longshore.model.decoder import Decoder
 from longshore.model.host_tables import table_makers
 from longshore.model.init import initial_block
+from longshore.model.lora import hold_frozen, is_factor
 from longshore.ops.backends import use_kernels
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import keep_gathered_memory
@@ -46,7 +47,7 @@ from longshore.plan.planner import make_plan
 from longshore.plan.types import Plan, Sequence
 from longshore.run.data import batch_size, held_out, step_groups
 from longshore.run.graph_cap import graph_bytes
-from longshore.run.job import TrainingJob, open_source
+from longshore.run.job import TrainingJob, lora_base, open_source
 from longshore.train.checkpoint import Checkpoints
 from longshore.train.cuda_graph import GraphedLayers
 from longshore.train.evaluation import Evaluator, HeldOut, OnEvaluation
@@ -99,8 +100,16 @@ def build_parts(job: TrainingJob, folder: Path) -> Parts:
         topology=job.topology,
         keep=job.config.output.keep,
         copies=stepper.copies,
+        base=_base(job),
     )
     return Parts(groups, loader, stepper, checkpoints, refiner)
+
+
+def _base(job: TrainingJob) -> dict[str, Any]:
+    """What a LoRA run's factors belong to; {} without LoRA."""
+    with agreed(job.topology.groups):
+        base = lora_base(job)
+    return {} if base is None else base.as_json()
 
 
 def make_cp_groups(job: TrainingJob) -> CPGroups:
@@ -179,6 +188,7 @@ def make_model(job: TrainingJob, groups: CPGroups) -> Stages:
     with torch.device("meta"):
         model = Stages(job.decoder, job.layout, pp_rank=job.topology.pp_rank)
         model.to(torch.promote_types(job.dtype, torch.float32))
+        hold_frozen(model, job.dtype)
     for part in stages_of(model).values():
         parallelize(part, job.topology, groups, choices=_choices(job))
         _fill(part, job)
@@ -200,15 +210,18 @@ def _choices(job: TrainingJob) -> Choices:
 def _fill(model: Decoder, job: TrainingJob) -> None:
     """Weights of a checkpoint, or new ones from the seed."""
     config, device = job.config, job.topology.device
+    new = partial(initial_block, job.decoder, seed=config.train.seed)
     if config.model.from_hf:
         weights = open_weights(config.model.from_hf)
 
-        def block(name: str, _: torch.Size, index: tuple[slice, ...]) -> Tensor:
+        def block(name: str, shape: torch.Size, index: tuple[slice, ...]) -> Tensor:
+            if is_factor(name):
+                return new(name, shape, index)
             return weights.block(whole_name(job.decoder, name), index)
 
         fill(model, device, block)
     else:
-        fill(model, device, partial(initial_block, job.decoder, seed=config.train.seed))
+        fill(model, device, new)
 
 
 def make_planner(job: TrainingJob, refiner: Refiner | None = None) -> Planner:

@@ -200,13 +200,14 @@ class _Pass:
         begin_round(part, mode=self.executor.mode, is_last=not self._backwards[action.stage])
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
-        if graph.rows is not None:
+        if graph.rows is not None and graph.rows.requires_grad:
             roots.append(graph.rows)
             gradients.append(gradient)
         if graph.loss.requires_grad:
             roots.append(graph.loss)
             gradients.append(None)
-        torch.autograd.backward(roots, gradients)
+        if roots:  # nothing of a first stage may be trained
+            torch.autograd.backward(roots, gradients)
         if graph.x is not None:
             assert graph.x.grad is not None
             self.mailbox.put(action, graph.x.grad)
