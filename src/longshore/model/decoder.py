@@ -48,7 +48,15 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig, ropes_of
 from longshore.arch.part import Norm
 from longshore.batch import Depth, SeqContext, whole_context
 from longshore.model.hyper_connection import Collapse, HyperConnection, expanded, repeated
-from longshore.model.interface import Context, MixerLoss, Opaque, Output, Routed, with_loss
+from longshore.model.interface import (
+    Context,
+    LanguageModel,
+    MixerLoss,
+    Opaque,
+    Output,
+    Routed,
+    with_loss,
+)
 from longshore.model.norm import RMSNorm
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.model.rope import Tables, rope_tables
@@ -195,7 +203,7 @@ class Head(nn.Module):
         return linear_cross_entropy(hidden_TC, weight_VC, labels_T, summed=summed)
 
 
-class Decoder(nn.Module):
+class Decoder(LanguageModel):
     """A stage of the decoder, or all of it.
 
     embed: nn.Embedding or None. layers: blocks by their number in the whole decoder, as text.
@@ -236,6 +244,9 @@ class Decoder(nn.Module):
                 for index, layer in zip(stage.depths, depths, strict=True)
             }
         )
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.layers.values(), *self.mtp.values()]
 
     def forward(
         self,

@@ -33,6 +33,7 @@ from longshore.hf.checkpoint import open_weights
 from longshore.model.decoder import Decoder
 from longshore.model.host_tables import table_makers
 from longshore.model.init import initial_block
+from longshore.model.interface import LanguageModel
 from longshore.ops.backends import use_kernels
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import keep_gathered_memory
@@ -130,6 +131,7 @@ def make_stepper(job: TrainingJob, groups: CPGroups) -> Stepper:
 def _graphed_layers(job: TrainingJob, model: Stages) -> GraphedLayers:
     """CUDA graphs in the place of the layers they can replay."""
     (decoder,) = stages_of(model).values()
+    assert isinstance(decoder, Decoder)
     setting, moving = job.resolved.graph, job.resolved.shard == "zero3"
     assert setting is not None
     if not moving:
@@ -186,7 +188,7 @@ def _choices(job: TrainingJob) -> Choices:
     )
 
 
-def _fill(model: Decoder, job: TrainingJob) -> None:
+def _fill(model: LanguageModel, job: TrainingJob) -> None:
     """Weights of a checkpoint, or new ones from the seed."""
     config, device = job.config, job.topology.device
     if config.model.from_hf:
