@@ -23,27 +23,18 @@ dims at width 2048, 5 tokens become q (5, 32, 64), k and v (5, 8, 64), and (5, 2
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from longshore.arch.attention import AttentionConfig
 from longshore.arch.part import Norm
 from longshore.batch import SeqContext
-from longshore.choices import AttentionKind
+from longshore.model.attention_core import attend
 from longshore.model.fill import NORM, RESIDUAL, Fill
-from longshore.model.interface import (
-    LOCAL,
-    Exchange,
-    Exchanges,
-    Rows,
-    ThreeStepMixer,
-    joined,
-)
+from longshore.model.interface import LOCAL, Exchanges, Rows, ThreeStepMixer
 from longshore.model.norm import RMSNorm
 from longshore.model.rope import Tables
-from longshore.model.visible_attention import attend_visible
-from longshore.ops.attention import attention
 from longshore.ops.gate import sigmoid_gate
 from longshore.ops.projections import projected
 from longshore.ops.rope import rotate_both
@@ -109,60 +100,3 @@ class Attention(ThreeStepMixer):
         q_THD, k_TKD, v_TKD = rows
         scale, window = self.config.head_dim**-0.5, self.config.window
         return attend(ctx, self.exchanges, q_THD, k_TKD, v_TKD, scale=scale, window=window)
-
-
-def attend(
-    ctx: SeqContext,
-    exchanges: Exchanges,
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """(T, H, D): the core of attention, for all packs. softcap, sinks: see ops/attention.py."""
-    heads, kv_heads, kind = q_THD.shape[1], k_TKD.shape[1], exchanges.attention
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    outputs: dict[int, Tensor] = {}
-    gathered: dict[int, Exchange] = {}
-    # Packs split over heads come before all others, on every lane: which way a pack takes
-    # depends on its CP size alone, so that the order of the collectives stays one for all.
-    # Backward is the mirror image, as autograd runs what was created last first.
-    for place, exchange in enumerate(exchanges.each(ctx)):
-        if over_heads(heads, kv_heads, exchange.size, kind=kind):
-            outputs[place] = _attend_pack(exchange, (q_THD, k_TKD, v_TKD), sinks, options)
-        else:
-            gathered[place] = exchange
-    if gathered:
-        fetched = (k_TKD, v_TKD)
-        visible = attend_visible(tuple(gathered.values()), q_THD, fetched, sinks=sinks, **options)
-        outputs |= zip(gathered, visible, strict=True)
-    return joined([outputs[place] for place in sorted(outputs)])
-
-
-def _attend_pack(
-    exchange: Exchange, parts: Rows, sinks: Tensor | None, options: dict[str, Any]
-) -> Tensor:
-    """One pack whose heads the lanes share out."""
-    rows, bounds = exchange.pack.rows, exchange.pack.padded
-    q, k, v = exchange.to_heads(tuple(part[rows] for part in parts))
-    if sinks is not None:
-        sinks = sinks[exchange.rank * q.shape[1] : (exchange.rank + 1) * q.shape[1]]
-    return exchange.from_heads(attention(q, k, v, bounds=bounds, sinks=sinks, **options))
-
-
-def over_heads(heads: int, kv_heads: int, cp_size: int, *, kind: AttentionKind) -> bool:
-    """Whether lanes share out the heads of a pack of this CP size; else they gather K and V."""
-    if cp_size == 1 or kind == "gather":
-        return False
-    legal = kv_heads % cp_size == 0
-    if kind == "heads" and not legal:
-        raise ValueError(
-            f"parallel.attention='heads': CP size {cp_size} does not divide the {kv_heads} KV "
-            f"heads; plan with heads={kv_heads}, or use parallel.attention='gather'"
-        )
-    fewer = 3 * cp_size * kv_heads > 2 * (heads + kv_heads)
-    return kind == "heads" or (legal and fewer)

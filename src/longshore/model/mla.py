@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from longshore.arch.attention import Form, MLAConfig
 from longshore.arch.part import Norm
 from longshore.batch import SeqContext
+from longshore.model.attention_core import ALL_HEADS, attend_visible
 from longshore.model.fill import NORM, RESIDUAL, Fill
 from longshore.model.interface import LOCAL, Exchanges, Rows, ThreeStepMixer, joined
 from longshore.model.norm import RMSNorm
 from longshore.model.rope import Tables
-from longshore.model.visible_attention import ALL_HEADS, attend_visible
 from longshore.ops.projections import projected
 from longshore.ops.rope import rotate
 from longshore.ops.sizes import expanded_values, heads_at_once

@@ -1,8 +1,9 @@
-"""Attention of a lane's queries to all rows that they see, on this lane and on others.
+"""The core of attention: a lane's queries see the rows of their sequences, wherever those are.
 
-In: the exchanges of some packs, queries (T, H, D) of all tokens of the lane, and the rows that
-others need of them. Out: for each of the packs (its rows, H, V). While one pack is attended to the
-next one travels; model/interface.py has the order.
+In: the context, the exchanges, queries (T, H, D), keys and values (T, K, D) of the lane. Out:
+(T, H, D). model/attention.py says how a pack that lanes share is served. `attend_visible` is the
+way by gather, for rows of which keys and values are made later, too (MLA). While one pack is
+attended to the next one travels; model/interface.py has the order.
 
 With 2 lanes and a sequence of 8 tokens, lane 0 has t0 t1 t6 t7: its chunk t0 t1 sees itself, its
 chunk t6 t7 all 8, of which 4 come from lane 1. The gradients of these 4 go back to it.
@@ -16,15 +17,81 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longshore.batch import SeqContext
+from longshore.choices import AttentionKind
 from longshore.model.interface import (
     Exchange,
+    Exchanges,
     HereAlready,
     PendingRows,
+    Rows,
     backward_steps,
     forward_steps,
     joined,
 )
-from longshore.ops.attention import attention_backward, attention_forward, sinks_gradient
+from longshore.ops.attention import (
+    attention,
+    attention_backward,
+    attention_forward,
+    sinks_gradient,
+)
+
+
+def attend(
+    ctx: SeqContext,
+    exchanges: Exchanges,
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """(T, H, D): the core of attention, for all packs. softcap, sinks: see ops/attention.py."""
+    heads, kv_heads, kind = q_THD.shape[1], k_TKD.shape[1], exchanges.attention
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    outputs: dict[int, Tensor] = {}
+    gathered: dict[int, Exchange] = {}
+    # Packs split over heads come before all others, on every lane: which way a pack takes
+    # depends on its CP size alone, so that the order of the collectives stays one for all.
+    # Backward is the mirror image, as autograd runs what was created last first.
+    for place, exchange in enumerate(exchanges.each(ctx)):
+        if over_heads(heads, kv_heads, exchange.size, kind=kind):
+            outputs[place] = _attend_pack(exchange, (q_THD, k_TKD, v_TKD), sinks, options)
+        else:
+            gathered[place] = exchange
+    if gathered:
+        fetched = (k_TKD, v_TKD)
+        visible = attend_visible(tuple(gathered.values()), q_THD, fetched, sinks=sinks, **options)
+        outputs |= zip(gathered, visible, strict=True)
+    return joined([outputs[place] for place in sorted(outputs)])
+
+
+def _attend_pack(
+    exchange: Exchange, parts: Rows, sinks: Tensor | None, options: dict[str, Any]
+) -> Tensor:
+    """One pack whose heads the lanes share out."""
+    rows, bounds = exchange.pack.rows, exchange.pack.padded
+    q, k, v = exchange.to_heads(tuple(part[rows] for part in parts))
+    if sinks is not None:
+        sinks = sinks[exchange.rank * q.shape[1] : (exchange.rank + 1) * q.shape[1]]
+    return exchange.from_heads(attention(q, k, v, bounds=bounds, sinks=sinks, **options))
+
+
+def over_heads(heads: int, kv_heads: int, cp_size: int, *, kind: AttentionKind) -> bool:
+    """Whether lanes share out the heads of a pack of this CP size; else they gather K and V."""
+    if cp_size == 1 or kind == "gather":
+        return False
+    legal = kv_heads % cp_size == 0
+    if kind == "heads" and not legal:
+        raise ValueError(
+            f"parallel.attention='heads': CP size {cp_size} does not divide the {kv_heads} KV "
+            f"heads; plan with heads={kv_heads}, or use parallel.attention='gather'"
+        )
+    fewer = 3 * cp_size * kv_heads > 2 * (heads + kv_heads)
+    return kind == "heads" or (legal and fewer)
 
 
 class KeysValues(Protocol):
