@@ -34,16 +34,19 @@ def adapt(hf: Any, *, check: bool = True) -> TransformersModel:  # noqa: ANN401
     hf: a PreTrainedModel with a head for causal language modelling, such as LlamaForCausalLM. Only
     parameters that require gradients are trained.
     """
-    raw = config_keys(hf.config)
-    name = type(hf).__name__
+    if check:
+        check_foreign(hf)
+    return adapted(hf, describe_decoder(config_keys(hf.config)))
+
+
+def check_foreign(hf: Any) -> None:  # noqa: ANN401
+    """Refuses a model that would be trained wrongly, by name."""
     try:
-        check_keys(raw)
+        check_keys(config_keys(hf.config))
         _check_modules(hf)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    if check:
-        try_packed(type(hf), hf.config)
-    return adapted(hf, describe_decoder(raw))
+        raise ValueError(f"{type(hf).__name__}: {error}") from None
+    try_packed(type(hf), hf.config)
 
 
 def _check_modules(hf: Any) -> None:  # noqa: ANN401

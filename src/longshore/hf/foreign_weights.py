@@ -117,7 +117,8 @@ def write_foreign(
 ) -> None:
     """Writes a folder like the base, from a stream of the model's (name, tensor) pairs.
 
-    dtype: of most tensors, None for their own; those whose dtype in the base is not the one of most
+    tied: the head uses the embedding's weight, of which the base may have a copy. dtype: of most
+    tensors, None for their own; those whose dtype in the base is not the one of most
     keep it. config.json and the tokenizer are the base's.
     """
     base = Path(base)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from longshore.arch.as_json import config_from_json, config_to_json
 from longshore.arch.decoder import DecoderConfig
+from longshore.choices import ModelCode
 from longshore.files import new_folder, open_sealed, sealed_json
 from longshore.hf.checkpoint import (
     SHARD_BYTES,
@@ -47,6 +48,8 @@ class SavedWeights:
     config: DecoderConfig
     base: Path | None
     tensors: Mapping[str, Tensor]
+    code: ModelCode = "longshore"
+    """transformers: the tensors have the names that transformers gives them."""
 
 
 def save_weights(
@@ -57,17 +60,21 @@ def save_weights(
     base: str | Path | None,
     shard_bytes: int = SHARD_BYTES,
     is_replaced: bool = False,
+    code: ModelCode = "longshore",
 ) -> None:
     """Writes a stream of our (name, tensor) pairs into a new folder, in their own dtypes.
 
     is_replaced: an existing folder is replaced once the new one is complete.
     """
-    checked = check_stream(tensors, tensor_shapes(config), dtype=None)
+    checked = tensors
+    if code == "longshore":
+        checked = check_stream(tensors, tensor_shapes(config), dtype=None)
     about = {
         "format": FORMAT,
         "version": VERSION,
         "config": config_to_json(config),
         "base": None if base is None else str(Path(base).resolve()),
+        **({} if code == "longshore" else {"code": code}),
     }
     with new_folder(folder, is_replaced=is_replaced) as partial:
         written = write_files(partial, checked, stem=STEM, shard_bytes=shard_bytes)
@@ -91,13 +98,18 @@ def load_weights(folder: str | Path) -> SavedWeights:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     base = about.get("base")
-    shapes = tensor_shapes(config)
+    code: ModelCode = "transformers" if about.get("code") == "transformers" else "longshore"
     files = TensorFiles(folder, STEM)
-    check_tensors(files, shapes, tables=frozenset(filter(TABLE.fullmatch, shapes)))
+    if code == "transformers":
+        shapes = {name: files.shape(name) for name in files.names}
+    else:
+        shapes = tensor_shapes(config)
+        check_tensors(files, shapes, tables=frozenset(filter(TABLE.fullmatch, shapes)))
     return SavedWeights(
         config=config,
         base=None if base is None else Path(base),
         tensors=Weights(files, {name: Source(name) for name in shapes}, shapes),
+        code=code,
     )
 
 

@@ -38,12 +38,13 @@ from longshore.ops.backends import use_kernels
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import keep_gathered_memory
 from longshore.parallel.pipeline.copies import EmbeddingCopies
-from longshore.parallel.pipeline.stages import Stages, stages_of, whole_name
+from longshore.parallel.pipeline.stages import Model, Stages, stages_of, whole_name
 from longshore.parallel.pipeline.trace import Operation, TracedModel, trace
 from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Plan, Sequence
 from longshore.run.data import batch_size, held_out, open_sequences
+from longshore.run.foreign import make_foreign
 from longshore.run.graph_cap import graph_bytes
 from longshore.run.job import TrainingJob
 from longshore.train.checkpoint import Checkpoints
@@ -128,7 +129,7 @@ def make_stepper(job: TrainingJob, groups: CPGroups) -> Stepper:
     )
 
 
-def _graphed_layers(job: TrainingJob, model: Stages) -> GraphedLayers:
+def _graphed_layers(job: TrainingJob, model: Model) -> GraphedLayers:
     """CUDA graphs in the place of the layers they can replay."""
     (decoder,) = stages_of(model).values()
     assert isinstance(decoder, Decoder)
@@ -165,8 +166,10 @@ def _trace_of(job: TrainingJob) -> Callable[[Plan], Seq[Operation]]:
     return lambda plan: trace(plan, job.layout, topology.rank, model=model, axes=topology)
 
 
-def _make_model(job: TrainingJob, groups: CPGroups) -> Stages:
+def _make_model(job: TrainingJob, groups: CPGroups) -> Model:
     """The rank's stages with their first weights; it makes or reads only the blocks it holds."""
+    if job.config.model.code == "transformers":
+        return make_foreign(job, groups, _choices(job))
     with torch.device("meta"):
         model = Stages(job.decoder, job.layout, pp_rank=job.topology.pp_rank)
         model.to(torch.promote_types(job.dtype, torch.float32))

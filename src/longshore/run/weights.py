@@ -13,6 +13,8 @@ import torch
 from longshore.arch.costs import parameter_count
 from longshore.files import check_room
 from longshore.hf.checkpoint import write_checkpoint
+from longshore.hf.foreign_weights import write_foreign
+from longshore.hf.transformers_model import TransformersModel
 from longshore.hf.weights import save_weights
 from longshore.parallel.pipeline.gathered import gathered_tensors
 from longshore.parallel.pipeline.stages import Model
@@ -50,6 +52,7 @@ def _write_weights(job: TrainingJob, model: Model, folder: Path) -> None:
             gathered_tensors(model, job.topology),
             base=job.config.model.from_hf or None,
             is_replaced=True,
+            code=job.config.model.code,
         )
 
 
@@ -59,6 +62,11 @@ def _export(job: TrainingJob, model: Model, folder: Path) -> None:
     low = torch.bfloat16 if job.dtype == torch.bfloat16 else None
     with writing(Path(export), then=f"longshore export {folder} {export}"):
         check_room(Path(export), _size(model) // 2 if low else _size(model))
+        if isinstance(model, TransformersModel):
+            stream = gathered_tensors(model, job.topology)
+            base = job.config.model.from_hf
+            write_foreign(export, stream, base=base, tied=model.tied, dtype=low)
+            return
         write_checkpoint(
             export,
             job.decoder,
