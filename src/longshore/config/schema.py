@@ -19,6 +19,7 @@ from longshore.choices import (
     Kernels,
     LossName,
     LossOn,
+    ModelCode,
     Recompute,
     ScanKind,
     ScheduleName,
@@ -179,6 +180,11 @@ class ModelConfig:
         module(),
         "instead of preset: your own decoder, as module:function; with from_hf: the Python "
         "module of its mixers",
+    )
+    code: ModelCode = key(
+        "longshore",
+        one_of(ModelCode),
+        "whose code runs a model of from_hf: Longshore's own, or transformers' (any causal model)",
     )
     layers: int = key(0, whole(0, 4096), "number of layers of the preset; 0: unchanged")
     vocab_size: int = key(0, whole(0, 1 << 24), "vocabulary size of the preset; 0: unchanged")

@@ -263,7 +263,7 @@ def _write_folder(
         kind = str(written.dtype).removeprefix("torch.")
         (partial / CONFIG).write_text(text(kind), encoding="utf-8")
         if base is not None:
-            _copy_companions(base, partial)
+            copy_companions(base, partial)
 
 
 def check_stream(
@@ -299,7 +299,7 @@ def _check_copy(files: TensorFiles, copy: str, of: str, *, why: str) -> None:
         raise ValueError(f"{files.folder}: {why}, but {copy} differs from {of}; remove {copy}")
 
 
-def _copy_companions(base: Path, folder: Path) -> None:
+def copy_companions(base: Path, folder: Path) -> None:
     for pattern in COMPANIONS:
         for path in sorted(base.glob(pattern)):
             if path.is_file():

@@ -50,6 +50,7 @@ from longshore.batch import Depth, SeqContext, whole_context
 from longshore.model.hyper_connection import Collapse, HyperConnection, expanded, repeated
 from longshore.model.interface import (
     Context,
+    LanguageModel,
     MixerLoss,
     Opaque,
     Output,
@@ -207,7 +208,7 @@ class Head(nn.Module):
         return linear_cross_entropy(hidden_TC, weight_VC, labels_T, summed=summed)
 
 
-class Decoder(nn.Module):
+class Decoder(LanguageModel):
     """A stage of the decoder, or all of it.
 
     embed: nn.Embedding or None. layers: blocks by their number in the whole decoder, as text.
@@ -250,6 +251,9 @@ class Decoder(nn.Module):
         )
         if config.lora is not None:
             add_factors(self, config.lora)
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.layers.values(), *self.mtp.values()]
 
     def forward(
         self,

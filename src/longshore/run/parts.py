@@ -35,17 +35,19 @@ from longshore.hf.checkpoint import open_weights
 from longshore.model.decoder import Decoder
 from longshore.model.host_tables import table_makers
 from longshore.model.init import initial_block
+from longshore.model.interface import LanguageModel
 from longshore.model.lora import hold_frozen, is_factor
 from longshore.ops.backends import use_kernels
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import keep_gathered_memory
 from longshore.parallel.pipeline.copies import EmbeddingCopies
-from longshore.parallel.pipeline.stages import Stages, stages_of, whole_name
+from longshore.parallel.pipeline.stages import Model, Stages, stages_of, whole_name
 from longshore.parallel.pipeline.trace import Operation, TracedModel, trace
 from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Plan, Sequence
 from longshore.run.data import batch_size, held_out, step_groups
+from longshore.run.foreign import make_foreign
 from longshore.run.graph_cap import graph_bytes
 from longshore.run.job import TrainingJob, lora_base, open_source
 from longshore.train.checkpoint import Checkpoints
@@ -147,9 +149,10 @@ def run_loss(job: TrainingJob) -> Loss:
     return loss
 
 
-def _graphed_layers(job: TrainingJob, model: Stages) -> GraphedLayers:
+def _graphed_layers(job: TrainingJob, model: Model) -> GraphedLayers:
     """CUDA graphs in the place of the layers they can replay."""
     (decoder,) = stages_of(model).values()
+    assert isinstance(decoder, Decoder)
     setting, moving = job.resolved.graph, job.resolved.shard == "zero3"
     assert setting is not None
     if not moving:
@@ -183,8 +186,10 @@ def _trace_of(job: TrainingJob) -> Callable[[Plan], Seq[Operation]]:
     return lambda plan: trace(plan, job.layout, topology.rank, model=model, axes=topology)
 
 
-def make_model(job: TrainingJob, groups: CPGroups) -> Stages:
+def make_model(job: TrainingJob, groups: CPGroups) -> Model:
     """The rank's stages with their first weights; it makes or reads only the blocks it holds."""
+    if job.config.model.code == "transformers":
+        return make_foreign(job, groups, _choices(job))
     with torch.device("meta"):
         model = Stages(job.decoder, job.layout, pp_rank=job.topology.pp_rank)
         model.to(torch.promote_types(job.dtype, torch.float32))
@@ -207,7 +212,7 @@ def _choices(job: TrainingJob) -> Choices:
     )
 
 
-def _fill(model: Decoder, job: TrainingJob) -> None:
+def _fill(model: LanguageModel, job: TrainingJob) -> None:
     """Weights of a checkpoint, or new ones from the seed."""
     config, device = job.config, job.topology.device
     new = partial(initial_block, job.decoder, seed=config.train.seed)

@@ -17,7 +17,9 @@ from longshore.arch.decoder import DecoderConfig
 from longshore.distributed.agreement import agreed
 from longshore.files import check_room
 from longshore.hf.checkpoint import write_checkpoint
+from longshore.hf.foreign_weights import write_foreign
 from longshore.hf.lora import factor_shapes, merged_stream
+from longshore.hf.transformers_model import TransformersModel
 from longshore.hf.weights import save_weights
 from longshore.model.lora import is_factor
 from longshore.parallel.pipeline.gathered import gathered_tensors
@@ -67,6 +69,7 @@ def _write_weights(job: TrainingJob, model: Model, folder: Path) -> None:
             base=job.config.model.from_hf or None,
             is_replaced=True,
             lora=lora,
+            code=job.config.model.code,
         )
 
 
@@ -88,6 +91,10 @@ def _export(job: TrainingJob, model: Model, folder: str) -> None:
     low = torch.bfloat16 if job.dtype == torch.bfloat16 else None
     check_room(Path(folder), _size(model) // 2 if low else _size(model))
     tensors = gathered_tensors(model, job.topology)
+    if isinstance(model, TransformersModel):
+        base = job.config.model.from_hf
+        write_foreign(folder, tensors, base=base, tied=model.tied, dtype=low)
+        return
     if job.decoder.lora is not None:
         tensors = merged_stream(job.decoder, tensors)
     write_checkpoint(

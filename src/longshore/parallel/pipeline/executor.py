@@ -22,8 +22,7 @@ from longshore.arch.stage_memory import sent_width
 from longshore.batch import MicroBatch
 from longshore.choices import ShardMode
 from longshore.distributed.topology import Topology
-from longshore.model.decoder import Decoder
-from longshore.model.interface import Output, Reader
+from longshore.model.interface import LanguageModel, Output, Reader
 from longshore.parallel.fsdp import begin_round, computing_dtype
 from longshore.parallel.pipeline.messages import Mailbox, Shape
 from longshore.parallel.pipeline.stages import Model, layout_of, stages_of
@@ -212,7 +211,7 @@ class _Pass:
             assert graph.x.grad is not None
             self.mailbox.put(action, graph.x.grad)
 
-    def _part(self, action: Action) -> Decoder:
+    def _part(self, action: Action) -> LanguageModel:
         return self.executor.stages[action.stage]
 
     def _batch(self, number: int) -> MicroBatch:
