@@ -168,6 +168,9 @@ def _export(args: argparse.Namespace, weights: Path) -> None:
         return
     check_room(Path(args.folder), size // 2 if args.dtype == "bfloat16" else size)
     dtype = None if args.dtype == "keep" else getattr(torch, args.dtype)
+    if saved.code == "transformers":
+        _export_foreign(args, saved, dtype)
+        return
     if args.format == "longshore":
         tensors = saved.tensors.items()
         write_own_checkpoint(args.folder, saved.config, tensors, base=base, dtype=dtype)
@@ -186,3 +189,23 @@ def _export(args: argparse.Namespace, weights: Path) -> None:
         dtype=dtype,
         max_length=args.max_length,
     )
+
+
+def _export_foreign(args: argparse.Namespace, saved: "SavedWeights", dtype: Any) -> None:  # noqa: ANN401
+    """A model that ran as transformers' code: a folder like the one it began with."""
+    from longshore.hf.foreign_weights import HEAD, write_foreign
+
+    for option in ("max_length", "module"):
+        if getattr(args, option) is not None:
+            raise ValueError(
+                f"{as_option(option)} does not work for a run with model.code=transformers, whose "
+                "config.json stays as it is; leave it out"
+            )
+    if args.format != "hf":
+        raise ValueError(
+            "--format longshore is for Longshore's own models; this run's model.code is "
+            "transformers, so leave --format out"
+        )
+    assert saved.base is not None
+    tied = HEAD not in saved.tensors
+    write_foreign(args.folder, saved.tensors.items(), base=saved.base, tied=tied, dtype=dtype)

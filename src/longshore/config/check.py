@@ -18,6 +18,7 @@ from longshore.arch.flops_cost import flops_cost, needs_curve
 from longshore.arch.part import Sharing
 from longshore.arch.stages import make_layout, stage_costs
 from longshore.arch.step_time import RunShape, cost_profile
+from longshore.config.check_code import check_code, transformers_decoder
 from longshore.config.check_data import check_data, known_longest
 from longshore.config.check_graph import check_graph
 from longshore.config.check_parallel import check_parallel
@@ -34,10 +35,12 @@ from longshore.user_code import check_module_exists, load_module
 def check_config(config: RunConfig, ranks: int) -> None:
     """All that can be checked before torch is imported."""
     _check_model(config.model)
+    check_code(config)
     decoder = decoder_config(config.model)
     lanes = lanes_of(config, ranks)
     check_parallel(config, decoder, lanes=lanes)
-    _check_written(config, decoder)
+    if config.model.code == "longshore":
+        _check_written(config, decoder)
     _check_train(config)
     check_lora(config, decoder)
     with settings_in_keys():
@@ -96,6 +99,8 @@ def decoder_config(model: ModelConfig) -> DecoderConfig:
     from longshore.config.own_model import named_decoder
     from longshore.hf.config_file import read_config
 
+    if model.code == "transformers":
+        return transformers_decoder(model)
     if model.module:  # importing it registers its mixers, so that from_hf may contain them
         with settings_in_keys():
             load_module(model.module, "module")
@@ -260,6 +265,10 @@ def _check_model(model: ModelConfig) -> None:
                 f"model.from_hf: there is no folder {model.from_hf}; download a model of the "
                 "Hugging Face Hub first: hf download NAME --local-dir FOLDER"
             )
+        from longshore.hf.quantized import refuse_quantized_files
+
+        with in_keys("model.from_hf"):
+            refuse_quantized_files(path)
 
 
 def _check_train(config: RunConfig) -> None:
@@ -271,6 +280,13 @@ def _check_train(config: RunConfig) -> None:
             f"train.warmup is {train.warmup}, more than train.steps ({train.steps}); lower "
             "train.warmup"
         )
+    if train.loss == "distill" and config.parallel.tp > 1:
+        raise ValueError(
+            "train.loss=distill reads the head's logits, of which each rank of parallel.tp "
+            f"{config.parallel.tp} has a part; set parallel.tp to 1"
+        )
+    if train.loss_options and not train.loss:
+        raise ValueError("train.loss_options need a train.loss; name one, or leave them out")
     for name in ("loss", "loss_count"):
         if ":" in (function := getattr(train, name)):
             with settings_in_keys():

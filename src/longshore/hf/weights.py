@@ -21,6 +21,7 @@ from torch import Tensor
 
 from longshore.arch.as_json import config_from_json, config_to_json
 from longshore.arch.decoder import DecoderConfig
+from longshore.choices import ModelCode
 from longshore.files import new_folder, open_sealed, sealed_json
 from longshore.hf.checkpoint import (
     SHARD_BYTES,
@@ -58,6 +59,8 @@ class SavedWeights:
     tensors: Mapping[str, Tensor]
     lora: LoRABase | None = None
     """Where the tensors are low-rank factors alone: what they were trained on."""
+    code: ModelCode = "longshore"
+    """transformers: the tensors have the names that transformers gives them."""
 
     def merged(self, base: Path | None = None) -> "SavedWeights":
         """Whole weights, with factors in them; base: where its folder is now, if it moved."""
@@ -83,22 +86,25 @@ def save_weights(
     shard_bytes: int = SHARD_BYTES,
     is_replaced: bool = False,
     lora: LoRABase | None = None,
+    code: ModelCode = "longshore",
 ) -> None:
     """Writes a stream of our (name, tensor) pairs into a new folder, in their own dtypes.
 
     is_replaced: an existing folder is replaced once the new one is complete. lora: the tensors are
     low-rank factors alone, trained on this.
     """
-    checked = check_stream(tensors, _shapes(config), dtype=None)
+    shapes = _shapes(config) if code == "longshore" else {}
+    checked = check_stream(tensors, shapes, dtype=None) if shapes else tensors
     about = {
         "format": FORMAT,
         "version": VERSION,
         "config": config_to_json(config),
         "base": None if base is None else str(Path(base).resolve()),
         **({} if lora is None else {"lora": lora.as_json()}),
+        **({} if code == "longshore" else {"code": code}),
     }
     with new_folder(folder, is_replaced=is_replaced) as partial:
-        written = write_files(partial, checked, stem=STEM, shard_bytes=shard_bytes)
+        written = write_files(partial, checked, stem=STEM, shard_bytes=shard_bytes, names=shapes)
         files = {name: asdict(file) for name, file in written.files.items()}
         (partial / f"{STEM}.json").write_bytes(sealed_json({**about, "files": files}, indent=1))
 
@@ -119,14 +125,19 @@ def load_weights(folder: str | Path) -> SavedWeights:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     base, lora = about.get("base"), about.get("lora")
-    shapes = _shapes(config)
+    code: ModelCode = "transformers" if about.get("code") == "transformers" else "longshore"
     files = TensorFiles(folder, STEM)
-    check_tensors(files, shapes, tables=frozenset(filter(TABLE.fullmatch, shapes)))
+    if code == "transformers":
+        shapes = {name: files.shape(name) for name in files.names}
+    else:
+        shapes = _shapes(config)
+        check_tensors(files, shapes, tables=frozenset(filter(TABLE.fullmatch, shapes)))
     return SavedWeights(
         config=config,
         base=None if base is None else Path(base),
         tensors=Weights(files, {name: Source(name) for name in shapes}, shapes),
         lora=None if lora is None else base_from_json(lora),
+        code=code,
     )
 
 

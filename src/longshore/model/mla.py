@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from longshore.arch.attention import Form, MLAConfig
 from longshore.arch.part import Norm
 from longshore.batch import SeqContext
-from longshore.model.attention import ALL_HEADS, attend_visible
+from longshore.model.attention_core import ALL_HEADS, attend_visible
 from longshore.model.fill import NORM, RESIDUAL, Fill
 from longshore.model.interface import LOCAL, Exchanges, Rows, ThreeStepMixer, joined
 from longshore.model.norm import RMSNorm

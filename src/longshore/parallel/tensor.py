@@ -38,7 +38,7 @@ from longshore.distributed.collectives import gather, reduce_scatter, sum_over
 from longshore.distributed.topology import Topology
 from longshore.model.decoder import Block, Decoder
 from longshore.model.feed_forward import MoE
-from longshore.model.interface import Context, Mixed, Routed, eager, with_loss
+from longshore.model.interface import Context, Mixed, Reader, Routed, eager, with_loss
 from longshore.model.lora import add_same_factors, is_factor
 from longshore.model.mamba2 import Mamba2
 from longshore.model.registry import make_feed_forward, make_mixer
@@ -274,8 +274,9 @@ def _losses(
     tied_VC: Tensor | None = None,
     *,
     summed: bool = False,
+    reader: Reader | None = None,
 ) -> Tensor:
-    """(T), alike on all ranks."""
+    """(T), or what the reader returns, alike on all ranks."""
     if labels_T is None:
         raise ValueError(
             "under tensor parallelism the head computes losses, not logits; give labels, or use "
@@ -284,10 +285,13 @@ def _losses(
     (span,) = cut.spans
     weight = head.weight if tied_VC is None else tied_VC
     assert isinstance(weight, Tensor)
-    part = VocabularyPart(span.start, cut.size, partial(_over_vocabulary, group))
-    return linear_cross_entropy(
-        gather(hidden_TC, group), weight, labels_T, summed=summed, vocabulary=part
+    part = VocabularyPart(
+        span.start, cut.size, partial(_over_vocabulary, group), partial(sum_over, group=group)
     )
+    rows_TC = gather(hidden_TC, group)
+    if reader is not None:
+        return reader(rows_TC, weight, labels_T, part)
+    return linear_cross_entropy(rows_TC, weight, labels_T, summed=summed, vocabulary=part)
 
 
 def _over_vocabulary(group: ProcessGroup, lse_T: Tensor, own_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,13 +14,17 @@ from torch import Tensor
 
 from longshore.arch.costs import parameter_count
 from longshore.arch.decoder import DecoderConfig
+from longshore.distributed.agreement import agreed
 from longshore.files import check_room
 from longshore.hf.checkpoint import write_checkpoint
+from longshore.hf.foreign_weights import write_foreign
 from longshore.hf.lora import factor_shapes, merged_stream
+from longshore.hf.transformers_model import TransformersModel
 from longshore.hf.weights import save_weights
 from longshore.model.lora import is_factor
 from longshore.parallel.pipeline.gathered import gathered_tensors
 from longshore.parallel.pipeline.stages import Model
+from longshore.run.folder import check_new_folder
 from longshore.run.job import TrainingJob, lora_base
 from longshore.train.checkpoint_files import writing
 
@@ -42,7 +46,8 @@ def write_weights(
         files.append("weights")
     note(f"wrote {folder}: {', '.join(files)}")
     if output.export:
-        _export(job, model, folder)
+        with writing(Path(output.export), then=f"longshore export {folder} {output.export}"):
+            _export(job, model, output.export)
         note(f"wrote {output.export}, a Hugging Face folder")
 
 
@@ -64,25 +69,41 @@ def _write_weights(job: TrainingJob, model: Model, folder: Path) -> None:
             base=job.config.model.from_hf or None,
             is_replaced=True,
             lora=lora,
+            code=job.config.model.code,
         )
 
 
-def _export(job: TrainingJob, model: Model, folder: Path) -> None:
-    """A Hugging Face folder; in bfloat16 where the arithmetic was."""
-    export = job.config.output.export
+def export_weights(job: TrainingJob, model: Model, folder: str) -> None:
+    """A Hugging Face folder of the weights as they are now. All ranks call it together."""
+    with agreed(job.topology.groups):
+        if job.topology.rank == 0:
+            check_new_folder(folder, "export")
+    if job.topology.rank:
+        for _ in gathered_tensors(model, job.topology):
+            pass
+        return
+    with writing(Path(folder)):
+        _export(job, model, folder)
+
+
+def _export(job: TrainingJob, model: Model, folder: str) -> None:
+    """Rank 0's part; in bfloat16 where the arithmetic was."""
     low = torch.bfloat16 if job.dtype == torch.bfloat16 else None
-    with writing(Path(export), then=f"longshore export {folder} {export}"):
-        check_room(Path(export), _size(model) // 2 if low else _size(model))
-        tensors = gathered_tensors(model, job.topology)
-        if job.decoder.lora is not None:
-            tensors = merged_stream(job.decoder, tensors)
-        write_checkpoint(
-            export,
-            job.decoder.merged(),
-            tensors,
-            base=job.config.model.from_hf or None,
-            dtype=low,
-        )
+    check_room(Path(folder), _size(model) // 2 if low else _size(model))
+    tensors = gathered_tensors(model, job.topology)
+    if isinstance(model, TransformersModel):
+        base = job.config.model.from_hf
+        write_foreign(folder, tensors, base=base, tied=model.tied, dtype=low)
+        return
+    if job.decoder.lora is not None:
+        tensors = merged_stream(job.decoder, tensors)
+    write_checkpoint(
+        folder,
+        job.decoder.merged(),
+        tensors,
+        base=job.config.model.from_hf or None,
+        dtype=low,
+    )
 
 
 def _size(model: Model) -> int:

@@ -24,11 +24,11 @@ from longshore.arch.cuts import Axis, Span, TensorCut
 from longshore.arch.decoder import DecoderConfig
 from longshore.distributed.collectives import broadcast, gather_rows
 from longshore.distributed.topology import Topology
+from longshore.model.interface import LanguageModel
 from longshore.parallel.fsdp import gathered
 from longshore.parallel.pipeline.stages import (
     Model,
     cut_tensors_by_name,
-    layout_of,
     tensor_names,
     whole_name,
 )
@@ -83,7 +83,11 @@ def gathered_tensors(
     mine: dict[str, tuple[Tensor, TensorCut | None]] = {}
     for name, tensor, cut in cut_tensors_by_name(model):
         mine.setdefault(name, (tensor, cut))
-    owners = _owners(model.config, layout_of(model))
+    if isinstance(model, LanguageModel):
+        for name in filter(only, mine):
+            yield name, _brought(mine[name], topology, owner=0)
+        return
+    owners = _owners(model.config, model.layout)
     for name in filter(only, tensor_names(model.config)):
         yield name, _brought(mine.get(name), topology, owner=owners[name])
 
