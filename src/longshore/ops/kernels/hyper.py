@@ -126,7 +126,7 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
         output, rows, post, mix = ctx.saved_tensors
         tokens, width = output.shape
         grads = tuple(torch.empty_like(x) for x in (output, rows, post, mix))
@@ -139,11 +139,11 @@ class _Expand(torch.autograd.Function):
 
 def _power(number: int) -> int:
     """The power of 2 that holds it; products want 16 at least."""
-    return max(16, triton.next_power_of_2(number))
+    return max(16, _pairs(number))
 
 
 def _pairs(number: int) -> int:
-    return max(2, triton.next_power_of_2(number))
+    return 1 << max(1, (number - 1).bit_length())
 
 
 @triton.jit
