@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from longshore.data.fields import Field
+from longshore.data.pairs import CHOSEN, REJECTED
 from longshore.data.source import SampleError
 from longshore.errors import SettingError
 
@@ -40,6 +41,7 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 COLUMNS = {name for needed, optional in FORMS.values() for name in (*needed, *optional)}
+COLUMNS |= {CHOSEN, REJECTED}
 
 ALPACA = (
     "Below is an instruction that describes a task. "
@@ -66,6 +68,7 @@ def form_of(columns: Iterable[str], ignore: Sequence[str], fields: Sequence[Fiel
     form = next((name for name in FORMS if name in columns), None)
     if form is None:
         forms = "; ".join(" and ".join(needed) for needed, _ in FORMS.values())
+        forms += f"; {CHOSEN} and {REJECTED}"
         raise SampleError("no messages", f"its columns are no known form; known are: {forms}")
     for name in FORMS[form][0]:
         if name not in columns:

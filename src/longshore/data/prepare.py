@@ -35,6 +35,7 @@ from longshore.choices import LossOn, TooLong
 from longshore.data.chat_template import DATE
 from longshore.data.fields import Field, parse_field
 from longshore.data.inputs import MAX_BYTES, PackedBytes, Range, cut_ranges, find_inputs
+from longshore.data.pairs import sides
 from longshore.data.prepare_job import (
     Job,
     RangeRecord,
@@ -217,10 +218,12 @@ def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> Iterator[i
         try:
             if isinstance(sample, SampleError):
                 raise sample
-            full = tokenizer.untruncated(sample, 0)
-            sequences.append(tokenizer.fitted(full))
-            truncated += sequences[-1].length < full.length
-            nbytes += sequences[-1].nbytes
+            both = sides(sample, tokenizer.rules.ignore, part.number << 32 | line)
+            full = [tokenizer.untruncated(side, 0) for side in both]
+            fitted = [tokenizer.fitted(side) for side in full]  # of a pair both or none
+            sequences += fitted
+            truncated += sum(a.length < b.length for a, b in zip(fitted, full, strict=True))
+            nbytes += sum(side.nbytes for side in fitted)
         except SampleError as error:
             rejected.append((line, error.reason, error.detail[:LONGEST_DETAIL]))
         if part.input.is_compressed and nbytes >= job.settings["shard_bytes"]:

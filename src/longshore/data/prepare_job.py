@@ -26,6 +26,7 @@ from typing import Any
 
 from longshore.data.columns import FORMS, leaves_out, refuse_columns, unused_columns
 from longshore.data.inputs import Input, PackedBytes, Range, Sample, read_range, whole_range
+from longshore.data.pairs import PAIR_FIELDS, is_pair, sides
 from longshore.data.paths import is_store_file
 from longshore.data.rejected import REJECTED
 from longshore.data.source import SampleError
@@ -116,6 +117,7 @@ def make_job(
     if max_bytes < 1:
         raise SettingError("{max_bytes} is {given}; it must be at least 1", given=max_bytes)
     size = sum(file.bytes for file in inputs) // RANGES
+    rules = _with_pair_fields(inputs, rules, max_bytes)
     loaded = tokenizer.load()
     has_chats = check_first(inputs, SampleTokenizer(loaded, rules), max_bytes)
     settings = {
@@ -144,6 +146,20 @@ def _samples(
     return read_range(part, leaves_out=skips, max_bytes=max_bytes, packed=packed)
 
 
+def _with_pair_fields(inputs: Sequence[Input], rules: Rules, max_bytes: int) -> Rules:
+    """Rows with two answers have two fields that nobody has to declare."""
+    for file in inputs:
+        for _, sample in _samples(whole_range(file), rules, max_bytes):
+            if isinstance(sample, SampleError):
+                continue
+            if is_pair(sample, rules.ignore):
+                names = {field.name for field in PAIR_FIELDS}
+                others = [field for field in rules.fields if field.name not in names]
+                return replace(rules, fields=(*others, *PAIR_FIELDS))
+            break
+    return rules
+
+
 def check_first(inputs: Sequence[Input], tokenizer: SampleTokenizer, max_bytes: int) -> bool:
     """Checks the first sample of each input: raises for unknown columns, which all would have.
 
@@ -155,7 +171,7 @@ def check_first(inputs: Sequence[Input], tokenizer: SampleTokenizer, max_bytes: 
             if isinstance(sample, SampleError):
                 continue
             try:
-                tokenizer.untruncated(sample, 0)
+                tokenizer.untruncated(sides(sample, tokenizer.rules.ignore, 0)[0], 0)
             except SampleError as error:
                 if error.reason == "undeclared field":
                     names, form = _unused(inputs, tokenizer.rules, max_bytes)
@@ -173,6 +189,8 @@ def _unused(inputs: Sequence[Input], rules: Rules, max_bytes: int) -> tuple[list
         for _, sample in islice(_samples(whole_range(file), rules, max_bytes), LOOKED_AT):
             if isinstance(sample, SampleError):
                 continue
+            if is_pair(sample, rules.ignore):
+                sample = sides(sample, rules.ignore, 0)[0]
             form = next((name for name in FORMS if name in sample), None)
             others = unused_columns(sample, form, rules.ignore, rules.fields) if form else []
             names.update(dict.fromkeys(others, form or ""))

@@ -92,7 +92,9 @@ class IndexedSteps:
         topology: Topology | None = None,
         packing: Packing = DEFAULT_PACKING,
         before_plan: BeforePlan | None = None,
+        groups: Ints | None = None,
     ) -> None:
+        """groups: of sequences that share a step, see Batches."""
         self.source = source
         self.planner = planner
         self.before_plan = before_plan
@@ -100,7 +102,9 @@ class IndexedSteps:
         self.rank = DataRank(topology, packing)
         with self.rank.closed_on_error():
             with self.rank.agreed():
-                self.batches = Batches(source.lengths, batch, seed=seed, shuffle=shuffle)
+                self.batches = Batches(
+                    source.lengths, batch, seed=seed, shuffle=shuffle, groups=groups
+                )
                 self.digest = source_digest(source)
                 settings = f"{self.rank.describe()} {self.describe()} {source.fields}"
             self.rank.check_settings(settings)
@@ -158,6 +162,7 @@ class IndexedSteps:
             "seed": self.seed,
             "shuffle": self.batches.shuffle,
             **({"order": ORDER} if self.batches.shuffle else {}),
+            **({"grouped": True} if self.batches.groups is not None else {}),
         }
 
     def check_can_resume(self, state: dict[str, object]) -> None:

@@ -203,7 +203,7 @@ def write_checkpoint(
     base = None if base is None else Path(base)
     of_theirs = foreign_base(base)
     place = choose_architecture(config, base).place
-    layout = _layout(config, of_theirs)
+    layout = storage_layout(config, of_theirs)
     shapes = tensor_shapes(config)
     expected = check_stream(tensors, shapes, dtype=dtype)
     _write_folder(
@@ -263,7 +263,7 @@ def _write_folder(
         kind = str(written.dtype).removeprefix("torch.")
         (partial / CONFIG).write_text(text(kind), encoding="utf-8")
         if base is not None:
-            _copy_companions(base, partial)
+            copy_companions(base, partial)
 
 
 def check_stream(
@@ -283,7 +283,7 @@ def check_stream(
         raise ValueError(f"missing among the tensors to write: {_some(sorted(left))}")
 
 
-def _layout(config: DecoderConfig, base: Path | None) -> StorageLayout:
+def storage_layout(config: DecoderConfig, base: Path | None) -> StorageLayout:
     """How to lay tensors out: as in the base, where there is one."""
     if base is None:
         return StorageLayout(config, {})
@@ -299,7 +299,7 @@ def _check_copy(files: TensorFiles, copy: str, of: str, *, why: str) -> None:
         raise ValueError(f"{files.folder}: {why}, but {copy} differs from {of}; remove {copy}")
 
 
-def _copy_companions(base: Path, folder: Path) -> None:
+def copy_companions(base: Path, folder: Path) -> None:
     for pattern in COMPANIONS:
         for path in sorted(base.glob(pattern)):
             if path.is_file():

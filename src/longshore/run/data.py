@@ -34,7 +34,13 @@ from longshore.data.prepare import TextRules, cache_folder, prepare_cache
 from longshore.data.prepare_job import TokenizerFiles, check_first
 from longshore.data.progress import show_progress
 from longshore.data.rejected import rejections_of
-from longshore.data.source import IndexedSource, Ints, TokenizedSample, source_digest
+from longshore.data.source import (
+    IndexedSource,
+    Ints,
+    TokenizedSample,
+    sequence_values,
+    source_digest,
+)
 from longshore.data.store import Store
 from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules, SampleTokenizer
@@ -59,10 +65,13 @@ def _cached(part: DataPart, config: RunConfig) -> Path:
     return cache_folder(part.texts, _rules(config), config.data.cache)
 
 
-def held_out(config: RunConfig) -> RunConfig | None:
-    """The same run with its held-out data as its data; None if there is none to evaluate."""
+def held_out(config: RunConfig, *, on_demand: bool = False) -> RunConfig | None:
+    """The same run with its held-out data as its data; None if there is none to evaluate.
+
+    on_demand: also without train.eval_every.
+    """
     data = config.data
-    if not config.train.eval_every:
+    if not config.train.eval_every and not (on_demand and (data.eval_path or data.eval_mock)):
         return None
     other = replace(
         data,
@@ -157,6 +166,9 @@ class Readable:
     def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
         return self.source.mask_head(index, count)
 
+    def sequence_values(self, name: str) -> Ints:
+        return sequence_values(self.source, name)
+
 
 def check_ids(sample: TokenizedSample, vocab_size: int, name: str) -> None:
     """Refuses a sequence with a token id that the model does not have."""
@@ -237,6 +249,18 @@ def batch_size(config: RunConfig) -> BatchSize:
     return BatchSize("tokens", data.batch_tokens)
 
 
+PAIR = "pair"
+
+
+def step_groups(config: RunConfig, source: IndexedSource) -> Ints | None:
+    """For each sequence the group of those that share its step; None if there are no groups."""
+    name = config.data.group
+    if not name and not any(str(field).startswith(f"{PAIR}:per_seq") for field in source.fields):
+        return None
+    with in_keys("data.group"):
+        return sequence_values(source, name or PAIR)
+
+
 def small_data(config: RunConfig, source: IndexedSource) -> list[str]:
     """A note if a step takes more than all data, so that each step is an epoch."""
     size = batch_size(config)
@@ -250,12 +274,14 @@ def small_data(config: RunConfig, source: IndexedSource) -> list[str]:
     ]
 
 
-def count_steps(config: RunConfig, lengths: Ints) -> int:
-    """Steps of the run; refuses a warmup that is longer."""
+def count_steps(config: RunConfig, lengths: Ints, groups: Ints | None = None) -> int:
+    """Steps of the run; refuses a warmup that is longer. groups: of `step_groups`."""
     data, train = config.data, config.train
     if train.steps:
         return train.steps
-    batches = Batches(lengths, batch_size(config), seed=data.seed, shuffle=data.shuffle)
+    batches = Batches(
+        lengths, batch_size(config), seed=data.seed, shuffle=data.shuffle, groups=groups
+    )
     steps = sum(batches.steps(epoch) for epoch in range(train.epochs))
     if train.warmup > steps:
         raise ValueError(

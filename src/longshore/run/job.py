@@ -8,6 +8,7 @@ sequences with data.batch 64 and train.epochs 2 are a job of 32 steps on every r
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -21,6 +22,7 @@ from longshore.distributed.agreement import agreed
 from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
 from longshore.files import size_text
+from longshore.hf.lora import LoRABase, factor_shapes, find_base
 from longshore.plan.layout import Layout
 from longshore.run.auto import Resolved, resolve
 from longshore.run.data import (
@@ -29,6 +31,7 @@ from longshore.run.data import (
     open_stream,
     prepare_text,
     small_data,
+    step_groups,
     text_is_ready,
 )
 from longshore.train.device import memory_bytes, pick_dtype
@@ -53,6 +56,13 @@ class TrainingJob:
     """Whether a signal has come, and this rank's status."""
     tell: Callable[[str], None]
     """Shows a line before there are steps; silent on all ranks but the first."""
+
+    @property
+    def indexed_source(self) -> IndexedSource:
+        """The sequences, where all lengths are known: not those of a stream."""
+        if isinstance(self.source, TextStream):
+            raise ValueError("data.stream=true reads on and on; leave data.stream out")
+        return self.source
 
     @property
     def config(self) -> RunConfig:
@@ -83,7 +93,7 @@ def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: i
     tell("reading the data…")
     stop.status.at("reading the data")
     decoder = decoder_config(config.model)
-    source = _open_source(config, decoder, topology)
+    source = open_source(config, decoder, topology)
     resolved = resolve(
         config,
         decoder,
@@ -99,7 +109,7 @@ def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: i
         tell(line)
     steps = config.train.steps
     if not isinstance(source, TextStream):
-        steps = count_steps(config, source.lengths)
+        steps = count_steps(config, source.lengths, step_groups(config, source))
     return TrainingJob(resolved, source, steps, topology, stop, tell)
 
 
@@ -107,7 +117,7 @@ def _longest(source: IndexedSource | TextStream) -> int:
     return source.longest if isinstance(source, TextStream) else int(source.lengths.max())
 
 
-def _open_source(
+def open_source(
     config: RunConfig, decoder: DecoderConfig, topology: Topology
 ) -> IndexedSource | TextStream:
     """The run's sequences; text that is not yet tokenized is tokenized by rank 0."""
@@ -129,9 +139,13 @@ def _least_memory(topology: Topology, local_size: int) -> int:
 def _summary(resolved: Resolved, source: IndexedSource | TextStream, topology: Topology) -> str:
     """The run in one line."""
     model, ranks = resolved.config.model, topology.world_size
+    factors = ""
+    if resolved.decoder.lora is not None:
+        count = sum(prod(shape) for shape in factor_shapes(resolved.decoder).values())
+        factors = f", all frozen, and {count:,} of low-rank factors"
     return (
         f"{model.preset or model.from_hf or model.module}: "
-        f"{parameter_count(resolved.decoder):,} parameters; {_data_text(source)}; {ranks} "
+        f"{parameter_count(resolved.decoder):,} parameters{factors}; {_data_text(source)}; {ranks} "
         f"rank{'s' if ranks > 1 else ''} on {topology.device.type}, {resolved.dtype}"
     )
 
@@ -147,3 +161,10 @@ def _data_text(source: IndexedSource | TextStream) -> str:
         f"{len(source):,} sequences of {source.lengths.sum():,} tokens, the longest "
         f"{source.lengths.max():,}"
     )
+
+
+def lora_base(job: TrainingJob) -> LoRABase | None:
+    """What low-rank factors are trained on; None without them."""
+    if job.decoder.lora is None:
+        return None
+    return find_base(job.decoder, job.config.model.from_hf, seed=job.config.train.seed)

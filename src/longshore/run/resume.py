@@ -23,6 +23,7 @@ A rank that torchrun restarts resumes by itself, but only a run that the same to
 name is in the run's lock file. No torch until ranks run: `longshore train` checks with it first.
 """
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,7 +31,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longshore.config.check import decoder_config
+from longshore.config.check import check_config, decoder_config
 from longshore.config.load import load_config
 from longshore.config.schema import SECTIONS, RunConfig
 from longshore.run.folder import (
@@ -43,6 +44,7 @@ from longshore.run.folder import (
     keep_config,
     lock_run,
     make_run_folder,
+    newest_runs,
     reached_step,
     write_config,
 )
@@ -82,6 +84,14 @@ class Start:
 FRESH = Start()
 
 
+def start_from_environment() -> Start:
+    """Whether torchrun restarts this process, and the name of its job."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    name = f"process {os.getppid()}" if job == "none" else job
+    return Start(attempt=int(count) if count.isdecimal() else 0, job=name)
+
+
 @dataclass(frozen=True, slots=True)
 class OpenRun:
     """The run that is trained, locked by rank 0."""
@@ -96,6 +106,28 @@ class OpenRun:
     """Another line for the user, or ""; on rank 0 only."""
     is_forced: bool = False
     """It resumes with other data too."""
+
+
+def recipe_of(run: Path, *, asked_by: str) -> str:
+    """The recipe in the folder of a run. asked_by: for the error."""
+    if not (run / CONFIG).is_file():
+        raise ValueError(
+            f"{asked_by}: {run} has no {CONFIG}; name the folder of a run: {newest_runs()}"
+        )
+    return str(run / CONFIG)
+
+
+def checked_config(
+    config: RunConfig, ranks: int, start: Start, *, is_first: bool, is_run_here: bool = True
+) -> RunConfig:
+    """The configuration with the ranks it runs on, once all that can be refused was checked.
+
+    is_first: whether this is rank 0, which alone checks folders. is_run_here: see check_output.
+    """
+    check_config(config, ranks)
+    if is_first:
+        check_output(config, start, is_run_here=is_run_here)
+    return config.with_ranks(ranks)
 
 
 def check_output(config: RunConfig, start: Start, *, is_run_here: bool = True) -> None:
