@@ -33,8 +33,10 @@ ARGUMENTS = {
     "merge": "plan pieces",
     "send_back": "plan owners pieces group like",
     "make_topology": "lanes tp pp ep device",
-    "StreamedSteps": "samples planner batch topology fields everywhere packing",
-    "IndexedSteps": "source planner batch seed shuffle topology packing before_plan",
+    "StreamedSteps": (
+        "samples planner batch topology fields everywhere packing before_plan stream"
+    ),
+    "IndexedSteps": "source planner batch seed shuffle topology packing before_plan groups",
 }
 
 

@@ -9,6 +9,8 @@ config/schema.py explains the names. Policies are registered in plan/policy.py.
 
 from typing import Any, Literal, get_args
 
+ModelCode = Literal["longshore", "transformers"]
+
 LossOn = Literal["assistant", "all"]
 TooLong = Literal["reject", "truncate"]
 
@@ -24,6 +26,7 @@ ScheduleName = Literal["cosine", "linear", "constant"]
 DTypeChoice = Literal["auto", "bfloat16", "float32", "float64"]
 Recompute = Literal["none", "blocks"]
 Kernels = Literal["auto", "plain"]
+LossName = Literal["cross_entropy", "dpo", "grpo", "ppo", "distill"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 GraphLayer = Literal["attention", "mamba", "delta", "mlp"]
 DisplayChoice = Literal["auto", "live", "plain", "none"]

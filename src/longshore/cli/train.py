@@ -107,19 +107,19 @@ def run_train(args: argparse.Namespace) -> None:
             print(config.to_toml(), end="")
         return
     with lossy_output():
-        _train_on_ranks(config, place, start)
+        run_on_ranks(config, place, _work(start))
 
 
-def _train_on_ranks(config: RunConfig, place: Ranks | None, start: Start) -> None:
+def run_on_ranks(config: RunConfig, place: Ranks | None, work: Work) -> None:
     """Here under torchrun, else in new processes; an error becomes a line and an exit code."""
     try:
         if place is None:
             prepare_text(config)
             _say_start(config)
-            launch(_work(start), config, config.parallel.ranks)
+            launch(work, config, config.parallel.ranks)
         else:
             with loopback() if place.is_one_machine else nullcontext():
-                _work(start)(config, place)
+                work(config, place)
     except ValueError:
         raise  # main prints it
     except Interrupted as error:
@@ -178,7 +178,7 @@ def _config(args: argparse.Namespace, place: Ranks | None, start: Start) -> RunC
     elif args.resume == "" and recipe is None and not any(map(_names_run, overrides)):
         raise ValueError(f"--resume: which run? {newest_runs()}")
     config = load_config(recipe, overrides)
-    ranks = _ranks(args.ranks, config, place)
+    ranks = ranks_of_run(args.ranks, config, place)
     if place is None and not args.force_ranks:
         check_ranks(ranks, way_out="lower --ranks (or parallel.ranks), or add --force-ranks")
     return checked_config(config, ranks, start, is_first=place is None or place.rank == 0)
@@ -204,7 +204,7 @@ def _split_words(words: Seq[str]) -> tuple[str | None, list[str]]:
     return (recipes[0] if recipes else None), others
 
 
-def _ranks(asked: int | None, config: RunConfig, place: Ranks | None) -> int:
+def ranks_of_run(asked: int | None, config: RunConfig, place: Ranks | None) -> int:
     """How many ranks the run has. asked: with --ranks."""
     if place is not None:
         check_asked_ranks(asked, place)

@@ -92,7 +92,9 @@ def _check_values(values: Mapping[str, Mapping[str, object]]) -> None:
 
 
 def _as_toml(value: object) -> object:
-    """A path as text, and a function of the user's as module:function; all else as it is."""
+    """Paths as text, and a function of the user's as module:function; all else as it is."""
+    if isinstance(value, list | tuple):
+        return [_as_toml(item) for item in value]
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, FunctionType):
@@ -201,7 +203,8 @@ def with_defaults(config: RunConfig, name: str = "train") -> RunConfig:
     """Fills in what is not given and depends on other keys. name: of the run's folder."""
     train, output = config.train, config.output
     if not train.lr:
-        train = replace(train, lr=2e-5 if config.model.from_hf else 3e-4)
+        usual = 2e-5 if config.model.from_hf else 3e-4
+        train = replace(train, lr=2e-4 if config.model.lora.get("rank") else usual)
     if not train.steps and not train.epochs:
         train = replace(train, epochs=1)
     if not output.folder:

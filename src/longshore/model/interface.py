@@ -43,9 +43,12 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from longshore.arch.decoder import DecoderConfig
 from longshore.batch import Boundaries, PackContext, SeqContext
 from longshore.choices import AttentionKind, ScanKind
 from longshore.model.rope import Tables
+from longshore.ops.cross_entropy import VocabularyPart
+from longshore.plan.layout import Stage
 
 Rows = tuple[Tensor, ...]
 
@@ -349,14 +352,37 @@ class MixerLoss(NamedTuple):
     """Of multi-token prediction, 0 in the decoder itself: which rows were counted."""
 
 
+Reader = Callable[[Tensor, Tensor, Tensor, VocabularyPart | None], Tensor]
+"""What a loss reads of the head: a tensor (T, …) from hidden states (T, C), the weight (V, C),
+labels (T) and, under tensor parallelism, the part of the vocabulary that the weight's rows are."""
+
+
 class Output(NamedTuple):
     """What a model returns."""
 
     values: Tensor
-    """Hidden states, logits or losses."""
+    """Hidden states, logits, losses or what a Reader returned."""
     routed: tuple[Routed, ...] = ()
     """Of each layer of experts, in their order."""
     mtp: tuple[Tensor, ...] = ()
     """The losses (T) of each depth of multi-token prediction."""
     mixer_losses: tuple[MixerLoss, ...] = ()
     """Of each layer whose mixer has a loss of its own, in their order."""
+
+
+class LanguageModel(nn.Module):
+    """What the trainer calls a model: a stage of the decoder, or a whole model of others.
+
+    forward(x, ctx, labels, mtp, *, summed, token_ids) -> Output: see Decoder, model/decoder.py.
+    """
+
+    config: DecoderConfig
+    """What it costs, and how many layers and depths it has."""
+    stage: Stage
+    """Which part of the whole model this is."""
+    reads_ids: bool = False
+    """Whether a stage without the embedding wants token ids, too."""
+
+    def blocks(self) -> list[nn.Module]:
+        """What FSDP wraps, what is recomputed, and what is compiled."""
+        raise NotImplementedError

@@ -99,6 +99,10 @@ def _varlen(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
+def _uncapped(q: Tensor, v: Tensor) -> str | None:
+    return "it has no softcap that was tested"
+
+
 def _flash(q: Tensor) -> str | None:
     if not q.is_cuda:
         return f"the tensors are on {q.device.type}, not on CUDA"
@@ -234,6 +238,10 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
             "flash-attn-4", "longshore.ops.attention_flash4", _flash4, package="flash_attn.cute"
         ),
         Backend("torch varlen", "longshore.ops.attention_varlen", _varlen),
+    ),
+    "attention with softcap": (
+        Backend("flash-attn-4", "", _uncapped, package="flash_attn.cute"),
+        Backend("torch varlen", "", _uncapped),
     ),
     "loss": (Backend("triton", "longshore.ops.kernels.cross_entropy", on_gpu, package="triton"),),
     "experts": (

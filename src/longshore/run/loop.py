@@ -54,11 +54,12 @@ def train_steps(job: TrainingJob, parts: Parts, between: Between) -> Iterator[St
         ),
         start=between.saver.progress,
         hooks=_hooks(job, parts, between),
-        graphs=_graph_use(job, parts),
+        graphs=graph_use(job, parts),
     )
 
 
-def _graph_use(job: TrainingJob, parts: Parts) -> GraphUse | None:
+def graph_use(job: TrainingJob, parts: Parts) -> GraphUse | None:
+    """What the metrics say of CUDA graphs; None where there are none."""
     layers = parts.stepper.graphs
     if layers is None or job.resolved.graph is None:
         return None

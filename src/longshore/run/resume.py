@@ -31,13 +31,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longshore.config.check import check_config
+from longshore.config.check import check_config, decoder_config
 from longshore.config.load import load_config
 from longshore.config.schema import SECTIONS, RunConfig
 from longshore.run.folder import (
     CONFIG,
     check_new_folder,
     check_run_folder,
+    check_writable,
     find_run,
     job_of,
     keep_config,
@@ -47,6 +48,7 @@ from longshore.run.folder import (
     reached_step,
     write_config,
 )
+from longshore.run.room import check_disks
 from longshore.train.checkpoint_files import remove_leftovers, writing
 
 if TYPE_CHECKING:
@@ -132,14 +134,26 @@ def check_output(config: RunConfig, start: Start) -> None:
     if run is None:
         check_run_folder(config.output.folder)
     else:
+        check_writable(run, "output.folder")
         changed_settings(config, run)
         if config.train.steps:  # of epochs the number is known with the data
             check_steps(config.train.steps, config, run)
     if config.output.export:
         check_new_folder(config.output.export, "output.export")
-        if Path(config.output.export).absolute() == Path(config.output.folder).absolute():
+        _check_export(config)
+    check_disks(config, decoder_config(config.model))
+
+
+def _check_export(config: RunConfig) -> None:
+    """Refuses an export into a folder that the run itself fills."""
+    export = Path(config.output.export).absolute()
+    if export == Path(config.output.folder).absolute():
+        raise ValueError("output.export and output.folder are the same folder; change one of them")
+    for key, folder in (("output.folder", config.output.folder), ("data.cache", config.data.cache)):
+        if folder and export in Path(folder).absolute().parents:
             raise ValueError(
-                "output.export and output.folder are the same folder; change one of them"
+                f"output.export: {config.output.export} contains {key}, {folder}, so it would not "
+                "be empty at the end; name a folder of its own"
             )
 
 
