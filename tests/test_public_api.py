@@ -15,8 +15,8 @@ import longshore
 NAMES = """
 BatchSize CPGroup CPGroups CostProfile Counts Decoder DecoderConfig Field IndexedSteps Loader
 MicroBatch Pack PackContext Packing Piece Place Plan PlanSetting Round RunConfig RunError SeqContext
-Sequence SettingError Shards Stats Step Store StreamedSteps TokenizedSample Topology Trainer check
-cut_shards init_decoder lane_cuts load_config load_profile make_plan make_topology merge pack_lane
+Sequence SettingError Shards Stats Step Store StreamedSteps TokenizedSample Topology Trainer adapt
+check cut_shards init_decoder lane_cuts load_config load_profile make_plan make_topology merge pack_lane
 pack_step preset send_back unpack whole_context
 """
 ARGUMENTS = {

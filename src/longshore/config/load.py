@@ -42,7 +42,7 @@ EITHER = (
     ("train.steps", "train.epochs"),
     ("train.epochs", "train.steps"),
 )
-DATA_FILES = (".json", ".jsonl", ".ndjson", ".parquet")
+DATA_FILES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst")
 SHOWN = 60
 
 

@@ -45,10 +45,15 @@ class TransformersModel(LanguageModel):
         weighted = hf.get_input_embeddings() if self.tied else hf.get_output_embeddings()
         self.weighted = names[weighted]
         self.layer_names = tuple(names[block] for block in _blocks(hf))
+        self.most_positions = _most_positions(hf)
         self.loss_head = Head(config, tied=True)
 
     def blocks(self) -> list[nn.Module]:
         return [self.get_submodule(name) for name in self.layer_names]
+
+    def compile_blocks(self) -> None:
+        for block in self.blocks():
+            block.forward = torch.compile(block.forward, dynamic=True)
 
     def forward(
         self,
@@ -78,14 +83,25 @@ class TransformersModel(LanguageModel):
                 f"this model takes token ids of shape ({rows.ctx.tokens},) for a context of "
                 f"{rows.ctx.tokens} tokens, but got shape {tuple(ids_T.shape)}"
             )
+        self._check_lengths(rows.ctx)
+        # Padding may have positions past the last sequence's; a table of positions ends there.
+        positions_T = rows.ctx.positions.where(rows.ctx.is_real, 0)
         output = self.get_submodule(self.trunk)(
             input_ids=ids_T[None],
-            position_ids=rows.ctx.positions[None],
+            position_ids=positions_T[None],
             use_cache=False,
             **{KEYWORD: rows},
         )
         hidden_TC: Tensor = output.last_hidden_state[0]
         return hidden_TC
+
+    def _check_lengths(self, ctx: SeqContext) -> None:
+        longest = max(length for pack in ctx.packs for length in pack.lengths)
+        if self.most_positions is not None and longest > self.most_positions:
+            raise ValueError(
+                f"a sequence has {longest} tokens, but the model has a table of "
+                f"{self.most_positions} positions; shorten it (data.max_length)"
+            )
 
 
 def adapted(hf: Any, config: DecoderConfig) -> TransformersModel:  # noqa: ANN401
@@ -146,3 +162,11 @@ def _blocks(hf: Any) -> list[nn.Module]:  # noqa: ANN401
     raise ValueError(
         f"{type(hf).__name__} has no list of its {layers} layers, which FSDP would wrap; {WAY_OUT}"
     )
+
+
+def _most_positions(hf: Any) -> int | None:  # noqa: ANN401
+    """Rows of a learned table of positions; None without one."""
+    most = getattr(hf.config, "max_position_embeddings", None)
+    tables = [part for part in hf.base_model.modules() if isinstance(part, nn.Embedding)]
+    learned = [table for table in tables if table is not hf.get_input_embeddings()]
+    return most if learned and isinstance(most, int) else None

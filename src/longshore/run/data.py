@@ -30,8 +30,9 @@ from longshore.data.fields import Field, parse_field
 from longshore.data.inputs import find_inputs
 from longshore.data.mixture import Joined, Mixture
 from longshore.data.mock import MockSource
-from longshore.data.prepare import TextRules, cache_folder, prepare_cache, show_progress
+from longshore.data.prepare import TextRules, cache_folder, prepare_cache
 from longshore.data.prepare_job import TokenizerFiles, check_first
+from longshore.data.progress import show_progress
 from longshore.data.rejected import rejections_of
 from longshore.data.source import (
     IndexedSource,

@@ -49,7 +49,7 @@ from longshore.run.folder import (
     write_config,
 )
 from longshore.run.room import check_disks
-from longshore.train.checkpoint_files import remove_leftovers, writing
+from longshore.train.checkpoint_files import FOLDER, remove_leftovers, writing
 
 if TYPE_CHECKING:
     from longshore.data.loader import Loader
@@ -134,7 +134,9 @@ def check_output(config: RunConfig, start: Start) -> None:
     if run is None:
         check_run_folder(config.output.folder)
     else:
-        check_writable(run, "output.folder")
+        for folder in (run, run / FOLDER):
+            if folder.exists():
+                check_writable(folder, "output.folder")
         changed_settings(config, run)
         if config.train.steps:  # of epochs the number is known with the data
             check_steps(config.train.steps, config, run)

@@ -176,7 +176,8 @@ class Checkpoints:
                 blocks.setdefault(name, []).append(replace(own, values=host))
                 sources.append(own.values)
                 hosts.append(host)
-        torch._foreach_copy_(hosts, sources, non_blocking=True)
+        if hosts:  # nothing of a pipeline rank may be trained
+            torch._foreach_copy_(hosts, sources, non_blocking=True)
         copied = Timestamp(self.topology.device)
         for name, state in self._rng_states():
             blocks[name] = [whole_block(state)]
