@@ -16,8 +16,8 @@ NAMES = """
 BatchSize CPGroup CPGroups CostProfile Counts Decoder DecoderConfig Field IndexedSteps Loader
 MicroBatch Pack PackContext Packing Piece Place Plan PlanSetting Round RunConfig RunError SeqContext
 Sequence SettingError Shards Stats Step Store StreamedSteps TokenizedSample Topology Trainer adapt
-check cut_shards init_decoder lane_cuts load_config load_profile make_plan make_topology merge pack_lane
-pack_step preset send_back unpack whole_context
+check cut_shards init_decoder lane_cuts load_config load_profile make_plan make_topology merge
+pack_lane pack_step preset send_back unpack whole_context
 """
 ARGUMENTS = {
     "Trainer": "recipe overrides resume force signals on_step on_evaluation sections",
