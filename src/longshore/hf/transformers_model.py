@@ -35,6 +35,8 @@ class TransformersModel(LanguageModel):
         (self.stage,) = one_stage(layers=len(config.layers), depths=0).stages
         self.config = config
         self.exchanges: Exchanges = LOCAL
+        if hf.base_model is hf:
+            raise ValueError(f"{type(hf).__name__} has no part below its head; {WAY_OUT}")
         self.trunk: str = hf.base_model_prefix
         self.hf_config = hf.config
         self.tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
@@ -127,9 +129,14 @@ def empty_model(folder: str) -> Any:  # noqa: ANN401
     """The model of a folder, its parameters on `meta` and its buffers filled."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder)
-    with parameters_on_meta(), quiet():
-        return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    local: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        config = AutoConfig.from_pretrained(folder, **local)
+        with parameters_on_meta(), quiet():
+            return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except (ValueError, KeyError, AttributeError, ImportError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"transformers cannot make this model: {first}") from error
 
 
 @contextmanager
