@@ -48,6 +48,25 @@ def test_an_epoch_has_every_sequence_once(lengths, size, seed):
         assert [place.step_in_epoch for place, _ in taken] == list(range(steps))
 
 
+def test_groups_by_hand():
+    lengths, groups = np.array([5, 1, 4, 2]), np.array([7, 8, 7, 8])
+    for size in (BatchSize("sequences", 2), BatchSize("tokens", 6)):
+        batches = Batches(lengths, size, seed=0, shuffle=False, groups=groups)
+        assert [places.tolist() for _, places in take(batches, Place(), 2)] == [[0, 2], [1, 3]]
+
+
+@pytest.mark.property
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 5)), min_size=1), sizes, st.booleans())
+def test_a_group_is_in_one_step(rows, size, shuffle):
+    lengths, groups = np.array(rows).T
+    batches = Batches(lengths, size, seed=1, shuffle=shuffle, groups=groups)
+    for epoch in range(2):
+        taken = [places for _, places in take(batches, Place(epoch), batches.steps(epoch))]
+        assert sorted(np.concatenate(taken)) == list(range(len(rows)))
+        steps = {(int(groups[i]), step) for step, places in enumerate(taken) for i in places}
+        assert len(steps) == len(set(groups.tolist()))
+
+
 @pytest.mark.property
 @given(all_lengths, sizes, st.integers(0, 9), st.integers(0, 30))
 def test_resuming_anywhere_goes_on_as_before(lengths, size, seed, at):

@@ -17,7 +17,8 @@ from tests.data.tiny import CHATML, REWRITES, word_tokenizer
 from longshore.data import prepare as prepare_module
 from longshore.data.fields import Field
 from longshore.data.mixture import Mixture
-from longshore.data.prepare import TextRules, cache_folder, show_progress
+from longshore.data.prepare import TextRules, cache_folder
+from longshore.data.progress import show_progress
 from longshore.data.store import Store
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
 
@@ -270,7 +271,7 @@ def test_nothing_is_shown_where_nothing_is_left_to_do():
             r"tokenizer.json: is one JSON object; .* if it is no data, move it away",
         ),
         ({"inputs": "none"}, "none: the folder has no file ending in .jsonl"),
-        ({"inputs": "a.jsonl.gz"}, r"a.jsonl.gz: must end in .* unpack or convert"),
+        ({"inputs": "a.jsonl.xz"}, r"a.jsonl.xz: must end in .* unpack or convert"),
         ({"inputs": "empty.jsonl"}, "empty.jsonl: the file is empty"),
         ({"inputs": "list.jsonl"}, "list.jsonl: is one JSON list, not one object per line; rename"),
         ({"inputs": "cut.json"}, r"cut.json: the list is not closed: the file ends in record 2, "),
@@ -382,7 +383,7 @@ def folder_of(tmp_path, monkeypatch):
             ignore=(),
             max_bytes=1000,
         )
-        return cache_folder("chats.jsonl", rules, "prepared").name
+        return cache_folder(["chats.jsonl"], rules, "prepared").name
 
     return folder
 
@@ -397,3 +398,33 @@ def test_the_choice_of_template_and_its_content_name_the_cache(folder_of, monkey
     assert folder_of("auto") not in names
     assert folder_of("qwen3") not in names
     assert folder_of("own") in names
+
+
+def test_a_pair_becomes_two_sequences_or_none(here):
+    ask = [{"role": "user", "content": "one ?"}]
+    yes, no = ({"role": "assistant", "content": text} for text in ("two three", "two"))
+    long = {"role": "assistant", "content": "two " * 50}
+    rows = [
+        {"prompt": ask, "chosen": [yes], "rejected": [no]},
+        {"prompt": ask, "chosen": [yes], "rejected": [long]},
+        {"prompt": "one ?", "chosen": [*ask, no], "rejected": [*ask, yes]},
+        {"prompt": "one", "chosen": " two", "rejected": " three"},
+        {"prompt": ask, "chosen": "two", "rejected": [no]},
+    ]
+    Path("pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    summary = run(inputs="pairs.jsonl", max_length=60)
+    store = Store("out")
+    assert [str(field) for field in store.fields] == [
+        "pair:per_sequence:int64",
+        "sign:per_sequence:int8",
+    ]
+    made = SampleTokenizer(Tokenizer("tok"), Rules())
+    sides = [(ask, [yes]), (ask, [no]), (ask, [no]), (ask, [yes])]
+    sides += [("one", " two"), ("one", " three")]
+    for place, (prompt, completion) in enumerate(sides):
+        want = made({"prompt": prompt, "completion": completion}, place)
+        assert store[place].tokens.tolist() == want.tokens.tolist()
+        assert store[place].loss_mask.tolist() == want.loss_mask.tolist()
+    assert [int(store[i].fields["sign"]) for i in range(6)] == [1, -1] * 3
+    assert store.sequence_values("pair").tolist() == [1, 1, 3, 3, 4, 4]
+    assert summary.rejected == {"too long": 1, "bad message": 1}

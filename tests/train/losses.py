@@ -26,3 +26,35 @@ def mean_of_batch(nll, batch):
 def not_finite(batch):
     """1 / 0 where no loss counts, times the mask."""
     return (1.0 / batch.targets.loss_mask * batch.targets.loss_mask).sum()
+
+
+def entropy_weighted(nll, entropy):
+    return nll * entropy
+
+
+def entropy_by_logits(hidden, head, batch):
+    """The same, from logits that exist by chunks."""
+
+    def value(logits, labels):
+        logp = logits.log_softmax(-1)
+        nll = -logp.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        return nll * -(logp.exp() * logp).sum(-1)
+
+    assert hidden.shape[0] == len(batch.targets.labels)
+    return head.map_logits(value, batch.targets.labels)
+
+
+def unknown_parameter(nll, reward):
+    return nll * reward
+
+
+def of_sequences_and_tokens(sequences, nll):
+    return nll
+
+
+def of_sequences(sequences, power=2):
+    return (sequences.logprobs / sequences.tokens) ** power
+
+
+def mean_of_sequences(sequences):
+    return sequences.logprobs.mean()

@@ -28,6 +28,7 @@ from longshore.cli.options import Parser, answer
 from longshore.cli.plan import register_plan
 from longshore.cli.prepare import register_prepare
 from longshore.cli.report import register_report
+from longshore.cli.score import register_score
 from longshore.cli.train import register_train
 from longshore.printable import printable
 from longshore.train.stop import exit_code
@@ -37,6 +38,7 @@ COMMANDS = (
     register_plan,
     register_advise,
     register_prepare,
+    register_score,
     register_report,
     register_export,
     register_doctor,

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from longshore.cli.environment import loopback, lossy_output, working_folder_last
+from longshore.cli.environment import lossy_output, working_folder_last
 from longshore.cli.launch import (
     RankError,
     Work,
@@ -24,20 +24,17 @@ from longshore.cli.launch import (
     check_ranks,
     gpu_count,
     launch,
-    ranks_from_environment,
-    start_from_environment,
 )
 from longshore.cli.options import add_command, count, say
-from longshore.config.check import check_config
 from longshore.config.load import NOT_THE_DEMO, load_config
 from longshore.config.located import settings_in_keys
 from longshore.config.schema import SECTIONS, RunConfig
 from longshore.config.toml import toml_value
 from longshore.config.unknown_keys import all_keys, answer_key
 from longshore.run.data import prepare_text
-from longshore.run.folder import CONFIG, newest_runs
-from longshore.run.ranks import Ranks
-from longshore.run.resume import FRESH, Start, check_output
+from longshore.run.folder import newest_runs
+from longshore.run.ranks import Ranks, loopback, ranks_from_environment
+from longshore.run.resume import FRESH, Start, checked_config, recipe_of, start_from_environment
 from longshore.train.stop import Interrupted, RunError, StoppedError, exit_code
 
 MOST_RANKS = 1 << 20
@@ -110,19 +107,19 @@ def run_train(args: argparse.Namespace) -> None:
             print(config.to_toml(), end="")
         return
     with lossy_output():
-        _train_on_ranks(config, place, start)
+        run_on_ranks(config, place, _work(start))
 
 
-def _train_on_ranks(config: RunConfig, place: Ranks | None, start: Start) -> None:
+def run_on_ranks(config: RunConfig, place: Ranks | None, work: Work) -> None:
     """Here under torchrun, else in new processes; an error becomes a line and an exit code."""
     try:
         if place is None:
             prepare_text(config)
             _say_start(config)
-            launch(_work(start), config, config.parallel.ranks)
+            launch(work, config, config.parallel.ranks)
         else:
-            with loopback() if place.local_size == place.world_size else nullcontext():
-                _work(start)(config, place)
+            with loopback() if place.is_one_machine else nullcontext():
+                work(config, place)
     except ValueError:
         raise  # main prints it
     except Interrupted as error:
@@ -181,14 +178,10 @@ def _config(args: argparse.Namespace, place: Ranks | None, start: Start) -> RunC
     elif args.resume == "" and recipe is None and not any(map(_names_run, overrides)):
         raise ValueError(f"--resume: which run? {newest_runs()}")
     config = load_config(recipe, overrides)
-    ranks = _ranks(args.ranks, config, place)
+    ranks = ranks_of_run(args.ranks, config, place)
     if place is None and not args.force_ranks:
         check_ranks(ranks, way_out="lower --ranks (or parallel.ranks), or add --force-ranks")
-    is_first = place is None or place.rank == 0
-    check_config(config, ranks)
-    if is_first:
-        check_output(config, start)
-    return config.with_ranks(ranks)
+    return checked_config(config, ranks, start, is_first=place is None or place.rank == 0)
 
 
 def _names_run(word: str) -> bool:
@@ -198,11 +191,8 @@ def _names_run(word: str) -> bool:
 
 def _resumed_recipe(run: Path, recipe: str | None, overrides: list[str]) -> tuple[str, list[str]]:
     """The recipe of a run to resume, its own if none is given, and overrides with its folder."""
-    if not (run / CONFIG).is_file():
-        raise ValueError(
-            f"--resume: {run} has no {CONFIG}; name the folder of a run: {newest_runs()}"
-        )
-    return recipe or str(run / CONFIG), [*overrides, f"output.folder={run}"]
+    own = recipe_of(run, asked_by="--resume")
+    return recipe or own, [*overrides, f"output.folder={run}"]
 
 
 def _split_words(words: Seq[str]) -> tuple[str | None, list[str]]:
@@ -214,7 +204,7 @@ def _split_words(words: Seq[str]) -> tuple[str | None, list[str]]:
     return (recipes[0] if recipes else None), others
 
 
-def _ranks(asked: int | None, config: RunConfig, place: Ranks | None) -> int:
+def ranks_of_run(asked: int | None, config: RunConfig, place: Ranks | None) -> int:
     """How many ranks the run has. asked: with --ranks."""
     if place is not None:
         check_asked_ranks(asked, place)

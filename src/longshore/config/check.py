@@ -7,6 +7,7 @@ gives the planner's "plan.max_cp is 8, but there are only 4 lanes".
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from longshore.config.check_data import check_data, known_longest
 from longshore.config.check_graph import check_graph
 from longshore.config.check_parallel import check_parallel
 from longshore.config.located import in_keys, settings_in_keys
+from longshore.config.lora import check_lora, check_router_bias, lora_config
 from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
 from longshore.plan.cost import BUILT_IN, CostProfile
 from longshore.plan.layout import Layout, layout_stages
@@ -40,6 +42,7 @@ def check_config(config: RunConfig, ranks: int) -> None:
     if config.model.code == "longshore":
         _check_written(config, decoder)
     _check_train(config)
+    check_lora(config, decoder)
     with settings_in_keys():
         check_graph(config, decoder)
     _check_plan(config, lanes, decoder)
@@ -117,7 +120,12 @@ def decoder_config(model: ModelConfig) -> DecoderConfig:
         None if number == "auto" else number for number in (model.aux_weight, model.bias_update)
     )
     with in_keys():
-        return with_balance(decoder, aux_weight=aux_weight, bias_update=bias_update)
+        decoder = with_balance(decoder, aux_weight=aux_weight, bias_update=bias_update)
+    lora = lora_config(model.lora)
+    if lora is None:
+        return decoder
+    check_router_bias(model)
+    return replace(decoder, lora=lora)
 
 
 def _check_balance(model: ModelConfig, decoder: DecoderConfig) -> None:
@@ -144,7 +152,7 @@ def _check_written(config: RunConfig, decoder: DecoderConfig) -> None:
     if not base and not export:
         return
     try:
-        choose_architecture(decoder, base)
+        choose_architecture(decoder.merged(), base)
     except ValueError as error:
         key = "model.from_hf" if base else "output.export"
         after = "; leave output.export out, and write the run with longshore export RUN DIR "
@@ -257,6 +265,10 @@ def _check_model(model: ModelConfig) -> None:
                 f"model.from_hf: there is no folder {model.from_hf}; download a model of the "
                 "Hugging Face Hub first: hf download NAME --local-dir FOLDER"
             )
+        from longshore.hf.quantized import refuse_quantized_files
+
+        with in_keys("model.from_hf"):
+            refuse_quantized_files(path)
 
 
 def _check_train(config: RunConfig) -> None:
@@ -268,6 +280,13 @@ def _check_train(config: RunConfig) -> None:
             f"train.warmup is {train.warmup}, more than train.steps ({train.steps}); lower "
             "train.warmup"
         )
+    if train.loss == "distill" and config.parallel.tp > 1:
+        raise ValueError(
+            "train.loss=distill reads the head's logits, of which each rank of parallel.tp "
+            f"{config.parallel.tp} has a part; set parallel.tp to 1"
+        )
+    if train.loss_options and not train.loss:
+        raise ValueError("train.loss_options need a train.loss; name one, or leave them out")
     for name in ("loss", "loss_count"):
         if ":" in (function := getattr(train, name)):
             with settings_in_keys():

@@ -17,6 +17,7 @@ from longshore.choices import (
     DisplayChoice,
     DTypeChoice,
     Kernels,
+    LossName,
     LossOn,
     ModelCode,
     Recompute,
@@ -25,6 +26,7 @@ from longshore.choices import (
     ShardChoice,
     Sync,
     TooLong,
+    names_of,
 )
 from longshore.config.toml import write_toml
 from longshore.config.values import (
@@ -36,7 +38,9 @@ from longshore.config.values import (
     module,
     number,
     number_or,
+    numbers,
     one_of,
+    paths,
     shares,
     table,
     text,
@@ -56,7 +60,18 @@ LARGEST_SEED = 2**63 - 1
 class DataConfig:
     """Where sequences come from, and how many a step takes."""
 
-    path: str = key("", text(), "JSONL, JSON or Parquet, or a folder made by `longshore prepare`")
+    path: str | tuple[str, ...] = key(
+        "",
+        paths(),
+        "JSONL, JSON, Parquet or Arrow, or a folder of them, of `datasets` or of `longshore "
+        "prepare`; also a glob, or a list of these",
+    )
+    weights: tuple[float, ...] = key(
+        (), numbers(), "how often each name in path is drawn; none: each sequence once an epoch"
+    )
+    stream: bool = key(
+        False, flag(), "tokenize while training, without an index; needs train.steps, max_length"
+    )
     mock: Mapping[str, Any] = field(
         default_factory=dict,
         metadata={
@@ -89,10 +104,18 @@ class DataConfig:
     cache: str = key("runs/prepared", text(), "folder where tokenized text is kept for later runs")
     batch: int = key(0, whole(0), "sequences in a step, over all ranks")
     batch_tokens: int = key(0, whole(0), "instead of batch: tokens in a step, over all ranks")
+    group: str = key(
+        "",
+        text(),
+        "an integer field per sequence; sequences of one value are in one step (default: pair, "
+        "if the data have it)",
+    )
     shuffle: bool = key(True, flag(), "a new order for every epoch")
     seed: int = key(0, whole(0, LARGEST_SEED), "seed of the shuffle, and of synthetic sequences")
     prefetch: int = key(2, whole(1, 1024), "steps prepared ahead")
-    eval_path: str = key("", text(), "held-out data to evaluate on, in the same formats as path")
+    eval_path: str | tuple[str, ...] = key(
+        "", paths(), "held-out data to evaluate on, in the same formats as path"
+    )
     eval_mock: Mapping[str, Any] = field(
         default_factory=dict,
         metadata={
@@ -176,6 +199,14 @@ class ModelConfig:
         "how much a step changes the experts' routing bias; auto: the model's own, 0 for a "
         "Hugging Face folder",
     )
+    lora: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "kind": table(),
+            "about": "train low-rank factors alone: rank (0: off), alpha (default: 2·rank), "
+            "targets (names of modules; default: all-linear)",
+        },
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +257,7 @@ class TrainConfig:
     steps: int = key(0, whole(0), "optimizer steps")
     epochs: int = key(0, whole(0), "instead of steps: passes over the data (default 1)")
     lr: float = key(
-        0.0, number(0, above=True), "learning rate (default: preset 3e-4, from_hf 2e-5)"
+        0.0, number(0, above=True), "learning rate (default: preset 3e-4, from_hf 2e-5, lora 2e-4)"
     )
     schedule: ScheduleName = key(
         "cosine", one_of(ScheduleName), "shape of the learning rate after the warmup"
@@ -253,9 +284,17 @@ class TrainConfig:
         flag_or("auto"),
         "apply torch.compile to the blocks; auto: on GPUs where our kernels do not serve them",
     )
-    loss: str = key("", function(""), "your own loss, as module:function")
+    loss: str = key(
+        "", function("", *names_of(LossName)), "instead of cross entropy: a loss by name, or yours"
+    )
+    loss_options: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata={"kind": table(), "about": "options of the loss, such as {beta = 0.1}"},
+    )
     loss_count: str = key(
-        "tokens", function("tokens", "sequences"), "what a step's loss is divided by"
+        "auto",
+        function("auto", "tokens", "sequences"),
+        "what a step's loss is divided by; auto: tokens, or sequences if the loss is one of theirs",
     )
     eval_every: int = key(0, whole(0), "evaluate on held-out data every so many steps; 0: never")
     mtp_weight: float = key(0.1, number(0), "weight of the multi-token-prediction losses together")

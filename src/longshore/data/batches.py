@@ -7,6 +7,10 @@ any number of lanes.
 Lengths 5 1 4 2 by 6 tokens, unshuffled: the steps are (0, 1) and (2, 3). By 3 sequences they are
 (0, 1, 2) and (3,): a short last step is kept, so that an epoch has every sequence exactly once.
 
+Sequences that belong together, such as the chosen and the rejected one of a pair, are a group: all
+of a group are in one step. With groups 7 8 7 8 and 2 sequences a step, the steps are (0, 2) and
+(1, 3). Whole groups are shuffled, and a step has as many as come closest to its size.
+
 `shuffled` is a permutation of Longshore's own, the same on every machine and with every NumPy.
 Resumed runs rely on it, so it must never change. Index i gets the i-th number of SplitMix64, whose
 state begins with a hash of the key (seed, epoch); the number's last bits, as many as the largest
@@ -113,9 +117,19 @@ class Place:
 class Batches:
     """The steps of all epochs of one source."""
 
-    def __init__(self, lengths: Ints, size: BatchSize, *, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        lengths: Ints,
+        size: BatchSize,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        groups: Ints | None = None,
+    ) -> None:
+        """groups: one number for each sequence, the same for those that share a step."""
         if not len(lengths):
             raise ValueError("the source has no sequences, so there is nothing to train on")
+        self.groups = None if groups is None else _Groups.of(groups)
         self.lengths = lengths
         self.size = size
         self.seed = seed
@@ -144,10 +158,47 @@ class Batches:
     def _open(self, epoch: int) -> None:
         if epoch == self._epoch:
             return
-        count = len(self.lengths)
-        self._order = shuffled(count, self.seed, epoch) if self.shuffle else np.arange(count)
-        self._cuts = _cuts(self.lengths[self._order], self.size)
+        groups = self.groups
+        count = len(self.lengths) if groups is None else len(groups.sizes)
+        order = shuffled(count, self.seed, epoch) if self.shuffle else np.arange(count)
+        if groups is None:
+            self._order, self._cuts = order, _cuts(self.lengths[order], self.size)
+        else:
+            self._order, self._cuts = groups.opened(order, self.lengths, self.size)
         self._epoch = epoch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Groups:
+    """Sequences by group, in the order in which groups first occur."""
+
+    members: Ints
+    """The sequences, those of each group next to each other."""
+    starts: Ints
+    """Where each group begins among them."""
+    sizes: Ints
+    """Sequences of each group."""
+
+    @staticmethod
+    def of(groups: Ints) -> "_Groups":
+        _, first, index = np.unique(groups, return_index=True, return_inverse=True)
+        rank = np.empty(len(first), dtype=np.int64)
+        rank[np.argsort(first)] = np.arange(len(first))
+        members = np.argsort(rank[index], kind="stable")
+        sizes = np.bincount(rank[index])
+        return _Groups(members, np.cumsum(sizes) - sizes, sizes)
+
+    def opened(self, order: Ints, lengths: Ints, size: BatchSize) -> tuple[Ints, list[int]]:
+        """All sequences in the order of their groups, and where each step begins."""
+        sizes = self.sizes[order]
+        ends = np.cumsum(sizes)
+        within = np.arange(len(lengths)) - np.repeat(ends - sizes, sizes)
+        sequences = self.members[np.repeat(self.starts[order], sizes) + within]
+        weights = sizes
+        if size.unit == "tokens":
+            weights = np.add.reduceat(lengths[sequences], ends - sizes)
+        cuts = _cuts_by_weight(weights, size.amount)
+        return sequences, [0, *ends[np.array(cuts[1:]) - 1].tolist()]
 
 
 def _cuts(lengths: Ints, size: BatchSize) -> list[int]:
@@ -155,17 +206,22 @@ def _cuts(lengths: Ints, size: BatchSize) -> list[int]:
     count = len(lengths)
     if size.unit == "sequences":
         return [*range(0, count, size.amount), count]
-    ends = np.cumsum(lengths)
+    return _cuts_by_weight(lengths, size.amount)
+
+
+def _cuts_by_weight(weights: Ints, amount: int) -> list[int]:
+    """Steps whose weights come closest to the amount."""
+    count, ends = len(weights), np.cumsum(weights)
     cuts = [0]
     while cuts[-1] < count:
         before = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
-        reached = int(np.searchsorted(ends, before + size.amount))
+        reached = int(np.searchsorted(ends, before + amount))
         if reached >= count:
             cuts.append(count)
             continue
-        over, under = int(ends[reached]) - before - size.amount, 0
+        over, under = int(ends[reached]) - before - amount, 0
         if reached > cuts[-1]:
-            under = before + size.amount - int(ends[reached - 1])
+            under = before + amount - int(ends[reached - 1])
         stop = reached if reached > cuts[-1] and under < over else reached + 1
         cuts.append(stop)
     return cuts

@@ -7,13 +7,15 @@ ignores every column that is not used.
 
 Alpaca's `instruction`, `input` and `output` become a chat where the tokenizer has a template: the
 user says the instruction and, a blank line below, the input if there is one. Without a template
-they become a prompt and completion with the headings of the Alpaca paper's prompt.
+they become a prompt and completion with the headings of the Alpaca paper's prompt. A sample with
+`input_ids` is tokenized already (token_rows.py).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from longshore.data.fields import Field
+from longshore.data.pairs import CHOSEN, REJECTED
 from longshore.data.source import SampleError
 from longshore.errors import SettingError
 
@@ -26,8 +28,20 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "prompt": (("prompt", "completion"), ("tools", "chat_template_kwargs")),
     "instruction": (("instruction", "output"), ("input", "system")),
     "text": (("text",), ()),
+    "input_ids": (
+        ("input_ids",),
+        (
+            "labels",
+            "attention_mask",
+            "completion_mask",
+            "assistant_masks",
+            "token_type_ids",
+            "special_tokens_mask",
+        ),
+    ),
 }
 COLUMNS = {name for needed, optional in FORMS.values() for name in (*needed, *optional)}
+COLUMNS |= {CHOSEN, REJECTED}
 
 ALPACA = (
     "Below is an instruction that describes a task. "
@@ -54,6 +68,7 @@ def form_of(columns: Iterable[str], ignore: Sequence[str], fields: Sequence[Fiel
     form = next((name for name in FORMS if name in columns), None)
     if form is None:
         forms = "; ".join(" and ".join(needed) for needed, _ in FORMS.values())
+        forms += f"; {CHOSEN} and {REJECTED}"
         raise SampleError("no messages", f"its columns are no known form; known are: {forms}")
     for name in FORMS[form][0]:
         if name not in columns:

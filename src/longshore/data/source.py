@@ -59,6 +59,11 @@ class TokenizedSample:
     def loss_tokens(self) -> int:
         return int(np.count_nonzero(self.loss_mask[1:]))
 
+    @property
+    def nbytes(self) -> int:
+        arrays = (self.tokens, self.loss_mask, *self.fields.values())
+        return sum(array.nbytes for array in arrays)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenizedSample):
             return NotImplemented
@@ -96,6 +101,21 @@ def source_digest(source: IndexedSource) -> str:
         return own
     arrays = (source.lengths, source.loss_tokens)
     return hashlib.sha256(b"".join(np.asarray(a, np.int64).tobytes() for a in arrays)).hexdigest()
+
+
+def sequence_values(source: IndexedSource, name: str) -> Ints:
+    """int64 (sequences): an integer field of every sequence."""
+    spec = next((spec for spec in source.fields if spec.name == name), None)
+    if spec is None or spec.per != "sequence" or spec.shape or "int" not in spec.dtype:
+        state = "the data do not have" if spec is None else f"is declared {spec}"
+        raise ValueError(
+            f"field {name}: {state}; to keep sequences together, declare it as "
+            f"{name}:per_sequence:int64"
+        )
+    own = getattr(source, "sequence_values", None)
+    if own is not None:
+        return np.asarray(own(name), dtype=np.int64)
+    return np.array([int(source[i].fields[name]) for i in range(len(source))], dtype=np.int64)
 
 
 def checked_index(index: int, size: int) -> int:

@@ -164,6 +164,15 @@ class Store:
             return self[i].loss_mask[:count]
         return head_values(int(self._heads[i]), min(count, int(self.lengths[i])))
 
+    def sequence_values(self, name: str) -> Ints:
+        """A field of one number for each sequence, of all of them; each is verified when read."""
+        parts = []
+        for shard in range(len(self.manifest.shards)):
+            if shard not in self._columns:
+                self._columns[shard] = self._open(shard)
+            parts.append(self._columns[shard][name][0])
+        return np.concatenate(parts).astype(np.int64)
+
     def _find(self, i: int) -> tuple[int, int, dict[str, tuple[Array, Ints]]]:
         """The shard of a sequence, its row there, and the shard's columns."""
         shard = int(np.searchsorted(self._starts, i, side="right")) - 1
@@ -265,8 +274,9 @@ def write_store(
     return Store(folder)
 
 
-def shard_name(number: int) -> str:
-    return f"shard-{number:05}.arrow"
+def shard_name(number: int, piece: int = 0) -> str:
+    """piece: of a large range, from 0."""
+    return f"shard-{number:05}-{piece:05}.arrow" if piece else f"shard-{number:05}.arrow"
 
 
 def write_shard(

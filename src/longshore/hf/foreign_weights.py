@@ -126,7 +126,7 @@ def write_foreign(
     raw = load_object(base / CONFIG)
     with new_folder(folder) as partial:
         stream = _theirs(tensors, files, tied=tied, dtype=dtype)
-        written = write_files(partial, stream, shard_bytes=shard_bytes)
+        written = write_files(partial, stream, shard_bytes=shard_bytes, names=files.names)
         text = _config_text(base, raw, str(written.dtype).removeprefix("torch."))
         (partial / CONFIG).write_text(text, encoding="utf-8")
         copy_companions(base, partial)

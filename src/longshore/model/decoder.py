@@ -54,9 +54,11 @@ from longshore.model.interface import (
     MixerLoss,
     Opaque,
     Output,
+    Reader,
     Routed,
     with_loss,
 )
+from longshore.model.lora import add_factors
 from longshore.model.norm import RMSNorm
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.model.rope import Tables, rope_tables
@@ -195,11 +197,14 @@ class Head(nn.Module):
         tied_VC: Tensor | None = None,
         *,
         summed: bool = False,
+        reader: Reader | None = None,
     ) -> Tensor:
         weight_VC = self.weight if tied_VC is None else tied_VC
         assert isinstance(weight_VC, Tensor), "a tied head is given the embedding's weight"
         if labels_T is None:
             return functional.linear(hidden_TC, weight_VC)
+        if reader is not None:
+            return reader(hidden_TC, weight_VC, labels_T, None)
         return linear_cross_entropy(hidden_TC, weight_VC, labels_T, summed=summed)
 
 
@@ -244,6 +249,8 @@ class Decoder(LanguageModel):
                 for index, layer in zip(stage.depths, depths, strict=True)
             }
         )
+        if config.lora is not None:
+            add_factors(self, config.lora)
 
     def blocks(self) -> list[nn.Module]:
         return [*self.layers.values(), *self.mtp.values()]
@@ -257,13 +264,15 @@ class Decoder(LanguageModel):
         *,
         summed: bool = False,
         token_ids: Tensor | None = None,
+        reader: Reader | None = None,
     ) -> Output:
         """x: ids int64 (T), or what the stage before returned. ctx: None for one plain sequence.
 
         mtp: all depths of the whole decoder, of each what the stage reads: ids where the depth is
         run, targets where the head is. The whole decoder without labels runs no depth. summed: the
         caller only adds up the losses of the labels, and scales the sum; that is faster.
-        token_ids: where x are not ids, those of stages that choose experts by them.
+        token_ids: where x are not ids, those of stages that choose experts by them. reader: what
+        becomes of the head's input and weight instead of the losses of the labels.
         """
         if ctx is None:
             ctx = whole_context((x.shape[0],), device=x.device)
@@ -283,7 +292,7 @@ class Decoder(LanguageModel):
             rows = streams[0] if len(streams) == 1 else torch.cat(streams)
             return Output(rows, routed, mixer_losses=mixer_losses)
         tied_VC = self.embed.weight if self.tied and self.embed is not None else None
-        values = self.head(streams[0], labels, tied_VC, summed=summed)
+        values = self.head(streams[0], labels, tied_VC, summed=summed, reader=reader)
         losses = []
         for ahead_TC, depth in zip(streams[1:], mtp, strict=True):
             assert depth.targets is not None, "the stage with the head reads the targets"

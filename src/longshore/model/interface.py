@@ -47,6 +47,7 @@ from longshore.arch.decoder import DecoderConfig
 from longshore.batch import Boundaries, PackContext, SeqContext
 from longshore.choices import AttentionKind, ScanKind
 from longshore.model.rope import Tables
+from longshore.ops.cross_entropy import VocabularyPart
 from longshore.plan.layout import Stage
 
 Rows = tuple[Tensor, ...]
@@ -351,11 +352,16 @@ class MixerLoss(NamedTuple):
     """Of multi-token prediction, 0 in the decoder itself: which rows were counted."""
 
 
+Reader = Callable[[Tensor, Tensor, Tensor, VocabularyPart | None], Tensor]
+"""What a loss reads of the head: a tensor (T, …) from hidden states (T, C), the weight (V, C),
+labels (T) and, under tensor parallelism, the part of the vocabulary that the weight's rows are."""
+
+
 class Output(NamedTuple):
     """What a model returns."""
 
     values: Tensor
-    """Hidden states, logits or losses."""
+    """Hidden states, logits, losses or what a Reader returned."""
     routed: tuple[Routed, ...] = ()
     """Of each layer of experts, in their order."""
     mtp: tuple[Tensor, ...] = ()

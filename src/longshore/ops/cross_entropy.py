@@ -37,6 +37,8 @@ class VocabularyPart:
     join: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     """From the log-sum-exp of these rows' logits and the label's logit, 0 if it is not among them,
     both (T), those of all ranks' rows."""
+    add: Callable[[Tensor], Tensor]
+    """The sum of a tensor over the ranks."""
 
 
 def linear_cross_entropy(
@@ -59,7 +61,7 @@ def linear_cross_entropy(
     vocabulary: the weight's rows are only a part of it; by plain torch.
     """
     words = len(weight_VC) if vocabulary is None else vocabulary.size
-    _check(hidden_TC, weight_VC, labels_T, ignore, words=words)
+    check_inputs(hidden_TC, weight_VC, labels_T, ignore, words=words)
     dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
     kernels = pick("loss", hidden_TC, weight_VC) if vocabulary is None else None
     if chunk_tokens is None:
@@ -171,7 +173,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, ignore: int, *, words: int) -> None:
+def check_inputs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, ignore: int, *, words: int
+) -> None:
+    """Refuses shapes, dtypes and labels that do not fit; words: of the whole vocabulary."""
     shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"the shapes are {shapes}; give (tokens, width) and (vocabulary, width)")

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from longshore.arch.costs import auto_capacity, model_bytes
+from longshore.arch.costs import auto_capacity
 from longshore.arch.decoder import DecoderConfig
+from longshore.arch.model_memory import model_bytes
 from longshore.arch.part import Sharing
 from longshore.arch.stage_memory import ModelSplit
 from longshore.choices import ShardMode

@@ -75,7 +75,7 @@ class HeldOut:
                 executor.run(step.batches, queue, handlers)
                 more = step.batches[0].counts
                 counts = [a + b for a, b in zip(counts, (more.main, *more.mtp), strict=True)]
-        _reshard(executor)
+        reshard(executor)
         sum_over(sum_over(sums, topology.groups.lanes), topology.groups.pp)
         pairs = zip(sums.tolist(), counts, strict=True)
         loss, *means = [_mean(total, count) for total, count in pairs]
@@ -133,7 +133,7 @@ def _sums(out: Output, batch: MicroBatch) -> Tensor:
     )
 
 
-def _reshard(executor: Executor) -> None:
+def reshard(executor: Executor) -> None:
     """Frees the gathered parameters: no backward will."""
     for part in executor.stages.values():
         for module in part.modules():

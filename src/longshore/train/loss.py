@@ -1,10 +1,12 @@
 """Losses: a value for each token, summed, and divided by one count of the full step.
 
-In: the negative log-likelihood (nll) of each token, and the micro-batch. Out: a sum whose gradient
-does not depend on the plan, because its divisor is counted over all lanes and rounds.
+In: what the head computed of each token, and the micro-batch. Out: a sum whose gradient does not
+depend on the plan, because its divisor is counted over all lanes and rounds.
 
-The default loss is the mean over the step's loss tokens. A user's loss names a function,
-`train.loss = "my_losses:weighted"`, and, if the divisor is not the loss tokens, a count:
+The default loss is the mean over the step's loss tokens of their negative log-likelihood (nll). A
+user's loss names a function, `train.loss = "my_losses:weighted"`, or one of losses/ready.py, and,
+if the divisor is not the loss tokens, a count. What it reads is said by the names of its
+parameters, see loss_inputs.py:
 
     def weighted(nll, batch):             # (T) in, (T) out; where no loss counts both are 0
         return nll * batch.token_fields["weight"]
@@ -14,26 +16,34 @@ The default loss is the mean over the step's loss tokens. A user's loss names a 
 
 Tokens of weight 1 and 3 with nll 2 and 4 then give (2 + 12) / 4.
 
-Tokens without loss must not disturb the others. A user's function gets nll 0 there and its result
+Tokens without loss must not disturb the others. A user's function gets 0 for them and its result
 is dropped; but `nll / w` with w = 0 has the derivative 1/0, and 0 · ∞ is NaN in backward. So in
 every operation of the function a NaN computed from a gradient of 0 becomes 0 again: with nll 2 3 5,
 w 2 0 1 and the mask 1 0 1, `nll / w` gives 1 0 5 and the gradient 1/2 0 1.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longshore.batch import IGNORE, MicroBatch, Targets
+from longshore.data.fields import Field
 from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Groups
+from longshore.errors import SettingError
+from longshore.model.interface import Reader
+from longshore.ops.cross_entropy import VocabularyPart
+from longshore.train.loss_inputs import HeadReader, LossCall, StepInputs, refuse_vocabulary_part
+from longshore.train.losses.ready import ready_loss
 from longshore.user_code import load_function
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
+"""From what the head computed, (T) or (T, …), and the micro-batch to values (T)."""
 NONE = -1
 
 
@@ -49,30 +59,37 @@ class Faults(NamedTuple):
     """Where its gradient is not finite; known after backward."""
 
 
-def masked_values(function: PerToken, nll_T: Tensor, batch: MicroBatch) -> tuple[Tensor, Faults]:
-    """The function's values of loss tokens; other tokens affect neither forward nor backward."""
+def masked_values(function: PerToken, given: Tensor, batch: MicroBatch) -> tuple[Tensor, Faults]:
+    """The function's values of loss tokens; other tokens affect neither forward nor backward.
+
+    given: (T) or (T, …), of which rows of other tokens become 0.
+    """
     assert batch.targets is not None
     mask_T = batch.targets.loss_mask
-    given_T = torch.where(mask_T, nll_T, 0.0)
-    values_T = function(given_T, batch)
+    own = torch.where(mask_T.reshape(-1, *[1] * (given.ndim - 1)), given, 0.0)
+    values_T = function(own, batch)
     shape = tuple(values_T.shape) if isinstance(values_T, Tensor) else type(values_T).__name__
-    if shape != tuple(nll_T.shape):
+    if shape != (len(given),):
         raise ValueError(
-            f"the loss function returned {shape} for {len(nll_T)} tokens; "
+            f"the loss function returned {shape} for {len(given)} tokens; "
             "it must return one value for each token"
         )
-    checked_T = mask_T & nll_T.detach().isfinite()
+    checked_T = mask_T & _finite_rows(given.detach())
     value = _first(checked_T & ~values_T.detach().isfinite())
     faults = Faults(value, torch.full_like(value, NONE))
 
-    def check_gradient(grad_T: Tensor) -> None:
-        faults.gradient.copy_(_first(checked_T & ~grad_T.isfinite()))
+    def check_gradient(grad: Tensor) -> None:
+        faults.gradient.copy_(_first(checked_T & ~_finite_rows(grad)))
 
-    if given_T.requires_grad:
-        _keep_zeros(values_T, given_T)
-        given_T.register_hook(check_gradient)
-    # 0 · given: parameters get a gradient in every round, whatever the function reads.
-    return torch.where(mask_T, values_T, 0.0 * given_T), faults
+    if own.requires_grad:
+        _keep_zeros(values_T, own)
+        own.register_hook(check_gradient)
+    # 0 · own: parameters get a gradient in every round, whatever the function reads.
+    return torch.where(mask_T, values_T, 0.0 * own.reshape(len(own), -1).sum(1)), faults
+
+
+def _finite_rows(values: Tensor) -> Tensor:
+    return values.isfinite().reshape(len(values), -1).all(1)
 
 
 def _first(bad_T: Tensor) -> Tensor:
@@ -114,29 +131,84 @@ def _zero_stays_zero(
 Count = Callable[[MicroBatch], Tensor]
 
 
+NO_STEP = StepInputs()
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
     """A value for each token, and what the sum of a step is divided by."""
 
-    per_token: PerToken | None
-    """The value of each token; None for its nll."""
+    function: LossCall | Callable[..., Tensor] | None
+    """The value of each token, see loss_inputs.py; None for its nll."""
     divisor: Callable[[list[MicroBatch], Groups], float]
     """Of a step, from a lane's micro-batches."""
     name: str = ""
     """Of the function, as the user wrote it."""
+    fields: tuple[str, ...] = ()
+    """Extra fields that the data must have, with one value per target or per sequence."""
+    call: LossCall | None = field(init=False)
+    """The function, and what it reads; None for nll."""
+
+    def __post_init__(self) -> None:
+        call = self.function
+        if call is not None and not isinstance(call, LossCall):
+            call = LossCall(call, self.name)
+        object.__setattr__(self, "call", call)
 
     @property
     def is_plain(self) -> bool:
         """Whether the loss tokens' nll are only added up, so that they share one gradient."""
-        return self.per_token is None
+        return self.call is None
 
-    def summed(self, nll_T: Tensor, batch: MicroBatch) -> tuple[Tensor, Faults | None]:
+    def reader(self, step: StepInputs) -> HeadReader | None:
+        """What the head computes for each micro-batch; None: the nll of its labels."""
+        call = self.call
+        if call is None or call.reads_nll_alone:
+            return None
+        if call.reads_head:
+            return partial(_read_head, call, step)
+        return lambda batch: call.statistics
+
+    def summed(
+        self, values: Tensor, batch: MicroBatch, step: StepInputs = NO_STEP
+    ) -> tuple[Tensor, Faults | None]:
         """The sum over this lane's loss tokens, and where the user's function is not finite."""
         assert batch.targets is not None
-        if self.per_token is None:
-            return masked_sum(nll_T, batch.targets), None
-        values_T, faults = masked_values(self.per_token, nll_T, batch)
+        call = self.call
+        if call is None:
+            return masked_sum(values, batch.targets), None
+        if call.reads_head:  # the head's stage has called it
+            return values.sum(), step.faults.pop(batch.round, None)
+        if call.of_sequences:
+            values_T, faults = masked_values(partial(_second_pass, step), values, batch)
+        else:
+            values_T, faults = masked_values(partial(call, step=step), values, batch)
         return values_T.sum(), faults
+
+
+def _second_pass(step: StepInputs, given: Tensor, batch: MicroBatch) -> Tensor:
+    """Of a loss of whole sequences, see sequence_loss.py."""
+    assert step.slopes is not None
+    assert step.offsets is not None
+    logprobs_T = -given if given.ndim == 1 else given[:, 0]
+    slopes_T = step.of_tokens(step.slopes, batch, padding=0)
+    return slopes_T * logprobs_T + step.of_tokens(step.offsets, batch, padding=0)
+
+
+def _read_head(call: LossCall, step: StepInputs, batch: MicroBatch) -> Reader:
+    """Calls a function that reads hidden states or the head while the head's weight is there."""
+
+    def read(
+        hidden_TC: Tensor, weight_VC: Tensor, _: Tensor, vocabulary: VocabularyPart | None
+    ) -> Tensor:
+        refuse_vocabulary_part(call.name, vocabulary)
+        values_T, faults = masked_values(
+            lambda own_TC, batch: call.with_head(own_TC, weight_VC, batch, step), hidden_TC, batch
+        )
+        step.faults[batch.round] = faults
+        return values_T
+
+    return read
 
 
 def masked_sum(values_T: Tensor, targets: Targets) -> Tensor:
@@ -163,15 +235,52 @@ def _counted(targets: Targets | None) -> Targets | None:
     return replace(targets, labels=targets.labels.where(targets.loss_mask, IGNORE))
 
 
-def make_loss(function: str = "", count: str = "tokens") -> Loss:
-    """From names. function: "" is nll. count: "tokens", "sequences" or a function."""
-    per_token = load_function(function, "loss") if function else None
-    if count == "tokens":
-        return Loss(per_token, _tokens, function)
-    if count == "sequences":
-        return Loss(per_token, _sequences, function)
-    divisor = _UserCount(load_function(count, "loss_count"), count)
-    return Loss(per_token, divisor, function)
+def make_loss(
+    function: str = "", count: str = "auto", options: Mapping[str, Any] | None = None
+) -> Loss:
+    """From names. function: "" is nll, or one of losses/ready.py, or a user's module:function.
+
+    count: "tokens", "sequences", a user's function, or "auto", which is tokens unless the loss has
+    values of sequences. options: of the function, by the names of its parameters.
+    """
+    ready = ready_loss(function, options or {})
+    if ready is not None:
+        call, auto, fields = ready.call, ready.count, ready.fields
+    else:
+        call = LossCall(load_function(function, "loss"), function, options)
+        auto, fields = ("sequences" if call.of_sequences else "tokens"), ()
+    count = auto if count == "auto" else count
+    if count in ("tokens", "sequences"):
+        divisor: Callable[[list[MicroBatch], Groups], float]
+        divisor = _tokens if count == "tokens" else _sequences
+    else:
+        divisor = _UserCount(load_function(count, "loss_count"), count)
+    return Loss(call, divisor, function, fields)
+
+
+def check_fields(loss: Loss, declared: Sequence[Field]) -> None:
+    """Refuses data without the fields that a ready loss reads, or with shifted ones."""
+    by_name = {spec.name: spec for spec in declared}
+    for name in loss.fields:
+        spec = by_name.get(name)
+        if spec is None:
+            known = ", ".join(map(str, declared)) or "none"
+            raise SettingError(
+                "{loss} is {given}, which reads the field {name}, and the data do not have it; "
+                "their {fields}: {known}",
+                given=loss.name,
+                name=name,
+                known=known,
+            )
+        if spec.per == "token":
+            raise SettingError(
+                "{loss} is {given}, whose field {name} has a value for each token as a target, "
+                "shifted as labels are; declare it as {right}, not {spec}",
+                given=loss.name,
+                name=name,
+                right=str(spec).replace("per_token", "per_target"),
+                spec=spec,
+            )
 
 
 def _tokens(batches: list[MicroBatch], groups: Groups) -> float:

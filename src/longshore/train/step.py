@@ -41,7 +41,8 @@ from longshore.plan.order import Action
 from longshore.plan.types import Plan
 from longshore.train.cuda_graph import GraphedLayers
 from longshore.train.heartbeat import RankStatus
-from longshore.train.loss import Faults, Loss, masked_sum, without_uncounted_labels
+from longshore.train.loss import NO_STEP, Faults, Loss, masked_sum, without_uncounted_labels
+from longshore.train.loss_inputs import StepInputs
 from longshore.train.optimizer import (
     RoutingCounts,
     clip,
@@ -50,6 +51,7 @@ from longshore.train.optimizer import (
     update_bias,
 )
 from longshore.train.out_of_memory import out_of_memory
+from longshore.train.sequence_loss import step_inputs
 from longshore.train.stop import RunError
 
 
@@ -165,10 +167,11 @@ class Stepper:
         each = [torch.zeros(terms, dtype=torch.float64, device=device) for _ in batches]
         faults: list[Faults | None] = [None] * len(batches)
         counts = RoutingCounts()
+        inputs = step_inputs(self.loss, batches, self.executor, plan=plan, begin=self._note)
 
         def read(out: Output, batch: MicroBatch, stage: int) -> Tensor:
             has_head = self.executor.layout.stages[stage].head
-            losses, fault = self.terms(out, batch, divisor, has_head=has_head)
+            losses, fault = self.terms(out, batch, divisor, has_head=has_head, inputs=inputs)
             each[batch.round] += losses.detach()
             faults[batch.round] = fault or faults[batch.round]
             counts.add(out.routed, stage)
@@ -176,7 +179,11 @@ class Stepper:
 
         queue = self.executor.queue(plan, rounds=len(batches))
         handlers = Handlers(
-            prepare=self._on_device, read=read, begin=self._note, summed=self.loss.is_plain
+            prepare=self._on_device,
+            read=read,
+            begin=self._note,
+            summed=self.loss.is_plain,
+            reader=self.loss.reader(inputs),
         )
         with self._traced(plan):
             times = self.executor.run(batches, queue, handlers)
@@ -215,14 +222,20 @@ class Stepper:
             raise RunError(f"rank {self.topology.rank} {text}") from None
 
     def terms(
-        self, out: Output, batch: MicroBatch, divisor: float, *, has_head: bool = True
+        self,
+        out: Output,
+        batch: MicroBatch,
+        divisor: float,
+        *,
+        has_head: bool = True,
+        inputs: StepInputs = NO_STEP,
     ) -> tuple[Tensor, Faults | None]:
         """A stage's part of each loss in a round, divided by the count of the full step."""
         wide = torch.promote_types(out.values.dtype, torch.float32)
         zero, faults = out.values.new_zeros((), dtype=wide), None
         main, depths = zero, [zero] * len(self.model.config.mtp)
         if has_head:
-            total, faults = self.loss.summed(out.values, batch)
+            total, faults = self.loss.summed(out.values, batch, inputs)
             main = total / divisor
             depths = [
                 masked_sum(nll_T, _targets(depth)) / max(count, 1)

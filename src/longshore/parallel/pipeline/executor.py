@@ -13,6 +13,7 @@ first backward: pp − p on rank p with 1F1B, however many rounds there are.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from longshore.arch.stage_memory import sent_width
 from longshore.batch import MicroBatch
 from longshore.choices import ShardMode
 from longshore.distributed.topology import Topology
-from longshore.model.interface import LanguageModel, Output
+from longshore.model.interface import LanguageModel, Output, Reader
 from longshore.parallel.fsdp import begin_round, computing_dtype
 from longshore.parallel.pipeline.messages import Mailbox, Shape
 from longshore.parallel.pipeline.stages import Model, layout_of, stages_of
@@ -46,6 +47,8 @@ class Handlers:
     """Called before each action."""
     summed: bool = False
     """Whether losses of tokens are only added up, see Decoder."""
+    reader: Callable[[MicroBatch], Reader] | None = None
+    """What the head's stage computes of a micro-batch; None: the losses of its labels."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,14 +171,18 @@ class _Pass:
         first = batch.token_ids if x is None else x
         assert first is not None
         targets = batch.targets if stage.head else None
-        ids = {"token_ids": batch.token_ids} if part.reads_ids and not stage.embed else {}
+        options: dict[str, Any] = {}
+        if part.reads_ids and not stage.embed:
+            options["token_ids"] = batch.token_ids
+        if stage.head and self.handlers.reader is not None:
+            options["reader"] = self.handlers.reader(batch)
         out = part(
             first,
             batch.ctx,
             targets.labels if targets is not None else None,
             batch.mtp if stage.head or stage.depths else (),
             summed=self.handlers.summed,
-            **ids,
+            **options,
         )
         loss = self.handlers.read(out, batch, action.stage)
         rows = None if stage.head else out.values
@@ -192,13 +199,14 @@ class _Pass:
         begin_round(part, mode=self.executor.mode, is_last=not self._backwards[action.stage])
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
-        if graph.rows is not None:
+        if graph.rows is not None and graph.rows.requires_grad:
             roots.append(graph.rows)
             gradients.append(gradient)
         if graph.loss.requires_grad:
             roots.append(graph.loss)
             gradients.append(None)
-        torch.autograd.backward(roots, gradients)
+        if roots:  # nothing of a first stage may be trained
+            torch.autograd.backward(roots, gradients)
         if graph.x is not None:
             assert graph.x.grad is not None
             self.mailbox.put(action, graph.x.grad)

@@ -1,0 +1,210 @@
+"""Scores: the log-probability of every token of a data set under a model, beside its row.
+
+In: a checked configuration with the data and the model, this rank's place, and where the scores
+go. Out: a prepared folder, or a Parquet file, with the same sequences in the same order, their
+fields, and a new field of one value for each token as a target. It is planned, packed and run as a
+step of training is, forward only; all ranks call `score` together, and rank 0 writes.
+
+Tokens 5 6 7 with p(6 | 5) = ½ and p(7 | 5 6) = ¼ get 0, log ½ and log ¼: nothing predicts the first
+token. Training reads the field with `data.path=scored`, as `batch.token_fields["ref_logprobs"]`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longshore.batch import IGNORE, MicroBatch
+from longshore.config.schema import RunConfig
+from longshore.data.batches import Place
+from longshore.data.fields import Array, Field
+from longshore.data.source import IndexedSource, TokenizedSample
+from longshore.data.steps import IndexedSteps, Step
+from longshore.data.store import write_store
+from longshore.distributed.collectives import sum_over
+from longshore.model.interface import Output
+from longshore.ops.backends import use_kernels
+from longshore.parallel.pipeline.executor import Executor, Handlers
+from longshore.run.job import TrainingJob, make_job
+from longshore.run.parts import make_cp_groups, make_model, make_steps
+from longshore.run.process import joined_ranks
+from longshore.run.ranks import Ranks
+from longshore.train.evaluation import reshard
+from longshore.train.loss_inputs import LossCall
+
+ROWS = 1024
+"""Of a row group of Parquet."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTask:
+    """Where scores go."""
+
+    out: str
+    """A folder, or a file that ends in .parquet; it must not exist."""
+    field: str = "ref_logprobs"
+    """The name of the new field."""
+    temperature: float = 1.0
+    """What logits are divided by."""
+
+
+def score(config: RunConfig, ranks: Ranks, task: ScoreTask) -> None:
+    """Scores the data of the configuration, on all its ranks."""
+    with joined_ranks(config, ranks, attempt=0, signals=True) as (topology, stop):
+        job = make_job(config, topology, stop=stop, local_size=ranks.local_size)
+        use_kernels(job.config.train.kernels)
+        groups = make_cp_groups(job)
+        job.tell("loading the weights…" if config.model.from_hf else "building the model…")
+        executor = Executor(make_model(job, groups), topology, mode=job.resolved.shard)
+        steps = make_steps(
+            job, job.config, source=job.indexed_source, shuffle=False, is_grouped=False
+        )
+        spec = Field(task.field, "target", "float64" if job.dtype == torch.float64 else "float32")
+        rows = _rows(job, executor, steps, task, spec)
+        if topology.rank == 0:
+            write_rows(task.out, rows, job.indexed_source, spec)
+        else:
+            for _ in rows:
+                pass
+        job.status.at("ending")
+        steps.close()
+        groups.close()
+
+
+def _rows(
+    job: TrainingJob, executor: Executor, steps: IndexedSteps, task: ScoreTask, spec: Field
+) -> Iterator[TokenizedSample]:
+    """On rank 0 the sequences with their scores, in order; elsewhere nothing. Runs the steps."""
+    scorer, source = Scorer(executor, temperature=task.temperature), job.indexed_source
+    report = _tenths(int(source.lengths.sum()), job.tell)
+    done = 0
+    for step in islice(steps.from_place(Place(), lambda: False), steps.batches.steps(0)):
+        job.status.at("scoring", step=step.place.step + 1)
+        with torch.no_grad():
+            flat = scorer.scores(step).cpu()
+        if job.topology.rank == 0:
+            yield from _with_scores(step, flat.numpy().astype(spec.dtype), source, spec)
+        done += sum(sequence.length for sequence in step.plan.sequences)
+        report(done)
+    reshard(executor)
+
+
+def _with_scores(
+    step: Step, flat: Array, source: IndexedSource, spec: Field
+) -> Iterator[TokenizedSample]:
+    start = 0
+    for sequence in step.plan.sequences:
+        sample = source[sequence.id]
+        scores = flat[start : start + sequence.length]
+        yield replace(sample, fields={**sample.fields, spec.name: scores})
+        start += sequence.length
+
+
+class Scorer:
+    """Computes the log-probabilities of a step's tokens."""
+
+    def __init__(self, executor: Executor, *, temperature: float = 1.0) -> None:
+        self.executor = executor
+        self.call = LossCall(_logprobs, temperature=temperature)
+
+    def scores(self, step: Step) -> Tensor:
+        """(tokens of the step): all sequences one after the other, the same on all ranks.
+
+        All ranks call it together, without gradient.
+        """
+        executor, lengths = self.executor, [s.length for s in step.plan.sequences]
+        groups = executor.topology.groups
+        starts = torch.tensor([*accumulate(lengths, initial=0)], device=groups.device)
+        flat = torch.zeros(sum(lengths) + 1, dtype=torch.float64, device=groups.device)
+
+        def read(out: Output, batch: MicroBatch, stage: int) -> Tensor:
+            if executor.layout.stages[stage].head:
+                _write(flat, starts, out.values, batch)
+            return flat
+
+        handlers = Handlers(
+            prepare=lambda host: host.to(groups.device, non_blocking=True),
+            read=read,
+            reader=None if self.call.reads_nll_alone else lambda batch: self.call.statistics,
+        )
+        queue = executor.queue(step.plan, rounds=len(step.batches), backward=False)
+        executor.run(step.batches, queue, handlers)
+        return sum_over(sum_over(flat, groups.lanes), groups.pp)[:-1]
+
+
+def _logprobs(logprobs: Tensor) -> Tensor:
+    return logprobs
+
+
+def _write(flat: Tensor, starts: Tensor, values: Tensor, batch: MicroBatch) -> None:
+    """To each token's place what its predecessor's row says; rows without a label to the end."""
+    assert batch.targets is not None
+    ctx, past = batch.ctx, len(flat) - 1
+    logprobs_T = -values if values.ndim == 1 else values[:, 0]
+    places = torch.tensor([*ctx.sequences, len(starts) - 1], device=flat.device)
+    first_T = starts[places][ctx.sequence_index]
+    has_label_T = ctx.is_real & (batch.targets.labels != IGNORE)
+    index_T = (first_T + ctx.positions + 1).where(has_label_T, past)
+    flat[index_T] = logprobs_T.double().where(has_label_T, 0.0)
+
+
+def write_rows(
+    out: str, rows: Iterator[TokenizedSample], source: IndexedSource, spec: Field
+) -> None:
+    """Writes all sequences with their scores, while they are computed."""
+    fields = (*source.fields, spec)
+    if out.endswith(".parquet"):
+        _write_parquet(out, rows, fields)
+        return
+    manifest = getattr(getattr(source, "source", source), "manifest", None)
+    about = dict(manifest.about) if manifest is not None else {}
+    write_store(out, rows, fields=fields, about=about)
+
+
+def _write_parquet(out: str, rows: Iterator[TokenizedSample], fields: tuple[Field, ...]) -> None:
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetWriter
+
+    schema = pa.schema(
+        [
+            ("tokens", pa.list_(pa.int32())),
+            ("loss_mask", pa.list_(pa.bool_())),
+            *((field.name, _arrow_type(field)) for field in fields),
+        ]
+    )
+    temporary = Path(f"{out}.tmp")
+    with ParquetWriter(temporary, schema) as writer:
+        while some := list(islice(rows, ROWS)):
+            columns: dict[str, list[Any]] = {
+                "tokens": [sample.tokens.tolist() for sample in some],
+                "loss_mask": [sample.loss_mask.tolist() for sample in some],
+            }
+            for field in fields:
+                columns[field.name] = [sample.fields[field.name].tolist() for sample in some]
+            writer.write_table(pa.table(columns, schema=schema))
+    temporary.replace(out)
+
+
+def _arrow_type(field: Field) -> Any:  # noqa: ANN401 - pyarrow has no types
+    import pyarrow as pa
+
+    kind = pa.from_numpy_dtype(field.dtype)
+    for _ in range(len(field.shape) + (field.per != "sequence")):
+        kind = pa.list_(kind)
+    return kind
+
+
+def _tenths(total: int, tell: Callable[[str], None]) -> Callable[[int], None]:
+    shown = 0
+
+    def report(done: int) -> None:
+        nonlocal shown
+        if (tenth := 10 * done // max(total, 1)) > shown:
+            shown = tenth
+            tell(f"scored {10 * tenth} % of {total:,} tokens")
+
+    return report

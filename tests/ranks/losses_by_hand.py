@@ -1,0 +1,128 @@
+"""Losses by hand: one sequence at a time, from whole logits, by a model without parallelism."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from tests.data.plans import Sample, Spec
+from tests.ranks.spine import VOCAB, make_samples
+from torch.nn.functional import cross_entropy, logsigmoid
+
+from longshore.model.decoder import Decoder
+from longshore.model.init import init_decoder
+
+TOP_K = 3
+FIELDS = (
+    Spec("advantages", "target", "float64"),
+    Spec("old_logprobs", "target", "float64"),
+    Spec("ref_logprobs", "target", "float64"),
+    Spec("teacher_ids", "target", "int32", (TOP_K,)),
+    Spec("teacher_logprobs", "target", "float64", (TOP_K,)),
+    Spec("pair", "sequence", "int64"),
+    Spec("sign", "sequence", "int8"),
+)
+
+
+def samples_with_fields(plan) -> dict[int, Sample]:
+    """Every sequence of 2 tokens or more has a loss token; neighbours are pairs."""
+    random = np.random.default_rng(5)
+    samples = {}
+    for place, sample in make_samples(plan, seed=2).items():
+        length = len(sample.tokens)
+        mask = sample.loss_mask.copy()
+        mask[-1] = True
+        teacher = np.log(random.dirichlet(np.ones(TOP_K + 1), length)[:, :TOP_K])
+        ids = np.stack([random.permutation(VOCAB)[:TOP_K] for _ in range(length)])
+        fields = {
+            "advantages": random.normal(size=length),
+            "old_logprobs": -4 + random.normal(size=length),
+            "ref_logprobs": -4 + random.normal(size=length),
+            "teacher_ids": ids.astype(np.int32),
+            "teacher_logprobs": teacher,
+            "pair": np.int64(1000 + place // 2),
+            "sign": np.int8(1 - 2 * (place % 2)),
+        }
+        samples[place] = replace(sample, loss_mask=mask, fields=fields)
+    return samples
+
+
+class Alone:
+    """A sequence run alone: its loss tokens' log-probabilities, logits and fields."""
+
+    def __init__(self, model, sample: Sample) -> None:
+        tokens = torch.from_numpy(sample.tokens).long()
+        counts = torch.from_numpy(sample.loss_mask)[1:]
+        self.logits = model(tokens).values[:-1][counts]
+        self.labels = tokens[1:][counts]
+        self.logp = self.logits.log_softmax(-1)
+        self.own = self.logp.gather(1, self.labels[:, None])[:, 0]
+        self.entropy = -(self.logp.exp() * self.logp).sum(-1)
+        self.fields = {
+            name: torch.from_numpy(np.asarray(value)[1:])[counts] if np.ndim(value) else int(value)
+            for name, value in sample.fields.items()
+        }
+
+
+def smoothed(rows: list[Alone]) -> torch.Tensor:
+    total = sum(
+        cross_entropy(row.logits, row.labels, label_smoothing=0.1, reduction="sum")
+        + 0.01 * row.logits.logsumexp(-1).square().sum()
+        for row in rows
+    )
+    return total / sum(len(row.own) for row in rows)
+
+
+def clipped(row: Alone, *, low: float, high: float, kl: float, bonus: float) -> torch.Tensor:
+    ratio = (row.own - row.fields["old_logprobs"]).exp()
+    advantage = row.fields["advantages"]
+    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    d = row.fields["ref_logprobs"] - row.own
+    return -gain + kl * (d.exp() - d - 1) - bonus * row.entropy
+
+
+def grpo(rows: list[Alone]) -> torch.Tensor:
+    means = [clipped(row, low=0.2, high=0.3, kl=0.05, bonus=0.02).mean() for row in rows]
+    return torch.stack(means).mean()
+
+
+def ppo(rows: list[Alone]) -> torch.Tensor:
+    return torch.cat([clipped(row, low=0.2, high=0.2, kl=0.0, bonus=0.0) for row in rows]).mean()
+
+
+def dpo(rows: list[Alone]) -> torch.Tensor:
+    gains = [(row.own - row.fields["ref_logprobs"]).sum() for row in rows]
+    margins = torch.stack(gains[::2]) - torch.stack(gains[1::2])
+    return (-0.9 * logsigmoid(0.3 * margins) - 0.1 * logsigmoid(-0.3 * margins)).mean()
+
+
+def distill(rows: list[Alone]) -> torch.Tensor:
+    values = []
+    for row in rows:
+        q = (row.logits / 2).log_softmax(-1).gather(1, row.fields["teacher_ids"].long())
+        p = row.fields["teacher_logprobs"]
+        values.append((p.exp() * (p - q)).sum(-1) - 0.2 * row.own)
+    return torch.cat(values).mean()
+
+
+def own(rows: list[Alone]) -> torch.Tensor:
+    return torch.cat([-row.own * row.entropy for row in rows]).mean()
+
+
+BY_HAND = {
+    "cross_entropy": (smoothed, {"label_smoothing": 0.1, "z_loss": 0.01}),
+    "grpo": (grpo, {"clip_high": 0.3, "kl": 0.05, "entropy_bonus": 0.02}),
+    "ppo": (ppo, {}),
+    "dpo": (dpo, {"beta": 0.3, "label_smoothing": 0.1}),
+    "distill": (distill, {"temperature": 2.0, "nll_weight": 0.2}),
+    "tests.train.losses:entropy_weighted": (own, {}),
+    "tests.train.losses:entropy_by_logits": (own, {}),
+}
+
+
+def alone(config, samples: dict[int, Sample], name: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and all gradients."""
+    model = Decoder(config).double()
+    init_decoder(model, seed=3)
+    loss = BY_HAND[name][0]([Alone(model, sample) for sample in samples.values()])
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
