@@ -19,7 +19,7 @@ from longshore.batch import Depth, SeqContext, whole_context
 from longshore.hf.attention_function import KEYWORD, NAME, PackedRows, quiet, register
 from longshore.hf.refused_keys import WAY_OUT
 from longshore.model.decoder import Head
-from longshore.model.interface import LOCAL, Exchanges, LanguageModel, Output
+from longshore.model.interface import LOCAL, Exchanges, LanguageModel, Output, Reader
 from longshore.plan.layout import one_stage
 
 
@@ -66,17 +66,17 @@ class TransformersModel(LanguageModel):
         *,
         summed: bool = False,
         token_ids: Tensor | None = None,
-        **reading: Any,  # noqa: ANN401
+        reader: Reader | None = None,
     ) -> Output:
         """As Decoder's: x are ids (T); without labels values are logits (T, V), else losses (T).
 
-        ctx: None for one plain sequence. reading: what the head is asked for besides.
+        ctx: None for one plain sequence. reader: computes other values instead, see Decoder.
         """
         if ctx is None:
             ctx = whole_context((x.shape[0],), device=x.device)
         hidden_TC = self.hidden(x, PackedRows(ctx, self.exchanges))
         weight_VC = self.get_submodule(self.weighted).weight
-        return Output(self.loss_head(hidden_TC, labels, weight_VC, summed=summed, **reading))
+        return Output(self.loss_head(hidden_TC, labels, weight_VC, summed=summed, reader=reader))
 
     def hidden(self, ids_T: Tensor, rows: PackedRows) -> Tensor:
         """(T, C), after the last norm."""
