@@ -19,7 +19,7 @@ from longshore.batch import Depth, SeqContext, whole_context
 from longshore.hf.attention_function import KEYWORD, NAME, PackedRows, quiet, register
 from longshore.hf.refused_keys import WAY_OUT
 from longshore.model.decoder import Head
-from longshore.model.interface import LOCAL, Exchanges, LanguageModel, Output
+from longshore.model.interface import LOCAL, Exchanges, LanguageModel, Output, Reader
 from longshore.plan.layout import one_stage
 
 
@@ -35,6 +35,8 @@ class TransformersModel(LanguageModel):
         (self.stage,) = one_stage(layers=len(config.layers), depths=0).stages
         self.config = config
         self.exchanges: Exchanges = LOCAL
+        if hf.base_model is hf:
+            raise ValueError(f"{type(hf).__name__} has no part below its head; {WAY_OUT}")
         self.trunk: str = hf.base_model_prefix
         self.hf_config = hf.config
         self.tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
@@ -64,17 +66,17 @@ class TransformersModel(LanguageModel):
         *,
         summed: bool = False,
         token_ids: Tensor | None = None,
-        **reading: Any,  # noqa: ANN401
+        reader: Reader | None = None,
     ) -> Output:
         """As Decoder's: x are ids (T); without labels values are logits (T, V), else losses (T).
 
-        ctx: None for one plain sequence. reading: what the head is asked for besides.
+        ctx: None for one plain sequence. reader: computes other values instead, see Decoder.
         """
         if ctx is None:
             ctx = whole_context((x.shape[0],), device=x.device)
         hidden_TC = self.hidden(x, PackedRows(ctx, self.exchanges))
         weight_VC = self.get_submodule(self.weighted).weight
-        return Output(self.loss_head(hidden_TC, labels, weight_VC, summed=summed, **reading))
+        return Output(self.loss_head(hidden_TC, labels, weight_VC, summed=summed, reader=reader))
 
     def hidden(self, ids_T: Tensor, rows: PackedRows) -> Tensor:
         """(T, C), after the last norm."""
@@ -127,9 +129,14 @@ def empty_model(folder: str) -> Any:  # noqa: ANN401
     """The model of a folder, its parameters on `meta` and its buffers filled."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder)
-    with parameters_on_meta(), quiet():
-        return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    local: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        config = AutoConfig.from_pretrained(folder, **local)
+        with parameters_on_meta(), quiet():
+            return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except (ValueError, KeyError, AttributeError, ImportError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"transformers cannot make this model: {first}") from error
 
 
 @contextmanager

@@ -54,9 +54,11 @@ class SavedWeights:
     """A decoder and its tensors."""
 
     config: DecoderConfig
+    """What it is; of models of transformers what it costs."""
     base: Path | None
     """The Hugging Face folder it began with."""
     tensors: Mapping[str, Tensor]
+    """By name."""
     lora: LoRABase | None = None
     """Where the tensors are low-rank factors alone: what they were trained on."""
     code: ModelCode = "longshore"
