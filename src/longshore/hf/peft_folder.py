@@ -62,14 +62,14 @@ def write_adapter(folder: str | Path, saved: SavedWeights, *, base: Path | None)
 
 def _sources(saved: SavedWeights, modules: list[str], base: Path | None) -> dict[str, Source]:
     """Where transformers has the weight of each module."""
-    config, of_theirs = saved.config.merged(), foreign_base(base)
+    config = saved.config.merged()
     if saved.code == "transformers":
         sources = {module: Source(f"{module}.weight") for module in modules}
         for module, source in sources.items():
             _check(module, source, config, "this model")
         return sources
     architecture = choose_architecture(config, base)
-    layout = storage_layout(config, of_theirs)
+    layout = storage_layout(config, foreign_base(base))
     sources = {}
     for module in modules:
         source = architecture.place(f"{module}.weight", layout)
