@@ -9,11 +9,11 @@ from tests.hf import folders
 from longshore.arch.lora import LoRAConfig
 from longshore.hf.checkpoint import open_weights, read_config, write_checkpoint
 from longshore.hf.lora import (
-    MergedTensors,
     base_from_json,
     check_base,
     factor_shapes,
     find_base,
+    merged_decoder,
     merged_stream,
 )
 from longshore.hf.peft_folder import write_adapter
@@ -57,11 +57,11 @@ def test_merged_and_by_peft_the_same_logits(tmp_path, family, is_fuzz):
         want = model(IDS).values
 
     known = find_base(config, base, seed=0)
-    merged = MergedTensors(config, known, factors)
+    merged = merged_decoder(config, known, factors)
     write_checkpoint(tmp_path / "merged", config.merged(), merged.items(), base=base)
     pairs = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for (name, streamed), (same, tensor) in zip(
-        merged_stream(config, pairs.items()), merged.items(), strict=True
+        merged_stream(config.lora, factors, pairs.items()), merged.items(), strict=True
     ):
         assert name == same
         torch.testing.assert_close(streamed.double(), tensor.double(), rtol=0, atol=1e-12)

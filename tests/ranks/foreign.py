@@ -106,14 +106,20 @@ def alone(hf, samples) -> Outcome:
         nll = nll.where(mask, 0)
         (nll.sum() / count).backward()
         losses[place], total = nll.detach(), total + nll.sum().item() / count
-    return Outcome(losses, total, {name: p.grad for name, p in hf.named_parameters()})
+    trained = {name: p for name, p in hf.named_parameters() if p.requires_grad}
+    return Outcome(losses, total, {name: p.grad for name, p in trained.items()})
 
 
-def sharded(name: str, hf, topology, groups, choices):
-    """Made on `meta`, split, and given the weights of hf, as the trainer does it."""
+def sharded(name: str, hf, topology, groups, choices, change=None):
+    """Made on `meta`, split, and given the weights of hf, as the trainer does it.
+
+    change: what was done to the modules of hf before.
+    """
     config = make_config(name)
     with parameters_on_meta():
         empty = type(hf)(config)
+        if change is not None:
+            change(empty)
     empty.set_experts_implementation("eager")
     model = adapted(empty, describe_decoder(config_keys(config)))
     for parameter in model.parameters():
@@ -125,9 +131,9 @@ def sharded(name: str, hf, topology, groups, choices):
     return model
 
 
-def together(name: str, hf, plan, samples, topology, groups, choices) -> Outcome:
-    """The plan on all lanes; every rank gets the whole outcome."""
-    model = sharded(name, hf, topology, groups, choices)
+def together(name: str, hf, plan, samples, topology, groups, choices, change=None) -> Outcome:
+    """The plan on all lanes; every rank gets the whole outcome. change: see sharded."""
+    model = sharded(name, hf, topology, groups, choices, change)
     outputs = {}
     model.register_forward_hook(
         lambda module, args, out: outputs.update({id(args[1]): (args[1], out.values)})
@@ -135,7 +141,8 @@ def together(name: str, hf, plan, samples, topology, groups, choices) -> Outcome
     stepper = Stepper(model, None, topology, choices.mode, make_loss(), 0.0, 0.0)
     batches = batches_of(plan, samples, topology.lane)
     losses, _, _ = stepper.gradients(batches, max(1, batches[0].counts.main))
-    gradients = {key: whole(p.grad, None) for key, p in model.named_parameters()}
+    trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
+    gradients = {key: whole(p.grad, None) for key, p in trained.items()}
     pieces = [piece for ctx, out in outputs.values() for piece in unpack(ctx, out.detach())]
     everything = [None] * topology.lanes
     torch.distributed.all_gather_object(everything, (pieces, stepper.weighted(losses).item()))

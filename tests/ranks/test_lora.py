@@ -6,11 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+from tests.ranks import foreign
 from tests.ranks.composed import composed, ranks_of
 from tests.ranks.harness import run_ranks
 from tests.ranks.hybrids import deepseek, hybrid
 from tests.ranks.piped import deep, error_of
-from tests.ranks.spine import VOCAB, alone, batches_of, exact, make_samples
+from tests.ranks.spine import VOCAB, alone, batches_of, exact, make_samples, worst
 from tests.ranks.test_deepseek_v4 import tiny as deepseek_v4
 
 from longshore.arch.lora import LoRAConfig
@@ -131,3 +132,51 @@ def held_narrow(mode: str) -> list[str]:
 @pytest.mark.parametrize("mode", ["zero3", "none"])
 def test_frozen_weights_in_the_dtype_of_the_arithmetic_change_no_bit(mode: str) -> None:
     assert run_ranks(2, held_narrow, mode, timeout=100) == [[], []]
+
+
+def with_factors(hf) -> None:
+    """As model.lora does it."""
+    linears = [(n, m) for n, m in hf.named_modules() if type(m) is torch.nn.Linear and ".mlp" in n]
+    lora.add_factors(hf, LoRAConfig(2, 6.0, ("down_proj", "up_proj")), linears)
+
+
+def with_peft(hf) -> None:
+    """As a user does it, before adapt."""
+    import peft
+
+    targets = ["q_proj", "v_proj", "layers.1.mlp.down_proj"]
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=targets, bias="none")
+    peft.inject_adapter_in_model(config, hf)
+
+
+def run_foreign(changes: list) -> list[str]:
+    faults, plan = [], make_plan([1, 17, 40, 5, 90], lanes=4, capacity=40, policy="mixed")
+    samples = make_samples(plan)
+    with ranks_of(lanes=4) as (topology, groups):
+        for change in changes:
+            foreign.in_float64("llama")
+            hf = foreign.make_hf("llama")
+            change(hf)
+            draw = torch.Generator().manual_seed(1)
+            for parameter in hf.parameters():
+                if parameter.requires_grad:
+                    noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+                    parameter.data = 0.3 * noise
+            choices = exact(mode="zero3")
+            result = foreign.together(
+                "llama", hf, plan, samples, topology, groups, choices, change=change
+            )
+            if topology.rank == 0:
+                want = foreign.alone(hf, samples)
+                assert want.gradients
+                assert all("lora" in name for name in want.gradients)
+                error, name = worst(result, want)
+                if not error <= 1e-9:
+                    faults.append(f"{change.__name__}: {name} is off by {error}")
+    return faults
+
+
+def test_factors_of_models_of_transformers() -> None:
+    pytest.importorskip("peft")
+    for faults in run_ranks(4, run_foreign, [with_factors, with_peft], timeout=100):
+        assert faults == []

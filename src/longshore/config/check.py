@@ -100,7 +100,7 @@ def decoder_config(model: ModelConfig) -> DecoderConfig:
     from longshore.hf.config_file import read_config
 
     if model.code == "transformers":
-        return transformers_decoder(model)
+        return replace(transformers_decoder(model), lora=lora_config(model.lora))
     if model.module:  # importing it registers its mixers, so that from_hf may contain them
         with settings_in_keys():
             load_module(model.module, "module")

@@ -64,8 +64,8 @@ def check_lora(config: RunConfig, decoder: DecoderConfig) -> None:
     ):
         if is_on:
             raise ValueError(f"{key} does not work with model.lora; leave one of them out")
-    if decoder.lora.targets == (ALL_LINEAR,):
-        return
+    if decoder.lora.targets == (ALL_LINEAR,) or config.model.code == "transformers":
+        return  # names of transformers' modules are checked once the model is made
     from longshore.model.lora import check_targets  # imports torch
 
     with settings_in_keys():

@@ -31,9 +31,11 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.AlphaDropout)
 def adapt(hf: Any, *, check: bool = True) -> TransformersModel:  # noqa: ANN401
     """The model, in place: its attention is ours from now on. check: refuse what is not exact.
 
-    hf: a PreTrainedModel with a head for causal language modelling, such as LlamaForCausalLM. Only
-    parameters that require gradients are trained.
+    hf: a PreTrainedModel with a head for causal language modelling, such as LlamaForCausalLM, or
+    one with an adapter of PEFT. Only parameters that require gradients are trained.
     """
+    if hasattr(hf, "peft_config") and hasattr(hf, "get_base_model"):
+        hf = hf.get_base_model()
     if check:
         check_foreign(hf)
     return adapted(hf, describe_decoder(config_keys(hf.config)))

@@ -28,6 +28,7 @@ from longshore.hf.config_file import CONFIG, load_object
 from longshore.hf.tensor_files import TensorFiles, write_files
 from longshore.hf.tensor_map import Copied, PerExpert, Shape, Source
 from longshore.hf.transformers_model import TransformersModel
+from longshore.model.lora import factor_block, is_factor
 from longshore.parallel.pipeline.stages import saved_buffers
 from longshore.parallel.shards import fill
 
@@ -41,12 +42,20 @@ HEAD = "lm_head.weight"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def fill_foreign(model: TransformersModel, device: torch.device, folder: str | Path) -> None:
-    """Reads the rank's blocks of every tensor; buffers that no file has keep what they hold."""
-    weights = open_foreign(folder, shapes_of(model), tied=model.tied)
+def fill_foreign(
+    model: TransformersModel, device: torch.device, folder: str | Path, *, seed: int = 0
+) -> None:
+    """Reads the rank's blocks of every tensor; buffers that no file has keep what they hold.
+
+    seed: of low-rank factors, where the model has some.
+    """
+    shapes = {name: shape for name, shape in shapes_of(model).items() if not is_factor(name)}
+    weights = open_foreign(folder, shapes, tied=model.tied)
     kept = {name: buffer.clone() for name, buffer in model.named_buffers() if not buffer.is_meta}
 
-    def block(name: str, _: torch.Size, index: tuple[slice, ...]) -> Tensor:
+    def block(name: str, shape: torch.Size, index: tuple[slice, ...]) -> Tensor:
+        if is_factor(name):
+            return factor_block(name, shape, index, seed=seed)
         return weights.block(name, index) if name in weights.shapes else kept[name][index]
 
     fill(model, device, block)

@@ -5,7 +5,7 @@ the factors. Out: whole tensors under our names, W + alpha / rank · B·A, in fl
 
     base = find_base(config, "Qwen3-8B", seed=0)
     base.as_json()                          {"folder": "/models/Qwen3-8B", "seed": 0, "digest": …}
-    MergedTensors(config, base, factors)["layers.0.mixer.q_proj.weight"]
+    merged_decoder(config, base, factors)["layers.0.mixer.q_proj.weight"]
 
 A base is read one tensor at a time. Its digest says that it is still the same: it covers
 config.json, and of each file of weights its name, its size and its first and last mebibyte.
@@ -23,7 +23,9 @@ from torch import Tensor
 
 from longshore.arch.as_json import config_to_json
 from longshore.arch.decoder import DecoderConfig
+from longshore.arch.lora import LoRAConfig
 from longshore.hf.checkpoint import open_weights, tensor_shapes
+from longshore.hf.tensor_map import Shape
 from longshore.model.init import initial_block
 from longshore.model.lora import is_factor
 
@@ -91,26 +93,20 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 class MergedTensors(Mapping[str, Tensor]):
-    """The whole model, in the order in which runs write it; each tensor is made when asked for."""
+    """The whole model, in the order in which runs write it; each tensor is made when asked for.
+
+    shapes: of all tensors of the base; read: returns one of them.
+    """
 
     def __init__(
-        self, config: DecoderConfig, base: LoRABase, factors: Mapping[str, Tensor]
+        self,
+        config: LoRAConfig,
+        factors: Mapping[str, Tensor],
+        *,
+        shapes: Mapping[str, Shape],
+        read: Callable[[str], Tensor],
     ) -> None:
-        assert config.lora is not None
-        self.scale = config.lora.scale
-        self.factors = factors
-        self.shapes = tensor_shapes(config.merged())
-        self._base = self._reader(config.merged(), base)
-
-    def _reader(self, config: DecoderConfig, base: LoRABase) -> Callable[[str], Tensor]:
-        if base.folder is not None:
-            return open_weights(base.folder).__getitem__
-
-        def new(name: str) -> Tensor:
-            shape = self.shapes[name]
-            return initial_block(config, name, shape, (slice(0, shape[0]),), seed=base.seed)
-
-        return new
+        self.scale, self.factors, self.shapes, self._base = config.scale, factors, shapes, read
 
     def __getitem__(self, name: str) -> Tensor:
         tensor, module = self._base(name), name.removesuffix(".weight")
@@ -118,6 +114,9 @@ class MergedTensors(Mapping[str, Tensor]):
             a, b = (self.factors[f"{module}.lora.{factor}"] for factor in "ab")
             return merge(tensor, a, b, self.scale)
         return _widened(tensor)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
@@ -131,12 +130,29 @@ class MergedTensors(Mapping[str, Tensor]):
         return 4 * sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
 
-def merged_stream(
-    config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """The same from a stream of weights and factors; a module's weight comes before its factors."""
+def merged_decoder(
+    config: DecoderConfig, base: LoRABase, factors: Mapping[str, Tensor]
+) -> MergedTensors:
+    """Of one of our own models."""
     assert config.lora is not None
-    modules = {name[: -len(".lora.a")] for name in factor_shapes(config)}
+    shapes = tensor_shapes(config.merged())
+
+    def new(name: str) -> Tensor:
+        rows = (slice(0, shapes[name][0]),)
+        return initial_block(config.merged(), name, shapes[name], rows, seed=base.seed)
+
+    read = new if base.folder is None else open_weights(base.folder).__getitem__
+    return MergedTensors(config.lora, factors, shapes=shapes, read=read)
+
+
+def merged_stream(
+    config: LoRAConfig, factors: Iterable[str], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The same from a stream of weights and factors; a module's weight comes before its factors.
+
+    factors: the names of all of them.
+    """
+    modules = {name[: -len(".lora.a")] for name in factors}
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:
         module = name[: -len(".lora.a")] if is_factor(name) else name.rpartition(".")[0]
@@ -148,7 +164,7 @@ def merged_stream(
             a, b, weight = (
                 waiting.pop(f"{module}.{end}") for end in ("lora.a", "lora.b", "weight")
             )
-            yield f"{module}.weight", merge(weight, a, b, config.lora.scale)
+            yield f"{module}.weight", merge(weight, a, b, config.scale)
             yield from ((other, _widened(left)) for other, left in waiting.items())
             waiting.clear()
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from longshore.arch.decoder import has_experts
+from longshore.arch.decoder import DecoderConfig, has_experts
 from longshore.arch.lora import LoRAConfig
 from longshore.files import new_folder
 from longshore.hf.checkpoint import storage_layout
@@ -62,28 +62,40 @@ def write_adapter(folder: str | Path, saved: SavedWeights, *, base: Path | None)
 
 def _sources(saved: SavedWeights, modules: list[str], base: Path | None) -> dict[str, Source]:
     """Where transformers has the weight of each module."""
-    config, of_theirs = saved.config.merged(), foreign_base(base)
+    config = saved.config.merged()
+    if saved.code == "transformers":
+        sources = {module: Source(f"{module}.weight") for module in modules}
+        for module, source in sources.items():
+            _check(module, source, config, "this model")
+        return sources
     architecture = choose_architecture(config, base)
-    layout = storage_layout(config, of_theirs)
+    layout = storage_layout(config, foreign_base(base))
     sources = {}
     for module in modules:
         source = architecture.place(f"{module}.weight", layout)
-        leaf, why = source.theirs.removesuffix(".weight").rpartition(".")[2], ""
-        if type(source) not in (Source, Interleaved):
-            why = "it is not one linear layer in transformers"
-        elif has_experts(config) and leaf in EXPERTS:
-            why = f"PEFT takes every {leaf} of a model with experts for one of the experts"
-        elif architecture.model_type in MAMBA and leaf == "out_proj":
-            why = "PEFT refuses it, because transformers reads its weight outside the module"
-        if why:
-            raise ValueError(
-                f"PEFT cannot hold the factors of {module} for {architecture.name}: {why}; export "
-                "without --adapter, which merges them, or train with other model.lora.targets"
-            )
+        _check(module, source, config, architecture.name, architecture.model_type)
         if architecture.model_type == "nemotron_h":  # in memory the decoder is called so
             source = replace(source, theirs=re.sub(r"^backbone\.", "model.", source.theirs))
         sources[module] = source
     return sources
+
+
+def _check(
+    module: str, source: Source, config: DecoderConfig, name: str, model_type: str = ""
+) -> None:
+    """Refuses what PEFT would not load, or onto something else. name: of the architecture."""
+    leaf, why = source.theirs.removesuffix(".weight").rpartition(".")[2], ""
+    if type(source) not in (Source, Interleaved):
+        why = "it is not one linear layer in transformers"
+    elif has_experts(config) and leaf in EXPERTS:
+        why = f"PEFT takes every {leaf} of a model with experts for one of the experts"
+    elif model_type in MAMBA and leaf == "out_proj":
+        why = "PEFT refuses it, because transformers reads its weight outside the module"
+    if why:
+        raise ValueError(
+            f"PEFT cannot hold the factors of {module} for {name}: {why}; export without "
+            "--adapter, which merges them, or train with other model.lora.targets"
+        )
 
 
 def _tensors(saved: SavedWeights, sources: dict[str, Source]) -> Iterator[tuple[str, Tensor]]:

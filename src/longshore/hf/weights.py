@@ -32,13 +32,14 @@ from longshore.hf.checkpoint import (
     tensor_shapes,
 )
 from longshore.hf.config_file import load_object
+from longshore.hf.foreign_lora import merged_foreign
 from longshore.hf.lora import (
     LoRABase,
-    MergedTensors,
     base_from_json,
     check_base,
     factor_shapes,
     find_base,
+    merged_decoder,
 )
 from longshore.hf.tensor_files import TensorFiles, write_files
 from longshore.hf.tensor_map import Shape, Source
@@ -75,8 +76,9 @@ class SavedWeights:
             )
         now = find_base(self.config, folder, seed=self.lora.seed)
         check_base(self.lora, now)
-        tensors = MergedTensors(self.config, now, self.tensors)
-        return SavedWeights(self.config.merged(), now.folder, tensors)
+        merged = merged_decoder if self.code == "longshore" else merged_foreign
+        tensors = merged(self.config, now, self.tensors)
+        return SavedWeights(self.config.merged(), now.folder, tensors, code=self.code)
 
 
 def save_weights(

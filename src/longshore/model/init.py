@@ -22,7 +22,7 @@ from longshore.arch.feed_forward import MoEConfig
 from longshore.model.decoder import Decoder
 from longshore.model.fill import NORM, NORMAL, ZEROS, Fill, fill_rows
 from longshore.model.hyper_connection import FILLS as HYPER_FILLS
-from longshore.model.lora import FACTOR_FILLS
+from longshore.model.lora import factor_block, is_factor
 from longshore.model.registry import FEED_FORWARDS, MIXERS
 
 __all__ = ["fill_of", "fill_rows", "init_decoder", "initial_block"]
@@ -35,6 +35,8 @@ def initial_block(
 
     index: a range of each dim, or of the first ones alone.
     """
+    if is_factor(name):
+        return factor_block(name, shape, index, seed=seed)
     rows, *rest = index
     fill = fill_of(config, name)
     if name == "head.weight" and config.tied:
@@ -54,8 +56,6 @@ def initial_block(
         numbers = torch.arange(rows.start, rows.stop, dtype=torch.float64)
         return fill.by_row(numbers, shape[0]).float()
     std = config.init_std * fill.std if fill.own_std is None else fill.own_std
-    if fill.fan_in:
-        std = (3 * shape[1]) ** -0.5
     if fill.residual:
         std /= (2 * len(config.layers)) ** 0.5
     return fill_rows(name, shape, rows.start, rows.stop, seed=seed, std=std, rest=rest)
@@ -91,8 +91,6 @@ def _has(layers: tuple[LayerConfig, ...], index: str) -> bool:
 
 def _fill_in_block(layer: LayerConfig, name: list[str]) -> Fill:
     place, *rest = name
-    if rest[-2:-1] == ["lora"]:
-        return FACTOR_FILLS[rest[-1]]
     if place in ("mixer_norm", "mlp_norm"):
         return NORM
     if place in ("mixer_hyper", "mlp_hyper") and layer.residuals:

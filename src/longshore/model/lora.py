@@ -11,17 +11,17 @@ all experts together, and routers, norms, embedding and head are no linear layer
 as they are. `b` begins at 0, so that the first output is the base's; `a` as in PEFT, by its width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.lora import ALL_LINEAR, LoRAConfig
 from longshore.errors import SettingError
 from longshore.model.feed_forward import AdaptedGatedLinear, GatedLinear
-from longshore.model.fill import ZEROS, Fill
+from longshore.model.fill import ZEROS, Fill, fill_rows
 from longshore.model.norm import Float32Parameters
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.ops.low_rank import AdaptedLinear, LowRank, adapt
@@ -34,10 +34,17 @@ KINDS: dict[type[nn.Linear], type[nn.Linear]] = {
 FACTOR_FILLS = {"a": Fill(fan_in=True), "b": ZEROS}
 
 
-def add_factors(model: nn.Module, config: LoRAConfig) -> None:
-    """Puts factors beside the targets, and freezes all else, in place."""
+def add_factors(
+    model: nn.Module,
+    config: LoRAConfig,
+    linears: Iterable[tuple[str, nn.Linear]] | None = None,
+) -> None:
+    """Puts factors beside the targets, and freezes all else, in place.
+
+    linears: those that can have factors, by name; default: a decoder's.
+    """
     model.requires_grad_(False)
-    for name, linear in _linears(model):
+    for name, linear in list(_linears(model) if linears is None else linears):
         if config.matches(name):
             _add(linear, rank=config.rank, scale=config.scale)
 
@@ -66,6 +73,14 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name, module
 
 
+def factor_block(name: str, shape: Sequence[int], index: Sequence[slice], *, seed: int) -> Tensor:
+    """A block of the first values of a factor of that name, however it is cut; on the CPU."""
+    rows, *rest = index
+    fill = FACTOR_FILLS[name.rpartition(".")[2]]
+    std = (3 * shape[1]) ** -0.5 if fill.fan_in else fill.own_std or 0.0
+    return fill_rows(name, shape, rows.start, rows.stop, seed=seed, std=std, rest=rest)
+
+
 def is_factor(name: str) -> bool:
     """Whether a parameter of this name is a low-rank factor."""
     return name.endswith((".lora.a", ".lora.b"))
@@ -84,10 +99,14 @@ def check_targets(config: DecoderConfig) -> None:
     """Refuses a target that names no linear layer, and lists the names there are."""
     if config.lora is None:
         return
-    names = list(_names(config))
+    check_names(config.lora, list(_names(config)))
+
+
+def check_names(config: LoRAConfig, names: Sequence[str]) -> None:
+    """The same for a model whose linear layers have these names."""
     short = sorted({name.rpartition(".")[2] for name in names})
-    for target in config.lora.targets:
-        one = replace(config.lora, targets=(target,))
+    for target in config.targets:
+        one = replace(config, targets=(target,))
         if not any(map(one.matches, names)):
             raise SettingError(
                 "{lora}.targets: no linear layer of this model is named {target}; there are "

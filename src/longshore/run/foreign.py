@@ -9,11 +9,14 @@ from pathlib import Path
 
 import torch
 
+from longshore.config.located import settings_in_keys
 from longshore.distributed.agreement import agreed
 from longshore.distributed.cp_groups import CPGroups
 from longshore.hf.adapter import check_foreign
+from longshore.hf.foreign_lora import add_foreign_factors
 from longshore.hf.foreign_weights import fill_foreign
 from longshore.hf.transformers_model import TransformersModel, adapted, empty_model
+from longshore.model.lora import hold_frozen
 from longshore.parallel.apply import Choices, parallelize
 from longshore.run.job import TrainingJob
 
@@ -30,7 +33,11 @@ def make_foreign(job: TrainingJob, groups: CPGroups, choices: Choices) -> Transf
         for parameter in hf.parameters():
             parameter.data = parameter.data.to(dtype)
         model = adapted(hf, job.decoder)
+        if job.decoder.lora is not None:
+            with settings_in_keys():
+                add_foreign_factors(model, job.decoder.lora)
+            hold_frozen(model, job.dtype)
     parallelize(model, job.topology, groups, choices=choices)
     with agreed(job.topology.groups):
-        fill_foreign(model, job.topology.device, folder)
+        fill_foreign(model, job.topology.device, folder, seed=job.config.train.seed)
     return model

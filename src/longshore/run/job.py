@@ -140,7 +140,9 @@ def _summary(resolved: Resolved, source: IndexedSource | TextStream, topology: T
     """The run in one line."""
     model, ranks = resolved.config.model, topology.world_size
     factors = ""
-    if resolved.decoder.lora is not None:
+    if resolved.decoder.lora is not None and model.code == "transformers":
+        factors = ", all frozen, with low-rank factors"
+    elif resolved.decoder.lora is not None:
         count = sum(prod(shape) for shape in factor_shapes(resolved.decoder).values())
         factors = f", all frozen, and {count:,} of low-rank factors"
     return (

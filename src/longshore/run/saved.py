@@ -34,10 +34,9 @@ def open_checkpoint(folder: Path, *, base: Path | None) -> SavedWeights:
         )
     config = decoder_config(model)
     try:
+        names = tensor_names(config) if model.code == "longshore" else _saved_names(folder)
         if config.lora is not None:
-            names = [*filter(is_factor, tensor_names(config))]
-        else:
-            names = tensor_names(config) if model.code == "longshore" else _saved_names(folder)
+            names = [*filter(is_factor, names)]
         tensors = CheckpointTensors(folder, names)
     except DamagedError as error:
         raise ValueError(f"{error}; export another checkpoint") from None

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from longshore.arch.costs import parameter_count
-from longshore.arch.decoder import DecoderConfig
 from longshore.distributed.agreement import agreed
 from longshore.files import check_room
 from longshore.hf.checkpoint import write_checkpoint
@@ -61,7 +60,7 @@ def _write_weights(job: TrainingJob, model: Model, folder: Path) -> None:
     """RUN/weights: in the dtype of training."""
     lora = lora_base(job)
     with writing(folder / "weights", then=f"write it again with --resume {folder}"):
-        check_room(folder, _size(model) if lora is None else _factor_bytes(model.config))
+        check_room(folder, _size(model) if lora is None else _factor_bytes(model))
         save_weights(
             folder / "weights",
             job.decoder,
@@ -91,12 +90,12 @@ def _export(job: TrainingJob, model: Model, folder: str) -> None:
     low = torch.bfloat16 if job.dtype == torch.bfloat16 else None
     check_room(Path(folder), _size(model) // 2 if low else _size(model))
     tensors = gathered_tensors(model, job.topology)
+    if job.decoder.lora is not None:
+        tensors = merged_stream(job.decoder.lora, _factors(model), tensors)
     if isinstance(model, TransformersModel):
         base = job.config.model.from_hf
         write_foreign(folder, tensors, base=base, tied=model.tied, dtype=low)
         return
-    if job.decoder.lora is not None:
-        tensors = merged_stream(job.decoder, tensors)
     write_checkpoint(
         folder,
         job.decoder.merged(),
@@ -112,6 +111,14 @@ def _size(model: Model) -> int:
     return parameter_count(model.config) * item
 
 
-def _factor_bytes(config: DecoderConfig) -> int:
-    """Of all low-rank factors, in float32 at least."""
-    return 8 * sum(prod(shape) for shape in factor_shapes(config).values())
+def _factors(model: Model) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all low-rank factors, those of other pipeline ranks too."""
+    if isinstance(model, TransformersModel):
+        named = model.named_parameters()
+        return {name: tuple(each.shape) for name, each in named if is_factor(name)}
+    return factor_shapes(model.config)
+
+
+def _factor_bytes(model: Model) -> int:
+    """Of all low-rank factors, in float64 at most."""
+    return 8 * sum(map(prod, _factors(model).values()))
