@@ -26,9 +26,9 @@ from gpu_cases import qwen3_next
 from results import machine as machine_line
 from results import table, write_section
 
-from longshore.arch.costs import ITEM_BYTES
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.machine import load_machine
+from longshore.arch.model_memory import ITEM_BYTES
 from longshore.arch.part_work import block_works, end_works
 from longshore.arch.presets import preset
 from longshore.arch.step_time import RunShape, part_time, round_busy, update_busy

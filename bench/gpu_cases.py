@@ -7,7 +7,9 @@ builds them, on one rank. The sequences are lognormal with median 812 and sigma 
 
 import gc
 import itertools
+import math
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.feed_forward import MoEConfig
@@ -24,6 +27,7 @@ from longshore.config.load import load_config
 from longshore.data.mock import mock_lengths
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Sequence
+from longshore.run import parts as parts_of_run
 from longshore.run.job import TrainingJob, make_job
 from longshore.run.parts import Parts, build_parts
 from longshore.run.process import joined_ranks
@@ -57,6 +61,12 @@ def _fewer_experts(decoder: DecoderConfig, experts: int) -> Iterator[object]:
 def deepseek_v3() -> DecoderConfig:
     """The 3 dense layers, without the depth of multi-token prediction."""
     return preset("deepseek-v3", layers=3, mtp=())
+
+
+def deepseek_v4() -> DecoderConfig:
+    """The first 4 layers, of all kinds, with 16 experts each, of which a token uses 6."""
+    decoder = preset("deepseek-v4-flash", layers=4, mtp=())
+    return replace(decoder, layers=tuple(_fewer_experts(decoder, 16)))
 
 
 def moe_half_billion() -> DecoderConfig:
@@ -96,8 +106,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "nemotron-h-8b": ("model.preset=nemotron-h-8b", "model.layers=8"),
     "qwen3-next": ("model.module=gpu_cases:qwen3_next",),
     "deepseek-v3": ("model.module=gpu_cases:deepseek_v3",),
+    "deepseek-v4": ("model.module=gpu_cases:deepseek_v4",),
 }
-WANTED_MFU = {
+WANTED_MFU: dict[str, float | None] = {
     "qwen3-0.6b": 0.58,
     "qwen3-8b": 0.70,
     "llama-3.2-1b": 0.60,
@@ -105,6 +116,7 @@ WANTED_MFU = {
     "nemotron-h-8b": 0.50,
     "qwen3-next": 0.35,
     "deepseek-v3": 0.50,
+    "deepseek-v4": None,
 }
 SMOKE = {
     "qwen3-0.6b": "tiny-qwen3",
@@ -114,6 +126,7 @@ SMOKE = {
     "nemotron-h-8b": "tiny-nemotron-h",
     "qwen3-next": "tiny-qwen3-next",
     "deepseek-v3": "tiny-deepseek-v3",
+    "deepseek-v4": "tiny-deepseek-v4",
 }
 
 
@@ -146,9 +159,9 @@ def running(words: list[str]) -> Iterator[tuple[TrainingJob, Parts]]:
     config = load_config(None, words)
     free_memory()
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with quick_weights(), tempfile.TemporaryDirectory() as folder:
             ranks = Ranks(0, 1, 0, 1, f"file://{folder}/store")
-            with joined_ranks(config, ranks, attempt=0) as (topology, stop):
+            with joined_ranks(config, ranks, attempt=0, signals=True) as (topology, stop):
                 job = make_job(config, topology, stop=stop, local_size=1)
                 parts = build_parts(job, Path(folder))
                 yield job, parts
@@ -156,6 +169,32 @@ def running(words: list[str]) -> Iterator[tuple[TrainingJob, Parts]]:
     finally:
         if dist.is_initialized():  # after a failure, which must not reach the next case
             dist.destroy_process_group()
+
+
+LARGE = 1 << 20
+"""Numbers of a tensor that the device draws."""
+
+
+@contextmanager
+def quick_weights() -> Iterator[None]:
+    """On a GPU, large tensors are drawn there: billions of numbers take the host half a minute."""
+    exact = parts_of_run.initial_block
+
+    def block(
+        config: DecoderConfig, name: str, shape: torch.Size, index: tuple[slice, ...], *, seed: int
+    ) -> Tensor:
+        sizes = [part.stop - part.start for part in index] + list(shape[len(index) :])
+        if math.prod(sizes) < LARGE or name.endswith(".table"):
+            return exact(config, name, shape, index, seed=seed)
+        generator = torch.Generator("cuda").manual_seed(seed + zlib.crc32(name.encode()))
+        return torch.randn(sizes, generator=generator, device="cuda") * config.init_std
+
+    if torch.cuda.is_available():
+        parts_of_run.initial_block = block
+    try:
+        yield
+    finally:
+        parts_of_run.initial_block = exact
 
 
 def free_memory() -> None:

@@ -15,6 +15,7 @@ about 8 micro-batches.
 
 import argparse
 import cProfile
+import json
 import pstats
 import statistics
 import time
@@ -203,7 +204,7 @@ def same(options: argparse.Namespace, report: Report) -> None:
                 )
                 off = max(abs(a / b - 1) for a, b in zip(graphed, eager, strict=True))
                 first = [abs(a / b - 1) for a, b in islice(zip(graphed, eager, strict=True), 4)]
-                ways = {way: sum(each[way] for each in served) for way in served[0]}
+                ways = {way: sum(each[way] for each in served) for way in served[0] or ()}
                 report.add(
                     "same", model=name, form=form, worst=off, first=first, last=graphed[-1],
                     failed=failed, steps=len(graphed), ways=ways,
@@ -294,8 +295,11 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--out", default="graphs.jsonl")
+    parser.add_argument("--also", nargs="*", default=[], help="results of parts run before")
     options = parser.parse_args()
     report = Report(Path(options.out))
+    for path in options.also:
+        report.rows += map(json.loads, Path(path).read_text().splitlines())
     for part in options.parts:
         {"speed": speed, "same": same, "bits": bits, "host": host}[part](options, report)
     if options.write:

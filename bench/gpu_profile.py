@@ -20,6 +20,8 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("experts", ("_spread_kernel", "_sum_rows_kernel", "_activate", "_clear_empty")),
     ("scan and conv", ("_steps_kernel", "_walk_kernel", "_outputs_kernel", "_gradients_kernel",
                        "_keys_kernel", "_conv_", "_backward_sums", "_backward_rows")),
+    ("sparse attention", ("_forward_jit", "_backward_jit", "_mass_jit")),
+    ("indexer", ("_scores_jit", "_chosen_jit", "_gradients_jit")),
     ("optimizer", ("adam", "multi_tensor", "foreach")),
     ("attention", ("flash", "fmha", "attn", "attention")),
     ("loss", ("cross_entropy", "entropy", "logsumexp", "nll", "softmax", "loss")),

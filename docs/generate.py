@@ -1,8 +1,8 @@
-"""What docs/ generates from the code: keys and policies of configuration.md, a drawing of a step.
+"""What docs/ generates from the code: the keys of configuration.md, api.md, a drawing of a step.
 
 In: the page with its two marks. Out: the same page with a table for each section between them,
-from config/schema.py; drawings/step.svg as draw_plan.py draws it; and whether the page changed is
-printed. A test fails while either is stale:
+from config/schema.py; api.md from the public names (api_reference.py); drawings/step.svg as
+draw_plan.py draws it; and whether the page changed is printed. A test fails while one is stale:
 
     python docs/generate.py
 """
@@ -69,8 +69,10 @@ def _default(field: Field[Any]) -> str:
 
 
 if __name__ == "__main__":
-    from draw_plan import DRAWING, drawing  # beside this file
+    import api_reference  # beside this file
+    from draw_plan import DRAWING, drawing
 
+    api_reference.PAGE.write_text(api_reference.page(), encoding="utf-8")
     DRAWING.write_text(drawing(), encoding="utf-8")
     old = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(with_keys(old), encoding="utf-8")

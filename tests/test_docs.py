@@ -5,7 +5,8 @@ prints below -->` it prints the text block behind it. A `sh` block runs where `<
 above it; with `<!-- refused -->` it fails, and says the text block behind it; others are only
 looked at. The other text blocks of troubleshooting.md are messages of the code, … for what changes.
 A Python block with `<!-- run after the commands -->` needs what the page's commands make. The keys,
-commands and files that the READMEs name are checked too.
+commands and files that the READMEs name are checked too. README.md and the tutorial are executed
+from top to bottom in test_docs_in_order.py, where `<!-- run in order -->` stands.
 """
 
 import argparse
@@ -38,6 +39,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 TEXTS = [*PAGES, ROOT / "README.md", ROOT / "recipes" / "README.md"]
 AFTER = "run after the commands"
+IN_ORDER = "run in order"
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 each_text = pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -155,6 +157,11 @@ def test_configuration_has_every_key_as_it_is():
             assert page.count(f"\n| `{name}.{field.name}` | {field.metadata['about'][:20]}") == 1
 
 
+def test_the_api_is_as_the_code_has_it():
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    assert page == script("api_reference").page(), "stale: run python docs/generate.py"
+
+
 def test_the_drawing_of_a_step_is_what_the_planner_makes():
     drawn = (DOCS / "drawings" / "step.svg").read_text(encoding="utf-8")
     assert drawn == script("draw_plan").drawing(), "stale: run python docs/generate.py"
@@ -239,7 +246,8 @@ def test_python_blocks_run_and_print_what_they_say(page, folder, monkeypatch):
     monkeypatch.chdir(folder)
     blocks = blocks_of(page)
     for block, after in pairwise([*blocks, Block("", "", "")]):
-        if block.language != "python" or block.mark.startswith("not run") or block.mark == AFTER:
+        is_left = block.mark.startswith("not run") or block.mark in (AFTER, IN_ORDER)
+        if block.language != "python" or is_left:
             continue
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(block.text, page.name, "exec"), {})

@@ -1,1 +1,137 @@
-"""Longshore: packed training with dynamic context parallelism."""
+"""Longshore: packed training with dynamic context parallelism.
+
+The public names, each imported from its module when it is first used, so that `import longshore`
+costs nothing and does not load torch; docs/api.md lists them with their signatures.
+
+    from longshore import Trainer, make_plan
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from longshore.arch.decoder import DecoderConfig
+    from longshore.arch.presets import preset
+    from longshore.batch import Counts, CPGroup, MicroBatch, PackContext, SeqContext, whole_context
+    from longshore.config.load import load_config
+    from longshore.config.schema import RunConfig
+    from longshore.data.batches import BatchSize, Place
+    from longshore.data.controller import pack_lane
+    from longshore.data.data_rank import Packing
+    from longshore.data.exchange import send_back
+    from longshore.data.fields import Field
+    from longshore.data.loader import Loader
+    from longshore.data.pack import Piece, merge, pack_step, unpack
+    from longshore.data.shard import Shards, cut_shards, lane_cuts
+    from longshore.data.source import TokenizedSample
+    from longshore.data.steps import IndexedSteps, Step, StreamedSteps
+    from longshore.data.store import Store
+    from longshore.distributed.cp_groups import CPGroups
+    from longshore.distributed.topology import Topology, make_topology
+    from longshore.errors import SettingError
+    from longshore.hf.adapter import adapt
+    from longshore.model.decoder import Decoder
+    from longshore.model.init import init_decoder
+    from longshore.plan.check import check
+    from longshore.plan.cost import CostProfile, load_profile
+    from longshore.plan.planner import make_plan
+    from longshore.plan.types import Pack, Plan, PlanSetting, Round, Sequence, Stats
+    from longshore.run.trainer import Trainer
+    from longshore.train.stop import RunError
+
+_NAMES_OF = {
+    "arch.decoder": "DecoderConfig",
+    "arch.presets": "preset",
+    "batch": "Counts CPGroup MicroBatch PackContext SeqContext whole_context",
+    "config.load": "load_config",
+    "config.schema": "RunConfig",
+    "data.batches": "BatchSize Place",
+    "data.controller": "pack_lane",
+    "data.data_rank": "Packing",
+    "data.exchange": "send_back",
+    "data.fields": "Field",
+    "data.loader": "Loader",
+    "data.pack": "Piece merge pack_step unpack",
+    "data.shard": "Shards cut_shards lane_cuts",
+    "data.source": "TokenizedSample",
+    "data.steps": "IndexedSteps Step StreamedSteps",
+    "data.store": "Store",
+    "distributed.cp_groups": "CPGroups",
+    "distributed.topology": "Topology make_topology",
+    "errors": "SettingError",
+    "hf.adapter": "adapt",
+    "model.decoder": "Decoder",
+    "model.init": "init_decoder",
+    "plan.check": "check",
+    "plan.cost": "CostProfile load_profile",
+    "plan.planner": "make_plan",
+    "plan.types": "Pack Plan PlanSetting Round Sequence Stats",
+    "run.trainer": "Trainer",
+    "train.stop": "RunError",
+}
+_HOME = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
+
+__all__ = [
+    "BatchSize",
+    "CPGroup",
+    "CPGroups",
+    "CostProfile",
+    "Counts",
+    "Decoder",
+    "DecoderConfig",
+    "Field",
+    "IndexedSteps",
+    "Loader",
+    "MicroBatch",
+    "Pack",
+    "PackContext",
+    "Packing",
+    "Piece",
+    "Place",
+    "Plan",
+    "PlanSetting",
+    "Round",
+    "RunConfig",
+    "RunError",
+    "SeqContext",
+    "Sequence",
+    "SettingError",
+    "Shards",
+    "Stats",
+    "Step",
+    "Store",
+    "StreamedSteps",
+    "TokenizedSample",
+    "Topology",
+    "Trainer",
+    "adapt",
+    "check",
+    "cut_shards",
+    "init_decoder",
+    "lane_cuts",
+    "load_config",
+    "load_profile",
+    "make_plan",
+    "make_topology",
+    "merge",
+    "pack_lane",
+    "pack_step",
+    "preset",
+    "send_back",
+    "unpack",
+    "whole_context",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("longshore")
+    if name not in _HOME:
+        raise AttributeError(f"module 'longshore' has no attribute {name!r}")
+    return getattr(import_module(f"longshore.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

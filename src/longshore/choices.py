@@ -9,6 +9,8 @@ config/schema.py explains the names. Policies are registered in plan/policy.py.
 
 from typing import Any, Literal, get_args
 
+ModelCode = Literal["longshore", "transformers"]
+
 LossOn = Literal["assistant", "all"]
 TooLong = Literal["reject", "truncate"]
 

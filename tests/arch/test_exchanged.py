@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from longshore.arch.exchanged import exchanged_bytes, gathered_rows
 from longshore.arch.part import Sharing
 from longshore.arch.presets import preset
-from longshore.model.attention import over_heads
+from longshore.model.attention_core import over_heads
 from longshore.ops.sizes import EXPANDED_BYTES
 from longshore.plan.shapes import visible_lengths
 

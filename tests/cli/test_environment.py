@@ -14,11 +14,11 @@ from longshore.cli.environment import (
     FLASH_CACHE_FOLDER,
     _Lossy,
     keep_out_of_temp,
-    loopback,
     lossy_output,
     safe_path,
     signals_raise,
 )
+from longshore.run.ranks import loopback
 from longshore.train.stop import Interrupted
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PYTHONSAFEPATH")

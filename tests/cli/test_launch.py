@@ -11,17 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from longshore.cli.environment import loopback_variables
 from longshore.cli.launch import (
     RankError,
     check_ranks,
     gpu_count,
     launch,
-    ranks_from_environment,
 )
 from longshore.cli.main import main
 from longshore.config import load_config
-from longshore.run.ranks import Ranks
+from longshore.run.ranks import Ranks, loopback_variables, ranks_from_environment
 from longshore.train.heartbeat import RankStatus, beat_path
 from longshore.train.stop import TWICE_S, RunError, supervised
 

@@ -18,7 +18,7 @@ def test_a_setting_is_its_key():
 def test_a_name_is_a_key_of_one_section():
     names = [key.rpartition(".")[2] for key in all_keys()]
     twice = {name for name in names if names.count(name) > 1}
-    assert twice == {"seed", "layers", "max_sequences"}
+    assert twice == {"seed", "layers", "max_sequences", "weights"}
     assert [as_key("layers"), as_key("graph_layers")] == ["model.layers", "graph.layers"]
     assert as_key("graph_max_sequences", "8") == "graph.max_sequences=8"
     assert as_key("graph_nothing") == "graph_nothing"

@@ -72,15 +72,10 @@ def test_every_word_of_other_configurations_has_its_answer(words):
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("train.lora", ": LoRA and other adapters are not supported yet; all weights are trained"),
-        (
-            "train.lora_r",
-            ": LoRA and other adapters are not supported yet; all weights are trained",
-        ),
-        (
-            "model.use_peft",
-            ": LoRA and other adapters are not supported yet; all weights are trained",
-        ),
+        ("train.lora", "; did you mean model.lora?"),
+        ("train.lora_r", "; use model.lora, a table of rank, alpha and targets"),
+        ("model.use_peft", "; use model.lora, a table of rank, alpha and targets"),
+        ("model.lora_dropout", ": model.lora trains plain low-rank factors; variants of LoRA are "),
         ("output.report_to", "; use output.trackers, tensorboard or wandb"),
         ("train.report_to", "; use output.trackers, tensorboard or wandb"),
         ("train.packing_strategy", "; use plan.policy"),

@@ -17,7 +17,8 @@ from tests.data.tiny import CHATML, REWRITES, word_tokenizer
 from longshore.data import prepare as prepare_module
 from longshore.data.fields import Field
 from longshore.data.mixture import Mixture
-from longshore.data.prepare import TextRules, cache_folder, show_progress
+from longshore.data.prepare import TextRules, cache_folder
+from longshore.data.progress import show_progress
 from longshore.data.store import Store
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
 
@@ -270,7 +271,7 @@ def test_nothing_is_shown_where_nothing_is_left_to_do():
             r"tokenizer.json: is one JSON object; .* if it is no data, move it away",
         ),
         ({"inputs": "none"}, "none: the folder has no file ending in .jsonl"),
-        ({"inputs": "a.jsonl.gz"}, r"a.jsonl.gz: must end in .* unpack or convert"),
+        ({"inputs": "a.jsonl.xz"}, r"a.jsonl.xz: must end in .* unpack or convert"),
         ({"inputs": "empty.jsonl"}, "empty.jsonl: the file is empty"),
         ({"inputs": "list.jsonl"}, "list.jsonl: is one JSON list, not one object per line; rename"),
         ({"inputs": "cut.json"}, r"cut.json: the list is not closed: the file ends in record 2, "),
@@ -382,7 +383,7 @@ def folder_of(tmp_path, monkeypatch):
             ignore=(),
             max_bytes=1000,
         )
-        return cache_folder("chats.jsonl", rules, "prepared").name
+        return cache_folder(["chats.jsonl"], rules, "prepared").name
 
     return folder
 

@@ -138,8 +138,8 @@ def start_child(arguments):
 def finished_shards(out):
     """The shards that have a record, by when they were written."""
     records = Path(out).glob("prepare.work/range-*.json")
-    shards = [json.loads(record.read_text())["shard"] for record in records]
-    return {s["file"]: Path(out, s["file"]).stat().st_mtime_ns for s in shards if s}
+    shards = [shard for record in records for shard in json.loads(record.read_text())["shards"]]
+    return {s["file"]: Path(out, s["file"]).stat().st_mtime_ns for s in shards}
 
 
 @pytest.mark.fuzz

@@ -58,6 +58,26 @@ def qwen3_moe(folder, *, seed=0, shard="1GB", **keys):
     return _saved(transformers.Qwen3MoeForCausalLM, config, folder, seed, shard)
 
 
+SLIDING = {"sliding_window": 5, "head_dim": 8} | {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
+}
+
+
+def gemma3(folder, *, seed=0, shard="1GB", **keys):
+    """Tied, with windows and a scale of its own."""
+    sizes = SIZES | SLIDING | {"query_pre_attn_scalar": 3, "pad_token_id": None}
+    config = transformers.Gemma3TextConfig(**sizes | deepcopy(keys))
+    return _saved(transformers.Gemma3ForCausalLM, config, folder, seed, shard)
+
+
+def gpt_oss(folder, *, seed=0, shard="1GB", **keys):
+    """With sinks, windows and experts."""
+    sizes = SIZES | SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+    config = transformers.GptOssConfig(**sizes | rope | deepcopy(keys))
+    return _saved(transformers.GptOssForCausalLM, config, folder, seed, shard)
+
+
 def qwen3_next(folder, *, seed=0, shard="1GB", **keys):
     sizes = SIZES | EXPERTS | {"head_dim": 16, "num_experts": 5}
     # With larger numbers rounding alone shows beyond 1e-5: the gated norm divides by small outputs.
@@ -144,7 +164,7 @@ def load(folder, dtype=torch.float32):
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
-        attn_implementation=None if kind in ("mamba2", "deepseek_v4") else "sdpa",
+        attn_implementation=None if kind in ("mamba2", "deepseek_v4", "gpt_oss") else "sdpa",
         experts_implementation="eager",
         local_files_only=True,
     )

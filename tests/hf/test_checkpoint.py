@@ -197,7 +197,7 @@ def test_wrong_tensors_are_named_in_one_line(tmp_path):
     assert str(caught.value) == (
         f"the weights in {tmp_path} do not fit its config: missing "
         "model.layers.0.self_attn.q_proj.weight, model.layers.1.self_attn.q_proj.weight, "
-        "model.layers.2.self_attn.q_proj.weight and 1 more; unknown "
+        "model.layers.2.self_attn.q_proj.weight, model.norm.weight; unknown "
         "model.layers.3.mlp.up_proj.weight; of wrong shape lm_head.weight (is (64, 31), must be "
         "(64, 32))"
     )

@@ -1,12 +1,15 @@
 """Broken folders of safetensors are refused with a line that names the file."""
 
 import json
+import weakref
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longshore.hf.checkpoint import check_tensors
+from longshore.hf.checkpoint import check_stream, check_tensors
 from longshore.hf.tensor_files import TensorFiles, write_files
 
 INDEX = "model.safetensors.index.json"
@@ -95,17 +98,22 @@ def test_a_full_disk_is_told_by_the_system(tmp_path):
         write_files(tmp_path, [("a", torch.ones(1))], shard_bytes=100)
 
 
-def test_only_one_shard_is_held_at_a_time(tmp_path):
-    """When a new shard begins, the one before is on the disk."""
-    seen = []
+def test_only_one_tensor_is_held_at_a_time(tmp_path):
+    """When one is asked for, the one before is on the disk, and its memory is free."""
+    before, sizes = [], []
 
     def stream():
         for i in range(4):
-            seen.append(len(list(tmp_path.iterdir())))
-            yield f"t{i}", torch.ones(25)
+            assert not before or before.pop()() is None
+            sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
+            memory = np.ones(24, dtype=np.float32)
+            before.append(weakref.ref(memory))
+            yield f"t{i}", torch.from_numpy(memory)
+            del memory
 
-    assert write_files(tmp_path, stream(), shard_bytes=100).dtype == torch.float32
-    assert seen == [0, 0, 1, 2]
+    checked = check_stream(stream(), {f"t{i}": (24,) for i in range(4)}, dtype=None)
+    assert write_files(tmp_path, checked, shard_bytes=100).dtype == torch.float32
+    assert [later - earlier >= 96 for earlier, later in pairwise(sizes)] == [True] * 3
 
 
 @pytest.mark.parametrize("is_named", [True, False])

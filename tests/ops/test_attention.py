@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from longshore.batch import Boundaries
+from longshore.ops import attention as ops
 from longshore.ops import attention_blocks, attention_varlen
 from longshore.ops.attention import attention, attention_backward, attention_forward
+from longshore.ops.backends import chosen, pick
 from longshore.ops.reference import attention as reference
 
 ROUNDING = 1e-14
@@ -43,6 +45,8 @@ def assert_close(got, want, tolerance=1e-9):
 def assert_as_twin(tensors, **options):
     got, want = attention(*tensors, **options), reference.attention(*tensors, **options)
     assert_close(got, want)
+    sinks = options.get("sinks")
+    tensors = [*tensors, *([] if sinks is None else [sinks])]
     for one, other in zip(gradients(got, tensors), gradients(want, tensors), strict=True):
         assert_close(one, other)
 
@@ -60,6 +64,8 @@ def problems(draw):
         "value_width": draw(st.sampled_from([1, 6, 9])),
         "window": draw(st.none() | st.integers(1, 45)),
         "scale": draw(st.none() | st.just(0.7)),
+        "softcap": draw(st.none() | st.just(1.5)),
+        "sinks": draw(st.booleans()),
     }
 
 
@@ -74,6 +80,8 @@ def problems(draw):
         "value_width": 6,
         "window": None,
         "scale": None,
+        "softcap": 2.0,
+        "sinks": True,
     }
 )
 @example(
@@ -85,6 +93,8 @@ def problems(draw):
         "value_width": 4,
         "window": 100,
         "scale": None,
+        "softcap": 2.0,
+        "sinks": True,
     }
 )
 def test_as_the_twin(problem):
@@ -96,13 +106,74 @@ def test_as_the_twin(problem):
         kv_heads=problem["kv_heads"],
         value_width=problem["value_width"],
     )
+    sinks = torch.linspace(-1, 2, problem["heads"], dtype=torch.float64).requires_grad_()
     assert_as_twin(
         tensors,
         bounds=bounds,
         key_bounds=key_bounds,
         scale=problem["scale"],
         window=problem["window"],
+        softcap=problem["softcap"],
+        sinks=sinks if problem["sinks"] else None,
     )
+
+
+def test_a_sink_takes_its_share():
+    """Scores are 0, as the sink of head 0 is: with 2 keys, each weighs 1/3; head 1 has no sink."""
+    v, k, q = torch.tensor([3.0, 9.0]).view(2, 1, 1), torch.ones(2, 1, 3), torch.zeros(2, 2, 3)
+    sinks = torch.tensor([0.0, -math.inf])
+    out, lse = attention_forward(q, k, v, sinks=sinks)
+    assert out[:, 0, 0].tolist() == pytest.approx([3 / 2, 12 / 3])
+    assert out[:, 1, 0].tolist() == pytest.approx([3, 6])
+    assert lse.exp().tolist() == [pytest.approx([2, 3]), pytest.approx([1, 2])]
+    out, _ = attention_forward(q, k, v, sinks=torch.tensor([2000.0, -math.inf]))
+    assert out[:, 0, 0].tolist() == [0, 0]
+
+
+class NoSinks:
+    """A backend that knows nothing of sinks, whose backward reads the log-sum-exp it is given."""
+
+    @staticmethod
+    def forward(q, k, v, **spec):
+        return attention_blocks.forward(q, k, v, **spec)
+
+    @staticmethod
+    def backward(grad, q, k, v, out, lse, *, scale, **spec):
+        """One sequence, as flash kernels do it."""
+        shared = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+        scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        probs = (scores - lse[:, :, None]).exp().masked_fill(hidden, 0)
+        dprobs = torch.einsum("nhv,mhv->hnm", grad, v)
+        dscores = probs * (dprobs - (grad * out).sum(2).T[:, :, None])
+        dq = torch.einsum("hnm,mhd->nhd", dscores, k) * scale
+        dk = torch.einsum("hnm,nhd->mhd", dscores, q) * scale
+        dv = torch.einsum("hnm,nhv->mhv", probs, grad)
+        return dq, *(x.unflatten(1, (-1, shared)).sum(2) for x in (dk, dv))
+
+
+def test_backends_that_know_no_sinks_serve_them(monkeypatch):
+    monkeypatch.setattr(ops, "pick", lambda *args: NoSinks)
+    sinks = torch.tensor([-2.0, 0.0, 1.0, 30.0], dtype=torch.float64).requires_grad_()
+    assert_as_twin(inputs(9, 9), sinks=sinks)
+
+
+def test_a_softcap_is_left_to_plain_torch():
+    assert pick("attention with softcap", torch.zeros(2, 1, 8), torch.zeros(2, 1, 8)) is None
+    assert "torch varlen: it has no softcap" in chosen()["attention with softcap"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"softcap": 0.0}, "softcap is 0.0; give a number above 0"),
+        ({"sinks": torch.zeros(2)}, r"sinks have the shape \(2,\); each of 4 heads has one"),
+    ],
+)
+def test_wrong_score_options(options, text):
+    with pytest.raises(ValueError, match=text):
+        attention(*inputs(3, 3), **options)
 
 
 def test_by_hand():

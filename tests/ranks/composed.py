@@ -64,6 +64,9 @@ def own_gradients(model) -> dict[str, tuple]:
     for number, part in stages_of(model).items():
         cuts = cuts_by_name(part)
         for name, parameter in part.named_parameters():
+            if not parameter.requires_grad:
+                assert parameter.grad is None, f"{name} is frozen, and has a gradient"
+                continue
             shape, boxes = boxes_of(parameter.grad, cuts.get(name))
             blocks = [(box.index, box.local.detach().clone()) for box in boxes]
             found[f"{number} {whole_name(model.config, name)}"] = (shape, blocks)
@@ -86,7 +89,9 @@ def composed(
         0.0,
         MTP_WEIGHT,
         copies=copies,
-        trace=lambda plan: trace(
+        trace=None
+        if config.lora
+        else lambda plan: trace(
             plan, layout, topology.rank, model=traced(config, choices), axes=topology
         ),
     )

@@ -101,7 +101,8 @@ def alone(config: DecoderConfig, samples: dict[int, Sample]) -> Outcome:
         # A step gives the others no label.
         counted = out.values.where(main.targets.loss_mask, 0)
         found[place], total = counted.detach(), total + loss.item()
-    return Outcome(found, total, {name: p.grad for name, p in model.named_parameters()})
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return Outcome(found, total, {name: p.grad for name, p in trained.items()})
 
 
 @contextmanager

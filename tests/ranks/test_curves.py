@@ -9,6 +9,7 @@ from tests.conftest import PROFILE
 from tests.ranks.harness import run_ranks
 from tests.ranks.hybrids import HYBRIDS
 from tests.ranks.spine import MTP_WEIGHT, dense, exact, lanes_of, sharded
+from tests.ranks.test_deepseek_v4 import tiny
 
 from longshore.data.batches import BatchSize
 from longshore.data.data_rank import Packing
@@ -33,7 +34,7 @@ MOCK = {
     "mean_seq_len": 12,
     "lognormal_sigma": 1.3,
 }
-CONFIGS = {"dense": partial(dense, 4), **HYBRIDS}
+CONFIGS = {"dense": partial(dense, 4), **HYBRIDS, "deepseek-v4": tiny}
 
 
 def curve(topology, groups, name: str, way: Way) -> list[tuple[float, ...]]:
@@ -97,7 +98,7 @@ def check(lanes: int, name: str, ways: list[Way]) -> None:
 ALL: list[Way] = list(product(POLICIES, ("round", "step"), ("none", "blocks")))
 
 
-SAMPLED = [(name, 3 if name == "dense" else 4) for name in CONFIGS]
+SAMPLED = [(name, 3 if name == "dense" else 4) for name in ("dense", *HYBRIDS)]
 
 
 @pytest.mark.parametrize(("name", "lanes"), SAMPLED)

@@ -1,6 +1,7 @@
 """DeepSeek-V4 on lanes, stages and TP ranks: each sequence alone gives the same."""
 
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 from tests.ranks.composed import composed, ranks_of
@@ -8,6 +9,7 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.issued import check_case
 from tests.ranks.piped import error_of
 from tests.ranks.spine import VOCAB, alone, exact, make_samples
+from tests.ranks.test_exactness import check
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.presets import preset
@@ -56,3 +58,28 @@ def run_all(cases: list) -> list[str]:
 def test_gradients_are_those_of_each_sequence_alone(is_fuzz: bool) -> None:
     cases = list(CASES if is_fuzz else CASES[:1])
     assert run_ranks(2, run_all, cases, timeout=200) == [[], []]
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("lanes", [1, 2, 3, 4, 8])
+def test_every_policy_mode_and_number_of_lanes(lanes: int, is_fuzz: bool) -> None:
+    """Packs of one and of many sequences, with and without recomputation."""
+    if not is_fuzz:
+        pytest.skip("in `make fuzz`; a sample is above")
+    cases = []
+    policies = ("padded", "static", "balanced", "dynamic", "mixed", "mixed")
+    modes = (("zero3", "blocks"), ("zero2", "none"), ("none", "none"), ("zero3", "none"))
+    for policy, (mode, recompute) in zip(policies, cycle(modes), strict=False):
+        for lengths in (LENGTHS, [129]):
+            longest = -(-max(lengths) // lanes)
+            plan = make_plan(
+                lengths,
+                lanes=lanes,
+                capacity=max(64, 2 * longest),
+                policy=policy,
+                cp_sizes="any" if lanes == 3 else "pow2",
+            )
+            cases.append((tiny(), plan, exact(mode=mode, recompute=recompute)))
+    static = make_plan([129, 3], lanes=lanes, capacity=136, policy="static", cp_size=lanes)
+    cases.append((tiny(), static, exact(mode="zero2", recompute="blocks")))
+    check(lanes, cases, timeout=900)

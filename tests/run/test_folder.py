@@ -61,3 +61,13 @@ def test_where_none_can_be_made(monkeypatch):
 def test_the_number_stands_once_in_the_last_part(name):
     with pytest.raises(ValueError, match=r"\{n\} may be in its last part, once"):
         check_run_folder(name)
+
+
+def test_an_empty_folder_that_is_write_protected(monkeypatch):
+    Path("run").mkdir()
+    check_run_folder("run")
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != "run")
+    with pytest.raises(
+        ValueError, match=r"output.folder: run is write-protected; make it writable"
+    ):
+        check_run_folder("run")

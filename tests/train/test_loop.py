@@ -49,6 +49,7 @@ def run(monkeypatch, device, *, count=4, evaluated=(), **choices):
     hooks = Hooks(
         phase=seen.append,
         wants_report=lambda step: step in evaluated,
+        report=lambda report: seen.append(f"report {report.metrics.step}"),
         after_step=lambda done: seen.append(f"after {done.step}"),
         reported=lambda step: seen.append(f"confirmed {step}"),
     )
@@ -63,7 +64,7 @@ def run(monkeypatch, device, *, count=4, evaluated=(), **choices):
     )
     try:
         for report in reports:
-            seen.append(f"report {report.metrics.step}")
+            seen.append(f"yields {report.metrics.step}")
     except RunError as error:
         seen.append(str(error).partition(";")[0])
     return seen
@@ -71,31 +72,34 @@ def run(monkeypatch, device, *, count=4, evaluated=(), **choices):
 
 def test_on_a_cpu_each_report_comes_before_anything_else(monkeypatch):
     seen = run(monkeypatch, "cpu", count=2)
-    each = [[f"queued {n}", f"report {n}", f"after {n}", f"confirmed {n}"] for n in (1, 2)]
+    each = [
+        [f"{what} {n}" for what in ("queued", "report", "after", "confirmed", "yields")]
+        for n in (1, 2)
+    ]
     assert seen == ["planning", "first step", *each[0], *each[1]]
 
 
 def test_on_a_gpu_the_first_comes_at_once_and_others_when_the_next_is_queued(monkeypatch):
     assert run(monkeypatch, "cuda")[2:] == [
-        *("queued 1", "report 1", "after 1", "confirmed 1"),
+        *("queued 1", "report 1", "after 1", "confirmed 1", "yields 1"),
         *("queued 2", "after 2"),
-        *("queued 3", "report 2", "confirmed 2", "after 3"),
-        *("queued 4", "report 3", "confirmed 3", "after 4"),
-        *("report 4", "confirmed 4"),
+        *("queued 3", "report 2", "confirmed 2", "after 3", "yields 2"),
+        *("queued 4", "report 3", "confirmed 3", "after 4", "yields 3"),
+        *("report 4", "confirmed 4", "yields 4"),
     ]
 
 
 def test_the_report_of_a_step_that_is_evaluated_comes_before_its_evaluation(monkeypatch):
     seen = run(monkeypatch, "cuda", evaluated=(3,))
-    assert seen[8:12] == ["queued 3", "report 2", "confirmed 2", "report 3"]
-    assert seen[12:15] == ["after 3", "confirmed 3", "queued 4"]
+    assert seen[9:13] == ["queued 3", "report 2", "confirmed 2", "report 3"]
+    assert seen[13:18] == ["after 3", "confirmed 3", "yields 2", "yields 3", "queued 4"]
 
 
 @pytest.mark.parametrize(("device", "last"), [("cpu", 2), ("cuda", 3)])
 def test_a_rank_that_wants_to_stop_is_heard(monkeypatch, device, last):
     seen = run(monkeypatch, device, count=9, stop=2)
     assert [line for line in seen if "queued" in line] == [f"queued {n + 1}" for n in range(last)]
-    assert seen[-1] == f"confirmed {last}"
+    assert seen[-2:] == [f"confirmed {last}", f"yields {last}"]
 
 
 def test_a_loss_that_is_not_finite_is_never_confirmed(monkeypatch):

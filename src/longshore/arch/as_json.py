@@ -14,10 +14,19 @@ the modules of users' classes first.
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from longshore.arch import attention, decoder, feed_forward, hyper, rope, scan, sparse_attention
+from longshore.arch import (
+    attention,
+    decoder,
+    feed_forward,
+    hyper,
+    lora,
+    rope,
+    scan,
+    sparse_attention,
+)
 from longshore.arch.decoder import DecoderConfig
 
-MODULES = (decoder, attention, feed_forward, hyper, rope, scan, sparse_attention)
+MODULES = (decoder, attention, feed_forward, hyper, lora, rope, scan, sparse_attention)
 RESERVED = ("kind", "module")
 OURS = {
     name: kind

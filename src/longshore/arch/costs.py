@@ -15,12 +15,7 @@ For each token a block saves what its backward reads; with recomputation only th
 saved, and one block at a time has the rest. tiny-llama's block in float32 saves 1,408 values and 10
 statistics per token, 5,672 bytes; with recomputation 64 values, 256 bytes.
 
-The model: weights and gradients in float32 (float64 for float64), two moments of the optimizer, and
-a copy of the weights in `dtype` where that is smaller. How lanes share it:
-
-    zero3   weights, gradients, moments sharded; two blocks, embedding and head are gathered
-    zero2   weights and gradients gathered during a step; float32 weights and moments sharded
-    none    every lane holds everything
+The model: arch/model_memory.py.
 
 Shared packs: arch/exchanged.py counts what a layer gathers of them.
 
@@ -36,27 +31,24 @@ These are estimates: a tenth is kept free for kernels' buffers and fragmentation
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.exchanged import exchanged_by, gathered_rows
+from longshore.arch.model_memory import ModelBytes, item_bytes, model_bytes
 from longshore.arch.part import Sharing
 from longshore.arch.stage_memory import (
     WHOLE,
     ModelSplit,
-    Parameters,
     block_saved,
     block_working,
-    layer_parameters,
     most_in_flight,
     rank_layers,
     sent_width,
-    stage_parameters,
     stage_saved,
     whole_model,
 )
-from longshore.choices import ShardMode, names_of
 from longshore.ops.sizes import loss_bytes
 from longshore.plan.layout import Layout
 
@@ -85,28 +77,10 @@ def parameter_count(config: DecoderConfig) -> int:
     return layers + ends + config.vocab_size * config.width * (2 - config.tied)
 
 
-SHARD_MODES = names_of(ShardMode)
-ITEM_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-
 KEPT_FREE = 10
 """One part in ten is kept free."""
 STEP_TOKENS = 256
 """A capacity is a multiple of this."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelBytes:
-    """Bytes of the model on a rank."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    gathered: int
-    """Blocks that are gathered temporarily, with their gradients."""
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,49 +91,6 @@ class TokenBytes:
     """From forward to backward."""
     working: int
     """While its block is in backward."""
-
-
-def model_bytes(
-    config: DecoderConfig,
-    *,
-    lanes: int,
-    shard: str,
-    dtype: str,
-    layout: Layout | None = None,
-    pp_rank: int = 0,
-    split: ModelSplit = WHOLE,
-) -> ModelBytes:
-    """Bytes of weights, gradients and optimizer on each of `lanes` that share them as `shard`.
-
-    layout, pp_rank: the pipeline and which of its ranks; None for the whole model. split: over how
-    many ranks its layers are split.
-    """
-    item = _item(dtype)
-    master = max(item, 4)
-    if shard not in SHARD_MODES:
-        raise ValueError(f"shard is {shard!r}; known are {', '.join(SHARD_MODES)}")
-    if lanes < 1:
-        raise ValueError(f"lanes is {lanes}; it must be at least 1")
-    stages = layout or whole_model(config)
-    mine = (stages.stages[number] for number in stages.of_rank(pp_rank))
-    counts = sum((stage_parameters(config, stage, split) for stage in mine), start=Parameters(0))
-    count, replicas = counts.total, max(1, lanes * split.tp // split.ep)
-    part = -(-counts.common // lanes) + -(-counts.experts // replicas)
-    copy = item * count if item < master else 0
-    if shard == "none":
-        return ModelBytes(master * count + copy, master * count, 2 * master * count, 0)
-    if shard == "zero2":
-        gathered = copy or master * count
-        return ModelBytes(master * part + gathered, master * (part + count), 2 * master * part, 0)
-    layers = rank_layers(config, stages, pp_rank, split)
-    blocks = [layer_parameters(layer, config.width, split).total for layer in layers]
-    block, ends = max(blocks, default=0), count - sum(blocks)
-    return ModelBytes(
-        master * part,
-        master * part,
-        2 * master * part,
-        item * (2 * block + ends) + master * (block + ends),
-    )
 
 
 def token_bytes(
@@ -176,7 +107,7 @@ def token_bytes(
     layout, pp_rank: the pipeline and which of its ranks; None for the whole model. split: over how
     many ranks its layers are split.
     """
-    item, stages = _item(dtype), layout or whole_model(config)
+    item, stages = item_bytes(dtype), layout or whole_model(config)
     each = {
         number: stage_saved(config, stages, number, item=item, recompute=recompute, split=split)
         for number in stages.of_rank(pp_rank)
@@ -184,7 +115,7 @@ def token_bytes(
     layers, width = rank_layers(config, stages, pp_rank, split), config.width
     times = 2 if recompute else 1
     blocks = [
-        times * block_saved(layer, width, item=item, split=split)
+        times * block_saved(layer, width, item=item, split=split, lora=config.lora)
         + block_working(layer, width, item=item, split=split)
         for layer in layers
     ]
@@ -206,9 +137,10 @@ def logits_bytes(config: DecoderConfig, tokens: int, *, dtype: str, tp: int = 1)
             tokens,
             vocabulary=-(-config.vocab_size // tp),
             width=config.width,
-            item=_item(dtype),
+            item=item_bytes(dtype),
             heads=1 + len(config.mtp),
             kernels=kernels,
+            trains=config.lora is None,
         )
         for kernels in (False, True)
     )
@@ -283,7 +215,7 @@ class RankMemory:
     def exchanged(self, tokens: int) -> tuple[int, int]:
         """The most bytes, and the CP size that needs them, negative."""
         layers = rank_layers(self.config, self.layout, self.pp_rank, self.split)
-        item, sharing = _item(self.dtype), self.sharing
+        item, sharing = item_bytes(self.dtype), self.sharing
         return max(
             (exchanged_by(layers, size, tokens, sharing=sharing, item=item), -size)
             for size in self.cp_sizes
@@ -384,12 +316,6 @@ def _no_room(room: int, each: int, *, ways: list[str], lines: list[str]) -> str:
         f"not even {STEP_TOKENS} tokens fit into a lane's memory: {_size(lacking)} are missing; "
         f"{', or '.join(ways)}\n" + "\n".join(lines)
     )
-
-
-def _item(dtype: str) -> int:
-    if dtype not in ITEM_BYTES:
-        raise ValueError(f"dtype is {dtype!r}; known are {', '.join(ITEM_BYTES)}")
-    return ITEM_BYTES[dtype]
 
 
 def _size(amount: int) -> str:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from longshore.arch.checks import check_counts, check_more_than
 from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.hyper import HyperConfig
+from longshore.arch.lora import LoRAConfig
 from longshore.arch.part import Norm, Part, Saved, check_part
 from longshore.arch.rope import RopeConfig
 from longshore.errors import SettingError
@@ -105,12 +106,16 @@ class DecoderConfig:
     """The residual stream is float32 at least, whatever dtype the layers compute in."""
     residuals: HyperConfig | None = None
     """Several residual rows of each token, joined by hyper-connections; None: one, and sums."""
+    lora: LoRAConfig | None = None
+    """Low-rank factors, which alone are trained; None: everything is."""
 
     def __post_init__(self) -> None:
         check_counts(self, "vocab_size", "width")
         check_more_than(0, self, "norm_eps", "init_std")
         for name in ("layers", "mtp"):
             layers = tuple(layer.with_residuals(self.residuals) for layer in getattr(self, name))
+            if self.lora is not None:  # a router's bias is frozen, too
+                layers = tuple(_balanced(layer, None, 0.0) for layer in layers)
             object.__setattr__(self, name, layers)
         if not self.layers:
             raise ValueError("DecoderConfig.layers is empty; a decoder has at least one layer")
@@ -151,6 +156,10 @@ class DecoderConfig:
         for what, (size, most) in sizes.items():
             if size > most:
                 raise ValueError(f"a decoder has at most {most:,} {what}; this one has {size:,}")
+
+    def merged(self) -> "DecoderConfig":
+        """Without low-rank factors: of the base, or of weights that have them inside."""
+        return self if self.lora is None else replace(self, lora=None)
 
     @property
     def row_width(self) -> int:

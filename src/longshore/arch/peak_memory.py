@@ -24,9 +24,9 @@ With a pipeline all rounds in flight count as saved at every moment.
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from longshore.arch.costs import ITEM_BYTES
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.exchanged import exchanged_by
+from longshore.arch.model_memory import ITEM_BYTES
 from longshore.arch.part import Sharing
 from longshore.arch.rank_model import LayerMemory, rank_model
 from longshore.arch.stage_memory import (
@@ -122,6 +122,11 @@ class _Rank:
         self.count = self.model.counts.total
         self.ends = self.count - sum(layer.parameters for layer in self.layers)
         self.part = self._shard(self.model.counts)
+        self.trained, self.own = self.count, self.part
+        self.freezes = config.lora is not None
+        if self.freezes:
+            self.trained = self.model.counts.factors
+            self.own = self._shard(Parameters(self.trained))
 
     def _shard(self, counts: Parameters) -> int:
         """Parameters of which the rank keeps weights and moments."""
@@ -133,7 +138,17 @@ class _Rank:
     @property
     def copies(self) -> bool:
         """Whether the weights exist once more, in the dtype of the arithmetic or gathered."""
-        return self.item < self.master or (self.how.shard != "none" and self.how.lanes > 1)
+        shared = self.how.shard != "none" and self.how.lanes > 1
+        return (self.item < self.master and not self.freezes) or shared
+
+    @property
+    def weights(self) -> int:
+        """Bytes that the rank keeps; what is frozen in the dtype of the arithmetic."""
+        frozen = self.item * self.part if self.freezes else 0
+        return frozen + self.master * self.own
+
+    def _trains(self, layer: LayerMemory) -> int:
+        return layer.factors if self.freezes else layer.parameters
 
     def moments(self) -> Iterator[MemoryBreakdown]:
         saved = self.saved()
@@ -144,9 +159,9 @@ class _Rank:
         for reduces in (True,) if self.rounds == 1 else (False, True):
             yield from self._backward(saved, reduces=reduces)
         yield MemoryBreakdown(
-            parameters=self.master * self.part,
-            gradients=self.master * self.part,
-            optimizer=2 * self.master * self.part,
+            parameters=self.weights,
+            gradients=self.master * self.own,
+            optimizer=2 * self.master * self.own,
             other=WORKSPACE,
             moment="optimizer",
         )
@@ -154,9 +169,9 @@ class _Rank:
     def _static(self, gradients: int, *, moment: str, freed: int = 0) -> MemoryBreakdown:
         """freed: parameters whose copies are gone."""
         return MemoryBreakdown(
-            parameters=self.master * self.part + max(0, self._gathered() - self.item * freed),
+            parameters=self.weights + max(0, self._gathered() - self.item * freed),
             gradients=gradients,
-            optimizer=2 * self.master * self.part,
+            optimizer=2 * self.master * self.own,
             other=WORKSPACE,
             moment=moment,
         )
@@ -175,9 +190,7 @@ class _Rank:
         """Gradients that a step's earlier rounds have left; autograd's own in float32 models."""
         if self.rounds == 1:
             return 0
-        if self.how.shard == "zero3":
-            return self.master * self.part
-        return self.master * self.count
+        return self.master * (self.own if self.how.shard == "zero3" else self.trained)
 
     def saved(self) -> int:
         """Activations at the end of forward, of all rounds in flight."""
@@ -206,6 +219,7 @@ class _Rank:
             item=self.item,
             heads=heads,
             kernels=tp == 1 and self.how.dtype != "float64",
+            trains=not self.freezes,
         )
         counted = heads * width * self.tokens * self.item
         return total - counted if tp == 1 and self.how.dtype != "float64" else total
@@ -213,7 +227,7 @@ class _Rank:
     def _head_gradient(self) -> int:
         """Waits until the whole backward is over."""
         tables = -(-self.config.vocab_size // self.how.split.tp) * self.config.width
-        return self.item * tables if self.has_head else 0
+        return self.item * tables if self.has_head and not self.freezes else 0
 
     def _backward(self, saved: int, *, reduces: bool) -> Iterator[MemoryBreakdown]:
         """Layer after layer, from the last; reduces: the round in which lanes sum gradients."""
@@ -230,7 +244,7 @@ class _Rank:
             if place in shown:
                 yield from self._reduced(static, layer, saved, reduces=reduces)
             if reduces and not several:
-                sent = self.master * layer.parameters
+                sent = self.master * self._trains(layer)
                 if self.rounds == 1:
                     gradients += self.master * self._own(layer)
                 if self.how.shard != "zero3":
@@ -250,9 +264,10 @@ class _Rank:
         for number, (kept, moments) in enumerate(layer.parts):
             exchanged = self._exchanged(place) if number == len(layer.parts) - 1 else 0
             for each, parameters in moments:
+                fresh = layer.factors if self.freezes else done + parameters
                 yield replace(
                     static,
-                    gradients=static.gradients + self.item * (done + parameters),
+                    gradients=static.gradients + self.item * fresh,
                     activations=left,
                     working=tokens * each,
                     exchanged=exchanged,
@@ -262,8 +277,8 @@ class _Rank:
             done += max(parameters for _, parameters in moments)
 
     def _own(self, layer: LayerMemory) -> int:
-        """The rank's part of a layer's parameters."""
-        return layer.parameters * self.part // max(1, self.count)
+        """The rank's part of what is trained in a layer."""
+        return self._trains(layer) * self.own // max(1, self.trained)
 
     def _reduced(
         self, static: MemoryBreakdown, layer: LayerMemory, saved: int, *, reduces: bool
@@ -271,7 +286,7 @@ class _Rank:
         """After a layer: its gradients in float32, in a buffer to be sent, and what comes back."""
         if not reduces and self.how.shard != "zero3":
             return
-        count, own = layer.parameters, self._own(layer)
+        count, own = self._trains(layer), self._own(layer)
         alone = self.how.shard == "none" or self.how.lanes == 1
         # A rank alone divides its buffer by 1 into another one.
         buffers = self.master * (count + own + (count if alone else 0))

@@ -13,12 +13,14 @@ from longshore.arch.cuts import decoder_on_tp_rank
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.kernel_memory import part_memory
+from longshore.arch.lora import LoRAConfig
 from longshore.arch.part import Part, Saved
 from longshore.arch.stage_memory import (
     INPUT_BYTES,
     ModelSplit,
     Parameters,
     block_working,
+    factor_saved,
     layer_parameters,
     saved_bytes,
     stage_layers,
@@ -40,6 +42,8 @@ class LayerMemory:
     that exist)."""
     input: int
     """Bytes of a token that recomputation keeps."""
+    factors: int = 0
+    """Parameters of low-rank factors, which alone are trained where there are some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ def rank_model(
         stage = layout.stages[number]
         own = stage_layers(local, stage)
         layers = tuple(
-            _layer_memory(layer, config.width, item, split, config.float32_residual)
+            _layer_memory(layer, config.width, item, split, config.float32_residual, config.lora)
             for layer in own
         )
         # Of each depth: embedding, norms' outputs, the joined input, the head's.
@@ -93,14 +97,20 @@ def rank_model(
 
 @cache
 def _layer_memory(
-    layer: LayerConfig, width: int, item: int, split: ModelSplit, wide: bool
+    layer: LayerConfig,
+    width: int,
+    item: int,
+    split: ModelSplit,
+    wide: bool,
+    lora: LoRAConfig | None,
 ) -> LayerMemory:
     """layer: as a TP rank has it; wide: the residual stream is float32 at least."""
     row = layer.row(width)
     stream = Saved(0, row) if wide else Saved(row)
     # The collapsed row, which the norm reads, and what the mixing saves.
     mixing = Saved(width) + layer.residuals.saved(width) if layer.residuals else Saved(0)
-    parts, total = [], 0
+    parts = []
+    total = saved_bytes(factor_saved(layer, width, lora), item)
     working = block_working(layer, width, item=item, split=split)
     for part in reversed(layer.parts):
         memory = part_memory(part, width)
@@ -117,9 +127,9 @@ def _layer_memory(
         )
         parts.append((kept, moments))
         total += kept
-    parameters = layer_parameters(layer, width, split).total
+    counts = layer_parameters(layer, width, split, lora)
     own_row = -(-saved_bytes(stream, item) // split.tp)
-    return LayerMemory(parameters, total, tuple(parts), own_row)
+    return LayerMemory(counts.total, total, tuple(parts), own_row, counts.factors)
 
 
 def _rows(part: Part, rows: Saved, item: int, tp: int) -> int:

@@ -22,8 +22,9 @@ from itertools import accumulate
 
 from longshore.arch.cuts import decoder_on_tp_rank
 from longshore.arch.decoder import DecoderConfig, LayerConfig
-from longshore.arch.feed_forward import MoEConfig
-from longshore.arch.part import Part, Saved
+from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.lora import LoRAConfig
+from longshore.arch.part import Part, Product, Saved
 from longshore.plan.layout import Layout, Stage, one_stage
 from longshore.plan.order import make_order
 
@@ -54,13 +55,19 @@ class Parameters:
     """Of all but routed experts; FSDP shards them over the lanes."""
     experts: int = 0
     """Of routed experts that are an FSDP unit of their own, sharded over lanes · tp / ep ranks."""
+    factors: int = 0
+    """Of low-rank factors, which alone are trained where there are some; not in `total`."""
 
     @property
     def total(self) -> int:
         return self.common + self.experts
 
     def __add__(self, other: "Parameters") -> "Parameters":
-        return Parameters(self.common + other.common, self.experts + other.experts)
+        return Parameters(
+            self.common + other.common,
+            self.experts + other.experts,
+            self.factors + other.factors,
+        )
 
 
 def whole_model(config: DecoderConfig) -> Layout:
@@ -71,7 +78,9 @@ def whole_model(config: DecoderConfig) -> Layout:
 def stage_parameters(config: DecoderConfig, stage: Stage, split: ModelSplit = WHOLE) -> Parameters:
     """Parameters of a stage; a tied head needs none of its own beside the embedding."""
     width, local = config.width, decoder_on_tp_rank(config, split.tp)
-    layers = [layer_parameters(layer, width, split) for layer in stage_layers(local, stage)]
+    layers = [
+        layer_parameters(layer, width, split, config.lora) for layer in stage_layers(local, stage)
+    ]
     joins = len(stage.depths) * config.join_parameters
     tables = stage.has_embedding + (stage.head and not (config.tied and stage.has_embedding))
     rows = -(-config.vocab_size // split.tp)
@@ -79,13 +88,30 @@ def stage_parameters(config: DecoderConfig, stage: Stage, split: ModelSplit = WH
     return sum(layers, start=ends)
 
 
-def layer_parameters(layer: LayerConfig, width: int, split: ModelSplit) -> Parameters:
+def layer_parameters(
+    layer: LayerConfig, width: int, split: ModelSplit, lora: LoRAConfig | None = None
+) -> Parameters:
     """layer: as a TP rank has it."""
     count, moe = layer.parameters(width), layer.mlp
+    factors = lora.rank * sum(each.k + each.n for each in _products(layer, width)) if lora else 0
     if not split.any or not isinstance(moe, MoEConfig):
-        return Parameters(count)
+        return Parameters(count, factors=factors)
     routed = moe.experts * 3 * width * moe.width
-    return Parameters(count - routed, routed // split.ep)
+    return Parameters(count - routed, routed // split.ep, factors)
+
+
+def _products(layer: LayerConfig, width: int) -> list[Product]:
+    """Of linear layers that may have low-rank factors, a router's too: targets may have fewer."""
+    known = (getattr(part, "products", None) for part in layer.parts)
+    return [each for products in known if products is not None for each in products(width)]
+
+
+def factor_saved(layer: LayerConfig, width: int, lora: LoRAConfig | None) -> Saved:
+    """What factors save of a token: the row between them; in an MLP its inner row once more."""
+    if lora is None:
+        return Saved(0)
+    inner = 2 * layer.mlp.width if isinstance(layer.mlp, MLPConfig) else 0
+    return Saved(lora.rank * len(_products(layer, width)) + inner)
 
 
 def stage_layers(config: DecoderConfig, stage: Stage) -> tuple[LayerConfig, ...]:
@@ -115,7 +141,8 @@ def stage_saved(
     layers = stage_layers(decoder_on_tp_rank(config, tp), stage)
     own_row = -(-width * item // tp)
     block_row = -(-config.row_width * item // tp)
-    blocks = sum(block_saved(layer, width, item=item, split=split) for layer in layers)
+    lora = config.lora
+    blocks = sum(block_saved(layer, width, item=item, split=split, lora=lora) for layer in layers)
     tables = sum(saved_bytes(Saved(0, rope.rotary_dim or 0), item) for rope in config.ropes)
     saved = INPUT_BYTES + tables + (len(layers) * block_row if recompute else blocks)
     if config.residuals is not None:
@@ -138,12 +165,19 @@ def sent_width(config: DecoderConfig, layout: Layout, stage: int) -> int:
     return config.row_width
 
 
-def block_saved(layer: LayerConfig, width: int, *, item: int, split: ModelSplit) -> int:
+def block_saved(
+    layer: LayerConfig,
+    width: int,
+    *,
+    item: int,
+    split: ModelSplit,
+    lora: LoRAConfig | None = None,
+) -> int:
     """Bytes of one token; layer: as a TP rank has it. What parts save, and norms' inputs and rows.
 
     Experts read the norm's output, of the rank's own rows; other parts all rows, gathered.
     """
-    total = 0
+    total = saved_bytes(factor_saved(layer, width, lora), item)
     for part in layer.parts:
         if isinstance(part, MoEConfig):
             own, gathered = Saved(2 * width, 1) + _experts_saved(part, width, split.ep), Saved(0)

@@ -20,9 +20,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from longshore.arch.costs import ITEM_BYTES, parameter_count
+from longshore.arch.costs import parameter_count
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.machine import ARITHMETIC_PASSES, MachineProfile
+from longshore.arch.model_memory import ITEM_BYTES
 from longshore.arch.nonnegative import fit_nonnegative
 from longshore.arch.part import Part
 from longshore.arch.part_work import Work, block_works, end_works, part_kind

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from longshore.arch.machine import MachineProfile, load_machine, profile_names
 from longshore.arch.presets import preset
 from longshore.choices import DeviceChoice, DTypeChoice, names_of
-from longshore.cli.launch import ranks_from_environment
 from longshore.cli.options import add_command, count, one_of, say
 from longshore.files import write_atomically
+from longshore.run.ranks import ranks_from_environment
 
 if TYPE_CHECKING:
     import torch

@@ -22,21 +22,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from longshore.cli.environment import loopback
 from longshore.cli.launch import (
     check_asked_ranks,
     check_ranks,
     flush_and_exit,
     gpu_count,
     launch,
-    ranks_from_environment,
 )
 from longshore.cli.options import add_command, count, say
 from longshore.config.schema import RunConfig
 from longshore.doctor.machine import DoctorOptions, examine
 from longshore.doctor.result import Finding, bad, first_line, good, warn
 from longshore.printable import printable
-from longshore.run.ranks import Ranks
+from longshore.run.ranks import Ranks, loopback, ranks_from_environment
 
 if TYPE_CHECKING:
     from longshore.doctor.ranks import RankProbe
@@ -166,7 +164,7 @@ def probe_as(
         backend=pick_backend(device, place.local_size),
         device=device,
     )
-    with loopback() if place.local_size == place.world_size else nullcontext():
+    with loopback() if place.is_one_machine else nullcontext():
         return with_time_limit(limit_s, work)
 
 

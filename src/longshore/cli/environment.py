@@ -1,9 +1,8 @@
-"""The environment of a command and its ranks: interfaces, imports, output, signals, torch's files.
+"""The environment of a command and its ranks: imports, output, signals, torch's files.
 
 In: nothing but the process. Out: the same process, changed for the time of a block.
 
     with safe_path(): ...        processes started here do not import from the working folder
-    with loopback(): ...         ranks that meet here listen on 127.0.0.1 alone
     with lossy_output(): ...     a reader that goes away, such as `head`, ends no run
     with signals_raise(): ...    SIGTERM and SIGHUP raise Interrupted, as Ctrl-C does
 
@@ -18,7 +17,6 @@ import io
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -28,32 +26,19 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from longshore.run.ranks import set_variables
 from longshore.train.stop import Interrupted, heard_signals
 
 SAFE_PATH = "PYTHONSAFEPATH"
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-LOOPBACK = ("lo", "lo0")
 FLASH_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 FLASH_CACHE_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 LOST = "longshore: stdout is closed; the run continues without it\n"
 
 
 @contextmanager
-def _variables(values: dict[str, str]) -> Iterator[None]:
-    """Sets those that are not set already."""
-    ours = {name: value for name, value in values.items() if name not in os.environ}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            os.environ.pop(name, None)
-
-
-@contextmanager
 def safe_path() -> Iterator[None]:
     """Python puts the working folder first of all for `-c`, with which pools start processes."""
-    with _variables({SAFE_PATH: "1"}):
+    with set_variables({SAFE_PATH: "1"}):
         yield
 
 
@@ -61,19 +46,6 @@ def working_folder_last() -> None:
     """Makes a user's own loss importable; what is installed comes first."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-
-
-@contextmanager
-def loopback() -> Iterator[None]:
-    """For ranks that are all on this machine, unless the user has chosen an interface."""
-    with _variables(loopback_variables()):
-        yield
-
-
-def loopback_variables() -> dict[str, str]:
-    names = [name for _, name in socket.if_nameindex()]
-    interface = next((name for name in LOOPBACK if name in names), None)
-    return dict.fromkeys(INTERFACES, interface) if interface else {}
 
 
 class _Lossy(io.FileIO):

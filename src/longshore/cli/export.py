@@ -30,11 +30,14 @@ others load: config.json, safetensors, and the tokenizer of the model the run be
                      without one)
   --format F         hf: what transformers loads (default); longshore: for models that transformers
                      does not have; longshore train model.from_hf=DIR reads it
+  --adapter          of a run with model.lora: the low-rank factors alone, as a folder that PEFT
+                     loads onto the base, instead of weights with the factors in them
   --module M         the Python module of your own mixers, for a run with model.module
 
 examples:
   longshore export runs/first my-model --dtype bfloat16
   longshore export runs/first my-model --step 400
+  longshore export runs/lora-1 my-adapter --adapter
   longshore export runs/mine-1 my-model --format longshore --module mine"""
 
 FORMATS = ("hf", "longshore")
@@ -58,6 +61,7 @@ def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--base", help=hidden)
     parser.add_argument("--max-length", type=count(1 << 40), help=hidden)
     parser.add_argument("--format", type=one_of(FORMATS), default="hf", help=hidden)
+    parser.add_argument("--adapter", action="store_true", help=hidden)
     parser.add_argument("--module", help=hidden)
 
 
@@ -68,6 +72,11 @@ def run_export(args: argparse.Namespace) -> None:
     if args.max_length is not None and args.format == "longshore":
         raise ValueError(
             "--max-length works only with --format hf; Longshore's own format has no such key"
+        )
+    if args.adapter and (args.format == "longshore" or args.max_length or args.dtype != "keep"):
+        raise ValueError(
+            "--adapter writes PEFT's format, in the dtype of the factors; leave --format, "
+            "--max-length and --dtype out"
         )
     try:
         weights = _weights_folder(Path(args.weights), args.step)
@@ -117,6 +126,7 @@ def _weights_folder(run: Path, step: int | None) -> Path:
 
 def _open_saved(args: argparse.Namespace, folder: Path) -> tuple["SavedWeights", int]:
     """What the folder holds, and its bytes."""
+    from longshore.hf.lora import MergedTensors
     from longshore.hf.weights import load_weights
     from longshore.run.saved import open_checkpoint
     from longshore.train.checkpoint_tensors import CheckpointTensors
@@ -124,13 +134,16 @@ def _open_saved(args: argparse.Namespace, folder: Path) -> tuple["SavedWeights",
     base = None if args.base is None else Path(args.base)
     if (folder / "weights.json").is_file():
         saved = load_weights(folder)
-        if base is not None:
-            saved = replace(saved, base=base)
-        return saved, sum(path.stat().st_size for path in folder.iterdir())
-    working_folder_last()  # the run's model may be in a module of the user's
-    saved = open_checkpoint(folder, base=base)
-    assert isinstance(saved.tensors, CheckpointTensors)
-    return saved, saved.tensors.nbytes
+        size = sum(path.stat().st_size for path in folder.iterdir())
+    else:
+        working_folder_last()  # the run's model may be in a module of the user's
+        saved = open_checkpoint(folder, base=base)
+        assert isinstance(saved.tensors, CheckpointTensors)
+        size = saved.tensors.nbytes
+    if args.adapter:
+        return replace(saved, base=base or saved.base), size
+    saved = saved.merged(base)
+    return saved, saved.tensors.nbytes if isinstance(saved.tensors, MergedTensors) else size
 
 
 def _export(args: argparse.Namespace, weights: Path) -> None:
@@ -146,8 +159,18 @@ def _export(args: argparse.Namespace, weights: Path) -> None:
         raise ValueError(
             f"the run began with {base}, which does not exist; name its folder with --base"
         )
+    if args.adapter:
+        from longshore.hf.peft_folder import write_adapter
+
+        check_room(Path(args.folder), size)
+        for line in write_adapter(args.folder, saved, base=base):
+            say(line)
+        return
     check_room(Path(args.folder), size // 2 if args.dtype == "bfloat16" else size)
     dtype = None if args.dtype == "keep" else getattr(torch, args.dtype)
+    if saved.code == "transformers":
+        _export_foreign(args, saved, dtype)
+        return
     if args.format == "longshore":
         tensors = saved.tensors.items()
         write_own_checkpoint(args.folder, saved.config, tensors, base=base, dtype=dtype)
@@ -166,3 +189,23 @@ def _export(args: argparse.Namespace, weights: Path) -> None:
         dtype=dtype,
         max_length=args.max_length,
     )
+
+
+def _export_foreign(args: argparse.Namespace, saved: "SavedWeights", dtype: Any) -> None:  # noqa: ANN401
+    """A model that ran as transformers' code: a folder like the one it began with."""
+    from longshore.hf.foreign_weights import HEAD, write_foreign
+
+    for option in ("max_length", "module"):
+        if getattr(args, option) is not None:
+            raise ValueError(
+                f"{as_option(option)} does not work for a run with model.code=transformers, whose "
+                "config.json stays as it is; leave it out"
+            )
+    if args.format != "hf":
+        raise ValueError(
+            "--format longshore is for Longshore's own models; this run's model.code is "
+            "transformers, so leave --format out"
+        )
+    assert saved.base is not None
+    tied = HEAD not in saved.tensors
+    write_foreign(args.folder, saved.tensors.items(), base=saved.base, tied=tied, dtype=dtype)

@@ -34,11 +34,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from longshore.cli.environment import loopback, loopback_variables, lossy_output, safe_path
+from longshore.cli.environment import lossy_output, safe_path
 from longshore.cli.options import say
 from longshore.config.schema import RunConfig
-from longshore.run.ranks import Ranks
-from longshore.run.resume import Start
+from longshore.run.ranks import Ranks, loopback, loopback_variables
 from longshore.train.heartbeat import NOTICE_S, RankStatus, Watch, last_saved
 from longshore.train.stop import (
     SHOW_CURSOR,
@@ -71,31 +70,6 @@ OUTCOMES = (*FATAL, "stopped")
 
 class RankError(Exception):
     """A rank raised what is not the user's mistake, or died. Its text is for people."""
-
-
-def ranks_from_environment() -> Ranks | None:
-    """This process's place if torchrun started it."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    texts = [os.environ.get(name) for name in names]
-    if None in texts:
-        return None
-    try:
-        rank, world_size, local_rank = (int(text or "") for text in texts)
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    except ValueError:
-        raise ValueError(
-            f"{', '.join(names)} of the environment must be numbers; start with torchrun, or unset "
-            "them"
-        ) from None
-    return Ranks(rank, world_size, local_rank, local_size, "env://")
-
-
-def start_from_environment() -> Start:
-    """Whether torchrun restarts this process, and the name of its job."""
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    name = f"process {os.getppid()}" if job == "none" else job
-    return Start(attempt=int(count) if count.isdecimal() else 0, job=name)
 
 
 def gpu_count() -> int:

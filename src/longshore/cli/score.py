@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from longshore.cli.environment import lossy_output, working_folder_last
-from longshore.cli.launch import check_ranks, ranks_from_environment
+from longshore.cli.launch import check_ranks
 from longshore.cli.options import add_command, count, say
 from longshore.cli.train import MOST_RANKS, ranks_of_run, run_on_ranks
 from longshore.config.check import check_config
@@ -18,7 +18,7 @@ from longshore.config.load import load_config
 from longshore.config.located import settings_in_keys
 from longshore.config.schema import RunConfig
 from longshore.data.fields import Field, parse_field
-from longshore.run.ranks import Ranks
+from longshore.run.ranks import Ranks, ranks_from_environment
 
 SCORE_HELP = """\
 Computes the log-probability of every token of a data set under a model, packed and planned as in
@@ -125,10 +125,11 @@ def _check_field(name: str, config: RunConfig) -> None:
     except ValueError as error:
         raise ValueError(f"--field: {error}") from None
     known = {parse_field(text).name for text in config.data.fields}
-    if (Path(config.data.path) / "manifest.json").exists():
+    folder = Path(str(config.data.path))
+    if (folder / "manifest.json").exists():
         from longshore.data.store import read_manifest
 
-        known |= {field.name for field in read_manifest(Path(config.data.path)).fields}
+        known |= {field.name for field in read_manifest(folder).fields}
     if name in known:
         raise ValueError(
             f"--field {name}: {config.data.path} already has a field of this name; choose another"

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from longshore.cli.environment import loopback, lossy_output, working_folder_last
+from longshore.cli.environment import lossy_output, working_folder_last
 from longshore.cli.launch import (
     RankError,
     Work,
@@ -24,20 +24,17 @@ from longshore.cli.launch import (
     check_ranks,
     gpu_count,
     launch,
-    ranks_from_environment,
-    start_from_environment,
 )
 from longshore.cli.options import add_command, count, say
-from longshore.config.check import check_config
 from longshore.config.load import NOT_THE_DEMO, load_config
 from longshore.config.located import settings_in_keys
 from longshore.config.schema import SECTIONS, RunConfig
 from longshore.config.toml import toml_value
 from longshore.config.unknown_keys import all_keys, answer_key
 from longshore.run.data import prepare_text
-from longshore.run.folder import CONFIG, newest_runs
-from longshore.run.ranks import Ranks
-from longshore.run.resume import FRESH, Start, check_output
+from longshore.run.folder import newest_runs
+from longshore.run.ranks import Ranks, loopback, ranks_from_environment
+from longshore.run.resume import FRESH, Start, checked_config, recipe_of, start_from_environment
 from longshore.train.stop import Interrupted, RunError, StoppedError, exit_code
 
 MOST_RANKS = 1 << 20
@@ -121,7 +118,7 @@ def run_on_ranks(config: RunConfig, place: Ranks | None, work: Work) -> None:
             _say_start(config)
             launch(work, config, config.parallel.ranks)
         else:
-            with loopback() if place.local_size == place.world_size else nullcontext():
+            with loopback() if place.is_one_machine else nullcontext():
                 work(config, place)
     except ValueError:
         raise  # main prints it
@@ -184,11 +181,13 @@ def _config(args: argparse.Namespace, place: Ranks | None, start: Start) -> RunC
     ranks = ranks_of_run(args.ranks, config, place)
     if place is None and not args.force_ranks:
         check_ranks(ranks, way_out="lower --ranks (or parallel.ranks), or add --force-ranks")
-    is_first = place is None or place.rank == 0
-    check_config(config, ranks)
-    if is_first:
-        check_output(config, start)
-    return config.with_ranks(ranks)
+    return checked_config(
+        config,
+        ranks,
+        start,
+        is_first=place is None or place.rank == 0,
+        is_run_here=not args.print_config,
+    )
 
 
 def _names_run(word: str) -> bool:
@@ -198,11 +197,8 @@ def _names_run(word: str) -> bool:
 
 def _resumed_recipe(run: Path, recipe: str | None, overrides: list[str]) -> tuple[str, list[str]]:
     """The recipe of a run to resume, its own if none is given, and overrides with its folder."""
-    if not (run / CONFIG).is_file():
-        raise ValueError(
-            f"--resume: {run} has no {CONFIG}; name the folder of a run: {newest_runs()}"
-        )
-    return recipe or str(run / CONFIG), [*overrides, f"output.folder={run}"]
+    own = recipe_of(run, asked_by="--resume")
+    return recipe or own, [*overrides, f"output.folder={run}"]
 
 
 def _split_words(words: Seq[str]) -> tuple[str | None, list[str]]:

@@ -7,6 +7,7 @@ gives the planner's "plan.max_cp is 8, but there are only 4 lanes".
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from longshore.arch.flops_cost import flops_cost, needs_curve
 from longshore.arch.part import Sharing
 from longshore.arch.stages import make_layout, stage_costs
 from longshore.arch.step_time import RunShape, cost_profile
+from longshore.config.check_code import check_code, transformers_decoder
 from longshore.config.check_data import check_data, known_longest
 from longshore.config.check_graph import check_graph
 from longshore.config.check_parallel import check_parallel
 from longshore.config.located import in_keys, settings_in_keys
+from longshore.config.lora import check_lora, check_router_bias, lora_config
 from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
 from longshore.plan.cost import BUILT_IN, CostProfile
 from longshore.plan.layout import Layout, layout_stages
@@ -32,11 +35,14 @@ from longshore.user_code import check_module_exists, load_module
 def check_config(config: RunConfig, ranks: int) -> None:
     """All that can be checked before torch is imported."""
     _check_model(config.model)
+    check_code(config)
     decoder = decoder_config(config.model)
     lanes = lanes_of(config, ranks)
     check_parallel(config, decoder, lanes=lanes)
-    _check_written(config, decoder)
+    if config.model.code == "longshore":
+        _check_written(config, decoder)
     _check_train(config)
+    check_lora(config, decoder)
     with settings_in_keys():
         check_graph(config, decoder)
     _check_plan(config, lanes, decoder)
@@ -93,6 +99,8 @@ def decoder_config(model: ModelConfig) -> DecoderConfig:
     from longshore.config.own_model import named_decoder
     from longshore.hf.config_file import read_config
 
+    if model.code == "transformers":
+        return replace(transformers_decoder(model), lora=lora_config(model.lora))
     if model.module:  # importing it registers its mixers, so that from_hf may contain them
         with settings_in_keys():
             load_module(model.module, "module")
@@ -112,7 +120,12 @@ def decoder_config(model: ModelConfig) -> DecoderConfig:
         None if number == "auto" else number for number in (model.aux_weight, model.bias_update)
     )
     with in_keys():
-        return with_balance(decoder, aux_weight=aux_weight, bias_update=bias_update)
+        decoder = with_balance(decoder, aux_weight=aux_weight, bias_update=bias_update)
+    lora = lora_config(model.lora)
+    if lora is None:
+        return decoder
+    check_router_bias(model)
+    return replace(decoder, lora=lora)
 
 
 def _check_balance(model: ModelConfig, decoder: DecoderConfig) -> None:
@@ -139,7 +152,7 @@ def _check_written(config: RunConfig, decoder: DecoderConfig) -> None:
     if not base and not export:
         return
     try:
-        choose_architecture(decoder, base)
+        choose_architecture(decoder.merged(), base)
     except ValueError as error:
         key = "model.from_hf" if base else "output.export"
         after = "; leave output.export out, and write the run with longshore export RUN DIR "
@@ -252,6 +265,10 @@ def _check_model(model: ModelConfig) -> None:
                 f"model.from_hf: there is no folder {model.from_hf}; download a model of the "
                 "Hugging Face Hub first: hf download NAME --local-dir FOLDER"
             )
+        from longshore.hf.quantized import refuse_quantized_files
+
+        with in_keys("model.from_hf"):
+            refuse_quantized_files(path)
 
 
 def _check_train(config: RunConfig) -> None:

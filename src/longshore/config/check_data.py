@@ -1,14 +1,17 @@
 """The data of a run, before anything is read: is it there, and does it have what it needs?
 
 In: a config. Out: nothing, or a ValueError of one line. The lengths of synthetic and
-prepared sequences are known here, so `known_longest` returns the longest; for text it returns 0.
+prepared sequences are known here, so `known_longest` returns the longest; for text it returns 0,
+for a stream its limit.
 """
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from longshore.config.data_parts import check_parts, data_parts, shown_path
 from longshore.config.located import in_keys
 from longshore.config.schema import DataConfig, RunConfig
 from longshore.data.fields import check_declared, parse_field
@@ -17,7 +20,6 @@ from longshore.data.mock import mock_lengths
 from longshore.data.rejected import rejections_of
 from longshore.data.training_templates import check_choice
 
-MANIFEST = "manifest.json"
 TEXT_ONLY = ("template", "loss_on", "max_length", "too_long", "fields", "ignore", "max_bytes")
 
 
@@ -39,30 +41,61 @@ def check_data(config: RunConfig, vocab_size: int) -> None:
         )
     if data.mock:
         _refuse_text_keys(data, "data.mock generates")
-    elif is_prepared(data.path):
-        _refuse_text_keys(data, "data.path is a prepared folder and already has")
-        _check_rejected(data)
     else:
-        _check_text(data, data.tokenizer or config.model.from_hf)
-        if not config.model.from_hf:  # a checkpoint's tokenizer may have ids that no text uses
-            _check_vocabulary(data.tokenizer, vocab_size)
+        _check_path(config, vocab_size)
     if data.path and data.count:
         raise ValueError(
             "data.count works only with data.mock, not with data.path; leave data.count out"
         )
+    if data.weights and not data.path:
+        raise ValueError("data.weights works only with data.path; leave data.weights out")
+    if data.stream:
+        check_stream(config)
 
 
-def is_prepared(path: str) -> bool:
-    """Whether a path is a folder made by `longshore prepare`, finished or not."""
-    return (Path(path) / MANIFEST).exists() or (Path(path) / "prepare.work").exists()
+def _check_path(config: RunConfig, vocab_size: int) -> None:
+    """Every part of data.path: prepared, or text with all that it needs."""
+    data = config.data
+    parts = check_parts(data)
+    for folder in (folder for part in parts for folder in part.prepared):
+        _check_rejected(folder, data)
+    texts = [name for part in parts for name in part.texts]
+    if not texts:
+        _refuse_text_keys(data, "data.path is a prepared folder and already has")
+        return
+    _check_text(data, texts, data.tokenizer or config.model.from_hf)
+    if not config.model.from_hf:  # a checkpoint's tokenizer may have ids that no text uses
+        _check_vocabulary(data.tokenizer, vocab_size)
 
 
-def _check_rejected(data: DataConfig) -> None:
+def check_stream(config: RunConfig) -> None:
+    """Refuses a stream of what is no stream, and one without the limits that it needs."""
+    data = config.data
+    if not data.path:
+        raise ValueError("data.stream reads files; give data.path, or leave data.stream out")
+    if prepared := [folder for part in data_parts(data) for folder in part.prepared]:
+        raise ValueError(
+            f"data.stream: {prepared[0]} is a prepared folder, whose sequences are known; leave "
+            "data.stream out"
+        )
+    if not config.train.steps:
+        raise ValueError(
+            "data.stream: the length of an epoch is not known; give train.steps, the number of "
+            "steps, and leave train.epochs out"
+        )
+    if not data.max_length:
+        raise ValueError(
+            "data.stream: the longest sequence is not known before it is read; give "
+            "data.max_length, and data.too_long=truncate to cut longer ones instead of leaving "
+            "them out"
+        )
+
+
+def _check_rejected(folder: Path, data: DataConfig) -> None:
     """Refuses a prepared folder that left out more samples than data.max_rejected allows."""
     from longshore.data.store import read_manifest
 
     with in_keys("data.path"):
-        folder = Path(data.path)
         rejections_of(folder, read_manifest(folder).about).check(data.max_rejected)
 
 
@@ -73,12 +106,13 @@ def known_longest(config: RunConfig) -> int:
         with in_keys("data.mock"):
             _check_mock(data)
             return int(mock_lengths(data.mock, count=data.count or None, seed=data.seed).max())
-    if not is_prepared(data.path):
-        return 0
     from longshore.data.store import read_manifest
 
+    if data.stream:
+        return data.max_length
     with in_keys("data.path"):
-        return read_manifest(Path(data.path)).longest
+        folders = [folder for part in data_parts(data) for folder in part.prepared]
+        return max((read_manifest(folder).longest for folder in folders), default=0)
 
 
 def _check_mock(data: DataConfig) -> None:
@@ -94,13 +128,13 @@ def _refuse_text_keys(data: DataConfig, what: str) -> None:
             )
 
 
-def _check_text(data: DataConfig, tokenizer: str) -> None:
+def _check_text(data: DataConfig, names: Sequence[str], tokenizer: str) -> None:
     with in_keys("data.path"):
-        find_inputs([data.path])
+        find_inputs(names)
     if not tokenizer:
         raise ValueError(
-            f"data.path: {data.path} is text, which needs a tokenizer; set data.tokenizer to a "
-            "folder with tokenizer.json"
+            f"data.path: {shown_path(data)} is text, which needs a tokenizer; set data.tokenizer "
+            "to a folder with tokenizer.json"
         )
     if not (Path(tokenizer) / "tokenizer.json").is_file():
         key = "data.tokenizer"
@@ -114,8 +148,8 @@ def _check_text(data: DataConfig, tokenizer: str) -> None:
     for name in ("tokenizers", "jinja2"):
         if importlib.util.find_spec(name) is None:
             raise ValueError(
-                f"data.path: {data.path} is text, and the package {name}, which tokenizes it, is "
-                "missing; install it with: pip install 'longshore[hf]'"
+                f"data.path: {shown_path(data)} is text, and the package {name}, which tokenizes "
+                "it, is missing; install it with: pip install 'longshore[hf]'"
             )
 
 

@@ -20,8 +20,10 @@ WORDS_BY_ANSWER = {
     "rope_theta rotary_percent position_embedding_type normalization num_experts moe_router_topk "
     "untie_embeddings_and_output_weights hidden_dropout attention_dropout init_method_std "
     "make_vocab_size_divisible_by dim n_heads max_position_embeddings hidden_size",
-    ": LoRA and other adapters are not supported yet; all weights are trained": "lora use_peft "
-    "peft peft_config adapter qlora use_rslora use_dora dora adapters target_modules",
+    "model.lora, a table of rank, alpha and targets": "use_peft peft peft_config adapter adapters "
+    "target_modules",
+    ": model.lora trains plain low-rank factors; variants of LoRA are not supported yet": "qlora "
+    "use_rslora use_dora dora lora_dropout",
     ": training in 8 or 4 bits is not supported yet; train.dtype is the arithmetic": "load_in_8bit "
     "load_in_4bit use_bnb_nested_quant quantization quantization_config converters fp8 fp4 "
     "enable_fp8 float8",
@@ -38,8 +40,10 @@ WORDS_BY_ANSWER = {
     # Data.
     "data.path": "datasets train_files train_dataset train_data_path data_files data_path dataset "
     "dataset_name dataset_path",
-    "data.path, a file of JSONL or Parquet": "dataset_config dataset_config_name subset streaming "
-    "dataset_train_split dataset_streaming split dataset_type",
+    "data.path, a file of JSONL or Parquet": "dataset_config dataset_config_name subset "
+    "dataset_train_split split dataset_type",
+    "data.stream": "streaming dataset_streaming",
+    "data.weights": "interleave_probs dataset_weights mixture_weights",
     "data.eval_path": "val_files dataset_test_split eval_split valid_dataset test_datasets "
     "validation_dataset eval_dataset valid_data_path",
     "data.eval_path, a file of its own": "val_set_size val_split_ratio eval_split_ratio",
@@ -176,7 +180,7 @@ WORDS_BY_ANSWER = {
     ": label smoothing is not supported yet": "label_smoothing_factor label_smoothing",
     ": noise on embeddings is not supported yet": "neftune_noise_alpha",
     ": an average of the weights is not supported yet": "ema ema_decay use_ema",
-    ": frozen weights are not supported yet; all are trained": "freeze unfrozen_parameters "
+    ": only model.lora freezes weights; without it all are trained": "freeze unfrozen_parameters "
     "freeze_modules trainable_modules",
     ": train.seed gives the same run again; on GPUs kernels may differ in the last bits": ""
     "full_determinism deterministic deterministic_mode",
@@ -244,8 +248,8 @@ WORDS_BY_ANSWER = {
 FOREIGN_KEYS = {word: answer for answer, words in WORDS_BY_ANSWER.items() for word in words.split()}
 
 FOREIGN_PREFIXES = {
-    "lora_": FOREIGN_KEYS["lora"],
-    "peft_": FOREIGN_KEYS["lora"],
+    "lora_": FOREIGN_KEYS["peft"],
+    "peft_": FOREIGN_KEYS["peft"],
     "bnb_": FOREIGN_KEYS["load_in_4bit"],
     "fp8_": FOREIGN_KEYS["load_in_4bit"],
     "liger_": FOREIGN_KEYS["use_liger_kernel"],

@@ -1,6 +1,6 @@
 """From a recipe and overrides to a RunConfig: every key known, every value of its kind.
 
-In: the path of a TOML file and overrides such as `train.lr=3e-4`. Out: a RunConfig with the
+In: a TOML file, or TOML itself, and overrides such as `train.lr=3e-4`. Out: a RunConfig with the
 defaults that depend on other keys filled in; check.py says whether it makes sense. Without a
 recipe, and with no override that names other data or another model, it is the demo of the package.
 
@@ -15,6 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import fields, replace
 from importlib.resources import files
 from pathlib import Path
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 from longshore.config.foreign import FOREIGN_VALUES, REFUSED_VALUES
@@ -24,6 +25,7 @@ from longshore.config.values import Kind
 
 Tables = dict[str, dict[str, Any]]
 
+NO_VALUES: Mapping[str, Mapping[str, object]] = MappingProxyType({})
 DEMO = "demo.toml"
 NOT_THE_DEMO = ("data.path", "model.preset", "model.from_hf", "model.module")
 # A word for one of these takes the others out of the recipe.
@@ -40,26 +42,64 @@ EITHER = (
     ("train.steps", "train.epochs"),
     ("train.epochs", "train.steps"),
 )
-DATA_FILES = (".json", ".jsonl", ".ndjson", ".parquet")
+DATA_FILES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst")
 SHOWN = 60
 
 
-def load_config(recipe: str | None, overrides: Seq[str] = ()) -> RunConfig:
-    """The configuration of a run, or a ValueError of one line."""
+def load_config(
+    recipe: str | Path | None = None,
+    overrides: Seq[str] = (),
+    *,
+    values: Mapping[str, Mapping[str, object]] = NO_VALUES,
+) -> RunConfig:
+    """The configuration of a run, or a ValueError of one line.
+
+    recipe: the path of a TOML file, or TOML itself, of more than one line; None: the demo, unless
+    data or a model are given. overrides: as on the command line, such as "train.lr=3e-4". values:
+    the same as Python values by section, {"train": {"lr": 3e-4}}; they come before the overrides.
+    """
     pairs = [_split(word) for word in overrides]
+    _check_values(values)
+    given = [f"{section}.{key}" for section, table in values.items() for key in table]
+    given += [key for key, _ in pairs]
     name, tables = "train", Tables()
-    if recipe is not None:
-        name, tables = Path(recipe).stem, _read(recipe)
-    elif not any(key in NOT_THE_DEMO for key, _ in pairs):
+    if recipe is not None and "\n" in str(recipe):
+        tables = _parse(str(recipe), "the recipe")
+    elif recipe is not None:
+        name, tables = Path(recipe).stem, _read(str(recipe))
+    elif not any(key in NOT_THE_DEMO for key in given):
         name, tables = "demo", _parse(files("longshore").joinpath(DEMO).read_text("utf-8"), DEMO)
-    for given, *others in EITHER:
-        if any(f"{key}.".startswith(f"{given}.") for key, _ in pairs):
+    for one, *others in EITHER:
+        if any(f"{key}.".startswith(f"{one}.") for key in given):
             for section, other in (key.split(".") for key in others):
                 tables.get(section, {}).pop(other, None)
+    for section, table in values.items():
+        tables.setdefault(section, {}).update({key: _as_toml(v) for key, v in table.items()})
     for key, text in pairs:
         _override(tables, key, text)
     sections = {section: _section(section, table) for section, table in tables.items()}
     return with_defaults(RunConfig(**sections), name)
+
+
+def _check_values(values: Mapping[str, Mapping[str, object]]) -> None:
+    for section, table in values.items():
+        if section not in SECTIONS:
+            raise ValueError(answer_section(section))
+        if not isinstance(table, Mapping):
+            raise ValueError(
+                f"{section} is {table!r}; it must be a table of its keys, such as {section}={{...}}"
+            )
+
+
+def _as_toml(value: object) -> object:
+    """Paths as text, and a function of the user's as module:function; all else as it is."""
+    if isinstance(value, list | tuple):
+        return [_as_toml(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, FunctionType):
+        return f"{value.__module__}:{value.__qualname__}"
+    return value
 
 
 def _read(recipe: str) -> Tables:
@@ -163,7 +203,8 @@ def with_defaults(config: RunConfig, name: str = "train") -> RunConfig:
     """Fills in what is not given and depends on other keys. name: of the run's folder."""
     train, output = config.train, config.output
     if not train.lr:
-        train = replace(train, lr=2e-5 if config.model.from_hf else 3e-4)
+        usual = 2e-5 if config.model.from_hf else 3e-4
+        train = replace(train, lr=2e-4 if config.model.lora.get("rank") else usual)
     if not train.steps and not train.epochs:
         train = replace(train, epochs=1)
     if not output.folder:

@@ -19,6 +19,7 @@ from longshore.choices import (
     Kernels,
     LossName,
     LossOn,
+    ModelCode,
     Recompute,
     ScanKind,
     ScheduleName,
@@ -37,7 +38,9 @@ from longshore.config.values import (
     module,
     number,
     number_or,
+    numbers,
     one_of,
+    paths,
     shares,
     table,
     text,
@@ -57,7 +60,18 @@ LARGEST_SEED = 2**63 - 1
 class DataConfig:
     """Where sequences come from, and how many a step takes."""
 
-    path: str = key("", text(), "JSONL, JSON or Parquet, or a folder made by `longshore prepare`")
+    path: str | tuple[str, ...] = key(
+        "",
+        paths(),
+        "JSONL, JSON, Parquet or Arrow, or a folder of them, of `datasets` or of `longshore "
+        "prepare`; also a glob, or a list of these",
+    )
+    weights: tuple[float, ...] = key(
+        (), numbers(), "how often each name in path is drawn; none: each sequence once an epoch"
+    )
+    stream: bool = key(
+        False, flag(), "tokenize while training, without an index; needs train.steps, max_length"
+    )
     mock: Mapping[str, Any] = field(
         default_factory=dict,
         metadata={
@@ -99,7 +113,9 @@ class DataConfig:
     shuffle: bool = key(True, flag(), "a new order for every epoch")
     seed: int = key(0, whole(0, LARGEST_SEED), "seed of the shuffle, and of synthetic sequences")
     prefetch: int = key(2, whole(1, 1024), "steps prepared ahead")
-    eval_path: str = key("", text(), "held-out data to evaluate on, in the same formats as path")
+    eval_path: str | tuple[str, ...] = key(
+        "", paths(), "held-out data to evaluate on, in the same formats as path"
+    )
     eval_mock: Mapping[str, Any] = field(
         default_factory=dict,
         metadata={
@@ -165,6 +181,11 @@ class ModelConfig:
         "instead of preset: your own decoder, as module:function; with from_hf: the Python "
         "module of its mixers",
     )
+    code: ModelCode = key(
+        "longshore",
+        one_of(ModelCode),
+        "whose code runs a model of from_hf: Longshore's own, or transformers' (any causal model)",
+    )
     layers: int = key(0, whole(0, 4096), "number of layers of the preset; 0: unchanged")
     vocab_size: int = key(0, whole(0, 1 << 24), "vocabulary size of the preset; 0: unchanged")
     aux_weight: float | Literal["auto"] = key(
@@ -177,6 +198,14 @@ class ModelConfig:
         number_or("auto", 0),
         "how much a step changes the experts' routing bias; auto: the model's own, 0 for a "
         "Hugging Face folder",
+    )
+    lora: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "kind": table(),
+            "about": "train low-rank factors alone: rank (0: off), alpha (default: 2·rank), "
+            "targets (names of modules; default: all-linear)",
+        },
     )
 
 
@@ -228,7 +257,7 @@ class TrainConfig:
     steps: int = key(0, whole(0), "optimizer steps")
     epochs: int = key(0, whole(0), "instead of steps: passes over the data (default 1)")
     lr: float = key(
-        0.0, number(0, above=True), "learning rate (default: preset 3e-4, from_hf 2e-5)"
+        0.0, number(0, above=True), "learning rate (default: preset 3e-4, from_hf 2e-5, lora 2e-4)"
     )
     schedule: ScheduleName = key(
         "cosine", one_of(ScheduleName), "shape of the learning rate after the warmup"
@@ -253,7 +282,7 @@ class TrainConfig:
     compile: bool | Literal["auto"] = key(
         "auto",
         flag_or("auto"),
-        "apply torch.compile to the blocks; auto: on GPUs where the kernels are ruled out",
+        "apply torch.compile to the blocks; auto: on GPUs where our kernels do not serve them",
     )
     loss: str = key(
         "", function("", *names_of(LossName)), "instead of cross entropy: a loss by name, or yours"

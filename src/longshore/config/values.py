@@ -7,6 +7,7 @@ says "a whole number from 1 to 64".
 
 import math
 import re
+import tomllib
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -129,6 +130,38 @@ def texts() -> Kind:
         return tuple(items) if all(items) else None
 
     return Kind('a list of strings, such as ["a", "b"] or a,b', read)
+
+
+def paths() -> Kind:
+    """One text, or several in brackets. One text alone may contain commas."""
+
+    def read(value: object) -> str | tuple[str, ...] | None:
+        if isinstance(value, str) and not (value.startswith("[") and value.endswith("]")):
+            return value
+        items = texts().read(_toml_list(value) if isinstance(value, str) else value)
+        return items[0] if items is not None and len(items) == 1 else items or None
+
+    return Kind('a string, or a list of strings such as ["a", "b"]', read, is_text=True)
+
+
+def _toml_list(text: str) -> object:
+    """The list that a text in brackets is; the text itself where its items have no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def numbers() -> Kind:
+    """Numbers above 0, as a list."""
+
+    def read(value: object) -> tuple[float, ...] | None:
+        if not isinstance(value, list | tuple):
+            return None
+        items = [number(0, above=True).read(item) for item in value]
+        return None if None in items else tuple(items)
+
+    return Kind("a list of numbers above 0, such as [3, 1]", read)
 
 
 def split_list(text: str) -> list[str]:

@@ -7,7 +7,8 @@ ignores every column that is not used.
 
 Alpaca's `instruction`, `input` and `output` become a chat where the tokenizer has a template: the
 user says the instruction and, a blank line below, the input if there is one. Without a template
-they become a prompt and completion with the headings of the Alpaca paper's prompt.
+they become a prompt and completion with the headings of the Alpaca paper's prompt. A sample with
+`input_ids` is tokenized already (token_rows.py).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +28,17 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "prompt": (("prompt", "completion"), ("tools", "chat_template_kwargs")),
     "instruction": (("instruction", "output"), ("input", "system")),
     "text": (("text",), ()),
+    "input_ids": (
+        ("input_ids",),
+        (
+            "labels",
+            "attention_mask",
+            "completion_mask",
+            "assistant_masks",
+            "token_type_ids",
+            "special_tokens_mask",
+        ),
+    ),
 }
 COLUMNS = {name for needed, optional in FORMS.values() for name in (*needed, *optional)}
 COLUMNS |= {CHOSEN, REJECTED}

@@ -1,12 +1,14 @@
 """Inputs: files of raw samples, cut into ranges that can be read independently.
 
-In: names of JSONL, JSON and Parquet files or of folders. Out: ranges, and the samples of each with
-their lines, counted from 1 at the start of the range (how many come before it is not known yet).
+In: names of JSONL, JSON, Parquet and Arrow files, of folders, or globs (paths.py). Out: ranges, and
+the samples of each with their lines, counted from 1 at the start of the range (how many come before
+it is not known yet).
 
 A JSONL file of 10 bytes in ranges of 4, with lines that begin at 0, 3 and 8, gives bytes 0…4 with
 two lines, 4…8 with none and 8…10 with one: a line belongs to the range in which it begins. A range
-of a Parquet file is a span of row groups, and its lines are rows; one of a JSON list is a span of
-records. A .json file with an object a line is read as JSONL.
+of a Parquet or Arrow file is a span of its groups (tables.py), and its lines are rows; one of a
+JSON list is a span of records. A .json file with an object a line is read as JSONL. A compressed
+file is one range (compressed.py), since it can only be read from its start.
 """
 
 import json
@@ -16,18 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from longshore.data.compressed import END, UnpackedFile, is_compressed, kind_of, open_input
 from longshore.data.json_list import CHUNK, read_elements
+from longshore.data.paths import JSON, JSONL, files_of, has_ending, listed_endings
 from longshore.data.source import SampleError
-from longshore.data.store import INDEX
+from longshore.data.tables import TABLES, count_groups, cut_table, is_table, read_table, too_large
 
 Sample = Mapping[str, Any]
 
-JSONL = (".jsonl", ".ndjson")
-SUFFIXES = (*JSONL, ".json", ".parquet")
 BOM = b"\xef\xbb\xbf"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
-STORE_FILES = (*INDEX, "prepare.work")
-ROWS = 256
 MAX_BYTES = 1 << 24
 """The default for the most bytes of one sample: text of some four million tokens."""
 
@@ -41,8 +41,17 @@ class Input:
     mtime_ns: int
 
     @property
-    def is_parquet(self) -> bool:
-        return self.name.endswith(".parquet")
+    def is_table(self) -> bool:
+        return is_table(self.name)
+
+    @property
+    def is_compressed(self) -> bool:
+        return is_compressed(self.name)
+
+    @property
+    def end(self) -> int:
+        """Behind its last byte, unpacked."""
+        return END if self.is_compressed else self.bytes
 
     @property
     def unit(self) -> str:
@@ -51,7 +60,7 @@ class Input:
 
 
 def unit_of(name: str) -> str:
-    return {".parquet": "row", ".json": "record"}.get(Path(name).suffix, "line")
+    return {".parquet": "row", ".arrow": "row", ".json": "record"}.get(kind_of(name), "line")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,46 +80,18 @@ class Range:
 
 
 def find_inputs(names: Sequence[str | Path]) -> tuple[Input, ...]:
-    """The named files, and the files in named folders, sorted by name."""
-    paths: list[Path] = []
-    for name in names:
-        path = Path(name)
-        paths += _files_in(path) if path.is_dir() else [path]
-    if not paths:
-        raise ValueError("no input is given; name files or folders of samples")
-    for path in paths:
-        if paths.count(path) > 1:
-            raise ValueError(f"{path}: is named more than once; for more weight, use a mixture")
-    return tuple(_input(path) for path in paths)
-
-
-def _files_in(folder: Path) -> list[Path]:
-    names = sorted(path.name for path in folder.iterdir())
-    if any(is_store_file(name) for name in names):
-        raise ValueError(
-            f"{folder}: is a prepared folder without its manifest.json, so it is unfinished or "
-            "damaged; copy it again, or repeat the 'longshore prepare' command that made it, with "
-            "--start-over if that refuses to resume"
-        )
-    inputs = [folder / name for name in names if Path(name).suffix in SUFFIXES]
-    if not inputs:
-        raise ValueError(f"{folder}: the folder has no file ending in {', '.join(SUFFIXES)}")
-    return inputs
-
-
-def is_store_file(name: str) -> bool:
-    """Whether a file is one that only a prepared folder has."""
-    return name in STORE_FILES or (name.startswith("shard-") and name.endswith(".arrow"))
+    """The named files, those that globs match, and those in named folders, sorted by name."""
+    return tuple(_input(path) for path in files_of(names))
 
 
 def _input(path: Path) -> Input:
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path}: must end in {', '.join(SUFFIXES)}; unpack or convert it first")
+    if not has_ending(path, (*JSON, *TABLES)):
+        raise ValueError(f"{path}: must end in {listed_endings()}; unpack or convert it first")
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            if path.suffix != ".parquet":
-                _check_start(path, file)
+        if status.st_size and not is_table(path.name):
+            _check_start(path)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     if not status.st_size:
@@ -118,19 +99,22 @@ def _input(path: Path) -> Input:
     return Input(str(path), status.st_size, status.st_mtime_ns)
 
 
-def _check_start(path: Path, file: BinaryIO) -> None:
+def _check_start(path: Path) -> None:
     """Refuses JSON whose form does not match the file's ending."""
-    if file.read(2) in UTF16:
-        raise ValueError(f"{path}: is UTF-16; convert it to UTF-8, such as with iconv")
-    file.seek(0)
-    first = _first_byte(file)
-    if path.suffix in JSONL and first == b"[":
+    kind = kind_of(path)
+    with open_input(path) as file:
+        if file.read(2) in UTF16:
+            raise ValueError(f"{path}: is UTF-16; convert it to UTF-8, such as with iconv")
+    with open_input(path) as file:
+        first = _first_byte(file)
+    if kind in JSONL and first == b"[":
         raise ValueError(f"{path}: is one JSON list, not one object per line; rename it to .json")
-    if path.suffix in JSONL or first in (b"[", b""):
+    if kind in JSONL or first in (b"[", b""):
         return
-    file.seek(0)
-    line = file.readline(MAX_BYTES).removeprefix(BOM)
-    if not (isinstance(_value(line), dict) and _first_byte(file)):
+    with open_input(path) as file:
+        line = file.readline(MAX_BYTES).removeprefix(BOM)
+        is_jsonl = isinstance(_value(line), dict) and _first_byte(file)
+    if not is_jsonl:
         what = "one JSON object" if first == b"{" else "not a JSON list"
         raise ValueError(
             f"{path}: is {what}; a .json file must be a list of samples, [{{…}}, {{…}}], or one "
@@ -159,9 +143,9 @@ def _value(line: bytes) -> Any:  # noqa: ANN401 - any value of JSON
 
 def _list_start(file: Input) -> int | None:
     """Where the first record of a JSON list begins; None for other files."""
-    if not file.name.endswith(".json"):
+    if kind_of(file.name) != ".json":
         return None
-    with open(file.name, "rb") as opened:
+    with open_input(file.name) as opened:
         start = 0
         while chunk := opened.read(CHUNK):
             rest = chunk.removeprefix(BOM) if not start else chunk
@@ -182,16 +166,17 @@ def cut_ranges(inputs: Sequence[Input], size: int) -> tuple[Range, ...]:
 
 def whole_range(file: Input) -> Range:
     """All of an input, uncut."""
-    if file.is_parquet:
-        with _parquet(file) as table:
-            return Range(0, file, 0, table.metadata.num_row_groups, file.bytes)
-    return Range(0, file, _list_start(file) or 0, file.bytes, file.bytes)
+    if file.is_table:
+        return Range(0, file, 0, count_groups(file.name), file.bytes)
+    return Range(0, file, _list_start(file) or 0, file.end, file.bytes)
 
 
 def _parts(file: Input, size: int) -> list[tuple[int, int, int]]:
-    if file.is_parquet:
-        return _row_groups(file, size)
+    if file.is_table:
+        return cut_table(file.name, size)
     start = _list_start(file)
+    if file.is_compressed:
+        return [(start or 0, file.end, file.bytes)]
     return _byte_ranges(file, size) if start is None else _record_spans(file, start, size)
 
 
@@ -209,19 +194,13 @@ def _record_spans(file: Input, start: int, size: int) -> list[tuple[int, int, in
         for number, part in enumerate(read_elements(opened, start, file.bytes, limit=0), start=1):
             stop = part.stop
             if not part.ended_by:
-                raise ValueError(
-                    f"{file.name}: the list is not closed: the file ends in record {number}, which "
-                    f"begins at byte {part.start:,}; copy the file again, or fix that record"
-                )
+                raise _not_closed(file, number, part.start)
             if stop - first >= size:
                 parts.append((first, stop, stop - first))
                 first = stop + 1
         opened.seek(stop + 1)
         if _first_byte(opened):
-            raise ValueError(
-                f"{file.name}: there is more text after the end of the list, at byte "
-                f"{stop + 1:,}; a .json file must be one list"
-            )
+            raise _more_text(file, stop + 1)
         opened.seek(start)
         is_empty = number == 1 and not opened.read(min(stop - start, CHUNK)).strip()
     if first <= stop and not is_empty:
@@ -229,16 +208,25 @@ def _record_spans(file: Input, start: int, size: int) -> list[tuple[int, int, in
     return parts
 
 
-def _row_groups(file: Input, size: int) -> list[tuple[int, int, int]]:
-    parts, start, size_so_far = [], 0, 0
-    with _parquet(file) as table:
-        groups = table.metadata.num_row_groups
-        for group in range(groups):
-            size_so_far += table.metadata.row_group(group).total_byte_size
-            if size_so_far >= size or group + 1 == groups:
-                parts.append((start, group + 1, size_so_far))
-                start, size_so_far = group + 1, 0
-    return parts
+def _not_closed(file: Input, number: int, start: int) -> ValueError:
+    return ValueError(
+        f"{file.name}: the list is not closed: the file ends in record {number}, which begins at "
+        f"byte {start:,}; copy the file again, or fix that record"
+    )
+
+
+def _more_text(file: Input, at: int) -> ValueError:
+    return ValueError(
+        f"{file.name}: there is more text after the end of the list, at byte {at:,}; a .json file "
+        "must be one list"
+    )
+
+
+@dataclass(slots=True)
+class PackedBytes:
+    """How much of a compressed file is read, while it is."""
+
+    read: int = 0
 
 
 def _keep_all(name: str) -> bool:
@@ -246,32 +234,45 @@ def _keep_all(name: str) -> bool:
 
 
 def read_range(
-    part: Range, *, leaves_out: Callable[[str], bool] = _keep_all, max_bytes: int = MAX_BYTES
+    part: Range,
+    *,
+    leaves_out: Callable[[str], bool] = _keep_all,
+    max_bytes: int = MAX_BYTES,
+    packed: PackedBytes | None = None,
 ) -> Iterator[tuple[int, Sample | SampleError]]:
     """The samples of a range with their lines; a line that is no sample gives its error.
 
     One of more than `max_bytes` is an error too, and is neither parsed nor read into memory.
+    packed: gets how much of a compressed file is read.
     """
-    if part.input.is_parquet:
-        rows: Iterator[Sample | SampleError] = _read_rows(part, leaves_out, max_bytes)
+    if part.input.is_table:
+        rows: Iterator[Sample | SampleError] = read_table(
+            part.input.name, part.start, part.stop, leaves_out=leaves_out, max_bytes=max_bytes
+        )
     elif _list_start(part.input) is None:
-        rows = map(_parse, _lines(part, max_bytes))
+        rows = map(_parse, _lines(part, max_bytes, packed))
     else:
-        rows = map(_parse, _records(part, max_bytes))
+        rows = map(_parse, _records(part, max_bytes, packed))
     yield from enumerate(rows, start=1)
 
 
-def _lines(part: Range, limit: int) -> Iterator[bytes | SampleError]:
-    with open(part.input.name, "rb") as file:
+def _lines(part: Range, limit: int, packed: PackedBytes | None) -> Iterator[bytes | SampleError]:
+    with open_input(part.input.name) as file:
         if part.start:
             file.seek(part.start - 1)
             _skip_line(file, part.stop)  # the rest of a line that begins before this range
         while (at := file.tell()) < part.stop and (line := file.readline(limit + 1)):
+            _count(packed, file)
             if len(line) > limit:
-                rest = 0 if line.endswith(b"\n") else _skip_line(file, part.input.bytes)
-                yield _too_large("line", len(line) + rest, limit)
+                rest = 0 if line.endswith(b"\n") else _skip_line(file, part.input.end)
+                yield too_large("line", len(line) + rest, limit)
             else:
                 yield line if at else line.removeprefix(BOM)
+
+
+def _count(packed: PackedBytes | None, file: BinaryIO) -> None:
+    if packed is not None and isinstance(file, UnpackedFile):
+        packed.read = file.packed
 
 
 def _skip_line(file: BinaryIO, stop: int) -> int:
@@ -284,15 +285,22 @@ def _skip_line(file: BinaryIO, stop: int) -> int:
     return skipped
 
 
-def _records(part: Range, limit: int) -> Iterator[bytes | SampleError]:
-    with open(part.input.name, "rb") as file:
-        for record in read_elements(file, part.start, part.stop, limit=limit):
+def _records(part: Range, limit: int, packed: PackedBytes | None) -> Iterator[bytes | SampleError]:
+    with open_input(part.input.name) as file:
+        elements = read_elements(file, part.start, part.stop, limit=limit)
+        for number, record in enumerate(elements, start=1):
+            _count(packed, file)
+            if part.input.is_compressed and not record.ended_by:  # others are checked when cut
+                raise _not_closed(part.input, number, record.start)
             is_large = record.size > limit
-            yield _too_large("record", record.size, limit) if is_large else record.text
-
-
-def _too_large(what: str, size: int, limit: int) -> SampleError:
-    return SampleError("too large", f"the {what} has {size:,} bytes; the limit is {limit:,}")
+            if number == 1 and record.ended_by == "]" and not (is_large or record.text.strip()):
+                continue  # an empty list
+            yield too_large("record", record.size, limit) if is_large else record.text
+    if part.input.is_compressed:
+        with open_input(part.input.name) as again:
+            again.seek(record.stop + 1)
+            if _first_byte(again):
+                raise _more_text(part.input, record.stop + 1)
 
 
 def _parse(line: bytes | SampleError) -> Sample | SampleError:
@@ -309,45 +317,3 @@ def _parse(line: bytes | SampleError) -> Sample | SampleError:
     if not isinstance(sample, dict):
         return SampleError("broken JSON", f"it is {type(sample).__name__}, not an object")
     return sample
-
-
-def _read_rows(
-    part: Range, leaves_out: Callable[[str], bool], limit: int
-) -> Iterator[Sample | SampleError]:
-    with _parquet(part.input) as table:
-        columns = [name for name in table.schema_arrow.names if not leaves_out(name)]
-        groups = list(range(part.start, part.stop))
-        batches = table.iter_batches(ROWS, row_groups=groups, columns=columns)
-        for batch in _named_errors(batches, part.input):
-            step = 1 if batch.nbytes > limit else ROWS
-            for first in range(0, batch.num_rows, step):
-                rows = batch.slice(first, step)
-                if step == 1 and rows.nbytes > limit:
-                    yield _too_large("row", rows.nbytes, limit)
-                    continue
-                for row in rows.to_pylist():
-                    yield {name: _without_nulls(value) for name, value in row.items()}
-
-
-def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - any value of JSON
-    """Removes the nulls that Parquet adds: all objects of a column have the same keys there."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
-
-
-def _parquet(file: Input) -> Any:  # noqa: ANN401 - pyarrow has no types
-    from pyarrow.parquet import ParquetFile
-
-    return next(_named_errors((ParquetFile(name) for name in [file.name]), file))
-
-
-def _named_errors(things: Iterator[Any], file: Input) -> Iterator[Any]:
-    import pyarrow as pa
-
-    try:
-        yield from things
-    except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{file.name}: cannot be read as Parquet ({error})") from None

@@ -11,11 +11,11 @@ groups of their own; the time that the consumer waits is measured.
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 
 from longshore.data.batches import Place
-from longshore.data.steps import Step, Steps, unchanged
+from longshore.data.steps import POSITIONS, Step, Steps, unchanged
 
 
 class Loader:
@@ -33,6 +33,7 @@ class Loader:
         self.prefetch = prefetch
         self.pin = pin
         self._next = Place()
+        self._after: Mapping[str, object] = {}
         self._ready: queue.Queue[Step | BaseException | None] = queue.Queue(prefetch)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -48,7 +49,7 @@ class Loader:
         item = self._ready.get()
         waited = time.perf_counter() - started
         if isinstance(item, Step):
-            self._next = item.place.following
+            self._next, self._after = item.place.following, item.after
             return replace(item, wait_seconds=waited)
         self._ready.put(item)  # the next call gets the same answer
         if item is None:
@@ -79,13 +80,14 @@ class Loader:
 
     def state_dict(self) -> dict[str, object]:
         """The place of the next step, and all that decides the order; plain numbers and text."""
-        return {**self.steps.describe(), **asdict(self._next)}
+        return {**self.steps.describe(), **self._after, **asdict(self._next)}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Resumes from a saved state, also one saved on another number of lanes."""
+        """Resumes from a saved state; but for streams, also one of another number of lanes."""
         if self._thread is not None:
             raise RuntimeError("the loader has begun; load its state before the first step")
         self.steps.check_can_resume(state)
+        self._after = {name: state[name] for name in (POSITIONS,) if name in state}
         self._next = Place(*(int(str(state[name])) for name in ("epoch", "step_in_epoch", "step")))
 
     def close(self) -> None:

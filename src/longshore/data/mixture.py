@@ -6,8 +6,11 @@ Weights: `Mixture([a, b], [3, 1], seed=0)` draws a a a b, a a a b, …; after n 
 each source differs from n·share by less than one. Each pass over a source is a fresh permutation.
 An epoch ends when every source was drawn completely, so sources that are small for their weight
 repeat; with ends="first" it ends before the first repetition, with the others drawn in part.
+
+No weights: `Joined([a, b])` has each sequence once, those of a before those of b.
 """
 
+import hashlib
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.data.batches import shuffled
-from longshore.data.source import IndexedSource, Ints, TokenizedSample, checked_index
+from longshore.data.source import IndexedSource, Ints, TokenizedSample, checked_index, source_digest
 
 
 class Mixture:
@@ -53,6 +56,11 @@ class Mixture:
             self.lengths[draws] = source.lengths[indices]
             self.loss_tokens[draws] = source.loss_tokens[indices]
 
+    @property
+    def digest(self) -> str:
+        """Of the sequences in their order, as far as the sources identify theirs."""
+        return _digest(self._sources, self.drawn_from.tobytes(), self.drawn_index.tobytes())
+
     def __len__(self) -> int:
         return len(self.drawn_from)
 
@@ -65,6 +73,45 @@ class Mixture:
         i = checked_index(index, len(self))
         source = self._sources[int(self.drawn_from[i])]
         return source.mask_head(int(self.drawn_index[i]), count)
+
+
+class Joined:
+    """Several indexed sources, one after another. Sequence i of all is i, and i is its id."""
+
+    def __init__(self, sources: Sequence[IndexedSource]) -> None:
+        _check_alike(sources)
+        self._sources = tuple(sources)
+        self.fields = sources[0].fields
+        self.lengths: Ints = np.concatenate([source.lengths for source in sources])
+        self.loss_tokens: Ints = np.concatenate([source.loss_tokens for source in sources])
+        self._ends = np.cumsum([len(source) for source in sources])
+
+    @property
+    def digest(self) -> str:
+        return _digest(self._sources)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> TokenizedSample:
+        source, place, i = self._find(index)
+        return replace(source[place], id=i)
+
+    def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
+        source, place, _ = self._find(index)
+        return source.mask_head(place, count)
+
+    def _find(self, index: int) -> tuple[IndexedSource, int, int]:
+        """The source of a sequence, its place there, and its place in all."""
+        i = checked_index(index, len(self))
+        number = int(np.searchsorted(self._ends, i, side="right"))
+        before = int(self._ends[number - 1]) if number else 0
+        return self._sources[number], i - before, i
+
+
+def _digest(sources: Sequence[IndexedSource], *order: bytes) -> str:
+    parts = [source_digest(source).encode() for source in sources]
+    return hashlib.sha256(b"\0".join([*parts, *order])).hexdigest()
 
 
 def _check_alike(sources: Sequence[IndexedSource]) -> None:

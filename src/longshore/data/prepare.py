@@ -1,6 +1,6 @@
 """Prepare: files of raw samples become a store, in parallel; a killed `prepare` resumes.
 
-In: JSONL, JSON or Parquet files, a tokenizer folder, and where the store goes: a folder that the
+In: files of samples (inputs.py), a tokenizer folder, and where the store goes: a folder that the
 user names (`prepare`), or one in a cache (`cache_folder`, `prepare_cache`). Out: a store
 (store.py), rejected.jsonl, and a summary. Three lines, of which the second is broken, give a store
 of two sequences and
@@ -23,19 +23,18 @@ With workers > 1 processes are spawned: a script that calls this needs `if __nam
 import contextlib
 import datetime
 import hashlib
-import importlib.util
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 from longshore.choices import LossOn, TooLong
 from longshore.data.chat_template import DATE
 from longshore.data.fields import Field, parse_field
-from longshore.data.inputs import MAX_BYTES, Range, cut_ranges, find_inputs
+from longshore.data.inputs import MAX_BYTES, PackedBytes, Range, cut_ranges, find_inputs
 from longshore.data.pairs import sides
 from longshore.data.prepare_job import (
     Job,
@@ -46,14 +45,16 @@ from longshore.data.prepare_job import (
     read_record,
     write_record,
 )
+from longshore.data.progress import OnProgress
 from longshore.data.rejected import (
     LONGEST_DETAIL,
     REJECTED,
     Rejections,
 )
-from longshore.data.source import SampleError
+from longshore.data.source import SampleError, TokenizedSample
 from longshore.data.store import (
     MANIFEST,
+    ShardInfo,
     finish_store,
     read_manifest,
     shard_name,
@@ -64,8 +65,6 @@ from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.data.training_templates import OWN, is_file_choice, templates_digest
 from longshore.data.worker_pool import run_tasks
 from longshore.errors import SettingError, Spelling, in_python
-
-OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,22 +185,36 @@ def _make_shards(
     total = sum(part.bytes for part in ranges)
     done = total - sum(part.bytes for part in todo)
     report(done, total)
-    for part in run_tasks(partial(_shard_maker, job), todo, workers):
+    begun: dict[Range, int] = {}
+
+    def read_some(part: Range, nbytes: int) -> None:
+        begun[part] = nbytes
+        report(done + sum(begun.values()), total)
+
+    for part in run_tasks(partial(_shard_maker, job), todo, workers, on_part=read_some):
+        begun.pop(part, None)
         done += part.bytes
-        report(done, total)
+        report(done + sum(begun.values()), total)
 
 
-def _shard_maker(job: Job) -> Callable[[Range], None]:
+def _shard_maker(job: Job) -> Callable[[Range], Iterator[int]]:
     return partial(_make_shard, job, job.sample_tokenizer())
 
 
-def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> None:
-    """Writes the shard of a range, then its record."""
+def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> Iterator[int]:
+    """Writes the shard of a range, then its record.
+
+    A compressed file is one range, however large: it becomes a shard for each `shard_bytes` of
+    sequences, so that memory stays bounded, and at each the bytes read so far are yielded.
+    """
     if find_inputs([part.input.name]) != (part.input,):
         raise ValueError(f"{part.input.name}: was changed while it was being prepared; start over")
-    sequences, rejected = [], []
-    line = truncated = 0
-    for line, sample in job.samples(part):
+    sequences: list[TokenizedSample] = []
+    shards: list[ShardInfo] = []
+    rejected = []
+    line = truncated = nbytes = 0
+    packed = PackedBytes()
+    for line, sample in job.samples(part, packed):
         try:
             if isinstance(sample, SampleError):
                 raise sample
@@ -210,20 +223,31 @@ def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> None:
             fitted = [tokenizer.fitted(side) for side in full]  # of a pair both or none
             sequences += fitted
             truncated += sum(a.length < b.length for a, b in zip(fitted, full, strict=True))
+            nbytes += sum(side.nbytes for side in fitted)
         except SampleError as error:
             rejected.append((line, error.reason, error.detail[:LONGEST_DETAIL]))
-    shard = None
+        if part.input.is_compressed and nbytes >= job.settings["shard_bytes"]:
+            shards.append(_write_piece(job, part, len(shards), sequences))
+            sequences, nbytes = [], 0
+            yield packed.read
     if sequences:
-        path = job.out / shard_name(part.number)
-        shard = write_shard(path, sequences, fields=tokenizer.rules.fields, scratch=job.work)
-    write_record(job, part, RangeRecord(job.digest, line, truncated, shard, rejected))
+        shards.append(_write_piece(job, part, len(shards), sequences))
+    write_record(job, part, RangeRecord(job.digest, line, truncated, shards, rejected))
+
+
+def _write_piece(
+    job: Job, part: Range, piece: int, sequences: Sequence[TokenizedSample]
+) -> ShardInfo:
+    path = job.out / shard_name(part.number, piece)
+    return write_shard(path, sequences, fields=job.rules.fields, scratch=job.work)
 
 
 def _finish(job: Job, ranges: Sequence[Range]) -> None:
     """Writes what covers all shards: rejected.jsonl, the index and, last, the manifest."""
     lines: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
-    shards, rejected, truncated = [], [], 0
+    shards: list[ShardInfo] = []
+    rejected, truncated = [], 0
     for part in ranges:
         record = read_record(job, part)
         assert record is not None
@@ -233,7 +257,7 @@ def _finish(job: Job, ranges: Sequence[Range]) -> None:
             reasons[reason] += 1
         lines[part.input.name] += record.lines
         truncated += record.truncated
-        shards += [record.shard] if record.shard else []
+        shards += record.shards
     write_durably(job.out / REJECTED, "".join(rejected).encode(), scratch=job.work)
     if not shards:
         why = "the inputs have no samples"
@@ -275,46 +299,6 @@ def _summary(job: Job, *, reused: int) -> Summary:
     )
 
 
-@contextlib.contextmanager
-def show_progress(stream: TextIO) -> Iterator[OnProgress]:
-    """A bar on a terminal; elsewhere, or without rich, a line for each tenth."""
-    if not stream.isatty() or importlib.util.find_spec("rich") is None:
-        yield _tenths(stream)
-        return
-    with contextlib.ExitStack() as shown:
-        bars: list[OnProgress] = []
-
-        def report(done: int, total: int) -> None:
-            if not bars:  # nothing is shown where nothing is left to do
-                bars.append(_bar(stream, shown))
-            bars[0](done, total)
-
-        yield report
-
-
-def _bar(stream: TextIO, shown: contextlib.ExitStack) -> OnProgress:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-
-    columns = ("preparing", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bar = shown.enter_context(Progress(*columns, console=Console(file=stream)))
-    task = bar.add_task("", total=None)
-    return lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _tenths(stream: TextIO) -> OnProgress:
-    shown = -1
-
-    def report(done: int, total: int) -> None:
-        nonlocal shown
-        if (tenth := 10 * done // max(total, 1)) > shown:
-            shown = tenth
-            stream.write(f"prepared {10 * tenth} % of {total / 1e6:,.1f} MB\n")
-            stream.flush()
-
-    return report
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRules:
     """How files of samples become sequences; `prepare` explains the values."""
@@ -337,9 +321,9 @@ class TextRules:
     """The largest raw sample."""
 
 
-def cache_folder(path: str, rules: TextRules, cache: str) -> Path:
+def cache_folder(paths: Sequence[str], rules: TextRules, cache: str) -> Path:
     """The folder in the cache for these files and rules."""
-    inputs = [(str(Path(f.name).resolve()), f.bytes, f.mtime_ns) for f in find_inputs([path])]
+    inputs = [(str(Path(f.name).resolve()), f.bytes, f.mtime_ns) for f in find_inputs(paths)]
     tokenizer = [
         (file.name, file.stat().st_mtime_ns)
         for file in sorted(Path(rules.tokenizer).glob("*"))
@@ -347,7 +331,8 @@ def cache_folder(path: str, rules: TextRules, cache: str) -> Path:
     ]
     template = _template_digest(rules.template)
     identity = json.dumps([inputs, tokenizer, asdict(rules), template], default=str)
-    return Path(cache) / f"{Path(path).stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    name = re.sub(r"[*?\[\]]+", "_", Path(paths[0]).stem)
+    return Path(cache) / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
 
 def _template_digest(choice: str) -> str:
@@ -358,11 +343,16 @@ def _template_digest(choice: str) -> str:
 
 
 def prepare_cache(
-    path: str, rules: TextRules, folder: Path, *, workers: int, progress: OnProgress | None = None
+    paths: Sequence[str],
+    rules: TextRules,
+    folder: Path,
+    *,
+    workers: int,
+    progress: OnProgress | None = None,
 ) -> Summary:
     """Prepares the folder; if it is finished already, returns its summary."""
     return prepare(
-        path,
+        paths,
         rules.tokenizer,
         folder,
         workers=workers,

@@ -6,7 +6,7 @@ range of input that is done. A run killed after one of two ranges leaves
     shard-00000.arrow
     prepare.work/lock              held by a running prepare, free after any kill
     prepare.work/job.json          the settings, the inputs with their sizes and times
-    prepare.work/range-00000.json  {"job": …, "lines": 70, "shard": {…}, "rejected": [[2, …]], …}
+    prepare.work/range-00000.json  {"job": …, "lines": 70, "shards": [{…}], "rejected": …, …}
 
 and the next run with the same job does range 1 alone. A run with another job is refused, or starts
 over; records of the old job then no longer count, because each names its job.
@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from longshore.data.columns import FORMS, leaves_out, refuse_columns, unused_columns
-from longshore.data.inputs import Input, Range, Sample, is_store_file, read_range, whole_range
+from longshore.data.inputs import Input, PackedBytes, Range, Sample, read_range, whole_range
 from longshore.data.pairs import PAIR_FIELDS, is_pair, sides
+from longshore.data.paths import is_store_file
 from longshore.data.rejected import REJECTED
 from longshore.data.source import SampleError
 from longshore.data.store import MANIFEST, ShardInfo, read_manifest, write_durably
@@ -75,9 +76,11 @@ class Job:
     def as_json(self) -> dict[str, Any]:
         return {**self.settings, "inputs": [asdict(file) for file in self.inputs]}
 
-    def samples(self, part: Range) -> Iterator[tuple[int, Sample | SampleError]]:
+    def samples(
+        self, part: Range, packed: PackedBytes | None = None
+    ) -> Iterator[tuple[int, Sample | SampleError]]:
         """The samples of a range of this job's inputs, with their lines."""
-        return _samples(part, self.rules, self.settings["max_bytes"])
+        return _samples(part, self.rules, self.settings["max_bytes"], packed)
 
     def sample_tokenizer(self) -> SampleTokenizer:
         return SampleTokenizer(self.tokenizer.load(), self.rules)
@@ -93,8 +96,8 @@ class RangeRecord:
     """How many the range has."""
     truncated: int
     """Sequences cut to max_length."""
-    shard: ShardInfo | None
-    """None if no line became a sequence."""
+    shards: Sequence[ShardInfo]
+    """None if no line became a sequence, several of a large compressed file."""
     rejected: Sequence[tuple[int, str, str]]
     """(line, reason, detail) of each sample left out."""
 
@@ -116,7 +119,7 @@ def make_job(
     size = sum(file.bytes for file in inputs) // RANGES
     rules = _with_pair_fields(inputs, rules, max_bytes)
     loaded = tokenizer.load()
-    has_chats = _check_first(inputs, SampleTokenizer(loaded, rules), max_bytes)
+    has_chats = check_first(inputs, SampleTokenizer(loaded, rules), max_bytes)
     settings = {
         "tokenizer": loaded.digest,
         "template": loaded.template_digest,
@@ -135,12 +138,12 @@ def make_job(
 
 
 def _samples(
-    part: Range, rules: Rules, max_bytes: int
+    part: Range, rules: Rules, max_bytes: int, packed: PackedBytes | None = None
 ) -> Iterator[tuple[int, Sample | SampleError]]:
     def skips(name: str) -> bool:
         return leaves_out(name, rules.ignore, rules.fields)
 
-    return read_range(part, leaves_out=skips, max_bytes=max_bytes)
+    return read_range(part, leaves_out=skips, max_bytes=max_bytes, packed=packed)
 
 
 def _with_pair_fields(inputs: Sequence[Input], rules: Rules, max_bytes: int) -> Rules:
@@ -157,7 +160,7 @@ def _with_pair_fields(inputs: Sequence[Input], rules: Rules, max_bytes: int) -> 
     return rules
 
 
-def _check_first(inputs: Sequence[Input], tokenizer: SampleTokenizer, max_bytes: int) -> bool:
+def check_first(inputs: Sequence[Input], tokenizer: SampleTokenizer, max_bytes: int) -> bool:
     """Checks the first sample of each input: raises for unknown columns, which all would have.
 
     Returns whether one of these samples is a chat.
@@ -279,12 +282,12 @@ def _record_path(job: Job, part: Range) -> Path:
 
 
 def read_record(job: Job, part: Range) -> RangeRecord | None:
-    """The record of a range, if it is done by this job and its shard is there."""
+    """The record of a range, if it is done by this job and its shards are there."""
     try:
         data = json.loads(_record_path(job, part).read_text())
-        record = RangeRecord(**{**data, "shard": data["shard"] and ShardInfo(**data["shard"])})
-        shard = record.shard
-        is_complete = shard is None or (job.out / shard.file).stat().st_size == shard.bytes
-    except OSError:
+        shards = [ShardInfo(**shard) for shard in data["shards"]]
+        record = RangeRecord(**{**data, "shards": shards})
+        is_complete = all((job.out / s.file).stat().st_size == s.bytes for s in shards)
+    except (OSError, KeyError):  # or one that an earlier version wrote
         return None
     return record if is_complete and record.job == job.digest else None

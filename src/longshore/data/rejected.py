@@ -27,6 +27,7 @@ MOST_LOOKED_AT = 100_000
 WAYS_OUT: Mapping[str, str] = {
     "bad field": "fix its value, or declare the field differently",
     "bad message": "fix the messages: each has a role and content",
+    "bad tokens": "fix the row, or leave its column out, {ignore:NAME}",
     "broken JSON": "fix it: a sample is a JSON object in UTF-8",
     "no loss tokens": (
         "add the answer if it is missing; to train on every token instead, set {loss_on:all}"

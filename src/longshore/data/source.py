@@ -61,6 +61,11 @@ class TokenizedSample:
     def loss_tokens(self) -> int:
         return int(np.count_nonzero(self.loss_mask[1:]))
 
+    @property
+    def nbytes(self) -> int:
+        arrays = (self.tokens, self.loss_mask, *self.fields.values())
+        return sum(array.nbytes for array in arrays)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenizedSample):
             return NotImplemented

@@ -4,17 +4,20 @@ In: a source, the size of a batch, and a planner. Out: Steps, each with its plan
 micro-batches. Two ways to own the data give the same micro-batches:
 
 - IndexedSteps: every rank knows all lengths, makes the same plan and reads only its own sequences;
-- StreamedSteps: each lane draws from its own iterator, and sequences are exchanged.
+- StreamedSteps: each lane draws from its own iterator, and sequences are exchanged. Where the
+  iterators are those of a TextStream (stream.py), their positions are saved, and a run resumes.
 
 A controller that has planned already needs neither: cut_shards and pack_step are enough. With 4
 lanes and a batch of 10 sequences the lanes of StreamedSteps draw 3, 3, 2 and 2.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from longshore.batch import Counts, MicroBatch
@@ -26,6 +29,7 @@ from longshore.data.lane_broadcast import LaneParcels, deliver_in_lane, make_lan
 from longshore.data.lengths import StepLengths, gather_rows_of_lanes, length_rows
 from longshore.data.shard import cut_shards, lane_cuts
 from longshore.data.source import IndexedSource, TokenizedSample, source_digest
+from longshore.data.stream import LaneStream, TextStream
 from longshore.distributed.topology import Groups, Topology
 from longshore.plan.cost import Ints
 from longshore.plan.types import Plan, Sequence
@@ -43,8 +47,11 @@ class Step:
     """Its position in the training run."""
     wait_seconds: float = 0.0
     """How long the consumer waited for it."""
+    after: Mapping[str, object] = field(default_factory=dict)
+    """What the loader saves besides the place, to resume after this step."""
 
 
+POSITIONS = "positions"
 DEFAULT_PACKING = Packing()
 Finish = Callable[[Step], Step]
 BeforePlan = Callable[[int, Groups | None], None]
@@ -184,6 +191,7 @@ class StreamedSteps:
     """Steps from one iterator a lane, given to its first rank or, with `everywhere`, to all ranks.
 
     The steps end when no lane has a sequence left; lanes may run out at different times.
+    stream: what the iterators are of, on all ranks; their positions are then saved with the run.
     """
 
     def __init__(
@@ -196,8 +204,13 @@ class StreamedSteps:
         fields: tuple[Field, ...] = (),
         everywhere: bool = False,
         packing: Packing = DEFAULT_PACKING,
+        before_plan: BeforePlan | None = None,
+        stream: TextStream | None = None,
     ) -> None:
         self.rank = DataRank(topology, packing)
+        self.stream = stream
+        self.before_plan = before_plan
+        self._start: list[list[int]] = []
         with self.rank.closed_on_error():
             with self.rank.agreed():
                 if (samples is None) == (everywhere or self.rank.is_first_of_lane):
@@ -207,7 +220,8 @@ class StreamedSteps:
                         f"{'None' if samples is None else 'given'}, but with "
                         f"everywhere={everywhere} {who} takes an iterator"
                     )
-                settings = f"{self.rank.describe()} {batch} {fields} {everywhere}"
+                digest = stream.digest if stream is not None else ""
+                settings = f"{self.rank.describe()} {batch} {fields} {everywhere} {digest}"
             self.rank.check_settings(settings)
         self.samples = samples if samples is not None else iter(())
         self.planner = planner
@@ -221,15 +235,17 @@ class StreamedSteps:
         groups = self.rank.groups
         assert groups is not None
         with self.rank.agreed():
-            if place != Place():
-                raise ValueError(
-                    "an iterator can only start at its first step; use an indexed source"
-                )
+            self._go_to(place)
         while not self.rank.any_rank(stop()):
+            if self.before_plan is not None:
+                self.before_plan(place.step + 1, groups)
             with self.rank.agreed():
                 drawn, room = list(self._draw()), self._room()
-                rows = length_rows(drawn, self.rank.packing.depths)
+                rows, mine = length_rows(drawn, self.rank.packing.depths), self._position()
             by_lane = gather_rows_of_lanes(rows, groups, room=room, everywhere=self.everywhere)
+            positions = []
+            if self.stream is not None:
+                positions = gather_rows_of_lanes(mine, groups, room=1, everywhere=self.everywhere)
             with self.rank.agreed():
                 planned = self._planned(StepLengths.of(by_lane), drawn)
             if planned is None:
@@ -238,9 +254,26 @@ class StreamedSteps:
             mail = planned.mail
             received = None if mail is None else deliver_in_lane(mail, groups)
             with self.rank.agreed():
-                step = finish(Step(planned.plan, self._batches(planned, received), place))
+                batches, after = self._batches(planned, received), _positions(positions)
+                step = finish(Step(planned.plan, batches, place, after=after))
                 place = place.following
             yield step
+
+    def _go_to(self, place: Place) -> None:
+        """Moves this lane's iterator from its start to where the run resumes."""
+        if place == Place():
+            return
+        if not self._start:
+            raise ValueError("an iterator can only start at its first step; use an indexed source")
+        if isinstance(self.samples, LaneStream):
+            self.samples.skip_to(self._start[self.rank.lane])
+
+    def _position(self) -> Tensor:
+        """A row with the numbers of this lane's position, on the ranks that draw."""
+        numbers = self.stream.numbers if self.stream is not None else 0
+        if not isinstance(self.samples, LaneStream):
+            return torch.empty(0, numbers, dtype=torch.int64)
+        return torch.tensor([self.samples.position], dtype=torch.int64)
 
     def _room(self) -> int:
         """How many sequences a lane usually draws at most."""
@@ -288,13 +321,35 @@ class StreamedSteps:
         return self.rank.pack(plan, open_parcels(mail.expected, received), counts)
 
     def describe(self) -> dict[str, object]:
-        raise ValueError(
-            "the position of an iterator cannot be saved, so this run cannot be resumed; "
-            "use an indexed source, such as a prepared folder"
-        )
+        if self.stream is None:
+            raise ValueError(
+                "the position of an iterator cannot be saved, so this run cannot be resumed; "
+                "use an indexed source, such as a prepared folder"
+            )
+        return {
+            "sequences": "an unknown number of",
+            "data": self.stream.digest,
+            "batch": f"{self.batch.amount} {self.batch.unit}",
+            "lanes": self.rank.lanes,
+        }
 
     def check_can_resume(self, state: dict[str, object]) -> None:
-        self.describe()
+        for name, value in self.describe().items():
+            if state.get(name) != value:
+                raise ValueError(
+                    f"the stream to resume had {name} {state.get(name)!r}, and now it is "
+                    f"{value!r}; its position has no meaning there: set it as it was, or start a "
+                    "new run"
+                )
+        positions = state.get(POSITIONS)
+        if state.get("step") and not isinstance(positions, list):
+            raise ValueError("the run to resume has no position of a stream; start a new run")
+        self._start = positions if isinstance(positions, list) else []
 
     def close(self) -> None:
         self.rank.close()
+
+
+def _positions(by_lane: Seq[Tensor]) -> dict[str, object]:
+    """What a loader saves of a stream: each lane's position."""
+    return {POSITIONS: [row for rows in by_lane for row in rows.tolist()]} if by_lane else {}

@@ -274,8 +274,9 @@ def write_store(
     return Store(folder)
 
 
-def shard_name(number: int) -> str:
-    return f"shard-{number:05}.arrow"
+def shard_name(number: int, piece: int = 0) -> str:
+    """piece: of a large range, from 0."""
+    return f"shard-{number:05}-{piece:05}.arrow" if piece else f"shard-{number:05}.arrow"
 
 
 def write_shard(

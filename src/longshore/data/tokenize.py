@@ -39,6 +39,7 @@ from longshore.data.chats import Chat, chat_from
 from longshore.data.columns import COLUMNS, form_of, from_alpaca
 from longshore.data.fields import Field, check_declared, collect_fields
 from longshore.data.source import Ints, SampleError, TokenizedSample
+from longshore.data.token_rows import read_token_row
 from longshore.data.training_templates import (
     AUTO,
     BY_NAME,
@@ -259,6 +260,8 @@ class SampleTokenizer:
 
     def _encoded(self, sample: Mapping[str, Any], form: str) -> Encoded:
         on_all = self.rules.loss_on == "all"
+        if form == "input_ids":
+            return read_token_row(sample, on_all=on_all)
         if form == "instruction":
             sample, form = from_alpaca(sample, as_chat=self.tokenizer.has_template)
         if form == "text":
@@ -289,7 +292,9 @@ def tokenize_samples(
 
 def is_chat(sample: Mapping[str, Any]) -> bool:
     """Whether a sample holds messages, for a chat template."""
-    return not isinstance(sample.get("prompt", sample.get("text")), str)
+    return not isinstance(sample.get("prompt", sample.get("text")), str) and (
+        "input_ids" not in sample
+    )
 
 
 def _text(sample: Mapping[str, Any], name: str) -> str:

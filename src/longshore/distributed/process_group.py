@@ -4,9 +4,11 @@ In: a Rendezvous, a backend and the rank's device. Out: a default process group,
 `with` block. Rendezvous(1, 4, "file:///tmp/store") is the second of four ranks that find each other
 through a file.
 
-After a restart (`--max-restarts`) torchrun reuses its store, in which new ranks would find the
-addresses of dead ones and wait for them. So each attempt prefixes its keys: `attempt_address` makes
-`env://` of attempt 1 `attempt://1`, the same store with the prefix "attempt-1".
+torchrun has one store for all its attempts (`--max-restarts`) and for all groups of a process, one
+after another; new ranks would find the addresses of those before in it. So each group prefixes its
+keys: `attempt_address` makes `env://` of attempt 1 `attempt://1`, and the store counts the ranks
+that joined in it: of 4 ranks the first four have the prefix "attempt-1-0", the next four
+"attempt-1-1".
 """
 
 from collections.abc import Iterator
@@ -43,6 +45,11 @@ def process_group(
 
     timeout: of every collective in this group and in all groups created within the block.
     """
+    if dist.is_initialized():
+        raise ValueError(
+            "this process already has a default process group; close the other Trainer, or call "
+            "torch.distributed.destroy_process_group(), before this one"
+        )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with _default_timeout(timeout):
@@ -56,8 +63,13 @@ def process_group(
         )
         if backend == "nccl":
             _name_ranks(device)
-        yield
-        # Only after success: a failed rank's groups cannot be destroyed, and its process ends.
+        try:
+            yield
+        except BaseException:
+            # Groups that a failed rank shares cannot be destroyed, and its process ends.
+            if where.world_size == 1:
+                dist.destroy_process_group()
+            raise
         dist.barrier()
         dist.destroy_process_group()
 
@@ -89,8 +101,8 @@ SCHEME = "attempt"
 
 
 def attempt_address(address: str, attempt: int) -> str:
-    """The address of an attempt; 0 is the first, whose address stays."""
-    if address != "env://" or attempt == 0:
+    """The address of a group of an attempt, 0 for the first; that of a file stays."""
+    if address != "env://":
         return address
     with suppress(RuntimeError):  # already registered
         register_rendezvous_handler(SCHEME, _handler)
@@ -100,4 +112,5 @@ def attempt_address(address: str, attempt: int) -> str:
 def _handler(url: str, **options: Any) -> Iterator[tuple[Store, int, int]]:  # noqa: ANN401
     parts = urlparse(url)
     for store, rank, world_size in rendezvous(f"env://?{parts.query}", **options):
-        yield PrefixStore(f"attempt-{parts.netloc}", store), rank, world_size
+        joined = store.add(f"longshore-joined-{parts.netloc}", 1) - 1
+        yield PrefixStore(f"attempt-{parts.netloc}-{joined // world_size}", store), rank, world_size

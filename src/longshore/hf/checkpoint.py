@@ -33,7 +33,7 @@ from longshore.hf.config_file import (
     read_config,
 )
 from longshore.hf.tensor_files import FLOATS, INTEGERS, TensorFiles, write_files
-from longshore.hf.tensor_map import Copied, Shape, Source, StorageLayout, read_tensor_names
+from longshore.hf.tensor_map import Copied, Place, Shape, Source, StorageLayout, read_tensor_names
 from longshore.model.decoder import Decoder
 
 __all__ = [
@@ -68,6 +68,8 @@ KEPT = re.compile(
 """Tensors that are never cast: small steps move a router's bias, which bfloat16 would lose; weights
 of hyper-connections, and sinks and biases of sparse attention, are float32 in training, too."""
 
+MOST_LISTED = 20
+"""Names in an error."""
 TIED = "tie_word_embeddings is true"
 SHARED = "all depths share embedding and head"
 
@@ -201,16 +203,25 @@ def write_checkpoint(
     base = None if base is None else Path(base)
     of_theirs = foreign_base(base)
     place = choose_architecture(config, base).place
-    layout = _layout(config, of_theirs)
-    expected = check_stream(tensors, tensor_shapes(config), dtype=dtype)
-    theirs = (part for name, tensor in expected for part in place(name, layout).write(tensor))
+    layout = storage_layout(config, of_theirs)
+    shapes = tensor_shapes(config)
+    expected = check_stream(tensors, shapes, dtype=dtype)
     _write_folder(
         folder,
-        theirs,
+        _as_theirs(expected, place, layout),
+        [part for name, shape in shapes.items() for part in place(name, layout).shapes(shape)],
         lambda kind: config_text(config, base=of_theirs, dtype=kind, max_length=max_length),
         base=base,
         shard_bytes=shard_bytes,
     )
+
+
+def _as_theirs(
+    tensors: Iterator[tuple[str, Tensor]], place: Place, layout: StorageLayout
+) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        yield from place(name, layout).write(tensor)
+        del tensor  # before the next one is made
 
 
 def write_own_checkpoint(
@@ -226,9 +237,11 @@ def write_own_checkpoint(
 
     base: whose tokenizer and generation settings are kept, or None. dtype: see write_checkpoint.
     """
+    shapes = tensor_shapes(config)
     _write_folder(
         folder,
-        check_stream(tensors, tensor_shapes(config), dtype=dtype),
+        check_stream(tensors, shapes, dtype=dtype),
+        shapes,
         lambda kind: own_config_text(config, dtype=kind),
         base=None if base is None else Path(base),
         shard_bytes=shard_bytes,
@@ -238,18 +251,19 @@ def write_own_checkpoint(
 def _write_folder(
     folder: str | Path,
     tensors: Iterator[tuple[str, Tensor]],
+    names: Iterable[str],
     text: Callable[[str], str],
     *,
     base: Path | None,
     shard_bytes: int,
 ) -> None:
-    """text: of config.json, for the dtype of the tensors."""
+    """names: of the tensors. text: of config.json, for the dtype of the tensors."""
     with new_folder(folder) as partial:
-        written = write_files(partial, tensors, shard_bytes=shard_bytes)
+        written = write_files(partial, tensors, shard_bytes=shard_bytes, names=names)
         kind = str(written.dtype).removeprefix("torch.")
         (partial / CONFIG).write_text(text(kind), encoding="utf-8")
         if base is not None:
-            _copy_companions(base, partial)
+            copy_companions(base, partial)
 
 
 def check_stream(
@@ -264,11 +278,12 @@ def check_stream(
         if tuple(tensor.shape) != left.pop(name):
             raise ValueError(f"tensor {name} is {tuple(tensor.shape)}; it must be {shapes[name]}")
         yield name, tensor if dtype is None or KEPT.fullmatch(name) else tensor.to(dtype)
+        del tensor  # before the next one is made
     if left:
         raise ValueError(f"missing among the tensors to write: {_some(sorted(left))}")
 
 
-def _layout(config: DecoderConfig, base: Path | None) -> StorageLayout:
+def storage_layout(config: DecoderConfig, base: Path | None) -> StorageLayout:
     """How to lay tensors out: as in the base, where there is one."""
     if base is None:
         return StorageLayout(config, {})
@@ -284,7 +299,7 @@ def _check_copy(files: TensorFiles, copy: str, of: str, *, why: str) -> None:
         raise ValueError(f"{files.folder}: {why}, but {copy} differs from {of}; remove {copy}")
 
 
-def _copy_companions(base: Path, folder: Path) -> None:
+def copy_companions(base: Path, folder: Path) -> None:
     for pattern in COMPANIONS:
         for path in sorted(base.glob(pattern)):
             if path.is_file():
@@ -294,5 +309,5 @@ def _copy_companions(base: Path, folder: Path) -> None:
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    return ", ".join(names[:MOST_LISTED]) + more

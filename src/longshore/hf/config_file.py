@@ -20,6 +20,7 @@ from longshore.hf.deepseek_keys import OTHER_NAMES
 from longshore.hf.deepseek_v4_keys import OLDER_KEYS
 from longshore.hf.mamba_keys import OLDER
 from longshore.hf.moe_keys import balance_weight
+from longshore.hf.quantized import refuse_quantized
 from longshore.hf.rope_keys import ROPE_KEYS
 from longshore.hf.shared_keys import bare
 from longshore.hf.tensor_map import StorageLayout, read_tensor_names
@@ -64,6 +65,7 @@ def describe(folder: str | Path) -> Described:
     folder = Path(folder)
     raw = load_object(folder / CONFIG, most_bytes=MOST_CONFIG_BYTES)
     try:
+        refuse_quantized(raw)  # before the architecture: a quantized one may be unknown, too
         architecture = find_architecture(raw)
         config = architecture.read(raw)
     except ValueError as error:

@@ -17,6 +17,7 @@ from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Part
 from longshore.arch.rope import RopeConfig
 from longshore.arch.sparse_attention import SparseAttentionConfig
+from longshore.hf.quantized import refuse_quantized
 from longshore.hf.rope_keys import read_rope, scaled_length, write_rope
 from longshore.hf.typed_keys import Raw, count, flag, number, shown
 
@@ -150,13 +151,7 @@ def refuse_unsupported(raw: Raw, activations: Mapping[str, Sequence[str]]) -> No
     for key, why in UNSUPPORTED_KEYS.items():
         if raw.get(key):
             raise ValueError(f"{key} is {shown(raw[key])}, {why}; this is not supported")
-    for key in ("quantization_config", "compression_config"):
-        if raw.get(key):
-            method = raw[key].get("quant_method", "?") if isinstance(raw[key], dict) else raw[key]
-            raise ValueError(
-                f"{key} says that the weights are quantized ({method}); only float weights are "
-                "supported, so use the unquantized folder"
-            )
+    refuse_quantized(raw)
     if flag(raw, "mlp_bias"):
         raise ValueError("mlp_bias is true; only MLPs without bias are supported")
     for key in ("attention_dropout", "hidden_dropout", "router_jitter_noise"):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from longshore.hf.config_file import load_object
 from longshore.train.checkpoint_files import SavedFile
-from longshore.train.checkpoint_storage import write_safetensors
+from longshore.train.safetensors_stream import BlockFile, FileWriter
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 INTEGERS = ("I64", "I32", "I16")
@@ -36,10 +36,12 @@ class TensorFiles:
     def __init__(self, folder: str | Path, stem: str = "model") -> None:
         self.folder = Path(folder)
         self._handles: dict[str, Any] = {}
+        self._files: dict[str, BlockFile] = {}
         files = _files(self.folder, stem)
         where = {name: path for path, names in files.items() for name in names}
         for path, promised in files.items():
             handle = _open(path)
+            blocks = BlockFile(path)
             names = set(handle.keys())
             if absent := sorted(promised - names):
                 raise ValueError(f"{path} has no tensor {absent[0]}, which the index lists there")
@@ -47,6 +49,7 @@ class TensorFiles:
                 if name in self._handles or where.get(name, path) != path:
                     raise ValueError(_duplicate(name, path, where.get(name)))
                 self._handles[name] = handle
+                self._files[name] = blocks
         self.names = tuple(sorted(self._handles))
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -57,9 +60,8 @@ class TensorFiles:
         return str(self._handles[name].get_slice(name).get_dtype())
 
     def block(self, name: str, index: Sequence[slice]) -> Tensor:
-        """A range of each dim of a tensor, or of the first dims alone; no more is read."""
-        block: Tensor = self._handles[name].get_slice(name)[tuple(index)]
-        return block
+        """A range of each dim of a tensor, or of the first dims alone; only its rows are read."""
+        return self._files[name].block(name, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +73,40 @@ class WrittenFiles:
 
 
 def write_files(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], *, stem: str = "model", shard_bytes: int
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    stem: str = "model",
+    shard_bytes: int,
+    names: Iterable[str] = (),
 ) -> WrittenFiles:
-    """Writes the stream one shard at a time, so that only one shard is in memory."""
+    """Writes the stream; one tensor is in memory at a time. names: all that will come."""
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes is {shard_bytes}; it must be 1 or more")
+    left = dict.fromkeys(names)
     shards: list[tuple[list[str], SavedFile]] = []
-    shard: dict[str, Tensor] = {}
-    shard_size, total, counts = 0, 0, dict[torch.dtype, int]()
-    for name, tensor in tensors:
-        tensor = tensor.detach().to("cpu").contiguous()
-        if shard and shard_size + tensor.nbytes > shard_bytes:
-            shards.append(_save(folder, len(shards), shard))
-            shard, shard_size = {}, 0
-        shard[name] = tensor
-        shard_size += tensor.nbytes
-        total += tensor.nbytes
-        if tensor.is_floating_point():
-            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
-    if not shard:
-        raise ValueError("there are no tensors to write")
-    shards.append(_save(folder, len(shards), shard))
+    shard: FileWriter | None = None
+    total, counts = 0, dict[torch.dtype, int]()
+    try:
+        for name, tensor in tensors:
+            tensor = tensor.detach().to("cpu").contiguous()
+            if shard is not None and shard.nbytes + tensor.nbytes > shard_bytes:
+                shards.append((shard.names, shard.finish()))
+                shard = None
+            if shard is None:
+                shard = FileWriter(folder / f"{len(shards)}.part", left)
+            shard.add(name, tensor)
+            left.pop(name, None)
+            total += tensor.nbytes
+            if tensor.is_floating_point():
+                counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
+            del tensor  # before the next one is made
+        if shard is None:
+            raise ValueError("there are no tensors to write")
+        shards.append((shard.names, shard.finish()))
+    finally:
+        if shard is not None:
+            shard.close()
     files = _name_files(folder, stem, shards, total)
     return WrittenFiles(max(counts, key=lambda dtype: counts[dtype]), files)
 
@@ -150,12 +165,6 @@ def _open(path: Path) -> Any:  # noqa: ANN401
         raise ValueError(f"{path} is broken: {error}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror or error})") from None
-
-
-def _save(folder: Path, number: int, shard: dict[str, Tensor]) -> tuple[list[str], SavedFile]:
-    # Wide dtypes first, so that each tensor begins at a multiple of its item size.
-    ordered = dict(sorted(shard.items(), key=lambda item: -item[1].element_size()))
-    return list(shard), write_safetensors(folder / f"{number}.part", ordered)
 
 
 def _name_files(

@@ -368,7 +368,7 @@ def read_tensor_names(folder: Path, stem: str = "model") -> frozenset[str] | Non
     """Names of the tensors; None where there are no weights, or broken ones."""
     try:
         if (single := folder / f"{stem}.safetensors").is_file():
-            names = _header(single)
+            names = read_header(single)
         else:
             index = folder / f"{stem}.safetensors.index.json"
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -377,7 +377,8 @@ def read_tensor_names(folder: Path, stem: str = "model") -> frozenset[str] | Non
         return None
 
 
-def _header(path: Path) -> dict[str, object]:
+def read_header(path: Path) -> dict[str, object]:
+    """The header of a safetensors file: each tensor's dtype, shape and place."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if size > LONGEST_HEADER:

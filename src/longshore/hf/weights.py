@@ -14,13 +14,14 @@ Loading verifies the checksum of every file, so that damaged weights are never e
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from longshore.arch.as_json import config_from_json, config_to_json
 from longshore.arch.decoder import DecoderConfig
+from longshore.choices import ModelCode
 from longshore.files import new_folder, open_sealed, sealed_json
 from longshore.hf.checkpoint import (
     SHARD_BYTES,
@@ -31,8 +32,17 @@ from longshore.hf.checkpoint import (
     tensor_shapes,
 )
 from longshore.hf.config_file import load_object
+from longshore.hf.foreign_lora import merged_foreign
+from longshore.hf.lora import (
+    LoRABase,
+    base_from_json,
+    check_base,
+    factor_shapes,
+    find_base,
+    merged_decoder,
+)
 from longshore.hf.tensor_files import TensorFiles, write_files
-from longshore.hf.tensor_map import Source
+from longshore.hf.tensor_map import Shape, Source
 from longshore.train.checkpoint_files import DamagedError, SavedFile, check_file
 
 FORMAT = "longshore weights"
@@ -42,11 +52,33 @@ STEM = "weights"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedWeights:
-    """A decoder and its tensors. base: the Hugging Face folder it began with, or None."""
+    """A decoder and its tensors."""
 
     config: DecoderConfig
+    """What it is; of models of transformers what it costs."""
     base: Path | None
+    """The Hugging Face folder it began with."""
     tensors: Mapping[str, Tensor]
+    """By name."""
+    lora: LoRABase | None = None
+    """Where the tensors are low-rank factors alone: what they were trained on."""
+    code: ModelCode = "longshore"
+    """transformers: the tensors have the names that transformers gives them."""
+
+    def merged(self, base: Path | None = None) -> "SavedWeights":
+        """Whole weights, with factors in them; base: where its folder is now, if it moved."""
+        if self.lora is None:
+            return self if base is None else replace(self, base=base)
+        folder = base or self.lora.folder
+        if folder is not None and not folder.is_dir():
+            raise ValueError(
+                f"the run began with {folder}, which does not exist; name its folder with --base"
+            )
+        now = find_base(self.config, folder, seed=self.lora.seed)
+        check_base(self.lora, now)
+        merged = merged_decoder if self.code == "longshore" else merged_foreign
+        tensors = merged(self.config, now, self.tensors)
+        return SavedWeights(self.config.merged(), now.folder, tensors, code=self.code)
 
 
 def save_weights(
@@ -57,20 +89,26 @@ def save_weights(
     base: str | Path | None,
     shard_bytes: int = SHARD_BYTES,
     is_replaced: bool = False,
+    lora: LoRABase | None = None,
+    code: ModelCode = "longshore",
 ) -> None:
     """Writes a stream of our (name, tensor) pairs into a new folder, in their own dtypes.
 
-    is_replaced: an existing folder is replaced once the new one is complete.
+    is_replaced: an existing folder is replaced once the new one is complete. lora: the tensors are
+    low-rank factors alone, trained on this.
     """
-    checked = check_stream(tensors, tensor_shapes(config), dtype=None)
+    shapes = _shapes(config) if code == "longshore" else {}
+    checked = check_stream(tensors, shapes, dtype=None) if shapes else tensors
     about = {
         "format": FORMAT,
         "version": VERSION,
         "config": config_to_json(config),
         "base": None if base is None else str(Path(base).resolve()),
+        **({} if lora is None else {"lora": lora.as_json()}),
+        **({} if code == "longshore" else {"code": code}),
     }
     with new_folder(folder, is_replaced=is_replaced) as partial:
-        written = write_files(partial, checked, stem=STEM, shard_bytes=shard_bytes)
+        written = write_files(partial, checked, stem=STEM, shard_bytes=shard_bytes, names=shapes)
         files = {name: asdict(file) for name, file in written.files.items()}
         (partial / f"{STEM}.json").write_bytes(sealed_json({**about, "files": files}, indent=1))
 
@@ -90,15 +128,26 @@ def load_weights(folder: str | Path) -> SavedWeights:
         config = config_from_json(about.get("config"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    base = about.get("base")
-    shapes = tensor_shapes(config)
+    base, lora = about.get("base"), about.get("lora")
+    code: ModelCode = "transformers" if about.get("code") == "transformers" else "longshore"
     files = TensorFiles(folder, STEM)
-    check_tensors(files, shapes, tables=frozenset(filter(TABLE.fullmatch, shapes)))
+    if code == "transformers":
+        shapes = {name: files.shape(name) for name in files.names}
+    else:
+        shapes = _shapes(config)
+        check_tensors(files, shapes, tables=frozenset(filter(TABLE.fullmatch, shapes)))
     return SavedWeights(
         config=config,
         base=None if base is None else Path(base),
         tensors=Weights(files, {name: Source(name) for name in shapes}, shapes),
+        lora=None if lora is None else base_from_json(lora),
+        code=code,
     )
+
+
+def _shapes(config: DecoderConfig) -> dict[str, Shape]:
+    """Of what is saved: low-rank factors alone where there are some."""
+    return factor_shapes(config) if config.lora is not None else tensor_shapes(config)
 
 
 def _check_bytes(folder: Path, path: Path) -> None:

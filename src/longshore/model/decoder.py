@@ -50,6 +50,7 @@ from longshore.batch import Depth, SeqContext, whole_context
 from longshore.model.hyper_connection import Collapse, HyperConnection, expanded, repeated
 from longshore.model.interface import (
     Context,
+    LanguageModel,
     MixerLoss,
     Opaque,
     Output,
@@ -57,6 +58,7 @@ from longshore.model.interface import (
     Routed,
     with_loss,
 )
+from longshore.model.lora import add_factors
 from longshore.model.norm import RMSNorm
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.model.rope import Tables, rope_tables
@@ -206,7 +208,7 @@ class Head(nn.Module):
         return linear_cross_entropy(hidden_TC, weight_VC, labels_T, summed=summed)
 
 
-class Decoder(nn.Module):
+class Decoder(LanguageModel):
     """A stage of the decoder, or all of it.
 
     embed: nn.Embedding or None. layers: blocks by their number in the whole decoder, as text.
@@ -247,6 +249,11 @@ class Decoder(nn.Module):
                 for index, layer in zip(stage.depths, depths, strict=True)
             }
         )
+        if config.lora is not None:
+            add_factors(self, config.lora)
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.layers.values(), *self.mtp.values()]
 
     def forward(
         self,

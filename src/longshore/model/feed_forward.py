@@ -39,6 +39,7 @@ from longshore.model.interface import LOCAL, Context, Exchanges, Routed, eager
 from longshore.model.norm import Float32Parameters
 from longshore.ops.experts import expert_mlp
 from longshore.ops.gate import clipped, gated_linear
+from longshore.ops.low_rank import LowRank
 from longshore.ops.projections import projected
 
 
@@ -47,6 +48,16 @@ class GatedLinear(nn.Linear):
 
     def forward(self, up_TF: Tensor, gate_TF: Tensor | None = None) -> Tensor:
         return gated_linear(gate_TF, up_TF, self.weight)
+
+
+class AdaptedGatedLinear(GatedLinear):
+    """lora: low-rank factors, see ops/low_rank.py."""
+
+    lora: LowRank
+
+    def forward(self, up_TF: Tensor, gate_TF: Tensor | None = None) -> Tensor:
+        inner_TR = gated_linear(gate_TF, up_TF, self.lora.a)
+        return self.lora.onto(super().forward(up_TF, gate_TF), inner_TR)
 
 
 class MLP(nn.Module):

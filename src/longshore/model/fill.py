@@ -37,6 +37,8 @@ class Fill:
     """A std that does not follow the decoder's."""
     by_row: Callable[[Tensor, int], Tensor] | None = None
     """A function of rows' numbers and of how many there are."""
+    fan_in: bool = False
+    """The variance is 1 / (3·columns), that of torch's linear layers, but normal."""
     experts: int = 0
     """Each row is a choice of distinct ones of so many experts; 0: it is not."""
 

@@ -22,6 +22,7 @@ from longshore.arch.feed_forward import MoEConfig
 from longshore.model.decoder import Decoder
 from longshore.model.fill import NORM, NORMAL, ZEROS, Fill, fill_rows
 from longshore.model.hyper_connection import FILLS as HYPER_FILLS
+from longshore.model.lora import factor_block, is_factor
 from longshore.model.registry import FEED_FORWARDS, MIXERS
 
 __all__ = ["fill_of", "fill_rows", "init_decoder", "initial_block"]
@@ -34,6 +35,8 @@ def initial_block(
 
     index: a range of each dim, or of the first ones alone.
     """
+    if is_factor(name):
+        return factor_block(name, shape, index, seed=seed)
     rows, *rest = index
     fill = fill_of(config, name)
     if name == "head.weight" and config.tied:

@@ -43,10 +43,12 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from longshore.arch.decoder import DecoderConfig
 from longshore.batch import Boundaries, PackContext, SeqContext
 from longshore.choices import AttentionKind, ScanKind
 from longshore.model.rope import Tables
 from longshore.ops.cross_entropy import VocabularyPart
+from longshore.plan.layout import Stage
 
 Rows = tuple[Tensor, ...]
 
@@ -366,3 +368,26 @@ class Output(NamedTuple):
     """The losses (T) of each depth of multi-token prediction."""
     mixer_losses: tuple[MixerLoss, ...] = ()
     """Of each layer whose mixer has a loss of its own, in their order."""
+
+
+class LanguageModel(nn.Module):
+    """What the trainer calls a model: a stage of the decoder, or a whole model of others.
+
+    forward(x, ctx, labels, mtp, *, summed, token_ids) -> Output: see Decoder, model/decoder.py.
+    """
+
+    config: DecoderConfig
+    """What it costs, and how many layers and depths it has."""
+    stage: Stage
+    """Which part of the whole model this is."""
+    reads_ids: bool = False
+    """Whether a stage without the embedding wants token ids, too."""
+
+    def blocks(self) -> list[nn.Module]:
+        """What FSDP wraps, what is recomputed, and what is compiled."""
+        raise NotImplementedError
+
+    def compile_blocks(self) -> None:
+        """Each block through torch.compile, for any number of tokens; hooks stay outside."""
+        for block in self.blocks():
+            block.compile(dynamic=True)

@@ -27,11 +27,12 @@ from torch import Tensor, nn
 from longshore.arch.attention import Form, MLAConfig
 from longshore.arch.part import Norm
 from longshore.batch import SeqContext
-from longshore.model.attention import ALL_HEADS, attend_visible
+from longshore.model.attention_core import ALL_HEADS, attend_visible
 from longshore.model.fill import NORM, RESIDUAL, Fill
 from longshore.model.interface import LOCAL, Exchanges, Rows, ThreeStepMixer, joined
 from longshore.model.norm import RMSNorm
 from longshore.model.rope import Tables
+from longshore.ops.low_rank import whole_weight
 from longshore.ops.projections import projected
 from longshore.ops.rope import rotate
 from longshore.ops.sizes import expanded_values, heads_at_once
@@ -139,7 +140,7 @@ class MLA(ThreeStepMixer):
         config = self.config
         # −1 heads: under tensor parallelism a rank has only some of them.
         per_head = (-1, config.nope_dim + config.value_dim)
-        weight_HXR = self.kv_up.weight.unflatten(0, per_head)
+        weight_HXR = whole_weight(self.kv_up).unflatten(0, per_head)
         from_latents = FromLatents(config.nope_dim, config.form)
 
         exchanges = tuple(self.exchanges.each(ctx))

@@ -44,6 +44,7 @@ from longshore.model.rope import Tables
 from longshore.model.scan import copied
 from longshore.model.sparse_tables import EntryKind, EntryTables, entry_rope, entry_tables
 from longshore.ops.indexer import choose, index_loss
+from longshore.ops.low_rank import whole_weight
 from longshore.ops.pooling import pooled
 from longshore.ops.projections import projected
 from longshore.ops.rope import rotate
@@ -181,7 +182,7 @@ class SparseAttention(ThreeStepMixer):
         groups = self.config.o_groups
         back_THD = rotate(mixed, cos_TR, -sin_TR, start=self.start)
         grouped = back_THD.flatten(1).unflatten(1, (groups, -1))
-        weight = self.o_down.weight.unflatten(0, (groups, -1))
+        weight = whole_weight(self.o_down).unflatten(0, (groups, -1))
         down = torch.einsum("tgi,gri->tgr", grouped, weight)
         output_TC: Tensor = self.o_up(down.flatten(1))
         return output_TC

@@ -12,10 +12,16 @@ With 2 queries over 5 keys, and with window 3:
     query 1   sees keys 0 1 2 3 4       with window 3     2 3 4
 
 Queries of lengths (2, 1) over keys of lengths (5, 1): the last query sees only the last key.
+
+softcap c: a score s becomes c · tanh(s / c). sinks: (H), of each head a score without a key, which
+takes its share of the softmax and adds nothing: with 2 keys of score 0 and a sink of 0, each key
+weighs 1/3. With sinks the log-sum-exp counts them too, so that the backward of kernels which know
+no sinks is right as it is: weights are exp(score − log-sum-exp).
 """
 
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from types import ModuleType
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -44,6 +50,13 @@ class AttentionSpec(TypedDict):
     window: int | None
 
 
+class ScoreSpec(NamedTuple):
+    """What becomes of the scores, of which not every backend can do all."""
+
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
 def attention(
     q_THD: Tensor,
     k_SKD: Tensor,
@@ -53,6 +66,8 @@ def attention(
     key_bounds: Bounds | None = None,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """(T, H, V). key_bounds: None if keys have the queries' bounds. scale: 1/√D for None.
 
@@ -61,7 +76,7 @@ def attention(
     """
     _check_shapes(q_THD, k_SKD, v_SKV)
     spec = _spec(q_THD, k_SKD, bounds, key_bounds, scale, window)
-    out: Tensor = _Attention.apply(q_THD, k_SKD, v_SKV, spec)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(q_THD, k_SKD, v_SKV, sinks, spec, softcap)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -74,10 +89,13 @@ def attention_forward(
     key_bounds: Bounds | None = None,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output (T, H, V) and the log-sum-exp of each query's scores (H, T). No autograd."""
     _check_shapes(q_THD, k_SKD, v_SKV)
-    return _forward(q_THD, k_SKD, v_SKV, _spec(q_THD, k_SKD, bounds, key_bounds, scale, window))
+    spec = _spec(q_THD, k_SKD, bounds, key_bounds, scale, window)
+    return _forward(q_THD, k_SKD, v_SKV, spec, _scores(q_THD, softcap, sinks))
 
 
 def attention_backward(
@@ -92,41 +110,93 @@ def attention_backward(
     key_bounds: Bounds | None = None,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, from that of the output. No autograd."""
+    """The gradients of q, k and v, from that of the output; sinks_gradient has that of sinks.
+
+    No autograd.
+    """
     spec = _spec(q_THD, k_SKD, bounds, key_bounds, scale, window)
-    return _backward(grad_THV, q_THD, k_SKD, v_SKV, out_THV, lse_HT, spec)
+    scores = _scores(q_THD, softcap, sinks)
+    return _backward((grad_THV, q_THD, k_SKD, v_SKV, out_THV, lse_HT), spec, scores)
+
+
+def sinks_gradient(grad_THV: Tensor, out_THV: Tensor, lse_HT: Tensor, sinks: Tensor) -> Tensor:
+    """(H), from the gradient of the output. A sink has a share of the softmax and no value."""
+    wide = lse_HT.dtype
+    taken_HT = (grad_THV.to(wide) * out_THV.to(wide)).sum(2).T
+    shares_HT = (sinks.to(wide)[:, None] - lse_HT).exp()
+    return -(shares_HT * taken_HT).sum(1).to(sinks.dtype)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:  # noqa: ANN401
-        out, lse = _forward(q, k, v, spec)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.spec = spec
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        spec: AttentionSpec,
+        softcap: float | None,
+    ) -> Tensor:
+        out, lse = _forward(q, k, v, spec, _scores(q, softcap, sinks))
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.spec, ctx.softcap = spec, softcap
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        q, k, v, out, lse = ctx.saved_tensors
-        return *_backward(grad, q, k, v, out, lse, ctx.spec), None
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        scores = ScoreSpec(ctx.softcap, sinks)
+        dq, dk, dv = _backward((grad, q, k, v, out, lse), ctx.spec, scores)
+        dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
+        return dq, dk, dv, dsinks, None, None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    with torch.no_grad():
-        backend: Any = pick("attention", q, v) or attention_blocks
-        out, lse = backend.forward(q, k, v, **spec)
-    return out, lse
+@torch.no_grad()
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, scores: ScoreSpec
+) -> tuple[Tensor, Tensor]:
+    backend: Any = _backend(q, v, scores)
+    if backend is None:
+        return attention_blocks.forward(q, k, v, **spec, **scores._asdict())
+    out, lse = backend.forward(q, k, v, **spec)
+    if scores.sinks is None:
+        return out, lse
+    both_HT = torch.logaddexp(lse, scores.sinks.to(lse.dtype)[:, None])
+    return (out * (lse - both_HT).exp().T[:, :, None]).to(out.dtype), both_HT
 
 
+@torch.no_grad()
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    spec: AttentionSpec,
+    scores: ScoreSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.no_grad():
-        backend: Any = pick("attention", q, v) or attention_blocks
-        dq, dk, dv = backend.backward(grad, q, k, v, out, lse, **spec)
+    """saved: the output's gradient, q, k, v, the output and the log-sum-exp."""
+    _, q, _, v, _, _ = saved
+    backend: Any = _backend(q, v, scores)
+    if backend is None:
+        return attention_blocks.backward(*saved, **spec, **scores._asdict())
+    dq, dk, dv = backend.backward(*saved, **spec)
     return dq, dk, dv
+
+
+def _backend(q: Tensor, v: Tensor, scores: ScoreSpec) -> ModuleType | None:
+    return pick("attention" if scores.softcap is None else "attention with softcap", q, v)
+
+
+def _scores(q: Tensor, softcap: float | None, sinks: Tensor | None) -> ScoreSpec:
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; give a number above 0, or None for no cap")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(
+            f"sinks have the shape {tuple(sinks.shape)}; each of {q.shape[1]} heads has one"
+        )
+    return ScoreSpec(softcap, sinks)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

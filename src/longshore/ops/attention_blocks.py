@@ -64,6 +64,8 @@ def forward(
     key_bounds: Bounds,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = q_THD.shape
     dtype = _compute_dtype(q_THD)
@@ -76,11 +78,15 @@ def forward(
         )
         for block in _blocks(sequence, heads, window):
             q_KND = _grouped(q_THD[block.rows], k_KDm).mul_(scale)
-            scores_KNm = _scores(q_KND, k_KDm, block, window)
-            probs_KNm = scores_KNm.softmax(2)
+            scores_KNm = _scores(q_KND, k_KDm, block, window, softcap)
+            sinks_KN = _sinks(sinks, q_KND)
+            probs_KNm = _softmax(scores_KNm, sinks_KN)
             _put(out_THV, block, probs_KNm @ v_KmV[:, block.keys])
             # The largest probability is 1 / Σ exp(score − largest score).
             lse_KN = scores_KNm.amax(2) - probs_KNm.amax(2).log()
+            if sinks_KN is not None:
+                # A large sink leaves probabilities of 0.
+                lse_KN = torch.logaddexp(scores_KNm.logsumexp(2), sinks_KN)
             lse_HT[:, block.rows] = lse_KN.view(heads, -1)
     return out_THV, lse_HT
 
@@ -97,6 +103,8 @@ def backward(
     key_bounds: Bounds,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     del out_THV, lse_HT
     dtype = _compute_dtype(q_THD)
@@ -114,10 +122,14 @@ def backward(
         for block in _blocks(sequence, q_THD.shape[1], window):
             q_KND = _grouped(q_THD[block.rows], k_KmD).mul_(scale)
             grad_KNV = _grouped(grad_THV[block.rows], k_KmD)
-            probs_KNm = _scores(q_KND, k_KDm, block, window).softmax(2)
+            scores_KNm = _scores(q_KND, k_KDm, block, window, softcap)
+            probs_KNm = _softmax(scores_KNm, _sinks(sinks, q_KND))
             dv_KmV[:, block.keys] += probs_KNm.mT @ grad_KNV
             dprobs_KNm = grad_KNV @ v_KVm[:, :, block.keys]
             dscores_KNm = _softmax_backward(dprobs_KNm, probs_KNm, 2, dtype)
+            if softcap is not None:
+                slope_KNm = (scores_KNm / softcap).square().neg_().add_(1)
+                dscores_KNm = torch.where(probs_KNm > 0, dscores_KNm * slope_KNm, 0)
             dk_KmD[:, block.keys] += dscores_KNm.mT @ q_KND
             _put(dq_THD, block, (dscores_KNm @ k_KmD[:, block.keys]).mul_(scale))
         dk_SKD[sequence.keys] = dk_KmD.transpose(0, 1)
@@ -173,9 +185,27 @@ def _put(out_THD: Tensor, block: RowBlock, part_KND: Tensor) -> None:
     target_nHD.copy_(part_KND.reshape(heads, rows, width).transpose(0, 1))
 
 
-def _scores(q_KND: Tensor, k_KDm: Tensor, block: RowBlock, window: int | None) -> Tensor:
+def _sinks(sinks: Tensor | None, q_KND: Tensor) -> Tensor | None:
+    """(K, N): the sink of each row's head."""
+    if sinks is None:
+        return None
+    rows = q_KND.shape[0] * q_KND.shape[1] // len(sinks)
+    return sinks.to(q_KND.dtype).repeat_interleave(rows).view(q_KND.shape[:2])
+
+
+def _softmax(scores_KNm: Tensor, sinks_KN: Tensor | None) -> Tensor:
+    if sinks_KN is None:
+        return scores_KNm.softmax(2)
+    return torch.cat([scores_KNm, sinks_KN[:, :, None]], 2).softmax(2)[:, :, :-1]
+
+
+def _scores(
+    q_KND: Tensor, k_KDm: Tensor, block: RowBlock, window: int | None, softcap: float | None
+) -> Tensor:
     """(K, N, keys of the block), −inf where a row does not see the key."""
     scores_KNm = q_KND @ k_KDm[:, :, block.keys]
+    if softcap is not None:
+        scores_KNm = scores_KNm.div_(softcap).tanh_().mul_(softcap)
     rows = block.rows.stop - block.rows.start
     row_n1 = torch.arange(block.own, block.own + rows, device=q_KND.device).unsqueeze(1)
     key_m = torch.arange(block.keys.start, block.keys.stop, device=q_KND.device)

@@ -99,6 +99,10 @@ def _varlen(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
+def _uncapped(q: Tensor, v: Tensor) -> str | None:
+    return "it has no softcap that was tested"
+
+
 def _flash(q: Tensor) -> str | None:
     if not q.is_cuda:
         return f"the tensors are on {q.device.type}, not on CUDA"
@@ -223,6 +227,13 @@ def _indexer(q: Tensor, keys: Tensor) -> str | None:
     return on_gpu(q, keys)
 
 
+def _hyper(rows: Tensor, weight: Tensor) -> str | None:
+    """Triton; weights stay float32."""
+    if weight.dtype != torch.float32:
+        return f"weights of {weight.dtype}"
+    return _pointwise(rows, weight)
+
+
 BACKENDS: dict[str, tuple[Backend, ...]] = {
     "indexer": (Backend("triton", "longshore.ops.kernels.indexer", _indexer, package="triton"),),
     "sparse attention": (
@@ -234,6 +245,10 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
             "flash-attn-4", "longshore.ops.attention_flash4", _flash4, package="flash_attn.cute"
         ),
         Backend("torch varlen", "longshore.ops.attention_varlen", _varlen),
+    ),
+    "attention with softcap": (
+        Backend("flash-attn-4", "", _uncapped, package="flash_attn.cute"),
+        Backend("torch varlen", "", _uncapped),
     ),
     "loss": (Backend("triton", "longshore.ops.kernels.cross_entropy", on_gpu, package="triton"),),
     "experts": (
@@ -251,6 +266,9 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
     ),
     "norm": (Backend("triton", "longshore.ops.kernels.norm", _norm, package="triton"),),
     "gate": (Backend("triton", "longshore.ops.kernels.gate", _pointwise, package="triton"),),
+    "hyper-connections": (
+        Backend("triton", "longshore.ops.kernels.hyper", _hyper, package="triton"),
+    ),
     "projections": (Backend("torch in one node", "longshore.ops.projections", on_gpu),),
     "rope": (Backend("triton", "longshore.ops.kernels.rope", _rope, package="triton"),),
 }

@@ -14,7 +14,6 @@ An id of E or more means no expert: its row is past the last offset and its outp
 per-expert loop waits for the device; no result depends on the order in which threads add.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,13 +37,19 @@ def expert_mlp(
 ) -> tuple[Tensor, Tensor]:
     """(T, C): each token through its experts, weighted and summed; and int32 (E) rows of each.
 
-    limit: gate and up are clipped to it, in plain torch, which the kernels do not do; 0: not.
+    limit: gate and up are clipped to it; 0: they are not.
     """
     order, counts_E, offsets_E = sort_by_expert(ids_TK, len(down_ECF))
-    backend: Any = None if limit else pick("experts", x_TC, gate_up_E2FC, down_ECF)
-    mlp = partial(sorted_mlp, limit=limit) if backend is None else backend.sorted_mlp
+    backend: Any = pick("experts", x_TC, gate_up_E2FC, down_ECF)
+    mlp = sorted_mlp if backend is None else backend.sorted_mlp
     y_TC: Tensor = mlp(
-        x_TC, weights_TK, order, offsets_E, gate_up_E2FC=gate_up_E2FC, down_ECF=down_ECF
+        x_TC,
+        weights_TK,
+        order,
+        offsets_E,
+        gate_up_E2FC=gate_up_E2FC,
+        down_ECF=down_ECF,
+        limit=limit,
     )
     return y_TC, counts_E
 

@@ -6,7 +6,7 @@ g of the outputs and weights w (F, C), backward runs
     dx = g_q @ w_q,  dx += g_k @ w_k,  dx += g_v @ w_v         inside the products: nothing to add
 
 where three nodes would write three gradients of x and add them up. Elsewhere, and for modules that
-something else is attached to, each module is called by itself.
+something else is attached to, each module is called by itself. Low-rank factors are added after.
 """
 
 from typing import Any
@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from longshore.ops.backends import pick
+from longshore.ops.low_rank import AdaptedLinear
 
 
 def projected(x_TC: Tensor, linears: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
@@ -27,13 +28,16 @@ def projected(x_TC: Tensor, linears: tuple[nn.Linear, ...]) -> tuple[Tensor, ...
         return tuple(linear(x_TC) for linear in linears)
     biases = [linear.bias for linear in linears]
     outputs: tuple[Tensor, ...] = _Projections.apply(x_TC, *weights, *biases)  # type: ignore[no-untyped-call]
-    return outputs
+    return tuple(
+        linear.lora(output, x_TC) if isinstance(linear, AdaptedLinear) else output
+        for linear, output in zip(linears, outputs, strict=True)
+    )
 
 
 def _is_bare(linear: nn.Linear) -> bool:
-    """No subclass, and no hooks, which only a call of the module would run."""
+    """No unknown subclass, and no hooks, which only a call of the module would run."""
     hooks = linear._forward_hooks or linear._forward_pre_hooks
-    return type(linear) is nn.Linear and not (
+    return type(linear) in (nn.Linear, AdaptedLinear) and not (
         hooks or linear._backward_hooks or linear._backward_pre_hooks
     )
 

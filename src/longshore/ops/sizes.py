@@ -58,16 +58,24 @@ def kernel_logits_chunk(tokens: int, row_bytes: int) -> int:
 
 
 def loss_bytes(
-    tokens: int, *, vocabulary: int, width: int, item: int, heads: int = 1, kernels: bool
+    tokens: int,
+    *,
+    vocabulary: int,
+    width: int,
+    item: int,
+    heads: int = 1,
+    kernels: bool,
+    trains: bool = True,
 ) -> int:
     """The most memory of the loss: a chunk of logits with its gradient, the weight's gradient.
 
     item: bytes of a number of the inputs. heads: 1, and 1 for each depth of multi-token
     prediction. With kernels the gradients of all heads wait from forward to backward, those of the
-    hidden states in the inputs' dtype; without them one head at a time has them.
+    hidden states in the inputs' dtype; without them one head at a time has them. trains: the weight
+    has a gradient.
     """
     row = vocabulary * max(item, 4)
     if not kernels:
-        return 2 * logits_chunk(tokens, row) * row + row * width
+        return 2 * logits_chunk(tokens, row) * row + row * width * trains
     chunk = kernel_logits_chunk(tokens, row) * vocabulary * (4 + item)
-    return chunk + heads * width * (row + tokens * item)
+    return chunk + heads * width * (row * trains + tokens * item)

@@ -1,9 +1,9 @@
 """Parallelism goes onto a model from outside, in one ordered list.
 
-In: a decoder (on `meta`, or with its parameters), a topology, the CP groups, the choices. Out: the
-same decoder, ready to train on its lane's micro-batches.
+In: a model (on `meta`, or with its parameters), a topology, the CP groups, the choices. Out: the
+same model, ready to train on its lane's micro-batches.
 
-    tensor parallelism → experts → exchanges → recomputation of blocks → compilation → FSDP
+    tensor parallelism → experts → exchanges → compilation of blocks → recomputation → FSDP
 
 The order matters: what ranks split becomes smaller before all else; a block recomputes inside its
 FSDP hooks, so that its parameters are gathered once for both; compilation sees the block alone.
@@ -11,6 +11,7 @@ FSDP hooks, so that its parameters are gathered once for both; compilation sees 
 
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from longshore.choices import AttentionKind, Recompute, ScanKind, ShardMode
 from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import Topology
 from longshore.model.decoder import Decoder
-from longshore.model.interface import Exchanges
+from longshore.model.interface import Exchanges, LanguageModel
 from longshore.parallel.context.exchange import CPExchanges
 from longshore.parallel.expert import split_experts
 from longshore.parallel.fsdp import shard
@@ -45,20 +46,28 @@ class Choices:
     """Whether blocks go through torch.compile."""
 
 
+AnyModel = TypeVar("AnyModel", bound=LanguageModel)
+
+
 def parallelize(
-    model: Decoder, topology: Topology, groups: CPGroups, *, choices: Choices
-) -> Decoder:
+    model: AnyModel, topology: Topology, groups: CPGroups, *, choices: Choices
+) -> AnyModel:
     """Applies all of it, in place."""
-    blocks = [*model.layers.values(), *model.mtp.values()]
-    split_tensors(model, topology)
-    split_experts(model, topology)
+    blocks = model.blocks()
+    if isinstance(model, Decoder):
+        split_tensors(model, topology)
+        split_experts(model, topology)
+    elif topology.tp > 1 or topology.experts is not None:
+        raise ValueError(
+            f"{type(model).__name__} cannot be split by tensor or expert parallelism, which are "
+            "for Longshore's own decoders; use tp 1 and ep 1"
+        )
     set_exchanges(model, _exchanges(topology, groups, choices))
+    if choices.compile:
+        model.compile_blocks()
     if choices.recompute == "blocks":
         for block in blocks:
             _recompute(block)
-    if choices.compile:
-        for block in blocks:
-            block.compile(dynamic=True)
     shard(model, blocks, topology, mode=choices.mode, dtype=choices.dtype)
     return model
 

@@ -18,7 +18,7 @@ have the same ones: with 4 lanes and ep 2, lanes 0 and 2 split the even half of 
 """
 
 from collections.abc import Iterable
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,8 @@ def shard(
 ) -> None:
     """Wraps each part, then the model, which holds what no part does.
 
-    dtype: of the arithmetic; parameters keep their own, and gradients are summed in that.
+    dtype: of the arithmetic; parameters keep their own, and gradients are summed in the widest.
+    What is frozen may be in one group with what is trained, and narrower.
     """
     mesh = _replicas(topology) if mode == "none" else topology.mesh["lanes"]
     uncast = [part for part in model.modules() if isinstance(part, Float32Parameters)]
@@ -52,7 +53,7 @@ def shard(
         experts = [part for part in model.modules() if isinstance(part, Experts)]
         expert_mesh = topology.experts.copies if mode == "none" else topology.experts.replicas
     for module in [*uncast, *experts, *parts, model]:
-        kept = next(module.parameters()).dtype
+        kept = reduce(torch.promote_types, {each.dtype for each in module.parameters()})
         is_uncast = isinstance(module, Float32Parameters)
         over = expert_mesh if module in experts else mesh
         wrapped = fully_shard(

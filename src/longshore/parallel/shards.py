@@ -98,11 +98,12 @@ def _cuts(module: nn.Module) -> Mapping[str, TensorCut]:
     return cuts
 
 
-def cut_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, TensorCut | None]]:
-    """All parameters, each with its cut."""
+def trained_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, TensorCut | None]]:
+    """All parameters that are trained, each with its cut."""
     cuts = cuts_by_name(model)
     for name, parameter in model.named_parameters():
-        yield parameter, cuts.get(name)
+        if parameter.requires_grad:
+            yield parameter, cuts.get(name)
 
 
 def counted_part(gradient: Tensor, cut: TensorCut | None, topology: Topology) -> list[Tensor]:

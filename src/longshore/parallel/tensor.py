@@ -21,7 +21,7 @@ rows or heads: `sum_gradients` adds them up, once a step. The same for spans of 
 have a copy, such as a KV head of 4 ranks with 2 KV heads.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,11 +39,12 @@ from longshore.distributed.topology import Topology
 from longshore.model.decoder import Block, Decoder
 from longshore.model.feed_forward import MoE
 from longshore.model.interface import Context, Mixed, Reader, Routed, eager, with_loss
+from longshore.model.lora import add_same_factors, is_factor
 from longshore.model.mamba2 import Mamba2
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.ops.cross_entropy import VocabularyPart, linear_cross_entropy
 from longshore.parallel.fsdp import local_part
-from longshore.parallel.shards import boxes_of, cut_parameters
+from longshore.parallel.shards import boxes_of, trained_parameters
 
 BUCKET = 1 << 26
 """Values of gradients that are summed in one collective."""
@@ -121,6 +122,8 @@ def _local(
     with torch.device("meta"):
         local = make(on_tp_rank(part, topology.tp), width)
     cuts = cuts_of(part, width, tp=topology.tp, rank=topology.tp_rank)
+    add_same_factors(local, whole)
+    cuts |= _factor_cuts(whole, cuts)
     for name, parameter in whole.named_parameters():
         owner, _, leaf = name.rpartition(".")
         value = _cut_value(parameter, cuts.get(name))
@@ -129,14 +132,26 @@ def _local(
     return local
 
 
+def _factor_cuts(whole: nn.Module, cuts: Mapping[str, TensorCut]) -> dict[str, TensorCut]:
+    """Of low-rank factors: b has the weight's rows, a its columns; the other is whole."""
+    factors = {}
+    for name, _ in whole.named_parameters():
+        if is_factor(name):
+            cut = cuts.get(f"{name[: -len('.lora.a')]}.weight")
+            if cut is not None and cut.dim == (1 if name.endswith("a") else 0):
+                factors[name] = cut
+    return factors
+
+
 def _cut_value(parameter: Tensor, cut: TensorCut | None) -> nn.Parameter | None:
     """The parameter's spans one after the other; None if this rank has none."""
+    trains = parameter.requires_grad
     if cut is None:
-        return nn.Parameter(parameter.detach())
+        return nn.Parameter(parameter.detach(), requires_grad=trains)
     if not cut.spans:
         return None
     parts = [parameter.detach().narrow(cut.dim, s.start, s.stop - s.start) for s in cut.spans]
-    return nn.Parameter(torch.cat(parts, dim=cut.dim))
+    return nn.Parameter(torch.cat(parts, dim=cut.dim), requires_grad=trains)
 
 
 def _cut_weight(module: nn.Module, cut: TensorCut) -> None:
@@ -292,7 +307,7 @@ def sum_gradients(model: nn.Module, topology: Topology) -> None:
         return
     group = topology.groups.tp
     whole, copied = list[Tensor](), list[tuple[Tensor, int]]()
-    for parameter, cut in cut_parameters(model):
+    for parameter, cut in trained_parameters(model):
         assert parameter.grad is not None
         if cut is None:
             whole.append(local_part(parameter.grad))

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from longshore.arch.costs import ITEM_BYTES, parameter_count, step_flops
+from longshore.arch.costs import parameter_count, step_flops
 from longshore.arch.feed_forward import MoEConfig
+from longshore.arch.model_memory import ITEM_BYTES
 from longshore.arch.stage_memory import dispatched
 from longshore.arch.step_time import (
     Busy,

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from longshore.arch.costs import auto_capacity, model_bytes
+from longshore.arch.costs import auto_capacity
 from longshore.arch.decoder import DecoderConfig
+from longshore.arch.model_memory import model_bytes
 from longshore.arch.part import Sharing
 from longshore.arch.stage_memory import ModelSplit
 from longshore.choices import ShardMode
@@ -170,11 +171,15 @@ def _shard(
 
 
 def _compile(config: RunConfig, device: str) -> tuple[bool, str]:
-    """Whether blocks are compiled: by itself only on GPUs whose kernels are ruled out."""
+    """Whether blocks are compiled: by itself only on GPUs where our kernels do not serve them."""
     train = config.train
     if train.compile != "auto":
         return train.compile, ""
-    if device != "cuda" or train.kernels == "auto" or not is_installed("triton"):
+    if device != "cuda" or not is_installed("triton"):
+        return False, ""
+    if config.model.code == "transformers":
+        return True, "true, because transformers' code has no kernels of its own"
+    if train.kernels == "auto":
         return False, ""
     if config.graph.layers:
         return False, "false, because graph.layers is set"

@@ -2,8 +2,9 @@
 
 In: a RunConfig and the decoder. Out: an indexed source, every sequence of which the model can read,
 and the number of steps. Text is tokenized once: data.path=chats.jsonl becomes the folder
-runs/prepared/chats-1f3a…, and a folder that `longshore prepare` wrote is used as it is. 1000
-sequences, data.batch 64 and train.epochs 2 are 2 × 16 steps.
+runs/prepared/chats-1f3a…, and a folder that `longshore prepare` wrote is used as it is. Several
+names in data.path are joined, or mixed by data.weights. 1000 sequences, data.batch 64 and
+train.epochs 2 are 2 × 16 steps.
 
 A token id past the model's vocabulary would be a device assert in the middle of a run, so each
 sequence is checked on the host when it is read, and refused by its number.
@@ -11,20 +12,27 @@ sequence is checked on the host when it is read, and refused by its number.
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longshore.arch.decoder import DecoderConfig
-from longshore.config.check_data import MANIFEST, is_prepared
+from longshore.config.data_parts import MANIFEST, DataPart, data_parts, shown_path
 from longshore.config.located import as_key, in_keys
 from longshore.config.schema import RunConfig
 from longshore.data.batches import Batches, BatchSize
-from longshore.data.fields import Field
+from longshore.data.chat_template import DATE
+from longshore.data.fields import Field, parse_field
+from longshore.data.inputs import find_inputs
+from longshore.data.mixture import Joined, Mixture
 from longshore.data.mock import MockSource
-from longshore.data.prepare import TextRules, cache_folder, prepare_cache, show_progress
+from longshore.data.prepare import TextRules, cache_folder, prepare_cache
+from longshore.data.prepare_job import TokenizerFiles, check_first
+from longshore.data.progress import show_progress
 from longshore.data.rejected import rejections_of
 from longshore.data.source import (
     IndexedSource,
@@ -35,27 +43,44 @@ from longshore.data.source import (
     source_digest,
 )
 from longshore.data.store import Store
+from longshore.data.stream import TextStream
+from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.printable import printable
 
 
 def text_folder(config: RunConfig) -> Path:
-    """The folder of the run's tokenized sequences, which may not exist yet."""
-    data = config.data
-    if is_prepared(data.path):
-        return Path(data.path)
-    return cache_folder(data.path, _rules(config), data.cache)
+    """The folder of the run's tokenized sequences, which may not exist yet, where it is one."""
+    (folder,) = (folder for folders in text_folders(config) for folder in folders)
+    return folder
 
 
-def held_out(config: RunConfig) -> RunConfig | None:
-    """The same run with its held-out data as its data; None if there is none to evaluate."""
+def text_folders(config: RunConfig) -> list[list[Path]]:
+    """For each name in data.path the folders of its sequences; those of text may not exist yet."""
+    return [
+        [*part.prepared, *([_cached(part, config)] if part.texts else ())]
+        for part in data_parts(config.data)
+    ]
+
+
+def _cached(part: DataPart, config: RunConfig) -> Path:
+    return cache_folder(part.texts, _rules(config), config.data.cache)
+
+
+def held_out(config: RunConfig, *, on_demand: bool = False) -> RunConfig | None:
+    """The same run with its held-out data as its data; None if there is none to evaluate.
+
+    on_demand: also without train.eval_every.
+    """
     data = config.data
-    if not config.train.eval_every:
+    if not config.train.eval_every and not (on_demand and (data.eval_path or data.eval_mock)):
         return None
     other = replace(
         data,
         path=data.eval_path,
         mock=data.eval_mock,
         count=data.eval_count,
+        weights=(),
+        stream=False,
         seed=data.seed + 1,  # other synthetic sequences than in training
     )
     return replace(config, data=other, train=replace(config.train, eval_every=0))
@@ -63,8 +88,12 @@ def held_out(config: RunConfig) -> RunConfig | None:
 
 def text_is_ready(config: RunConfig) -> bool:
     """Whether no text is left to tokenize: synthetic data, a prepared folder, or a full cache."""
-    data, others = config.data, held_out(config)
-    ready = not data.path or is_prepared(data.path) or (text_folder(config) / MANIFEST).exists()
+    others = held_out(config)
+    if config.data.stream:
+        ready = True
+    else:
+        folders = [folder for folders in text_folders(config) for folder in folders]
+        ready = all((folder / MANIFEST).exists() for folder in folders)
     return ready and (others is None or text_is_ready(others))
 
 
@@ -75,16 +104,20 @@ def prepare_text(config: RunConfig) -> None:
     """
     if others := held_out(config):
         prepare_text(others)
-    data = config.data
-    if not data.path or is_prepared(data.path):
-        return
+    if not config.data.stream:
+        for part in data_parts(config.data):
+            if part.texts:
+                _prepare_part(part, config)
+
+
+def _prepare_part(part: DataPart, config: RunConfig) -> None:
     with in_keys("data.path"):
         try:
             with show_progress(sys.stderr) as progress:
                 summary = prepare_cache(
-                    data.path,
+                    part.texts,
                     _rules(config),
-                    text_folder(config),
+                    _cached(part, config),
                     workers=len(os.sched_getaffinity(0)),
                     progress=progress,
                 )
@@ -93,7 +126,7 @@ def prepare_text(config: RunConfig) -> None:
     before = "using the tokenized data of " if summary.reused == summary.shards else ""
     sys.stderr.write(printable(f"{summary.explain(as_key, before=before)}\n"))
     with in_keys("data.path"):
-        summary.rejections.check(data.max_rejected)
+        summary.rejections.check(config.data.max_rejected)
 
 
 def _rules(config: RunConfig) -> TextRules:
@@ -121,19 +154,14 @@ class Readable:
         self.loss_tokens: Ints = source.loss_tokens
         self.fields: tuple[Field, ...] = source.fields
         self.digest = source_digest(source)
+        self.tokenizer_digest: str = getattr(source, "tokenizer_digest", "")
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, index: int) -> TokenizedSample:
         sample = self.source[index]
-        low, high = int(sample.tokens.min()), int(sample.tokens.max())
-        if low < 0 or high >= self.vocab_size:
-            raise ValueError(
-                f"{self.name}: sequence {sample.id} has the token id {low if low < 0 else high}, "
-                f"but the model knows only 0 to {self.vocab_size - 1}; use the model's tokenizer, "
-                "or with model.preset a larger model.vocab_size"
-            )
+        check_ids(sample, self.vocab_size, self.name)
         return sample
 
     def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
@@ -143,6 +171,44 @@ class Readable:
         return sequence_values(self.source, name)
 
 
+def check_ids(sample: TokenizedSample, vocab_size: int, name: str) -> None:
+    """Refuses a sequence with a token id that the model does not have."""
+    low, high = int(sample.tokens.min()), int(sample.tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"{name}: sequence {sample.id} has the token id {low if low < 0 else high}, "
+            f"but the model knows only 0 to {vocab_size - 1}; use the model's tokenizer, "
+            "or with model.preset a larger model.vocab_size"
+        )
+
+
+def open_stream(config: RunConfig, decoder: DecoderConfig) -> TextStream:
+    """The run's files as a stream, after checking the first sample of each."""
+    data, rules = config.data, _rules(config)
+    files = TokenizerFiles(Path(rules.tokenizer), rules.template or None, DATE)
+    fields = tuple(parse_field(text) for text in rules.fields)
+    limits = Rules(data.loss_on, data.max_length, data.too_long, fields, tuple(data.ignore))
+    with in_keys("data.path"):
+        parts = [find_inputs(part.texts) for part in data_parts(data)]
+        tokenizer = SampleTokenizer(files.load(), limits)
+        check_first([file for part in parts for file in part], tokenizer, data.max_bytes)
+    if not data.weights:
+        parts = [tuple(file for part in parts for file in part)]
+    return TextStream(
+        parts=tuple(parts),
+        weights=data.weights or (1.0,),
+        make_tokenizer=lambda: tokenizer,
+        check=partial(check_ids, vocab_size=decoder.vocab_size, name="data.path"),
+        tokenizer_digest=tokenizer.tokenizer.digest + tokenizer.tokenizer.template_digest,
+        fields=fields,
+        longest=data.max_length,
+        max_bytes=data.max_bytes,
+        max_rejected=data.max_rejected,
+        shuffle=data.shuffle,
+        seed=data.seed,
+    )
+
+
 def open_sequences(config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
     """The run's sequences: synthetic, or from a prepared folder. Text must be prepared already."""
     data = config.data
@@ -150,15 +216,30 @@ def open_sequences(config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
         return MockSource(
             data.mock, count=data.count or None, vocab_size=decoder.vocab_size, seed=data.seed
         )
-    folder = text_folder(config)
+    parts = [
+        _joined([_open_folder(folder, config, decoder) for folder in folders])
+        for folders in text_folders(config)
+    ]
+    with in_keys("data.path"):
+        source = Mixture(parts, data.weights, seed=data.seed) if data.weights else _joined(parts)
+    if not source.loss_tokens.any():
+        folders = ", ".join(str(folder) for each in text_folders(config) for folder in each)
+        raise ValueError(
+            f"data.path: no token of {shown_path(data)} has a loss (tokenized: {folders}); it may "
+            "have no assistant turns: data.loss_on=all trains on every token"
+        )
+    return source
+
+
+def _joined(sources: Sequence[IndexedSource]) -> IndexedSource:
+    with in_keys("data.path"):
+        return sources[0] if len(sources) == 1 else Joined(sources)
+
+
+def _open_folder(folder: Path, config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
     store = Store(folder)
     with in_keys("data.path"):
-        rejections_of(folder, store.manifest.about).check(data.max_rejected)
-    if not store.loss_tokens.any():
-        raise ValueError(
-            f"data.path: no token of {data.path} has a loss (tokenized: {folder}); it may have no "
-            "assistant turns: data.loss_on=all trains on every token"
-        )
+        rejections_of(folder, store.manifest.about).check(config.data.max_rejected)
     return Readable(store, decoder.vocab_size, name=f"data.path: {folder}")
 
 

@@ -44,11 +44,18 @@ def check_new_folder(folder: str, key: str) -> None:
                 f"{key}: {folder} already contains {inside[0]}; name a new folder, such as "
                 f"{_unused(path)}"
             )
+        check_writable(path, key)
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise ValueError(
             f"{key}: {folder} cannot be created: {above} is not a folder, or is write-protected"
         )
+
+
+def check_writable(folder: Path, key: str) -> None:
+    """Refuses an existing folder in which nothing can be made."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{key}: {folder} is write-protected; make it writable, or name another")
 
 
 def make_run_folder(folder: str) -> Path:

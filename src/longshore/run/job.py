@@ -8,6 +8,7 @@ sequences with data.batch 64 and train.epochs 2 are a job of 32 steps on every r
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -16,14 +17,18 @@ from longshore.arch.decoder import DecoderConfig
 from longshore.config.check import decoder_config
 from longshore.config.schema import RunConfig
 from longshore.data.source import IndexedSource
+from longshore.data.stream import TextStream
 from longshore.distributed.agreement import agreed
 from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
+from longshore.files import size_text
+from longshore.hf.lora import LoRABase, factor_shapes, find_base
 from longshore.plan.layout import Layout
 from longshore.run.auto import Resolved, resolve
 from longshore.run.data import (
     count_steps,
     open_sequences,
+    open_stream,
     prepare_text,
     small_data,
     step_groups,
@@ -41,8 +46,8 @@ class TrainingJob:
 
     resolved: Resolved
     """The configuration, and what became of everything "auto" in it."""
-    source: IndexedSource
-    """The sequences to train on."""
+    source: IndexedSource | TextStream
+    """The sequences to train on, or the files they are drawn from while it trains."""
     steps: int
     """Of the whole run, those of earlier runs included."""
     topology: Topology
@@ -51,6 +56,13 @@ class TrainingJob:
     """Whether a signal has come, and this rank's status."""
     tell: Callable[[str], None]
     """Shows a line before there are steps; silent on all ranks but the first."""
+
+    @property
+    def indexed_source(self) -> IndexedSource:
+        """The sequences, where all lengths are known: not those of a stream."""
+        if isinstance(self.source, TextStream):
+            raise ValueError("data.stream=true reads on and on; leave data.stream out")
+        return self.source
 
     @property
     def config(self) -> RunConfig:
@@ -81,7 +93,7 @@ def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: i
     tell("reading the data…")
     stop.status.at("reading the data")
     decoder = decoder_config(config.model)
-    source = _open_source(config, decoder, topology)
+    source = open_source(config, decoder, topology)
     resolved = resolve(
         config,
         decoder,
@@ -89,27 +101,33 @@ def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: i
         dtype=str(pick_dtype(config.train.dtype, topology.device)).removeprefix("torch."),
         device=topology.device.type,
         memory=_least_memory(topology, local_size),
-        longest=int(source.lengths.max()),
-        lengths=source.lengths,
+        longest=_longest(source),
+        lengths=None if isinstance(source, TextStream) else source.lengths,
     )
-    for line in (
-        _summary(resolved, source, topology),
-        *small_data(config, source),
-        *resolved.notes,
-    ):
+    notes = [] if isinstance(source, TextStream) else small_data(config, source)
+    for line in (_summary(resolved, source, topology), *notes, *resolved.notes):
         tell(line)
-    steps = count_steps(config, source.lengths, step_groups(config, source))
+    steps = config.train.steps
+    if not isinstance(source, TextStream):
+        steps = count_steps(config, source.lengths, step_groups(config, source))
     return TrainingJob(resolved, source, steps, topology, stop, tell)
 
 
-def _open_source(config: RunConfig, decoder: DecoderConfig, topology: Topology) -> IndexedSource:
+def _longest(source: IndexedSource | TextStream) -> int:
+    return source.longest if isinstance(source, TextStream) else int(source.lengths.max())
+
+
+def open_source(
+    config: RunConfig, decoder: DecoderConfig, topology: Topology
+) -> IndexedSource | TextStream:
     """The run's sequences; text that is not yet tokenized is tokenized by rank 0."""
     with agreed(topology.groups):
         if topology.rank == 0 and not text_is_ready(config):
             prepare_text(config)
     with agreed(topology.groups):
-        source = open_sequences(config, decoder)
-    return source
+        if config.data.stream:
+            return open_stream(config, decoder)
+        return open_sequences(config, decoder)
 
 
 def _least_memory(topology: Topology, local_size: int) -> int:
@@ -118,13 +136,37 @@ def _least_memory(topology: Topology, local_size: int) -> int:
     return int(gather(mine, topology.groups.world).min())
 
 
-def _summary(resolved: Resolved, source: IndexedSource, topology: Topology) -> str:
+def _summary(resolved: Resolved, source: IndexedSource | TextStream, topology: Topology) -> str:
     """The run in one line."""
     model, ranks = resolved.config.model, topology.world_size
+    factors = ""
+    if resolved.decoder.lora is not None and model.code == "transformers":
+        factors = ", all frozen, with low-rank factors"
+    elif resolved.decoder.lora is not None:
+        count = sum(prod(shape) for shape in factor_shapes(resolved.decoder).values())
+        factors = f", all frozen, and {count:,} of low-rank factors"
     return (
         f"{model.preset or model.from_hf or model.module}: "
-        f"{parameter_count(resolved.decoder):,} parameters; "
-        f"{len(source):,} sequences of {source.lengths.sum():,} tokens, the longest "
-        f"{source.lengths.max():,}; {ranks} rank{'s' if ranks > 1 else ''} on "
-        f"{topology.device.type}, {resolved.dtype}"
+        f"{parameter_count(resolved.decoder):,} parameters{factors}; {_data_text(source)}; {ranks} "
+        f"rank{'s' if ranks > 1 else ''} on {topology.device.type}, {resolved.dtype}"
     )
+
+
+def _data_text(source: IndexedSource | TextStream) -> str:
+    if isinstance(source, TextStream):
+        files = sum(map(len, source.parts))
+        return (
+            f"a stream of {files:,} file{'s' if files > 1 else ''} of {size_text(source.bytes)}, "
+            f"the longest sequence {source.longest:,}"
+        )
+    return (
+        f"{len(source):,} sequences of {source.lengths.sum():,} tokens, the longest "
+        f"{source.lengths.max():,}"
+    )
+
+
+def lora_base(job: TrainingJob) -> LoRABase | None:
+    """What low-rank factors are trained on; None without them."""
+    if job.decoder.lora is None:
+        return None
+    return find_base(job.decoder, job.config.model.from_hf, seed=job.config.train.seed)

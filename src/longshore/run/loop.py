@@ -5,7 +5,7 @@ evaluating and stopping are hooks of the loop in train/loop.py: with output.save
 train.eval_every 100 a checkpoint is begun after step 500, and then the held-out data are evaluated.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,9 +22,23 @@ from longshore.train.optimizer import Schedule
 from longshore.train.record import RunRecord
 
 
-def train_steps(
-    job: TrainingJob, parts: Parts, *, saver: Saver, evaluator: Evaluator | None, record: RunRecord
-) -> Iterator[StepReport]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Between:
+    """What happens with a step's results, before the next step."""
+
+    saver: Saver
+    """Saves."""
+    evaluator: Evaluator | None
+    """Evaluates, if there is held-out data."""
+    record: RunRecord
+    """Shows what happens before the first report."""
+    report: Callable[[StepReport], None]
+    """Records a step."""
+    wants_report: Callable[[], bool] = lambda: False
+    """Whether every step is to be read at once, also on a GPU; the same on all ranks."""
+
+
+def train_steps(job: TrainingJob, parts: Parts, between: Between) -> Iterator[StepReport]:
     """Trains one step for each report that is read, starting from the saver's progress."""
     device = job.topology.device
     return train(
@@ -38,13 +52,14 @@ def train_steps(
             device=device,
             peak_flops=peak_flops(device, job.dtype),
         ),
-        start=saver.progress,
-        hooks=_hooks(job, parts, saver=saver, evaluator=evaluator, record=record),
-        graphs=_graph_use(job, parts),
+        start=between.saver.progress,
+        hooks=_hooks(job, parts, between),
+        graphs=graph_use(job, parts),
     )
 
 
-def _graph_use(job: TrainingJob, parts: Parts) -> GraphUse | None:
+def graph_use(job: TrainingJob, parts: Parts) -> GraphUse | None:
+    """What the metrics say of CUDA graphs; None where there are none."""
     layers = parts.stepper.graphs
     if layers is None or job.resolved.graph is None:
         return None
@@ -62,17 +77,16 @@ def _schedule(job: TrainingJob) -> Schedule:
     )
 
 
-def _hooks(
-    job: TrainingJob, parts: Parts, *, saver: Saver, evaluator: Evaluator | None, record: RunRecord
-) -> Hooks:
-    between = _BetweenSteps(job, saver, evaluator)
+def _hooks(job: TrainingJob, parts: Parts, between: Between) -> Hooks:
+    steps = _BetweenSteps(job, between.saver, between.evaluator)
     checkpoints = parts.checkpoints
     return Hooks(
         wants_stop=lambda: job.stop.is_asked or checkpoints.has_failed,
+        report=between.report,
         reported=checkpoints.confirm,
-        after_step=between.after_step,
-        wants_report=between.is_evaluated,
-        phase=partial(_show_phase, job, record),
+        after_step=steps.after_step,
+        wants_report=lambda step: between.wants_report() or steps.is_evaluated(step),
+        phase=partial(_show_phase, job, between.record),
         not_finite=partial(explain, checkpoints.run, parts.stepper),
     )
 

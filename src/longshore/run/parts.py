@@ -22,29 +22,34 @@ from torch import Tensor
 
 from longshore.config.check import check_longest, planner_options
 from longshore.config.check_graph import LAYERS, graph_layers
+from longshore.config.located import in_keys
 from longshore.config.schema import RunConfig
 from longshore.data.data_rank import Packing, Planner
 from longshore.data.loader import Loader
 from longshore.data.source import IndexedSource
-from longshore.data.steps import IndexedSteps
+from longshore.data.steps import IndexedSteps, Steps, StreamedSteps
+from longshore.data.stream import TextStream
 from longshore.distributed.agreement import agreed
 from longshore.distributed.cp_groups import CPGroups
 from longshore.hf.checkpoint import open_weights
 from longshore.model.decoder import Decoder
 from longshore.model.host_tables import table_makers
 from longshore.model.init import initial_block
+from longshore.model.interface import LanguageModel
+from longshore.model.lora import hold_frozen, is_factor
 from longshore.ops.backends import use_kernels
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import keep_gathered_memory
 from longshore.parallel.pipeline.copies import EmbeddingCopies
-from longshore.parallel.pipeline.stages import Stages, stages_of, whole_name
+from longshore.parallel.pipeline.stages import Model, Stages, stages_of, whole_name
 from longshore.parallel.pipeline.trace import Operation, TracedModel, trace
 from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Plan, Sequence
-from longshore.run.data import batch_size, held_out, open_sequences, step_groups
+from longshore.run.data import batch_size, held_out, step_groups
+from longshore.run.foreign import make_foreign
 from longshore.run.graph_cap import graph_bytes
-from longshore.run.job import TrainingJob
+from longshore.run.job import TrainingJob, lora_base, open_source
 from longshore.train.checkpoint import Checkpoints
 from longshore.train.cuda_graph import GraphedLayers
 from longshore.train.evaluation import Evaluator, HeldOut, OnEvaluation
@@ -97,8 +102,16 @@ def build_parts(job: TrainingJob, folder: Path) -> Parts:
         topology=job.topology,
         keep=job.config.output.keep,
         copies=stepper.copies,
+        base=_base(job),
     )
     return Parts(groups, loader, stepper, checkpoints, refiner)
+
+
+def _base(job: TrainingJob) -> dict[str, Any]:
+    """What a LoRA run's factors belong to; {} without LoRA."""
+    with agreed(job.topology.groups):
+        base = lora_base(job)
+    return {} if base is None else base.as_json()
 
 
 def make_cp_groups(job: TrainingJob) -> CPGroups:
@@ -136,9 +149,10 @@ def run_loss(job: TrainingJob) -> Loss:
     return loss
 
 
-def _graphed_layers(job: TrainingJob, model: Stages) -> GraphedLayers:
+def _graphed_layers(job: TrainingJob, model: Model) -> GraphedLayers:
     """CUDA graphs in the place of the layers they can replay."""
     (decoder,) = stages_of(model).values()
+    assert isinstance(decoder, Decoder)
     setting, moving = job.resolved.graph, job.resolved.shard == "zero3"
     assert setting is not None
     if not moving:
@@ -173,11 +187,14 @@ def _trace_of(job: TrainingJob) -> Callable[[Plan], Seq[Operation]]:
     return lambda plan: trace(plan, job.layout, topology.rank, model=model, axes=topology)
 
 
-def make_model(job: TrainingJob, groups: CPGroups) -> Stages:
+def make_model(job: TrainingJob, groups: CPGroups) -> Model:
     """The rank's stages with their first weights; it makes or reads only the blocks it holds."""
+    if job.config.model.code == "transformers":
+        return make_foreign(job, groups, _choices(job))
     with torch.device("meta"):
         model = Stages(job.decoder, job.layout, pp_rank=job.topology.pp_rank)
         model.to(torch.promote_types(job.dtype, torch.float32))
+        hold_frozen(model, job.dtype)
     for part in stages_of(model).values():
         parallelize(part, job.topology, groups, choices=_choices(job))
         _fill(part, job)
@@ -196,18 +213,21 @@ def _choices(job: TrainingJob) -> Choices:
     )
 
 
-def _fill(model: Decoder, job: TrainingJob) -> None:
+def _fill(model: LanguageModel, job: TrainingJob) -> None:
     """Weights of a checkpoint, or new ones from the seed."""
     config, device = job.config, job.topology.device
+    new = partial(initial_block, job.decoder, seed=config.train.seed)
     if config.model.from_hf:
         weights = open_weights(config.model.from_hf)
 
-        def block(name: str, _: torch.Size, index: tuple[slice, ...]) -> Tensor:
+        def block(name: str, shape: torch.Size, index: tuple[slice, ...]) -> Tensor:
+            if is_factor(name):
+                return new(name, shape, index)
             return weights.block(whole_name(job.decoder, name), index)
 
         fill(model, device, block)
     else:
-        fill(model, device, partial(initial_block, job.decoder, seed=config.train.seed))
+        fill(model, device, new)
 
 
 def make_planner(job: TrainingJob, refiner: Refiner | None = None) -> Planner:
@@ -238,18 +258,25 @@ def make_refiner(job: TrainingJob) -> Refiner:
 
 
 def make_loader(job: TrainingJob, refiner: Refiner | None = None) -> Loader:
-    data = job.config.data
-    steps = make_steps(job, job.config, source=job.source, shuffle=data.shuffle, refiner=refiner)
+    data, source = job.config.data, job.source
+    steps: Steps
+    if isinstance(source, TextStream):
+        steps = _make_streamed_steps(job, source, refiner)
+    else:
+        steps = make_steps(job, job.config, source=source, shuffle=data.shuffle, refiner=refiner)
     return Loader(steps, prefetch=data.prefetch, pin=job.topology.device.type == "cuda")
 
 
-def make_evaluator(job: TrainingJob, stepper: Stepper, *, tell: OnEvaluation) -> Evaluator | None:
-    """What evaluates the run's held-out data, if it has any."""
-    config = held_out(job.config)
+def make_evaluator(
+    job: TrainingJob, stepper: Stepper, *, tell: OnEvaluation, on_demand: bool = False
+) -> Evaluator | None:
+    """What evaluates the run's held-out data, if it has any. on_demand: see run/data.py."""
+    config = held_out(job.config, on_demand=on_demand)
     if config is None:
         return None
+    source = open_source(config, job.decoder, job.topology)
+    assert not isinstance(source, TextStream), "held-out data are never streamed"
     with agreed(job.topology.groups):
-        source = open_sequences(config, job.decoder)
         check_longest(config, job.topology.lanes, int(source.lengths.max()))
     return Evaluator(
         HeldOut("held-out", make_steps(job, config, source=source, shuffle=False)),
@@ -271,19 +298,8 @@ def make_steps(
 ) -> IndexedSteps:
     """config: the job's, or that of its held-out data. is_grouped: whether groups share a step."""
     with agreed(job.topology.groups):
-        planner, batch = make_planner(job, refiner), batch_size(config)
+        planner, batch, packing = make_planner(job, refiner), batch_size(config), _packing(job)
         groups = step_groups(config, source) if is_grouped else None
-        packing = Packing(
-            depths=len(job.decoder.mtp),
-            layout=job.layout,
-            max_sequences=job.resolved.graph.max_sequences if job.resolved.graph else 0,
-            tables=table_makers(
-                job.decoder,
-                scan=job.config.parallel.scan,
-                device=job.topology.device,
-                kernels=job.config.train.kernels,
-            ),
-        )
     return IndexedSteps(
         source,
         planner=planner,
@@ -294,4 +310,39 @@ def make_steps(
         packing=packing,
         before_plan=refiner.before_plan if refiner is not None else None,
         groups=groups,
+    )
+
+
+def _packing(job: TrainingJob) -> Packing:
+    return Packing(
+        depths=len(job.decoder.mtp),
+        layout=job.layout,
+        max_sequences=job.resolved.graph.max_sequences if job.resolved.graph else 0,
+        tables=table_makers(
+            job.decoder,
+            scan=job.config.parallel.scan,
+            device=job.topology.device,
+            kernels=job.config.train.kernels,
+        ),
+    )
+
+
+def _make_streamed_steps(
+    job: TrainingJob, stream: TextStream, refiner: Refiner | None
+) -> StreamedSteps:
+    """The first rank of each lane reads and tokenizes its share of the files."""
+    topology = job.topology
+    with agreed(topology.groups), in_keys("data.path"):
+        planner, batch, packing = make_planner(job, refiner), batch_size(job.config), _packing(job)
+        is_first = topology.tp_rank == 0 and topology.pp_rank == 0
+        samples = stream.lane(topology.lane, topology.lanes) if is_first else None
+    return StreamedSteps(
+        samples,
+        planner=planner,
+        batch=batch,
+        topology=topology,
+        fields=stream.fields,
+        packing=packing,
+        before_plan=refiner.before_plan if refiner is not None else None,
+        stream=stream,
     )

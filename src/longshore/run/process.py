@@ -7,7 +7,7 @@ ranks talk through gloo.
 
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -24,19 +24,22 @@ from longshore.train.stop import Stop, supervised
 
 @contextmanager
 def joined_ranks(
-    config: RunConfig, ranks: Ranks, *, attempt: int
+    config: RunConfig, ranks: Ranks, *, attempt: int, signals: bool
 ) -> Iterator[tuple[Topology, Stop]]:
-    """All ranks enter it together. attempt: of torchrun, from 0."""
+    """All ranks enter it together. attempt: of torchrun, from 0.
+
+    signals: whether signals stop the run after a step, and a rank that hangs is reported.
+    """
     device = pick_device(config.train.device, ranks.local_rank)
     prefer_blas(device, pick_dtype(config.train.dtype, device), platform.machine())
     backend = pick_backend(device, ranks.local_size)
     address = attempt_address(ranks.rendezvous, attempt)
     rendezvous = Rendezvous(ranks.rank, ranks.world_size, address)
-    limit = timedelta(minutes=config.parallel.timeout_min)
+    limit, status = timedelta(minutes=config.parallel.timeout_min), RankStatus()
     with (
-        supervised(
-            RankStatus(), rank=ranks.rank, ranks=ranks.world_size, address=ranks.rendezvous
-        ) as stop,
+        supervised(status, rank=ranks.rank, ranks=ranks.world_size, address=ranks.rendezvous)
+        if signals
+        else nullcontext(Stop(status)) as stop,
         process_group(rendezvous, backend=backend, device=device, timeout=limit),
     ):
         lanes, parallel = lanes_of(config, ranks.world_size), config.parallel

@@ -23,6 +23,7 @@ A rank that torchrun restarts resumes by itself, but only a run that the same to
 name is in the run's lock file. No torch until ranks run: `longshore train` checks with it first.
 """
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,21 +31,25 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longshore.config.check import check_config, decoder_config
 from longshore.config.load import load_config
 from longshore.config.schema import SECTIONS, RunConfig
 from longshore.run.folder import (
     CONFIG,
     check_new_folder,
     check_run_folder,
+    check_writable,
     find_run,
     job_of,
     keep_config,
     lock_run,
     make_run_folder,
+    newest_runs,
     reached_step,
     write_config,
 )
-from longshore.train.checkpoint_files import remove_leftovers, writing
+from longshore.run.room import check_disks
+from longshore.train.checkpoint_files import FOLDER, remove_leftovers, writing
 
 if TYPE_CHECKING:
     from longshore.data.loader import Loader
@@ -79,6 +84,14 @@ class Start:
 FRESH = Start()
 
 
+def start_from_environment() -> Start:
+    """Whether torchrun restarts this process, and the name of its job."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    name = f"process {os.getppid()}" if job == "none" else job
+    return Start(attempt=int(count) if count.isdecimal() else 0, job=name)
+
+
 @dataclass(frozen=True, slots=True)
 class OpenRun:
     """The run that is trained, locked by rank 0."""
@@ -95,20 +108,60 @@ class OpenRun:
     """It resumes with other data too."""
 
 
-def check_output(config: RunConfig, start: Start) -> None:
-    """Refuses folders that the run cannot write, and a resume that would change the run."""
+def recipe_of(run: Path, *, asked_by: str) -> str:
+    """The recipe in the folder of a run. asked_by: for the error."""
+    if not (run / CONFIG).is_file():
+        raise ValueError(
+            f"{asked_by}: {run} has no {CONFIG}; name the folder of a run: {newest_runs()}"
+        )
+    return str(run / CONFIG)
+
+
+def checked_config(
+    config: RunConfig, ranks: int, start: Start, *, is_first: bool, is_run_here: bool = True
+) -> RunConfig:
+    """The configuration with the ranks it runs on, once all that can be refused was checked.
+
+    is_first: whether this is rank 0, which alone checks folders. is_run_here: see check_output.
+    """
+    check_config(config, ranks)
+    if is_first:
+        check_output(config, start, is_run_here=is_run_here)
+    return config.with_ranks(ranks)
+
+
+def check_output(config: RunConfig, start: Start, *, is_run_here: bool = True) -> None:
+    """Refuses folders that the run cannot write, and a resume that would change the run.
+
+    is_run_here: on this machine, whose disks must have room for it.
+    """
     run = find_run(config.output.folder) if start.resume else None
     if run is None:
         check_run_folder(config.output.folder)
     else:
+        for folder in (run, run / FOLDER):
+            if folder.exists():
+                check_writable(folder, "output.folder")
         changed_settings(config, run)
         if config.train.steps:  # of epochs the number is known with the data
             check_steps(config.train.steps, config, run)
     if config.output.export:
         check_new_folder(config.output.export, "output.export")
-        if Path(config.output.export).absolute() == Path(config.output.folder).absolute():
+        _check_export(config)
+    if is_run_here:
+        check_disks(config, decoder_config(config.model))
+
+
+def _check_export(config: RunConfig) -> None:
+    """Refuses an export into a folder that the run itself fills."""
+    export = Path(config.output.export).absolute()
+    if export == Path(config.output.folder).absolute():
+        raise ValueError("output.export and output.folder are the same folder; change one of them")
+    for key, folder in (("output.folder", config.output.folder), ("data.cache", config.data.cache)):
+        if folder and export in Path(folder).absolute().parents:
             raise ValueError(
-                "output.export and output.folder are the same folder; change one of them"
+                f"output.export: {config.output.export} contains {key}, {folder}, so it would not "
+                "be empty at the end; name a folder of its own"
             )
 
 

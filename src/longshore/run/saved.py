@@ -9,10 +9,12 @@ from pathlib import Path
 
 from longshore.config.check import decoder_config
 from longshore.config.load import load_config
+from longshore.hf.lora import base_from_json
 from longshore.hf.weights import SavedWeights
+from longshore.model.lora import is_factor
 from longshore.parallel.pipeline.stages import tensor_names
 from longshore.run.folder import CONFIG
-from longshore.train.checkpoint_files import DamagedError
+from longshore.train.checkpoint_files import DamagedError, read_index
 from longshore.train.checkpoint_tensors import CheckpointTensors
 
 
@@ -32,8 +34,18 @@ def open_checkpoint(folder: Path, *, base: Path | None) -> SavedWeights:
         )
     config = decoder_config(model)
     try:
-        tensors = CheckpointTensors(folder, tensor_names(config))
+        names = tensor_names(config) if model.code == "longshore" else _saved_names(folder)
+        if config.lora is not None:
+            names = [*filter(is_factor, names)]
+        tensors = CheckpointTensors(folder, names)
     except DamagedError as error:
         raise ValueError(f"{error}; export another checkpoint") from None
     began = base or (Path(model.from_hf) if model.from_hf else None)
-    return SavedWeights(config=config, base=began, tensors=tensors)
+    lora = base_from_json(tensors.index.base) if config.lora else None
+    return SavedWeights(config=config, base=began, tensors=tensors, lora=lora, code=model.code)
+
+
+def _saved_names(folder: Path) -> list[str]:
+    """Of all parameters and buffers of a model whose names only transformers knows."""
+    names = read_index(folder).tensors
+    return [name.removeprefix("model.") for name in names if name.startswith("model.")]

@@ -54,17 +54,19 @@ class ScoreTask:
 
 def score(config: RunConfig, ranks: Ranks, task: ScoreTask) -> None:
     """Scores the data of the configuration, on all its ranks."""
-    with joined_ranks(config, ranks, attempt=0) as (topology, stop):
+    with joined_ranks(config, ranks, attempt=0, signals=True) as (topology, stop):
         job = make_job(config, topology, stop=stop, local_size=ranks.local_size)
         use_kernels(job.config.train.kernels)
         groups = make_cp_groups(job)
         job.tell("loading the weights…" if config.model.from_hf else "building the model…")
         executor = Executor(make_model(job, groups), topology, mode=job.resolved.shard)
-        steps = make_steps(job, job.config, source=job.source, shuffle=False, is_grouped=False)
+        steps = make_steps(
+            job, job.config, source=job.indexed_source, shuffle=False, is_grouped=False
+        )
         spec = Field(task.field, "target", "float64" if job.dtype == torch.float64 else "float32")
         rows = _rows(job, executor, steps, task, spec)
         if topology.rank == 0:
-            write_rows(task.out, rows, job.source, spec)
+            write_rows(task.out, rows, job.indexed_source, spec)
         else:
             for _ in rows:
                 pass
@@ -77,15 +79,15 @@ def _rows(
     job: TrainingJob, executor: Executor, steps: IndexedSteps, task: ScoreTask, spec: Field
 ) -> Iterator[TokenizedSample]:
     """On rank 0 the sequences with their scores, in order; elsewhere nothing. Runs the steps."""
-    scorer = Scorer(executor, temperature=task.temperature)
-    report = _tenths(int(job.source.lengths.sum()), job.tell)
+    scorer, source = Scorer(executor, temperature=task.temperature), job.indexed_source
+    report = _tenths(int(source.lengths.sum()), job.tell)
     done = 0
     for step in islice(steps.from_place(Place(), lambda: False), steps.batches.steps(0)):
         job.status.at("scoring", step=step.place.step + 1)
         with torch.no_grad():
             flat = scorer.scores(step).cpu()
         if job.topology.rank == 0:
-            yield from _with_scores(step, flat.numpy().astype(spec.dtype), job.source, spec)
+            yield from _with_scores(step, flat.numpy().astype(spec.dtype), source, spec)
         done += sum(sequence.length for sequence in step.plan.sequences)
         report(done)
     reshard(executor)

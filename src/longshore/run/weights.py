@@ -5,18 +5,26 @@ folder. All ranks come here together: rank 0 writes one whole tensor at a time, 
 their rows of it, so no rank ever holds the whole model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from longshore.arch.costs import parameter_count
+from longshore.distributed.agreement import agreed
 from longshore.files import check_room
 from longshore.hf.checkpoint import write_checkpoint
+from longshore.hf.foreign_weights import write_foreign
+from longshore.hf.lora import factor_shapes, merged_stream
+from longshore.hf.transformers_model import TransformersModel
 from longshore.hf.weights import save_weights
+from longshore.model.lora import is_factor
 from longshore.parallel.pipeline.gathered import gathered_tensors
 from longshore.parallel.pipeline.stages import Model
-from longshore.run.job import TrainingJob
+from longshore.run.folder import check_new_folder
+from longshore.run.job import TrainingJob, lora_base
 from longshore.train.checkpoint_files import writing
 
 
@@ -26,9 +34,10 @@ def write_weights(
     """Writes what output.weights and output.export ask for; note: shows what was written."""
     output = job.config.output
     if job.topology.rank:
-        for _ in range(output.weights + bool(output.export)):
-            for _ in gathered_tensors(model, job.topology):
-                pass
+        for _ in _saved(job, model) if output.weights else ():
+            pass
+        for _ in gathered_tensors(model, job.topology) if output.export else ():
+            pass
         return
     files = ["config.toml", "metrics.jsonl"]
     if output.weights:
@@ -36,38 +45,80 @@ def write_weights(
         files.append("weights")
     note(f"wrote {folder}: {', '.join(files)}")
     if output.export:
-        _export(job, model, folder)
+        with writing(Path(output.export), then=f"longshore export {folder} {output.export}"):
+            _export(job, model, output.export)
         note(f"wrote {output.export}, a Hugging Face folder")
+
+
+def _saved(job: TrainingJob, model: Model) -> Iterator[tuple[str, Tensor]]:
+    """What RUN/weights holds: everything, or the low-rank factors alone."""
+    only = is_factor if job.decoder.lora is not None else None
+    return gathered_tensors(model, job.topology, only=only)
 
 
 def _write_weights(job: TrainingJob, model: Model, folder: Path) -> None:
     """RUN/weights: in the dtype of training."""
+    lora = lora_base(job)
     with writing(folder / "weights", then=f"write it again with --resume {folder}"):
-        check_room(folder, _size(model))
+        check_room(folder, _size(model) if lora is None else _factor_bytes(model))
         save_weights(
             folder / "weights",
             job.decoder,
-            gathered_tensors(model, job.topology),
+            _saved(job, model),
             base=job.config.model.from_hf or None,
             is_replaced=True,
+            lora=lora,
+            code=job.config.model.code,
         )
 
 
-def _export(job: TrainingJob, model: Model, folder: Path) -> None:
-    """A Hugging Face folder; in bfloat16 where the arithmetic was."""
-    export = job.config.output.export
+def export_weights(job: TrainingJob, model: Model, folder: str) -> None:
+    """A Hugging Face folder of the weights as they are now. All ranks call it together."""
+    with agreed(job.topology.groups):
+        if job.topology.rank == 0:
+            check_new_folder(folder, "export")
+    if job.topology.rank:
+        for _ in gathered_tensors(model, job.topology):
+            pass
+        return
+    with writing(Path(folder)):
+        _export(job, model, folder)
+
+
+def _export(job: TrainingJob, model: Model, folder: str) -> None:
+    """Rank 0's part; in bfloat16 where the arithmetic was."""
     low = torch.bfloat16 if job.dtype == torch.bfloat16 else None
-    with writing(Path(export), then=f"longshore export {folder} {export}"):
-        check_room(Path(export), _size(model) // 2 if low else _size(model))
-        write_checkpoint(
-            export,
-            job.decoder,
-            gathered_tensors(model, job.topology),
-            base=job.config.model.from_hf or None,
-            dtype=low,
-        )
+    check_room(Path(folder), _size(model) // 2 if low else _size(model))
+    tensors = gathered_tensors(model, job.topology)
+    if job.decoder.lora is not None:
+        tensors = merged_stream(job.decoder.lora, _factors(model), tensors)
+    if isinstance(model, TransformersModel):
+        base = job.config.model.from_hf
+        write_foreign(folder, tensors, base=base, tied=model.tied, dtype=low)
+        return
+    write_checkpoint(
+        folder,
+        job.decoder.merged(),
+        tensors,
+        base=job.config.model.from_hf or None,
+        dtype=low,
+    )
 
 
 def _size(model: Model) -> int:
     """Bytes of the whole model."""
-    return parameter_count(model.config) * next(model.parameters()).element_size()
+    item = max(parameter.element_size() for parameter in model.parameters())
+    return parameter_count(model.config) * item
+
+
+def _factors(model: Model) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all low-rank factors, those of other pipeline ranks too."""
+    if isinstance(model, TransformersModel):
+        named = model.named_parameters()
+        return {name: tuple(each.shape) for name, each in named if is_factor(name)}
+    return factor_shapes(model.config)
+
+
+def _factor_bytes(model: Model) -> int:
+    """Of all low-rank factors, in float64 at most."""
+    return 8 * sum(map(prod, _factors(model).values()))

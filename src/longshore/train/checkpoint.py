@@ -12,7 +12,7 @@ whether they are sharded or not. The host memory of the copy is reused, by one s
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -88,12 +88,15 @@ class Checkpoints:
         topology: Topology,
         keep: int,
         copies: EmbeddingCopies | None = None,
+        base: Mapping[str, object] | None = None,
     ) -> None:
+        """base: of a LoRA run, what its factors belong to, as hf/lora.py describes it."""
         self.run = run
         self.model = model
         self.optimizer = optimizer
         self.topology = topology
         self.keep = keep
+        self.base = dict(base or {})
         self._saved = {id(tensor) for tensor in copies.counted} if copies else None
         self.last: int | None = None  # the step of the last save, or of what was loaded
         self._groups = topology.host_groups()
@@ -173,7 +176,8 @@ class Checkpoints:
                 blocks.setdefault(name, []).append(replace(own, values=host))
                 sources.append(own.values)
                 hosts.append(host)
-        torch._foreach_copy_(hosts, sources, non_blocking=True)
+        if hosts:  # nothing of a pipeline rank may be trained
+            torch._foreach_copy_(hosts, sources, non_blocking=True)
         copied = Timestamp(self.topology.device)
         for name, state in self._rng_states():
             blocks[name] = [whole_block(state)]
@@ -216,6 +220,7 @@ class Checkpoints:
                         loader={**position.loader, **shared},
                         files=files,
                         tensors=tensors,
+                        base=self.base,
                     )
                     finish_save(self.run, content, keep=self.keep)
         except Exception as error:
@@ -268,6 +273,7 @@ class Checkpoints:
             with agreed(self._groups):
                 content = read_index(folder)
                 check_files(folder, content, part=world.rank(), parts=world.size())
+                self._check_base(content)
         except PeerError as error:
             if error.kind != DamagedError.__name__:
                 raise  # as on the rank that failed: all must do the same
@@ -290,6 +296,15 @@ class Checkpoints:
         self._set_rng(known)
         self.last = step
         return Position(step, content.updates, content.loader)
+
+    def _check_base(self, content: CheckpointIndex) -> None:
+        """Factors are of no use on another base."""
+        if content.base.get("digest") != self.base.get("digest"):
+            raise ValueError(
+                f"the base {self.base.get('folder') or 'of new weights'} has changed since the "
+                f"checkpoint of step {content.step}, whose low-rank factors belong to it; restore "
+                "it, or leave --resume out to begin again"
+            )
 
     def _set_rng(self, states: dict[str, Tensor]) -> None:
         for name, state in states.items():

@@ -18,7 +18,7 @@ import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,8 @@ class CheckpointIndex:
     """By name."""
     tensors: dict[str, SavedTensor]
     """By name."""
+    base: dict[str, object] = field(default_factory=dict)
+    """What the tensors belong to, where they are low-rank factors alone (hf/lora.py); else {}."""
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -158,7 +160,13 @@ def _parse(data: dict[str, Any]) -> CheckpointIndex:
     if any(Path(name).name != name or name not in files for name in names):
         raise ValueError("it names files outside the checkpoint")
     counts = {name: int(data[name]) for name in ("step", "updates", "ranks")}
-    return CheckpointIndex(**counts, loader=dict(data["loader"]), files=files, tensors=tensors)
+    return CheckpointIndex(
+        **counts,
+        loader=dict(data["loader"]),
+        files=files,
+        tensors=tensors,
+        base=dict(data.get("base", {})),
+    )
 
 
 def _sizes(numbers: Iterable[object]) -> tuple[int, ...]:
@@ -271,7 +279,7 @@ def _as_json(index: CheckpointIndex) -> dict[str, object]:
         for name, tensor in index.tensors.items()
     }
     files = {name: asdict(file) for name, file in index.files.items()}
-    return {field.name: getattr(index, field.name) for field in fields(index)} | {
+    return {each.name: getattr(index, each.name) for each in fields(index)} | {
         "files": files,
         "tensors": tensors,
     }

@@ -41,8 +41,11 @@ def state_of(
 def tensors_of(
     model: Model, *, only: set[int] | None = None
 ) -> Iterator[tuple[str, Tensor, TensorCut | None]]:
-    """Parameters and buffers; only: see state_of."""
+    """Parameters and buffers; only: see state_of. Where some are frozen, what is trained alone."""
+    has_frozen = any(not parameter.requires_grad for parameter in model.parameters())
     for name, tensor, cut in cut_tensors_by_name(model):
+        if has_frozen and not tensor.requires_grad:
+            continue
         if only is None or id(tensor) in only or not isinstance(tensor, nn.Parameter):
             yield name, tensor, cut
 
@@ -75,7 +78,7 @@ def _share(box: Box, number: int, ranks: int) -> tuple[Tensor, tuple[int, ...]]:
 
 def make_moments(model: nn.Module, optimizer: AdamW, *, updates: int) -> None:
     """Creates the optimizer's state as its first step would, with this number of updates."""
-    for parameter in model.parameters():
+    for parameter in filter(lambda each: each.requires_grad, model.parameters()):
         state = optimizer.state[parameter]
         state["step"] = torch.tensor(float(updates), dtype=torch.float32, device=parameter.device)
         for kind in MOMENTS:

@@ -10,14 +10,13 @@ asked for, put together from the blocks in the ranks' files. Moments stay on the
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longshore.train.checkpoint_files import check_files, read_index
-from longshore.train.checkpoint_storage import OF_NAME, read_block
+from longshore.train.checkpoint_storage import OF_NAME
+from longshore.train.safetensors_stream import BlockFile
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
@@ -30,7 +29,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
         self.folder = folder
         self.names = names
         self.index = read_index(folder)
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, BlockFile] = {}
         if missing := [name for name in names if f"model.{name}" not in self.index.tensors]:
             raise ValueError(f"{folder} has no tensor {missing[0]}; it is of another model")
         check_files(folder, self.index, part=0, parts=1)
@@ -49,8 +48,11 @@ class CheckpointTensors(Mapping[str, Tensor]):
             for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 target = target.narrow(dim, start, size)
             try:
-                read_block(self._file(chunk.file), chunk.key, (0,) * whole.dim(), target)
-            except (SafetensorError, ValueError) as error:
+                block = self._file(chunk.file).block(chunk.key, ())
+                if block.shape != target.shape:
+                    raise ValueError(f"the shape of {chunk.key} is {tuple(block.shape)}")
+                target.copy_(block)
+            except (LookupError, OSError, ValueError) as error:
                 raise ValueError(f"{self.folder / chunk.file} is damaged: {error}") from None
         return whole
 
@@ -60,7 +62,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.names)
 
-    def _file(self, name: str) -> Any:  # noqa: ANN401
+    def _file(self, name: str) -> BlockFile:
         if name not in self._files:
-            self._files[name] = safe_open(self.folder / name, framework="pt")
+            self._files[name] = BlockFile(self.folder / name)
         return self._files[name]

@@ -63,6 +63,8 @@ class Hooks:
 
     wants_stop: Callable[[], bool] = lambda: False
     """Whether this rank wants the run to stop."""
+    report: "Callable[[StepReport], None]" = lambda report: None
+    """A step's report, before its after_step if the step was read at once."""
     reported: Callable[[int], None] = lambda step: None
     """The steps up to this one were reported, and their numbers are finite."""
     after_step: Callable[[Progress], None] = lambda progress: None
@@ -134,7 +136,7 @@ def train(
     hooks: Hooks = NO_HOOKS,
     graphs: GraphUse | None = None,
 ) -> Iterator[StepReport]:
-    """Trains up to step `steps`, and yields a report of each step.
+    """Trains up to step `steps`, and yields a report of each step, after its hooks were called.
 
     start: the progress to resume from; the loader is already there. graphs: None: there are none.
     """
@@ -143,28 +145,30 @@ def train(
     updates, stops, is_first = start.updates, False, True
     begin = Timestamp(machine.device)
     for step in islice(_announced(loader, hooks), steps - start.step):
-        lr = schedule.at(updates)
+        reports, lr = [], schedule.at(updates)
         result = stepper.step(step.batches, lr, stop=hooks.wants_stop(), plan=step.plan)
         updates += result is not None
         done = _QueuedStep(step, lr, result, _on_host(result), begin, Timestamp(machine.device))
         if waiting is not None:
-            yield _checked(meter.read(waiting), waiting, hooks)
+            reports.append(_reported(meter.read(waiting), waiting, hooks))
             hooks.reported(waiting.number)
             stops = waiting.stops
         waiting = done
         if is_first or machine.device.type != "cuda" or hooks.wants_report(done.number):
-            yield _checked(meter.read(done), done, hooks)
+            reports.append(_reported(meter.read(done), done, hooks))
             waiting, stops = None, stops or done.stops
         is_first = False
         hooks.after_step(Progress(done.number, updates))
         if waiting is None:
             hooks.reported(done.number)  # after the hook, which may have started its checkpoint
-        begin = Timestamp(machine.device)  # the hooks' time is not part of the next step
+        yield from reports
+        begin = Timestamp(machine.device)  # time between steps is not part of the next step
         if stops:
             break
     if waiting is not None:
-        yield _checked(meter.read(waiting), waiting, hooks)
+        report = _reported(meter.read(waiting), waiting, hooks)
         hooks.reported(waiting.number)
+        yield report
 
 
 def _announced(loader: Iterable[Step], hooks: Hooks) -> Iterator[Step]:
@@ -176,10 +180,11 @@ def _announced(loader: Iterable[Step], hooks: Hooks) -> Iterator[Step]:
         yield step
 
 
-def _checked(report: StepReport, done: _QueuedStep, hooks: Hooks) -> StepReport:
-    """The report; a loss or a norm that is not finite, the same on all ranks, ends the run."""
+def _reported(report: StepReport, done: _QueuedStep, hooks: Hooks) -> StepReport:
+    """Hands it on; a loss or a norm that is not finite, the same on all ranks, ends the run."""
     loss, norm = report.metrics.loss, report.metrics.grad_norm
     if all(number is None or math.isfinite(number) for number in (loss, norm)):
+        hooks.report(report)
         return report
     assert done.result is not None
     advice = hooks.not_finite(done.step, done.result)

@@ -79,11 +79,14 @@ class StepMetrics:
     graph_gib: float | None = None
     """Memory of this rank's graphs."""
 
-    def to_json(self) -> str:
-        known = {
+    def as_dict(self) -> dict[str, Any]:
+        """Every figure by its name; those that this model does not have are left out."""
+        return {
             name: value for name, value in asdict(self).items() if name not in OPTIONAL or value
         }
-        values = {name: _finite(value) for name, value in known.items()}
+
+    def to_json(self) -> str:
+        values = {name: _finite(value) for name, value in self.as_dict().items()}
         return json.dumps(values, allow_nan=False)
 
 

@@ -31,7 +31,7 @@ from longshore.model.feed_forward import MoE
 from longshore.model.interface import Routed
 from longshore.model.norm import Float32Parameters
 from longshore.parallel.fsdp import local_part
-from longshore.parallel.shards import counted_part, cut_parameters
+from longshore.parallel.shards import counted_part, trained_parameters
 from longshore.plan.layout import Layout
 
 
@@ -73,7 +73,7 @@ def make_optimizer(
     float32 = {parameter for module in uncast for parameter in module.parameters()}
     decaying: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
-    for parameter in model.parameters():
+    for parameter in filter(lambda each: each.requires_grad, model.parameters()):
         (others if parameter.dim() < 2 or parameter in float32 else decaying).append(parameter)
     groups = [
         {"params": decaying, "weight_decay": weight_decay},
@@ -103,8 +103,8 @@ def clip(
     """
     chosen = None if counted is None else {id(parameter) for parameter in counted}
     mine: list[Tensor] = []
-    for parameter, cut in cut_parameters(model):
-        assert parameter.grad is not None
+    for parameter, cut in trained_parameters(model):
+        assert parameter.grad is not None, "a trained parameter got no gradient"
         if chosen is None or id(parameter) in chosen:
             mine += counted_part(parameter.grad, cut, topology)
     sums = sum_over(torch.cat([_square(mine, also), also]), topology.groups.world)
@@ -116,8 +116,9 @@ def clip(
             for parameter in model.parameters()
             if parameter.grad is not None
         ]
-        scale = (limit / norm).clamp(max=1.0).to(gradients[0].dtype)
-        torch._foreach_mul_(gradients, scale)
+        if gradients:  # nothing of a pipeline rank may be trained
+            scale = (limit / norm).clamp(max=1.0).to(gradients[0].dtype)
+            torch._foreach_mul_(gradients, scale)
     return norm
 
 

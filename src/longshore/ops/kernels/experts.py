@@ -11,11 +11,14 @@ The routing weight multiplies the inner activation, so no pass over (M, C) weigh
 
     rows (M, C)  →  hidden (M, 2F)  →  silu(gate)·up·weight (M, F)  →  outputs (M, C)  →  sum over K
 
+With a limit, gate and up are clipped before that, as ops/gate.py:clipped does it.
+
 For backward only the tokens and `hidden` are kept; rows and inner activations are computed again.
 What lies past the last offset is uninitialised memory everywhere. Sums are in float32, in the
 order of K; no program adds to what another writes.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -43,9 +46,12 @@ def sorted_mlp(
     *,
     gate_up_E2FC: Tensor,
     down_ECF: Tensor,
+    limit: float = 0.0,
 ) -> Tensor:
     """(T, C): the weighted sum over each token's experts, in x's dtype."""
-    out: Tensor = _SortedMLP.apply(x_TC, weights_TK, order, offsets_E, gate_up_E2FC, down_ECF)
+    out: Tensor = _SortedMLP.apply(
+        x_TC, weights_TK, order, offsets_E, gate_up_E2FC, down_ECF, limit or math.inf
+    )
     return out
 
 
@@ -59,6 +65,7 @@ class _SortedMLP(torch.autograd.Function):
         offsets_E: Tensor,
         gate_up_E2FC: Tensor,
         down_ECF: Tensor,
+        limit: float,
     ) -> Tensor:
         x_TC, weights_TK = x_TC.contiguous(), weights_TK.contiguous()
         inverse_TK = _inverse(order).view(weights_TK.shape)
@@ -66,23 +73,24 @@ class _SortedMLP(torch.autograd.Function):
         rows_MC = _spread(x_TC, inverse_TK, offsets_E)
         hidden_M2F = grouped_mm(rows_MC, gate_up.transpose(1, 2), offs=offsets_E)
         del rows_MC
-        inner_MF = _activate(hidden_M2F, weights_TK, order, offsets_E)
+        inner_MF = _activate(hidden_M2F, weights_TK, order, offsets_E, limit)
         outputs_MC = grouped_mm(inner_MF, down.transpose(1, 2), offs=offsets_E)
         ctx.save_for_backward(
             x_TC, weights_TK, order, inverse_TK, offsets_E, hidden_M2F, gate_up_E2FC, down_ECF
         )
+        ctx.limit = limit
         return _sum_rows(outputs_MC, inverse_TK, offsets_E)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         x, weights, order, inverse, offsets, hidden, gate_up, down = ctx.saved_tensors
-        wants_x, wants_weights, _, _, wants_gate_up, wants_down = ctx.needs_input_grad
+        wants_x, wants_weights, _, _, wants_gate_up, wants_down, _ = ctx.needs_input_grad
         dx = dgate_up = ddown = None
         doutputs_MC = _spread(grad_TC.contiguous(), inverse, offsets)
         dinner_MF = grouped_mm(doutputs_MC, down.contiguous(), offs=offsets)
         inner_MF, dhidden_M2F, dweights_TK = _activate_backward(
-            hidden, weights, order, offsets, dinner_MF
+            hidden, weights, order, offsets, dinner_MF, ctx.limit
         )
         del dinner_MF
         if wants_down:
@@ -93,7 +101,7 @@ class _SortedMLP(torch.autograd.Function):
         if wants_x:
             dx_MC = grouped_mm(dhidden_M2F, gate_up.contiguous(), offs=offsets)
             dx = _sum_rows(dx_MC, inverse, offsets)
-        return dx, dweights_TK if wants_weights else None, None, None, dgate_up, ddown
+        return dx, dweights_TK if wants_weights else None, None, None, dgate_up, ddown, None
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -153,7 +161,9 @@ def _sum_rows(rows_MC: Tensor, inverse_TK: Tensor, offsets_E: Tensor) -> Tensor:
     return y_TC
 
 
-def _activate(hidden_M2F: Tensor, weights_TK: Tensor, order: Tensor, offsets_E: Tensor) -> Tensor:
+def _activate(
+    hidden_M2F: Tensor, weights_TK: Tensor, order: Tensor, offsets_E: Tensor, limit: float
+) -> Tensor:
     """(M, F): silu(gate)·up·weight of each row."""
     rows, inner = len(hidden_M2F), hidden_M2F.shape[1] // 2
     inner_MF = hidden_M2F.new_empty(rows, inner)
@@ -164,6 +174,7 @@ def _activate(hidden_M2F: Tensor, weights_TK: Tensor, order: Tensor, offsets_E: 
         order,
         offsets_E,
         inner_MF,
+        limit,
         INNER=inner,
         EXPERTS=len(offsets_E),
         BLOCK=block,
@@ -173,7 +184,12 @@ def _activate(hidden_M2F: Tensor, weights_TK: Tensor, order: Tensor, offsets_E: 
 
 
 def _activate_backward(
-    hidden_M2F: Tensor, weights_TK: Tensor, order: Tensor, offsets_E: Tensor, dinner_MF: Tensor
+    hidden_M2F: Tensor,
+    weights_TK: Tensor,
+    order: Tensor,
+    offsets_E: Tensor,
+    dinner_MF: Tensor,
+    limit: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """silu(gate)·up·weight (M, F) again, and the gradients of hidden (M, 2F) and weights (T, K)."""
     rows, inner = dinner_MF.shape
@@ -188,6 +204,7 @@ def _activate_backward(
         inner_MF,
         dhidden_M2F,
         dweights_TK,
+        limit,
         INNER=inner,
         EXPERTS=len(offsets_E),
         BLOCK=min(INNER_BLOCK, triton.next_power_of_2(inner)),
@@ -250,6 +267,7 @@ def _activate_kernel(
     order_ptr,
     offsets_ptr,
     inner_ptr,
+    limit,
     INNER: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -263,6 +281,7 @@ def _activate_kernel(
         at = hidden_ptr + row * (2 * INNER) + channels
         gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(at + INNER, mask=inside, other=0.0).to(tl.float32)
+        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
         inner = gate * tl.sigmoid(gate) * up * weight
         to = inner_ptr + row * INNER + channels
         tl.store(to, inner.to(inner_ptr.dtype.element_ty), mask=inside)
@@ -278,6 +297,7 @@ def _activate_backward_kernel(
     inner_ptr,
     dhidden_ptr,
     dweights_ptr,
+    limit,
     INNER: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -294,13 +314,16 @@ def _activate_backward_kernel(
             at = row * (2 * INNER) + channels
             gate = tl.load(hidden_ptr + at, mask=inside, other=0.0).to(tl.float32)
             up = tl.load(hidden_ptr + at + INNER, mask=inside, other=0.0).to(tl.float32)
+            gate_moves, up_moves = gate <= limit, tl.abs(up) <= limit
+            gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
             to = row * INNER + channels
             dinner = tl.load(dinner_ptr + to, mask=inside, other=0.0).to(tl.float32)
             open_ = tl.sigmoid(gate)
             silu = gate * open_
             dweight += silu * up * dinner
             dgate = dinner * weight * up * (open_ + silu * (1.0 - open_))
-            dup = dinner * weight * silu
+            dgate = tl.where(gate_moves, dgate, 0.0)
+            dup = tl.where(up_moves, dinner * weight * silu, 0.0)
             inner = (silu * up * weight).to(inner_ptr.dtype.element_ty)
             tl.store(inner_ptr + to, inner, mask=inside)
             tl.store(dhidden_ptr + at, dgate.to(dhidden_ptr.dtype.element_ty), mask=inside)

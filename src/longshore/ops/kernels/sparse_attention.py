@@ -1,6 +1,6 @@
 """Attention over a window and compressed entries, as Triton kernels.
 
-In and out: as ops/sparse_attention.py. A program has one query token and up to 64 of its heads: all
+In and out: as ops/sparse_attention.py. A program has one query token and some of its heads: all
 heads read the same keys, which are the values too, so the heads are the rows of its products. Keys
 come in blocks, first the window's rows, then entries: one after another, or those that were chosen.
 
@@ -20,8 +20,9 @@ from torch import Tensor
 from longshore.ops.kernels.launch import Kernel
 from longshore.ops.row_ranges import RowRanges
 
-HEADS = 64
-"""Of a program, at most."""
+HEADS, BACKWARD_HEADS = 64, 32
+"""Of a program, at most: with a width of 512 the queries and gradients of more do not fit into
+shared memory."""
 KEYS = 32
 """Of a block."""
 PART = 256
@@ -84,7 +85,7 @@ def backward(
     dq = torch.empty_like(q)
     dnear = torch.zeros(near.shape, dtype=torch.float32, device=q.device)
     dentries = torch.zeros(entries.shape, dtype=torch.float32, device=q.device)
-    sizes = _sizes(q, chosen)
+    sizes = _sizes(q, chosen, most_heads=BACKWARD_HEADS)
     if rows:
         _backward_kernel[(rows, triton.cdiv(heads, sizes["HEADS"]))](
             q, near, entries, *_arguments(ranges, chosen), grad, lse, delta, dq, dnear, dentries,
@@ -103,14 +104,14 @@ def _arguments(ranges: RowRanges, chosen: Tensor | None) -> tuple[Tensor | int, 
     )  # fmt: skip
 
 
-def _sizes(q: Tensor, chosen: Tensor | None) -> dict[str, int]:
+def _sizes(q: Tensor, chosen: Tensor | None, *, most_heads: int = HEADS) -> dict[str, int]:
     heads, width = q.shape[1:]
     whole = _power(width)
     return {
         "WIDTH": width,
         "PART": min(whole, PART),
         "PARTS": max(1, whole // PART),
-        "HEADS": min(HEADS, _power(heads)),
+        "HEADS": min(most_heads, _power(heads)),
         "KEYS": KEYS,
         "CHOSEN": int(chosen is not None),
     }

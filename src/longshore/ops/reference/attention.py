@@ -19,6 +19,8 @@ def attention(
     key_bounds: Bounds | None = None,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     return attention_forward(
         q_THD,
@@ -28,6 +30,8 @@ def attention(
         key_bounds=key_bounds,
         scale=scale,
         window=window,
+        softcap=softcap,
+        sinks=sinks,
     )[0]
 
 
@@ -40,6 +44,8 @@ def attention_forward(
     key_bounds: Bounds | None = None,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output (T, H, V) and the log-sum-exp (H, T)."""
     shared = q_THD.shape[1] // k_SKD.shape[1]
@@ -52,8 +58,15 @@ def attention_forward(
         q = q_THD[rows[i] : rows[i + 1]]
         k, v = k_SHD[keys[i] : keys[i + 1]], v_SHV[keys[i] : keys[i + 1]]
         scores_Hnm = torch.einsum("nhd,mhd->hnm", q, k) * scale
+        if softcap is not None:
+            scores_Hnm = softcap * torch.tanh(scores_Hnm / softcap)
         visible_nm = _visible(len(q), len(k), window).to(q.device)
         scores_Hnm = scores_Hnm.masked_fill(~visible_nm, -torch.inf)
+        if sinks is not None:
+            # A key more, whose value is 0.
+            column_Hn1 = sinks[:, None, None].expand(-1, len(q), 1)
+            scores_Hnm = torch.cat([scores_Hnm, column_Hn1], 2)
+            v = torch.cat([v, v.new_zeros(1, *v.shape[1:])])
         outs.append(torch.einsum("hnm,mhv->nhv", scores_Hnm.softmax(2), v))
         lses.append(scores_Hnm.logsumexp(2))
     return torch.cat(outs), torch.cat(lses, 1)

@@ -49,7 +49,7 @@ class EmbeddingCopies:
 
     def sum_gradients(self) -> None:
         """Gives every copy the sum of all their gradients. The ranks that have one call it."""
-        if len(self.stages) == 1 or not self.mine:
+        if len(self.stages) == 1 or not self.mine or not self.mine[0].requires_grad:
             return
         gradients = [_gradient(parameter) for parameter in self.mine]
         total = gradients[0]

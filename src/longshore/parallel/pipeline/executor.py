@@ -22,8 +22,7 @@ from longshore.arch.stage_memory import sent_width
 from longshore.batch import MicroBatch
 from longshore.choices import ShardMode
 from longshore.distributed.topology import Topology
-from longshore.model.decoder import Decoder
-from longshore.model.interface import Output, Reader
+from longshore.model.interface import LanguageModel, Output, Reader
 from longshore.parallel.fsdp import begin_round, computing_dtype
 from longshore.parallel.pipeline.messages import Mailbox, Shape
 from longshore.parallel.pipeline.stages import Model, layout_of, stages_of
@@ -200,18 +199,19 @@ class _Pass:
         begin_round(part, mode=self.executor.mode, is_last=not self._backwards[action.stage])
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
-        if graph.rows is not None:
+        if graph.rows is not None and graph.rows.requires_grad:
             roots.append(graph.rows)
             gradients.append(gradient)
         if graph.loss.requires_grad:
             roots.append(graph.loss)
             gradients.append(None)
-        torch.autograd.backward(roots, gradients)
+        if roots:  # nothing of a first stage may be trained
+            torch.autograd.backward(roots, gradients)
         if graph.x is not None:
             assert graph.x.grad is not None
             self.mailbox.put(action, graph.x.grad)
 
-    def _part(self, action: Action) -> Decoder:
+    def _part(self, action: Action) -> LanguageModel:
         return self.executor.stages[action.stage]
 
     def _batch(self, number: int) -> MicroBatch:

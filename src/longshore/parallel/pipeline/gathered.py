@@ -12,7 +12,7 @@ gathers the 32 of its TP rank. Ranks 8 and 9 give these to ranks 0 and 1, and 1 
 No rank has more of it than a part and, on rank 0, the whole.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -24,11 +24,11 @@ from longshore.arch.cuts import Axis, Span, TensorCut
 from longshore.arch.decoder import DecoderConfig
 from longshore.distributed.collectives import broadcast, gather_rows
 from longshore.distributed.topology import Topology
+from longshore.model.interface import LanguageModel
 from longshore.parallel.fsdp import gathered
 from longshore.parallel.pipeline.stages import (
     Model,
     cut_tensors_by_name,
-    layout_of,
     tensor_names,
     whole_name,
 )
@@ -76,13 +76,19 @@ def _decoded(numbers: Sequence[int]) -> _PartOf | None:
     return _PartOf(shape, DTYPES[dtype], cut)
 
 
-def gathered_tensors(model: Model, topology: Topology) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, then every buffer."""
+def gathered_tensors(
+    model: Model, topology: Topology, *, only: Callable[[str], bool] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter, then every buffer; only: those of these names, the same on all ranks."""
     mine: dict[str, tuple[Tensor, TensorCut | None]] = {}
     for name, tensor, cut in cut_tensors_by_name(model):
         mine.setdefault(name, (tensor, cut))
-    owners = _owners(model.config, layout_of(model))
-    for name in tensor_names(model.config):
+    if isinstance(model, LanguageModel):
+        for name in filter(only, mine):
+            yield name, _brought(mine[name], topology, owner=0)
+        return
+    owners = _owners(model.config, model.layout)
+    for name in filter(only, tensor_names(model.config)):
         yield name, _brought(mine.get(name), topology, owner=owners[name])
 
 

@@ -32,7 +32,7 @@ from longshore.arch.part import Part
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.choices import AttentionKind, ScanKind
-from longshore.model.attention import over_heads
+from longshore.model.attention_core import over_heads
 from longshore.model.interface import backward_steps, forward_steps
 from longshore.plan.entries import halo_rows as entry_halo
 from longshore.plan.entries import most_owned

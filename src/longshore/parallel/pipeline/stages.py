@@ -1,7 +1,7 @@
 """The stages of a model that one pipeline rank has, and what their tensors are called.
 
 In: a config and a layout. Out: Stages, a module with one Decoder for each of the rank's stages. A
-whole Decoder is the case of one stage, and every function here takes it too.
+whole model is the case of one stage, and every function here takes it too.
 
 Names are those of the whole decoder, on every layout, so a checkpoint written under one is read
 under another. With "Et|tL" and tied weights, rank 1 has layers.1 and a copy of embed.weight, which
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from longshore.arch.cuts import TensorCut
 from longshore.arch.decoder import DecoderConfig
 from longshore.model.decoder import Decoder
+from longshore.model.interface import LanguageModel
 from longshore.parallel.shards import cuts_by_name
 from longshore.plan.layout import Layout, Stage, one_stage
 
@@ -38,12 +39,12 @@ class Stages(nn.Module):
         )
 
 
-Model = Decoder | Stages
+Model = LanguageModel | Stages
 
 
-def stages_of(model: Model) -> dict[int, Decoder]:
+def stages_of(model: Model) -> dict[int, LanguageModel]:
     """The rank's stages by their number."""
-    if isinstance(model, Decoder):
+    if isinstance(model, LanguageModel):
         return {0: model}
     parts = {int(name): part for name, part in model.parts.items()}
     assert all(isinstance(part, Decoder) for part in parts.values())
@@ -51,7 +52,7 @@ def stages_of(model: Model) -> dict[int, Decoder]:
 
 
 def layout_of(model: Model) -> Layout:
-    if isinstance(model, Decoder):
+    if isinstance(model, LanguageModel):
         return one_stage(layers=len(model.config.layers), depths=len(model.config.mtp))
     return model.layout
 
@@ -65,7 +66,7 @@ def parameters_by_name(model: Model) -> Iterator[tuple[str, nn.Parameter]]:
 
 def tensors_by_name(model: Model) -> Iterator[tuple[str, Tensor]]:
     """Parameters, then buffers."""
-    buffers = (part.named_buffers() for part in stages_of(model).values())
+    buffers = (saved_buffers(part) for part in stages_of(model).values())
     yield from chain(parameters_by_name(model), *buffers)
 
 
@@ -76,8 +77,16 @@ def cut_tensors_by_name(model: Model) -> Iterator[tuple[str, Tensor, TensorCut |
         for name, parameter in part.named_parameters():
             yield whole_name(model.config, name), parameter, of_part.get(name)
     for part, of_part in cuts.items():
-        for name, buffer in part.named_buffers():
+        for name, buffer in saved_buffers(part):
             yield name, buffer, of_part.get(name)
+
+
+def saved_buffers(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that are part of a checkpoint, as torch calls persistent."""
+    for prefix, module in part.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def tensor_names(config: DecoderConfig, stage: Stage | None = None) -> list[str]:

@@ -1,0 +1,173 @@
+"""Weights of models of transformers, under transformers' own names, into sharded models and back.
+
+In: a Hugging Face folder and a model of hf/adapter.py, on `meta`, already split over the lanes.
+Out: its parameters, each rank reading the blocks that it holds; or, from a stream of whole tensors,
+a folder like the first that transformers loads. Untrained, all tensors are the same bytes again.
+
+Files may store each expert on its own, where the model has one tensor for all of them:
+
+    model.layers.0.mlp.experts.gate_up_proj    (8, 2·32, 48) from 8 times
+    model.layers.0.mlp.experts.3.gate_proj.weight (32, 48) above ….3.up_proj.weight (32, 48)
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longshore.files import new_folder
+from longshore.hf.architectures import OLD_BUFFERS
+from longshore.hf.checkpoint import SHARD_BYTES, Weights, check_tensors, copy_companions
+from longshore.hf.config_file import CONFIG, load_object
+from longshore.hf.tensor_files import TensorFiles, write_files
+from longshore.hf.tensor_map import Copied, PerExpert, Shape, Source
+from longshore.hf.transformers_model import TransformersModel
+from longshore.model.lora import factor_block, is_factor
+from longshore.parallel.pipeline.stages import saved_buffers
+from longshore.parallel.shards import fill
+
+EXPERT_PARTS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+"""What files call the parts of an expert, by what the model calls all of them."""
+OLDER_NAMES = ((".mlp.", ".block_sparse_moe."),)
+HEAD = "lm_head.weight"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def fill_foreign(
+    model: TransformersModel, device: torch.device, folder: str | Path, *, seed: int = 0
+) -> None:
+    """Reads the rank's blocks of every tensor; buffers that no file has keep what they hold.
+
+    seed: of low-rank factors, where the model has some.
+    """
+    shapes = {name: shape for name, shape in shapes_of(model).items() if not is_factor(name)}
+    weights = open_foreign(folder, shapes, tied=model.tied)
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers() if not buffer.is_meta}
+
+    def block(name: str, shape: torch.Size, index: tuple[slice, ...]) -> Tensor:
+        if is_factor(name):
+            return factor_block(name, shape, index, seed=seed)
+        return weights.block(name, index) if name in weights.shapes else kept[name][index]
+
+    fill(model, device, block)
+
+
+def shapes_of(model: nn.Module) -> dict[str, Shape]:
+    """The names and whole shapes of all tensors that a folder holds."""
+    tensors = chain(model.named_parameters(), saved_buffers(model))
+    return {name: tuple(tensor.shape) for name, tensor in tensors}
+
+
+def open_foreign(folder: str | Path, shapes: Mapping[str, Shape], *, tied: bool) -> Weights:
+    """The tensors of a folder, after checking that all are there and fit."""
+    files = TensorFiles(folder)
+    sources = place_all(shapes, frozenset(files.names), tied=tied)
+    theirs = {
+        part: shape
+        for name, source in sources.items()
+        for part, shape in source.shapes(shapes[name]).items()
+    }
+    check_tensors(files, theirs, ignored=OLD_BUFFERS)
+    for source in sources.values():
+        for copy in source.copies if isinstance(source, Copied) else ():
+            rows = (slice(0, min(64, files.shape(copy)[0])),)
+            if not torch.equal(files.block(copy, rows), files.block(source.theirs, rows)):
+                raise ValueError(
+                    f"{folder}: the head uses the embedding's weight, but {copy} differs from "
+                    f"{source.theirs}; remove {copy}"
+                )
+    return Weights(files, sources, dict(shapes))
+
+
+def place_all(shapes: Iterable[str], names: frozenset[str], *, tied: bool) -> dict[str, Source]:
+    """Where the folder with these names has each tensor of the model; as it is, if nowhere."""
+    sources = {name: _place(name, names) for name in shapes}
+    if tied and HEAD in names:
+        embedding = next(name for name in sources if _is_embedding(name))
+        sources[embedding] = Copied(sources[embedding].theirs, (HEAD,))
+    return sources
+
+
+def _is_embedding(name: str) -> bool:
+    return re.search(r"embed|wte", name) is not None and "position" not in name
+
+
+def _place(name: str, names: frozenset[str]) -> Source:
+    respelled = [name, *(name.replace(*older) for older in OLDER_NAMES)]
+    for each in respelled:
+        without_trunk = each.partition(".")[2]
+        for theirs in (each, without_trunk):
+            if theirs in names:
+                return Source(theirs)
+        experts, _, fused = each.rpartition(".")
+        for parts in EXPERT_PARTS.get(fused, ()):
+            if f"{experts}.0.{parts[0]}.weight" in names:
+                return PerExpert(experts, parts)
+    return Source(name)
+
+
+def write_foreign(
+    folder: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    base: str | Path,
+    tied: bool,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes a folder like the base, from a stream of the model's (name, tensor) pairs.
+
+    tied: the head uses the embedding's weight, of which the base may have a copy. dtype: of most
+    tensors, None for their own; those whose dtype in the base is not the one of most
+    keep it. config.json and the tokenizer are the base's.
+    """
+    base = Path(base)
+    files = TensorFiles(base)
+    raw = load_object(base / CONFIG)
+    with new_folder(folder) as partial:
+        stream = _theirs(tensors, files, tied=tied, dtype=dtype)
+        written = write_files(partial, stream, shard_bytes=shard_bytes, names=files.names)
+        text = _config_text(base, raw, str(written.dtype).removeprefix("torch."))
+        (partial / CONFIG).write_text(text, encoding="utf-8")
+        copy_companions(base, partial)
+
+
+def _theirs(
+    tensors: Iterable[tuple[str, Tensor]],
+    files: TensorFiles,
+    *,
+    tied: bool,
+    dtype: torch.dtype | None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Under the names of the files, in their dtypes."""
+    names = frozenset(files.names)
+    left = {name for name in names if not re.fullmatch(OLD_BUFFERS, name)}
+    most = Counter(files.dtype(name) for name in names).most_common(1)[0][0]
+    for name, tensor in tensors:
+        source = place_all([name], names, tied=tied and _is_embedding(name))[name]
+        for theirs, part in source.write(tensor):
+            if theirs not in left:
+                raise ValueError(f"tensor {name} is not one of {files.folder}")
+            left.remove(theirs)
+            stored = files.dtype(theirs)
+            kind = dtype if stored == most else DTYPES.get(stored, dtype)
+            yield theirs, part if dtype is None or kind is None else part.to(kind)
+    if left:
+        raise ValueError(f"missing among the tensors to write: {', '.join(sorted(left)[:3])}")
+
+
+def _config_text(base: Path, raw: dict[str, Any], dtype: str) -> str:
+    """The base's, with the dtype of the weights."""
+    key = "dtype" if "dtype" in raw else "torch_dtype"
+    if raw.get(key, dtype) == dtype:
+        return (base / CONFIG).read_text(encoding="utf-8")
+    return json.dumps({**raw, key: dtype}, indent=2, ensure_ascii=False) + "\n"

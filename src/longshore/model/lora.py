@@ -1,0 +1,138 @@
+"""LoRA on our own models: factors beside linear layers by name, everything else frozen.
+
+In: a decoder, or a stage of one, and a LoRAConfig. Out: the same modules; those that the config
+names have `lora.a` and `lora.b` (ops/low_rank.py), and only these want gradients:
+
+    Decoder(replace(preset("tiny-llama"), lora=LoRAConfig(rank=8, alpha=16)))
+    layers.0.mixer.q_proj.lora.a (8, 64)     layers.0.mixer.q_proj.lora.b (64, 8)
+
+Linear layers of mixers and feed-forward parts can have factors. Experts' weights are tensors of
+all experts together, and routers, norms, embedding and head are no linear layers here: they stay
+as they are. `b` begins at 0, so that the first output is the base's; `a` as in PEFT, by its width.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.lora import ALL_LINEAR, LoRAConfig
+from longshore.errors import SettingError
+from longshore.model.feed_forward import AdaptedGatedLinear, GatedLinear
+from longshore.model.fill import ZEROS, Fill, fill_rows
+from longshore.model.norm import Float32Parameters
+from longshore.model.registry import make_feed_forward, make_mixer
+from longshore.ops.low_rank import AdaptedLinear, LowRank, adapt
+
+KINDS: dict[type[nn.Linear], type[nn.Linear]] = {
+    nn.Linear: AdaptedLinear,
+    GatedLinear: AdaptedGatedLinear,
+}
+"""The linear layers that can have factors, and what they become."""
+FACTOR_FILLS = {"a": Fill(fan_in=True), "b": ZEROS}
+
+
+def add_factors(
+    model: nn.Module,
+    config: LoRAConfig,
+    linears: Iterable[tuple[str, nn.Linear]] | None = None,
+) -> None:
+    """Puts factors beside the targets, and freezes all else, in place.
+
+    linears: those that can have factors, by name; default: a decoder's.
+    """
+    model.requires_grad_(False)
+    for name, linear in list(_linears(model) if linears is None else linears):
+        if config.matches(name):
+            _add(linear, rank=config.rank, scale=config.scale)
+
+
+def add_same_factors(model: nn.Module, whole: nn.Module) -> None:
+    """Factors where a module of the same kind has them, for a part of its rows or columns."""
+    for name, module in whole.named_modules():
+        if isinstance(module, LowRank):
+            linear = model.get_submodule(name.rpartition(".")[0])
+            assert isinstance(linear, nn.Linear)
+            _add(linear, rank=len(module.a), scale=module.scale)
+
+
+def _add(linear: nn.Linear, *, rank: int, scale: float) -> None:
+    with torch.device(linear.weight.device):
+        lora = LowRank(linear.in_features, linear.out_features, rank=rank, scale=scale)
+    adapt(linear, lora.to(linear.weight.dtype), KINDS[type(linear)])
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """All that can have factors, by their names in the decoder."""
+    for name, module in model.named_modules():
+        place = name.split(".")
+        is_inside = place[0] == "layers" or place[::2][:2] == ["mtp", "block"]
+        if is_inside and isinstance(module, nn.Linear) and type(module) in KINDS:
+            yield name, module
+
+
+def factor_block(name: str, shape: Sequence[int], index: Sequence[slice], *, seed: int) -> Tensor:
+    """A block of the first values of a factor of that name, however it is cut; on the CPU."""
+    rows, *rest = index
+    fill = FACTOR_FILLS[name.rpartition(".")[2]]
+    std = (3 * shape[1]) ** -0.5 if fill.fan_in else fill.own_std or 0.0
+    return fill_rows(name, shape, rows.start, rows.stop, seed=seed, std=std, rest=rest)
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter of this name is a low-rank factor."""
+    return name.endswith((".lora.a", ".lora.b"))
+
+
+def hold_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts what is not trained to the dtype of the arithmetic: no update needs more digits."""
+    uncast = [module for module in model.modules() if isinstance(module, Float32Parameters)]
+    kept = {parameter for module in uncast for parameter in module.parameters()}
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter not in kept:
+            parameter.data = parameter.data.to(dtype)
+
+
+def check_targets(config: DecoderConfig) -> None:
+    """Refuses a target that names no linear layer, and lists the names there are."""
+    if config.lora is None:
+        return
+    check_names(config.lora, list(_names(config)))
+
+
+def check_names(config: LoRAConfig, names: Sequence[str]) -> None:
+    """The same for a model whose linear layers have these names."""
+    short = sorted({name.rpartition(".")[2] for name in names})
+    for target in config.targets:
+        one = replace(config, targets=(target,))
+        if not any(map(one.matches, names)):
+            raise SettingError(
+                "{lora}.targets: no linear layer of this model is named {target}; there are "
+                "{names}, or {all} for all of them (experts' own weights, routers, embedding and "
+                "head have no factors)",
+                target=repr(target),
+                names=", ".join(short),
+                all=ALL_LINEAR,
+            )
+
+
+def _names(config: DecoderConfig) -> Iterator[str]:
+    """Of all linear layers; layers of one kind are built once."""
+    known: dict[LayerConfig, list[str]] = {}
+    for start, layers in (("layers.{}", config.layers), ("mtp.{}.block", config.mtp)):
+        for number, layer in enumerate(layers):
+            if layer not in known:
+                known[layer] = _names_in(layer, config)
+            yield from (f"{start.format(number)}.{name}" for name in known[layer])
+
+
+def _names_in(layer: LayerConfig, config: DecoderConfig) -> list[str]:
+    parts = nn.ModuleDict()
+    with torch.device("meta"):
+        if layer.mixer is not None:
+            parts["mixer"] = make_mixer(layer.mixer, config.width, norm=config.norm)
+        if layer.mlp is not None:
+            parts["mlp"] = make_feed_forward(layer.mlp, config.width, norm=config.norm)
+    return [name for name, module in parts.named_modules() if type(module) in KINDS]

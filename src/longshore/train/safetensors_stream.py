@@ -1,0 +1,202 @@
+"""Safetensors files, read in blocks and written tensor by tensor: one tensor in memory at a time.
+
+In: a file and a block of one of its tensors; or tensors, one after another. Out: the block, read
+into memory of its own; or the file. The package safetensors maps whole files into memory, and every
+page that was read once stays in the process: a checkpoint of 3 GB then looks like 3 GB of memory.
+Its writer wants all tensors of a file at once.
+
+    BlockFile("model.safetensors").block("embed.weight", (slice(0, 2),))     reads two rows
+
+A file begins with a header that names every tensor and its place, so its size is known only at the
+end. The writer leaves room for the names that are still to come and fills the rest with spaces,
+which the format allows. A tensor must begin at a multiple of its number's size, without gaps:
+those whose bytes are no multiple of 8 are kept back, and written last.
+"""
+
+import json
+import os
+import weakref
+import zlib
+from collections.abc import Collection, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longshore.files import reason
+from longshore.train.checkpoint_files import SavedFile
+from longshore.train.checkpoint_storage import BLOCK, DTYPES, OF_NAME
+
+ALIGN = 8
+ENTRY = 160
+"""More bytes than an entry of the header has besides its name."""
+POLYNOMIAL = 0xEDB88320
+
+
+class BlockFile:
+    """A safetensors file whose tensors are read in blocks; the caller has checked its header."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._number = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._number)
+        size = int.from_bytes(os.pread(self._number, 8, 0), "little")
+        self._start = 8 + size
+        header = json.loads(os.pread(self._number, size, 8))
+        self._entries: dict[str, Any] = {n: e for n, e in header.items() if n != "__metadata__"}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._entries[name]["shape"])
+
+    def block(self, name: str, index: Sequence[slice]) -> Tensor:
+        """A range of each dim of a tensor, or of the first dims alone.
+
+        Whole rows are read, some at a time where only a part of each is wanted.
+        """
+        shape, entry = self.shape(name), self._entries[name]
+        dtype = OF_NAME[entry["dtype"]]
+        at = self._start + entry["data_offsets"][0]
+        if not shape:
+            return self._read(at, shape, dtype)
+        ends = [part.indices(size)[:2] for part, size in zip(index, shape, strict=False)]
+        ends += [(0, size) for size in shape[len(ends) :]]
+        (first, stop), *rest = ends
+        row = prod(shape[1:]) * dtype.itemsize
+        if all(end == (0, size) for end, size in zip(rest, shape[1:], strict=True)):
+            return self._read(at + first * row, (max(stop - first, 0), *shape[1:]), dtype)
+        block = torch.empty([max(b - a, 0) for a, b in ends], dtype=dtype)
+        some = max(BLOCK // max(row, 1), 1)
+        columns = (slice(None), *(slice(a, b) for a, b in rest))
+        for begin in range(first, stop, some):
+            rows = min(some, stop - begin)
+            read = self._read(at + begin * row, (rows, *shape[1:]), dtype)
+            block[begin - first : begin - first + rows] = read[columns]
+        return block
+
+    def _read(self, at: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(tuple(shape), dtype=dtype)
+        memory = _bytes_of(tensor)
+        while memory:
+            count = os.preadv(self._number, [memory[:BLOCK]], at)
+            if not count:
+                raise ValueError(f"{self.path} is cut off; copy it again")
+            memory, at = memory[count:], at + count
+        return tensor
+
+
+class FileWriter:
+    """Writes a safetensors file from one tensor at a time. names: those that may still come."""
+
+    def __init__(self, path: Path, names: Collection[str] = ()) -> None:
+        self.path = path
+        self.names: list[str] = []
+        self.nbytes = 0
+        self._room = _aligned(sum(len(json.dumps(name)) + ENTRY for name in names))
+        self._header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._kept: list[tuple[str, Tensor]] = []
+        self._at = 0
+        self._crc32 = 0
+        try:
+            self._file = path.open("w+b", buffering=0)
+            self._file.seek(8 + self._room)
+        except OSError as error:
+            raise self._named(error) from None
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """tensor: on the CPU, contiguous."""
+        self.names.append(name)
+        self.nbytes += tensor.nbytes
+        if tensor.nbytes % ALIGN:
+            self._kept.append((name, tensor))
+        else:
+            self._write(name, tensor)
+
+    def finish(self) -> SavedFile:
+        """Writes what was kept back and the header, and waits until all is on the disk."""
+        for name, tensor in sorted(self._kept, key=lambda item: -item[1].element_size()):
+            self._write(name, tensor)
+        text = json.dumps(self._header).encode()
+        try:
+            if len(text) > self._room:
+                self._move(_aligned(len(text)))
+            text += b" " * (self._room - len(text))
+            head = self._room.to_bytes(8, "little") + text
+            self._file.seek(0)
+            _write_all(self._file, memoryview(head))
+            os.fsync(self._file.fileno())
+            self._file.close()
+        except OSError as error:
+            raise self._named(error) from None
+        return SavedFile(
+            len(head) + self._at, joined_crc32(zlib.crc32(head), self._crc32, self._at)
+        )
+
+    def close(self) -> None:
+        """Gives up; what was written stays."""
+        self._file.close()
+
+    def _write(self, name: str, tensor: Tensor) -> None:
+        about = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}
+        self._header[name] = {**about, "data_offsets": [self._at, self._at + tensor.nbytes]}
+        memory = _bytes_of(tensor)
+        try:
+            for start in range(0, len(memory), BLOCK):
+                block = memory[start : start + BLOCK]
+                self._crc32 = zlib.crc32(block, self._crc32)
+                _write_all(self._file, block)
+        except OSError as error:
+            raise self._named(error) from None
+        self._at += tensor.nbytes
+
+    def _move(self, room: int) -> None:
+        """Moves all tensors back, for a longer header than was expected."""
+        number, start = self._file.fileno(), 8 + self._room
+        for begin in reversed(range(0, self._at, BLOCK)):
+            block = os.pread(number, min(BLOCK, self._at - begin), start + begin)
+            os.pwrite(number, block, 8 + room + begin)
+        self._room = room
+
+    def _named(self, error: OSError) -> OSError:
+        return OSError(error.errno, reason(error), str(self.path))
+
+
+def joined_crc32(first: int, second: int, second_bytes: int) -> int:
+    """The CRC-32 of two byte strings together, from that of each and the length of the second.
+
+    Appending n zero bytes multiplies a CRC by x^(8n), modulo the polynomial.
+    """
+    power, square, left = 1 << 31, 1 << 23, second_bytes  # 1, and x^8
+    while left:
+        if left & 1:
+            power = _product(power, square)
+        square, left = _product(square, square), left >> 1
+    return _product(power, first) ^ second
+
+
+def _product(a: int, b: int) -> int:
+    """Of two polynomials, with the coefficient of x^0 in the highest bit."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+def _aligned(size: int) -> int:
+    return size + -size % ALIGN
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    assert tensor.device.type == "cpu"
+    assert tensor.is_contiguous()
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _write_all(file: Any, block: memoryview) -> None:  # noqa: ANN401
+    while block:
+        block = block[file.write(block) :]

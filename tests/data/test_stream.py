@@ -1,0 +1,159 @@
+"""A lane's endless sequences: its share of the files, and positions that continue exactly."""
+
+import gzip
+import json
+from collections import Counter
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.data.tiny import word_tokenizer
+
+from longshore.data.batches import BatchSize, Place
+from longshore.data.inputs import find_inputs
+from longshore.data.steps import StreamedSteps
+from longshore.data.stream import TextStream
+from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
+from longshore.errors import SettingError
+
+WORDS = " ".join(f"w{i}" for i in range(64))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return SampleTokenizer(
+        Tokenizer(word_tokenizer(tmp_path_factory.mktemp("tok"), WORDS)), Rules()
+    )
+
+
+def stream_of(tokenizer, *parts, weights=(1.0,), shuffle=False, max_rejected=1.0):
+    return TextStream(
+        parts=tuple(find_inputs(names) for names in parts),
+        weights=weights,
+        make_tokenizer=lambda: tokenizer,
+        check=lambda sample: None,
+        tokenizer_digest="",
+        fields=(),
+        longest=100,
+        max_bytes=10**6,
+        max_rejected=max_rejected,
+        shuffle=shuffle,
+        seed=3,
+    )
+
+
+def write(path, numbers, *, bad=()):
+    """Text i is the words wi wi; those of `bad` are no JSON."""
+    lines = ["{" if i in bad else json.dumps({"text": f"w{i} w{i}"}) for i in numbers]
+    content = "".join(f"{line}\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def word(tokenizer, sample):
+    """The number i of a text."""
+    return int(tokenizer.tokenizer._backend.id_to_token(int(sample.tokens[0]))[1:])
+
+
+def test_the_example_of_the_module(tmp_path, tokenizer):
+    stream = stream_of(tokenizer, [write(tmp_path / "chats.jsonl.gz", range(5))])
+    for lane, expected in ((0, [0, 2, 4, 0, 2]), (1, [1, 3, 1, 3, 1])):
+        drawn = list(islice(stream.lane(lane, 2), 5))
+        assert [word(tokenizer, sample) for sample in drawn] == expected
+        assert [sample.id for sample in drawn] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.property
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=3),
+    st.integers(1, 5),
+    st.booleans(),
+    st.booleans(),
+    st.sets(st.integers(0, 40), max_size=4),
+)
+def test_lanes_share_every_row_once(tmp_path_factory, tokenizer, sizes, lanes, packed, mixed, bad):
+    """One pass of all lanes together has every good row of the files exactly once."""
+    folder, names, first = tmp_path_factory.mktemp("rows"), [], 0
+    for number, size in enumerate(sizes):
+        ending = ".jsonl.gz" if packed else ".jsonl"
+        names.append(write(folder / f"{number}{ending}", range(first, first + size), bad=bad))
+        first += size
+    stream = stream_of(tokenizer, names, shuffle=mixed)
+    seen = Counter()
+    for lane in range(lanes):
+        (part,) = stream.lane(lane, lanes)._parts
+        rows = [sample for _, _, sample in part._pass(0) if isinstance(sample, dict)]
+        seen.update(row["text"] for row in rows)
+    assert seen == Counter(f"w{i} w{i}" for i in range(first) if i not in bad)
+
+
+@pytest.mark.property
+@given(st.integers(0, 30), st.booleans(), st.booleans(), st.integers(1, 3))
+def test_a_position_continues_exactly(tmp_path_factory, tokenizer, drawn, shuffle, packed, lanes):
+    folder, ending = tmp_path_factory.mktemp("rows"), ".jsonl.gz" if packed else ".jsonl"
+    parts = (
+        [write(folder / f"a{ending}", range(9), bad={2, 5})],
+        [write(folder / f"b{ending}", range(20, 33), bad={20})],
+    )
+    stream = stream_of(tokenizer, *parts, weights=(1.0, 2.5), shuffle=shuffle)
+    straight = stream.lane(lanes - 1, lanes)
+    before = list(islice(straight, drawn))
+    assert len(before) == drawn
+    resumed = stream.lane(lanes - 1, lanes)
+    resumed.skip_to(straight.position)
+    assert resumed.position == straight.position
+    assert list(islice(resumed, 15)) == list(islice(straight, 15))
+    assert resumed.position == straight.position
+
+
+def test_weights_decide_how_often_a_part_is_drawn(tmp_path, tokenizer):
+    one = write(tmp_path / "a.jsonl", range(3))
+    two = write(tmp_path / "b.jsonl", range(10, 13))
+    stream = stream_of(tokenizer, [one], [two], weights=(3.0, 1.0))
+    words = [word(tokenizer, sample) for sample in islice(stream.lane(0, 1), 40)]
+    assert sum(number >= 10 for number in words) == 10
+
+
+def test_bad_rows_end_a_run_only_when_they_are_many(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl.gz", range(60), bad=range(0, 60, 10))
+    stream = stream_of(tokenizer, [path], max_rejected=0.15)
+    assert len(list(islice(stream.lane(0, 1), 300))) == 300
+    message = r"rejected 1\d of 1\d\d samples of lane 0, such as .*a.jsonl.gz line \d+: Expect"
+    with pytest.raises(SettingError, match=message):
+        list(islice(stream_of(tokenizer, [path], max_rejected=0.05).lane(0, 1), 300))
+
+
+@pytest.mark.parametrize(("numbers", "lanes"), [([0], 2), ([0, 1], 1)])
+def test_a_lane_without_a_sequence_is_told(tmp_path, tokenizer, numbers, lanes):
+    bad = [] if lanes > 1 else numbers
+    path = write(tmp_path / "a.jsonl.gz", numbers, bad=bad)
+    stream = stream_of(tokenizer, [path])
+    with pytest.raises(ValueError, match=rf"no sample of lane {lanes - 1} of {lanes} in .* became"):
+        next(stream.lane(lanes - 1, lanes))
+
+
+def test_a_damaged_file_ends_the_stream_with_its_name(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl.gz", range(50))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"a.jsonl.gz: cannot be unpacked after"):
+        list(islice(stream_of(tokenizer, [path]).lane(0, 1), 100))
+
+
+def test_what_a_stream_must_have_to_be_resumed(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", range(5))
+    steps = StreamedSteps.__new__(StreamedSteps)
+    steps.stream, steps.batch = stream_of(tokenizer, [path]), BatchSize("sequences", 4)
+    steps.rank = type("Rank", (), {"lanes": 2, "lane": 0})
+    steps.samples, steps._start = steps.stream.lane(0, 2), []
+    state = {**steps.describe(), "epoch": 0, "step_in_epoch": 3, "step": 3}
+    positions = [[6, 6], [6, 6]]
+    steps.check_can_resume({**state, "positions": positions})
+    steps._go_to(Place(0, 3, 3))
+    assert steps.samples.position == (6, 6)
+    with pytest.raises(ValueError, match="the stream to resume had lanes 4, and now it is 2; its"):
+        steps.check_can_resume({**state, "lanes": 4, "positions": positions})
+    with pytest.raises(ValueError, match="has no position of a stream"):
+        steps.check_can_resume(state)
+    other = stream_of(tokenizer, [write(tmp_path / "b.jsonl", range(6))])
+    assert other.digest != steps.stream.digest

@@ -1,0 +1,210 @@
+"""The Trainer: steps, callbacks, checkpoints, resuming, and what it leaves of itself behind."""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks.harness import run_ranks
+
+from longshore import Trainer, load_config
+from longshore.train.checkpoint_files import saved_steps
+from longshore.train.metrics import read_metrics
+
+LENGTHS = {
+    "mode": "distribution",
+    "type": "lognormal",
+    "min_seq_len": 4,
+    "max_seq_len": 96,
+    "mean_seq_len": 24,
+    "lognormal_sigma": 1.0,
+}
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def settings(folder, **train):
+    return {
+        "model": {"preset": "tiny-qwen3", "layers": 1},
+        "data": {"mock": LENGTHS, "count": 24, "batch": 6},
+        "plan": {"capacity": 96},
+        "train": {"steps": 4, "device": "cpu", "dtype": "float64", **train},
+        "output": {"folder": folder},
+    }
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_step_by_step_to_the_end_and_by_another_it_is_the_same_run(tmp_path):
+    with Trainer(**settings(tmp_path / "steps")) as trainer:
+        losses = [metrics["loss"] for metrics in trainer]
+        assert trainer.step() is None
+        assert (trainer.done, trainer.steps) == (4, 4)
+        assert trainer.plan is not None
+    seen = []
+    with Trainer(
+        **settings(tmp_path / "run"),
+        on_step=lambda trainer, metrics: seen.append((trainer.done, metrics["loss"])),
+    ) as trainer:
+        assert trainer.run()["loss"] == losses[-1]
+    assert seen == list(enumerate(losses, start=1))
+    for name in ("steps", "run"):
+        recorded = read_metrics(tmp_path / name / "metrics.jsonl")
+        assert [step["loss"] for step in recorded] == losses
+        assert (tmp_path / name / "weights").is_dir()
+
+
+def test_a_closed_run_resumes_as_if_it_had_never_stopped(tmp_path):
+    with Trainer(**settings(tmp_path / "whole")) as trainer:
+        losses = [metrics["loss"] for metrics in trainer]
+    with Trainer(**settings(tmp_path / "cut")) as trainer:
+        assert [trainer.step()["loss"] for _ in range(2)] == losses[:2]
+    assert not (tmp_path / "cut" / "weights").exists()
+    assert saved_steps(tmp_path / "cut") == [2]
+    with Trainer(resume=tmp_path / "cut") as trainer:
+        assert trainer.done == 2
+        assert [metrics["loss"] for metrics in trainer] == losses[2:]
+
+
+def test_a_callback_evaluates_saves_and_exports_the_model_of_its_step(tmp_path):
+    changed = settings(tmp_path / "run", eval_every=2)
+    changed["data"] |= {"eval_mock": LENGTHS, "eval_count": 4}
+    evaluated, here = [], []
+
+    def on_step(trainer, metrics):
+        if metrics["step"] in (1, 2):
+            here.append(trainer.evaluate()["loss"])
+            assert trainer.save().name == f"step-{metrics['step']:08}"
+
+    with Trainer(
+        **changed, on_step=on_step, on_evaluation=lambda _, metrics: evaluated.append(metrics)
+    ) as trainer:
+        trainer.run()
+        assert trainer.export(tmp_path / "tuned") == tmp_path / "tuned"
+        with pytest.raises(ValueError, match=r"export: .* already contains"):
+            trainer.export(tmp_path / "tuned")
+        assert trainer.evaluate()["loss"] == evaluated[-1]["loss"]  # a refusal is no failure
+    assert [metrics["step"] for metrics in evaluated] == [2, 4]
+    assert here[1] == evaluated[0]["loss"] != here[0]
+    assert (tmp_path / "tuned" / "model.safetensors").is_file()
+
+
+def test_it_leaves_nothing_behind(tmp_path):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    environment, threads = dict(os.environ), threading.active_count()
+    with Trainer(**settings(tmp_path / "run", steps=1)) as trainer:
+        assert {number: signal.getsignal(number) for number in before} == before
+        with pytest.raises(ValueError, match="already has a default process group"):
+            Trainer(**settings(tmp_path / "other"))
+        trainer.step()
+    assert not dist.is_initialized()
+    assert dict(os.environ) == environment
+    assert threading.active_count() == threads
+    for call in (trainer.step, trainer.run, trainer.evaluate, trainer.save):
+        with pytest.raises(ValueError, match="this Trainer is closed"):
+            call()
+    trainer.close()
+
+
+def fail(trainer, metrics):
+    raise RuntimeError("no more of this")
+
+
+def test_after_a_failure_another_can_follow(tmp_path):
+    trainer = Trainer(**settings(tmp_path / "run"), on_step=fail)
+    with pytest.raises(RuntimeError, match="no more of this"):
+        trainer.step()
+    with pytest.raises(ValueError, match="this Trainer has failed; build another, with resume="):
+        trainer.step()
+    trainer.close()
+    assert not dist.is_initialized()
+    with pytest.raises(ZeroDivisionError), Trainer(**settings(tmp_path / "run-2")) as trainer:
+        trainer.step()["step"] / 0
+    assert not dist.is_initialized()
+    with Trainer(**settings(tmp_path / "run-3", steps=1)) as trainer:
+        assert trainer.run()["step"] == 1
+
+
+def twice(nll, batch):
+    return 2 * nll
+
+
+def test_a_function_is_a_loss(tmp_path):
+    losses = []
+    for loss in ({}, {"loss": twice}):
+        with Trainer(**settings(tmp_path / str(len(losses)), steps=1, **loss)) as trainer:
+            losses.append(trainer.step()["loss"])
+    assert losses[1] == pytest.approx(2 * losses[0], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"trian": {}}, r"there is no section \[trian\]; did you mean \[train\]"),
+        ({"train": {"learning_rate": 1}}, "there is no train.learning_rate; use train.lr"),
+        ({"train": 5}, "train is 5; it must be a table of its keys"),
+        ({"train": {"steps": 2.5}}, "train.steps is 2.5; it must be a whole number"),
+        ({"resume": "nowhere"}, "resume: nowhere has no config.toml"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_starts(given, message):
+    with pytest.raises(ValueError, match=message):
+        Trainer(**given)
+    assert not dist.is_initialized()
+
+
+def test_what_cannot_be_done_is_refused_and_the_run_stays(tmp_path):
+    changed = settings(tmp_path / "run", steps=1)
+    changed["output"]["keep"] = 0
+    with Trainer(**changed) as trainer:
+        with pytest.raises(ValueError, match="there is no held-out data"):
+            trainer.evaluate()
+        with pytest.raises(ValueError, match=r"output\.keep is 0"):
+            trainer.save()
+        assert trainer.step()["step"] == 1
+
+
+def test_a_recipe_may_be_text_a_path_or_a_config(tmp_path):
+    text = load_config(None, values=settings("runs/x")).to_toml()
+    path = tmp_path / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    configs = [load_config(text), load_config(path), load_config(str(path))]
+    assert configs[0] == configs[1] == configs[2]
+    assert load_config(text, ["train.steps=7"], values={"train": {"steps": 5}}).train.steps == 7
+
+
+def as_torchrun(folder, port):
+    """A rank of torchrun, whose store has all groups of the process, one after another."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    losses = []
+    for number in range(2):
+        with Trainer(**settings(f"{folder}/{number}", steps=2)) as trainer:
+            assert trainer.config.parallel.ranks == 2
+            losses.append([metrics["loss"] for metrics in trainer])
+            trainer.export(f"{folder}/tuned-{number}")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2)
+    return losses
+
+
+def test_two_trainers_one_after_the_other_under_torchrun(tmp_path):
+    with Trainer(**settings(tmp_path / "alone", steps=2)) as trainer:
+        alone = [metrics["loss"] for metrics in trainer]
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    for losses in run_ranks(2, as_torchrun, str(tmp_path), store.port):
+        for each in losses:
+            torch.testing.assert_close(each, alone, rtol=1e-12, atol=0)
