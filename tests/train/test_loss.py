@@ -12,8 +12,8 @@ from longshore.data.pack import pack_step
 from longshore.data.shard import cut_shards, lane_cuts
 from longshore.errors import SettingError
 from longshore.plan import make_plan
-from longshore.train.loss import check_fields, make_loss, masked_values
-from longshore.train.loss_inputs import SequenceSums
+from longshore.train.loss import Loss, check_fields, make_loss, masked_values
+from longshore.train.loss_inputs import SequenceSums, StepInputs
 from longshore.train.losses.preference import dpo
 
 
@@ -213,3 +213,45 @@ def test_what_the_model_did_is_not_blamed_on_the_function() -> None:
     values, faults = masked_values(lambda nll, batch: nll * 2, nll, BATCH)
     values.sum().backward()
     assert [int(row) for row in faults] == [-1, -1]
+
+
+def not_finite_at(row: int, of: str):
+    """A function of the logits whose value or gradient is not finite at one token."""
+
+    def function(hidden, head, batch):
+        place = torch.arange(len(hidden), dtype=torch.float64)
+        bad = (place == row).double()
+
+        def value(logits, bad):
+            total = logits.sum(1)
+            if of == "value":
+                return total / (1 - bad)
+            return (total - total.detach() + 1 - bad).sqrt()
+
+        return head.map_logits(value, bad)
+
+    return function
+
+
+@pytest.mark.parametrize("of", ["value", "gradient"])
+def test_a_fault_of_a_function_of_logits_is_named(of: str) -> None:
+    hidden = torch.randn(len(MASK), 4, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(7, 4, dtype=torch.float64).requires_grad_()
+    for row, want in ((LAST, LAST), (int((~MASK).nonzero()[0]), -1)):
+        loss, step = Loss(not_finite_at(row, of), None), StepInputs()
+        values = loss.reader(step)(BATCH)(hidden, weight, BATCH.targets.labels, None)
+        total, faults = loss.summed(values, BATCH, step)
+        gradients = torch.autograd.grad(total, (hidden, weight))
+        assert int(getattr(faults, of)) == want
+        if want == -1:
+            assert all(part.isfinite().all() for part in (total, *gradients))
+
+
+def test_the_head_gets_a_gradient_although_nothing_reads_it() -> None:
+    hidden = torch.randn(len(MASK), 4, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(7, 4, dtype=torch.float64).requires_grad_()
+    loss, step = Loss(lambda hidden: hidden.square().sum(1), None), StepInputs()
+    values = loss.reader(step)(BATCH)(hidden, weight, BATCH.targets.labels, None)
+    loss.summed(values, BATCH, step)[0].backward()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+    assert torch.allclose(hidden.grad, 2 * hidden.detach() * MASK[:, None])
