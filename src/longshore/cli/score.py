@@ -111,6 +111,8 @@ def _config(args: argparse.Namespace, place: Ranks | None) -> RunConfig:
     if not any(word.partition("=")[0] in ("data.batch", "data.batch_tokens") for word in overrides):
         given.append(f"data.batch={BATCH}")
     config = load_config(None, [*given, *overrides])
+    if config.data.stream or config.data.weights:
+        raise ValueError("score takes each sequence once; leave data.stream and data.weights out")
     ranks = ranks_of_run(args.ranks, config, place)
     if place is None:
         check_ranks(ranks, way_out="lower --ranks")

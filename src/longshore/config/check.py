@@ -285,6 +285,11 @@ def _check_train(config: RunConfig) -> None:
             "train.loss=distill reads the head's logits, of which each rank of parallel.tp "
             f"{config.parallel.tp} has a part; set parallel.tp to 1"
         )
+    if config.data.stream and (train.loss == "dpo" or config.data.group):
+        raise ValueError(
+            "data.stream draws sequences one by one, so those of a pair or a data.group may come "
+            "to different steps; leave data.stream out"
+        )
     if train.loss_options and not train.loss:
         raise ValueError("train.loss_options need a train.loss; name one, or leave them out")
     for name in ("loss", "loss_count"):

@@ -23,7 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.data.batches import shuffled
-from longshore.data.source import IndexedSource, Ints, TokenizedSample, checked_index, source_digest
+from longshore.data.source import (
+    IndexedSource,
+    Ints,
+    TokenizedSample,
+    checked_index,
+    sequence_values,
+    source_digest,
+)
 
 
 class Mixture:
@@ -85,6 +92,10 @@ class Joined:
         self.lengths: Ints = np.concatenate([source.lengths for source in sources])
         self.loss_tokens: Ints = np.concatenate([source.loss_tokens for source in sources])
         self._ends = np.cumsum([len(source) for source in sources])
+
+    def sequence_values(self, name: str) -> Ints:
+        """An integer field of every sequence."""
+        return np.concatenate([sequence_values(source, name) for source in self._sources])
 
     @property
     def digest(self) -> str:

@@ -1,16 +1,19 @@
 """Pairs: a row with a chosen and a rejected answer becomes two sequences that belong together.
 
 In: a row with `chosen` and `rejected`, and perhaps `prompt`, as TRL has them: texts, or lists of
-messages. Out: two samples with `prompt` and `completion`, and the fields `pair`, the number of the
-row, and `sign`, 1 for the chosen and −1 for the rejected one. The row
+messages. Out: two samples with `prompt` and `completion`, and the fields `pair`, a number that no
+other row has, and `sign`, 1 for the chosen and −1 for the rejected one. The row
 
-    {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}        number 17
+    {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}
 
-becomes {"prompt": "2 + 2 =", "completion": " 4", "pair": 17, "sign": 1} and the same with " 5" and
+becomes {"prompt": "2 + 2 =", "completion": " 4", "pair": 94…, "sign": 1} and the same with " 5" and
 −1. Where both answers are whole chats, the prompt is what they have in common. Other rows stay as
-they are.
+they are. The number is a hash of the row and its place, of 52 bits: rows of several data sets that
+are joined have different ones too, and float64 holds it exactly.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,12 +32,14 @@ def is_pair(sample: Mapping[str, Any], ignore: Sequence[str]) -> bool:
     return not any(name in sample and name not in ignore for name in OTHER_FORMS)
 
 
-def sides(sample: Mapping[str, Any], ignore: Sequence[str], number: int) -> list[dict[str, Any]]:
-    """The two samples of a pair with this number; a row of another form alone, as it is."""
+def sides(sample: Mapping[str, Any], ignore: Sequence[str], place: int) -> list[dict[str, Any]]:
+    """The two samples of a pair; a row of another form alone, as it is. place: of the row."""
     if not is_pair(sample, ignore):
         return [dict(sample)]
     others = {k: v for k, v in sample.items() if k not in ("prompt", CHOSEN, REJECTED)}
     prompt, answers = _split(sample)
+    content = json.dumps([place, prompt, *answers], default=str)
+    number = int(hashlib.sha256(content.encode()).hexdigest()[:13], 16)
     return [
         {**others, "prompt": prompt, "completion": answer, "pair": number, "sign": sign}
         for answer, sign in zip(answers, (1, -1), strict=True)

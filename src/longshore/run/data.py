@@ -253,7 +253,13 @@ def batch_size(config: RunConfig) -> BatchSize:
 def step_groups(config: RunConfig, source: IndexedSource) -> Ints | None:
     """For each sequence the group of those that share its step; None if there are no groups."""
     with in_keys("data.group"):
-        return groups_of(source, config.data.group)
+        groups = groups_of(source, config.data.group)
+    if groups is not None and config.data.weights:
+        raise ValueError(
+            "data.weights draws sequences one by one, so those that belong together (data.group, "
+            "or the field pair) would be torn apart; leave data.weights out"
+        )
+    return groups
 
 
 def small_data(config: RunConfig, source: IndexedSource) -> list[str]:
