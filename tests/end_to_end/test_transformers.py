@@ -41,7 +41,7 @@ def test_a_model_of_transformers_is_tuned(folder, monkeypatch, is_fuzz):
     code, out, err = call(folder, "train", *RUN, *steps)
     assert code == 0, err
     if is_fuzz:
-        last = ["train.steps=6", "output.export=tuned"]
+        last = ["train.steps=6", "output.export=tuned", "plan.capacity=256"]
         code, out, err = call(folder, "train", "--resume", "run", *last, "--ranks", "1")
         assert code == 0, err
     assert out.endswith("wrote tuned, a Hugging Face folder\n")
