@@ -55,9 +55,11 @@ class SavedWeights:
     """A decoder and its tensors."""
 
     config: DecoderConfig
+    """With low-rank factors, where the tensors are some."""
     base: Path | None
     """The Hugging Face folder it began with."""
     tensors: Mapping[str, Tensor]
+    """By name."""
     lora: LoRABase | None = None
     """Where the tensors are low-rank factors alone: what they were trained on."""
     code: ModelCode = "longshore"
