@@ -23,7 +23,7 @@ if __name__ == "__main__":
     model = Decoder(preset("tiny-qwen3"))
     init_decoder(model, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(1, 13):
+    for step in range(1, 11):
         samples, total = draw(step), 0.0
         plan = make_plan([sample.length for sample in samples], lanes=1, capacity=512)
         for batch in pack_lane(plan, 0, samples):  # one for each round

@@ -15,9 +15,9 @@ import longshore
 NAMES = """
 BatchSize CPGroup CPGroups CostProfile Counts Decoder DecoderConfig Field IndexedSteps Loader
 MicroBatch Pack PackContext Packing Piece Place Plan PlanSetting Round RunConfig RunError SeqContext
-Sequence SettingError Shards Stats Step Store StreamedSteps TokenizedSample Topology Trainer check
-cut_shards init_decoder lane_cuts load_config load_profile make_plan make_topology merge pack_lane
-pack_step preset send_back unpack whole_context
+Sequence SettingError Shards Stats Step Store StreamedSteps TokenizedSample Topology Trainer adapt
+check cut_shards init_decoder lane_cuts load_config load_profile make_plan make_topology merge
+pack_lane pack_step preset send_back unpack whole_context
 """
 ARGUMENTS = {
     "Trainer": "recipe overrides resume force signals on_step on_evaluation sections",
@@ -33,8 +33,10 @@ ARGUMENTS = {
     "merge": "plan pieces",
     "send_back": "plan owners pieces group like",
     "make_topology": "lanes tp pp ep device",
-    "StreamedSteps": "samples planner batch topology fields everywhere packing",
-    "IndexedSteps": "source planner batch seed shuffle topology packing before_plan",
+    "StreamedSteps": (
+        "samples planner batch topology fields everywhere packing before_plan stream"
+    ),
+    "IndexedSteps": "source planner batch seed shuffle topology packing before_plan groups",
 }
 
 

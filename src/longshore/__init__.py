@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from longshore.distributed.cp_groups import CPGroups
     from longshore.distributed.topology import Topology, make_topology
     from longshore.errors import SettingError
+    from longshore.hf.adapter import adapt
     from longshore.model.decoder import Decoder
     from longshore.model.init import init_decoder
     from longshore.plan.check import check
@@ -58,6 +59,7 @@ _NAMES_OF = {
     "distributed.cp_groups": "CPGroups",
     "distributed.topology": "Topology make_topology",
     "errors": "SettingError",
+    "hf.adapter": "adapt",
     "model.decoder": "Decoder",
     "model.init": "init_decoder",
     "plan.check": "check",
@@ -102,6 +104,7 @@ __all__ = [
     "TokenizedSample",
     "Topology",
     "Trainer",
+    "adapt",
     "check",
     "cut_shards",
     "init_decoder",

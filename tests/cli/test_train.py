@@ -161,7 +161,9 @@ BAD = [
     (["r.toml", "data.path=lost"], "data.path: lost: is a prepared folder without its manifest"),
     (["r.toml", "data.path=few"], "data.path: few: rejected 3 of 4 samples (75 %): 3 empty; data"),
     (["r.toml", "data.batch.x=3"], "there is no data.batch.x: data.batch takes a whole number"),
-    (["r.toml", "train.loss=mine"], "train.loss is 'mine'; it must be module:function"),
+    (["r.toml", "train.loss=mine"], "train.loss is 'mine'; it must be cross_entropy, dpo, grpo, "),
+    (["r.toml", "train.loss_options={beta=1}"], "train.loss_options need a train.loss; name one"),
+    (["r.toml", "train.loss=distill", "parallel.tp=2", "--ranks", "2"], "train.loss=distill reads"),
     (["r.toml", "train.loss=no_such:loss"], "train.loss: there is no module no_such"),
     # Data.
     (["data.path=chats.jsonl"], "no model is given; set model.preset (such as tiny-llama), mo"),

@@ -124,7 +124,17 @@ def test_a_compressed_file_becomes_several_shards(here):
     write_lines(here / "chats.jsonl", count=60, bad={2: ("broken JSON", "{")})
     plain = run("plain", shard_bytes=10**6)
     (here / "chats.jsonl.gz").write_bytes(gzip.compress((here / "chats.jsonl").read_bytes()))
-    packed = run("packed", inputs="chats.jsonl.gz", shard_bytes=4000)
+    told = []
+    packed = run(
+        "packed",
+        inputs="chats.jsonl.gz",
+        shard_bytes=4000,
+        progress=lambda done, total: told.append((done, total)),
+    )
+    total = (here / "chats.jsonl.gz").stat().st_size
+    assert {each for _, each in told} == {total}
+    assert len(told) >= packed.shards  # also while it is read
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert (packed.shards > 3, plain.shards) == (True, 1)
     stores = Store("plain"), Store("packed")
     stores[1].verify()

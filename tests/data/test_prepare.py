@@ -17,7 +17,8 @@ from tests.data.tiny import CHATML, REWRITES, word_tokenizer
 from longshore.data import prepare as prepare_module
 from longshore.data.fields import Field
 from longshore.data.mixture import Mixture
-from longshore.data.prepare import TextRules, cache_folder, show_progress
+from longshore.data.prepare import TextRules, cache_folder
+from longshore.data.progress import show_progress
 from longshore.data.store import Store
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
 

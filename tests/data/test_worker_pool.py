@@ -48,3 +48,19 @@ def test_no_task(tmp_path):
 def test_faults_arrive(tmp_path, task, error, message):
     with pytest.raises(error, match=message):
         list(run_tasks(partial(start, tmp_path), ["good", task], 2))
+
+
+def counting(task):
+    yield from range(task)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_task_tells_how_far_it_is(workers):
+    told = []
+    done = run_tasks(start_counting, [2, 3], workers, on_part=lambda *part: told.append(part))
+    assert sorted(done) == [2, 3]
+    assert sorted(told) == [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
+
+
+def start_counting():
+    return counting

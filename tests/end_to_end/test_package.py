@@ -88,7 +88,11 @@ def test_the_wheel_has_every_file_of_the_package(wheel):
         assert f"Provides-Extra: {extra}" in text
 
 
-def test_an_empty_environment_has_the_command(installed, tmp_path):
+@pytest.mark.fuzz
+def test_an_empty_environment_runs_the_command_and_the_demo(is_fuzz, tmp_path, request):
+    if not is_fuzz:
+        pytest.skip("half a minute; in `make fuzz`")
+    installed = request.getfixturevalue("installed")
     python, command = installed / "python", installed / "longshore"
     where = call(python, "-c", "import longshore; print(longshore.__file__)", folder=tmp_path)
     assert Path(where.strip()).is_relative_to(installed.parent)
@@ -97,12 +101,6 @@ def test_an_empty_environment_has_the_command(installed, tmp_path):
     call(command, "plan", "--demo", "--html", "plan.html", folder=tmp_path)
     assert (tmp_path / "plan.html").stat().st_size > 10_000
 
-
-@pytest.mark.fuzz
-def test_an_empty_environment_runs_the_demo(installed, tmp_path, is_fuzz):
-    if not is_fuzz:
-        pytest.skip("the demo from the wheel is run by make fuzz")
-    command = installed / "longshore"
     words = ("train.steps=2", "data.batch=4", "--ranks", "2")
     assert "wrote runs/demo-1" in call(command, "train", *words, folder=tmp_path)
     call(command, "report", "runs/demo-1", folder=tmp_path)

@@ -1,4 +1,7 @@
-"""model.code=transformers through the command: a Gemma 3, of which Longshore has no code, tuned."""
+"""model.code=transformers through the command: a Gemma 3, of which Longshore has no code, tuned.
+
+In `make fuzz` it stops after 2 steps and resumes, on another number of ranks.
+"""
 
 import json
 
@@ -32,6 +35,7 @@ def mean_of(model, tokenizer):
     return torch.cat([nll_of(model, tokenizer, chat) for chat in make_chats()]).mean().item()
 
 
+@pytest.mark.fuzz
 def test_a_model_of_transformers_is_tuned(folder, monkeypatch, is_fuzz):
     steps = ["train.steps=2"] if is_fuzz else ["train.steps=6", "output.export=tuned"]
     code, out, err = call(folder, "train", *RUN, *steps)

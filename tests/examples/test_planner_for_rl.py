@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from examples import planner_for_rl as example
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longshore import pack_lane
@@ -29,6 +29,7 @@ def plain(samples, logits):
 
 
 @pytest.mark.property
+@settings(max_examples=settings.default.max_examples // 5)
 @given(lengths=LENGTHS, lanes=st.sampled_from([1, 2, 3, 4]))
 def test_rows_are_those_of_each_rollout_alone(lengths, lanes):
     logits = torch.linspace(-2, 3, 256, dtype=torch.float64).view(16, 16)

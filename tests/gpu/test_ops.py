@@ -129,6 +129,25 @@ def test_attention(name, kind):
     assert_close(got[2], wanted[2], 2e-2)
 
 
+@pytest.mark.parametrize("backend", ["torch varlen", "flash-attn-4"])
+@pytest.mark.parametrize("window", [None, 100])
+def test_attention_with_sinks(backend, window):
+    """By kernels that know no sinks."""
+    tensors, bounds = inputs(400, 400, heads=8, kv_heads=2, width=64), joined([300, 1, 99])
+    tensors.append(normal(8, seed=9))
+    exact = in_float64(tensors)
+    options = {"bounds": bounds, "window": window}
+    want = reference.attention(*exact[:3], sinks=exact[3], **options)
+    grad = normal(*want.shape, seed=7).detach()
+    wanted = torch.autograd.grad(want, exact, grad.double())
+    with served_by(backend):
+        out = attention(*tensors[:3], sinks=tensors[3], **options)
+        got = torch.autograd.grad(out, tensors, grad)
+    assert_close(out, want, 1e-2)
+    for one, other in zip(got, wanted, strict=True):
+        assert_close(one, other, 2e-2)
+
+
 def poison():
     """Leaves NaN in the memory that the next tensors are made in."""
     torch.cuda.synchronize()

@@ -229,3 +229,25 @@ def test_wrong_calls():
         model(torch.zeros(1, 4, dtype=torch.int64), whole_context((4,)))
     with pytest.raises(ValueError, match="Qwen3Attention got no context"):
         model.model(torch.zeros(1, 4, dtype=torch.int64))
+
+
+def make_gpt2():
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 8}
+    drops = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops))
+
+
+def test_a_table_of_positions_ends():
+    """GPT-2 has other names for nearly everything."""
+    model = adapt(make_gpt2())
+    assert model(ids_of((8, 3)), whole_context((8, 3))).values.shape == (11, 61)
+    with pytest.raises(ValueError, match="a sequence has 9 tokens, but the model has a table of 8"):
+        model(ids_of((2, 9)), whole_context((2, 9)))
+
+
+def test_compiled_blocks_change_nothing():
+    model, ids, ctx = adapt(make_qwen3(), check=False), ids_of((4, 3)), whole_context((4, 3))
+    before = model(ids, ctx, ids).values
+    model.compile_blocks()
+    with torch.compiler.set_stance("force_eager"):
+        assert torch.equal(model(ids, ctx, ids).values, before)

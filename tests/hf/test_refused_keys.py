@@ -32,6 +32,7 @@ REFUSED = [
     ({"layer_types": ["linear_attention"]}, "layer_types has 'linear_attention'"),
     ({"layer_types": ["chunked_attention"]}, "layer_types has 'chunked_attention'"),
     ({"attention_chunk_size": 8192}, "its attention is chunked"),
+    ({"index_topk": 2048}, "index_topk: its attention is sparse"),
     ({"attention_dropout": 0.1}, "attention_dropout is 0.1; .* set it to 0 in config.json"),
     ({"resid_pdrop": 0.1}, "resid_pdrop is 0.1"),
     ({"router_jitter_noise": 0.01}, "router_jitter_noise is 0.01"),

@@ -81,4 +81,5 @@ def test_every_policy_mode_and_number_of_lanes(lanes: int, is_fuzz: bool) -> Non
             )
             cases.append((tiny(), plan, exact(mode=mode, recompute=recompute)))
     static = make_plan([129, 3], lanes=lanes, capacity=136, policy="static", cp_size=lanes)
-    check(lanes, [*cases, (tiny(), static, exact(mode="zero2", recompute="blocks"))])
+    cases.append((tiny(), static, exact(mode="zero2", recompute="blocks")))
+    check(lanes, cases, timeout=900)

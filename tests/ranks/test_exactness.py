@@ -31,8 +31,8 @@ def compare(lanes: int, cases: list) -> list[str]:
     return faults
 
 
-def check(lanes: int, cases: list) -> None:
-    assert run_ranks(lanes, compare, lanes, cases, timeout=120)[0] == []
+def check(lanes: int, cases: list, *, timeout: float = 120) -> None:
+    assert run_ranks(lanes, compare, lanes, cases, timeout=timeout)[0] == []
 
 
 @pytest.mark.fuzz

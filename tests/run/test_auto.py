@@ -102,3 +102,11 @@ def test_what_is_compiled(monkeypatch, given, kernels, device, installed, compil
     notes = [note for note in resolved.notes if note.startswith("train.compile")]
     expected = ["train.compile: true, because train.kernels is plain"]
     assert notes == (expected if compiles and given == "auto" else [])
+
+
+def test_models_of_transformers_are_compiled_on_gpus(monkeypatch):
+    monkeypatch.setattr(auto, "is_installed", lambda package: True)
+    run = config(capacity=8192)
+    run = replace(run, model=replace(run.model, from_hf="somewhere", code="transformers"))
+    for device, compiles in (("cuda", True), ("cpu", False)):
+        assert auto._compile(run, device)[0] is compiles

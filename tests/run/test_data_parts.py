@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from tests.data.tiny import word_tokenizer
 
@@ -77,6 +78,22 @@ def test_prepared_folders_and_text_together():
     source = opened('data.path=["made", "a.jsonl"]')
     assert first_tokens(source) == [7, 1, 1]
     assert text_folders(config_of('data.path=["made", "a.jsonl"]'))[0] == [Path("made")]
+
+
+def test_a_folder_of_datasets_needs_no_package():
+    """As save_to_disk writes it: an Arrow stream, and a list of files."""
+    Path("saved/train").mkdir(parents=True)
+    table = pa.table({"text": ["z z", "x x"]})
+    path = "saved/train/data-0.arrow"
+    with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    state = {"_data_files": [{"filename": "data-0.arrow"}]}
+    Path("saved/train/state.json").write_text(json.dumps(state))
+    Path("saved/train/dataset_info.json").write_text("{}")
+    assert first_tokens(opened("data.path=saved/train")) == [4, 1]
+    Path("saved/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(ValueError, match=r"^data.path: saved: is a DatasetDict .* saved/train$"):
+        config_of("data.path=saved")
 
 
 def test_the_recipe_of_a_run_keeps_them():

@@ -1,16 +1,20 @@
 """The loss of a batch, and losses of users: what they do at masked tokens must not count."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.data.plans import FIELDS, counts_of, make_samples
 
+from longshore.data.fields import parse_field
 from longshore.data.pack import pack_step
 from longshore.data.shard import cut_shards, lane_cuts
 from longshore.errors import SettingError
 from longshore.plan import make_plan
-from longshore.train.loss import make_loss, masked_values
+from longshore.train.loss import Loss, check_fields, make_loss, masked_values
+from longshore.train.loss_inputs import SequenceSums, StepInputs
+from longshore.train.losses.preference import dpo
 
 
 def a_batch(*lengths):
@@ -60,6 +64,75 @@ def test_a_wrong_name_is_an_error_about_its_setting() -> None:
         make_loss("nowhere:f")
     with pytest.raises(SettingError, match=r"^loss_count: tests.train.losses has no nothing"):
         make_loss(count="tests.train.losses:nothing")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("tests.train.losses:unknown_parameter", {}, "unknown parameter 'reward'; known are nll,"),
+        ("tests.train.losses:of_sequences_and_tokens", {}, "it reads sequences, and nll; a loss"),
+        ("tests.train.losses:weighted", {"x": 1}, "weighted has no option 'x'; it has none"),
+        ("tests.train.losses:of_sequences", {"x": 1}, "has no option 'x'; it has power"),
+        ("dpo", {"bta": 1}, "dpo has no option 'bta'; it has beta, label_smoothing"),
+        ("dpo", {"beta": -1}, "beta is -1; it must be at least 0"),
+        ("dpo", {"reference_free": 1}, "reference_free is 1; it must be true or false"),
+        ("grpo", {"average": "words"}, "average is 'words'; it must be tokens or sequences"),
+        ("grpo", {"kl": True}, "kl is True; it must be a number"),
+        ("ppo", {"temperature": 0}, "temperature is 0; it must be a number above 0"),
+        ("cross_entropy", {"label_smoothing": 2}, "label_smoothing is 2; it must be from 0 to 1"),
+        ("", {"beta": 1}, "loss_options are given without a loss"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused(name: str, options, said: str) -> None:
+    with pytest.raises(SettingError, match=re.escape(said)):
+        make_loss(name, "auto", options)
+
+
+def test_what_a_loss_is_divided_by() -> None:
+    batch = a_batch()
+    names = ("dpo", "grpo", "tests.train.losses:of_sequences")
+    assert [make_loss(name).divisor([batch], None) for name in names] == [2, 2, 2]
+    tokens = [make_loss("grpo", "auto", {"average": "tokens"}), make_loss("ppo"), make_loss("")]
+    tokens += [make_loss("cross_entropy", "auto", {"z_loss": 1e-4}), make_loss("dpo", "tokens")]
+    assert {loss.divisor([batch], None) for loss in tokens} == {batch.counts.main}
+    assert make_loss("cross_entropy").is_plain
+
+
+def test_the_data_must_have_the_fields_of_a_loss() -> None:
+    fields = ["pair:per_sequence:int64", "sign:per_sequence:int8"]
+    declared = [parse_field(text) for text in fields]
+    check_fields(make_loss("dpo", "auto", {"reference_free": True}), declared)
+    with pytest.raises(SettingError, match="loss is dpo, which reads the field ref_logprobs, and"):
+        check_fields(make_loss("dpo"), declared)
+    old = parse_field("old_logprobs:per_token:float32")
+    advantages = parse_field("advantages:per_sequence:float32")
+    said = "declare it as old_logprobs:per_target:float32, not old_logprobs:per_token:float32"
+    with pytest.raises(SettingError, match=said):
+        check_fields(make_loss("grpo"), [advantages, old])
+    check_fields(make_loss("grpo", "auto", {"on_policy": True}), [advantages])
+
+
+def test_a_temperature_divides_the_logits() -> None:
+    hidden, weight = torch.randn(8, 4), torch.randn(11, 4)
+    labels, batch = torch.arange(8), a_batch()
+    loss = make_loss("tests.train.losses:entropy_weighted", "auto", {"temperature": 0.5})
+    got, _ = loss.summed(loss.reader(None)(batch)(hidden, weight, labels, None), batch)
+    logp = (hidden @ weight.T / 0.5).log_softmax(-1)
+    nll = -logp.gather(1, labels[:, None])[:, 0]
+    want = nll * -(logp.exp() * logp).sum(-1)
+    assert torch.allclose(got, want[batch.targets.loss_mask].sum())
+
+
+@pytest.mark.parametrize("wrong", ["twice chosen", "alone"])
+def test_a_pair_that_is_none_is_refused(wrong: str) -> None:
+    pair, sign = torch.tensor([4.0, 7, 4, 7]), torch.tensor([1.0, 1, -1, -1])
+    if wrong == "alone":
+        pair[3] = 8
+    else:
+        sign[3] = 1
+    sums = SequenceSums(torch.zeros(4), torch.ones(4), {"pair": pair, "sign": sign})
+    with pytest.raises(ValueError, match=r"pair 7 has . sequences in this step"):
+        dpo(sums, reference_free=True)
 
 
 BATCH = a_batch(9, 6, 1, 5)
@@ -140,3 +213,45 @@ def test_what_the_model_did_is_not_blamed_on_the_function() -> None:
     values, faults = masked_values(lambda nll, batch: nll * 2, nll, BATCH)
     values.sum().backward()
     assert [int(row) for row in faults] == [-1, -1]
+
+
+def not_finite_at(row: int, of: str):
+    """A function of the logits whose value or gradient is not finite at one token."""
+
+    def function(hidden, head, batch):
+        place = torch.arange(len(hidden), dtype=torch.float64)
+        bad = (place == row).double()
+
+        def value(logits, bad):
+            total = logits.sum(1)
+            if of == "value":
+                return total / (1 - bad)
+            return (total - total.detach() + 1 - bad).sqrt()
+
+        return head.map_logits(value, bad)
+
+    return function
+
+
+@pytest.mark.parametrize("of", ["value", "gradient"])
+def test_a_fault_of_a_function_of_logits_is_named(of: str) -> None:
+    hidden = torch.randn(len(MASK), 4, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(7, 4, dtype=torch.float64).requires_grad_()
+    for row, want in ((LAST, LAST), (int((~MASK).nonzero()[0]), -1)):
+        loss, step = Loss(not_finite_at(row, of), None), StepInputs()
+        values = loss.reader(step)(BATCH)(hidden, weight, BATCH.targets.labels, None)
+        total, faults = loss.summed(values, BATCH, step)
+        gradients = torch.autograd.grad(total, (hidden, weight))
+        assert int(getattr(faults, of)) == want
+        if want == -1:
+            assert all(part.isfinite().all() for part in (total, *gradients))
+
+
+def test_the_head_gets_a_gradient_although_nothing_reads_it() -> None:
+    hidden = torch.randn(len(MASK), 4, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(7, 4, dtype=torch.float64).requires_grad_()
+    loss, step = Loss(lambda hidden: hidden.square().sum(1), None), StepInputs()
+    values = loss.reader(step)(BATCH)(hidden, weight, BATCH.targets.labels, None)
+    loss.summed(values, BATCH, step)[0].backward()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+    assert torch.allclose(hidden.grad, 2 * hidden.detach() * MASK[:, None])

@@ -27,7 +27,7 @@ from longshore.data.batches import Batches, BatchSize, Place
 from longshore.errors import SettingError, as_option
 from longshore.files import write_atomically
 from longshore.plan.as_json import plans_as_json
-from longshore.plan.cost import BUILT_IN, CostProfile
+from longshore.plan.cost import BUILT_IN, CostProfile, Ints
 from longshore.plan.lengths_file import Lengths, demo_lengths, read_lengths
 from longshore.plan.policy import DEFAULT_POLICY, POLICIES, policy_named, policy_names
 from longshore.plan.types import Plan
@@ -199,25 +199,32 @@ def _steps(args: argparse.Namespace) -> list[Lengths]:
         raise ValueError("--seed is for a prepared folder; the lengths of a file keep their order")
     if args.batch is not None and args.batch_tokens is not None:
         raise ValueError("--batch and --batch-tokens are both given; leave one out")
+    groups = None
     if args.demo:
         lengths = demo_lengths()
+    elif is_folder:
+        lengths, groups = _prepared(args.lengths)
     else:
-        lengths = _prepared(args.lengths) if is_folder else read_lengths(args.lengths)
+        lengths = read_lengths(args.lengths)
     size = BatchSize("sequences", args.batch or len(lengths.lengths))
     if args.batch_tokens:
         size = BatchSize("tokens", args.batch_tokens)
     array = np.array(lengths.lengths, dtype=np.int64)
-    batches = Batches(array, size, seed=args.seed or 0, shuffle=is_folder)
+    batches = Batches(array, size, seed=args.seed or 0, shuffle=is_folder, groups=groups)
     most = min(args.steps or batches.steps(0), batches.steps(0))
     taken = islice(batches.from_place(Place()), most)
     return [lengths.part(places.tolist()) for _, places in taken]
 
 
-def _prepared(folder: str) -> Lengths:
+def _prepared(folder: str) -> tuple[Lengths, Ints | None]:
+    """The lengths of a prepared folder, and which sequences share a step."""
+    from longshore.data.source import groups_of
     from longshore.data.store import Store
 
-    lengths = tuple(Store(folder).lengths.tolist())
-    return Lengths(folder, lengths, tuple(range(len(lengths))), (), counted="sequence")
+    store = Store(folder)
+    lengths = tuple(store.lengths.tolist())
+    by_place = Lengths(folder, lengths, tuple(range(len(lengths))), (), counted="sequence")
+    return by_place, groups_of(store)
 
 
 def _check_complete(args: argparse.Namespace) -> None:

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 PREPARE_HELP = """\
 Tokenizes files of samples, in parallel, into a folder that training and `longshore plan` read.
-A sample is a line of JSONL, a record of a JSON list or a row of Parquet: a chat under `messages`
-(role and content, tool calls too) or `conversations` (from and value), `prompt` and `completion`,
-Alpaca's `instruction`, `input` and `output`, or a plain `text`.
+A sample is a line of JSONL, a record of a JSON list or a row of Parquet or Arrow: a chat under
+`messages` (role and content, tool calls too) or `conversations` (from and value), `prompt` and
+`completion`, Alpaca's `instruction`, `input` and `output`, a plain `text`, or `input_ids`.
 If the command is killed, give it again: it resumes where it stopped. Bad samples go to
 rejected.jsonl with their line and the reason; if there are too many, the command fails, but what
 it has prepared is kept.
 
-  INPUT …            JSONL, JSON or Parquet files, or folders of them
+  INPUT …            JSONL, JSON, Parquet or Arrow files, globs, folders of files, or folders that
+                     datasets' save_to_disk made; JSON may be compressed, as .gz or .zst
   --tokenizer DIR    a Hugging Face tokenizer folder: tokenizer.json, tokenizer_config.json
   --out DIR          the folder to make
   --template T       the chat template. auto (default): the tokenizer's, or Longshore's for its
@@ -97,7 +98,8 @@ def _prepare(args: argparse.Namespace) -> "Summary":
     from longshore.config.values import split_list
     from longshore.data.fields import parse_field
     from longshore.data.inputs import MAX_BYTES
-    from longshore.data.prepare import prepare, show_progress
+    from longshore.data.prepare import prepare
+    from longshore.data.progress import show_progress
 
     try:
         with show_progress(sys.stderr) as progress:

@@ -181,7 +181,13 @@ def _config(args: argparse.Namespace, place: Ranks | None, start: Start) -> RunC
     ranks = ranks_of_run(args.ranks, config, place)
     if place is None and not args.force_ranks:
         check_ranks(ranks, way_out="lower --ranks (or parallel.ranks), or add --force-ranks")
-    return checked_config(config, ranks, start, is_first=place is None or place.rank == 0)
+    return checked_config(
+        config,
+        ranks,
+        start,
+        is_first=place is None or place.rank == 0,
+        is_run_here=not args.print_config,
+    )
 
 
 def _names_run(word: str) -> bool:

@@ -40,8 +40,10 @@ WORDS_BY_ANSWER = {
     # Data.
     "data.path": "datasets train_files train_dataset train_data_path data_files data_path dataset "
     "dataset_name dataset_path",
-    "data.path, a file of JSONL or Parquet": "dataset_config dataset_config_name subset streaming "
-    "dataset_train_split dataset_streaming split dataset_type",
+    "data.path, a file of JSONL or Parquet": "dataset_config dataset_config_name subset "
+    "dataset_train_split split dataset_type",
+    "data.stream": "streaming dataset_streaming",
+    "data.weights": "interleave_probs dataset_weights mixture_weights",
     "data.eval_path": "val_files dataset_test_split eval_split valid_dataset test_datasets "
     "validation_dataset eval_dataset valid_data_path",
     "data.eval_path, a file of its own": "val_set_size val_split_ratio eval_split_ratio",

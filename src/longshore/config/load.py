@@ -42,7 +42,7 @@ EITHER = (
     ("train.steps", "train.epochs"),
     ("train.epochs", "train.steps"),
 )
-DATA_FILES = (".json", ".jsonl", ".ndjson", ".parquet")
+DATA_FILES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst")
 SHOWN = 60
 
 
@@ -92,7 +92,9 @@ def _check_values(values: Mapping[str, Mapping[str, object]]) -> None:
 
 
 def _as_toml(value: object) -> object:
-    """A path as text, and a function of the user's as module:function; all else as it is."""
+    """Paths as text, and a function of the user's as module:function; all else as it is."""
+    if isinstance(value, list | tuple):
+        return [_as_toml(item) for item in value]
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, FunctionType):

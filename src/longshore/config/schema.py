@@ -282,7 +282,7 @@ class TrainConfig:
     compile: bool | Literal["auto"] = key(
         "auto",
         flag_or("auto"),
-        "apply torch.compile to the blocks; auto: on GPUs where the kernels are ruled out",
+        "apply torch.compile to the blocks; auto: on GPUs where our kernels do not serve them",
     )
     loss: str = key(
         "", function("", *names_of(LossName)), "instead of cross entropy: a loss by name, or yours"

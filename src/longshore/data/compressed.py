@@ -15,8 +15,6 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from longshore.files import reason
-
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 END = 1 << 62
 """Behind the last unpacked byte, of which nothing is known before all are read."""
@@ -46,11 +44,19 @@ class UnpackedFile(io.BufferedReader):
 
         self._path = str(name)
         self._at = 0
-        try:
-            raw = pa.input_stream(self._path, compression=CODECS[Path(name).suffix])
-        except OSError as error:
-            raise OSError(error.errno, reason(error), self._path) from None
-        super().__init__(raw, BUFFER)
+        codec = CODECS[Path(name).suffix]
+        if not pa.Codec.is_available(codec):
+            raise ValueError(
+                f"{name}: this build of pyarrow cannot unpack {codec}; unpack the file, or install "
+                "a pyarrow that has it"
+            )
+        self._packed = open(name, "rb")  # noqa: SIM115 - closed with this file
+        super().__init__(pa.input_stream(self._packed, compression=codec), BUFFER)
+
+    @property
+    def packed(self) -> int:
+        """How many bytes of the compressed file are read."""
+        return self._packed.tell()
 
     def read(self, size: int | None = -1, /) -> bytes:
         try:

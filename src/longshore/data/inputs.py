@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from longshore.data.compressed import END, is_compressed, kind_of, open_input
+from longshore.data.compressed import END, UnpackedFile, is_compressed, kind_of, open_input
 from longshore.data.json_list import CHUNK, read_elements
 from longshore.data.paths import JSON, JSONL, files_of, has_ending, listed_endings
 from longshore.data.source import SampleError
@@ -222,39 +222,57 @@ def _more_text(file: Input, at: int) -> ValueError:
     )
 
 
+@dataclass(slots=True)
+class PackedBytes:
+    """How much of a compressed file is read, while it is."""
+
+    read: int = 0
+
+
 def _keep_all(name: str) -> bool:
     return False
 
 
 def read_range(
-    part: Range, *, leaves_out: Callable[[str], bool] = _keep_all, max_bytes: int = MAX_BYTES
+    part: Range,
+    *,
+    leaves_out: Callable[[str], bool] = _keep_all,
+    max_bytes: int = MAX_BYTES,
+    packed: PackedBytes | None = None,
 ) -> Iterator[tuple[int, Sample | SampleError]]:
     """The samples of a range with their lines; a line that is no sample gives its error.
 
     One of more than `max_bytes` is an error too, and is neither parsed nor read into memory.
+    packed: gets how much of a compressed file is read.
     """
     if part.input.is_table:
         rows: Iterator[Sample | SampleError] = read_table(
             part.input.name, part.start, part.stop, leaves_out=leaves_out, max_bytes=max_bytes
         )
     elif _list_start(part.input) is None:
-        rows = map(_parse, _lines(part, max_bytes))
+        rows = map(_parse, _lines(part, max_bytes, packed))
     else:
-        rows = map(_parse, _records(part, max_bytes))
+        rows = map(_parse, _records(part, max_bytes, packed))
     yield from enumerate(rows, start=1)
 
 
-def _lines(part: Range, limit: int) -> Iterator[bytes | SampleError]:
+def _lines(part: Range, limit: int, packed: PackedBytes | None) -> Iterator[bytes | SampleError]:
     with open_input(part.input.name) as file:
         if part.start:
             file.seek(part.start - 1)
             _skip_line(file, part.stop)  # the rest of a line that begins before this range
         while (at := file.tell()) < part.stop and (line := file.readline(limit + 1)):
+            _count(packed, file)
             if len(line) > limit:
                 rest = 0 if line.endswith(b"\n") else _skip_line(file, part.input.end)
                 yield too_large("line", len(line) + rest, limit)
             else:
                 yield line if at else line.removeprefix(BOM)
+
+
+def _count(packed: PackedBytes | None, file: BinaryIO) -> None:
+    if packed is not None and isinstance(file, UnpackedFile):
+        packed.read = file.packed
 
 
 def _skip_line(file: BinaryIO, stop: int) -> int:
@@ -267,10 +285,11 @@ def _skip_line(file: BinaryIO, stop: int) -> int:
     return skipped
 
 
-def _records(part: Range, limit: int) -> Iterator[bytes | SampleError]:
+def _records(part: Range, limit: int, packed: PackedBytes | None) -> Iterator[bytes | SampleError]:
     with open_input(part.input.name) as file:
         elements = read_elements(file, part.start, part.stop, limit=limit)
         for number, record in enumerate(elements, start=1):
+            _count(packed, file)
             if part.input.is_compressed and not record.ended_by:  # others are checked when cut
                 raise _not_closed(part.input, number, record.start)
             is_large = record.size > limit

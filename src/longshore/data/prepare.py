@@ -23,7 +23,6 @@ With workers > 1 processes are spawned: a script that calls this needs `if __nam
 import contextlib
 import datetime
 import hashlib
-import importlib.util
 import json
 import re
 from collections import Counter
@@ -31,12 +30,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 from longshore.choices import LossOn, TooLong
 from longshore.data.chat_template import DATE
 from longshore.data.fields import Field, parse_field
-from longshore.data.inputs import MAX_BYTES, Range, cut_ranges, find_inputs
+from longshore.data.inputs import MAX_BYTES, PackedBytes, Range, cut_ranges, find_inputs
 from longshore.data.pairs import sides
 from longshore.data.prepare_job import (
     Job,
@@ -47,6 +45,7 @@ from longshore.data.prepare_job import (
     read_record,
     write_record,
 )
+from longshore.data.progress import OnProgress
 from longshore.data.rejected import (
     LONGEST_DETAIL,
     REJECTED,
@@ -66,8 +65,6 @@ from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.data.training_templates import OWN, is_file_choice, templates_digest
 from longshore.data.worker_pool import run_tasks
 from longshore.errors import SettingError, Spelling, in_python
-
-OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,25 +185,36 @@ def _make_shards(
     total = sum(part.bytes for part in ranges)
     done = total - sum(part.bytes for part in todo)
     report(done, total)
-    for part in run_tasks(partial(_shard_maker, job), todo, workers):
+    begun: dict[Range, int] = {}
+
+    def read_some(part: Range, nbytes: int) -> None:
+        begun[part] = nbytes
+        report(done + sum(begun.values()), total)
+
+    for part in run_tasks(partial(_shard_maker, job), todo, workers, on_part=read_some):
+        begun.pop(part, None)
         done += part.bytes
-        report(done, total)
+        report(done + sum(begun.values()), total)
 
 
-def _shard_maker(job: Job) -> Callable[[Range], None]:
+def _shard_maker(job: Job) -> Callable[[Range], Iterator[int]]:
     return partial(_make_shard, job, job.sample_tokenizer())
 
 
-def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> None:
-    """Writes the shard of a range, then its record. A compressed file is one range, however large:
-    it becomes a shard for each `shard_bytes` of sequences, so that memory stays bounded."""
+def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> Iterator[int]:
+    """Writes the shard of a range, then its record.
+
+    A compressed file is one range, however large: it becomes a shard for each `shard_bytes` of
+    sequences, so that memory stays bounded, and at each the bytes read so far are yielded.
+    """
     if find_inputs([part.input.name]) != (part.input,):
         raise ValueError(f"{part.input.name}: was changed while it was being prepared; start over")
     sequences: list[TokenizedSample] = []
     shards: list[ShardInfo] = []
     rejected = []
     line = truncated = nbytes = 0
-    for line, sample in job.samples(part):
+    packed = PackedBytes()
+    for line, sample in job.samples(part, packed):
         try:
             if isinstance(sample, SampleError):
                 raise sample
@@ -221,6 +229,7 @@ def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> None:
         if part.input.is_compressed and nbytes >= job.settings["shard_bytes"]:
             shards.append(_write_piece(job, part, len(shards), sequences))
             sequences, nbytes = [], 0
+            yield packed.read
     if sequences:
         shards.append(_write_piece(job, part, len(shards), sequences))
     write_record(job, part, RangeRecord(job.digest, line, truncated, shards, rejected))
@@ -288,46 +297,6 @@ def _summary(job: Job, *, reused: int) -> Summary:
         rejected=manifest.about["rejected"],
         template_note=job.template_note,
     )
-
-
-@contextlib.contextmanager
-def show_progress(stream: TextIO) -> Iterator[OnProgress]:
-    """A bar on a terminal; elsewhere, or without rich, a line for each tenth."""
-    if not stream.isatty() or importlib.util.find_spec("rich") is None:
-        yield _tenths(stream)
-        return
-    with contextlib.ExitStack() as shown:
-        bars: list[OnProgress] = []
-
-        def report(done: int, total: int) -> None:
-            if not bars:  # nothing is shown where nothing is left to do
-                bars.append(_bar(stream, shown))
-            bars[0](done, total)
-
-        yield report
-
-
-def _bar(stream: TextIO, shown: contextlib.ExitStack) -> OnProgress:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-
-    columns = ("preparing", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bar = shown.enter_context(Progress(*columns, console=Console(file=stream)))
-    task = bar.add_task("", total=None)
-    return lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _tenths(stream: TextIO) -> OnProgress:
-    shown = -1
-
-    def report(done: int, total: int) -> None:
-        nonlocal shown
-        if (tenth := 10 * done // max(total, 1)) > shown:
-            shown = tenth
-            stream.write(f"prepared {10 * tenth} % of {total / 1e6:,.1f} MB\n")
-            stream.flush()
-
-    return report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from longshore.data.columns import FORMS, leaves_out, refuse_columns, unused_columns
-from longshore.data.inputs import Input, Range, Sample, read_range, whole_range
+from longshore.data.inputs import Input, PackedBytes, Range, Sample, read_range, whole_range
 from longshore.data.pairs import PAIR_FIELDS, is_pair, sides
 from longshore.data.paths import is_store_file
 from longshore.data.rejected import REJECTED
@@ -76,9 +76,11 @@ class Job:
     def as_json(self) -> dict[str, Any]:
         return {**self.settings, "inputs": [asdict(file) for file in self.inputs]}
 
-    def samples(self, part: Range) -> Iterator[tuple[int, Sample | SampleError]]:
+    def samples(
+        self, part: Range, packed: PackedBytes | None = None
+    ) -> Iterator[tuple[int, Sample | SampleError]]:
         """The samples of a range of this job's inputs, with their lines."""
-        return _samples(part, self.rules, self.settings["max_bytes"])
+        return _samples(part, self.rules, self.settings["max_bytes"], packed)
 
     def sample_tokenizer(self) -> SampleTokenizer:
         return SampleTokenizer(self.tokenizer.load(), self.rules)
@@ -136,12 +138,12 @@ def make_job(
 
 
 def _samples(
-    part: Range, rules: Rules, max_bytes: int
+    part: Range, rules: Rules, max_bytes: int, packed: PackedBytes | None = None
 ) -> Iterator[tuple[int, Sample | SampleError]]:
     def skips(name: str) -> bool:
         return leaves_out(name, rules.ignore, rules.fields)
 
-    return read_range(part, leaves_out=skips, max_bytes=max_bytes)
+    return read_range(part, leaves_out=skips, max_bytes=max_bytes, packed=packed)
 
 
 def _with_pair_fields(inputs: Sequence[Input], rules: Rules, max_bytes: int) -> Rules:

@@ -24,6 +24,8 @@ Ints = NDArray[np.int64]
 Row = Mapping[str, Any] | tuple[Any, ...]
 
 LARGEST_TOKEN = 2**31 - 1
+PAIR = "pair"
+"""The field whose equal values keep sequences in one step."""
 
 
 class SampleError(ValueError):
@@ -116,6 +118,16 @@ def sequence_values(source: IndexedSource, name: str) -> Ints:
     if own is not None:
         return np.asarray(own(name), dtype=np.int64)
     return np.array([int(source[i].fields[name]) for i in range(len(source))], dtype=np.int64)
+
+
+def groups_of(source: IndexedSource, name: str = "") -> Ints | None:
+    """For each sequence the group of those that share its step; None if there are no groups.
+
+    name: of the field that says it; by default `pair`, if it is a field of sequences.
+    """
+    if not name and not any(spec.name == PAIR and spec.per == "sequence" for spec in source.fields):
+        return None
+    return sequence_values(source, name or PAIR)
 
 
 def checked_index(index: int, size: int) -> int:

@@ -3,7 +3,8 @@
 In: a function that each worker calls once (to load what it needs) and that returns the function for
 one task; the tasks. Out: each task when it is done, in the order of completion. With three tasks
 and two workers, two run at once and the first to finish takes the third. An error in a worker is
-raised here, and the other workers are stopped; a killed worker is an error too, not a hang.
+raised here, and the other workers are stopped; a killed worker is an error too, not a hang. A task
+may tell how far it is: its function then yields numbers, which go to `on_part`.
 """
 
 import contextlib
@@ -14,27 +15,37 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, TypeVar
 
 Task = TypeVar("Task")
-Start = Callable[[], Callable[[Task], None]]
+Start = Callable[[], Callable[[Task], Iterable[int] | None]]
+OnPart = Callable[[Any, int], None]
 
 
-def run_tasks(start: Start[Task], tasks: Sequence[Task], workers: int) -> Iterator[Task]:
+def _ignore(task: object, number: int) -> None:
+    pass
+
+
+def run_tasks(
+    start: Start[Task], tasks: Sequence[Task], workers: int, *, on_part: OnPart = _ignore
+) -> Iterator[Task]:
     """Runs all tasks; in this process where one worker is enough."""
     if min(workers, len(tasks)) > 1:
-        yield from _in_processes(start, tasks, min(workers, len(tasks)))
+        yield from _in_processes(start, tasks, min(workers, len(tasks)), on_part)
     elif tasks:
         work = start()
         for task in tasks:
-            work(task)
+            for number in work(task) or ():
+                on_part(task, number)
             yield task
 
 
-def _in_processes(start: Start[Task], tasks: Sequence[Task], workers: int) -> Iterator[Task]:
+def _in_processes(
+    start: Start[Task], tasks: Sequence[Task], workers: int, on_part: OnPart
+) -> Iterator[Task]:
     waiting = deque(tasks)
     processes: dict[Connection, SpawnProcess] = {}
     running: dict[Connection, Task] = {}
@@ -49,9 +60,12 @@ def _in_processes(start: Start[Task], tasks: Sequence[Task], workers: int) -> It
             for ready in wait(list(running)):
                 assert isinstance(ready, Connection)
                 with _error_if_dead(processes[ready]):
-                    error = ready.recv()
-                if error is not None:
-                    raise error
+                    message = ready.recv()
+                if isinstance(message, int):
+                    on_part(running[ready], message)
+                    continue
+                if message is not None:
+                    raise message
                 yield running.pop(ready)
                 if waiting:
                     running[ready] = waiting.popleft()
@@ -93,7 +107,8 @@ def _worker(start: Start[Any], connection: Connection) -> None:
     try:
         work = start()
         while True:
-            work(connection.recv())
+            for number in work(connection.recv()) or ():
+                connection.send(number)
             connection.send(None)
     except EOFError:
         return

@@ -21,7 +21,7 @@ RECURRENT_TYPES = ("jamba", "bamba", "zamba", "zamba2", "falcon_h1", "nemotron_h
 OTHER_INPUTS = ("vision_config", "audio_config", "speech_config", "encoder")
 LENGTH_ROPES = ("dynamic", "longrope", "su")
 """Rotary scalings that depend on the longest position of the whole batch."""
-DROPS = ("dropout", "pdrop", "drop_rate", "jitter_noise")
+DROPS = ("dropout", "pdrop", "drop_rate", "layerdrop", "jitter_noise")
 HEADS_ONLY = ("classifier_dropout", "summary_first_dropout", "token_classifier_dropout")
 """Dropout of heads that a causal language model does not have."""
 LOGITS = {"final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}
@@ -86,6 +86,8 @@ def _layer_problems(raw: Raw) -> Iterator[str]:
             yield f"it has the key {key}: some of its layers are recurrent; {WAY_OUT}"
     if raw.get("attention_chunk_size"):
         yield f"attention_chunk_size: its attention is chunked; {WAY_OUT}"
+    if raw.get("index_topk"):
+        yield f"index_topk: its attention is sparse, to tokens that an index chooses; {WAY_OUT}"
     for rope in _ropes(raw):
         if rope in LENGTH_ROPES:
             yield (

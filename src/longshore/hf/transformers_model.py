@@ -19,7 +19,7 @@ from longshore.batch import Depth, SeqContext, whole_context
 from longshore.hf.attention_function import KEYWORD, NAME, PackedRows, quiet, register
 from longshore.hf.refused_keys import WAY_OUT
 from longshore.model.decoder import Head
-from longshore.model.interface import LOCAL, Exchanges, LanguageModel, Output
+from longshore.model.interface import LOCAL, Exchanges, LanguageModel, Output, Reader
 from longshore.plan.layout import one_stage
 
 
@@ -35,6 +35,8 @@ class TransformersModel(LanguageModel):
         (self.stage,) = one_stage(layers=len(config.layers), depths=0).stages
         self.config = config
         self.exchanges: Exchanges = LOCAL
+        if hf.base_model is hf:
+            raise ValueError(f"{type(hf).__name__} has no part below its head; {WAY_OUT}")
         self.trunk: str = hf.base_model_prefix
         self.hf_config = hf.config
         self.tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
@@ -45,10 +47,15 @@ class TransformersModel(LanguageModel):
         weighted = hf.get_input_embeddings() if self.tied else hf.get_output_embeddings()
         self.weighted = names[weighted]
         self.layer_names = tuple(names[block] for block in _blocks(hf))
+        self.most_positions = _most_positions(hf)
         self.loss_head = Head(config, tied=True)
 
     def blocks(self) -> list[nn.Module]:
         return [self.get_submodule(name) for name in self.layer_names]
+
+    def compile_blocks(self) -> None:
+        for block in self.blocks():
+            block.forward = torch.compile(block.forward, dynamic=True)
 
     def forward(
         self,
@@ -59,17 +66,17 @@ class TransformersModel(LanguageModel):
         *,
         summed: bool = False,
         token_ids: Tensor | None = None,
-        **reading: Any,  # noqa: ANN401
+        reader: Reader | None = None,
     ) -> Output:
         """As Decoder's: x are ids (T); without labels values are logits (T, V), else losses (T).
 
-        ctx: None for one plain sequence. reading: what the head is asked for besides.
+        ctx: None for one plain sequence. reader: computes other values instead, see Decoder.
         """
         if ctx is None:
             ctx = whole_context((x.shape[0],), device=x.device)
         hidden_TC = self.hidden(x, PackedRows(ctx, self.exchanges))
         weight_VC = self.get_submodule(self.weighted).weight
-        return Output(self.loss_head(hidden_TC, labels, weight_VC, summed=summed, **reading))
+        return Output(self.loss_head(hidden_TC, labels, weight_VC, summed=summed, reader=reader))
 
     def hidden(self, ids_T: Tensor, rows: PackedRows) -> Tensor:
         """(T, C), after the last norm."""
@@ -78,14 +85,25 @@ class TransformersModel(LanguageModel):
                 f"this model takes token ids of shape ({rows.ctx.tokens},) for a context of "
                 f"{rows.ctx.tokens} tokens, but got shape {tuple(ids_T.shape)}"
             )
+        self._check_lengths(rows.ctx)
+        # Padding may have positions past the last sequence's; a table of positions ends there.
+        positions_T = rows.ctx.positions.where(rows.ctx.is_real, 0)
         output = self.get_submodule(self.trunk)(
             input_ids=ids_T[None],
-            position_ids=rows.ctx.positions[None],
+            position_ids=positions_T[None],
             use_cache=False,
             **{KEYWORD: rows},
         )
         hidden_TC: Tensor = output.last_hidden_state[0]
         return hidden_TC
+
+    def _check_lengths(self, ctx: SeqContext) -> None:
+        longest = max(length for pack in ctx.packs for length in pack.lengths)
+        if self.most_positions is not None and longest > self.most_positions:
+            raise ValueError(
+                f"a sequence has {longest} tokens, but the model has a table of "
+                f"{self.most_positions} positions; shorten it (data.max_length)"
+            )
 
 
 def adapted(hf: Any, config: DecoderConfig) -> TransformersModel:  # noqa: ANN401
@@ -111,9 +129,14 @@ def empty_model(folder: str) -> Any:  # noqa: ANN401
     """The model of a folder, its parameters on `meta` and its buffers filled."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder)
-    with parameters_on_meta(), quiet():
-        return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    local: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        config = AutoConfig.from_pretrained(folder, **local)
+        with parameters_on_meta(), quiet():
+            return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except (ValueError, KeyError, AttributeError, ImportError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"transformers cannot make this model: {first}") from error
 
 
 @contextmanager
@@ -146,3 +169,11 @@ def _blocks(hf: Any) -> list[nn.Module]:  # noqa: ANN401
     raise ValueError(
         f"{type(hf).__name__} has no list of its {layers} layers, which FSDP would wrap; {WAY_OUT}"
     )
+
+
+def _most_positions(hf: Any) -> int | None:  # noqa: ANN401
+    """Rows of a learned table of positions; None without one."""
+    most = getattr(hf.config, "max_position_embeddings", None)
+    tables = [part for part in hf.base_model.modules() if isinstance(part, nn.Embedding)]
+    learned = [table for table in tables if table is not hf.get_input_embeddings()]
+    return most if learned and isinstance(most, int) else None

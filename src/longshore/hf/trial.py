@@ -11,6 +11,7 @@ of a Gemma 3 one layer of each kind stays, with windows of 3. Sequences have 7, 
 """
 
 import copy
+import re
 from typing import Any
 
 import torch
@@ -50,11 +51,14 @@ SMALL: dict[str, int] = {
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
-    "sliding_window": 3,
     "vocab_size_per_layer_input": VOCAB,
     "vocab_size": VOCAB,
 }
 """Keys and what they become in the small copy, where a config has them and they are more."""
+REACH = re.compile(
+    r"window(?!_layers)|chunk|index_topk|block_size|floor_scale|original_max_position"
+)
+"""Keys of how far something reaches; 3 in the small copy, so that its few tokens show it."""
 
 
 def try_packed(model_class: type[Any], config: Any) -> None:  # noqa: ANN401
@@ -84,7 +88,8 @@ def try_packed(model_class: type[Any], config: Any) -> None:  # noqa: ANN401
             _compare(name, f"the gradient of {key}", parameter.grad, gradients[key])
         hf.zero_grad()
         _packed(model, whole_context((2,)), _ids()[:2])
-        missing = [key for key, parameter in hf.named_parameters() if parameter.grad is None]
+        trained = [(key, each) for key, each in hf.named_parameters() if each.requires_grad]
+        missing = [key for key, parameter in trained if parameter.grad is None]
     if missing:
         raise ValueError(
             f"{name}: {missing[0]} gets no gradient from some tokens, on which FSDP would hang; "
@@ -160,6 +165,11 @@ def small_config(config: Any) -> Any:  # noqa: ANN401
     for key, size in SMALL.items():
         if isinstance(getattr(small, key, None), int) and getattr(small, key) > size:
             setattr(small, key, size)
+    for key, value in list(vars(small).items()):
+        if REACH.search(key) and _is_many(value):
+            setattr(small, key, 3)
+        if key.startswith("rope") and isinstance(value, dict):
+            setattr(small, key, _near(value))
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     small.num_attention_heads = min(4, heads)
     if kv_heads is not None:
@@ -170,6 +180,17 @@ def small_config(config: Any) -> Any:  # noqa: ANN401
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(small, key, None)
     return small
+
+
+def _near(rope: dict[str, Any]) -> dict[str, Any]:
+    """Keys about positions, which may be nested by layer type, with a short reach."""
+    changed = {key: _near(value) for key, value in rope.items() if isinstance(value, dict)}
+    short = {key: 3 for key, value in rope.items() if REACH.search(key) and _is_many(value)}
+    return {**rope, **changed, **short}
+
+
+def _is_many(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 3
 
 
 def _kept_layers(config: Any) -> list[int]:  # noqa: ANN401

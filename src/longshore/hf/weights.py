@@ -55,7 +55,7 @@ class SavedWeights:
     """A decoder and its tensors."""
 
     config: DecoderConfig
-    """With low-rank factors, where the tensors are some."""
+    """What it is; of models of transformers what it costs."""
     base: Path | None
     """The Hugging Face folder it began with."""
     tensors: Mapping[str, Tensor]

@@ -164,10 +164,15 @@ def attend_visible(
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spec:
     exchanges: tuple[Exchange, ...]
+    """Of the packs."""
     keys_values: KeysValues
+    """How keys and values are made of the rows."""
     scale: float
+    """Of the scores."""
     window: int | None
+    """How many tokens one sees, itself included; None for all before it."""
     softcap: float | None
+    """See ops/attention.py."""
 
     @property
     def cp_sizes(self) -> list[int]:

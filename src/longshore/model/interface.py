@@ -386,3 +386,8 @@ class LanguageModel(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """What FSDP wraps, what is recomputed, and what is compiled."""
         raise NotImplementedError
+
+    def compile_blocks(self) -> None:
+        """Each block through torch.compile, for any number of tokens; hooks stay outside."""
+        for block in self.blocks():
+            block.compile(dynamic=True)

@@ -3,7 +3,7 @@
 In: a model (on `meta`, or with its parameters), a topology, the CP groups, the choices. Out: the
 same model, ready to train on its lane's micro-batches.
 
-    tensor parallelism → experts → exchanges → recomputation of blocks → compilation → FSDP
+    tensor parallelism → experts → exchanges → compilation of blocks → recomputation → FSDP
 
 The order matters: what ranks split becomes smaller before all else; a block recomputes inside its
 FSDP hooks, so that its parameters are gathered once for both; compilation sees the block alone.
@@ -63,12 +63,11 @@ def parallelize(
             "for Longshore's own decoders; use tp 1 and ep 1"
         )
     set_exchanges(model, _exchanges(topology, groups, choices))
+    if choices.compile:
+        model.compile_blocks()
     if choices.recompute == "blocks":
         for block in blocks:
             _recompute(block)
-    if choices.compile:
-        for block in blocks:
-            block.compile(dynamic=True)
     shard(model, blocks, topology, mode=choices.mode, dtype=choices.dtype)
     return model
 

@@ -171,11 +171,15 @@ def _shard(
 
 
 def _compile(config: RunConfig, device: str) -> tuple[bool, str]:
-    """Whether blocks are compiled: by itself only on GPUs whose kernels are ruled out."""
+    """Whether blocks are compiled: by itself only on GPUs where our kernels do not serve them."""
     train = config.train
     if train.compile != "auto":
         return train.compile, ""
-    if device != "cuda" or train.kernels == "auto" or not is_installed("triton"):
+    if device != "cuda" or not is_installed("triton"):
+        return False, ""
+    if config.model.code == "transformers":
+        return True, "true, because transformers' code has no kernels of its own"
+    if train.kernels == "auto":
         return False, ""
     if config.graph.layers:
         return False, "false, because graph.layers is set"

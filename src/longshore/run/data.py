@@ -30,13 +30,15 @@ from longshore.data.fields import Field, parse_field
 from longshore.data.inputs import find_inputs
 from longshore.data.mixture import Joined, Mixture
 from longshore.data.mock import MockSource
-from longshore.data.prepare import TextRules, cache_folder, prepare_cache, show_progress
+from longshore.data.prepare import TextRules, cache_folder, prepare_cache
 from longshore.data.prepare_job import TokenizerFiles, check_first
+from longshore.data.progress import show_progress
 from longshore.data.rejected import rejections_of
 from longshore.data.source import (
     IndexedSource,
     Ints,
     TokenizedSample,
+    groups_of,
     sequence_values,
     source_digest,
 )
@@ -248,16 +250,10 @@ def batch_size(config: RunConfig) -> BatchSize:
     return BatchSize("tokens", data.batch_tokens)
 
 
-PAIR = "pair"
-
-
 def step_groups(config: RunConfig, source: IndexedSource) -> Ints | None:
     """For each sequence the group of those that share its step; None if there are no groups."""
-    name = config.data.group
-    if not name and not any(str(field).startswith(f"{PAIR}:per_seq") for field in source.fields):
-        return None
     with in_keys("data.group"):
-        return sequence_values(source, name or PAIR)
+        return groups_of(source, config.data.group)
 
 
 def small_data(config: RunConfig, source: IndexedSource) -> list[str]:

@@ -25,13 +25,13 @@ def make_foreign(job: TrainingJob, groups: CPGroups, choices: Choices) -> Transf
     """All ranks call it together; what cannot be trained exactly is refused here."""
     folder, dtype = job.config.model.from_hf, torch.promote_types(job.dtype, torch.float32)
     with agreed(job.topology.groups):
-        hf = empty_model(folder)
-        for parameter in hf.parameters():
-            parameter.data = parameter.data.to(dtype)
         try:
+            hf = empty_model(folder)
             check_foreign(hf)
         except ValueError as error:
             raise ValueError(f"model.from_hf: {Path(folder)}: {error}") from None
+        for parameter in hf.parameters():
+            parameter.data = parameter.data.to(dtype)
         model = adapted(hf, job.decoder)
         if job.decoder.lora is not None:
             with settings_in_keys():

@@ -181,6 +181,7 @@ def _trace_of(job: TrainingJob) -> Callable[[Plan], Seq[Operation]]:
         attention=parallel.attention,
         scan=parallel.scan,
         recompute=job.config.train.recompute,
+        statistics=run_loss(job).reads_statistics,
     )
     topology = job.topology
     return lambda plan: trace(plan, job.layout, topology.rank, model=model, axes=topology)

@@ -49,7 +49,7 @@ from longshore.run.folder import (
     write_config,
 )
 from longshore.run.room import check_disks
-from longshore.train.checkpoint_files import remove_leftovers, writing
+from longshore.train.checkpoint_files import FOLDER, remove_leftovers, writing
 
 if TYPE_CHECKING:
     from longshore.data.loader import Loader
@@ -117,31 +117,39 @@ def recipe_of(run: Path, *, asked_by: str) -> str:
     return str(run / CONFIG)
 
 
-def checked_config(config: RunConfig, ranks: int, start: Start, *, is_first: bool) -> RunConfig:
+def checked_config(
+    config: RunConfig, ranks: int, start: Start, *, is_first: bool, is_run_here: bool = True
+) -> RunConfig:
     """The configuration with the ranks it runs on, once all that can be refused was checked.
 
-    is_first: whether this is rank 0, which alone checks folders.
+    is_first: whether this is rank 0, which alone checks folders. is_run_here: see check_output.
     """
     check_config(config, ranks)
     if is_first:
-        check_output(config, start)
+        check_output(config, start, is_run_here=is_run_here)
     return config.with_ranks(ranks)
 
 
-def check_output(config: RunConfig, start: Start) -> None:
-    """Refuses folders that the run cannot write, and a resume that would change the run."""
+def check_output(config: RunConfig, start: Start, *, is_run_here: bool = True) -> None:
+    """Refuses folders that the run cannot write, and a resume that would change the run.
+
+    is_run_here: on this machine, whose disks must have room for it.
+    """
     run = find_run(config.output.folder) if start.resume else None
     if run is None:
         check_run_folder(config.output.folder)
     else:
-        check_writable(run, "output.folder")
+        for folder in (run, run / FOLDER):
+            if folder.exists():
+                check_writable(folder, "output.folder")
         changed_settings(config, run)
         if config.train.steps:  # of epochs the number is known with the data
             check_steps(config.train.steps, config, run)
     if config.output.export:
         check_new_folder(config.output.export, "output.export")
         _check_export(config)
-    check_disks(config, decoder_config(config.model))
+    if is_run_here:
+        check_disks(config, decoder_config(config.model))
 
 
 def _check_export(config: RunConfig) -> None:

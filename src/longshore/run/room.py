@@ -21,12 +21,13 @@ MOMENTS = 2
 def written_bytes(config: RunConfig, decoder: DecoderConfig) -> dict[str, int]:
     """What each of the run's outputs takes, by its key."""
     parameters, output = parameter_count(decoder), config.output
+    kept = 0 if decoder.lora is not None else parameters  # adapters are small
     trained = 8 if config.train.dtype == "float64" else 4
     sizes = {}
-    if output.keep:
-        sizes["checkpoint"] = (1 + MOMENTS) * trained * parameters
-    if output.weights:
-        sizes["weights"] = trained * parameters
+    if output.keep and kept:
+        sizes["checkpoint"] = (1 + MOMENTS) * trained * kept
+    if output.weights and kept:
+        sizes["weights"] = trained * kept
     if output.export:
         low = config.train.dtype in ("auto", "bfloat16")
         sizes["export"] = (2 if low else trained) * parameters

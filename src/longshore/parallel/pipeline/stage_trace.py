@@ -111,7 +111,10 @@ class StageTrace:
         recompute: Recompute,
         item: int,
         kept: int,
+        statistics: bool = False,
     ) -> None:
+        """statistics: whether the main loss reads more of the logits than nll."""
+        self.statistics = statistics
         self.stage, self.recompute, self.at, self.ep = stage, recompute, at, ep
         self.item, self.kept, self.wide = item, kept, max(item, 4)
         self.row = RowBytes(row=config.width * item)
@@ -153,6 +156,8 @@ class StageTrace:
             self._tp("gather", self.row, f"head {number}")
             both = RowBytes(row=2 * self.at.tp * self.wide)
             self._tp("gather", both, f"head {number}: log-sum-exp and logit")
+            if self.statistics and not number:
+                self._tp("sum_over", both, "head 0: expectation and sum of logits")
         self.fsdp.end_forward(self.root)
 
     def _layer_forward(self, layer: TracedLayer) -> None:

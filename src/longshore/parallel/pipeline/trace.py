@@ -102,6 +102,8 @@ class TracedModel:
     """How Mamba2 and delta net serve one."""
     recompute: Recompute = "none"
     """What is computed again in backward."""
+    statistics: bool = False
+    """Whether the loss reads more of a token's logits than its nll."""
 
 
 class Tracer:
@@ -185,6 +187,7 @@ class Tracer:
             recompute=model.recompute,
             item=model.item,
             kept=model.kept,
+            statistics=model.statistics,
         )
 
     def _shared(self, slot: Slot, lane: int, ranks: Sequence[int]) -> list[Operation]:
