@@ -67,7 +67,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python bench/checkpoint.py
 
 fuzz: setup
-	HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m 'fuzz or property'
+	HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m 'fuzz or property or long'
 
 clean:
 	rm -rf $(VENV) build dist out src/*.egg-info

@@ -35,6 +35,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def pytest_collection_modifyitems(items) -> None:
+    """Tests that take long run in `make fuzz` alone; others show the same in less time."""
+    if PROFILE == "fuzz":
+        return
+    for item in items:
+        if item.get_closest_marker("long") is not None:
+            item.add_marker(pytest.mark.skip(reason="takes long: in `make fuzz`"))
+
+
 @pytest.fixture
 def is_fuzz() -> bool:
     """Whether this is `make fuzz`, which takes its time."""

@@ -6,8 +6,9 @@ costs nothing and does not load torch; docs/api.md lists them with their signatu
     from longshore import Trainer, make_plan
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
+# Nothing is imported here: `python -m longshore` finds modules in the working folder first, until
+# cli/main.py has put it last. Type checkers take a variable of this name as true.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from longshore.arch.decoder import DecoderConfig
@@ -130,6 +131,8 @@ def __getattr__(name: str) -> object:
         return version("longshore")
     if name not in _HOME:
         raise AttributeError(f"module 'longshore' has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(f"longshore.{_HOME[name]}"), name)
 
 

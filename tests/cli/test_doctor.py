@@ -110,6 +110,7 @@ def test_json(run):
     assert (place["rank"], place["lane"], place["cp_groups"]) == (0, 0, [[0, 1]])
 
 
+@pytest.mark.long
 def test_under_torchrun(tmp_path):
     """The real ranks connect, only rank 0 prints, and a remark of a rank would reach it."""
     (tmp_path / "driver.py").write_text(DRIVER)

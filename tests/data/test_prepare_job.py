@@ -142,6 +142,7 @@ def finished_shards(out):
     return {s["file"]: Path(out, s["file"]).stat().st_mtime_ns for s in shards}
 
 
+@pytest.mark.long
 @pytest.mark.fuzz
 def test_killed_at_random_it_goes_on_to_the_same_bytes(here):
     """SIGKILL to the parent, its workers left to themselves, again and again on one folder."""

@@ -72,6 +72,7 @@ def test_any_ranks_any_plan_the_same_losses(tmp_path):
     assert lines[-1] == "wrote one: config.toml, metrics.jsonl, weights"
 
 
+@pytest.mark.long
 def test_again_the_same_bits_under_torchrun(tmp_path):
     words = (*SMALL, "--ranks", "2", "train.steps=2", "output.display=none")
     first, out = trained(tmp_path, "first", *words)

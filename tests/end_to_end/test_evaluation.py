@@ -23,6 +23,7 @@ def losses(folder):
     return [json.loads(line) for line in (folder / "evals.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_held_out_losses(tmp_path):
     plain, _ = trained(tmp_path, "plain", *WORDS, "--ranks", "1")
     one, out = trained(tmp_path, "one", *WORDS, *HELD_OUT, "--ranks", "1")

@@ -1,6 +1,7 @@
 """What goes wrong once the ranks have started: one clear answer, and never a hang."""
 
 import numpy as np
+import pytest
 from tests.end_to_end.command import call, torchrun
 
 from longshore.data.source import TokenizedSample
@@ -22,6 +23,7 @@ def fails(nll, batch):
 DEMO = ("train", "train.steps=20", "train.loss=mine:fails", "data.batch=4")
 
 
+@pytest.mark.long
 def test_one_rank_fails_all_end(tmp_path):
     """Rank 1 alone fails, in the middle, while the others wait for it in a collective."""
     (tmp_path / "mine.py").write_text(LOSS)

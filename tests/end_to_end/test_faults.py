@@ -151,6 +151,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds ranks in /proc")
 def test_a_hung_rank_is_named_and_sigterm_answered(start, tmp_path):
     (tmp_path / "program.py").write_text(IMPATIENT)
@@ -174,6 +175,7 @@ def test_a_hung_rank_is_named_and_sigterm_answered(start, tmp_path):
     assert f"step-{int(told[1]):08}" in checkpoints_of(tmp_path / "run")
 
 
+@pytest.mark.long
 def test_everything_is_killed_and_gone_on_with(start, tmp_path):
     """The command, its server and all ranks at once, as a machine that loses its power."""
     process = start("--ranks", "2", "output.save_every=1")
@@ -369,6 +371,7 @@ def test_what_the_server_cannot_import_is_told(tmp_path):
     assert "EOF" not in err.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_torchrun_restarts_and_goes_on(tmp_path):
     """Rank 1 kills itself once; the second time the group goes on from the checkpoint."""
     (tmp_path / "mine.py").write_text(

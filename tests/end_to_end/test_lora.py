@@ -107,6 +107,7 @@ def foreign_logits(run):
         return model(IDS).values
 
 
+@pytest.mark.long
 def test_a_model_of_transformers_merged_and_loaded_by_peft(runs, is_fuzz, capfd):
     peft = pytest.importorskip("peft")
     base = runs.folder / "base"

@@ -40,15 +40,19 @@ def same_tensors(first, second):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_mixer_is_one_file(folder):
-    whole, out = trained(folder, "whole", *RUN, *OWN, "train.steps=2")
-    assert "\nmine:decoder: " in out
+@pytest.mark.long
+def test_its_run_resumes(folder):
+    whole, _ = trained(folder, "whole", *RUN, *OWN, "train.steps=2")
     trained(folder, "run", *RUN, *OWN, "train.steps=1")
     code, _, err = call(folder, "train", "--resume", "run", "train.steps=2", "--ranks", "2")
     assert code == 0, err
     assert losses(read_metrics(folder / "run" / "metrics.jsonl")) == losses(whole)
     assert same_tensors(folder / "run" / WEIGHTS, folder / "whole" / WEIGHTS)
 
+
+def test_a_mixer_is_one_file(folder):
+    _, out = trained(folder, "run", *RUN, *OWN, "train.steps=1")
+    assert "\nmine:decoder: " in out
     words = ["export", "run", "out", "--format", "longshore", "--module", "mine"]
     assert call(folder, *words) == (0, "wrote out\n", "")
     assert same_tensors(folder / "out/model.safetensors", folder / "run" / WEIGHTS)

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from tests.end_to_end.command import call, trained
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-policy.md"
@@ -41,6 +42,7 @@ def test_it_plans_from_the_command_line(tmp_path):
     assert NAME in (tmp_path / "p.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_it_trains_two_ranks_and_is_reported(tmp_path):
     write_policy(tmp_path)
     metrics, _ = trained(tmp_path, "run", *train_words(NAME), "--ranks=2")

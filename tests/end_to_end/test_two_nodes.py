@@ -85,6 +85,7 @@ def finish(agents):
     return [agent.returncode for agent in agents], written
 
 
+@pytest.mark.long
 def test_two_nodes_train_as_four_local_ranks(tmp_path):
     agents = start_nodes(tmp_path, *SMALL, "output.folder=two")
     codes, written = finish(agents)

@@ -67,6 +67,7 @@ def test_stages_in_series(text) -> None:
     assert [r.depth for r in routed] == [r.depth for r in whole.routed]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it itself
 def test_a_compiled_depth_compiles_its_block() -> None:
     """Which hides the context; a depth that was given it would be compiled anew each time."""

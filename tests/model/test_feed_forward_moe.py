@@ -250,7 +250,9 @@ def test_a_router_keeps_float32_among_bfloat16():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it itself
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.long)]
+)
 def test_compiled_blocks(dtype):
     config = one_layer(KINDS["groups"])
     plain, compiled = decoder(config).to(dtype), decoder(config).to(dtype)

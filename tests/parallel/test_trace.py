@@ -77,6 +77,7 @@ def test_rounds_in_flight_issue_what_the_trace_says_with_fsdp(is_fuzz: bool) -> 
     assert min(run_ranks(4, check_in_flight, cases, order, timeout=400.0)) > 500
 
 
+@pytest.mark.long
 @pytest.mark.fuzz
 def test_axes_issue_what_the_trace_says_with_fsdp(is_fuzz: bool) -> None:
     """Stages with ends of their own and without, depths on a stage of their own; biases of one TP

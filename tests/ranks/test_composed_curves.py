@@ -170,9 +170,9 @@ WAYS = {
 @pytest.mark.parametrize("name", WAYS)
 def test_a_run_resumes_under_other_axes(name: str, tmp_path: Path, is_fuzz: bool) -> None:
     """The same losses to 1e-9, and what is saved under one way is exported alike under the next."""
-    if not is_fuzz and name != "tiny-deepseek-v3":
+    if not is_fuzz:
         pytest.skip("minutes; in `make fuzz`")
-    ways, last = (WAYS[name], STEPS) if is_fuzz else (WAYS[name][:2], 6)
+    ways, last = WAYS[name], STEPS
     stops = [last * (number + 1) // len(ways) for number in range(len(ways))]
     want = []
     for steps in stops:

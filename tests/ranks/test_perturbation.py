@@ -100,7 +100,7 @@ def all_leaks(lanes: int) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("lanes", [1, 2, 3, pytest.param(4, marks=pytest.mark.long), 8])
 def test_nothing_leaks(lanes: int) -> None:
     assert run_ranks(lanes, all_leaks, lanes, timeout=240)[0] == []
 
