@@ -130,6 +130,31 @@ def test_after_a_failure_another_can_follow(tmp_path):
         assert trainer.run()["step"] == 1
 
 
+def test_a_failure_does_not_wait_for_a_checkpoint_that_nobody_confirms(tmp_path):
+    changed = settings(tmp_path / "run", eval_every=2)
+    changed["data"] |= {"eval_mock": LENGTHS, "eval_count": 4}
+    changed["output"]["save_every"] = 1
+    threads, release = threading.active_count(), []
+
+    def fail_in_evaluation(trainer, metrics):
+        confirmed = trainer._training.parts.checkpoints._confirmed
+        release.append(threading.Timer(60, confirmed.set))  # or this test would hang for ever
+        release[0].start()
+        raise RuntimeError("no more of this")
+
+    with (
+        pytest.raises(RuntimeError, match="no more of this"),
+        Trainer(**changed, on_evaluation=fail_in_evaluation) as trainer,
+    ):
+        trainer.run()
+    release[0].cancel()
+    release[0].join()
+    assert saved_steps(tmp_path / "run") == [1]  # that of step 2 was not confirmed
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+    assert threading.active_count() == threads
+    assert not dist.is_initialized()
+
+
 def twice(nll, batch):
     return 2 * nll
 

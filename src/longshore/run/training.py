@@ -49,6 +49,7 @@ def joined_training(
                 yield _loaded(job, run, parts)
             except BaseException:
                 if topology.world_size == 1:  # several ranks would wait for each other
+                    parts.checkpoints.abandon()
                     parts.close()
                 raise
             job.status.at("ending")
