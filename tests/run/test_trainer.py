@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -222,6 +223,14 @@ def as_torchrun(folder, port):
             assert trainer.config.parallel.ranks == 2
             losses.append([metrics["loss"] for metrics in trainer])
             trainer.export(f"{folder}/tuned-{number}")
+            with pytest.raises(ValueError, match="already contains"):  # on both ranks
+                trainer.export(f"{folder}/tuned-{number}")
+            refusal = ValueError("no architecture fits")
+            with (
+                patch("longshore.run.weights.choose_architecture", side_effect=refusal),
+                pytest.raises(ValueError, match="no architecture fits"),
+            ):
+                trainer.export(f"{folder}/other")
     dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2)
     return losses
 

@@ -23,6 +23,8 @@ from typing import Any, Self
 from longshore.config.load import load_config
 from longshore.config.located import settings_in_keys
 from longshore.config.schema import RunConfig
+from longshore.distributed.agreement import PeerError
+from longshore.errors import SettingError
 from longshore.parallel.pipeline.stages import Model
 from longshore.plan.types import Plan
 from longshore.run.loop import Between, train_steps
@@ -47,6 +49,7 @@ from longshore.train.record import RunRecord, recording
 Metrics = dict[str, Any]
 """Of a step, by the names of metrics.jsonl; or of an evaluation, by those of evals.jsonl."""
 Callback = Callable[["Trainer", Metrics], None]
+REFUSALS = (ValueError.__name__, SettingError.__name__)
 
 
 class Trainer:
@@ -312,10 +315,15 @@ class Trainer:
 
     @contextmanager
     def _noting_failure(self, *, refusals: bool = False) -> Iterator[None]:
-        """An error of the block is the end of this Trainer. refusals: but not a ValueError."""
+        """An error of the block is the end of this Trainer. refusals: but not a ValueError.
+
+        That of another rank is a ValueError here too, so that all ranks go on alike.
+        """
         try:
             yield
         except BaseException as error:
+            if refusals and isinstance(error, PeerError) and error.kind in REFUSALS:
+                raise ValueError(error.message) from None
             if not (refusals and isinstance(error, ValueError)):
                 self._failure = error
             raise
