@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.ranks.harness import run_ranks
 
 from longshore import Trainer, load_config
+from longshore.run.folder import lock_run
 from longshore.train.checkpoint_files import saved_steps
 from longshore.train.metrics import read_metrics
 
@@ -129,6 +130,19 @@ def test_after_a_failure_another_can_follow(tmp_path):
     assert not dist.is_initialized()
     with Trainer(**settings(tmp_path / "run-3", steps=1)) as trainer:
         assert trainer.run()["step"] == 1
+
+
+def test_a_close_that_fails_leaves_all_the_same(tmp_path, monkeypatch):
+    threads = threading.active_count()
+    trainer = Trainer(**settings(tmp_path / "run"))
+    trainer.step()
+    monkeypatch.setattr(trainer._training.saver, "finish", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.close()
+    assert not dist.is_initialized()
+    assert threading.active_count() == threads
+    lock_run(tmp_path / "run", "").close()  # nobody else has it
+    trainer.close()
 
 
 def test_a_failure_does_not_wait_for_a_checkpoint_that_nobody_confirms(tmp_path):

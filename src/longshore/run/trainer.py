@@ -301,10 +301,13 @@ class Trainer:
         if self._failure is not None:
             self._leave(self._failure)
             return
-        with self._noting_failure():
+        try:
             self._end()
             if self._evaluator is not None:
                 self._evaluator.held_out.steps.close()
+        except BaseException as error:
+            self._leave(error)
+            raise
         self._is_closed = True
         self._opened.close()
 
