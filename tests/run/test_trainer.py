@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from tests.data.tiny import CHATML, word_tokenizer
 from tests.ranks.harness import run_ranks
 
 from longshore import Trainer, load_config
@@ -68,6 +69,10 @@ def test_a_closed_run_resumes_as_if_it_had_never_stopped(tmp_path):
         assert [trainer.step()["loss"] for _ in range(2)] == losses[:2]
     assert not (tmp_path / "cut" / "weights").exists()
     assert saved_steps(tmp_path / "cut") == [2]
+    config = (tmp_path / "cut" / "config.toml").read_text()
+    with Trainer(resume=tmp_path / "cut", train={"steps": 9}) as trainer:
+        assert trainer.steps == 9
+    assert (tmp_path / "cut" / "config.toml").read_text() == config  # no step has worked with it
     with Trainer(resume=tmp_path / "cut") as trainer:
         assert trainer.done == 2
         assert [metrics["loss"] for metrics in trainer] == losses[2:]
@@ -94,6 +99,22 @@ def test_a_callback_evaluates_saves_and_exports_the_model_of_its_step(tmp_path):
     assert [metrics["step"] for metrics in evaluated] == [2, 4]
     assert here[1] == evaluated[0]["loss"] != here[0]
     assert (tmp_path / "tuned" / "model.safetensors").is_file()
+
+
+def test_it_prints_nothing_but_the_command_that_resumes_its_run_does(tmp_path, capfd):
+    word_tokenizer(tmp_path / "tok", "a b", template=CHATML)
+    (tmp_path / "texts.jsonl").write_text('{"text": "a b"}\n' * 6)
+    changed = settings(tmp_path / "run", steps=1)
+    changed["data"] = {
+        "path": tmp_path / "texts.jsonl",
+        "tokenizer": tmp_path / "tok",
+        "cache": tmp_path / "cache",
+        "batch": 6,
+    }
+    with Trainer(**changed) as trainer:
+        trainer.run()
+    assert capfd.readouterr() == ("", "")
+    assert load_config(tmp_path / "run" / "config.toml").output.display == "auto"
 
 
 def test_it_leaves_nothing_behind(tmp_path):

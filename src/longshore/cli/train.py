@@ -114,7 +114,7 @@ def run_on_ranks(config: RunConfig, place: Ranks | None, work: Work) -> None:
     """Here under torchrun, else in new processes; an error becomes a line and an exit code."""
     try:
         if place is None:
-            prepare_text(config)
+            prepare_text(config, display=config.output.display)
             _say_start(config)
             launch(work, config, config.parallel.ranks)
         else:

@@ -97,8 +97,9 @@ def _start_worker(start: Start[Task]) -> tuple[Connection, SpawnProcess]:
 def _hidden_script() -> Iterator[None]:
     """The main module has no file and no name, so that a spawned process does not import it."""
     attributes = vars(sys.modules["__main__"])
-    before = {name: attributes[name] for name in ("__file__", "__spec__") if name in attributes}
-    attributes.update(dict.fromkeys(before))
+    names = [name for name in ("__file__", "__spec__") if name in attributes]
+    before: dict[str, Any] = {name: attributes[name] for name in names}
+    attributes.update(dict.fromkeys(names))
     try:
         yield
     finally:

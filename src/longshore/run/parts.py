@@ -274,7 +274,7 @@ def make_evaluator(
     config = held_out(job.config, on_demand=on_demand)
     if config is None:
         return None
-    source = open_source(config, job.decoder, job.topology)
+    source = open_source(config, job.decoder, job.topology, display=job.display)
     assert not isinstance(source, TextStream), "held-out data are never streamed"
     with agreed(job.topology.groups):
         check_longest(config, job.topology.lanes, int(source.lengths.max()))

@@ -55,7 +55,13 @@ class ScoreTask:
 def score(config: RunConfig, ranks: Ranks, task: ScoreTask) -> None:
     """Scores the data of the configuration, on all its ranks."""
     with joined_ranks(config, ranks, attempt=0, signals=True) as (topology, stop):
-        job = make_job(config, topology, stop=stop, local_size=ranks.local_size)
+        job = make_job(
+            config,
+            topology,
+            stop=stop,
+            local_size=ranks.local_size,
+            display=config.output.display,
+        )
         use_kernels(job.config.train.kernels)
         groups = make_cp_groups(job)
         job.tell("loading the weights…" if config.model.from_hf else "building the model…")

@@ -89,7 +89,9 @@ class Trainer:
         is_first = place is None or place.rank == 0
         size = place.world_size if place is not None else 1
         config = checked_config(config, size, start, is_first=is_first)
-        self._begin(config, place, start, signals=signals)
+        shown = config.output.display
+        display = "none" if shown == "auto" else shown  # config.toml keeps "auto" for the command
+        self._begin(config, place, start, signals=signals, display=display)
         self._on_step, self._on_evaluation = on_step, on_evaluation
 
     @classmethod
@@ -98,11 +100,17 @@ class Trainer:
     ) -> Self:
         """A Trainer of a configuration that was checked before, on a given rank."""
         trainer = cls.__new__(cls)
-        trainer._begin(config, ranks, start, signals=signals)
+        trainer._begin(config, ranks, start, signals=signals, display=config.output.display)
         return trainer
 
     def _begin(
-        self, config: RunConfig, place: Ranks | None, start: Start, *, signals: bool
+        self,
+        config: RunConfig,
+        place: Ranks | None,
+        start: Start,
+        *,
+        signals: bool,
+        display: str,
     ) -> None:
         """place: None for a run of one rank."""
         self._on_step = self._on_evaluation = None
@@ -113,7 +121,7 @@ class Trainer:
             ranks = place if place is not None else opened.enter_context(alone())
             with loopback() if ranks.is_one_machine else nullcontext():
                 self._training = training = opened.enter_context(
-                    joined_training(config, ranks, start, signals=signals)
+                    joined_training(config, ranks, start, signals=signals, display=display)
                 )
             opened.enter_context(training.job.stop.after_steps())
             self._recorded = recorded = opened.enter_context(ExitStack())
@@ -133,11 +141,11 @@ class Trainer:
             self._opened = opened.pop_all()
 
     def _recording(self) -> AbstractContextManager[RunRecord]:
-        job, output = self._training.job, self._training.job.config.output
+        job = self._training.job
         return recording(
             self.folder,
-            display=output.display,
-            trackers=output.trackers,
+            display=job.display,
+            trackers=job.config.output.trackers,
             steps=job.steps,
             after=self.done,
             is_first=self.is_first,
@@ -361,9 +369,5 @@ def _configured(
 ) -> RunConfig:
     """The configuration that the arguments of a Trainer describe."""
     if isinstance(recipe, RunConfig):
-        config = load_config(recipe.to_toml(), overrides, values=sections)
-    else:
-        config = load_config(recipe, overrides, values=sections)
-    if config.output.display == "auto":
-        config = replace(config, output=replace(config.output, display="none"))
-    return config
+        recipe = recipe.to_toml()
+    return load_config(recipe, overrides, values=sections)
