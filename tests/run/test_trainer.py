@@ -13,6 +13,7 @@ from tests.ranks.harness import run_ranks
 
 from longshore import Trainer, load_config
 from longshore.run.folder import lock_run
+from longshore.run.parts import make_evaluator
 from longshore.train.checkpoint_files import saved_steps
 from longshore.train.metrics import read_metrics
 
@@ -228,6 +229,23 @@ def test_what_cannot_be_done_is_refused_and_the_run_stays(tmp_path):
         with pytest.raises(ValueError, match=r"output\.keep is 0"):
             trainer.save()
         assert trainer.step()["step"] == 1
+
+
+def test_groups_for_evaluation_are_made_on_the_loopback_interface_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("longshore.run.ranks.loopback_variables", lambda: {"OF_LOOPBACK": "lo"})
+    variables = []
+
+    def make(*args, **options):
+        variables.append(os.environ.get("OF_LOOPBACK"))
+        return make_evaluator(*args, **options)
+
+    monkeypatch.setattr("longshore.run.trainer.make_evaluator", make)
+    changed = settings(tmp_path / "run")
+    changed["data"] |= {"eval_mock": LENGTHS, "eval_count": 4}
+    with Trainer(**changed) as trainer:
+        trainer.evaluate()
+        assert "OF_LOOPBACK" not in os.environ
+    assert variables == ["lo", "lo"]  # when it is built, and when it is needed
 
 
 def test_a_recipe_may_be_text_a_path_or_a_config(tmp_path):

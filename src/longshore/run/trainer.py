@@ -41,7 +41,7 @@ from longshore.run.step_recorder import StepRecorder
 from longshore.run.training import joined_training
 from longshore.run.weights import export_weights, write_weights
 from longshore.train.checkpoint_files import checkpoint_folder
-from longshore.train.evaluation import Evaluation
+from longshore.train.evaluation import Evaluation, Evaluator
 from longshore.train.heartbeat import SAVING
 from longshore.train.loop import StepReport
 from longshore.train.record import RunRecord, recording
@@ -118,17 +118,15 @@ class Trainer:
         self._failure: BaseException | None = None
         self._is_ended, self._is_closed, self._reads_all = False, False, False
         with settings_in_keys(), ExitStack() as opened:  # closed only if something fails here
-            ranks = place if place is not None else opened.enter_context(alone())
-            with loopback() if ranks.is_one_machine else nullcontext():
+            self._ranks = place if place is not None else opened.enter_context(alone())
+            with self._connecting():
                 self._training = training = opened.enter_context(
-                    joined_training(config, ranks, start, signals=signals, display=display)
+                    joined_training(config, self._ranks, start, signals=signals, display=display)
                 )
             opened.enter_context(training.job.stop.after_steps())
             self._recorded = recorded = opened.enter_context(ExitStack())
             self._record = recorded.enter_context(self._recording())
-            self._evaluator = make_evaluator(
-                training.job, training.parts.stepper, tell=self._evaluated
-            )
+            self._evaluator = self._make_evaluator()
             self._recorder = StepRecorder(
                 training.job,
                 training.parts,
@@ -139,6 +137,15 @@ class Trainer:
             )
             self._reports = self._make_reports()
             self._opened = opened.pop_all()
+
+    def _connecting(self) -> AbstractContextManager[None]:
+        """For a block that makes process groups."""
+        return loopback() if self._ranks.is_one_machine else nullcontext()
+
+    def _make_evaluator(self, *, on_demand: bool = False) -> Evaluator | None:
+        job, stepper = self._training.job, self._training.parts.stepper
+        with self._connecting():
+            return make_evaluator(job, stepper, tell=self._evaluated, on_demand=on_demand)
 
     def _recording(self) -> AbstractContextManager[RunRecord]:
         job = self._training.job
@@ -262,16 +269,14 @@ class Trainer:
     def evaluate(self) -> Metrics:
         """The loss on the run's held-out data (data.eval_path or data.eval_mock) as it is now."""
         self._check_open()
-        training = self._training
         with self._noting_failure(refusals=True), settings_in_keys():
             if self._evaluator is None:
-                self._evaluator = make_evaluator(
-                    training.job, training.parts.stepper, tell=self._evaluated, on_demand=True
-                )
+                self._evaluator = self._make_evaluator(on_demand=True)
             if self._evaluator is None:
                 raise ValueError("there is no held-out data; give data.eval_path or data.eval_mock")
             evaluator = self._evaluator
-            return asdict(evaluator.held_out.evaluate(evaluator.executor, training.job.status))
+            status = self._training.job.status
+            return asdict(evaluator.held_out.evaluate(evaluator.executor, status))
 
     def _evaluated(self, step: int, evaluation: Evaluation) -> None:
         """An evaluation that train.eval_every asks for."""
