@@ -12,6 +12,7 @@ from tests.data.tiny import CHATML, word_tokenizer
 from tests.ranks.harness import run_ranks
 
 from longshore import Trainer, load_config
+from longshore.ops import backends
 from longshore.run.folder import lock_run
 from longshore.run.parts import make_evaluator
 from longshore.train.checkpoint_files import saved_steps
@@ -118,15 +119,19 @@ def test_it_prints_nothing_but_the_command_that_resumes_its_run_does(tmp_path, c
     assert load_config(tmp_path / "run" / "config.toml").output.display == "auto"
 
 
-def test_it_leaves_nothing_behind(tmp_path):
+def test_it_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     environment, threads = dict(os.environ), threading.active_count()
-    with Trainer(**settings(tmp_path / "run", steps=1)) as trainer:
+    with Trainer(**settings(tmp_path / "run", steps=1, kernels="plain")) as trainer:
+        assert backends._plain
         assert {number: signal.getsignal(number) for number in before} == before
         with pytest.raises(ValueError, match="already has a default process group"):
             Trainer(**settings(tmp_path / "other"))
         trainer.step()
     assert not dist.is_initialized()
+    assert not backends._plain
+    assert torch.backends.mkldnn.enabled
     assert dict(os.environ) == environment
     assert threading.active_count() == threads
     for call in (trainer.step, trainer.run, trainer.evaluate, trainer.save):

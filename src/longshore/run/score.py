@@ -27,7 +27,6 @@ from longshore.data.steps import IndexedSteps, Step
 from longshore.data.store import write_store
 from longshore.distributed.collectives import sum_over
 from longshore.model.interface import Output
-from longshore.ops.backends import use_kernels
 from longshore.parallel.pipeline.executor import Executor, Handlers
 from longshore.run.job import TrainingJob, make_job
 from longshore.run.parts import make_cp_groups, make_model, make_steps
@@ -62,7 +61,6 @@ def score(config: RunConfig, ranks: Ranks, task: ScoreTask) -> None:
             local_size=ranks.local_size,
             display=config.output.display,
         )
-        use_kernels(job.config.train.kernels)
         groups = make_cp_groups(job)
         job.tell("loading the weights…" if config.model.from_hf else "building the model…")
         executor = Executor(make_model(job, groups), topology, mode=job.resolved.shard)
