@@ -217,9 +217,16 @@ def test_a_function_is_a_loss(tmp_path):
         ({"train": 5}, "train is 5; it must be a table of its keys"),
         ({"train": {"steps": 2.5}}, "train.steps is 2.5; it must be a whole number"),
         ({"resume": "nowhere"}, "resume: nowhere has no config.toml"),
+        (
+            {"resume": "nowhere", "recipe": "[train]\nsteps = 2"},
+            "resume: nowhere has no config.toml",
+        ),
+        ({"resume": True, "train": {"steps": 2}}, r"resume: which run\? there is none in runs"),
+        ({"force": True}, "force works only with resume"),
     ],
 )
-def test_mistakes_are_refused_before_anything_starts(given, message):
+def test_mistakes_are_refused_before_anything_starts(given, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         Trainer(**given)
     assert not dist.is_initialized()

@@ -20,13 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from longshore.config.load import load_config
 from longshore.config.located import settings_in_keys
 from longshore.config.schema import RunConfig
 from longshore.distributed.agreement import PeerError
 from longshore.errors import SettingError
 from longshore.parallel.pipeline.stages import Model
 from longshore.plan.types import Plan
+from longshore.run.arguments import configured
 from longshore.run.loop import Between, train_steps
 from longshore.run.parts import make_evaluator
 from longshore.run.ranks import Ranks, alone, loopback, ranks_from_environment
@@ -34,7 +34,6 @@ from longshore.run.resume import (
     FRESH,
     Start,
     checked_config,
-    recipe_of,
     start_from_environment,
 )
 from longshore.run.step_recorder import StepRecorder
@@ -82,10 +81,7 @@ class Trainer:
         place = ranks_from_environment()
         start = start_from_environment() if place is not None else FRESH
         start = replace(start, is_asked=bool(resume), is_forced=force)
-        if isinstance(resume, str | Path):
-            recipe = recipe or recipe_of(Path(resume), asked_by="resume")
-            overrides = [*overrides, f"output.folder={resume}"]
-        config = _configured(recipe, overrides, sections)
+        config = configured(recipe, overrides, sections, resume=resume, force=force)
         is_first = place is None or place.rank == 0
         size = place.world_size if place is not None else 1
         config = checked_config(config, size, start, is_first=is_first)
@@ -365,14 +361,3 @@ class Trainer:
             self.close()
         elif not self._is_closed:
             self._leave(error)
-
-
-def _configured(
-    recipe: str | Path | RunConfig | None,
-    overrides: Seq[str],
-    sections: Mapping[str, Mapping[str, object]],
-) -> RunConfig:
-    """The configuration that the arguments of a Trainer describe."""
-    if isinstance(recipe, RunConfig):
-        recipe = recipe.to_toml()
-    return load_config(recipe, overrides, values=sections)
