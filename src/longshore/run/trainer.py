@@ -27,7 +27,7 @@ from longshore.errors import SettingError
 from longshore.parallel.pipeline.stages import Model
 from longshore.plan.types import Plan
 from longshore.run.arguments import configured
-from longshore.run.loop import Between, train_steps
+from longshore.run.loop import StepHooks, train_steps
 from longshore.run.parts import make_evaluator
 from longshore.run.ranks import Ranks, alone, loopback, ranks_from_environment
 from longshore.run.resume import (
@@ -161,14 +161,14 @@ class Trainer:
         for line in (*training.notes, *warnings):
             self._record.note(line)
         training.job.status.at("waiting for data", step=self.done + 1)
-        between = Between(
+        step_hooks = StepHooks(
             saver=saver,
             evaluator=self._evaluator,
             record=self._record,
             report=self._recorder.write,
             wants_report=lambda: self._reads_all,
         )
-        return train_steps(training.job, training.parts, between)
+        return train_steps(training.job, training.parts, step_hooks)
 
     @property
     def config(self) -> RunConfig:
