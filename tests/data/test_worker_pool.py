@@ -1,6 +1,8 @@
 import os
 import signal
+import sys
 from functools import partial
+from importlib.machinery import ModuleSpec
 
 import pytest
 
@@ -64,3 +66,17 @@ def test_a_task_tells_how_far_it_is(workers):
 
 def start_counting():
     return counting
+
+
+@pytest.mark.parametrize("is_module", [False, True], ids=["python mine.py", "python -m mine"])
+def test_workers_do_not_run_the_script_again(tmp_path, monkeypatch, is_module):
+    """One without a guard would start workers, or a training, in each worker."""
+    script = tmp_path / "mine.py"
+    script.write_text("raise SystemExit('the script ran again')")
+    main = sys.modules["__main__"]
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(main, "__file__", str(script))
+    monkeypatch.setattr(main, "__spec__", ModuleSpec("mine", None) if is_module else None)
+    spec = main.__spec__
+    assert sorted(run_tasks(start_counting, [2, 3], 2)) == [2, 3]
+    assert (main.__file__, main.__spec__) == (str(script), spec)

@@ -3,13 +3,18 @@
 import os
 import signal
 import threading
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.data.tiny import CHATML, word_tokenizer
 from tests.ranks.harness import run_ranks
 
 from longshore import Trainer, load_config
+from longshore.ops import backends
+from longshore.run.folder import lock_run
+from longshore.run.parts import make_evaluator
 from longshore.train.checkpoint_files import saved_steps
 from longshore.train.metrics import read_metrics
 
@@ -66,6 +71,10 @@ def test_a_closed_run_resumes_as_if_it_had_never_stopped(tmp_path):
         assert [trainer.step()["loss"] for _ in range(2)] == losses[:2]
     assert not (tmp_path / "cut" / "weights").exists()
     assert saved_steps(tmp_path / "cut") == [2]
+    config = (tmp_path / "cut" / "config.toml").read_text()
+    with Trainer(resume=tmp_path / "cut", train={"steps": 9}) as trainer:
+        assert trainer.steps == 9
+    assert (tmp_path / "cut" / "config.toml").read_text() == config  # no step has worked with it
     with Trainer(resume=tmp_path / "cut") as trainer:
         assert trainer.done == 2
         assert [metrics["loss"] for metrics in trainer] == losses[2:]
@@ -94,15 +103,35 @@ def test_a_callback_evaluates_saves_and_exports_the_model_of_its_step(tmp_path):
     assert (tmp_path / "tuned" / "model.safetensors").is_file()
 
 
-def test_it_leaves_nothing_behind(tmp_path):
+def test_it_prints_nothing_but_the_command_that_resumes_its_run_does(tmp_path, capfd):
+    word_tokenizer(tmp_path / "tok", "a b", template=CHATML)
+    (tmp_path / "texts.jsonl").write_text('{"text": "a b"}\n' * 6)
+    changed = settings(tmp_path / "run", steps=1)
+    changed["data"] = {
+        "path": tmp_path / "texts.jsonl",
+        "tokenizer": tmp_path / "tok",
+        "cache": tmp_path / "cache",
+        "batch": 6,
+    }
+    with Trainer(**changed) as trainer:
+        trainer.run()
+    assert capfd.readouterr() == ("", "")
+    assert load_config(tmp_path / "run" / "config.toml").output.display == "auto"
+
+
+def test_it_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     environment, threads = dict(os.environ), threading.active_count()
-    with Trainer(**settings(tmp_path / "run", steps=1)) as trainer:
+    with Trainer(**settings(tmp_path / "run", steps=1, kernels="plain")) as trainer:
+        assert backends._plain
         assert {number: signal.getsignal(number) for number in before} == before
         with pytest.raises(ValueError, match="already has a default process group"):
             Trainer(**settings(tmp_path / "other"))
         trainer.step()
     assert not dist.is_initialized()
+    assert not backends._plain
+    assert torch.backends.mkldnn.enabled
     assert dict(os.environ) == environment
     assert threading.active_count() == threads
     for call in (trainer.step, trainer.run, trainer.evaluate, trainer.save):
@@ -130,6 +159,44 @@ def test_after_a_failure_another_can_follow(tmp_path):
         assert trainer.run()["step"] == 1
 
 
+def test_a_close_that_fails_leaves_all_the_same(tmp_path, monkeypatch):
+    threads = threading.active_count()
+    trainer = Trainer(**settings(tmp_path / "run"))
+    trainer.step()
+    monkeypatch.setattr(trainer._training.saver, "finish", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.close()
+    assert not dist.is_initialized()
+    assert threading.active_count() == threads
+    lock_run(tmp_path / "run", "").close()  # nobody else has it
+    trainer.close()
+
+
+def test_a_failure_does_not_wait_for_a_checkpoint_that_nobody_confirms(tmp_path):
+    changed = settings(tmp_path / "run", eval_every=2)
+    changed["data"] |= {"eval_mock": LENGTHS, "eval_count": 4}
+    changed["output"]["save_every"] = 1
+    threads, release = threading.active_count(), []
+
+    def fail_in_evaluation(trainer, metrics):
+        confirmed = trainer._training.parts.checkpoints._confirmed
+        release.append(threading.Timer(60, confirmed.set))  # or this test would hang for ever
+        release[0].start()
+        raise RuntimeError("no more of this")
+
+    with (
+        pytest.raises(RuntimeError, match="no more of this"),
+        Trainer(**changed, on_evaluation=fail_in_evaluation) as trainer,
+    ):
+        trainer.run()
+    release[0].cancel()
+    release[0].join()
+    assert saved_steps(tmp_path / "run") == [1]  # that of step 2 was not confirmed
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+    assert threading.active_count() == threads
+    assert not dist.is_initialized()
+
+
 def twice(nll, batch):
     return 2 * nll
 
@@ -150,9 +217,16 @@ def test_a_function_is_a_loss(tmp_path):
         ({"train": 5}, "train is 5; it must be a table of its keys"),
         ({"train": {"steps": 2.5}}, "train.steps is 2.5; it must be a whole number"),
         ({"resume": "nowhere"}, "resume: nowhere has no config.toml"),
+        (
+            {"resume": "nowhere", "recipe": "[train]\nsteps = 2"},
+            "resume: nowhere has no config.toml",
+        ),
+        ({"resume": True, "train": {"steps": 2}}, r"resume: which run\? there is none in runs"),
+        ({"force": True}, "force works only with resume"),
     ],
 )
-def test_mistakes_are_refused_before_anything_starts(given, message):
+def test_mistakes_are_refused_before_anything_starts(given, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         Trainer(**given)
     assert not dist.is_initialized()
@@ -167,6 +241,23 @@ def test_what_cannot_be_done_is_refused_and_the_run_stays(tmp_path):
         with pytest.raises(ValueError, match=r"output\.keep is 0"):
             trainer.save()
         assert trainer.step()["step"] == 1
+
+
+def test_groups_for_evaluation_are_made_on_the_loopback_interface_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("longshore.run.ranks.loopback_variables", lambda: {"OF_LOOPBACK": "lo"})
+    variables = []
+
+    def make(*args, **options):
+        variables.append(os.environ.get("OF_LOOPBACK"))
+        return make_evaluator(*args, **options)
+
+    monkeypatch.setattr("longshore.run.trainer.make_evaluator", make)
+    changed = settings(tmp_path / "run")
+    changed["data"] |= {"eval_mock": LENGTHS, "eval_count": 4}
+    with Trainer(**changed) as trainer:
+        trainer.evaluate()
+        assert "OF_LOOPBACK" not in os.environ
+    assert variables == ["lo", "lo"]  # when it is built, and when it is needed
 
 
 def test_a_recipe_may_be_text_a_path_or_a_config(tmp_path):
@@ -197,6 +288,14 @@ def as_torchrun(folder, port):
             assert trainer.config.parallel.ranks == 2
             losses.append([metrics["loss"] for metrics in trainer])
             trainer.export(f"{folder}/tuned-{number}")
+            with pytest.raises(ValueError, match="already contains"):  # on both ranks
+                trainer.export(f"{folder}/tuned-{number}")
+            refusal = ValueError("no architecture fits")
+            with (
+                patch("longshore.run.weights.choose_architecture", side_effect=refusal),
+                pytest.raises(ValueError, match="no architecture fits"),
+            ):
+                trainer.export(f"{folder}/other")
     dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2)
     return losses
 

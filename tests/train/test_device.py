@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from longshore.train.device import prefer_blas
+from longshore.train.device import prefer_blas, preferred_blas
 
 
 @pytest.fixture
@@ -17,6 +17,12 @@ def onednn():
 def test_aarch64_multiplies_by_blas_alone(onednn, dtype):
     prefer_blas(torch.device("cpu"), dtype, "aarch64")
     assert not onednn()
+
+
+def test_for_a_run_alone(onednn):
+    with preferred_blas(torch.device("cpu"), torch.float32, "aarch64"):
+        assert not onednn()
+    assert onednn()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from longshore.cli.launch import (
     launch,
 )
 from longshore.cli.options import add_command, count, say
-from longshore.config.load import NOT_THE_DEMO, load_config
+from longshore.config.load import load_config
 from longshore.config.located import settings_in_keys
 from longshore.config.schema import SECTIONS, RunConfig
 from longshore.config.toml import toml_value
@@ -34,7 +34,14 @@ from longshore.config.unknown_keys import all_keys, answer_key
 from longshore.run.data import prepare_text
 from longshore.run.folder import newest_runs
 from longshore.run.ranks import Ranks, loopback, ranks_from_environment
-from longshore.run.resume import FRESH, Start, checked_config, recipe_of, start_from_environment
+from longshore.run.resume import (
+    FRESH,
+    Start,
+    checked_config,
+    names_run,
+    recipe_of,
+    start_from_environment,
+)
 from longshore.train.stop import Interrupted, RunError, StoppedError, exit_code
 
 MOST_RANKS = 1 << 20
@@ -114,7 +121,7 @@ def run_on_ranks(config: RunConfig, place: Ranks | None, work: Work) -> None:
     """Here under torchrun, else in new processes; an error becomes a line and an exit code."""
     try:
         if place is None:
-            prepare_text(config)
+            prepare_text(config, display=config.output.display)
             _say_start(config)
             launch(work, config, config.parallel.ranks)
         else:
@@ -175,7 +182,7 @@ def _config(args: argparse.Namespace, place: Ranks | None, start: Start) -> RunC
     recipe, overrides = _split_words(args.words)
     if args.resume:
         recipe, overrides = _resumed_recipe(Path(args.resume), recipe, overrides)
-    elif args.resume == "" and recipe is None and not any(map(_names_run, overrides)):
+    elif args.resume == "" and recipe is None and not names_run(map(_key, overrides)):
         raise ValueError(f"--resume: which run? {newest_runs()}")
     config = load_config(recipe, overrides)
     ranks = ranks_of_run(args.ranks, config, place)
@@ -190,9 +197,8 @@ def _config(args: argparse.Namespace, place: Ranks | None, start: Start) -> RunC
     )
 
 
-def _names_run(word: str) -> bool:
-    """Whether an override names the data, the model or the folder, so that it is not the demo."""
-    return word.partition("=")[0].strip() in (*NOT_THE_DEMO, "output.folder")
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()
 
 
 def _resumed_recipe(run: Path, recipe: str | None, overrides: list[str]) -> tuple[str, list[str]]:

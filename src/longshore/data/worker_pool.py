@@ -5,6 +5,9 @@ one task; the tasks. Out: each task when it is done, in the order of completion.
 and two workers, two run at once and the first to finish takes the third. An error in a worker is
 raised here, and the other workers are stopped; a killed worker is an error too, not a hang. A task
 may tell how far it is: its function then yields numbers, which go to `on_part`.
+
+Workers do not import the script that runs: one that builds a Trainer at its top level, without
+`if __name__ == "__main__"`, would train again in each of them. So what they call stands in modules.
 """
 
 import contextlib
@@ -12,6 +15,7 @@ import errno
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections import deque
@@ -83,9 +87,23 @@ def _start_worker(start: Start[Task]) -> tuple[Connection, SpawnProcess]:
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
     process = context.Process(target=_worker, args=(start, theirs), daemon=True)
-    process.start()
+    with _hidden_script():
+        process.start()
     theirs.close()
     return mine, process
+
+
+@contextlib.contextmanager
+def _hidden_script() -> Iterator[None]:
+    """The main module has no file and no name, so that a spawned process does not import it."""
+    attributes = vars(sys.modules["__main__"])
+    names = [name for name in ("__file__", "__spec__") if name in attributes]
+    before: dict[str, Any] = {name: attributes[name] for name in names}
+    attributes.update(dict.fromkeys(names))
+    try:
+        yield
+    finally:
+        attributes.update(before)
 
 
 @contextlib.contextmanager

@@ -345,7 +345,7 @@ def use_kernels(kernels: Kernels) -> None:
 
 @contextmanager
 def only(kernels: Kernels) -> Iterator[None]:
-    """use_kernels for a while, in tests and measurements."""
+    """use_kernels for a while: that of a run, a test or a measurement."""
     before = _plain
     use_kernels(kernels)
     try:

@@ -15,7 +15,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,23 +99,24 @@ def text_is_ready(config: RunConfig) -> bool:
     return ready and (others is None or text_is_ready(others))
 
 
-def prepare_text(config: RunConfig) -> None:
+def prepare_text(config: RunConfig, *, display: str = "auto") -> None:
     """Tokenizes the run's text into its cache, with progress; does nothing for other data.
 
+    display: "none" shows nothing.
     Its workers are processes, so ranks that are daemons themselves leave it to their parent.
     """
     if others := held_out(config):
-        prepare_text(others)
+        prepare_text(others, display=display)
     if not config.data.stream:
         for part in data_parts(config.data):
             if part.texts:
-                _prepare_part(part, config)
+                _prepare_part(part, config, StringIO() if display == "none" else sys.stderr)
 
 
-def _prepare_part(part: DataPart, config: RunConfig) -> None:
+def _prepare_part(part: DataPart, config: RunConfig, shown: TextIO) -> None:
     with in_keys("data.path"):
         try:
-            with show_progress(sys.stderr) as progress:
+            with show_progress(shown) as progress:
                 summary = prepare_cache(
                     part.texts,
                     _rules(config),
@@ -124,7 +127,7 @@ def _prepare_part(part: DataPart, config: RunConfig) -> None:
         except OSError as error:
             raise ValueError(error.strerror or str(error)) from None
     before = "using the tokenized data of " if summary.reused == summary.shards else ""
-    sys.stderr.write(printable(f"{summary.explain(as_key, before=before)}\n"))
+    shown.write(printable(f"{summary.explain(as_key, before=before)}\n"))
     with in_keys("data.path"):
         summary.rejections.check(config.data.max_rejected)
 

@@ -56,6 +56,8 @@ class TrainingJob:
     """Whether a signal has come, and this rank's status."""
     tell: Callable[[str], None]
     """Shows a line before there are steps; silent on all ranks but the first."""
+    display: str
+    """How it is shown: as output.display says, but with a Trainer "auto" is "none"."""
 
     @property
     def indexed_source(self) -> IndexedSource:
@@ -87,13 +89,15 @@ class TrainingJob:
         return self.stop.status
 
 
-def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: int) -> TrainingJob:
+def make_job(
+    config: RunConfig, topology: Topology, *, stop: Stop, local_size: int, display: str
+) -> TrainingJob:
     """Opens the data and decides what is "auto". local_size: ranks of this machine."""
-    tell = startup_notes(config.output.display, stream=sys.stdout, is_first=topology.rank == 0)
+    tell = startup_notes(display, stream=sys.stdout, is_first=topology.rank == 0)
     tell("reading the data…")
     stop.status.at("reading the data")
     decoder = decoder_config(config.model)
-    source = open_source(config, decoder, topology)
+    source = open_source(config, decoder, topology, display=display)
     resolved = resolve(
         config,
         decoder,
@@ -110,7 +114,7 @@ def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: i
     steps = config.train.steps
     if not isinstance(source, TextStream):
         steps = count_steps(config, source.lengths, step_groups(config, source))
-    return TrainingJob(resolved, source, steps, topology, stop, tell)
+    return TrainingJob(resolved, source, steps, topology, stop, tell, display)
 
 
 def _longest(source: IndexedSource | TextStream) -> int:
@@ -118,12 +122,12 @@ def _longest(source: IndexedSource | TextStream) -> int:
 
 
 def open_source(
-    config: RunConfig, decoder: DecoderConfig, topology: Topology
+    config: RunConfig, decoder: DecoderConfig, topology: Topology, *, display: str
 ) -> IndexedSource | TextStream:
     """The run's sequences; text that is not yet tokenized is tokenized by rank 0."""
     with agreed(topology.groups):
         if topology.rank == 0 and not text_is_ready(config):
-            prepare_text(config)
+            prepare_text(config, display=display)
     with agreed(topology.groups):
         if config.data.stream:
             return open_stream(config, decoder)

@@ -23,7 +23,7 @@ from longshore.train.record import RunRecord
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Between:
+class StepHooks:
     """What happens with a step's results, before the next step."""
 
     saver: Saver
@@ -38,7 +38,7 @@ class Between:
     """Whether every step is to be read at once, also on a GPU; the same on all ranks."""
 
 
-def train_steps(job: TrainingJob, parts: Parts, between: Between) -> Iterator[StepReport]:
+def train_steps(job: TrainingJob, parts: Parts, step_hooks: StepHooks) -> Iterator[StepReport]:
     """Trains one step for each report that is read, starting from the saver's progress."""
     device = job.topology.device
     return train(
@@ -52,8 +52,8 @@ def train_steps(job: TrainingJob, parts: Parts, between: Between) -> Iterator[St
             device=device,
             peak_flops=peak_flops(device, job.dtype),
         ),
-        start=between.saver.progress,
-        hooks=_hooks(job, parts, between),
+        start=step_hooks.saver.progress,
+        hooks=_hooks(job, parts, step_hooks),
         graphs=graph_use(job, parts),
     )
 
@@ -77,16 +77,16 @@ def _schedule(job: TrainingJob) -> Schedule:
     )
 
 
-def _hooks(job: TrainingJob, parts: Parts, between: Between) -> Hooks:
-    steps = _BetweenSteps(job, between.saver, between.evaluator)
+def _hooks(job: TrainingJob, parts: Parts, step_hooks: StepHooks) -> Hooks:
+    steps = _BetweenSteps(job, step_hooks.saver, step_hooks.evaluator)
     checkpoints = parts.checkpoints
     return Hooks(
         wants_stop=lambda: job.stop.is_asked or checkpoints.has_failed,
-        report=between.report,
+        report=step_hooks.report,
         reported=checkpoints.confirm,
         after_step=steps.after_step,
-        wants_report=lambda step: between.wants_report() or steps.is_evaluated(step),
-        phase=partial(_show_phase, job, between.record),
+        wants_report=lambda step: step_hooks.wants_report() or steps.is_evaluated(step),
+        phase=partial(_show_phase, job, step_hooks.record),
         not_finite=partial(explain, checkpoints.run, parts.stepper),
     )
 

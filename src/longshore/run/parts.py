@@ -37,7 +37,6 @@ from longshore.model.host_tables import table_makers
 from longshore.model.init import initial_block
 from longshore.model.interface import LanguageModel
 from longshore.model.lora import hold_frozen, is_factor
-from longshore.ops.backends import use_kernels
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import keep_gathered_memory
 from longshore.parallel.pipeline.copies import EmbeddingCopies
@@ -88,7 +87,6 @@ class Parts:
 def build_parts(job: TrainingJob, folder: Path) -> Parts:
     """All ranks call it together. folder: of the run, for its checkpoints."""
     job.status.at("building the model")
-    use_kernels(job.config.train.kernels)
     run_loss(job)  # what is wrong with it is said before the model is built
     groups = make_cp_groups(job)
     refiner = make_refiner(job) if job.config.plan.refine else None
@@ -274,7 +272,7 @@ def make_evaluator(
     config = held_out(job.config, on_demand=on_demand)
     if config is None:
         return None
-    source = open_source(config, job.decoder, job.topology)
+    source = open_source(config, job.decoder, job.topology, display=job.display)
     assert not isinstance(source, TextStream), "held-out data are never streamed"
     with agreed(job.topology.groups):
         check_longest(config, job.topology.lanes, int(source.lengths.max()))

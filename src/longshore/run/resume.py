@@ -25,14 +25,14 @@ name is in the run's lock file. No torch until ranks run: `longshore train` chec
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longshore.config.check import check_config, decoder_config
-from longshore.config.load import load_config
+from longshore.config.load import NOT_THE_DEMO, load_config
 from longshore.config.schema import SECTIONS, RunConfig
 from longshore.run.folder import (
     CONFIG,
@@ -115,6 +115,11 @@ def recipe_of(run: Path, *, asked_by: str) -> str:
             f"{asked_by}: {run} has no {CONFIG}; name the folder of a run: {newest_runs()}"
         )
     return str(run / CONFIG)
+
+
+def names_run(keys: Iterable[str]) -> bool:
+    """Whether one of the keys names the data, the model or the folder, so that it is no demo."""
+    return any(key in (*NOT_THE_DEMO, "output.folder") for key in keys)
 
 
 def checked_config(

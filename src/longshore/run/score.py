@@ -27,7 +27,6 @@ from longshore.data.steps import IndexedSteps, Step
 from longshore.data.store import write_store
 from longshore.distributed.collectives import sum_over
 from longshore.model.interface import Output
-from longshore.ops.backends import use_kernels
 from longshore.parallel.pipeline.executor import Executor, Handlers
 from longshore.run.job import TrainingJob, make_job
 from longshore.run.parts import make_cp_groups, make_model, make_steps
@@ -55,8 +54,13 @@ class ScoreTask:
 def score(config: RunConfig, ranks: Ranks, task: ScoreTask) -> None:
     """Scores the data of the configuration, on all its ranks."""
     with joined_ranks(config, ranks, attempt=0, signals=True) as (topology, stop):
-        job = make_job(config, topology, stop=stop, local_size=ranks.local_size)
-        use_kernels(job.config.train.kernels)
+        job = make_job(
+            config,
+            topology,
+            stop=stop,
+            local_size=ranks.local_size,
+            display=config.output.display,
+        )
         groups = make_cp_groups(job)
         job.tell("loading the weights…" if config.model.from_hf else "building the model…")
         executor = Executor(make_model(job, groups), topology, mode=job.resolved.shard)

@@ -3,7 +3,7 @@
 In: the report of each step. Out: metrics.jsonl, steps.jsonl and the display (train/record.py), the
 times of pipeline stages, and what the refined cost profile learns. Once the first step has worked,
 config.toml gets the settings of a resumed run: with train.steps 100 before and 200 now, it has 200
-after step 101.
+after step 101. With 40, where step 40 is done, they end the run, and config.toml has 40.
 """
 
 from collections import Counter
@@ -54,14 +54,14 @@ class StepRecorder:
         self._graph_gib = report.metrics.graph_gib
 
     def end(self) -> None:
-        """After the last step, also where there was none."""
-        if not self._writers:
+        """After the last step. Where there was none, settings stay, unless they end the run."""
+        if not self._writers and self.after >= self.job.steps:
             self._begin()
         if self._graphed:
             self.record.note(graphed_text(self._graphed, self._graph_gib))
 
     def _begin(self) -> None:
-        """The first step has worked, so the run's settings may change."""
+        """The first step has worked, or none was left, so the run's settings may change."""
         job, run, note = self.job, self.run, self.record.note
         if job.topology.device.type == "cuda":
             note(f"kernels: {kernels_line()}")

@@ -8,6 +8,7 @@ metrics.jsonl, checkpoints/ and weights/. All ranks call `train` together; rank 
 The order of a run, and the module of each part:
 
     trainer.py        the Trainer: all of this as one object, step by step or to the end
+    arguments.py      a Trainer's arguments become a configuration
     process.py        the process takes its device and joins the other ranks
     job.py            the sequences are opened (data.py), and what is "auto" is decided (auto.py)
     resume.py         the run's folder is opened, a new one or an earlier run's (folder.py)

@@ -20,26 +20,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from longshore.config.load import load_config
 from longshore.config.located import settings_in_keys
 from longshore.config.schema import RunConfig
+from longshore.distributed.agreement import PeerError
+from longshore.errors import SettingError
 from longshore.parallel.pipeline.stages import Model
 from longshore.plan.types import Plan
-from longshore.run.loop import Between, train_steps
+from longshore.run.arguments import configured
+from longshore.run.loop import StepHooks, train_steps
 from longshore.run.parts import make_evaluator
 from longshore.run.ranks import Ranks, alone, loopback, ranks_from_environment
 from longshore.run.resume import (
     FRESH,
     Start,
     checked_config,
-    recipe_of,
     start_from_environment,
 )
 from longshore.run.step_recorder import StepRecorder
 from longshore.run.training import joined_training
 from longshore.run.weights import export_weights, write_weights
 from longshore.train.checkpoint_files import checkpoint_folder
-from longshore.train.evaluation import Evaluation
+from longshore.train.evaluation import Evaluation, Evaluator
 from longshore.train.heartbeat import SAVING
 from longshore.train.loop import StepReport
 from longshore.train.record import RunRecord, recording
@@ -47,6 +48,7 @@ from longshore.train.record import RunRecord, recording
 Metrics = dict[str, Any]
 """Of a step, by the names of metrics.jsonl; or of an evaluation, by those of evals.jsonl."""
 Callback = Callable[["Trainer", Metrics], None]
+REFUSALS = (ValueError.__name__, SettingError.__name__)
 
 
 class Trainer:
@@ -79,14 +81,13 @@ class Trainer:
         place = ranks_from_environment()
         start = start_from_environment() if place is not None else FRESH
         start = replace(start, is_asked=bool(resume), is_forced=force)
-        if isinstance(resume, str | Path):
-            recipe = recipe or recipe_of(Path(resume), asked_by="resume")
-            overrides = [*overrides, f"output.folder={resume}"]
-        config = _configured(recipe, overrides, sections)
+        config = configured(recipe, overrides, sections, resume=resume, force=force)
         is_first = place is None or place.rank == 0
         size = place.world_size if place is not None else 1
         config = checked_config(config, size, start, is_first=is_first)
-        self._begin(config, place, start, signals=signals)
+        shown = config.output.display
+        display = "none" if shown == "auto" else shown  # config.toml keeps "auto" for the command
+        self._begin(config, place, start, signals=signals, display=display)
         self._on_step, self._on_evaluation = on_step, on_evaluation
 
     @classmethod
@@ -95,11 +96,17 @@ class Trainer:
     ) -> Self:
         """A Trainer of a configuration that was checked before, on a given rank."""
         trainer = cls.__new__(cls)
-        trainer._begin(config, ranks, start, signals=signals)
+        trainer._begin(config, ranks, start, signals=signals, display=config.output.display)
         return trainer
 
     def _begin(
-        self, config: RunConfig, place: Ranks | None, start: Start, *, signals: bool
+        self,
+        config: RunConfig,
+        place: Ranks | None,
+        start: Start,
+        *,
+        signals: bool,
+        display: str,
     ) -> None:
         """place: None for a run of one rank."""
         self._on_step = self._on_evaluation = None
@@ -107,17 +114,15 @@ class Trainer:
         self._failure: BaseException | None = None
         self._is_ended, self._is_closed, self._reads_all = False, False, False
         with settings_in_keys(), ExitStack() as opened:  # closed only if something fails here
-            ranks = place if place is not None else opened.enter_context(alone())
-            with loopback() if ranks.is_one_machine else nullcontext():
+            self._ranks = place if place is not None else opened.enter_context(alone())
+            with self._connecting():
                 self._training = training = opened.enter_context(
-                    joined_training(config, ranks, start, signals=signals)
+                    joined_training(config, self._ranks, start, signals=signals, display=display)
                 )
             opened.enter_context(training.job.stop.after_steps())
             self._recorded = recorded = opened.enter_context(ExitStack())
             self._record = recorded.enter_context(self._recording())
-            self._evaluator = make_evaluator(
-                training.job, training.parts.stepper, tell=self._evaluated
-            )
+            self._evaluator = self._make_evaluator()
             self._recorder = StepRecorder(
                 training.job,
                 training.parts,
@@ -129,12 +134,21 @@ class Trainer:
             self._reports = self._make_reports()
             self._opened = opened.pop_all()
 
+    def _connecting(self) -> AbstractContextManager[None]:
+        """For a block that makes process groups."""
+        return loopback() if self._ranks.is_one_machine else nullcontext()
+
+    def _make_evaluator(self, *, on_demand: bool = False) -> Evaluator | None:
+        job, stepper = self._training.job, self._training.parts.stepper
+        with self._connecting():
+            return make_evaluator(job, stepper, tell=self._evaluated, on_demand=on_demand)
+
     def _recording(self) -> AbstractContextManager[RunRecord]:
-        job, output = self._training.job, self._training.job.config.output
+        job = self._training.job
         return recording(
             self.folder,
-            display=output.display,
-            trackers=output.trackers,
+            display=job.display,
+            trackers=job.config.output.trackers,
             steps=job.steps,
             after=self.done,
             is_first=self.is_first,
@@ -147,14 +161,14 @@ class Trainer:
         for line in (*training.notes, *warnings):
             self._record.note(line)
         training.job.status.at("waiting for data", step=self.done + 1)
-        between = Between(
+        step_hooks = StepHooks(
             saver=saver,
             evaluator=self._evaluator,
             record=self._record,
             report=self._recorder.write,
             wants_report=lambda: self._reads_all,
         )
-        return train_steps(training.job, training.parts, between)
+        return train_steps(training.job, training.parts, step_hooks)
 
     @property
     def config(self) -> RunConfig:
@@ -251,16 +265,14 @@ class Trainer:
     def evaluate(self) -> Metrics:
         """The loss on the run's held-out data (data.eval_path or data.eval_mock) as it is now."""
         self._check_open()
-        training = self._training
         with self._noting_failure(refusals=True), settings_in_keys():
             if self._evaluator is None:
-                self._evaluator = make_evaluator(
-                    training.job, training.parts.stepper, tell=self._evaluated, on_demand=True
-                )
+                self._evaluator = self._make_evaluator(on_demand=True)
             if self._evaluator is None:
                 raise ValueError("there is no held-out data; give data.eval_path or data.eval_mock")
             evaluator = self._evaluator
-            return asdict(evaluator.held_out.evaluate(evaluator.executor, training.job.status))
+            status = self._training.job.status
+            return asdict(evaluator.held_out.evaluate(evaluator.executor, status))
 
     def _evaluated(self, step: int, evaluation: Evaluation) -> None:
         """An evaluation that train.eval_every asks for."""
@@ -298,10 +310,13 @@ class Trainer:
         if self._failure is not None:
             self._leave(self._failure)
             return
-        with self._noting_failure():
+        try:
             self._end()
             if self._evaluator is not None:
                 self._evaluator.held_out.steps.close()
+        except BaseException as error:
+            self._leave(error)
+            raise
         self._is_closed = True
         self._opened.close()
 
@@ -312,10 +327,15 @@ class Trainer:
 
     @contextmanager
     def _noting_failure(self, *, refusals: bool = False) -> Iterator[None]:
-        """An error of the block is the end of this Trainer. refusals: but not a ValueError."""
+        """An error of the block is the end of this Trainer. refusals: but not a ValueError.
+
+        That of another rank is a ValueError here too, so that all ranks go on alike.
+        """
         try:
             yield
         except BaseException as error:
+            if refusals and isinstance(error, PeerError) and error.kind in REFUSALS:
+                raise ValueError(error.message) from None
             if not (refusals and isinstance(error, ValueError)):
                 self._failure = error
             raise
@@ -341,18 +361,3 @@ class Trainer:
             self.close()
         elif not self._is_closed:
             self._leave(error)
-
-
-def _configured(
-    recipe: str | Path | RunConfig | None,
-    overrides: Seq[str],
-    sections: Mapping[str, Mapping[str, object]],
-) -> RunConfig:
-    """The configuration that the arguments of a Trainer describe."""
-    if isinstance(recipe, RunConfig):
-        config = load_config(recipe.to_toml(), overrides, values=sections)
-    else:
-        config = load_config(recipe, overrides, values=sections)
-    if config.output.display == "auto":
-        config = replace(config, output=replace(config.output, display="none"))
-    return config

@@ -37,11 +37,11 @@ class Training:
 
 @contextmanager
 def joined_training(
-    config: RunConfig, ranks: Ranks, start: Start, *, signals: bool
+    config: RunConfig, ranks: Ranks, start: Start, *, signals: bool, display: str
 ) -> Iterator[Training]:
     """Joins the other ranks, builds the parts and loads the checkpoint of a resumed run."""
     with joined_ranks(config, ranks, attempt=start.attempt, signals=signals) as (topology, stop):
-        job = make_job(config, topology, stop=stop, local_size=ranks.local_size)
+        job = make_job(config, topology, stop=stop, local_size=ranks.local_size, display=display)
         with open_run(job.config, start, topology, steps=job.steps) as run:
             job.status.folder = str(run.folder)
             parts = build_parts(job, run.folder)
@@ -49,6 +49,7 @@ def joined_training(
                 yield _loaded(job, run, parts)
             except BaseException:
                 if topology.world_size == 1:  # several ranks would wait for each other
+                    parts.checkpoints.abandon()
                     parts.close()
                 raise
             job.status.at("ending")

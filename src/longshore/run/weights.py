@@ -16,6 +16,7 @@ from longshore.arch.costs import parameter_count
 from longshore.distributed.agreement import agreed
 from longshore.files import check_room
 from longshore.hf.checkpoint import write_checkpoint
+from longshore.hf.config_file import choose_architecture
 from longshore.hf.foreign_weights import write_foreign
 from longshore.hf.lora import factor_shapes, merged_stream
 from longshore.hf.transformers_model import TransformersModel
@@ -46,6 +47,7 @@ def write_weights(
     note(f"wrote {folder}: {', '.join(files)}")
     if output.export:
         with writing(Path(output.export), then=f"longshore export {folder} {output.export}"):
+            _check_export(job, model, output.export)
             _export(job, model, output.export)
         note(f"wrote {output.export}, a Hugging Face folder")
 
@@ -77,18 +79,32 @@ def export_weights(job: TrainingJob, model: Model, folder: str) -> None:
     with agreed(job.topology.groups):
         if job.topology.rank == 0:
             check_new_folder(folder, "export")
+            with writing(Path(folder), then="export it again"):
+                _check_export(job, model, folder)
     if job.topology.rank:
         for _ in gathered_tensors(model, job.topology):
             pass
         return
-    with writing(Path(folder)):
+    with writing(Path(folder), then="export it again"):
         _export(job, model, folder)
 
 
+def _check_export(job: TrainingJob, model: Model, folder: str) -> None:
+    """Refuses on rank 0 what it could not write, before the other ranks send anything."""
+    check_room(Path(folder), _size(model) // (2 if _low_dtype(job) else 1))
+    if not isinstance(model, TransformersModel):
+        base = job.config.model.from_hf
+        choose_architecture(job.decoder.merged(), Path(base) if base else None)
+
+
+def _low_dtype(job: TrainingJob) -> torch.dtype | None:
+    """Weights are exported in bfloat16 where the arithmetic was; None: as they are."""
+    return torch.bfloat16 if job.dtype == torch.bfloat16 else None
+
+
 def _export(job: TrainingJob, model: Model, folder: str) -> None:
-    """Rank 0's part; in bfloat16 where the arithmetic was."""
-    low = torch.bfloat16 if job.dtype == torch.bfloat16 else None
-    check_room(Path(folder), _size(model) // 2 if low else _size(model))
+    """Rank 0's part."""
+    low = _low_dtype(job)
     tensors = gathered_tensors(model, job.topology)
     if job.decoder.lora is not None:
         tensors = merged_stream(job.decoder.lora, _factors(model), tensors)

@@ -102,7 +102,8 @@ class Checkpoints:
         self._groups = topology.host_groups()
         self._host: dict[tuple[str, int], Tensor] = {}
         self._thread: threading.Thread | None = None
-        self._confirmed = threading.Event()
+        self._confirmed = threading.Event()  # or abandoned: the thread need not wait any longer
+        self._is_abandoned = False
         self._error: Exception | None = None
         self.save_bytes = self._save_bytes()
         """Of a whole checkpoint with moments, the files of all ranks together."""
@@ -162,6 +163,18 @@ class Checkpoints:
         if self._error is not None:
             raise RunError(self._error_text(self._error))
 
+    def abandon(self) -> None:
+        """Ends the last save after a failure; what was not confirmed is removed.
+
+        Only where this is the only rank: the others would still wait to be confirmed.
+        """
+        self._is_abandoned = not self._confirmed.is_set()
+        self._confirmed.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._error = None  # the failure is the error to report
+
     def close(self) -> None:
         self.wait()
         self._groups.close()
@@ -211,6 +224,9 @@ class Checkpoints:
             files, tensors = save_blocks(blocks, folder, self._groups.world)
             shared = position.shared(self._groups)
             self._confirmed.wait()
+            if self._is_abandoned:
+                remove_leftovers(self.run)
+                return
             with agreed(self._groups):
                 if is_first:
                     content = CheckpointIndex(

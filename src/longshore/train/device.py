@@ -5,6 +5,8 @@ ranks on a machine with one GPU share it and use gloo, because NCCL allows one r
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -46,6 +48,17 @@ def prefer_blas(device: torch.device, dtype: torch.dtype, machine: str) -> None:
     """
     if device.type == "cpu" and machine in ("aarch64", "arm64") and dtype.itemsize >= 4:
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+
+
+@contextmanager
+def preferred_blas(device: torch.device, dtype: torch.dtype, machine: str) -> Iterator[None]:
+    """prefer_blas for a while."""
+    before = torch.backends.mkldnn.enabled
+    prefer_blas(device, dtype, machine)
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
 
 
 def memory_bytes(device: torch.device, local_size: int) -> int:
