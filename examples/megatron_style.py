@@ -41,8 +41,9 @@ from longshore import (
     Topology,
     make_plan,
     make_topology,
+    policy_named,
+    policy_names,
 )
-from longshore.plan.policy import POLICIES, policy_named
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def planned_steps(
 
 def check_policy(policy: str) -> None:
     if not policy_named(policy).one_pack_per_lane:
-        usable = [name for name, each in POLICIES.items() if each.one_pack_per_lane]
+        usable = policy_names(lambda each: each.one_pack_per_lane)
         raise ValueError(
             f"the policy {policy} may put packs of several CP sizes into one micro-batch, and "
             f"PackedSeqParams carries one CP group; use {', '.join(usable)}"
