@@ -10,8 +10,8 @@ tokens may carry
     {"weight": [0.5, 0.5, 1], "sample_id": 17}
 
 and gets a float32 array of shape (3,) and an int64 array of shape (). A field declared `per_target`
-(advantages, old log-probabilities) has one value for each token too, but belongs to it as a target: it is
-shifted where labels are shifted. Rows of numbers are declared with their shape, as in
+(advantages, old log-probabilities) has one value for each token too, but belongs to it as a target:
+it is shifted where labels are shifted. Rows of numbers are declared with their shape, as in
 `experts:per_token:int16:4x2`.
 """
 
