@@ -18,7 +18,8 @@ A sequence of 7 tokens on 2 lanes, then one of 3 beside it at the same CP size:
 Both boundaries are those of the whole sequences, as Transformer Engine wants them; the tensors of a
 lane are its two zigzag chunks of each, 6 tokens here. PackedSeqParams carries one CP group, so
 policies that put packs of several CP sizes into one micro-batch, as `mixed` does, are refused. So
-are TP and PP: with TP a lane's tokens are padded to a multiple of it, which is a pack of its own.
+are TP and PP: with TP a lane's tokens are padded to a multiple of it, which may need a pack of its
+own.
 """
 
 from collections.abc import Iterator
