@@ -14,14 +14,19 @@ PAGE = Path(__file__).with_name("api.md")
 PACKAGE = Path(longshore.__file__).parent
 GROUPS = {
     "Training": "Trainer load_config RunConfig RunError SettingError",
-    "Plans": "make_plan check Plan Round Pack Sequence PlanSetting Stats CostProfile load_profile",
+    "Plans": (
+        "make_plan check Plan Round Pack Sequence PlanSetting Stats CostProfile load_profile "
+        "Policy policy_named policy_names"
+    ),
     "The data path": (
-        "TokenizedSample Field Store pack_lane lane_cuts cut_shards Shards pack_step unpack merge "
-        "Piece send_back IndexedSteps StreamedSteps Step BatchSize Place Packing Loader"
+        "TokenizedSample Field samples_of lane_rows Tokenizer Rules SampleTokenizer MemorySource "
+        "Store pack_lane lane_cuts cut_shards Shards pack_step unpack merge Piece "
+        "send_back IndexedSteps StreamedSteps Step BatchSize Place Packing Loader"
     ),
     "What a model gets": "MicroBatch SeqContext PackContext CPGroup Counts whole_context",
     "Ranks and models": (
-        "Topology make_topology CPGroups Decoder DecoderConfig init_decoder preset adapt"
+        "Topology make_topology CPGroups Decoder DecoderConfig init_decoder preset adapt "
+        "parallelize Choices begin_round"
     ),
 }
 HEAD = """\

@@ -17,7 +17,9 @@ A sequence of 7 tokens on 2 lanes, then one of 3 beside it at the same CP size:
 
 Both boundaries are those of the whole sequences, as Transformer Engine wants them; the tensors of a
 lane are its two zigzag chunks of each, 6 tokens here. PackedSeqParams carries one CP group, so
-policies that put packs of several CP sizes into one micro-batch, as `mixed` does, are refused.
+policies that put packs of several CP sizes into one micro-batch, as `mixed` does, are refused. So
+are TP and PP: with TP a lane's tokens are padded to a multiple of it, which may need a pack of its
+own.
 """
 
 from collections.abc import Iterator
@@ -41,8 +43,9 @@ from longshore import (
     Topology,
     make_plan,
     make_topology,
+    policy_named,
+    policy_names,
 )
-from longshore.plan.policy import POLICIES, policy_named
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ def planned_steps(
     policy: str = "dynamic",
 ) -> Iterator[MegatronStep]:
     """All ranks call it together. batch: sequences of a step, over all lanes."""
+    check_axes(tp=topology.tp, pp=topology.pp)
     check_policy(policy)
     planner = partial(make_plan, lanes=topology.lanes, capacity=capacity, policy=policy)
     size = BatchSize("sequences", batch)
@@ -92,9 +96,17 @@ def planned_steps(
         steps.close()
 
 
+def check_axes(*, tp: int, pp: int) -> None:
+    if tp > 1 or pp > 1:
+        raise ValueError(
+            f"the topology has tp {tp} and pp {pp}, and this example is for ranks that are one "
+            "lane each; use tp 1 and pp 1, or Longshore's own training, which has both"
+        )
+
+
 def check_policy(policy: str) -> None:
     if not policy_named(policy).one_pack_per_lane:
-        usable = [name for name, each in POLICIES.items() if each.one_pack_per_lane]
+        usable = policy_names(lambda each: each.one_pack_per_lane)
         raise ValueError(
             f"the policy {policy} may put packs of several CP sizes into one micro-batch, and "
             f"PackedSeqParams carries one CP group; use {', '.join(usable)}"

@@ -29,7 +29,7 @@ if __name__ == "__main__":
         for batch in pack_lane(plan, 0, samples):  # one for each round
             nll = model(batch.token_ids, batch.ctx, batch.targets.labels).values
             # Divided by the loss tokens of the whole step: no mean of means.
-            loss = (nll * batch.targets.loss_mask).sum() / batch.counts.main
+            loss = nll.where(batch.targets.loss_mask, 0).sum() / batch.counts.main
             loss.backward()
             total += loss.item()
         optimizer.step()

@@ -9,7 +9,7 @@ keeps the sequences apart by that, with sdpa as with flash attention.
 The loss of a step is the mean over all its loss tokens: TRL counts them over all rounds and
 processes before backward, since `labels` of the whole step stand beside the rounds. So loss and
 gradient do not depend on the plan; tests/examples/test_trl_packed.py compares them with each
-sequence alone.
+sequence alone. A balance loss of experts would depend on it, and is refused.
 
 TRL has no context parallelism for packed rows, so a sequence stays on one process (max_cp=1), and
 the longest must fit into the capacity. Run it on a CPU in about 10 s:
@@ -41,6 +41,11 @@ class PlannedSFTTrainer(SFTTrainer):
     def __init__(self, *args: Any, capacity: int, batch: int, **kwargs: Any) -> None:
         self.capacity, self.batch = capacity, batch
         super().__init__(*args, **kwargs)
+        if getattr(self, "aux_loss_enabled", False):
+            raise ValueError(
+                f"router_aux_loss_coef is {self.router_aux_loss_coef}: TRL's balance loss is that "
+                "of a micro-batch, so the gradient would depend on the plan; set it to 0"
+            )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Every process draws the same sequences, and packs those of its own lane."""

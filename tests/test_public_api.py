@@ -2,22 +2,25 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 
 import pytest
-from tests.test_docs import script
-from tests.test_layout import PACKAGE
+from tests.test_docs import DOCS, script
+from tests.test_layout import PACKAGE, ROOT
 
 import longshore
 
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # Whoever takes a name away, or another signature, breaks programs of others: CHANGELOG.md says so.
 NAMES = """
-BatchSize CPGroup CPGroups CostProfile Counts Decoder DecoderConfig Field IndexedSteps Loader
-MicroBatch Pack PackContext Packing Piece Place Plan PlanSetting Round RunConfig RunError SeqContext
-Sequence SettingError Shards Stats Step Store StreamedSteps TokenizedSample Topology Trainer adapt
-check cut_shards init_decoder lane_cuts load_config load_profile make_plan make_topology merge
-pack_lane pack_step preset send_back unpack whole_context
+BatchSize CPGroup CPGroups Choices CostProfile Counts Decoder DecoderConfig Field IndexedSteps
+Loader MemorySource MicroBatch Pack PackContext Packing Piece Place Plan PlanSetting Policy Round
+Rules RunConfig RunError SampleTokenizer SeqContext Sequence SettingError Shards Stats Step Store
+StreamedSteps TokenizedSample Tokenizer Topology Trainer adapt begin_round check cut_shards
+init_decoder lane_cuts lane_rows load_config load_profile make_plan make_topology merge pack_lane
+pack_step parallelize policy_named policy_names preset samples_of send_back unpack whole_context
 """
 ARGUMENTS = {
     "Trainer": "recipe overrides resume force signals on_step on_evaluation sections",
@@ -70,6 +73,16 @@ def test_a_name_is_defined_in_its_module(name):
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_stay(name):
     assert [*inspect.signature(getattr(longshore, name)).parameters] == ARGUMENTS[name].split()
+
+
+PUBLIC_ONLY = ("coming-from.md", "data.md", "python.md", "transformers.md")
+
+
+@pytest.mark.parametrize("path", [*(DOCS / name for name in PUBLIC_ONLY), *EXAMPLES], ids=str)
+def test_pages_for_programmers_and_examples_use_public_names_only(path):
+    """They are what others copy; a module may move at any time."""
+    text = path.read_text(encoding="utf-8")
+    assert not re.findall(r"^(?:from|import) longshore\..*", text, re.MULTILINE)
 
 
 def test_an_unknown_name_is_an_attribute_error():

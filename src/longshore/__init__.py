@@ -17,25 +17,30 @@ if TYPE_CHECKING:
     from longshore.config.load import load_config
     from longshore.config.schema import RunConfig
     from longshore.data.batches import BatchSize, Place
-    from longshore.data.controller import pack_lane
     from longshore.data.data_rank import Packing
     from longshore.data.exchange import send_back
     from longshore.data.fields import Field
     from longshore.data.loader import Loader
+    from longshore.data.objects import lane_rows, samples_of
     from longshore.data.pack import Piece, merge, pack_step, unpack
+    from longshore.data.pack_lane import pack_lane
     from longshore.data.shard import Shards, cut_shards, lane_cuts
-    from longshore.data.source import TokenizedSample
+    from longshore.data.source import MemorySource, TokenizedSample
     from longshore.data.steps import IndexedSteps, Step, StreamedSteps
     from longshore.data.store import Store
+    from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
     from longshore.distributed.cp_groups import CPGroups
     from longshore.distributed.topology import Topology, make_topology
     from longshore.errors import SettingError
     from longshore.hf.adapter import adapt
     from longshore.model.decoder import Decoder
     from longshore.model.init import init_decoder
+    from longshore.parallel.apply import Choices, parallelize
+    from longshore.parallel.fsdp import begin_round
     from longshore.plan.check import check
     from longshore.plan.cost import CostProfile, load_profile
     from longshore.plan.planner import make_plan
+    from longshore.plan.policy import Policy, policy_named, policy_names
     from longshore.plan.types import Pack, Plan, PlanSetting, Round, Sequence, Stats
     from longshore.run.trainer import Trainer
     from longshore.train.stop import RunError
@@ -47,25 +52,30 @@ _NAMES_OF = {
     "config.load": "load_config",
     "config.schema": "RunConfig",
     "data.batches": "BatchSize Place",
-    "data.controller": "pack_lane",
     "data.data_rank": "Packing",
     "data.exchange": "send_back",
     "data.fields": "Field",
     "data.loader": "Loader",
+    "data.objects": "lane_rows samples_of",
     "data.pack": "Piece merge pack_step unpack",
+    "data.pack_lane": "pack_lane",
     "data.shard": "Shards cut_shards lane_cuts",
-    "data.source": "TokenizedSample",
+    "data.source": "MemorySource TokenizedSample",
     "data.steps": "IndexedSteps Step StreamedSteps",
     "data.store": "Store",
+    "data.tokenize": "Rules SampleTokenizer Tokenizer",
     "distributed.cp_groups": "CPGroups",
     "distributed.topology": "Topology make_topology",
     "errors": "SettingError",
     "hf.adapter": "adapt",
     "model.decoder": "Decoder",
     "model.init": "init_decoder",
+    "parallel.apply": "Choices parallelize",
+    "parallel.fsdp": "begin_round",
     "plan.check": "check",
     "plan.cost": "CostProfile load_profile",
     "plan.planner": "make_plan",
+    "plan.policy": "Policy policy_named policy_names",
     "plan.types": "Pack Plan PlanSetting Round Sequence Stats",
     "run.trainer": "Trainer",
     "train.stop": "RunError",
@@ -76,6 +86,7 @@ __all__ = [
     "BatchSize",
     "CPGroup",
     "CPGroups",
+    "Choices",
     "CostProfile",
     "Counts",
     "Decoder",
@@ -83,6 +94,7 @@ __all__ = [
     "Field",
     "IndexedSteps",
     "Loader",
+    "MemorySource",
     "MicroBatch",
     "Pack",
     "PackContext",
@@ -91,9 +103,12 @@ __all__ = [
     "Place",
     "Plan",
     "PlanSetting",
+    "Policy",
     "Round",
+    "Rules",
     "RunConfig",
     "RunError",
+    "SampleTokenizer",
     "SeqContext",
     "Sequence",
     "SettingError",
@@ -103,13 +118,16 @@ __all__ = [
     "Store",
     "StreamedSteps",
     "TokenizedSample",
+    "Tokenizer",
     "Topology",
     "Trainer",
     "adapt",
+    "begin_round",
     "check",
     "cut_shards",
     "init_decoder",
     "lane_cuts",
+    "lane_rows",
     "load_config",
     "load_profile",
     "make_plan",
@@ -117,7 +135,11 @@ __all__ = [
     "merge",
     "pack_lane",
     "pack_step",
+    "parallelize",
+    "policy_named",
+    "policy_names",
     "preset",
+    "samples_of",
     "send_back",
     "unpack",
     "whole_context",

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.tiny import word_tokenizer
 
+from longshore.data import stream as stream_module
 from longshore.data.batches import BatchSize, Place
 from longshore.data.inputs import find_inputs
 from longshore.data.steps import StreamedSteps
@@ -58,10 +59,10 @@ def word(tokenizer, sample):
 
 def test_the_example_of_the_module(tmp_path, tokenizer):
     stream = stream_of(tokenizer, [write(tmp_path / "chats.jsonl.gz", range(5))])
-    for lane, expected in ((0, [0, 2, 4, 0, 2]), (1, [1, 3, 1, 3, 1])):
-        drawn = list(islice(stream.lane(lane, 2), 5))
+    for lane, expected in ((0, [0, 2, 4, 1, 3, 0]), (1, [1, 3, 0, 2, 4, 1])):
+        drawn = list(islice(stream.lane(lane, 2), 6))
         assert [word(tokenizer, sample) for sample in drawn] == expected
-        assert [sample.id for sample in drawn] == [0, 1, 2, 3, 4]
+        assert [sample.id for sample in drawn] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.property
@@ -71,36 +72,49 @@ def test_the_example_of_the_module(tmp_path, tokenizer):
     st.booleans(),
     st.booleans(),
     st.sets(st.integers(0, 40), max_size=4),
+    st.sampled_from([0, stream_module.MOST_IN_TURN]),
 )
-def test_lanes_share_every_row_once(tmp_path_factory, tokenizer, sizes, lanes, packed, mixed, bad):
-    """One pass of all lanes together has every good row of the files exactly once."""
+def test_lanes_share_every_row_once(
+    tmp_path_factory, tokenizer, sizes, lanes, packed, mixed, bad, most
+):
+    """Each pass of all lanes together has every good row of the files exactly once."""
     folder, names, first = tmp_path_factory.mktemp("rows"), [], 0
     for number, size in enumerate(sizes):
         ending = ".jsonl.gz" if packed else ".jsonl"
         names.append(write(folder / f"{number}{ending}", range(first, first + size), bad=bad))
         first += size
     stream = stream_of(tokenizer, names, shuffle=mixed)
-    seen = Counter()
-    for lane in range(lanes):
-        (part,) = stream.lane(lane, lanes)._parts
-        rows = [sample for _, _, sample in part._pass(0) if isinstance(sample, dict)]
-        seen.update(row["text"] for row in rows)
-    assert seen == Counter(f"w{i} w{i}" for i in range(first) if i not in bad)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_module, "MOST_IN_TURN", most)
+        parts = [stream.lane(lane, lanes)._parts[0] for lane in range(lanes)]
+    for turn in range(2):
+        rows = [sample for part in parts for _, _, sample in part._pass(turn)]
+        drawn = Counter(row["text"] for row in rows if isinstance(row, dict))
+        assert drawn == Counter(f"w{i} w{i}" for i in range(first) if i not in bad)
 
 
 @pytest.mark.property
-@given(st.integers(0, 30), st.booleans(), st.booleans(), st.integers(1, 3))
-def test_a_position_continues_exactly(tmp_path_factory, tokenizer, drawn, shuffle, packed, lanes):
+@given(
+    st.integers(0, 30),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 3),
+    st.sampled_from([0, stream_module.MOST_IN_TURN]),
+)
+def test_a_position_continues_exactly(
+    tmp_path_factory, tokenizer, drawn, shuffle, packed, lanes, most
+):
     folder, ending = tmp_path_factory.mktemp("rows"), ".jsonl.gz" if packed else ".jsonl"
     parts = (
         [write(folder / f"a{ending}", range(9), bad={2, 5})],
         [write(folder / f"b{ending}", range(20, 33), bad={20})],
     )
     stream = stream_of(tokenizer, *parts, weights=(1.0, 2.5), shuffle=shuffle)
-    straight = stream.lane(lanes - 1, lanes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_module, "MOST_IN_TURN", most)
+        straight, resumed = (stream.lane(lanes - 1, lanes) for _ in range(2))
     before = list(islice(straight, drawn))
     assert len(before) == drawn
-    resumed = stream.lane(lanes - 1, lanes)
     resumed.skip_to(straight.position)
     assert resumed.position == straight.position
     assert list(islice(resumed, 15)) == list(islice(straight, 15))
@@ -124,13 +138,67 @@ def test_bad_rows_end_a_run_only_when_they_are_many(tmp_path, tokenizer):
         list(islice(stream_of(tokenizer, [path], max_rejected=0.05).lane(0, 1), 300))
 
 
-@pytest.mark.parametrize(("numbers", "lanes"), [([0], 2), ([0, 1], 1)])
-def test_a_lane_without_a_sequence_is_told(tmp_path, tokenizer, numbers, lanes):
-    bad = [] if lanes > 1 else numbers
-    path = write(tmp_path / "a.jsonl.gz", numbers, bad=bad)
-    stream = stream_of(tokenizer, [path])
-    with pytest.raises(ValueError, match=rf"no sample of lane {lanes - 1} of {lanes} in .* became"):
-        next(stream.lane(lanes - 1, lanes))
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("most", [0, stream_module.MOST_IN_TURN])
+def test_a_lane_without_a_sequence_ends_the_run(tmp_path, tokenizer, monkeypatch, shuffle, most):
+    monkeypatch.setattr(stream_module, "MOST_IN_TURN", most)
+    path = write(tmp_path / "a.jsonl.gz", range(3), bad=range(3))
+    stream = stream_of(tokenizer, [path], shuffle=shuffle)
+    with pytest.raises(ValueError, match=r"no sample of lane 1 of 2 in .* became a sequence, in "):
+        next(stream.lane(1, 2))
+
+
+def test_a_pass_without_a_sequence_does_not_end_a_run(tmp_path, tokenizer):
+    """5 long rows on 4 lanes in the shuffled order: some passes of a lane have none of them."""
+    path = tmp_path / "a.jsonl"
+    rows = [json.dumps({"text": f"w{i} " * 50}) for i in range(5)]
+    path.write_text("\n".join([*rows, "{"]), encoding="utf-8")
+    stream = stream_of(tokenizer, [path], shuffle=True)
+    for lane in range(4):
+        samples = stream.lane(lane, 4)
+        sizes = [len(list(samples._parts[0]._pass(turn))) for turn in range(30)]
+        assert 0 in sizes
+        drawn = list(islice(samples, 40))
+        resumed = stream.lane(lane, 4)
+        resumed.skip_to(samples.position)
+        assert list(islice(resumed, 10)) == list(islice(samples, 10))
+        assert len({word(tokenizer, sample) for sample in drawn}) == 5
+
+
+def test_one_row_is_enough_for_two_lanes(tmp_path, tokenizer):
+    stream = stream_of(tokenizer, [write(tmp_path / "a.jsonl.gz", [7])])
+    for lane in range(2):
+        drawn = [word(tokenizer, sample) for sample in islice(stream.lane(lane, 2), 3)]
+        assert drawn == [7, 7, 7]
+
+
+def counts_of(tokenizer, stream, *, lanes, each):
+    """How often each row comes when every lane draws `each` sequences."""
+    drawn = [islice(stream.lane(lane, lanes), each) for lane in range(lanes)]
+    return Counter(word(tokenizer, sample) for lane in drawn for sample in lane)
+
+
+def test_rows_of_a_small_file_come_as_often_as_those_of_a_large_one(tmp_path, tokenizer):
+    """60 and 4 rows in two files on 4 lanes: after 48 draws each row came 3 times."""
+    large = write(tmp_path / "a.jsonl.gz", range(60))
+    small = write(tmp_path / "b.jsonl.gz", range(60, 64))
+    stream = stream_of(tokenizer, [large, small])
+    counts = counts_of(tokenizer, stream, lanes=4, each=48)
+    assert set(counts.values()) == {3}
+    assert len(counts) == 64
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_shares_of_much_data_have_equal_bytes(tmp_path, tokenizer, monkeypatch, packed):
+    """9 files on 8 lanes: no lane has two of them, and all rows come about equally often."""
+    monkeypatch.setattr(stream_module, "MOST_IN_TURN", 0)
+    ending = ".jsonl.gz" if packed else ".jsonl"
+    names = [write(tmp_path / f"{i}{ending}", [i + 10] * 80) for i in range(9)]
+    stream = stream_of(tokenizer, names)
+    parts = [stream.lane(lane, 8)._parts[0] for lane in range(8)]
+    assert all(85 <= len(list(part._pass(0))) <= 95 for part in parts)
+    counts = counts_of(tokenizer, stream, lanes=8, each=90)
+    assert all(75 <= counts[i + 10] <= 85 for i in range(9))
 
 
 def test_a_damaged_file_ends_the_stream_with_its_name(tmp_path, tokenizer):

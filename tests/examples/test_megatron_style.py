@@ -2,6 +2,7 @@
 
 import importlib.util
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +105,16 @@ def test_every_label_counts_once(ranks):
     for number in range(2):
         counted = sum(batch["loss_mask"].sum() for r in ranks for batch, _ in r[number][0])
         assert counted == ranks[0][number][1][3]
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2, "pp": 1}, {"tp": 1, "pp": 2}])
+def test_tp_and_pp_are_refused(axes):
+    topology = SimpleNamespace(lanes=2, **axes)
+    steps = example.planned_steps(
+        iter(()), topology=topology, groups=None, capacity=CAPACITY, batch=BATCH
+    )
+    with pytest.raises(ValueError, match=f"tp {axes['tp']} and pp {axes['pp']}, .* use tp 1 and"):
+        next(steps)
 
 
 def test_mixed_is_refused():

@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("trl")
 
 from examples import trl_packed as example
+from transformers import MixtralConfig, MixtralForCausalLM
 
 LR, BATCH, CAPACITY = 0.5, 8, 64
 
@@ -67,3 +68,25 @@ def test_a_step_is_that_of_each_sequence_alone(tmp_path, loss, limit):
         step = (theirs - before).abs().max()
         assert step > 0
         assert (mine - theirs).abs().max() <= limit * step
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_balance_loss_is_refused(tmp_path):
+    """It is that of a micro-batch, so the gradient would depend on the plan."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_local_experts": 2}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=64, **sizes, **heads))
+
+    def trainer(coefficient):
+        return example.PlannedSFTTrainer(
+            model,
+            example.settings(str(tmp_path), router_aux_loss_coef=coefficient),
+            train_dataset=example.counting_rows(2),
+            processing_class=example.tiny_tokenizer(),
+            capacity=CAPACITY,
+            batch=BATCH,
+        )
+
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef is 0.01: .*; set it to 0"):
+        trainer(0.01)
+    assert not trainer(0.0).aux_loss_enabled

@@ -92,7 +92,7 @@ class DataConfig:
     )
     too_long: TooLong = key("reject", one_of(TooLong), "what to do with longer sequences")
     fields: tuple[str, ...] = key(
-        (), texts(), 'extra columns for your own loss, such as "advantage:per_token:float32"'
+        (), texts(), 'extra columns for your own loss, such as "advantage:per_target:float32"'
     )
     ignore: tuple[str, ...] = key((), texts(), "columns to leave out; *: all that are not used")
     max_bytes: int = key(

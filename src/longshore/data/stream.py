@@ -3,11 +3,16 @@
 In: files of samples, in one part or in several with weights. Out: for each lane an endless iterator
 of sequences from its own share of the files, whose position can be saved. No torch.
 
-The files are cut into pieces, several for each lane, and lane r of n takes every n-th piece from
-its r-th on; where there are fewer pieces than lanes (compressed files have one), the lanes of a
-piece take its rows in turn. When its share is read, a lane begins it again; with `shuffle` in
-another order of pieces, while rows keep their order inside a piece. With 2 lanes and one
-chats.jsonl.gz of 5 rows, lane 0 reads rows 0 2 4 0 2 …, lane 1 rows 1 3 1 3 ….
+The files are cut into pieces, several for each lane. In every pass each lane gets a share of them
+with as many bytes as every other; of a piece that several lanes share (compressed files are one
+piece) each takes a part of the rows. A lane that has read its share begins the next pass. With
+`shuffle` every pass has another order of pieces, and so other shares, while rows keep their order
+inside a piece: in the long run all rows come equally often. Without it, lanes whose rows are long
+have fewer of them, and repeat them sooner.
+
+Of little data the lanes take all rows in turn instead, over all passes, if there are fewer pieces
+than lanes or no `shuffle`: every row comes exactly as often as every other. With 2 lanes and one
+chats.jsonl.gz of 5 rows, lane 0 reads rows 0 2 4 1 3 0 …, lane 1 rows 1 3 0 2 4 1 ….
 
 A position is (sequences drawn, rows read of each part). To continue, a lane reads as many rows
 again, but does not tokenize them: exact, as long as the files, the settings and the number of lanes
@@ -20,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
-from longshore.data.batches import shuffled
+from longshore.data.batches import GAMMA, LIMIT, shuffled
 from longshore.data.columns import leaves_out
 from longshore.data.fields import Field
 from longshore.data.inputs import Input, Range, Sample, cut_ranges, read_range
@@ -32,6 +37,12 @@ from longshore.errors import SettingError
 PIECES = 8
 """Of each lane, where files can be cut."""
 MOST_PIECE = 1 << 26
+MOST_IN_TURN = 1 << 28
+"""Bytes of a part whose rows lanes may take in turn, for which each of them reads all."""
+SHARES = "by bytes"
+"""How lanes share files, in a checkpoint's digest; positions of another way mean other rows."""
+DRY_PASSES = 100
+"""In a row, without a sequence, before a lane stops; other passes may have one."""
 LOOKED_AT = 100
 """Rows before the share of rejected ones counts."""
 
@@ -76,7 +87,7 @@ class TextStream:
     def digest(self) -> str:
         """Of the files, by name and size, and of what decides the order."""
         files = [[(file.name, file.bytes) for file in part] for part in self.parts]
-        order = [self.weights, self.shuffle, self.seed, self.longest, self.tokenizer_digest]
+        order = [SHARES, self.weights, self.shuffle, self.seed, self.longest, self.tokenizer_digest]
         identity = json.dumps([files, order])
         return hashlib.sha256(identity.encode()).hexdigest()
 
@@ -141,7 +152,10 @@ class _PartStream:
         total = sum(file.bytes for file in files)
         size = min(max(total // (lanes * PIECES), 1), MOST_PIECE)
         self.pieces = cut_ranges(files, size)
+        is_small = total <= MOST_IN_TURN
+        self.in_turn = is_small and (len(self.pieces) < lanes or not stream.shuffle)
         self.rows = 0
+        self._rows_of_all = 0
         self._tried = 0
         self._rejected = 0
         self._raw = self._endless()
@@ -180,34 +194,50 @@ class _PartStream:
         )
 
     def _endless(self) -> Iterator[tuple[Sample | SampleError, str]]:
-        """All rows of the lane's share, again and again, with their names for errors."""
+        """All rows of the lane's shares, pass after pass, with their names for errors."""
+        dry = 0
         for turn in count():
-            before, rejected = self.rows, self._rejected
+            good_before = self.rows - self._rejected  # skipped rows count as good
             for piece, line, sample in self._pass(turn):
                 self.rows += 1
                 yield sample, f"{piece.input.name} {_place(piece, line)}"
-            read, bad = self.rows - before, self._rejected - rejected
-            if bad >= read:
-                names = ", ".join(file.name for file in self.files[:3])
-                raise ValueError(
-                    f"no sample of lane {self.lane} of {self.lanes} in {names} became a sequence: "
-                    f"its share has {read:,} samples, and {bad:,} were rejected; use fewer ranks, "
-                    "or leave the stream out"
-                )
+            dry = dry + 1 if self.rows - self._rejected == good_before else 0
+            if dry and self._is_hopeless(dry):
+                raise self._no_sequence(dry)
+
+    def _is_hopeless(self, dry: int) -> bool:
+        """Whether passes to come are not expected to have a sequence, after some without one."""
+        if not (self.in_turn or self.stream.shuffle):
+            return True  # all passes are the same
+        if self._tried >= LOOKED_AT and self._rejected == self._tried:
+            return True
+        return dry >= DRY_PASSES + self.lanes
+
+    def _no_sequence(self, dry: int) -> ValueError:
+        names = ", ".join(file.name for file in self.files[:3])
+        return ValueError(
+            f"no sample of lane {self.lane} of {self.lanes} in {names} became a sequence, in "
+            f"{dry:,} passes over the files: {self._rejected:,} samples were rejected so far; fix "
+            "the data, use fewer ranks, or leave the stream out"
+        )
 
     def _pass(self, turn: int) -> Iterator[tuple[Range, int, Sample | SampleError]]:
-        pieces = len(self.pieces)
-        if pieces < self.lanes:
-            if not pieces:
-                return
-            first, sharing = self.lane % pieces, self.lane // pieces
-            lanes = -(-(self.lanes - first) // pieces)
-            rows = islice(self._read(self.pieces[first]), sharing, None, lanes)
-            yield from rows
+        pieces: Sequence[Range] = self.pieces
+        if self.stream.shuffle:
+            pieces = [pieces[number] for number in shuffled(len(pieces), *self.key, turn).tolist()]
+        if not self.in_turn:
+            for piece, start, stop in _share(pieces, self.lane, self.lanes):
+                size = _size(piece)
+                for row, sample in enumerate(self._read(piece)):
+                    if start <= _spread(row, size) < stop:
+                        yield sample
             return
-        order = shuffled(pieces, *self.key, turn) if self.stream.shuffle else range(pieces)
-        for number in order[self.lane :: self.lanes]:
-            yield from self._read(self.pieces[int(number)])
+        for piece in pieces:
+            for sample in self._read(piece):
+                is_mine = self._rows_of_all % self.lanes == self.lane
+                self._rows_of_all += 1
+                if is_mine:
+                    yield sample
 
     def _read(self, piece: Range) -> Iterator[tuple[Range, int, Sample | SampleError]]:
         rules = self.tokenizer.rules
@@ -218,6 +248,35 @@ class _PartStream:
         limit = self.stream.max_bytes
         for line, sample in read_range(piece, leaves_out=skips, max_bytes=limit):
             yield piece, line, sample
+
+
+def _share(pieces: Sequence[Range], lane: int, lanes: int) -> Iterator[tuple[Range, int, int]]:
+    """The pieces of a lane, each with the bytes [start, stop) of it that are the lane's.
+
+    Pieces of 4 and 2 bytes on 2 lanes: lane 0 has bytes 0…3 of the first, lane 1 byte 3 and all of
+    the second.
+    """
+    total, begin = sum(map(_size, pieces)), 0
+    first, end = (total * number // lanes for number in (lane, lane + 1))
+    for piece in pieces:
+        size = _size(piece)
+        start, stop = max(first - begin, 0), min(end - begin, size)
+        if start < stop:
+            yield piece, start, stop
+        begin += size
+
+
+def _size(piece: Range) -> int:
+    return max(piece.bytes, 1)
+
+
+def _spread(row: int, size: int) -> int:
+    """A number below `size` for each row of a piece, evenly spread: whose it is decides the lane.
+
+    Multiples of the golden ratio, of which any rows in succession have nearly their share in any
+    interval. With size 100 rows 0, 1, 2 and 3 have 0, 61, 23 and 85.
+    """
+    return (row * GAMMA % LIMIT) * size // LIMIT
 
 
 def _place(piece: Range, line: int) -> str:
