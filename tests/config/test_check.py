@@ -277,3 +277,18 @@ def test_held_out_data_are_as_many_as_said(settings, match):
     )
     with pytest.raises(ValueError, match=match):
         check_config(config, 4)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "grpo", "ppo", "distill", "cross_entropy"])
+def test_depths_never_train_the_likelihood_of_bad_answers(loss):
+    model = ModelConfig(preset="tiny-deepseek-v3")
+    depths = len(decoder_config(model).mtp)
+    config = replace(DEMO, model=model, train=replace(DEMO.train, loss=loss))
+    if loss in ("distill", "cross_entropy"):
+        check_config(config, 1)
+    else:
+        wanted = rf"train.loss is {loss}, but train.mtp_weight 0.1 .* {depths} depth.*=0$"
+        with pytest.raises(ValueError, match=wanted):
+            check_config(config, 1)
+    check_config(replace(config, train=replace(config.train, mtp_weight=0.0)), 1)
+    check_config(replace(config, model=ModelConfig(preset="tiny-llama")), 1)

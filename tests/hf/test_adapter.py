@@ -6,7 +6,16 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.hf.folders import gemma3, gpt_oss, llama, load, qwen3, qwen3_moe
+from tests.hf.folders import (
+    change_tensors,
+    deepseek,
+    gemma3,
+    gpt_oss,
+    llama,
+    load,
+    qwen3,
+    qwen3_moe,
+)
 from torch import nn
 from transformers.models.qwen3 import modeling_qwen3
 
@@ -15,6 +24,7 @@ from longshore.hf.adapter import adapt, check_foreign
 from longshore.hf.foreign_weights import fill_foreign, open_foreign, shapes_of, write_foreign
 from longshore.hf.generic_keys import describe_decoder
 from longshore.hf.transformers_model import adapted, empty_model
+from longshore.parallel.pipeline.stages import saved_buffers
 
 LENGTHS = (7, 1, 12)
 MODELS = {"qwen3": qwen3, "qwen3_moe": qwen3_moe, "gemma3": gemma3, "gpt_oss": gpt_oss}
@@ -60,6 +70,28 @@ def test_streamed_in_and_out_without_a_changed_byte(tmp_path, name):
     assert all(torch.equal(before[key], after[key]) for key in before)
     texts = [(tmp_path / folder / "config.json").read_text() for folder in ("base", "new")]
     assert texts[0] == texts[1]
+
+
+def test_buffers_are_as_wide_as_in_the_files(tmp_path):
+    """A routing bias is float32 beside bfloat16 weights, and is written as it was read."""
+    base = tmp_path / "base"
+    deepseek(base)
+    change_tensors(base, half_but_biases)
+    keys = {**config_of(base), "dtype": "bfloat16"}
+    (base / "config.json").write_text(json.dumps(keys))
+    model = adapted(empty_model(str(base)), describe_decoder(keys))
+    fill_foreign(model, torch.device("cpu"), base)
+    tensors = [*model.named_parameters(), *saved_buffers(model)]
+    write_foreign(tmp_path / "new", tensors, base=base, tied=model.tied, dtype=torch.bfloat16)
+    before, after = files_of(base), files_of(tmp_path / "new")
+    biases = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert biases
+    assert all(before[name].dtype == torch.float32 for name in biases)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def half_but_biases(tensors):
+    tensors.update({name: t.bfloat16() for name, t in tensors.items() if "bias" not in name})
 
 
 def files_of(folder):

@@ -1,6 +1,6 @@
 """What each rank saves: all ranks together every value once, however many have it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
@@ -10,7 +10,12 @@ from tests.arch.tp_parts import WIDTH, parts_on_ranks
 from tests.parallel.test_shards import cut_out, tensors_of
 
 from longshore.arch.cuts import Span, TensorCut, cuts_of
+from longshore.arch.lora import LoRAConfig
+from longshore.arch.presets import preset
 from longshore.distributed.topology import Axes
+from longshore.model.decoder import Decoder
+from longshore.model.lora import is_factor
+from longshore.train import checkpoint_state
 from longshore.train.checkpoint_state import own_blocks
 
 
@@ -81,3 +86,18 @@ def test_the_docstrings_example():
     assert (block.offsets, len(block.values)) == ((32,), 16)
     (block,) = own_blocks(torch.ones(32, 64), TensorCut(0, 64, (Span(0, 32),)), at)
     assert (block.offsets, len(block.values)) == ((16, 0), 16)
+
+
+def test_frozen_parameters_are_saved_unless_a_base_has_them():
+    config = preset("tiny-qwen3-moe", layers=1)
+    for lora in (None, LoRAConfig(rank=2, alpha=4)):
+        with torch.device("meta"):
+            model = Decoder(replace(config, lora=lora))
+        model.norm.weight.requires_grad_(False)
+        names = [name for name, _, _ in checkpoint_state.tensors_of(model)]
+        if lora is None:
+            every = [*model.named_parameters(), *model.named_buffers()]
+            assert sorted(names) == sorted(name for name, _ in every)
+        else:
+            assert names
+            assert all(map(is_factor, names))

@@ -31,6 +31,9 @@ from longshore.plan.planner import make_plan
 from longshore.plan.shapes import make_buckets
 from longshore.user_code import check_module_exists, load_module
 
+LOWERS_LIKELIHOOD = ("dpo", "grpo", "ppo")
+"""Losses that make some of the answers less likely."""
+
 
 def check_config(config: RunConfig, ranks: int) -> None:
     """All that can be checked before torch is imported."""
@@ -42,6 +45,7 @@ def check_config(config: RunConfig, ranks: int) -> None:
     if config.model.code == "longshore":
         _check_written(config, decoder)
     _check_train(config)
+    _check_depths(config, decoder)
     check_lora(config, decoder)
     with settings_in_keys():
         check_graph(config, decoder)
@@ -296,6 +300,17 @@ def _check_train(config: RunConfig) -> None:
         if ":" in (function := getattr(train, name)):
             with settings_in_keys():
                 check_module_exists(function, name)
+
+
+def _check_depths(config: RunConfig, decoder: DecoderConfig) -> None:
+    """Depths of multi-token prediction train nll, which also makes bad answers likelier."""
+    loss, weight = config.train.loss, config.train.mtp_weight
+    if loss in LOWERS_LIKELIHOOD and decoder.mtp and weight:
+        raise ValueError(
+            f"train.loss is {loss}, but train.mtp_weight {weight:g} trains the model's "
+            f"{len(decoder.mtp)} depth{'s' if len(decoder.mtp) > 1 else ''} of multi-token "
+            "prediction on the likelihood of all answers, bad ones too; set train.mtp_weight=0"
+        )
 
 
 def _check_plan(config: RunConfig, lanes: int, decoder: DecoderConfig) -> None:

@@ -125,15 +125,19 @@ def config_keys(config: Any) -> dict[str, Any]:  # noqa: ANN401
     return {**others, **config.to_dict()}
 
 
-def empty_model(folder: str) -> Any:  # noqa: ANN401
-    """The model of a folder, its parameters on `meta` and its buffers filled."""
+def empty_model(folder: str, dtype: torch.dtype = torch.float32) -> Any:  # noqa: ANN401
+    """The model of a folder, its parameters on `meta` and its buffers filled.
+
+    dtype: of both. That of the folder would round what its files hold wider: a routing bias is
+    float32 beside weights in bfloat16.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     local: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
         config = AutoConfig.from_pretrained(folder, **local)
         with parameters_on_meta(), quiet():
-            return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     except (ValueError, KeyError, AttributeError, ImportError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"transformers cannot make this model: {first}") from error

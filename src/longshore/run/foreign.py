@@ -26,7 +26,7 @@ def make_foreign(job: TrainingJob, groups: CPGroups, choices: Choices) -> Transf
     folder, dtype = job.config.model.from_hf, torch.promote_types(job.dtype, torch.float32)
     with agreed(job.topology.groups):
         try:
-            hf = empty_model(folder)
+            hf = empty_model(folder, dtype)
             check_foreign(hf)
         except ValueError as error:
             raise ValueError(f"model.from_hf: {Path(folder)}: {error}") from None

@@ -58,6 +58,8 @@ class TrainingJob:
     """Shows a line before there are steps; silent on all ranks but the first."""
     display: str
     """How it is shown: as output.display says, but with a Trainer "auto" is "none"."""
+    base: LoRABase | None = None
+    """What low-rank factors are trained on, as it was before it was read; None without them."""
 
     @property
     def indexed_source(self) -> IndexedSource:
@@ -114,7 +116,9 @@ def make_job(
     steps = config.train.steps
     if not isinstance(source, TextStream):
         steps = count_steps(config, source.lengths, step_groups(config, source))
-    return TrainingJob(resolved, source, steps, topology, stop, tell, display)
+    with agreed(topology.groups):
+        base = lora_base(config, decoder)
+    return TrainingJob(resolved, source, steps, topology, stop, tell, display, base)
 
 
 def _longest(source: IndexedSource | TextStream) -> int:
@@ -169,8 +173,11 @@ def _data_text(source: IndexedSource | TextStream) -> str:
     )
 
 
-def lora_base(job: TrainingJob) -> LoRABase | None:
-    """What low-rank factors are trained on; None without them."""
-    if job.decoder.lora is None:
+def lora_base(config: RunConfig, decoder: DecoderConfig) -> LoRABase | None:
+    """What low-rank factors are trained on, as it is now; None without them.
+
+    A run looks once, before it reads the weights: a folder that changes while it trains is another.
+    """
+    if decoder.lora is None:
         return None
-    return find_base(job.decoder, job.config.model.from_hf, seed=job.config.train.seed)
+    return find_base(decoder, config.model.from_hf, seed=config.train.seed)

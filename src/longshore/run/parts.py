@@ -48,13 +48,13 @@ from longshore.plan.types import Plan, Sequence
 from longshore.run.data import batch_size, held_out, step_groups
 from longshore.run.foreign import make_foreign
 from longshore.run.graph_cap import graph_bytes
-from longshore.run.job import TrainingJob, lora_base, open_source
+from longshore.run.job import TrainingJob, open_source
+from longshore.run.loss import data_loss
 from longshore.train.checkpoint import Checkpoints
 from longshore.train.cuda_graph import GraphedLayers
 from longshore.train.evaluation import Evaluator, HeldOut, OnEvaluation
 from longshore.train.graph_piece import GraphMemory
 from longshore.train.graph_recorder import CudaRecorder
-from longshore.train.loss import Loss, check_fields, make_loss
 from longshore.train.optimizer import make_optimizer
 from longshore.train.refine import Refiner
 from longshore.train.step import Stepper
@@ -87,7 +87,7 @@ class Parts:
 def build_parts(job: TrainingJob, folder: Path) -> Parts:
     """All ranks call it together. folder: of the run, for its checkpoints."""
     job.status.at("building the model")
-    run_loss(job)  # what is wrong with it is said before the model is built
+    data_loss(job.config, job.source)  # what is wrong with it is said before the model is built
     groups = make_cp_groups(job)
     refiner = make_refiner(job) if job.config.plan.refine else None
     loader = make_loader(job, refiner)
@@ -100,16 +100,9 @@ def build_parts(job: TrainingJob, folder: Path) -> Parts:
         topology=job.topology,
         keep=job.config.output.keep,
         copies=stepper.copies,
-        base=_base(job),
+        base=None if job.base is None else job.base.as_json(),
     )
     return Parts(groups, loader, stepper, checkpoints, refiner)
-
-
-def _base(job: TrainingJob) -> dict[str, Any]:
-    """What a LoRA run's factors belong to; {} without LoRA."""
-    with agreed(job.topology.groups):
-        base = lora_base(job)
-    return {} if base is None else base.as_json()
 
 
 def make_cp_groups(job: TrainingJob) -> CPGroups:
@@ -129,7 +122,7 @@ def make_stepper(job: TrainingJob, groups: CPGroups) -> Stepper:
         ),
         topology=job.topology,
         mode=job.resolved.shard,
-        loss=run_loss(job),
+        loss=data_loss(job.config, job.source),
         clip=train.clip,
         mtp_weight=train.mtp_weight,
         status=job.status,
@@ -137,14 +130,6 @@ def make_stepper(job: TrainingJob, groups: CPGroups) -> Stepper:
         trace=_trace_of(job) if job.config.parallel.trace else None,
         graphs=graphs,
     )
-
-
-def run_loss(job: TrainingJob) -> Loss:
-    """The run's loss, whose fields the data have."""
-    train = job.config.train
-    loss = make_loss(train.loss, train.loss_count, train.loss_options)
-    check_fields(loss, job.source.fields)
-    return loss
 
 
 def _graphed_layers(job: TrainingJob, model: Model) -> GraphedLayers:
@@ -179,7 +164,7 @@ def _trace_of(job: TrainingJob) -> Callable[[Plan], Seq[Operation]]:
         attention=parallel.attention,
         scan=parallel.scan,
         recompute=job.config.train.recompute,
-        statistics=run_loss(job).reads_statistics,
+        statistics=data_loss(job.config, job.source).reads_statistics,
     )
     topology = job.topology
     return lambda plan: trace(plan, job.layout, topology.rank, model=model, axes=topology)

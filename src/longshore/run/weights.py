@@ -25,7 +25,7 @@ from longshore.model.lora import is_factor
 from longshore.parallel.pipeline.gathered import gathered_tensors
 from longshore.parallel.pipeline.stages import Model
 from longshore.run.folder import check_new_folder
-from longshore.run.job import TrainingJob, lora_base
+from longshore.run.job import TrainingJob
 from longshore.train.checkpoint_files import writing
 
 
@@ -60,7 +60,7 @@ def _saved(job: TrainingJob, model: Model) -> Iterator[tuple[str, Tensor]]:
 
 def _write_weights(job: TrainingJob, model: Model, folder: Path) -> None:
     """RUN/weights: in the dtype of training."""
-    lora = lora_base(job)
+    lora = job.base
     with writing(folder / "weights", then=f"write it again with --resume {folder}"):
         check_room(folder, _size(model) if lora is None else _factor_bytes(model))
         save_weights(

@@ -41,10 +41,13 @@ def state_of(
 def tensors_of(
     model: Model, *, only: set[int] | None = None
 ) -> Iterator[tuple[str, Tensor, TensorCut | None]]:
-    """Parameters and buffers; only: see state_of. Where some are frozen, what is trained alone."""
-    has_frozen = any(not parameter.requires_grad for parameter in model.parameters())
+    """Parameters and buffers; only: see state_of. With LoRA what is trained alone.
+
+    Models may also have frozen parameters of their own, which no base can restore.
+    """
+    has_base = model.config.lora is not None
     for name, tensor, cut in cut_tensors_by_name(model):
-        if has_frozen and not tensor.requires_grad:
+        if has_base and not tensor.requires_grad:
             continue
         if only is None or id(tensor) in only or not isinstance(tensor, nn.Parameter):
             yield name, tensor, cut

@@ -1,0 +1,29 @@
+"""What a run writes at its end, without a run."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+from tests.hf.folders import qwen3
+
+from longshore.arch.lora import LoRAConfig
+from longshore.config.load import load_config
+from longshore.hf.config_file import read_config
+from longshore.run import weights
+from longshore.run.job import lora_base
+
+
+def test_factors_belong_to_the_base_that_was_read(tmp_path, monkeypatch):
+    """Another file in the place of the base, while the run trains, is not what it trained on."""
+    base = tmp_path / "base"
+    qwen3(base)
+    decoder = replace(read_config(base), lora=LoRAConfig(rank=2, alpha=4))
+    config = load_config(None, [f"model.from_hf={base}", "model.preset="])
+    known = lora_base(config, decoder)
+    qwen3(base, seed=1)
+    assert lora_base(config, decoder).digest != known.digest
+    job = SimpleNamespace(base=known, decoder=decoder, config=config, topology=None)
+    saved = {}
+    monkeypatch.setattr(weights, "save_weights", lambda *args, **given: saved.update(given))
+    weights._write_weights(job, SimpleNamespace(config=decoder), Path(tmp_path))
+    assert saved["lora"] == known
