@@ -84,6 +84,11 @@ def test_every_word_of_other_configurations_has_its_answer(words):
             ": `longshore prepare --workers` tokenizes with several processes",
         ),
         ("train.completion_only_loss", "; use data.loss_on"),
+        (
+            "train.label_smoothing",
+            "; use train.loss_options, {label_smoothing = 0.1} with train.lo",
+        ),
+        ("train.loss_type", "; use train.loss, a name such as dpo or grpo, or a function of yours"),
         ("train.deepspeed", "; use parallel.shard"),
         ("parallel.tensor_model_parallel_size", "; use parallel.tp"),
         ("parallel.expert_parallel_size", "; use parallel.ep"),

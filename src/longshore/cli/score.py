@@ -25,7 +25,8 @@ Computes the log-probability of every token of a data set under a model, packed 
 training, and writes it beside the tokens: as reference of DPO or of a KL term, or as the old
 log-probabilities of a policy.
 
-  DATA                 JSONL, JSON or Parquet, or a folder made by `longshore prepare`
+  DATA                 JSONL, JSON, Parquet or Arrow, or a folder of them, of `datasets` or of
+                       `longshore prepare`
   --model M            a Hugging Face checkpoint folder, or the name of a preset
   --out PATH           a folder for `data.path`, or a file that ends in .parquet
   --field NAME         the name of the new field (default: ref_logprobs)

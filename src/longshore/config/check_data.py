@@ -36,8 +36,8 @@ def check_data(config: RunConfig, vocab_size: int) -> None:
         raise ValueError("data.path and data.mock are both given; leave one out")
     if not data.path and not data.mock:
         raise ValueError(
-            "there is no data; give data.path, a JSONL, JSON or Parquet file or a prepared folder, "
-            "or data.mock for synthetic sequences"
+            "there is no data; give data.path, files of JSONL, JSON, Parquet or Arrow or a folder "
+            "of them, of `datasets` or of `longshore prepare`, or data.mock for synthetic sequences"
         )
     if data.mock:
         _refuse_text_keys(data, "data.mock generates")

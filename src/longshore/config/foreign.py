@@ -40,8 +40,8 @@ WORDS_BY_ANSWER = {
     # Data.
     "data.path": "datasets train_files train_dataset train_data_path data_files data_path dataset "
     "dataset_name dataset_path",
-    "data.path, a file of JSONL or Parquet": "dataset_config dataset_config_name subset "
-    "dataset_train_split split dataset_type",
+    "data.path, files, or a folder of `datasets` such as dolly/train": "dataset_config "
+    "dataset_config_name subset dataset_train_split split dataset_type",
     "data.stream": "streaming dataset_streaming",
     "data.weights": "interleave_probs dataset_weights mixture_weights",
     "data.eval_path": "val_files dataset_test_split eval_split valid_dataset test_datasets "
@@ -173,11 +173,13 @@ WORDS_BY_ANSWER = {
     "train.dtype, in which evaluation runs too": "bf16_full_eval fp16_full_eval",
     "train.compile, without further options": "torch_compile_backend torch_compile_mode "
     "torchdynamo use_torch_compile",
-    "train.loss, a function of yours": "loss_type loss_fn loss_func compute_loss compute_loss_func",
+    "train.loss, a name such as dpo or grpo, or a function of yours": ""
+    "loss_type loss_fn loss_func compute_loss compute_loss_func",
     "train.loss_count": "loss_agg_mode calculate_per_token_loss loss_reduction",
     ": the loss is divided by the tokens of all ranks; train.loss_count changes that": ""
     "average_tokens_across_devices",
-    ": label smoothing is not supported yet": "label_smoothing_factor label_smoothing",
+    "train.loss_options, {label_smoothing = 0.1} with train.loss=cross_entropy": ""
+    "label_smoothing_factor label_smoothing",
     ": noise on embeddings is not supported yet": "neftune_noise_alpha",
     ": an average of the weights is not supported yet": "ema ema_decay use_ema",
     ": only model.lora freezes weights; without it all are trained": "freeze unfrozen_parameters "
