@@ -1,8 +1,10 @@
 """The Trainer: steps, callbacks, checkpoints, resuming, and what it leaves of itself behind."""
 
 import os
+import re
 import signal
 import threading
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -269,6 +271,14 @@ def test_a_recipe_may_be_text_a_path_or_a_config(tmp_path):
     assert load_config(text, ["train.steps=7"], values={"train": {"steps": 5}}).train.steps == 7
 
 
+def own(metrics):
+    """What a rank measures itself, as docs/python.md says."""
+    page = Path(__file__).parents[2] / "docs" / "python.md"
+    text = page.read_text(encoding="utf-8")
+    names = text.partition("each rank measures itself: ")[2].partition(". ")[0]
+    return {name: metrics[name] for name in re.findall(r"`(\w+)`", names) if name in metrics}
+
+
 def as_torchrun(folder, port):
     """A rank of torchrun, whose store has all groups of the process, one after another."""
     rank = dist.get_rank()
@@ -282,11 +292,11 @@ def as_torchrun(folder, port):
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    losses = []
+    shared = []
     for number in range(2):
         with Trainer(**settings(f"{folder}/{number}", steps=2)) as trainer:
             assert trainer.config.parallel.ranks == 2
-            losses.append([metrics["loss"] for metrics in trainer])
+            shared.append([metrics.items() - own(metrics).items() for metrics in trainer])
             trainer.export(f"{folder}/tuned-{number}")
             with pytest.raises(ValueError, match="already contains"):  # on both ranks
                 trainer.export(f"{folder}/tuned-{number}")
@@ -297,13 +307,15 @@ def as_torchrun(folder, port):
             ):
                 trainer.export(f"{folder}/other")
     dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2)
-    return losses
+    return shared
 
 
 def test_two_trainers_one_after_the_other_under_torchrun(tmp_path):
     with Trainer(**settings(tmp_path / "alone", steps=2)) as trainer:
         alone = [metrics["loss"] for metrics in trainer]
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    for losses in run_ranks(2, as_torchrun, str(tmp_path), store.port):
-        for each in losses:
-            torch.testing.assert_close(each, alone, rtol=1e-12, atol=0)
+    first, second = run_ranks(2, as_torchrun, str(tmp_path), store.port)
+    assert first == second  # but for what a rank measures itself
+    for each in first:
+        losses = [dict(metrics)["loss"] for metrics in each]
+        torch.testing.assert_close(losses, alone, rtol=1e-12, atol=0)
