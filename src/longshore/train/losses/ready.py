@@ -16,7 +16,7 @@ from torch import Tensor
 from longshore.batch import MicroBatch
 from longshore.choices import LossName, names_of
 from longshore.errors import SettingError
-from longshore.train.loss_inputs import TEMPERATURE, LossCall
+from longshore.train.loss_inputs import TEMPERATURE, LossCall, checked_temperature
 from longshore.train.losses import distillation, policy_gradient, preference
 from longshore.train.losses.cross_entropy import smoothed_cross_entropy
 from longshore.train.losses.distillation import distill
@@ -114,7 +114,7 @@ def _dpo(options: Options) -> ReadyLoss:
 
 def _distill(options: Options) -> ReadyLoss:
     _check_options("distill", options, _defaults(distill))
-    _check_range(options, TEMPERATURE, 0, math.inf)
+    checked_temperature(options.get(TEMPERATURE, 1.0))
     call = LossCall(distill, "distill", options)
     return ReadyLoss(call, "tokens", (distillation.IDS, distillation.LOGPROBS))
 
