@@ -87,7 +87,7 @@ class TransformersModel(LanguageModel):
                 f"this model takes token ids of shape ({rows.ctx.tokens},) for a context of "
                 f"{rows.ctx.tokens} tokens, but got shape {tuple(ids_T.shape)}"
             )
-        self._check_lengths(rows.ctx)
+        self.check_longest(max(length for pack in rows.ctx.packs for length in pack.lengths))
         # Padding may have positions past the last sequence's; a table of positions ends there.
         positions_T = rows.ctx.positions.where(rows.ctx.is_real, 0)
         output = self.get_submodule(self.trunk)(
@@ -99,12 +99,13 @@ class TransformersModel(LanguageModel):
         hidden_TC: Tensor = output.last_hidden_state[0]
         return hidden_TC
 
-    def _check_lengths(self, ctx: SeqContext) -> None:
-        longest = max(length for pack in ctx.packs for length in pack.lengths)
+    def check_longest(self, longest: int) -> None:
+        """Refuses sequences past the end of a learned table of positions."""
         if self.most_positions is not None and longest > self.most_positions:
             raise ValueError(
                 f"a sequence has {longest} tokens, but the model has a table of "
-                f"{self.most_positions} positions; shorten it (data.max_length)"
+                f"{self.most_positions} positions; shorten it (data.max_length, or --max-length of "
+                "longshore prepare)"
             )
 
 

@@ -103,7 +103,7 @@ def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: i
         dtype=str(pick_dtype(config.train.dtype, topology.device)).removeprefix("torch."),
         device=topology.device.type,
         memory=_least_memory(topology, local_size),
-        longest=_longest(source),
+        longest=longest_of(source),
         lengths=None if isinstance(source, TextStream) else source.lengths,
     )
     notes = [] if isinstance(source, TextStream) else small_data(config, source)
@@ -117,7 +117,8 @@ def make_job(config: RunConfig, topology: Topology, *, stop: Stop, local_size: i
     return TrainingJob(resolved, source, steps, topology, stop, tell, base)
 
 
-def _longest(source: IndexedSource | TextStream) -> int:
+def longest_of(source: IndexedSource | TextStream) -> int:
+    """Tokens of the longest sequence that may come."""
     return source.longest if isinstance(source, TextStream) else int(source.lengths.max())
 
 
