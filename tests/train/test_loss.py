@@ -109,10 +109,36 @@ def test_the_data_must_have_the_fields_of_a_loss() -> None:
         check_fields(make_loss("dpo"), declared)
     old = parse_field("old_logprobs:per_token:float32")
     advantages = parse_field("advantages:per_sequence:float32")
-    said = "declare it as old_logprobs:per_target:float32, not old_logprobs:per_token:float32"
+    said = (
+        "reads old_logprobs as old_logprobs:per_target:float32, with .* shifted .* not as old_log"
+    )
     with pytest.raises(SettingError, match=said):
         check_fields(make_loss("grpo"), [advantages, old])
     check_fields(make_loss("grpo", "auto", {"on_policy": True}), [advantages])
+
+
+@pytest.mark.parametrize(
+    ("loss", "wrong", "said"),
+    [
+        ("dpo", "pair:per_target:int64", "reads pair as pair:per_sequence:int64; declare it so"),
+        ("dpo", "pair:per_sequence:float32", "reads pair as pair:per_sequence:int64"),
+        ("dpo", "pair:per_sequence:int64:2", "reads pair as pair:per_sequence:int64"),
+        ("dpo", "sign:per_target:int8", "reads sign as sign:per_sequence:int64"),
+        ("ppo", "old_logprobs:per_sequence:float32", "as old_logprobs:per_target:float32; declare"),
+        ("ppo", "advantages:per_target:float32:2", "advantages:per_target:float32 or advantages:"),
+        ("distill", "teacher_ids:per_target:float32:4", "as teacher_ids:per_target:int64:8;"),
+        ("distill", "teacher_ids:per_target:int32", "as teacher_ids:per_target:int64:8; declare"),
+        ("distill", "teacher_ids:per_target:int32:3", "must have the same shape"),
+    ],
+)
+def test_fields_of_another_kind_are_refused(loss: str, wrong: str, said: str) -> None:
+    right = ["pair:per_sequence:int64", "sign:per_sequence:int8", "ref_logprobs:per_target:float32"]
+    right += ["advantages:per_sequence:float32", "old_logprobs:per_target:float32"]
+    right += ["teacher_ids:per_target:int32:4", "teacher_logprobs:per_target:float32:4"]
+    check_fields(make_loss(loss), [parse_field(text) for text in right])
+    others = [text for text in right if not text.startswith(wrong.partition(":")[0])]
+    with pytest.raises(SettingError, match=said):
+        check_fields(make_loss(loss), [parse_field(text) for text in [*others, wrong]])
 
 
 def test_a_temperature_divides_the_logits() -> None:
