@@ -16,7 +16,7 @@ from tests.data.tiny import CHATML, REWRITES, word_tokenizer
 
 from longshore.data import prepare as prepare_module
 from longshore.data.fields import Field
-from longshore.data.mixture import Mixture
+from longshore.data.mixture import Joined, Mixture
 from longshore.data.prepare import TextRules, cache_folder
 from longshore.data.progress import show_progress
 from longshore.data.store import Store
@@ -431,3 +431,13 @@ def test_a_pair_becomes_two_sequences_or_none(here):
     assert len(set(pairs)) == 3
     assert 0 < first < 2**52
     assert summary.rejected == {"too long": 1, "bad message": 1}
+
+
+def test_equal_rows_of_joined_files_are_different_pairs(here):
+    row = {"prompt": "one", "chosen": " two", "rejected": " three"}
+    for name in ("a", "b"):
+        Path(f"{name}.jsonl").write_text(json.dumps(row))
+        run(name, inputs=f"{name}.jsonl")
+    joined = Joined([Store("a"), Store("b")])
+    first, same, second, _ = joined.sequence_values("pair").tolist()
+    assert first == same != second

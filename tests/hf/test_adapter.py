@@ -24,6 +24,7 @@ from longshore.hf.adapter import adapt, check_foreign
 from longshore.hf.foreign_weights import fill_foreign, open_foreign, shapes_of, write_foreign
 from longshore.hf.generic_keys import describe_decoder
 from longshore.hf.transformers_model import adapted, empty_model
+from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.pipeline.stages import saved_buffers
 
 LENGTHS = (7, 1, 12)
@@ -283,3 +284,17 @@ def test_compiled_blocks_change_nothing():
     model.compile_blocks()
     with torch.compiler.set_stance("force_eager"):
         assert torch.equal(model(ids, ctx, ids).values, before)
+
+
+def test_parameters_that_stay_float32_are_not_trained_in_bfloat16():
+    """Ernie's router; a routing bias, which is a buffer in DeepSeek-V3, stays as it is anyway."""
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "moe_intermediate_size": 8}
+    config = transformers.Ernie4_5_MoeConfig(**sizes, moe_num_experts=4, moe_k=2)
+    model = adapt(transformers.Ernie4_5_MoeForCausalLM(config), check=False)
+    name = "model.layers.1.mlp.gate.weight"
+    assert name in model.wide_names
+    choices = Choices(mode="none", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"gate.* must be computed in float32, .* dtype=float32"):
+        parallelize(model, None, None, choices=choices)
+    assert adapt(make_qwen3(), check=False).wide_names == ()

@@ -8,9 +8,11 @@ import pytest
 from tests.data.tiny import CHATML, byte_tokenizer, word_tokenizer
 
 from longshore.config import check_config, decoder_config, load_config
-from longshore.data.source import TokenizedSample
+from longshore.data.fields import parse_field
+from longshore.data.source import MemorySource, TokenizedSample, from_rows
 from longshore.data.store import write_store
 from longshore.run.data import (
+    Readable,
     count_steps,
     open_sequences,
     prepare_text,
@@ -152,3 +154,20 @@ def test_a_tokenizer_larger_than_the_preset():
     ):
         check_config(load_config(None, words), 1)
     check_config(load_config(None, [*words, "model.vocab_size=263"]), 1)
+
+
+def test_a_teachers_ids_are_checked_where_they_count():
+    fields = [parse_field("teacher_ids:per_target:int32:2")]
+    fields += [parse_field("teacher_logprobs:per_target:float32:2")]
+    rows = {"tokens": [1, 2, 3], "loss_mask": [1, 0, 1]}
+    fine = {"teacher_ids": [[-1, 9], [-1, 9], [7, -1]]}
+    logprobs = {"teacher_logprobs": [[0, 0], [0, 0], [-1, -np.inf]]}
+    for ids, is_fine in ((fine, True), ({"teacher_ids": [[0, 0], [0, 0], [8, 0]]}, False)):
+        source = MemorySource(from_rows([{**rows, **ids, **logprobs}], fields), fields)
+        data = Readable(source, 8, name="here", has_teacher=True)
+        if is_fine:
+            assert data[0].length == 3
+        else:
+            with pytest.raises(ValueError, match="here: sequence 0 has 8 among its teacher_ids"):
+                data[0]
+        assert Readable(source, 8, name="here")[0].length == 3

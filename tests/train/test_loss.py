@@ -1,5 +1,6 @@
 """The loss of a batch, and losses of users: what they do at masked tokens must not count."""
 
+import math
 import re
 from types import SimpleNamespace
 
@@ -13,7 +14,8 @@ from longshore.data.shard import cut_shards, lane_cuts
 from longshore.errors import SettingError
 from longshore.plan import make_plan
 from longshore.train.loss import Loss, check_fields, make_loss, masked_values
-from longshore.train.loss_inputs import SequenceSums, StepInputs
+from longshore.train.loss_inputs import LogitsHead, SequenceSums, StepInputs
+from longshore.train.losses.distillation import distill
 from longshore.train.losses.preference import dpo
 
 
@@ -76,6 +78,7 @@ def test_a_wrong_name_is_an_error_about_its_setting() -> None:
         ("dpo", {"bta": 1}, "dpo has no option 'bta'; it has beta, label_smoothing"),
         ("dpo", {"beta": -1}, "beta is -1; it must be at least 0"),
         ("dpo", {"reference_free": 1}, "reference_free is 1; it must be true or false"),
+        ("distill", {"temperature": 0}, "temperature is 0; it must be a number above 0"),
         ("grpo", {"average": "words"}, "average is 'words'; it must be tokens or sequences"),
         ("grpo", {"kl": True}, "kl is True; it must be a number"),
         ("ppo", {"temperature": 0}, "temperature is 0; it must be a number above 0"),
@@ -106,10 +109,36 @@ def test_the_data_must_have_the_fields_of_a_loss() -> None:
         check_fields(make_loss("dpo"), declared)
     old = parse_field("old_logprobs:per_token:float32")
     advantages = parse_field("advantages:per_sequence:float32")
-    said = "declare it as old_logprobs:per_target:float32, not old_logprobs:per_token:float32"
+    said = (
+        "reads old_logprobs as old_logprobs:per_target:float32, with .* shifted .* not as old_log"
+    )
     with pytest.raises(SettingError, match=said):
         check_fields(make_loss("grpo"), [advantages, old])
     check_fields(make_loss("grpo", "auto", {"on_policy": True}), [advantages])
+
+
+@pytest.mark.parametrize(
+    ("loss", "wrong", "said"),
+    [
+        ("dpo", "pair:per_target:int64", "reads pair as pair:per_sequence:int64; declare it so"),
+        ("dpo", "pair:per_sequence:float32", "reads pair as pair:per_sequence:int64"),
+        ("dpo", "pair:per_sequence:int64:2", "reads pair as pair:per_sequence:int64"),
+        ("dpo", "sign:per_target:int8", "reads sign as sign:per_sequence:int64"),
+        ("ppo", "old_logprobs:per_sequence:float32", "as old_logprobs:per_target:float32; declare"),
+        ("ppo", "advantages:per_target:float32:2", "advantages:per_target:float32 or advantages:"),
+        ("distill", "teacher_ids:per_target:float32:4", "as teacher_ids:per_target:int64:8;"),
+        ("distill", "teacher_ids:per_target:int32", "as teacher_ids:per_target:int64:8; declare"),
+        ("distill", "teacher_ids:per_target:int32:3", "must have the same shape"),
+    ],
+)
+def test_fields_of_another_kind_are_refused(loss: str, wrong: str, said: str) -> None:
+    right = ["pair:per_sequence:int64", "sign:per_sequence:int8", "ref_logprobs:per_target:float32"]
+    right += ["advantages:per_sequence:float32", "old_logprobs:per_target:float32"]
+    right += ["teacher_ids:per_target:int32:4", "teacher_logprobs:per_target:float32:4"]
+    check_fields(make_loss(loss), [parse_field(text) for text in right])
+    others = [text for text in right if not text.startswith(wrong.partition(":")[0])]
+    with pytest.raises(SettingError, match=said):
+        check_fields(make_loss(loss), [parse_field(text) for text in [*others, wrong]])
 
 
 def test_a_temperature_divides_the_logits() -> None:
@@ -255,3 +284,32 @@ def test_the_head_gets_a_gradient_although_nothing_reads_it() -> None:
     loss.summed(values, BATCH, step)[0].backward()
     assert torch.equal(weight.grad, torch.zeros_like(weight))
     assert torch.allclose(hidden.grad, 2 * hidden.detach() * MASK[:, None])
+
+
+def distilled(ids, logprobs, **options):
+    """Of one loss token, then one that does not count; a student with p = ¼ four times."""
+    targets = SimpleNamespace(loss_mask=torch.tensor([True, False]), labels=torch.tensor([1, -100]))
+    fields = {"teacher_ids": torch.tensor(ids), "teacher_logprobs": torch.tensor(logprobs)}
+    batch = SimpleNamespace(targets=targets, token_fields=fields)
+    hidden = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.ones(4, 3, dtype=torch.float64)
+    value = distill(LogitsHead(hidden, weight), batch, **options)[0]
+    value.backward()
+    assert hidden.grad[1].isfinite().all()
+    return value.item()
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_a_short_row_of_a_teacher_has_any_ids(renormalize) -> None:
+    half, inf = math.log(0.5), math.inf
+    value = distilled(
+        [[1, 2, -1], [9, 9, 9]],
+        [[half, half, -inf], [-inf, math.nan, 0.0]],
+        renormalize=renormalize,
+    )
+    assert value == pytest.approx(math.log(2), rel=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [-1, 4])
+def test_a_teachers_unknown_token_is_not_finite(wrong) -> None:
+    assert math.isnan(distilled([[1, wrong], [0, 0]], [[-1.0, -2.0], [0.0, 0.0]]))

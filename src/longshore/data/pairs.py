@@ -8,8 +8,8 @@ other row has, and `sign`, 1 for the chosen and −1 for the rejected one. The r
 
 becomes {"prompt": "2 + 2 =", "completion": " 4", "pair": 94…, "sign": 1} and the same with " 5" and
 −1. Where both answers are whole chats, the prompt is what they have in common. Other rows stay as
-they are. The number is a hash of the row and its place, of 52 bits: rows of several data sets that
-are joined have different ones too, and float64 holds it exactly.
+they are. The number is a hash of the row, its file's name and its place there, of 52 bits: equal
+rows of several files that are joined have different ones too, and float64 holds it exactly.
 """
 
 import hashlib
@@ -32,13 +32,15 @@ def is_pair(sample: Mapping[str, Any], ignore: Sequence[str]) -> bool:
     return not any(name in sample and name not in ignore for name in OTHER_FORMS)
 
 
-def sides(sample: Mapping[str, Any], ignore: Sequence[str], place: int) -> list[dict[str, Any]]:
+def sides(
+    sample: Mapping[str, Any], ignore: Sequence[str], place: int, *, file: str = ""
+) -> list[dict[str, Any]]:
     """The two samples of a pair; a row of another form alone, as it is. place: of the row."""
     if not is_pair(sample, ignore):
         return [dict(sample)]
     others = {k: v for k, v in sample.items() if k not in ("prompt", CHOSEN, REJECTED)}
     prompt, answers = _split(sample)
-    content = json.dumps([place, prompt, *answers], default=str)
+    content = json.dumps([file, place, prompt, *answers], default=str)
     number = int(hashlib.sha256(content.encode()).hexdigest()[:13], 16)
     return [
         {**others, "prompt": prompt, "completion": answer, "pair": number, "sign": sign}

@@ -218,7 +218,8 @@ def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> Iterator[i
         try:
             if isinstance(sample, SampleError):
                 raise sample
-            both = sides(sample, tokenizer.rules.ignore, part.number << 32 | line)
+            place = part.number << 32 | line
+            both = sides(sample, tokenizer.rules.ignore, place, file=part.input.name)
             full = [tokenizer.untruncated(side, 0) for side in both]
             fitted = [tokenizer.fitted(side) for side in full]  # of a pair both or none
             sequences += fitted

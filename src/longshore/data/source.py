@@ -26,6 +26,8 @@ Row = Mapping[str, Any] | tuple[Any, ...]
 LARGEST_TOKEN = 2**31 - 1
 PAIR = "pair"
 """The field whose equal values keep sequences in one step."""
+TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
+"""Fields of distillation: of each target the teacher's likeliest tokens."""
 
 
 class SampleError(ValueError):

@@ -7,6 +7,7 @@ A Qwen3 with a tied head has the parameters model.embed_tokens.weight, model.lay
 lm_head.weight; its blocks, which FSDP wraps and recomputes, are model.layers.0, 1, …
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -48,6 +49,7 @@ class TransformersModel(LanguageModel):
         self.weighted = names[weighted]
         self.layer_names = tuple(names[block] for block in _blocks(hf))
         self.most_positions = _most_positions(hf)
+        self.wide_names = _wide_names(hf)
         self.loss_head = Head(config, tied=True)
 
     def blocks(self) -> list[nn.Module]:
@@ -85,7 +87,7 @@ class TransformersModel(LanguageModel):
                 f"this model takes token ids of shape ({rows.ctx.tokens},) for a context of "
                 f"{rows.ctx.tokens} tokens, but got shape {tuple(ids_T.shape)}"
             )
-        self._check_lengths(rows.ctx)
+        self.check_longest(max(length for pack in rows.ctx.packs for length in pack.lengths))
         # Padding may have positions past the last sequence's; a table of positions ends there.
         positions_T = rows.ctx.positions.where(rows.ctx.is_real, 0)
         output = self.get_submodule(self.trunk)(
@@ -97,12 +99,13 @@ class TransformersModel(LanguageModel):
         hidden_TC: Tensor = output.last_hidden_state[0]
         return hidden_TC
 
-    def _check_lengths(self, ctx: SeqContext) -> None:
-        longest = max(length for pack in ctx.packs for length in pack.lengths)
+    def check_longest(self, longest: int) -> None:
+        """Refuses sequences past the end of a learned table of positions."""
         if self.most_positions is not None and longest > self.most_positions:
             raise ValueError(
                 f"a sequence has {longest} tokens, but the model has a table of "
-                f"{self.most_positions} positions; shorten it (data.max_length)"
+                f"{self.most_positions} positions; shorten it (data.max_length, or --max-length of "
+                "longshore prepare)"
             )
 
 
@@ -173,6 +176,14 @@ def _blocks(hf: Any) -> list[nn.Module]:  # noqa: ANN401
     raise ValueError(
         f"{type(hf).__name__} has no list of its {layers} layers, which FSDP would wrap; {WAY_OUT}"
     )
+
+
+def _wide_names(hf: Any) -> tuple[str, ...]:  # noqa: ANN401
+    """Parameters that transformers keeps in float32 where the others are bfloat16."""
+    patterns = getattr(hf, "_keep_in_fp32_modules_strict", None) or ()
+    parts = [re.compile(pattern.replace("*", ".*")) for pattern in sorted(patterns)]
+    names = (name for name, _ in hf.named_parameters())
+    return tuple(name for name in names if any(part.search(name) for part in parts))
 
 
 def _most_positions(hf: Any) -> int | None:  # noqa: ANN401

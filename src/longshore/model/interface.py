@@ -382,6 +382,8 @@ class LanguageModel(nn.Module):
     """Which part of the whole model this is."""
     reads_ids: bool = False
     """Whether a stage without the embedding wants token ids, too."""
+    wide_names: tuple[str, ...] = ()
+    """Parameters that must be computed in float32 at least, but are not kept so by FSDP."""
 
     def blocks(self) -> list[nn.Module]:
         """What FSDP wraps, what is recomputed, and what is compiled."""

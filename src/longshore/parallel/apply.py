@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from longshore.choices import AttentionKind, Recompute, ScanKind, ShardMode
 from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import Topology
+from longshore.errors import SettingError
 from longshore.model.decoder import Decoder
 from longshore.model.interface import Exchanges, LanguageModel
 from longshore.parallel.context.exchange import CPExchanges
@@ -53,6 +54,7 @@ def parallelize(
     model: AnyModel, topology: Topology, groups: CPGroups, *, choices: Choices
 ) -> AnyModel:
     """Applies all of it, in place."""
+    _check_dtype(model, choices.dtype)
     blocks = model.blocks()
     if isinstance(model, Decoder):
         split_tensors(model, topology)
@@ -70,6 +72,17 @@ def parallelize(
             _recompute(block)
     shard(model, blocks, topology, mode=choices.mode, dtype=choices.dtype)
     return model
+
+
+def _check_dtype(model: LanguageModel, dtype: torch.dtype) -> None:
+    """FSDP casts whole blocks, so that none of their parameters can stay wide."""
+    if model.wide_names and torch.promote_types(dtype, torch.float32) != dtype:
+        raise SettingError(
+            "{name} must be computed in float32, and {dtype} {given} would round it; set "
+            "{dtype:float32}, or choose another model",
+            name=model.wide_names[0],
+            given=str(dtype).removeprefix("torch."),
+        )
 
 
 def _exchanges(topology: Topology, groups: CPGroups, choices: Choices) -> CPExchanges:

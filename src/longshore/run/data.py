@@ -37,6 +37,8 @@ from longshore.data.prepare_job import TokenizerFiles, check_first
 from longshore.data.progress import show_progress
 from longshore.data.rejected import rejections_of
 from longshore.data.source import (
+    TEACHER_IDS,
+    TEACHER_LOGPROBS,
     IndexedSource,
     Ints,
     TokenizedSample,
@@ -147,10 +149,16 @@ def _rules(config: RunConfig) -> TextRules:
 
 
 class Readable:
-    """A source whose token ids are checked against a model's `vocab_size`. name: for people."""
+    """A source whose token ids are checked against a model's `vocab_size`. name: for people.
 
-    def __init__(self, source: IndexedSource, vocab_size: int, *, name: str) -> None:
+    has_teacher: whether the ids of a teacher's tokens are checked too.
+    """
+
+    def __init__(
+        self, source: IndexedSource, vocab_size: int, *, name: str, has_teacher: bool = False
+    ) -> None:
         self.source = source
+        self.has_teacher = has_teacher
         self.vocab_size = vocab_size
         self.name = name
         self.lengths: Ints = source.lengths
@@ -164,7 +172,7 @@ class Readable:
 
     def __getitem__(self, index: int) -> TokenizedSample:
         sample = self.source[index]
-        check_ids(sample, self.vocab_size, self.name)
+        check_ids(sample, self.vocab_size, self.name, has_teacher=self.has_teacher)
         return sample
 
     def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
@@ -174,7 +182,9 @@ class Readable:
         return sequence_values(self.source, name)
 
 
-def check_ids(sample: TokenizedSample, vocab_size: int, name: str) -> None:
+def check_ids(
+    sample: TokenizedSample, vocab_size: int, name: str, *, has_teacher: bool = False
+) -> None:
     """Refuses a sequence with a token id that the model does not have."""
     low, high = int(sample.tokens.min()), int(sample.tokens.max())
     if low < 0 or high >= vocab_size:
@@ -183,6 +193,27 @@ def check_ids(sample: TokenizedSample, vocab_size: int, name: str) -> None:
             f"but the model knows only 0 to {vocab_size - 1}; use the model's tokenizer, "
             "or with model.preset a larger model.vocab_size"
         )
+    if has_teacher:
+        _check_teacher(sample, vocab_size, name)
+
+
+def _check_teacher(sample: TokenizedSample, vocab_size: int, name: str) -> None:
+    """Refuses ids of a teacher that the student does not have, where they count."""
+    ids_LK = sample.fields[TEACHER_IDS]
+    counts_L = sample.loss_mask & (np.arange(sample.length) > 0)
+    counts_LK = counts_L[:, None] & (sample.fields[TEACHER_LOGPROBS] > -np.inf)
+    wrong = ids_LK[counts_LK & ((ids_LK < 0) | (ids_LK >= vocab_size))]
+    if wrong.size:
+        raise ValueError(
+            f"{name}: sequence {sample.id} has {int(wrong[0])} among its {TEACHER_IDS}, but the "
+            f"model knows only 0 to {vocab_size - 1}; use a teacher with the model's tokenizer, "
+            f"and fill rows of fewer tokens with −inf in {TEACHER_LOGPROBS}"
+        )
+
+
+def _has_teacher(config: RunConfig, fields: Sequence[Field]) -> bool:
+    names = {spec.name for spec in fields}
+    return config.train.loss == "distill" and {TEACHER_IDS, TEACHER_LOGPROBS} <= names
 
 
 def open_stream(config: RunConfig, decoder: DecoderConfig) -> TextStream:
@@ -201,7 +232,12 @@ def open_stream(config: RunConfig, decoder: DecoderConfig) -> TextStream:
         parts=tuple(parts),
         weights=data.weights or (1.0,),
         make_tokenizer=lambda: tokenizer,
-        check=partial(check_ids, vocab_size=decoder.vocab_size, name="data.path"),
+        check=partial(
+            check_ids,
+            vocab_size=decoder.vocab_size,
+            name="data.path",
+            has_teacher=_has_teacher(config, fields),
+        ),
         tokenizer_digest=tokenizer.tokenizer.digest + tokenizer.tokenizer.template_digest,
         fields=fields,
         longest=data.max_length,
@@ -243,7 +279,12 @@ def _open_folder(folder: Path, config: RunConfig, decoder: DecoderConfig) -> Ind
     store = Store(folder)
     with in_keys("data.path"):
         rejections_of(folder, store.manifest.about).check(config.data.max_rejected)
-    return Readable(store, decoder.vocab_size, name=f"data.path: {folder}")
+    return Readable(
+        store,
+        decoder.vocab_size,
+        name=f"data.path: {folder}",
+        has_teacher=_has_teacher(config, store.fields),
+    )
 
 
 def batch_size(config: RunConfig) -> BatchSize:

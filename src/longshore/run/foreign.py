@@ -8,8 +8,9 @@ the names that transformers gives its tensors. With zero3 on 4 ranks each reads 
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from longshore.config.located import settings_in_keys
+from longshore.config.located import in_keys, settings_in_keys
 from longshore.distributed.agreement import agreed
 from longshore.distributed.cp_groups import CPGroups
 from longshore.hf.adapter import check_foreign
@@ -18,7 +19,7 @@ from longshore.hf.foreign_weights import fill_foreign
 from longshore.hf.transformers_model import TransformersModel, adapted, empty_model
 from longshore.model.lora import hold_frozen
 from longshore.parallel.apply import Choices, parallelize
-from longshore.run.job import TrainingJob
+from longshore.run.job import TrainingJob, longest_of
 
 
 def make_foreign(job: TrainingJob, groups: CPGroups, choices: Choices) -> TransformersModel:
@@ -33,6 +34,7 @@ def make_foreign(job: TrainingJob, groups: CPGroups, choices: Choices) -> Transf
         for parameter in hf.parameters():
             parameter.data = parameter.data.to(dtype)
         model = adapted(hf, job.decoder)
+        check_positions(model, longest_of(job.source))
         if job.decoder.lora is not None:
             with settings_in_keys():
                 add_foreign_factors(model, job.decoder.lora)
@@ -41,3 +43,10 @@ def make_foreign(job: TrainingJob, groups: CPGroups, choices: Choices) -> Transf
     with agreed(job.topology.groups):
         fill_foreign(model, job.topology.device, folder, seed=job.config.train.seed)
     return model
+
+
+def check_positions(model: nn.Module, longest: int, key: str = "data.path") -> None:
+    """Refuses data that a learned table of positions is too short for, before any step."""
+    if isinstance(model, TransformersModel):
+        with in_keys(key):
+            model.check_longest(longest)

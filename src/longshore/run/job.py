@@ -107,7 +107,7 @@ def make_job(
         dtype=str(pick_dtype(config.train.dtype, topology.device)).removeprefix("torch."),
         device=topology.device.type,
         memory=_least_memory(topology, local_size),
-        longest=_longest(source),
+        longest=longest_of(source),
         lengths=None if isinstance(source, TextStream) else source.lengths,
     )
     notes = [] if isinstance(source, TextStream) else small_data(config, source)
@@ -121,7 +121,8 @@ def make_job(
     return TrainingJob(resolved, source, steps, topology, stop, tell, display, base)
 
 
-def _longest(source: IndexedSource | TextStream) -> int:
+def longest_of(source: IndexedSource | TextStream) -> int:
+    """Tokens of the longest sequence that may come."""
     return source.longest if isinstance(source, TextStream) else int(source.lengths.max())
 
 

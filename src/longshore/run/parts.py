@@ -46,9 +46,9 @@ from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Plan, Sequence
 from longshore.run.data import batch_size, held_out, step_groups
-from longshore.run.foreign import make_foreign
+from longshore.run.foreign import check_positions, make_foreign
 from longshore.run.graph_cap import graph_bytes
-from longshore.run.job import TrainingJob, open_source
+from longshore.run.job import TrainingJob, longest_of, open_source
 from longshore.run.loss import data_loss
 from longshore.train.checkpoint import Checkpoints
 from longshore.train.cuda_graph import GraphedLayers
@@ -260,9 +260,12 @@ def make_evaluator(
     source = open_source(config, job.decoder, job.topology, display=job.display)
     assert not isinstance(source, TextStream), "held-out data are never streamed"
     with agreed(job.topology.groups):
-        check_longest(config, job.topology.lanes, int(source.lengths.max()))
+        check_longest(config, job.topology.lanes, longest_of(source))
+        check_positions(stepper.model, longest_of(source), "data.eval_path")
+    # Its loss is a sum over tokens, so that no sequences have to share a step.
+    steps = make_steps(job, config, source=source, shuffle=False, is_grouped=False)
     return Evaluator(
-        HeldOut("held-out", make_steps(job, config, source=source, shuffle=False)),
+        HeldOut("held-out", steps),
         stepper.executor,
         every=job.config.train.eval_every,
         tell=tell,

@@ -35,9 +35,9 @@ from longshore.batch import IGNORE, MicroBatch, Targets
 from longshore.data.fields import Field
 from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Groups
-from longshore.errors import SettingError
 from longshore.model.interface import Reader
 from longshore.ops.cross_entropy import VocabularyPart
+from longshore.train.loss_fields import NeededField, check_needed
 from longshore.train.loss_inputs import HeadReader, LossCall, StepInputs, refuse_vocabulary_part
 from longshore.train.losses.ready import ready_loss
 from longshore.user_code import load_function
@@ -144,8 +144,8 @@ class Loss:
     """Of a step, from a lane's micro-batches."""
     name: str = ""
     """Of the function, as the user wrote it."""
-    fields: tuple[str, ...] = ()
-    """Extra fields that the data must have, with one value per target or per sequence."""
+    fields: tuple[NeededField, ...] = ()
+    """Extra fields that the data must have."""
     call: LossCall | None = field(init=False)
     """The function, and what it reads; None for nll."""
 
@@ -264,28 +264,8 @@ def make_loss(
 
 
 def check_fields(loss: Loss, declared: Sequence[Field]) -> None:
-    """Refuses data without the fields that a ready loss reads, or with shifted ones."""
-    by_name = {spec.name: spec for spec in declared}
-    for name in loss.fields:
-        spec = by_name.get(name)
-        if spec is None:
-            known = ", ".join(map(str, declared)) or "none"
-            raise SettingError(
-                "{loss} is {given}, which reads the field {name}, and the data do not have it; "
-                "their {fields}: {known}",
-                given=loss.name,
-                name=name,
-                known=known,
-            )
-        if spec.per == "token":
-            raise SettingError(
-                "{loss} is {given}, whose field {name} has a value for each token as a target, "
-                "shifted as labels are; declare it as {right}, not {spec}",
-                given=loss.name,
-                name=name,
-                right=str(spec).replace("per_token", "per_target"),
-                spec=spec,
-            )
+    """Refuses data that do not have the fields of a ready loss as it reads them."""
+    check_needed(loss.name, loss.fields, declared)
 
 
 def _tokens(batches: list[MicroBatch], groups: Groups) -> float:

@@ -110,7 +110,7 @@ class LossCall:
         self.options = dict(options or {})
         parameters = _parameters(function, self.name)
         if TEMPERATURE in self.options and TEMPERATURE not in parameters:
-            temperature = _temperature(self.options.pop(TEMPERATURE))
+            temperature = checked_temperature(self.options.pop(TEMPERATURE))
         self.temperature = temperature
         self.names = _names_of(parameters, self.name, self.options)
         if temperature != 1 and self.reads_head:
@@ -243,7 +243,7 @@ def _names_of(
     return frozenset(names)
 
 
-def _temperature(value: object) -> float:
+def checked_temperature(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
         raise SettingError(
             "{loss_options}: temperature is {value!r}; it must be a number above 0", value=value

@@ -9,16 +9,20 @@ token:
 with the teacher's p and the student's q at this temperature, over the whole vocabulary. Two stored
 tokens with p = ½ and ¼ and a student with q = ¼ and ¼ give ½·log 2 = 0.347. renormalize=true scales
 the k probabilities to a sum of 1 first. nll_weight adds so much of the label's own nll.
+
+The temperature divides the student's logits alone: the teacher's values must be stored at the same
+one. Where fewer than k tokens are stored, a log-probability of −inf fills the row, with any id. An
+id past the vocabulary gives NaN, which is reported with its place; run/data.py refuses it before.
 """
 
 import torch
 from torch import Tensor
 
 from longshore.batch import MicroBatch
+from longshore.data.source import TEACHER_IDS, TEACHER_LOGPROBS
 from longshore.train.loss_inputs import LogitsHead
 
-IDS = "teacher_ids"
-LOGPROBS = "teacher_logprobs"
+IDS, LOGPROBS = TEACHER_IDS, TEACHER_LOGPROBS
 
 
 def distill(
@@ -32,9 +36,12 @@ def distill(
     assert batch.targets is not None
     mask_T = batch.targets.loss_mask
     ids_TK = batch.token_fields[IDS].long()
-    teacher_TK = batch.token_fields[LOGPROBS]
     # Where no loss counts the fields may have anything; a label −100 is no index.
-    ids_TK = ids_TK.where(mask_T.unsqueeze(1), 0)
+    teacher_TK = batch.token_fields[LOGPROBS].where(mask_T.unsqueeze(1), 0.0)
+    ids_TK = ids_TK.where(mask_T.unsqueeze(1) & (teacher_TK > -torch.inf), 0)
+    is_unknown_TK = (ids_TK < 0) | (ids_TK >= head.vocab_size)
+    ids_TK = ids_TK.where(~is_unknown_TK, 0)
+    teacher_TK = teacher_TK.where(~is_unknown_TK, torch.nan)
     labels_T = batch.targets.labels.where(mask_T, 0)
 
     def divergence(
@@ -48,7 +55,7 @@ def distill(
         student_nK = logits_nV.gather(1, ids_nK) - lse_n1
         p_nK = teacher_nK.exp()
         # A stored −inf has p = 0, and 0 · −inf counts as 0.
-        values_n = torch.where(p_nK > 0, p_nK * (teacher_nK - student_nK), 0.0).sum(1)
+        values_n = torch.where(p_nK == 0, 0.0, p_nK * (teacher_nK - student_nK)).sum(1)
         if nll_weight:
             own_n = temperature * logits_nV.gather(1, labels_n.unsqueeze(1)).squeeze(1)
             lse_n = (temperature * logits_nV).logsumexp(1)

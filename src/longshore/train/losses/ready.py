@@ -16,7 +16,8 @@ from torch import Tensor
 from longshore.batch import MicroBatch
 from longshore.choices import LossName, names_of
 from longshore.errors import SettingError
-from longshore.train.loss_inputs import TEMPERATURE, LossCall
+from longshore.train.loss_fields import NeededField
+from longshore.train.loss_inputs import TEMPERATURE, LossCall, checked_temperature
 from longshore.train.losses import distillation, policy_gradient, preference
 from longshore.train.losses.cross_entropy import smoothed_cross_entropy
 from longshore.train.losses.distillation import distill
@@ -34,7 +35,7 @@ class ReadyLoss:
     """The function; None for plain nll."""
     count: str
     """What a step's sum is divided by."""
-    fields: tuple[str, ...] = ()
+    fields: tuple[NeededField, ...] = ()
     """Extra fields that the data must have."""
 
 
@@ -75,9 +76,9 @@ def _policy_gradient(name: str, average: Average, options: Options) -> ReadyLoss
         name,
         {TEMPERATURE: temperature} if temperature != 1 else {},
     )
-    fields = [policy_gradient.ADVANTAGES]
-    fields += [] if options.get("on_policy") else [policy_gradient.OLD]
-    fields += [policy_gradient.REFERENCE] if options.get("kl") else []
+    fields = [NeededField(policy_gradient.ADVANTAGES, ("target", "sequence"))]
+    fields += [] if options.get("on_policy") else [NeededField(policy_gradient.OLD)]
+    fields += [NeededField(policy_gradient.REFERENCE)] if options.get("kl") else []
     return ReadyLoss(call, average, tuple(fields))
 
 
@@ -107,16 +108,19 @@ def _dpo(options: Options) -> ReadyLoss:
     _check_options("dpo", options, _defaults(dpo) | {TEMPERATURE: 1.0})
     _check_range(options, "beta", 0, math.inf)
     _check_range(options, "label_smoothing", 0, 0.5)
-    fields = [preference.PAIR, preference.SIGN]
-    fields += [] if options.get("reference_free") else [preference.REFERENCE]
+    names = (preference.PAIR, preference.SIGN)
+    fields = [NeededField(name, ("sequence",), is_integer=True) for name in names]
+    if not options.get("reference_free"):
+        fields.append(NeededField(preference.REFERENCE, ("target", "sequence")))
     return ReadyLoss(LossCall(dpo, "dpo", options), "sequences", tuple(fields))
 
 
 def _distill(options: Options) -> ReadyLoss:
     _check_options("distill", options, _defaults(distill))
-    _check_range(options, TEMPERATURE, 0, math.inf)
+    checked_temperature(options.get(TEMPERATURE, 1.0))
     call = LossCall(distill, "distill", options)
-    return ReadyLoss(call, "tokens", (distillation.IDS, distillation.LOGPROBS))
+    ids = NeededField(distillation.IDS, dims=1, is_integer=True)
+    return ReadyLoss(call, "tokens", (ids, NeededField(distillation.LOGPROBS, dims=1)))
 
 
 def _grpo(options: Options) -> ReadyLoss:

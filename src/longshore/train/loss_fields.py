@@ -1,0 +1,77 @@
+"""Fields of the data that a loss reads, and whether the data declare them so.
+
+In: what a loss needs, and the declared fields. Out: nothing, or an error that shows a declaration
+which fits. DPO's NeededField("pair", ("sequence",), is_integer=True) is one whole number for each
+sequence; a field declared pair:per_target:float32 gives
+
+    loss is dpo, which reads pair as pair:per_sequence:int64; declare it so, not pair:per_target:…
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from longshore.data.fields import Field, Per
+from longshore.errors import SettingError
+
+
+@dataclass(frozen=True, slots=True)
+class NeededField:
+    """A field that a loss reads."""
+
+    name: str
+    """As the data declare it."""
+    per: tuple[Per, ...] = ("target",)
+    """What one value belongs to: one of these."""
+    dims: int = 0
+    """Of one value: 0 for a number, 1 for k numbers; those of a loss have the same k."""
+    is_integer: bool = False
+    """Whether values are whole numbers; else any."""
+
+    def fits(self, spec: Field) -> bool:
+        is_kind = not self.is_integer or "int" in spec.dtype
+        return spec.per in self.per and len(spec.shape) == self.dims and is_kind
+
+    def __str__(self) -> str:
+        """Declarations that fit, for example."""
+        dtype, shape = "int64" if self.is_integer else "float32", ":8" * self.dims
+        return " or ".join(f"{self.name}:per_{per}:{dtype}{shape}" for per in self.per)
+
+
+def check_needed(loss: str, needed: Sequence[NeededField], declared: Sequence[Field]) -> None:
+    """Refuses data without the fields that a loss reads, or with others of their names."""
+    by_name = {spec.name: spec for spec in declared}
+    for need in needed:
+        if need.name not in by_name:
+            raise SettingError(
+                "{loss} is {given}, which reads the field {name}, and the data do not have it; "
+                "their {fields}: {known}",
+                given=loss,
+                name=need.name,
+                known=", ".join(map(str, declared)) or "none",
+            )
+        _check_kind(loss, need, by_name[need.name])
+    rows = [by_name[need.name] for need in needed if need.dims]
+    if len({spec.shape for spec in rows}) > 1:
+        raise SettingError(
+            "{loss} is {given}, whose fields {rows} must have the same shape; declare them so in "
+            "{fields}",
+            given=loss,
+            rows=" and ".join(map(str, rows)),
+        )
+
+
+def _check_kind(loss: str, need: NeededField, spec: Field) -> None:
+    if need.fits(spec):
+        return
+    shifted = ""
+    if spec.per == "token" and "target" in need.per:
+        shifted = ", with a value for each token as a target, shifted as labels are"
+    raise SettingError(
+        "{loss} is {given}, which reads {name} as {right}{shifted}; declare it so in {fields}, not "
+        "as {spec}",
+        given=loss,
+        name=need.name,
+        right=need,
+        shifted=shifted,
+        spec=spec,
+    )
