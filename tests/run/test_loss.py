@@ -5,7 +5,7 @@ import pytest
 from longshore.config.load import load_config
 from longshore.data.pairs import PAIR_FIELDS
 from longshore.data.source import MemorySource, from_rows
-from longshore.run.loss import data_loss
+from longshore.run.loss import check_pairs, data_loss
 
 
 def row(pair: int, sign: int, *, mask=(0, 1, 1)) -> dict:
@@ -17,6 +17,9 @@ def source_of(*rows: dict) -> MemorySource:
 
 
 PAIRS = (row(3, 1), row(8, -1), row(3, -1), row(8, 1))
+
+
+DPO = ("train.loss=dpo", "train.loss_options={reference_free=true}")
 
 
 def asked(*words: str):
@@ -31,3 +34,27 @@ def test_nobody_is_fine_tuned_on_rejected_answers(loss):
     assert data_loss(config, MemorySource([])).is_plain
     own = asked("train.loss=tests.train.losses:mean_of_sequences")
     assert data_loss(own, source_of(*PAIRS)).call.of_sequences
+
+
+def test_pairs_as_dpo_wants_them():
+    check_pairs(asked(*DPO), source_of(*PAIRS))
+    check_pairs(asked(*DPO, "data.group=pair"), source_of(*PAIRS))
+    check_pairs(asked(), source_of(row(3, 1)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "said"),
+    [
+        ((*PAIRS, row(9, 1)), (), "pair 9 has 1 sequence, of sign 1; give each"),
+        ((*PAIRS, row(8, 1)), (), "pair 8 has 3 sequences, of sign -1, 1, 1; give each"),
+        ((row(3, 1), row(3, 1)), (), "pair 3 has 2 sequences, of sign 1, 1; give each"),
+        ((row(3, 2), row(3, -1)), (), "pair 3 has 2 sequences, of sign -1, 2; give each"),
+        ((*PAIRS, *PAIRS), (), "pair 3 has 4 sequences, of sign -1, -1, 1, 1; give each"),
+        ((*PAIRS, row(5, 1, mask=(1, 0, 0)), row(5, -1)), (), "sequence 4 has no loss token;"),
+        ((row(2**60, 1), row(2**60, -1)), (), f"pair {2**60} is beyond"),
+        (PAIRS, ("data.group=sign",), "pair 3 have different values of data.group; set data.group"),
+    ],
+)
+def test_what_a_step_of_dpo_would_fail_on_is_refused_first(rows, words, said):
+    with pytest.raises(ValueError, match=f"^data.path: train.loss=dpo compares .*{said}"):
+        check_pairs(asked(*DPO, *words), source_of(*rows))

@@ -49,7 +49,7 @@ from longshore.run.data import batch_size, held_out, step_groups
 from longshore.run.foreign import check_positions, make_foreign
 from longshore.run.graph_cap import graph_bytes
 from longshore.run.job import TrainingJob, longest_of, open_source
-from longshore.run.loss import data_loss
+from longshore.run.loss import check_pairs, data_loss
 from longshore.train.checkpoint import Checkpoints
 from longshore.train.cuda_graph import GraphedLayers
 from longshore.train.evaluation import Evaluator, HeldOut, OnEvaluation
@@ -87,7 +87,11 @@ class Parts:
 def build_parts(job: TrainingJob, folder: Path) -> Parts:
     """All ranks call it together. folder: of the run, for its checkpoints."""
     job.status.at("building the model")
-    data_loss(job.config, job.source)  # what is wrong with it is said before the model is built
+    # What is wrong with the loss and its data is said before the model is built.
+    data_loss(job.config, job.source)
+    with agreed(job.topology.groups):
+        if not isinstance(job.source, TextStream):
+            check_pairs(job.config, job.source)
     groups = make_cp_groups(job)
     refiner = make_refiner(job) if job.config.plan.refine else None
     loader = make_loader(job, refiner)
