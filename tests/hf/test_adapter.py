@@ -89,6 +89,7 @@ def test_buffers_are_as_wide_as_in_the_files(tmp_path):
     assert biases
     assert all(before[name].dtype == torch.float32 for name in biases)
     assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(before[name].dtype == after[name].dtype for name in before)
 
 
 def half_but_biases(tensors):
@@ -298,3 +299,18 @@ def test_parameters_that_stay_float32_are_not_trained_in_bfloat16():
     with pytest.raises(ValueError, match=r"gate.* must be computed in float32, .* dtype=float32"):
         parallelize(model, None, None, choices=choices)
     assert adapt(make_qwen3(), check=False).wide_names == ()
+
+
+@pytest.mark.parametrize("most", [False, True])
+def test_whole_numbers_are_written_as_they_are(tmp_path, most):
+    """A table of hashes has ids past 256, which bfloat16 does not hold."""
+    tables = {f"table.{i}": torch.tensor([0, 257, 70_001]) for i in range(3 if most else 1)}
+    tensors = tables | {f"other.{i}": torch.ones(2) for i in range(2)}
+    base = tmp_path / "base"
+    base.mkdir()
+    save_file(tensors, base / "model.safetensors")
+    (base / "config.json").write_text("{}")
+    write_foreign(tmp_path / "new", tensors.items(), base=base, tied=False, dtype=torch.bfloat16)
+    after = files_of(tmp_path / "new")
+    assert all(after.pop(name).tolist() == table.tolist() for name, table in tables.items())
+    assert [each.dtype for each in after.values()] == [torch.bfloat16] * 2

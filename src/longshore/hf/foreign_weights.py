@@ -160,7 +160,8 @@ def _theirs(
             left.remove(theirs)
             stored = files.dtype(theirs)
             kind = dtype if stored == most else DTYPES.get(stored, dtype)
-            yield theirs, part if dtype is None or kind is None else part.to(kind)
+            is_cast = dtype is not None and kind is not None and part.is_floating_point()
+            yield theirs, part.to(kind) if is_cast else part
     if left:
         raise ValueError(f"missing among the tensors to write: {', '.join(sorted(left)[:3])}")
 
