@@ -314,3 +314,24 @@ def test_whole_numbers_are_written_as_they_are(tmp_path, most):
     after = files_of(tmp_path / "new")
     assert all(after.pop(name).tolist() == table.tolist() for name, table in tables.items())
     assert [each.dtype for each in after.values()] == [torch.bfloat16] * 2
+
+
+def test_what_peft_keeps_outside_the_model_is_refused():
+    peft = pytest.importorskip("peft")
+    task = {"task_type": "CAUSAL_LM"}
+    lora = {**task, "target_modules": ["q_proj"], "r": 2}
+    configs = {
+        "PREFIX_TUNING": peft.PrefixTuningConfig(num_virtual_tokens=2, **task),
+        "PROMPT_TUNING": peft.PromptTuningConfig(num_virtual_tokens=2, **task),
+        "ADALORA": peft.AdaLoraConfig(target_modules=["q_proj"], total_step=9, **task),
+    }
+    for kind, config in configs.items():
+        with pytest.raises(ValueError, match=f"adapter default is of type {kind}, which does more"):
+            adapt(peft.get_peft_model(make_qwen3(), config), check=False)
+    dropped = peft.get_peft_model(make_qwen3(), peft.LoraConfig(lora_dropout=0.1, **lora))
+    with pytest.raises(ValueError, match=r"has lora_dropout 0.1; .* make it with lora_dropout=0"):
+        adapt(dropped)
+    model = adapt(peft.get_peft_model(make_qwen3(), peft.LoraConfig(**lora)), check=False)
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)

@@ -151,7 +151,8 @@ def _theirs(
     """Under the names of the files, in their dtypes."""
     names = frozenset(files.names)
     left = {name for name in names if not re.fullmatch(OLD_BUFFERS, name)}
-    most = Counter(files.dtype(name) for name in names).most_common(1)[0][0]
+    floats = Counter(kind for kind in map(files.dtype, names) if kind in DTYPES)
+    most = floats.most_common(1)[0][0]
     for name, tensor in tensors:
         source = place_all([name], names, tied=tied and _is_embedding(name))[name]
         for theirs, part in source.write(tensor):
