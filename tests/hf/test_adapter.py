@@ -89,6 +89,7 @@ def test_buffers_are_as_wide_as_in_the_files(tmp_path):
     assert biases
     assert all(before[name].dtype == torch.float32 for name in biases)
     assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(before[name].dtype == after[name].dtype for name in before)
 
 
 def half_but_biases(tensors):
@@ -298,3 +299,39 @@ def test_parameters_that_stay_float32_are_not_trained_in_bfloat16():
     with pytest.raises(ValueError, match=r"gate.* must be computed in float32, .* dtype=float32"):
         parallelize(model, None, None, choices=choices)
     assert adapt(make_qwen3(), check=False).wide_names == ()
+
+
+@pytest.mark.parametrize("most", [False, True])
+def test_whole_numbers_are_written_as_they_are(tmp_path, most):
+    """A table of hashes has ids past 256, which bfloat16 does not hold."""
+    tables = {f"table.{i}": torch.tensor([0, 257, 70_001]) for i in range(3 if most else 1)}
+    tensors = tables | {f"other.{i}": torch.ones(2) for i in range(2)}
+    base = tmp_path / "base"
+    base.mkdir()
+    save_file(tensors, base / "model.safetensors")
+    (base / "config.json").write_text("{}")
+    write_foreign(tmp_path / "new", tensors.items(), base=base, tied=False, dtype=torch.bfloat16)
+    after = files_of(tmp_path / "new")
+    assert all(after.pop(name).tolist() == table.tolist() for name, table in tables.items())
+    assert [each.dtype for each in after.values()] == [torch.bfloat16] * 2
+
+
+def test_what_peft_keeps_outside_the_model_is_refused():
+    peft = pytest.importorskip("peft")
+    task = {"task_type": "CAUSAL_LM"}
+    lora = {**task, "target_modules": ["q_proj"], "r": 2}
+    configs = {
+        "PREFIX_TUNING": peft.PrefixTuningConfig(num_virtual_tokens=2, **task),
+        "PROMPT_TUNING": peft.PromptTuningConfig(num_virtual_tokens=2, **task),
+        "ADALORA": peft.AdaLoraConfig(target_modules=["q_proj"], total_step=9, **task),
+    }
+    for kind, config in configs.items():
+        with pytest.raises(ValueError, match=f"adapter default is of type {kind}, which does more"):
+            adapt(peft.get_peft_model(make_qwen3(), config), check=False)
+    dropped = peft.get_peft_model(make_qwen3(), peft.LoraConfig(lora_dropout=0.1, **lora))
+    with pytest.raises(ValueError, match=r"has lora_dropout 0.1; .* make it with lora_dropout=0"):
+        adapt(dropped)
+    model = adapt(peft.get_peft_model(make_qwen3(), peft.LoraConfig(**lora)), check=False)
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)

@@ -15,6 +15,7 @@ here, or because a small copy of it, packed, differs from each sequence alone (h
 With a tied head the parameter is model.embed_tokens.weight alone; lm_head.weight is not listed.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -26,6 +27,11 @@ from longshore.hf.trial import try_packed
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.RNNBase)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.AlphaDropout)
+PEFT_TYPES = (
+    *("LORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "VERA", "FOURIERFT", "HRA", "VBLORA"),
+    *("LN_TUNING", "RANDLORA", "MISS", "SHIRA", "C3A", "WAVEFT", "DELORA", "TRAINABLE_TOKENS"),
+)
+"""Methods of PEFT that change layers inside the model, each token on its own, and nothing else."""
 
 
 def adapt(hf: Any, *, check: bool = True) -> TransformersModel:  # noqa: ANN401
@@ -35,10 +41,33 @@ def adapt(hf: Any, *, check: bool = True) -> TransformersModel:  # noqa: ANN401
     one with an adapter of PEFT. Only parameters that require gradients are trained.
     """
     if hasattr(hf, "peft_config") and hasattr(hf, "get_base_model"):
+        _check_peft(hf.peft_config, with_dropout=check)
         hf = hf.get_base_model()
     if check:
         check_foreign(hf)
     return adapted(hf, describe_decoder(config_keys(hf.config)))
+
+
+def _check_peft(configs: Mapping[str, Any], *, with_dropout: bool) -> None:
+    """Refuses adapters of PEFT that are not in the base model, and so would be left out."""
+    for name, config in configs.items():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind not in PEFT_TYPES:
+            raise ValueError(
+                f"PEFT's adapter {name} is of type {kind}, which does more than change the model's "
+                f"own layers, and would be left out; use one of {', '.join(PEFT_TYPES)}"
+            )
+        if getattr(config, "alora_invocation_tokens", None):
+            raise ValueError(
+                f"PEFT's adapter {name} has alora_invocation_tokens, which are looked for outside "
+                "the model; make it without them"
+            )
+        for key, value in vars(config).items() if with_dropout else ():
+            if "dropout" in key and isinstance(value, int | float) and value > 0:
+                raise ValueError(
+                    f"PEFT's adapter {name} has {key} {value}; packed and split sequences would "
+                    f"drop other numbers than alone, so make it with {key}=0"
+                )
 
 
 def check_foreign(hf: Any) -> None:  # noqa: ANN401

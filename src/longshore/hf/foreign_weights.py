@@ -151,7 +151,8 @@ def _theirs(
     """Under the names of the files, in their dtypes."""
     names = frozenset(files.names)
     left = {name for name in names if not re.fullmatch(OLD_BUFFERS, name)}
-    most = Counter(files.dtype(name) for name in names).most_common(1)[0][0]
+    floats = Counter(kind for kind in map(files.dtype, names) if kind in DTYPES)
+    most = floats.most_common(1)[0][0]
     for name, tensor in tensors:
         source = place_all([name], names, tied=tied and _is_embedding(name))[name]
         for theirs, part in source.write(tensor):
@@ -160,7 +161,8 @@ def _theirs(
             left.remove(theirs)
             stored = files.dtype(theirs)
             kind = dtype if stored == most else DTYPES.get(stored, dtype)
-            yield theirs, part if dtype is None or kind is None else part.to(kind)
+            is_cast = dtype is not None and kind is not None and part.is_floating_point()
+            yield theirs, part.to(kind) if is_cast else part
     if left:
         raise ValueError(f"missing among the tensors to write: {', '.join(sorted(left)[:3])}")
 
