@@ -41,6 +41,7 @@ def check_sense(metrics, steps):
         assert line["memory_gib"] < 8
 
 
+@pytest.mark.long
 def test_any_ranks_any_plan_the_same_losses(tmp_path):
     """1 rank and 4, whole, in shards or split, with capacities that force other packs on each."""
     one, out = trained(tmp_path, "one", *EXACT, "plan.capacity=auto", "--ranks=1")

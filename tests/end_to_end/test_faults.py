@@ -70,6 +70,7 @@ def checkpoints_of(run):
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
+@pytest.mark.long
 def test_sigterm_ends_a_run_with_a_checkpoint(start, tmp_path):
     process = start("--ranks", "2", "output.save_every=0")
     run = tmp_path / "run"

@@ -50,6 +50,7 @@ def test_its_run_resumes(folder):
     assert same_tensors(folder / "run" / WEIGHTS, folder / "whole" / WEIGHTS)
 
 
+@pytest.mark.long
 def test_a_mixer_is_one_file(folder):
     _, out = trained(folder, "run", *RUN, *OWN, "train.steps=1")
     assert "\nmine:decoder: " in out

@@ -35,6 +35,7 @@ def mean_of(model, tokenizer):
     return torch.cat([nll_of(model, tokenizer, chat) for chat in make_chats()]).mean().item()
 
 
+@pytest.mark.long
 @pytest.mark.fuzz
 def test_a_model_of_transformers_is_tuned(folder, monkeypatch, is_fuzz):
     steps = ["train.steps=2"] if is_fuzz else ["train.steps=6", "output.export=tuned"]

@@ -38,7 +38,10 @@ def planned(problem: Tiny) -> Plan:
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize(("profile", "sync"), KINDS)
+@pytest.mark.parametrize(
+    ("profile", "sync"),
+    [*KINDS[::2], *(pytest.param(*k, marks=pytest.mark.long) for k in KINDS[1::2])],
+)
 def test_mixed_is_near_the_best_there_is(profile: str, sync: str):
     gaps = []
     for seed in SEEDS:

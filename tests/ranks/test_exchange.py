@@ -58,6 +58,7 @@ def first_calls() -> dict[int, list[str]]:
     return calls
 
 
+@pytest.mark.long
 def test_auto_takes_the_one_that_sends_less() -> None:
     # 8 heads: gather brings 3·(c−1)·2K, heads 2·(1−1/c)·(16 + 2K).
     calls = run_ranks(8, first_calls, timeout=120)[0]

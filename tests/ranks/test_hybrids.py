@@ -34,6 +34,7 @@ def test_any_plan_is_each_sequence_alone(name: str, lanes: int, kinds: str, is_f
     check(lanes, cases)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_several_packs_and_lanes_without_work(name: str) -> None:
     cases = [

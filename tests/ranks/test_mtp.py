@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from tests.data.plans import Sample
 from tests.ranks.depths_by_hand import ByHand, by_hand
@@ -82,6 +83,7 @@ def compare(cases: list) -> list[str]:
     return faults
 
 
+@pytest.mark.long
 def test_positions_past_the_end_count_nowhere() -> None:
     """At CP sizes 1, 2 and 4; in the second step depth 2 sees no token."""
     lengths = [1, 2, 3, 9, 2, 1]

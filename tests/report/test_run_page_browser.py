@@ -138,7 +138,7 @@ def open_runs(folders, tmp_path, *, width, harm=("", "")):
     return seen.probe, seen.complaints
 
 
-@pytest.mark.parametrize("width", [1400, 390])
+@pytest.mark.parametrize("width", [1400, pytest.param(390, marks=pytest.mark.long)])
 def test_one_run(tmp_path, width):
     run = make_run(
         tmp_path / "moe",
@@ -200,7 +200,7 @@ def check_steps(saw):
     assert saw["marked"] == len(saw["charts"])
 
 
-@pytest.mark.parametrize("width", [1400, 390])
+@pytest.mark.parametrize("width", [1400, pytest.param(390, marks=pytest.mark.long)])
 def test_several_runs(tmp_path, width):
     lr = {"train": {"lr": 1e-4}}
     runs = [
