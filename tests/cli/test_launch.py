@@ -202,6 +202,7 @@ def test_rank_0_alone_writes(command):
     assert done.returncode == 0
 
 
+@pytest.mark.long
 def test_exit_codes_of_a_real_run(command):
     quiet = "output.display=none"
     works = (("refuse", 2), ("crash", 3), ("refuse", 1), ("memory_is_used_up", 2))

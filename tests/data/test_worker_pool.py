@@ -75,7 +75,7 @@ def test_workers_do_not_run_the_script_again(tmp_path, monkeypatch, is_module):
     script.write_text("raise SystemExit('the script ran again')")
     main = sys.modules["__main__"]
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(main, "__file__", str(script))
+    monkeypatch.setattr(main, "__file__", str(script), raising=False)
     monkeypatch.setattr(main, "__spec__", ModuleSpec("mine", None) if is_module else None)
     spec = main.__spec__
     assert sorted(run_tasks(start_counting, [2, 3], 2)) == [2, 3]

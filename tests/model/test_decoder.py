@@ -289,6 +289,7 @@ def test_compiled_blocks():
     assert compiled.state_dict().keys() == model.state_dict().keys()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_blocks_compiled_from_outside():
     config = CONFIGS["mixed"]

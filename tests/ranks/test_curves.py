@@ -117,6 +117,7 @@ def test_all_ways(name: str, lanes: int, is_fuzz: bool) -> None:
     check(lanes, name, ALL)
 
 
+@pytest.mark.long
 def test_two_runs_are_bit_identical() -> None:
     way = ("mixed", "round", "none")
     first, second = (run_ranks(2, curves, 2, "hybrid", [way]) for _ in range(2))

@@ -49,7 +49,7 @@ def test_a_short_table_of_positions_is_refused_before_the_first_step(tmp_path, m
 
 
 def test_held_out_sequences_need_no_groups(monkeypatch):
-    monkeypatch.setattr(parts, "open_source", lambda *args: source_of(3, 4))
+    monkeypatch.setattr(parts, "open_source", lambda *args, **options: source_of(3, 4))
     monkeypatch.setattr(parts, "make_planner", lambda *args: None)
     monkeypatch.setattr(parts, "_packing", lambda job: None)
     monkeypatch.setattr(parts, "IndexedSteps", lambda source, **options: options["groups"])
@@ -60,6 +60,7 @@ def test_held_out_sequences_need_no_groups(monkeypatch):
         decoder=None,
         topology=SimpleNamespace(groups=None, lanes=1),
         status=None,
+        display="none",
     )
     stepper = SimpleNamespace(model=None, executor=None)
     assert parts.make_evaluator(job, stepper, tell=None).steps is None

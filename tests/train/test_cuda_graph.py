@@ -128,6 +128,7 @@ def test_replayed_layers_give_the_same_gradients(name):
     assert sum("recorded" in line for line in layers.told) >= 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3-next"])
 def test_with_recomputation(name):
     layers = compare(name, steps=WHOLE, recompute=True, halves=False)

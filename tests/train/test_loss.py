@@ -142,7 +142,7 @@ def test_fields_of_another_kind_are_refused(loss: str, wrong: str, said: str) ->
 
 
 def test_a_temperature_divides_the_logits() -> None:
-    hidden, weight = torch.randn(8, 4), torch.randn(11, 4)
+    hidden, weight = (torch.randn(rows, 4, dtype=torch.float64) for rows in (8, 11))
     labels, batch = torch.arange(8), a_batch()
     loss = make_loss("tests.train.losses:entropy_weighted", "auto", {"temperature": 0.5})
     got, _ = loss.summed(loss.reader(None)(batch)(hidden, weight, labels, None), batch)
