@@ -91,11 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignore: int,
         vocabulary: VocabularyPart | None,
     ) -> Tensor:
-        keep_T = labels_T != ignore
-        start = 0 if vocabulary is None else vocabulary.start
-        # Of the labels among these rows of the weight; elsewhere row 0, which then counts nowhere.
-        is_here_T = keep_T & (labels_T >= start) & (labels_T < start + len(weight_VC))
-        labels_T = (labels_T - start).where(is_here_T, 0)
+        keep_T, is_here_T, labels_T = local_labels(labels_T, weight_VC, ignore, vocabulary)
         dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
         own_T, lse_T = (hidden_TC.new_empty(len(hidden_TC), dtype=dtype) for _ in range(2))
         weight = operand(weight_VC, dtype)
@@ -139,6 +135,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del logits_nV, dlogits_nV
         dweight = dweight_VC.to(weight_VC.dtype) if ctx.needs_input_grad[1] else None
         return dhidden_TC, dweight, None, None, None, None
+
+
+def local_labels(
+    labels_T: Tensor, weight_VC: Tensor, ignore: int, vocabulary: VocabularyPart | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which labels count, which of them are among the weight's rows, and the row of each.
+
+    Elsewhere the row is 0, which then counts nowhere.
+    """
+    keep_T = labels_T != ignore
+    start = 0 if vocabulary is None else vocabulary.start
+    is_here_T = keep_T & (labels_T >= start) & (labels_T < start + len(weight_VC))
+    return keep_T, is_here_T, (labels_T - start).where(is_here_T, 0)
 
 
 def _dlogits(logits_nV: Tensor, lse_n: Tensor, grad_n: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from longshore.ops.cross_entropy import (
     add_product,
     check_inputs,
     chunks,
+    local_labels,
     masked,
     operand,
     product,
@@ -89,10 +90,7 @@ class _TokenStatistics(torch.autograd.Function):
         ignore: int,
         vocabulary: VocabularyPart | None,
     ) -> Tensor:
-        keep_T = labels_T != ignore
-        start = 0 if vocabulary is None else vocabulary.start
-        is_here_T = keep_T & (labels_T >= start) & (labels_T < start + len(weight_VC))
-        labels_T = (labels_T - start).where(is_here_T, 0)
+        keep_T, is_here_T, labels_T = local_labels(labels_T, weight_VC, ignore, vocabulary)
         dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
         own_T, lse_T, expected_T, sum_T = (
             hidden_TC.new_empty(len(hidden_TC), dtype=dtype) for _ in range(4)
