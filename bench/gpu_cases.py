@@ -162,7 +162,7 @@ def running(words: list[str]) -> Iterator[tuple[TrainingJob, Parts]]:
         with quick_weights(), tempfile.TemporaryDirectory() as folder:
             ranks = Ranks(0, 1, 0, 1, f"file://{folder}/store")
             with joined_ranks(config, ranks, attempt=0, signals=True) as (topology, stop):
-                job = make_job(config, topology, stop=stop, local_size=1)
+                job = make_job(config, topology, stop=stop, local_size=1, display="none")
                 parts = build_parts(job, Path(folder))
                 yield job, parts
                 parts.close()
