@@ -22,6 +22,8 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
                        "_keys_kernel", "_conv_", "_backward_sums", "_backward_rows")),
     ("sparse attention", ("_forward_jit", "_backward_jit", "_mass_jit")),
     ("indexer", ("_scores_jit", "_chosen_jit", "_gradients_jit")),
+    ("hyper-connections", ("_project_jit", "_rows_jit", "_weight_jit", "collapse_jit",
+                           "expand_jit")),
     ("optimizer", ("adam", "multi_tensor", "foreach")),
     ("attention", ("flash", "fmha", "attn", "attention")),
     ("loss", ("cross_entropy", "entropy", "logsumexp", "nll", "softmax", "loss")),

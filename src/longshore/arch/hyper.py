@@ -59,13 +59,14 @@ class HyperConfig:
         return 2 * self.count * self.count * width + 2 * self.count * width
 
     def saved(self, width: int) -> Saved:
-        """At one part, besides the rows that come: its output; the rows in float32; the weights.
+        """At one part, besides the rows that come: its output, and the weights in float32.
 
-        Each half iteration of Sinkhorn's algorithm saves the matrix and its sums.
+        Each half iteration of Sinkhorn's algorithm saves the matrix and its sums. As kernels do it:
+        plain torch keeps the rows in float32 as well, where they are bfloat16.
         """
         sinkhorn = 2 * self.iterations * (self.count + 1) * self.count
-        return Saved(width, self.count * width + 4 * self.weights + sinkhorn + 2)
+        return Saved(width, 4 * self.weights + sinkhorn + 2)
 
     def collapse_saved(self, width: int) -> Saved:
         """Before the last norm, with the rows that come."""
-        return Saved(self.count * width, self.count * width + 4 * self.count + 2)
+        return Saved(self.count * width, 4 * self.count + 2)

@@ -12,9 +12,8 @@ all N·C channels without a scale, by one projection w:
 With weights of zeros, N = 2 and rows 1 and 3 of one channel: pre is ½ each, so 2 is collapsed; post
 is 1, mix ½ everywhere: a part that returns 5 leaves 5 + 2 = 7 in both rows.
 
-Weights are float32 at least, and so is what is computed from them. The rows in float32 are
-projected first, and divided by their root mean square afterwards: that is the same, and one tensor
-less is kept for backward.
+Weights are float32 at least, and so is what is computed from them. What reads whole rows is in
+ops/hyper.py.
 
 T tokens, N residuals, C channels, S = N·C.
 """
@@ -23,11 +22,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from longshore.arch.hyper import HyperConfig
 from longshore.model.fill import NORMAL, ONES, ZEROS, Fill
 from longshore.model.norm import Float32Parameters
+from longshore.ops.hyper import collapse, expand, project
 
 FILLS: dict[str, Fill] = {"weight": NORMAL, "base": ZEROS, "scale": ONES}
 """First values of both modules' parameters."""
@@ -55,11 +54,9 @@ class _ProjectedRows(Float32Parameters):
         self.scale = nn.Parameter(torch.ones(scales))
         nn.init.normal_(self.weight, std=0.02)
 
-    def projected(self, rows_TS: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows in float32 at least, and the projection of their norm."""
-        wide_TS = rows_TS.to(torch.promote_types(rows_TS.dtype, torch.float32))
-        inverse_T1 = torch.rsqrt(wide_TS.square().mean(1, keepdim=True) + self.norm_eps)
-        return wide_TS, linear(wide_TS, self.weight.to(wide_TS.dtype)) * inverse_T1
+    def projected(self, rows_TS: Tensor) -> Tensor:
+        """The projection of the rows' norm, in float32 at least."""
+        return project(rows_TS, self.weight, eps=self.norm_eps)
 
 
 class HyperConnection(_ProjectedRows):
@@ -71,15 +68,15 @@ class HyperConnection(_ProjectedRows):
     def forward(self, rows_TS: Tensor) -> tuple[Tensor, Mixing]:
         """(T, C), and the weights of `expanded`."""
         count, eps = self.config.count, self.config.eps
-        wide_TS, projected = self.projected(rows_TS)
+        projected = self.projected(rows_TS)
         sizes = [count, count, count * count]
         parts = projected.split(sizes, dim=1), self.base.split(sizes), self.scale.unbind()
         pre_TN, post_TN, mix_TM = (
             part * scale + base for part, base, scale in zip(*parts, strict=True)
         )
         mix_TNN = _doubly_stochastic(mix_TM.unflatten(1, (count, count)), self.config)
-        collapsed_TC = _collapsed(wide_TS, pre_TN.sigmoid() + eps)
-        return collapsed_TC.to(rows_TS.dtype), Mixing(2 * post_TN.sigmoid(), mix_TNN)
+        collapsed_TC = collapse(rows_TS, pre_TN.sigmoid() + eps)
+        return collapsed_TC, Mixing(2 * post_TN.sigmoid(), mix_TNN)
 
 
 class Collapse(_ProjectedRows):
@@ -90,9 +87,8 @@ class Collapse(_ProjectedRows):
 
     def forward(self, rows_TS: Tensor) -> Tensor:
         """(T, C)."""
-        wide_TS, projected_TN = self.projected(rows_TS)
-        pre_TN = (projected_TN * self.scale + self.base).sigmoid() + self.config.eps
-        return _collapsed(wide_TS, pre_TN).to(rows_TS.dtype)
+        pre_TN = (self.projected(rows_TS) * self.scale + self.base).sigmoid() + self.config.eps
+        return collapse(rows_TS, pre_TN)
 
 
 def repeated(row_TC: Tensor, config: HyperConfig) -> Tensor:
@@ -102,17 +98,7 @@ def repeated(row_TC: Tensor, config: HyperConfig) -> Tensor:
 
 def expanded(output_TC: Tensor, rows_TS: Tensor, mixing: Mixing) -> Tensor:
     """(T, S): the rows mixed, with the part's output added to each; in the rows' dtype."""
-    dtype, count = rows_TS.dtype, mixing.post.shape[1]
-    rows_TNC = rows_TS.unflatten(1, (count, -1))
-    added_TNC = mixing.post.to(dtype)[:, :, None] * output_TC.to(dtype)[:, None, :]
-    mixed_TNC: Tensor = mixing.mix.to(dtype).mT @ rows_TNC
-    return added_TNC.flatten(1) + mixed_TNC.flatten(1)  # no view, which FSDP warns of
-
-
-def _collapsed(wide_TS: Tensor, pre_TN: Tensor) -> Tensor:
-    rows_TNC = wide_TS.unflatten(1, (pre_TN.shape[1], -1))
-    row_T1C: Tensor = pre_TN[:, None, :] @ rows_TNC
-    return row_T1C.sum(1)  # of one row; a view would not do, see `expanded`
+    return expand(output_TC, rows_TS, mixing.post, mixing.mix)
 
 
 def _doubly_stochastic(logits_TNN: Tensor, config: HyperConfig) -> Tensor:

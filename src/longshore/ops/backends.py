@@ -227,6 +227,13 @@ def _indexer(q: Tensor, keys: Tensor) -> str | None:
     return on_gpu(q, keys)
 
 
+def _hyper(rows: Tensor, weight: Tensor) -> str | None:
+    """Triton; weights stay float32."""
+    if weight.dtype != torch.float32:
+        return f"weights of {weight.dtype}"
+    return _pointwise(rows, weight)
+
+
 BACKENDS: dict[str, tuple[Backend, ...]] = {
     "indexer": (Backend("triton", "longshore.ops.kernels.indexer", _indexer, package="triton"),),
     "sparse attention": (
@@ -259,6 +266,9 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
     ),
     "norm": (Backend("triton", "longshore.ops.kernels.norm", _norm, package="triton"),),
     "gate": (Backend("triton", "longshore.ops.kernels.gate", _pointwise, package="triton"),),
+    "hyper-connections": (
+        Backend("triton", "longshore.ops.kernels.hyper", _hyper, package="triton"),
+    ),
     "projections": (Backend("torch in one node", "longshore.ops.projections", on_gpu),),
     "rope": (Backend("triton", "longshore.ops.kernels.rope", _rope, package="triton"),),
 }
