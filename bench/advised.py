@@ -114,8 +114,8 @@ def error(row: dict[str, Any], what: str) -> float | None:
 
 
 def page(rows: list[dict[str, Any]], profile: str) -> str:
-    header = ("model", "capacity", "rounds", "fullest round", "predicted GiB", "measured", "error")
-    header += ("at", "predicted tokens/s", "measured", "error")
+    header = ["model", "capacity", "rounds", "fullest round", "predicted GiB", "measured", "error"]
+    header += ["at", "predicted tokens/s", "measured", "error"]
     cells = [
         [
             row["model"],

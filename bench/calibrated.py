@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +41,24 @@ from longshore.train.device import pick_device, pick_dtype, prefer_blas
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 WANTED = 0.10
-GPU = {
+Models = dict[str, Callable[[], DecoderConfig]]
+GPU: Models = {
     "qwen3-0.6b": lambda: preset("qwen3-0.6b"),
     "qwen3-30b-a3b, 4 layers": lambda: preset("qwen3-30b-a3b", layers=4),
     "nemotron-h-8b, 8 layers": lambda: preset("nemotron-h-8b", layers=8),
 }
-MORE_ON_GPU = {
+MORE_ON_GPU: Models = {
     "qwen3-8b, 8 layers": lambda: preset("qwen3-8b", layers=8),
     "llama-3.2-1b": lambda: preset("llama-3.2-1b"),
     "qwen3-next, 4 layers of 32 experts": qwen3_next,
     "deepseek-v3, 3 dense layers": lambda: preset("deepseek-v3", layers=3, mtp=()),
 }
-CPU = {
+CPU: Models = {
     "tiny-qwen3": lambda: preset("tiny-qwen3"),
     "tiny-qwen3-moe": lambda: preset("tiny-qwen3-moe"),
     "tiny-hybrid": lambda: preset("tiny-hybrid"),
 }
-MORE_ON_CPU = {
+MORE_ON_CPU: Models = {
     "tiny-llama, 4 layers": lambda: preset("tiny-llama", layers=4),
     "tiny-nemotron-h": lambda: preset("tiny-nemotron-h"),
     "tiny-deepseek-v3": lambda: preset("tiny-deepseek-v3"),

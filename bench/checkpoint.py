@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +35,7 @@ from longshore.model.init import initial_block
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan
+from longshore.plan.types import Plan, Sequence
 from longshore.run.data import batch_size, open_sequences
 from longshore.train.checkpoint import Checkpoints, Position
 from longshore.train.loss import make_loss
@@ -72,7 +74,10 @@ def measure() -> Found:
     config = load_config(None)
     decoder = decoder_config(config.model)
     options = planner_options(config, lanes=LANES, capacity=2048, decoder=decoder)
-    planner = partial(make_plan, **options)
+
+    def planner(sequences: Iterable[int | Sequence]) -> Plan:
+        return make_plan(sequences, **options)
+
     groups = CPGroups(topology, planner([1]).setting.cp_sizes)
     with torch.device("meta"):
         model = Decoder(decoder)
@@ -105,7 +110,10 @@ def measure() -> Found:
 
 def _side_by_side(stepper: Stepper, loader: Loader, checkpoints: Checkpoints) -> Found:
     """Turns of steps without and with a save, so that both meet the same machine."""
-    plain, busy, calls, writes = [], [], [], []
+    plain: list[float] = []
+    busy: list[float] = []
+    calls: list[float] = []
+    writes: list[float] = []
     done = 0
     for turn in range(-1, 2 * SAVES):
         for number in range(EVERY):

@@ -262,7 +262,7 @@ def experts_bound(setting: Setting, *, mixer_share: float) -> float:
     The rounds' largest mixer parts add up to no less than a lower bound of the mixers alone, and
     the largest token-wise parts to no less than the mean lane's.
     """
-    linear = setting.profile["linear"]
+    linear: float = setting.profile["linear"]
     mixers = replace(setting, profile={**setting.profile, "linear": mixer_share * linear})
     token_wise = (1 - mixer_share) * linear * sum(setting.lengths) / setting.lanes
     return max(lower_bound(setting), lower_bound(mixers) + token_wise)

@@ -87,13 +87,15 @@ def _direct_function() -> Callable[..., Tensor] | None:
         }
         options = {name: value for name, value in options.items() if name in known}
         out = flash_attn_varlen_func(q, k, v, **options)
-        return out[0] if isinstance(out, tuple) else out
+        output: Tensor = out[0] if isinstance(out, tuple) else out
+        return output
 
     return direct
 
 
 def _seconds(function: Callable[[], None], times: int = 10) -> float:
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    has_gpu = torch.cuda.is_available()
+    wait: Callable[[], None] = torch.cuda.synchronize if has_gpu else lambda: None
     for _ in range(3):
         function()
     results = []

@@ -14,17 +14,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longshore.arch.decoder import DecoderConfig
+from longshore.arch.attention import AttentionConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.presets import preset
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.config.load import load_config
 from longshore.data.mock import mock_lengths
+from longshore.model.init import initial_block
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Sequence
 from longshore.run import parts as parts_of_run
@@ -52,7 +55,7 @@ def qwen3_next() -> DecoderConfig:
     return replace(decoder, layers=tuple(_fewer_experts(decoder, 32)))
 
 
-def _fewer_experts(decoder: DecoderConfig, experts: int) -> Iterator[object]:
+def _fewer_experts(decoder: DecoderConfig, experts: int) -> Iterator[LayerConfig]:
     for layer in decoder.layers:
         assert isinstance(layer.mlp, MoEConfig)
         yield replace(layer, mlp=replace(layer.mlp, experts=experts))
@@ -74,6 +77,7 @@ def moe_half_billion() -> DecoderConfig:
     decoder = preset("qwen3-30b-a3b", layers=8, width=1024, vocab_size=32_768)
     layer = decoder.layers[0]
     assert isinstance(layer.mlp, MoEConfig)
+    assert isinstance(layer.mixer, AttentionConfig)
     moe = replace(layer.mlp, experts=32, top_k=4, width=512)
     mixer = replace(layer.mixer, heads=16, kv_heads=4, head_dim=64)
     return replace(decoder, layers=(replace(layer, mixer=mixer, mlp=moe),) * 8)
@@ -178,23 +182,20 @@ LARGE = 1 << 20
 @contextmanager
 def quick_weights() -> Iterator[None]:
     """On a GPU, large tensors are drawn there: billions of numbers take the host half a minute."""
-    exact = parts_of_run.initial_block
+    on_gpu = torch.cuda.is_available()
 
     def block(
         config: DecoderConfig, name: str, shape: torch.Size, index: tuple[slice, ...], *, seed: int
     ) -> Tensor:
         sizes = [part.stop - part.start for part in index] + list(shape[len(index) :])
-        if math.prod(sizes) < LARGE or name.endswith(".table"):
-            return exact(config, name, shape, index, seed=seed)
+        if not on_gpu or math.prod(sizes) < LARGE or name.endswith(".table"):
+            return initial_block(config, name, shape, index, seed=seed)
         generator = torch.Generator("cuda").manual_seed(seed + zlib.crc32(name.encode()))
         return torch.randn(sizes, generator=generator, device="cuda") * config.init_std
 
-    if torch.cuda.is_available():
-        parts_of_run.initial_block = block
-    try:
+    # Without a GPU too, so that a smoke run fails if a run's weights come from elsewhere.
+    with patch.object(parts_of_run, "initial_block", block):
         yield
-    finally:
-        parts_of_run.initial_block = exact
 
 
 def free_memory() -> None:

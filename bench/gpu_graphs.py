@@ -33,6 +33,9 @@ from gpu_profile import grouped
 from results import machine, table, write_section
 from torch import Tensor
 
+from longshore.parallel.fsdp import local_part
+from longshore.train.loop import StepReport
+
 MODELS = {
     "qwen3-0.6b": ["model.preset=qwen3-0.6b"],
     "hybrid": ["model.module=gpu_cases:hybrid_half_billion"],
@@ -168,13 +171,18 @@ def host(options: argparse.Namespace, report: Report) -> None:
                 pstats.Stats(profiler).sort_stats("cumulative").print_stats(60)
 
 
+def loss_of(report: StepReport) -> float:
+    assert report.metrics.loss is not None, "all steps here have loss tokens"
+    return report.metrics.loss
+
+
 def losses(name: str, steps: int, *more: str, smoke: bool) -> tuple[list[float], Any]:
     capacity = 64 if smoke else 2048
     with running(words(name, capacity, *more, smoke=smoke, models=SIX_LAYERS)) as (job, parts):
         reports = steps_of(job, parts, steps)
         served = [each.metrics.graphed for each, _ in reports]
         layers = parts.stepper.graphs
-        return [each.metrics.loss for each, _ in reports], (
+        return [loss_of(each) for each, _ in reports], (
             served,
             layers.failed if layers else [],
         )
@@ -211,6 +219,11 @@ def same(options: argparse.Namespace, report: Report) -> None:
                 )  # fmt: skip
 
 
+def gradient_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "every parameter takes part in a step"
+    return local_part(parameter.grad).cpu().clone()
+
+
 def gradients_of(name: str, calls: int, *more: str, smoke: bool) -> list[dict[str, Tensor]]:
     """Of one step's micro-batches, computed so many times from the same weights, on the host."""
     chosen = words(name, 64 if smoke else 2048, *more, smoke=smoke, models=SIX_LAYERS)
@@ -219,9 +232,7 @@ def gradients_of(name: str, calls: int, *more: str, smoke: bool) -> list[dict[st
         step, model = next(parts.loader), parts.stepper.model
         for _ in range(calls):
             parts.stepper.gradients(step.batches, step.batches[0].counts.main, plan=step.plan)
-            results.append(
-                {key: p.grad.to_local().cpu().clone() for key, p in model.named_parameters()}
-            )
+            results.append({key: gradient_of(p) for key, p in model.named_parameters()})
             model.zero_grad()
     return results
 

@@ -50,7 +50,7 @@ def grouped(
     """Runs the step twice, the second time under the profiler."""
     has_gpu = torch.cuda.is_available()
     kind = ProfilerActivity.CUDA if has_gpu else ProfilerActivity.CPU
-    wait = torch.cuda.synchronize if has_gpu else lambda: None
+    wait: Callable[[], None] = torch.cuda.synchronize if has_gpu else lambda: None
     step()
     wait()
     # CUDA alone, so that recording the host's calls does not slow the launches.

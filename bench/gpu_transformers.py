@@ -10,6 +10,7 @@ a pack does not fit into memory, packs are halved.
 import inspect
 import statistics
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from itertools import accumulate
 from typing import Any
@@ -61,7 +62,7 @@ def make_model(*, smoke: bool) -> Any:  # noqa: ANN401 - transformers has no typ
     size: dict[str, Any] = {
         "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,
         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128,
+        "head_dim": 128, "attn_implementation": "packed_varlen",
     }  # fmt: skip
     if smoke:
         size |= {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128,
@@ -72,12 +73,12 @@ def make_model(*, smoke: bool) -> Any:  # noqa: ANN401 - transformers has no typ
         tie_word_embeddings=True,
         max_position_embeddings=40_960,
         use_cache=False,
-        attn_implementation="packed_varlen",
     )
     config.rope_parameters = {"rope_type": "default", "rope_theta": 1_000_000.0}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16).train()
+        model: Any = Qwen3ForCausalLM(config)
+    model = model.to(torch.bfloat16).train()
     if not smoke:
         for name, module in model.named_modules():
             if name.endswith((".mlp", "norm")):
@@ -101,9 +102,9 @@ def packed_attention(
         return _varlen(q, k, v, cu_seqlens, longest, scaling)[None], None
     parts = []
     for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-        one = (x[start:stop].transpose(0, 1) for x in (q, k, v))
+        one_q, one_k, one_v = (x[start:stop].transpose(0, 1) for x in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(
-            *one, is_causal=True, scale=scaling, enable_gqa=True
+            one_q, one_k, one_v, is_causal=True, scale=scaling, enable_gqa=True
         )
         parts.append(out.transpose(0, 1))
     return torch.cat(parts)[None], None
@@ -121,14 +122,15 @@ def _varlen(
     if "enable_gqa" in known:
         options["enable_gqa"] = True
     options = {name: value for name, value in options.items() if name in known}
-    out: Any = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
-    return out
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+    return out[0] if isinstance(out, tuple) else out
 
 
 def _pass(model: Any, packs: list[list[int]]) -> float:  # noqa: ANN401
     """Seconds of forward and backward over all packs."""
     device = next(model.parameters()).device
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    on_gpu = device.type == "cuda"
+    wait: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
     inputs = [_inputs(pack, model.config.vocab_size, device) for pack in packs]
     model.zero_grad(set_to_none=True)
     wait()

@@ -91,9 +91,14 @@ def measure(case: Case, steps: int) -> CapOutcome:
     seconds = time.perf_counter() - begin
     cap = steady_cap(sampled, COVERAGE)
     plans = list(_plans(clipped[half:], case.sequences, planner))
-    sizes = [MicroBatchSizes.of(of_steps) for of_steps in (sampled, plans)]
     return CapOutcome(
-        case, seconds, cap, choose_cap(sampled, COVERAGE), *sizes, added_by_rounding(plans)
+        case,
+        seconds,
+        cap,
+        plain=choose_cap(sampled, COVERAGE),
+        sampled=MicroBatchSizes.of(sampled),
+        held_out=MicroBatchSizes.of(plans),
+        padding=added_by_rounding(plans),
     )
 
 

@@ -84,11 +84,12 @@ def _options() -> argparse.Namespace:
 def planned(case: Case, pp: int, vpp: int) -> Planned:
     drawn = demo_lengths().lengths if case.kind == DEMO else lengths(case)
     profile = parse_profile(PROFILES["charged"], "charged")
-    asked = {"lanes": case.lanes, "capacity": case.capacity, "profile": profile}
     best = float("inf")
     for _ in range(REPEATS):
         began = time.process_time()
-        plan = make_plan(drawn, **asked, pp=pp, vpp=vpp)
+        plan = make_plan(
+            drawn, lanes=case.lanes, capacity=case.capacity, profile=profile, pp=pp, vpp=vpp
+        )
         best = min(best, time.process_time() - began)
     return Planned(case, pp, vpp, best, plan.stats)
 

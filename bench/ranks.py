@@ -30,7 +30,8 @@ def on_ranks(ranks: int, function: Callable[[], T]) -> T:
             process.join()
             if process.exitcode:
                 raise SystemExit("a rank failed")
-    return answers.get()
+    answer: T = answers.get()
+    return answer
 
 
 def _rank(rank: int, ranks: int, path: str, function: Callable[[], object], answers: Any) -> None:  # noqa: ANN401

@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cases import Case
@@ -60,7 +60,9 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measured(lanes: list[int], per_lane: tuple[int, ...], share: float) -> Iterator[ScaleOutcome]:
+def _measured(
+    lanes: Iterable[int], per_lane: tuple[int, ...], share: float
+) -> Iterator[ScaleOutcome]:
     for number in lanes:
         for each in per_lane:
             for pp in PIPELINES:

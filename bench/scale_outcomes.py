@@ -129,7 +129,7 @@ def _planned(
 ) -> tuple[Plan, float]:
     """share: the mixers' of a token's linear cost; below 1 all lanes share the experts."""
     began = time.process_time()
-    experts = {"ep": setting.lanes, "stage_costs": _stage_costs(pp, share)} if share < 1 else {}
+    experts = share < 1
     plan = make_plan(
         setting.lengths,
         lanes=setting.lanes,
@@ -138,7 +138,8 @@ def _planned(
         profile=parse_profile(setting.profile, "charged"),
         pp=pp,
         cp_size=cp_size,
-        **experts,
+        ep=setting.lanes if experts else 1,
+        stage_costs=_stage_costs(pp, share) if experts else None,
     )
     return plan, time.process_time() - began
 

@@ -26,7 +26,8 @@ FROM_LANES = 128
 MOST_SECONDS = 10.0
 MOST_GROUPS = 30
 GATHERED_BYTES = 24
-LARGEST = {"tp": 8, "pp": 8, "ep": 64}
+LARGEST = (8, 8, 64)
+"""tp, pp, ep."""
 
 READING = """\
 Long tail (lognormal, median 1024, sigma 1.5, at most 131072), capacity 16384, sync `round`, the
@@ -163,22 +164,23 @@ def _plans(outcomes: list[ScaleOutcome]) -> str:
 
 def largest_job(lanes: int) -> tuple[JoinedGroup, ...]:
     """The groups of a rank where every axis is used and the embedding is tied."""
-    return joined_groups(lanes=lanes, **LARGEST, copies=2)
+    tp, pp, ep = LARGEST
+    return joined_groups(lanes=lanes, tp=tp, pp=pp, ep=ep, copies=2)
 
 
 def _groups(outcomes: list[ScaleOutcome]) -> str:
     header = ["lanes", "tp", "pp", "ep", "groups on the GPU", "on the host", "communicators"]
     header += ["blocks on the GPU", "blocks on the host"]
     rows = []
-    for axes, copies in (({"tp": 1, "pp": 1, "ep": 1}, 1), (LARGEST, 2)):
+    for (tp, pp, ep), copies in (((1, 1, 1), 1), (LARGEST, 2)):
         for lanes in _lanes(outcomes):
-            groups = joined_groups(lanes=lanes, **axes, copies=copies)
+            groups = joined_groups(lanes=lanes, tp=tp, pp=pp, ep=ep, copies=copies)
             on_gpu = [group for group in groups if group.on_gpu]
             on_host = [group for group in groups if not group.on_gpu]
             rows.append(
                 [
                     f"{lanes:,}",
-                    *map(str, axes.values()),
+                    *map(str, (tp, pp, ep)),
                     str(len(on_gpu)),
                     str(len(on_host)),
                     f"{communicator_bytes(groups) / (1 << 30):.1f} GiB",

@@ -15,7 +15,7 @@ def draw(step: int) -> list[TokenizedSample]:
     """Your data: here 16 sequences that count upwards, of very different lengths."""
     random = np.random.default_rng(step)
     lengths = random.lognormal(3.0, 1.2, 16).clip(4, 500).astype(int)
-    rows = [(random.integers(64) + np.arange(length, dtype=np.int32)) % 64 for length in lengths]
+    rows = [(int(random.integers(64)) + np.arange(n, dtype=np.int32)) % 64 for n in lengths]
     return [TokenizedSample(i, row, np.ones(len(row), bool)) for i, row in enumerate(rows)]
 
 
@@ -27,6 +27,7 @@ if __name__ == "__main__":
         samples, total = draw(step), 0.0
         plan = make_plan([sample.length for sample in samples], lanes=1, capacity=512)
         for batch in pack_lane(plan, 0, samples):  # one for each round
+            assert batch.targets is not None  # only a pipeline's stages before the last have none
             nll = model(batch.token_ids, batch.ctx, batch.targets.labels).values
             # Divided by the loss tokens of the whole step: no mean of means.
             loss = nll.where(batch.targets.loss_mask, 0).sum() / batch.counts.main

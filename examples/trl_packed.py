@@ -18,6 +18,7 @@ the longest must fit into the capacity. Run it on a CPU in about 10 s:
 """
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,10 @@ class PlannedSFTTrainer(SFTTrainer):
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Every process draws the same sequences, and packs those of its own lane."""
         generator = torch.Generator().manual_seed(self.args.data_seed or self.args.seed)
-        order = RandomSampler(self.train_dataset, generator=generator)
+        dataset: Any = self.train_dataset
+        order = RandomSampler(dataset, generator=generator)
         sampler = BatchSampler(order, self.batch, drop_last=False)
-        return DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.planned)
+        return DataLoader(dataset, batch_sampler=sampler, collate_fn=self.planned)
 
     def planned(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """The rounds of a step on this process, and the labels of all of them, to be counted."""
@@ -68,13 +70,11 @@ class PlannedSFTTrainer(SFTTrainer):
         return {**joined, "rounds": rounds}
 
     def training_step(
-        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Tensor | None = None
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Forward and backward of every round; each loss is divided by the tokens of the step."""
-        losses = [
-            super(PlannedSFTTrainer, self).training_step(model, one, num_items_in_batch)
-            for one in inputs["rounds"]
-        ]
+        one_round: Callable[..., Tensor] = super().training_step
+        losses = [one_round(model, one, num_items_in_batch) for one in inputs["rounds"]]
         return torch.stack(losses).sum()
 
 
@@ -107,7 +107,9 @@ def tiny_model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    return LlamaForCausalLM(config).to(dtype)
+    model: Any = LlamaForCausalLM(config)
+    converted: LlamaForCausalLM = model.to(dtype)
+    return converted
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

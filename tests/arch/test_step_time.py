@@ -214,6 +214,18 @@ def test_the_planners_costs_where_the_host_is_slower():
     )
 
 
+@pytest.mark.parametrize("machine", [make_machine(), DEVICE_BOUND], ids=["host", "device"])
+@pytest.mark.parametrize("capacity", [2, 8, 64, 96, 127, 128])
+def test_the_planners_costs_of_a_small_capacity(machine, capacity):
+    """Enough samples to tell what a token costs from what a round costs."""
+    profile = cost_profile(machine, TINY, capacity=capacity, shape=ONE)
+    full = profile.ideal([capacity]) + profile.pack + profile.round
+    assert profile.ideal([capacity]) > 0
+    assert full == pytest.approx(
+        round_seconds(machine, TINY, [capacity], tokens=capacity, shape=ONE), rel=0.1
+    )
+
+
 def test_the_planners_costs_on_ranks():
     machine = make_machine(message=1e-9)
     whole = cost_profile(machine, TINY, capacity=4096, shape=ONE)

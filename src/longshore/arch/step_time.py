@@ -237,10 +237,12 @@ def cost_profile(
 
 def sample_rounds(capacity: int) -> list[list[int]]:
     """Micro-batches of a full, half full and quarter full lane, of equal and of mixed lengths."""
+    # Below 128 tokens, sequences of 64 would leave one sample: too few to tell slope from offset.
+    shortest = 64 if capacity >= 128 else max(1, capacity // 4)
     samples = []
     for tokens in sorted({max(1, capacity // part) for part in (1, 2, 4)}):
         for count in (1, 2, 4, 8, 16, 32, 64):
-            if tokens // count >= min(64, capacity):
+            if tokens // count >= shortest:
                 samples.append([tokens // count] * count)
         if tokens >= 256:
             half = tokens // 2

@@ -140,7 +140,7 @@ def empty_model(folder: str, dtype: torch.dtype = torch.float32) -> Any:  # noqa
     try:
         config = AutoConfig.from_pretrained(folder, **local)
         with parameters_on_meta(), quiet():
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (ValueError, KeyError, AttributeError, ImportError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"transformers cannot make this model: {first}") from error
