@@ -4,6 +4,7 @@ import errno
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tests.ranks.composed import ranks_of
@@ -15,11 +16,14 @@ from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
 from longshore.config.load import load_config
+from longshore.data.source import TokenizedSample
 from longshore.distributed import shared_stream
 from longshore.distributed.agreement import PeerError
+from longshore.distributed.collectives import sum_over
 from longshore.hf.checkpoint import open_weights
 from longshore.hf.weights import load_weights
 from longshore.plan.layout import one_stage
+from longshore.run import score
 from longshore.run.weights import export_weights, write_weights
 from longshore.train import safetensors_stream
 from longshore.train.stop import RunError
@@ -104,6 +108,71 @@ def test_a_full_disk_ends_all_ranks_with_one_error(tmp_path):
     model, weights = open_weights(tmp_path / "model"), load_weights(run / "weights").tensors
     assert list(model) == list(weights)
     assert all(torch.equal(model[name], weights[name]) for name in model)
+
+
+class Steps:
+    """Six steps of one sequence each."""
+
+    batches = SimpleNamespace(steps=lambda epoch: 6)
+
+    def from_place(self, place, is_closed):
+        for number in range(6):
+            sequences = [SimpleNamespace(id=number, length=3)]
+            yield SimpleNamespace(
+                place=SimpleNamespace(step=number), plan=SimpleNamespace(sequences=sequences)
+            )
+
+
+def scored(folder: str):
+    """The errors of scores that cannot be written, and what is left of them."""
+    steps, errors = 0, []
+    with ranks_of(lanes=2) as (topology, _):
+
+        class Scores:
+            def __init__(self, executor, temperature):
+                pass
+
+            def scores(self, step):
+                nonlocal steps
+                steps += 1
+                return sum_over(torch.ones(3, dtype=torch.float64), topology.groups.world)
+
+        class Source:
+            fields = ()
+            lengths = np.full(6, 3)
+
+            def __getitem__(self, number):
+                if topology.rank == 0 and number == 2:
+                    raise FULL
+                return TokenizedSample(number, np.arange(3, dtype=np.int32), np.ones(3, bool))
+
+        score.Scorer, score.reshard = Scores, lambda executor: None
+        job = SimpleNamespace(
+            topology=topology,
+            indexed_source=Source(),
+            tell=lambda text: None,
+            status=SimpleNamespace(at=lambda *place, **given: None),
+            dtype=torch.float64,
+        )
+        for out in (f"{folder}/scores", f"{folder}/scores.parquet"):
+            task = score.ScoreTask(out)
+            errors.append(refusal(lambda task=task: score.write_scores(job, None, Steps(), task)))
+    return steps, errors, [path.name for path in Path(folder).iterdir()]
+
+
+def test_scores_that_cannot_be_written_end_all_ranks(tmp_path):
+    """After the third of six steps: the others are not computed."""
+    first, second = run_ranks(2, scored, str(tmp_path), timeout=30)
+    assert first == second
+    steps, errors, left = first
+    assert steps == 2 * 3
+    assert [kind for kind, _ in errors] == [RunError.__name__] * 2
+    end = "cannot be written (No space left on device); make room there, then score again"
+    assert [text for _, text in errors] == [
+        f"{tmp_path}/scores {end}",
+        f"{tmp_path}/scores.parquet {end}",
+    ]
+    assert not left
 
 
 def test_items_that_cannot_be_produced_end_without_an_agreement(monkeypatch):
