@@ -13,6 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from longshore.arch.decoder import DecoderConfig
     from longshore.arch.presets import preset
+    from longshore.arch.stages import make_layout, stage_costs
     from longshore.batch import Counts, CPGroup, MicroBatch, PackContext, SeqContext, whole_context
     from longshore.config.load import load_config
     from longshore.config.schema import RunConfig
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 _NAMES_OF = {
     "arch.decoder": "DecoderConfig",
     "arch.presets": "preset",
+    "arch.stages": "make_layout stage_costs",
     "batch": "Counts CPGroup MicroBatch PackContext SeqContext whole_context",
     "config.load": "load_config",
     "config.schema": "RunConfig",
@@ -130,6 +132,7 @@ __all__ = [
     "lane_rows",
     "load_config",
     "load_profile",
+    "make_layout",
     "make_plan",
     "make_topology",
     "merge",
@@ -141,6 +144,7 @@ __all__ = [
     "preset",
     "samples_of",
     "send_back",
+    "stage_costs",
     "unpack",
     "whole_context",
 ]

@@ -22,8 +22,10 @@ def test_factors_belong_to_the_base_that_was_read(tmp_path, monkeypatch):
     known = lora_base(config, decoder)
     qwen3(base, seed=1)
     assert lora_base(config, decoder).digest != known.digest
-    job = SimpleNamespace(base=known, decoder=decoder, config=config, topology=None)
+    topology = SimpleNamespace(groups=None)
+    job = SimpleNamespace(base=known, decoder=decoder, config=config, topology=topology)
     saved = {}
     monkeypatch.setattr(weights, "save_weights", lambda *args, **given: saved.update(given))
+    monkeypatch.setattr(weights, "write_shared", lambda items, groups, write, **rest: write(items))
     weights._write_weights(job, SimpleNamespace(config=decoder), Path(tmp_path))
     assert saved["lora"] == known

@@ -1,5 +1,6 @@
 """Safetensors files written tensor by tensor and read block by block."""
 
+import os
 import zlib
 
 import numpy as np
@@ -79,6 +80,33 @@ def test_a_file_that_was_cut_off_meanwhile(tmp_path):
     assert len(file.block("a", (slice(0, 90),))) == 90
     with pytest.raises(ValueError, match="is cut off; copy it again"):
         file.block("a", ())
+
+
+class ShortWrites:
+    """A file of which each write takes 5 bytes at most, as on a disk that is nearly full."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def write(self, block):
+        return self.file.write(block[:5])
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def test_short_writes_lose_nothing(tmp_path, monkeypatch):
+    """Also where all tensors are moved, for a header that was not announced."""
+    honest = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, block, at: honest(file, block[:5], at))
+    writer = FileWriter(tmp_path / "a")
+    writer._file = ShortWrites(writer._file)
+    tensors = {"a": torch.arange(40.0), "b": torch.arange(3, dtype=torch.uint8)}
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    file = writer.finish()
+    assert file.crc32 == zlib.crc32((tmp_path / "a").read_bytes())
+    assert all(torch.equal(load_file(tmp_path / "a")[name], tensors[name]) for name in tensors)
 
 
 def test_a_full_disk_names_the_file(tmp_path, monkeypatch):

@@ -30,7 +30,11 @@ USUAL_LENGTH = 4096
 def make_layout(
     decoder: DecoderConfig, *, pp: int, vpp: int, text: str = "", length: int = USUAL_LENGTH
 ) -> Layout:
-    """The layout that `text` describes; without text one balanced by FLOPs."""
+    """Which parts of a decoder each pipeline stage has: as `text` says, or balanced by FLOPs.
+
+    pp, vpp: pipeline ranks, and stages for each. text: such as "Ettt|tL". length: of the sequence
+    whose forward FLOPs are balanced.
+    """
     layers, depths = len(decoder.layers), len(decoder.mtp)
     if not text:
         costs = [*layer_flops(decoder, length), head_flops(decoder, length)]
@@ -78,7 +82,8 @@ def stage_costs(
 ) -> StageCosts:
     """How the stages share a round's cost; recompute: blocks run again in backward.
 
-    A backward takes twice the forward, and a recomputed block once more.
+    A backward takes twice the forward, and a recomputed block once more. length: of the sequence
+    whose FLOPs are counted.
     """
     again = 3 if recompute else 2
     experts = expert_flops(decoder, length)

@@ -9,9 +9,9 @@ Tokens 5 6 7 with p(6 | 5) = ½ and p(7 | 5 6) = ¼ get 0, log ½ and log ¼: no
 token. Training reads the field with `data.path=scored`, as `batch.token_fields["ref_logprobs"]`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,18 @@ from longshore.data.source import IndexedSource, TokenizedSample
 from longshore.data.steps import IndexedSteps, Step
 from longshore.data.store import write_store
 from longshore.distributed.collectives import sum_over
+from longshore.files import new_folder
 from longshore.model.interface import Output
 from longshore.parallel.pipeline.executor import Executor, Handlers
 from longshore.run.job import TrainingJob, make_job
 from longshore.run.parts import make_cp_groups, make_model, make_steps
 from longshore.run.process import joined_ranks
 from longshore.run.ranks import Ranks
+from longshore.run.shared_output import write_shared
 from longshore.train.evaluation import reshard
 from longshore.train.loss_inputs import LossCall
+
+Rows = Iterable[TokenizedSample]
 
 ROWS = 1024
 """Of a row group of Parquet."""
@@ -67,22 +71,29 @@ def score(config: RunConfig, ranks: Ranks, task: ScoreTask) -> None:
         steps = make_steps(
             job, job.config, source=job.indexed_source, shuffle=False, is_grouped=False
         )
-        spec = Field(task.field, "target", "float64" if job.dtype == torch.float64 else "float32")
-        rows = _rows(job, executor, steps, task, spec)
-        if topology.rank == 0:
-            write_rows(task.out, rows, job.indexed_source, spec)
-        else:
-            for _ in rows:
-                pass
+        write_scores(job, executor, steps, task)
         job.status.at("ending")
         steps.close()
         groups.close()
 
 
-def _rows(
+def write_scores(
+    job: TrainingJob, executor: Executor, steps: IndexedSteps, task: ScoreTask
+) -> None:
+    """Runs the steps, while rank 0 writes their rows; if it cannot, all ranks raise."""
+    spec = Field(task.field, "target", "float64" if job.dtype == torch.float64 else "float32")
+
+    def write(rows_of_steps: Iterator[Rows]) -> None:
+        write_rows(task.out, chain.from_iterable(rows_of_steps), job.indexed_source, spec)
+
+    scored = _scored_steps(job, executor, steps, task, spec)
+    write_shared(scored, job.topology.groups, write, target=Path(task.out), then="score again")
+
+
+def _scored_steps(
     job: TrainingJob, executor: Executor, steps: IndexedSteps, task: ScoreTask, spec: Field
-) -> Iterator[TokenizedSample]:
-    """On rank 0 the sequences with their scores, in order; elsewhere nothing. Runs the steps."""
+) -> Iterator[Rows]:
+    """For each step, on rank 0 its sequences with their scores, in order; elsewhere none."""
     scorer, source = Scorer(executor, temperature=task.temperature), job.indexed_source
     report = _tenths(int(source.lengths.sum()), job.tell)
     done = 0
@@ -90,8 +101,8 @@ def _rows(
         job.status.at("scoring", step=step.place.step + 1)
         with torch.no_grad():
             flat = scorer.scores(step).cpu()
-        if job.topology.rank == 0:
-            yield from _with_scores(step, flat.numpy().astype(spec.dtype), source, spec)
+        is_first = job.topology.rank == 0
+        yield _with_scores(step, flat.numpy().astype(spec.dtype), source, spec) if is_first else ()
         done += sum(sequence.length for sequence in step.plan.sequences)
         report(done)
     reshard(executor)
@@ -166,7 +177,8 @@ def write_rows(
         return
     manifest = getattr(getattr(source, "source", source), "manifest", None)
     about = dict(manifest.about) if manifest is not None else {}
-    write_store(out, rows, fields=fields, about=about)
+    with new_folder(out) as partial:
+        write_store(partial, rows, fields=fields, about=about)
 
 
 def _write_parquet(out: str, rows: Iterator[TokenizedSample], fields: tuple[Field, ...]) -> None:
@@ -181,16 +193,24 @@ def _write_parquet(out: str, rows: Iterator[TokenizedSample], fields: tuple[Fiel
         ]
     )
     temporary = Path(f"{out}.tmp")
-    with ParquetWriter(temporary, schema) as writer:
-        while some := list(islice(rows, ROWS)):
-            columns: dict[str, list[Any]] = {
-                "tokens": [sample.tokens.tolist() for sample in some],
-                "loss_mask": [sample.loss_mask.tolist() for sample in some],
-            }
-            for field in fields:
-                columns[field.name] = [sample.fields[field.name].tolist() for sample in some]
-            writer.write_table(pa.table(columns, schema=schema))
-    temporary.replace(out)
+    try:
+        with ParquetWriter(temporary, schema) as writer:
+            while some := list(islice(rows, ROWS)):
+                writer.write_table(pa.table(_columns(some, fields), schema=schema))
+        temporary.replace(out)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _columns(samples: list[TokenizedSample], fields: tuple[Field, ...]) -> dict[str, list[Any]]:
+    columns: dict[str, list[Any]] = {
+        "tokens": [sample.tokens.tolist() for sample in samples],
+        "loss_mask": [sample.loss_mask.tolist() for sample in samples],
+    }
+    for field in fields:
+        columns[field.name] = [sample.fields[field.name].tolist() for sample in samples]
+    return columns
 
 
 def _arrow_type(field: Field) -> Any:  # noqa: ANN401 - pyarrow has no types

@@ -2,10 +2,11 @@
 
 In: a job, its model and the run's folder. Out: RUN/weights, and output.export as a Hugging Face
 folder. All ranks come here together: rank 0 writes one whole tensor at a time, and the others bring
-their rows of it, so no rank ever holds the whole model.
+their rows of it, so no rank ever holds the whole model. If rank 0 cannot write, all ranks raise.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from longshore.arch.costs import parameter_count
-from longshore.distributed.agreement import agreed
 from longshore.files import check_room
 from longshore.hf.checkpoint import write_checkpoint
 from longshore.hf.config_file import choose_architecture
@@ -26,75 +26,83 @@ from longshore.parallel.pipeline.gathered import gathered_tensors
 from longshore.parallel.pipeline.stages import Model
 from longshore.run.folder import check_new_folder
 from longshore.run.job import TrainingJob
-from longshore.train.checkpoint_files import writing
+from longshore.run.shared_output import write_shared
+
+Tensors = Iterator[tuple[str, Tensor]]
+
+EVERY = 16
+"""Tensors after which the ranks agree that rank 0 could write them."""
 
 
 def write_weights(
     job: TrainingJob, model: Model, *, folder: Path, note: Callable[[str], None]
 ) -> None:
     """Writes what output.weights and output.export ask for; note: shows what was written."""
-    output = job.config.output
-    if job.topology.rank:
-        for _ in _saved(job, model) if output.weights else ():
-            pass
-        for _ in gathered_tensors(model, job.topology) if output.export else ():
-            pass
-        return
+    output, is_first = job.config.output, job.topology.rank == 0
     files = ["config.toml", "metrics.jsonl"]
     if output.weights:
         _write_weights(job, model, folder)
         files.append("weights")
-    note(f"wrote {folder}: {', '.join(files)}")
+    if is_first:
+        note(f"wrote {folder}: {', '.join(files)}")
     if output.export:
-        with writing(Path(output.export), then=f"longshore export {folder} {output.export}"):
-            _check_export(job, model, output.export)
-            _export(job, model, output.export)
-        note(f"wrote {output.export}, a Hugging Face folder")
-
-
-def _saved(job: TrainingJob, model: Model) -> Iterator[tuple[str, Tensor]]:
-    """What RUN/weights holds: everything, or the low-rank factors alone."""
-    only = is_factor if job.decoder.lora is not None else None
-    return gathered_tensors(model, job.topology, only=only)
+        then = f"longshore export {folder} {output.export}"
+        check = partial(_check_export, job, model, output.export)
+        _export(job, model, output.export, check=check, then=then)
+        if is_first:
+            note(f"wrote {output.export}, a Hugging Face folder")
 
 
 def _write_weights(job: TrainingJob, model: Model, folder: Path) -> None:
-    """RUN/weights: in the dtype of training."""
-    lora = job.base
-    with writing(folder / "weights", then=f"write it again with --resume {folder}"):
-        check_room(folder, _size(model) if lora is None else _factor_bytes(model))
+    """RUN/weights: everything in the dtype of training, or the low-rank factors alone."""
+    lora, target = job.base, folder / "weights"
+
+    def check() -> int:
+        needed = _size(model) if lora is None else _factor_bytes(model)
+        check_room(folder, needed)
+        return needed
+
+    def write(tensors: Tensors) -> None:
         save_weights(
-            folder / "weights",
+            target,
             job.decoder,
-            _saved(job, model),
+            tensors,
             base=job.config.model.from_hf or None,
             is_replaced=True,
             lora=lora,
             code=job.config.model.code,
         )
 
+    only = is_factor if job.decoder.lora is not None else None
+    write_shared(
+        gathered_tensors(model, job.topology, only=only),
+        job.topology.groups,
+        write,
+        target=target,
+        then=f"write it again with --resume {folder}",
+        check=check,
+        every=EVERY,
+    )
+
 
 def export_weights(job: TrainingJob, model: Model, folder: str) -> None:
     """A Hugging Face folder of the weights as they are now. All ranks call it together."""
-    with agreed(job.topology.groups):
-        if job.topology.rank == 0:
-            check_new_folder(folder, "export")
-            with writing(Path(folder), then="export it again"):
-                _check_export(job, model, folder)
-    if job.topology.rank:
-        for _ in gathered_tensors(model, job.topology):
-            pass
-        return
-    with writing(Path(folder), then="export it again"):
-        _export(job, model, folder)
+
+    def check() -> int:
+        check_new_folder(folder, "export")
+        return _check_export(job, model, folder)
+
+    _export(job, model, folder, check=check, then="export it again")
 
 
-def _check_export(job: TrainingJob, model: Model, folder: str) -> None:
-    """Refuses on rank 0 what it could not write, before the other ranks send anything."""
-    check_room(Path(folder), _size(model) // (2 if _low_dtype(job) else 1))
+def _check_export(job: TrainingJob, model: Model, folder: str) -> int:
+    """Refuses what could not be written; returns its bytes."""
+    needed = _size(model) // (2 if _low_dtype(job) else 1)
+    check_room(Path(folder), needed)
     if not isinstance(model, TransformersModel):
         base = job.config.model.from_hf
         choose_architecture(job.decoder.merged(), Path(base) if base else None)
+    return needed
 
 
 def _low_dtype(job: TrainingJob) -> torch.dtype | None:
@@ -102,22 +110,27 @@ def _low_dtype(job: TrainingJob) -> torch.dtype | None:
     return torch.bfloat16 if job.dtype == torch.bfloat16 else None
 
 
-def _export(job: TrainingJob, model: Model, folder: str) -> None:
-    """Rank 0's part."""
-    low = _low_dtype(job)
-    tensors = gathered_tensors(model, job.topology)
-    if job.decoder.lora is not None:
-        tensors = merged_stream(job.decoder.lora, _factors(model), tensors)
-    if isinstance(model, TransformersModel):
-        base = job.config.model.from_hf
-        write_foreign(folder, tensors, base=base, tied=model.tied, dtype=low)
-        return
-    write_checkpoint(
-        folder,
-        job.decoder.merged(),
-        tensors,
-        base=job.config.model.from_hf or None,
-        dtype=low,
+def _export(
+    job: TrainingJob, model: Model, folder: str, *, check: Callable[[], int], then: str
+) -> None:
+    low, base = _low_dtype(job), job.config.model.from_hf
+
+    def write(tensors: Tensors) -> None:
+        if job.decoder.lora is not None:
+            tensors = merged_stream(job.decoder.lora, _factors(model), tensors)
+        if isinstance(model, TransformersModel):
+            write_foreign(folder, tensors, base=base, tied=model.tied, dtype=low)
+        else:
+            write_checkpoint(folder, job.decoder.merged(), tensors, base=base or None, dtype=low)
+
+    write_shared(
+        gathered_tensors(model, job.topology),
+        job.topology.groups,
+        write,
+        target=Path(folder),
+        then=then,
+        check=check,
+        every=EVERY,
     )
 
 

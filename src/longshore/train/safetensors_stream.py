@@ -155,7 +155,8 @@ class FileWriter:
         number, start = self._file.fileno(), 8 + self._room
         for begin in reversed(range(0, self._at, BLOCK)):
             block = os.pread(number, min(BLOCK, self._at - begin), start + begin)
-            os.pwrite(number, block, 8 + room + begin)
+            self._file.seek(8 + room + begin)
+            _write_all(self._file, memoryview(block))
         self._room = room
 
     def _named(self, error: OSError) -> OSError:
