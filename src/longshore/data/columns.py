@@ -113,7 +113,7 @@ def refuse_file(file: str, row: str, columns: Sequence[str]) -> SettingError:
         )
     return SettingError(
         "{file} is text, which needs a tokenizer; set {tokenizer} to a folder with tokenizer.json. "
-        "Rows of input_ids need none, but {row} has {columns}",
+        "Rows of input_ids need none, but {row} has the columns {columns}",
         file=file,
         row=row,
         columns=", ".join(columns),

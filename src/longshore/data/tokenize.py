@@ -39,7 +39,7 @@ from longshore.data.chats import Chat, chat_from
 from longshore.data.columns import COLUMNS, TOKENS, form_of, from_alpaca, refuse_text
 from longshore.data.fields import Field, check_declared, collect_fields
 from longshore.data.source import Ints, SampleError, TokenizedSample
-from longshore.data.token_rows import read_token_row
+from longshore.data.token_rows import read_token_row, without_padding
 from longshore.data.training_templates import (
     AUTO,
     BY_NAME,
@@ -239,6 +239,8 @@ class SampleTokenizer:
             raise SampleError("empty", "it has no tokens")
         declared = self.rules.fields
         values = {field.name: sample[field.name] for field in declared if field.name in sample}
+        if form == TOKENS:
+            values = without_padding(sample, values, declared)
         try:
             fields = collect_fields(values, declared, length=len(tokens), where="its fields")
         except ValueError as error:
