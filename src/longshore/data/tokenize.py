@@ -221,8 +221,9 @@ class SampleTokenizer:
     @property
     def digest(self) -> str:
         """Of the tokenizer and its chat template; "" without one."""
-        made_by = self.tokenizer
-        return "" if made_by is None else made_by.digest + made_by.template_digest
+        if self.tokenizer is None:
+            return ""
+        return self.tokenizer.digest + self.tokenizer.template_digest
 
     def __call__(self, sample: Mapping[str, Any], id: int) -> TokenizedSample:
         """The sequence of a sample, within max_length; raises SampleError where there is none."""
