@@ -75,9 +75,8 @@ def _check_path(config: RunConfig, vocab_size: int) -> None:
         _refuse_text_keys(data, "data.path is a prepared folder and already has")
         return
     _check_text(config, texts)
-    if (
-        data.tokenizer and not config.model.from_hf
-    ):  # a checkpoint's tokenizer may have ids that no text uses
+    # A checkpoint's tokenizer may have ids that no text uses.
+    if data.tokenizer and not config.model.from_hf:
         _check_vocabulary(data.tokenizer, vocab_size)
 
 

@@ -11,7 +11,7 @@ they become a prompt and completion with the headings of the Alpaca paper's prom
 `input_ids` is tokenized already (token_rows.py), and is the only one that needs no tokenizer.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from longshore.data.fields import Field
@@ -82,9 +82,8 @@ def form_of(columns: Iterable[str], ignore: Sequence[str], fields: Sequence[Fiel
     return form
 
 
-def refuse_text(columns: Iterable[str], ignore: Sequence[str]) -> None:
+def refuse_text(columns: Collection[str]) -> None:
     """Raises SampleError for a sample of text, where there is no tokenizer for it."""
-    columns = [name for name in columns if name not in ignore]
     if next((name for name in FORMS if name in columns), TOKENS) == TOKENS:
         return
     detail = "it is text, which needs a tokenizer; rows of input_ids need none"

@@ -233,7 +233,7 @@ class SampleTokenizer:
         """The sequence of a sample, however long, and whether or not it has loss tokens."""
         sample = {name: value for name, value in sample.items() if name not in self.rules.ignore}
         if self.tokenizer is None:
-            refuse_text(sample, self.rules.ignore)
+            refuse_text(sample)
         form = form_of(sample, self.rules.ignore, self.rules.fields)
         tokens, mask = self._encoded(sample, form)
         if not len(tokens):
