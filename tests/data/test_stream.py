@@ -33,7 +33,7 @@ def stream_of(tokenizer, *parts, weights=(1.0,), shuffle=False, max_rejected=1.0
         parts=tuple(find_inputs(names) for names in parts),
         weights=weights,
         make_tokenizer=lambda: tokenizer,
-        check=lambda sample: None,
+        check=lambda sample, where: None,
         tokenizer_digest="",
         fields=(),
         longest=100,

@@ -26,7 +26,8 @@ it has prepared is kept.
 
   INPUT …            JSONL, JSON, Parquet or Arrow files, globs, folders of files, or folders that
                      datasets' save_to_disk made; JSON may be compressed, as .gz or .zst
-  --tokenizer DIR    a Hugging Face tokenizer folder: tokenizer.json, tokenizer_config.json
+  --tokenizer DIR    a Hugging Face tokenizer folder: tokenizer.json, tokenizer_config.json;
+                     rows of input_ids need none
   --out DIR          the folder to make
   --template T       the chat template. auto (default): the tokenizer's, or Longshore's for its
                      family if the tokenizer's rewrites earlier turns; own: always the
@@ -42,7 +43,9 @@ it has prepared is kept.
   --workers W        processes (default: one for each core)
   --start-over       delete what an earlier command with other settings wrote into --out
 
-example: longshore prepare chats.jsonl --tokenizer my-tokenizer --out prepared"""
+examples:
+  longshore prepare chats.jsonl --tokenizer my-tokenizer --out prepared
+  longshore prepare rollouts.jsonl --field advantages:per_target:float32 --out prepared"""
 
 
 def register_prepare(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -50,14 +53,14 @@ def register_prepare(commands: "argparse._SubParsersAction[Any]") -> None:
         commands,
         "prepare",
         summary="tokenize chats or texts into a folder for training",
-        usage="longshore prepare INPUT … --tokenizer DIR --out DIR [options]",
+        usage="longshore prepare INPUT … [--tokenizer DIR] --out DIR [options]",
         text=PREPARE_HELP,
     )
     parser.set_defaults(run=run_prepare)
     hidden = argparse.SUPPRESS  # PREPARE_HELP describes them all
     parser.add_argument("inputs", nargs="+", help=hidden)
-    for name in ("tokenizer", "out"):
-        parser.add_argument(f"--{name}", required=True, help=hidden)
+    parser.add_argument("--tokenizer", help=hidden)
+    parser.add_argument("--out", required=True, help=hidden)
     parser.add_argument("--template", help=hidden)
     parser.add_argument(
         "--loss-on", type=one_of(names_of(LossOn)), default="assistant", help=hidden

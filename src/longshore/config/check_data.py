@@ -1,24 +1,35 @@
-"""The data of a run, before anything is read: is it there, and does it have what it needs?
+"""The data of a run, before it is used: is it there, and does it have what it needs?
 
-In: a config. Out: nothing, or a ValueError of one line. The lengths of synthetic and
-prepared sequences are known here, so `known_longest` returns the longest; for text it returns 0,
-for a stream its limit.
+In: a config. Out: nothing, or a ValueError of one line. Without a tokenizer the first row of each
+file is read, which must have input_ids: "chats.jsonl is text, which needs a tokenizer; …". The
+lengths of synthetic and prepared sequences are known here, so `known_longest` returns the longest;
+for text it returns 0, for a stream its limit.
 """
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from longshore.config.data_parts import check_parts, data_parts, shown_path
+from longshore.config.data_parts import (
+    check_parts,
+    data_parts,
+    has_tokenizer,
+    missing_packages,
+    shown_path,
+    tokenizer_of,
+)
 from longshore.config.located import in_keys
 from longshore.config.schema import DataConfig, RunConfig
-from longshore.data.fields import check_declared, parse_field
-from longshore.data.inputs import find_inputs
+from longshore.data.chat_template import DATE
+from longshore.data.fields import Field, check_declared, parse_field
+from longshore.data.inputs import Input, find_inputs
 from longshore.data.mock import mock_lengths
+from longshore.data.prepare_job import TokenizerFiles, check_first
 from longshore.data.rejected import rejections_of
+from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.data.training_templates import check_choice
+from longshore.errors import SettingError
 
 TEXT_ONLY = ("template", "loss_on", "max_length", "too_long", "fields", "ignore", "max_bytes")
 
@@ -63,8 +74,9 @@ def _check_path(config: RunConfig, vocab_size: int) -> None:
     if not texts:
         _refuse_text_keys(data, "data.path is a prepared folder and already has")
         return
-    _check_text(data, texts, data.tokenizer or config.model.from_hf)
-    if not config.model.from_hf:  # a checkpoint's tokenizer may have ids that no text uses
+    _check_text(config, texts)
+    # A checkpoint's tokenizer may have ids that no text uses.
+    if data.tokenizer and not config.model.from_hf:
         _check_vocabulary(data.tokenizer, vocab_size)
 
 
@@ -128,29 +140,47 @@ def _refuse_text_keys(data: DataConfig, what: str) -> None:
             )
 
 
-def _check_text(data: DataConfig, names: Sequence[str], tokenizer: str) -> None:
+def _check_text(config: RunConfig, names: Sequence[str]) -> None:
+    data = config.data
     with in_keys("data.path"):
-        find_inputs(names)
-    if not tokenizer:
-        raise ValueError(
-            f"data.path: {shown_path(data)} is text, which needs a tokenizer; set data.tokenizer "
-            "to a folder with tokenizer.json"
-        )
-    if not (Path(tokenizer) / "tokenizer.json").is_file():
+        inputs = find_inputs(names)
+    if data.tokenizer and not has_tokenizer(data.tokenizer):
         key = "data.tokenizer"
         raise ValueError(
-            f"{key}: {tokenizer} has no tokenizer.json; set {key} to a folder that has one"
+            f"{key}: {data.tokenizer} has no tokenizer.json; set {key} to a folder that has one"
         )
     with in_keys():
         check_choice(data.template)
     with in_keys("data.fields"):
-        check_declared([parse_field(text) for text in data.fields])
-    for name in ("tokenizers", "jinja2"):
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(
-                f"data.path: {shown_path(data)} is text, and the package {name}, which tokenizes "
-                "it, is missing; install it with: pip install 'longshore[hf]'"
-            )
+        fields = check_declared([parse_field(text) for text in data.fields])
+    if not tokenizer_of(config):
+        _check_token_rows(config, inputs, fields)
+        return
+    with in_keys("data.path"):
+        _check_packages(data)
+
+
+def _check_token_rows(config: RunConfig, inputs: Sequence[Input], fields: Sequence[Field]) -> None:
+    """Without a tokenizer the first sample of each file must have input_ids."""
+    data = config.data
+    with in_keys():
+        none = TokenizerFiles(None, data.template, DATE).load()
+    with in_keys("data.path"):
+        rules = Rules(fields=tuple(fields), ignore=data.ignore)
+        try:
+            check_first(inputs, SampleTokenizer(none, rules), data.max_bytes)
+        except SettingError as error:
+            if "tokenizer" in error.settings and has_tokenizer(config.model.from_hf):
+                _check_packages(data)  # the model's tokenizer would do
+            raise
+
+
+def _check_packages(data: DataConfig) -> None:
+    for name in missing_packages():
+        raise ValueError(
+            f"{shown_path(data)} is text, and the package {name}, which tokenizes it, is missing; "
+            "install it with: pip install 'longshore[hf]'"
+        )
 
 
 def _check_vocabulary(tokenizer: str, vocab_size: int) -> None:

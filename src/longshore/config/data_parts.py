@@ -7,15 +7,18 @@ prepared folders and the names of its other data, which become one prepared fold
     path = ["a.jsonl", "prepared"]                          two parts, joined: each sequence once
 """
 
+import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from longshore.config.located import in_keys
-from longshore.config.schema import DataConfig
+from longshore.config.schema import DataConfig, RunConfig
 from longshore.data.paths import files_of, matches
 
 MANIFEST = "manifest.json"
+PACKAGES = ("tokenizers", "jinja2")
+"""What text needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,27 @@ def path_names(data: DataConfig) -> tuple[str, ...]:
 def shown_path(data: DataConfig) -> str:
     """data.path for people."""
     return ", ".join(path_names(data))
+
+
+def tokenizer_of(config: RunConfig) -> str:
+    """The tokenizer folder of a run, "" for none: data.tokenizer, or the model's if it is usable.
+
+    A model's folder without tokenizer.json, or without the packages to read it, is still enough
+    for rows of input_ids.
+    """
+    if config.data.tokenizer:
+        return config.data.tokenizer
+    folder = config.model.from_hf
+    return folder if has_tokenizer(folder) and not missing_packages() else ""
+
+
+def has_tokenizer(folder: str) -> bool:
+    return bool(folder) and (Path(folder) / "tokenizer.json").is_file()
+
+
+def missing_packages() -> list[str]:
+    """Those of PACKAGES that are not installed."""
+    return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 
 def is_prepared(path: str | Path) -> bool:

@@ -80,7 +80,11 @@ class DataConfig:
         },
     )
     count: int = key(0, whole(0, MOST_MOCK), "how many synthetic sequences an epoch has")
-    tokenizer: str = key("", text(), "a tokenizer folder, for text (default: model.from_hf)")
+    tokenizer: str = key(
+        "",
+        text(),
+        "a tokenizer folder, for text; input_ids need none (default: model.from_hf)",
+    )
     template: str = key(
         "auto", text(), "chat template: auto, own (the tokenizer's), a family's name, or a file"
     )

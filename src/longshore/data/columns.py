@@ -8,10 +8,10 @@ ignores every column that is not used.
 Alpaca's `instruction`, `input` and `output` become a chat where the tokenizer has a template: the
 user says the instruction and, a blank line below, the input if there is one. Without a template
 they become a prompt and completion with the headings of the Alpaca paper's prompt. A sample with
-`input_ids` is tokenized already (token_rows.py).
+`input_ids` is tokenized already (token_rows.py), and is the only one that needs no tokenizer.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from longshore.data.fields import Field
@@ -20,6 +20,10 @@ from longshore.data.source import SampleError
 from longshore.errors import SettingError
 
 ALL = "*"
+TOKENS = "input_ids"
+"""The form that needs no tokenizer."""
+NO_TOKENIZER = "no tokenizer"
+"""The reason why a sample of text is rejected where there is no tokenizer."""
 
 # The columns of each form: the first names the form, the second tuple may be missing.
 FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -28,8 +32,8 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "prompt": (("prompt", "completion"), ("tools", "chat_template_kwargs")),
     "instruction": (("instruction", "output"), ("input", "system")),
     "text": (("text",), ()),
-    "input_ids": (
-        ("input_ids",),
+    TOKENS: (
+        (TOKENS,),
         (
             "labels",
             "attention_mask",
@@ -76,6 +80,43 @@ def form_of(columns: Iterable[str], ignore: Sequence[str], fields: Sequence[Fiel
     if others := unused_columns(columns, form, ignore, fields):
         raise SampleError("undeclared field", str(refuse_columns(others, form)))
     return form
+
+
+def refuse_text(columns: Collection[str]) -> None:
+    """Raises SampleError for a sample of text, where there is no tokenizer for it."""
+    if next((name for name in FORMS if name in columns), TOKENS) == TOKENS:
+        return
+    detail = "it is text, which needs a tokenizer; rows of input_ids need none"
+    if TOKENS in columns:
+        texts = ", ".join(text_columns(columns))
+        detail = f"it has text ({texts}) beside its input_ids; leave the text out"
+    raise SampleError(NO_TOKENIZER, detail)
+
+
+def text_columns(columns: Iterable[str]) -> list[str]:
+    """The columns that samples of text have, and rows of tokens do not."""
+    needed, optional = FORMS[TOKENS]
+    return [name for name in columns if name in COLUMNS and name not in (*needed, *optional)]
+
+
+def refuse_file(file: str, row: str, columns: Sequence[str]) -> SettingError:
+    """The error for a file of text without a tokenizer. row: the first, as "line 1"."""
+    if TOKENS in columns:
+        return SettingError(
+            "{file} {row} has text ({texts}) beside its input_ids; leave it out with "
+            "{ignore:{names}}, or set {tokenizer} to a folder with tokenizer.json",
+            file=file,
+            row=row,
+            texts=", ".join(text_columns(columns)),
+            names=",".join(text_columns(columns)),
+        )
+    return SettingError(
+        "{file} is text, which needs a tokenizer; set {tokenizer} to a folder with tokenizer.json. "
+        "Rows of input_ids need none, but {row} has the columns {columns}",
+        file=file,
+        row=row,
+        columns=", ".join(columns),
+    )
 
 
 def unused_columns(

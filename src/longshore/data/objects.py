@@ -18,7 +18,7 @@ from typing import Any
 from longshore.data.fields import Field, check_declared
 from longshore.data.source import SampleError, TokenizedSample, make_sample
 from longshore.data.tables import without_nulls
-from longshore.data.token_rows import LOSS_MASKS, read_token_row
+from longshore.data.token_rows import LOSS_MASKS, read_token_row, without_padding
 from longshore.data.tokenize import SampleTokenizer
 
 Rows = Iterable[Mapping[str, Any]]
@@ -95,6 +95,7 @@ def _token_sample(row: Mapping[str, Any], number: int, fields: Sequence[Field]) 
     if not len(tokens):
         raise SampleError("empty", "it has no tokens")
     given = {name: row[name] for name in row if name not in ("input_ids", *UNUSED)}
+    given = without_padding(row, given, fields)
     try:
         return make_sample(tokens, mask, id=number, given=given, fields=fields, where="the row")
     except ValueError as error:

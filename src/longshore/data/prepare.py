@@ -1,9 +1,9 @@
 """Prepare: files of raw samples become a store, in parallel; a killed `prepare` resumes.
 
-In: files of samples (inputs.py), a tokenizer folder, and where the store goes: a folder that the
-user names (`prepare`), or one in a cache (`cache_folder`, `prepare_cache`). Out: a store
-(store.py), rejected.jsonl, and a summary. Three lines, of which the second is broken, give a store
-of two sequences and
+In: files of samples (inputs.py), a tokenizer folder unless all have input_ids, and where the store
+goes: a folder that the user names (`prepare`), or one in a cache (`cache_folder`, `prepare_cache`).
+Out: a store (store.py), rejected.jsonl, and a summary. Three lines, of which the second is broken,
+give a store of two sequences and
 
     {"file": "chats.jsonl", "line": 2, "reason": "broken JSON", "detail": "Expecting value: …"}
 
@@ -34,6 +34,7 @@ from pathlib import Path
 from longshore.choices import LossOn, TooLong
 from longshore.data.chat_template import DATE
 from longshore.data.fields import Field, parse_field
+from longshore.data.highest_token import HIGHEST, HighestToken
 from longshore.data.inputs import MAX_BYTES, PackedBytes, Range, cut_ranges, find_inputs
 from longshore.data.pairs import sides
 from longshore.data.prepare_job import (
@@ -119,7 +120,7 @@ class Summary:
 
 def prepare(
     inputs: Sequence[str | Path] | str | Path,
-    tokenizer: str | Path,
+    tokenizer: str | Path | None,
     out: str | Path,
     *,
     workers: int = 1,
@@ -137,6 +138,7 @@ def prepare(
 ) -> Summary:
     """Makes the store `out` from files of samples, or resumes it; see the module's docstring.
 
+    tokenizer: a Hugging Face tokenizer folder; None where every sample has input_ids
     template: a file, "auto", "own" or a family (tokenize.Tokenizer explains them)
     ignore: columns to leave out, "*" for all that are not used
     max_bytes: a larger sample is rejected unread
@@ -148,7 +150,8 @@ def prepare(
         raise SettingError("{workers} is {given}; it must be at least 1", given=workers)
     rules = Rules(loss_on, max_length, too_long, tuple(fields), tuple(ignore))
     files = find_inputs([inputs] if isinstance(inputs, str | Path) else inputs)
-    source = TokenizerFiles(Path(tokenizer), None if template is None else str(template), date)
+    folder = Path(tokenizer) if tokenizer else None
+    source = TokenizerFiles(folder, None if template is None else str(template), date)
     job = make_job(
         Path(out), source, files, rules=rules, shard_bytes=shard_bytes, max_bytes=max_bytes
     )
@@ -213,6 +216,7 @@ def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> Iterator[i
     shards: list[ShardInfo] = []
     rejected = []
     line = truncated = nbytes = 0
+    highest = (-1, 0)
     packed = PackedBytes()
     for line, sample in job.samples(part, packed):
         try:
@@ -225,6 +229,8 @@ def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> Iterator[i
             sequences += fitted
             truncated += sum(a.length < b.length for a, b in zip(fitted, full, strict=True))
             nbytes += sum(side.nbytes for side in fitted)
+            token = max(int(side.tokens.max()) for side in fitted)
+            highest = max(highest, (token, line), key=lambda entry: entry[0])
         except SampleError as error:
             rejected.append((line, error.reason, error.detail[:LONGEST_DETAIL]))
         if part.input.is_compressed and nbytes >= job.settings["shard_bytes"]:
@@ -233,7 +239,7 @@ def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> Iterator[i
             yield packed.read
     if sequences:
         shards.append(_write_piece(job, part, len(shards), sequences))
-    write_record(job, part, RangeRecord(job.digest, line, truncated, shards, rejected))
+    write_record(job, part, RangeRecord(job.digest, line, truncated, shards, rejected, highest))
 
 
 def _write_piece(
@@ -249,6 +255,7 @@ def _finish(job: Job, ranges: Sequence[Range]) -> None:
     reasons: Counter[str] = Counter()
     shards: list[ShardInfo] = []
     rejected, truncated = [], 0
+    highest = HighestToken(-1, "", 0)
     for part in ranges:
         record = read_record(job, part)
         assert record is not None
@@ -256,6 +263,9 @@ def _finish(job: Job, ranges: Sequence[Range]) -> None:
             entry = {"file": part.input.name, "line": lines[part.input.name] + line}
             rejected.append(json.dumps({**entry, "reason": reason, "detail": detail}) + "\n")
             reasons[reason] += 1
+        token, line = record.highest
+        if token > highest.id:
+            highest = HighestToken(token, part.input.name, lines[part.input.name] + line)
         lines[part.input.name] += record.lines
         truncated += record.truncated
         shards += record.shards
@@ -277,6 +287,7 @@ def _finish(job: Job, ranges: Sequence[Range]) -> None:
         "samples": lines.total(),
         "truncated": truncated,
         "rejected": dict(sorted(reasons.items())),
+        HIGHEST: asdict(highest),
         "chat_template": job.template_note,
     }
     fields = job.rules.fields
@@ -305,7 +316,7 @@ class TextRules:
     """How files of samples become sequences; `prepare` explains the values."""
 
     tokenizer: str
-    """A Hugging Face tokenizer folder."""
+    """A Hugging Face tokenizer folder; "" for none, where every sample has input_ids."""
     template: str
     """A file, "auto", "own" or a family; "" is "auto"."""
     loss_on: LossOn
@@ -327,7 +338,7 @@ def cache_folder(paths: Sequence[str], rules: TextRules, cache: str) -> Path:
     inputs = [(str(Path(f.name).resolve()), f.bytes, f.mtime_ns) for f in find_inputs(paths)]
     tokenizer = [
         (file.name, file.stat().st_mtime_ns)
-        for file in sorted(Path(rules.tokenizer).glob("*"))
+        for file in sorted(Path(rules.tokenizer).glob("*") if rules.tokenizer else ())
         if file.suffix in (".json", ".jinja", ".txt", ".model")
     ]
     template = _template_digest(rules.template)

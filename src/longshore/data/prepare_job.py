@@ -24,7 +24,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from longshore.data.columns import FORMS, leaves_out, refuse_columns, unused_columns
+from longshore.data.columns import (
+    FORMS,
+    NO_TOKENIZER,
+    leaves_out,
+    refuse_columns,
+    refuse_file,
+    unused_columns,
+)
 from longshore.data.inputs import Input, PackedBytes, Range, Sample, read_range, whole_range
 from longshore.data.pairs import PAIR_FIELDS, is_pair, sides
 from longshore.data.paths import is_store_file
@@ -32,6 +39,7 @@ from longshore.data.rejected import REJECTED
 from longshore.data.source import SampleError
 from longshore.data.store import MANIFEST, ShardInfo, read_manifest, write_durably
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer, is_chat
+from longshore.data.training_templates import AUTO
 from longshore.errors import SettingError
 
 LEAST_RANGE, MOST_RANGE, RANGES = 2**20, 2**26, 64
@@ -40,13 +48,20 @@ LOOKED_AT = 100
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """Where a tokenizer comes from, so that each worker can load it."""
+    """Where a tokenizer comes from, so that each worker can load it; folder: None for none."""
 
-    folder: Path
+    folder: Path | None
     template: str | None
     date: datetime.date
 
-    def load(self) -> Tokenizer:
+    def load(self) -> Tokenizer | None:
+        if self.folder is None:
+            if (self.template or AUTO) != AUTO:
+                raise SettingError(
+                    "{template} is for chats, which need a tokenizer; set {tokenizer} too, or "
+                    "leave {template} out"
+                )
+            return None
         return Tokenizer(self.folder, template=self.template, date=self.date)
 
 
@@ -100,6 +115,8 @@ class RangeRecord:
     """None if no line became a sequence, several of a large compressed file."""
     rejected: Sequence[tuple[int, str, str]]
     """(line, reason, detail) of each sample left out."""
+    highest: tuple[int, int]
+    """The highest token id, and the first line that has it; (-1, 0) if there is no sequence."""
 
 
 def make_job(
@@ -121,8 +138,8 @@ def make_job(
     loaded = tokenizer.load()
     has_chats = check_first(inputs, SampleTokenizer(loaded, rules), max_bytes)
     settings = {
-        "tokenizer": loaded.digest,
-        "template": loaded.template_digest,
+        "tokenizer": "" if loaded is None else loaded.digest,
+        "template": "" if loaded is None else loaded.template_digest,
         "date": tokenizer.date.isoformat(),
         "loss_on": rules.loss_on,
         "max_length": rules.max_length,
@@ -132,7 +149,7 @@ def make_job(
         "max_bytes": max_bytes,
         "shard_bytes": shard_bytes or min(max(size, LEAST_RANGE), MOST_RANGE),
     }
-    note = loaded.template_note if has_chats else ""
+    note = loaded.template_note if has_chats and loaded is not None else ""
     job = Job(out, tokenizer, rules, inputs, settings, "", note)
     return replace(job, digest=hashlib.sha256(json.dumps(job.as_json()).encode()).hexdigest())
 
@@ -161,7 +178,9 @@ def _with_pair_fields(inputs: Sequence[Input], rules: Rules, max_bytes: int) -> 
 
 
 def check_first(inputs: Sequence[Input], tokenizer: SampleTokenizer, max_bytes: int) -> bool:
-    """Checks the first sample of each input: raises for unknown columns, which all would have.
+    """Checks the first sample of each input: raises for what all of its samples would have.
+
+    That is unknown columns, and text where there is no tokenizer.
 
     Returns whether one of these samples is a chat.
     """
@@ -173,6 +192,9 @@ def check_first(inputs: Sequence[Input], tokenizer: SampleTokenizer, max_bytes: 
             try:
                 tokenizer.untruncated(sides(sample, tokenizer.rules.ignore, 0)[0], 0)
             except SampleError as error:
+                if error.reason == NO_TOKENIZER:
+                    columns = [name for name in sample if name not in tokenizer.rules.ignore]
+                    raise refuse_file(file.name, f"{file.unit} {line}", columns) from None
                 if error.reason == "undeclared field":
                     names, form = _unused(inputs, tokenizer.rules, max_bytes)
                     where = f"{file.name} {file.unit} {line}: "
@@ -286,7 +308,7 @@ def read_record(job: Job, part: Range) -> RangeRecord | None:
     try:
         data = json.loads(_record_path(job, part).read_text())
         shards = [ShardInfo(**shard) for shard in data["shards"]]
-        record = RangeRecord(**{**data, "shards": shards})
+        record = RangeRecord(**{**data, "shards": shards, "highest": tuple(data["highest"])})
         is_complete = all((job.out / s.file).stat().st_size == s.bytes for s in shards)
     except (OSError, KeyError):  # or one that an earlier version wrote
         return None

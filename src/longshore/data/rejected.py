@@ -34,8 +34,9 @@ WAYS_OUT: Mapping[str, str] = {
     ),
     "no messages": (
         "give it messages, conversations, a prompt and completion, an "
-        "instruction and output, or a text"
+        "instruction and output, a text, or input_ids"
     ),
+    "no tokenizer": "give it input_ids, or a tokenizer, {tokenizer:DIR}",
     "spans not located": (
         "use a template with {{% generation %}} marks, {template:FILE}, "
         "or train on every token, {loss_on:all}"

@@ -57,10 +57,10 @@ class TextStream:
     """How often each part is drawn."""
     make_tokenizer: Callable[[], SampleTokenizer]
     """Called by each lane."""
-    check: Callable[[TokenizedSample], None]
-    """Raises a ValueError for a sequence that the model cannot read."""
+    check: Callable[[TokenizedSample, str], None]
+    """Raises a ValueError for a sequence that the model cannot read; takes its file and row too."""
     tokenizer_digest: str
-    """Of the tokenizer and its chat template."""
+    """Of the tokenizer and its chat template, "" without one."""
     fields: tuple[Field, ...]
     """Extra fields of each sequence."""
     longest: int
@@ -125,7 +125,6 @@ class LaneStream(Iterator[TokenizedSample]):
 
     def __next__(self) -> TokenizedSample:
         sample = self._parts[next(self._due)].draw(self.drawn)
-        self.stream.check(sample)
         self.drawn += 1
         return sample
 
@@ -173,6 +172,7 @@ class _PartStream:
                 self._rejected += 1
                 self._check_rejected(f"{where}: {error.detail}")
                 continue
+            self.stream.check(sequence, where)
             return sequence
 
     def skip(self, rows: int) -> None:

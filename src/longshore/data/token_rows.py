@@ -6,15 +6,17 @@ In: a row with input_ids and, where it has them, labels and masks. Out: token id
 
 becomes the tokens 5 6 7 with a loss on 6 and 7. Labels stand at the tokens that they repeat, with
 -100 for those without a loss: models of transformers shift them. Labels that differ from their
-tokens, such as shifted ones, are refused. Padding, 0 in attention_mask, is cut off at both ends.
+tokens, such as shifted ones, are refused. Padding, 0 in attention_mask, is cut off at both ends,
+also of fields with a value for each of the padded tokens.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from longshore.data.fields import Field
 from longshore.data.source import LARGEST_TOKEN, SampleError
 
 NO_LOSS = -100
@@ -45,6 +47,20 @@ def read_token_row(
     first, stop = _content(row, len(ids))
     kept = mask[first:stop]
     return ids[first:stop].astype(np.int32), np.ones_like(kept) if on_all else kept
+
+
+def without_padding(
+    row: Mapping[str, Any], values: Mapping[str, Any], fields: Sequence[Field]
+) -> dict[str, Any]:
+    """The values of fields, without those of padding where they have some."""
+    length = len(row["input_ids"])
+    first, stop = _content(row, length)
+    kept = dict(values)
+    for field in fields:
+        value = values.get(field.name)
+        if field.per != "sequence" and isinstance(value, list | np.ndarray):
+            kept[field.name] = value[first:stop] if len(value) == length else value
+    return kept
 
 
 def _content(row: Mapping[str, Any], length: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@ In: a Hugging Face tokenizer folder (tokenizer.json, tokenizer_config.json and p
 chat_template.jinja), and samples: chats (`messages`, ShareGPT `conversations`, `prompt` and
 `completion` as lists of messages), `prompt` and `completion` as text, Alpaca's `instruction`,
 `input` and `output` (columns.py), or plain `text`. Out: a TokenizedSample each, or a SampleError
-that says why not.
+that says why not. Samples with `input_ids` need no tokenizer: SampleTokenizer(None, Rules()).
 
 A chat is rendered whole and encoded once, with no special tokens but the template's own. A token is
 a target when its first character is in a span of the assistant. With one token a character, and
@@ -36,10 +36,10 @@ from numpy.typing import NDArray
 from longshore.choices import LossOn, TooLong, names_of
 from longshore.data.chat_template import DATE, ChatTemplate, Span
 from longshore.data.chats import Chat, chat_from
-from longshore.data.columns import COLUMNS, form_of, from_alpaca
+from longshore.data.columns import COLUMNS, TOKENS, form_of, from_alpaca, refuse_text
 from longshore.data.fields import Field, check_declared, collect_fields
 from longshore.data.source import Ints, SampleError, TokenizedSample
-from longshore.data.token_rows import read_token_row
+from longshore.data.token_rows import read_token_row, without_padding
 from longshore.data.training_templates import (
     AUTO,
     BY_NAME,
@@ -213,10 +213,17 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class SampleTokenizer:
-    """Tokenizes raw samples by fixed rules."""
+    """Tokenizes raw samples by fixed rules. tokenizer: None where every sample has input_ids."""
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     rules: Rules
+
+    @property
+    def digest(self) -> str:
+        """Of the tokenizer and its chat template; "" without one."""
+        if self.tokenizer is None:
+            return ""
+        return self.tokenizer.digest + self.tokenizer.template_digest
 
     def __call__(self, sample: Mapping[str, Any], id: int) -> TokenizedSample:
         """The sequence of a sample, within max_length; raises SampleError where there is none."""
@@ -225,12 +232,16 @@ class SampleTokenizer:
     def untruncated(self, sample: Mapping[str, Any], id: int) -> TokenizedSample:
         """The sequence of a sample, however long, and whether or not it has loss tokens."""
         sample = {name: value for name, value in sample.items() if name not in self.rules.ignore}
+        if self.tokenizer is None:
+            refuse_text(sample)
         form = form_of(sample, self.rules.ignore, self.rules.fields)
         tokens, mask = self._encoded(sample, form)
         if not len(tokens):
             raise SampleError("empty", "it has no tokens")
         declared = self.rules.fields
         values = {field.name: sample[field.name] for field in declared if field.name in sample}
+        if form == TOKENS:
+            values = without_padding(sample, values, declared)
         try:
             fields = collect_fields(values, declared, length=len(tokens), where="its fields")
         except ValueError as error:
@@ -260,23 +271,25 @@ class SampleTokenizer:
 
     def _encoded(self, sample: Mapping[str, Any], form: str) -> Encoded:
         on_all = self.rules.loss_on == "all"
-        if form == "input_ids":
+        if form == TOKENS:
             return read_token_row(sample, on_all=on_all)
+        tokenizer = self.tokenizer
+        assert tokenizer is not None
         if form == "instruction":
-            sample, form = from_alpaca(sample, as_chat=self.tokenizer.has_template)
+            sample, form = from_alpaca(sample, as_chat=tokenizer.has_template)
         if form == "text":
-            return self.tokenizer.encode_text(_text(sample, "text"), None)
+            return tokenizer.encode_text(_text(sample, "text"), None)
         if form == "prompt" and isinstance(sample["prompt"], str):
             prompt, completion = _text(sample, "prompt"), _text(sample, "completion")
             if not completion:
                 raise SampleError("no loss tokens", "its completion is empty")
             span = (len(prompt), len(prompt) + len(completion))
-            return self.tokenizer.encode_text(prompt + completion, None if on_all else [span])
+            return tokenizer.encode_text(prompt + completion, None if on_all else [span])
         chat = chat_from(sample, form)
-        template = self.tokenizer.template_for(chat)
+        template = tokenizer.template_for(chat)
         if on_all:
-            return self.tokenizer.encode_spans(template.render(chat), None)
-        return self.tokenizer.encode_spans(*template.locate(chat))
+            return tokenizer.encode_spans(template.render(chat), None)
+        return tokenizer.encode_spans(*template.locate(chat))
 
 
 def tokenize_samples(

@@ -6,15 +6,15 @@ runs/prepared/chats-1f3a…, and a folder that `longshore prepare` wrote is used
 names in data.path are joined, or mixed by data.weights. 1000 sequences, data.batch 64 and
 train.epochs 2 are 2 × 16 steps.
 
-A token id past the model's vocabulary would be a device assert in the middle of a run, so each
-sequence is checked on the host when it is read, and refused by its number.
+A token id past the model's vocabulary would be a device assert in the middle of a run. A prepared
+folder names the row with its highest one, which is checked at the start; and each sequence is
+checked on the host when it is read, and refused by its number.
 """
 
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import TextIO
@@ -23,12 +23,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.arch.decoder import DecoderConfig
-from longshore.config.data_parts import MANIFEST, DataPart, data_parts, shown_path
+from longshore.config.data_parts import (
+    MANIFEST,
+    DataPart,
+    data_parts,
+    shown_path,
+    tokenizer_of,
+)
 from longshore.config.located import as_key, in_keys
 from longshore.config.schema import RunConfig
 from longshore.data.batches import Batches, BatchSize
 from longshore.data.chat_template import DATE
 from longshore.data.fields import Field, parse_field
+from longshore.data.highest_token import highest_of, unknown_token
 from longshore.data.inputs import find_inputs
 from longshore.data.mixture import Joined, Mixture
 from longshore.data.mock import MockSource
@@ -137,7 +144,7 @@ def _prepare_part(part: DataPart, config: RunConfig, shown: TextIO) -> None:
 def _rules(config: RunConfig) -> TextRules:
     data = config.data
     return TextRules(
-        tokenizer=data.tokenizer or config.model.from_hf,
+        tokenizer=tokenizer_of(config),
         template=data.template,
         loss_on=data.loss_on,
         max_length=data.max_length,
@@ -188,11 +195,8 @@ def check_ids(
     """Refuses a sequence with a token id that the model does not have."""
     low, high = int(sample.tokens.min()), int(sample.tokens.max())
     if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"{name}: sequence {sample.id} has the token id {low if low < 0 else high}, "
-            f"but the model knows only 0 to {vocab_size - 1}; use the model's tokenizer, "
-            "or with model.preset a larger model.vocab_size"
-        )
+        where = f"{name}: sequence {sample.id}"
+        raise unknown_token(where, low if low < 0 else high, vocab_size)
     if has_teacher:
         _check_teacher(sample, vocab_size, name)
 
@@ -219,26 +223,27 @@ def _has_teacher(config: RunConfig, fields: Sequence[Field]) -> bool:
 def open_stream(config: RunConfig, decoder: DecoderConfig) -> TextStream:
     """The run's files as a stream, after checking the first sample of each."""
     data, rules = config.data, _rules(config)
-    files = TokenizerFiles(Path(rules.tokenizer), rules.template or None, DATE)
+    folder = Path(rules.tokenizer) if rules.tokenizer else None
+    files = TokenizerFiles(folder, rules.template or None, DATE)
     fields = tuple(parse_field(text) for text in rules.fields)
     limits = Rules(data.loss_on, data.max_length, data.too_long, fields, tuple(data.ignore))
     with in_keys("data.path"):
         parts = [find_inputs(part.texts) for part in data_parts(data)]
         tokenizer = SampleTokenizer(files.load(), limits)
         check_first([file for part in parts for file in part], tokenizer, data.max_bytes)
+    has_teacher = _has_teacher(config, fields)
+
+    def check(sample: TokenizedSample, row: str) -> None:
+        check_ids(sample, decoder.vocab_size, f"data.path: {row}", has_teacher=has_teacher)
+
     if not data.weights:
         parts = [tuple(file for part in parts for file in part)]
     return TextStream(
         parts=tuple(parts),
         weights=data.weights or (1.0,),
         make_tokenizer=lambda: tokenizer,
-        check=partial(
-            check_ids,
-            vocab_size=decoder.vocab_size,
-            name="data.path",
-            has_teacher=_has_teacher(config, fields),
-        ),
-        tokenizer_digest=tokenizer.tokenizer.digest + tokenizer.tokenizer.template_digest,
+        check=check,
+        tokenizer_digest=tokenizer.digest,
         fields=fields,
         longest=data.max_length,
         max_bytes=data.max_bytes,
@@ -279,6 +284,7 @@ def _open_folder(folder: Path, config: RunConfig, decoder: DecoderConfig) -> Ind
     store = Store(folder)
     with in_keys("data.path"):
         rejections_of(folder, store.manifest.about).check(config.data.max_rejected)
+        highest_of(store.manifest.about).check(decoder.vocab_size)
     return Readable(
         store,
         decoder.vocab_size,
