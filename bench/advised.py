@@ -141,16 +141,10 @@ def page(rows: list[dict[str, Any]], profile: str) -> str:
             f"Times from the profile {Path(profile).stem}, {origin}.\n",
             table(header, cells),
             verdict(rows),
-            f"\nMachine: {device()}{machine_line(['torch', 'triton', 'flash-attn-4'])}. Made by "
+            f"\nMachine: {machine_line(['torch', 'triton', 'flash-attn-4'])}. Made by "
             "`python bench/advised.py --gpu --write`.",
         ]
     )
-
-
-def device() -> str:
-    import torch
-
-    return f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
 
 
 def _number(value: float | None, form: str) -> str:

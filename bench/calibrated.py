@@ -187,10 +187,10 @@ def detail_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
 def page(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     profile = load_machine(options.profile)
     what = "parts alone" if options.parts else "held-out steps"
-    name = torch.cuda.get_device_name() if options.gpu else f"{torch.get_num_threads()} threads"
     origins = list(profile.origins().values())
     intro = (
-        f"{name}; {machine_line(['torch', 'triton', 'flash-attn-4'])}. The profile is of "
+        f"{machine_line(['torch', 'triton', 'flash-attn-4'])}, {torch.get_num_threads()} threads. "
+        f"The profile is of "
         f"{profile.device} in {profile.dtype}, {origins.count('measured')} entries measured and "
         f"{origins.count('arithmetic')} arithmetic. Capacity {options.capacity:,}, seed "
         f"{options.seed}; {what} that calibration has not seen; times in ms, medians. Errors are "

@@ -328,7 +328,8 @@ class guarded:  # noqa: N801 - used as a function
 
 def page(report: Report) -> str:
     """The results as Markdown."""
-    parts = ["## Speed on one GPU\n", f"{device_line()}.\n"]
+    packages = ["torch", "triton", "flash-attn-4", "fla-core", "transformers"]
+    parts = ["## Speed on one GPU\n", f"{machine(packages)}.\n"]
     for section, header in (
         ("dense", ("tflops", "copy_gb_s")),
         ("train", ("model", "tokens_per_s", "mfu", "wanted", "tflops", "ms", "host_ms",
@@ -358,12 +359,6 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
     return str(value)
-
-
-def device_line() -> str:
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    packages = ["torch", "triton", "flash-attn-4", "fla-core", "transformers"]
-    return f"{name}; {machine(packages)}"
 
 
 def against(report: Report) -> None:

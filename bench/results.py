@@ -28,6 +28,10 @@ def one_line(error: Exception) -> str:
 def machine(packages: Sequence[str]) -> str:
     """The machine a benchmark ran on, in a line, with the versions of these packages."""
     parts = [_cpu(), f"{os.cpu_count()} cores", f"Python {platform.python_version()}"]
+    if "torch" in packages:
+        import torch
+
+        parts = [torch.cuda.get_device_name()] * torch.cuda.is_available() + parts
     for package in packages:
         try:
             parts.append(f"{package} {version(package)}")
