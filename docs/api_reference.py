@@ -16,7 +16,7 @@ GROUPS = {
     "Training": "Trainer load_config RunConfig RunError SettingError",
     "Plans": (
         "make_plan check Plan Round Pack Sequence PlanSetting Stats CostProfile load_profile "
-        "make_layout stage_costs Policy policy_named policy_names"
+        "model_cost make_layout stage_costs Policy policy_named policy_names"
     ),
     "The data path": (
         "TokenizedSample Field samples_of lane_rows Tokenizer Rules SampleTokenizer MemorySource "

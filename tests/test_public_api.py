@@ -20,8 +20,8 @@ Loader MemorySource MicroBatch Pack PackContext Packing Piece Place Plan PlanSet
 Rules RunConfig RunError SampleTokenizer SeqContext Sequence SettingError Shards Stats Step Store
 StreamedSteps TokenizedSample Tokenizer Topology Trainer adapt begin_round check cut_shards
 init_decoder lane_cuts lane_rows load_config load_profile make_layout make_plan make_topology merge
-pack_lane pack_step parallelize policy_named policy_names preset samples_of send_back stage_costs
-unpack whole_context
+model_cost pack_lane pack_step parallelize policy_named policy_names preset samples_of send_back
+stage_costs unpack whole_context
 """
 ARGUMENTS = {
     "Trainer": "recipe overrides resume force signals on_step on_evaluation sections",
@@ -32,6 +32,7 @@ ARGUMENTS = {
     ),
     "make_layout": "decoder pp vpp text length",
     "stage_costs": "decoder layout recompute length",
+    "model_cost": "cost model lanes capacity shard dtype recompute ep",
     "pack_lane": "plan lane samples fields depths pad_id",
     "cut_shards": "plan samples cuts depths fields inputs",
     "pack_step": "plan lane shards counts buckets pad_id tables max_sequences",

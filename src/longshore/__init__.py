@@ -11,6 +11,7 @@ costs nothing and does not load torch; docs/api.md lists them with their signatu
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from longshore.arch.cost_source import model_cost
     from longshore.arch.decoder import DecoderConfig
     from longshore.arch.presets import preset
     from longshore.arch.stages import make_layout, stage_costs
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from longshore.train.stop import RunError
 
 _NAMES_OF = {
+    "arch.cost_source": "model_cost",
     "arch.decoder": "DecoderConfig",
     "arch.presets": "preset",
     "arch.stages": "make_layout stage_costs",
@@ -136,6 +138,7 @@ __all__ = [
     "make_plan",
     "make_topology",
     "merge",
+    "model_cost",
     "pack_lane",
     "pack_step",
     "parallelize",

@@ -70,6 +70,25 @@ def gemma3(folder, *, seed=0, shard="1GB", **keys):
     return _saved(transformers.Gemma3ForCausalLM, config, folder, seed, shard)
 
 
+def gemma2(folder, *, seed=0, shard="1GB", **keys):
+    """With softcaps of scores and of logits."""
+    sizes = SIZES | SLIDING | {"final_logit_softcapping": 1.5, "pad_token_id": None}
+    config = transformers.Gemma2Config(**sizes | deepcopy(keys))
+    return _saved(transformers.Gemma2ForCausalLM, config, folder, seed, shard)
+
+
+def granite(folder, *, seed=0, shard="1GB", **keys):
+    """Logits are divided by 6."""
+    config = transformers.GraniteConfig(**SIZES | {"logits_scaling": 6.0} | deepcopy(keys))
+    return _saved(transformers.GraniteForCausalLM, config, folder, seed, shard)
+
+
+def cohere(folder, *, seed=0, shard="1GB", **keys):
+    """Logits are multiplied by a quarter."""
+    config = transformers.CohereConfig(**SIZES | {"logit_scale": 0.25} | deepcopy(keys))
+    return _saved(transformers.CohereForCausalLM, config, folder, seed, shard)
+
+
 def gpt_oss(folder, *, seed=0, shard="1GB", **keys):
     """With sinks, windows and experts."""
     sizes = SIZES | SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -157,6 +176,9 @@ def add_depth(folder, *, copies=True):
     change_tensors(folder, add)
 
 
+NOT_SDPA = ("mamba2", "deepseek_v4", "gpt_oss", "gemma2")
+
+
 def load(folder, dtype=torch.float32):
     """The folder, as transformers loads it."""
     transformers.utils.logging.disable_progress_bar()
@@ -164,7 +186,7 @@ def load(folder, dtype=torch.float32):
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
-        attn_implementation=None if kind in ("mamba2", "deepseek_v4", "gpt_oss") else "sdpa",
+        attn_implementation=None if kind in NOT_SDPA else "sdpa",
         experts_implementation="eager",
         local_files_only=True,
     )

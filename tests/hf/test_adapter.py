@@ -7,10 +7,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.hf.folders import (
+    SIZES,
     change_tensors,
+    cohere,
     deepseek,
+    gemma2,
     gemma3,
     gpt_oss,
+    granite,
     llama,
     load,
     qwen3,
@@ -29,15 +33,16 @@ from longshore.parallel.pipeline.stages import saved_buffers
 
 LENGTHS = (7, 1, 12)
 MODELS = {"qwen3": qwen3, "qwen3_moe": qwen3_moe, "gemma3": gemma3, "gpt_oss": gpt_oss}
+CHANGED_LOGITS = {"gemma2": gemma2, "granite": granite, "cohere": cohere}
 
 
 def ids_of(lengths):
     return torch.arange(sum(lengths)) * 7 % 61
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *CHANGED_LOGITS])
 def test_packed_logits_are_those_of_each_sequence_alone(tmp_path, name):
-    MODELS[name](tmp_path)
+    {**MODELS, **CHANGED_LOGITS}[name](tmp_path)
     theirs, ids = load(tmp_path), ids_of(LENGTHS)
     with torch.no_grad():
         expected = [theirs(part[None]).logits[0] for part in ids.split(LENGTHS)]
@@ -178,6 +183,14 @@ def test_layers_that_mix_tokens_are_refused(monkeypatch, leak):
     monkeypatch.setattr(modeling_qwen3.Qwen3MLP, "forward", LEAKS[leak])
     with pytest.raises(ValueError, match=r"Qwen3ForCausalLM: in a small copy of it, the loss of a"):
         adapt(make_qwen3())
+
+
+def test_a_key_of_logits_that_means_something_else_is_refused():
+    """It multiplies logits by what Granite divides them by."""
+    sizes = {**SIZES, "logits_scaling": 2.0, "pad_token_id": None}
+    hf = transformers.HyperCLOVAXForCausalLM(transformers.HyperCLOVAXConfig(**sizes))
+    with pytest.raises(ValueError, match="the loss of a token differs"):
+        adapt(hf)
 
 
 def test_a_window_that_only_the_mask_knows_is_refused(monkeypatch):

@@ -41,15 +41,15 @@ REFUSED = [
         {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}},
         "rope_type is 'longrope': in transformers it depends on the longest sequence",
     ),
-    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0: the logits are changed"),
-    ({"logits_scaling": 8.0}, "logits_scaling is 8.0: the logits are changed"),
+    ({"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0, but logits are changed"),
+    ({"logits_scaling": 0}, "logits_scaling is 0, but logits are changed by a number above 0"),
     ({"output_router_logits": True}, "output_router_logits is true"),
 ]
 
 
 def test_a_model_that_can_be_trained():
     check_keys(FINE)
-    check_keys({**FINE, "logits_scaling": 1.0, "sliding_window": None, "layer_types": None})
+    check_keys({**FINE, "logits_scaling": 8.0, "sliding_window": None, "layer_types": None})
 
 
 @pytest.mark.parametrize(("change", "text"), REFUSED)

@@ -80,10 +80,12 @@ def test_by_hand():
     vocabulary=st.integers(1, 20),
     chunk_tokens=st.none() | st.integers(1, 50),
     ignored=st.sets(st.integers(0, 39)),
+    softcap=st.sampled_from([None, 1.5]),
 )
-def test_as_the_twin(tokens, vocabulary, chunk_tokens, ignored):
+def test_as_the_twin(tokens, vocabulary, chunk_tokens, ignored, softcap):
     here = [row for row in ignored if row < tokens]
-    assert_as_twin(*inputs(tokens, vocabulary, ignored=here), chunk_tokens=chunk_tokens)
+    rows = inputs(tokens, vocabulary, ignored=here)
+    assert_as_twin(*rows, chunk_tokens=chunk_tokens, softcap=softcap)
 
 
 def test_large_logits_do_not_overflow():

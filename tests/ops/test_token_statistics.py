@@ -31,11 +31,12 @@ def gradients(values, tensors):
     chunk_tokens=st.none() | st.integers(1, 40),
     ignored=st.sets(st.integers(0, 29)),
     temperature=st.sampled_from([1.0, 0.3, 2.5]),
+    softcap=st.sampled_from([None, 1.5]),
 )
-def test_as_the_twin(tokens, vocabulary, chunk_tokens, ignored, temperature):
+def test_as_the_twin(tokens, vocabulary, chunk_tokens, ignored, temperature, softcap):
     ignored = [row for row in ignored if row < tokens]
     hidden, weight, labels = inputs(tokens, vocabulary, ignored=ignored)
-    options = {"temperature": temperature}
+    options = {"temperature": temperature, "softcap": softcap}
     got = token_statistics(hidden, weight, labels, chunk_tokens=chunk_tokens, **options)
     want = reference.token_statistics(hidden, weight, labels, **options)
     assert_close(got, want)
@@ -90,13 +91,17 @@ def of_logits(logits, scale, picked):
 
 
 @pytest.mark.property
-@given(tokens=st.integers(0, 20), chunk_tokens=st.none() | st.integers(1, 25))
-def test_functions_of_logits(tokens, chunk_tokens):
+@given(
+    tokens=st.integers(0, 20),
+    chunk_tokens=st.none() | st.integers(1, 25),
+    softcap=st.sampled_from([None, 1.5]),
+)
+def test_functions_of_logits(tokens, chunk_tokens, softcap):
     hidden, weight, _ = inputs(tokens, 7)
     scale = torch.linspace(1, 2, tokens, dtype=torch.float64).requires_grad_()
     rows = (scale, torch.arange(2 * tokens).reshape(tokens, 2) % 7)
-    got = map_logits(of_logits, hidden, weight, rows, chunk_tokens=chunk_tokens)
-    want = reference.map_logits(of_logits, hidden, weight, rows)
+    got = map_logits(of_logits, hidden, weight, rows, chunk_tokens=chunk_tokens, softcap=softcap)
+    want = reference.map_logits(of_logits, hidden, weight, rows, softcap=softcap)
     assert_close(got, want)
     tensors = (hidden, weight, scale)
     for one, other in zip(gradients(got, tensors), gradients(want, tensors), strict=True):

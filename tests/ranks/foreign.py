@@ -41,7 +41,7 @@ MODELS = {
     "gemma2": (
         "Gemma2",
         "Gemma2",
-        {"sliding_window": 7, "layer_types": KINDS, "final_logit_softcapping": None}
+        {"sliding_window": 7, "layer_types": KINDS, "final_logit_softcapping": 1.5}
         | {"attn_logit_softcapping": 2.0},
     ),
     "gpt_oss": (

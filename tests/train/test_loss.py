@@ -12,6 +12,7 @@ from longshore.data.fields import parse_field
 from longshore.data.pack import pack_step
 from longshore.data.shard import cut_shards, lane_cuts
 from longshore.errors import SettingError
+from longshore.ops.cross_entropy import OutputLayer
 from longshore.plan import make_plan
 from longshore.train.loss import Loss, check_fields, make_loss, masked_values
 from longshore.train.loss_inputs import LogitsHead, SequenceSums, StepInputs
@@ -145,7 +146,7 @@ def test_a_temperature_divides_the_logits() -> None:
     hidden, weight = (torch.randn(rows, 4, dtype=torch.float64) for rows in (8, 11))
     labels, batch = torch.arange(8), a_batch()
     loss = make_loss("tests.train.losses:entropy_weighted", "auto", {"temperature": 0.5})
-    got, _ = loss.summed(loss.reader(None)(batch)(hidden, weight, labels, None), batch)
+    got, _ = loss.summed(loss.reader(None)(batch)(hidden, OutputLayer(weight), labels), batch)
     logp = (hidden @ weight.T / 0.5).log_softmax(-1)
     nll = -logp.gather(1, labels[:, None])[:, 0]
     want = nll * -(logp.exp() * logp).sum(-1)
@@ -268,7 +269,7 @@ def test_a_fault_of_a_function_of_logits_is_named(of: str) -> None:
     weight = torch.randn(7, 4, dtype=torch.float64).requires_grad_()
     for row, want in ((LAST, LAST), (int((~MASK).nonzero()[0]), -1)):
         loss, step = Loss(not_finite_at(row, of), None), StepInputs()
-        values = loss.reader(step)(BATCH)(hidden, weight, BATCH.targets.labels, None)
+        values = loss.reader(step)(BATCH)(hidden, OutputLayer(weight), BATCH.targets.labels)
         total, faults = loss.summed(values, BATCH, step)
         gradients = torch.autograd.grad(total, (hidden, weight))
         assert int(getattr(faults, of)) == want
@@ -280,7 +281,7 @@ def test_the_head_gets_a_gradient_although_nothing_reads_it() -> None:
     hidden = torch.randn(len(MASK), 4, dtype=torch.float64).requires_grad_()
     weight = torch.randn(7, 4, dtype=torch.float64).requires_grad_()
     loss, step = Loss(lambda hidden: hidden.square().sum(1), None), StepInputs()
-    values = loss.reader(step)(BATCH)(hidden, weight, BATCH.targets.labels, None)
+    values = loss.reader(step)(BATCH)(hidden, OutputLayer(weight), BATCH.targets.labels)
     loss.summed(values, BATCH, step)[0].backward()
     assert torch.equal(weight.grad, torch.zeros_like(weight))
     assert torch.allclose(hidden.grad, 2 * hidden.detach() * MASK[:, None])
@@ -293,7 +294,7 @@ def distilled(ids, logprobs, **options):
     batch = SimpleNamespace(targets=targets, token_fields=fields)
     hidden = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.ones(4, 3, dtype=torch.float64)
-    value = distill(LogitsHead(hidden, weight), batch, **options)[0]
+    value = distill(LogitsHead(hidden, OutputLayer(weight)), batch, **options)[0]
     value.backward()
     assert hidden.grad[1].isfinite().all()
     return value.item()

@@ -5,11 +5,13 @@ model and capacity give one. The kinds differ by the key "format", which only ma
 
     read_cost("h200")           MachineProfile
     read_cost("mine.json")      CostProfile, if it has linear, quadratic, …
+    model_cost("h200", preset("qwen3-8b"), lanes=8, capacity=16384)     CostProfile
 """
 
 import json
 from pathlib import Path
 
+from longshore.arch.decoder import DecoderConfig
 from longshore.arch.machine import (
     MachineProfile,
     is_machine,
@@ -17,7 +19,34 @@ from longshore.arch.machine import (
     parse_machine,
     profile_names,
 )
+from longshore.arch.step_time import RunShape, cost_profile
 from longshore.plan.cost import CostProfile, parse_profile
+
+
+def model_cost(
+    cost: str | Path | MachineProfile | CostProfile,
+    model: DecoderConfig,
+    *,
+    lanes: int,
+    capacity: int,
+    shard: str = "zero3",
+    dtype: str | None = None,
+    recompute: bool = False,
+    ep: int = 1,
+) -> CostProfile:
+    """The planner's costs of a model, for `make_plan(…, profile=…)`.
+
+    cost: a machine profile, which `longshore calibrate` writes or Longshore ships, such as "h200";
+    a CostProfile is returned as it is. shard: zero3, zero2 or none. dtype: None for the profile's.
+    recompute: whether blocks run again in backward. ep: ranks that experts are split over.
+    """
+    source = read_cost(str(cost)) if isinstance(cost, str | Path) else cost
+    if isinstance(source, CostProfile):
+        return source
+    shape = RunShape(
+        lanes=lanes, shard=shard, dtype=dtype or source.dtype, recompute=recompute, ep=ep
+    )
+    return cost_profile(source, model, capacity=capacity, shape=shape)
 
 
 def read_cost(name: str) -> CostProfile | MachineProfile:

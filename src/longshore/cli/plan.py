@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from longshore.arch.cost_source import read_cost
+from longshore.arch.cost_source import model_cost, read_cost
 from longshore.arch.machine import MachineProfile, profile_names
 from longshore.arch.presets import preset
-from longshore.arch.step_time import RunShape, cost_profile
 from longshore.choices import CPSizes, Sync, names_of
 from longshore.cli.environment import working_folder_last
 from longshore.cli.options import add_command, count, one_of, say
@@ -271,14 +270,14 @@ def _profile(args: argparse.Namespace, options: dict[str, Any]) -> CostProfile:
             f"--cost {args.cost} is the profile of a machine ({cost.device}); say what runs on it "
             "with --model PRESET, such as --model qwen3-8b"
         )
-    shape = RunShape(
+    return model_cost(
+        cost,
+        preset(args.model),
         lanes=options["lanes"],
+        capacity=options["capacity"],
         shard="none" if args.sync == "step" else "zero3",
-        dtype=cost.dtype,
-        recompute=False,
         ep=args.ep or 1,
     )
-    return cost_profile(cost, preset(args.model), capacity=options["capacity"], shape=shape)
 
 
 def _read_cost(name: str | None) -> CostProfile | MachineProfile:

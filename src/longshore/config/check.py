@@ -11,13 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from longshore.arch.cost_source import read_cost
+from longshore.arch.cost_source import model_cost
 from longshore.arch.cuts import decoder_on_tp_rank
 from longshore.arch.decoder import DecoderConfig, has_experts, with_balance
 from longshore.arch.flops_cost import flops_cost, needs_curve
 from longshore.arch.part import Sharing
 from longshore.arch.stages import make_layout, stage_costs
-from longshore.arch.step_time import RunShape, cost_profile
 from longshore.config.check_code import check_code, transformers_decoder
 from longshore.config.check_data import check_data, known_longest
 from longshore.config.check_graph import check_graph
@@ -201,18 +200,17 @@ def run_cost(
     if not config.plan.cost:
         return flops_cost(decoder) if needs_curve(decoder) else BUILT_IN
     with in_keys("plan.cost"):
-        cost = read_cost(config.plan.cost)
-        if isinstance(cost, CostProfile):
-            return cost
         dtype, shard = config.train.dtype, config.parallel.shard
-        shape = RunShape(
+        return model_cost(
+            config.plan.cost,
+            decoder,
             lanes=lanes,
+            capacity=capacity,
             shard=("zero3" if lanes > 1 else "none") if shard == "auto" else shard,
-            dtype=cost.dtype if dtype == "auto" else dtype,
+            dtype=None if dtype == "auto" else dtype,
             recompute=config.train.recompute == "blocks",
             ep=config.parallel.ep,
         )
-        return cost_profile(cost, decoder, capacity=capacity, shape=shape)
 
 
 def _stage_options(config: RunConfig, decoder: DecoderConfig, layout: Layout) -> dict[str, Any]:

@@ -8,6 +8,7 @@ do not show is refused later, by hf/trial.py, which runs a small copy of the mod
 """
 
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 from longshore.hf.typed_keys import Raw, shown
@@ -24,8 +25,8 @@ LENGTH_ROPES = ("dynamic", "longrope", "su")
 DROPS = ("dropout", "pdrop", "drop_rate", "layerdrop", "jitter_noise")
 HEADS_ONLY = ("classifier_dropout", "summary_first_dropout", "token_classifier_dropout")
 """Dropout of heads that a causal language model does not have."""
-LOGITS = {"final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}
-"""Keys that change the logits after the head, and the value with which they do not."""
+LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+"""Keys that change the logits after the head."""
 
 
 def check_keys(raw: Raw) -> None:
@@ -43,13 +44,10 @@ def _problems(raw: Raw) -> Iterator[str]:
                 f"{key} is {value}; packed and split sequences would drop other numbers than alone,"
                 " so set it to 0 in config.json"
             )
-    for key, neutral in LOGITS.items():
-        changed = raw.get(key)
-        if changed is not None and changed != neutral:
-            yield (
-                f"{key} is {shown(changed)}: the logits are changed after the head, and Longshore "
-                f"computes the loss without them; {WAY_OUT}"
-            )
+    for key in LOGITS:
+        number = raw.get(key)
+        if number is not None and not (isinstance(number, int | float) and 0 < number < inf):
+            yield f"{key} is {shown(number)}, but logits are changed by a number above 0"
     if raw.get("output_router_logits"):
         yield (
             "output_router_logits is true, so transformers adds a balance loss over the whole "

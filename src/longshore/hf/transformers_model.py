@@ -50,7 +50,9 @@ class TransformersModel(LanguageModel):
         self.layer_names = tuple(names[block] for block in _blocks(hf))
         self.most_positions = _most_positions(hf)
         self.wide_names = _wide_names(hf)
-        self.loss_head = Head(config, tied=True)
+        self.logits_factor = _logits_factor(hf.config)
+        softcap = getattr(hf.config, "final_logit_softcapping", None)
+        self.loss_head = Head(config, tied=True, softcap=softcap)
 
     def blocks(self) -> list[nn.Module]:
         return [self.get_submodule(name) for name in self.layer_names]
@@ -77,8 +79,22 @@ class TransformersModel(LanguageModel):
         if ctx is None:
             ctx = whole_context((x.shape[0],), device=x.device)
         hidden_TC = self.hidden(x, PackedRows(ctx, self.exchanges))
+        return Output(self.from_hidden(hidden_TC, labels, summed=summed, reader=reader))
+
+    def from_hidden(
+        self,
+        hidden_TC: Tensor,
+        labels: Tensor | None,
+        *,
+        summed: bool = False,
+        reader: Reader | None = None,
+    ) -> Tensor:
+        """The model's head, and the loss."""
         weight_VC = self.get_submodule(self.weighted).weight
-        return Output(self.loss_head(hidden_TC, labels, weight_VC, summed=summed, reader=reader))
+        if self.logits_factor != 1:
+            hidden_TC = hidden_TC * self.logits_factor
+        values: Tensor = self.loss_head(hidden_TC, labels, weight_VC, summed=summed, reader=reader)
+        return values
 
     def hidden(self, ids_T: Tensor, rows: PackedRows) -> Tensor:
         """(T, C), after the last norm."""
@@ -184,6 +200,15 @@ def _wide_names(hf: Any) -> tuple[str, ...]:  # noqa: ANN401
     parts = [re.compile(pattern.replace("*", ".*")) for pattern in sorted(patterns)]
     names = (name for name, _ in hf.named_parameters())
     return tuple(name for name in names if any(part.search(name) for part in parts))
+
+
+def _logits_factor(config: Any) -> float:  # noqa: ANN401
+    """What logits are multiplied by: 1/8 for Granite with logits_scaling 8.
+
+    Where a model means something else by these keys, hf/trial.py refuses it.
+    """
+    factor = getattr(config, "logit_scale", None) or 1.0
+    return float(factor / (getattr(config, "logits_scaling", None) or 1.0))
 
 
 def _most_positions(hf: Any) -> int | None:  # noqa: ANN401

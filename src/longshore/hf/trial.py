@@ -100,9 +100,7 @@ def try_packed(model_class: type[Any], config: Any) -> None:  # noqa: ANN401
 def _packed(model: Any, ctx: SeqContext, ids: Tensor) -> tuple[Tensor, int]:  # noqa: ANN401
     """The losses of all tokens, their gradients in the parameters, and the calls of attention."""
     rows = PackedRows(ctx, model.exchanges)
-    hidden = model.hidden(ids, rows)
-    weight = model.get_submodule(model.weighted).weight
-    values = functional.cross_entropy(hidden @ weight.T, _labels(ids), reduction="none")
+    values = model.from_hidden(model.hidden(ids, rows), _labels(ids))
     values.sum().backward()
     return values.detach(), rows.calls
 

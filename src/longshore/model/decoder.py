@@ -62,7 +62,7 @@ from longshore.model.lora import add_factors
 from longshore.model.norm import RMSNorm
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.model.rope import Tables, rope_tables
-from longshore.ops.cross_entropy import linear_cross_entropy
+from longshore.ops.cross_entropy import OutputLayer, linear_cross_entropy, softcapped
 from longshore.plan.layout import Stage, one_stage
 
 
@@ -183,8 +183,9 @@ class MTPDepth(nn.Module):
 class Head(nn.Module):
     """Hidden states to logits, or to losses; `weight` is None where the embedding's serves."""
 
-    def __init__(self, config: DecoderConfig, *, tied: bool) -> None:
+    def __init__(self, config: DecoderConfig, *, tied: bool, softcap: float | None = None) -> None:
         super().__init__()
+        self.softcap = softcap
         own = None if tied else nn.Parameter(torch.empty(config.vocab_size, config.width))
         self.register_parameter("weight", own)
         if own is not None:
@@ -202,10 +203,12 @@ class Head(nn.Module):
         weight_VC = self.weight if tied_VC is None else tied_VC
         assert isinstance(weight_VC, Tensor), "a tied head is given the embedding's weight"
         if labels_T is None:
-            return functional.linear(hidden_TC, weight_VC)
+            return softcapped(functional.linear(hidden_TC, weight_VC), self.softcap)
         if reader is not None:
-            return reader(hidden_TC, weight_VC, labels_T, None)
-        return linear_cross_entropy(hidden_TC, weight_VC, labels_T, summed=summed)
+            return reader(hidden_TC, OutputLayer(weight_VC, softcap=self.softcap), labels_T)
+        return linear_cross_entropy(
+            hidden_TC, weight_VC, labels_T, summed=summed, softcap=self.softcap
+        )
 
 
 class Decoder(LanguageModel):

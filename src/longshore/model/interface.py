@@ -47,7 +47,7 @@ from longshore.arch.decoder import DecoderConfig
 from longshore.batch import Boundaries, PackContext, SeqContext
 from longshore.choices import AttentionKind, ScanKind
 from longshore.model.rope import Tables
-from longshore.ops.cross_entropy import VocabularyPart
+from longshore.ops.cross_entropy import OutputLayer
 from longshore.plan.layout import Stage
 
 Rows = tuple[Tensor, ...]
@@ -352,9 +352,9 @@ class MixerLoss(NamedTuple):
     """Of multi-token prediction, 0 in the decoder itself: which rows were counted."""
 
 
-Reader = Callable[[Tensor, Tensor, Tensor, VocabularyPart | None], Tensor]
-"""What a loss reads of the head: a tensor (T, …) from hidden states (T, C), the weight (V, C),
-labels (T) and, under tensor parallelism, the part of the vocabulary that the weight's rows are."""
+Reader = Callable[[Tensor, OutputLayer, Tensor], Tensor]
+"""What a loss reads of the head: a tensor (T, …) from hidden states (T, C), the output layer, and
+labels (T)."""
 
 
 class Output(NamedTuple):

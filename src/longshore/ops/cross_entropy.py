@@ -41,6 +41,18 @@ class VocabularyPart:
     """The sum of a tensor over the ranks."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputLayer:
+    """From hidden states to logits."""
+
+    weight: Tensor
+    """(V, C)"""
+    vocabulary: VocabularyPart | None = None
+    """Where the weight's rows are only a part of it."""
+    softcap: float | None = None
+    """Logits are softcap · tanh(logits / softcap), as Gemma 2 has them; None: as they are."""
+
+
 def linear_cross_entropy(
     hidden_TC: Tensor,
     weight_VC: Tensor,
@@ -50,6 +62,7 @@ def linear_cross_entropy(
     ignore: int = -100,
     summed: bool = False,
     vocabulary: VocabularyPart | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """The loss of each token, 0 at ignored ones, whatever their rows contain.
 
@@ -58,12 +71,14 @@ def linear_cross_entropy(
     the same gradient, as if they are only added up and scaled; kernels then save a product, and
     give NaN gradients if the promise is broken. On the CPU a label outside the vocabulary is a
     ValueError; on CUDA a device assertion or a loss of NaN, since looking would make the host wait.
-    vocabulary: the weight's rows are only a part of it; by plain torch.
+    vocabulary: the weight's rows are only a part of it. softcap: see OutputLayer. Both by plain
+    torch.
     """
     words = len(weight_VC) if vocabulary is None else vocabulary.size
     check_inputs(hidden_TC, weight_VC, labels_T, ignore, words=words)
     dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
-    kernels = pick("loss", hidden_TC, weight_VC) if vocabulary is None else None
+    is_plain = vocabulary is not None or softcap is not None
+    kernels = None if is_plain else pick("loss", hidden_TC, weight_VC)
     if chunk_tokens is None:
         chunk_of = logits_chunk if kernels is None else kernel_logits_chunk
         chunk_tokens = chunk_of(len(hidden_TC), len(weight_VC) * dtype.itemsize)
@@ -75,7 +90,7 @@ def linear_cross_entropy(
         )
         return by_kernels
     nll_T: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden_TC, weight_VC, labels_T, chunk_tokens, ignore, vocabulary
+        hidden_TC, weight_VC, labels_T, chunk_tokens, ignore, vocabulary, softcap
     )
     return nll_T
 
@@ -90,6 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         ignore: int,
         vocabulary: VocabularyPart | None,
+        softcap: float | None,
     ) -> Tensor:
         keep_T, is_here_T, labels_T = local_labels(labels_T, weight_VC, ignore, vocabulary)
         dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
@@ -97,7 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight = operand(weight_VC, dtype)
         for rows in chunks(len(hidden_TC), chunk_tokens):
             hidden_nC = masked(hidden_TC[rows], keep_T[rows], dtype)
-            logits_nV = product(hidden_nC, weight.T, dtype)
+            logits_nV = cap_(product(hidden_nC, weight.T, dtype), softcap)
             own_n = logits_nV.gather(1, labels_T[rows, None]).squeeze(1)
             own_T[rows] = own_n.where(is_here_T[rows], 0)
             # In place: torch.logsumexp would allocate a second chunk.
@@ -109,7 +125,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if vocabulary is not None:
             lse_T, own_T = vocabulary.join(lse_T, own_T)
         ctx.save_for_backward(hidden_TC, weight_VC, labels_T, keep_T, is_here_T, lse_T)
-        ctx.chunk_tokens = chunk_tokens
+        ctx.chunk_tokens, ctx.softcap = chunk_tokens, softcap
         return (lse_T - own_T).where(keep_T, 0)
 
     @staticmethod
@@ -124,17 +140,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dweight_VC = weight_VC.new_zeros(weight_VC.shape, dtype=dtype)
         for rows in chunks(len(hidden_TC), ctx.chunk_tokens):
             hidden_nC = masked(hidden_TC[rows], keep_T[rows], dtype)
-            logits_nV = product(hidden_nC, weight.T, dtype)
+            logits_nV = cap_(product(hidden_nC, weight.T, dtype), ctx.softcap)
+            slope_nV = cap_slope(logits_nV, ctx.softcap)
             dlogits_nV = _dlogits(logits_nV, lse_T[rows], grad_T[rows])
             dlogits_nV.scatter_add_(1, labels_T[rows, None], -own_T[rows, None])
+            if slope_nV is not None:
+                dlogits_nV.mul_(slope_nV)
             dlogits_nV = dlogits_nV.to(weight.dtype)
             if dhidden_TC is not None:
                 dhidden_TC[rows] = product(dlogits_nV, weight, dtype)
             if ctx.needs_input_grad[1]:
                 add_product(dweight_VC, dlogits_nV.T, hidden_nC)
-            del logits_nV, dlogits_nV
+            del logits_nV, slope_nV, dlogits_nV
         dweight = dweight_VC.to(weight_VC.dtype) if ctx.needs_input_grad[1] else None
-        return dhidden_TC, dweight, None, None, None, None
+        return dhidden_TC, dweight, None, None, None, None, None
 
 
 def local_labels(
@@ -153,6 +172,21 @@ def local_labels(
 def _dlogits(logits_nV: Tensor, lse_n: Tensor, grad_n: Tensor) -> Tensor:
     """softmax · grad, written over the logits; at the label 1 · grad is still to be subtracted."""
     return logits_nV.sub_(lse_n.unsqueeze(1)).exp_().mul_(grad_n.unsqueeze(1))
+
+
+def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap · tanh(logits / softcap), with its derivative by autograd."""
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
+def cap_(logits: Tensor, softcap: float | None) -> Tensor:
+    """`softcapped`, in place."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def cap_slope(capped: Tensor, softcap: float | None) -> Tensor | None:
+    """The derivative of capped logits by the logits; None where they are not capped."""
+    return None if softcap is None else 1 - (capped / softcap).square_()
 
 
 def chunks(tokens: int, chunk_tokens: int) -> Iterator[slice]:

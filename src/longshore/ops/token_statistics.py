@@ -29,12 +29,15 @@ from torch.autograd.function import once_differentiable
 from longshore.ops.cross_entropy import (
     VocabularyPart,
     add_product,
+    cap_,
+    cap_slope,
     check_inputs,
     chunks,
     local_labels,
     masked,
     operand,
     product,
+    softcapped,
 )
 from longshore.ops.sizes import logits_chunk
 
@@ -51,6 +54,7 @@ def token_statistics(
     chunk_tokens: int | None = None,
     ignore: int = -100,
     vocabulary: VocabularyPart | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """(T, 4): the STATISTICS of each token, 0 at ignored ones, whatever their rows contain."""
     words = len(weight_VC) if vocabulary is None else vocabulary.size
@@ -65,6 +69,7 @@ def token_statistics(
         _chunk(chunk_tokens, hidden_TC, weight_VC),
         ignore,
         vocabulary,
+        softcap,
     )
     return values_T4
 
@@ -89,6 +94,7 @@ class _TokenStatistics(torch.autograd.Function):
         chunk_tokens: int,
         ignore: int,
         vocabulary: VocabularyPart | None,
+        softcap: float | None,
     ) -> Tensor:
         keep_T, is_here_T, labels_T = local_labels(labels_T, weight_VC, ignore, vocabulary)
         dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
@@ -98,7 +104,7 @@ class _TokenStatistics(torch.autograd.Function):
         weight = operand(weight_VC, dtype)
         for rows in chunks(len(hidden_TC), chunk_tokens):
             hidden_nC = masked(hidden_TC[rows], keep_T[rows], dtype)
-            logits_nV = product(hidden_nC, weight.T, dtype).div_(temperature)
+            logits_nV = cap_(product(hidden_nC, weight.T, dtype), softcap).div_(temperature)
             own_n = logits_nV.gather(1, labels_T[rows, None]).squeeze(1)
             own_T[rows] = own_n.where(is_here_T[rows], 0)
             sum_T[rows] = logits_nV.sum(1)
@@ -118,7 +124,8 @@ class _TokenStatistics(torch.autograd.Function):
         entropy_T = lse_T - expected_T
         values = torch.stack([own_T - lse_T, entropy_T, lse_T, sum_T / words], dim=1)
         ctx.save_for_backward(hidden_TC, weight_VC, labels_T, keep_T, is_here_T, lse_T, entropy_T)
-        ctx.chunk_tokens, ctx.temperature, ctx.words = chunk_tokens, temperature, words
+        ctx.chunk_tokens, ctx.words = chunk_tokens, words
+        ctx.temperature, ctx.softcap = temperature, softcap
         return values.where(keep_T.unsqueeze(1), 0)
 
     @staticmethod
@@ -134,8 +141,9 @@ class _TokenStatistics(torch.autograd.Function):
         dweight_VC = _zeros(weight_VC, dtype) if ctx.needs_input_grad[1] else None
         for rows in chunks(len(hidden_TC), ctx.chunk_tokens):
             hidden_nC = masked(hidden_TC[rows], keep_T[rows], dtype)
-            logits_nV = product(hidden_nC, weight.T, dtype).div_(ctx.temperature)
-            logp_nV = logits_nV.sub_(lse_T[rows, None])
+            logits_nV = cap_(product(hidden_nC, weight.T, dtype), ctx.softcap)
+            slope_nV = cap_slope(logits_nV, ctx.softcap)
+            logp_nV = logits_nV.div_(ctx.temperature).sub_(lse_T[rows, None])
             p_nV = logp_nV.exp()
             shared_n = grad_lse_T[rows] - logprob_T[rows] - grad_entropy_T[rows] * entropy_T[rows]
             # −inf · 0: a word without probability has no part in the entropy.
@@ -143,10 +151,12 @@ class _TokenStatistics(torch.autograd.Function):
             dlogits_nV = factor_nV.add_(shared_n.unsqueeze(1)).mul_(p_nV)
             dlogits_nV.add_(mean_T[rows, None] / ctx.words)
             dlogits_nV.scatter_add_(1, labels_T[rows, None], own_T[rows, None])
+            if slope_nV is not None:
+                dlogits_nV.mul_(slope_nV)
             _add_gradients(dlogits_nV, weight, (hidden_nC, rows), (dhidden_TC, dweight_VC))
-            del logits_nV, logp_nV, p_nV, factor_nV, dlogits_nV
+            del logits_nV, slope_nV, logp_nV, p_nV, factor_nV, dlogits_nV
         dweight = None if dweight_VC is None else dweight_VC.to(weight_VC.dtype)
-        return dhidden_TC, dweight, None, None, None, None, None
+        return dhidden_TC, dweight, None, None, None, None, None, None
 
 
 def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -180,6 +190,7 @@ def map_logits(
     rows: Sequence[Tensor] = (),
     *,
     chunk_tokens: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """(T, …): function(logits, *rows) of one chunk of tokens after another, differentiable.
 
@@ -193,8 +204,12 @@ def map_logits(
                 f"{len(hidden_TC)} tokens; give one row for each"
             )
     chunk = max(1, _chunk(chunk_tokens, hidden_TC, weight_VC))
+
+    def of_capped(logits_nV: Tensor, *rows_n: Tensor) -> Tensor:
+        return function(softcapped(logits_nV, softcap), *rows_n)
+
     mapped: Tensor = _MapLogits.apply(  # type: ignore[no-untyped-call]
-        function, chunk, hidden_TC, weight_VC, *rows
+        of_capped, chunk, hidden_TC, weight_VC, *rows
     )
     return mapped
 

@@ -42,7 +42,7 @@ from longshore.model.interface import Context, Mixed, Reader, Routed, eager, wit
 from longshore.model.lora import add_same_factors, is_factor
 from longshore.model.mamba2 import Mamba2
 from longshore.model.registry import make_feed_forward, make_mixer
-from longshore.ops.cross_entropy import VocabularyPart, linear_cross_entropy
+from longshore.ops.cross_entropy import OutputLayer, VocabularyPart, linear_cross_entropy
 from longshore.parallel.fsdp import local_part
 from longshore.parallel.shards import boxes_of, trained_parameters
 
@@ -290,7 +290,7 @@ def _losses(
     )
     rows_TC = gather(hidden_TC, group)
     if reader is not None:
-        return reader(rows_TC, weight, labels_T, part)
+        return reader(rows_TC, OutputLayer(weight, part), labels_T)
     return linear_cross_entropy(rows_TC, weight, labels_T, summed=summed, vocabulary=part)
 
 

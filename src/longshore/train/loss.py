@@ -36,7 +36,7 @@ from longshore.data.fields import Field
 from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Groups
 from longshore.model.interface import Reader
-from longshore.ops.cross_entropy import VocabularyPart
+from longshore.ops.cross_entropy import OutputLayer
 from longshore.train.loss_fields import NeededField, check_needed
 from longshore.train.loss_inputs import HeadReader, LossCall, StepInputs, refuse_vocabulary_part
 from longshore.train.losses.ready import ready_loss
@@ -203,12 +203,10 @@ def _second_pass(step: StepInputs, given: Tensor, batch: MicroBatch) -> Tensor:
 def _read_head(call: LossCall, step: StepInputs, batch: MicroBatch) -> Reader:
     """Calls a function that reads hidden states or the head while the head's weight is there."""
 
-    def read(
-        hidden_TC: Tensor, weight_VC: Tensor, _: Tensor, vocabulary: VocabularyPart | None
-    ) -> Tensor:
-        refuse_vocabulary_part(call.name, vocabulary)
+    def read(hidden_TC: Tensor, layer: OutputLayer, _: Tensor) -> Tensor:
+        refuse_vocabulary_part(call.name, layer)
         values_T, faults = masked_values(
-            lambda own_TC, batch: call.with_head(own_TC, weight_VC, batch, step), hidden_TC, batch
+            lambda own_TC, batch: call.with_head(own_TC, layer, batch, step), hidden_TC, batch
         )
         step.faults[batch.round] = faults
         return values_T

@@ -28,7 +28,7 @@ from torch import Tensor
 from longshore.batch import MicroBatch
 from longshore.errors import SettingError
 from longshore.model.interface import Reader
-from longshore.ops.cross_entropy import VocabularyPart
+from longshore.ops.cross_entropy import OutputLayer
 from longshore.ops.token_statistics import STATISTICS, map_logits, token_statistics
 
 OF_NLL = ("nll", "logprobs")
@@ -74,13 +74,13 @@ class StepInputs:
 class LogitsHead:
     """The output layer for a loss function: logits exist for one chunk of tokens at a time."""
 
-    def __init__(self, hidden_TC: Tensor, weight_VC: Tensor) -> None:
-        self._hidden_TC, self._weight_VC = hidden_TC, weight_VC
+    def __init__(self, hidden_TC: Tensor, layer: OutputLayer) -> None:
+        self._hidden_TC, self._layer = hidden_TC, layer
         self.is_used = False
 
     @property
     def vocab_size(self) -> int:
-        return len(self._weight_VC)
+        return len(self._layer.weight)
 
     def map_logits(self, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
         """(T, …): function(logits, *rows) chunk by chunk, called again in backward.
@@ -88,7 +88,8 @@ class LogitsHead:
         rows: tensors (T, …), of which each call gets the chunk's. Logits are float32, or float64.
         """
         self.is_used = True
-        return map_logits(function, self._hidden_TC, self._weight_VC, rows)
+        layer = self._layer
+        return map_logits(function, self._hidden_TC, layer.weight, rows, softcap=layer.softcap)
 
 
 class LossCall:
@@ -131,16 +132,15 @@ class LossCall:
         """Whether the losses of the labels are all that the head must compute for it."""
         return not self.names & {*OF_STATISTICS, *OF_HEAD} and self.temperature == 1
 
-    def statistics(
-        self,
-        hidden_TC: Tensor,
-        weight_VC: Tensor,
-        labels_T: Tensor,
-        vocabulary: VocabularyPart | None,
-    ) -> Tensor:
+    def statistics(self, hidden_TC: Tensor, layer: OutputLayer, labels_T: Tensor) -> Tensor:
         """A Reader: (T, 4)."""
         return token_statistics(
-            hidden_TC, weight_VC, labels_T, temperature=self.temperature, vocabulary=vocabulary
+            hidden_TC,
+            layer.weight,
+            labels_T,
+            temperature=self.temperature,
+            vocabulary=layer.vocabulary,
+            softcap=layer.softcap,
         )
 
     def __call__(self, given: Tensor, batch: MicroBatch, step: StepInputs) -> Tensor:
@@ -165,14 +165,14 @@ class LossCall:
         return result  # type: ignore[no-any-return]
 
     def with_head(
-        self, hidden_TC: Tensor, weight_VC: Tensor, batch: MicroBatch, step: StepInputs
+        self, hidden_TC: Tensor, layer: OutputLayer, batch: MicroBatch, step: StepInputs
     ) -> Tensor:
-        """The function's values, from hidden states and the head's weight."""
+        """The function's values, from hidden states and the head."""
         assert batch.targets is not None
-        head = LogitsHead(hidden_TC, weight_VC)
+        head = LogitsHead(hidden_TC, layer)
         values: dict[str, Any] = {"hidden": hidden_TC, "head": head}
         if self.names & {*OF_NLL, *OF_STATISTICS}:
-            statistics = token_statistics(hidden_TC, weight_VC, batch.targets.labels)
+            statistics = self.statistics(hidden_TC, layer, batch.targets.labels)
             columns = dict(zip(STATISTICS, statistics.unbind(1), strict=True))
             logprobs = columns.pop("logprob")
             values |= {"nll": -logprobs, "logprobs": logprobs, **columns}
@@ -181,12 +181,12 @@ class LossCall:
         if head.is_used or not isinstance(result, Tensor):
             return result
         # The head's weight gets a gradient in every round.
-        return result + (torch.zeros_like(hidden_TC[:1]) @ weight_VC[:1].T).sum()
+        return result + (torch.zeros_like(hidden_TC[:1]) @ layer.weight[:1].T).sum()
 
 
-def refuse_vocabulary_part(name: str, vocabulary: VocabularyPart | None) -> None:
+def refuse_vocabulary_part(name: str, layer: OutputLayer) -> None:
     """A TP rank has no whole rows of logits."""
-    if vocabulary is not None:
+    if layer.vocabulary is not None:
         raise SettingError(
             "{loss} is {given}, which reads hidden states or the head; ranks of tensor "
             "parallelism have a part of each token's logits, so set {tp} to 1, or write it with "

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from longshore.ops.reference.cross_entropy import logits
+
 
 def token_statistics(
     hidden_TC: Tensor,
@@ -16,9 +18,9 @@ def token_statistics(
     *,
     temperature: float = 1.0,
     ignore: int = -100,
+    softcap: float | None = None,
 ) -> Tensor:
-    dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
-    logits_TV = hidden_TC.to(dtype) @ weight_VC.to(dtype).T / temperature
+    logits_TV = logits(hidden_TC, weight_VC, softcap) / temperature
     logp_TV = logits_TV.log_softmax(-1)
     keep_T = labels_T != ignore
     own_T = logp_TV.gather(1, labels_T.where(keep_T, 0)[:, None])[:, 0]
@@ -32,6 +34,7 @@ def map_logits(
     hidden_TC: Tensor,
     weight_VC: Tensor,
     rows: Sequence[Tensor] = (),
+    *,
+    softcap: float | None = None,
 ) -> Tensor:
-    dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
-    return function(hidden_TC.to(dtype) @ weight_VC.to(dtype).T, *rows)
+    return function(logits(hidden_TC, weight_VC, softcap), *rows)
