@@ -4,8 +4,9 @@
     python bench/graph_caps.py --quick     a few steps, printed only
 
 The cap is chosen as a run does it (run/graph_cap.py): it serves 95 % of the micro-batches with one
-pack of CP size 1 in each quarter of the sampled steps. Then other steps of the same distribution
-are planned and counted. No GPU is needed: what a graph serves is decided from the plan.
+pack of CP size 1 in each quarter of the sampled steps, and has an eighth to spare. Then other steps
+of the same distribution are planned and counted. No GPU is needed: what a graph serves is decided
+from the plan.
 """
 
 import argparse
@@ -37,7 +38,7 @@ RESULTS = Path(__file__).with_name("RESULTS.md")
 PACKAGES = ("longshore", "numpy")
 SHAPES = ((1, 4096, 64), (1, 16384, 128), (8, 8192, 256), (8, 16384, 256), (64, 16384, 1024))
 """Lanes, capacity, sequences of a step."""
-STEPS, QUICK_STEPS = (64, 52, 40), (8,)
+STEPS, QUICK_STEPS = (60, 48, 36), (8,)
 """Steps of each draw, sampled from and held out; another number is another seed."""
 COVERAGE, WANTED = 0.95, 0.90
 HEADER = (
@@ -167,9 +168,10 @@ def report(outcomes: list[CapOutcome]) -> str:
         "How the rule came about: a first sample ended after 512 micro-batches, on several lanes a "
         "few steps, and with the plain rule 13 of 15 cases of an earlier draw of 32 steps reached "
         "90 % (the others 89.4 % and 32.9 %). The planner decides about a step as a whole, so the "
-        "sample now counts steps, and the cap has to serve each quarter of them. None of these "
-        "draws was used for that; after the first the sample was halved, to plan it faster, and "
-        "after the other two nothing was changed. Most of the gain is the larger sample's.\n\n"
+        "sample now counts steps, and the cap has to serve each quarter of them. In 3 draws of 64, "
+        "52 and 40 steps 44 of 45 cases then reached 90 %, and one 89.1 %. So an eighth more is "
+        "added, at least 1. The draws of this page were made after that, and nothing was changed "
+        "since.\n\n"
         + table(HEADER, map(row, outcomes))
     )
 
