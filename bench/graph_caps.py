@@ -171,8 +171,7 @@ def report(outcomes: list[CapOutcome]) -> str:
         "sample now counts steps, and the cap has to serve each quarter of them. In 3 draws of 64, "
         "52 and 40 steps 44 of 45 cases then reached 90 %, and one 89.1 %. So an eighth more is "
         "added, at least 1. The draws of this page were made after that, and nothing was changed "
-        "since.\n\n"
-        + table(HEADER, map(row, outcomes))
+        "since.\n\n" + table(HEADER, map(row, outcomes))
     )
 
 

@@ -251,6 +251,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend("torch varlen", "", _uncapped),
     ),
     "loss": (Backend("triton", "longshore.ops.kernels.cross_entropy", on_gpu, package="triton"),),
+    "loss with softcap": (Backend("triton", "", _uncapped, package="triton"),),
     "experts": (
         Backend("triton", "longshore.ops.kernels.experts", _experts, package="triton"),
         Backend("torch grouped_mm", "longshore.ops.experts", grouped_refusal),
