@@ -144,6 +144,7 @@ def _open_saved(args: argparse.Namespace, folder: Path) -> tuple["SavedWeights",
     if base is not None and saved.code == "longshore":
         read_config(base)
     if args.adapter:
+        saved.check_base(base)
         return replace(saved, base=base or saved.base), size
     saved = saved.merged(base)
     return saved, saved.tensors.nbytes if isinstance(saved.tensors, MergedTensors) else size
