@@ -4,20 +4,25 @@ import argparse
 import json
 import shutil
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.hf.folders import llama, load, qwen3
+from tests.hf.folders import gemma2, llama, load, qwen3
 from tests.parallel.my_mixer import MeanConfig
 
 from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.lora import LoRAConfig
 from longshore.arch.presets import preset
 from longshore.cli.export import register_export
 from longshore.cli.options import Parser
 from longshore.config.check import decoder_config
 from longshore.config.schema import ModelConfig
 from longshore.hf.checkpoint import open_weights, read_config, tensor_shapes
+from longshore.hf.generic_keys import describe_decoder
+from longshore.hf.lora import factor_shapes, find_base
 from longshore.hf.weights import save_weights
 from longshore.train.checkpoint_files import (
     CheckpointIndex,
@@ -155,6 +160,32 @@ def test_a_base_that_moved_is_named_with_base(run):
         export(run, "made")
     export(run, "made", "--base", "moved")
     assert read_config("made") == read_config("moved")
+
+
+def test_the_base_of_a_run_of_transformers_code_moved(tmp_path):
+    gemma2(tmp_path / "base")
+    config = describe_decoder(json.loads((tmp_path / "base/config.json").read_text()))
+    tensors = load_file("base/model.safetensors")
+    save_weights("run/weights", config, tensors.items(), base="base", code="transformers")
+    shutil.move("base", "moved")
+    export("run", "made", "--base", "moved")
+    assert load_file("made/model.safetensors").keys() == tensors.keys()
+    gemma2(tmp_path / "wider", intermediate_size=64)
+    with pytest.raises(ValueError, match=r"\(32, 48\), but \(32, 64\) in wider, which so is not"):
+        export("run", "other", "--base", "wider")
+
+
+def test_an_adapter_of_another_base_is_refused(run):
+    config = replace(read_config("base"), lora=LoRAConfig(2, 4.0, ("q_proj",)))
+    factors = {name: torch.zeros(shape) for name, shape in factor_shapes(config).items()}
+    known = find_base(config, "base", seed=0)
+    save_weights("tuned/weights", config, factors.items(), base="base", lora=known)
+    shutil.copytree("base", "moved")
+    export("tuned", "made", "--adapter", "--base", "moved")
+    assert json.loads(Path("made/adapter_config.json").read_text())["r"] == 2
+    qwen3(Path("moved"), seed=1)
+    with pytest.raises(ValueError, match="moved is not the base that these low-rank factors were"):
+        export("tuned", "other", "--adapter", "--base", "moved")
 
 
 def test_mistakes_are_one_line(run, tmp_path):

@@ -270,6 +270,7 @@ def test_nothing_is_shown_where_nothing_is_left_to_do():
             {"inputs": "tok"},
             r"tokenizer.json: is one JSON object; .* if it is no data, move it away",
         ),
+        ({"inputs": "absent"}, "absent: there is no such file or folder"),
         ({"inputs": "none"}, "none: the folder has no file ending in .jsonl"),
         ({"inputs": "a.jsonl.xz"}, r"a.jsonl.xz: must end in .* unpack or convert"),
         ({"inputs": "empty.jsonl"}, "empty.jsonl: the file is empty"),
@@ -288,7 +289,8 @@ def test_nothing_is_shown_where_nothing_is_left_to_do():
     ],
 )
 def test_what_cannot_work_is_told_before_anything_is_made(here, settings, message):
-    Path("empty.jsonl").touch()
+    for name in ("empty.jsonl", "a.jsonl.xz"):
+        Path(name).touch()
     Path("list.jsonl").write_text(' [{"text": "Hi"}]')
     Path("cut.json").write_text('[{"text": "Hi"},{"text": "H')
     for name, file in (("none", "a.txt"), ("left", "rejected.jsonl"), ("left", "lengths.npy")):

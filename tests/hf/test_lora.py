@@ -7,7 +7,13 @@ import torch
 from tests.hf import folders
 
 from longshore.arch.lora import LoRAConfig
-from longshore.hf.checkpoint import open_weights, read_config, write_checkpoint
+from longshore.arch.presets import preset
+from longshore.hf.checkpoint import (
+    open_weights,
+    read_config,
+    write_checkpoint,
+    write_own_checkpoint,
+)
 from longshore.hf.lora import (
     base_from_json,
     check_base,
@@ -19,6 +25,7 @@ from longshore.hf.lora import (
 from longshore.hf.peft_folder import write_adapter
 from longshore.hf.weights import SavedWeights, load_weights, save_weights
 from longshore.model.decoder import Decoder
+from longshore.model.init import init_decoder
 
 IDS = torch.arange(30) * 11 % 64
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -99,6 +106,18 @@ def test_saved_factors_name_their_base(tmp_path):
     new = find_base(config, None, seed=5)
     assert new.folder is None
     assert new.digest != find_base(config, None, seed=6).digest
+
+
+def test_a_new_model_with_a_table_of_experts(tmp_path):
+    config = replace(preset("tiny-deepseek-v4", layers=2), lora=LoRAConfig(2, 4.0, ("q_down",)))
+    merged = merged_decoder(config, find_base(config, None, seed=3), trained(config))
+    write_own_checkpoint(tmp_path / "own", config.merged(), merged.items(), base=None)
+    model = Decoder(config.merged())
+    init_decoder(model, seed=3)
+    tables = [name for name in merged if name.endswith("router.table")]
+    assert tables
+    for name in tables:
+        assert torch.equal(open_weights(tmp_path / "own")[name], model.state_dict()[name])
 
 
 def written(tmp_path, base, *targets):

@@ -106,7 +106,8 @@ def test_the_data_must_have_the_fields_of_a_loss() -> None:
     fields = ["pair:per_sequence:int64", "sign:per_sequence:int8"]
     declared = [parse_field(text) for text in fields]
     check_fields(make_loss("dpo", "auto", {"reference_free": True}), declared)
-    with pytest.raises(SettingError, match="loss is dpo, which reads the field ref_logprobs, and"):
+    message = "loss is dpo, which reads the field ref_logprobs, .*; longshore score DATA --model"
+    with pytest.raises(SettingError, match=message):
         check_fields(make_loss("dpo"), declared)
     old = parse_field("old_logprobs:per_token:float32")
     advantages = parse_field("advantages:per_sequence:float32")

@@ -23,6 +23,13 @@ def test_checksums_of_two_parts(first, second):
     assert joined == zlib.crc32(first + second)
 
 
+def test_one_number_of_an_expanded_tensor(tmp_path):
+    writer = FileWriter(tmp_path / "a.safetensors", ())
+    writer.add("one", torch.full((), 7.0).expand(1, 1).clone())
+    writer.finish()
+    assert load_file(tmp_path / "a.safetensors")["one"].tolist() == [[7.0]]
+
+
 @pytest.mark.property
 @given(st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=6), st.booleans())
 def test_what_is_written_is_read_by_safetensors(tmp_path_factory, kinds, are_announced):

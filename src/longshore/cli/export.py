@@ -67,7 +67,7 @@ def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run_export(args: argparse.Namespace) -> None:
     from longshore.files import check_new
-    from longshore.hf.config_file import read_config
+    from longshore.hf.config_file import CONFIG, load_object
 
     if args.max_length is not None and args.format == "longshore":
         raise ValueError(
@@ -84,7 +84,7 @@ def run_export(args: argparse.Namespace) -> None:
         if args.module is not None:
             _import_mixers(args.module)
         if args.base is not None:
-            read_config(args.base)
+            load_object(Path(args.base) / CONFIG)
         _export(args, weights)
     except OSError as error:
         reason = error.strerror or str(error)
@@ -126,6 +126,7 @@ def _weights_folder(run: Path, step: int | None) -> Path:
 
 def _open_saved(args: argparse.Namespace, folder: Path) -> tuple["SavedWeights", int]:
     """What the folder holds, and its bytes."""
+    from longshore.hf.config_file import read_config
     from longshore.hf.lora import MergedTensors
     from longshore.hf.weights import load_weights
     from longshore.run.saved import open_checkpoint
@@ -140,7 +141,10 @@ def _open_saved(args: argparse.Namespace, folder: Path) -> tuple["SavedWeights",
         saved = open_checkpoint(folder, base=base)
         assert isinstance(saved.tensors, CheckpointTensors)
         size = saved.tensors.nbytes
+    if base is not None and saved.code == "longshore":
+        read_config(base)
     if args.adapter:
+        saved.check_base(base)
         return replace(saved, base=base or saved.base), size
     saved = saved.merged(base)
     return saved, saved.tensors.nbytes if isinstance(saved.tensors, MergedTensors) else size

@@ -86,6 +86,8 @@ def find_inputs(names: Sequence[str | Path]) -> tuple[Input, ...]:
 
 def _input(path: Path) -> Input:
     if not has_ending(path, (*JSON, *TABLES)):
+        if not path.exists():
+            raise ValueError(f"{path}: there is no such file or folder")
         raise ValueError(f"{path}: must end in {listed_endings()}; unpack or convert it first")
     try:
         with path.open("rb") as file:

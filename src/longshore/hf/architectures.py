@@ -114,7 +114,9 @@ def find_architecture(raw: Raw) -> Architecture:
             return architecture
     what = " ".join(names)[:SHOWN] or f"of model_type {shown(kind)}"
     raise ValueError(
-        f"architecture {what} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        f"architecture {what} is not supported; supported are {', '.join(ARCHITECTURES)}; "
+        "longshore train and longshore score run others as transformers' own code, with "
+        "model.code=transformers"
     )
 
 

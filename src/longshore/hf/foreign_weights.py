@@ -159,12 +159,22 @@ def _theirs(
             if theirs not in left:
                 raise ValueError(f"tensor {name} is not one of {files.folder}")
             left.remove(theirs)
+            _check_shape(theirs, tuple(part.shape), files)
             stored = files.dtype(theirs)
             kind = dtype if stored == most else DTYPES.get(stored, dtype)
             is_cast = dtype is not None and kind is not None and part.is_floating_point()
             yield theirs, part.to(kind) if is_cast else part
     if left:
         raise ValueError(f"missing among the tensors to write: {', '.join(sorted(left)[:3])}")
+
+
+def _check_shape(name: str, shape: tuple[int, ...], files: TensorFiles) -> None:
+    """A base of other sizes may have the same names, and its config.json would be written."""
+    if shape != (expected := tuple(files.shape(name))):
+        raise ValueError(
+            f"tensor {name} has the shape {shape}, but {expected} in {files.folder}, which so is "
+            "not the folder that the run began with"
+        )
 
 
 def _config_text(base: Path, raw: dict[str, Any], dtype: str) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor
 from longshore.arch.as_json import config_to_json
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.lora import LoRAConfig
-from longshore.hf.checkpoint import open_weights, tensor_shapes
+from longshore.hf.checkpoint import TABLE, open_weights, tensor_shapes
 from longshore.hf.tensor_map import Shape
 from longshore.model.init import initial_block
 from longshore.model.lora import is_factor
@@ -139,7 +139,8 @@ def merged_decoder(
 
     def new(name: str) -> Tensor:
         rows = (slice(0, shapes[name][0]),)
-        return initial_block(config.merged(), name, shapes[name], rows, seed=base.seed)
+        block = initial_block(config.merged(), name, shapes[name], rows, seed=base.seed)
+        return block.long() if TABLE.fullmatch(name) else block
 
     read = new if base.folder is None else open_weights(base.folder).__getitem__
     return MergedTensors(config.lora, factors, shapes=shapes, read=read)

@@ -67,8 +67,17 @@ class SavedWeights:
 
     def merged(self, base: Path | None = None) -> "SavedWeights":
         """Whole weights, with factors in them; base: where its folder is now, if it moved."""
-        if self.lora is None:
+        now = self.check_base(base)
+        if now is None:
             return self if base is None else replace(self, base=base)
+        merged = merged_decoder if self.code == "longshore" else merged_foreign
+        tensors = merged(self.config, now, self.tensors)
+        return SavedWeights(self.config.merged(), now.folder, tensors, code=self.code)
+
+    def check_base(self, base: Path | None = None) -> LoRABase | None:
+        """What low-rank factors were trained on, if it is still the same; None without factors."""
+        if self.lora is None:
+            return None
         folder = base or self.lora.folder
         if folder is not None and not folder.is_dir():
             raise ValueError(
@@ -76,9 +85,7 @@ class SavedWeights:
             )
         now = find_base(self.config, folder, seed=self.lora.seed)
         check_base(self.lora, now)
-        merged = merged_decoder if self.code == "longshore" else merged_foreign
-        tensors = merged(self.config, now, self.tensors)
-        return SavedWeights(self.config.merged(), now.folder, tensors, code=self.code)
+        return now
 
 
 def save_weights(

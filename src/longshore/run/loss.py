@@ -36,7 +36,7 @@ def data_loss(config: RunConfig, source: IndexedSource | TextStream) -> Loss:
 def _refuse_likelihood(name: str) -> None:
     """Cross entropy on pairs makes the rejected answers likelier too."""
     if name in ("", "cross_entropy"):
-        given = f"train.loss={name}" if name else "without a train.loss"
+        given = f"with train.loss={name}" if name else "without a train.loss"
         raise ValueError(
             f"data.path has pairs of chosen and rejected answers, and {given} both would be made "
             "likelier; set train.loss=dpo, or prepare rows that have the chosen answers alone, as "

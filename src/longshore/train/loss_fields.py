@@ -13,6 +13,12 @@ from dataclasses import dataclass
 from longshore.data.fields import Field, Per
 from longshore.errors import SettingError
 
+SOURCES = {
+    "ref_logprobs": "; longshore score DATA --model BASE --out SCORED writes it",
+    "old_logprobs": "; sampling writes it, or longshore score with --field old_logprobs",
+}
+"""Where data get a field from."""
+
 
 @dataclass(frozen=True, slots=True)
 class NeededField:
@@ -44,9 +50,10 @@ def check_needed(loss: str, needed: Sequence[NeededField], declared: Sequence[Fi
         if need.name not in by_name:
             raise SettingError(
                 "{loss} is {given}, which reads the field {name}, and the data do not have it; "
-                "their {fields}: {known}",
+                "their {fields}: {known}{source}",
                 given=loss,
                 name=need.name,
+                source=SOURCES.get(need.name, ""),
                 known=", ".join(map(str, declared)) or "none",
             )
         _check_kind(loss, need, by_name[need.name])

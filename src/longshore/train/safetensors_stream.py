@@ -195,7 +195,9 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     assert tensor.is_contiguous()
     if not tensor.numel():
         return memoryview(b"")
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    # A contiguous tensor of one number may have any stride, but a view as bytes must have 1.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _write_all(file: Any, block: memoryview) -> None:  # noqa: ANN401
