@@ -166,3 +166,25 @@ def test_a_store_without_its_manifest_is_no_folder_of_samples(tmp_path, name):
     (tmp_path / name).touch()
     with pytest.raises(ValueError, match=r"without its manifest.json, .* --start-over"):
         find_inputs([tmp_path])
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    ids = pa.array([[1, 2]])
+    table = pa.table([ids, ids, ids], names=["input_ids", "x", "input_ids"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
+        stream.write_table(table)
+    for name in ("a.parquet", "a.arrow"):
+        with pytest.raises(ValueError, match=f"{name}: has 2 columns with the name 'input_ids'"):
+            read_all(tmp_path / name, 10**9)
+
+
+def test_null_columns_of_other_forms_are_absent(tmp_path):
+    """A table of texts and of token rows has both columns in all rows."""
+    rows = [{"text": "Hi", "n": None}, {"input_ids": [1, 2], "n": 1}]
+    names = {"text": pa.string(), "input_ids": pa.list_(pa.int32()), "n": pa.int8()}
+    table = pa.Table.from_pylist(rows, schema=pa.schema(names.items()))
+    pq.write_table(table, tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text('{"text": "Hi", "input_ids": null, "n": null}')
+    assert read_all(tmp_path / "a.parquet", 10**9) == rows
+    assert read_all(tmp_path / "a.jsonl", 10**9) == rows[:1]

@@ -3,6 +3,7 @@
 import datasets
 import numpy as np
 import pytest
+import torch
 from tests.data.tiny import word_tokenizer
 
 from longshore.data.fields import Field
@@ -81,6 +82,21 @@ def test_fields_of_rows():
     assert sample.fields["weight"] == 3
     with pytest.raises(SampleError, match=r"row 0: .*weight"):
         list(samples_of([{"input_ids": [1, 2], "weight": 3}]))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_padding_is_cut_off_fields_of_any_kind(kind):
+    row = {"input_ids": [0, 5, 6], "attention_mask": [0, 1, 1], "advantages": [9.0, 1.0, 2.0]}
+    fields = [Field("advantages", "target", "float32")]
+    (sample,) = samples_of([{name: kind(value) for name, value in row.items()}], fields=fields)
+    assert sample.fields["advantages"].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("value", [np.array(1.0), torch.ones(2, dtype=torch.bfloat16), {}])
+def test_values_that_are_no_list_of_numbers(value):
+    fields = [Field("advantages", "target", "float32")]
+    with pytest.raises(SampleError, match="field 'advantages' holds"):
+        list(samples_of([{"input_ids": [5, 6], "advantages": value}], fields=fields))
 
 
 @pytest.mark.parametrize(

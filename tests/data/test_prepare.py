@@ -17,7 +17,7 @@ from tests.data.tiny import CHATML, REWRITES, word_tokenizer
 from longshore.data import prepare as prepare_module
 from longshore.data.fields import Field
 from longshore.data.mixture import Joined, Mixture
-from longshore.data.prepare import TextRules, cache_folder
+from longshore.data.prepare import TextRules, cache_folder, prepare_cache
 from longshore.data.progress import show_progress
 from longshore.data.store import Store
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
@@ -443,3 +443,24 @@ def test_equal_rows_of_joined_files_are_different_pairs(here):
     joined = Joined([Store("a"), Store("b")])
     first, same, second, _ = joined.sequence_values("pair").tolist()
     assert first == same != second
+
+
+def test_the_cache_takes_a_file_by_any_of_its_names(tmp_path, monkeypatch):
+    """Relative, absolute and through a link: each was refused after another one."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    Path("link").symlink_to(tmp_path)
+    rules = TextRules(
+        tokenizer="",
+        template="",
+        loss_on="assistant",
+        max_length=0,
+        too_long="reject",
+        fields=(),
+        ignore=(),
+        max_bytes=1000,
+    )
+    for name in ("rows.jsonl", str(tmp_path / "rows.jsonl"), "link/rows.jsonl"):
+        folder = cache_folder([name], rules, "prepared")
+        for reused in (0, 1):
+            assert prepare_cache([name], rules, folder, workers=1).reused == reused

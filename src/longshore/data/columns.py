@@ -66,6 +66,11 @@ def leaves_out(name: str, ignore: Sequence[str], fields: Sequence[Field]) -> boo
     return ALL in ignore and name not in COLUMNS and name not in {field.name for field in fields}
 
 
+def present_columns(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample without columns of forms that are null: in a table all rows have all columns."""
+    return {n: value for n, value in sample.items() if value is not None or n not in COLUMNS}
+
+
 def form_of(columns: Iterable[str], ignore: Sequence[str], fields: Sequence[Field]) -> str:
     """The form of a sample from the names of its columns; raises SampleError for unknown ones."""
     columns = [name for name in columns if name not in ignore]

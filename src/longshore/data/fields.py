@@ -128,7 +128,7 @@ def _as_array(value: object, field: Field, where: str) -> Array:
     """The value in the field's dtype. Floats are rounded to it; whole numbers must fit exactly."""
     try:
         raw = np.asarray(value)
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError, TypeError, RuntimeError):  # the last two of tensors
         raw = np.asarray(None)
     if raw.dtype.kind not in "biuf":
         raise ValueError(f"{where}: field {field.name!r} holds {_shown(value)}, not numbers")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from longshore.data.columns import present_columns
 from longshore.data.compressed import END, UnpackedFile, is_compressed, kind_of, open_input
 from longshore.data.json_list import CHUNK, read_elements
 from longshore.data.paths import JSON, JSONL, files_of, has_ending, listed_endings
@@ -255,7 +256,8 @@ def read_range(
         rows = map(_parse, _lines(part, max_bytes, packed))
     else:
         rows = map(_parse, _records(part, max_bytes, packed))
-    yield from enumerate(rows, start=1)
+    for line, row in enumerate(rows, start=1):
+        yield line, row if isinstance(row, SampleError) else present_columns(row)
 
 
 def _lines(part: Range, limit: int, packed: PackedBytes | None) -> Iterator[bytes | SampleError]:

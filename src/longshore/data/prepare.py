@@ -335,7 +335,11 @@ class TextRules:
 
 def cache_folder(paths: Sequence[str], rules: TextRules, cache: str) -> Path:
     """The folder in the cache for these files and rules."""
-    inputs = [(str(Path(f.name).resolve()), f.bytes, f.mtime_ns) for f in find_inputs(paths)]
+    # By both names: a folder knows its inputs as they were named, and refuses other names.
+    inputs = [
+        (file.name, str(Path(file.name).resolve()), file.bytes, file.mtime_ns)
+        for file in find_inputs(paths)
+    ]
     tokenizer = [
         (file.name, file.stat().st_mtime_ns)
         for file in sorted(Path(rules.tokenizer).glob("*") if rules.tokenizer else ())

@@ -9,7 +9,7 @@ An Arrow stream that is cut off between two batches would look like a shorter on
 checked. No package but pyarrow is needed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def read_table(
     """The rows of a span; a row of more than `max_bytes` gives an error in its place."""
     if name.endswith(".parquet"):
         with _parquet(name) as table:
-            columns = [column for column in table.schema_arrow.names if not leaves_out(column)]
+            columns = _kept_columns(table.schema_arrow.names, leaves_out, name)
             groups = list(range(start, stop))
             batches = table.iter_batches(ROWS, row_groups=groups, columns=columns)
             yield from _rows(_named_errors(batches, name), max_bytes)
@@ -83,7 +83,20 @@ def _arrow_span(
         if number >= start:
             with _errors_of(name):
                 batch.validate(full=True)
-            yield batch.select([c for c in batch.schema.names if not leaves_out(c)])
+            yield batch.select(_kept_columns(batch.schema.names, leaves_out, name))
+
+
+def _kept_columns(
+    columns: Sequence[str], leaves_out: Callable[[str], bool], name: str
+) -> list[str]:
+    """The columns to read; of two with one name nobody can tell which one is meant."""
+    kept = [column for column in columns if not leaves_out(column)]
+    if twice := next((column for column in kept if kept.count(column) > 1), None):
+        raise ValueError(
+            f"{name}: has {kept.count(twice)} columns with the name {twice!r}; rename or remove "
+            "all but one"
+        )
+    return kept
 
 
 def _rows(batches: Iterable[Any], limit: int) -> Iterator[Row | SampleError]:

@@ -57,10 +57,17 @@ def without_padding(
     first, stop = _content(row, length)
     kept = dict(values)
     for field in fields:
-        value = values.get(field.name)
-        if field.per != "sequence" and isinstance(value, list | np.ndarray):
-            kept[field.name] = value[first:stop] if len(value) == length else value
+        if field.per != "sequence" and field.name in values:
+            kept[field.name] = _cut(values[field.name], first, stop, length)
     return kept
+
+
+def _cut(value: Any, first: int, stop: int, length: int) -> Any:  # noqa: ANN401 - any value
+    """A part of a list, an array or a tensor with a value for each token; others as they are."""
+    try:
+        return value[first:stop] if len(value) == length else value
+    except (TypeError, LookupError):  # one number, or no list
+        return value
 
 
 def _content(row: Mapping[str, Any], length: int) -> tuple[int, int]:

@@ -264,8 +264,7 @@ def open_sequences(config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
         _joined([_open_folder(folder, config, decoder) for folder in folders])
         for folders in text_folders(config)
     ]
-    with in_keys("data.path"):
-        source = Mixture(parts, data.weights, seed=data.seed) if data.weights else _joined(parts)
+    source = _mixed(parts, config) if data.weights else _joined(parts)
     if not source.loss_tokens.any():
         folders = ", ".join(str(folder) for each in text_folders(config) for folder in each)
         raise ValueError(
@@ -273,6 +272,11 @@ def open_sequences(config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
             "have no assistant turns: data.loss_on=all trains on every token"
         )
     return source
+
+
+def _mixed(parts: Sequence[IndexedSource], config: RunConfig) -> Mixture:
+    with in_keys("data.path"):
+        return Mixture(parts, config.data.weights, seed=config.data.seed)
 
 
 def _joined(sources: Sequence[IndexedSource]) -> IndexedSource:
