@@ -2,7 +2,7 @@
 
 import pytest
 
-from longshore.config.located import as_key, in_keys, settings_in_keys
+from longshore.config.located import as_key, in_keys, of_held_out, settings_in_keys
 from longshore.config.unknown_keys import all_keys
 from longshore.data.mock import mock_lengths
 from longshore.errors import SettingError
@@ -36,6 +36,13 @@ def test_an_error_is_one_of_its_key(error, message):
     with pytest.raises(ValueError) as caught, in_keys("data.path"):  # noqa: PT011 - compared below
         raise error
     assert str(caught.value) == message
+
+
+def test_what_is_wrong_with_held_out_data_is_said_of_their_key():
+    with pytest.raises(ValueError, match=r"^data.eval_path: a.jsonl is empty$"), of_held_out():
+        raise ValueError("data.path: a.jsonl is empty")
+    with pytest.raises(ValueError, match=r"^data.fields is wrong$"), of_held_out():
+        raise ValueError("data.fields is wrong")
 
 
 def test_errors_about_other_things_pass():

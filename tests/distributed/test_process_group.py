@@ -1,5 +1,6 @@
-"""The time-out of a run is that of all its groups."""
+"""The time-out of a run is that of all its groups, and after it torch is as before."""
 
+import sys
 from datetime import timedelta
 
 import torch
@@ -18,6 +19,7 @@ def time_out(group):
 
 def test_every_group_has_the_time_out_of_the_run(tmp_path):
     limit, before = timedelta(seconds=77), _get_default_timeout("gloo")
+    hook = sys.excepthook
     where = Rendezvous(0, 1, f"file://{tmp_path}/store")
     with process_group(where, backend="gloo", device=CPU, timeout=limit):
         topology = make_topology(lanes=1, device="cpu")
@@ -26,3 +28,4 @@ def test_every_group_has_the_time_out_of_the_run(tmp_path):
         assert [time_out(group) for group in groups] == [limit] * 4
         other.close()
     assert _get_default_timeout("gloo") == before
+    assert sys.excepthook is hook

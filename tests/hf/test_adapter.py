@@ -344,6 +344,9 @@ def test_what_peft_keeps_outside_the_model_is_refused():
     dropped = peft.get_peft_model(make_qwen3(), peft.LoraConfig(lora_dropout=0.1, **lora))
     with pytest.raises(ValueError, match=r"has lora_dropout 0.1; .* make it with lora_dropout=0"):
         adapt(dropped)
+    headed = peft.LoraConfig(modules_to_save=["lm_head"], **lora)
+    with pytest.raises(ValueError, match=r"PEFT has changed its head.* leave lm_head, or"):
+        adapt(peft.get_peft_model(make_qwen3(), headed))
     model = adapt(peft.get_peft_model(make_qwen3(), peft.LoraConfig(**lora)), check=False)
     trained = [name for name, each in model.named_parameters() if each.requires_grad]
     assert trained

@@ -104,6 +104,15 @@ def test_text_is_prepared_once(capsys):
     assert f"\nusing the tokenized data of {text_folder(config)}: 1 sequences of 1" in said
 
 
+def test_held_out_data_that_are_not_there():
+    make("made", [1, 2])
+    words = ["data.eval_path=absent", "train.eval_every=1"]
+    config = load_config(None, [*WORDS, *words])
+    for look in (text_is_ready, prepare_text):
+        with pytest.raises(ValueError, match=r"^data.eval_path: absent"):
+            look(config)
+
+
 def test_a_run_stops_if_many_samples_were_rejected(capsys):
     word_tokenizer(Path("tok"), "a b", template=CHATML)
     lines = ['{"text": "a b"}\n'] * 9 + ['{"text": ""}\n', "{\n", "{\n"]

@@ -9,7 +9,7 @@ import pytest
 
 from longshore.config.load import load_config
 from longshore.run.folder import newest_runs, reached_step, write_config
-from longshore.run.resume import OpenRun, Start, _open, change_config, check_steps
+from longshore.run.resume import OpenRun, Start, _open, change_config, changed_settings, check_steps
 from longshore.train.checkpoint_files import CheckpointIndex, begin_save, finish_save
 
 
@@ -52,6 +52,20 @@ def test_fewer_steps_than_are_done_are_refused_before_anything_changes():
     assert (sorted(run.rglob("*.toml")), (run / "config.toml").read_text()) == before
     assert open_run(config, steps=13).is_resumed
     assert open_run(config, steps=14).is_resumed
+
+
+def test_the_base_of_low_rank_factors_may_have_moved():
+    run, lora = Path("run"), "model.lora.rank=4"
+    run.mkdir()
+    write_config(asked("model.from_hf=here", lora), run)
+    (change,) = changed_settings(asked("model.from_hf=there", lora), run)
+    assert change == "model.from_hf was 'here' and is 'there' from here on"
+    for words in (["model.from_hf=there"], ["model.preset=tiny-llama", lora]):
+        with pytest.raises(ValueError, match="a run resumes with the data and the model it began"):
+            changed_settings(asked(*words), run)
+    write_config(asked("model.from_hf=here"), run)
+    with pytest.raises(ValueError, match=r"model.from_hf was 'here' in run and is now 'there'"):
+        changed_settings(asked("model.from_hf=there"), run)
 
 
 def test_a_kept_configuration_is_never_overwritten():

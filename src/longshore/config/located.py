@@ -42,6 +42,18 @@ def in_keys(key: str = "") -> Iterator[None]:
         raise ValueError(f"{start}{error.filename}: cannot be read ({error.strerror})") from None
 
 
+@contextmanager
+def of_held_out() -> Iterator[None]:
+    """For a config whose data are the held-out ones: errors name data.eval_path, not data.path."""
+    try:
+        yield
+    except ValueError as error:
+        section, _, rest = str(error).partition(".")
+        if section != "data" or not rest.startswith(("path", "mock")):
+            raise
+        raise ValueError(f"data.eval_{rest}") from None
+
+
 def as_key(name: str, value: str = "") -> str:
     """A setting as a recipe spells it: max_cp is plan.max_cp, with a value plan.max_cp=8.
 

@@ -11,6 +11,7 @@ that joined in it: of 4 ranks the first four have the prefix "attempt-1-0", the 
 "attempt-1-1".
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ def process_group(
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    excepthook = sys.excepthook  # torch replaces it, each time by one that calls the last
     with _default_timeout(timeout):
         dist.init_process_group(
             backend,
@@ -69,9 +71,11 @@ def process_group(
             # Groups that a failed rank shares cannot be destroyed, and its process ends.
             if where.world_size == 1:
                 dist.destroy_process_group()
+                sys.excepthook = excepthook
             raise
         dist.barrier()
         dist.destroy_process_group()
+        sys.excepthook = excepthook
 
 
 def _name_ranks(device: torch.device) -> None:

@@ -83,6 +83,12 @@ def check_foreign(hf: Any) -> None:  # noqa: ANN401
 def _check_modules(hf: Any) -> None:  # noqa: ANN401
     """Refuses parts that mix tokens, drop numbers, or share weights in ways FSDP cannot carry."""
     head = hf.get_output_embeddings()
+    if isinstance(getattr(head, "base_layer", getattr(head, "original_module", None)), nn.Module):
+        raise ValueError(
+            "PEFT has changed its head, which Longshore's loss reads as it is; leave lm_head, or "
+            "with tied weights embed_tokens, out of target_modules, modules_to_save and "
+            "trainable_token_indices"
+        )
     if not isinstance(head, nn.Linear):
         raise ValueError(f"it has no head for causal language modelling; {WAY_OUT}")
     if getattr(head, "bias", None) is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from longshore.config.check import check_longest, planner_options
 from longshore.config.check_graph import LAYERS, graph_layers
-from longshore.config.located import in_keys
+from longshore.config.located import in_keys, of_held_out
 from longshore.config.schema import RunConfig
 from longshore.data.data_rank import Packing, Planner
 from longshore.data.loader import Loader
@@ -261,7 +261,8 @@ def make_evaluator(
     config = held_out(job.config, on_demand=on_demand)
     if config is None:
         return None
-    source = open_source(config, job.decoder, job.topology, display=job.display)
+    with of_held_out():
+        source = open_source(config, job.decoder, job.topology, display=job.display)
     assert not isinstance(source, TextStream), "held-out data are never streamed"
     with agreed(job.topology.groups):
         check_longest(config, job.topology.lanes, longest_of(source))

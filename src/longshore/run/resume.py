@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 
 from longshore.config.check import check_config, decoder_config
 from longshore.config.load import NOT_THE_DEMO, load_config
+from longshore.config.lora import lora_config
 from longshore.config.schema import SECTIONS, RunConfig
 from longshore.run.folder import (
     CONFIG,
@@ -180,13 +181,25 @@ def changed_settings(config: RunConfig, run: Path) -> list[str]:
             was, now = (getattr(getattr(c, section), field.name) for c in (before, config))
             if was == now or key.startswith(UNREPORTED) or _is_own_choice(key, config):
                 continue
-            if section == "model" or (section == "data" and field.name not in MAY_CHANGE):
+            if _is_fixed(key, before, config):
                 raise ValueError(
                     f"{key} was {was!r} in {run} and is now {now!r}; a run resumes with the data "
                     "and the model it began with, so set it back, or leave --resume out"
                 )
             changes.append(f"{key} was {was!r} and is {now!r} from here on")
     return changes
+
+
+def _is_fixed(key: str, before: RunConfig, config: RunConfig) -> bool:
+    """Whether a change of the key would make it another run.
+
+    The base of low-rank factors may be in another folder: checkpoints know it by its content.
+    """
+    section, _, name = key.partition(".")
+    models = (before.model, config.model)
+    if key == "model.from_hf" and all(model.from_hf for model in models):
+        return any(lora_config(model.lora) is None for model in models)
+    return section == "model" or (section == "data" and name not in MAY_CHANGE)
 
 
 def _is_own_choice(key: str, config: RunConfig) -> bool:

@@ -319,7 +319,8 @@ class Checkpoints:
             raise ValueError(
                 f"the base {self.base.get('folder') or 'of new weights'} has changed since the "
                 f"checkpoint of step {content.step}, whose low-rank factors belong to it; restore "
-                "it, or leave --resume out to begin again"
+                "it, name the folder where it is now (model.from_hf), or leave --resume out to "
+                "begin again"
             )
 
     def _set_rng(self, states: dict[str, Tensor]) -> None:
