@@ -42,6 +42,17 @@ def in_keys(key: str = "") -> Iterator[None]:
         raise ValueError(f"{start}{error.filename}: cannot be read ({error.strerror})") from None
 
 
+@contextmanager
+def of_held_out() -> Iterator[None]:
+    """Errors of the block, about held-out data read as a run's data, name data.eval_path."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error).replace("data.path", "data.eval_path")
+        start = "" if "data.eval_path" in text else "data.eval_path: "
+        raise ValueError(f"{start}{text}") from None
+
+
 def as_key(name: str, value: str = "") -> str:
     """A setting as a recipe spells it: max_cp is plan.max_cp, with a value plan.max_cp=8.
 

@@ -86,6 +86,8 @@ def find_inputs(names: Sequence[str | Path]) -> tuple[Input, ...]:
 
 
 def _input(path: Path) -> Input:
+    if not path.suffix and not path.exists():
+        raise ValueError(f"{path}: cannot be read (No such file or directory); check the name")
     if not has_ending(path, (*JSON, *TABLES)):
         raise ValueError(f"{path}: must end in {listed_endings()}; unpack or convert it first")
     try:

@@ -30,7 +30,7 @@ from longshore.config.data_parts import (
     shown_path,
     tokenizer_of,
 )
-from longshore.config.located import as_key, in_keys
+from longshore.config.located import as_key, in_keys, of_held_out
 from longshore.config.schema import RunConfig
 from longshore.data.batches import Batches, BatchSize
 from longshore.data.chat_template import DATE
@@ -105,7 +105,10 @@ def text_is_ready(config: RunConfig) -> bool:
     else:
         folders = [folder for folders in text_folders(config) for folder in folders]
         ready = all((folder / MANIFEST).exists() for folder in folders)
-    return ready and (others is None or text_is_ready(others))
+    if not ready or others is None:
+        return ready
+    with of_held_out():
+        return text_is_ready(others)
 
 
 def prepare_text(config: RunConfig, *, display: str = "auto") -> None:
@@ -115,7 +118,8 @@ def prepare_text(config: RunConfig, *, display: str = "auto") -> None:
     Its workers are processes, so ranks that are daemons themselves leave it to their parent.
     """
     if others := held_out(config):
-        prepare_text(others, display=display)
+        with of_held_out():
+            prepare_text(others, display=display)
     if not config.data.stream:
         for part in data_parts(config.data):
             if part.texts:

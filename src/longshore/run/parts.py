@@ -22,7 +22,7 @@ from torch import Tensor
 
 from longshore.config.check import check_longest, planner_options
 from longshore.config.check_graph import LAYERS, graph_layers
-from longshore.config.located import in_keys
+from longshore.config.located import in_keys, of_held_out
 from longshore.config.schema import RunConfig
 from longshore.data.data_rank import Packing, Planner
 from longshore.data.loader import Loader
@@ -261,10 +261,12 @@ def make_evaluator(
     config = held_out(job.config, on_demand=on_demand)
     if config is None:
         return None
-    source = open_source(config, job.decoder, job.topology, display=job.display)
+    with of_held_out():
+        source = open_source(config, job.decoder, job.topology, display=job.display)
     assert not isinstance(source, TextStream), "held-out data are never streamed"
     with agreed(job.topology.groups):
-        check_longest(config, job.topology.lanes, longest_of(source))
+        with in_keys("data.eval_path"):
+            check_longest(config, job.topology.lanes, longest_of(source))
         check_positions(stepper.model, longest_of(source), "data.eval_path")
     # Its loss is a sum over tokens, so that no sequences have to share a step.
     steps = make_steps(job, config, source=source, shuffle=False, is_grouped=False)
