@@ -265,6 +265,7 @@ def test_nothing_is_shown_where_nothing_is_left_to_do():
     ("settings", "message"),
     [
         ({"inputs": "none.jsonl"}, r"none.jsonl: cannot be read \(No such file"),
+        ({"inputs": "dolly/none"}, "dolly/none: there is no such file or folder"),
         ({"inputs": []}, "no input is given"),
         (
             {"inputs": "tok"},

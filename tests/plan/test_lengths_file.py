@@ -79,6 +79,14 @@ def test_unreadable_files_are_named(tmp_path):
         read_lengths(binary)
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.json.gz"])
+def test_a_file_of_samples_is_to_be_prepared_first(tmp_path, name):
+    """It was "line 1: has 2 columns, not 1", or "not a text file"."""
+    (tmp_path / name).write_bytes(b'{"input_ids": [5, 6]}' if name == "rows.jsonl" else b"\xff")
+    with pytest.raises(ValueError, match=rf"{name}: is a file of samples.* longshore prepare"):
+        read_lengths(tmp_path / name)
+
+
 def test_a_part_keeps_lines_and_labels():
     whole = parse("length,pack\n1,a\n2,b\n3,a\n4,a\n5,b\n")
     assert whole.part(range(5)) == whole

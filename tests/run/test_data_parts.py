@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from tests.data.tiny import word_tokenizer
 
 from longshore.config import check_config, decoder_config, load_config
+from longshore.data.fields import Field
 from longshore.data.source import TokenizedSample
 from longshore.data.store import write_store
 from longshore.run.data import open_sequences, prepare_text, text_folders, text_is_ready
@@ -126,3 +128,27 @@ def test_the_recipe_of_a_run_keeps_them():
 def test_what_does_not_fit_is_refused(words, message):
     with pytest.raises(ValueError, match=message):
         config_of(*words)
+
+
+@pytest.mark.parametrize("path", ["none.jsonl", "tok/*.jsonl", "bad.jsonl"])
+def test_errors_of_held_out_data_name_their_key(path):
+    """They named data.path."""
+    Path("bad.jsonl").write_text('{"text": 5}\n')
+    config = config_of("data.path=a.jsonl", f"data.eval_path={path}", "train.eval_every=1")
+    with pytest.raises(ValueError, match=r"^data\.eval_path: "):
+        prepare_text(config)
+    if path != "bad.jsonl":
+        prepare_text(config_of("data.path=a.jsonl"))
+        with pytest.raises(ValueError, match=r"^data\.eval_path: "):
+            text_is_ready(config)
+
+
+def test_sources_with_other_fields_name_their_key_once():
+    """It was "data.path: data.path: mixture: …"."""
+    field = Field("reward", "sequence", "float32")
+    sample = TokenizedSample(0, np.int32([7, 8]), np.array([True, True]))
+    with_field = replace(sample, fields={"reward": np.float32(1)})
+    write_store("plain", [sample])
+    write_store("more", [with_field], fields=[field])
+    with pytest.raises(ValueError, match=r"^data\.path: mixture: the extra fields"):
+        opened('data.path=["plain", "more"]')

@@ -9,6 +9,7 @@ calls max_bytes is data.max_bytes in a recipe, and what is wrong with a file is 
         prepare(…, max_bytes=0)         data.max_bytes is 0; it must be at least 1
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -44,14 +45,13 @@ def in_keys(key: str = "") -> Iterator[None]:
 
 @contextmanager
 def of_held_out() -> Iterator[None]:
-    """For a config whose data are the held-out ones: errors name data.eval_path, not data.path."""
+    """Errors of the block, about held-out data read as a run's data, name data.eval_path."""
     try:
         yield
     except ValueError as error:
-        section, _, rest = str(error).partition(".")
-        if section != "data" or not rest.startswith(("path", "mock")):
-            raise
-        raise ValueError(f"data.eval_{rest}") from None
+        text = re.sub(r"\bdata\.(path|mock)\b", r"data.eval_\1", str(error))
+        is_named = "data.eval_" in text or text.startswith("data.")
+        raise ValueError(text if is_named else f"data.eval_path: {text}") from None
 
 
 def as_key(name: str, value: str = "") -> str:

@@ -27,6 +27,8 @@ from longshore.plan.types import Plan
 
 HEADERS = (["length"], ["length", "pack"])
 MOST_DIGITS = 12
+SAMPLES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".gz", ".zst")
+"""Endings of files that have lengths only after `longshore prepare`."""
 SHOWN = 40
 
 
@@ -97,10 +99,17 @@ def read_lengths(path: str | Path) -> Lengths:
     try:
         with open(path, encoding="utf-8-sig") as file:
             return parse_lengths(file, str(path))
+    except ValueError as error:
+        if Path(path).name.endswith(SAMPLES):
+            raise ValueError(
+                f"{path}: is a file of samples, not of lengths; tokenize it first, with longshore "
+                f"prepare {path} --out FOLDER, and name that folder"
+            ) from None
+        if isinstance(error, UnicodeDecodeError):
+            raise ValueError(f"{path}: is not a text file (it must be UTF-8)") from None
+        raise
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: is not a text file (it must be UTF-8)") from None
 
 
 def demo_lengths() -> Lengths:

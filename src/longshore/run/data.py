@@ -106,8 +106,10 @@ def text_is_ready(config: RunConfig) -> bool:
         with in_keys("data.path"):
             folders = [folder for folders in text_folders(config) for folder in folders]
         ready = all((folder / MANIFEST).exists() for folder in folders)
+    if not ready or others is None:
+        return ready
     with of_held_out():
-        return ready and (others is None or text_is_ready(others))
+        return text_is_ready(others)
 
 
 def prepare_text(config: RunConfig, *, display: str = "auto") -> None:

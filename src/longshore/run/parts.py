@@ -265,7 +265,8 @@ def make_evaluator(
         source = open_source(config, job.decoder, job.topology, display=job.display)
     assert not isinstance(source, TextStream), "held-out data are never streamed"
     with agreed(job.topology.groups):
-        check_longest(config, job.topology.lanes, longest_of(source))
+        with in_keys("data.eval_path"):
+            check_longest(config, job.topology.lanes, longest_of(source))
         check_positions(stepper.model, longest_of(source), "data.eval_path")
     # Its loss is a sum over tokens, so that no sequences have to share a step.
     steps = make_steps(job, config, source=source, shuffle=False, is_grouped=False)
