@@ -19,6 +19,7 @@ from longshore.run.folder import lock_run
 from longshore.run.parts import make_evaluator
 from longshore.train.checkpoint_files import saved_steps
 from longshore.train.metrics import read_metrics
+from longshore.train.stop import RunError
 
 LENGTHS = {
     "mode": "distribution",
@@ -319,3 +320,20 @@ def test_two_trainers_one_after_the_other_under_torchrun(tmp_path):
     for each in first:
         losses = [dict(metrics)["loss"] for metrics in each]
         torch.testing.assert_close(losses, alone, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("per", ["target", "sequence"])
+def test_a_field_that_is_nan_is_named_as_the_cause(tmp_path, per):
+    """It was the loss function that had to be looked at."""
+    values = {"target": "[0, 1, NaN]", "sequence": "NaN"}
+    row = f'{{"input_ids": [5, 6, 7], "advantages": {values[per]}}}\n'
+    (tmp_path / "rows.jsonl").write_text(row * 2)
+    given = settings(tmp_path / "run", loss="grpo", loss_options={"on_policy": True})
+    given["data"] = {
+        "path": str(tmp_path / "rows.jsonl"),
+        "batch": 2,
+        "cache": str(tmp_path / "cache"),
+        "fields": [f"advantages:per_{per}:float32"],
+    }
+    with Trainer(**given) as trainer, pytest.raises(RunError, match="advantages of the data is Na"):
+        trainer.step()

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from tests.hf.folders import qwen3
 
 from longshore.arch.lora import LoRAConfig
@@ -29,3 +30,22 @@ def test_factors_belong_to_the_base_that_was_read(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "write_shared", lambda items, groups, write, **rest: write(items))
     weights._write_weights(job, SimpleNamespace(config=decoder), Path(tmp_path))
     assert saved["lora"] == known
+
+
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("output.weights=true", "longshore export run out"),
+        ("output.weights=false", "write it again with --resume run"),
+    ],
+)
+def test_the_advice_after_a_failed_export_works(monkeypatch, word, advice):
+    """`longshore export` reads RUN/weights, which output.weights=false does not write."""
+    words = ["model.preset=tiny-llama", "output.export=out", word]
+    topology = SimpleNamespace(rank=1)
+    job = SimpleNamespace(config=load_config(None, words), topology=topology)
+    given = {}
+    monkeypatch.setattr(weights, "_write_weights", lambda *args: None)
+    monkeypatch.setattr(weights, "_export", lambda *args, **rest: given.update(rest))
+    weights.write_weights(job, None, folder=Path("run"), note=print)
+    assert given["then"] == advice

@@ -47,6 +47,8 @@ def write_weights(
         note(f"wrote {folder}: {', '.join(files)}")
     if output.export:
         then = f"longshore export {folder} {output.export}"
+        if not output.weights:  # which that command reads
+            then = f"write it again with --resume {folder}"
         check = partial(_check_export, job, model, output.export)
         _export(job, model, output.export, check=check, then=then)
         if is_first:

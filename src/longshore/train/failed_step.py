@@ -8,7 +8,8 @@ In: a step and its result. Out: the micro-batches of each lane, and the sequence
 
 `loss` is this lane's part of the step's loss in that round, so it shows where the first NaN was. If
 a user's loss function caused it, a round has "fault": {"sequence": 93, "position": 17, "of":
-"value"}: at that token nll was finite, and the function's value, or its gradient, was not.
+"value", "nan_field": ""}: at that token nll was finite, and the function's value, or its gradient,
+was not. nan_field: a field of the data that is NaN there, which then is the cause.
 """
 
 import json
@@ -40,6 +41,8 @@ class FaultyToken:
     position: int
     of: str
     """What is not finite: "value" or "gradient"."""
+    nan_field: str
+    """A field of the data that is NaN there; "" if none is."""
 
 
 def explain(run: Path, stepper: Stepper, step: Step, result: StepResult) -> str:
@@ -53,9 +56,12 @@ def explain(run: Path, stepper: Stepper, step: Step, result: StepResult) -> str:
         return f"{written}; lower train.lr, or set train.clip{own}"
     places = [f"its {t.of} at sequence {t.sequence}, position {t.position}" for t in tokens[:SHOWN]]
     more = f" and {len(tokens) - SHOWN} more" if len(tokens) > SHOWN else ""
+    way_out = "look at the function's divisions, logarithms and roots"
+    if field := next((token.nan_field for token in tokens if token.nan_field), ""):
+        way_out = f"{field} of the data is NaN there: fix the data, or leave the row out"
     return (
         f"{written}; train.loss={stepper.loss.name} is not finite where the model's own loss is: "
-        f"{', '.join(places)}{more}; look at the function's divisions, logarithms and roots"
+        f"{', '.join(places)}{more}; {way_out}"
     )
 
 
@@ -65,22 +71,38 @@ def _faulty_token(step: Step, batch: MicroBatch, faults: Faults | None) -> Fault
         if row >= 0:
             index = batch.ctx.sequences[batch.ctx.sequence_index[row.cpu()]]
             position = int(batch.ctx.positions[row.cpu()])
-            return FaultyToken(step.plan.sequences[index].id, position, of)
+            id_ = step.plan.sequences[index].id
+            return FaultyToken(id_, position, of, _nan_field(batch, int(row)))
     return None
+
+
+def _nan_field(batch: MicroBatch, row: int) -> str:
+    """The first field of the data that is NaN at a token, or for its sequence."""
+    index = batch.ctx.sequence_index[row]
+    values = {name: field[row] for name, field in batch.token_fields.items()}
+    values |= {name: field[index] for name, field in batch.sequence_fields.items()}
+    return next((name for name, value in values.items() if value.isnan().any()), "")
 
 
 def _over_ranks(mine: list[FaultyToken], stepper: Stepper) -> list[FaultyToken]:
     """The first such token of each rank; the same list on all ranks."""
     row = (
-        [1, mine[0].sequence, mine[0].position, Faults._fields.index(mine[0].of)]
+        [
+            1,
+            mine[0].sequence,
+            mine[0].position,
+            Faults._fields.index(mine[0].of),
+            bool(mine[0].nan_field),
+        ]
         if mine
-        else [0] * 4
+        else [0] * 5
     )
+    name = mine[0].nan_field if mine else ""  # that of another rank is in its lane-N.json
     device, world = stepper.topology.device, stepper.topology.groups.world
     rows = gather(torch.tensor([row], device=device), world).tolist()
     return [
-        FaultyToken(id_, position, Faults._fields[of])
-        for is_set, id_, position, of in rows
+        FaultyToken(id_, position, Faults._fields[of], (name or "a field") if is_nan else "")
+        for is_set, id_, position, of, is_nan in rows
         if is_set
     ]
 
