@@ -25,7 +25,7 @@ def chats(count, seed=0):
 BAD_LINES = {
     2: ("broken JSON", "{"),
     5: ("no messages", '{"messages": []}'),
-    7: ("empty", ""),
+    7: ("no messages", "{}"),
     11: ("no loss tokens", json.dumps({"messages": chat("Hi")})),
     12: ("too long", json.dumps({"messages": chat("Hi", "Yo " * 200)})),
     20: ("bad message", '{"messages": [{"role": "user", "content": 5}]}'),

@@ -245,19 +245,21 @@ def read_range(
 ) -> Iterator[tuple[int, Sample | SampleError]]:
     """The samples of a range with their lines; a line that is no sample gives its error.
 
+    Blank lines count as lines, but are left out.
     One of more than `max_bytes` is an error too, and is neither parsed nor read into memory.
     packed: gets how much of a compressed file is read.
     """
     if part.input.is_table:
-        rows: Iterator[Sample | SampleError] = read_table(
+        rows: Iterator[Sample | SampleError | None] = read_table(
             part.input.name, part.start, part.stop, leaves_out=leaves_out, max_bytes=max_bytes
         )
     elif _list_start(part.input) is None:
-        rows = map(_parse, _lines(part, max_bytes, packed))
+        rows = map(_parse_line, _lines(part, max_bytes, packed))
     else:
         rows = map(_parse, _records(part, max_bytes, packed))
     for line, row in enumerate(rows, start=1):
-        yield line, row if isinstance(row, SampleError) else present_columns(row)
+        if row is not None:
+            yield line, row if isinstance(row, SampleError) else present_columns(row)
 
 
 def _lines(part: Range, limit: int, packed: PackedBytes | None) -> Iterator[bytes | SampleError]:
@@ -305,6 +307,11 @@ def _records(part: Range, limit: int, packed: PackedBytes | None) -> Iterator[by
             again.seek(record.stop + 1)
             if _first_byte(again):
                 raise _more_text(part.input, record.stop + 1)
+
+
+def _parse_line(line: bytes | SampleError) -> Sample | SampleError | None:
+    """None for a blank line."""
+    return None if isinstance(line, bytes) and not line.strip() else _parse(line)
 
 
 def _parse(line: bytes | SampleError) -> Sample | SampleError:
