@@ -39,10 +39,15 @@ def test_an_error_is_one_of_its_key(error, message):
 
 
 def test_what_is_wrong_with_held_out_data_is_said_of_their_key():
-    with pytest.raises(ValueError, match=r"^data.eval_path: a.jsonl is empty$"), of_held_out():
-        raise ValueError("data.path: a.jsonl is empty")
-    with pytest.raises(ValueError, match=r"^data.fields is wrong$"), of_held_out():
-        raise ValueError("data.fields is wrong")
+    for key, named in {"data.path": "data.eval_path", "data.fields": "data.fields"}.items():
+        with (
+            pytest.raises(ValueError, match=rf"^{named}: a.jsonl is empty$"),
+            of_held_out(),
+            in_keys(key),
+        ):
+            raise ValueError("a.jsonl is empty")
+    with pytest.raises(ValueError, match=r"^data.path: "), in_keys("data.path"):
+        raise ValueError("of the run's own data")
 
 
 def test_errors_about_other_things_pass():

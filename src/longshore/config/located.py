@@ -9,9 +9,9 @@ calls max_bytes is data.max_bytes in a recipe, and what is wrong with a file is 
         prepare(…, max_bytes=0)         data.max_bytes is 0; it must be at least 1
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields
 
 from longshore.config.schema import SECTIONS
@@ -19,6 +19,7 @@ from longshore.errors import SettingError
 
 WITHOUT_KEY = {"start_over": "remove the folder"}
 """What has no key, and what to do instead."""
+_IS_HELD_OUT = ContextVar("_IS_HELD_OUT", default=False)
 
 
 @contextmanager
@@ -33,7 +34,7 @@ def settings_in_keys(**values: object) -> Iterator[None]:
 @contextmanager
 def in_keys(key: str = "") -> Iterator[None]:
     """Errors of the block name keys, and begin with this one; an OSError becomes a ValueError."""
-    start = f"{key}: " if key else ""
+    start = f"{data_key(key)}: " if key else ""
     try:
         with settings_in_keys():
             yield
@@ -45,13 +46,18 @@ def in_keys(key: str = "") -> Iterator[None]:
 
 @contextmanager
 def of_held_out() -> Iterator[None]:
-    """Errors of the block, about held-out data read as a run's data, name data.eval_path."""
+    """In this block held-out data are read as a run's data are, and errors name their keys."""
+    token = _IS_HELD_OUT.set(True)
     try:
         yield
-    except ValueError as error:
-        text = re.sub(r"\bdata\.(path|mock)\b", r"data.eval_\1", str(error))
-        is_named = "data.eval_" in text or text.startswith("data.")
-        raise ValueError(text if is_named else f"data.eval_path: {text}") from None
+    finally:
+        _IS_HELD_OUT.reset(token)
+
+
+def data_key(key: str = "data.path") -> str:
+    """The key, or in a block of held-out data the one that took its place: data.eval_path."""
+    is_other = _IS_HELD_OUT.get() and key in ("data.path", "data.mock")
+    return key.replace("data.", "data.eval_") if is_other else key
 
 
 def as_key(name: str, value: str = "") -> str:

@@ -30,7 +30,7 @@ from longshore.config.data_parts import (
     shown_path,
     tokenizer_of,
 )
-from longshore.config.located import as_key, in_keys, of_held_out
+from longshore.config.located import as_key, data_key, in_keys, of_held_out
 from longshore.config.schema import RunConfig
 from longshore.data.batches import Batches, BatchSize
 from longshore.data.chat_template import DATE
@@ -122,7 +122,9 @@ def prepare_text(config: RunConfig, *, display: str = "auto") -> None:
         with of_held_out():
             prepare_text(others, display=display)
     if not config.data.stream:
-        for part in data_parts(config.data):
+        with in_keys("data.path"):
+            parts = data_parts(config.data)
+        for part in parts:
             if part.texts:
                 _prepare_part(part, config, StringIO() if display == "none" else sys.stderr)
 
@@ -273,8 +275,8 @@ def open_sequences(config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
     if not source.loss_tokens.any():
         folders = ", ".join(str(folder) for each in text_folders(config) for folder in each)
         raise ValueError(
-            f"data.path: no token of {shown_path(data)} has a loss (tokenized: {folders}); it may "
-            "have no assistant turns: data.loss_on=all trains on every token"
+            f"{data_key()}: no token of {shown_path(data)} has a loss (tokenized: {folders}); it "
+            "may have no assistant turns: data.loss_on=all trains on every token"
         )
     return source
 
@@ -297,7 +299,7 @@ def _open_folder(folder: Path, config: RunConfig, decoder: DecoderConfig) -> Ind
     return Readable(
         store,
         decoder.vocab_size,
-        name=f"data.path: {folder}",
+        name=f"{data_key()}: {folder}",
         has_teacher=_has_teacher(config, store.fields),
     )
 
