@@ -368,6 +368,19 @@ def worker_ids():
     return [process.pid for process in multiprocessing.active_children()]
 
 
+def text_rules(tokenizer="", template=""):
+    return TextRules(
+        tokenizer=tokenizer,
+        template=template,
+        loss_on="assistant",
+        max_length=0,
+        too_long="reject",
+        fields=(),
+        ignore=(),
+        max_bytes=1000,
+    )
+
+
 @pytest.fixture
 def folder_of(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -375,16 +388,7 @@ def folder_of(tmp_path, monkeypatch):
     Path("tok").mkdir()
 
     def folder(template):
-        rules = TextRules(
-            tokenizer="tok",
-            template=template,
-            loss_on="assistant",
-            max_length=0,
-            too_long="reject",
-            fields=(),
-            ignore=(),
-            max_bytes=1000,
-        )
+        rules = text_rules(tokenizer="tok", template=template)
         return cache_folder(["chats.jsonl"], rules, "prepared").name
 
     return folder
@@ -450,16 +454,7 @@ def test_the_cache_takes_a_file_by_any_of_its_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"input_ids": [1, 2]}\n')
     Path("link").symlink_to(tmp_path)
-    rules = TextRules(
-        tokenizer="",
-        template="",
-        loss_on="assistant",
-        max_length=0,
-        too_long="reject",
-        fields=(),
-        ignore=(),
-        max_bytes=1000,
-    )
+    rules = text_rules()
     for name in ("rows.jsonl", str(tmp_path / "rows.jsonl"), "link/rows.jsonl"):
         folder = cache_folder([name], rules, "prepared")
         for reused in (0, 1):

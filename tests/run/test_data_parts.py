@@ -9,12 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from tests.data.tiny import word_tokenizer
+from tests.run.sequences import open_config
 
-from longshore.config import check_config, decoder_config, load_config
+from longshore.config import check_config, load_config
 from longshore.data.fields import Field
 from longshore.data.source import TokenizedSample
 from longshore.data.store import write_store
-from longshore.run.data import open_sequences, prepare_text, text_folders, text_is_ready
+from longshore.run.data import prepare_text, text_folders, text_is_ready
 
 WORDS = ("model.preset=tiny-llama", "data.batch=2", "plan.capacity=64", "data.tokenizer=tok")
 NAMES = 'data.path=["a.jsonl", "b/*.jsonl"]'
@@ -39,10 +40,7 @@ def config_of(*words):
 
 
 def opened(*words):
-    config = config_of(*words)
-    prepare_text(config)
-    assert text_is_ready(config)
-    return open_sequences(config, decoder_config(config.model))
+    return open_config(config_of(*words))
 
 
 def first_tokens(source):

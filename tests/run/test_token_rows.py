@@ -15,13 +15,14 @@ from pyarrow import parquet
 from tests.cli.test_train import LLAMA
 from tests.data.samples import rejected
 from tests.data.tiny import word_tokenizer
+from tests.run.sequences import open_config
 
 from longshore.cli.main import main
 from longshore.config import check_config, decoder_config, load_config
 from longshore.data.fields import Field
 from longshore.data.store import Store, read_manifest
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
-from longshore.run.data import open_sequences, open_stream, prepare_text, text_is_ready
+from longshore.run.data import open_stream
 from longshore.train.metrics import read_metrics
 
 WORDS = ("model.preset=tiny-llama", "data.batch=4", "plan.capacity=64")
@@ -69,10 +70,7 @@ def config_of(*words):
 
 
 def opened(*words):
-    config = config_of(*words)
-    prepare_text(config)
-    assert text_is_ready(config)
-    return open_sequences(config, decoder_config(config.model))
+    return open_config(config_of(*words))
 
 
 def check_same(sample, expected):

@@ -148,8 +148,8 @@ def steady_cap(plans: Seq[Plan], coverage: float) -> int:
     """A cap that serves this share in each quarter of the steps, for steps that are not planned.
 
     The planner decides about a step as a whole, so micro-batches of a step are alike, and a few
-    steps say less than their many micro-batches seem to. So an eighth more is added, at least 1:
-    an empty slot costs next to nothing. plans: in no particular order.
+    steps say less than their many micro-batches seem to. So an eighth more is added, at least 1.
+    plans: in no particular order.
     """
     quarters = [plans[first::4] for first in range(4)]
     cap = max(choose_cap(quarter, coverage) for quarter in quarters)

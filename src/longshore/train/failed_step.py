@@ -85,7 +85,7 @@ def _nan_field(batch: MicroBatch, row: int) -> str:
 
 
 def _over_ranks(mine: list[FaultyToken], stepper: Stepper) -> list[FaultyToken]:
-    """The first such token of each rank; the same list on all ranks."""
+    """The first such token of each rank; the same on all ranks but for the names of fields."""
     row = (
         [
             1,
@@ -97,12 +97,15 @@ def _over_ranks(mine: list[FaultyToken], stepper: Stepper) -> list[FaultyToken]:
         if mine
         else [0] * 5
     )
-    name = mine[0].nan_field if mine else ""  # that of another rank is in its lane-N.json
     device, world = stepper.topology.device, stepper.topology.groups.world
     rows = gather(torch.tensor([row], device=device), world).tolist()
+    # The name of another rank's field is in its lane-N.json.
     return [
-        FaultyToken(id_, position, Faults._fields[of], (name or "a field") if is_nan else "")
-        for is_set, id_, position, of, is_nan in rows
+        mine[0]
+        if values == row
+        else FaultyToken(id_, position, Faults._fields[of], "a field" if is_nan else "")
+        for values in rows
+        for is_set, id_, position, of, is_nan in [values]
         if is_set
     ]
 
