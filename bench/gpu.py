@@ -34,7 +34,6 @@ from longshore.arch.costs import step_flops
 from longshore.choices import Kernels
 from longshore.ops.backends import chosen, kernels_line, only
 from longshore.run.job import TrainingJob
-from longshore.run.loop import graph_use
 from longshore.run.parts import Parts
 from longshore.train.loop import Machine, StepReport
 from longshore.train.loop import train as train_loop
@@ -123,7 +122,6 @@ def steps_of(job: TrainingJob, parts: Parts, steps: int) -> list[tuple[StepRepor
         ),
         flops=partial(step_flops, job.decoder),
         machine=Machine(ranks=1, device=job.topology.device, peak_flops=None),
-        graphs=graph_use(job, parts),
     )
     results, before = [], time.perf_counter()
     for each in islice(reports, steps):

@@ -18,10 +18,8 @@ from longshore.plan.graph_use import (
     as_graphed,
     choose_cap,
     graph_way,
-    graphed_counts,
     sequences_with_padding,
     steady_cap,
-    ways_of,
 )
 from longshore.plan.shapes import lane_packs, lane_tokens, make_buckets
 
@@ -53,22 +51,6 @@ def test_sequences_are_those_of_the_boundaries(plan):
         ctx = lane_context(plan, number, lane)
         spans = sum(len(pack.local) for pack in ctx.packs)
         assert sequences_with_padding(plan, number, lane) == spans
-
-
-@settings(max_examples=25, deadline=None)
-@given(plans(), st.integers(1, 8), st.booleans())
-def test_ways_are_those_of_each_micro_batch(plan, cap, halves):
-    setting = GraphSetting(cap, halves)
-    ways = ways_of(plan, setting)
-    for number, lane in micro_batches(plan):
-        packs = lane_context(plan, number, lane).packs
-        sizes = [pack.group.cp_size for pack in packs]
-        sequences = sum(len(pack.local) for pack in packs)
-        assert ways[number][lane] == graph_way(sizes, sequences, setting)
-    flat = [way for row in ways for way in row]
-    assert graphed_counts(plan, setting) == {
-        way: flat.count(way) for way in ("whole", "halves", "eager")
-    }
 
 
 @settings(max_examples=25, deadline=None)

@@ -7,7 +7,6 @@ import pytest
 from tests.report.run_folders import make_run, write_lines
 from tests.report.test_plan_page_browser import CHROMIUM, FLAGS, Seen
 
-from longshore.plan.graph_use import GraphSetting
 from longshore.report.pages import read_runs, write_run_page
 
 pytestmark = [
@@ -147,7 +146,7 @@ def test_one_run(tmp_path, width):
         batch=96,
         experts=(8, 8),
         depths=2,
-        graphs=GraphSetting(4, halves=True),
+        graphs=True,
         evals=True,
         pp=2,
         vpp=2,

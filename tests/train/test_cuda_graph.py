@@ -24,6 +24,7 @@ from longshore.plan.graph_use import GraphSetting
 from longshore.train.cuda_graph import GraphedLayers
 from longshore.train.graph_piece import GraphMemory, GraphPiece, parameters_of
 from longshore.train.graph_recorder import RecordingError
+from longshore.train.graph_shape import GraphShape
 
 ALL = {AttentionConfig, MLAConfig, MLPConfig, DeltaNetConfig, Mamba2Config}
 CAP = 6
@@ -126,6 +127,9 @@ def test_replayed_layers_give_the_same_gradients(name):
     assert ways["whole"] >= layers.blocks
     assert ways["halves"] >= layers.blocks
     assert sum("recorded" in line for line in layers.told) >= 1
+    # Of each way the first micro-batch runs eagerly, the other two are replayed.
+    assert layers.take_runs() == [2 * layers.blocks, 2 * layers.blocks, 2 * layers.blocks]
+    assert layers.take_runs() == [0, 0, 0]
 
 
 @pytest.mark.long
@@ -180,6 +184,7 @@ def test_more_memory_than_allowed_is_not_used():
     assert not any(shape.pieces for shape in layers.shapes.values())
     assert len(layers.failed) == 1
     assert "graph.memory_gib" in layers.failed[0]
+    assert layers.take_runs() == [0, 0, 4 * layers.blocks], "the plan says whole"
 
 
 def test_what_cannot_be_recorded_runs_eagerly():
@@ -207,9 +212,28 @@ def test_what_cannot_be_recorded_runs_eagerly():
     for key, gradient in gradients(one).items():
         torch.testing.assert_close(gradients(other)[key], gradient, rtol=1e-10, atol=1e-12)
     assert layers.failed == ["Mamba2, whole: no"]
+    mambas = sum(isinstance(block.mixer, Mamba2) for block in other.layers.values())
+    others = layers.blocks - mambas
+    assert layers.take_runs() == [2 * others, 0, others + 3 * mambas]
     kinds = {type(block.mixer) for shape in layers.shapes.values() for block, _ in shape.pieces}
     assert Mamba2 not in kinds
     assert kinds
+
+
+def test_a_block_whose_second_half_cannot_be_recorded_runs_eagerly(monkeypatch):
+    """Its first half was recorded before, and is not tried again in every micro-batch."""
+
+    def refused(*args):
+        raise RecordingError("no")
+
+    monkeypatch.setattr(GraphShape, "_after", refused)
+    model = model_of("tiny-llama")
+    layers = graphed(model)
+    for lengths in HALVES:
+        for batch in rounds(lengths, depths=0):
+            run(model, batch)
+    assert layers.failed == ["Attention, halves: no"]
+    assert layers.take_runs() == [0, 0, 3 * layers.blocks]
 
 
 def test_boundaries_are_copied_to_where_graphs_read_them():
@@ -241,6 +265,7 @@ def test_a_shape_of_which_nothing_can_be_recorded_is_left_alone():
             run(model, batch)
     assert layers.shapes["whole", 64].is_off
     assert layers.told == ["CUDA graphs: Attention, whole runs without graphs: no"]
+    assert layers.take_runs() == [0, 0, 4 * layers.blocks]
 
 
 def test_evaluation_is_eager():

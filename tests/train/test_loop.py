@@ -28,8 +28,10 @@ def steps():
 class Stepper:
     """Says when it queues a step, and wants to stop in one; `bad` has no finite loss."""
 
-    def __init__(self, seen, *, stop=0, bad=0):
+    def __init__(self, seen, *, stop=0, bad=0, graphed=()):
         self.seen, self.stop, self.bad, self.number = seen, stop, bad, 0
+        self.graphs = SimpleNamespace(bytes=2**29) if graphed else None
+        self.graphed = torch.tensor(graphed, dtype=torch.float64)
 
     def step(self, batches, lr, *, stop, plan):
         self.number += 1
@@ -37,7 +39,9 @@ class Stepper:
         loss = float("nan") if self.number == self.bad else 2.0
         stops = torch.tensor([float(self.number == self.stop)], dtype=torch.float64)
         losses = torch.tensor([loss, 0.0, 0.0], dtype=torch.float64)
-        return StepResult(losses, torch.tensor(1.0), stops, (), RoundResults((), (), ()))
+        return StepResult(
+            losses, torch.tensor(1.0), stops, self.graphed, (), RoundResults((), (), ())
+        )
 
 
 def run(monkeypatch, device, *, count=4, evaluated=(), **choices):
@@ -120,3 +124,19 @@ def test_a_run_that_is_finished_asks_for_no_step(monkeypatch):
         start=Progress(3, 3),
     )
     assert list(reports) == []
+
+
+def test_metrics_say_what_graphs_replayed(monkeypatch):
+    """Not what the plan would allow: a recording may fail, or exceed the limit on memory."""
+    monkeypatch.setattr(loop, "peak_memory", lambda _: 0)
+    (report,) = loop.train(
+        Stepper([], graphed=(0.0, 6.0, 2.0)),
+        steps(),
+        steps=1,
+        schedule=SCHEDULE,
+        flops=lambda lengths: 1,
+        machine=Machine(1, torch.device("cpu"), None),
+    )
+    metrics = report.metrics
+    assert metrics.graphed == {"whole": 0, "halves": 6, "eager": 2}
+    assert (metrics.graph_gib, metrics.loss, metrics.grad_norm) == (0.5, 2.0, 1.0)

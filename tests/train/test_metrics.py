@@ -58,7 +58,7 @@ def test_a_line_has_just_these_names_in_this_order():
 
 def test_graphs_in_a_line():
     graphed = {"whole": 6, "halves": 2, "eager": 0}
-    start = "CUDA graphs: of 8 micro-batches 75% as whole layers, 25% by halves of layers"
+    start = "CUDA graphs: 8 layers ran 75% as a whole, 25% by halves"
     assert graphed_text(graphed, None) == start
     assert graphed_text(graphed, 1.5) == f"{start}; graphs take 1.50 GiB"
 

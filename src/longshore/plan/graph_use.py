@@ -64,12 +64,6 @@ def as_graphed(plan: Plan) -> Plan:
     return replace(plan, setting=replace(setting, buckets=buckets))
 
 
-def graphed_counts(plan: Plan, setting: GraphSetting) -> dict[str, int]:
-    """How many micro-batches of a step are served in each way."""
-    ways = [way for row in ways_of(plan, setting) for way in row]
-    return {way: ways.count(way) for way in GRAPH_WAYS}
-
-
 def sequences_with_padding(plan: Plan, number: int, lane: int) -> int:
     """Sequences of a lane in round `number` as kernels see them: its padding is one more."""
     packs = lane_packs(plan, number, lane)
@@ -87,14 +81,6 @@ def graph_way(packs_cp_sizes: Seq[int], sequences: int, setting: GraphSetting | 
     if alone and sequences <= setting.max_sequences:
         return "whole"
     return "halves" if setting.halves else "eager"
-
-
-def ways_of(plan: Plan, setting: GraphSetting) -> list[list[GraphWay]]:
-    """The way of each lane in each round, as [round][lane]."""
-    counts = _count(plan)
-    whole = counts.alone & (counts.sequences <= setting.max_sequences)
-    rest: GraphWay = "halves" if setting.halves else "eager"
-    return [["whole" if fits else rest for fits in row] for row in whole.tolist()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-/* How CUDA graphs served the micro-batches: the share of each way over steps, and in all. Hidden without graphs. */
+/* How CUDA graphs served the layers: the share of each way over steps, and in all. Hidden without graphs. */
 
 const GRAPH_WAYS = { whole: "whole layers", halves: "halves of layers", eager: "eagerly" };
 
@@ -13,9 +13,9 @@ class GraphsView {
     if (!this.runs.length) return;
     byId("graphs-note").textContent = "A graph replays the kernels of a layer without launching each. Whole layers need a " +
       "micro-batch with one pack of CP size 1 and at most graph.max_sequences sequences; in others only what works on " +
-      "single tokens is replayed, where halves are possible, and the rest runs eagerly. The shares are those of the plans.";
-    fillTable(byId("graphs-table"), [this.several ? "Run" : "", "Micro-batches", "Whole layers", "Halves", "Eagerly", "Memory"],
-      this.runs.map(({ name, graphs }) => [this.several ? name : "All steps", number(graphs.micro_batches), percent(graphs.whole),
+      "single tokens is replayed, where halves are possible, and the rest runs eagerly. Counted are forward passes of layers, as they ran on all lanes.";
+    fillTable(byId("graphs-table"), [this.several ? "Run" : "", "Layers run", "Whole", "Halves", "Eagerly", "Memory"],
+      this.runs.map(({ name, graphs }) => [this.several ? name : "All steps", number(graphs.layers), percent(graphs.whole),
         percent(graphs.halves), percent(graphs.eager), graphs.memory_gib === null ? "–" : gib(graphs.memory_gib)]));
     this.draw();
   }
@@ -29,8 +29,8 @@ class GraphsView {
         colour: colour(this.several ? i : place), dash: this.several ? DASHES[place] : "",
       })));
     drawOverSteps(byId("graphs"), lines, {
-      title: "Share of micro-batches", format: percent, log: false, height: 240,
-      caption: "Of all lanes and rounds of a step, by how they are served.",
+      title: "Share of layers", format: percent, log: false, height: 240,
+      caption: "Forward passes of layers in all lanes and rounds of a step, by how they ran.",
     });
     byId("graphs").append(element("ul", { class: "legend", "aria-label": "Ways" }, ...lines.map((line) => (
       element("li", {}, element("span", { class: "swatch", style: `background: ${line.colour}` }), line.name)))));

@@ -17,7 +17,7 @@ from longshore.train.device import peak_flops
 from longshore.train.evaluation import Evaluator
 from longshore.train.failed_step import explain
 from longshore.train.heartbeat import SAVING
-from longshore.train.loop import GraphUse, Hooks, Machine, Progress, StepReport, train
+from longshore.train.loop import Hooks, Machine, Progress, StepReport, train
 from longshore.train.optimizer import Schedule
 from longshore.train.record import RunRecord
 
@@ -54,16 +54,7 @@ def train_steps(job: TrainingJob, parts: Parts, step_hooks: StepHooks) -> Iterat
         ),
         start=step_hooks.saver.progress,
         hooks=_hooks(job, parts, step_hooks),
-        graphs=graph_use(job, parts),
     )
-
-
-def graph_use(job: TrainingJob, parts: Parts) -> GraphUse | None:
-    """What the metrics say of CUDA graphs; None where there are none."""
-    layers = parts.stepper.graphs
-    if layers is None or job.resolved.graph is None:
-        return None
-    return GraphUse(job.resolved.graph, lambda: layers.bytes)
 
 
 def _schedule(job: TrainingJob) -> Schedule:

@@ -18,6 +18,7 @@ micro-batch runs forward and backward before the next begins. Experts, embedding
 what FSDP does run eagerly; so do depths of multi-token prediction, and evaluation.
 """
 
+from collections import Counter
 from collections.abc import Callable, Set
 from functools import partial
 
@@ -29,7 +30,7 @@ from longshore.batch import SeqContext
 from longshore.model.decoder import Block, Decoder
 from longshore.model.interface import Output
 from longshore.model.rope import Tables
-from longshore.plan.graph_use import GraphSetting, GraphWay, graph_way
+from longshore.plan.graph_use import GRAPH_WAYS, GraphSetting, GraphWay, graph_way
 from longshore.train.graph_piece import GraphMemory
 from longshore.train.graph_recorder import RecordingError
 from longshore.train.graph_shape import GraphedBlock, GraphShape, graphed_block
@@ -38,7 +39,8 @@ from longshore.train.graph_shape import GraphedBlock, GraphShape, graphed_block
 class GraphedLayers:
     """Puts itself in the place of the blocks' forward, after FSDP has wrapped them.
 
-    failed: what is not replayed after all, and why.
+    failed: what is not replayed after all, and why. runs: forward passes of its blocks since
+    `take_runs`, by what served them; evaluation is not counted.
     """
 
     def __init__(
@@ -54,13 +56,15 @@ class GraphedLayers:
         self.setting, self.memory, self.most_bytes, self.tell = setting, memory, most_bytes, tell
         self.shapes: dict[tuple[GraphWay, int], GraphShape] = {}
         self.failed: list[str] = []
+        self.runs: Counter[GraphWay] = Counter()
         self.blocks = 0
         self._off: set[tuple[GraphWay, type]] = set()
         self._packs: object = None
         self._shape: GraphShape | None = None
         for block in model.layers.values():
             assert isinstance(block, Block)
-            if (graphed := graphed_block(block, kinds)) is not None:
+            graphed = graphed_block(block, kinds, recompute=memory.recompute)
+            if graphed is not None:
                 self.blocks += 1
                 block.forward = partial(self._run, graphed)  # type: ignore[method-assign]
 
@@ -69,20 +73,29 @@ class GraphedLayers:
         """That all graphs have reserved."""
         return self.memory.recorder.bytes
 
+    def take_runs(self) -> list[int]:
+        """The counts of `runs` in the order of GRAPH_WAYS; counting starts anew."""
+        runs, self.runs = self.runs, Counter()
+        return [runs[way] for way in GRAPH_WAYS]
+
     def _run(self, graphed: GraphedBlock, x_TC: Tensor, ctx: SeqContext, tables: Tables) -> Output:
         if not torch.is_grad_enabled():
             return graphed.eager(x_TC, ctx, tables)
         if ctx.packs is not self._packs:
             self._begin(ctx, tables)
         shape = self._shape
-        if shape is None or self._is_off(shape, graphed):
-            return graphed.eager(x_TC, ctx, tables)
-        try:
-            return shape.run(graphed, x_TC, ctx, tables)
-        except RecordingError as error:
-            self._off.add((shape.way, graphed.kind))
-            self._fail(f"{graphed.kind.__name__}, {shape.way}", str(error))
-            return graphed.eager(x_TC, ctx, tables)
+        if shape is not None and not self._is_off(shape, graphed):
+            try:
+                output = shape.run(graphed, x_TC, ctx, tables)
+            except RecordingError as error:
+                self._off.add((shape.way, graphed.kind))
+                shape.forget(graphed)
+                self._fail(f"{graphed.kind.__name__}, {shape.way}", str(error))
+            else:
+                self.runs[shape.way] += 1
+                return output
+        self.runs["eager"] += 1
+        return graphed.eager(x_TC, ctx, tables)
 
     def _is_off(self, shape: GraphShape, graphed: GraphedBlock) -> bool:
         """Layers that are recorded still serve a round in which others can no longer be."""

@@ -91,6 +91,12 @@ class GraphShape:
     def has(self, graphed: GraphedBlock) -> bool:
         return any(block is graphed.block for block, _ in self.pieces)
 
+    def forget(self, graphed: GraphedBlock) -> None:
+        """Drops a block's pieces: its other half could not be recorded."""
+        self.pieces = {
+            key: piece for key, piece in self.pieces.items() if key[0] is not graphed.block
+        }
+
     def load(self, ctx: SeqContext, tables: Tables) -> None:
         """Copies what a micro-batch's graphs read beside their inputs."""
         self.is_new = self.is_new or not self.pieces
@@ -125,8 +131,6 @@ class GraphShape:
             return Output(rows[0]) if graphed.feeds else self._feed_eagerly(block, rows, ctx)
         if block.mixer is None or block.mixer_norm is None:
             return Output(self._piece(graphed, "feed", self._feed)(x_TC)[0])
-        if self.memory.recompute:
-            return graphed.eager(x_TC, ctx, tables)
         x_TC, normed_TC = block.mixer_norm.add(x_TC, None)
         mixed_TC, loss = with_loss(block.mixer(normed_TC, ctx, tables))
         losses = () if loss is None else (MixerLoss(loss),)
@@ -248,16 +252,19 @@ def _tensors(bounds: Boundaries) -> list[Tensor]:
     return [tensor for _, tensor in sorted(tensors, key=lambda pair: pair[0])]
 
 
-def graphed_block(block: Block, kinds: Set[type[Part]]) -> GraphedBlock | None:
-    """What of a block is replayed; None for nothing."""
+def graphed_block(block: Block, kinds: Set[type[Part]], *, recompute: bool) -> GraphedBlock | None:
+    """What of a block is replayed; None for nothing.
 
+    recompute: whether blocks are recomputed, which only whole blocks can be: one whose mixer runs
+    eagerly is not replayed then.
+    """
     config, mixer = block.config, block.mixer
     if config.residuals is not None:
         return None
     whole = mixer if type(config.mixer) in kinds and isinstance(mixer, ThreeStepMixer) else None
     # A mixer's graph ends with the sum, where no feed-forward part follows.
     feeds = type(config.mlp) in kinds or (whole is not None and config.mlp is None)
-    if whole is None and not feeds:
+    if whole is None and (not feeds or (recompute and mixer is not None)):
         return None
     eager_parts = [
         part

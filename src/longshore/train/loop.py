@@ -19,9 +19,9 @@ from torch import Tensor
 
 from longshore.data.steps import Step
 from longshore.parallel.timestamp import Timestamp
-from longshore.plan.graph_use import GraphSetting, graphed_counts
+from longshore.plan.graph_use import GRAPH_WAYS
 from longshore.plan.order import Kind
-from longshore.plan.types import Plan
+from longshore.train.cuda_graph import GraphedLayers
 from longshore.train.metrics import StepMetrics
 from longshore.train.optimizer import Schedule
 from longshore.train.step import Stepper, StepResult
@@ -39,14 +39,6 @@ class Machine:
     device: torch.device
     peak_flops: float | None
     """Of one rank, per second; None if unknown."""
-
-
-@dataclass(frozen=True, slots=True)
-class GraphUse:
-    """The CUDA graphs of a run. memory_bytes: of this rank's graphs so far; None if unknown."""
-
-    setting: GraphSetting
-    memory_bytes: Callable[[], int | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +126,12 @@ def train(
     machine: Machine,
     start: Progress = START,
     hooks: Hooks = NO_HOOKS,
-    graphs: GraphUse | None = None,
 ) -> Iterator[StepReport]:
     """Trains up to step `steps`, and yields a report of each step, after its hooks were called.
 
-    start: the progress to resume from; the loader is already there. graphs: None: there are none.
+    start: the progress to resume from; the loader is already there.
     """
-    meter = _Meter(flops, machine, graphs)
+    meter = _Meter(flops, machine, stepper.graphs)
     waiting: _QueuedStep | None = None
     updates, stops, is_first = start.updates, False, True
     begin = Timestamp(machine.device)
@@ -192,10 +183,13 @@ def _reported(report: StepReport, done: _QueuedStep, hooks: Hooks) -> StepReport
 
 
 def _on_host(result: StepResult | None) -> Tensor:
-    """Stops, gradient norm, losses, expert counts as float64; the copy is started, not awaited."""
+    """Stops, gradient norm, uses of graphs, losses, expert counts as float64.
+
+    The copy is started, not awaited.
+    """
     if result is None:
         return torch.empty(0)
-    first = [result.stops, result.grad_norm.view(1), result.losses]
+    first = [result.stops, result.grad_norm.view(1), result.graphed, result.losses]
     numbers = torch.cat([*first, *result.experts]).double()
     if numbers.device.type != "cuda":
         return numbers
@@ -207,7 +201,7 @@ class _Meter:
     """Makes metrics from finished steps; a step's time includes waiting for its data."""
 
     def __init__(
-        self, flops: Callable[[list[int]], int], machine: Machine, graphs: GraphUse | None
+        self, flops: Callable[[list[int]], int], machine: Machine, graphs: GraphedLayers | None
     ) -> None:
         self.flops = flops
         self.machine = machine
@@ -217,14 +211,15 @@ class _Meter:
         done.end.wait()
         experts = _experts(done)
         losses = len(done.numbers) - sum(map(len, experts))
-        norm, loss, balance, index, *depths = done.numbers[1:losses].tolist() or (None,) * 4
+        graphed, first = _graphed(done), 2 + (len(GRAPH_WAYS) if self.graphs else 0)
+        norm = float(done.numbers[1]) if done.result else None
+        loss, balance, index, *depths = done.numbers[first:losses].tolist() or (None,) * 3
         elapsed = done.end.since(done.begin)
         step, plan = done.step, done.step.plan
         counts = step.batches[0].counts
         flops = self.flops([sequence.length for sequence in plan.sequences])
         each = flops / elapsed / self.machine.ranks
         peak = self.machine.peak_flops
-        graphed, graph_gib = _graphed(self.graphs, plan)
         metrics = StepMetrics(
             step=done.number,
             epoch=step.place.epoch,
@@ -249,17 +244,17 @@ class _Meter:
             index_loss=index or None,
             mtp_losses=tuple(depths) or None,
             graphed=graphed,
-            graph_gib=graph_gib,
+            graph_gib=self.graphs.bytes / GIB if self.graphs else None,
         )
         return StepReport(step, metrics, _rounds(done), experts, _stages(done))
 
 
-def _graphed(graphs: GraphUse | None, plan: Plan) -> tuple[dict[str, int] | None, float | None]:
-    """Micro-batches by the way they are served, and GiB of this rank's graphs."""
-    if graphs is None:
-        return None, None
-    memory = graphs.memory_bytes()
-    return graphed_counts(plan, graphs.setting), None if memory is None else memory / GIB
+def _graphed(done: _QueuedStep) -> dict[str, int] | None:
+    """Forward passes of layers over all lanes, by what served them; None without graphs."""
+    if done.result is None or not len(done.result.graphed):
+        return None
+    counts = done.numbers[2 : 2 + len(GRAPH_WAYS)].long().tolist()
+    return dict(zip(GRAPH_WAYS, counts, strict=True))
 
 
 def _experts(done: _QueuedStep) -> tuple[tuple[int, ...], ...]:

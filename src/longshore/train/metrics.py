@@ -75,7 +75,7 @@ class StepMetrics:
     mtp_losses: tuple[float, ...] | None = None
     """The loss of each depth of multi-token prediction."""
     graphed: Mapping[str, int] | None = None
-    """Micro-batches of all lanes by how CUDA graphs serve them, as plan/graph_use.py names it."""
+    """Forward passes of layers on all lanes by what CUDA graphs replayed: whole, halves, eager."""
     graph_gib: float | None = None
     """Memory of this rank's graphs."""
 
@@ -91,12 +91,12 @@ class StepMetrics:
 
 
 def graphed_text(graphed: Mapping[str, int], graph_gib: float | None) -> str:
-    """How graphs served the micro-batches of some steps, in one line."""
+    """How graphs served the layers of some steps, in one line."""
     count = sum(graphed.values())
-    names = {"whole": "as whole layers", "halves": "by halves of layers", "eager": "eagerly"}
+    names = {"whole": "as a whole", "halves": "by halves", "eager": "eagerly"}
     shares = [f"{graphed[way] / count:.0%} {name}" for way, name in names.items() if graphed[way]]
     memory = "" if graph_gib is None else f"; graphs take {graph_gib:.2f} GiB"
-    return f"CUDA graphs: of {count:,} micro-batches {', '.join(shares)}{memory}"
+    return f"CUDA graphs: {count:,} layers ran {', '.join(shares)}{memory}"
 
 
 class MetricsFile:

@@ -78,6 +78,9 @@ class StepResult:
     """0-dim: the global norm before clipping."""
     stops: Tensor
     """float64 (1): how many ranks want the run to stop."""
+    graphed: Tensor
+    """float64 (3): forward passes of layers by GRAPH_WAYS, as CUDA graphs served them; (0) without
+    graphs."""
     experts: tuple[Tensor, ...]
     """int64 (E) for each MoE layer: the tokens routed to each expert."""
     rounds: RoundResults
@@ -145,7 +148,8 @@ class Stepper:
         losses, counts, rounds = self.gradients(batches, divisor, plan=plan)
         # All TP ranks of a lane have the same losses; the sum over all ranks counts them once.
         mine = losses if self.topology.tp_rank == 0 else torch.zeros_like(losses)
-        sums = torch.cat([mine, losses.new_full((1,), float(stop))])
+        own = [float(stop), *(self.graphs.take_runs() if self.graphs else ())]
+        sums = torch.cat([mine, *(losses.new_full((1,), number) for number in own)])
         self.status.at("gradient norm")
         counted = self.copies.counted if self.copies else None
         norm = clip(self.model, self.clip, self.topology, also=sums, counted=counted)
@@ -157,7 +161,8 @@ class Stepper:
         update_bias(self.model, routed)
         layout = self.executor.layout
         experts = counts_of_all_stages(routed, self.model.config, layout, self.topology)
-        return StepResult(sums[:-1], norm, sums[-1:], experts, rounds)
+        summed, stops, graphed = sums.split([len(losses), 1, len(own) - 1])
+        return StepResult(summed, norm, stops, graphed, experts, rounds)
 
     def gradients(
         self, batches: list[MicroBatch], divisor: float, *, plan: Plan | None = None
