@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,3 +131,12 @@ def test_an_assistant_that_begins(tmp_path):
     assert (
         learned(tokenizer(tmp_path, QWEN3), ANSWER, USER) == "<think>\n\n</think>\n\nYo.<|im_end|>"
     )
+
+
+def test_the_newline_after_a_turn_as_trl_trains_it(tmp_path):
+    """docs/coming-from.md: TRL's template marks it, and what is marked is trained."""
+    trl = pytest.importorskip("trl")
+    template = Path(trl.__file__).parent / "chat_templates" / "qwen3_training.jinja"
+    assert learned(tokenizer(tmp_path, QWEN3), USER, ANSWER).endswith("Yo.<|im_end|>")
+    made = tokenizer(tmp_path, QWEN3, template=str(template))
+    assert learned(made, USER, ANSWER).endswith("Yo.<|im_end|>\n")

@@ -1,5 +1,6 @@
 """Opens the page of a run in headless Chromium, in a frame as wide as a desktop's or a phone's."""
 
+import json
 import re
 import subprocess
 
@@ -47,6 +48,8 @@ function point(selector, name, share) {
 function tryCurves(saw) {
   saw.charts = charts();
   saw.empty = saw.charts.filter((chart) => !paths(chart).some((d) => d.length > 20));
+  const ticks = all("#chart-efficiency text[text-anchor=end]");
+  saw.efficiencyTicks = ticks.map((node) => parseFloat(node.textContent));
   saw.lossLines = document.querySelectorAll("#chart-loss path.curve").length;
   const before = paths("chart-loss");
   press("Tokens");
@@ -153,6 +156,8 @@ def test_one_run(tmp_path, width):
         refined=True,
         config={"parallel": {"layout": "Ett|tt|ttm|L"}},
     )
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    write_lines(run / "metrics.jsonl", [line | {"efficiency": 0.9} for line in lines])
     saw, complaints = open_runs([run], tmp_path, width=width)
     assert "failed" not in saw, saw
     assert (complaints, saw["errors"], saw["ready"]) == ([], "", "yes")
@@ -162,6 +167,7 @@ def test_one_run(tmp_path, width):
     assert {"chart-loss", "chart-depths", "chart-balance", "chart-memory"} <= set(saw["charts"])
     assert "chart-mfu" not in saw["charts"], "no step has a value for it"
     assert saw["empty"] == []
+    assert 80 < max(saw["efficiencyTicks"]) <= 100, "a share's axis ends at 100 %"
     assert saw["lossLines"] == 4, "raw, smoothed, and two evaluations"
     assert (saw["axisMoved"], saw["axisBack"]) == (True, True)
     assert "held-out" in saw["tip"]
@@ -169,7 +175,7 @@ def test_one_run(tmp_path, width):
     assert saw["dots"] == 1
     assert (saw["experts"], saw["heatChanged"]) == (True, True)
     assert saw["graphs"][0].startswith("All steps")
-    assert saw["graphLines"] == 2, "whole layers and halves; no micro-batch runs eagerly"
+    assert saw["graphLines"] == 3, "whole, by halves, eagerly"
     assert saw["refined"][0] == "211–163021 ×9.5 ×20 % → 10 %"
     assert (len(saw["refined"]), saw["refinedLines"]) == (2, 4), "changes; two kinds, two profiles"
     check_steps(saw)

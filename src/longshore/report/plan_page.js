@@ -35,8 +35,6 @@ const FIGURES = [
     "Tokens of the step's sequences, without padding."],
   ["planning_seconds", "Planning time", ({ stats }) => seconds(stats.planning_seconds),
     "How long it took to make this plan."],
-  ["digest", "Digest", ({ digest }) => digest,
-    "A hash of the plan. It must be the same on all ranks."],
 ];
 
 class Page {
@@ -99,6 +97,7 @@ class Page {
       element("dt", {}, "CP sizes"), element("dd", {}, this.sizeBars()),
       element("dd", { class: "small" }, "Sequences at each CP size, the number of lanes a sequence is split over."));
     byId("figures").replaceChildren(...figures, sizes);
+    byId("digest").replaceChildren("Digest of the plan, the same on all ranks: ", element("code", {}, this.step.digest));
   }
 
   sizeBars() {
@@ -180,7 +179,7 @@ function summary({ stats, lengths }, setting) {
 
 function figure(name, label, text, note) {
   return element("div", { "data-figure": name, title: note }, element("dt", {}, label),
-    element("dd", { class: name === "digest" ? "value digest" : "value" }, text), element("dd", { class: "small" }, note));
+    element("dd", { class: "value" }, text), element("dd", { class: "small" }, note));
 }
 
 function timelineNote(setting) {

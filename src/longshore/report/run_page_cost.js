@@ -101,13 +101,13 @@ class CostView {
 }
 
 /* A small chart of lines over steps, with a tip. */
-function drawOverSteps(host, lines, { title, caption, format, log, height }) {
+function drawOverSteps(host, lines, { title, caption, format, log, height, most }) {
   const values = lines.flatMap((line) => [...line.y, ...(line.low || []), ...(line.high || [])]);
   const steps = lines.flatMap((line) => [line.x[0], line.x.at(-1)]);
   const low = Math.min(...steps), high = Math.max(...steps);
   const plot = new Plot(host, {
     height, label: title, formats: [AXES.step[2], format],
-    ranges: [[low, high > low ? high : low + 1], spanOf(values, log)], logs: [false, log], whole: true,
+    ranges: [[low, high > low ? high : low + 1], spanOf(values, log, most)], logs: [false, log], whole: true,
   });
   lines.forEach((line) => {
     if (line.low) plot.band(line);

@@ -1,7 +1,7 @@
 /* The curves over steps, tokens or time, of one run or of several laid over each other.
 
    A chart is [key, title, sentence, [[metric, name], …], format, options]; options: large, steady (not smoothed),
-   ifItVaries (left out where every step has the same value). */
+   ifItVaries (left out where every step has the same value), most (where the vertical axis ends at the latest). */
 
 const CHARTS = [
   ["loss", "Loss", "Training loss of each step", [["loss", "training"]], figureText, { large: true }],
@@ -12,12 +12,12 @@ const CHARTS = [
   ["lr", "Learning rate", "", [["lr", "learning rate"]], figureText, { steady: true }],
   ["speed", "Tokens per second", "Real tokens, over all lanes", [["tokens_per_s", "tokens/s"]], compact, {}],
   ["time", "Time of a step", "From the end of the previous step to the end of this one", [["elapsed_s", "time"]], seconds, {}],
-  ["efficiency", "Plan efficiency", "Share of the lanes' time spent on real tokens", [["efficiency", "efficiency"]], percent, {}],
-  ["padding", "Padding", "Share of tokens that are padding", [["padding", "padding"]], percent, { ifItVaries: true }],
+  ["efficiency", "Plan efficiency", "Share of the lanes' time spent on real tokens", [["efficiency", "efficiency"]], percent, { most: 1 }],
+  ["padding", "Padding", "Share of tokens that are padding", [["padding", "padding"]], percent, { ifItVaries: true, most: 1 }],
   ["rounds", "Rounds", "Micro-batches of each lane in a step", [["rounds", "rounds"]], (value) => number(value, 1), { ifItVaries: true }],
   ["wait", "Waiting for data, planning", "", [["data_wait_s", "waiting for data"], ["plan_s", "planning, mostly in the background"]], seconds, {}],
   ["memory", "Memory", "Peak memory of a rank so far", [["memory_gib", "memory"]], gib, { steady: true }],
-  ["mfu", "MFU", "Share of the hardware's peak", [["mfu", "MFU"]], percent, {}],
+  ["mfu", "MFU", "Share of the hardware's peak", [["mfu", "MFU"]], percent, { most: 1 }],
 ];
 
 const AXES = {
@@ -126,7 +126,7 @@ class Curves {
     const low = this.axis === "step" && xs.length ? Math.min(...xs) : 0, high = Math.max(...xs, low + 1e-9);
     const plot = new Plot(chart.host, {
       height: chart.options.large ? 280 : 190, label: chartLabel(chart, lines, chart.format),
-      formats: [AXES[this.axis][2], chart.format], ranges: [[low, high > low ? high : low + 1], spanOf(values, log)], logs: [false, log],
+      formats: [AXES[this.axis][2], chart.format], ranges: [[low, high > low ? high : low + 1], spanOf(values, log, chart.options.most)], logs: [false, log],
       whole: this.axis === "step",
     });
     lines.forEach((line) => this.drawLine(plot, line, chart));

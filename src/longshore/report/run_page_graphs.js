@@ -29,7 +29,7 @@ class GraphsView {
         colour: colour(this.several ? i : place), dash: this.several ? DASHES[place] : "",
       })));
     drawOverSteps(byId("graphs"), lines, {
-      title: "Share of layers", format: percent, log: false, height: 240,
+      title: "Share of layers", format: percent, log: false, height: 240, most: 1,
       caption: "Forward passes of layers in all lanes and rounds of a step, by how they ran.",
     });
     byId("graphs").append(element("ul", { class: "legend", "aria-label": "Ways" }, ...lines.map((line) => (

@@ -38,8 +38,13 @@ function axisTicks(low, high, log, count) {
   return found;
 }
 
-/* A range with a little air around the values; from 0 where they are not far from it. */
-function spanOf(values, log) {
+/* A range with a little air around the values; from 0 where they are not far from it, never above `most`. */
+function spanOf(values, log, most = Infinity) {
+  const [low, high] = airySpan(values, log);
+  return [low, low < most ? Math.min(high, most) : high];
+}
+
+function airySpan(values, log) {
   let low = Infinity, high = -Infinity;
   for (const value of values) {
     if (value === null || (log && value <= 0)) continue;
