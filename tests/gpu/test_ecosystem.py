@@ -20,12 +20,21 @@ WAYS = {
     "4 lanes": ("--ranks", "4"),
     "2 lanes, recomputed": ("--ranks", "2", "parallel.shard=zero3", "train.recompute=blocks"),
 }
+FLOAT32 = {
+    "float32": ("--ranks", "2", "parallel.shard=zero3", "train.recompute=blocks")
+    + ("train.dtype=float32",)
+}
+WITHIN_FLOAT32 = 1e-3
 
 
 def follows(folder: Path, *words: str, falls: float, within: float = 0.01) -> None:
-    """All runs at once: most of their time is the start."""
+    """All runs at once: most of their time is the start.
+
+    One of them in float32, whose narrow limit tells an error from what bf16 rounds.
+    """
     runs = {"exact": start(folder / "exact", *words, *EXACT)}
-    runs |= {way: start(folder / way, *words, *more) for way, more in WAYS.items()}
+    ways = WAYS | FLOAT32
+    runs |= {way: start(folder / way, *words, *more) for way, more in ways.items()}
     losses = {way: finished(process, folder / way) for way, process in runs.items()}
     exact = losses.pop("exact")
     assert exact[-1] < exact[0] - falls
@@ -33,16 +42,23 @@ def follows(folder: Path, *words: str, falls: float, within: float = 0.01) -> No
     for way, values in losses.items():
         errors = [abs(a - b) / scale for a, b in zip(values, exact, strict=True)]
         worst = max(errors)
-        assert worst < within, f"{way}: {worst:.3%} at step {errors.index(worst) + 1}"
+        limit = WITHIN_FLOAT32 if way in FLOAT32 else within
+        assert worst < limit, f"{way}: {worst:.3%} at step {errors.index(worst) + 1}"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_oss"])
 def test_models_of_transformers(name: str, tmp_path: Path) -> None:
+    """With a low rate, because Gemma 3 is sensitive.
+
+    At 1e-3, its first weights rounded to bf16 change its losses in float64 by up to 0.97 % within 30
+    steps (0.02 to 0.03 % for the others), and 0.1 % more of the rate by 0.42 %: bf16 cannot stay
+    within 1 % there. At 3e-4 the first figure is 0.25 %.
+    """
     folders = pytest.importorskip("tests.hf.folders")
     make: Callable[..., object] = getattr(folders, name)
     make(tmp_path / "hf", max_position_embeddings=512)
     model = ("model.preset=", f"model.from_hf={tmp_path / 'hf'}", "model.code=transformers")
-    follows(tmp_path, *model, *SMALL, "train.steps=30", falls=0.05)
+    follows(tmp_path, *model, *SMALL, "train.steps=30", "train.lr=3e-4", falls=0.05)
 
 
 @pytest.mark.parametrize("code", ["longshore", "transformers"])
