@@ -218,7 +218,10 @@ def test_nothing_to_learn_is_refused(tmp_path):
         with pytest.raises(SampleError, match="none of its 6 tokens is a target") as caught:
             made({"messages": CHAT[: 2 if rules else 1]}, 0)
         assert caught.value.reason == "no loss tokens"
+    empty = [{"role": "user", "content": ""}]
     with pytest.raises(SampleError, match="none of its 1 tokens"):
+        shown(tokenizer(tmp_path, "{{ 'Hi' }}", loss_on="all"), {"messages": empty})
+    with pytest.raises(SampleError, match="leaves out message 1, of role 'user'"):
         shown(tokenizer(tmp_path, "{{ 'Hi' }}", loss_on="all"), {"messages": CHAT})
 
 

@@ -117,6 +117,8 @@ class RangeRecord:
     """(line, reason, detail) of each sample left out."""
     highest: tuple[int, int]
     """The highest token id, and the first line that has it; (-1, 0) if there is no sequence."""
+    renamed: int = 0
+    """Samples in which ShareGPT's roles became the usual ones."""
 
 
 def make_job(

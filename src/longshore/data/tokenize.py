@@ -288,7 +288,7 @@ class SampleTokenizer:
         chat = chat_from(sample, form)
         template = tokenizer.template_for(chat)
         if on_all:
-            return tokenizer.encode_spans(template.render(chat), None)
+            return tokenizer.encode_spans(template.complete_text(chat), None)
         return tokenizer.encode_spans(*template.locate(chat))
 
 
