@@ -80,6 +80,34 @@ def test_a_damaged_row_group_is_told_with_its_file(tmp_path):
         list(read_range(part))
 
 
+def test_a_flipped_bit_of_parquet_is_found_by_its_checksum(tmp_path):
+    path = tmp_path / "a.parquet"
+    plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pq.write_table(pa.table({"text": ["world"]}), path, **plain, write_page_checksum=True)
+    assert read_all(path, 1) == [{"text": "world"}]
+    at = path.read_bytes().index(b"world")
+    content = bytearray(path.read_bytes())
+    content[at] ^= 2  # "uorld", which is text too
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a.parquet: cannot be read as Parquet \(.*CRC") as caught:
+        read_all(path, 1)
+    assert "\n" not in str(caught.value)
+
+
+def test_text_of_parquet_that_a_small_file_unpacks_to_is_refused_unread(tmp_path):
+    path = tmp_path / "a.parquet"
+    rows = {"text": ["Hi", "a" * 10**6, "Yo"], "mask": [[0] * 10**5] * 3}
+    pq.write_table(pa.table(rows), path, compression="zstd", use_dictionary=False)
+    (part,) = cut_ranges(find_inputs([path]), 10**9)
+    message = r"a.parquet: its column text unpacks from [\d,]+ to 1,000,0\d\d bytes in 3 rows"
+    with pytest.raises(ValueError, match=message):
+        list(read_range(part, max_bytes=10**4))
+    without = list(read_range(part, max_bytes=10**4, leaves_out=lambda name: name == "text"))
+    assert all(isinstance(row, SampleError) for _, row in without), "read, and rejected one by one"
+    read = [sample for _, sample in read_range(part, max_bytes=10**5)]
+    assert isinstance(read[1], SampleError)
+
+
 def refusal(path, content):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"{path.name}: ") as caught:

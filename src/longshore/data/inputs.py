@@ -246,7 +246,8 @@ def read_range(
     """The samples of a range with their lines; a line that is no sample gives its error.
 
     Blank lines count as lines, but are left out.
-    One of more than `max_bytes` is an error too, and is neither parsed nor read into memory.
+    One of more than `max_bytes` is an error too, and is neither parsed nor read into memory; a row
+    of a table is read, because its page is, but stays as bytes.
     packed: gets how much of a compressed file is read.
     """
     if part.input.is_table:
