@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.data.inputs import Input, cut_ranges, find_inputs, read_range
+from longshore.data import inputs
+from longshore.data.inputs import Input, content_digest, cut_ranges, find_inputs, read_range
 from longshore.data.source import SampleError
 
 
@@ -106,6 +107,26 @@ def test_text_of_parquet_that_a_small_file_unpacks_to_is_refused_unread(tmp_path
     assert all(isinstance(row, SampleError) for _, row in without), "read, and rejected one by one"
     read = [sample for _, sample in read_range(part, max_bytes=10**5)]
     assert isinstance(read[1], SampleError)
+
+
+def test_the_digest_of_large_files_is_of_blocks_spread_over_each(tmp_path, monkeypatch):
+    monkeypatch.setattr(inputs, "BLOCK", 10)
+    contents = {"a.jsonl": b"{}" * 50, "b.jsonl": b"{}" * 5}
+
+    def digest(most, name="a.jsonl", at=None):
+        for file, content in contents.items():
+            (tmp_path / file).write_bytes(content)
+        if at is not None:
+            changed = bytearray(contents[name])
+            changed[at] ^= 1
+            (tmp_path / name).write_bytes(changed)
+        return content_digest(find_inputs([tmp_path]), most)
+
+    assert all(digest(110, at=at) != digest(110) for at in range(100))
+    seen = [at for at in range(100) if digest(60, at=at) != digest(60)]
+    assert seen == [*range(10), *range(45, 55), *range(90, 100)]  # 30 bytes, in 3 blocks
+    assert all(digest(60, "b.jsonl", at) != digest(60) for at in range(10))
+    assert digest(1, at=0) != digest(1)
 
 
 def refusal(path, content):

@@ -423,6 +423,24 @@ def test_the_choice_of_template_and_its_content_name_the_cache(folder_of, monkey
     assert folder_of("own") in names
 
 
+def test_text_changed_without_another_size_or_time_is_noticed(here):
+    def folder():
+        return cache_folder(["chats.jsonl"], text_rules(tokenizer="tok"), "prepared").name
+
+    run()
+    name, path = folder(), Path("chats.jsonl")
+    content, status = path.read_text(), path.stat()
+    path.write_text(content.replace("Yo", "Hi", 1))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_mtime_ns == status.st_mtime_ns
+    assert folder() != name
+    with pytest.raises(ValueError, match=r"other settings or inputs \(content differ\)"):
+        run()
+    path.write_text(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert folder() == name
+
+
 def test_a_pair_becomes_two_sequences_or_none(here):
     ask = [{"role": "user", "content": "one ?"}]
     yes, no = ({"role": "assistant", "content": text} for text in ("two three", "two"))

@@ -36,7 +36,14 @@ from longshore.data.chat_template import DATE
 from longshore.data.chats import RENAMED, has_renamed_roles
 from longshore.data.fields import Field, parse_field
 from longshore.data.highest_token import HIGHEST, HighestToken
-from longshore.data.inputs import MAX_BYTES, PackedBytes, Range, cut_ranges, find_inputs
+from longshore.data.inputs import (
+    MAX_BYTES,
+    PackedBytes,
+    Range,
+    content_digest,
+    cut_ranges,
+    find_inputs,
+)
 from longshore.data.pairs import sides
 from longshore.data.prepare_job import (
     Job,
@@ -352,9 +359,9 @@ class TextRules:
 def cache_folder(paths: Sequence[str], rules: TextRules, cache: str) -> Path:
     """The folder in the cache for these files and rules."""
     # By both names: a folder knows its inputs as they were named, and refuses other names.
+    files = find_inputs(paths)
     inputs = [
-        (file.name, str(Path(file.name).resolve()), file.bytes, file.mtime_ns)
-        for file in find_inputs(paths)
+        (file.name, str(Path(file.name).resolve()), file.bytes, file.mtime_ns) for file in files
     ]
     tokenizer = [
         (file.name, file.stat().st_mtime_ns)
@@ -362,7 +369,8 @@ def cache_folder(paths: Sequence[str], rules: TextRules, cache: str) -> Path:
         if file.suffix in (".json", ".jinja", ".txt", ".model")
     ]
     template = _template_digest(rules.template)
-    identity = json.dumps([inputs, tokenizer, asdict(rules), template], default=str)
+    content = content_digest(files)
+    identity = json.dumps([inputs, content, tokenizer, asdict(rules), template], default=str)
     name = re.sub(r"[*?\[\]]+", "_", Path(paths[0]).stem)
     return Path(cache) / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 

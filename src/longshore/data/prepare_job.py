@@ -32,7 +32,15 @@ from longshore.data.columns import (
     refuse_file,
     unused_columns,
 )
-from longshore.data.inputs import Input, PackedBytes, Range, Sample, read_range, whole_range
+from longshore.data.inputs import (
+    Input,
+    PackedBytes,
+    Range,
+    Sample,
+    content_digest,
+    read_range,
+    whole_range,
+)
 from longshore.data.pairs import PAIR_FIELDS, is_pair, sides
 from longshore.data.paths import is_store_file
 from longshore.data.rejected import REJECTED
@@ -140,6 +148,7 @@ def make_job(
     loaded = tokenizer.load()
     has_chats = check_first(inputs, SampleTokenizer(loaded, rules), max_bytes)
     settings = {
+        "content": content_digest(inputs),
         "tokenizer": "" if loaded is None else loaded.digest,
         "template": "" if loaded is None else loaded.template_digest,
         "date": tokenizer.date.isoformat(),

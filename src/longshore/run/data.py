@@ -36,7 +36,7 @@ from longshore.data.batches import Batches, BatchSize
 from longshore.data.chat_template import DATE
 from longshore.data.fields import Field, parse_field
 from longshore.data.highest_token import highest_of, unknown_token
-from longshore.data.inputs import find_inputs
+from longshore.data.inputs import content_digest, find_inputs
 from longshore.data.mixture import Joined, Mixture
 from longshore.data.mock import MockSource
 from longshore.data.prepare import TextRules, cache_folder, prepare_cache
@@ -237,16 +237,18 @@ def open_stream(config: RunConfig, decoder: DecoderConfig) -> TextStream:
     with in_keys("data.path"):
         parts = [find_inputs(part.texts) for part in data_parts(data)]
         tokenizer = SampleTokenizer(files.load(), limits)
-        check_first([file for part in parts for file in part], tokenizer, data.max_bytes)
+        files_of_all = [file for part in parts for file in part]
+        check_first(files_of_all, tokenizer, data.max_bytes)
     has_teacher = _has_teacher(config, fields)
 
     def check(sample: TokenizedSample, row: str) -> None:
         check_ids(sample, decoder.vocab_size, f"data.path: {row}", has_teacher=has_teacher)
 
     if not data.weights:
-        parts = [tuple(file for part in parts for file in part)]
+        parts = [tuple(files_of_all)]
     return TextStream(
         parts=tuple(parts),
+        content=content_digest(files_of_all),
         weights=data.weights or (1.0,),
         make_tokenizer=lambda: tokenizer,
         check=check,
