@@ -205,6 +205,19 @@ def test_a_template_that_is_no_jinja():
         made("\n{% for %}")
 
 
+def test_a_template_that_cannot_be_compiled():
+    """Jinja accepts the last two, and Python refuses the code that it makes of them."""
+    loops = "{% for i in messages %}" * 60 + "{% endfor %}" * 60
+    for text, why in (
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "maximum recursion depth"),
+        (loops, "too many statically nested blocks"),
+        ("{% break %}", "'break' outside loop"),
+    ):
+        with pytest.raises(ValueError, match=f"chat template: cannot be compiled: {why}") as caught:
+            made(text)
+        assert "\n" not in str(caught.value)
+
+
 KNOWN = """\
 {%- for m in messages %}
     {%- if m.role in ('user', 'assistant') or (m.role == 'system' and loop.first) %}

@@ -345,9 +345,14 @@ def test_bad_tokenizer_folders(tmp_path):
     folder = word_tokenizer(tmp_path, WORDS, template=[{"name": "default"}])
     with pytest.raises(ValueError, match="its list of chat templates has a bad entry"):
         Tokenizer(folder)
-    (folder / "tokenizer_config.json").write_text("[1")
-    with pytest.raises(ValueError, match=r"tokenizer_config.json: is not a JSON object"):
-        Tokenizer(folder)
+    for template in (5, [5], [{"name": "default", "template": 5}], {"default": ["{{ 1 }}"]}):
+        word_tokenizer(tmp_path, WORDS, template=template)
+        with pytest.raises(ValueError, match=r"its chat_template must be text|has a bad entry"):
+            Tokenizer(folder)
+    for text in ("[1", "[1]", '["abc"]', "5", "[" * 100_000, '{"a":' * 100_000):
+        (folder / "tokenizer_config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"tokenizer_config.json: is not a JSON object"):
+            Tokenizer(folder)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% if %}"}))
     with pytest.raises(ValueError, match="chat template: line 1 is not valid Jinja"):
         Tokenizer(folder)

@@ -347,10 +347,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).exists():
+            text = _read(folder / name, "it must be JSON")
             try:
-                config.update(json.loads(_read(folder / name, "it must be JSON")))
-            except (json.JSONDecodeError, TypeError) as error:
+                content = json.loads(text)
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{folder / name}: is not a JSON object ({error})") from None
+            if not isinstance(content, dict):
+                what = type(content).__name__
+                raise ValueError(f"{folder / name}: is not a JSON object, but {what}")
+            config.update(content)
     return config
 
 
@@ -378,7 +383,11 @@ def _template_texts(folder: Path, config: Mapping[str, Any], file: str | None) -
             raise ValueError(
                 f"tokenizer {folder}: its list of chat templates has a bad entry"
             ) from None
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise ValueError(
+            f"tokenizer {folder}: its chat_template must be text, or a list of names with texts"
+        )
     if (folder / "chat_template.jinja").exists():
         text = _read(folder / "chat_template.jinja", "it must be a chat template")
         texts = {**texts, "default": text}
-    return dict(texts)
+    return texts
