@@ -336,6 +336,33 @@ def test_tokenizer_digest_names_the_content(tmp_path):
     assert one.digest != Tokenizer(other_eos).digest
 
 
+@pytest.mark.parametrize(
+    ("step", "times", "is_refused"),
+    [
+        ({"type": "Replace", "pattern": {"String": "q"}, "content": "qq"}, 20, True),
+        ({"type": "Replace", "pattern": {"Regex": "q"}, "content": "qq"}, 20, True),
+        ({"type": "Replace", "pattern": {"String": "Hi"}, "content": "x" * 10**6}, 1, True),
+        ({"type": "ByteLevel"}, 20, True),
+        ({"type": "Replace", "pattern": {"String": "&"}, "content": "#amp;"}, 20, False),
+        ({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}, 20, False),
+        ({"type": "Prepend", "prepend": "▁"}, 20, False),
+        ({"type": "NFKD"}, 20, False),
+    ],
+)
+def test_normalizers_that_make_text_ever_longer_are_refused(tmp_path, step, times, is_refused):
+    """With 40 of the first, one letter becomes 10¹² bytes, and the package ends the process."""
+    folder = word_tokenizer(tmp_path, WORDS)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    nested = {"type": "Sequence", "normalizers": [step] * (times // 2)}
+    content["normalizer"] = {"type": "Sequence", "normalizers": [*[step] * -(-times // 2), nested]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    if not is_refused:
+        assert len(Tokenizer(folder).encode("Hi")[0])
+        return
+    with pytest.raises(ValueError, match=r"json: its normalizers make text more than 100 times"):
+        Tokenizer(folder)
+
+
 def test_bad_tokenizer_folders(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer.json: cannot be read .*No such file"):
         Tokenizer(tmp_path)

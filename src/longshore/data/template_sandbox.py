@@ -141,7 +141,7 @@ def compile_template(text: str, date: datetime.date) -> "Template":
         raise ValueError(f"chat template: line {line} is not valid Jinja ({error})") from None
     except (TooSlowError, TooLargeError) as error:
         raise ValueError(f"chat template: cannot be compiled: {error}") from None
-    except (SyntaxError, RecursionError, ValueError) as error:  # of the Python code that Jinja makes of it
+    except (SyntaxError, RecursionError, ValueError) as error:  # of the Python that Jinja writes
         why = error.msg if isinstance(error, SyntaxError) else error
         raise ValueError(f"chat template: cannot be compiled: {why}") from None
 

@@ -23,6 +23,8 @@ of a sequence is never counted: nothing predicts it.
 import datetime
 import hashlib
 import json
+import re
+import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -54,6 +56,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]
+
+PROBE = f"{string.printable}é漢ﷺ😀"
+"""Characters of one to four bytes, and one that Unicode's normal forms make 18 of."""
+MOST_GROWTH, MOST_NORMALIZED = 100, 10**8
 
 
 class Tokenizer:
@@ -325,6 +331,7 @@ def _load_backend(text: str, folder: Path) -> "Backend":
             "a tokenizer folder needs the package tokenizers, which is missing: "
             "pip install 'longshore[hf]'"
         ) from None
+    _check_normalizers(text, folder)
     try:
         backend = Backend.from_str(text)
     except Exception as error:  # the package raises bare Exception
@@ -332,6 +339,55 @@ def _load_backend(text: str, folder: Path) -> "Backend":
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _check_normalizers(text: str, folder: Path) -> None:
+    """Refuses normalizers that together make text far longer.
+
+    "aa" for "a" 40 times makes 10¹² bytes of one letter, and the package ends the process where it
+    gets no memory. So each normalizer is tried on what those before it made of a short text.
+    """
+    from tokenizers import normalizers
+
+    steps = list(_normalizers(text))
+    parts = [str(value) for step in steps for value in _strings(step)]
+    written = probe = PROBE + "".join(part[:100] for part in parts)
+    for step in steps:
+        longest = len(written) * len(str(step.get("content", "")))
+        one: Any = normalizers.Sequence([])
+        try:
+            one.__setstate__(json.dumps({"type": "Sequence", "normalizers": [step]}).encode())
+            written = one.normalize_str(written) if longest < MOST_NORMALIZED else ""
+        except Exception:  # the package raises bare Exception, and does so again when it loads all
+            return
+        if longest >= MOST_NORMALIZED or len(written) > MOST_GROWTH * len(probe):
+            raise ValueError(
+                f"{folder / 'tokenizer.json'}: its normalizers make text more than {MOST_GROWTH} "
+                "times longer; remove those that repeat one another"
+            )
+
+
+def _normalizers(text: str) -> Iterator[dict[str, Any]]:
+    """The normalizers of a tokenizer.json in order, without reading its vocabulary."""
+    for key in re.finditer(r'"normalizer"\s*:\s*(?=\{)', text):
+        try:
+            waiting = [json.JSONDecoder().raw_decode(text, key.end())[0]]
+        except (ValueError, RecursionError):
+            continue
+        while waiting:
+            step = waiting.pop(0)
+            inner = step.get("normalizers") if isinstance(step, dict) else ()
+            if isinstance(inner, list):
+                waiting[:0] = inner
+            elif isinstance(step, dict):
+                yield step
+
+
+def _strings(step: Mapping[str, Any]) -> Iterator[object]:
+    """What a normalizer replaces, and by what."""
+    pattern = step.get("pattern")
+    yield from pattern.values() if isinstance(pattern, Mapping) else ()
+    yield step.get("content", "")
 
 
 def _read(path: Path, expected: str) -> str:
