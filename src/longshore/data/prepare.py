@@ -75,6 +75,9 @@ from longshore.data.training_templates import OWN, is_file_choice, templates_dig
 from longshore.data.worker_pool import run_tasks
 from longshore.errors import SettingError, Spelling, in_python
 
+WARNINGS = "warnings"
+"""In a store's manifest: what a run on it says too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -104,6 +107,8 @@ class Summary:
     """Which chat template was chosen, where it is not the tokenizer's own."""
     renamed: int = 0
     """Samples with messages in which ShareGPT's roles became the usual ones."""
+    warnings: tuple[str, ...] = ()
+    """What is probably wrong with the tokenizer."""
 
     @property
     def rejections(self) -> Rejections:
@@ -130,7 +135,7 @@ class Summary:
         if self.renamed:
             roles = ", ".join(f"{name!r} as {role!r}" for name, role in RENAMED.items())
             notes.append(f"roles: in {self.renamed:,} samples ShareGPT's were read: {roles}")
-        return notes
+        return [*notes, *self.warnings]
 
     def __str__(self) -> str:
         return self.explain(in_python)
@@ -311,6 +316,7 @@ def _finish(job: Job, ranges: Sequence[Range]) -> None:
         "rejected": dict(sorted(reasons.items())),
         HIGHEST: asdict(highest),
         "chat_template": job.template_note,
+        WARNINGS: job.warnings,
     }
     fields = job.rules.fields
     finish_store(job.out, shards, fields=fields, about=about, scratch=job.work)
@@ -331,6 +337,7 @@ def _summary(job: Job, *, reused: int) -> Summary:
         rejected=manifest.about["rejected"],
         template_note=job.template_note,
         renamed=manifest.about.get("renamed_roles", 0),
+        warnings=job.warnings,
     )
 
 

@@ -75,6 +75,8 @@ class TextStream:
     """A new order of the pieces for every pass over the files."""
     seed: int
     """Of the shuffle, and of the order in which parts are drawn."""
+    warnings: tuple[str, ...] = ()
+    """What is probably wrong with the tokenizer, for people."""
 
     @property
     def bytes(self) -> int:

@@ -91,6 +91,7 @@ class Tokenizer:
         self._prefix, self._suffix = self._added_around_text(special.get("eos_token"))
         added = self._backend.get_added_tokens_decoder().values()
         ends = {token.content for token in added if token.special} | {special.get("eos_token", "")}
+        self._end_ids = [self._backend.token_to_id(text) for text in sorted(ends - {""})]
         make = partial(ChatTemplate, special_tokens=special, ends=sorted(ends - {""}), date=date)
         file = choice if is_file_choice(choice) else None
         own = {
@@ -142,6 +143,11 @@ class Tokenizer:
                 names=", ".join(BY_NAME),
             )
         return self._templates[name]
+
+    def is_ended(self, sequence: TokenizedSample) -> bool:
+        """Whether a special token, or white space after one, ends what is learned."""
+        targets = sequence.tokens[sequence.loss_mask]
+        return bool(np.isin(targets[-2:], [i for i in self._end_ids if i is not None]).any())
 
     def encode(self, text: str) -> tuple[NDArray[np.int32], Ints]:
         """Token ids of a text, nothing added, and the offset of each token's first character."""
