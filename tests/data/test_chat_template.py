@@ -203,3 +203,55 @@ def test_a_template_may_refuse_a_chat():
 def test_a_template_that_is_no_jinja():
     with pytest.raises(ValueError, match="chat template: line 2 is not valid Jinja"):
         made("\n{% for %}")
+
+
+def test_a_template_that_cannot_be_compiled():
+    """Jinja accepts the last two, and Python refuses the code that it makes of them."""
+    loops = "{% for i in messages %}" * 60 + "{% endfor %}" * 60
+    for text, why in (
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "maximum recursion depth"),
+        (loops, "too many statically nested blocks"),
+        ("{% break %}", "'break' outside loop"),
+    ):
+        with pytest.raises(ValueError, match=f"chat template: cannot be compiled: {why}") as caught:
+            made(text)
+        assert "\n" not in str(caught.value)
+
+
+KNOWN = """\
+{%- for m in messages %}
+    {%- if m.role in ('user', 'assistant') or (m.role == 'system' and loop.first) %}
+        {{- '<|im_start|>' + m.role + '\\n' + m.content | trim + '<|im_end|>\\n' }}
+    {%- elif m.role == 'tool' %}{{- '<|im_start|>tool\\n' + m.content | tojson + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(1, said("usr", "Yo")), (3, said("system", "Yo")), (2, said("ai", "Yo", weight=0))],
+)
+def test_a_message_that_the_template_drops_is_refused_by_its_role(number, message):
+    """Its words occur elsewhere in the text, so looking for them is not enough."""
+    given = [said("user", "Say Yo"), ASSISTANT, USER, ASSISTANT]
+    given.insert(number - 1, message)
+    for render in (made(KNOWN).locate, made(KNOWN).complete_text):
+        with pytest.raises(
+            SampleError, match=rf"leaves out message {number}, of role '{message['role']}'"
+        ) as caught:
+            render(chat(*given))
+        assert caught.value.reason == "left out by the template"
+
+
+def test_contents_that_a_template_changes_are_not_lost():
+    """Trimmed, escaped and empty ones, and thinking of earlier turns, which is dropped."""
+    thinks = said("assistant", "<think>hm</think>\n", weight=0)
+    given = chat(said("system", " \n"), said("user", " Hi\n"), thinks, said("tool", 'a "b"\n'))
+    text, spans = made(KNOWN).locate(chat(*given.messages, ASSISTANT))
+    assert '"a \\"b\\"\\n"' in text
+    assert len(spans) == 1
+    dropped = chat(USER, said("assistant", "<think>hm</think>Yo"), USER, ASSISTANT)
+    assert "hm" not in made(REWRITES).complete_text(dropped)
+    picky = KNOWN + "{% if messages[0].content != 'Hi' %}{{ raise_exception('Hi!') }}{% endif %}"
+    assert spans_of(picky, chat(USER, ASSISTANT)) == ["Yo<|im_end|>"]

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from longshore.data.chats import chat_from
+from longshore.data.chats import chat_from, has_renamed_roles
 from longshore.data.source import SampleError
 
 USER = {"role": "user", "content": "Hi"}
@@ -121,3 +121,15 @@ def test_bad_chats_are_named():
         chat_from({"messages": [USER], "tools": "add"}, "messages")
     with pytest.raises(SampleError, match="chat_template_kwargs must be an object"):
         chat_from({"messages": [USER], "chat_template_kwargs": [1]}, "messages")
+
+
+def test_sharegpt_names_of_roles_in_any_form():
+    named = [{"role": "human", "content": "Hi"}, {"role": "gpt", "content": "Yo"}]
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
+    for messages in (named, turns, [USER, ASSISTANT]):
+        for form in ("messages", "conversations"):
+            assert chat_from({form: messages}, form).messages == (USER, ASSISTANT)
+    assert has_renamed_roles({"messages": named})
+    assert has_renamed_roles({"prompt": [USER], "completion": named[1:]})
+    assert not has_renamed_roles({"messages": [USER, ASSISTANT], "prompt": "Hi"})
+    assert not has_renamed_roles({"conversations": turns})

@@ -52,6 +52,20 @@ def test_what_is_wrong_is_named(given, message):
         collect(given, ADVANTAGE)
 
 
+def test_whole_numbers_that_were_floats_are_refused_where_floats_round():
+    """Such as those of a Parquet column with nulls that went through pandas."""
+    ids = [Field("pair", "sequence", "int64")]
+
+    def collected(value):
+        return collect_fields({"pair": value}, ids, length=3, where="row 4")["pair"]
+
+    assert collected(2**53 + 1) == 2**53 + 1
+    assert collected(float(2**53 - 1)) == 2**53 - 1
+    for value in (float(2**53 + 1), -(2.0**60)):
+        with pytest.raises(ValueError, match=r"'pair' holds .* as floats, which may have been"):
+            collected(value)
+
+
 @pytest.mark.parametrize("value", [1.5, 2**63, float("nan"), float("inf"), [1]])
 def test_whole_numbers_are_never_rounded(value):
     with pytest.raises(ValueError, match="sample_id"):

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.data.inputs import Input, cut_ranges, find_inputs, read_range
+from longshore.data import inputs
+from longshore.data.inputs import Input, content_digest, cut_ranges, find_inputs, read_range
 from longshore.data.source import SampleError
 
 
@@ -78,6 +79,54 @@ def test_a_damaged_row_group_is_told_with_its_file(tmp_path):
     (part,) = cut_ranges([Input(str(path), len(content), 0)], 1)
     with pytest.raises(ValueError, match=r"a.parquet: cannot be read as Parquet"):
         list(read_range(part))
+
+
+def test_a_flipped_bit_of_parquet_is_found_by_its_checksum(tmp_path):
+    path = tmp_path / "a.parquet"
+    plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pq.write_table(pa.table({"text": ["world"]}), path, **plain, write_page_checksum=True)
+    assert read_all(path, 1) == [{"text": "world"}]
+    at = path.read_bytes().index(b"world")
+    content = bytearray(path.read_bytes())
+    content[at] ^= 2  # "uorld", which is text too
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a.parquet: cannot be read as Parquet \(.*CRC") as caught:
+        read_all(path, 1)
+    assert "\n" not in str(caught.value)
+
+
+def test_text_of_parquet_that_a_small_file_unpacks_to_is_refused_unread(tmp_path):
+    path = tmp_path / "a.parquet"
+    rows = {"text": ["Hi", "a" * 10**6, "Yo"], "mask": [[0] * 10**5] * 3}
+    pq.write_table(pa.table(rows), path, compression="zstd", use_dictionary=False)
+    (part,) = cut_ranges(find_inputs([path]), 10**9)
+    message = r"a.parquet: its column text unpacks from [\d,]+ to 1,000,0\d\d bytes in 3 rows"
+    with pytest.raises(ValueError, match=message):
+        list(read_range(part, max_bytes=10**4))
+    without = list(read_range(part, max_bytes=10**4, leaves_out=lambda name: name == "text"))
+    assert all(isinstance(row, SampleError) for _, row in without), "read, and rejected one by one"
+    read = [sample for _, sample in read_range(part, max_bytes=10**5)]
+    assert isinstance(read[1], SampleError)
+
+
+def test_the_digest_of_large_files_is_of_blocks_spread_over_each(tmp_path, monkeypatch):
+    monkeypatch.setattr(inputs, "BLOCK", 10)
+    contents = {"a.jsonl": b"{}" * 50, "b.jsonl": b"{}" * 5}
+
+    def digest(most, name="a.jsonl", at=None):
+        for file, content in contents.items():
+            (tmp_path / file).write_bytes(content)
+        if at is not None:
+            changed = bytearray(contents[name])
+            changed[at] ^= 1
+            (tmp_path / name).write_bytes(changed)
+        return content_digest(find_inputs([tmp_path]), most)
+
+    assert all(digest(110, at=at) != digest(110) for at in range(100))
+    seen = [at for at in range(100) if digest(60, at=at) != digest(60)]
+    assert seen == [*range(10), *range(45, 55), *range(90, 100)]  # 30 bytes, in 3 blocks
+    assert all(digest(60, "b.jsonl", at) != digest(60) for at in range(10))
+    assert digest(1, at=0) != digest(1)
 
 
 def refusal(path, content):

@@ -57,6 +57,23 @@ def test_bad_lines_are_told_in_order(here):
     assert "32 sequences of 40 samples" in str(summary)
 
 
+def test_sharegpt_roles_are_read_and_said(here):
+    names = {"user": "human", "assistant": "gpt"}
+    lines = [
+        [{**m, "role": names[m["role"]]} for m in messages] if i % 2 else messages
+        for i, messages in enumerate(chats(6))
+    ]
+    Path("mixed.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in lines))
+    write_lines(Path("usual.jsonl"), count=6, bad={})
+    mixed, usual = run(inputs="mixed.jsonl"), run("usual", "usual.jsonl")
+    pairs = zip(Store("out"), Store("usual"), strict=True)
+    assert all(a.tokens.tolist() == b.tokens.tolist() for a, b in pairs)
+    said = "roles: in 3 samples ShareGPT's were read: 'human' as 'user', 'gpt' as 'assistant'\n"
+    assert said in str(mixed)
+    assert said in str(run(inputs="mixed.jsonl"))  # from the finished store
+    assert "roles:" not in str(usual)
+
+
 def test_spans_that_cannot_be_located_are_rejected(here):
     Path("rewrites.jinja").write_text(REWRITES)
     thinks = json.dumps({"messages": chat("Hi", "<think>Yo</think>One", "Hi", "Two")})
@@ -404,6 +421,24 @@ def test_the_choice_of_template_and_its_content_name_the_cache(folder_of, monkey
     assert folder_of("auto") not in names
     assert folder_of("qwen3") not in names
     assert folder_of("own") in names
+
+
+def test_text_changed_without_another_size_or_time_is_noticed(here):
+    def folder():
+        return cache_folder(["chats.jsonl"], text_rules(tokenizer="tok"), "prepared").name
+
+    run()
+    name, path = folder(), Path("chats.jsonl")
+    content, status = path.read_text(), path.stat()
+    path.write_text(content.replace("Yo", "Hi", 1))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_mtime_ns == status.st_mtime_ns
+    assert folder() != name
+    with pytest.raises(ValueError, match=r"other settings or inputs \(content differ\)"):
+        run()
+    path.write_text(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert folder() == name
 
 
 def test_a_pair_becomes_two_sequences_or_none(here):

@@ -72,7 +72,7 @@ def test_changed_inputs_and_tokenizers_are_refused(here):
     run()
     with Path("chats.jsonl").open("a") as file:
         file.write(json.dumps({"messages": chat("Hi", "Yo")}) + "\n")
-    with pytest.raises(ValueError, match=r"\(inputs differ\)"):
+    with pytest.raises(ValueError, match=r"\(content, inputs differ\)"):
         run()
     write_lines(here / "chats.jsonl")
     with pytest.raises(ValueError, match=r"\(inputs differ\)"):

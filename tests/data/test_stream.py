@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections import Counter
 from itertools import islice
 
@@ -12,7 +13,7 @@ from tests.data.tiny import word_tokenizer
 
 from longshore.data import stream as stream_module
 from longshore.data.batches import BatchSize, Place
-from longshore.data.inputs import find_inputs
+from longshore.data.inputs import content_digest, find_inputs
 from longshore.data.steps import StreamedSteps
 from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
@@ -29,8 +30,10 @@ def tokenizer(tmp_path_factory):
 
 
 def stream_of(tokenizer, *parts, weights=(1.0,), shuffle=False, max_rejected=1.0):
+    files = tuple(find_inputs(names) for names in parts)
     return TextStream(
-        parts=tuple(find_inputs(names) for names in parts),
+        parts=files,
+        content=content_digest([file for part in files for file in part]),
         weights=weights,
         make_tokenizer=lambda: tokenizer,
         check=lambda sample, where: None,
@@ -225,3 +228,7 @@ def test_what_a_stream_must_have_to_be_resumed(tmp_path, tokenizer):
         steps.check_can_resume(state)
     other = stream_of(tokenizer, [write(tmp_path / "b.jsonl", range(6))])
     assert other.digest != steps.stream.digest
+    before, status = path.read_bytes(), path.stat()
+    path.write_bytes(before.replace(b"w3", b"w4"))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert stream_of(tokenizer, [path]).digest != steps.stream.digest, "of the same size and time"

@@ -218,7 +218,10 @@ def test_nothing_to_learn_is_refused(tmp_path):
         with pytest.raises(SampleError, match="none of its 6 tokens is a target") as caught:
             made({"messages": CHAT[: 2 if rules else 1]}, 0)
         assert caught.value.reason == "no loss tokens"
+    empty = [{"role": "user", "content": ""}]
     with pytest.raises(SampleError, match="none of its 1 tokens"):
+        shown(tokenizer(tmp_path, "{{ 'Hi' }}", loss_on="all"), {"messages": empty})
+    with pytest.raises(SampleError, match="leaves out message 1, of role 'user'"):
         shown(tokenizer(tmp_path, "{{ 'Hi' }}", loss_on="all"), {"messages": CHAT})
 
 
@@ -333,6 +336,33 @@ def test_tokenizer_digest_names_the_content(tmp_path):
     assert one.digest != Tokenizer(other_eos).digest
 
 
+@pytest.mark.parametrize(
+    ("step", "times", "is_refused"),
+    [
+        ({"type": "Replace", "pattern": {"String": "q"}, "content": "qq"}, 20, True),
+        ({"type": "Replace", "pattern": {"Regex": "q"}, "content": "qq"}, 20, True),
+        ({"type": "Replace", "pattern": {"String": "Hi"}, "content": "x" * 10**6}, 1, True),
+        ({"type": "ByteLevel"}, 20, True),
+        ({"type": "Replace", "pattern": {"String": "&"}, "content": "#amp;"}, 20, False),
+        ({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}, 20, False),
+        ({"type": "Prepend", "prepend": "▁"}, 20, False),
+        ({"type": "NFKD"}, 20, False),
+    ],
+)
+def test_normalizers_that_make_text_ever_longer_are_refused(tmp_path, step, times, is_refused):
+    """With 40 of the first, one letter becomes 10¹² bytes, and the package ends the process."""
+    folder = word_tokenizer(tmp_path, WORDS)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    nested = {"type": "Sequence", "normalizers": [step] * (times // 2)}
+    content["normalizer"] = {"type": "Sequence", "normalizers": [*[step] * -(-times // 2), nested]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    if not is_refused:
+        assert len(Tokenizer(folder).encode("Hi")[0])
+        return
+    with pytest.raises(ValueError, match=r"json: its normalizers make text more than 100 times"):
+        Tokenizer(folder)
+
+
 def test_bad_tokenizer_folders(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer.json: cannot be read .*No such file"):
         Tokenizer(tmp_path)
@@ -342,9 +372,14 @@ def test_bad_tokenizer_folders(tmp_path):
     folder = word_tokenizer(tmp_path, WORDS, template=[{"name": "default"}])
     with pytest.raises(ValueError, match="its list of chat templates has a bad entry"):
         Tokenizer(folder)
-    (folder / "tokenizer_config.json").write_text("[1")
-    with pytest.raises(ValueError, match=r"tokenizer_config.json: is not a JSON object"):
-        Tokenizer(folder)
+    for template in (5, [5], [{"name": "default", "template": 5}], {"default": ["{{ 1 }}"]}):
+        word_tokenizer(tmp_path, WORDS, template=template)
+        with pytest.raises(ValueError, match=r"its chat_template must be text|has a bad entry"):
+            Tokenizer(folder)
+    for text in ("[1", "[1]", '["abc"]', "5", "[" * 100_000, '{"a":' * 100_000):
+        (folder / "tokenizer_config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"tokenizer_config.json: is not a JSON object"):
+            Tokenizer(folder)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% if %}"}))
     with pytest.raises(ValueError, match="chat template: line 1 is not valid Jinja"):
         Tokenizer(folder)

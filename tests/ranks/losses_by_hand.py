@@ -39,7 +39,7 @@ def samples_with_fields(plan) -> dict[int, Sample]:
             "ref_logprobs": -4 + random.normal(size=length),
             "teacher_ids": ids.astype(np.int32),
             "teacher_logprobs": teacher,
-            "pair": np.int64(1000 + place // 2),
+            "pair": np.int64(2**62 + place // 2),  # float64 would make them one number
             "sign": np.int8(1 - 2 * (place % 2)),
         }
         samples[place] = replace(sample, loss_mask=mask, fields=fields)

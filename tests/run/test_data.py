@@ -9,16 +9,19 @@ from tests.data.tiny import CHATML, byte_tokenizer, word_tokenizer
 
 from longshore.config import check_config, decoder_config, load_config
 from longshore.data.fields import parse_field
+from longshore.data.prepare import prepare
 from longshore.data.source import MemorySource, TokenizedSample, from_rows
 from longshore.data.store import write_store
 from longshore.run.data import (
     Readable,
     count_steps,
     open_sequences,
+    open_stream,
     prepare_text,
     small_data,
     text_folder,
     text_is_ready,
+    tokenizer_warnings,
 )
 
 WORDS = ("data.path=made", "model.preset=tiny-llama", "data.batch=2", "plan.capacity=64")
@@ -102,6 +105,38 @@ def test_text_is_prepared_once(capsys):
     prepare_text(config)
     said = capsys.readouterr().err
     assert f"\nusing the tokenized data of {text_folder(config)}: 1 sequences of 1" in said
+
+
+def test_text_without_an_end_token_is_warned_about(capsys):
+    """By prepare's store, so that a run on a full cache says it too, and by a stream."""
+    vocabulary = "user assistant system Be kind. a b \n"
+    word_tokenizer(Path("none"), vocabulary, template=CHATML, eos_token=None)
+    word_tokenizer(Path("eos"), vocabulary, template=CHATML)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    Path("chats.jsonl").write_text(json.dumps({"messages": turns}))
+    Path("texts.jsonl").write_text(json.dumps({"text": "a b"}))
+    Path("rows.jsonl").write_text(json.dumps({"input_ids": [1, 2]}))
+    limits = ("data.max_length=64", "train.steps=1")
+
+    def warnings(tokenizer, path, *words):
+        words = (f"data.path={path}.jsonl", f"data.tokenizer={tokenizer}", *words)
+        config = load_config(None, [*WORDS, *words])
+        decoder = decoder_config(config.model)
+        if config.data.stream:
+            return tokenizer_warnings(config, open_stream(config, decoder))
+        prepare_text(config)
+        return tokenizer_warnings(config, open_sequences(config, decoder))
+
+    for words in ((), (), ("data.stream=true", *limits)):
+        (warning,) = warnings("none", "texts", *words)
+        assert warning.startswith("warning: texts.jsonl line 1: has no end token after its last")
+        assert "name eos_token in none/tokenizer_config.json" in warning
+    assert "warning" not in capsys.readouterr().err, "the run gives it, once"
+    for path in ("chats", "rows"):
+        assert warnings("none", path) == []
+    assert warnings("none", "chats", "data.loss_on=all") == []
+    assert warnings("eos", "texts") == []
+    assert "no end token" in str(prepare("texts.jsonl", "none", "out"))
 
 
 def test_held_out_data_that_are_not_there():

@@ -15,6 +15,11 @@ model writes in that turn. A template that renders an early turn differently onc
 assistant but leaves it out of the generation prompt. Longshore's own templates for such families
 (training_templates.py) have {% generation %} blocks.
 
+A template may leave messages out without a word, such as those of a role that it does not know. So
+the chat is rendered once more with a probe in place of each content, and a sample whose template
+leaves one out is refused. A probe is neither trimmed nor escaped nor taken for thinking, and no
+other message contains it by chance.
+
 The end-of-turn token is part of a span, so that the model learns to stop; white space after it is
 not, because nothing is generated after the stop. Where a turn ends without a special token, its
 trailing white space is the only sign of the end, and stays in the span.
@@ -28,6 +33,7 @@ import datetime
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -93,6 +99,13 @@ class ChatTemplate:
         with _limits_as_sample_errors(self._limits, chat):
             return self._full_text(chat, prompt=add_generation_prompt)
 
+    def complete_text(self, chat: Chat) -> str:
+        """The text of a chat; SampleError where the template leaves a message out."""
+        with _limits_as_sample_errors(self._limits, chat):
+            text = self._full_text(chat)
+            self._check_all_written(chat)
+        return text
+
     def locate(self, chat: Chat) -> tuple[str, list[Span]]:
         """The text of a chat and the spans of `chat.turns()` in it, in order."""
         with _limits_as_sample_errors(self._limits, chat):
@@ -102,8 +115,34 @@ class ChatTemplate:
                 self._check_headers(chat, spans)
             else:
                 spans = _spans_in_loss(self._marked_spans(chat, text), chat)
-        _check_complete(chat, text)
+            _check_complete(chat, text)
+            self._check_all_written(chat)
         return text, spans
+
+    def _check_all_written(self, chat: Chat) -> None:
+        """Every message that has content must be in the text. Thinking may be left out."""
+        probes = {
+            i: f"Longshore{i}probe"
+            for i, message in enumerate(chat.messages)
+            if thought_and_content(message)[1].strip()
+        }
+        probed = tuple(
+            {**message, "content": probes.get(i, message["content"])}
+            for i, message in enumerate(chat.messages)
+        )
+        try:
+            text = self._full_text(replace(chat, messages=probed))
+        except SampleError:
+            return  # it refuses these contents, so it reads contents; nothing can be concluded
+        for i, probe in probes.items():
+            if probe not in text:
+                raise SampleError(
+                    LEFT_OUT,
+                    f"the template leaves out message {i + 1}, of role "
+                    f"{chat.messages[i]['role']!r}, whose content would be lost; give it a role "
+                    "that the template writes (such as system, user, assistant or tool), or "
+                    "remove it from the sample",
+                )
 
     def _marked_spans(self, chat: Chat, text: str) -> list[Span]:
         unmarked, spans = _unmark(self._full_text(chat, marks=(OPEN, CLOSE)))

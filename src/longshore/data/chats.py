@@ -7,7 +7,8 @@ ShareGPT turn
     {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'}
 
 becomes a message of the assistant with one entry in `tool_calls`, whose arguments are an object. A
-message of role `tool` (ShareGPT: `observation`) is a result.
+message of role `tool` (ShareGPT: `observation`) is a result. ShareGPT's names of roles stand for
+the usual ones in `messages` too: templates know no role `human` or `gpt`, and leave its text out.
 """
 
 import json
@@ -29,6 +30,8 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "function_call": "assistant",
 }
+RENAMED = {"human": "user", "gpt": "assistant"}
+"""ShareGPT's names that are no roles of chat templates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +64,9 @@ def chat_from(sample: Mapping[str, Any], form: str) -> Chat:
     if form == "messages":
         messages, first = _messages(sample["messages"], "messages"), 0
     elif form == "conversations":
-        turns = _list_of_dicts(sample["conversations"], "conversations")
         system = [{"role": "system", "content": sample["system"]}] if sample.get("system") else []
-        messages, first = _messages(system + [_from_sharegpt(t) for t in turns], form), 0
+        turns = _list_of_dicts(sample["conversations"], "conversations")
+        messages, first = _messages([*system, *turns], form), 0
     else:
         prompt = _messages(sample["prompt"], "prompt")
         messages, first = prompt + _messages(sample["completion"], "completion"), len(prompt)
@@ -75,10 +78,25 @@ def chat_from(sample: Mapping[str, Any], form: str) -> Chat:
     return Chat(tuple(messages), tools or None, settings, first)
 
 
+def has_renamed_roles(sample: Mapping[str, Any]) -> bool:
+    """Whether a message has one of ShareGPT's names as its role, so that another role is used."""
+    lists = (sample.get(name) for name in ("messages", "conversations", "prompt", "completion"))
+    return any(
+        isinstance(message, Mapping) and str(message.get("role")) in RENAMED
+        for messages in lists
+        if isinstance(messages, list)
+        for message in messages
+    )
+
+
 def _messages(value: object, name: str) -> list[Message]:
-    return [
-        _message(message, f"{name}[{i}]") for i, message in enumerate(_list_of_dicts(value, name))
-    ]
+    messages = []
+    for i, turn in enumerate(_list_of_dicts(value, name)):
+        is_sharegpt = turn.get("role") is None and turn.get("from") is not None
+        messages.append(
+            _message(_from_sharegpt(turn, name) if is_sharegpt else turn, f"{name}[{i}]")
+        )
+    return messages
 
 
 def _message(message: Message, where: str) -> Message:
@@ -91,6 +109,7 @@ def _message(message: Message, where: str) -> Message:
     if not isinstance(role, str) or not role:
         raise SampleError("bad message", f"{where}: role is {role!r}; it must be a name")
     clean = {key: value for key, value in message.items() if value is not None}
+    clean["role"] = RENAMED.get(role, role)
     if clean.get("weight", 1) not in (0, 1):
         raise SampleError("bad message", f"{where}: weight is {clean['weight']!r}, not 0 or 1")
     if calls := _parsed(clean.pop("tool_calls", None)):
@@ -133,8 +152,8 @@ def _tool_call(call: Message, where: str) -> Message:
     return {**call, "arguments": {} if arguments in (None, "") else arguments}
 
 
-def _from_sharegpt(turn: Message) -> Message:
-    name = turn.get("from")
+def _from_sharegpt(turn: Message, where: str) -> Message:
+    name = turn["from"]
     if name == "function_call":
         value = _parsed(turn.get("value"))
         calls = _list_of_dicts(value if isinstance(value, list) else [value], "function_call")
@@ -142,10 +161,10 @@ def _from_sharegpt(turn: Message) -> Message:
             "role": "assistant",
             "tool_calls": [{"type": "function", "function": c} for c in calls],
         }
-    if name not in SHAREGPT_ROLES:
+    if not isinstance(name, str) or name not in SHAREGPT_ROLES:
         raise SampleError(
             "bad message",
-            f"conversations: 'from' is {name!r}; it must be one of {', '.join(SHAREGPT_ROLES)}",
+            f"{where}: 'from' is {name!r}; it must be one of {', '.join(SHAREGPT_ROLES)}",
         )
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     return {**rest, "role": SHAREGPT_ROLES[name], "content": turn.get("value")}

@@ -132,6 +132,11 @@ def _as_array(value: object, field: Field, where: str) -> Array:
         raw = np.asarray(None)
     if raw.dtype.kind not in "biuf":
         raise ValueError(f"{where}: field {field.name!r} holds {_shown(value)}, not numbers")
+    if field.dtype not in FLOATS and raw.dtype.kind == "f" and (np.abs(raw) >= 2.0**53).any():
+        raise ValueError(
+            f"{where}: field {field.name!r} holds {_shown(value)} as floats, which may have been "
+            "rounded: from 2^53 on they do not hold every whole number; write whole numbers"
+        )
     with np.errstate(all="ignore"):
         array = raw.astype(field.dtype)
     if field.dtype in FLOATS:

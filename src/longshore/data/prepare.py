@@ -33,9 +33,17 @@ from pathlib import Path
 
 from longshore.choices import LossOn, TooLong
 from longshore.data.chat_template import DATE
+from longshore.data.chats import RENAMED, has_renamed_roles
 from longshore.data.fields import Field, parse_field
 from longshore.data.highest_token import HIGHEST, HighestToken
-from longshore.data.inputs import MAX_BYTES, PackedBytes, Range, cut_ranges, find_inputs
+from longshore.data.inputs import (
+    MAX_BYTES,
+    PackedBytes,
+    Range,
+    content_digest,
+    cut_ranges,
+    find_inputs,
+)
 from longshore.data.pairs import sides
 from longshore.data.prepare_job import (
     Job,
@@ -67,6 +75,9 @@ from longshore.data.training_templates import OWN, is_file_choice, templates_dig
 from longshore.data.worker_pool import run_tasks
 from longshore.errors import SettingError, Spelling, in_python
 
+WARNINGS = "warnings"
+"""In a store's manifest: what a run on it says too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -94,6 +105,10 @@ class Summary:
     """How many samples were left out, for each reason."""
     template_note: str = ""
     """Which chat template was chosen, where it is not the tokenizer's own."""
+    renamed: int = 0
+    """Samples with messages in which ShareGPT's roles became the usual ones."""
+    warnings: tuple[str, ...] = ()
+    """What is probably wrong with the tokenizer."""
 
     @property
     def rejections(self) -> Rejections:
@@ -111,8 +126,16 @@ class Summary:
             f"{self.tokens:,} tokens, {self.loss_tokens:,} of them in the loss, "
             f"the longest sequence {self.longest:,}, {self.shards} shards{reused}"
         )
-        text = f"{self.template_note}\n{before}{text}" if self.template_note else f"{before}{text}"
+        text = "\n".join([*self._notes(), f"{before}{text}"])
         return f"{text}\n{self.rejections.explain(spell)}" if self.rejected else text
+
+    def _notes(self) -> list[str]:
+        """What was done with chats that a user may not expect."""
+        notes = [self.template_note] if self.template_note else []
+        if self.renamed:
+            roles = ", ".join(f"{name!r} as {role!r}" for name, role in RENAMED.items())
+            notes.append(f"roles: in {self.renamed:,} samples ShareGPT's were read: {roles}")
+        return [*notes, *self.warnings]
 
     def __str__(self) -> str:
         return self.explain(in_python)
@@ -215,7 +238,7 @@ def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> Iterator[i
     sequences: list[TokenizedSample] = []
     shards: list[ShardInfo] = []
     rejected = []
-    line = truncated = nbytes = 0
+    line = truncated = renamed = nbytes = 0
     highest = (-1, 0)
     packed = PackedBytes()
     for line, sample in job.samples(part, packed):
@@ -228,6 +251,7 @@ def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> Iterator[i
             fitted = [tokenizer.fitted(side) for side in full]  # of a pair both or none
             sequences += fitted
             truncated += sum(a.length < b.length for a, b in zip(fitted, full, strict=True))
+            renamed += any(map(has_renamed_roles, both))
             nbytes += sum(side.nbytes for side in fitted)
             token = max(int(side.tokens.max()) for side in fitted)
             highest = max(highest, (token, line), key=lambda entry: entry[0])
@@ -239,7 +263,8 @@ def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> Iterator[i
             yield packed.read
     if sequences:
         shards.append(_write_piece(job, part, len(shards), sequences))
-    write_record(job, part, RangeRecord(job.digest, line, truncated, shards, rejected, highest))
+    record = RangeRecord(job.digest, line, truncated, shards, rejected, highest, renamed)
+    write_record(job, part, record)
 
 
 def _write_piece(
@@ -254,7 +279,7 @@ def _finish(job: Job, ranges: Sequence[Range]) -> None:
     lines: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     shards: list[ShardInfo] = []
-    rejected, truncated = [], 0
+    rejected, truncated, renamed = [], 0, 0
     highest = HighestToken(-1, "", 0)
     for part in ranges:
         record = read_record(job, part)
@@ -268,6 +293,7 @@ def _finish(job: Job, ranges: Sequence[Range]) -> None:
             highest = HighestToken(token, part.input.name, lines[part.input.name] + line)
         lines[part.input.name] += record.lines
         truncated += record.truncated
+        renamed += record.renamed
         shards += record.shards
     write_durably(job.out / REJECTED, "".join(rejected).encode(), scratch=job.work)
     if not shards:
@@ -286,9 +312,11 @@ def _finish(job: Job, ranges: Sequence[Range]) -> None:
         "inputs": [{"name": file.name, "bytes": file.bytes} for file in job.inputs],
         "samples": lines.total(),
         "truncated": truncated,
+        "renamed_roles": renamed,
         "rejected": dict(sorted(reasons.items())),
         HIGHEST: asdict(highest),
         "chat_template": job.template_note,
+        WARNINGS: job.warnings,
     }
     fields = job.rules.fields
     finish_store(job.out, shards, fields=fields, about=about, scratch=job.work)
@@ -308,6 +336,8 @@ def _summary(job: Job, *, reused: int) -> Summary:
         reused=reused,
         rejected=manifest.about["rejected"],
         template_note=job.template_note,
+        renamed=manifest.about.get("renamed_roles", 0),
+        warnings=job.warnings,
     )
 
 
@@ -336,9 +366,9 @@ class TextRules:
 def cache_folder(paths: Sequence[str], rules: TextRules, cache: str) -> Path:
     """The folder in the cache for these files and rules."""
     # By both names: a folder knows its inputs as they were named, and refuses other names.
+    files = find_inputs(paths)
     inputs = [
-        (file.name, str(Path(file.name).resolve()), file.bytes, file.mtime_ns)
-        for file in find_inputs(paths)
+        (file.name, str(Path(file.name).resolve()), file.bytes, file.mtime_ns) for file in files
     ]
     tokenizer = [
         (file.name, file.stat().st_mtime_ns)
@@ -346,7 +376,8 @@ def cache_folder(paths: Sequence[str], rules: TextRules, cache: str) -> Path:
         if file.suffix in (".json", ".jinja", ".txt", ".model")
     ]
     template = _template_digest(rules.template)
-    identity = json.dumps([inputs, tokenizer, asdict(rules), template], default=str)
+    content = content_digest(files)
+    identity = json.dumps([inputs, content, tokenizer, asdict(rules), template], default=str)
     name = re.sub(r"[*?\[\]]+", "_", Path(paths[0]).stem)
     return Path(cache) / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 

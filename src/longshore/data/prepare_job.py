@@ -27,16 +27,25 @@ from typing import Any
 from longshore.data.columns import (
     FORMS,
     NO_TOKENIZER,
+    TOKENS,
     leaves_out,
     refuse_columns,
     refuse_file,
     unused_columns,
 )
-from longshore.data.inputs import Input, PackedBytes, Range, Sample, read_range, whole_range
+from longshore.data.inputs import (
+    Input,
+    PackedBytes,
+    Range,
+    Sample,
+    content_digest,
+    read_range,
+    whole_range,
+)
 from longshore.data.pairs import PAIR_FIELDS, is_pair, sides
 from longshore.data.paths import is_store_file
 from longshore.data.rejected import REJECTED
-from longshore.data.source import SampleError
+from longshore.data.source import SampleError, TokenizedSample
 from longshore.data.store import MANIFEST, ShardInfo, read_manifest, write_durably
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer, is_chat
 from longshore.data.training_templates import AUTO
@@ -83,6 +92,8 @@ class Job:
     """Of settings and inputs."""
     template_note: str = ""
     """Which chat template was chosen, where it is not the tokenizer's own."""
+    warnings: tuple[str, ...] = ()
+    """What is probably wrong with the tokenizer, for people."""
 
     @property
     def work(self) -> Path:
@@ -117,6 +128,8 @@ class RangeRecord:
     """(line, reason, detail) of each sample left out."""
     highest: tuple[int, int]
     """The highest token id, and the first line that has it; (-1, 0) if there is no sequence."""
+    renamed: int = 0
+    """Samples in which ShareGPT's roles became the usual ones."""
 
 
 def make_job(
@@ -136,8 +149,9 @@ def make_job(
     size = sum(file.bytes for file in inputs) // RANGES
     rules = _with_pair_fields(inputs, rules, max_bytes)
     loaded = tokenizer.load()
-    has_chats = check_first(inputs, SampleTokenizer(loaded, rules), max_bytes)
+    has_chats, warnings = check_first(inputs, SampleTokenizer(loaded, rules), max_bytes)
     settings = {
+        "content": content_digest(inputs),
         "tokenizer": "" if loaded is None else loaded.digest,
         "template": "" if loaded is None else loaded.template_digest,
         "date": tokenizer.date.isoformat(),
@@ -150,7 +164,7 @@ def make_job(
         "shard_bytes": shard_bytes or min(max(size, LEAST_RANGE), MOST_RANGE),
     }
     note = loaded.template_note if has_chats and loaded is not None else ""
-    job = Job(out, tokenizer, rules, inputs, settings, "", note)
+    job = Job(out, tokenizer, rules, inputs, settings, "", note, warnings)
     return replace(job, digest=hashlib.sha256(json.dumps(job.as_json()).encode()).hexdigest())
 
 
@@ -177,20 +191,24 @@ def _with_pair_fields(inputs: Sequence[Input], rules: Rules, max_bytes: int) -> 
     return rules
 
 
-def check_first(inputs: Sequence[Input], tokenizer: SampleTokenizer, max_bytes: int) -> bool:
+def check_first(
+    inputs: Sequence[Input], tokenizer: SampleTokenizer, max_bytes: int
+) -> tuple[bool, tuple[str, ...]]:
     """Checks the first sample of each input: raises for what all of its samples would have.
 
     That is unknown columns, and text where there is no tokenizer.
 
-    Returns whether one of these samples is a chat.
+    Returns whether one of these samples is a chat, and a warning if one has no end token.
     """
-    has_chats = False
+    has_chats, warnings = False, tuple[str, ...]()
     for file in inputs:
         for line, sample in _samples(whole_range(file), tokenizer.rules, max_bytes):
             if isinstance(sample, SampleError):
                 continue
             try:
-                tokenizer.untruncated(sides(sample, tokenizer.rules.ignore, 0)[0], 0)
+                sequence = tokenizer.untruncated(sides(sample, tokenizer.rules.ignore, 0)[0], 0)
+                where = f"{file.name} {file.unit} {line}"
+                warnings = warnings or _no_end(tokenizer, sample, sequence, where=where)
             except SampleError as error:
                 if error.reason == NO_TOKENIZER:
                     columns = [name for name in sample if name not in tokenizer.rules.ignore]
@@ -201,7 +219,21 @@ def check_first(inputs: Sequence[Input], tokenizer: SampleTokenizer, max_bytes: 
                     raise refuse_columns(names, form).after(where) from None
             has_chats = has_chats or is_chat(sample)
             break
-    return has_chats
+    return has_chats, warnings
+
+
+def _no_end(
+    tokenizer: SampleTokenizer, sample: Sample, sequence: TokenizedSample, *, where: str
+) -> tuple[str, ...]:
+    """A warning if no end token follows what is learned from a sample of text."""
+    loaded = tokenizer.tokenizer
+    if loaded is None or TOKENS in sample or not sequence.loss_tokens or loaded.is_ended(sequence):
+        return ()
+    return (
+        f"warning: {where}: has no end token after its last words, so the model does not learn to "
+        f"stop; name eos_token in {loaded.folder / 'tokenizer_config.json'}, or use a chat "
+        "template that ends the assistant's turns with a special token",
+    )
 
 
 def _unused(inputs: Sequence[Input], rules: Rules, max_bytes: int) -> tuple[list[str], str]:

@@ -53,6 +53,8 @@ class TextStream:
 
     parts: tuple[tuple[Input, ...], ...]
     """The files of each part."""
+    content: str
+    """Identifies the text of all files: `content_digest` of them."""
     weights: tuple[float, ...]
     """How often each part is drawn."""
     make_tokenizer: Callable[[], SampleTokenizer]
@@ -73,6 +75,8 @@ class TextStream:
     """A new order of the pieces for every pass over the files."""
     seed: int
     """Of the shuffle, and of the order in which parts are drawn."""
+    warnings: tuple[str, ...] = ()
+    """What is probably wrong with the tokenizer, for people."""
 
     @property
     def bytes(self) -> int:
@@ -85,10 +89,10 @@ class TextStream:
 
     @property
     def digest(self) -> str:
-        """Of the files, by name and size, and of what decides the order."""
+        """Of the files, by name, size and content, and of what decides the order."""
         files = [[(file.name, file.bytes) for file in part] for part in self.parts]
         order = [SHARES, self.weights, self.shuffle, self.seed, self.longest, self.tokenizer_digest]
-        identity = json.dumps([files, order])
+        identity = json.dumps([files, self.content, order])
         return hashlib.sha256(identity.encode()).hexdigest()
 
     def lane(self, lane: int, lanes: int) -> "LaneStream":

@@ -6,7 +6,9 @@ batches of 1000, 1000 and 500 rows of 1 kB each and spans of 1.5 MB, the spans a
 2…3. An Arrow file is read by memory map, so that batches before a span cost next to nothing.
 
 An Arrow stream that is cut off between two batches would look like a shorter one: its end mark is
-checked. No package but pyarrow is needed.
+checked. So are the checksums of Parquet's pages, where its writer added them. A page must be
+unpacked whole: texts of which 30 kB unpack to 1 GB are refused before. No package but pyarrow is
+needed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from longshore.data.source import SampleError
+from longshore.errors import SettingError
 
 Span = tuple[int, int, int]
 """Its first group, the one behind its last, and its bytes."""
@@ -22,6 +25,10 @@ Row = Mapping[str, Any]
 
 TABLES = {".parquet": "Parquet", ".arrow": "Arrow"}
 ROWS = 256
+PACKED = 100
+"""Text is packed 3 to 10 times smaller; this often, it is one character again and again."""
+LARGE = 16
+"""How often the largest row fits into texts that are packed so much and still read."""
 MAGIC = b"ARROW1"
 END_MARK = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
@@ -68,10 +75,40 @@ def read_table(
         with _parquet(name) as table:
             columns = _kept_columns(table.schema_arrow.names, leaves_out, name)
             groups = list(range(start, stop))
+            _refuse_packed(table.metadata, groups, columns, name=name, max_bytes=max_bytes)
             batches = table.iter_batches(ROWS, row_groups=groups, columns=columns)
             yield from _rows(_named_errors(batches, name), max_bytes)
         return
     yield from _rows(_arrow_span(name, start, stop, leaves_out), max_bytes)
+
+
+def _refuse_packed(
+    about: Any,  # noqa: ANN401 - pyarrow has no types
+    groups: Sequence[int],
+    columns: Sequence[str],
+    *,
+    name: str,
+    max_bytes: int,
+) -> None:
+    """Refuses texts that a small file says to be huge: no row of them could be read by itself."""
+    for group in map(about.row_group, groups):
+        for column in map(group.column, range(group.num_columns)):
+            packed, unpacked = column.total_compressed_size, column.total_uncompressed_size
+            is_read = column.path_in_schema.partition(".")[0] in columns
+            if not is_read or column.physical_type != "BYTE_ARRAY":
+                continue
+            if unpacked > LARGE * max_bytes and unpacked > PACKED * packed:
+                raise SettingError(
+                    "{file}: its column {column} unpacks from {packed:,} to {unpacked:,} bytes in "
+                    "{rows:,} rows, far above {max_bytes:{limit}} for one row; leave that text "
+                    "out of the file, or raise the limit",
+                    file=name,
+                    column=column.path_in_schema,
+                    packed=packed,
+                    unpacked=unpacked,
+                    rows=group.num_rows,
+                    limit=max_bytes,
+                )
 
 
 def _arrow_span(
@@ -128,7 +165,7 @@ def _parquet(name: str) -> Any:  # noqa: ANN401 - pyarrow has no types
     from pyarrow.parquet import ParquetFile
 
     with _errors_of(name):
-        return ParquetFile(name)
+        return ParquetFile(name, page_checksum_verification=True)
 
 
 def _arrow_batches(name: str) -> Iterator[Any]:

@@ -129,7 +129,7 @@ def write(
 
 @functools.lru_cache(maxsize=64)
 def compile_template(text: str, date: datetime.date) -> "Template":
-    """A template for `write`; raises ValueError where it is not valid Jinja."""
+    """A template for `write`; raises ValueError where it cannot be compiled."""
     environment = _environment(date)
     from jinja2 import TemplateError
 
@@ -141,6 +141,9 @@ def compile_template(text: str, date: datetime.date) -> "Template":
         raise ValueError(f"chat template: line {line} is not valid Jinja ({error})") from None
     except (TooSlowError, TooLargeError) as error:
         raise ValueError(f"chat template: cannot be compiled: {error}") from None
+    except (SyntaxError, RecursionError, ValueError) as error:  # of the Python that Jinja writes
+        why = error.msg if isinstance(error, SyntaxError) else error
+        raise ValueError(f"chat template: cannot be compiled: {why}") from None
 
 
 def _environment(date: datetime.date) -> "Environment":

@@ -23,6 +23,8 @@ of a sequence is never counted: nothing predicts it.
 import datetime
 import hashlib
 import json
+import re
+import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +57,10 @@ if TYPE_CHECKING:
 
 Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]
 
+PROBE = f"{string.printable}é漢ﷺ😀"
+"""Characters of one to four bytes, and one that Unicode's normal forms make 18 of."""
+MOST_GROWTH, MOST_NORMALIZED = 100, 10**8
+
 
 class Tokenizer:
     """A tokenizer folder and a chat template.
@@ -85,6 +91,7 @@ class Tokenizer:
         self._prefix, self._suffix = self._added_around_text(special.get("eos_token"))
         added = self._backend.get_added_tokens_decoder().values()
         ends = {token.content for token in added if token.special} | {special.get("eos_token", "")}
+        self._end_ids = [self._backend.token_to_id(text) for text in sorted(ends - {""})]
         make = partial(ChatTemplate, special_tokens=special, ends=sorted(ends - {""}), date=date)
         file = choice if is_file_choice(choice) else None
         own = {
@@ -136,6 +143,11 @@ class Tokenizer:
                 names=", ".join(BY_NAME),
             )
         return self._templates[name]
+
+    def is_ended(self, sequence: TokenizedSample) -> bool:
+        """Whether a special token, or white space after one, ends what is learned."""
+        targets = sequence.tokens[sequence.loss_mask]
+        return bool(np.isin(targets[-2:], [i for i in self._end_ids if i is not None]).any())
 
     def encode(self, text: str) -> tuple[NDArray[np.int32], Ints]:
         """Token ids of a text, nothing added, and the offset of each token's first character."""
@@ -288,7 +300,7 @@ class SampleTokenizer:
         chat = chat_from(sample, form)
         template = tokenizer.template_for(chat)
         if on_all:
-            return tokenizer.encode_spans(template.render(chat), None)
+            return tokenizer.encode_spans(template.complete_text(chat), None)
         return tokenizer.encode_spans(*template.locate(chat))
 
 
@@ -325,6 +337,7 @@ def _load_backend(text: str, folder: Path) -> "Backend":
             "a tokenizer folder needs the package tokenizers, which is missing: "
             "pip install 'longshore[hf]'"
         ) from None
+    _check_normalizers(text, folder)
     try:
         backend = Backend.from_str(text)
     except Exception as error:  # the package raises bare Exception
@@ -332,6 +345,55 @@ def _load_backend(text: str, folder: Path) -> "Backend":
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _check_normalizers(text: str, folder: Path) -> None:
+    """Refuses normalizers that together make text far longer.
+
+    "aa" for "a" 40 times makes 10¹² bytes of one letter, and the package ends the process where it
+    gets no memory. So each normalizer is tried on what those before it made of a short text.
+    """
+    from tokenizers import normalizers
+
+    steps = list(_normalizers(text))
+    parts = [str(value) for step in steps for value in _strings(step)]
+    written = probe = PROBE + "".join(part[:100] for part in parts)
+    for step in steps:
+        longest = len(written) * len(str(step.get("content", "")))
+        one: Any = normalizers.Sequence([])
+        try:
+            one.__setstate__(json.dumps({"type": "Sequence", "normalizers": [step]}).encode())
+            written = one.normalize_str(written) if longest < MOST_NORMALIZED else ""
+        except Exception:  # the package raises bare Exception, and does so again when it loads all
+            return
+        if longest >= MOST_NORMALIZED or len(written) > MOST_GROWTH * len(probe):
+            raise ValueError(
+                f"{folder / 'tokenizer.json'}: its normalizers make text more than {MOST_GROWTH} "
+                "times longer; remove those that repeat one another"
+            )
+
+
+def _normalizers(text: str) -> Iterator[dict[str, Any]]:
+    """The normalizers of a tokenizer.json in order, without reading its vocabulary."""
+    for key in re.finditer(r'"normalizer"\s*:\s*(?=\{)', text):
+        try:
+            waiting = [json.JSONDecoder().raw_decode(text, key.end())[0]]
+        except (ValueError, RecursionError):
+            continue
+        while waiting:
+            step = waiting.pop(0)
+            inner = step.get("normalizers") if isinstance(step, dict) else ()
+            if isinstance(inner, list):
+                waiting[:0] = inner
+            elif isinstance(step, dict):
+                yield step
+
+
+def _strings(step: Mapping[str, Any]) -> Iterator[object]:
+    """What a normalizer replaces, and by what."""
+    pattern = step.get("pattern")
+    yield from pattern.values() if isinstance(pattern, Mapping) else ()
+    yield step.get("content", "")
 
 
 def _read(path: Path, expected: str) -> str:
@@ -347,10 +409,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).exists():
+            text = _read(folder / name, "it must be JSON")
             try:
-                config.update(json.loads(_read(folder / name, "it must be JSON")))
-            except (json.JSONDecodeError, TypeError) as error:
+                content = json.loads(text)
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{folder / name}: is not a JSON object ({error})") from None
+            if not isinstance(content, dict):
+                what = type(content).__name__
+                raise ValueError(f"{folder / name}: is not a JSON object, but {what}")
+            config.update(content)
     return config
 
 
@@ -378,7 +445,11 @@ def _template_texts(folder: Path, config: Mapping[str, Any], file: str | None) -
             raise ValueError(
                 f"tokenizer {folder}: its list of chat templates has a bad entry"
             ) from None
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise ValueError(
+            f"tokenizer {folder}: its chat_template must be text, or a list of names with texts"
+        )
     if (folder / "chat_template.jinja").exists():
         text = _read(folder / "chat_template.jinja", "it must be a chat template")
         texts = {**texts, "default": text}
-    return dict(texts)
+    return texts

@@ -36,10 +36,10 @@ from longshore.data.batches import Batches, BatchSize
 from longshore.data.chat_template import DATE
 from longshore.data.fields import Field, parse_field
 from longshore.data.highest_token import highest_of, unknown_token
-from longshore.data.inputs import find_inputs
+from longshore.data.inputs import content_digest, find_inputs
 from longshore.data.mixture import Joined, Mixture
 from longshore.data.mock import MockSource
-from longshore.data.prepare import TextRules, cache_folder, prepare_cache
+from longshore.data.prepare import WARNINGS, TextRules, cache_folder, prepare_cache
 from longshore.data.prepare_job import TokenizerFiles, check_first
 from longshore.data.progress import show_progress
 from longshore.data.rejected import rejections_of
@@ -53,7 +53,7 @@ from longshore.data.source import (
     sequence_values,
     source_digest,
 )
-from longshore.data.store import Store
+from longshore.data.store import Store, read_manifest
 from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.printable import printable
@@ -143,6 +143,7 @@ def _prepare_part(part: DataPart, config: RunConfig, shown: TextIO) -> None:
         except OSError as error:
             raise ValueError(error.strerror or str(error)) from None
     before = "using the tokenized data of " if summary.reused == summary.shards else ""
+    summary = replace(summary, warnings=())  # the run gives them, also where all is tokenized
     shown.write(printable(f"{summary.explain(as_key, before=before)}\n"))
     with in_keys("data.path"):
         summary.rejections.check(config.data.max_rejected)
@@ -237,16 +238,18 @@ def open_stream(config: RunConfig, decoder: DecoderConfig) -> TextStream:
     with in_keys("data.path"):
         parts = [find_inputs(part.texts) for part in data_parts(data)]
         tokenizer = SampleTokenizer(files.load(), limits)
-        check_first([file for part in parts for file in part], tokenizer, data.max_bytes)
+        files_of_all = [file for part in parts for file in part]
+        _, warnings = check_first(files_of_all, tokenizer, data.max_bytes)
     has_teacher = _has_teacher(config, fields)
 
     def check(sample: TokenizedSample, row: str) -> None:
         check_ids(sample, decoder.vocab_size, f"data.path: {row}", has_teacher=has_teacher)
 
     if not data.weights:
-        parts = [tuple(file for part in parts for file in part)]
+        parts = [tuple(files_of_all)]
     return TextStream(
         parts=tuple(parts),
+        content=content_digest(files_of_all),
         weights=data.weights or (1.0,),
         make_tokenizer=lambda: tokenizer,
         check=check,
@@ -257,6 +260,7 @@ def open_stream(config: RunConfig, decoder: DecoderConfig) -> TextStream:
         max_rejected=data.max_rejected,
         shuffle=data.shuffle,
         seed=data.seed,
+        warnings=warnings,
     )
 
 
@@ -321,6 +325,15 @@ def step_groups(config: RunConfig, source: IndexedSource) -> Ints | None:
             "or the field pair) would be torn apart; leave data.weights out"
         )
     return groups
+
+
+def tokenizer_warnings(config: RunConfig, source: IndexedSource | TextStream) -> list[str]:
+    """What `prepare`, or the start of a stream, found to be probably wrong; each once."""
+    if isinstance(source, TextStream):
+        return list(source.warnings)
+    folders = [] if config.data.mock else [f for each in text_folders(config) for f in each]
+    abouts = [read_manifest(folder).about for folder in folders]
+    return list(dict.fromkeys(warning for about in abouts for warning in about.get(WARNINGS, ())))
 
 
 def small_data(config: RunConfig, source: IndexedSource) -> list[str]:

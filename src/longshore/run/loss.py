@@ -19,9 +19,6 @@ from longshore.run.data import step_groups
 from longshore.train.loss import Loss, check_fields, make_loss
 from longshore.train.losses.preference import SIGN
 
-MOST_EXACT = 2**53
-"""Whole numbers up to this are exact in float64, in which sums of a step are."""
-
 
 def data_loss(config: RunConfig, source: IndexedSource | TextStream) -> Loss:
     """The run's loss, whose fields the data have."""
@@ -52,9 +49,6 @@ def check_pairs(config: RunConfig, source: IndexedSource) -> None:
         place = int(np.argmin(source.loss_tokens))
         raise _refused(f"sequence {place} has no loss token", "leave its pair out")
     pairs, signs = (sequence_values(source, name) for name in (PAIR, SIGN))
-    if np.abs(pairs).max() > MOST_EXACT:
-        largest = int(pairs[np.abs(pairs).argmax()])
-        raise _refused(f"pair {largest} is beyond ±2^53", "number pairs from 0")
     order = np.lexsort((signs, pairs))
     _check_signs(pairs[order], signs[order])
     groups = step_groups(config, source)

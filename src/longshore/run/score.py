@@ -194,7 +194,7 @@ def _write_parquet(out: str, rows: Iterator[TokenizedSample], fields: tuple[Fiel
     )
     temporary = Path(f"{out}.tmp")
     try:
-        with ParquetWriter(temporary, schema) as writer:
+        with ParquetWriter(temporary, schema, write_page_checksum=True) as writer:
             while some := list(islice(rows, ROWS)):
                 writer.write_table(pa.table(_columns(some, fields), schema=schema))
         temporary.replace(out)

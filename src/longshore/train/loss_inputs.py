@@ -48,7 +48,10 @@ class SequenceSums:
     tokens: Tensor
     """float64 (N): how many loss tokens it has."""
     fields: Mapping[str, Tensor]
-    """float64 (N) each: extra fields of sequences, and of tokens their sums over loss tokens."""
+    """(N) each: extra fields of sequences, and of tokens their sums over loss tokens.
+
+    float64, but int64 for `pair`, whose values only name groups.
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from longshore.batch import MicroBatch
+from longshore.data.source import PAIR
 from longshore.distributed.agreement import agreed
 from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Topology
@@ -45,11 +46,11 @@ def step_inputs(
         return StepInputs()
     if not call.of_sequences:
         return StepInputs(sequence_tokens=_loss_tokens(batches, executor.topology))
-    table, names = _first_pass(loss, batches, executor, plan=plan, begin=begin)
+    columns, names = _first_pass(loss, batches, executor, plan=plan, begin=begin)
     with agreed(executor.topology.groups):
         if batches[0].targets is None:
             return StepInputs()  # this rank of a pipeline has no head
-        logprobs_N, tokens_N, *others = table.unbind(1)
+        logprobs_N, tokens_N, *others = columns
         sums = SequenceSums(
             logprobs_N.clone().requires_grad_(), tokens_N, dict(zip(names, others, strict=True))
         )
@@ -105,22 +106,27 @@ def _first_pass(
     *,
     plan: Plan | None,
     begin: Callable[[Action], None],
-) -> tuple[Tensor, list[str]]:
-    """Sums over all lanes, float64 (N, 2 + K), and the names of the K fields.
+) -> tuple[list[Tensor], list[str]]:
+    """Sums over all lanes, 2 + K of shape (N), and the names of the K fields.
 
-    Log-probabilities, loss tokens, then the fields; zeros where a rank has no head.
+    Log-probabilities, loss tokens, then the fields; zeros where a rank has no head. All are float64
+    but for `pair`: it may be a hash of 64 bits, of which float64 would make one number of several.
     """
     topology, first = executor.topology, batches[0]
     per_token = sorted(name for name, v in first.token_fields.items() if v.ndim == 1)
-    per_sequence = sorted(name for name, v in first.sequence_fields.items() if v.ndim == 1)
+    fields = {name: v for name, v in first.sequence_fields.items() if v.ndim == 1}
+    exact = [name for name, v in fields.items() if name == PAIR and not v.is_floating_point()]
+    per_sequence = sorted(fields.keys() - set(exact))
     names = [*per_token, *per_sequence]
     sizes = (first.counts.sequences + 1, 2 + len(names))
     table = torch.zeros(sizes, dtype=torch.float64, device=topology.device)
+    whole = torch.zeros((sizes[0], len(exact)), dtype=torch.int64, device=topology.device)
 
     def read(out: Output, batch: MicroBatch, stage: int) -> Tensor:
         if executor.layout.stages[stage].head:
             _add_tokens(table, _logprobs(out.values), batch, per_token)
             _set_sequences(table[:, 2 + len(per_token) :], batch, per_sequence)
+            _set_sequences(whole, batch, exact)
         return table
 
     handlers = Handlers(
@@ -133,7 +139,10 @@ def _first_pass(
     with torch.no_grad():
         executor.run(batches, queue, handlers)
     reshard(executor)
-    return sum_over(table, topology.groups.lanes)[:-1], names
+    sums = sum_over(table, topology.groups.lanes)[:-1].unbind(1)
+    if exact:
+        sums += sum_over(whole, topology.groups.lanes)[:-1].unbind(1)
+    return list(sums), [*names, *exact]
 
 
 def _logprobs(values: Tensor) -> Tensor:
@@ -155,5 +164,5 @@ def _set_sequences(table: Tensor, batch: MicroBatch, names: list[str]) -> None:
         here = pack.sequences
         if pack.group.cp_rank == 0 and names and here.stop > here.start:
             places = torch.tensor(batch.ctx.sequences[here], device=table.device)
-            columns = [batch.sequence_fields[name][here].double() for name in names]
+            columns = [batch.sequence_fields[name][here].to(table.dtype) for name in names]
             table[places] = torch.stack(columns, dim=1)

@@ -36,7 +36,7 @@ def dpo(
     gain_N = sequences.logprobs
     if not reference_free:
         gain_N = gain_N - sequences.fields[REFERENCE]
-    margin_P = torch.zeros_like(numbers_P).index_add(0, index_N, sign_N * gain_N)
+    margin_P = gain_N.new_zeros(len(numbers_P)).index_add(0, index_N, sign_N * gain_N)
     wrong_P = -logsigmoid(-beta * margin_P)
     loss_P = -logsigmoid(beta * margin_P)
     return (loss_P + label_smoothing * (wrong_P - loss_P))[index_N]
@@ -44,11 +44,11 @@ def dpo(
 
 def _check_pairs(numbers_P: Tensor, index_N: Tensor, sign_N: Tensor) -> None:
     """Each pair has one chosen and one rejected sequence in the step."""
+    zeros_P = torch.zeros_like(numbers_P, dtype=torch.int64)
     chosen_P, rejected_P = (
-        torch.zeros_like(numbers_P).index_add(0, index_N, (sign_N == sign).to(numbers_P.dtype))
-        for sign in (1, -1)
+        zeros_P.index_add(0, index_N, (sign_N == sign).long()) for sign in (1, -1)
     )
-    size_P = torch.zeros_like(numbers_P).index_add(0, index_N, torch.ones_like(sign_N))
+    size_P = zeros_P.index_add(0, index_N, torch.ones_like(index_N))
     wrong_P = (chosen_P != 1) | (rejected_P != 1) | (size_P != 2)
     if bool(wrong_P.any()):
         place = int(wrong_P.nonzero()[0])
