@@ -10,7 +10,8 @@ only factors are trained. A name is the end of a module's name, at a dot:
     config.matches("layers.3.mlp.up_proj")                    False
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 from longshore.arch.checks import check_counts, check_more_than
 
@@ -44,3 +45,11 @@ class LoRAConfig:
         return any(
             target == ALL_LINEAR or f".{module}".endswith(f".{target}") for target in self.targets
         )
+
+    def adapts(self, name: str) -> bool:
+        """Whether a linear layer of this name below its part is a target in any layer.
+
+        name: such as q_proj; "" for what can have no factors.
+        """
+        ends = (re.sub(r"^(.*\.)?(mixer|mlp)\.", "", target) for target in self.targets)
+        return bool(name) and replace(self, targets=tuple(ends)).matches(name)
