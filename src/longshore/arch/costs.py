@@ -35,14 +35,12 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.exchanged import exchanged_by, gathered_rows
 from longshore.arch.feed_forward import MoEConfig
-from longshore.arch.lora import LoRAConfig
 from longshore.arch.model_memory import ModelBytes, item_bytes, model_bytes
-from longshore.arch.part import Part, Product, Sharing
+from longshore.arch.part import Part, Sharing
 from longshore.arch.stage_memory import (
     WHOLE,
     ModelSplit,
@@ -95,24 +93,19 @@ def weight_flops(part: Part, width: int) -> int:
 
 def factor_flops(config: DecoderConfig) -> int:
     """FLOPs of a token in the products of low-rank factors, forward and backward."""
+    if config.lora is None:
+        return 0
     parts = Counter(part for layer in (*config.layers, *config.mtp) for part in layer.parts)
+    known = {part: part.products(config.width) for part in parts if hasattr(part, "products")}
     return 3 * sum(
-        times * sum(each.flops for each in factor_products(part, config.width, config.lora))
-        for part, times in parts.items()
+        parts[part] * sum(each.flops for each in config.lora.factors(products))
+        for part, products in known.items()
     )
 
 
-def factor_products(part: Part, width: int, lora: LoRAConfig | None) -> tuple[Product, ...]:
-    """The products of a part's low-rank factors, two for each linear layer that has some."""
-    products = getattr(part, "products", None)
-    if lora is None or products is None:
-        return ()
-    pairs = (
-        (Product(each.k, lora.rank), Product(lora.rank, each.n))
-        for each in products(width)
-        if lora.adapts(each.name)
-    )
-    return tuple(chain.from_iterable(pairs))
+def trained_parameters(config: DecoderConfig) -> int:
+    """Parameters that have a gradient: all, or those of low-rank factors."""
+    return parameter_count(config) if config.lora is None else factor_flops(config) // 6
 
 
 def forward_flops(config: DecoderConfig, length: int) -> int:
