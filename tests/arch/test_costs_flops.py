@@ -59,7 +59,9 @@ def dense_extra(config, window=None):
     return extra
 
 
-@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "k_proj", "v_proj", "mlp.down_proj")])
+@pytest.mark.parametrize(
+    "targets", [("all-linear",), ("q_proj", "k_proj", "v_proj", "mlp.down_proj")]
+)
 def test_with_factors_as_torch_counts(targets):
     """No gradient of a frozen weight; the first projections' rows need none either."""
     config = replace(preset("tiny-qwen3"), lora=LoRAConfig(3, 6.0, targets))
@@ -73,7 +75,9 @@ def test_with_factors_as_torch_counts(targets):
     assert expected < 0.72 * step_flops(config.merged(), LENGTHS) + dense_extra(config)
 
 
-@pytest.mark.parametrize("name", ["tiny-hybrid", "tiny-qwen3-next", "tiny-deepseek-v3", "tiny-deepseek-v4"])
+@pytest.mark.parametrize(
+    "name", ["tiny-hybrid", "tiny-qwen3-next", "tiny-deepseek-v3", "tiny-deepseek-v4"]
+)
 def test_products_have_the_names_of_their_modules(name):
     config = preset(name)
     for layer in {*config.layers, *config.mtp}:

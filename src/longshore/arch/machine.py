@@ -308,7 +308,9 @@ def derived_profile(measured: MachineProfile, was: DataSheet, sheet: DataSheet) 
 
 
 def _scaled(cost: Coefficient, scale: float) -> Coefficient:
-    return Coefficient(cost.seconds * scale, "derived" if cost.origin == "measured" else cost.origin)
+    return Coefficient(
+        cost.seconds * scale, "derived" if cost.origin == "measured" else cost.origin
+    )
 
 
 def _derived_products(times: ProductTimes, was: DataSheet, sheet: DataSheet) -> ProductTimes:
@@ -335,9 +337,7 @@ def _derived_products(times: ProductTimes, was: DataSheet, sheet: DataSheet) -> 
 def profile_names() -> tuple[str, ...]:
     """The profiles that Longshore ships, and those it derives from them."""
     folder = resources.files("longshore.arch").joinpath("profiles")
-    shipped = (
-        file.name.removesuffix(".json") for file in folder.iterdir() if ".json" in file.name
-    )
+    shipped = (file.name.removesuffix(".json") for file in folder.iterdir() if ".json" in file.name)
     return tuple(sorted({*shipped, *DERIVED}))
 
 

@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import re
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -131,7 +131,9 @@ def _task(args: argparse.Namespace) -> AdviceTask:
     model = _model(args.model, args.layers, words)
     machine = load_machine(args.gpu)
     lengths = _lengths(args.lengths)
-    dtype: Literal["bfloat16", "float32"] = args.dtype or machine.dtype
+    # A profile in another dtype is refused for the default as for any other that differs.
+    own = machine.dtype if machine.dtype in DTYPES else DTYPES[0]
+    dtype = cast(Literal["bfloat16", "float32"], args.dtype or own)
     return AdviceTask(
         model=model,
         decoder=decoder_config(model),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.lora import LoRAConfig
 from longshore.hf.foreign_weights import HEAD, open_foreign, shapes_of
-from longshore.hf.lora import ModelBase, MergedTensors
+from longshore.hf.lora import MergedTensors, ModelBase
 from longshore.hf.transformers_model import TransformersModel, empty_model
 from longshore.model.lora import add_factors, check_names
 

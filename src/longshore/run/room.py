@@ -1,9 +1,10 @@
 """Room on the disks: what a run or scores take, compared with what is free, before the first step.
 
 In: a config and its decoder, or data. Out: nothing, or a ValueError that names the folder, the
-bytes and the way out. A model of 8 billion parameters in training takes 96 GB for a checkpoint with its moments,
-32 GB for its weights and, in bfloat16, 16 GB for its export; on one disk they are needed together.
-The older checkpoints that output.keep allows are not counted: a run warns about these. No torch.
+bytes and the way out. A model of 8 billion parameters in training takes 96 GB for a checkpoint with
+its moments, 32 GB for its weights and, in bfloat16, 16 GB for its export; on one disk they are
+needed together. The older checkpoints that output.keep allows are not counted: a run warns about
+these. No torch.
 """
 
 import os

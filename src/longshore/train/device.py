@@ -12,6 +12,7 @@ import torch
 
 from longshore.arch.machine import vendor_peak
 
+
 def pick_device(asked: str, local_rank: int) -> torch.device:
     """asked: auto, cpu or cuda."""
     if asked == "cuda" and not torch.cuda.is_available():
