@@ -112,7 +112,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "deepseek-v3": ("model.module=gpu_cases:deepseek_v3",),
     "deepseek-v4": ("model.module=gpu_cases:deepseek_v4",),
 }
-WANTED_MFU: dict[str, float | None] = {
+WANTED_OF_PRODUCT: dict[str, float | None] = {
     "qwen3-0.6b": 0.58,
     "qwen3-8b": 0.70,
     "llama-3.2-1b": 0.60,

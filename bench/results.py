@@ -31,7 +31,7 @@ def machine(packages: Sequence[str]) -> str:
     if "torch" in packages:
         import torch
 
-        parts = [torch.cuda.get_device_name()] * torch.cuda.is_available() + parts
+        parts = ([torch.cuda.get_device_name()] if torch.cuda.is_available() else []) + parts
     for package in packages:
         try:
             parts.append(f"{package} {version(package)}")

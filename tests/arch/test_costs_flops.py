@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,10 +7,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from longshore.arch.costs import forward_flops, parameter_count, step_flops
 from longshore.arch.decoder import DecoderConfig, LayerConfig
-from longshore.arch.feed_forward import MLPConfig
+from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.lora import LoRAConfig
 from longshore.arch.presets import preset
 from longshore.batch import whole_context
 from longshore.model.decoder import Decoder
+from longshore.model.lora import _names_in
 
 LENGTHS = (1, 2, 7, 30)
 
@@ -43,13 +46,56 @@ def counted(config: DecoderConfig, lengths: Sequence[int]) -> int:
 def test_as_torch_counts(name, window):
     """The difference is what dense attention computes beyond the pairs that count."""
     config = preset(name, window=window)
-    attention = config.layers[0].mixer
-    extra = 0
+    assert counted(config, LENGTHS) == step_flops(config, LENGTHS) + dense_extra(config, window)
+
+
+def dense_extra(config, window=None):
+    """FLOPs of dense attention beyond the pairs that count."""
+    attention, extra = config.layers[0].mixer, 0
     for length in LENGTHS:
         seen = sum(min(i + 1, window or length) for i in range(length))
         products = 2 * 2 * attention.heads * attention.head_dim
         extra += 3 * len(config.layers) * products * (length**2 - seen)
-    assert counted(config, LENGTHS) == step_flops(config, LENGTHS) + extra
+    return extra
+
+
+@pytest.mark.parametrize(
+    "targets", [("all-linear",), ("q_proj", "k_proj", "v_proj", "mlp.down_proj")]
+)
+def test_with_factors_as_torch_counts(targets):
+    """No gradient of a frozen weight; the first projections' rows need none either."""
+    config = replace(preset("tiny-qwen3"), lora=LoRAConfig(3, 6.0, targets))
+    attention, width, tokens = config.layers[0].mixer, config.width, sum(LENGTHS)
+    first = [each for each in attention.products(width) if each.name != "o_proj"]
+    unread = tokens * sum(each.flops for each in first)  # gradients of the embedding's rows
+    factored = [each for each in first if config.lora.adapts(each.name)]
+    unread += tokens * sum(2 * width * config.lora.rank for _ in factored)
+    expected = step_flops(config, LENGTHS) + dense_extra(config) - unread
+    assert counted(config, LENGTHS) == expected
+    assert expected < 0.72 * step_flops(config.merged(), LENGTHS) + dense_extra(config)
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-hybrid", "tiny-qwen3-next", "tiny-deepseek-v3", "tiny-deepseek-v4"]
+)
+def test_products_have_the_names_of_their_modules(name):
+    config = preset(name)
+    for layer in {*config.layers, *config.mtp}:
+        modules = [each.partition(".")[2] for each in _names_in(layer, config)]
+        products = [each for part in layer.parts for each in part.products(config.width)]
+        assert {each.name for each in products if each.name} == set(modules)
+
+
+def test_experts_and_head_are_frozen():
+    moe = MoEConfig(experts=4, top_k=2, width=8)
+    config = DecoderConfig(
+        vocab_size=10,
+        width=4,
+        layers=(LayerConfig(None, moe), LayerConfig(None, MLPConfig(width=8))),
+        lora=LoRAConfig(2, 2.0, ("up_proj",)),
+    )
+    frozen = 2 * forward_flops(config, 3)  # all products, and the gradients of their rows
+    assert step_flops(config, [3]) == frozen + 3 * 3 * 2 * 2 * (4 + 8)
 
 
 def test_example():

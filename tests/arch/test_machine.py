@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from tests.arch.machines import PART, make_machine
 
 from longshore.arch.cost_source import read_cost
-from longshore.arch.machine import MachineProfile, load_machine, parse_machine, profile_names
+from longshore.arch.machine import (
+    MachineProfile,
+    load_machine,
+    memory_gib,
+    parse_machine,
+    profile_names,
+    vendor_peak,
+)
 from longshore.arch.product_times import ProductTime, ProductTimes
 from longshore.plan.cost import BUILT_IN
 
@@ -36,12 +43,55 @@ def test_json_round_trip(machine, tmp_path):
 def test_shipped_profiles_say_where_every_entry_comes_from(name):
     machine = load_machine(name)
     assert isinstance(read_cost(name), MachineProfile)
-    assert set(machine.origins().values()) <= {"measured", "arithmetic"}
-    assert machine.origins()["gather at CP size 8"] == "arithmetic"
+    assert set(machine.origins().values()) <= {"measured", "derived", "arithmetic"}
+    assert machine.origins()[f"gather at CP size {machine.node}"] == "arithmetic"
+    assert machine.peak is not None
 
 
-def test_h200_is_shipped():
-    assert "h200" in profile_names()
+def test_derived_profiles_follow_the_data_sheets():
+    """An A100 has 312 of the H200's 989.5 TFLOP/s and 2.039 of its 4.8 TB/s."""
+    assert profile_names() == ("a100", "b200", "cpu", "h100", "h200")
+    h200, a100 = load_machine("h200"), load_machine("a100")
+    assert (h200.basis, set(a100.origins().values())) == ("", {"derived", "arithmetic"})
+    assert a100.basis == "NVIDIA A100: derived from data sheets, not measured"
+    flops, moved = 989.5 / 312, 4.8 / 2.039
+    assert a100.products.flop == pytest.approx(h200.products.flop * flops)
+    large = [m.products.seconds(32768, 12288, 12288)[0] for m in (h200, a100)]
+    assert large[1] / large[0] == pytest.approx(flops, rel=1e-3), "products are FLOPs"
+    small = [m.products.seconds(64, 64, 64)[0] for m in (h200, a100)]
+    assert small[1] < 1.2 * small[0], "or a launch, which takes as long"
+    assert a100.fixed.optimizer.seconds == pytest.approx(h200.fixed.optimizer.seconds * moved)
+    assert a100.fixed.block_host == replace(h200.fixed.block_host, origin="derived")
+    core, byte = a100.parts[0].core / h200.parts[0].core, a100.parts[0].value / h200.parts[0].value
+    assert (core, byte) == pytest.approx((flops, moved))
+    inside, across = (
+        a100.byte_gathered(across=far) / h200.byte_gathered(across=far) for far in (False, True)
+    )
+    assert (inside, across) == pytest.approx((900 / 600, 1))
+
+
+def test_a_cpu_launches_nothing_and_computes_in_float32():
+    cpu = load_machine("cpu")
+    assert (cpu.dtype, cpu.node, memory_gib("cpu")) == ("float32", 2, None)
+    assert {part.host for part in cpu.parts} == {0.0}
+    assert cpu.fixed.step_host.seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "tflops"),
+    [
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA H20", None),
+    ],
+)
+def test_the_vendors_peak(device, tflops):
+    assert vendor_peak(device, "bfloat16") == (tflops and tflops * 1e12)
+    assert vendor_peak(device, "float32") is None
 
 
 def changed(data, path, value):
@@ -64,7 +114,7 @@ def changed(data, path, value):
         (["node"], 1.5, "node must be a whole number, not 1.5"),
         (["fixed", "norm"], None, "fixed: norm is missing; it must have exactly byte, block"),
         (["fixed", "norm", "seconds"], -1, "fixed.norm.seconds is -1; it must be 0 or more"),
-        (["fixed", "norm", "origin"], "guess", "it must be measured or arithmetic"),
+        (["fixed", "norm", "origin"], "guess", "it must be measured or derived or arithmetic"),
         (["parts", 0, "kind"], "x", "unknown kind of part 'x'; known are attention"),
         (["parts", 0, "call"], True, "parts[0].call must be a number, not True"),
         (["parts"], {}, "parts must be a list"),
@@ -83,9 +133,9 @@ def test_faults_are_named(path, value, message):
 
 def test_files_that_are_no_profile(tmp_path):
     path = tmp_path / "x.json"
-    with pytest.raises(ValueError, match=r"cannot be read .* known names are h200"):
+    with pytest.raises(ValueError, match=r"cannot be read .* known names are a100, .* h200"):
         load_machine(path)
-    with pytest.raises(ValueError, match=r"cannot be read .* known names are h200"):
+    with pytest.raises(ValueError, match=r"cannot be read .* known names are a100, .* h200"):
         read_cost(str(path))
     path.write_text("{")
     for read in (load_machine, read_cost):

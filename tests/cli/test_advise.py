@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,10 @@ def test_a_hugging_face_folder(run):
         ((*TINY, "--page", "l.csv"), "another argument names the same file"),
         ((*TINY, "--memory", "1"), "nothing fits into 0.9 GiB of each of 2 GPUs"),
         (("advise", "gone.csv", *TINY[2:]), "gone.csv: cannot be read"),
+        ((*TINY, "more.csv"), "advise takes one file of lengths, but got l.csv more.csv"),
+        ((*TINY, "train.lr=1"), "'train.lr=1': advise takes keys of [model]"),
+        ((*TINY, "model.code=transformers"), "runs the code of a Hugging Face checkpoint"),
+        ((*TINY, "model.lora.alpha=3"), "model.lora has no rank"),
     ],
 )
 def test_errors_are_one_line(run, words, message):
@@ -126,6 +131,44 @@ def test_a_machine_of_your_own_needs_its_memory(run):
     assert code == 2
     assert "give it as --memory, in GiB" in err
     assert run(*TINY, "--gpu", "mine.json", "--memory", "80")[0] == 0
+
+
+def test_keys_of_the_model(run):
+    Path("hf").mkdir()
+    Path("hf/config.json").write_text(json.dumps(QWEN3))
+    words = ("model.code=transformers", "model.lora.rank=4", "model.lora.targets=q_proj")
+    code, out, err = run(*TINY[:-1], "hf", *words, "--json")
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    recipe = tomllib.loads(data["recipe"])
+    lora = {"rank": 4, "targets": "q_proj"}
+    assert recipe["model"] == {"from_hf": "hf", "code": "transformers", "lora": lora}
+    assert not {"capacity", "max_cp"} & set(recipe["plan"]), "a run decides by upper bounds"
+    sizes = {(each["tp"], each["pp"], each["ep"], each["graphs"]) for each in data["candidates"]}
+    assert sizes == {(1, 1, 1, 0)}
+    assert [note.partition(":")[0] for note in data["notes"]] == ["LoRA", "model.code=transformers"]
+
+
+def test_a_machine_from_data_sheets(run):
+    code, out, err = run(*TINY, "--gpu", "h100")
+    assert (code, err) == (0, "")
+    assert out.startswith("tiny-qwen3 on 2 × h100 (79.3 GiB each): ")
+    assert "NVIDIA H100: derived from data sheets, not measured\n" in out
+    assert 'cost = "h100"' in out
+    plan = ("plan", "l.csv", "--lanes", "2", "--capacity", "4096", "--model", "tiny-qwen3")
+    code, out, err = run(*plan, "--gpu", "h100")
+    assert (code, err) == (0, "")
+    assert "times: NVIDIA H100: derived from data sheets, not measured\n" in out
+    assert "not measured" not in run(*plan, "--cost", "h200")[1]
+
+
+def test_a_cpu_computes_in_the_dtype_of_its_profile(run):
+    code, out, err = run(*TINY, "--gpu", "cpu", "--memory", "64", "--json")
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    assert data["dtype"] == "float32"
+    assert 'dtype = "float32"' in data["recipe"]
+    assert not data["candidates"][0]["graphs"]
 
 
 def test_torch_is_not_imported():

@@ -38,6 +38,7 @@ def candidate(**changed):
         "seconds": 1.5,
         "tokens_per_s": 1000.0,
         "mfu": 0.5,
+        "of_product": 0.625,
         "days": 2.0,
         "tensors_gib": 39.0,
     }
@@ -50,7 +51,8 @@ DATA = {
     "gpus": 8,
     "gpu": "h200",
     "machine": "NVIDIA H200",
-    "measured": False,
+    "basis": "NVIDIA H100: derived from data sheets, not measured",
+    "notes": ["a <i>note</i>"],
     "memory_gib": 100.0,
     "room_gib": 90.0,
     "dtype": "bfloat16",
@@ -62,7 +64,7 @@ DATA = {
     "compared": 7,
     "recipe": "[plan]\ncapacity = 16384\n",
     "reasons": [["plan.capacity", "16384", "it fits"]],
-    "candidates": [candidate(), candidate(tp=2, shard="zero3", tokens_per_s=500.0)],
+    "candidates": [candidate(), candidate(tp=2, shard="zero3", tokens_per_s=500.0, mfu=None)],
 }
 
 
@@ -80,4 +82,8 @@ def test_bars_reasons_and_recipe(tmp_path):
     widths = [float(each) for each in re.findall(r'bar speed"><b style="width: ([\d.]+)%', drawn)]
     assert widths == [100, 50]
     assert "it fits" in drawn
+    assert "derived from data sheets, not measured" in drawn
+    assert "a &lt;i&gt;note&lt;/i&gt;" in drawn
+    assert "<td>50%</td><td>63%</td>" in drawn
+    assert "<td>–</td><td>63%</td>" in drawn
     assert "capacity = 16384" in drawn

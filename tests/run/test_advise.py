@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshore.arch.costs import parameter_count
+from longshore.arch.costs import parameter_count, step_flops
+from longshore.arch.lora import LoRAConfig
 from longshore.arch.machine import load_machine
+from longshore.arch.presets import preset
 from longshore.arch.process_groups import LARGER_BYTES, PAIR_BYTES
+from longshore.arch.step_time import RunShape, step_seconds
 from longshore.config.check import check_config, decoder_config
 from longshore.config.load import load_config
 from longshore.config.schema import ModelConfig
@@ -112,13 +115,56 @@ def test_what_the_text_shows(large):
     data = answer(large, total_tokens=15 * 10**9)
     best = data["candidates"][0]
     assert best["days"] == pytest.approx(15e9 / best["tokens_per_s"] / 86_400)
-    assert 0 < best["mfu"] < 1
+    rate = sum(step.flops for step in large.best.steps) / 8
+    rate /= sum(step.seconds for step in large.best.steps)
+    assert best["mfu"] == pytest.approx(rate / 989.5e12), "of the vendor's peak, as runs have it"
+    assert best["of_product"] == pytest.approx(rate * H200.products.flop)
+    assert 0 < best["mfu"] < best["of_product"] < 1
     assert set(best["memory"]) == set(MEMORY_NAMES)
     assert sum(best["memory"].values()) == pytest.approx(best["memory_gib"])
     text = "\n".join(advise_summary(data))
-    assert f"{best['tokens_per_s']:,.0f} tokens/s" in text
+    assert f"{best['tokens_per_s']:,.0f} tokens/s, {best['mfu']:.0%} MFU (" in text
+    assert f"{best['of_product']:.0%} of the fastest product)" in text
     assert "plan.capacity = " in text
     assert "[parallel]\n" in text
+
+
+def test_low_rank_factors(large, tmp_path):
+    """One GPU trains factors of Qwen3-8B, where it could not train all."""
+    model = ModelConfig(preset="qwen3-8b", lora={"rank": 16, "targets": ["q_proj", "v_proj"]})
+    task = replace(large.task, model=model, decoder=decoder_config(model), gpus=1)
+    task = replace(task, lengths=task.lengths.clip(max=8000))
+    with pytest.raises(ValueError, match="nothing fits"):
+        advise(replace(task, decoder=task.decoder.merged()))
+    advice = advise(task)
+    best, parts = advice.best, advice.best.memory.peak
+    count = parameter_count(task.decoder)
+    assert 2 * count <= parts.parameters < 2.1 * count, "the base in bfloat16, once"
+    assert parts.optimizer + parts.gradients < 2 * GIB, "of factors alone"
+    assert not best.candidate.graph, "a run refuses graphs beside factors"
+    data = answer(advice, total_tokens=10**9)
+    assert 0.4 < data["candidates"][0]["mfu"] < 0.75
+    path = tmp_path / "advised.toml"
+    path.write_text(data["recipe"])
+    mock = "data.mock={mode='distribution', type='uniform', min_seq_len=1, max_seq_len=500}"
+    config = load_config(str(path), [mock, "data.count=200"])
+    check_config(config, 1)
+    assert config.model == model
+    assert "LoRA: " in "\n".join(advise_summary(data))
+
+
+def test_freezing_saves_the_gradients_of_weights():
+    """Products have one gradient instead of two, and factors some of their own."""
+    full = preset("qwen3-8b", layers=8)
+    lora = replace(full, lora=LoRAConfig(16, 32.0))
+    shape = RunShape(lanes=1, shard="none", dtype="bfloat16", recompute=False)
+    rounds = [[16384]] * 64
+    seconds = [
+        step_seconds(H200, each, rounds, tokens=[16384] * 64, shape=shape) for each in (full, lora)
+    ]
+    flops = [step_flops(each, [16384]) for each in (full, lora)]
+    assert flops[1] / flops[0] == pytest.approx(0.73, abs=0.02)
+    assert flops[1] / flops[0] < seconds[1] / seconds[0] < 0.85
 
 
 def test_graphs_where_the_host_is_slower():
@@ -240,8 +286,6 @@ def test_weights_of_shared_experts_travel_less():
 
 
 def test_one_lane_takes_what_the_predictor_says():
-    from longshore.arch.step_time import step_seconds
-
     task = task_of("qwen3-0.6b", gpus=1, gib=139.8, lengths=[900, 800, 700, 600, 500], batch=5)
     timer = StepTimer(task)
     candidate = Candidate(axes=ModelAxes(lanes=1), capacity=4096, max_cp=1)

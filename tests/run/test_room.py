@@ -2,12 +2,17 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from longshore.arch.costs import parameter_count
 from longshore.cli.main import main
 from longshore.config import decoder_config, load_config
-from longshore.run import room
+from longshore.data.fields import Field
+from longshore.data.source import TokenizedSample
+from longshore.data.store import write_store
+from longshore.run import room, score
+from longshore.run.ranks import alone
 from longshore.run.resume import FRESH, check_output
 
 WORDS = ["model.preset=tiny-llama", "data.batch=2", "output.folder=run"]
@@ -67,6 +72,27 @@ def test_a_full_disk_is_told_before_the_ranks_start(monkeypatch, capsys):
     assert "output.folder: the run writes" in capsys.readouterr().err
     assert not Path("run").exists()
     assert main(["train", "output.folder=run", "--print-config"]) == 0  # it may run elsewhere
+
+
+def test_scores_that_do_not_fit_are_refused_before_the_weights_are_read(monkeypatch):
+    """Tokens, scores, two numbers of each and one of a sequence; Parquet compresses all but one."""
+    fields = (Field("pairs", "token", "float64", (2,)), Field("kind", "sequence", "int16"))
+    ids, mask = np.arange(4, dtype=np.int32), np.ones(4, dtype=bool)
+    values = {"pairs": np.ones((4, 2)), "kind": np.int16(1)}
+    write_store("made", [TokenizedSample(i, ids, mask, values) for i in range(3)], fields=fields)
+    config = config_of("data.path=made", "train.device=cpu")
+
+    def read(*_):
+        raise ValueError("the weights are read")
+
+    monkeypatch.setattr(score, "make_model", read)
+    for out, needed in (("scored", 12 * (4 + 4 + 2 * 8) + 3 * 2), ("x.parquet", 12 * 4)):
+        task = score.ScoreTask(out, "ref")
+        for lacking, message in ((1, f"--out: {out} takes .*, but only "), (0, "are read")):
+            free = needed + room.SPARE - lacking
+            monkeypatch.setattr(room, "free_bytes", lambda path, free=free: free)
+            with alone() as ranks, pytest.raises(ValueError, match=message):
+                score.score(config, ranks, task)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.data.tiny import CHATML, word_tokenizer
+from tests.hf.folders import qwen3
 from tests.ranks.harness import run_ranks
 
 from longshore import Trainer, load_config
@@ -104,6 +105,27 @@ def test_a_callback_evaluates_saves_and_exports_the_model_of_its_step(tmp_path):
     assert [metrics["step"] for metrics in evaluated] == [2, 4]
     assert here[1] == evaluated[0]["loss"] != here[0]
     assert (tmp_path / "tuned" / "model.safetensors").is_file()
+
+
+def test_a_run_resumes_from_a_base_that_has_moved(tmp_path):
+    """Its own weights are in the checkpoint; another base would be another run."""
+    base, moved, other = tmp_path / "base", tmp_path / "moved", tmp_path / "other"
+    qwen3(base)
+    qwen3(other, seed=1)
+
+    def words(folder):
+        return {**settings(tmp_path / folder), "model": {"from_hf": base}}
+
+    with Trainer(**words("whole")) as trainer:
+        losses = [metrics["loss"] for metrics in trainer]
+    with Trainer(**words("cut")) as trainer:
+        first = [trainer.step()["loss"] for _ in range(2)]
+    base.rename(moved)
+    again = {"resume": tmp_path / "cut", "train": {"steps": 4}}
+    with pytest.raises(ValueError, match=r"other is not the base that the run began with"):
+        Trainer(**again, model={"from_hf": other})
+    with Trainer(**again, model={"from_hf": moved}) as trainer:
+        assert [*first, *(metrics["loss"] for metrics in trainer)] == losses
 
 
 def test_it_prints_nothing_but_the_command_that_resumes_its_run_does(tmp_path, capfd):

@@ -11,7 +11,7 @@ from longshore.arch.lora import LoRAConfig
 from longshore.config.load import load_config
 from longshore.hf.config_file import read_config
 from longshore.run import weights
-from longshore.run.job import lora_base
+from longshore.run.job import model_base
 
 
 def test_factors_belong_to_the_base_that_was_read(tmp_path, monkeypatch):
@@ -20,9 +20,9 @@ def test_factors_belong_to_the_base_that_was_read(tmp_path, monkeypatch):
     qwen3(base)
     decoder = replace(read_config(base), lora=LoRAConfig(rank=2, alpha=4))
     config = load_config(None, [f"model.from_hf={base}", "model.preset="])
-    known = lora_base(config, decoder)
+    known = model_base(config, decoder)
     qwen3(base, seed=1)
-    assert lora_base(config, decoder).digest != known.digest
+    assert model_base(config, decoder).digest != known.digest
     topology = SimpleNamespace(groups=None)
     job = SimpleNamespace(base=known, decoder=decoder, config=config, topology=topology)
     saved = {}

@@ -72,8 +72,12 @@ class AttentionConfig:
     def products(self, width: int) -> tuple[Product, ...]:
         """Of queries with their gates, keys, values and the output."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        first = Product(width, queries * (1 + self.gate))
-        return first, Product(width, keys), Product(width, keys), Product(queries, width)
+        return (
+            Product(width, queries * (1 + self.gate), "q_proj"),
+            Product(width, keys, "k_proj"),
+            Product(width, keys, "v_proj"),
+            Product(queries, width, "o_proj"),
+        )
 
     def saved(self, width: int) -> Saved:
         """Rotated queries and keys, values and the output; with qk_norm also its inputs.
@@ -168,11 +172,11 @@ class MLAConfig:
     def products(self, width: int) -> tuple[Product, ...]:
         """Of the decompressed form, whichever is run."""
         queries, up = self.heads * self.head_dim, self.heads * (self.nope_dim + self.value_dim)
-        q = [Product(width, queries)]
+        q = [Product(width, queries, "q_proj")]
         if self.q_rank is not None:
-            q = [Product(width, self.q_rank), Product(self.q_rank, queries)]
-        kv = Product(width, self.latent_dim), Product(self.kv_rank, up)
-        return *q, *kv, Product(self.heads * self.value_dim, width)
+            q = [Product(width, self.q_rank, "q_down"), Product(self.q_rank, queries, "q_up")]
+        kv = Product(width, self.latent_dim, "kv_down"), Product(self.kv_rank, up, "kv_up")
+        return *q, *kv, Product(self.heads * self.value_dim, width, "o_proj")
 
     def saved(self, width: int) -> Saved:
         """Queries, latents and the output; the norms' inputs; absorbed, also its projections."""

@@ -14,7 +14,7 @@ With hash_rows a frozen table of (hash_rows, top_k) says which experts serve a t
 the router only weighs them, as in the first layers of DeepSeek-V4. It is no parameter.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from longshore.arch.checks import check_counts, check_more_than
@@ -65,8 +65,9 @@ class MLPConfig:
         return 2 * length * self.parameters(width)
 
     def products(self, width: int) -> tuple[Product, ...]:
-        first = (Product(width, self.width),) * (2 if self.gated else 1)
-        return *first, Product(self.width, width)
+        inner = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        first = [Product(width, self.width, name) for name in inner]
+        return *first, Product(self.width, width, "down_proj")
 
     def saved(self, width: int) -> Saved:
         """Gate, silu(gate), up, and their product; or relu(up) and its square.
@@ -182,10 +183,11 @@ class MoEConfig:
         So are their FLOPs: what `flops` has beyond these products.
         """
         router = (Product(width, self.experts),)
-        gate = (Product(width, 1),) * self.shared_gate
+        gate = (Product(width, 1, "shared_gate"),) * self.shared_gate
         if not self.shared_width:
             return router
-        return *router, *self.shared.products(width), *gate
+        shared = [replace(each, name=f"shared.{each.name}") for each in self.shared.products(width)]
+        return *router, *shared, *gate
 
     def saved(self, width: int) -> Saved:
         """For each of top_k rows its input, gate, silu(gate), up, product and output.

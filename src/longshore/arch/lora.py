@@ -10,9 +10,13 @@ only factors are trained. A name is the end of a module's name, at a dot:
     config.matches("layers.3.mlp.up_proj")                    False
 """
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from longshore.arch.checks import check_counts, check_more_than
+from longshore.arch.part import Product
 
 ALL_LINEAR = "all-linear"
 """As a target: all linear layers of mixers and feed-forward parts."""
@@ -44,3 +48,17 @@ class LoRAConfig:
         return any(
             target == ALL_LINEAR or f".{module}".endswith(f".{target}") for target in self.targets
         )
+
+    def factors(self, products: Iterable[Product]) -> tuple[Product, ...]:
+        """The products of factors beside these products, two for each that has some."""
+        targets = (each for each in products if self.adapts(each.name))
+        pairs = ((Product(each.k, self.rank), Product(self.rank, each.n)) for each in targets)
+        return tuple(chain.from_iterable(pairs))
+
+    def adapts(self, name: str) -> bool:
+        """Whether a linear layer of this name below its part is a target in any layer.
+
+        name: such as q_proj; "" for what can have no factors.
+        """
+        ends = (re.sub(r"^(.*\.)?(mixer|mlp)\.", "", target) for target in self.targets)
+        return bool(name) and replace(self, targets=tuple(ends)).matches(name)

@@ -1,27 +1,31 @@
 """MachineProfile: what was measured on one machine, and what is arithmetic. Pure Python.
 
-In: a name such as "h200" (a file in arch/profiles), or a JSON file that `longshore calibrate`
-wrote. Out: frozen data that arch/step_time.py predicts steps from. Nothing in it depends on a
-model: a profile measured once serves every model.
+In: a name such as "h200" (a file in arch/profiles), one such as "h100" (derived from it by data
+sheets), or a JSON file that `longshore calibrate` wrote. Out: frozen data that arch/step_time.py
+predicts steps from. Nothing in it depends on a model: a profile measured once serves every model.
 
     machine = load_machine("h200")
+    machine.peak                                    989.5e12, the vendor's dense FLOP/s
     machine.products.seconds(8192, 4096, 4096)      forward and backward seconds of a product
     machine.part("attention", head_dim=128, channels=2048)      the nearest measured attention
 
-Every entry says whether it was measured or follows from arithmetic, as the exchange between GPUs
-does where only one was there.
+Every entry says whether it was measured, was derived from another machine's, or follows from
+arithmetic, as the exchange between GPUs does where only one was there. What the H200 needs for
+FLOPs at 72 % of its peak, an A100 of 312 instead of 989.5 TFLOP/s is taken to need 3.17 times as
+long for; bytes take 4.8 / 2.039 times as long, and launches the same.
 """
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from longshore.arch.product_times import Origin, ProductTimes
+from longshore.arch.model_memory import ITEM_BYTES
+from longshore.arch.product_times import Origin, ProductTime, ProductTimes
 from longshore.choices import names_of
 
 FORMAT = "longshore machine 1"
@@ -29,6 +33,72 @@ FORMAT = "longshore machine 1"
 KINDS = ("attention", "mla", "mamba", "delta", "mlp", "experts", "embedding", "head", "other")
 ARITHMETIC_PASSES = 4
 """How often a saved value is read or written where it was not measured: twice in each direction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSheet:
+    """What a vendor promises of a machine."""
+
+    device: str
+    """Its name, as torch has it or beginning like it."""
+    peak: float
+    """Dense FLOP/s of products in `dtype`."""
+    memory_gb: float | None
+    """Of each; None where it depends on what is built in."""
+    bandwidth: float
+    """Bytes/s of its memory."""
+    link: float
+    """Bytes/s to others of a node, both directions together."""
+    node: int = 8
+    """Machines that are connected fast."""
+    dtype: str = "bfloat16"
+    """Of the arithmetic."""
+    has_host: bool = True
+    """Whether a host launches its kernels."""
+
+
+H200 = DataSheet(  # NVIDIA H200 Tensor Core GPU data sheet (SXM): 1,979 TFLOP/s with sparsity
+    device="NVIDIA H200", peak=989.5e12, memory_gb=141, bandwidth=4.8e12, link=900e9
+)
+DERIVED = {
+    # NVIDIA H100 Tensor Core GPU data sheet (SXM): 1,979 TFLOP/s with sparsity
+    "h100": DataSheet(
+        device="NVIDIA H100", peak=989.5e12, memory_gb=80, bandwidth=3.35e12, link=900e9
+    ),
+    # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s
+    "a100": DataSheet(
+        device="NVIDIA A100", peak=312e12, memory_gb=80, bandwidth=2.039e12, link=600e9
+    ),
+    # NVIDIA DGX B200 data sheet, of each of its 8 GPUs: 4,500 TFLOP/s with sparsity
+    "b200": DataSheet(
+        device="NVIDIA B200", peak=2250e12, memory_gb=180, bandwidth=8e12, link=1800e9
+    ),
+    # AMD EPYC 7763 data sheet: 64 cores at 2.45 GHz, of which each does 32 FLOPs a cycle with
+    # AVX2; 8 channels of DDR4-3200. The link is an assumption: gloo, as calibrate takes it.
+    "cpu": DataSheet(
+        device="AMD EPYC 7763",
+        peak=64 * 2.45e9 * 32,
+        memory_gb=None,
+        bandwidth=204.8e9,
+        link=12.5e9,
+        node=2,
+        dtype="float32",
+        has_host=False,
+    ),
+}
+"""Machines that nothing was measured on; their profiles are made from the H200's."""
+OTHER_PEAKS = {"H100 PCIe": 756.5e12, "H100 NVL": 835.5e12, "H200 NVL": 835.5e12, "GB200": 2500e12}
+"""Dense bfloat16 FLOP/s of kin with other figures, from the same vendor's data sheets."""
+GIB_OF_GB = 139.8 / 141
+"""What torch reports of an H200's memory, in GiB, for each GB of its data sheet."""
+
+
+def vendor_peak(device: str, dtype: str) -> float | None:
+    """Dense FLOP/s of a device of this name, as torch has it; None if it is not known."""
+    sheets = [sheet for sheet in (H200, *DERIVED.values()) if sheet.dtype == dtype]
+    peaks = OTHER_PEAKS if dtype == "bfloat16" else {}
+    peaks = peaks | {sheet.device.removeprefix("NVIDIA "): sheet.peak for sheet in sheets}
+    return next((peak for part, peak in peaks.items() if part in device), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +215,19 @@ class MachineProfile:
     gather: tuple[GatherCost, ...]
     """By CP size; the largest inside a node, and one across nodes at least."""
 
+    @property
+    def peak(self) -> float | None:
+        """The vendor's dense FLOP/s, of which the MFU is a share; None if it is not known."""
+        return vendor_peak(self.device, self.dtype)
+
+    @property
+    def basis(self) -> str:
+        """Where its times come from, in words; "" where they were measured."""
+        origin = self.products.origin
+        if origin == "derived":
+            return f"{self.device}: derived from data sheets, not measured"
+        return "" if origin == "measured" else f"{self.device}: by arithmetic, not measured"
+
     def part(self, kind: str, *, head_dim: int, channels: int) -> PartCost | None:
         """The measured part of that kind that is nearest; None if none was measured."""
         own = [part for part in self.parts if part.kind == kind]
@@ -176,16 +259,98 @@ class MachineProfile:
         return {"format": FORMAT, **asdict(self), "products": products}
 
 
-def profile_names() -> tuple[str, ...]:
-    """The profiles that Longshore ships."""
-    folder = resources.files("longshore.arch").joinpath("profiles")
-    return tuple(
-        sorted(file.name.removesuffix(".json") for file in folder.iterdir() if ".json" in file.name)
+def derived_profile(measured: MachineProfile, was: DataSheet, sheet: DataSheet) -> MachineProfile:
+    """What was measured on one machine, scaled by two data sheets to another.
+
+    FLOPs by the peaks, bytes by the memories' bandwidths, exchange inside a node by the links; what
+    a kernel or the host takes to begin stays, as does the network between nodes. A host that
+    computes launches nothing.
+    """
+    size = ITEM_BYTES[sheet.dtype] / ITEM_BYTES[was.dtype]
+    by_peak, by_memory = was.peak / sheet.peak, was.bandwidth / sheet.bandwidth
+    value, host = size * by_memory, float(sheet.has_host)
+    scales = {"byte": by_memory} | dict.fromkeys(("block", "round", "step", "message"), 1.0)
+    scales |= dict.fromkeys(("block_host", "graph_host", "round_host", "step_host"), host)
+    parts = (
+        replace(
+            part,
+            origin="derived",
+            value=part.value * value,
+            core=part.core * by_peak,
+            sequence=part.sequence * value,
+            weight=part.weight * value,
+            host=part.host * host,
+            host_forward=part.host_forward * host,
+        )
+        for part in measured.parts
+    )
+    fixed = {
+        each.name: _scaled(getattr(measured.fixed, each.name), scales.get(each.name, value))
+        for each in fields(FixedCosts)
+    }
+    inside, across = (measured.byte_gathered(across=beyond) for beyond in (False, True))
+    inside *= was.link / sheet.link
+    return replace(
+        measured,
+        device=sheet.device,
+        dtype=sheet.dtype,
+        torch="",
+        notes=(f"every entry is that of {measured.device}, scaled by data sheets",),
+        node=sheet.node,
+        products=_derived_products(measured.products, was, sheet),
+        parts=tuple(parts),
+        fixed=FixedCosts(**fixed),
+        gather=(
+            GatherCost(sheet.node, inside, "arithmetic"),
+            GatherCost(2 * sheet.node, max(inside, across), "arithmetic"),
+        ),
     )
 
 
+def _scaled(cost: Coefficient, scale: float) -> Coefficient:
+    return Coefficient(
+        cost.seconds * scale, "derived" if cost.origin == "measured" else cost.origin
+    )
+
+
+def _derived_products(times: ProductTimes, was: DataSheet, sheet: DataSheet) -> ProductTimes:
+    """Beyond what the smallest takes, as the longer of FLOPs and bytes changes."""
+    least = min(times.grid, key=lambda each: each.forward)
+
+    def least_seconds(each: ProductTime, of: DataSheet) -> float:
+        read = each.rows * each.k + each.k * each.n + each.rows * each.n
+        moved = read * ITEM_BYTES[of.dtype] / of.bandwidth
+        return max(2 * each.rows * each.k * each.n / of.peak, moved)
+
+    def scaled(each: ProductTime) -> ProductTime:
+        scale = least_seconds(each, sheet) / least_seconds(each, was)
+        forward, backward = (
+            first + max(0.0, own - first) * scale
+            for own, first in ((each.forward, least.forward), (each.backward, least.backward))
+        )
+        return replace(each, forward=forward, backward=backward)
+
+    grid = tuple(map(scaled, times.grid))
+    return ProductTimes(origin="derived", flop=times.flop * was.peak / sheet.peak, grid=grid)
+
+
+def profile_names() -> tuple[str, ...]:
+    """The profiles that Longshore ships, and those it derives from them."""
+    folder = resources.files("longshore.arch").joinpath("profiles")
+    shipped = (file.name.removesuffix(".json") for file in folder.iterdir() if ".json" in file.name)
+    return tuple(sorted({*shipped, *DERIVED}))
+
+
+def memory_gib(name: str) -> float | None:
+    """The memory of each machine of a named profile, as torch reports it; None if not known."""
+    sheet = H200 if name == "h200" else DERIVED.get(name)
+    return sheet.memory_gb * GIB_OF_GB if sheet and sheet.memory_gb else None
+
+
 def load_machine(name: str | Path) -> MachineProfile:
-    """The shipped profile of that name, or the one in a JSON file."""
+    """The shipped or derived profile of that name, or the one in a JSON file."""
+    if str(name) in DERIVED:
+        return derived_profile(load_machine("h200"), H200, DERIVED[str(name)])
     if str(name) in profile_names():
         folder = resources.files("longshore.arch").joinpath("profiles")
         text = folder.joinpath(f"{name}.json").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ measured products (arch/part_work.py), otherwise from its FLOPs alone.
     causal_pairs(5) = 15 pairs of a token and one it sees, itself included; window=2 leaves 9
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from longshore.arch.rope import RopeConfig
@@ -37,6 +37,8 @@ class Product:
 
     k: int
     n: int
+    name: str = field(default="", compare=False)
+    """Of its linear layer below the part, which may have low-rank factors; "" where it has none."""
 
     @property
     def flops(self) -> int:

@@ -16,6 +16,7 @@ from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.hyper import HyperConfig
+from longshore.arch.lora import LoRAConfig
 from longshore.arch.part import Part, Product, Saved
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 
@@ -51,6 +52,16 @@ class Work:
     """Sequences times channels."""
     weights: float = 0
     """Weights that are read and whose gradients are written, beside those of plain products."""
+    frozen: bool = False
+    """Whether its weights have no gradients."""
+    factors: tuple[Product, ...] = ()
+    """Of low-rank factors beside its products."""
+
+    def with_factors(self, lora: LoRAConfig | None) -> "Work":
+        """The same where low-rank factors alone are trained."""
+        if lora is None:
+            return self
+        return replace(self, frozen=True, factors=lora.factors(self.products))
 
 
 def part_kind(part: Part) -> str:
@@ -203,13 +214,13 @@ def block_works(
         counted[collapse] += 1 + len(config.mtp)
     if depths := len(config.mtp):
         counted[join_work(config, sum(lengths))] += depths
-    return counted
+    return Counter({work.with_factors(config.lora): times for work, times in counted.items()})
 
 
 def end_works(config: DecoderConfig, rows: int) -> Counter[Work]:
     """Embedding and head, once and once more for each depth."""
-    streams = 1 + len(config.mtp)
-    return Counter({embedding_work(config, rows): streams, head_work(config, rows): streams})
+    works = (embedding_work(config, rows), head_work(config, rows))
+    return Counter({work.with_factors(config.lora): 1 + len(config.mtp) for work in works})
 
 
 def _values(saved: Saved, item: int) -> float:

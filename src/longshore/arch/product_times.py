@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
 
-Origin = Literal["measured", "arithmetic"]
+Origin = Literal["measured", "derived", "arithmetic"]
+"""derived: measured on another machine, and scaled by the ratio of two data sheets."""
 Corner = tuple[int, int, int]
 
 

@@ -89,7 +89,7 @@ class Mamba2Config:
         return length * (2 * weights + 4 * self.inner * self.state_dim)
 
     def products(self, width: int) -> tuple[Product, ...]:
-        return Product(width, self.projected), Product(self.inner, width)
+        return Product(width, self.projected, "in_proj"), Product(self.inner, width, "out_proj")
 
     def saved(self, width: int) -> Saved:
         """The convolution's output and the normed output; the rest in float32, like scan and norm.
@@ -165,8 +165,11 @@ class DeltaNetConfig:
 
     def products(self, width: int) -> tuple[Product, ...]:
         """Of q, k, v and z; of beta and the decay; of the output."""
-        first = Product(width, self.conv_dim + self.values)
-        return first, Product(width, 2 * self.value_heads), Product(self.values, width)
+        return (
+            Product(width, self.conv_dim + self.values, "in_proj_qkvz"),
+            Product(width, 2 * self.value_heads, "in_proj_ba"),
+            Product(self.values, width, "out_proj"),
+        )
 
     def saved(self, width: int) -> Saved:
         """The normed output; the rest in float32, like scan and norm.

@@ -130,16 +130,15 @@ class SparseAttentionConfig:
 
     def products(self, width: int) -> tuple[Product, ...]:
         queries, groups = self.heads * self.head_dim, self.o_groups
-        first = Product(width, self.q_rank), Product(self.q_rank, queries)
-        pooled = (Product(width, self.entry_channels),) * 2 if self.ratio else ()
-        output = (Product(queries // groups, self.o_rank),) * groups
+        pooled = ("entries.kv_proj", "entries.gate_proj") if self.ratio else ()
         return (
-            *first,
-            Product(width, self.head_dim),
-            *pooled,
+            Product(width, self.q_rank, "q_down"),
+            Product(self.q_rank, queries, "q_up"),
+            Product(width, self.head_dim, "kv_proj"),
+            *(Product(width, self.entry_channels, name) for name in pooled),
             *self._index_products(width),
-            *output,
-            Product(groups * self.o_rank, width),
+            *(Product(queries // groups, self.o_rank, "o_down"),) * groups,
+            Product(groups * self.o_rank, width, "o_up"),
         )
 
     def saved(self, width: int) -> Saved:
@@ -178,10 +177,10 @@ class SparseAttentionConfig:
             return ()
         keys, queries = 2 * index.head_dim, index.heads * index.head_dim
         return (
-            Product(width, keys),
-            Product(width, keys),
-            Product(self.q_rank, queries),
-            Product(width, index.heads),
+            Product(width, keys, "index.keys.kv_proj"),
+            Product(width, keys, "index.keys.gate_proj"),
+            Product(self.q_rank, queries, "index.q_up"),
+            Product(width, index.heads, "index.weights_proj"),
         )
 
     def _weights(self, width: int) -> int:

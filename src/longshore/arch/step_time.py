@@ -20,12 +20,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from longshore.arch.costs import parameter_count
+from longshore.arch.costs import parameter_count, trained_parameters
 from longshore.arch.decoder import DecoderConfig
-from longshore.arch.machine import ARITHMETIC_PASSES, MachineProfile
+from longshore.arch.machine import ARITHMETIC_PASSES, MachineProfile, PartCost
 from longshore.arch.model_memory import ITEM_BYTES
 from longshore.arch.nonnegative import fit_nonnegative
-from longshore.arch.part import Part
+from longshore.arch.part import Part, Product
 from longshore.arch.part_work import Work, block_works, end_works, part_kind
 from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.plan.cost import CostProfile
@@ -96,9 +96,10 @@ class Busy:
 
 def part_time(machine: MachineProfile, work: Work) -> PartTime:
     """Seconds of a part by its kind; a kind that was not measured by FLOPs and bytes alone."""
-    pairs = [machine.products.seconds(work.rows, each.k, each.n) for each in work.products]
-    forward, backward = (sum(pair[i] for pair in pairs) for i in (0, 1))
+    forward, backward = _products_seconds(machine, work)
     cost = machine.part(work.kind, head_dim=work.head_dim, channels=work.channels)
+    if cost is not None and work.frozen:
+        cost = _without_gradients(cost)
     if cost is None:
         moved = work.values * ITEM_BYTES[machine.dtype] * ARITHMETIC_PASSES
         rest = moved * machine.fixed.byte.seconds + 3 * work.core * machine.products.flop
@@ -121,6 +122,32 @@ def part_time(machine: MachineProfile, work: Work) -> PartTime:
         cost.host,
         cost.host_forward,
     )
+
+
+def _products_seconds(machine: MachineProfile, work: Work) -> tuple[float, float]:
+    """Forward and backward; a frozen weight has no gradient, which is half of backward."""
+
+    def seconds(products: Sequence[Product]) -> tuple[float, float]:
+        pairs = [machine.products.seconds(work.rows, each.k, each.n) for each in products]
+        return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+
+    forward, backward = seconds(work.products)
+    more_forward, more_backward = seconds(work.factors)
+    return forward + more_forward, backward / (1 + work.frozen) + more_backward
+
+
+def _without_gradients(cost: PartCost) -> PartCost:
+    """What a part costs whose weights are frozen, by arithmetic: the weights are only read.
+
+    Experts' core are products, of which backward has one instead of two; nothing comes back to an
+    embedding.
+    """
+    back = 0.5 if cost.kind == "experts" else 1.0
+    core = cost.core * (cost.forward + (1 - cost.forward) * back)
+    if cost.kind == "embedding":
+        value = cost.value * cost.forward
+        return replace(cost, value=value, weight=0.0, forward=1.0, host=cost.host_forward)
+    return replace(cost, core=core, weight=cost.weight / 2)
 
 
 def round_busy(
@@ -146,11 +173,12 @@ def round_busy(
     device += more_device + fixed.block.seconds * units + fixed.round.seconds
     host += more_host + fixed.block_host.seconds * units + fixed.round_host.seconds
     device += fixed.round_token.seconds * tokens
-    parameters = parameter_count(config)
-    copied = fixed.step_parameter if shape.shard == "zero3" else fixed.round_parameter
-    device += parameters * copied.seconds
+    if shape.shard == "zero3":
+        device += _copied(config, shape) * fixed.step_parameter.seconds
+    else:
+        device += trained_parameters(config) * fixed.round_parameter.seconds
     ranks = shape.tp * shape.pp
-    exchange = _weights_seconds(machine, parameters, shape) if shape.shard == "zero3" else 0.0
+    exchange = _weights_seconds(machine, config, shape) if shape.shard == "zero3" else 0.0
     return Busy(device / ranks, host / shape.pp, exchange / ranks)
 
 
@@ -184,13 +212,20 @@ def step_seconds(
 def update_busy(machine: MachineProfile, config: DecoderConfig, *, shape: RunShape) -> Busy:
     """What follows the rounds of a step, or happens once in them."""
     fixed, ranks = machine.fixed, shape.tp * shape.pp
-    own = parameter_count(config) / ranks
+    own = trained_parameters(config) / ranks
     device = fixed.step.seconds
     device += own / shape.shards * (fixed.optimizer.seconds + fixed.norm.seconds)
     if shape.shard != "zero3":
-        device += own * fixed.step_parameter.seconds
-        device += _weights_seconds(machine, parameter_count(config), shape) / ranks
+        device += _copied(config, shape) / ranks * fixed.step_parameter.seconds
+        device += _weights_seconds(machine, config, shape) / ranks
     return Busy(device, fixed.step_host.seconds)
+
+
+def _copied(config: DecoderConfig, shape: RunShape) -> float:
+    """Parameters that FSDP copies and casts; of frozen ones it copies weights where lanes share."""
+    shared = shape.lanes > 1 and shape.shard != "none"
+    frozen = parameter_count(config) if config.lora is not None and shared else 0
+    return trained_parameters(config) + frozen / 2
 
 
 def cost_profile(
@@ -310,13 +345,17 @@ def _pack_seconds(machine: MachineProfile, config: DecoderConfig) -> float:
     return max(device, host)
 
 
-def _weights_seconds(machine: MachineProfile, parameters: int, shape: RunShape) -> float:
+def _weights_seconds(machine: MachineProfile, config: DecoderConfig, shape: RunShape) -> float:
     """Of weights and gradients that travel between lanes: zero3 gathers twice in each round."""
     if shape.lanes == 1:
         return 0.0
     item, master = ITEM_BYTES[machine.dtype], max(4, ITEM_BYTES[machine.dtype])
+    gathered = {"zero3": 2 * item, "zero2": item, "none": 0}[shape.shard]
     # none: an all-reduce sends as much as a gather and a reduce-scatter.
-    moved = {"zero3": 2 * item + master, "zero2": item + master, "none": 2 * master}[shape.shard]
-    share = parameters * (shape.lanes - 1) / shape.lanes
+    summed = 2 * master if shape.shard == "none" else master
+    moved = trained_parameters(config) * (gathered + summed)
+    if config.lora is not None:
+        moved += parameter_count(config) * gathered
+    share = moved * (shape.lanes - 1) / shape.lanes
     # Across nodes too: there all lanes of a node fetch together, each through its own link.
-    return share * moved * machine.byte_gathered(across=False)
+    return share * machine.byte_gathered(across=False)

@@ -9,14 +9,17 @@ import argparse
 import json
 import os
 import re
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
-from longshore.arch.machine import MachineProfile, load_machine
+from longshore.arch.machine import MachineProfile, load_machine, memory_gib, profile_names
 from longshore.arch.presets import PRESETS
 from longshore.cli.options import add_command, count, one_of, say
 from longshore.config.check import decoder_config
+from longshore.config.check_code import check_code
+from longshore.config.load import load_config
+from longshore.config.lora import check_lora
 from longshore.config.schema import ModelConfig
 from longshore.plan.cost import Ints
 from longshore.plan.lengths_file import read_lengths
@@ -30,7 +33,8 @@ ADVISE_HELP = """\
 Recommends how to train a model on your sequences before you rent the GPUs: capacity, CP limit,
 tensor, pipeline and expert parallelism, sharding, recomputation and CUDA graphs, as a part of a
 recipe that `longshore train` accepts, with the reason for each. Counts the memory of the GPU that
-needs most, and predicts tokens/s, MFU and the days of the run. Needs no GPU.
+needs most, and predicts tokens/s, MFU (the share of the vendor's dense peak; what is recomputed
+does not count) and the days of the run. Needs no GPU.
 
 what to train:
   LENGTHS.csv        one length in tokens per line, as for `longshore plan`; or a folder made by
@@ -38,12 +42,15 @@ what to train:
   --model MODEL      a preset, such as qwen3-8b, or a Hugging Face folder
   --layers N         change the number of layers of the preset
   --batch B          sequences in a step (default: about 32,768 tokens for each GPU)
-  --dtype TYPE       bfloat16 (default) or float32
+  --dtype TYPE       bfloat16 or float32 (default: that of the machine's profile)
+  model.key=value    any key of a recipe's [model]: model.lora.rank=16 for low-rank factors,
+                     model.code=transformers for a folder that transformers' code runs
 
 the machine:
   --gpus N           number of GPUs
-  --gpu NAME         a machine that Longshore ships a profile of (default h200), or a file that
-                     `longshore calibrate` wrote on yours
+  --gpu NAME         a machine that Longshore has a profile of (MACHINES; default h200,
+                     the others are derived from data sheets), or a file that `longshore
+                     calibrate` wrote on yours
   --memory GIB       memory of each GPU (default: that of NAME)
 
 how long:
@@ -57,8 +64,6 @@ what to write:
 example: longshore advise lengths.csv --gpus 8 --model qwen3-8b --tokens 15B --page advice.html"""
 
 GIB = 1 << 30
-MEMORY_GIB = {"h200": 139.8}
-"""What torch reports of each GPU that has a profile."""
 STEP_TOKENS = 32_768
 SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 MOST = 1 << 20
@@ -70,12 +75,12 @@ def register_advise(commands: "argparse._SubParsersAction[Any]") -> None:
         commands,
         "advise",
         summary="recommend how to train a model on some GPUs, and predict its speed",
-        usage="longshore advise LENGTHS --gpus N --model MODEL [options]",
-        text=ADVISE_HELP,
+        usage="longshore advise LENGTHS --gpus N --model MODEL [options] [model.key=value …]",
+        text=ADVISE_HELP.replace("MACHINES", ", ".join(profile_names())),
     )
     parser.set_defaults(run=run_advise)
     hidden = argparse.SUPPRESS  # ADVISE_HELP describes them all
-    parser.add_argument("lengths", nargs="?", help=hidden)
+    parser.add_argument("words", nargs="*", help=hidden)
     for name, kind in (
         ("model", str),
         ("layers", count(4096)),
@@ -88,11 +93,15 @@ def register_advise(commands: "argparse._SubParsersAction[Any]") -> None:
     ):
         parser.add_argument(f"--{name}", type=kind, help=hidden)
     parser.add_argument("--gpu", default="h200", help=hidden)
-    parser.add_argument("--dtype", type=one_of(DTYPES), default="bfloat16", help=hidden)
+    parser.add_argument("--dtype", type=one_of(DTYPES), help=hidden)
     parser.add_argument("--json", action="store_true", help=hidden)
 
 
 def run_advise(args: argparse.Namespace) -> None:
+    files = [word for word in args.words if "=" not in word]
+    if len(files) > 1:
+        raise ValueError(f"advise takes one file of lengths, but got {' '.join(files)}")
+    args.lengths = files[0] if files else None
     task = _task(args)
     _check_page(args)
     total = args.tokens or int(task.lengths.sum()) * (args.epochs or 1)
@@ -118,10 +127,13 @@ def _task(args: argparse.Namespace) -> AdviceTask:
         raise ValueError(f"give {name}; see longshore advise --help")
     if args.tokens and args.epochs:
         raise ValueError("--tokens and --epochs are both given; leave one out")
-    model = _model(args.model, args.layers)
+    words = [word for word in args.words if "=" in word]
+    model = _model(args.model, args.layers, words)
     machine = load_machine(args.gpu)
     lengths = _lengths(args.lengths)
-    dtype: Literal["bfloat16", "float32"] = args.dtype
+    # A profile in another dtype is refused for the default as for any other that differs.
+    own = machine.dtype if machine.dtype in DTYPES else DTYPES[0]
+    dtype = cast(Literal["bfloat16", "float32"], args.dtype or own)
     return AdviceTask(
         model=model,
         decoder=decoder_config(model),
@@ -135,9 +147,24 @@ def _task(args: argparse.Namespace) -> AdviceTask:
     )
 
 
-def _model(name: str, layers: int | None) -> ModelConfig:
+def _model(name: str, layers: int | None, words: list[str]) -> ModelConfig:
+    """words: other keys of [model]."""
+    for word in words:
+        if not word.startswith("model.") or word.startswith(("model.preset=", "model.from_hf=")):
+            raise ValueError(
+                f"{word!r}: advise takes keys of [model] such as model.lora.rank=16, and the model "
+                "itself as --model; the other keys are what it recommends, so leave it out"
+            )
+    config = load_config(None, [*_named(name, layers), *words])
+    check_code(config)
+    check_lora(config, decoder_config(config.model))
+    return config.model
+
+
+def _named(name: str, layers: int | None) -> list[str]:
+    """A preset or a folder, as keys of [model]."""
     if name in PRESETS:
-        return ModelConfig(preset=name, layers=layers or 0)
+        return [f"model.preset={name}", *([f"model.layers={layers}"] if layers else [])]
     if not os.path.isdir(name):
         raise ValueError(
             f"--model is {name!r}, which is no preset and no folder; presets are "
@@ -145,7 +172,7 @@ def _model(name: str, layers: int | None) -> ModelConfig:
         )
     if layers:
         raise ValueError("--layers only changes a preset; a Hugging Face folder defines its own")
-    return ModelConfig(from_hf=name)
+    return [f"model.from_hf={name}"]
 
 
 def _lengths(path: str) -> Ints:
@@ -157,7 +184,7 @@ def _lengths(path: str) -> Ints:
 
 
 def _memory(args: argparse.Namespace, machine: MachineProfile) -> int:
-    gib = args.memory or MEMORY_GIB.get(args.gpu)
+    gib = args.memory or memory_gib(args.gpu)
     if gib is None:
         raise ValueError(
             f"the memory of {machine.device} is not known; give it as --memory, in GiB"

@@ -136,11 +136,12 @@ def summary(profile: MachineProfile) -> list[str]:
     """What the profile says, in lines."""
     by_origin: dict[str, list[str]] = {"measured": [], "arithmetic": []}
     for name, origin in profile.origins().items():
-        by_origin[origin].append(name)
-    rate = 1 / profile.products.flop / 1e12
+        by_origin.setdefault(origin, []).append(name)
+    rate = 1 / profile.products.flop
+    of_peak = f" ({rate / profile.peak:.0%} of the vendor's dense peak)" if profile.peak else ""
     return [
         f"{profile.device}, {profile.dtype}, torch {profile.torch}",
-        f"fastest product: {rate:.3g} TFLOP/s; copies: "
+        f"fastest product: {rate / 1e12:.3g} TFLOP/s{of_peak}; copies: "
         f"{1e-9 / profile.fixed.byte.seconds:.3g} GB/s read and written",
         *(f"{origin}: {', '.join(names) or 'nothing'}" for origin, names in by_origin.items()),
         *profile.notes,

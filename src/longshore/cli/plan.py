@@ -61,10 +61,11 @@ the machine:
   --max-sequences M  most sequences a lane holds in a round (default: no limit)
   --align A          pad the tokens of a lane to a multiple of A, as FP8 needs (default 1)
   --cost COST        what tokens cost on your machine: a file of `longshore calibrate` or a name
-                     (MACHINES), both with --model; or a JSON object with linear, quadratic,
-                     gather, node, pack and round, and with a pipeline message (default: estimated
-                     seconds of an 8B model on H100s). It is the cost of the whole model on one
-                     GPU: --tp and --pp divide it; what --tp communicates is not counted
+                     (MACHINES; --gpu is the same option), both with --model; or a
+                     JSON object with linear, quadratic, gather, node, pack and round, and with a
+                     pipeline message (default: estimated seconds of an 8B model on H100s). It is
+                     the cost of the whole model on one GPU: --tp and --pp divide it; what --tp
+                     communicates is not counted
   --model PRESET     with a --cost that was measured: the model, such as qwen3-8b
 
 how to plan:
@@ -124,7 +125,8 @@ def register_plan(commands: "argparse._SubParsersAction[Any]") -> None:
     kinds |= {name: one_of(names) for name, names in CHOICES.items()}
     kinds |= {"policy": _policy_name, "cost": str, "model": str, "json": str, "html": str}
     for name, kind in kinds.items():
-        parser.add_argument(f"--{name}", type=kind, help=hidden)
+        also = ["--gpu"] if name == "cost" else []  # as `longshore advise` calls a machine
+        parser.add_argument(f"--{name}", *also, type=kind, help=hidden)
 
 
 def plan_help() -> str:
@@ -158,7 +160,8 @@ def _plan(args: argparse.Namespace) -> None:
     options = {name: value for name in PLANNER if (value := getattr(args, name)) is not None}
     options |= {"lanes": _lanes(args), "capacity": args.capacity or DEMO_CAPACITY}
     ranks = {"tp": args.tp or 1, "pp": args.pp or 1}
-    options |= {"profile": _profile(args, options).on_ranks(**ranks)}
+    cost = _read_cost(args.cost)
+    options |= {"profile": _profile(args, options, cost).on_ranks(**ranks)}
     _check_outputs(args)
     policy = args.policy or DEFAULT_POLICY
     if policy not in POLICIES:
@@ -182,6 +185,8 @@ def _plan(args: argparse.Namespace) -> None:
             f"times: the cost of one GPU, divided by {' x '.join(divided)}; what tensor "
             "parallelism communicates is not included"
         )
+    if isinstance(cost, MachineProfile) and cost.basis:
+        say(f"times: {cost.basis}")
     is_machine = args.model is not None
     unit = "units of the profile" if args.cost and not is_machine else "s (estimated)"
     say("\n".join(plan_summary(plans, unit=unit)))
@@ -255,14 +260,15 @@ def _lanes(args: argparse.Namespace) -> int:
     return int(lanes)
 
 
-def _profile(args: argparse.Namespace, options: dict[str, Any]) -> CostProfile:
+def _profile(
+    args: argparse.Namespace, options: dict[str, Any], cost: CostProfile | MachineProfile
+) -> CostProfile:
     """The whole model on one GPU."""
-    cost = _read_cost(args.cost)
     if isinstance(cost, CostProfile):
         if args.model is not None:
             raise ValueError(
                 "--model is for a --cost that was measured on a machine, such as "
-                f"{profile_names()[0]}; leave --model out"
+                "h200; leave --model out"
             )
         return cost
     if args.model is None:

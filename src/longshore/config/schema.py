@@ -165,8 +165,8 @@ class PlanConfig:
     cost: str = key(
         "",
         text(),
-        "what rounds cost: a machine's name such as h200, a file of `longshore calibrate`, or a "
-        "cost profile in JSON (default: an 8B model on H100s)",
+        "what rounds cost: a machine's name such as h200 or h100, a file of `longshore calibrate`, "
+        "or a cost profile in JSON (default: an 8B model on H100s)",
     )
     refine: bool = key(
         False, flag(), "correct the cost profile while training, by the measured times of rounds"

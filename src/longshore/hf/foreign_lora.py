@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.lora import LoRAConfig
 from longshore.hf.foreign_weights import HEAD, open_foreign, shapes_of
-from longshore.hf.lora import LoRABase, MergedTensors
+from longshore.hf.lora import MergedTensors, ModelBase
 from longshore.hf.transformers_model import TransformersModel, empty_model
 from longshore.model.lora import add_factors, check_names
 
@@ -36,7 +36,7 @@ def add_foreign_factors(model: TransformersModel, config: LoRAConfig) -> None:
 
 
 def merged_foreign(
-    config: DecoderConfig, base: LoRABase, factors: Mapping[str, Tensor]
+    config: DecoderConfig, base: ModelBase, factors: Mapping[str, Tensor]
 ) -> MergedTensors:
     """All tensors of the base's folder, under the names that its model has in memory."""
     assert config.lora is not None

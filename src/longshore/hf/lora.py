@@ -33,8 +33,8 @@ READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class LoRABase:
-    """What a LoRA run began with, which it does not save."""
+class ModelBase:
+    """What a run began with; a LoRA run does not save it."""
 
     folder: Path | None
     """A Hugging Face folder; None for new weights."""
@@ -48,19 +48,19 @@ class LoRABase:
         return {"folder": folder, "seed": self.seed, "digest": self.digest}
 
 
-def base_from_json(data: Mapping[str, Any]) -> LoRABase:
+def base_from_json(data: Mapping[str, Any]) -> ModelBase:
     folder = data["folder"]
-    return LoRABase(
+    return ModelBase(
         None if folder is None else Path(folder), int(data["seed"]), str(data["digest"])
     )
 
 
-def find_base(config: DecoderConfig, folder: str | Path | None, *, seed: int) -> LoRABase:
+def find_base(config: DecoderConfig, folder: str | Path | None, *, seed: int) -> ModelBase:
     """The base as it is now; config: with or without factors."""
     if folder is None or not str(folder):
         text = json.dumps(config_to_json(config.merged()), sort_keys=True)
-        return LoRABase(None, seed, hashlib.sha256(f"{seed} {text}".encode()).hexdigest())
-    return LoRABase(Path(folder).resolve(), seed, _digest(Path(folder)))
+        return ModelBase(None, seed, hashlib.sha256(f"{seed} {text}".encode()).hexdigest())
+    return ModelBase(Path(folder).resolve(), seed, _digest(Path(folder)))
 
 
 def _digest(folder: Path) -> str:
@@ -75,7 +75,7 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def check_base(known: LoRABase, now: LoRABase) -> None:
+def check_base(known: ModelBase, now: ModelBase) -> None:
     """Refuses another base than the one that factors were trained on."""
     if known.digest != now.digest:
         where = now.folder or "the decoder that model.preset or model.module describes"
@@ -131,7 +131,7 @@ class MergedTensors(Mapping[str, Tensor]):
 
 
 def merged_decoder(
-    config: DecoderConfig, base: LoRABase, factors: Mapping[str, Tensor]
+    config: DecoderConfig, base: ModelBase, factors: Mapping[str, Tensor]
 ) -> MergedTensors:
     """Of one of our own models."""
     assert config.lora is not None

@@ -34,7 +34,7 @@ from longshore.hf.checkpoint import (
 from longshore.hf.config_file import load_object
 from longshore.hf.foreign_lora import merged_foreign
 from longshore.hf.lora import (
-    LoRABase,
+    ModelBase,
     base_from_json,
     check_base,
     factor_shapes,
@@ -60,7 +60,7 @@ class SavedWeights:
     """The Hugging Face folder it began with."""
     tensors: Mapping[str, Tensor]
     """By name."""
-    lora: LoRABase | None = None
+    lora: ModelBase | None = None
     """Where the tensors are low-rank factors alone: what they were trained on."""
     code: ModelCode = "longshore"
     """transformers: the tensors have the names that transformers gives them."""
@@ -74,7 +74,7 @@ class SavedWeights:
         tensors = merged(self.config, now, self.tensors)
         return SavedWeights(self.config.merged(), now.folder, tensors, code=self.code)
 
-    def check_base(self, base: Path | None = None) -> LoRABase | None:
+    def check_base(self, base: Path | None = None) -> ModelBase | None:
         """What low-rank factors were trained on, if it is still the same; None without factors."""
         if self.lora is None:
             return None
@@ -96,7 +96,7 @@ def save_weights(
     base: str | Path | None,
     shard_bytes: int = SHARD_BYTES,
     is_replaced: bool = False,
-    lora: LoRABase | None = None,
+    lora: ModelBase | None = None,
     code: ModelCode = "longshore",
 ) -> None:
     """Writes a stream of our (name, tensor) pairs into a new folder, in their own dtypes.

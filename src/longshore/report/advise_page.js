@@ -106,20 +106,23 @@
 
   byId("summary").textContent = data.headline;
   byId("recipe").textContent = data.recipe;
-  byId("origin").textContent = data.measured
-    ? `Times from what was measured on ${data.machine}; exchanges between GPUs, communicators and CUDA's own memory are assumptions.`
-    : `Times by arithmetic for ${data.machine}, not measured; communicators and CUDA's own memory are assumptions.`;
+  const times = data.basis ? `Times of ${data.basis}` : `Times from what was measured on ${data.machine}`;
+  byId("origin").textContent = [
+    `${times}; exchanges between GPUs, communicators and CUDA's own memory are assumptions.`,
+    "MFU is the share of the vendor's dense peak; what is recomputed does not count.",
+    ...data.notes,
+  ].join(" ");
   setting();
   legend();
   bars();
   table("reasons", ["key", "value", "why"], data.reasons);
   table(
     "figures-table",
-    ["tp", "pp", "vpp", "ep", "lanes", "shard", "sync", "recompute", "capacity", "max CP", "rounds", "step", "tokens/s", "MFU", "time"],
+    ["tp", "pp", "vpp", "ep", "lanes", "shard", "sync", "recompute", "capacity", "max CP", "rounds", "step", "tokens/s", "MFU", "of the fastest product", "time"],
     candidates.map((each) => [
       each.tp, each.pp, each.vpp, each.ep, each.lanes, each.shard, each.sync, each.recompute ? "blocks" : "none",
       whole(each.capacity), each.max_cp, each.rounds, `${each.seconds.toPrecision(3)} s`, whole(each.tokens_per_s),
-      `${Math.round(each.mfu * 100)}%`, duration(each.days),
+      each.mfu === null ? "–" : `${Math.round(each.mfu * 100)}%`, `${Math.round(each.of_product * 100)}%`, duration(each.days),
     ]),
   );
   table(

@@ -2,9 +2,9 @@
 
 In: the data of run/advise_answer.py. Out: lines of text.
 
-    qwen3-8b on 8 × h200 (139.8 GiB each): 81,753 tokens/s, 80% MFU, 2.1 days
+    qwen3-8b on 8 × h200 (139.8 GiB each): 81,753 tokens/s, 58% MFU, 2.1 days
        tp  pp  ep  shard  recompute  capacity  max CP  memory  step   tokens/s  MFU  days
-    →   1   1   1  zero3         no    16,384       8    88.5  5.37     81,753  80%   2.1
+    →   1   1   1  zero3         no    16,384       8    88.5  5.37     81,753  58%   2.1
 """
 
 from collections.abc import Sequence as Seq
@@ -34,9 +34,10 @@ def advise_summary(data: Json) -> list[str]:
         f"{data['sequences']:,} sequences, the longest {data['longest']:,} tokens; "
         f"{data['batch']:,} of them, about {data['step_tokens']:,} tokens, are a step; "
         f"{data['compared']:,} ways compared",
-        "" if data["measured"] else f"times by arithmetic: {data['gpu']} was not measured",
+        *(line for line in (data["basis"], *data["notes"]) if line),
         *table(_candidate_rows(data["candidates"])),
-        "memory in GiB of the GPU that needs most, step in seconds; → recommended",
+        "memory in GiB of the GPU that needs most, step in seconds; → recommended; MFU: share of "
+        "the vendor's dense peak, recomputation not counted",
         "",
         *table(_memory_rows(data["candidates"])),
         f"GiB, at the peak ({best['moment']}); with full lanes {best['at_capacity_gib']:.1f} of "
@@ -52,9 +53,16 @@ def headline(data: Json) -> str:
     best = data["candidates"][0]
     return (
         f"{data['model']} on {data['gpus']} × {data['gpu']} ({data['memory_gib']:.1f} GiB each): "
-        f"{best['tokens_per_s']:,.0f} tokens/s, {best['mfu']:.0%} MFU, {days(best['days'])} for "
+        f"{best['tokens_per_s']:,.0f} tokens/s, {utilization(best)}, {days(best['days'])} for "
         f"{data['total_tokens']:,} tokens"
     )
+
+
+def utilization(candidate: Json) -> str:
+    """Its FLOP/s as a share of the vendor's peak, where that is known, and of a real product's."""
+    product = f"{candidate['of_product']:.0%} of the fastest product"
+    mfu = candidate["mfu"]
+    return product if mfu is None else f"{mfu:.0%} MFU ({product})"
 
 
 def days(number: float) -> str:
@@ -82,7 +90,7 @@ def _candidate_rows(candidates: Seq[Json]) -> list[list[str]]:
                 f"{each['memory_gib']:.1f}",
                 f"{each['seconds']:.3g}",
                 f"{each['tokens_per_s']:,.0f}",
-                f"{each['mfu']:.0%}",
+                "–" if each["mfu"] is None else f"{each['mfu']:.0%}",
                 days(each["days"]),
             ]
         )

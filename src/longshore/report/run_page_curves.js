@@ -17,7 +17,7 @@ const CHARTS = [
   ["rounds", "Rounds", "Micro-batches of each lane in a step", [["rounds", "rounds"]], (value) => number(value, 1), { ifItVaries: true }],
   ["wait", "Waiting for data, planning", "", [["data_wait_s", "waiting for data"], ["plan_s", "planning, mostly in the background"]], seconds, {}],
   ["memory", "Memory", "Peak memory of a rank so far", [["memory_gib", "memory"]], gib, { steady: true }],
-  ["mfu", "MFU", "Share of the hardware's peak", [["mfu", "MFU"]], percent, { most: 1 }],
+  ["mfu", "MFU", "Share of the vendor's dense peak", [["mfu", "MFU"]], percent, { most: 1 }],
 ];
 
 const AXES = {

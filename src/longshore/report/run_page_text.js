@@ -60,7 +60,7 @@ const RUN_FIGURES = [
   ["seconds", "Time", duration, "All steps together.", 0],
   ["tokens_per_s", "Tokens per second", compact, "Over all lanes (median).", 1],
   ["step_s", "Time of a step", seconds, "Median over steps.", 0],
-  ["mfu", "MFU", percent, "Model FLOPs per second as a share of the hardware's peak (median).", 1],
+  ["mfu", "MFU", percent, "FLOPs of products per second as a share of the vendor's dense peak; what is recomputed does not count (median).", 1],
   ["tflops", "TFLOP/s", figureText, "Of one rank (median).", 1],
   ["efficiency", "Plan efficiency", percent, "Share of the lanes' time that plans spend on real tokens (mean).", 1],
   ["padding", "Padding", percent, "Share of all tokens that are padding (mean).", -1],

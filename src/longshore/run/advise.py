@@ -90,10 +90,14 @@ class Advice:
     memory: MemoryCheck
     """Whether they fit."""
 
-    def mfu(self, choice: Predicted) -> float:
-        """Against the fastest product of the machine."""
-        peak = self.task.gpus / self.task.machine.products.flop
-        return choice.flops_per_second / peak
+    def mfu(self, choice: Predicted) -> float | None:
+        """The share of the vendor's dense peak; None where that is not known."""
+        peak = self.task.machine.peak
+        return choice.flops_per_second / self.task.gpus / peak if peak else None
+
+    def of_product(self, choice: Predicted) -> float:
+        """The share of the rate of the machine's fastest product."""
+        return choice.flops_per_second / self.task.gpus * self.task.machine.products.flop
 
 
 def advise(task: AdviceTask) -> Advice:

@@ -25,8 +25,10 @@ from longshore.arch.process_groups import communicator_bytes, joined_groups
 from longshore.arch.stage_memory import ModelSplit
 from longshore.choices import ShardMode, Sync
 from longshore.config.check import lanes_of, pipeline_layout
+from longshore.config.check_code import check_code
 from longshore.config.check_graph import check_graph
 from longshore.config.check_parallel import check_parallel
+from longshore.config.lora import check_lora
 from longshore.config.schema import (
     GraphConfig,
     ModelConfig,
@@ -219,6 +221,7 @@ def _with_modes(axes: ModelAxes) -> Iterator[ModelAxes]:
 def _is_legal(task: AdviceTask, axes: ModelAxes) -> bool:
     config = task.config(Candidate(axes=axes, capacity=KIB, max_cp=1))
     try:
+        check_code(config)
         check_parallel(config, task.decoder, lanes=lanes_of(config, task.gpus))
         pipeline_layout(config, task.decoder)
     except ValueError:
@@ -365,7 +368,10 @@ def with_graphs(task: AdviceTask, candidate: Candidate) -> Candidate | None:
     """The same with CUDA graphs; None where a run refuses them."""
     graphed = replace(candidate, graph=True)
     try:
-        check_graph(task.config(graphed), task.decoder)
+        config = task.config(graphed)
+        check_graph(config, task.decoder)
+        check_code(config)
+        check_lora(config, task.decoder)
     except ValueError:
         return None
     return graphed

@@ -34,6 +34,9 @@ def reasons(advice: Advice) -> dict[str, tuple[object, str]]:
     for key, size in (("parallel.vpp", axes.pp), ("parallel.ep", _most_ep(advice))):
         if size == 1:
             del table[key]
+    if advice.task.model.code == "transformers":
+        # What its modules keep for backward is not known: a run decides by upper bounds.
+        del table["plan.capacity"], table["plan.max_cp"]
     return table | dict(_graph(advice))
 
 

@@ -22,7 +22,7 @@ from longshore.distributed.agreement import agreed
 from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
 from longshore.files import size_text
-from longshore.hf.lora import LoRABase, factor_shapes, find_base
+from longshore.hf.lora import ModelBase, factor_shapes, find_base
 from longshore.plan.layout import Layout
 from longshore.run.auto import Resolved, resolve
 from longshore.run.data import (
@@ -59,7 +59,7 @@ class TrainingJob:
     """Shows a line before there are steps; silent on all ranks but the first."""
     display: str
     """How it is shown: as output.display says, but with a Trainer "auto" is "none"."""
-    base: LoRABase | None = None
+    base: ModelBase | None = None
     """What low-rank factors are trained on, as it was before it was read; None without them."""
 
     @property
@@ -119,7 +119,7 @@ def make_job(
     if not isinstance(source, TextStream):
         steps = count_steps(config, source.lengths, step_groups(config, source))
     with agreed(topology.groups):
-        base = lora_base(config, decoder)
+        base = model_base(config, decoder)
     return TrainingJob(resolved, source, steps, topology, stop, tell, display, base)
 
 
@@ -176,11 +176,11 @@ def _data_text(source: IndexedSource | TextStream) -> str:
     )
 
 
-def lora_base(config: RunConfig, decoder: DecoderConfig) -> LoRABase | None:
-    """What low-rank factors are trained on, as it is now; None without them.
+def model_base(config: RunConfig, decoder: DecoderConfig) -> ModelBase | None:
+    """What the run began with, as it is now; None for new weights that are all trained.
 
     A run looks once, before it reads the weights: a folder that changes while it trains is another.
     """
-    if decoder.lora is None:
+    if decoder.lora is None and not config.model.from_hf:
         return None
     return find_base(decoder, config.model.from_hf, seed=config.train.seed)

@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING
 
 from longshore.config.check import check_config, decoder_config
 from longshore.config.load import NOT_THE_DEMO, load_config
-from longshore.config.lora import lora_config
 from longshore.config.schema import SECTIONS, RunConfig
 from longshore.run.folder import (
     CONFIG,
@@ -193,12 +192,11 @@ def changed_settings(config: RunConfig, run: Path) -> list[str]:
 def _is_fixed(key: str, before: RunConfig, config: RunConfig) -> bool:
     """Whether a change of the key would make it another run.
 
-    The base of low-rank factors may be in another folder: checkpoints know it by its content.
+    The base may be in another folder: checkpoints know it by its content.
     """
     section, _, name = key.partition(".")
-    models = (before.model, config.model)
-    if key == "model.from_hf" and all(model.from_hf for model in models):
-        return any(lora_config(model.lora) is None for model in models)
+    if key == "model.from_hf" and before.model.from_hf and config.model.from_hf:
+        return False
     return section == "model" or (section == "data" and name not in MAY_CHANGE)
 
 

@@ -25,6 +25,7 @@ from longshore.data.fields import Array, Field
 from longshore.data.source import IndexedSource, TokenizedSample
 from longshore.data.steps import IndexedSteps, Step
 from longshore.data.store import write_store
+from longshore.distributed.agreement import agreed
 from longshore.distributed.collectives import sum_over
 from longshore.files import new_folder
 from longshore.model.interface import Output
@@ -33,6 +34,7 @@ from longshore.run.job import TrainingJob, make_job
 from longshore.run.parts import make_cp_groups, make_model, make_steps
 from longshore.run.process import joined_ranks
 from longshore.run.ranks import Ranks
+from longshore.run.room import check_scored
 from longshore.run.shared_output import write_shared
 from longshore.train.evaluation import reshard
 from longshore.train.loss_inputs import LossCall
@@ -65,6 +67,10 @@ def score(config: RunConfig, ranks: Ranks, task: ScoreTask) -> None:
             local_size=ranks.local_size,
             display=config.output.display,
         )
+        with agreed(topology.groups):
+            if topology.rank == 0:
+                fields = (*job.indexed_source.fields, score_field(job, task))
+                check_scored(task.out, fields, job.indexed_source.lengths)
         groups = make_cp_groups(job)
         job.tell("loading the weights…" if config.model.from_hf else "building the model…")
         executor = Executor(make_model(job, groups), topology, mode=job.resolved.shard)
@@ -77,11 +83,15 @@ def score(config: RunConfig, ranks: Ranks, task: ScoreTask) -> None:
         groups.close()
 
 
+def score_field(job: TrainingJob, task: ScoreTask) -> Field:
+    return Field(task.field, "target", "float64" if job.dtype == torch.float64 else "float32")
+
+
 def write_scores(
     job: TrainingJob, executor: Executor, steps: IndexedSteps, task: ScoreTask
 ) -> None:
     """Runs the steps, while rank 0 writes their rows; if it cannot, all ranks raise."""
-    spec = Field(task.field, "target", "float64" if job.dtype == torch.float64 else "float32")
+    spec = score_field(job, task)
 
     def write(rows_of_steps: Iterator[Rows]) -> None:
         write_rows(task.out, chain.from_iterable(rows_of_steps), job.indexed_source, spec)

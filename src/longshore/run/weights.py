@@ -57,7 +57,7 @@ def write_weights(
 
 def _write_weights(job: TrainingJob, model: Model, folder: Path) -> None:
     """RUN/weights: everything in the dtype of training, or the low-rank factors alone."""
-    lora, target = job.base, folder / "weights"
+    lora, target = job.base if job.decoder.lora else None, folder / "weights"
 
     def check() -> int:
         needed = _size(model) if lora is None else _factor_bytes(model)

@@ -90,7 +90,7 @@ class Checkpoints:
         copies: EmbeddingCopies | None = None,
         base: Mapping[str, object] | None = None,
     ) -> None:
-        """base: of a LoRA run, what its factors belong to, as hf/lora.py describes it."""
+        """base: what the run began with, as hf/lora.py describes it."""
         self.run = run
         self.model = model
         self.optimizer = optimizer
@@ -314,8 +314,16 @@ class Checkpoints:
         return Position(step, content.updates, content.loader)
 
     def _check_base(self, content: CheckpointIndex) -> None:
-        """Factors are of no use on another base."""
-        if content.base.get("digest") != self.base.get("digest"):
+        """Factors are of no use on another base; all weights may be of one that changed there."""
+        if content.base.get("digest") == self.base.get("digest"):
+            return
+        was, now = content.base.get("folder"), self.base.get("folder")
+        if self.model.config.lora is None and was not in (None, now):
+            raise ValueError(
+                f"model.from_hf: {now} is not the base that the run began with, {was}: its content "
+                "differs; name the folder where that is now, or leave --resume out to begin again"
+            )
+        if self.model.config.lora is not None:
             raise ValueError(
                 f"the base {self.base.get('folder') or 'of new weights'} has changed since the "
                 f"checkpoint of step {content.step}, whose low-rank factors belong to it; restore "

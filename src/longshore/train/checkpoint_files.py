@@ -96,7 +96,7 @@ class CheckpointIndex:
     tensors: dict[str, SavedTensor]
     """By name."""
     base: dict[str, object] = field(default_factory=dict)
-    """What the tensors belong to, where they are low-rank factors alone (hf/lora.py); else {}."""
+    """What the run began with, which low-rank factors belong to (hf/lora.py); {}: new weights."""
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:

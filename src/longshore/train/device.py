@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12}
-"""Dense bf16 FLOPs per second, from the vendor's data sheets."""
+from longshore.arch.machine import vendor_peak
 
 
 def pick_device(asked: str, local_rank: int) -> torch.device:
@@ -70,8 +69,7 @@ def memory_bytes(device: torch.device, local_size: int) -> int:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOPs per second of one rank at best; None if unknown."""
-    if device.type != "cuda" or dtype != torch.bfloat16:
+    """The vendor's dense FLOPs per second of one rank, of which its MFU is a share; or None."""
+    if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return vendor_peak(torch.cuda.get_device_name(device), str(dtype).removeprefix("torch."))

@@ -51,9 +51,9 @@ class StepMetrics:
     tokens_per_s: float
     """Real tokens per second over all ranks."""
     tflops: float | None
-    """TFLOP/s of one rank."""
+    """TFLOP/s of one rank: products that a step has, without those that are recomputed."""
     mfu: float | None
-    """Model FLOPs utilization: the fraction of the hardware's peak; None if that is unknown."""
+    """Model FLOPs utilization: their fraction of the vendor's dense peak; None if it is unknown."""
     rounds: int
     """Rounds of the plan."""
     efficiency: float | None
