@@ -1,8 +1,9 @@
 """`longshore train`: from a recipe to a trained model.
 
-In: a recipe, and overrides. Out: the run's folder. All that can be refused is refused before text is
-tokenized, most of it before torch is imported; then the ranks start. `longshore train --ranks 2 train.steps=10` runs the demo on two
-processes for ten steps. What --resume does: run/resume.py.
+In: a recipe, and overrides. Out: the run's folder. All that can be refused is refused before any
+text is tokenized, most of it before torch is imported; then the ranks start. `longshore train
+--ranks 2 train.steps=10` runs the demo on two processes for ten steps. What --resume does:
+run/resume.py.
 """
 
 import argparse
