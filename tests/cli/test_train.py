@@ -223,6 +223,13 @@ BAD = [
     ),
     # Training and output.
     (["r.toml", "train.epochs=1", "train.steps=2"], "train.steps and train.epochs are both given"),
+    (["r.toml", "--config", "x.yaml"], "--config: a recipe is a TOML file, named alone: longshore"),
+    (["r.toml", "--dry-run"], "there is no --dry-run: --print-config prints the configuration"),
+    (["r.toml", "train.recompute=true"], "train.recompute is 'true'; use blocks"),
+    (
+        ["r.toml", "train.warmup=1.0"],
+        "train.warmup is 1.0; it must be a whole number of steps, or a share of all steps above 0",
+    ),
     (["r.toml", "train.warmup=11"], "train.warmup is 11, more than train.steps (10)"),
     (
         ["r.toml", "output.folder=full"],

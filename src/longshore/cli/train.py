@@ -28,6 +28,7 @@ from longshore.cli.launch import (
     launch,
 )
 from longshore.cli.options import add_command, count, say
+from longshore.config.foreign import FOREIGN_KEYS
 from longshore.config.load import load_config
 from longshore.config.located import settings_in_keys
 from longshore.config.schema import SECTIONS, RunConfig
@@ -248,9 +249,11 @@ def ranks_of_run(asked: int | None, config: RunConfig, place: Ranks | None) -> i
 def answer_option(unknown: Seq[str]) -> str:
     """The answer to unknown options: keys are written without dashes."""
     typed = unknown[0].split("=")[0]
+    word = typed.lstrip("-").replace("-", "_")
+    if word in FOREIGN_KEYS:
+        return answer_key(word, typed=typed)
     if near := difflib.get_close_matches(typed, OPTIONS, n=1):
         return f"there is no {typed}; did you mean {near[0]}?"
-    word = typed.lstrip("-").replace("-", "_")
     for key in all_keys():
         if word in (key, key.rpartition(".")[2]):
             return f"there is no {typed}; write {key}=VALUE, without dashes"
