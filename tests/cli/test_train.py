@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests.data.tiny import CHATML, word_tokenizer
 
+from longshore import Trainer
 from longshore.cli.main import main
 from longshore.cli.train import TRAIN_HELP, train
 from longshore.config import load_config
@@ -222,6 +223,13 @@ BAD = [
     ),
     # Training and output.
     (["r.toml", "train.epochs=1", "train.steps=2"], "train.steps and train.epochs are both given"),
+    (["r.toml", "--config", "x.yaml"], "--config: a recipe is a TOML file, named alone: longshore"),
+    (["r.toml", "--dry-run"], "there is no --dry-run: --print-config prints the configuration"),
+    (["r.toml", "train.recompute=true"], "train.recompute is 'true'; use blocks"),
+    (
+        ["r.toml", "train.warmup=1.0"],
+        "train.warmup is 1.0; it must be a whole number of steps, or a share of all steps above 0",
+    ),
     (["r.toml", "train.warmup=11"], "train.warmup is 11, more than train.steps (10)"),
     (
         ["r.toml", "output.folder=full"],
@@ -246,6 +254,40 @@ def test_wrong_configurations_get_one_line(run, words, told):
     assert told in err
     assert err.count("\n") == 1
     assert err.endswith("\n")
+
+
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "a b"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train.device=cuda"], "train.device is 'cuda', but torch finds no GPU"),
+        (
+            ["output.trackers=wandb"],
+            "output.trackers: wandb is not installed; install it with: pip",
+        ),
+        (["data.path=pairs.jsonl", "train.loss=dpo"], "reads the field ref_logprobs, and the data"),
+        (["data.path=pairs.jsonl"], "pairs of chosen and rejected answers, and without a train"),
+        (["train.loss=grpo"], "train.loss is grpo, which reads the field advantages"),
+        (["train.loss=bad:loss"], "no_such"),
+        (["model.from_hf=hf"], "hf has no weights: neither"),
+    ],
+)
+def test_cheap_checks_come_before_text_is_tokenized(run, words, told, monkeypatch):
+    """By the command, and by a Trainer, which is also what a rank of torchrun runs."""
+
+    def tokenize(*args, **options):
+        raise AssertionError("text is tokenized before all else is checked")
+
+    monkeypatch.setattr("longshore.run.data.prepare_cache", tokenize)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    Path("pairs.jsonl").write_text(json.dumps(PAIR))
+    code, out, err, calls = run("r.toml", *words)
+    assert (code, out, calls, err.count("\n")) == (2, "", [], 1)
+    assert told in err
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Trainer("r.toml", overrides=words)
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import re
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -64,6 +65,11 @@ def test_defaults_without_a_checkpoint():
         ("data.path='a b=c.jsonl'", "data", "path", "a b=c.jsonl"),
         ("data.path=a=b.jsonl", "data", "path", "a=b.jsonl"),
         ("data.path=2024", "data", "path", "2024"),
+        ("data.path=a.jsonl,b/*.parquet", "data", "path", ("a.jsonl", "b/*.parquet")),
+        ("data.eval_path=a, b", "data", "eval_path", ("a", "b")),
+        ("data.weights=3,1", "data", "weights", (3.0, 1.0)),
+        ("train.warmup=0.03", "train", "warmup", 0.03),
+        ("train.warmup=1", "train", "warmup", 1),
         ("data.path=true", "data", "path", "true"),
         ("data.path=1\ny=2", "data", "path", "1\ny=2"),
         ("data.template=", "data", "template", ""),
@@ -155,7 +161,7 @@ def test_what_toml_cannot_hold_is_refused():
 def test_foreign_answers_name_real_keys():
     known = set(all_keys())
     for word, ours in FOREIGN_KEYS.items():
-        named = ours.split(",")[0].split(" ")[0]
+        named = re.split("[, =]", ours)[0]
         assert ours.startswith(": ") or named in known, word
         assert not any(key.endswith(f".{word}") for key in known), word
     assert set(FOREIGN_SECTIONS.values()) <= set(SECTIONS)

@@ -4,7 +4,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from longshore.config.schema import SECTIONS
-from longshore.config.values import texts
+from longshore.config.values import paths, texts
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -40,3 +40,10 @@ def test_a_choice_takes_the_names_of_its_annotation(section):
 )
 def test_lists_of_texts(given, read):
     assert texts().read(given) == read
+
+
+def test_a_path_that_is_there_may_contain_commas(tmp_path):
+    name = f"{tmp_path}/a,b.jsonl"
+    assert paths().read(name) == (f"{tmp_path}/a", "b.jsonl")
+    (tmp_path / "a,b.jsonl").touch()
+    assert paths().read(name) == name

@@ -58,6 +58,18 @@ def qwen3_moe(folder, *, seed=0, shard="1GB", **keys):
     return _saved(transformers.Qwen3MoeForCausalLM, config, folder, seed, shard)
 
 
+def gpt_neox(folder, *, seed=0, shard="1GB", **keys):
+    """Its head is embed_out in the files and lm_head in the model."""
+    config = transformers.GPTNeoXConfig(**SIZES | {"eos_token_id": 1} | deepcopy(keys))
+    return _saved(transformers.GPTNeoXForCausalLM, config, folder, seed, shard)
+
+
+def exaone_moe(folder, *, seed=0, shard="1GB", **keys):
+    """Its routing bias has another name in the files."""
+    config = transformers.ExaoneMoeConfig(**SIZES | EXPERTS | {"num_experts": 4} | deepcopy(keys))
+    return _saved(transformers.ExaoneMoeForCausalLM, config, folder, seed, shard)
+
+
 SLIDING = {"sliding_window": 5, "head_dim": 8} | {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
 }

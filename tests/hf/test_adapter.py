@@ -11,8 +11,10 @@ from tests.hf.folders import (
     change_tensors,
     cohere,
     deepseek,
+    exaone_moe,
     gemma2,
     gemma3,
+    gpt_neox,
     gpt_oss,
     granite,
     llama,
@@ -33,6 +35,7 @@ from longshore.parallel.pipeline.stages import saved_buffers
 
 LENGTHS = (7, 1, 12)
 MODELS = {"qwen3": qwen3, "qwen3_moe": qwen3_moe, "gemma3": gemma3, "gpt_oss": gpt_oss}
+RENAMED = {"gpt_neox": gpt_neox, "exaone_moe": exaone_moe}
 CHANGED_LOGITS = {"gemma2": gemma2, "granite": granite, "cohere": cohere}
 
 
@@ -56,9 +59,9 @@ def test_packed_logits_are_those_of_each_sequence_alone(tmp_path, name):
     assert {key for key, _ in model.named_parameters()} == names
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *RENAMED])
 def test_streamed_in_and_out_without_a_changed_byte(tmp_path, name):
-    MODELS[name](tmp_path / "base", shard="20KB")
+    {**MODELS, **RENAMED}[name](tmp_path / "base", shard="20KB")
     hf = empty_model(str(tmp_path / "base"))
     assert all(parameter.is_meta for parameter in hf.parameters())
     assert not any(buffer.is_meta for buffer in hf.buffers())
@@ -69,7 +72,7 @@ def test_streamed_in_and_out_without_a_changed_byte(tmp_path, name):
         logits = model(ids, whole_context(LENGTHS)).values
         expected = [load(tmp_path / "base")(part[None]).logits[0] for part in ids.split(LENGTHS)]
     torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-4, atol=1e-4)
-    stream = [*model.named_parameters()]
+    stream = [*model.named_parameters(), *saved_buffers(model)]
     write_foreign(tmp_path / "new", stream, base=tmp_path / "base", tied=model.tied)
     before, after = (files_of(tmp_path / folder) for folder in ("base", "new"))
     assert before.keys() == after.keys()
@@ -167,6 +170,20 @@ class ListedExperts(nn.Module):
     def forward(self, x):
         chosen = (10 * x[..., :1].abs()).long() % 4
         return sum(x.where(chosen == i, 0) * self.weights[i] for i in chosen.unique().tolist())
+
+
+TWO_HEADS = SIZES | {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+
+
+@pytest.mark.parametrize("name", ["helium", "persimmon", "olmoe", "bitnet"])
+def test_accepted_with_few_heads_and_without_gradients(name):
+    """These models rely on heads that are together as wide as the model, also in a small copy."""
+    config = transformers.AutoConfig.for_model(name, **TWO_HEADS)
+    hf = transformers.AutoModelForCausalLM.from_config(config)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            check_foreign(hf)
+            assert torch.is_grad_enabled() is False
 
 
 LEAKS = {

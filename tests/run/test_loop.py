@@ -2,7 +2,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from longshore.run.loop import _show_phase
+from longshore.run.loop import _show_phase, warmup_steps
+
+
+def test_a_warmup_below_one_is_a_share_of_the_steps():
+    given = ((0, 50), (1, 50), (7, 50), (0.03, 100), (0.07, 100), (0.03, 10), (0.5, 1))
+    assert [warmup_steps(warmup, steps) for warmup, steps in given] == [0, 1, 7, 3, 7, 1, 1]
 
 
 @pytest.mark.parametrize(

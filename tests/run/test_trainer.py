@@ -1,5 +1,6 @@
 """The Trainer: steps, callbacks, checkpoints, resuming, and what it leaves of itself behind."""
 
+import json
 import os
 import re
 import signal
@@ -7,9 +8,11 @@ import threading
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from datasets import Dataset, DatasetDict
 from tests.data.tiny import CHATML, word_tokenizer
 from tests.hf.folders import qwen3
 from tests.ranks.harness import run_ranks
@@ -234,11 +237,32 @@ def test_a_function_is_a_loss(tmp_path):
     assert losses[1] == pytest.approx(2 * losses[0], rel=1e-12)
 
 
+def test_data_in_memory_are_data(tmp_path, monkeypatch):
+    """A list of samples and a Dataset train as the file does, and a run of them resumes."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"input_ids": list(range(i, 2 * i + 3))} for i in range(8)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arrays = [{"input_ids": np.array(row["input_ids"])} for row in rows]
+    losses = []
+    for given in ("rows.jsonl", arrays, Dataset.from_list(rows)):
+        keys = settings(f"run-{len(losses)}", steps=1)
+        keys["data"] = {"path": given, "eval_path": given, "batch": 8}
+        with Trainer(**keys) as trainer:
+            losses.append((trainer.step()["loss"], trainer.evaluate()["loss"]))
+    assert losses[0] == losses[1] == losses[2]
+    with Trainer(trainer.config, data=Dataset.from_list(rows), resume="run-2") as again:
+        assert again.done == 1
+    assert len(list(Path("runs/prepared").glob("dataset-*/state.json"))) == 1
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"trian": {}}, r"there is no section \[trian\]; did you mean \[train\]"),
         ({"train": {"learning_rate": 1}}, "there is no train.learning_rate; use train.lr"),
+        ({"learning_rate": 1}, r"there is no learning_rate; use train.lr \(keys are given by sec"),
+        ({"data": {"path": [{"text": {1, 2}}]}}, "data.path: sample 0 cannot be written as JSON"),
+        ({"data": DatasetDict()}, "data.path is a DatasetDict; give a Dataset, such as one split"),
         ({"train": 5}, "train is 5; it must be a table of its keys"),
         ({"train": {"steps": 2.5}}, "train.steps is 2.5; it must be a whole number"),
         ({"resume": "nowhere"}, "resume: nowhere has no config.toml"),

@@ -1,14 +1,16 @@
 """`longshore train`: from a recipe to a trained model.
 
-In: a recipe, and overrides. Out: the run's folder. All that can be refused is refused before torch
-is imported; then the ranks start. `longshore train --ranks 2 train.steps=10` runs the demo on two
-processes for ten steps. What --resume does: run/resume.py.
+In: a recipe, and overrides. Out: the run's folder. All that can be refused is refused before any
+text is tokenized, most of it before torch is imported; then the ranks start. `longshore train
+--ranks 2 train.steps=10` runs the demo on two processes for ten steps. What --resume does:
+run/resume.py.
 """
 
 import argparse
 import difflib
 import textwrap
 import traceback
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import MISSING, fields, replace
@@ -26,12 +28,13 @@ from longshore.cli.launch import (
     launch,
 )
 from longshore.cli.options import add_command, count, say
+from longshore.config.foreign import FOREIGN_KEYS
 from longshore.config.load import load_config
 from longshore.config.located import settings_in_keys
 from longshore.config.schema import SECTIONS, RunConfig
 from longshore.config.toml import toml_value
 from longshore.config.unknown_keys import all_keys, answer_key
-from longshore.run.data import prepare_text
+from longshore.run.data import prepare_text, text_is_ready
 from longshore.run.folder import newest_runs
 from longshore.run.ranks import Ranks, loopback, ranks_from_environment
 from longshore.run.resume import (
@@ -114,13 +117,31 @@ def run_train(args: argparse.Namespace) -> None:
             print(config.to_toml(), end="")
         return
     with lossy_output():
-        run_on_ranks(config, place, _work(start))
+        run_on_ranks(config, place, _work(start), check=_check_before_text)
 
 
-def run_on_ranks(config: RunConfig, place: Ranks | None, work: Work) -> None:
-    """Here under torchrun, else in new processes; an error becomes a line and an exit code."""
+def _check_before_text(config: RunConfig) -> None:
+    """What the ranks would refuse only once the text is tokenized; it imports torch."""
+    from longshore.run.training import check_before_text
+
+    check_before_text(config)
+
+
+def run_on_ranks(
+    config: RunConfig,
+    place: Ranks | None,
+    work: Work,
+    *,
+    check: Callable[[RunConfig], None] = lambda config: None,
+) -> None:
+    """Here under torchrun, else in new processes; an error becomes a line and an exit code.
+
+    check: called before text is tokenized, if there is any to tokenize.
+    """
     try:
         if place is None:
+            if not text_is_ready(config):
+                check(config)
             prepare_text(config, display=config.output.display)
             _say_start(config)
             launch(work, config, config.parallel.ranks)
@@ -228,9 +249,11 @@ def ranks_of_run(asked: int | None, config: RunConfig, place: Ranks | None) -> i
 def answer_option(unknown: Seq[str]) -> str:
     """The answer to unknown options: keys are written without dashes."""
     typed = unknown[0].split("=")[0]
+    word = typed.lstrip("-").replace("-", "_")
+    if word in FOREIGN_KEYS:
+        return answer_key(word, typed=typed)
     if near := difflib.get_close_matches(typed, OPTIONS, n=1):
         return f"there is no {typed}; did you mean {near[0]}?"
-    word = typed.lstrip("-").replace("-", "_")
     for key in all_keys():
         if word in (key, key.rpartition(".")[2]):
             return f"there is no {typed}; write {key}=VALUE, without dashes"

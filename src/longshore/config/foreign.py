@@ -142,7 +142,7 @@ WORDS_BY_ANSWER = {
     ": offloading parameters or activations to the CPU is not supported yet; parallel.shard=zero3 "
     "and train.recompute=blocks save memory": "activation_offloading cpu_offload "
     "enable_cpu_offload param_offload optimizer_offload offload optimizer_cpu_offload",
-    "train.recompute": "gradient_checkpointing_kwargs gradient_checkpointing_use_reentrant "
+    "train.recompute=blocks": "gradient_checkpointing_kwargs gradient_checkpointing_use_reentrant "
     "activation_checkpointing enable_gradient_checkpointing recompute_method recompute_num_layers "
     "recompute_modules recompute_activations activation_checkpoint gradient_checkpointing "
     "recompute_granularity",
@@ -157,8 +157,9 @@ WORDS_BY_ANSWER = {
     "lr_scheduler_args",
     "train.min_lr, a share of train.lr": "cosine_min_lr_ratio lr_min min_lr_factor "
     "min_learning_rate lr_end",
-    "train.warmup, in steps": "lr_warmup_fraction warmup_fraction lr_warmup_steps_ratio "
-    "lr_warmup_samples num_warmup_steps lr_warmup_steps warmup_iters warmup_ratio",
+    "train.warmup, a share of all steps such as 0.03, or their number": "lr_warmup_fraction "
+    "warmup_fraction lr_warmup_steps_ratio warmup_ratio",
+    "train.warmup, in steps": "lr_warmup_samples num_warmup_steps lr_warmup_steps warmup_iters",
     ": the learning rate falls until the last step": "lr_decay_iters lr_decay_steps decay_ratio",
     ": the optimizer is AdamW, with train.betas, train.eps and train.weight_decay": "optim "
     "optim_args optim_target_modules optimizer optimizer_type adafactor optimizer_name "
@@ -243,7 +244,13 @@ WORDS_BY_ANSWER = {
     "empty_unused_memory_level gc_steps",
     ": profiling is not supported yet; `longshore report` shows where a run's time went": "profile "
     "enable_profiling use_pytorch_profiler profile_freq nsys",
-    ": `longshore doctor` looks at the machine": "debug dry_run",
+    ": `longshore doctor` looks at the machine": "debug",
+    ": --print-config prints the configuration, checks it and stops; `longshore plan` shows plans "
+    "of your lengths": "dry_run",
+    ": a recipe is a TOML file, named alone: longshore train RECIPE.toml": "config config_file "
+    "config_path recipe",
+    ": training reads answers that were sampled before; data.group keeps those of one prompt in "
+    "one step": "num_generations num_samples_per_prompt n_samples_per_prompt",
     "output.save_every, and output.keep=0 for no checkpoint at all": "save_strategy",
 }
 
@@ -282,6 +289,8 @@ FOREIGN_VALUES = {
     "fp32": "float32",
     "fp64": "float64",
     "full": "blocks",
+    "true": "blocks",
+    "false": "none",
     "ulysses": "heads",
     "allgather": "gather",
     "ddp": "none",

@@ -83,8 +83,12 @@ def load_config(
 
 def _check_values(values: Mapping[str, Mapping[str, object]]) -> None:
     for section, table in values.items():
-        if section not in SECTIONS:
+        if section not in SECTIONS and isinstance(table, Mapping):
             raise ValueError(answer_section(section))
+        if section not in SECTIONS:
+            raise ValueError(
+                f"{answer_key(section)} (keys are given by section, such as train={{'lr': 3e-4}})"
+            )
         if not isinstance(table, Mapping):
             raise ValueError(
                 f"{section} is {table!r}; it must be a table of its keys, such as {section}={{...}}"
@@ -191,7 +195,8 @@ def _section(section: str, table: Mapping[str, object]) -> Any:  # noqa: ANN401 
 def _wrong(key: str, value: object, kind: Kind) -> str:
     shown = "true" if value is True else "false" if value is False else repr(value)
     shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 1] + "…"
-    ours = FOREIGN_VALUES.get(value) if isinstance(value, str) else None
+    word = value if isinstance(value, str) else shown
+    ours = FOREIGN_VALUES.get(word)
     if isinstance(value, str) and (key, value) in REFUSED_VALUES:
         return f"{key} is {shown}, {REFUSED_VALUES[key, value]}"
     if ours in kind.names:

@@ -42,6 +42,7 @@ from longshore.config.values import (
     one_of,
     paths,
     shares,
+    steps_or_share,
     table,
     text,
     texts,
@@ -266,7 +267,11 @@ class TrainConfig:
     schedule: ScheduleName = key(
         "cosine", one_of(ScheduleName), "shape of the learning rate after the warmup"
     )
-    warmup: int = key(0, whole(0), "warmup steps, in which the learning rate rises")
+    warmup: float = key(
+        0,
+        steps_or_share(),
+        "warmup steps, or a share of all steps, in which the learning rate rises",
+    )
     min_lr: float = key(0.0, number(0, 1), "learning rate at the end, as a share of lr")
     weight_decay: float = key(0.1, number(0), "weight decay, of matrices only")
     betas: tuple[float, float] = key((0.9, 0.95), shares(), "betas of AdamW")

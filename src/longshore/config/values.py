@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from longshore.choices import names_of
@@ -113,6 +114,19 @@ def whole_or(name: str) -> Kind:
     return Kind(f"{whole().wants}, or {name!r}", read)
 
 
+def steps_or_share() -> Kind:
+    """A whole number of steps, or a share of all of them: 100, or 0.03."""
+
+    def read(value: object) -> float | None:
+        if isinstance(value, float):
+            return value if 0 < value < 1 else None
+        return whole(0).read(value)
+
+    return Kind(
+        "a whole number of steps, or a share of all steps above 0 and below 1, such as 0.03", read
+    )
+
+
 def number_or(name: str, least: float) -> Kind:
     def read(value: object) -> object:
         return name if value == name else number(least).read(value)
@@ -133,15 +147,16 @@ def texts() -> Kind:
 
 
 def paths() -> Kind:
-    """One text, or several in brackets. One text alone may contain commas."""
+    """One path, or several as a list or with commas, unless a path with commas is there."""
 
     def read(value: object) -> str | tuple[str, ...] | None:
-        if isinstance(value, str) and not (value.startswith("[") and value.endswith("]")):
+        is_list = isinstance(value, str) and value.startswith("[") and value.endswith("]")
+        if isinstance(value, str) and not is_list and ("," not in value or Path(value).exists()):
             return value
         items = texts().read(_toml_list(value) if isinstance(value, str) else value)
         return items[0] if items is not None and len(items) == 1 else items or None
 
-    return Kind('a string, or a list of strings such as ["a", "b"]', read, is_text=True)
+    return Kind('a string, or a list of strings such as ["a", "b"] or a,b', read, is_text=True)
 
 
 def _toml_list(text: str) -> object:
@@ -153,15 +168,17 @@ def _toml_list(text: str) -> object:
 
 
 def numbers() -> Kind:
-    """Numbers above 0, as a list."""
+    """Numbers above 0, as a list; 3,1 is a list of two."""
 
     def read(value: object) -> tuple[float, ...] | None:
+        if isinstance(value, str):
+            value = _toml_list(f"[{value}]")
         if not isinstance(value, list | tuple):
             return None
         items = [number(0, above=True).read(item) for item in value]
         return None if None in items else tuple(items)
 
-    return Kind("a list of numbers above 0, such as [3, 1]", read)
+    return Kind("a list of numbers above 0, such as [3, 1] or 3,1", read)
 
 
 def split_list(text: str) -> list[str]:

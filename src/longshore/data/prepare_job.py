@@ -147,7 +147,7 @@ def make_job(
     if max_bytes < 1:
         raise SettingError("{max_bytes} is {given}; it must be at least 1", given=max_bytes)
     size = sum(file.bytes for file in inputs) // RANGES
-    rules = _with_pair_fields(inputs, rules, max_bytes)
+    rules = with_pair_fields(inputs, rules, max_bytes)
     loaded = tokenizer.load()
     has_chats, warnings = check_first(inputs, SampleTokenizer(loaded, rules), max_bytes)
     settings = {
@@ -177,7 +177,7 @@ def _samples(
     return read_range(part, leaves_out=skips, max_bytes=max_bytes, packed=packed)
 
 
-def _with_pair_fields(inputs: Sequence[Input], rules: Rules, max_bytes: int) -> Rules:
+def with_pair_fields(inputs: Sequence[Input], rules: Rules, max_bytes: int) -> Rules:
     """Rows with two answers have two fields that nobody has to declare."""
     for file in inputs:
         for _, sample in _samples(whole_range(file), rules, max_bytes):

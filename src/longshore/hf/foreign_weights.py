@@ -8,6 +8,9 @@ Files may store each expert on its own, where the model has one tensor for all o
 
     model.layers.0.mlp.experts.gate_up_proj    (8, 2·32, 48) from 8 times
     model.layers.0.mlp.experts.3.gate_proj.weight (32, 48) above ….3.up_proj.weight (32, 48)
+
+and under other names, which transformers replaces when it loads them: of GPT-NeoX embed_out.weight
+is the model's lm_head.weight. Its own table of renamings is used.
 """
 
 import json
@@ -37,7 +40,6 @@ EXPERT_PARTS = {
     "down_proj": (("down_proj",), ("w2",)),
 }
 """What files call the parts of an expert, by what the model calls all of them."""
-OLDER_NAMES = ((".mlp.", ".block_sparse_moe."),)
 HEAD = "lm_head.weight"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -70,7 +72,7 @@ def shapes_of(model: nn.Module) -> dict[str, Shape]:
 def open_foreign(folder: str | Path, shapes: Mapping[str, Shape], *, tied: bool) -> Weights:
     """The tensors of a folder, after checking that all are there and fit."""
     files = TensorFiles(folder)
-    sources = place_all(shapes, frozenset(files.names), tied=tied)
+    sources = place_all(shapes, names_in_model(files), tied=tied)
     theirs = {
         part: shape
         for name, source in sources.items()
@@ -88,12 +90,33 @@ def open_foreign(folder: str | Path, shapes: Mapping[str, Shape], *, tied: bool)
     return Weights(files, sources, dict(shapes))
 
 
-def place_all(shapes: Iterable[str], names: frozenset[str], *, tied: bool) -> dict[str, Source]:
-    """Where the folder with these names has each tensor of the model; as it is, if nowhere."""
+def names_in_model(files: TensorFiles) -> dict[str, str]:
+    """The names of a folder's tensors, by their own and by what transformers makes of them."""
+    raw = load_object(files.folder / CONFIG)
+    own = {name: name for name in files.names}
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError:  # `longshore export` needs it for such names alone
+        return own
+    kind = raw.get("model_type")
+    tables = map(
+        get_checkpoint_conversion_mapping, (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind), kind)
+    )
+    rules = next((table for table in tables if table is not None), ())
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    # In order, because some renamings depend on those before.
+    renamed = {rename_source_key(name, renamings, [])[0]: name for name in sorted(own)}
+    return {**renamed, **own}
+
+
+def place_all(shapes: Iterable[str], names: Mapping[str, str], *, tied: bool) -> dict[str, Source]:
+    """Where a folder has each tensor of the model; as it is, if nowhere. names: names_in_model."""
     sources = {name: _place(name, names) for name in shapes}
     if tied and HEAD in names:
         embedding = next(name for name in sources if _is_embedding(name))
-        sources[embedding] = Copied(sources[embedding].theirs, (HEAD,))
+        sources[embedding] = Copied(sources[embedding].theirs, (names[HEAD],))
     return sources
 
 
@@ -101,17 +124,16 @@ def _is_embedding(name: str) -> bool:
     return re.search(r"embed|wte", name) is not None and "position" not in name
 
 
-def _place(name: str, names: frozenset[str]) -> Source:
-    respelled = [name, *(name.replace(*older) for older in OLDER_NAMES)]
-    for each in respelled:
-        without_trunk = each.partition(".")[2]
-        for theirs in (each, without_trunk):
-            if theirs in names:
-                return Source(theirs)
-        experts, _, fused = each.rpartition(".")
-        for parts in EXPERT_PARTS.get(fused, ()):
-            if f"{experts}.0.{parts[0]}.weight" in names:
-                return PerExpert(experts, parts)
+def _place(name: str, names: Mapping[str, str]) -> Source:
+    without_trunk = name.partition(".")[2]
+    for each in (name, without_trunk):
+        if each in names:
+            return Source(names[each])
+    experts, _, fused = name.rpartition(".")
+    for parts in EXPERT_PARTS.get(fused, ()):
+        first = f".0.{parts[0]}.weight"
+        if (theirs := names.get(experts + first, "")).endswith(first):
+            return PerExpert(theirs.removesuffix(first), parts)
     return Source(name)
 
 
@@ -149,12 +171,12 @@ def _theirs(
     dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Under the names of the files, in their dtypes."""
-    names = frozenset(files.names)
+    names, in_model = frozenset(files.names), names_in_model(files)
     left = {name for name in names if not re.fullmatch(OLD_BUFFERS, name)}
     floats = Counter(kind for kind in map(files.dtype, names) if kind in DTYPES)
     most = floats.most_common(1)[0][0]
     for name, tensor in tensors:
-        source = place_all([name], names, tied=tied and _is_embedding(name))[name]
+        source = place_all([name], in_model, tied=tied and _is_embedding(name))[name]
         for theirs, part in source.write(tensor):
             if theirs not in left:
                 raise ValueError(f"tensor {name} is not one of {files.folder}")

@@ -64,7 +64,13 @@ REACH = re.compile(
 def try_packed(model_class: type[Any], config: Any) -> None:  # noqa: ANN401
     """Refuses the model if a small copy of it, packed, differs from each sequence alone."""
     name = model_class.__name__
-    with torch.random.fork_rng(devices=[]), only("plain"), quiet():
+    with (
+        torch.inference_mode(False),  # the caller may be in it, or in no_grad
+        torch.enable_grad(),
+        torch.random.fork_rng(devices=[]),
+        only("plain"),
+        quiet(),
+    ):
         hf = _small_model(model_class, config)
         try:
             values, gradients = _alone(hf)
@@ -170,6 +176,10 @@ def small_config(config: Any) -> Any:  # noqa: ANN401
             setattr(small, key, _near(value))
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     small.num_attention_heads = min(4, heads)
+    own_dim = getattr(config, "head_dim", None)
+    if own_dim is None or own_dim * heads == config.hidden_size:  # some models rely on it
+        head_dim = min(SMALL["head_dim"], config.hidden_size // heads)
+        small.hidden_size = small.num_attention_heads * head_dim
     if kv_heads is not None:
         fewer = 1 if kv_heads == 1 else 2
         small.num_key_value_heads = 4 if kv_heads == heads else fewer

@@ -40,7 +40,7 @@ from longshore.data.inputs import content_digest, find_inputs
 from longshore.data.mixture import Joined, Mixture
 from longshore.data.mock import MockSource
 from longshore.data.prepare import WARNINGS, TextRules, cache_folder, prepare_cache
-from longshore.data.prepare_job import TokenizerFiles, check_first
+from longshore.data.prepare_job import TokenizerFiles, check_first, with_pair_fields
 from longshore.data.progress import show_progress
 from longshore.data.rejected import rejections_of
 from longshore.data.source import (
@@ -127,6 +127,17 @@ def prepare_text(config: RunConfig, *, display: str = "auto") -> None:
         for part in parts:
             if part.texts:
                 _prepare_part(part, config, StringIO() if display == "none" else sys.stderr)
+
+
+def text_rules(config: RunConfig) -> Rules | None:
+    """How the run's text becomes sequences, with their fields; None where there is no text."""
+    given = _rules(config)
+    with in_keys("data.path"):
+        texts = [name for part in data_parts(config.data) for name in part.texts]
+        if not texts:
+            return None
+        rules = Rules(fields=tuple(map(parse_field, given.fields)), ignore=tuple(given.ignore))
+        return with_pair_fields(find_inputs(texts), rules, given.max_bytes)
 
 
 def _prepare_part(part: DataPart, config: RunConfig, shown: TextIO) -> None:

@@ -62,10 +62,15 @@ def _schedule(job: TrainingJob) -> Schedule:
     return Schedule(
         kind=train.schedule,
         lr=train.lr,
-        warmup=train.warmup,
+        warmup=warmup_steps(train.warmup, job.steps),
         updates=job.steps,
         min_lr=train.min_lr,
     )
+
+
+def warmup_steps(warmup: float, steps: int) -> int:
+    """Steps of a warmup that is given in steps, or as a share of all steps."""
+    return max(1, round(warmup * steps)) if 0 < warmup < 1 else int(warmup)
 
 
 def _hooks(job: TrainingJob, parts: Parts, step_hooks: StepHooks) -> Hooks:

@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from longshore.config.schema import RunConfig
 from longshore.data.source import PAIR, IndexedSource, Ints, sequence_values
 from longshore.data.stream import TextStream
+from longshore.data.tokenize import Rules
 from longshore.run.data import step_groups
 from longshore.train.loss import Loss, check_fields, make_loss
 from longshore.train.losses.preference import SIGN
 
 
-def data_loss(config: RunConfig, source: IndexedSource | TextStream) -> Loss:
-    """The run's loss, whose fields the data have."""
+def data_loss(config: RunConfig, source: IndexedSource | TextStream | Rules) -> Loss:
+    """The run's loss, whose fields the data have, or will have once they are tokenized."""
     train = config.train
     loss = make_loss(train.loss, train.loss_count, train.loss_options)
     check_fields(loss, source.fields)

@@ -12,7 +12,7 @@ make the same calls together. A Trainer joins the ranks when it is built and lea
 closed, so another can follow in the same process. It handles signals only if it is asked to.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -67,7 +67,7 @@ class Trainer:
         signals: bool = False,
         on_step: Callback | None = None,
         on_evaluation: Callback | None = None,
-        **sections: Mapping[str, object],
+        **sections: Any,  # noqa: ANN401 - tables of keys, or data
     ) -> None:
         """Builds the run, as far as its first step.
 
@@ -76,7 +76,8 @@ class Trainer:
         folder of a run; or True for the newest of output.folder. force: resume with other data too.
         signals: Ctrl-C, SIGTERM and SIGHUP end the run after a step, with a checkpoint. on_step,
         on_evaluation: called with the Trainer and the metrics. sections: keys by section, such as
-        train={"lr": 3e-4, "steps": 100}. output.display "auto" shows nothing here.
+        train={"lr": 3e-4, "steps": 100}; data={"path": …} may also be a list of samples (dicts) or
+        a `datasets.Dataset`, and so may data itself. output.display "auto" shows nothing here.
         """
         place = ranks_from_environment()
         start = start_from_environment() if place is not None else FRESH

@@ -4,19 +4,28 @@ In: a checked configuration and this rank's place. Out: a Training, from which s
 of a run that resumes after step 40, its saver's progress is 40 and its loader begins with step 41.
 All ranks enter together, and leave together after success; after an error a rank of several leaves
 its groups to the end of its process, since closing them would wait for the others.
+
+What can be refused without the data is refused before text is tokenized, which may take hours.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from longshore.config.located import in_keys, settings_in_keys
 from longshore.config.schema import RunConfig
+from longshore.distributed.agreement import agreed
+from longshore.hf.checkpoint import open_weights
+from longshore.run.data import text_rules
 from longshore.run.job import TrainingJob, make_job
+from longshore.run.loss import data_loss
 from longshore.run.parts import Parts, build_parts
 from longshore.run.process import joined_ranks
 from longshore.run.ranks import Ranks
 from longshore.run.resume import OpenRun, Start, load_checkpoint, open_run
 from longshore.train.checkpoint import Saver, nothing_shared
+from longshore.train.device import pick_device
+from longshore.train.trackers import check_trackers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,12 +44,27 @@ class Training:
     """For the user, before the first step."""
 
 
+def check_before_text(config: RunConfig) -> None:
+    """Refuses what only torch and other packages can tell, before any text is tokenized."""
+    with settings_in_keys():
+        pick_device(config.train.device, 0)
+        with in_keys("output.trackers"):
+            check_trackers(config.output.trackers)
+        if (rules := text_rules(config)) is not None:
+            data_loss(config, rules)
+        if config.model.from_hf and config.model.code == "longshore":
+            open_weights(config.model.from_hf)
+
+
 @contextmanager
 def joined_training(
     config: RunConfig, ranks: Ranks, start: Start, *, signals: bool, display: str
 ) -> Iterator[Training]:
     """Joins the other ranks, builds the parts and loads the checkpoint of a resumed run."""
     with joined_ranks(config, ranks, attempt=start.attempt, signals=signals) as (topology, stop):
+        with agreed(topology.groups):
+            if topology.rank == 0:
+                check_before_text(config)
         job = make_job(config, topology, stop=stop, local_size=ranks.local_size, display=display)
         with open_run(job.config, start, topology, steps=job.steps) as run:
             job.status.folder = str(run.folder)
