@@ -295,7 +295,7 @@ def distilled(ids, logprobs, **options):
     batch = SimpleNamespace(targets=targets, token_fields=fields)
     hidden = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.ones(4, 3, dtype=torch.float64)
-    value = distill(LogitsHead(hidden, OutputLayer(weight)), batch, **options)[0]
+    value = distill(LogitsHead(hidden, OutputLayer(weight)), batch, **options)[0][0]
     value.backward()
     assert hidden.grad[1].isfinite().all()
     return value.item()

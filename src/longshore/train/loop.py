@@ -10,7 +10,7 @@ The first step, and those whose report a hook wants first, are read at once; so 
 
 import math
 import resource
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -140,7 +140,7 @@ def train(
 
     start: the progress to resume from; the loader is already there. graphs: None: there are none.
     """
-    meter = _Meter(flops, machine, graphs)
+    meter = _Meter(flops, machine, graphs, stepper.loss.metrics)
     waiting: _QueuedStep | None = None
     updates, stops, is_first = start.updates, False, True
     begin = Timestamp(machine.device)
@@ -155,7 +155,10 @@ def train(
             stops = waiting.stops
         waiting = done
         if is_first or machine.device.type != "cuda" or hooks.wants_report(done.number):
-            reports.append(_reported(meter.read(done), done, hooks))
+            report = meter.read(done)
+            if is_first:
+                _check_gradient(done, stepper.loss.name)
+            reports.append(_reported(report, done, hooks))
             waiting, stops = None, stops or done.stops
         is_first = False
         hooks.after_step(Progress(done.number, updates))
@@ -191,12 +194,23 @@ def _reported(report: StepReport, done: _QueuedStep, hooks: Hooks) -> StepReport
     raise RunError(f"step {done.number}: the loss is {loss} and the gradient norm {norm}; {advice}")
 
 
+def _check_gradient(done: _QueuedStep, loss: str) -> None:
+    """Ends a run whose loss function trains nothing; the numbers are the same on all ranks."""
+    if done.result is not None and done.numbers[1]:
+        raise RunError(
+            f"step {done.number}: train.loss={loss} returned values without a gradient, so nothing "
+            "would be trained; compute them from what it gets, without detach(), item(), "
+            "torch.no_grad() or whole numbers"
+        )
+
+
 def _on_host(result: StepResult | None) -> Tensor:
-    """Stops, gradient norm, losses, expert counts as float64; the copy is started, not awaited."""
+    """As float64: stops, whether the loss has no gradient, the norm, the loss's metrics, losses,
+    expert counts; the copy is started, not awaited."""
     if result is None:
         return torch.empty(0)
-    first = [result.stops, result.grad_norm.view(1), result.losses]
-    numbers = torch.cat([*first, *result.experts]).double()
+    first = [result.stops, result.without_gradient, result.grad_norm.view(1), result.loss_metrics]
+    numbers = torch.cat([*first, result.losses, *result.experts]).double()
     if numbers.device.type != "cuda":
         return numbers
     host = torch.empty_like(numbers, device="cpu", pin_memory=True)
@@ -204,11 +218,19 @@ def _on_host(result: StepResult | None) -> Tensor:
 
 
 class _Meter:
-    """Makes metrics from finished steps; a step's time includes waiting for its data."""
+    """Makes metrics from finished steps; a step's time includes waiting for its data.
+
+    names: of the loss's metrics.
+    """
 
     def __init__(
-        self, flops: Callable[[list[int]], int], machine: Machine, graphs: GraphUse | None
+        self,
+        flops: Callable[[list[int]], int],
+        machine: Machine,
+        graphs: GraphUse | None,
+        names: Sequence[str],
     ) -> None:
+        self.names = names
         self.flops = flops
         self.machine = machine
         self.graphs = graphs
@@ -217,7 +239,10 @@ class _Meter:
         done.end.wait()
         experts = _experts(done)
         losses = len(done.numbers) - sum(map(len, experts))
-        norm, loss, balance, index, *depths = done.numbers[1:losses].tolist() or (None,) * 4
+        values = iter(done.numbers[2:losses].tolist())
+        norm = next(values, None)
+        own = {name: _finite(value) for name, value in zip(self.names, values, strict=False)}
+        loss, balance, index, *depths = [*values] or (None,) * 3
         elapsed = done.end.since(done.begin)
         step, plan = done.step, done.step.plan
         counts = step.batches[0].counts
@@ -248,10 +273,15 @@ class _Meter:
             balance_loss=balance or None,
             index_loss=index or None,
             mtp_losses=tuple(depths) or None,
+            loss_metrics=own or None,
             graphed=graphed,
             graph_gib=graph_gib,
         )
         return StepReport(step, metrics, _rounds(done), experts, _stages(done))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _graphed(graphs: GraphUse | None, plan: Plan) -> tuple[dict[str, int] | None, float | None]:

@@ -65,6 +65,8 @@ class RoundResults:
     """Every forward and backward, in the order they ran."""
     faults: tuple[Faults | None, ...]
     """Non-finite results of a user's loss function in each round; None for the default loss."""
+    totals: Tensor
+    """Sums that the loss function left on this rank, see StepInputs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +84,10 @@ class StepResult:
     """int64 (E) for each MoE layer: the tokens routed to each expert."""
     rounds: RoundResults
     """What each round left on this rank."""
+    loss_metrics: Tensor
+    """float64 (M): what the loss function returned beside its values, over the full step."""
+    without_gradient: Tensor
+    """float64 (1): 1 if no value of the loss function had a gradient, else 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +150,8 @@ class Stepper:
             return None
         losses, counts, rounds = self.gradients(batches, divisor, plan=plan)
         # All TP ranks of a lane have the same losses; the sum over all ranks counts them once.
-        mine = losses if self.topology.tp_rank == 0 else torch.zeros_like(losses)
+        mine = torch.cat([losses, rounds.totals])
+        mine = mine if self.topology.tp_rank == 0 else torch.zeros_like(mine)
         sums = torch.cat([mine, losses.new_full((1,), float(stop))])
         self.status.at("gradient norm")
         counted = self.copies.counted if self.copies else None
@@ -157,7 +164,10 @@ class Stepper:
         update_bias(self.model, routed)
         layout = self.executor.layout
         experts = counts_of_all_stages(routed, self.model.config, layout, self.topology)
-        return StepResult(sums[:-1], norm, sums[-1:], experts, rounds)
+        totals, stops = sums[len(losses) : -1], sums[-1:]
+        metrics = totals[2::2] / totals[3::2]
+        untrained = ((totals[:1] == 0) & (totals[1:2] > 0)).double()
+        return StepResult(sums[: len(losses)], norm, stops, experts, rounds, metrics, untrained)
 
     def gradients(
         self, batches: list[MicroBatch], divisor: float, *, plan: Plan | None = None
@@ -191,7 +201,9 @@ class Stepper:
         if self.copies is not None:
             self.copies.sum_gradients()
         total = torch.stack(each).sum(dim=0)
-        return total, counts, RoundResults(tuple(each), tuple(times), tuple(faults))
+        assert inputs.totals is not None
+        rounds = RoundResults(tuple(each), tuple(times), tuple(faults), inputs.totals)
+        return total, counts, rounds
 
     @contextmanager
     def _traced(self, plan: Plan | None) -> Iterator[None]:
