@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.config.schema import RunConfig
-from longshore.data.source import PAIR, IndexedSource, Ints, sequence_values
+from longshore.data.source import PAIR, SIGN, IndexedSource, Ints, sequence_values
 from longshore.data.stream import TextStream
 from longshore.run.data import step_groups
 from longshore.train.loss import Loss, check_fields, make_loss
-from longshore.train.losses.preference import SIGN
 
 MOST_EXACT = 2**53
 """Whole numbers up to this are exact in float64, in which sums of a step are."""

@@ -25,7 +25,6 @@ from longshore.batch import MicroBatch
 from longshore.data.source import TEACHER_IDS, TEACHER_LOGPROBS
 from longshore.train.loss_inputs import LogitsHead, Metric
 
-IDS, LOGPROBS = TEACHER_IDS, TEACHER_LOGPROBS
 METRICS = ("kl", "agreement")
 
 
@@ -39,9 +38,9 @@ def distill(
 ) -> tuple[Tensor, dict[str, Metric]]:
     assert batch.targets is not None
     mask_T = batch.targets.loss_mask
-    ids_TK = batch.token_fields[IDS].long()
+    ids_TK = batch.token_fields[TEACHER_IDS].long()
     # Where no loss counts the fields may have anything; a label −100 is no index.
-    teacher_TK = batch.token_fields[LOGPROBS].where(mask_T.unsqueeze(1), 0.0)
+    teacher_TK = batch.token_fields[TEACHER_LOGPROBS].where(mask_T.unsqueeze(1), 0.0)
     ids_TK = ids_TK.where(mask_T.unsqueeze(1) & (teacher_TK > -torch.inf), 0)
     is_unknown_TK = (ids_TK < 0) | (ids_TK >= head.vocab_size)
     ids_TK = ids_TK.where(~is_unknown_TK, 0)

@@ -20,11 +20,8 @@ each by its sequence's loss tokens first, for the mean over sequences of their m
 from torch import Tensor
 
 from longshore.batch import MicroBatch
+from longshore.data.source import ADVANTAGES, OLD_LOGPROBS, REF_LOGPROBS
 from longshore.train.loss_inputs import Metric
-
-ADVANTAGES = "advantages"
-OLD = "old_logprobs"
-REFERENCE = "ref_logprobs"
 
 
 def policy_gradient(
@@ -41,7 +38,7 @@ def policy_gradient(
     on_policy: the tokens were sampled by the model as it is, so that every ratio is 1.
     """
     advantages = field_of_tokens(batch, ADVANTAGES, like=logprobs)
-    old = logprobs.detach() if on_policy else field_of_tokens(batch, OLD, like=logprobs)
+    old = logprobs.detach() if on_policy else field_of_tokens(batch, OLD_LOGPROBS, like=logprobs)
     ratio = (logprobs - old).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     values = -(ratio * advantages).minimum(clipped * advantages)
@@ -51,7 +48,7 @@ def policy_gradient(
         old_kl = ratio - (logprobs - old) - 1
         metrics |= {"ratio": ratio, "clipped": is_clipped, "old_kl": old_kl}
     if kl:
-        distance = field_of_tokens(batch, REFERENCE, like=logprobs) - logprobs
+        distance = field_of_tokens(batch, REF_LOGPROBS, like=logprobs) - logprobs
         metrics["kl"] = distance.exp() - distance - 1
         values = values + kl * metrics["kl"]
     return values, metrics

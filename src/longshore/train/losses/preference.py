@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from longshore.data.source import PAIR, REF_LOGPROBS, SIGN
 from longshore.train.loss_inputs import Metric, SequenceSums
 
-PAIR = "pair"
-SIGN = "sign"
-REFERENCE = "ref_logprobs"
 METRICS = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
 
 
@@ -40,7 +38,7 @@ def dpo(
     _check_pairs(numbers_P, index_N, sign_N)
     gain_N = sequences.logprobs
     if not reference_free:
-        gain_N = gain_N - sequences.fields[REFERENCE]
+        gain_N = gain_N - sequences.fields[REF_LOGPROBS]
     margin_P = torch.zeros_like(numbers_P).index_add(0, index_N, sign_N * gain_N)
     wrong_P = -logsigmoid(-beta * margin_P)
     loss_P = -logsigmoid(beta * margin_P)

@@ -16,7 +16,7 @@ from torch import Tensor
 from longshore.batch import MicroBatch
 from longshore.choices import LossName, names_of
 from longshore.errors import SettingError
-from longshore.train.loss_fields import NeededField
+from longshore.train.loss_fields import NeededField, needed_fields
 from longshore.train.loss_inputs import TEMPERATURE, LossCall, Metric, checked_temperature
 from longshore.train.losses import distillation, policy_gradient, preference
 from longshore.train.losses.cross_entropy import smoothed_cross_entropy
@@ -76,10 +76,7 @@ def _policy_gradient(name: str, average: Average, options: Options) -> ReadyLoss
         {TEMPERATURE: temperature} if temperature != 1 else {},
         metrics=(*metrics, "entropy") if logs or bonus else metrics,
     )
-    fields = [NeededField(policy_gradient.ADVANTAGES, ("target", "sequence"))]
-    fields += [] if options.get("on_policy") else [NeededField(policy_gradient.OLD)]
-    fields += [NeededField(policy_gradient.REFERENCE)] if options.get("kl") else []
-    return ReadyLoss(call, average, tuple(fields))
+    return ReadyLoss(call, average, needed_fields(name, options))
 
 
 def _average(options: Options, option: str, default: Average) -> Average:
@@ -129,20 +126,15 @@ def _dpo(options: Options) -> ReadyLoss:
     _check_options("dpo", options, _defaults(dpo) | {TEMPERATURE: 1.0})
     _check_range(options, "beta", 0, math.inf)
     _check_range(options, "label_smoothing", 0, 0.5)
-    names = (preference.PAIR, preference.SIGN)
-    fields = [NeededField(name, ("sequence",), is_integer=True) for name in names]
-    if not options.get("reference_free"):
-        fields.append(NeededField(preference.REFERENCE, ("target", "sequence")))
     call = LossCall(dpo, "dpo", options, metrics=preference.METRICS)
-    return ReadyLoss(call, "sequences", tuple(fields))
+    return ReadyLoss(call, "sequences", needed_fields("dpo", options))
 
 
 def _distill(options: Options) -> ReadyLoss:
     _check_options("distill", options, _defaults(distill))
     checked_temperature(options.get(TEMPERATURE, 1.0))
     call = LossCall(distill, "distill", options, metrics=distillation.METRICS)
-    ids = NeededField(distillation.IDS, dims=1, is_integer=True)
-    return ReadyLoss(call, "tokens", (ids, NeededField(distillation.LOGPROBS, dims=1)))
+    return ReadyLoss(call, "tokens", needed_fields("distill", options))
 
 
 def _grpo(options: Options) -> ReadyLoss:
