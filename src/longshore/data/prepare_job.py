@@ -185,8 +185,8 @@ def with_known_fields(
                 continue
             sample = {name: v for name, v in sample.items() if name not in rules.ignore}
             if is_pair(sample, rules.ignore):
-                names = {field.name for field in PAIR_FIELDS}
-                others = [field for field in rules.fields if field.name not in names]
+                own = {field.name for field in PAIR_FIELDS}
+                others = [field for field in rules.fields if field.name not in own]
                 return replace(rules, fields=(*others, *PAIR_FIELDS))
             if fields := known_fields(sample, names, rules.fields):
                 return replace(rules, fields=(*rules.fields, *fields))

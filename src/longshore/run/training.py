@@ -16,6 +16,7 @@ from longshore.run.parts import Parts, build_parts
 from longshore.run.process import joined_ranks
 from longshore.run.ranks import Ranks
 from longshore.run.resume import OpenRun, Start, load_checkpoint, open_run
+from longshore.run.score import with_reference
 from longshore.train.checkpoint import Saver, nothing_shared
 
 
@@ -42,6 +43,7 @@ def joined_training(
     """Joins the other ranks, builds the parts and loads the checkpoint of a resumed run."""
     with joined_ranks(config, ranks, attempt=start.attempt, signals=signals) as (topology, stop):
         job = make_job(config, topology, stop=stop, local_size=ranks.local_size, display=display)
+        job = with_reference(job)
         with open_run(job.config, start, topology, steps=job.steps) as run:
             job.status.folder = str(run.folder)
             parts = build_parts(job, run.folder)

@@ -243,7 +243,8 @@ def checked_result(result: object, names: Sequence[str], *, rows: int, of: str) 
 
     of: "token" or "sequence", of which there are so many rows.
     """
-    values, metrics = result, {}
+    values: object = result
+    metrics: Mapping[str, Any] = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
         values, metrics = result
     shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__

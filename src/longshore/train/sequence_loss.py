@@ -41,8 +41,8 @@ def step_inputs(
 ) -> StepInputs:
     """What the loss reads of the step; all ranks call it together."""
     call, topology = loss.call, executor.topology
-    sums = 2 + 2 * len(loss.metrics)
-    totals = torch.zeros(sums, dtype=torch.float64, device=topology.device)
+    size = 2 + 2 * len(loss.metrics)
+    totals = torch.zeros(size, dtype=torch.float64, device=topology.device)
     if call is None or not (call.of_sequences or "sequence_tokens" in call.names):
         return StepInputs(totals=totals)
     if not call.of_sequences:

@@ -49,8 +49,8 @@ def policy_gradient(
         metrics |= {"ratio": ratio, "clipped": is_clipped, "old_kl": old_kl}
     if kl:
         distance = field_of_tokens(batch, REF_LOGPROBS, like=logprobs) - logprobs
-        metrics["kl"] = distance.exp() - distance - 1
-        values = values + kl * metrics["kl"]
+        metrics["kl"] = estimate = distance.exp() - distance - 1
+        values = values + kl * estimate
     return values, metrics
 
 
