@@ -267,7 +267,7 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "a b"}
             ["output.trackers=wandb"],
             "output.trackers: wandb is not installed; install it with: pip",
         ),
-        (["data.path=pairs.jsonl", "train.loss=dpo"], "reads the field ref_logprobs, and the data"),
+        (["data.path=pairs.jsonl", "train.loss=grpo"], "reads the field advantages, and the data"),
         (["data.path=pairs.jsonl"], "pairs of chosen and rejected answers, and without a train"),
         (["train.loss=grpo"], "train.loss is grpo, which reads the field advantages"),
         (["train.loss=bad:loss"], "no_such"),

@@ -1,7 +1,14 @@
 import pytest
 from tests.data.tiny import CHATML, word_tokenizer
 
-from longshore.data.columns import ALPACA, ALPACA_WITH_INPUT, form_of, from_alpaca, leaves_out
+from longshore.data.columns import (
+    ALPACA,
+    ALPACA_WITH_INPUT,
+    form_of,
+    from_alpaca,
+    leaves_out,
+    refuse_columns,
+)
 from longshore.data.fields import Field
 from longshore.data.source import SampleError
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
@@ -15,6 +22,19 @@ def test_all_columns_without_a_meaning_are_named():
         form_of(["id", "text", "source"], (), ())
     assert form_of(["id", "text", "source"], ("*",), ()) == "text"
     assert form_of(["score", "text"], (), (Field("score", "sequence", "int64"),)) == "text"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([0.5, 1.0], "fields=reward:per_target:float32"),
+        ([[1, 2], [3, 4]], "fields=reward:per_target:int64:2"),
+        (0.5, "fields=reward:per_sequence:float32"),
+        ("good", "fields=reward:per_sequence:DTYPE"),
+    ],
+)
+def test_how_to_declare_a_column_follows_from_its_value(value, said):
+    assert str(refuse_columns(["reward"], "text", {"reward": value})).endswith(said)
 
 
 def test_all_but_what_is_used_is_left_out():

@@ -68,10 +68,38 @@ def test_pairs_are_scored_and_trained_on(folder):
     train = ["train", "data.path=scored", "model.preset=tiny-llama", *SMALL, "data.batch=6"]
     train += ["train.loss=dpo", "train.loss_options={beta=0.5}", "train.lr=3e-3"]
     assert main([*train, "train.epochs=4", "output.folder=run"]) == 0
-    losses = [line["loss"] for line in read_metrics(folder / "run/metrics.jsonl")]
+    lines = read_metrics(folder / "run/metrics.jsonl")
+    losses = [line["loss"] for line in lines]
     assert losses[0] == pytest.approx(math.log(2), rel=1e-9), "the model is its own reference"
     assert len(losses) == 4 * 3
     assert losses[-1] < 0.4
+    assert lines[-1]["loss_metrics"]["reward_accuracy"] == 1
+
+
+def test_pairs_alone_are_scored_by_the_run(folder, capsys):
+    """In one command, from the text: the same losses as with scores of one's own."""
+    train = ["train", "data.path=pairs.jsonl", "data.tokenizer=tok", "model.preset=tiny-llama"]
+    train += [*SMALL, "data.batch=6", "train.loss=dpo", "train.loss_options={beta=0.5}"]
+    train += ["train.lr=3e-3", "train.steps=4", "train.schedule=constant"]
+    assert main([*train, "output.folder=one"]) == 0, capsys.readouterr().err
+    (scored,) = (folder / "runs/prepared").glob("reference-*")
+    written = (scored / "manifest.json").stat().st_mtime_ns
+    code, _, err = call(folder, *train, "output.folder=two", "parallel.ranks=2", "train.steps=2")
+    assert code == 0, err
+    assert main(["train", "--resume", "two", "train.steps=4", "parallel.ranks=1"]) == 0
+    assert (scored / "manifest.json").stat().st_mtime_ns == written, "it is scored once"
+    assert len([*(folder / "runs/prepared").glob("reference-*")]) == 1
+    own = ["data.path=" + str(scored), "model.preset=tiny-llama", *SMALL, *train[-7:]]
+    assert main(["train", *own, "output.folder=three"]) == 0
+    one, two, three = (
+        [line["loss"] for line in read_metrics(folder / name / "metrics.jsonl")]
+        for name in ("one", "two", "three")
+    )
+    assert one[0] == pytest.approx(math.log(2), rel=1e-9)
+    assert one == pytest.approx(two, rel=1e-9)
+    assert one == three
+    assert main([*train, "output.folder=four", "train.seed=1"]) == 0
+    assert len([*(folder / "runs/prepared").glob("reference-*")]) == 2, "of another base"
 
 
 def refused(capsys, *words) -> str:

@@ -20,10 +20,7 @@ WAYS = {
     "4 lanes": ("--ranks", "4"),
     "2 lanes, recomputed": ("--ranks", "2", "parallel.shard=zero3", "train.recompute=blocks"),
 }
-FLOAT32 = {
-    "float32": ("--ranks", "2", "parallel.shard=zero3", "train.recompute=blocks")
-    + ("train.dtype=float32",)
-}
+FLOAT32 = {"float32": (*WAYS["2 lanes, recomputed"], "train.dtype=float32")}
 WITHIN_FLOAT32 = 1e-3
 
 
@@ -50,8 +47,8 @@ def follows(folder: Path, *words: str, falls: float, within: float = 0.01) -> No
 def test_models_of_transformers(name: str, tmp_path: Path) -> None:
     """With a low rate, because Gemma 3 is sensitive.
 
-    At 1e-3, its first weights rounded to bf16 change its losses in float64 by up to 0.97 % within 30
-    steps (0.02 to 0.03 % for the others), and 0.1 % more of the rate by 0.42 %: bf16 cannot stay
+    At 1e-3, its first weights rounded to bf16 change its losses in float64 by up to 0.97 % within
+    30 steps (0.02 to 0.03 % for the others), and 0.1 % more of the rate by 0.42 %: bf16 cannot stay
     within 1 % there. At 3e-4 the first figure is 0.25 %.
     """
     folders = pytest.importorskip("tests.hf.folders")

@@ -1,6 +1,8 @@
 """Losses by hand: one sequence at a time, from whole logits, by a model without parallelism."""
 
+import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -80,9 +82,67 @@ def clipped(row: Alone, *, low: float, high: float, kl: float, bonus: float) -> 
     return -gain + kl * (d.exp() - d - 1) - bonus * row.entropy
 
 
+def clip_metrics(rows: list[Alone], *, low: float, high: float, kl: bool) -> dict[str, float]:
+    """Token by token."""
+    names = ("advantage", "ratio", "clipped", "old_kl", *(("kl",) if kl else ()), "entropy")
+    columns = {name: [] for name in names}
+    for row in rows:
+        for token in range(len(row.own)):
+            own, advantage = row.own[token].item(), row.fields["advantages"][token].item()
+            old, ref = (row.fields[name][token].item() for name in ("old_logprobs", "ref_logprobs"))
+            ratio = math.exp(own - old)
+            past = ratio > 1 + high if advantage > 0 else ratio < 1 - low
+            estimate = math.exp(ref - own) - (ref - own) - 1
+            values = [advantage, ratio, float(past), ratio - 1 - (own - old)]
+            values += [estimate] if kl else []
+            for name, value in zip(names, [*values, row.entropy[token].item()], strict=True):
+                columns[name].append(value)
+    return {name: sum(values) / len(values) for name, values in columns.items()}
+
+
+def pair_metrics(rows: list[Alone], *, beta: float) -> dict[str, float]:
+    gains = [beta * (row.own - row.fields["ref_logprobs"]).sum().item() for row in rows]
+    pairs = list(zip(gains[::2], gains[1::2], strict=True))
+    sums = [
+        sum(chosen for chosen, _ in pairs),
+        sum(rejected for _, rejected in pairs),
+        sum(chosen - rejected for chosen, rejected in pairs),
+        sum(chosen > rejected for chosen, rejected in pairs),
+    ]
+    names = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
+    return {name: total / len(pairs) for name, total in zip(names, sums, strict=True)}
+
+
+def teacher_metrics(rows: list[Alone]) -> dict[str, float]:
+    kl, agrees, count = 0.0, 0, 0
+    for row in rows:
+        q = (row.logits / 2).log_softmax(-1)
+        for token in range(len(row.own)):
+            ids = row.fields["teacher_ids"][token].tolist()
+            logps = row.fields["teacher_logprobs"][token].tolist()
+            pairs = zip(ids, logps, strict=True)
+            kl += sum(math.exp(p) * (p - q[token, word].item()) for word, p in pairs)
+            agrees += ids[logps.index(max(logps))] == int(row.logits[token].argmax())
+            count += 1
+    return {"kl": kl / count, "agreement": agrees / count}
+
+
+def own_metrics(rows: list[Alone]) -> dict[str, float]:
+    nll = [-value for row in rows for value in row.own.tolist()]
+    likely = [value for value in nll if value < 4]
+    entropy = torch.cat([row.entropy for row in rows]).mean().item()
+    return {"nll_where_likely": sum(likely) / len(likely), "entropy": entropy}
+
+
 def grpo(rows: list[Alone]) -> torch.Tensor:
     means = [clipped(row, low=0.2, high=0.3, kl=0.05, bonus=0.02).mean() for row in rows]
     return torch.stack(means).mean()
+
+
+def grpo_of_trl(rows: list[Alone]) -> torch.Tensor:
+    """Its entropy is a mean over tokens."""
+    means = [clipped(row, low=0.2, high=0.2, kl=0.0, bonus=0.0).mean() for row in rows]
+    return torch.stack(means).mean() - 0.3 * torch.cat([row.entropy for row in rows]).mean()
 
 
 def ppo(rows: list[Alone]) -> torch.Tensor:
@@ -108,6 +168,10 @@ def own(rows: list[Alone]) -> torch.Tensor:
     return torch.cat([-row.own * row.entropy for row in rows]).mean()
 
 
+def nll(rows: list[Alone]) -> torch.Tensor:
+    return -torch.cat([row.own for row in rows]).mean()
+
+
 BY_HAND = {
     "cross_entropy": (smoothed, {"label_smoothing": 0.1, "z_loss": 0.01}),
     "grpo": (grpo, {"clip_high": 0.3, "kl": 0.05, "entropy_bonus": 0.02}),
@@ -116,13 +180,26 @@ BY_HAND = {
     "distill": (distill, {"temperature": 2.0, "nll_weight": 0.2}),
     "tests.train.losses:entropy_weighted": (own, {}),
     "tests.train.losses:entropy_by_logits": (own, {}),
+    "tests.train.losses:with_metrics": (nll, {}),
+    "grpo as in TRL": (grpo_of_trl, {"entropy_bonus": 0.3, "entropy_average": "tokens"}),
+}
+METRICS = {
+    "grpo": partial(clip_metrics, low=0.2, high=0.3, kl=True),
+    "ppo": partial(clip_metrics, low=0.2, high=0.2, kl=False),
+    "dpo": partial(pair_metrics, beta=0.3),
+    "distill": teacher_metrics,
+    "tests.train.losses:with_metrics": own_metrics,
 }
 
 
-def alone(config, samples: dict[int, Sample], name: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss and all gradients."""
+def alone(
+    config, samples: dict[int, Sample], name: str
+) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
+    """The loss, all gradients, and what the loss logs."""
     model = Decoder(config).double()
     init_decoder(model, seed=3)
-    loss = BY_HAND[name][0]([Alone(model, sample) for sample in samples.values()])
+    rows = [Alone(model, sample) for sample in samples.values()]
+    loss = BY_HAND[name][0](rows)
     loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+    metrics = METRICS[name](rows) if name in METRICS else {}
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}, metrics

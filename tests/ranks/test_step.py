@@ -9,15 +9,20 @@ from tests.data.plans import Sample, counts_of
 from tests.ranks.harness import run_ranks
 from tests.ranks.spine import batches_of, dense, exact, lanes_of, make_samples, sharded
 
+from longshore.arch.lora import LoRAConfig
+from longshore.data.batches import Place
 from longshore.data.pack import pack_step
 from longshore.data.shard import cut_shards, lane_cuts
+from longshore.data.steps import Step
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 from longshore.parallel.fsdp import keep_gathered_memory
 from longshore.plan import make_plan
+from longshore.train.loop import Machine, train
 from longshore.train.loss import make_loss
-from longshore.train.optimizer import make_optimizer
+from longshore.train.optimizer import Schedule, make_optimizer
 from longshore.train.step import Stepper
+from longshore.train.stop import RunError
 
 LENGTHS = [40, 7, 1, 2, 16]
 
@@ -102,6 +107,48 @@ def test_a_step_without_loss_tokens_is_skipped(count: str) -> None:
         for name, parameter in fresh.named_parameters():
             assert torch.equal(after[name], parameter), name
     assert start.keys() == {name for name, _ in fresh.named_parameters()}
+
+
+def first_steps(lanes: int, losses: list[str]) -> list[str]:
+    """For each loss what ends a run of one step, or "" if it is trained."""
+    plan = make_plan([3], lanes=lanes, capacity=16)
+    samples, ends = make_samples(plan), []
+    with lanes_of(lanes) as (topology, groups):
+        batches = batches_of(plan, samples, topology.lane)
+        assert topology.lane == 0 or not any(b.targets.loss_mask.any() for b in batches)
+        for name in losses:
+            config = replace(dense(4), lora=LoRAConfig(rank=2, alpha=4.0)) if name else dense(4)
+            mode = "zero2" if lanes > 1 else "none"
+            model = sharded(config, topology, groups, exact(mode=mode))
+            optimizer = make_optimizer(model, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8)
+            loss = make_loss(name and f"tests.train.losses:{name}")
+            stepper = Stepper(model, optimizer, topology, mode, loss, 1.0)
+            reports = train(
+                stepper,
+                [Step(plan, batches, Place())],
+                steps=1,
+                schedule=Schedule(kind="constant", lr=1e-3, warmup=0, updates=1, min_lr=0.0),
+                flops=lambda lengths: 1,
+                machine=Machine(lanes, torch.device("cpu"), None),
+            )
+            try:
+                assert all(report.metrics.grad_norm > 0 for report in reports)
+                ends.append("")
+            except RunError as error:
+                ends.append(str(error))
+    return ends
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_loss_without_gradient_ends_the_run_at_its_first_step(lanes: int) -> None:
+    """On all lanes, of which the second has no token; not where a frozen model is adapted."""
+    wrong = ["detached", "whole_numbers", "detached_head", "detached_sequences"]
+    right = ["", "of_sequences", "constant_without_tokens"]
+    for ends in run_ranks(lanes, first_steps, lanes, [*wrong, *right]):
+        assert ends[len(wrong) :] == [""] * len(right)
+        for name, end in zip(wrong, ends, strict=False):
+            said = f"step 1: train.loss=tests.train.losses:{name} returned values without a grad"
+            assert end.startswith(said)
 
 
 def addresses(keep: bool) -> tuple[list[set[int]], float]:

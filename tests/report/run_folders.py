@@ -140,6 +140,7 @@ def step_rows(rng, n, plan, line, experts, depths, speed, steps):
         ]
     if depths:
         metrics["mtp_losses"] = [curve(n, steps) + 0.3 * (d + 1) for d in range(depths)]
+        metrics["loss_metrics"] = {"reward_margin": n / steps}
     return metrics, journal
 
 

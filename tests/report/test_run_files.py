@@ -38,12 +38,16 @@ def test_the_later_of_two_lines_for_a_step_wins(tmp_path):
 
 def test_what_is_null_or_missing_is_nan(tmp_path):
     lines = [{"step": 1, "loss": None, "skipped": True}, {"step": 2, "loss": 1, "mtp_losses": [7]}]
+    lines[1]["loss_metrics"] = {"kl": 0.5, "ratio": None}
     write_lines(tmp_path / "metrics.jsonl", lines)
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     assert math.isnan(metrics["loss"][0])
     assert metrics["skipped"].tolist()[0] == 1
     assert math.isnan(metrics["depth_1"][0])
     assert metrics["depth_1"][1] == 7
+    assert math.isnan(metrics["own_kl"][0])
+    assert metrics["own_kl"][1] == 0.5
+    assert "own_ratio" not in metrics
     assert all(math.isnan(value) for value in metrics["mfu"])
 
 
@@ -71,6 +75,9 @@ def test_a_value_of_the_wrong_kind_is_named(tmp_path):
         read_metrics(tmp_path / "metrics.jsonl")
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "mtp_losses": 3}])
     with pytest.raises(ValueError, match=r"line 1: mtp_losses is 3"):
+        read_metrics(tmp_path / "metrics.jsonl")
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss_metrics": 3}])
+    with pytest.raises(ValueError, match=r"line 1: loss_metrics is 3"):
         read_metrics(tmp_path / "metrics.jsonl")
 
 

@@ -165,6 +165,7 @@ def test_one_run(tmp_path, width):
     assert saw["overflow"] <= 0, "nothing sticks out of the page"
     assert saw["title"] == "Run moe"
     assert {"chart-loss", "chart-depths", "chart-balance", "chart-memory"} <= set(saw["charts"])
+    assert saw["charts"][1] == "chart-own_reward_margin"
     assert "chart-mfu" not in saw["charts"], "no step has a value for it"
     assert saw["empty"] == []
     assert 80 < max(saw["efficiencyTicks"]) <= 100, "a share's axis ends at 100 %"

@@ -23,6 +23,7 @@ from longshore.data.fields import Field
 from longshore.data.store import Store, read_manifest
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
 from longshore.run.data import open_stream
+from longshore.train.loss import check_fields, make_loss
 from longshore.train.metrics import read_metrics
 
 WORDS = ("model.preset=tiny-llama", "data.batch=4", "plan.capacity=64")
@@ -80,12 +81,33 @@ def check_same(sample, expected):
 
 
 def test_train_with_values_for_each_token(capsys):
-    words = [*WORDS, FIELDS, "data.path=rows.jsonl", "train.loss=grpo", "train.steps=2"]
+    words = [*WORDS, "data.path=rows.jsonl", "train.loss=grpo", "train.steps=2"]
     words += ["parallel.ranks=1", "train.device=cpu", "output.folder=out", "output.display=none"]
     assert main(["train", *words]) == 0, capsys.readouterr().err
     metrics = read_metrics(Path("out/metrics.jsonl"))
     assert len(metrics) == 2
     assert all(np.isfinite(step["loss"]) and step["loss"] for step in metrics)
+    names = ["advantage", "ratio", "clipped", "old_kl", "entropy"]
+    assert all([*step["loss_metrics"]] == names for step in metrics)
+
+
+def test_what_a_loss_reads_need_not_be_declared():
+    """One value for a sequence or for a token, as the rows have it."""
+    loose = [{**row, "advantages": 2, "note": "x"} for row in ROWS]
+    write("loose.jsonl", loose)
+    words = ("data.path=loose.jsonl", "data.ignore=*", "train.loss=grpo", "data.batch=4")
+    config = load_config(None, [*WORDS, *words])
+    check_config(config, 1)
+    source = open_config(config)
+    kinds = ["advantages:per_sequence:float32", "old_logprobs:per_target:float32"]
+    assert [*map(str, source.fields)] == kinds
+    assert source[3].fields["advantages"] == 2
+    check_fields(make_loss("grpo"), source.fields)
+    plain = open_config(load_config(None, [*WORDS, "data.path=loose.jsonl", "data.ignore=*"]))
+    assert plain.fields == ()
+    more = ("data.stream=true", "data.max_length=9", "train.steps=2")
+    config = load_config(None, [*WORDS, *words, *more])
+    assert [*map(str, open_stream(config, decoder_config(config.model)).fields)] == kinds
 
 
 def test_every_kind_of_file(capsys):

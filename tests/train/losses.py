@@ -58,3 +58,32 @@ def of_sequences(sequences, power=2):
 
 def mean_of_sequences(sequences):
     return sequences.logprobs.mean()
+
+
+def detached(nll):
+    return nll.detach()
+
+
+def whole_numbers(nll):
+    return (nll > 1).long()
+
+
+def detached_head(head, batch):
+    return head.map_logits(lambda logits: logits.sum(1)).detach()
+
+
+def detached_sequences(sequences):
+    return sequences.logprobs.detach()
+
+
+def constant_without_tokens(nll, batch):
+    """Reads nothing where a lane has no token."""
+    return nll * 2 if batch.targets.loss_mask.any() else batch.ctx.positions * 0.0
+
+
+def with_metrics(nll, entropy):
+    likely = (nll < 4).double()
+    return nll, {"entropy": entropy, "nll_where_likely": (nll * likely, likely)}
+
+
+with_metrics.metrics = ("nll_where_likely", "entropy")

@@ -228,3 +228,10 @@ def test_time_left_is_from_the_recent_steps():
     for number in range(2, 22):
         progress.add(step(number, elapsed_s=0.1))
     assert progress.left() == "1:38 left"
+
+
+def test_metrics_of_the_loss_are_shown():
+    text = ProgressText(9)
+    text.add(step(3, loss_metrics={"reward_margin": 0.125, "reward_accuracy": None}))
+    assert "reward margin 0.125" in text.line_parts()
+    assert ("", "", "reward margin 0.125") in text.rows()

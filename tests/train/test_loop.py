@@ -11,6 +11,7 @@ from longshore.parallel.timestamp import Timestamp
 from longshore.plan import make_plan
 from longshore.train import loop
 from longshore.train.loop import Hooks, Machine, Progress
+from longshore.train.loss import make_loss
 from longshore.train.optimizer import Schedule
 from longshore.train.step import RoundResults, StepResult
 from longshore.train.stop import RunError
@@ -32,6 +33,7 @@ class Stepper:
         self.seen, self.stop, self.bad, self.number = seen, stop, bad, 0
         self.graphs = SimpleNamespace(bytes=2**29) if graphed else None
         self.graphed = torch.tensor(graphed, dtype=torch.float64)
+        self.loss = make_loss()
 
     def step(self, batches, lr, *, stop, plan):
         self.number += 1
@@ -39,9 +41,9 @@ class Stepper:
         loss = float("nan") if self.number == self.bad else 2.0
         stops = torch.tensor([float(self.number == self.stop)], dtype=torch.float64)
         losses = torch.tensor([loss, 0.0, 0.0], dtype=torch.float64)
-        return StepResult(
-            losses, torch.tensor(1.0), stops, self.graphed, (), RoundResults((), (), ())
-        )
+        none, no = torch.empty(0), torch.zeros(1)
+        rounds = RoundResults((), (), (), none)
+        return StepResult(losses, torch.tensor(1.0), stops, self.graphed, (), rounds, none, no)
 
 
 def run(monkeypatch, device, *, count=4, evaluated=(), **choices):

@@ -295,7 +295,7 @@ def distilled(ids, logprobs, **options):
     batch = SimpleNamespace(targets=targets, token_fields=fields)
     hidden = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.ones(4, 3, dtype=torch.float64)
-    value = distill(LogitsHead(hidden, OutputLayer(weight)), batch, **options)[0]
+    value = distill(LogitsHead(hidden, OutputLayer(weight)), batch, **options)[0][0]
     value.backward()
     assert hidden.grad[1].isfinite().all()
     return value.item()
@@ -315,3 +315,40 @@ def test_a_short_row_of_a_teacher_has_any_ids(renormalize) -> None:
 @pytest.mark.parametrize("wrong", [-1, 4])
 def test_a_teachers_unknown_token_is_not_finite(wrong) -> None:
     assert math.isnan(distilled([[1, wrong], [0, 0]], [[-1.0, -2.0], [0.0, 0.0]]))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "declared", "said"),
+    [
+        ({"likely": MASK}, (), r"returned the metrics \(likely\) and declares \(\); set its attr"),
+        ({}, ("likely",), r"returned the metrics \(\) and declares \(likely\)"),
+        ({"likely": MASK.sum()}, ("likely",), "metric likely must be a tensor with a value for"),
+        ({"likely": (MASK, 1)}, ("likely",), "metric likely must be .* or two: values and weights"),
+    ],
+)
+def test_metrics_must_be_those_that_are_declared(metrics, declared, said: str) -> None:
+    nll = torch.ones(len(MASK))
+    with pytest.raises(ValueError, match=said):
+        masked_values(lambda nll, batch: (nll, metrics), nll, BATCH, metrics=declared)
+
+
+def test_metrics_of_no_weight_count_nothing_not_even_nan() -> None:
+    nll = torch.where(MASK, 3.0, torch.nan).double()
+    step = StepInputs(totals=torch.zeros(4, dtype=torch.float64))
+    nan_at_last = torch.where(torch.arange(len(MASK)) == LAST, torch.nan, 2.0)
+    weights = torch.arange(len(MASK)) != LAST
+
+    def function(nll, batch):
+        return nll, {"two": (nan_at_last, weights)}
+
+    masked_values(function, nll, BATCH, metrics=("two",), step=step)
+    others = int(MASK.sum()) - 1
+    assert step.totals.tolist() == [0, 0, 2.0 * others, others]
+
+
+def test_logits_detached_inside_are_told_in_backward() -> None:
+    hidden = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    head = LogitsHead(hidden, OutputLayer(torch.randn(7, 4, dtype=torch.float64)))
+    values = head.map_logits(lambda logits: logits.detach().sum(1))
+    with pytest.raises(ValueError, match="function of logits returned values without a gradient"):
+        values.sum().backward()

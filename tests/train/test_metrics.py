@@ -42,10 +42,13 @@ NAMES = [
 
 
 def test_a_line_has_just_these_names_in_this_order():
-    optional = ["balance_loss", "index_loss", "mtp_losses", "graphed", "graph_gib"]
+    optional = ["balance_loss", "index_loss", "mtp_losses", "loss_metrics"]
+    optional += ["graphed", "graph_gib"]
     assert [field.name for field in fields(StepMetrics)] == [*NAMES, *optional]
     more = json.loads(replace(METRICS, balance_loss=0.1, mtp_losses=(5.0, 6.0)).to_json())
     assert (more["balance_loss"], more["mtp_losses"]) == (0.1, [5.0, 6.0])
+    own = {"reward_margin": 0.25, "reward_accuracy": None}
+    assert json.loads(replace(METRICS, loss_metrics=own).to_json())["loss_metrics"] == own
     graphed = {"whole": 6, "halves": 2, "eager": 0}
     more = json.loads(replace(METRICS, graphed=graphed, graph_gib=1.5).to_json())
     assert (more["graphed"], more["graph_gib"]) == (graphed, 1.5)

@@ -9,7 +9,9 @@ import pytest
 from longshore.train.trackers import check_trackers, make_trackers, numbers
 
 STEP = {"step": 3, "loss": 2.5, "mfu": None, "skipped": False, "mtp_losses": [2.6, 2.7]}
+STEP["loss_metrics"] = {"reward_margin": 0.5, "reward_accuracy": None}
 SENT = {"loss": 2.5, "skipped": 0.0, "mtp_losses/1": 2.6, "mtp_losses/2": 2.7}
+SENT["loss_metrics/reward_margin"] = 0.5
 
 
 class Calls(list):

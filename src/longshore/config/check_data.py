@@ -15,6 +15,7 @@ from longshore.config.data_parts import (
     check_parts,
     data_parts,
     has_tokenizer,
+    loss_columns,
     missing_packages,
     shown_path,
     tokenizer_of,
@@ -25,7 +26,7 @@ from longshore.data.chat_template import DATE
 from longshore.data.fields import Field, check_declared, parse_field
 from longshore.data.inputs import Input, find_inputs
 from longshore.data.mock import mock_lengths
-from longshore.data.prepare_job import TokenizerFiles, check_first
+from longshore.data.prepare_job import TokenizerFiles, check_first, with_known_fields
 from longshore.data.rejected import rejections_of
 from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.data.training_templates import check_choice
@@ -167,6 +168,7 @@ def _check_token_rows(config: RunConfig, inputs: Sequence[Input], fields: Sequen
         none = TokenizerFiles(None, data.template, DATE).load()
     with in_keys("data.path"):
         rules = Rules(fields=tuple(fields), ignore=data.ignore)
+        rules = with_known_fields(inputs, rules, data.max_bytes, reads=loss_columns(config))
         try:
             check_first(inputs, SampleTokenizer(none, rules), data.max_bytes)
         except SettingError as error:

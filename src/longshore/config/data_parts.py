@@ -15,6 +15,7 @@ from pathlib import Path
 from longshore.config.located import in_keys
 from longshore.config.schema import DataConfig, RunConfig
 from longshore.data.paths import files_of, matches
+from longshore.train.loss_fields import needed_fields
 
 MANIFEST = "manifest.json"
 PACKAGES = ("tokenizers", "jinja2")
@@ -69,6 +70,11 @@ def tokenizer_of(config: RunConfig) -> str:
         return config.data.tokenizer
     folder = config.model.from_hf
     return folder if has_tokenizer(folder) and not missing_packages() else ""
+
+
+def loss_columns(config: RunConfig) -> list[str]:
+    """The columns that the run's loss reads."""
+    return [field.name for field in needed_fields(config.train.loss, config.train.loss_options)]
 
 
 def has_tokenizer(folder: str) -> bool:

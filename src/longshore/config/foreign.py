@@ -181,6 +181,12 @@ WORDS_BY_ANSWER = {
     "average_tokens_across_devices",
     "train.loss_options, {label_smoothing = 0.1} with train.loss=cross_entropy": ""
     "label_smoothing_factor label_smoothing",
+    "train.loss_options, {beta = 0.1} with train.loss=dpo, or {kl = 0.04} with grpo": ""
+    "beta dpo_beta kl_beta kl_coef kl_loss_coef",
+    "train.loss_options, {clip_low = 0.2, clip_high = 0.2} with train.loss=grpo or ppo": ""
+    "epsilon epsilon_high clip_ratio cliprange clip_ratio_low clip_ratio_high",
+    "train.loss_options, {entropy_bonus = 0.01} with train.loss=grpo or ppo": "entropy_coeff "
+    "entropy_coef",
     ": noise on embeddings is not supported yet": "neftune_noise_alpha",
     ": an average of the weights is not supported yet": "ema ema_decay use_ema",
     ": only model.lora freezes weights; without it all are trained": "freeze unfrozen_parameters "

@@ -14,9 +14,20 @@ they become a prompt and completion with the headings of the Alpaca paper's prom
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from longshore.data.fields import Field
+import numpy as np
+
+from longshore.data.fields import TAKEN, Field
 from longshore.data.pairs import CHOSEN, REJECTED
-from longshore.data.source import SampleError
+from longshore.data.source import (
+    ADVANTAGES,
+    OLD_LOGPROBS,
+    PAIR,
+    REF_LOGPROBS,
+    SIGN,
+    TEACHER_IDS,
+    TEACHER_LOGPROBS,
+    SampleError,
+)
 from longshore.errors import SettingError
 
 ALL = "*"
@@ -46,6 +57,16 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 COLUMNS = {name for needed, optional in FORMS.values() for name in (*needed, *optional)}
 COLUMNS |= {CHOSEN, REJECTED}
+KNOWN_FIELDS = {
+    ADVANTAGES: "float32",
+    OLD_LOGPROBS: "float32",
+    REF_LOGPROBS: "float32",
+    TEACHER_IDS: "int32",
+    TEACHER_LOGPROBS: "float32",
+    PAIR: "int64",
+    SIGN: "int8",
+}
+"""Columns that ready losses read, which need no declaration, and their dtypes."""
 
 ALPACA = (
     "Below is an instruction that describes a task. "
@@ -135,22 +156,58 @@ def unused_columns(
     return [name for name in columns if name not in known]
 
 
-def refuse_columns(names: Sequence[str], form: str) -> SettingError:
-    """The error for unknown columns, all in one message, with what to do about them."""
+def field_for(name: str, value: object) -> Field | None:
+    """The field that a column's value fits: a list has a value for each target; None for others.
+
+    Numbers of a list may be lists themselves, all of the same shape.
+    """
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        return None
+    is_name = name.isidentifier() and name not in TAKEN
+    if not is_name or array.dtype.kind not in "biuf" or not array.size:
+        return None
+    dtype = KNOWN_FIELDS.get(name, "float32" if array.dtype.kind == "f" else "int64")
+    if not array.ndim:
+        return Field(name, "sequence", dtype)
+    return Field(name, "target", dtype, array.shape[1:])
+
+
+def known_fields(
+    sample: Mapping[str, Any], names: Collection[str], declared: Sequence[Field]
+) -> list[Field]:
+    """Fields for the columns of a sample that ready losses read. names: of those to look at."""
+    taken = {field.name for field in declared}
+    specs = [field_for(n, sample[n]) for n in KNOWN_FIELDS if n in names and n in sample]
+    fields = [spec for spec in specs if spec is not None and spec.name not in taken]
+    # Alone, a column of one of these two names is another thing.
+    is_paired = {PAIR, SIGN} <= {*taken, *(field.name for field in fields)}
+    return [field for field in fields if is_paired or field.name not in (PAIR, SIGN)]
+
+
+def refuse_columns(
+    names: Sequence[str], form: str, sample: Mapping[str, Any] | None = None
+) -> SettingError:
+    """The error for unknown columns, all in one message, with what to do about them.
+
+    sample: one that has the first of them, whose value says how to declare it.
+    """
+    spec = field_for(names[0], (sample or {}).get(names[0]))
+    first = f"{names[0]}:per_sequence:DTYPE" if spec is None else spec
     if len(names) == 1:
         message = (
             "unknown column {listed} in a sample with {form!r}; leave it out with "
-            "{ignore:{joined}} (or * for all unused columns), or declare it with "
-            "{fields:{first}:per_sequence:DTYPE}"
+            "{ignore:{joined}} (or * for all unused columns), or declare it with {fields:{first}}"
         )
     else:
         message = (
             "unknown columns {listed} in samples with {form!r}; leave them out with "
             "{ignore:{joined}} (or * for all unused columns), or declare each as in "
-            "{fields:{first}:per_sequence:DTYPE}"
+            "{fields:{first}}"
         )
     listed, joined = ", ".join(map(repr, names)), ",".join(names)
-    return SettingError(message, listed=listed, joined=joined, form=form, first=names[0])
+    return SettingError(message, listed=listed, joined=joined, form=form, first=first)
 
 
 def from_alpaca(sample: Mapping[str, Any], *, as_chat: bool) -> tuple[dict[str, Any], str]:

@@ -106,8 +106,8 @@ def collect_fields(
     for name in given:
         if not any(field.name == name for field in fields):
             raise ValueError(
-                f"{where}: field {name!r} is not declared; declare it as {name}:per_token:DTYPE or "
-                f"{name}:per_sequence:DTYPE, or leave it out of the data"
+                f"{where}: field {name!r} is not declared; declare it as {name}:per_target:float32 "
+                f"or {name}:per_sequence:float32, or leave it out of the data"
             )
     arrays = {}
     for field in fields:

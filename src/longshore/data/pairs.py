@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longshore.data.fields import Field
-from longshore.data.source import PAIR, SampleError
+from longshore.data.source import PAIR, SIGN, SampleError
 
 CHOSEN, REJECTED = "chosen", "rejected"
-PAIR_FIELDS = (Field(PAIR, "sequence", "int64"), Field("sign", "sequence", "int8"))
+PAIR_FIELDS = (Field(PAIR, "sequence", "int64"), Field(SIGN, "sequence", "int8"))
 OTHER_FORMS = ("messages", "conversations", "instruction", "text", "completion")
 
 

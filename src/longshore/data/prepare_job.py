@@ -25,9 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from longshore.data.columns import (
+    ALL,
     FORMS,
+    KNOWN_FIELDS,
     NO_TOKENIZER,
     TOKENS,
+    known_fields,
     leaves_out,
     refuse_columns,
     refuse_file,
@@ -147,7 +150,7 @@ def make_job(
     if max_bytes < 1:
         raise SettingError("{max_bytes} is {given}; it must be at least 1", given=max_bytes)
     size = sum(file.bytes for file in inputs) // RANGES
-    rules = with_pair_fields(inputs, rules, max_bytes)
+    rules = with_known_fields(inputs, rules, max_bytes)
     loaded = tokenizer.load()
     has_chats, warnings = check_first(inputs, SampleTokenizer(loaded, rules), max_bytes)
     settings = {
@@ -177,16 +180,30 @@ def _samples(
     return read_range(part, leaves_out=skips, max_bytes=max_bytes, packed=packed)
 
 
-def with_pair_fields(inputs: Sequence[Input], rules: Rules, max_bytes: int) -> Rules:
-    """Rows with two answers have two fields that nobody has to declare."""
+def with_known_fields(
+    inputs: Sequence[Input], rules: Rules, max_bytes: int, *, reads: Sequence[str] = ()
+) -> Rules:
+    """The rules with fields that nobody has to declare: of pairs, and columns of ready losses.
+
+    The first sample says whether a value is one of a sequence or of a token. reads: names of
+    columns that the run's loss reads, which "*" in `ignore` does not leave out.
+    """
+    names = [name for name in KNOWN_FIELDS if name in reads or ALL not in rules.ignore]
+
+    def skips(name: str) -> bool:
+        return name not in names and leaves_out(name, rules.ignore, rules.fields)
+
     for file in inputs:
-        for _, sample in _samples(whole_range(file), rules, max_bytes):
+        for _, sample in read_range(whole_range(file), leaves_out=skips, max_bytes=max_bytes):
             if isinstance(sample, SampleError):
                 continue
+            sample = {name: v for name, v in sample.items() if name not in rules.ignore}
             if is_pair(sample, rules.ignore):
-                names = {field.name for field in PAIR_FIELDS}
-                others = [field for field in rules.fields if field.name not in names]
+                own = {field.name for field in PAIR_FIELDS}
+                others = [field for field in rules.fields if field.name not in own]
                 return replace(rules, fields=(*others, *PAIR_FIELDS))
+            if fields := known_fields(sample, names, rules.fields):
+                return replace(rules, fields=(*rules.fields, *fields))
             break
     return rules
 
@@ -216,7 +233,7 @@ def check_first(
                 if error.reason == "undeclared field":
                     names, form = _unused(inputs, tokenizer.rules, max_bytes)
                     where = f"{file.name} {file.unit} {line}: "
-                    raise refuse_columns(names, form).after(where) from None
+                    raise refuse_columns(names, form, sample).after(where) from None
             has_chats = has_chats or is_chat(sample)
             break
     return has_chats, warnings

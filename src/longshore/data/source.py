@@ -24,8 +24,10 @@ Ints = NDArray[np.int64]
 Row = Mapping[str, Any] | tuple[Any, ...]
 
 LARGEST_TOKEN = 2**31 - 1
-PAIR = "pair"
-"""The field whose equal values keep sequences in one step."""
+PAIR, SIGN = "pair", "sign"
+"""Fields of preferences: equal values of the first keep sequences in one step."""
+ADVANTAGES, OLD_LOGPROBS, REF_LOGPROBS = "advantages", "old_logprobs", "ref_logprobs"
+"""Fields of rollouts; a reference's log-probabilities are also one of preferences."""
 TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
 """Fields of distillation: of each target the teacher's likeliest tokens."""
 

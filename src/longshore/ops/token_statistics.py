@@ -254,6 +254,11 @@ class _MapLogits(torch.autograd.Function):
                 own[i].requires_grad_()
             with torch.enable_grad():
                 values = ctx.function(logits_nV, *own)
+            if not values.requires_grad:
+                raise ValueError(
+                    "the function of logits returned values without a gradient; compute them from "
+                    "the logits, without detach(), item() or torch.no_grad()"
+                )
             inputs = [logits_nV, *(own[i] for i in wanted)]
             # A row whose result has no gradient has none itself, not even 0 · ∞.
             counts_n = grad[span].reshape(len(logits_nV), -1).ne(0).any(1)

@@ -46,8 +46,8 @@ def run_curves(metrics: Mapping[str, Floats], *, most: int = MOST_POINTS) -> Jso
     """
     at = edges(len(metrics["step"]), most=most)
     last = at[1:] - 1
-    depths = [name for name in metrics if name.startswith("depth_")]
-    known = [name for name in (*SHOWN, *depths) if np.isfinite(metrics[name]).any()]
+    others = [name for name in metrics if name.startswith(("depth_", "own_"))]
+    known = [name for name in (*SHOWN, *others) if np.isfinite(metrics[name]).any()]
     return {
         "step": metrics["step"][last].astype(np.int64).tolist(),
         "first": int(metrics["step"][0]),

@@ -66,7 +66,7 @@ class RunFolder:
     """By section.key."""
     metrics: Mapping[str, Floats]
     """An array for "step" and each metric, sorted by step; depths of multi-token prediction are
-    depth_1, depth_2, …."""
+    depth_1, depth_2, …, and metrics of the loss function own_NAME."""
     evals: Mapping[str, list[tuple[int, float]]]
     """(step, loss) by the held-out set's name."""
     journal: JournalSteps
@@ -119,7 +119,8 @@ def read_metrics(path: Path) -> dict[str, Floats]:
     if not rows:
         raise ValueError(f"{path} has no step yet; wait for the first step to end")
     steps = sorted(rows)
-    names = [*METRICS, *(f"graphed_{way}" for way in GRAPHED), *_depths(rows.values())]
+    own = dict.fromkeys(name for row in rows.values() for name in row if name.startswith("own_"))
+    names = [*METRICS, *(f"graphed_{way}" for way in GRAPHED), *_depths(rows.values()), *own]
     columns = {name: [rows[step].get(name, math.nan) for step in steps] for name in names}
     return {name: np.array(values) for name, values in {"step": steps, **columns}.items()}
 
@@ -165,7 +166,11 @@ def _numbers(line: Mapping[str, Any], where: str) -> dict[str, float]:
     graphed = line.get("graphed") or {}
     if not isinstance(graphed, dict):
         raise ValueError(f"{where}: graphed is {graphed!r}; it must be an object")
+    own = line.get("loss_metrics") or {}
+    if not isinstance(own, dict):
+        raise ValueError(f"{where}: loss_metrics is {own!r}; it must be an object")
     values = {name: line.get(name) for name in METRICS}
+    values |= {f"own_{name}": value for name, value in own.items()}
     values |= {f"graphed_{way}": graphed.get(way) for way in GRAPHED}
     values |= {f"depth_{depth}": loss for depth, loss in enumerate(depths, start=1)}
     return {

@@ -31,7 +31,21 @@ class Curves {
   /* `pick(run, step)` is called when a reader chooses a step in a curve. */
   constructor(runs, pick) {
     Object.assign(this, { runs, pick, axis: "step", log: false, smooth: true, hidden: new Set(), chosen: null });
-    this.charts = CHARTS.map((chart) => this.prepare(chart)).filter((chart) => chart.series.length);
+    const [loss, ...others] = CHARTS;
+    this.charts = [loss, ...this.own(), ...others].map((chart) => this.prepare(chart)).filter((chart) => chart.series.length);
+  }
+
+  /* A chart for each metric that the loss function returns. */
+  own() {
+    return this.named("own_").map((metric) => {
+      const name = metric.replace("own_", "").replaceAll("_", " ");
+      return [metric, name[0].toUpperCase() + name.slice(1), "Metric of the loss", [[metric, name]], figureText, {}];
+    });
+  }
+
+  named(prefix) {
+    const names = this.runs.flatMap(({ points }) => Object.keys(points.curves)).filter((name) => name.startsWith(prefix));
+    return [...new Set(names)];
   }
 
   /* A chart with the series that a run has. */
@@ -49,8 +63,7 @@ class Curves {
   }
 
   depths() {
-    const found = new Set(this.runs.flatMap(({ points }) => Object.keys(points.curves)).filter((name) => name.startsWith("depth_")));
-    return [...found].map((name) => [name, name.replace("_", " ")]);
+    return this.named("depth_").map((name) => [name, name.replace("_", " ")]);
   }
 
   start() {

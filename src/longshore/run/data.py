@@ -27,6 +27,7 @@ from longshore.config.data_parts import (
     MANIFEST,
     DataPart,
     data_parts,
+    loss_columns,
     shown_path,
     tokenizer_of,
 )
@@ -34,16 +35,18 @@ from longshore.config.located import as_key, data_key, in_keys, of_held_out
 from longshore.config.schema import RunConfig
 from longshore.data.batches import Batches, BatchSize
 from longshore.data.chat_template import DATE
+from longshore.data.columns import ALL
 from longshore.data.fields import Field, parse_field
 from longshore.data.highest_token import highest_of, unknown_token
 from longshore.data.inputs import content_digest, find_inputs
 from longshore.data.mixture import Joined, Mixture
 from longshore.data.mock import MockSource
 from longshore.data.prepare import WARNINGS, TextRules, cache_folder, prepare_cache
-from longshore.data.prepare_job import TokenizerFiles, check_first, with_pair_fields
+from longshore.data.prepare_job import TokenizerFiles, check_first, with_known_fields
 from longshore.data.progress import show_progress
 from longshore.data.rejected import rejections_of
 from longshore.data.source import (
+    PAIR,
     TEACHER_IDS,
     TEACHER_LOGPROBS,
     IndexedSource,
@@ -137,7 +140,7 @@ def text_rules(config: RunConfig) -> Rules | None:
         if not texts:
             return None
         rules = Rules(fields=tuple(map(parse_field, given.fields)), ignore=tuple(given.ignore))
-        return with_pair_fields(find_inputs(texts), rules, given.max_bytes)
+        return with_known_fields(find_inputs(texts), rules, given.max_bytes)
 
 
 def _prepare_part(part: DataPart, config: RunConfig, shown: TextIO) -> None:
@@ -162,13 +165,19 @@ def _prepare_part(part: DataPart, config: RunConfig, shown: TextIO) -> None:
 
 def _rules(config: RunConfig) -> TextRules:
     data = config.data
+    declared = data.fields
+    if ALL in data.ignore and (reads := loss_columns(config)):
+        inputs = find_inputs([name for part in data_parts(data) for name in part.texts])
+        rules = Rules(fields=tuple(map(parse_field, data.fields)), ignore=tuple(data.ignore))
+        rules = with_known_fields(inputs, rules, data.max_bytes, reads=reads)
+        declared = tuple(map(str, rules.fields))
     return TextRules(
         tokenizer=tokenizer_of(config),
         template=data.template,
         loss_on=data.loss_on,
         max_length=data.max_length,
         too_long=data.too_long,
-        fields=data.fields,
+        fields=declared,
         ignore=data.ignore,
         max_bytes=data.max_bytes,
     )
@@ -248,19 +257,26 @@ def open_stream(config: RunConfig, decoder: DecoderConfig) -> TextStream:
     limits = Rules(data.loss_on, data.max_length, data.too_long, fields, tuple(data.ignore))
     with in_keys("data.path"):
         parts = [find_inputs(part.texts) for part in data_parts(data)]
+        inputs = [file for part in parts for file in part]
+        limits = with_known_fields(inputs, limits, data.max_bytes)
+        if PAIR in {spec.name for spec in limits.fields} - {spec.name for spec in fields}:
+            raise ValueError(
+                "its rows are pairs of chosen and rejected answers, which a stream would tear "
+                "apart; leave data.stream out"
+            )
+        fields = limits.fields
         tokenizer = SampleTokenizer(files.load(), limits)
-        files_of_all = [file for part in parts for file in part]
-        _, warnings = check_first(files_of_all, tokenizer, data.max_bytes)
+        _, warnings = check_first(inputs, tokenizer, data.max_bytes)
     has_teacher = _has_teacher(config, fields)
 
     def check(sample: TokenizedSample, row: str) -> None:
         check_ids(sample, decoder.vocab_size, f"data.path: {row}", has_teacher=has_teacher)
 
     if not data.weights:
-        parts = [tuple(files_of_all)]
+        parts = [tuple(inputs)]
     return TextStream(
         parts=tuple(parts),
-        content=content_digest(files_of_all),
+        content=content_digest(inputs),
         weights=data.weights or (1.0,),
         make_tokenizer=lambda: tokenizer,
         check=check,

@@ -9,26 +9,39 @@ fine-tuned on, the rejected ones too:
 For train.loss=dpo all pairs are looked at once: each has one sequence of either sign in a step.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
+from longshore.config.data_parts import loss_columns
 from longshore.config.schema import RunConfig
-from longshore.data.source import PAIR, IndexedSource, Ints, sequence_values
+from longshore.data.fields import Field
+from longshore.data.source import PAIR, REF_LOGPROBS, SIGN, IndexedSource, Ints, sequence_values
 from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules
 from longshore.run.data import step_groups
 from longshore.train.loss import Loss, check_fields, make_loss
-from longshore.train.losses.preference import SIGN
 
 
 def data_loss(config: RunConfig, source: IndexedSource | TextStream | Rules) -> Loss:
     """The run's loss, whose fields the data have, or will have once they are tokenized."""
     train = config.train
     loss = make_loss(train.loss, train.loss_count, train.loss_options)
-    check_fields(loss, source.fields)
+    fields = source.fields
+    if isinstance(source, Rules) and scores_reference(config, fields):
+        fields = (*fields, Field(REF_LOGPROBS, "target", "float32"))
+    check_fields(loss, fields)
     if {PAIR, SIGN} <= {spec.name for spec in source.fields}:
         _refuse_likelihood(train.loss)
     return loss
+
+
+def scores_reference(config: RunConfig, fields: Iterable[Field]) -> bool:
+    """Whether the run scores its data with the model as it begins: pairs for DPO, without scores."""
+    names = {spec.name for spec in fields}
+    is_read = config.train.loss == "dpo" and REF_LOGPROBS in loss_columns(config)
+    return is_read and REF_LOGPROBS not in names and {PAIR, SIGN} <= names
 
 
 def _refuse_likelihood(name: str) -> None:

@@ -7,8 +7,12 @@ step of training is, forward only; all ranks call `score` together, and rank 0 w
 
 Tokens 5 6 7 with p(6 | 5) = ½ and p(7 | 5 6) = ¼ get 0, log ½ and log ¼: nothing predicts the first
 token. Training reads the field with `data.path=scored`, as `batch.token_fields["ref_logprobs"]`.
+A run of train.loss=dpo does this itself, before its first step, for data without the field.
 """
 
+import gc
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice
@@ -19,25 +23,36 @@ import torch
 from torch import Tensor
 
 from longshore.batch import IGNORE, MicroBatch
+from longshore.config.data_parts import MANIFEST
 from longshore.config.schema import RunConfig
 from longshore.data.batches import Place
 from longshore.data.fields import Array, Field
-from longshore.data.source import IndexedSource, TokenizedSample
+from longshore.data.source import (
+    REF_LOGPROBS,
+    IndexedSource,
+    TokenizedSample,
+    source_digest,
+)
 from longshore.data.steps import IndexedSteps, Step
-from longshore.data.store import write_store
+from longshore.data.store import Store, write_store
+from longshore.data.stream import TextStream
 from longshore.distributed.agreement import agreed
 from longshore.distributed.collectives import sum_over
 from longshore.files import new_folder
+from longshore.hf.lora import find_base
 from longshore.model.interface import Output
 from longshore.parallel.pipeline.executor import Executor, Handlers
+from longshore.run.data import Readable
 from longshore.run.job import TrainingJob, make_job
+from longshore.run.loss import check_pairs, scores_reference
 from longshore.run.parts import make_cp_groups, make_model, make_steps
 from longshore.run.process import joined_ranks
 from longshore.run.ranks import Ranks
 from longshore.run.room import check_scored
 from longshore.run.shared_output import write_shared
 from longshore.train.evaluation import reshard
-from longshore.train.loss_inputs import LossCall
+from longshore.train.loss import make_loss
+from longshore.train.loss_inputs import TEMPERATURE, LossCall
 
 Rows = Iterable[TokenizedSample]
 
@@ -51,7 +66,7 @@ class ScoreTask:
 
     out: str
     """A folder, or a file that ends in .parquet; it must not exist."""
-    field: str = "ref_logprobs"
+    field: str = REF_LOGPROBS
     """The name of the new field."""
     temperature: float = 1.0
     """What logits are divided by."""
@@ -67,20 +82,56 @@ def score(config: RunConfig, ranks: Ranks, task: ScoreTask) -> None:
             local_size=ranks.local_size,
             display=config.output.display,
         )
-        with agreed(topology.groups):
-            if topology.rank == 0:
-                fields = (*job.indexed_source.fields, score_field(job, task))
-                check_scored(task.out, fields, job.indexed_source.lengths)
-        groups = make_cp_groups(job)
-        job.tell("loading the weights…" if config.model.from_hf else "building the model…")
-        executor = Executor(make_model(job, groups), topology, mode=job.resolved.shard)
-        steps = make_steps(
-            job, job.config, source=job.indexed_source, shuffle=False, is_grouped=False
+        _score(job, task)
+
+
+def _score(job: TrainingJob, task: ScoreTask) -> None:
+    with agreed(job.topology.groups):
+        if job.topology.rank == 0:
+            fields = (*job.indexed_source.fields, score_field(job, task))
+            check_scored(task.out, fields, job.indexed_source.lengths)
+    groups = make_cp_groups(job)
+    job.tell("loading the weights…" if job.config.model.from_hf else "building the model…")
+    executor = Executor(make_model(job, groups), job.topology, mode=job.resolved.shard)
+    steps = make_steps(job, job.config, source=job.indexed_source, shuffle=False, is_grouped=False)
+    write_scores(job, executor, steps, task)
+    job.status.at("ending")
+    steps.close()
+    groups.close()
+
+
+def with_reference(job: TrainingJob) -> TrainingJob:
+    """The job with the field ref_logprobs, where train.loss=dpo needs it and the data have none.
+
+    The reference is the model as the run begins, before any checkpoint is loaded. Its scores are
+    written to a folder of data.cache, whose name is a digest of the base, the data and what else
+    decides them, so that a resumed run, or another one, finds them there.
+    """
+    config, topology, source = job.config, job.topology, job.source
+    if not scores_reference(config, source.fields):
+        return job
+    assert not isinstance(source, TextStream), "pairs are not streamed"
+    temperature = float(config.train.loss_options.get(TEMPERATURE, 1.0))
+    with agreed(topology.groups):
+        make_loss(config.train.loss, config.train.loss_count, config.train.loss_options)
+        check_pairs(config, source)
+        base = find_base(job.decoder, config.model.from_hf, seed=config.train.seed)
+        about = json.dumps([base.digest, source_digest(source), str(job.dtype), temperature])
+        digest = hashlib.sha256(about.encode()).hexdigest()
+        folder = Path(config.data.cache) / f"reference-{digest[:12]}"
+    is_there = torch.tensor([float(topology.rank == 0 and (folder / MANIFEST).exists())])
+    if not sum_over(is_there.to(topology.device), topology.groups.world):
+        job.tell(
+            f"the data have no {REF_LOGPROBS}: scoring them with the model as it is now, the "
+            f"reference of train.loss=dpo, into {folder}"
         )
-        write_scores(job, executor, steps, task)
-        job.status.at("ending")
-        steps.close()
-        groups.close()
+        _score(job, ScoreTask(str(folder), REF_LOGPROBS, temperature))
+        gc.collect()  # the model that scored: the run builds its own
+    with agreed(topology.groups):
+        scored = Readable(Store(folder), job.decoder.vocab_size, name=str(folder))
+    # Scores differ in the last digits from machine to machine; a run may resume on another one.
+    scored.digest, scored.tokenizer_digest = digest, getattr(source, "tokenizer_digest", "")
+    return replace(job, source=scored)
 
 
 def score_field(job: TrainingJob, task: ScoreTask) -> Field:

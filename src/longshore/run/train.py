@@ -11,6 +11,7 @@ The order of a run, and the module of each part:
     arguments.py      a Trainer's arguments become a configuration
     process.py        the process takes its device and joins the other ranks
     job.py            the sequences are opened (data.py), and what is "auto" is decided (auto.py)
+    score.py          DPO's data are scored under the reference, if they are not yet
     resume.py         the run's folder is opened, a new one or an earlier run's (folder.py)
     parts.py          the loader, the model with its optimizer, and the checkpoints are built
     resume.py         a resumed run loads its newest checkpoint

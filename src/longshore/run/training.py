@@ -23,6 +23,7 @@ from longshore.run.parts import Parts, build_parts
 from longshore.run.process import joined_ranks
 from longshore.run.ranks import Ranks
 from longshore.run.resume import OpenRun, Start, load_checkpoint, open_run
+from longshore.run.score import with_reference
 from longshore.train.checkpoint import Saver, nothing_shared
 from longshore.train.device import pick_device
 from longshore.train.trackers import check_trackers
@@ -66,6 +67,7 @@ def joined_training(
             if topology.rank == 0:
                 check_before_text(config)
         job = make_job(config, topology, stop=stop, local_size=ranks.local_size, display=display)
+        job = with_reference(job)
         with open_run(job.config, start, topology, steps=job.steps) as run:
             job.status.folder = str(run.folder)
             parts = build_parts(job, run.folder)

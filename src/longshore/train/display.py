@@ -244,6 +244,7 @@ class ProgressText:
             ("grad norm", last.grad_norm, ".2f"),
             ("lr", last.lr, ".1e"),
         )
+        parts += _own(last)
         if last.skipped:
             parts.append("update skipped")
         return [*parts, self.left()] if self.step < self.total else parts
@@ -269,8 +270,10 @@ class ProgressText:
         ]
         update = [f"gradient norm {_number(last.grad_norm, '.2f')}"]
         update += [f"{self._skipped:,} skipped"] if self._skipped else []
+        own = [("", "", " · ".join(_own(last)))] if last.loss_metrics else []
         return [
             ("loss", _number(last.loss, ".4f"), sparkline(self.losses)),
+            *own,
             ("tokens/s", _number(speed, ",.0f"), " · ".join(costs)),
             ("efficiency", _number(last.efficiency, ".0%"), " · ".join(plan)),
             ("lr", f"{last.lr:.1e}", " · ".join(update)),
@@ -294,6 +297,12 @@ def sparkline(values: list[float], width: int = WIDTH) -> str:
 def _named(*entries: tuple[str, float | None, str]) -> list[str]:
     """The known values, each after its name."""
     return [f"{name} {value:{form}}" for name, value, form in entries if value is not None]
+
+
+def _own(metrics: StepMetrics) -> list[str]:
+    """What the loss function returned beside its values."""
+    names = metrics.loss_metrics or {}
+    return _named(*((name.replace("_", " "), value, ".3g") for name, value in names.items()))
 
 
 def _measured(*entries: tuple[float | None, str, str]) -> list[str]:

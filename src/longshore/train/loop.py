@@ -10,7 +10,7 @@ The first step, and those whose report a hook wants first, are read at once; so 
 
 import math
 import resource
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -131,7 +131,7 @@ def train(
 
     start: the progress to resume from; the loader is already there.
     """
-    meter = _Meter(flops, machine, stepper.graphs)
+    meter = _Meter(flops, machine, stepper.graphs, stepper.loss.metrics)
     waiting: _QueuedStep | None = None
     updates, stops, is_first = start.updates, False, True
     begin = Timestamp(machine.device)
@@ -146,7 +146,10 @@ def train(
             stops = waiting.stops
         waiting = done
         if is_first or machine.device.type != "cuda" or hooks.wants_report(done.number):
-            reports.append(_reported(meter.read(done), done, hooks))
+            report = meter.read(done)
+            if is_first:
+                _check_gradient(done, stepper.loss.name)
+            reports.append(_reported(report, done, hooks))
             waiting, stops = None, stops or done.stops
         is_first = False
         hooks.after_step(Progress(done.number, updates))
@@ -182,15 +185,23 @@ def _reported(report: StepReport, done: _QueuedStep, hooks: Hooks) -> StepReport
     raise RunError(f"step {done.number}: the loss is {loss} and the gradient norm {norm}; {advice}")
 
 
-def _on_host(result: StepResult | None) -> Tensor:
-    """Stops, gradient norm, uses of graphs, losses, expert counts as float64.
+def _check_gradient(done: _QueuedStep, loss: str) -> None:
+    """Ends a run whose loss function trains nothing; the numbers are the same on all ranks."""
+    if done.result is not None and done.numbers[1]:
+        raise RunError(
+            f"step {done.number}: train.loss={loss} returned values without a gradient, so nothing "
+            "would be trained; compute them from what it gets, without detach(), item(), "
+            "torch.no_grad() or whole numbers"
+        )
 
-    The copy is started, not awaited.
-    """
+
+def _on_host(result: StepResult | None) -> Tensor:
+    """As float64: stops, whether the loss has no gradient, the norm, layers by what served them, the
+    loss's metrics, losses, expert counts; the copy is started, not awaited."""
     if result is None:
         return torch.empty(0)
-    first = [result.stops, result.grad_norm.view(1), result.graphed, result.losses]
-    numbers = torch.cat([*first, *result.experts]).double()
+    first = [result.stops, result.without_gradient, result.grad_norm.view(1), result.graphed]
+    numbers = torch.cat([*first, result.loss_metrics, result.losses, *result.experts]).double()
     if numbers.device.type != "cuda":
         return numbers
     host = torch.empty_like(numbers, device="cpu", pin_memory=True)
@@ -198,11 +209,19 @@ def _on_host(result: StepResult | None) -> Tensor:
 
 
 class _Meter:
-    """Makes metrics from finished steps; a step's time includes waiting for its data."""
+    """Makes metrics from finished steps; a step's time includes waiting for its data.
+
+    names: of the loss's metrics.
+    """
 
     def __init__(
-        self, flops: Callable[[list[int]], int], machine: Machine, graphs: GraphedLayers | None
+        self,
+        flops: Callable[[list[int]], int],
+        machine: Machine,
+        graphs: GraphedLayers | None,
+        names: Sequence[str],
     ) -> None:
+        self.names = names
         self.flops = flops
         self.machine = machine
         self.graphs = graphs
@@ -211,9 +230,12 @@ class _Meter:
         done.end.wait()
         experts = _experts(done)
         losses = len(done.numbers) - sum(map(len, experts))
-        graphed, first = _graphed(done), 2 + (len(GRAPH_WAYS) if self.graphs else 0)
-        norm = float(done.numbers[1]) if done.result else None
-        loss, balance, index, *depths = done.numbers[first:losses].tolist() or (None,) * 3
+        values = iter(done.numbers[2:losses].tolist())
+        norm = next(values, None)
+        ways = GRAPH_WAYS if self.graphs and done.result else ()
+        graphed = {way: int(next(values)) for way in ways}
+        own = {name: _finite(value) for name, value in zip(self.names, values, strict=False)}
+        loss, balance, index, *depths = [*values] or (None,) * 3
         elapsed = done.end.since(done.begin)
         step, plan = done.step, done.step.plan
         counts = step.batches[0].counts
@@ -243,18 +265,15 @@ class _Meter:
             balance_loss=balance or None,
             index_loss=index or None,
             mtp_losses=tuple(depths) or None,
-            graphed=graphed,
+            loss_metrics=own or None,
+            graphed=graphed or None,
             graph_gib=self.graphs.bytes / GIB if self.graphs else None,
         )
         return StepReport(step, metrics, _rounds(done), experts, _stages(done))
 
 
-def _graphed(done: _QueuedStep) -> dict[str, int] | None:
-    """Forward passes of layers over all lanes, by what served them; None without graphs."""
-    if done.result is None or not len(done.result.graphed):
-        return None
-    counts = done.numbers[2 : 2 + len(GRAPH_WAYS)].long().tolist()
-    return dict(zip(GRAPH_WAYS, counts, strict=True))
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _experts(done: _QueuedStep) -> tuple[tuple[int, ...], ...]:

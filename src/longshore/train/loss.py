@@ -38,13 +38,20 @@ from longshore.distributed.topology import Groups
 from longshore.model.interface import Reader
 from longshore.ops.cross_entropy import OutputLayer
 from longshore.train.loss_fields import NeededField, check_needed
-from longshore.train.loss_inputs import HeadReader, LossCall, StepInputs, refuse_vocabulary_part
+from longshore.train.loss_inputs import (
+    HeadReader,
+    LossCall,
+    StepInputs,
+    checked_result,
+    refuse_vocabulary_part,
+)
 from longshore.train.losses.ready import ready_loss
 from longshore.user_code import load_function
 
-PerToken = Callable[[Tensor, MicroBatch], Tensor]
-"""From what the head computed, (T) or (T, …), and the micro-batch to values (T)."""
+PerToken = Callable[[Tensor, MicroBatch], Any]
+"""From what the head computed, (T) or (T, …), and the micro-batch to values (T), and metrics."""
 NONE = -1
+NO_STEP = StepInputs()
 
 
 class Faults(NamedTuple):
@@ -59,21 +66,25 @@ class Faults(NamedTuple):
     """Where its gradient is not finite; known after backward."""
 
 
-def masked_values(function: PerToken, given: Tensor, batch: MicroBatch) -> tuple[Tensor, Faults]:
+def masked_values(
+    function: PerToken,
+    given: Tensor,
+    batch: MicroBatch,
+    *,
+    metrics: Sequence[str] = (),
+    step: StepInputs = NO_STEP,
+) -> tuple[Tensor, Faults]:
     """The function's values of loss tokens; other tokens affect neither forward nor backward.
 
-    given: (T) or (T, …), of which rows of other tokens become 0.
+    given: (T) or (T, …), of which rows of other tokens become 0. metrics: names of what it returns
+    beside its values, which the step adds up.
     """
     assert batch.targets is not None
     mask_T = batch.targets.loss_mask
     own = torch.where(mask_T.reshape(-1, *[1] * (given.ndim - 1)), given, 0.0)
-    values_T = function(own, batch)
-    shape = tuple(values_T.shape) if isinstance(values_T, Tensor) else type(values_T).__name__
-    if shape != (len(given),):
-        raise ValueError(
-            f"the loss function returned {shape} for {len(given)} tokens; "
-            "it must return one value for each token"
-        )
+    result = checked_result(function(own, batch), metrics, rows=len(given), of="token")
+    step.add(result, mask_T, is_trained=own.requires_grad)
+    values_T = result.values
     checked_T = mask_T & _finite_rows(given.detach())
     value = _first(checked_T & ~values_T.detach().isfinite())
     faults = Faults(value, torch.full_like(value, NONE))
@@ -131,9 +142,6 @@ def _zero_stays_zero(
 Count = Callable[[MicroBatch], Tensor]
 
 
-NO_STEP = StepInputs()
-
-
 @dataclass(frozen=True, slots=True)
 class Loss:
     """A value for each token, and what the sum of a step is divided by."""
@@ -154,6 +162,11 @@ class Loss:
         if call is not None and not isinstance(call, LossCall):
             call = LossCall(call, self.name)
         object.__setattr__(self, "call", call)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of what the function returns beside its values."""
+        return () if self.call is None else self.call.metrics
 
     @property
     def is_plain(self) -> bool:
@@ -187,7 +200,10 @@ class Loss:
         if call.of_sequences:
             values_T, faults = masked_values(partial(_second_pass, step), values, batch)
         else:
-            values_T, faults = masked_values(partial(call, step=step), values, batch)
+            function = partial(call, step=step)
+            values_T, faults = masked_values(
+                function, values, batch, metrics=call.metrics, step=step
+            )
         return values_T.sum(), faults
 
 
@@ -205,11 +221,22 @@ def _read_head(call: LossCall, step: StepInputs, batch: MicroBatch) -> Reader:
 
     def read(hidden_TC: Tensor, layer: OutputLayer, _: Tensor) -> Tensor:
         refuse_vocabulary_part(call.name, layer)
-        values_T, faults = masked_values(
-            lambda own_TC, batch: call.with_head(own_TC, layer, batch, step), hidden_TC, batch
+        is_used = False
+
+        def function(own_TC: Tensor, batch: MicroBatch) -> Any:  # noqa: ANN401
+            nonlocal is_used
+            result, is_used = call.with_head(own_TC, layer, batch, step)
+            values = result[0] if isinstance(result, tuple) and result else result
+            is_used = is_used and isinstance(values, Tensor) and values.requires_grad
+            return result
+
+        values_T, step.faults[batch.round] = masked_values(
+            function, hidden_TC, batch, metrics=call.metrics, step=step
         )
-        step.faults[batch.round] = faults
-        return values_T
+        if is_used:
+            return values_T
+        # The head's weight gets a gradient in every round.
+        return values_T + (torch.zeros_like(hidden_TC[:1]) @ layer.weight[:1].T).sum()
 
     return read
 

@@ -7,15 +7,26 @@ sequence; a field declared pair:per_target:float32 gives
     loss is dpo, which reads pair as pair:per_sequence:int64; declare it so, not pair:per_target:…
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from longshore.data.fields import Field, Per
+from longshore.data.source import (
+    ADVANTAGES,
+    OLD_LOGPROBS,
+    PAIR,
+    REF_LOGPROBS,
+    SIGN,
+    TEACHER_IDS,
+    TEACHER_LOGPROBS,
+)
 from longshore.errors import SettingError
 
 SOURCES = {
-    "ref_logprobs": "; longshore score DATA --model BASE --out SCORED writes it",
-    "old_logprobs": "; sampling writes it, or longshore score with --field old_logprobs",
+    ADVANTAGES: "; give each row a column of this name: one number, or a list with one per token",
+    OLD_LOGPROBS: "; sampling writes it, or longshore score with --field old_logprobs",
+    REF_LOGPROBS: "; longshore score DATA --model BASE --out SCORED writes it",
 }
 """Where data get a field from."""
 
@@ -41,6 +52,22 @@ class NeededField:
         """Declarations that fit, for example."""
         dtype, shape = "int64" if self.is_integer else "float32", ":8" * self.dims
         return " or ".join(f"{self.name}:per_{per}:{dtype}{shape}" for per in self.per)
+
+
+def needed_fields(loss: str, options: Mapping[str, Any]) -> tuple[NeededField, ...]:
+    """The fields that a ready loss reads with these options; () for any other."""
+    if loss == "dpo":
+        pair, sign = (NeededField(name, ("sequence",), is_integer=True) for name in (PAIR, SIGN))
+        reference = NeededField(REF_LOGPROBS, ("target", "sequence"))
+        return (pair, sign) if options.get("reference_free") else (pair, sign, reference)
+    if loss in ("grpo", "ppo"):
+        fields = [NeededField(ADVANTAGES, ("target", "sequence"))]
+        fields += [] if options.get("on_policy") else [NeededField(OLD_LOGPROBS)]
+        return (*fields, *([NeededField(REF_LOGPROBS)] if options.get("kl") else []))
+    if loss == "distill":
+        ids = NeededField(TEACHER_IDS, dims=1, is_integer=True)
+        return (ids, NeededField(TEACHER_LOGPROBS, dims=1))
+    return ()
 
 
 def check_needed(loss: str, needed: Sequence[NeededField], declared: Sequence[Field]) -> None:

@@ -15,12 +15,23 @@ calls it with what it asked for. T tokens of a micro-batch, N sequences of the s
 
 A function `mine(logprobs, entropy, batch, bonus=0.1)` reads two statistics and has one option,
 `train.loss_options={bonus=0.2}`. All parameters of other names need an option or a default.
+
+A function may return metrics beside its values, whose names it declares, so that all ranks know
+them before the first step:
+
+    def mine(nll):
+        return nll, {"confident": nll < 0.1}
+
+    mine.metrics = ("confident",)
+
+A metric is a value for each token or sequence, whose mean over all loss tokens or sequences of the
+step is logged; or a pair, values and weights: values 1 2 5 with weights 1 1 0 have the mean 1.5.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +65,19 @@ class SequenceSums:
     """
 
 
+Metric = Tensor | tuple[Tensor, Tensor]
+"""Values to take the mean of; or values and weights."""
+
+
+class LossResult(NamedTuple):
+    """What a loss function returned."""
+
+    values: Tensor
+    """One for each token, or for each sequence."""
+    metrics: tuple[Metric, ...]
+    """In the order of their declared names."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
     """What a loss reads of the whole step, besides the counts of a micro-batch."""
@@ -66,6 +90,24 @@ class StepInputs:
     """float64 (N): what each loss token adds, so that the sum is the loss itself."""
     faults: dict[int, Any] = field(default_factory=dict)
     """By round, where the function was not finite, if the head's stage computed it."""
+    totals: Tensor | None = None
+    """float64 (2 + 2·M), sums of this rank that the rounds add to: rows of the function's result
+    with a gradient and without one, then of each metric the weighted sum and the weights; None: not
+    wanted."""
+
+    def add(self, result: "LossResult", counts: Tensor, *, is_trained: bool) -> None:
+        """Adds the rows that count (bool) to the totals. is_trained: whether gradients may flow."""
+        if self.totals is None:
+            return
+        zeros = torch.zeros_like(counts)
+        has_gradient = counts if result.values.requires_grad else zeros
+        rows = [has_gradient, counts & ~has_gradient if is_trained else zeros]
+        for metric in result.metrics:
+            values, weights = metric if isinstance(metric, tuple) else (metric, counts)
+            # `where`, so that not even a NaN of weight 0 counts
+            rows += [torch.where(weights != 0, values * weights, 0.0), weights]
+        sums = [row.detach().double().where(counts, 0.0).sum() for row in rows]
+        self.totals.add_(torch.stack(sums))
 
     def of_tokens(self, values_N: Tensor, batch: MicroBatch, *, padding: float) -> Tensor:
         """(T): the value of each token's sequence."""
@@ -98,7 +140,8 @@ class LogitsHead:
 class LossCall:
     """A loss function with its options, and what it reads.
 
-    name: as the user wrote it, for errors. temperature: that logits are divided by.
+    name: as the user wrote it, for errors. temperature: that logits are divided by. metrics: names
+    of what it returns beside its values; None: what its attribute `metrics` says.
     """
 
     def __init__(
@@ -108,10 +151,12 @@ class LossCall:
         options: Mapping[str, Any] | None = None,
         *,
         temperature: float = 1.0,
+        metrics: Sequence[str] | None = None,
     ) -> None:
         self.function = function
         self.name = name or getattr(function, "__name__", "the loss")
         self.options = dict(options or {})
+        self.metrics = _metric_names(function, self.name) if metrics is None else tuple(metrics)
         parameters = _parameters(function, self.name)
         if TEMPERATURE in self.options and TEMPERATURE not in parameters:
             temperature = checked_temperature(self.options.pop(TEMPERATURE))
@@ -146,8 +191,8 @@ class LossCall:
             softcap=layer.softcap,
         )
 
-    def __call__(self, given: Tensor, batch: MicroBatch, step: StepInputs) -> Tensor:
-        """The function's values, from nll (T) or statistics (T, 4)."""
+    def __call__(self, given: Tensor, batch: MicroBatch, step: StepInputs) -> Any:  # noqa: ANN401
+        """The function's result, from nll (T) or statistics (T, 4)."""
         values: dict[str, Any]
         if given.ndim == 1:
             values = {"nll": given, "logprobs": -given}
@@ -157,20 +202,19 @@ class LossCall:
             values = {"nll": -logprobs, "logprobs": logprobs, **columns}
         return self.call(values, batch, step)
 
-    def call(self, values: Mapping[str, Any], batch: MicroBatch, step: StepInputs) -> Tensor:
+    def call(self, values: Mapping[str, Any], batch: MicroBatch, step: StepInputs) -> Any:  # noqa: ANN401
         """The function with these values and with what it reads of the batch and the step."""
         every = {**values, "batch": batch, "counts": batch.counts}
         if "sequence_tokens" in self.names:
             assert step.sequence_tokens is not None
             tokens_T = step.of_tokens(step.sequence_tokens, batch, padding=1).clamp(min=1)
             every["sequence_tokens"] = tokens_T
-        result = self.function(**{name: every[name] for name in self.names}, **self.options)
-        return result  # type: ignore[no-any-return]
+        return self.function(**{name: every[name] for name in self.names}, **self.options)
 
     def with_head(
         self, hidden_TC: Tensor, layer: OutputLayer, batch: MicroBatch, step: StepInputs
-    ) -> Tensor:
-        """The function's values, from hidden states and the head."""
+    ) -> tuple[Any, bool]:
+        """The function's result, from hidden states and the head, and whether the head was used."""
         assert batch.targets is not None
         head = LogitsHead(hidden_TC, layer)
         values: dict[str, Any] = {"hidden": hidden_TC, "head": head}
@@ -180,11 +224,7 @@ class LossCall:
             logprobs = columns.pop("logprob")
             values |= {"nll": -logprobs, "logprobs": logprobs, **columns}
             head.is_used = True
-        result = self.call(values, batch, step)
-        if head.is_used or not isinstance(result, Tensor):
-            return result
-        # The head's weight gets a gradient in every round.
-        return result + (torch.zeros_like(hidden_TC[:1]) @ layer.weight[:1].T).sum()
+        return self.call(values, batch, step), head.is_used
 
 
 def refuse_vocabulary_part(name: str, layer: OutputLayer) -> None:
@@ -199,6 +239,45 @@ def refuse_vocabulary_part(name: str, layer: OutputLayer) -> None:
 
 
 HeadReader = Callable[[MicroBatch], Reader]
+
+
+def checked_result(result: object, names: Sequence[str], *, rows: int, of: str) -> LossResult:
+    """What a function returned, if it has the right shapes and the declared metrics.
+
+    of: "token" or "sequence", of which there are so many rows.
+    """
+    values: object = result
+    metrics: Mapping[str, Any] = {}
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        values, metrics = result
+    shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    if not isinstance(values, Tensor) or shape != (rows,):
+        raise ValueError(
+            f"the loss function returned {shape} for {rows} {of}s; it must return one value for "
+            f"each {of}"
+        )
+    if set(metrics) != set(names):
+        raise ValueError(
+            f"the loss function returned the metrics ({', '.join(metrics)}) and declares "
+            f"({', '.join(names)}); set its attribute, function.metrics = {tuple(metrics)}, and "
+            "return the same names for each micro-batch"
+        )
+    for name, metric in metrics.items():
+        parts = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric,)
+        if not all(isinstance(part, Tensor) and part.shape == (rows,) for part in parts):
+            raise ValueError(
+                f"the loss function's metric {name} must be a tensor with a value for each of the "
+                f"{rows} {of}s, or two: values and weights"
+            )
+    return LossResult(values, tuple(metrics[name] for name in names))
+
+
+def _metric_names(function: Callable[..., Any], name: str) -> tuple[str, ...]:
+    names = getattr(function, "metrics", ())
+    is_list = isinstance(names, list | tuple)
+    if not is_list or not all(isinstance(each, str) and each.isidentifier() for each in names):
+        raise _refused(name, f'its metrics are {names!r}; give names, such as ("accuracy",)')
+    return tuple(dict.fromkeys(names))
 
 
 def _parameters(function: Callable[..., Any], name: str) -> Mapping[str, inspect.Parameter]:

@@ -21,9 +21,9 @@ from typing import Any
 
 from longshore.files import reason, write_atomically
 
-OPTIONAL = ("balance_loss", "index_loss", "mtp_losses", "graphed", "graph_gib")
+OPTIONAL = ("balance_loss", "index_loss", "mtp_losses", "loss_metrics", "graphed", "graph_gib")
 """Left out without experts, without mixers that have a loss of their own, without multi-token
-prediction, and without CUDA graphs."""
+prediction, with a loss that has no metrics, and without CUDA graphs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,8 @@ class StepMetrics:
     """The mixers' own losses together: those of sparse attention's indexers."""
     mtp_losses: tuple[float, ...] | None = None
     """The loss of each depth of multi-token prediction."""
+    loss_metrics: Mapping[str, float | None] | None = None
+    """What the loss function returned beside its values, such as DPO's reward_margin."""
     graphed: Mapping[str, int] | None = None
     """Forward passes of layers on all lanes by what CUDA graphs replayed: whole, halves, eager."""
     graph_gib: float | None = None

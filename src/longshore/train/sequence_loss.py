@@ -29,7 +29,7 @@ from longshore.plan.order import Action
 from longshore.plan.types import Plan
 from longshore.train.evaluation import reshard
 from longshore.train.loss import Loss
-from longshore.train.loss_inputs import SequenceSums, StepInputs
+from longshore.train.loss_inputs import LossResult, SequenceSums, StepInputs, checked_result
 
 
 def step_inputs(
@@ -41,24 +41,30 @@ def step_inputs(
     begin: Callable[[Action], None],
 ) -> StepInputs:
     """What the loss reads of the step; all ranks call it together."""
-    call = loss.call
+    call, topology = loss.call, executor.topology
+    size = 2 + 2 * len(loss.metrics)
+    totals = torch.zeros(size, dtype=torch.float64, device=topology.device)
     if call is None or not (call.of_sequences or "sequence_tokens" in call.names):
-        return StepInputs()
+        return StepInputs(totals=totals)
     if not call.of_sequences:
-        return StepInputs(sequence_tokens=_loss_tokens(batches, executor.topology))
+        return StepInputs(sequence_tokens=_loss_tokens(batches, topology), totals=totals)
     columns, names = _first_pass(loss, batches, executor, plan=plan, begin=begin)
-    with agreed(executor.topology.groups):
+    with agreed(topology.groups):
         if batches[0].targets is None:
-            return StepInputs()  # this rank of a pipeline has no head
+            return StepInputs(totals=totals)  # this rank of a pipeline has no head
         logprobs_N, tokens_N, *others = columns
         sums = SequenceSums(
             logprobs_N.clone().requires_grad_(), tokens_N, dict(zip(names, others, strict=True))
         )
-        slopes_N, offsets_N = _second_pass_terms(loss, sums, batches[0])
-    return StepInputs(slopes=slopes_N, offsets=offsets_N)
+        result = _result(loss, sums, batches[0])
+        if topology.lane == 0:  # all lanes have all sequences
+            StepInputs(totals=totals).add(result, sums.tokens > 0, is_trained=True)
+        slopes_N, offsets_N = _second_pass_terms(result.values, sums)
+    return StepInputs(slopes=slopes_N, offsets=offsets_N, totals=totals)
 
 
-def _second_pass_terms(loss: Loss, sums: SequenceSums, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+def _result(loss: Loss, sums: SequenceSums, batch: MicroBatch) -> LossResult:
+    """The loss of every sequence."""
     call = loss.call
     assert call is not None
     if not bool((sums.tokens > 0).all()):
@@ -68,19 +74,17 @@ def _second_pass_terms(loss: Loss, sums: SequenceSums, batch: MicroBatch) -> tup
         )
     every = {"sequences": sums, "counts": batch.counts}
     with torch.enable_grad():
-        values_N = call.function(**{name: every[name] for name in call.names}, **call.options)
-        count = len(sums.tokens)
-        shape = tuple(values_N.shape) if isinstance(values_N, Tensor) else type(values_N).__name__
-        if shape != (count,):
-            raise ValueError(
-                f"the loss function returned {shape} for {count} sequences; it must return one "
-                "value for each sequence"
-            )
+        result = call.function(**{name: every[name] for name in call.names}, **call.options)
+    return checked_result(result, call.metrics, rows=len(sums.tokens), of="sequence")
+
+
+def _second_pass_terms(values_N: Tensor, sums: SequenceSums) -> tuple[Tensor, Tensor]:
+    logprobs_N, slopes_N = sums.logprobs.detach(), torch.zeros_like(sums.tokens)
+    if values_N.requires_grad:
         (slopes_N,) = torch.autograd.grad(
             values_N.sum(), sums.logprobs, allow_unused=True, materialize_grads=True
         )
-    logprobs_N, values_N = sums.logprobs.detach(), values_N.detach()
-    return slopes_N, (values_N - slopes_N * logprobs_N) / sums.tokens
+    return slopes_N, (values_N.detach() - slopes_N * logprobs_N) / sums.tokens
 
 
 def _loss_tokens(batches: Sequence[MicroBatch], topology: Topology) -> Tensor:

@@ -65,6 +65,8 @@ class RoundResults:
     """Every forward and backward, in the order they ran."""
     faults: tuple[Faults | None, ...]
     """Non-finite results of a user's loss function in each round; None for the default loss."""
+    totals: Tensor
+    """Sums that the loss function left on this rank, see StepInputs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +87,10 @@ class StepResult:
     """int64 (E) for each MoE layer: the tokens routed to each expert."""
     rounds: RoundResults
     """What each round left on this rank."""
+    loss_metrics: Tensor
+    """float64 (M): what the loss function returned beside its values, over the full step."""
+    without_gradient: Tensor
+    """float64 (1): 1 if no value of the loss function had a gradient, else 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,7 +153,8 @@ class Stepper:
             return None
         losses, counts, rounds = self.gradients(batches, divisor, plan=plan)
         # All TP ranks of a lane have the same losses; the sum over all ranks counts them once.
-        mine = losses if self.topology.tp_rank == 0 else torch.zeros_like(losses)
+        mine = torch.cat([losses, rounds.totals])
+        mine = mine if self.topology.tp_rank == 0 else torch.zeros_like(mine)
         own = [float(stop), *(self.graphs.take_runs() if self.graphs else ())]
         sums = torch.cat([mine, *(losses.new_full((1,), number) for number in own)])
         self.status.at("gradient norm")
@@ -161,8 +168,11 @@ class Stepper:
         update_bias(self.model, routed)
         layout = self.executor.layout
         experts = counts_of_all_stages(routed, self.model.config, layout, self.topology)
-        summed, stops, graphed = sums.split([len(losses), 1, len(own) - 1])
-        return StepResult(summed, norm, stops, graphed, experts, rounds)
+        sizes = [len(losses), len(rounds.totals), 1, len(own) - 1]
+        summed, totals, stops, graphed = sums.split(sizes)
+        metrics = totals[2::2] / totals[3::2]
+        untrained = ((totals[:1] == 0) & (totals[1:2] > 0)).double()
+        return StepResult(summed, norm, stops, graphed, experts, rounds, metrics, untrained)
 
     def gradients(
         self, batches: list[MicroBatch], divisor: float, *, plan: Plan | None = None
@@ -196,7 +206,9 @@ class Stepper:
         if self.copies is not None:
             self.copies.sum_gradients()
         total = torch.stack(each).sum(dim=0)
-        return total, counts, RoundResults(tuple(each), tuple(times), tuple(faults))
+        assert inputs.totals is not None
+        rounds = RoundResults(tuple(each), tuple(times), tuple(faults), inputs.totals)
+        return total, counts, rounds
 
     @contextmanager
     def _traced(self, plan: Plan | None) -> Iterator[None]:

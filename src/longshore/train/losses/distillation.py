@@ -10,6 +10,9 @@ with the teacher's p and the student's q at this temperature, over the whole voc
 tokens with p = ½ and ¼ and a student with q = ¼ and ¼ give ½·log 2 = 0.347. renormalize=true scales
 the k probabilities to a sum of 1 first. nll_weight adds so much of the label's own nll.
 
+Its metrics are means over loss tokens: kl, the sum above, and agreement, the share of tokens whose
+likeliest successor is the same for student and teacher.
+
 The temperature divides the student's logits alone: the teacher's values must be stored at the same
 one. Where fewer than k tokens are stored, a log-probability of −inf fills the row, with any id. An
 id past the vocabulary gives NaN, which is reported with its place; run/data.py refuses it before.
@@ -20,9 +23,9 @@ from torch import Tensor
 
 from longshore.batch import MicroBatch
 from longshore.data.source import TEACHER_IDS, TEACHER_LOGPROBS
-from longshore.train.loss_inputs import LogitsHead
+from longshore.train.loss_inputs import LogitsHead, Metric
 
-IDS, LOGPROBS = TEACHER_IDS, TEACHER_LOGPROBS
+METRICS = ("kl", "agreement")
 
 
 def distill(
@@ -32,12 +35,12 @@ def distill(
     temperature: float = 1.0,
     renormalize: bool = False,
     nll_weight: float = 0.0,
-) -> Tensor:
+) -> tuple[Tensor, dict[str, Metric]]:
     assert batch.targets is not None
     mask_T = batch.targets.loss_mask
-    ids_TK = batch.token_fields[IDS].long()
+    ids_TK = batch.token_fields[TEACHER_IDS].long()
     # Where no loss counts the fields may have anything; a label −100 is no index.
-    teacher_TK = batch.token_fields[LOGPROBS].where(mask_T.unsqueeze(1), 0.0)
+    teacher_TK = batch.token_fields[TEACHER_LOGPROBS].where(mask_T.unsqueeze(1), 0.0)
     ids_TK = ids_TK.where(mask_T.unsqueeze(1) & (teacher_TK > -torch.inf), 0)
     is_unknown_TK = (ids_TK < 0) | (ids_TK >= head.vocab_size)
     ids_TK = ids_TK.where(~is_unknown_TK, 0)
@@ -55,11 +58,15 @@ def distill(
         student_nK = logits_nV.gather(1, ids_nK) - lse_n1
         p_nK = teacher_nK.exp()
         # A stored −inf has p = 0, and 0 · −inf counts as 0.
-        values_n = torch.where(p_nK == 0, 0.0, p_nK * (teacher_nK - student_nK)).sum(1)
+        kl_n = torch.where(p_nK == 0, 0.0, p_nK * (teacher_nK - student_nK)).sum(1)
+        likeliest_n1 = ids_nK.gather(1, teacher_nK.detach().argmax(1, keepdim=True))
+        agrees_n = logits_nV.detach().argmax(1) == likeliest_n1.squeeze(1)
+        values_n = kl_n
         if nll_weight:
             own_n = temperature * logits_nV.gather(1, labels_n.unsqueeze(1)).squeeze(1)
             lse_n = (temperature * logits_nV).logsumexp(1)
             values_n = values_n + nll_weight * (lse_n - own_n)
-        return values_n
+        return torch.stack([values_n, kl_n.detach(), agrees_n.to(kl_n.dtype)], dim=1)
 
-    return head.map_logits(divergence, ids_TK, teacher_TK, labels_T)
+    values_T, kl_T, agrees_T = head.map_logits(divergence, ids_TK, teacher_TK, labels_T).unbind(1)
+    return values_T, {"kl": kl_T, "agreement": agrees_T}

@@ -9,17 +9,20 @@ each sequence the loss of its pair, so that the mean over sequences is that over
 
 With β = 0.1 and m = 2 that is 0.598. label_smoothing ε assumes that a share ε of the pairs is
 labelled the wrong way round: (1 − ε)·(−log σ(β·m)) + ε·(−log σ(−β·m)).
+
+Its metrics are means over pairs. A sequence's reward is β·(logprob − reference); reward_margin is
+that of the chosen less that of the rejected, β·m, and reward_accuracy the share of pairs in which
+it is above 0.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from longshore.train.loss_inputs import SequenceSums
+from longshore.data.source import PAIR, REF_LOGPROBS, SIGN
+from longshore.train.loss_inputs import Metric, SequenceSums
 
-PAIR = "pair"
-SIGN = "sign"
-REFERENCE = "ref_logprobs"
+METRICS = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
 
 
 def dpo(
@@ -28,18 +31,24 @@ def dpo(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     reference_free: bool = False,
-) -> Tensor:
-    """(N): of each sequence the loss of its pair."""
+) -> tuple[Tensor, dict[str, Metric]]:
+    """(N): of each sequence the loss of its pair; and its METRICS."""
     pair_N, sign_N = sequences.fields[PAIR], sequences.fields[SIGN]
     numbers_P, index_N = pair_N.unique(return_inverse=True)
     _check_pairs(numbers_P, index_N, sign_N)
     gain_N = sequences.logprobs
     if not reference_free:
-        gain_N = gain_N - sequences.fields[REFERENCE]
+        gain_N = gain_N - sequences.fields[REF_LOGPROBS]
     margin_P = gain_N.new_zeros(len(numbers_P)).index_add(0, index_N, sign_N * gain_N)
     wrong_P = -logsigmoid(-beta * margin_P)
     loss_P = -logsigmoid(beta * margin_P)
-    return (loss_P + label_smoothing * (wrong_P - loss_P))[index_N]
+    metrics: dict[str, Metric] = {
+        "reward_chosen": (beta * gain_N, sign_N > 0),
+        "reward_rejected": (beta * gain_N, sign_N < 0),
+        "reward_margin": beta * margin_P[index_N],
+        "reward_accuracy": margin_P[index_N] > 0,
+    }
+    return (loss_P + label_smoothing * (wrong_P - loss_P))[index_N], metrics
 
 
 def _check_pairs(numbers_P: Tensor, index_N: Tensor, sign_N: Tensor) -> None:

@@ -16,14 +16,15 @@ from torch import Tensor
 from longshore.batch import MicroBatch
 from longshore.choices import LossName, names_of
 from longshore.errors import SettingError
-from longshore.train.loss_fields import NeededField
-from longshore.train.loss_inputs import TEMPERATURE, LossCall, checked_temperature
+from longshore.train.loss_fields import NeededField, needed_fields
+from longshore.train.loss_inputs import TEMPERATURE, LossCall, Metric, checked_temperature
 from longshore.train.losses import distillation, policy_gradient, preference
 from longshore.train.losses.cross_entropy import smoothed_cross_entropy
 from longshore.train.losses.distillation import distill
 from longshore.train.losses.preference import dpo
 
 Options = dict[str, Any]
+Result = tuple[Tensor, dict[str, Metric]]
 Average = Literal["tokens", "sequences"]
 
 
@@ -60,67 +61,80 @@ def _cross_entropy(options: Options) -> ReadyLoss:
 
 def _policy_gradient(name: str, average: Average, options: Options) -> ReadyLoss:
     known = _defaults(policy_gradient.policy_gradient)
-    own = {"average": average, "entropy_bonus": 0.0, TEMPERATURE: 1.0}
-    _check_options(name, options, known | own)
+    own: Options = {"average": average, "entropy_bonus": 0.0, "entropy_average": average}
+    _check_options(name, options, known | own | {"log_entropy": True, TEMPERATURE: 1.0})
     for clip in ("clip_low", "clip_high", "kl"):
         _check_range(options, clip, 0, math.inf)
-    average = options.pop("average", average)
-    if average not in ("tokens", "sequences"):
-        raise SettingError(
-            "{loss_options}: average is {given!r}; it must be tokens or sequences", given=average
-        )
-    bonus = options.pop("entropy_bonus", 0.0)
-    temperature = options.pop(TEMPERATURE, 1.0)
+    average = _average(options, "average", average)
+    of_entropy = _average(options, "entropy_average", average)
+    bonus, temperature = options.pop("entropy_bonus", 0.0), options.pop(TEMPERATURE, 1.0)
+    logs = options.pop("log_entropy", True)
+    metrics = policy_gradient.metric_names(**options)
     call = LossCall(
-        _averaged(options, average=average, bonus=bonus),
+        _averaged(options, average=average, of_entropy=of_entropy, bonus=bonus, logs=logs),
         name,
         {TEMPERATURE: temperature} if temperature != 1 else {},
+        metrics=(*metrics, "entropy") if logs or bonus else metrics,
     )
-    fields = [NeededField(policy_gradient.ADVANTAGES, ("target", "sequence"))]
-    fields += [] if options.get("on_policy") else [NeededField(policy_gradient.OLD)]
-    fields += [NeededField(policy_gradient.REFERENCE)] if options.get("kl") else []
-    return ReadyLoss(call, average, tuple(fields))
+    return ReadyLoss(call, average, needed_fields(name, options))
 
 
-def _averaged(options: Options, *, average: Average, bonus: float) -> Callable[..., Tensor]:
+def _average(options: Options, option: str, default: Average) -> Average:
+    average: Average = options.pop(option, default)
+    if average not in ("tokens", "sequences"):
+        raise SettingError(
+            "{loss_options}: {option} is {given!r}; it must be tokens or sequences",
+            option=option,
+            given=average,
+        )
+    return average
+
+
+def _averaged(
+    options: Options, *, average: Average, of_entropy: Average, bonus: float, logs: bool
+) -> Callable[..., Result]:
     """The function with as few parameters as its options need: each costs time."""
 
-    def plain(logprobs: Tensor, batch: MicroBatch) -> Tensor:
+    def plain(logprobs: Tensor, batch: MicroBatch) -> Result:
         return policy_gradient.policy_gradient(logprobs, batch, **options)
 
-    def with_entropy(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> Tensor:
-        return plain(logprobs, batch) - bonus * entropy
+    def with_entropy(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> Result:
+        values, metrics = plain(logprobs, batch)
+        return values - bonus * entropy, {**metrics, "entropy": entropy}
 
-    def of_sequences(logprobs: Tensor, sequence_tokens: Tensor, batch: MicroBatch) -> Tensor:
-        return plain(logprobs, batch) / sequence_tokens
+    def of_sequences(logprobs: Tensor, sequence_tokens: Tensor, batch: MicroBatch) -> Result:
+        values, metrics = plain(logprobs, batch)
+        return values / sequence_tokens, metrics
 
     def of_sequences_with_entropy(
         logprobs: Tensor, entropy: Tensor, sequence_tokens: Tensor, batch: MicroBatch
-    ) -> Tensor:
-        return with_entropy(logprobs, entropy, batch) / sequence_tokens
+    ) -> Result:
+        values, metrics = plain(logprobs, batch)
+        values = values / sequence_tokens if average == "sequences" else values
+        # The sum is divided by the step's sequences or tokens, as `average` says.
+        sequences, tokens = batch.counts.sequences, batch.counts.main
+        each = 1 / tokens if of_entropy == "tokens" else 1 / (sequences * sequence_tokens)
+        each = each * (sequences if average == "sequences" else tokens)
+        return values - bonus * each * entropy, {**metrics, "entropy": entropy}
 
-    if average == "tokens":
-        return with_entropy if bonus else plain
-    return of_sequences_with_entropy if bonus else of_sequences
+    if not (logs or bonus):
+        return plain if average == "tokens" else of_sequences
+    return with_entropy if average == of_entropy == "tokens" else of_sequences_with_entropy
 
 
 def _dpo(options: Options) -> ReadyLoss:
     _check_options("dpo", options, _defaults(dpo) | {TEMPERATURE: 1.0})
     _check_range(options, "beta", 0, math.inf)
     _check_range(options, "label_smoothing", 0, 0.5)
-    names = (preference.PAIR, preference.SIGN)
-    fields = [NeededField(name, ("sequence",), is_integer=True) for name in names]
-    if not options.get("reference_free"):
-        fields.append(NeededField(preference.REFERENCE, ("target", "sequence")))
-    return ReadyLoss(LossCall(dpo, "dpo", options), "sequences", tuple(fields))
+    call = LossCall(dpo, "dpo", options, metrics=preference.METRICS)
+    return ReadyLoss(call, "sequences", needed_fields("dpo", options))
 
 
 def _distill(options: Options) -> ReadyLoss:
     _check_options("distill", options, _defaults(distill))
     checked_temperature(options.get(TEMPERATURE, 1.0))
-    call = LossCall(distill, "distill", options)
-    ids = NeededField(distillation.IDS, dims=1, is_integer=True)
-    return ReadyLoss(call, "tokens", (ids, NeededField(distillation.LOGPROBS, dims=1)))
+    call = LossCall(distill, "distill", options, metrics=distillation.METRICS)
+    return ReadyLoss(call, "tokens", needed_fields("distill", options))
 
 
 def _grpo(options: Options) -> ReadyLoss:
@@ -140,7 +154,7 @@ _MAKERS: dict[str, Callable[[Options], ReadyLoss]] = {
 }
 
 
-def _defaults(function: Callable[..., Tensor]) -> Options:
+def _defaults(function: Callable[..., Any]) -> Options:
     """The options of a function, with their defaults."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}
