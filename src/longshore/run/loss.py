@@ -38,7 +38,7 @@ def data_loss(config: RunConfig, source: IndexedSource | TextStream | Rules) -> 
 
 
 def scores_reference(config: RunConfig, fields: Iterable[Field]) -> bool:
-    """Whether the run scores its data with the model as it begins: pairs for DPO, without scores."""
+    """Whether the run scores its data with its first weights: pairs for DPO, without scores."""
     names = {spec.name for spec in fields}
     is_read = config.train.loss == "dpo" and REF_LOGPROBS in loss_columns(config)
     return is_read and REF_LOGPROBS not in names and {PAIR, SIGN} <= names

@@ -196,8 +196,8 @@ def _check_gradient(done: _QueuedStep, loss: str) -> None:
 
 
 def _on_host(result: StepResult | None) -> Tensor:
-    """As float64: stops, whether the loss has no gradient, the norm, layers by what served them, the
-    loss's metrics, losses, expert counts; the copy is started, not awaited."""
+    """As float64: stops, whether the loss has no gradient, the norm, layers by what served them,
+    the loss's metrics, losses, expert counts; the copy is started, not awaited."""
     if result is None:
         return torch.empty(0)
     first = [result.stops, result.without_gradient, result.grad_norm.view(1), result.graphed]
@@ -233,7 +233,7 @@ class _Meter:
         values = iter(done.numbers[2:losses].tolist())
         norm = next(values, None)
         ways = GRAPH_WAYS if self.graphs and done.result else ()
-        graphed = {way: int(next(values)) for way in ways}
+        graphed: dict[str, int] = {way: int(next(values)) for way in ways}
         own = {name: _finite(value) for name, value in zip(self.names, values, strict=False)}
         loss, balance, index, *depths = [*values] or (None,) * 3
         elapsed = done.end.since(done.begin)
