@@ -18,8 +18,9 @@ from longshore.train.evaluation import Evaluator
 from longshore.train.failed_step import explain
 from longshore.train.heartbeat import SAVING
 from longshore.train.loop import GraphUse, Hooks, Machine, Progress, StepReport, train
+from longshore.train.metrics import has_step
 from longshore.train.optimizer import Schedule
-from longshore.train.record import RunRecord
+from longshore.train.record import EVALS, RunRecord
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,8 +41,9 @@ class StepHooks:
 
 def train_steps(job: TrainingJob, parts: Parts, step_hooks: StepHooks) -> Iterator[StepReport]:
     """Trains one step for each report that is read, starting from the saver's progress."""
+    _make_up_evaluation(job, parts, step_hooks)
     device = job.topology.device
-    return train(
+    yield from train(
         parts.stepper,
         parts.loader,
         steps=job.steps,
@@ -56,6 +58,18 @@ def train_steps(job: TrainingJob, parts: Parts, step_hooks: StepHooks) -> Iterat
         hooks=_hooks(job, parts, step_hooks),
         graphs=graph_use(job, parts),
     )
+
+
+def _make_up_evaluation(job: TrainingJob, parts: Parts, step_hooks: StepHooks) -> None:
+    """Evaluates the step that a run resumes after, if a signal or a kill has prevented it."""
+    evaluator, done = step_hooks.evaluator, step_hooks.saver.progress.step
+    is_last = done == job.steps
+    if evaluator is None or not done or not evaluator.is_due(done, is_last=is_last):
+        return
+    evals = parts.checkpoints.run / EVALS
+    if parts.any_rank([job.topology.rank == 0 and not has_step(evals, done)])[0]:
+        evaluator.after_step(done, is_last=is_last)
+        job.status.at("waiting for data")
 
 
 def graph_use(job: TrainingJob, parts: Parts) -> GraphUse | None:
@@ -82,6 +96,7 @@ def _hooks(job: TrainingJob, parts: Parts, step_hooks: StepHooks) -> Hooks:
     checkpoints = parts.checkpoints
     return Hooks(
         wants_stop=lambda: job.stop.is_asked or checkpoints.has_failed,
+        any_rank=parts.any_rank,
         report=step_hooks.report,
         reported=checkpoints.confirm,
         after_step=steps.after_step,

@@ -139,9 +139,9 @@ class Trainer:
         return loopback() if self._ranks.is_one_machine else nullcontext()
 
     def _make_evaluator(self, *, on_demand: bool = False) -> Evaluator | None:
-        job, stepper = self._training.job, self._training.parts.stepper
+        job, parts = self._training.job, self._training.parts
         with self._connecting():
-            return make_evaluator(job, stepper, tell=self._evaluated, on_demand=on_demand)
+            return make_evaluator(job, parts, tell=self._evaluated, on_demand=on_demand)
 
     def _recording(self) -> AbstractContextManager[RunRecord]:
         job = self._training.job
@@ -201,6 +201,13 @@ class Trainer:
         return self._training.job.stop.number
 
     @property
+    def is_finished(self) -> bool:
+        """Whether the last step is done, and no signal has ended its evaluation."""
+        is_cut = self._evaluator is not None and self._evaluator.is_cut
+        # What cannot be resumed is finished without it.
+        return self.done >= self.steps and not (is_cut and self._training.saver.is_on)
+
+    @property
     def model(self) -> Model:
         """The model, as it is split over the ranks."""
         return self._training.parts.stepper.model
@@ -258,7 +265,7 @@ class Trainer:
         self._recorded.close()
         training.job.status.at(SAVING)
         training.saver.finish()
-        if self.done >= self.steps:
+        if self.is_finished:
             model = training.parts.stepper.model
             write_weights(training.job, model, folder=self.folder, note=self._record.note)
 
@@ -272,7 +279,9 @@ class Trainer:
                 raise ValueError("there is no held-out data; give data.eval_path or data.eval_mock")
             evaluator = self._evaluator
             status = self._training.job.status
-            return asdict(evaluator.held_out.evaluate(evaluator.executor, status))
+            evaluation = evaluator.held_out.evaluate(evaluator.executor, status)
+            assert evaluation is not None, "nothing stops it here"
+            return asdict(evaluation)
 
     def _evaluated(self, step: int, evaluation: Evaluation) -> None:
         """An evaluation that train.eval_every asks for."""

@@ -3,14 +3,17 @@
 In: a Stepper, a loader, a schedule, the number of steps. Out: one StepReport for each step.
 
 On a GPU the numbers of a step are read after the next step was queued, so the device never waits
-for the host: with steps 1, 2, 3, 4 the reports of 2, 3 and 4 come after 3, 4 and 4 were queued. If
-a rank asks to stop in step 2, all ranks see this after step 3 was queued, and 3 is the last step.
-The first step, and those whose report a hook wants first, are read at once; so are all on a CPU.
+for the host: with steps 1, 2, 3, 4 the reports of 2, 3 and 4 come after 3, 4 and 4 were queued. The
+first step, and those whose report a hook wants first, are read at once; so are all on a CPU, and
+those that follow a step of SLOW_S seconds.
+
+Before each step, and before its sequences are drawn, the ranks ask each other whether to stop: a
+rank that is asked in step 2 ends the run after step 2 or, where step 3 is queued already, after 3.
 """
 
 import math
 import resource
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -28,6 +31,8 @@ from longshore.train.step import Stepper, StepResult
 from longshore.train.stop import RunError
 
 GIB = 2**30
+SLOW_S = 2.0
+"""After a step this long none is queued ahead: it could not be stopped, and would gain little."""
 ADVICE = "look at its data, lower train.lr, or set train.clip"
 
 
@@ -63,6 +68,8 @@ class Hooks:
 
     wants_stop: Callable[[], bool] = lambda: False
     """Whether this rank wants the run to stop."""
+    any_rank: Callable[[Sequence[bool]], list[bool]] = list
+    """Which of these flags any rank has set; all ranks ask together, before each step."""
     report: "Callable[[StepReport], None]" = lambda report: None
     """A step's report, before its after_step if the step was read at once."""
     reported: Callable[[int], None] = lambda step: None
@@ -118,11 +125,6 @@ class _QueuedStep:
     def number(self) -> int:
         return self.step.place.step + 1
 
-    @property
-    def stops(self) -> bool:
-        """Whether a rank wants the run to stop; valid once `numbers` is."""
-        return self.result is not None and bool(self.numbers[0])
-
 
 def train(
     stepper: Stepper,
@@ -142,29 +144,30 @@ def train(
     """
     meter = _Meter(flops, machine, graphs)
     waiting: _QueuedStep | None = None
-    updates, stops, is_first = start.updates, False, True
+    updates, is_first = start.updates, True
     begin = Timestamp(machine.device)
-    for step in islice(_announced(loader, hooks), steps - start.step):
+    coming = islice(_announced(loader, hooks), steps - start.step)
+    while True:
+        stops, is_slow = hooks.any_rank([hooks.wants_stop(), meter.elapsed_s >= SLOW_S])
+        if stops or (step := next(coming, None)) is None:
+            break
         reports, lr = [], schedule.at(updates)
-        result = stepper.step(step.batches, lr, stop=hooks.wants_stop(), plan=step.plan)
+        result = stepper.step(step.batches, lr, plan=step.plan)
         updates += result is not None
         done = _QueuedStep(step, lr, result, _on_host(result), begin, Timestamp(machine.device))
         if waiting is not None:
             reports.append(_reported(meter.read(waiting), waiting, hooks))
             hooks.reported(waiting.number)
-            stops = waiting.stops
-        waiting = done
-        if is_first or machine.device.type != "cuda" or hooks.wants_report(done.number):
+        waiting, is_at_once = done, is_first or is_slow or machine.device.type != "cuda"
+        if is_at_once or hooks.wants_report(done.number):
             reports.append(_reported(meter.read(done), done, hooks))
-            waiting, stops = None, stops or done.stops
+            waiting = None
         is_first = False
         hooks.after_step(Progress(done.number, updates))
         if waiting is None:
             hooks.reported(done.number)  # after the hook, which may have started its checkpoint
         yield from reports
         begin = Timestamp(machine.device)  # time between steps is not part of the next step
-        if stops:
-            break
     if waiting is not None:
         report = _reported(meter.read(waiting), waiting, hooks)
         hooks.reported(waiting.number)
@@ -192,11 +195,10 @@ def _reported(report: StepReport, done: _QueuedStep, hooks: Hooks) -> StepReport
 
 
 def _on_host(result: StepResult | None) -> Tensor:
-    """Stops, gradient norm, losses, expert counts as float64; the copy is started, not awaited."""
+    """Gradient norm, losses, expert counts as float64; the copy is started, not awaited."""
     if result is None:
         return torch.empty(0)
-    first = [result.stops, result.grad_norm.view(1), result.losses]
-    numbers = torch.cat([*first, *result.experts]).double()
+    numbers = torch.cat([result.grad_norm.view(1), result.losses, *result.experts]).double()
     if numbers.device.type != "cuda":
         return numbers
     host = torch.empty_like(numbers, device="cpu", pin_memory=True)
@@ -204,7 +206,10 @@ def _on_host(result: StepResult | None) -> Tensor:
 
 
 class _Meter:
-    """Makes metrics from finished steps; a step's time includes waiting for its data."""
+    """Makes metrics from finished steps; a step's time includes waiting for its data.
+
+    elapsed_s: of the last step that was read.
+    """
 
     def __init__(
         self, flops: Callable[[list[int]], int], machine: Machine, graphs: GraphUse | None
@@ -212,13 +217,14 @@ class _Meter:
         self.flops = flops
         self.machine = machine
         self.graphs = graphs
+        self.elapsed_s = 0.0
 
     def read(self, done: _QueuedStep) -> StepReport:
         done.end.wait()
         experts = _experts(done)
         losses = len(done.numbers) - sum(map(len, experts))
-        norm, loss, balance, index, *depths = done.numbers[1:losses].tolist() or (None,) * 4
-        elapsed = done.end.since(done.begin)
+        norm, loss, balance, index, *depths = done.numbers[:losses].tolist() or (None,) * 4
+        self.elapsed_s = elapsed = done.end.since(done.begin)
         step, plan = done.step, done.step.plan
         counts = step.batches[0].counts
         flops = self.flops([sequence.length for sequence in plan.sequences])

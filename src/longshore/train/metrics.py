@@ -144,6 +144,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def has_step(path: Path, step: int) -> bool:
+    """Whether a file has a line of a step; all its lines can be read."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return any(json.loads(line)["step"] == step for line in lines)
+
+
 def cut_steps(path: Path, last: int) -> list[str]:
     """Removes the lines of steps after `last` and an incomplete line: they will be written again.
 
