@@ -92,9 +92,9 @@ def steps_with_and_without(mode: str) -> tuple:
                     held = held_out(topology, 0, "mixed", 4)
                     executor, status = Executor(model, topology, mode=mode), RankStatus()
                     first = held.evaluate(executor)
-                    asked = [False, True]
-                    assert held.evaluate(executor, status, stops=lambda: asked.pop(0)) is None
-                    assert (asked, status.round) == ([], 1), "stopped after one round"
+                    asked = iter([False, True])
+                    assert held.evaluate(executor, status, stops=asked.__next__) is None
+                    assert (list(asked), status.round) == ([], 1), "stopped after one round"
                     assert held.evaluate(executor) == first
                     held.steps.close()
             second.append((done.losses.tolist(), done.grad_norm.item()))

@@ -63,4 +63,4 @@ def test_held_out_sequences_need_no_groups(monkeypatch):
         display="none",
     )
     built = SimpleNamespace(stepper=SimpleNamespace(model=None, executor=None))
-    assert parts.make_evaluator(job, built, tell=None).steps is None
+    assert parts.make_evaluator(job, built, tell=None, wants_stop=None).steps is None

@@ -35,6 +35,8 @@ class StepHooks:
     """Shows what happens before the first report."""
     report: Callable[[StepReport], None]
     """Records a step."""
+    wants_stop: Callable[[], bool]
+    """Whether this rank wants the run to stop."""
     wants_report: Callable[[], bool] = lambda: False
     """Whether every step is to be read at once, also on a GPU; the same on all ranks."""
 
@@ -95,7 +97,7 @@ def _hooks(job: TrainingJob, parts: Parts, step_hooks: StepHooks) -> Hooks:
     steps = _BetweenSteps(job, step_hooks.saver, step_hooks.evaluator)
     checkpoints = parts.checkpoints
     return Hooks(
-        wants_stop=lambda: job.stop.is_asked or checkpoints.has_failed,
+        wants_stop=step_hooks.wants_stop,
         any_rank=parts.any_rank,
         report=step_hooks.report,
         reported=checkpoints.confirm,

@@ -258,7 +258,12 @@ def make_loader(job: TrainingJob, refiner: Refiner | None = None) -> Loader:
 
 
 def make_evaluator(
-    job: TrainingJob, parts: Parts, *, tell: OnEvaluation, on_demand: bool = False
+    job: TrainingJob,
+    parts: Parts,
+    *,
+    tell: OnEvaluation,
+    wants_stop: Callable[[], bool],
+    on_demand: bool = False,
 ) -> Evaluator | None:
     """What evaluates the run's held-out data, if it has any. on_demand: see run/data.py."""
     config = held_out(job.config, on_demand=on_demand)
@@ -279,7 +284,7 @@ def make_evaluator(
         every=job.config.train.eval_every,
         tell=tell,
         status=job.status,
-        stops=lambda: parts.any_rank([job.stop.is_asked])[0],
+        stops=lambda: parts.any_rank([wants_stop()])[0],
     )
 
 

@@ -34,6 +34,7 @@ from longshore.run.resume import (
     FRESH,
     Start,
     checked_config,
+    restore_folder,
     start_from_environment,
 )
 from longshore.run.step_recorder import StepRecorder
@@ -44,6 +45,7 @@ from longshore.train.evaluation import Evaluation, Evaluator
 from longshore.train.heartbeat import SAVING
 from longshore.train.loop import StepReport
 from longshore.train.record import RunRecord, recording
+from longshore.train.stop import RunError
 
 Metrics = dict[str, Any]
 """Of a step, by the names of metrics.jsonl; or of an evaluation, by those of evals.jsonl."""
@@ -141,7 +143,19 @@ class Trainer:
     def _make_evaluator(self, *, on_demand: bool = False) -> Evaluator | None:
         job, parts = self._training.job, self._training.parts
         with self._connecting():
-            return make_evaluator(job, parts, tell=self._evaluated, on_demand=on_demand)
+            return make_evaluator(
+                job,
+                parts,
+                tell=self._evaluated,
+                wants_stop=self._wants_stop,
+                on_demand=on_demand,
+            )
+
+    def _wants_stop(self) -> bool:
+        """Whether this rank wants the run to stop: asked to, or because it cannot go on."""
+        training = self._training
+        is_asked = training.job.stop.is_asked
+        return is_asked or training.parts.checkpoints.has_failed or training.run.is_lost
 
     def _recording(self) -> AbstractContextManager[RunRecord]:
         job = self._training.job
@@ -166,6 +180,7 @@ class Trainer:
             evaluator=self._evaluator,
             record=self._record,
             report=self._recorder.write,
+            wants_stop=self._wants_stop,
             wants_report=lambda: self._reads_all,
         )
         return train_steps(training.job, training.parts, step_hooks)
@@ -264,10 +279,35 @@ class Trainer:
         self._recorder.end()
         self._recorded.close()
         training.job.status.at(SAVING)
+        self._check_folder()
         training.saver.finish()
         if self.is_finished:
             model = training.parts.stepper.model
             write_weights(training.job, model, folder=self.folder, note=self._record.note)
+
+    def _check_folder(self) -> None:
+        """Raises RunError if the run's folder is gone, after saving what can be saved."""
+        training, folder = self._training, self.folder
+        run, parts, saver = training.run, training.parts, training.saver
+        is_lost, is_taken = parts.any_rank([run.is_lost, run.is_taken])
+        if not is_lost:
+            return
+        stopped = f"while it was trained; stopped after step {self.done}"
+        if is_taken:
+            raise RunError(
+                f"{folder} was replaced {stopped}; nothing is saved, because what is there now is "
+                "another's"
+            )
+        then = "nothing is saved, because output.keep is 0"
+        if saver.is_on:
+            restore_folder(training.job.config, run, training.job.topology)
+            parts.checkpoints.save_again()
+            saver.finish()
+            then = (
+                f"its settings and a checkpoint of this step are in a new {folder}; resume with "
+                f"--resume {folder}"
+            )
+        raise RunError(f"{folder} was deleted or moved {stopped}; {then}")
 
     def evaluate(self) -> Metrics:
         """The loss on the run's held-out data (data.eval_path or data.eval_mock) as it is now."""
