@@ -99,9 +99,17 @@ def sealed_json(data: Mapping[str, Any], *, indent: int | None = None) -> bytes:
     return head + hashlib.sha256(raw).hexdigest().encode() + tail
 
 
+def parse_json(text: str | bytes) -> Any:  # noqa: ANN401 - as json.loads
+    """What JSON from a file says; a ValueError also where it is nested too deep for Python."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its lists and objects are nested too deep") from None
+
+
 def open_sealed(raw: bytes) -> dict[str, Any]:
     """What sealed_json was given; a ValueError if any byte has changed."""
-    data = json.loads(raw)
+    data = parse_json(raw)
     seal = data.pop(SEAL, None) if isinstance(data, dict) else None
     if not isinstance(seal, str) or len(seal) != len(BLANK):
         raise ValueError(f"it has no {SEAL}")
@@ -165,6 +173,8 @@ def way_out(error: OSError) -> str:
     """The advice for an error, to be followed by "then …"."""
     if error.errno in FULL:
         return "make room there"
+    if error.errno == errno.ELOOP:
+        return "put a copy of the file in its place"
     return "make it writable" if error.errno in PROTECTED else "check the disk"
 
 

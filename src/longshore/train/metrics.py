@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from longshore.files import reason, write_atomically
+from longshore.files import parse_json, reason, write_atomically
 
 OPTIONAL = ("balance_loss", "index_loss", "mtp_losses", "graphed", "graph_gib")
 """Left out without experts, without mixers that have a loss of their own, without multi-token
@@ -147,7 +147,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 def has_step(path: Path, step: int) -> bool:
     """Whether a file has a line of a step; all its lines can be read."""
     lines = path.read_bytes().splitlines() if path.exists() else []
-    return any(json.loads(line)["step"] == step for line in lines)
+    return any(parse_json(line)["step"] == step for line in lines)
 
 
 def cut_steps(path: Path, last: int) -> list[str]:
@@ -155,6 +155,9 @@ def cut_steps(path: Path, last: int) -> list[str]:
 
     Unreadable lines go to PATH.unreadable; returns a warning about them.
     """
+    if path.is_symlink():
+        text = "it is a link, and a run writes only into its own folder"
+        raise OSError(errno.ELOOP, text, str(path))
     if not path.exists():
         return []
     kept, broken = _spans(path, last)
@@ -183,7 +186,7 @@ def _spans(path: Path, last: int) -> tuple[list[tuple[int, int]], bytes]:
             if not line.endswith(b"\n"):
                 break
             try:
-                is_kept = json.loads(line)["step"] <= last
+                is_kept = parse_json(line)["step"] <= last
             except (ValueError, LookupError, TypeError):
                 broken += line
                 continue
