@@ -21,7 +21,7 @@ from longshore.cli.main import main
 from longshore.config import load_config
 from longshore.run.ranks import Ranks, loopback_variables, ranks_from_environment
 from longshore.train.heartbeat import RankStatus, beat_path
-from longshore.train.stop import TWICE_S, RunError, supervised
+from longshore.train.stop import TWICE_S, Interrupted, RunError, supervised
 
 CONFIG = load_config(None)
 
@@ -77,7 +77,13 @@ def interrupt(config, ranks):
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGHUP)
     if ranks.rank == 1:
-        raise KeyboardInterrupt
+        raise Interrupted(signal.SIGTERM)
+    time.sleep(60)
+
+
+def raises_keyboard_interrupt(config, ranks):
+    if ranks.rank == 1:
+        raise KeyboardInterrupt("of a user's own loss")
     time.sleep(60)
 
 
@@ -158,8 +164,17 @@ def test_a_death_is_told_with_the_last_words():
 
 
 def test_an_interrupt_is_an_interrupt():
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted):
         launch(interrupt, CONFIG, 2)
+
+
+def test_an_interrupt_that_a_rank_raises_itself_is_a_failure():
+    """Ranks hear no Ctrl-C, so it is an error of a user's code, which has to be found."""
+    with pytest.raises(RankError) as caught:
+        launch(raises_keyboard_interrupt, CONFIG, 2)
+    text = str(caught.value)
+    assert text.startswith("rank 1 failed:\nTraceback")
+    assert text.endswith("KeyboardInterrupt: of a user's own loss\n")
 
 
 PROGRAM = """\

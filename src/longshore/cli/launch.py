@@ -312,15 +312,15 @@ def _work(work: Work, config: RunConfig, ranks: Ranks, results: Connection) -> N
         with lossy_output():
             work(config, ranks)
         answer = ("done", "")
-    except KeyboardInterrupt as error:
-        answer = ("interrupted", str(int(getattr(error, "number", signal.SIGINT))))
+    except Interrupted as error:
+        answer = ("interrupted", str(int(error.number)))
     except StoppedError as error:
         answer = ("stopped", str(error))
     except RunError as error:
         answer = ("run error", str(error))
     except ValueError as error:
         answer = ("refused", str(error))
-    except BaseException:
+    except BaseException:  # also a KeyboardInterrupt of a user's code: ranks hear no Ctrl-C
         answer = ("failed", f"failed:\n{traceback.format_exc()}")
     with suppress(OSError):
         results.send(answer)
