@@ -65,6 +65,12 @@ def crash(config, ranks):
     time.sleep(60)
 
 
+def opens_too_many(config, ranks):
+    if ranks.rank == 1:
+        raise RuntimeError("[enforce fail at gloo/device.cc:186] rv != -1. Too many open files")
+    time.sleep(60)
+
+
 def die(config, ranks):
     if ranks.rank == 1:
         os.write(1, b"last words\n")
@@ -153,6 +159,11 @@ def test_a_failure_comes_with_its_traceback():
     assert told.startswith("rank 2 failed:\nTraceback")
     assert 'in crash\n    raise OSError(28, "No space left on device")' in told
     assert told.endswith("OSError: [Errno 28] No space left on device\n")
+
+
+def test_a_limit_of_the_shell_is_told_in_one_line():
+    with pytest.raises(RunError, match=r"^rank 1: the limit is \d+ open files \(ulimit -n\), and "):
+        launch(opens_too_many, CONFIG, 2)
 
 
 def test_a_death_is_told_with_the_last_words():

@@ -34,7 +34,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from longshore.cli.environment import lossy_output, safe_path
+from longshore.cli.environment import exceeded_limit, lossy_output, safe_path
 from longshore.cli.options import say
 from longshore.config.schema import RunConfig
 from longshore.run.ranks import Ranks, loopback, loopback_variables
@@ -321,7 +321,10 @@ def _work(work: Work, config: RunConfig, ranks: Ranks, results: Connection) -> N
     except ValueError as error:
         answer = ("refused", str(error))
     except BaseException:  # also a KeyboardInterrupt of a user's code: ranks hear no Ctrl-C
-        answer = ("failed", f"failed:\n{traceback.format_exc()}")
+        text = traceback.format_exc()
+        answer = ("failed", f"failed:\n{text}")
+        if why := exceeded_limit(text):
+            answer = ("run error", f"rank {ranks.rank}: {why}")
     with suppress(OSError):
         results.send(answer)
     flush_and_exit(0 if answer[0] == "done" else 1)

@@ -16,7 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from longshore.cli.environment import lossy_output, working_folder_last
+from longshore.cli.environment import (
+    check_limits,
+    exceeded_limit,
+    lossy_output,
+    working_folder_last,
+)
 from longshore.cli.launch import (
     RankError,
     Work,
@@ -120,6 +125,7 @@ def run_train(args: argparse.Namespace) -> None:
 def run_on_ranks(config: RunConfig, place: Ranks | None, work: Work) -> None:
     """Here under torchrun, else in new processes; an error becomes a line and an exit code."""
     try:
+        check_limits(config.parallel.ranks if place is None else 1)
         if place is None:
             prepare_text(config, display=config.output.display)
             _say_start(config)
@@ -141,7 +147,9 @@ def run_on_ranks(config: RunConfig, place: Ranks | None, work: Work) -> None:
             say(f"longshore: {error}", to_stderr=True)
         raise SystemExit(exit_code(error.number)) from None
     except Exception:
-        say(traceback.format_exc().rstrip(), to_stderr=True)
+        text = traceback.format_exc().rstrip()
+        why = exceeded_limit(text)
+        say(f"longshore: {why}" if why else text, to_stderr=True)
         raise SystemExit(FAILED) from None
 
 
