@@ -16,11 +16,13 @@ write the file can compute it again.
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -82,6 +84,36 @@ def _is_alive(pid: int) -> bool:
     except (OSError, OverflowError):
         return True
     return True
+
+
+TEMPORARY = "longshore-"
+OWNER = "owner"
+
+
+@contextlib.contextmanager
+def temporary_folder(kind: str = "") -> Iterator[str]:
+    """A folder of this process's own; first removes those that killed processes have left.
+
+    Its owner holds a lock in it: a process number may be that of another container, or used again.
+    """
+    _remove_ownerless(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY + kind) as folder:
+        new = Path(folder, f".{OWNER}")
+        with new.open("w") as lock:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                new.rename(Path(folder, OWNER))  # only now, so that nobody finds it unlocked
+            yield folder
+
+
+def _remove_ownerless(parent: Path) -> None:
+    """Removes this user's temporary folders whose owner is gone."""
+    for folder in parent.glob(f"{TEMPORARY}*"):
+        with suppress(OSError):  # it is locked, somebody else's, or just being removed
+            if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():
+                with (folder / OWNER).open() as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 SEAL = "sha256"

@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -37,6 +36,7 @@ from typing import NoReturn
 from longshore.cli.environment import exceeded_limit, lossy_output, safe_path
 from longshore.cli.options import say
 from longshore.config.schema import RunConfig
+from longshore.files import temporary_folder
 from longshore.run.ranks import Ranks, loopback, loopback_variables
 from longshore.train.heartbeat import NOTICE_S, RankStatus, Watch, last_saved
 from longshore.train.stop import (
@@ -102,7 +102,7 @@ def check_ranks(ranks: int, *, way_out: str) -> None:
 
 def launch(work: Work, config: RunConfig, ranks: int) -> None:
     """Calls work(config, ranks) on each rank; `work` is a function at module level."""
-    with tempfile.TemporaryDirectory(prefix="longshore-") as folder:
+    with temporary_folder() as folder:
         if ranks == 1:
             with loopback():
                 work(config, _local(0, 1, folder))

@@ -53,6 +53,7 @@ from longshore.run.folder import (
 )
 from longshore.run.room import check_disks
 from longshore.train.checkpoint_files import FOLDER, remove_leftovers, writing
+from longshore.train.stop import FOLDER as HEARTBEATS
 
 if TYPE_CHECKING:
     from longshore.data.loader import Loader
@@ -263,6 +264,7 @@ def _open(config: RunConfig, start: Start, locked: ExitStack, *, steps: int) -> 
     run = _run_to_resume(config, start)
     if run is not None:
         lock = _locked(run, start, locked)
+        shutil.rmtree(run / HEARTBEATS, ignore_errors=True)  # of ranks that were killed
         check_steps(steps, config, run)
         return OpenRun(run, True, tuple(changed_settings(config, run)), lock=lock)
     folder = make_run_folder(config.output.folder)
