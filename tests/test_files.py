@@ -1,6 +1,9 @@
 import errno
 import os
 import stat
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +16,7 @@ from longshore.files import (
     open_sealed,
     sealed_json,
     size_text,
+    temporary_folder,
     write_atomically,
 )
 
@@ -73,6 +77,46 @@ def test_room_is_looked_for_before(tmp_path, monkeypatch):
     monkeypatch.setattr(files.os, "statvfs", lambda _: unknown)
     assert free_bytes(tmp_path) is None
     check_room(tmp_path, 1 << 60)
+
+
+KILLED = """\
+import os, signal, sys
+from longshore.files import temporary_folder
+
+with temporary_folder() as folder:
+    print(folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_temporary_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
+    """Not those of the living, of others, or without an owner."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    command, environment = [sys.executable, "-c", KILLED], {**os.environ, "TMPDIR": str(tmp_path)}
+    killed = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=False
+    ).stdout.strip()
+    assert Path(killed).parent == tmp_path
+    assert Path(killed).is_dir()
+    (tmp_path / "longshore-other").mkdir()
+    with temporary_folder() as mine:
+        assert not Path(killed).exists()
+        with temporary_folder():
+            assert Path(mine).is_dir(), "its process lives"
+    assert [path.name for path in tmp_path.iterdir()] == ["longshore-other"]
+
+
+def test_temporary_folders_of_other_users_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "longshore-x").mkdir()
+    (tmp_path / "longshore-x" / "owner").touch()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with temporary_folder():
+        assert (tmp_path / "longshore-x").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with temporary_folder():
+        assert not (tmp_path / "longshore-x").exists()
 
 
 def test_sizes_for_people():

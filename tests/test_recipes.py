@@ -2,7 +2,10 @@
 
 import os
 import re
+import signal
 import subprocess
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -185,6 +188,52 @@ def test_slurm(tmp_path):
     lines = script.read_text().splitlines()
     options = [line for line in lines if line.startswith("#SBATCH")]
     assert lines[1 : 1 + len(options)] == options, "sbatch reads no further than the first command"
+
+
+def test_slurm_resumes_what_was_queued_again(tmp_path):
+    script = FOLDER / "launch/slurm.sh"
+    args = started(script, tmp_path, *WORDS, **SLURM, SLURM_RESTART_COUNT="1")
+    check_work(args, *WORDS, "--resume")
+
+
+WAITS = """\
+#!/usr/bin/env bash
+trap 'touch stopped; exit 1' TERM
+echo $$ > srun.pid
+while true; do sleep 0.05; done
+"""
+
+
+def test_slurm_stops_in_time_and_queues_again(tmp_path):
+    """At its own signal the ranks get SIGTERM; once they have ended the job is queued again."""
+    stand_ins = {
+        "srun": WAITS,
+        "scancel": '#!/usr/bin/env bash\necho "$@" > cancelled\nkill -TERM "$(cat srun.pid)"\n',
+        "scontrol": "#!/usr/bin/env bash\necho \"$@\" >> controlled\nprintf 'a1\\na2\\n'\n",
+    }
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **SLURM}
+    script = FOLDER / "launch/slurm.sh"
+    process = subprocess.Popen(
+        ["bash", script, *WORDS], cwd=tmp_path, env=environment, start_new_session=True
+    )
+    try:
+        while not (tmp_path / "srun.pid").exists() or not (tmp_path / "srun.pid").read_text():
+            time.sleep(0.02)
+            assert process.poll() is None
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=30) == 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert (tmp_path / "stopped").exists()
+    assert (tmp_path / "cancelled").read_text() == "--signal=TERM 123456.0\n"
+    assert (tmp_path / "controlled").read_text().splitlines()[-1] == "requeue 123456"
+    options = script.read_text()
+    assert "#SBATCH --signal=B:USR1@300\n" in options
+    assert "#SBATCH --requeue\n" in options
 
 
 def test_kubernetes():

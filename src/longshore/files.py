@@ -16,11 +16,13 @@ write the file can compute it again.
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -84,6 +86,36 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
+TEMPORARY = "longshore-"
+OWNER = "owner"
+
+
+@contextlib.contextmanager
+def temporary_folder(kind: str = "") -> Iterator[str]:
+    """A folder of this process's own; first removes those that killed processes have left.
+
+    Its owner holds a lock in it: a process number may be that of another container, or used again.
+    """
+    _remove_ownerless(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY + kind) as folder:
+        new = Path(folder, f".{OWNER}")
+        with new.open("w") as lock:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                new.rename(Path(folder, OWNER))  # only now, so that nobody finds it unlocked
+            yield folder
+
+
+def _remove_ownerless(parent: Path) -> None:
+    """Removes this user's temporary folders whose owner is gone."""
+    for folder in parent.glob(f"{TEMPORARY}*"):
+        with suppress(OSError):  # it is locked, somebody else's, or just being removed
+            if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():
+                with (folder / OWNER).open() as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
 SEAL = "sha256"
 BLANK = b"0" * 64
 SPARE = 1 << 20  # bytes next to a big file: metrics, names, JSON
@@ -99,9 +131,17 @@ def sealed_json(data: Mapping[str, Any], *, indent: int | None = None) -> bytes:
     return head + hashlib.sha256(raw).hexdigest().encode() + tail
 
 
+def parse_json(text: str | bytes) -> Any:  # noqa: ANN401 - as json.loads
+    """What JSON from a file says; a ValueError also where it is nested too deep for Python."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its lists and objects are nested too deep") from None
+
+
 def open_sealed(raw: bytes) -> dict[str, Any]:
     """What sealed_json was given; a ValueError if any byte has changed."""
-    data = json.loads(raw)
+    data = parse_json(raw)
     seal = data.pop(SEAL, None) if isinstance(data, dict) else None
     if not isinstance(seal, str) or len(seal) != len(BLANK):
         raise ValueError(f"it has no {SEAL}")
@@ -165,6 +205,8 @@ def way_out(error: OSError) -> str:
     """The advice for an error, to be followed by "then …"."""
     if error.errno in FULL:
         return "make room there"
+    if error.errno == errno.ELOOP:
+        return "put a copy of the file in its place"
     return "make it writable" if error.errno in PROTECTED else "check the disk"
 
 

@@ -1,6 +1,7 @@
 """What a command changes around itself, and where compiled code is cached."""
 
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -13,11 +14,13 @@ from longshore.cli.environment import (
     FLASH_CACHE,
     FLASH_CACHE_FOLDER,
     _Lossy,
+    exceeded_limit,
     keep_out_of_temp,
     lossy_output,
     safe_path,
     signals_raise,
 )
+from longshore.cli.main import main
 from longshore.run.ranks import loopback
 from longshore.train.stop import Interrupted
 
@@ -35,6 +38,41 @@ def test_variables_are_set_and_taken_back(monkeypatch):
     with loopback(), safe_path():
         assert [os.environ[name] for name in NAMES] == ["lo", "lo", "1"]
     assert not any(name in os.environ for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("files", "memory", "line"),
+    [
+        (
+            64,
+            resource.RLIM_INFINITY,
+            "the limit is 64 open files (ulimit -n), and a process of 2 ranks needs 88; raise it: "
+            "ulimit -n 4096",
+        ),
+        (
+            1024,
+            800_000_000,
+            "the limit is 800.0 MB of addresses (ulimit -v), and torch needs 2.0 GB and more; "
+            "lift it: ulimit -v unlimited",
+        ),
+    ],
+)
+def test_limits_too_low_for_any_run_are_refused(monkeypatch, capsys, files, memory, line):
+    limits = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_AS: memory}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
+    assert main(["train", "--ranks", "2"]) == 2
+    assert capsys.readouterr().err == f"longshore: {line}\n"
+
+
+def test_a_limit_behind_an_error_is_named(monkeypatch):
+    limits = {resource.RLIMIT_NOFILE: 1024, resource.RLIMIT_AS: 3_000_000_000}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
+    memory = exceeded_limit("RuntimeError: DefaultCPUAllocator: not enough memory: you tried to")
+    assert memory.startswith("the limit is 3.0 GB of addresses (ulimit -v), and the run needs more")
+    assert exceeded_limit("RuntimeError: shape mismatch") == ""
+    limits[resource.RLIMIT_AS] = resource.RLIM_INFINITY
+    assert exceeded_limit("MemoryError") == "", "the machine's memory, which other texts explain"
+    assert exceeded_limit("OSError: Too many open files").startswith("the limit is 1024 open files")
 
 
 def test_an_interface_of_the_user_stays(monkeypatch):

@@ -21,7 +21,7 @@ from longshore.cli.main import main
 from longshore.config import load_config
 from longshore.run.ranks import Ranks, loopback_variables, ranks_from_environment
 from longshore.train.heartbeat import RankStatus, beat_path
-from longshore.train.stop import TWICE_S, RunError, supervised
+from longshore.train.stop import TWICE_S, Interrupted, RunError, supervised
 
 CONFIG = load_config(None)
 
@@ -65,6 +65,12 @@ def crash(config, ranks):
     time.sleep(60)
 
 
+def opens_too_many(config, ranks):
+    if ranks.rank == 1:
+        raise RuntimeError("[enforce fail at gloo/device.cc:186] rv != -1. Too many open files")
+    time.sleep(60)
+
+
 def die(config, ranks):
     if ranks.rank == 1:
         os.write(1, b"last words\n")
@@ -77,7 +83,13 @@ def interrupt(config, ranks):
     os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGHUP)
     if ranks.rank == 1:
-        raise KeyboardInterrupt
+        raise Interrupted(signal.SIGTERM)
+    time.sleep(60)
+
+
+def raises_keyboard_interrupt(config, ranks):
+    if ranks.rank == 1:
+        raise KeyboardInterrupt("of a user's own loss")
     time.sleep(60)
 
 
@@ -149,6 +161,11 @@ def test_a_failure_comes_with_its_traceback():
     assert told.endswith("OSError: [Errno 28] No space left on device\n")
 
 
+def test_a_limit_of_the_shell_is_told_in_one_line():
+    with pytest.raises(RunError, match=r"^rank 1: the limit is \d+ open files \(ulimit -n\), and "):
+        launch(opens_too_many, CONFIG, 2)
+
+
 def test_a_death_is_told_with_the_last_words():
     with pytest.raises(RankError) as caught:
         launch(die, CONFIG, 2)
@@ -158,8 +175,17 @@ def test_a_death_is_told_with_the_last_words():
 
 
 def test_an_interrupt_is_an_interrupt():
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted):
         launch(interrupt, CONFIG, 2)
+
+
+def test_an_interrupt_that_a_rank_raises_itself_is_a_failure():
+    """Ranks hear no Ctrl-C, so it is an error of a user's code, which has to be found."""
+    with pytest.raises(RankError) as caught:
+        launch(raises_keyboard_interrupt, CONFIG, 2)
+    text = str(caught.value)
+    assert text.startswith("rank 1 failed:\nTraceback")
+    assert text.endswith("KeyboardInterrupt: of a user's own loss\n")
 
 
 PROGRAM = """\

@@ -1,3 +1,5 @@
+import errno
+import io
 import json
 import os
 import re
@@ -474,6 +476,23 @@ def test_a_full_disk_is_one_line(folder):
         )
     assert done.returncode == 2
     assert done.stderr == "longshore: the summary cannot be printed (No space left on device)\n"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), BrokenPipeError()])
+def test_an_exit_code_outlives_the_terminal(monkeypatch, error):
+    """A run that SIGHUP has stopped has closed output, which is no error of its own."""
+
+    def fail():
+        raise error
+
+    def end(argv):
+        monkeypatch.setattr(sys, "stdout", terminal)
+        raise SystemExit(129)
+
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "flush", fail)
+    monkeypatch.setattr("longshore.cli.main._dispatch", end)
+    assert main([]) == 129
 
 
 def test_sigterm_is_one_line(run, monkeypatch):

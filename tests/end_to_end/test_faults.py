@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 from tests.end_to_end.command import LONGSHORE, call, environment, torchrun
-from tests.end_to_end.killed import SMALL, Kill, Runs
+from tests.end_to_end.killed import DATA, SMALL, Kill, Runs
 
 from longshore.data.source import TokenizedSample
 from longshore.data.store import write_store
@@ -90,6 +91,85 @@ def test_sigterm_ends_a_run_with_a_checkpoint(start, tmp_path):
     assert (code, err) == (0, "")
     assert f"run resumes after step {done}\n" in out
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [*range(1, done + 2)]
+
+
+ASKED = """\
+import os, pathlib, signal, threading, time
+import torch.distributed as dist
+from longshore.train import evaluation, stop
+
+heard = threading.Event()
+take, sums = stop.Stop.take, evaluation._sums
+rounds = 0
+
+
+def hear(self, number):
+    answer = take(self, number)
+    heard.set()
+    return answer
+
+
+stop.Stop.take = hear
+
+
+def ask():
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert heard.wait(60)
+
+
+def in_step_3(nll, batch):
+    global rounds
+    rounds += batch.round == 0
+    if dist.get_rank() == 1 and rounds == 3 and batch.round == 0:
+        ask()
+    return nll
+
+
+def in_evaluation(nll, batch):
+    evaluation._sums = asking
+    return nll
+
+
+def asking(out, batch):
+    if dist.get_rank() == 1 and not heard.is_set():
+        ask()
+    with pathlib.Path({rounds!r}).open("a") as file:
+        file.write("round\\n")
+    return sums(out, batch)
+"""
+HELD_OUT = (DATA[0].replace("data.mock", "data.eval_mock"), "data.eval_count=12")
+
+
+@pytest.mark.long
+def test_one_rank_is_asked_to_stop_and_all_do(runs, tmp_path, capfd):
+    """After the step that runs, or the round of an evaluation; what is resumed is the same run."""
+    rounds, name = tmp_path / "rounds", f"asked_{runs.module}"
+    (tmp_path / f"{name}.py").write_text(ASKED.format(rounds=str(rounds)))
+    words = (*HELD_OUT, "train.eval_every=4", "train.steps=4", "output.save_every=0")
+    assert runs.train("whole", *words, ranks=2) == 0
+    capfd.readouterr()
+
+    assert runs.train("run", *words, f"train.loss={name}:in_step_3", ranks=2) == 143
+    assert capfd.readouterr().err == (
+        f"longshore: stopped after step 3 of 4; resume with --resume {tmp_path}/run\n"
+    )
+    assert checkpoints_of(tmp_path / "run") == ["step-00000003"]
+    words += ("--resume",)
+    assert runs.train("run", *words, f"train.loss={name}:in_evaluation", ranks=2) == 143
+    assert capfd.readouterr().err == (
+        "longshore: stopped after step 4 of 4, in its evaluation; resume with --resume "
+        f"{tmp_path}/run\n"
+    )
+    assert rounds.read_text().splitlines() == ["round"] * 2, "one on each rank"
+    assert not (tmp_path / "run/evals.jsonl").exists()
+    assert not (tmp_path / "run/weights").exists()
+
+    assert runs.train("run", *words, ranks=2) == 0
+    assert runs.losses("run") == runs.losses("whole")
+    evals = [(tmp_path / each / "evals.jsonl").read_text() for each in ("run", "whole")]
+    assert evals[0] == evals[1] != ""
+    whole = runs.weights("whole")
+    assert all(torch.equal(tensor, whole[key]) for key, tensor in runs.weights("run").items())
 
 
 def children(process):

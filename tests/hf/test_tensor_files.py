@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longshore.hf.checkpoint import check_stream, check_tensors
+from longshore.hf.quantized import refuse_quantized_files
 from longshore.hf.tensor_files import TensorFiles, write_files
 
 INDEX = "model.safetensors.index.json"
@@ -54,6 +55,14 @@ def test_a_damaged_shard_is_named(folder, damage):
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=r"model-00001-of-00002\.safetensors is broken"):
         TensorFiles(folder)
+
+
+def test_a_header_that_is_nested_too_deep_is_no_error_of_its_own(tmp_path):
+    deep = b"[" * 100_000
+    (tmp_path / "model.safetensors").write_bytes(len(deep).to_bytes(8, "little") + deep)
+    refuse_quantized_files(tmp_path)
+    with pytest.raises(ValueError, match=r"model\.safetensors is broken"):
+        TensorFiles(tmp_path)
 
 
 def test_a_tensor_that_the_index_promises_must_be_there(folder):

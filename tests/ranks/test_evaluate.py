@@ -12,6 +12,7 @@ from longshore.data.steps import IndexedSteps
 from longshore.parallel.pipeline.executor import Executor
 from longshore.plan import make_plan
 from longshore.train.evaluation import HeldOut
+from longshore.train.heartbeat import RankStatus
 from longshore.train.loss import make_loss
 from longshore.train.optimizer import make_optimizer
 from longshore.train.step import Stepper
@@ -76,7 +77,7 @@ def samples():
 
 
 def steps_with_and_without(mode: str) -> tuple:
-    """Two steps, with an evaluation between them or not; the second loss."""
+    """Two steps, with evaluations between them or not, one stopped early; the second loss."""
     second = []
     plan = make_plan(LENGTHS, lanes=2, capacity=64)
     with lanes_of(2) as (topology, groups):
@@ -89,10 +90,12 @@ def steps_with_and_without(mode: str) -> tuple:
                 done = stepper.step(batches, lr=0.01)
                 if evaluates and number < 2:
                     held = held_out(topology, 0, "mixed", 4)
-                    first, again = (
-                        held.evaluate(Executor(model, topology, mode=mode)) for _ in range(2)
-                    )
-                    assert first == again
+                    executor, status = Executor(model, topology, mode=mode), RankStatus()
+                    first = held.evaluate(executor)
+                    asked = iter([False, True])
+                    assert held.evaluate(executor, status, stops=asked.__next__) is None
+                    assert (list(asked), status.round) == ([], 1), "stopped after one round"
+                    assert held.evaluate(executor) == first
                     held.steps.close()
             second.append((done.losses.tolist(), done.grad_norm.item()))
     return tuple(second)

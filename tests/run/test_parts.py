@@ -62,5 +62,5 @@ def test_held_out_sequences_need_no_groups(monkeypatch):
         status=None,
         display="none",
     )
-    stepper = SimpleNamespace(model=None, executor=None)
-    assert parts.make_evaluator(job, stepper, tell=None).steps is None
+    built = SimpleNamespace(stepper=SimpleNamespace(model=None, executor=None))
+    assert parts.make_evaluator(job, built, tell=None, wants_stop=None).steps is None

@@ -79,6 +79,14 @@ def test_a_kept_configuration_is_never_overwritten():
     assert len(set(texts)) == 4
 
 
+def test_heartbeats_of_a_killed_run_are_removed():
+    run = make_run("a", steps=3)
+    (run / ".heartbeat").mkdir()
+    (run / ".heartbeat" / "beat-1").touch()
+    open_run(asked("output.folder=runs/a"), steps=3)
+    assert not (run / ".heartbeat").exists()
+
+
 def test_where_there_is_no_run_yet_a_new_one_begins_and_says_so():
     run = open_run(asked("output.folder=runs/mine-{n}"), steps=9)
     assert not run.is_resumed

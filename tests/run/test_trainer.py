@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -69,6 +70,45 @@ def test_step_by_step_to_the_end_and_by_another_it_is_the_same_run(tmp_path):
         recorded = read_metrics(tmp_path / name / "metrics.jsonl")
         assert [step["loss"] for step in recorded] == losses
         assert (tmp_path / name / "weights").is_dir()
+
+
+def test_a_folder_that_is_deleted_ends_the_run_with_a_checkpoint(tmp_path):
+    """The settings are written again, and it resumes as if nothing had happened."""
+    whole, run = settings(tmp_path / "whole"), tmp_path / "run"
+    with Trainer(**whole) as trainer:
+        losses = [metrics["loss"] for metrics in trainer]
+    given = settings(run)
+    given["output"]["save_every"] = 1
+
+    def delete(trainer, metrics):
+        if metrics["step"] == 2:
+            trainer._training.parts.checkpoints.wait()
+            shutil.rmtree(run)
+
+    with Trainer(**given, on_step=delete) as trainer, pytest.raises(RunError) as caught:
+        trainer.run()
+    assert str(caught.value) == (
+        f"{run} was deleted or moved while it was trained; stopped after step 2; its settings and "
+        f"a checkpoint of this step are in a new {run}; resume with --resume {run}"
+    )
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.toml"]
+    with Trainer(resume=run) as trainer:
+        assert [metrics["loss"] for metrics in trainer] == losses[2:]
+
+
+def test_a_folder_that_another_run_has_taken_is_left_alone(tmp_path):
+    run = tmp_path / "run"
+
+    def replace(trainer, metrics):
+        shutil.rmtree(run)
+        run.mkdir()
+        (run / "config.toml").write_text("of another")
+        lock_run(run, "").close()
+
+    with Trainer(**settings(run), on_step=replace) as trainer, pytest.raises(RunError) as caught:
+        trainer.run()
+    assert "was replaced while it was trained; stopped after step 1" in str(caught.value)
+    assert sorted(path.name for path in run.iterdir()) == [".lock", "config.toml"]
 
 
 def test_a_closed_run_resumes_as_if_it_had_never_stopped(tmp_path):

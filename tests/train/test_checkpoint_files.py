@@ -18,6 +18,7 @@ from longshore.train.checkpoint_files import (
     check_files,
     checkpoint_folder,
     finish_save,
+    newest_complete,
     partial_folder,
     read_index,
     saved_steps,
@@ -145,6 +146,28 @@ def test_rows_of_the_version_before_are_read(tmp_path):
     assert index.tensors["n"].chunks == (SavedChunk((), (), FILES[0], "n"),)
     with pytest.raises(DamagedError, match=r"version 1; this Longshore reads .* versions 2 and 3"):
         read_index(rewrite(tmp_path, saved, tensors, version=1))
+
+
+@pytest.mark.parametrize("updates", [-5, 6, 1.5, True, "4"])
+def test_counts_that_no_run_has_are_damage(tmp_path, updates):
+    """Also where the checksum is right: five steps have 0 to 5 updates."""
+    write(tmp_path)
+    path = checkpoint_folder(tmp_path, 5) / "checkpoint.json"
+    data = json.loads(path.read_text())
+    del data["sha256"]
+    path.write_bytes(sealed_json({**data, "updates": updates}))
+    with pytest.raises(DamagedError, match=r"checkpoint\.json is damaged \(updates is "):
+        read_index(path.parent)
+
+
+def test_a_checkpoint_before_one_that_is_nested_too_deep_is_taken(tmp_path):
+    write(tmp_path, 4)
+    write(tmp_path, 5)
+    path = checkpoint_folder(tmp_path, 5) / "checkpoint.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(DamagedError, match=r"is damaged \(its lists and objects are nested too"):
+        read_index(path.parent)
+    assert newest_complete(tmp_path) == checkpoint_folder(tmp_path, 4)
 
 
 def test_a_save_without_room_does_not_begin(tmp_path):

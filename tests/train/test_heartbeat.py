@@ -248,6 +248,18 @@ def test_slow_is_not_stuck(ranks):
         assert ranks.watch.will_not_stop(50.0) == is_stuck
 
 
+def test_before_times_are_known_a_long_step_is_let_be(ranks):
+    """Nobody knows how long a step takes here: 20 s, or minutes for the first one."""
+    for seconds, step, longest, is_ended in (
+        (300.0, 1, 0.0, False),
+        (601.0, 1, 0.0, True),
+        (30.0, 3, 0.5, True),
+    ):
+        for rank in range(3):
+            ranks.beat(rank, unmoved_s=seconds, step=step, longest_s=longest)
+        assert ranks.look().will_not_stop(seconds) == is_ended, (seconds, step)
+
+
 def test_a_save_is_never_cut_short(ranks):
     for rank in range(3):
         ranks.beat(rank, unmoved_s=500.0, phase="saving")

@@ -27,32 +27,32 @@ def steps():
 
 
 class Stepper:
-    """Says when it queues a step, and wants to stop in one; `bad` has no finite loss."""
+    """Says when it queues a step; `bad` has no finite loss."""
 
-    def __init__(self, seen, *, stop=0, bad=0, graphed=()):
-        self.seen, self.stop, self.bad, self.number = seen, stop, bad, 0
+    def __init__(self, seen, *, bad=0, graphed=()):
+        self.seen, self.bad, self.number = seen, bad, 0
         self.graphs = SimpleNamespace(bytes=2**29) if graphed else None
         self.graphed = torch.tensor(graphed, dtype=torch.float64)
         self.loss = make_loss()
 
-    def step(self, batches, lr, *, stop, plan):
+    def step(self, batches, lr, *, plan):
         self.number += 1
         self.seen.append(f"queued {self.number}")
         loss = float("nan") if self.number == self.bad else 2.0
-        stops = torch.tensor([float(self.number == self.stop)], dtype=torch.float64)
         losses = torch.tensor([loss, 0.0, 0.0], dtype=torch.float64)
         none, no = torch.empty(0), torch.zeros(1)
         rounds = RoundResults((), (), (), none)
-        return StepResult(losses, torch.tensor(1.0), stops, self.graphed, (), rounds, none, no)
+        return StepResult(losses, torch.tensor(1.0), self.graphed, (), rounds, none, no)
 
 
-def run(monkeypatch, device, *, count=4, evaluated=(), **choices):
-    """What happened, in its order."""
+def run(monkeypatch, device, *, count=4, evaluated=(), stop="", **choices):
+    """What happened, in its order. stop: the event during which this rank is asked to stop."""
     cpu = torch.device("cpu")
     monkeypatch.setattr(loop, "Timestamp", lambda _: Timestamp(cpu))
     monkeypatch.setattr(loop, "peak_memory", lambda _: 0)
     seen = []
     hooks = Hooks(
+        wants_stop=lambda: stop in seen,
         phase=seen.append,
         wants_report=lambda step: step in evaluated,
         report=lambda report: seen.append(f"report {report.metrics.step}"),
@@ -101,11 +101,46 @@ def test_the_report_of_a_step_that_is_evaluated_comes_before_its_evaluation(monk
     assert seen[13:18] == ["after 3", "confirmed 3", "yields 2", "yields 3", "queued 4"]
 
 
-@pytest.mark.parametrize(("device", "last"), [("cpu", 2), ("cuda", 3)])
-def test_a_rank_that_wants_to_stop_is_heard(monkeypatch, device, last):
-    seen = run(monkeypatch, device, count=9, stop=2)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("stop", "last"),
+    # Asked while step 2 is queued, and in the hooks after it; on a GPU "report 2" comes when step 3
+    # is queued already.
+    [("queued 2", 2), ("after 2", 2), ("report 2", {"cpu": 2, "cuda": 3})],
+)
+def test_the_step_that_runs_is_the_last_one(monkeypatch, device, stop, last):
+    last = last[device] if isinstance(last, dict) else last
+    seen = run(monkeypatch, device, count=9, stop=stop)
     assert [line for line in seen if "queued" in line] == [f"queued {n + 1}" for n in range(last)]
     assert seen[-2:] == [f"confirmed {last}", f"yields {last}"]
+
+
+def test_a_stop_of_another_rank_is_heard_before_the_next_sequences_are_drawn(monkeypatch):
+    """Else a resumed run would leave them out. Here another rank is asked in step 2."""
+    asked, drawn = [], []
+
+    def any_rank(flags):
+        asked.append(flags)
+        return [len(asked) > 2, *flags[1:]]
+
+    reports = loop.train(
+        Stepper([]),
+        (drawn.append(step.place.step) or step for step in steps()),
+        steps=9,
+        schedule=SCHEDULE,
+        flops=lambda lengths: 1,
+        machine=Machine(1, torch.device("cpu"), None),
+        hooks=Hooks(any_rank=any_rank),
+    )
+    assert [report.metrics.step for report in reports] == [1, 2]
+    assert drawn == [0, 1]
+    assert [flags[0] for flags in asked] == [False] * 3
+
+
+def test_a_gpu_with_slow_steps_queues_none_ahead(monkeypatch):
+    """What is queued cannot be stopped; a second that the host waits does not show there."""
+    monkeypatch.setattr(loop, "SLOW_S", 0.0)
+    assert run(monkeypatch, "cuda", count=9, stop="report 2")[-2:] == ["confirmed 2", "yields 2"]
 
 
 def test_a_loss_that_is_not_finite_is_never_confirmed(monkeypatch):

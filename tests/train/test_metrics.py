@@ -119,7 +119,11 @@ def line_of(step):
     return replace(METRICS, step=step).to_json() + "\n"
 
 
-@pytest.mark.parametrize("broken", ["{\n", "\x00\x00\n", '{"loss": 3}\n', '["step"]\n', "\n"])
+@pytest.mark.parametrize(
+    "broken",
+    ["{\n", "\x00\x00\n", '{"loss": 3}\n', '["step"]\n', "\n", "[" * 10_000 + "\n"],
+    ids=["brace", "zeros", "other", "list", "empty", "deep"],
+)
 def test_a_broken_line_in_the_middle_costs_no_other(tmp_path, broken):
     path = tmp_path / "metrics.jsonl"
     path.write_text(line_of(1) + broken + line_of(2) + line_of(3) + line_of(4) + '{"step": 5')
@@ -130,6 +134,22 @@ def test_a_broken_line_in_the_middle_costs_no_other(tmp_path, broken):
     assert (tmp_path / "metrics.jsonl.unreadable").read_text() == broken
     assert cut_steps(path, 3) == []
     assert path.read_text() == line_of(1) + line_of(2) + line_of(3)
+
+
+def test_a_link_out_of_the_run_is_not_followed(tmp_path):
+    other, run = tmp_path / "other", tmp_path / "run"
+    run.mkdir()
+    for text in (line_of(1) + line_of(4), line_of(4) + line_of(1)):  # cut off, or written anew
+        other.write_text(text)
+        (run / "metrics.jsonl").unlink(missing_ok=True)
+        (run / "metrics.jsonl").symlink_to(other)
+        with pytest.raises(RunError) as caught, writing(run):
+            cut_steps(run / "metrics.jsonl", 3)
+        assert str(caught.value) == (
+            f"{run}/metrics.jsonl cannot be written (it is a link, and a run writes only into its "
+            f"own folder); put a copy of the file in its place, then resume with --resume {run}"
+        )
+        assert other.read_text() == text
 
 
 def test_steps_after_the_last_go_wherever_they_are(tmp_path):

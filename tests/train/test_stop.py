@@ -81,6 +81,23 @@ def test_a_run_that_will_not_stop_is_ended_with_a_word(left, monkeypatch):
     assert lines == ["stopping after this step; saving", "rank 3 has not moved"]
 
 
+def test_a_rank_of_torchrun_in_its_first_step_is_let_be():
+    now = 0.0
+    status = RankStatus(lambda: now)
+    peers = module._Peers(status, rank=0, ranks=2)
+    status.at("forward", step=1, round=1)
+    now = 300.0
+    assert peers._stuck(300.0) == "", "how long a step takes is not known yet"
+    status.at("forward", step=2, round=1)
+    status.at("backward", round=1)
+    now += 1.0
+    status.at("forward", step=3, round=1)
+    now += 30.0
+    assert peers._stuck(30.0) == (
+        "ended without a checkpoint of this step: it hangs in forward; no checkpoint was written"
+    )
+
+
 def test_what_is_ignored_stays_ignored(left):
     """nohup, or the parent of a rank, has decided."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

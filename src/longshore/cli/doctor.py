@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import textwrap
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
@@ -33,6 +32,7 @@ from longshore.cli.options import add_command, count, say
 from longshore.config.schema import RunConfig
 from longshore.doctor.machine import DoctorOptions, examine
 from longshore.doctor.result import Finding, bad, first_line, good, warn
+from longshore.files import temporary_folder
 from longshore.printable import printable
 from longshore.run.ranks import Ranks, loopback, ranks_from_environment
 
@@ -178,7 +178,7 @@ def _probe_local(ranks: int) -> "RankProbe":
     """Starts ranks on this machine, as `longshore train` does."""
     import pickle
 
-    with tempfile.TemporaryDirectory(prefix="longshore-doctor-") as folder:
+    with temporary_folder("doctor-") as folder:
         answer = Path(folder) / "probe"
         launch(partial(_probe_and_write, answer), RunConfig(), ranks)
         probe: RankProbe = pickle.loads(answer.read_bytes())

@@ -6,6 +6,9 @@ In: nothing but the process. Out: the same process, changed for the time of a bl
     with lossy_output(): ...     a reader that goes away, such as `head`, ends no run
     with signals_raise(): ...    SIGTERM and SIGHUP raise Interrupted, as Ctrl-C does
 
+`check_limits` refuses a shell whose limits (ulimit) no run fits into, and `exceeded_limit` finds
+them behind an error.
+
 `keep_out_of_temp` lasts: files of torch and of kernels stay out of the shared temporary folder.
 Unless the variables are set, torch writes no /tmp/perf-PID.map and no /tmp/torchinductor_USER,
 names that others on the machine can guess and take first; what is compiled is kept for the next run
@@ -14,7 +17,9 @@ in ~/.cache/longshore, torch's in torchinductor and flash-attn-4's in flash-atte
 
 import atexit
 import io
+import math
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -26,6 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from longshore.files import size_text
 from longshore.run.ranks import set_variables
 from longshore.train.stop import Interrupted, heard_signals
 
@@ -108,6 +114,55 @@ def signals_raise() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+LEAST_MEMORY = 2_000_000_000  # addresses that torch and the smallest model take
+LEAST_FILES = 48  # of one rank alone; it had 43 open
+OF_FILES = ("Too many open files",)
+OF_MEMORY = (
+    "not enough memory",
+    "Cannot allocate memory",
+    "MemoryError",
+    "bad_alloc",
+    "failed to map segment",
+    "Resource temporarily unavailable",
+    "can't start new thread",
+)
+
+
+def check_limits(ranks: int) -> None:
+    """Refuses limits of the shell that are too low for any run, before torch is imported."""
+    files = LEAST_FILES if ranks == 1 else 80 + 4 * ranks  # each of 2 had 91 open, of 4 104
+    if _limit(resource.RLIMIT_NOFILE) < files:
+        raise ValueError(_of_files(f"a process of {ranks} rank{'s' * (ranks > 1)} needs {files}"))
+    if _limit(resource.RLIMIT_AS) < LEAST_MEMORY:
+        raise ValueError(_of_memory(f"torch needs {size_text(LEAST_MEMORY)} and more"))
+
+
+def exceeded_limit(text: str) -> str:
+    """One line if a limit of the shell explains the text of an error; else ""."""
+    if any(symptom in text for symptom in OF_FILES):
+        return _of_files("the run needs more")
+    if any(symptom in text for symptom in OF_MEMORY) and math.isfinite(_limit(resource.RLIMIT_AS)):
+        return _of_memory("the run needs more")
+    return ""
+
+
+def _limit(kind: int) -> float:
+    soft, _ = resource.getrlimit(kind)
+    return math.inf if soft == resource.RLIM_INFINITY else soft
+
+
+def _of_files(needs: str) -> str:
+    limit = _limit(resource.RLIMIT_NOFILE)
+    return f"the limit is {limit:.0f} open files (ulimit -n), and {needs}; raise it: ulimit -n 4096"
+
+
+def _of_memory(needs: str) -> str:
+    limit = size_text(_limit(resource.RLIMIT_AS))
+    return (
+        f"the limit is {limit} of addresses (ulimit -v), and {needs}; lift it: ulimit -v unlimited"
+    )
 
 
 def keep_out_of_temp() -> None:

@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -34,9 +33,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from longshore.cli.environment import lossy_output, safe_path
+from longshore.cli.environment import exceeded_limit, lossy_output, safe_path
 from longshore.cli.options import say
 from longshore.config.schema import RunConfig
+from longshore.files import temporary_folder
 from longshore.run.ranks import Ranks, loopback, loopback_variables
 from longshore.train.heartbeat import NOTICE_S, RankStatus, Watch, last_saved
 from longshore.train.stop import (
@@ -102,7 +102,7 @@ def check_ranks(ranks: int, *, way_out: str) -> None:
 
 def launch(work: Work, config: RunConfig, ranks: int) -> None:
     """Calls work(config, ranks) on each rank; `work` is a function at module level."""
-    with tempfile.TemporaryDirectory(prefix="longshore-") as folder:
+    with temporary_folder() as folder:
         if ranks == 1:
             with loopback():
                 work(config, _local(0, 1, folder))
@@ -312,16 +312,19 @@ def _work(work: Work, config: RunConfig, ranks: Ranks, results: Connection) -> N
         with lossy_output():
             work(config, ranks)
         answer = ("done", "")
-    except KeyboardInterrupt as error:
-        answer = ("interrupted", str(int(getattr(error, "number", signal.SIGINT))))
+    except Interrupted as error:
+        answer = ("interrupted", str(int(error.number)))
     except StoppedError as error:
         answer = ("stopped", str(error))
     except RunError as error:
         answer = ("run error", str(error))
     except ValueError as error:
         answer = ("refused", str(error))
-    except BaseException:
-        answer = ("failed", f"failed:\n{traceback.format_exc()}")
+    except BaseException:  # also a KeyboardInterrupt of a user's code: ranks hear no Ctrl-C
+        text = traceback.format_exc()
+        answer = ("failed", f"failed:\n{text}")
+        if why := exceeded_limit(text):
+            answer = ("run error", f"rank {ranks.rank}: {why}")
     with suppress(OSError):
         results.send(answer)
     flush_and_exit(0 if answer[0] == "done" else 1)

@@ -55,16 +55,19 @@ Start with `longshore train`, a one-minute demo, and `longshore plan --demo`; th
 
 def main(argv: Seq[str] | None = None) -> int:
     keep_out_of_temp()
+    code = 0
     try:
         with safe_path(), signals_raise():
             code = _run(sys.argv[1:] if argv is None else argv)
             print(end="", flush=True)
             return code
     except BrokenPipeError:  # the reader, such as `head`, has closed it
-        return _drop_stdout()
+        _drop(sys.stdout)
+        return code
     except OSError as error:
-        _drop_stdout()
-        return _refuse(f"the summary cannot be printed ({error.strerror})")
+        _drop(sys.stdout)
+        # A command that has ended with a code has said why: SIGHUP comes when the terminal is gone.
+        return code or _refuse(f"the summary cannot be printed ({error.strerror})")
     except ValueError as error:
         return _refuse(str(error))
     except KeyboardInterrupt as error:
@@ -128,13 +131,8 @@ def _tell(text: str) -> None:
         _drop(sys.stderr)
 
 
-def _drop_stdout() -> int:
-    """Lets Python's own flush at exit succeed."""
-    _drop(sys.stdout)
-    return 0
-
-
 def _drop(stream: TextIO) -> None:
+    """Lets Python's own flush at exit succeed."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -18,7 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from longshore.cli.environment import lossy_output, working_folder_last
+from longshore.cli.environment import (
+    check_limits,
+    exceeded_limit,
+    lossy_output,
+    working_folder_last,
+)
 from longshore.cli.launch import (
     RankError,
     Work,
@@ -139,6 +144,7 @@ def run_on_ranks(
     check: called before text is tokenized, if there is any to tokenize.
     """
     try:
+        check_limits(config.parallel.ranks if place is None else 1)
         if place is None:
             if not text_is_ready(config):
                 check(config)
@@ -162,7 +168,9 @@ def run_on_ranks(
             say(f"longshore: {error}", to_stderr=True)
         raise SystemExit(exit_code(error.number)) from None
     except Exception:
-        say(traceback.format_exc().rstrip(), to_stderr=True)
+        text = traceback.format_exc().rstrip()
+        why = exceeded_limit(text)
+        say(f"longshore: {why}" if why else text, to_stderr=True)
         raise SystemExit(FAILED) from None
 
 

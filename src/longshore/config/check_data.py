@@ -6,7 +6,6 @@ lengths of synthetic and prepared sequences are known here, so `known_longest` r
 for text it returns 0, for a stream its limit.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -31,6 +30,7 @@ from longshore.data.rejected import rejections_of
 from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.data.training_templates import check_choice
 from longshore.errors import SettingError
+from longshore.files import parse_json
 
 TEXT_ONLY = ("template", "loss_on", "max_length", "too_long", "fields", "ignore", "max_bytes")
 
@@ -188,7 +188,7 @@ def _check_packages(data: DataConfig) -> None:
 def _check_vocabulary(tokenizer: str, vocab_size: int) -> None:
     path = Path(tokenizer) / "tokenizer.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         known = content["model"]["vocab"]
         ids = known.values() if isinstance(known, dict) else range(len(known))
         highest = max([*ids, *(token["id"] for token in content["added_tokens"])])

@@ -13,14 +13,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
 from longshore.batch import Counts, MicroBatch, TableMaker
 from longshore.data.fields import Field
 from longshore.data.pack import LaneShape, pack_step, zero_batches
 from longshore.data.shard import Shards
-from longshore.distributed.agreement import agreed, same_on_all_ranks
-from longshore.distributed.collectives import gather
+from longshore.distributed.agreement import agreed, on_any_rank, same_on_all_ranks
 from longshore.distributed.topology import Groups, Topology
 from longshore.plan.check import check_step
 from longshore.plan.layout import Layout, StageInputs
@@ -112,7 +109,7 @@ class DataRank:
         """Whether the flag is set on any rank; all ranks get the same answer at the same step."""
         if self.groups is None:
             return flag
-        return bool(gather(torch.tensor([flag]), self.groups.world).any())
+        return on_any_rank([flag], self.groups.world)[0]
 
     def make_plan(self, planner: Planner, sequences: Seq[Sequence]) -> tuple[Plan, str]:
         """A checked plan, and a digest that must be the same on all ranks.

@@ -10,12 +10,12 @@ A folder of a DatasetDict has several splits, of which the user names one, dolly
 """
 
 import glob
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from longshore.data.compressed import CODECS, kind_of
 from longshore.data.store import INDEX
+from longshore.files import parse_json
 
 JSONL = (".jsonl", ".ndjson")
 JSON = (*JSONL, ".json")
@@ -109,7 +109,7 @@ def _saved_files(folder: Path) -> list[Path]:
 
 def _saved(path: Path) -> dict[str, object]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError:

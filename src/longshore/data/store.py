@@ -53,7 +53,7 @@ from longshore.data.store_columns import (
     list_column,
     sample_arrays,
 )
-from longshore.files import open_sealed, reason, sealed_json
+from longshore.files import open_sealed, parse_json, reason, sealed_json
 
 FORMAT = "longshore store"
 SCHEMA_VERSION = 2
@@ -240,7 +240,7 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     try:
-        data = json.loads(raw)
+        data = parse_json(raw)
         version = (data["format"], data["schema_version"])
         if version == (FORMAT, SCHEMA_VERSION):
             return _parse_manifest(open_sealed(raw))

@@ -15,12 +15,37 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from longshore.distributed.collectives import gather
-from longshore.distributed.topology import Groups
+from longshore.distributed.topology import Groups, Topology, destroy_groups, new_group_of
 
 LONGEST_ERROR = 16384
 MOST_NAMES = 8
+
+
+def on_any_rank(flags: Sequence[bool], group: ProcessGroup) -> list[bool]:
+    """Which of the flags any rank has set; all ranks of the group, one for CPU tensors, call it."""
+    answers: list[bool] = gather(torch.tensor([flags]), group).any(dim=0).tolist()
+    return answers
+
+
+class AnyRank:
+    """Which flags any rank has set, asked on gloo, so that no host waits for its GPU.
+
+    The main threads of all ranks construct, ask and close together.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._group = topology.groups.world
+        if topology.device.type != "cpu":
+            self._group = new_group_of([range(topology.world_size)], backend="gloo")
+
+    def __call__(self, flags: Sequence[bool]) -> list[bool]:
+        return on_any_rank(flags, self._group)
+
+    def close(self) -> None:
+        destroy_groups([self._group])
 
 
 def same_on_all_ranks(digest: str, groups: Groups, *, what: str = "plan") -> None:

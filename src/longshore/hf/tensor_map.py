@@ -28,7 +28,6 @@ Whether the files are complete and fit the config is checked in hf/tensor_files.
 hf/checkpoint.py.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from longshore.arch.attention import MLAConfig
 from longshore.arch.decoder import DecoderConfig
+from longshore.files import parse_json
 from longshore.hf.typed_keys import Raw, flag
 
 if TYPE_CHECKING:
@@ -371,9 +371,9 @@ def read_tensor_names(folder: Path, stem: str = "model") -> frozenset[str] | Non
             names = read_header(single)
         else:
             index = folder / f"{stem}.safetensors.index.json"
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
         return frozenset(names) - {"__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -383,7 +383,7 @@ def read_header(path: Path) -> dict[str, object]:
         size = int.from_bytes(file.read(8), "little")
         if size > LONGEST_HEADER:
             raise ValueError(f"{path} has a header of {size} bytes")
-        header = json.loads(file.read(size))
+        header = parse_json(file.read(size))
     if not isinstance(header, dict):
         raise ValueError(f"{path} has no header")
     return header

@@ -163,7 +163,7 @@ def load_profile(path: str | Path) -> CostProfile:
         data = json.loads(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"cost profile {path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"cost profile {path}: is not JSON ({error})") from None
     return parse_profile(data, str(path))
 

@@ -131,6 +131,17 @@ def lock_run(run: Path, job: str) -> TextIOWrapper:
         return file
 
 
+def is_lost(run: Path, lock: TextIOWrapper) -> bool:
+    """Whether the run's folder was deleted, moved or replaced since it was locked."""
+    try:
+        os.stat(run / LOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False  # a file system that does not answer now
+    return os.fstat(lock.fileno()).st_nlink == 0
+
+
 def job_of(run: Path) -> str | None:
     """The job that locked the run last; None if none ever did."""
     with suppress(OSError):

@@ -18,8 +18,9 @@ from longshore.train.evaluation import Evaluator
 from longshore.train.failed_step import explain
 from longshore.train.heartbeat import SAVING
 from longshore.train.loop import Hooks, Machine, Progress, StepReport, train
+from longshore.train.metrics import has_step
 from longshore.train.optimizer import Schedule
-from longshore.train.record import RunRecord
+from longshore.train.record import EVALS, RunRecord
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,14 +35,17 @@ class StepHooks:
     """Shows what happens before the first report."""
     report: Callable[[StepReport], None]
     """Records a step."""
+    wants_stop: Callable[[], bool]
+    """Whether this rank wants the run to stop."""
     wants_report: Callable[[], bool] = lambda: False
     """Whether every step is to be read at once, also on a GPU; the same on all ranks."""
 
 
 def train_steps(job: TrainingJob, parts: Parts, step_hooks: StepHooks) -> Iterator[StepReport]:
     """Trains one step for each report that is read, starting from the saver's progress."""
+    _make_up_evaluation(job, parts, step_hooks)
     device = job.topology.device
-    return train(
+    yield from train(
         parts.stepper,
         parts.loader,
         steps=job.steps,
@@ -55,6 +59,18 @@ def train_steps(job: TrainingJob, parts: Parts, step_hooks: StepHooks) -> Iterat
         start=step_hooks.saver.progress,
         hooks=_hooks(job, parts, step_hooks),
     )
+
+
+def _make_up_evaluation(job: TrainingJob, parts: Parts, step_hooks: StepHooks) -> None:
+    """Evaluates the step that a run resumes after, if a signal or a kill has prevented it."""
+    evaluator, done = step_hooks.evaluator, step_hooks.saver.progress.step
+    is_last = done == job.steps
+    if evaluator is None or not done or not evaluator.is_due(done, is_last=is_last):
+        return
+    evals = parts.checkpoints.run / EVALS
+    if parts.any_rank([job.topology.rank == 0 and not has_step(evals, done)])[0]:
+        evaluator.after_step(done, is_last=is_last)
+        job.status.at("waiting for data")
 
 
 def _schedule(job: TrainingJob) -> Schedule:
@@ -77,7 +93,8 @@ def _hooks(job: TrainingJob, parts: Parts, step_hooks: StepHooks) -> Hooks:
     steps = _BetweenSteps(job, step_hooks.saver, step_hooks.evaluator)
     checkpoints = parts.checkpoints
     return Hooks(
-        wants_stop=lambda: job.stop.is_asked or checkpoints.has_failed,
+        wants_stop=step_hooks.wants_stop,
+        any_rank=parts.any_rank,
         report=step_hooks.report,
         reported=checkpoints.confirm,
         after_step=steps.after_step,

@@ -29,7 +29,7 @@ from longshore.data.loader import Loader
 from longshore.data.source import IndexedSource
 from longshore.data.steps import IndexedSteps, Steps, StreamedSteps
 from longshore.data.stream import TextStream
-from longshore.distributed.agreement import agreed
+from longshore.distributed.agreement import AnyRank, agreed
 from longshore.distributed.cp_groups import CPGroups
 from longshore.hf.checkpoint import open_weights
 from longshore.model.decoder import Decoder
@@ -74,6 +74,8 @@ class Parts:
     """Of the run's folder."""
     refiner: Refiner | None
     """Of the cost profile that the loader plans with; None: it stays as it is."""
+    any_rank: AnyRank
+    """Whether any rank is asked to stop."""
 
     def close(self) -> None:
         """Only after success: closing waits for all ranks, and one that failed never comes."""
@@ -82,6 +84,7 @@ class Parts:
         if self.stepper.copies is not None:
             self.stepper.copies.close()
         self.groups.close()
+        self.any_rank.close()
 
 
 def build_parts(job: TrainingJob, folder: Path) -> Parts:
@@ -106,7 +109,7 @@ def build_parts(job: TrainingJob, folder: Path) -> Parts:
         copies=stepper.copies,
         base=None if job.base is None else job.base.as_json(),
     )
-    return Parts(groups, loader, stepper, checkpoints, refiner)
+    return Parts(groups, loader, stepper, checkpoints, refiner, AnyRank(job.topology))
 
 
 def make_cp_groups(job: TrainingJob) -> CPGroups:
@@ -255,7 +258,12 @@ def make_loader(job: TrainingJob, refiner: Refiner | None = None) -> Loader:
 
 
 def make_evaluator(
-    job: TrainingJob, stepper: Stepper, *, tell: OnEvaluation, on_demand: bool = False
+    job: TrainingJob,
+    parts: Parts,
+    *,
+    tell: OnEvaluation,
+    wants_stop: Callable[[], bool],
+    on_demand: bool = False,
 ) -> Evaluator | None:
     """What evaluates the run's held-out data, if it has any. on_demand: see run/data.py."""
     config = held_out(job.config, on_demand=on_demand)
@@ -267,15 +275,16 @@ def make_evaluator(
     with agreed(job.topology.groups):
         with in_keys("data.eval_path"):
             check_longest(config, job.topology.lanes, longest_of(source))
-        check_positions(stepper.model, longest_of(source), "data.eval_path")
+        check_positions(parts.stepper.model, longest_of(source), "data.eval_path")
     # Its loss is a sum over tokens, so that no sequences have to share a step.
     steps = make_steps(job, config, source=source, shuffle=False, is_grouped=False)
     return Evaluator(
         HeldOut("held-out", steps),
-        stepper.executor,
+        parts.stepper.executor,
         every=job.config.train.eval_every,
         tell=tell,
         status=job.status,
+        stops=lambda: parts.any_rank([wants_stop()])[0],
     )
 
 

@@ -7,10 +7,11 @@ torchrun says is read from the environment; `loopback` sets variables for the ti
 
 import os
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from longshore.files import temporary_folder
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = ("lo", "lo0")
@@ -56,7 +57,7 @@ def ranks_from_environment() -> Ranks | None:
 @contextmanager
 def alone() -> Iterator[Ranks]:
     """This process as the only rank of a run."""
-    with tempfile.TemporaryDirectory(prefix="longshore-") as folder:
+    with temporary_folder() as folder:
         yield Ranks(0, 1, 0, 1, f"file://{folder}/store")
 
 

@@ -28,6 +28,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,7 @@ from longshore.run.folder import (
     check_run_folder,
     check_writable,
     find_run,
+    is_lost,
     job_of,
     keep_config,
     lock_run,
@@ -50,6 +52,7 @@ from longshore.run.folder import (
 )
 from longshore.run.room import check_disks
 from longshore.train.checkpoint_files import FOLDER, remove_leftovers, writing
+from longshore.train.stop import FOLDER as HEARTBEATS
 
 if TYPE_CHECKING:
     from longshore.data.loader import Loader
@@ -106,6 +109,18 @@ class OpenRun:
     """Another line for the user, or ""; on rank 0 only."""
     is_forced: bool = False
     """It resumes with other data too."""
+    lock: TextIOWrapper | None = None
+    """Held by rank 0; None elsewhere, and where a file system does not count links."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether somebody has deleted or moved the folder; known to rank 0 only."""
+        return self.lock is not None and is_lost(self.folder, self.lock)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether somebody has put another run there since."""
+        return self.is_lost and (self.folder / CONFIG).exists()
 
 
 def recipe_of(run: Path, *, asked_by: str) -> str:
@@ -246,18 +261,24 @@ def _open(config: RunConfig, start: Start, locked: ExitStack, *, steps: int) -> 
     """Rank 0's part. locked: closes the lock when the run ends."""
     run = _run_to_resume(config, start)
     if run is not None:
-        locked.enter_context(lock_run(run, start.job))
+        lock = _locked(run, start, locked)
+        shutil.rmtree(run / HEARTBEATS, ignore_errors=True)  # of ranks that were killed
         check_steps(steps, config, run)
-        return OpenRun(run, True, tuple(changed_settings(config, run)))
+        return OpenRun(run, True, tuple(changed_settings(config, run)), lock=lock)
     folder = make_run_folder(config.output.folder)
     try:
-        locked.enter_context(lock_run(folder, start.job))
+        lock = _locked(folder, start, locked)
         write_config(config, folder)
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)  # nothing is in it yet
         raise
     note = f"--resume: there is no run to resume yet, so {folder} is a new one"
-    return OpenRun(folder, False, note=note if start.is_asked else "")
+    return OpenRun(folder, False, note=note if start.is_asked else "", lock=lock)
+
+
+def _locked(run: Path, start: Start, locked: ExitStack) -> TextIOWrapper | None:
+    lock = locked.enter_context(lock_run(run, start.job))
+    return lock if os.fstat(lock.fileno()).st_nlink else None
 
 
 def _run_to_resume(config: RunConfig, start: Start) -> Path | None:
@@ -326,6 +347,17 @@ def change_config(config: RunConfig, run: OpenRun, *, step: int) -> None:
     if run.changes:
         keep_config(run.folder, f"config-until-step-{step}")
     write_config(replace(config, output=replace(config.output, folder=name)), run.folder)
+
+
+def restore_folder(config: RunConfig, run: OpenRun, topology: "Topology") -> None:
+    """Makes a lost folder again, with what it takes to resume from a checkpoint in it."""
+    from longshore.distributed.agreement import agreed
+
+    with agreed(topology.groups):
+        if topology.rank == 0:
+            with writing(run.folder, then="start again"):
+                run.folder.mkdir(parents=True, exist_ok=True)
+                write_config(config, run.folder)
 
 
 def _from_first(texts: list[str], groups: "Groups") -> list[str]:

@@ -33,9 +33,10 @@ def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
     """Trains up to the last step, from the first or from a checkpoint, and leaves a run folder."""
     with Trainer.on_rank(config, ranks, start, signals=True) as trainer:
         trainer.run()
-    if trainer.done < trainer.steps:
+    if not trainer.is_finished:
         then = f"resume with --resume {trainer.folder}"
         if not config.output.keep:
             then = "nothing is saved, because output.keep is 0"
-        text = f"stopped after step {trainer.done} of {trainer.steps}; {then}"
+        where = ", in its evaluation" if trainer.done >= trainer.steps else ""
+        text = f"stopped after step {trainer.done} of {trainer.steps}{where}; {then}"
         raise StoppedError(text, trainer.stopped_by or signal.SIGTERM)

@@ -34,6 +34,7 @@ from longshore.run.resume import (
     FRESH,
     Start,
     checked_config,
+    restore_folder,
     start_from_environment,
 )
 from longshore.run.step_recorder import StepRecorder
@@ -44,6 +45,7 @@ from longshore.train.evaluation import Evaluation, Evaluator
 from longshore.train.heartbeat import SAVING
 from longshore.train.loop import StepReport
 from longshore.train.record import RunRecord, recording
+from longshore.train.stop import RunError
 
 Metrics = dict[str, Any]
 """Of a step, by the names of metrics.jsonl; or of an evaluation, by those of evals.jsonl."""
@@ -140,9 +142,21 @@ class Trainer:
         return loopback() if self._ranks.is_one_machine else nullcontext()
 
     def _make_evaluator(self, *, on_demand: bool = False) -> Evaluator | None:
-        job, stepper = self._training.job, self._training.parts.stepper
+        job, parts = self._training.job, self._training.parts
         with self._connecting():
-            return make_evaluator(job, stepper, tell=self._evaluated, on_demand=on_demand)
+            return make_evaluator(
+                job,
+                parts,
+                tell=self._evaluated,
+                wants_stop=self._wants_stop,
+                on_demand=on_demand,
+            )
+
+    def _wants_stop(self) -> bool:
+        """Whether this rank wants the run to stop: asked to, or because it cannot go on."""
+        training = self._training
+        is_asked = training.job.stop.is_asked
+        return is_asked or training.parts.checkpoints.has_failed or training.run.is_lost
 
     def _recording(self) -> AbstractContextManager[RunRecord]:
         job = self._training.job
@@ -167,6 +181,7 @@ class Trainer:
             evaluator=self._evaluator,
             record=self._record,
             report=self._recorder.write,
+            wants_stop=self._wants_stop,
             wants_report=lambda: self._reads_all,
         )
         return train_steps(training.job, training.parts, step_hooks)
@@ -200,6 +215,13 @@ class Trainer:
     def stopped_by(self) -> int | None:
         """The number of the signal that asked the run to stop, if one has."""
         return self._training.job.stop.number
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last step is done, and no signal has ended its evaluation."""
+        is_cut = self._evaluator is not None and self._evaluator.is_cut
+        # What cannot be resumed is finished without it.
+        return self.done >= self.steps and not (is_cut and self._training.saver.is_on)
 
     @property
     def model(self) -> Model:
@@ -258,10 +280,35 @@ class Trainer:
         self._recorder.end()
         self._recorded.close()
         training.job.status.at(SAVING)
+        self._check_folder()
         training.saver.finish()
-        if self.done >= self.steps:
+        if self.is_finished:
             model = training.parts.stepper.model
             write_weights(training.job, model, folder=self.folder, note=self._record.note)
+
+    def _check_folder(self) -> None:
+        """Raises RunError if the run's folder is gone, after saving what can be saved."""
+        training, folder = self._training, self.folder
+        run, parts, saver = training.run, training.parts, training.saver
+        is_lost, is_taken = parts.any_rank([run.is_lost, run.is_taken])
+        if not is_lost:
+            return
+        stopped = f"while it was trained; stopped after step {self.done}"
+        if is_taken:
+            raise RunError(
+                f"{folder} was replaced {stopped}; nothing is saved, because what is there now is "
+                "another's"
+            )
+        then = "nothing is saved, because output.keep is 0"
+        if saver.is_on:
+            restore_folder(training.job.config, run, training.job.topology)
+            parts.checkpoints.save_again()
+            saver.finish()
+            then = (
+                f"its settings and a checkpoint of this step are in a new {folder}; resume with "
+                f"--resume {folder}"
+            )
+        raise RunError(f"{folder} was deleted or moved {stopped}; {then}")
 
     def evaluate(self) -> Metrics:
         """The loss on the run's held-out data (data.eval_path or data.eval_mock) as it is now."""
@@ -273,7 +320,9 @@ class Trainer:
                 raise ValueError("there is no held-out data; give data.eval_path or data.eval_mock")
             evaluator = self._evaluator
             status = self._training.job.status
-            return asdict(evaluator.held_out.evaluate(evaluator.executor, status))
+            evaluation = evaluator.held_out.evaluate(evaluator.executor, status)
+            assert evaluation is not None, "nothing stops it here"
+            return asdict(evaluation)
 
     def _evaluated(self, step: int, evaluation: Evaluation) -> None:
         """An evaluation that train.eval_every asks for."""

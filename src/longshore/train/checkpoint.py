@@ -163,6 +163,13 @@ class Checkpoints:
         if self._error is not None:
             raise RunError(self._error_text(self._error))
 
+    def save_again(self) -> None:
+        """Forgets the last save, because its files are lost. All ranks call it together."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._error = self.last = None
+
     def abandon(self) -> None:
         """Ends the last save after a failure; what was not confirmed is removed.
 

@@ -11,7 +11,7 @@ A partial folder is renamed once everything is on disk, so a killed save does no
 safetensors are read: no file in a checkpoint can contain code.
 """
 
-import json
+import math
 import os
 import re
 import shutil
@@ -27,6 +27,7 @@ from longshore.files import (
     check_room,
     free_bytes,
     open_sealed,
+    parse_json,
     reason,
     sealed_json,
     size_text,
@@ -131,7 +132,7 @@ def read_index(folder: Path) -> CheckpointIndex:
     """The index of a checkpoint; also checks that each file exists with the right size."""
     try:
         raw = (folder / MARKER).read_bytes()
-        data = json.loads(raw)
+        data = parse_json(raw)
         version = (data["format"], data["version"])
         is_known = version in ((FORMAT, VERSION), (FORMAT, ROWS_VERSION))
         index = _parse(open_sealed(raw)) if is_known else None
@@ -168,7 +169,8 @@ def _parse(data: dict[str, Any]) -> CheckpointIndex:
     names = [*files, *(chunk.file for tensor in tensors.values() for chunk in tensor.chunks)]
     if any(Path(name).name != name or name not in files for name in names):
         raise ValueError("it names files outside the checkpoint")
-    counts = {name: int(data[name]) for name in ("step", "updates", "ranks")}
+    counts = {name: data[name] for name in ("step", "updates", "ranks")}
+    _check_counts(**counts)
     return CheckpointIndex(
         **counts,
         loader=dict(data["loader"]),
@@ -176,6 +178,16 @@ def _parse(data: dict[str, Any]) -> CheckpointIndex:
         tensors=tensors,
         base=dict(data.get("base", {})),
     )
+
+
+def _check_counts(step: int, updates: int, ranks: int) -> None:
+    for name, value, least, most in (
+        ("step", step, 1, math.inf),
+        ("updates", updates, 0, step),
+        ("ranks", ranks, 1, math.inf),
+    ):
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"{name} is {value!r}")
 
 
 def _sizes(numbers: Iterable[object]) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Evaluation on held-out sequences: every loss token has the same weight, whatever the plan.
 
 In: a model on its lanes and a held-out set. Out: the mean over all loss tokens of all lanes, rounds
-and steps. Parameters, optimizer and routing counts stay untouched.
+and steps; nothing if the run is asked to stop before the last round. Parameters, optimizer and
+routing counts stay untouched.
 
 Two steps with loss sums 6 and 1 over 3 and 1 tokens give (6 + 1) / (3 + 1) = 1.75; the mean of the
 steps' means would be 1.5.
@@ -49,8 +50,18 @@ class HeldOut:
     name: str
     steps: IndexedSteps
 
-    def evaluate(self, executor: Executor, status: RankStatus | None = None) -> Evaluation:
-        """All ranks call it together, between two training steps."""
+    def evaluate(
+        self,
+        executor: Executor,
+        status: RankStatus | None = None,
+        *,
+        stops: Callable[[], bool] = lambda: False,
+    ) -> Evaluation | None:
+        """All ranks call it together, between two training steps; None if it was stopped.
+
+        stops: the same on all ranks, which ask together before each round, or with a pipeline
+        before each step.
+        """
         status = status or RankStatus()
         status.at("evaluation")
         topology, depths = executor.topology, len(executor.config.mtp)
@@ -72,7 +83,12 @@ class HeldOut:
             for step in steps:
                 rounds = len(step.batches)
                 queue = executor.queue(step.plan, rounds=rounds, backward=False)
-                executor.run(step.batches, queue, handlers)
+                # Half of a pipeline's messages would wait for the others.
+                for part in [queue] if executor.layout.pp > 1 else [(entry,) for entry in queue]:
+                    if stops():
+                        reshard(executor)
+                        return None
+                    executor.run(step.batches, part, handlers)
                 more = step.batches[0].counts
                 counts = [a + b for a, b in zip(counts, (more.main, *more.mtp), strict=True)]
         reshard(executor)
@@ -83,7 +99,10 @@ class HeldOut:
 
 
 class Evaluator:
-    """Evaluates every `every` steps of a loop, and after the last; passes each result to `tell`."""
+    """Evaluates every `every` steps of a loop, and after the last; passes each result to `tell`.
+
+    stops: whether the run is to stop, see HeldOut.evaluate. is_cut: a stop has ended an evaluation.
+    """
 
     def __init__(
         self,
@@ -93,13 +112,16 @@ class Evaluator:
         every: int,
         tell: OnEvaluation,
         status: RankStatus | None = None,
+        stops: Callable[[], bool] = lambda: False,
     ) -> None:
         self.held_out = held_out
         self.executor = executor
         self.every = every
         self.tell = tell
         self.status = status
+        self.stops = stops
         self.last = 0
+        self.is_cut = False
 
     def is_due(self, step: int, *, is_last: bool = False) -> bool:
         """Whether `after_step` will evaluate."""
@@ -110,7 +132,11 @@ class Evaluator:
         if not self.is_due(step, is_last=is_last):
             return
         self.last = step
-        self.tell(step, self.held_out.evaluate(self.executor, self.status))
+        evaluation = self.held_out.evaluate(self.executor, self.status, stops=self.stops)
+        if evaluation is None:
+            self.is_cut = True
+        else:
+            self.tell(step, evaluation)
 
 
 def as_line(step: int, evaluation: Evaluation) -> dict[str, object]:

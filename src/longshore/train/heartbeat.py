@@ -217,6 +217,7 @@ def collective_of(thread: int) -> str:
 
 NOTICE_S = 60.0  # without a move, until it is reported
 STUCK_S = 20.0  # without a move, until a run that was asked to stop is ended
+UNTIMED_S = 600.0  # the same before the second step, which may be as slow as the first
 SILENT_S = 10.0  # without a beat, which comes every second
 ANSWER_S = 2.0  # every run that was asked to stop has this long
 SLOWER = 3.0  # limits are at least this many times the longest time between two moves
@@ -302,7 +303,7 @@ class Watch:
         silent = self._silent()
         if any(beat.phase == SAVING for beat in self.beats.values()) and not silent:
             return False
-        return bool(silent) or self.unmoved_s() >= self._slow(STUCK_S)
+        return bool(silent) or self.unmoved_s() >= stuck_limit(self._longest_s())
 
     def stuck(self, among: Collection[int] | None = None) -> list[int]:
         """The ranks that the others wait for; all ranks, if that is unclear.
@@ -344,8 +345,15 @@ class Watch:
         return [rank for rank in sorted(self.beats) if now - self._heard[rank] > self._silent_s]
 
     def _slow(self, seconds: float) -> float:
-        longest = max((beat.longest_s for beat in self.beats.values()), default=0.0)
-        return max(seconds, SLOWER * longest)
+        return max(seconds, SLOWER * self._longest_s())
+
+    def _longest_s(self) -> float:
+        return max((beat.longest_s for beat in self.beats.values()), default=0.0)
+
+
+def stuck_limit(longest_s: float) -> float:
+    """Seconds without a move until a run that was asked to stop is ended. longest_s: 0: unknown."""
+    return max(STUCK_S, SLOWER * longest_s) if longest_s else UNTIMED_S
 
 
 def _where(beat: Beat) -> str:

@@ -3,9 +3,12 @@
 In: a Stepper, a loader, a schedule, the number of steps. Out: one StepReport for each step.
 
 On a GPU the numbers of a step are read after the next step was queued, so the device never waits
-for the host: with steps 1, 2, 3, 4 the reports of 2, 3 and 4 come after 3, 4 and 4 were queued. If
-a rank asks to stop in step 2, all ranks see this after step 3 was queued, and 3 is the last step.
-The first step, and those whose report a hook wants first, are read at once; so are all on a CPU.
+for the host: with steps 1, 2, 3, 4 the reports of 2, 3 and 4 come after 3, 4 and 4 were queued. The
+first step, and those whose report a hook wants first, are read at once; so are all on a CPU, and
+those that follow a step of SLOW_S seconds.
+
+Before each step, and before its sequences are drawn, the ranks ask each other whether to stop: a
+rank that is asked in step 2 ends the run after step 2 or, where step 3 is queued already, after 3.
 """
 
 import math
@@ -28,6 +31,8 @@ from longshore.train.step import Stepper, StepResult
 from longshore.train.stop import RunError
 
 GIB = 2**30
+SLOW_S = 2.0
+"""After a step this long none is queued ahead: it could not be stopped, and would gain little."""
 ADVICE = "look at its data, lower train.lr, or set train.clip"
 
 
@@ -55,6 +60,8 @@ class Hooks:
 
     wants_stop: Callable[[], bool] = lambda: False
     """Whether this rank wants the run to stop."""
+    any_rank: Callable[[Sequence[bool]], list[bool]] = list
+    """Which of these flags any rank has set; all ranks ask together, before each step."""
     report: "Callable[[StepReport], None]" = lambda report: None
     """A step's report, before its after_step if the step was read at once."""
     reported: Callable[[int], None] = lambda step: None
@@ -110,11 +117,6 @@ class _QueuedStep:
     def number(self) -> int:
         return self.step.place.step + 1
 
-    @property
-    def stops(self) -> bool:
-        """Whether a rank wants the run to stop; valid once `numbers` is."""
-        return self.result is not None and bool(self.numbers[0])
-
 
 def train(
     stepper: Stepper,
@@ -133,32 +135,33 @@ def train(
     """
     meter = _Meter(flops, machine, stepper.graphs, stepper.loss.metrics)
     waiting: _QueuedStep | None = None
-    updates, stops, is_first = start.updates, False, True
+    updates, is_first = start.updates, True
     begin = Timestamp(machine.device)
-    for step in islice(_announced(loader, hooks), steps - start.step):
+    coming = islice(_announced(loader, hooks), steps - start.step)
+    while True:
+        stops, is_slow = hooks.any_rank([hooks.wants_stop(), meter.elapsed_s >= SLOW_S])
+        if stops or (step := next(coming, None)) is None:
+            break
         reports, lr = [], schedule.at(updates)
-        result = stepper.step(step.batches, lr, stop=hooks.wants_stop(), plan=step.plan)
+        result = stepper.step(step.batches, lr, plan=step.plan)
         updates += result is not None
         done = _QueuedStep(step, lr, result, _on_host(result), begin, Timestamp(machine.device))
         if waiting is not None:
             reports.append(_reported(meter.read(waiting), waiting, hooks))
             hooks.reported(waiting.number)
-            stops = waiting.stops
-        waiting = done
-        if is_first or machine.device.type != "cuda" or hooks.wants_report(done.number):
+        waiting, is_at_once = done, is_first or is_slow or machine.device.type != "cuda"
+        if is_at_once or hooks.wants_report(done.number):
             report = meter.read(done)
             if is_first:
                 _check_gradient(done, stepper.loss.name)
             reports.append(_reported(report, done, hooks))
-            waiting, stops = None, stops or done.stops
+            waiting = None
         is_first = False
         hooks.after_step(Progress(done.number, updates))
         if waiting is None:
             hooks.reported(done.number)  # after the hook, which may have started its checkpoint
         yield from reports
         begin = Timestamp(machine.device)  # time between steps is not part of the next step
-        if stops:
-            break
     if waiting is not None:
         report = _reported(meter.read(waiting), waiting, hooks)
         hooks.reported(waiting.number)
@@ -187,7 +190,7 @@ def _reported(report: StepReport, done: _QueuedStep, hooks: Hooks) -> StepReport
 
 def _check_gradient(done: _QueuedStep, loss: str) -> None:
     """Ends a run whose loss function trains nothing; the numbers are the same on all ranks."""
-    if done.result is not None and done.numbers[1]:
+    if done.result is not None and done.numbers[0]:
         raise RunError(
             f"step {done.number}: train.loss={loss} returned values without a gradient, so nothing "
             "would be trained; compute them from what it gets, without detach(), item(), "
@@ -196,11 +199,11 @@ def _check_gradient(done: _QueuedStep, loss: str) -> None:
 
 
 def _on_host(result: StepResult | None) -> Tensor:
-    """As float64: stops, whether the loss has no gradient, the norm, layers by what served them,
-    the loss's metrics, losses, expert counts; the copy is started, not awaited."""
+    """As float64: whether the loss has no gradient, the norm, layers by what served them, the loss's
+    metrics, losses, expert counts; the copy is started, not awaited."""
     if result is None:
         return torch.empty(0)
-    first = [result.stops, result.without_gradient, result.grad_norm.view(1), result.graphed]
+    first = [result.without_gradient, result.grad_norm.view(1), result.graphed]
     numbers = torch.cat([*first, result.loss_metrics, result.losses, *result.experts]).double()
     if numbers.device.type != "cuda":
         return numbers
@@ -211,7 +214,7 @@ def _on_host(result: StepResult | None) -> Tensor:
 class _Meter:
     """Makes metrics from finished steps; a step's time includes waiting for its data.
 
-    names: of the loss's metrics.
+    names: of the loss's metrics. elapsed_s: of the last step that was read.
     """
 
     def __init__(
@@ -225,18 +228,19 @@ class _Meter:
         self.flops = flops
         self.machine = machine
         self.graphs = graphs
+        self.elapsed_s = 0.0
 
     def read(self, done: _QueuedStep) -> StepReport:
         done.end.wait()
         experts = _experts(done)
         losses = len(done.numbers) - sum(map(len, experts))
-        values = iter(done.numbers[2:losses].tolist())
+        values = iter(done.numbers[1:losses].tolist())
         norm = next(values, None)
         ways = GRAPH_WAYS if self.graphs and done.result else ()
         graphed: dict[str, int] = {way: int(next(values)) for way in ways}
         own = {name: _finite(value) for name, value in zip(self.names, values, strict=False)}
         loss, balance, index, *depths = [*values] or (None,) * 3
-        elapsed = done.end.since(done.begin)
+        self.elapsed_s = elapsed = done.end.since(done.begin)
         step, plan = done.step, done.step.plan
         counts = step.batches[0].counts
         flops = self.flops([sequence.length for sequence in plan.sequences])

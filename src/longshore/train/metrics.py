@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from longshore.files import reason, write_atomically
+from longshore.files import parse_json, reason, write_atomically
 
 OPTIONAL = ("balance_loss", "index_loss", "mtp_losses", "loss_metrics", "graphed", "graph_gib")
 """Left out without experts, without mixers that have a loss of their own, without multi-token
@@ -146,11 +146,20 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def has_step(path: Path, step: int) -> bool:
+    """Whether a file has a line of a step; all its lines can be read."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return any(parse_json(line)["step"] == step for line in lines)
+
+
 def cut_steps(path: Path, last: int) -> list[str]:
     """Removes the lines of steps after `last` and an incomplete line: they will be written again.
 
     Unreadable lines go to PATH.unreadable; returns a warning about them.
     """
+    if path.is_symlink():
+        text = "it is a link, and a run writes only into its own folder"
+        raise OSError(errno.ELOOP, text, str(path))
     if not path.exists():
         return []
     kept, broken = _spans(path, last)
@@ -179,7 +188,7 @@ def _spans(path: Path, last: int) -> tuple[list[tuple[int, int]], bytes]:
             if not line.endswith(b"\n"):
                 break
             try:
-                is_kept = json.loads(line)["step"] <= last
+                is_kept = parse_json(line)["step"] <= last
             except (ValueError, LookupError, TypeError):
                 broken += line
                 continue

@@ -34,6 +34,7 @@ from longshore.train.metrics import MetricsFile, append_line, cut_steps
 from longshore.train.trackers import make_trackers
 
 MOST_BYTES = 256 << 20
+EVALS = "evals.jsonl"
 
 
 class StepsFile:
@@ -115,7 +116,7 @@ def recording(
     if not is_first:
         yield RunRecord(lambda text: None, lambda report: None, lambda step, evaluation: None)
         return
-    metrics, plans, evals = (folder / f"{name}.jsonl" for name in ("metrics", "steps", "evals"))
+    metrics, plans, evals = (folder / name for name in ("metrics.jsonl", "steps.jsonl", EVALS))
     with writing(folder):
         notes = [note for path in (metrics, plans, evals) for note in cut_steps(path, after)]
     view = make_display(display, steps, stream=sys.stdout, title=str(folder), done=after)

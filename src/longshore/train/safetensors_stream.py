@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.files import reason
+from longshore.files import parse_json, reason
 from longshore.train.checkpoint_files import SavedFile
 from longshore.train.checkpoint_storage import BLOCK, DTYPES, OF_NAME
 
@@ -44,7 +44,7 @@ class BlockFile:
         weakref.finalize(self, os.close, self._number)
         size = int.from_bytes(os.pread(self._number, 8, 0), "little")
         self._start = 8 + size
-        header = json.loads(os.pread(self._number, size, 8))
+        header = parse_json(os.pread(self._number, size, 8))
         self._entries: dict[str, Any] = {n: e for n, e in header.items() if n != "__metadata__"}
 
     def shape(self, name: str) -> tuple[int, ...]:

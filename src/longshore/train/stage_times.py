@@ -40,14 +40,16 @@ def stage_times(
     with writing(run):
         path.parent.mkdir(exist_ok=True)
         cut_steps(path, after)
+        file = path.open("a", encoding="utf-8")
 
     def write(report: StepReport) -> None:
         if report.stages:
-            line = json.dumps(as_line(report, topology.pp_rank), allow_nan=False)
-            with writing(run), open(path, "a", encoding="utf-8") as out:
-                out.write(line + "\n")
+            with writing(run):
+                file.write(json.dumps(as_line(report, topology.pp_rank), allow_nan=False) + "\n")
+                file.flush()
 
-    yield write
+    with file:
+        yield write
 
 
 def as_line(report: StepReport, pp_rank: int) -> dict[str, object]:

@@ -14,8 +14,7 @@ With experts or depths of multi-token prediction the loss is
 
 where losses of a depth's experts and mixer are divided by the tokens that this depth sees; a mixer
 may have a loss of its own, as that of sparse attention's indexer.
-A step without a loss token is skipped, on all lanes alike. The number of ranks that want the run to
-stop is summed over the lanes together with the losses, so that all ranks stop after the same step.
+A step without a loss token is skipped, on all lanes alike.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -78,8 +77,6 @@ class StepResult:
     the loss of each depth of multi-token prediction, each divided by its own count."""
     grad_norm: Tensor
     """0-dim: the global norm before clipping."""
-    stops: Tensor
-    """float64 (1): how many ranks want the run to stop."""
     graphed: Tensor
     """float64 (3): forward passes of layers by GRAPH_WAYS, as CUDA graphs served them; (0) without
     graphs."""
@@ -127,25 +124,19 @@ class Stepper:
         object.__setattr__(self, "executor", executor)
 
     def step(
-        self,
-        batches: list[MicroBatch],
-        lr: float,
-        *,
-        stop: bool = False,
-        plan: Plan | None = None,
+        self, batches: list[MicroBatch], lr: float, *, plan: Plan | None = None
     ) -> StepResult | None:
         """Runs the rounds and updates the parameters; None if the step has no loss token.
 
-        stop: whether this rank wants the run to stop. plan: what the micro-batches were packed by;
-        a pipeline needs it.
+        plan: what the micro-batches were packed by; a pipeline needs it.
         """
         with self._memory_limit(batches):
-            result = self._step(batches, lr, stop=stop, plan=plan)
+            result = self._step(batches, lr, plan=plan)
         self.status.at("waiting for data")
         return result
 
     def _step(
-        self, batches: list[MicroBatch], lr: float, *, stop: bool, plan: Plan | None
+        self, batches: list[MicroBatch], lr: float, *, plan: Plan | None
     ) -> StepResult | None:
         self.status.at("counting loss tokens")
         divisor = self.loss.divisor(batches, self.topology.groups)
@@ -155,8 +146,8 @@ class Stepper:
         # All TP ranks of a lane have the same losses; the sum over all ranks counts them once.
         mine = torch.cat([losses, rounds.totals])
         mine = mine if self.topology.tp_rank == 0 else torch.zeros_like(mine)
-        own = [float(stop), *(self.graphs.take_runs() if self.graphs else ())]
-        sums = torch.cat([mine, *(losses.new_full((1,), number) for number in own)])
+        runs = self.graphs.take_runs() if self.graphs else []
+        sums = torch.cat([mine, *(losses.new_full((1,), float(count)) for count in runs)])
         self.status.at("gradient norm")
         counted = self.copies.counted if self.copies else None
         norm = clip(self.model, self.clip, self.topology, also=sums, counted=counted)
@@ -168,11 +159,10 @@ class Stepper:
         update_bias(self.model, routed)
         layout = self.executor.layout
         experts = counts_of_all_stages(routed, self.model.config, layout, self.topology)
-        sizes = [len(losses), len(rounds.totals), 1, len(own) - 1]
-        summed, totals, stops, graphed = sums.split(sizes)
+        summed, totals, graphed = sums.split([len(losses), len(rounds.totals), len(runs)])
         metrics = totals[2::2] / totals[3::2]
         untrained = ((totals[:1] == 0) & (totals[1:2] > 0)).double()
-        return StepResult(summed, norm, stops, graphed, experts, rounds, metrics, untrained)
+        return StepResult(summed, norm, graphed, experts, rounds, metrics, untrained)
 
     def gradients(
         self, batches: list[MicroBatch], divisor: float, *, plan: Plan | None = None

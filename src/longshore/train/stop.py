@@ -32,12 +32,11 @@ from longshore.train.heartbeat import (
     ANSWER_S,
     NOTICE_S,
     SAVING,
-    SLOWER,
-    STUCK_S,
     RankStatus,
     Watch,
     beating,
     last_saved,
+    stuck_limit,
 )
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -283,8 +282,7 @@ class _Peers:
 
     def _stuck(self, since_s: float) -> str:
         status = self.status
-        limit = max(STUCK_S, SLOWER * status.longest_s)
-        if status.phase == SAVING or status.unmoved_s < limit:
+        if status.phase == SAVING or status.unmoved_s < stuck_limit(status.longest_s):
             return ""
         state = (
             self.watch.description() if self.watch is not None else f"it hangs in {status.phase}"
