@@ -5,7 +5,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.plan.samples import CHARGED, examples, long_tail
 
@@ -83,6 +83,7 @@ def test_with_experts_over_ranks_mixers_and_tokens_have_their_own_slowest_lanes(
 
 @pytest.mark.property
 @settings(max_examples=examples(10))
+@example(factors=(0.1, 0.1, 0.1, 0.1, 10.0, 0.1), seed=759).via("parts beyond the first limits")
 @given(
     factors=st.tuples(*(st.sampled_from([0.1, 0.3, 1.0, 3.0, 10.0]) for _ in EVEN)),
     seed=st.integers(0, 1000),
