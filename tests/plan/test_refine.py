@@ -55,10 +55,13 @@ def worst(rounds, profile):
     seed=st.integers(0, 10_000),
     lanes=st.sampled_from([1, 2, 4, 8]),
     policy=st.sampled_from(["mixed", "static", "padded"]),
+    buckets=st.sampled_from([(), (2048, 8192)]),
 )
-def test_parts_add_up_to_what_rounds_are_predicted(seed, lanes, policy):
+def test_parts_add_up_to_what_rounds_are_predicted(seed, lanes, policy, buckets):
     count = 6 if policy == "padded" else 24
-    plan = plan_of(seed, lanes=lanes, count=count, policy=policy, min_cp=min(lanes, 2))
+    plan = plan_of(
+        seed, lanes=lanes, count=count, policy=policy, min_cp=min(lanes, 2), buckets=buckets
+    )
     predicted = [predicted_seconds(part.amounts, BASE) for part in round_parts(plan)]
     ends = make_timeline(plan).end.max(axis=1)
     assert predicted == pytest.approx(np.diff(ends, prepend=0.0), rel=1e-12)

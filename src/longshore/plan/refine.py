@@ -183,6 +183,11 @@ def _lane_amounts(round_: Round, setting: PlanSetting, squares: Seq[float]) -> F
         amounts[1, lanes] += sum(map(squares.__getitem__, pack.sequences)) / size
         amounts[3 if size > setting.profile.node else 2, lanes] += pack.tokens_per_lane * (size - 1)
         amounts[4, lanes] += 1
+    if setting.padding:
+        tokens = amounts[0].astype(np.int64)
+        added = setting.padding.totals(tokens) - tokens
+        amounts[0] += added
+        amounts[1] += setting.profile.squares(added)
     return amounts
 
 
