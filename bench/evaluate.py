@@ -7,10 +7,12 @@ A pack of CP size k costs each of its lanes
 
     pack + Σ (linear·padded + quadratic·length²)/k + gather[k > node]·Σ padded·(k−1)/k
 
-(no gather and no padding at k = 1, else padding to a multiple of 2·k), a round adds `round`. In
-sync mode `round` a step costs the sum of the rounds' largest lane costs. In `step`, lanes joined
-through packs of a round start at their latest ready time and end together after their largest
-cost; the step costs the latest end. Two lanes, sequences of 8 and 3 tokens, one second a token:
+(no gather and no padding at k = 1, else padding to a multiple of 2·k), a round adds `round`. What
+a lane runs besides, up to a multiple of `align` and then a bucket, is one more sequence at k = 1,
+also on a lane without packs. In sync mode `round` a step costs the sum of the rounds' largest lane
+costs. In `step`, lanes joined through packs of a round start at their latest ready time and end
+together after their largest cost; the step costs the latest end. Two lanes, sequences of 8 and 3
+tokens, one second a token:
 
     {"rounds": [{"packs": [{"first_lane": 0, "cp_size": 2, "sequences": [0]},
                            {"first_lane": 1, "cp_size": 1, "sequences": [1]}]}]}
@@ -42,6 +44,8 @@ class Setting:
     capacity: int
     profile: dict[str, Any]
     sync: str
+    align: int = 1
+    buckets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,20 @@ def _lane_tokens(round_: dict[str, Any], setting: Setting) -> NDArray[np.int64]:
     return tokens
 
 
+def _padding(round_: dict[str, Any], setting: Setting) -> NDArray[np.int64]:
+    """Tokens that each lane runs besides those of its packs."""
+    held = _lane_tokens(round_, setting)
+    if setting.align == 1 and not setting.buckets:
+        return np.zeros_like(held)
+
+    def total(tokens: int) -> int:
+        tokens = tokens or min(16, setting.capacity // setting.align * setting.align)
+        tokens = -(-tokens // setting.align) * setting.align
+        return min((size for size in setting.buckets if size >= tokens), default=tokens)
+
+    return np.array([total(tokens) for tokens in held.tolist()]) - held
+
+
 def step_time(step: dict[str, Any], setting: Setting) -> float:
     """Seconds of a step whose groups are legal, in the setting's sync mode."""
     if setting.sync not in ("round", "step"):
@@ -173,6 +191,8 @@ def step_time(step: dict[str, Any], setting: Setting) -> float:
             cost[first : first + size] += pack_cost(pack["sequences"], size, setting)
             links[first] += 1
             links[first + size - 1] -= 1
+        added = _padding(round_, setting)
+        cost += setting.profile["linear"] * added + setting.profile["quadratic"] * added**2
         cost += setting.profile["round"]
         ready = _ends(ready, cost, np.cumsum(links) > 0, setting.sync)
     return float(ready.max())
@@ -197,12 +217,15 @@ def round_heights(
     and what is gathered are the mixer's.
     """
     heights = []
+    linear, quadratic = setting.profile["linear"], setting.profile["quadratic"]
     for round_ in step["rounds"]:
-        mixer, token_wise = np.zeros(setting.lanes), np.zeros(setting.lanes)
+        added = _padding(round_, setting)
+        mixer = mixer_share * linear * added + quadratic * added**2
+        token_wise = (1 - mixer_share) * linear * added
         for pack in round_["packs"]:
             lanes = slice(pack["first_lane"], pack["first_lane"] + pack["cp_size"])
             tokens = _pack_tokens(pack, setting)
-            apart = (1 - mixer_share) * setting.profile["linear"] * tokens
+            apart = (1 - mixer_share) * linear * tokens
             mixer[lanes] += pack_cost(pack["sequences"], pack["cp_size"], setting) - apart
             token_wise[lanes] += apart
         heights.append(float(mixer.max() + token_wise.max() + setting.profile["round"]))

@@ -17,6 +17,7 @@ from longshore.arch.cuts import (
     is_tp_split,
     on_tp_rank,
 )
+from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Norm
 from longshore.arch.presets import preset
@@ -103,7 +104,7 @@ def test_what_ranks_do_not_split_stays_as_it_is():
     ("part", "tp", "message"),
     [
         (THREE, 4, "parallel.tp is 4, which does not divide the 6 attention heads; use one of 1, "),
-        (THREE, 2, "parallel.tp is 2, which does not divide the 3 KV heads; use one of 1, 3"),
+        (THREE, 2, "parallel.tp is 2, which does not divide the 3 KV heads; use one of 1, 3, 6"),
         (MLPConfig(width=6), 4, "does not divide the 6 channels of a feed-forward part"),
     ],
 )
@@ -111,3 +112,12 @@ def test_refused_with_what_works(part, tp, message):
     with pytest.raises(SettingError) as caught:
         on_tp_rank(part, tp)
     assert message in caught.value.spelled(lambda name: f"parallel.{name}")
+
+
+def test_a_decoder_is_refused_with_what_works_for_all_its_parts():
+    layer = LayerConfig(AttentionConfig(heads=12, kv_heads=2, head_dim=8), MLPConfig(width=18))
+    decoder = DecoderConfig(vocab_size=64, width=96, layers=(layer,))
+    for tp, problem in ((3, "2 KV heads"), (4, "18 channels of a feed-forward part")):
+        with pytest.raises(ValueError, match=f"does not divide the {problem}; use one of 1, 2, 6$"):
+            decoder_on_tp_rank(decoder, tp)
+    assert decoder_on_tp_rank(decoder, 6).layers[0].mixer.kv_heads == 1

@@ -5,7 +5,8 @@ In: a Plan. Out: seconds. A pack of CP size k costs each of its lanes
     pack + Σ (linear·padded + quadratic·length²)/k + gather[k > node]·Σ padded·(k−1)/k
 
 Two sequences of 8 and 3 tokens, the first over both of two lanes, the second on lane 1, cost 7 at
-one second a token.
+one second a token. A lane's tokens are rounded up to `align`, then to a bucket, and what that adds
+is a sequence more: with buckets of 10 lane 1 pads 3 tokens, and both cost 10.
 """
 
 import math
@@ -42,7 +43,29 @@ def lane_costs(plan: Plan, round_: Round) -> list[float]:
         costs = [sequence_cost(profile, lengths[i], pack.cp_size) for i in pack.sequences]
         for lane in lanes_of(pack):
             row[lane] += profile.pack + math.fsum(costs)
-    return row
+    return [
+        cost + sequence_cost(profile, total - tokens, 1)
+        for cost, (tokens, total) in zip(row, lane_tokens(plan, round_), strict=True)
+    ]
+
+
+def lane_tokens(plan: Plan, round_: Round) -> list[tuple[int, int]]:
+    """Of each lane the tokens of its packs, and those that it runs with all its padding.
+
+    A lane without packs runs 16 tokens, which count as none where nothing is rounded up.
+    """
+    setting, lengths = plan.setting, charged_lengths(plan)
+    pairs = []
+    for lane in range(setting.lanes):
+        packs = [pack for pack in round_.packs if lane in lanes_of(pack)]
+        tokens = sum(padded(lengths[i], p.cp_size) // p.cp_size for p in packs for i in p.sequences)
+        total = tokens
+        if setting.align > 1 or setting.buckets:
+            total = tokens or min(16, setting.capacity // setting.align * setting.align)
+            total += -total % setting.align
+            total = min((size for size in setting.buckets if size >= total), default=total)
+        pairs.append((tokens, total))
+    return pairs
 
 
 def lanes_of(pack: Pack) -> range:
@@ -68,6 +91,8 @@ def _free_running(plan: Plan) -> float:
             end = max(ready[i] for i in joined) + max(row[i] for i in joined)
             for lane in joined:
                 ready[lane] = end + plan.setting.profile.round
+        for lane in set(range(len(row))) - set().union(*_joined_lanes(round_)):
+            ready[lane] += row[lane]
     return max(ready)
 
 

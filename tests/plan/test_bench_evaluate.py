@@ -2,8 +2,9 @@
 
 import pytest
 from bench.evaluate import Setting, experts_bound, pipeline_time, round_heights, score
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.plan.samples import examples
 
 from longshore.plan import make_plan
 from longshore.plan.as_json import step_as_json
@@ -35,14 +36,25 @@ def test_each_part_of_a_round_with_experts_has_its_own_slowest_lane():
 
 
 @pytest.mark.property
-@given(lengths=LENGTHS, pp=st.sampled_from([1, 2, 4]), share=st.floats(0, 1))
-def test_the_evaluator_agrees_with_the_planner_and_experts_cost_no_less(lengths, pp, share):
-    profile = parse_profile(PROFILE, "test")
-    plan = make_plan(lengths, lanes=4, capacity=2048, pp=pp, profile=profile)
-    setting = Setting(lengths, 4, 2048, PROFILE, "round")
+@settings(max_examples=examples(50, fuzz=2_000))
+@given(
+    lengths=LENGTHS,
+    pp=st.sampled_from([1, 2, 4]),
+    share=st.floats(0, 1),
+    padding=st.sampled_from([(1, ()), (1, (700, 2048)), (128, ()), (64, (1024, 2048))]),
+)
+def test_the_evaluator_agrees_with_the_planner_and_experts_cost_no_less(
+    lengths, pp, share, padding
+):
+    profile, (align, buckets) = parse_profile(PROFILE, "test"), padding
+    asked = {"lanes": 4, "capacity": 2048, "profile": profile, "align": align, "buckets": buckets}
+    plan = make_plan(lengths, pp=pp, **asked)
+    setting = Setting(lengths, 4, 2048, PROFILE, "round", align, buckets)
     step = step_as_json(plan)
     assert not score(step, setting).faults
     heights = round_heights(step, setting)
+    if pp == 1:
+        assert score(step, setting).predicted == pytest.approx(plan.stats.predicted, rel=1e-6)
     assert pipeline_time(heights, pp) == pytest.approx(plan.stats.predicted, rel=1e-6)
     apart = round_heights(step, setting, mixer_share=share)
     pairs = zip(heights, apart, strict=True)
@@ -50,7 +62,7 @@ def test_the_evaluator_agrees_with_the_planner_and_experts_cost_no_less(lengths,
     # Balanced plans are tried too: no plan ends before the bound, whatever it was made for.
     for other in (
         plan,
-        make_plan(lengths, lanes=4, capacity=2048, profile=profile, cp_size=4, policy="balanced"),
+        make_plan(lengths, cp_size=4, policy="balanced", **asked),
     ):
         times = round_heights(step_as_json(other), setting, mixer_share=share)
         assert sum(times) >= experts_bound(setting, mixer_share=share) * (1 - 1e-9)

@@ -1,7 +1,7 @@
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.plan.samples import examples
 
@@ -107,6 +107,7 @@ def problems(draw: st.DrawFn) -> tuple[list[int], int, int, int, int]:
 
 @pytest.mark.property
 @settings(max_examples=examples(100, fuzz=2_000))
+@example(([6, 3, 6, 19, 1, 11, 13, 14, 11], 1, 5, 0, 11)).via("evener though higher at first")
 @given(problems())
 def test_balanced_is_the_best_of_all(drawn: tuple[list[int], int, int, int, int]) -> None:
     costs, pp, vpp, depths, embed = drawn

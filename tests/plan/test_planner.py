@@ -9,6 +9,7 @@ import pytest
 from tests.plan.samples import CHARGED, FREE, TOKENS, long_tail
 
 from longshore.plan import Plan, Sequence, check, make_plan, planner
+from longshore.plan.simulate import simulate
 
 NUMBERS = (
     "lanes",
@@ -257,11 +258,33 @@ def test_the_figures_of_a_plan_by_hand():
 
 
 def test_padding_and_alignment_in_the_figures():
-    # 10 tokens are padded to 12, 6 for each lane; alignment makes that 8 in memory.
+    # 10 tokens are padded to 12, 6 for each lane; alignment makes that 8, which all run.
     plan = plan_of([10], lanes=2, capacity=16, min_cp=2, align=8)
-    assert plan.stats.predicted == 6
+    assert plan.stats.predicted == plan.stats.lower_bound == 8
     assert plan.stats.padding == pytest.approx(1 - 10 / 16)
     assert plan.stats.fill == pytest.approx(12 / 32)
+
+
+def test_what_buckets_add_counts_in_the_figures():
+    asked = {"lanes": 2, "capacity": 1000, "profile": replace(TOKENS, quadratic=1.0), "max_cp": 1}
+    plan = plan_of([4, 4], **asked, max_sequences=1, buckets=[1000])
+    assert plan.stats.padding == pytest.approx(0.996)
+    assert plan.stats.predicted == 1000 + 4**2 + 996**2, "the padding is a sequence of its own"
+    assert plan.stats.lower_bound == 1000 + 4**2, "other sequences could have been in its place"
+    assert plan.stats.efficiency == pytest.approx((4 + 4**2) / plan.stats.predicted)
+    empty = plan_of([4], **asked, buckets=[500])
+    assert empty.stats.padding == pytest.approx(0.996), "a lane without work runs a bucket too"
+    step = plan_of([600, 10, 10], lanes=2, capacity=600, sync="step", buckets=[100], max_cp=1)
+    assert step.stats.predicted == 600
+
+
+def test_a_plan_for_buckets_is_faster_than_one_that_does_not_know_them():
+    lengths = long_tail(1, 60, most=65536)
+    asked = {"lanes": 8, "capacity": 16384, "profile": CHARGED}
+    plan, other = plan_of(lengths, **asked, buckets=[8192]), plan_of(lengths, **asked)
+    padded = simulate(replace(other, setting=plan.setting))
+    assert padded.predicted > 1.4 * plan.stats.predicted
+    assert (len(other.rounds), len(plan.rounds)) == (2, 1)
 
 
 def test_alignment_limits_a_lane_s_total_not_each_sequence():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.plan.evaluator import padded, step_seconds
+from tests.plan.evaluator import lane_tokens, padded, step_seconds
 from tests.plan.samples import CHARGED, FREE, examples
 
 from longshore.plan import CostProfile, Plan, check, make_plan
@@ -52,7 +52,7 @@ CAPACITIES = st.integers(1, 64) | st.integers(65, 5000) | st.sampled_from([4096,
 
 @st.composite
 def limits(draw: st.DrawFn, lanes: int, capacity: int) -> dict[str, Any]:
-    """CP sizes, alignment and the cap on sequences: each is left out about every other time."""
+    """CP sizes, alignment, buckets, the cap on sequences: each left out about every other time."""
     asked: dict[str, Any] = {}
     if draw(st.booleans()):
         asked["cp_sizes"] = draw(st.sampled_from(["pow2", "any"]))
@@ -60,6 +60,10 @@ def limits(draw: st.DrawFn, lanes: int, capacity: int) -> dict[str, Any]:
         asked["min_cp"], asked["max_cp"] = sorted(draw(st.tuples(*[st.integers(1, lanes)] * 2)))
     if draw(st.booleans()):
         asked["align"] = draw(st.integers(1, min(capacity, 128)))
+    if draw(st.booleans()):
+        align = asked.get("align", 1)
+        steps = st.sets(st.integers(1, capacity // align), max_size=4)
+        asked["buckets"] = [align * size for size in draw(steps)]
     if draw(st.booleans()):
         asked["max_sequences"] = draw(st.integers(1, 8))
     assume(legal_sizes(lanes, asked))
@@ -159,7 +163,8 @@ def check_stats(asked: Asked, plan: Plan) -> None:
     assert stats.sum_squared_lengths == sum(n * n for n in asked.lengths)
     assert 0 <= stats.imbalance < 1
     assert 0 <= stats.bubble < 1
-    assert 0 <= stats.padding < 1
+    totals = [total for round_ in plan.rounds for _, total in lane_tokens(plan, round_)]
+    assert stats.padding == pytest.approx(1 - sum(asked.lengths) / sum(totals), abs=1e-12)
 
 
 @settings(max_examples=examples(300))

@@ -5,7 +5,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.plan.samples import CHARGED, examples, long_tail
 
@@ -55,10 +55,13 @@ def worst(rounds, profile):
     seed=st.integers(0, 10_000),
     lanes=st.sampled_from([1, 2, 4, 8]),
     policy=st.sampled_from(["mixed", "static", "padded"]),
+    buckets=st.sampled_from([(), (2048, 8192)]),
 )
-def test_parts_add_up_to_what_rounds_are_predicted(seed, lanes, policy):
+def test_parts_add_up_to_what_rounds_are_predicted(seed, lanes, policy, buckets):
     count = 6 if policy == "padded" else 24
-    plan = plan_of(seed, lanes=lanes, count=count, policy=policy, min_cp=min(lanes, 2))
+    plan = plan_of(
+        seed, lanes=lanes, count=count, policy=policy, min_cp=min(lanes, 2), buckets=buckets
+    )
     predicted = [predicted_seconds(part.amounts, BASE) for part in round_parts(plan)]
     ends = make_timeline(plan).end.max(axis=1)
     assert predicted == pytest.approx(np.diff(ends, prepend=0.0), rel=1e-12)
@@ -83,6 +86,7 @@ def test_with_experts_over_ranks_mixers_and_tokens_have_their_own_slowest_lanes(
 
 @pytest.mark.property
 @settings(max_examples=examples(10))
+@example(factors=(0.1, 0.1, 0.1, 0.1, 10.0, 0.1), seed=759).via("parts beyond the first limits")
 @given(
     factors=st.tuples(*(st.sampled_from([0.1, 0.3, 1.0, 3.0, 10.0]) for _ in EVEN)),
     seed=st.integers(0, 1000),

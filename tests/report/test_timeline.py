@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -68,8 +70,10 @@ def test_padded_makes_every_sequence_as_long_as_the_longest(make):
 
 @pytest.mark.parametrize("sync", ["round", "step"])
 @pytest.mark.parametrize("lanes", [1, 4, 64])
-def test_agrees_with_the_simulator(make_random, sync, lanes):
+@pytest.mark.parametrize("align", [1, 100])
+def test_agrees_with_the_simulator(make_random, sync, lanes, align):
     plan = make_random(lanes, rounds=3, seed=lanes, sync=sync)
+    plan = replace(plan, setting=replace(plan.setting, align=align))
     timeline, simulated = make_timeline(plan), simulate(plan)
     assert timeline.total == pytest.approx(simulated.span, rel=1e-9)
     assert timeline.idle == pytest.approx(simulated.imbalance, abs=1e-9)

@@ -16,9 +16,9 @@ several ranks have the same ones: a Span says which copy it is, of how many. A b
 sum over the ranks is on the first alone; the others' cut has no span.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.decoder import DecoderConfig, LayerConfig
@@ -100,20 +100,19 @@ class TPRank:
 
 def on_tp_rank(part: Part, tp: int) -> Part:
     """The config of what each of `tp` ranks has; the same config if ranks do not split it."""
-    split = SPLITS.get(type(part))
-    if split is None or tp == 1:
-        return part
-    changed: Part = split(part, tp)
-    return changed
+    _check_splits((part,), tp)
+    return _split(part, tp)
 
 
 def decoder_on_tp_rank(config: DecoderConfig, tp: int) -> DecoderConfig:
     """All layers as one of `tp` ranks has them; embedding and head stay as they are."""
     if tp == 1:
         return config
+    parts = (part for layer in (*config.layers, *config.mtp) for part in layer.parts)
+    _check_splits(dict.fromkeys(parts), tp)
 
     def local(layer: LayerConfig) -> LayerConfig:
-        mixer, mlp = (part and on_tp_rank(part, tp) for part in (layer.mixer, layer.mlp))
+        mixer, mlp = (part and _split(part, tp) for part in (layer.mixer, layer.mlp))
         return LayerConfig(mixer, mlp)
 
     layers, mtp = (tuple(map(local, group)) for group in (config.layers, config.mtp))
@@ -132,16 +131,32 @@ def cuts_of(part: Part, width: int, *, tp: int, rank: int) -> dict[str, TensorCu
     return named
 
 
+def _split(part: Part, tp: int) -> Part:
+    split = SPLITS.get(type(part))
+    return part if split is None or tp == 1 else cast(Part, split(part, tp))
+
+
+def _check_splits(parts: Collection[Part], tp: int) -> None:
+    """Raises what is wrong with the first part that so many ranks cannot split, and what works."""
+    wrong = next(filter(None, (_refusal(part, tp) for part in parts)), None)
+    if wrong is not None:
+        works = [n for n in range(1, MOST_TP + 1) if not any(_refusal(part, n) for part in parts)]
+        listed = ", ".join(map(str, works))
+        raise SettingError(f"{wrong.message}; use one of {{works}}", **wrong.values, works=listed)
+
+
+def _refusal(part: Part, tp: int) -> SettingError | None:
+    try:
+        _split(part, tp)
+    except SettingError as error:
+        return error
+    return None
+
+
 def _divided(name: str, units: int, tp: int) -> int:
     if units % tp:
-        works = [size for size in range(1, min(units, MOST_TP) + 1) if units % size == 0]
-        raise SettingError(
-            "{tp} is {given}, which does not divide the {units} {name}; use one of {works}",
-            given=tp,
-            units=units,
-            name=name,
-            works=", ".join(map(str, works)),
-        )
+        message = "{tp} is {given}, which does not divide the {units} {name}"
+        raise SettingError(message, given=tp, units=units, name=name)
     return units // tp
 
 

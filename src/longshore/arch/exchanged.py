@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.part import Part, Sharing
-from longshore.ops.sizes import expanded_values, heads_at_once
+from longshore.ops.sizes import expanded_values, most_expanded
 
 FLOAT32_BYTES = 4
 INDEX_BYTES = 4
@@ -82,9 +82,9 @@ def _mla(part: MLAConfig, *, rows: int, visible: int, item: int, alone: bool) ->
         return latents + visible * (key + value) * item + rows * buffers
     key, value, product = part.head_dim, part.value_dim, part.nope_dim + part.value_dim
     expanded = expanded_values(key, product, value) * item
-    together = heads_at_once(visible, part.heads, expanded)
+    together = most_expanded(visible, part.heads, expanded)
     buffers = _buffers(key, value, shared=False, item=item)
-    return latents + together * (visible * expanded + rows * buffers)
+    return latents + together + -(-together * rows * buffers // max(visible * expanded, 1))
 
 
 def _buffers(key: int, value: int, *, shared: bool, item: int) -> int:

@@ -39,6 +39,14 @@ def heads_at_once(rows: int, heads: int, head_bytes: int) -> int:
     return max(1, min(heads, EXPANDED_BYTES // max(rows * head_bytes, 1)))
 
 
+def most_expanded(rows: int, heads: int, head_bytes: int) -> int:
+    """The most bytes of such keys and values over all calls with up to so many rows.
+
+    heads_at_once takes a head fewer from some number of rows on, so that fewer rows need more.
+    """
+    return min(heads * rows * head_bytes, max(EXPANDED_BYTES, rows * head_bytes))
+
+
 def logits_chunk(tokens: int, row_bytes: int) -> int:
     """Tokens of a chunk of the loss; row_bytes: of one token's logits."""
     most = max(LOGITS_TOKENS, LOGITS_BYTES // row_bytes)
@@ -47,14 +55,26 @@ def logits_chunk(tokens: int, row_bytes: int) -> int:
 
 def kernel_logits_chunk(tokens: int, row_bytes: int) -> int:
     """The same with kernels; row_bytes: of one token's float32 logits."""
-    multiple = KERNEL_LOGITS_ROWS
-    most = max(LOGITS_TOKENS, KERNEL_LOGITS_BYTES // row_bytes)
+    multiple, most = KERNEL_LOGITS_ROWS, _largest_kernel_chunk(row_bytes)
     if tokens <= multiple or most <= multiple:
         return max(1, min(tokens, most))
-    most -= most % multiple
     # Chunks of about one size: a small last one would read and write the weight's gradient too.
     chunks = max(2, -(-tokens // most))
     return -(-tokens // (chunks * multiple)) * multiple
+
+
+def _largest_kernel_chunk(row_bytes: int) -> int:
+    most = max(LOGITS_TOKENS, KERNEL_LOGITS_BYTES // row_bytes)
+    return most if most <= KERNEL_LOGITS_ROWS else most - most % KERNEL_LOGITS_ROWS
+
+
+def most_in_kernel_chunk(tokens: int, row_bytes: int) -> int:
+    """The most tokens of a chunk with kernels over all calls with up to so many tokens.
+
+    One token more may make chunks smaller: with a vocabulary of 152k, 4096 tokens are cut into two
+    of 2048, 4097 into three of 1536. Twice the largest chunk is cut into two of it.
+    """
+    return kernel_logits_chunk(min(tokens, 2 * _largest_kernel_chunk(row_bytes)), row_bytes)
 
 
 def loss_bytes(
@@ -69,13 +89,13 @@ def loss_bytes(
 ) -> int:
     """The most memory of the loss: a chunk of logits with its gradient, the weight's gradient.
 
-    item: bytes of a number of the inputs. heads: 1, and 1 for each depth of multi-token
-    prediction. With kernels the gradients of all heads wait from forward to backward, those of the
-    hidden states in the inputs' dtype; without them one head at a time has them. trains: the weight
-    has a gradient.
+    tokens: of the fullest round; rounds of fewer count too, whose chunks may be larger. item: bytes
+    of a number of the inputs. heads: 1, and 1 for each depth of multi-token prediction. With
+    kernels the gradients of all heads wait from forward to backward, those of the hidden states in
+    the inputs' dtype; without them one head at a time has them. trains: the weight has a gradient.
     """
     row = vocabulary * max(item, 4)
     if not kernels:
         return 2 * logits_chunk(tokens, row) * row + row * width * trains
-    chunk = kernel_logits_chunk(tokens, row) * vocabulary * (4 + item)
+    chunk = most_in_kernel_chunk(tokens, row) * vocabulary * (4 + item)
     return chunk + heads * width * (row * trains + tokens * item)

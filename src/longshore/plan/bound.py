@@ -25,7 +25,7 @@ def step_bound(setting: PlanSetting, table: CostTable, *, capacity: int) -> int:
         min_rounds=1,
         sole=False,
     )
-    problem = Problem(table, limits)
+    problem = Problem(table, limits, alone=True)
     work = work_bound(problem, setting)
     if setting.pp == 1:
         return work * setting.shares.whole

@@ -7,9 +7,10 @@ A pack of CP size k costs each of its lanes
 
     pack + Σ (linear·padded + quadratic·length²)/k + gather[k > node]·Σ padded·(k−1)/k
 
-with no gather at k = 1, and a round adds `round`. With linear 1, quadratic 0, gather (0.01, 0.08),
-node 8 and pack 64, one sequence of 4096 tokens costs 4160 at k = 1, and 64 + 1024 + 0.01·4096·3/4 =
-1118.72 at k = 4.
+with no gather at k = 1, and a round adds `round`. A lane whose tokens are rounded up by P, to a
+multiple or to a bucket, runs them as one more sequence: linear·P + quadratic·P². With linear 1,
+quadratic 0, gather (0.01, 0.08), node 8 and pack 64, one sequence of 4096 tokens costs 4160 at k =
+1, and 64 + 1024 + 0.01·4096·3/4 = 1118.72 at k = 4.
 
 Plans are compared by integers only, so that every rank and platform decides alike: `CostTable`
 rounds each sequence's cost at each CP size to a whole number of quanta once, and all sums are exact
@@ -84,7 +85,7 @@ class CostProfile:
         knots, amounts = (
             np.array(column, dtype=np.float64) for column in zip(*self.curve, strict=True)
         )
-        inside = np.interp(lengths, knots, amounts)
+        inside = np.where(lengths > 0, np.interp(lengths, knots, amounts), 0.0)
         if len(knots) == 1:
             return inside
         slope = (amounts[-1] - amounts[-2]) / (knots[-1] - knots[-2])
@@ -129,6 +130,42 @@ class CostProfile:
         squares = self.squares(np.asarray(lengths, dtype=np.int64)).tolist()
         pairs = zip(lengths, squares, strict=True)
         return math.fsum(self.linear * n + self.quadratic * square for n, square in pairs)
+
+
+EMPTY_TOKENS = 16
+"""Tokens of a lane without packs before rounding: enough for 16 tensor parallel ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class LanePadding:
+    """Up to what a lane's tokens in a round are padded."""
+
+    align: int = 1
+    """To a multiple of this."""
+    buckets: tuple[int, ...] = ()
+    """And then to one of these, rising; (): no further."""
+    empty: int = 0
+    """Tokens of a lane without packs, before they are padded."""
+
+    def __bool__(self) -> bool:
+        return self.align > 1 or bool(self.buckets)
+
+    @property
+    def most(self) -> int:
+        """The most tokens that are added to a lane."""
+        return self.buckets[-1] if self.buckets else self.empty + self.align
+
+    def totals(self, tokens: Ints) -> Ints:
+        """Tokens of lanes whose packs have these."""
+        aligned: Ints = -(-np.where(tokens > 0, tokens, self.empty) // self.align) * self.align
+        if not self.buckets:
+            return aligned
+        sizes = np.array(self.buckets, dtype=np.int64)
+        bucket = sizes[np.minimum(np.searchsorted(sizes, aligned), len(sizes) - 1)]
+        return np.maximum(aligned, bucket)
+
+
+NO_PADDING = LanePadding()
 
 
 def _check_curve(curve: tuple[tuple[int, float], ...]) -> None:
@@ -221,8 +258,16 @@ class CostTable:
     sequences and lanes leaves 64 bits and the most expensive sequence takes about 2^40 quanta.
     """
 
-    def __init__(self, lengths: Ints, *, sizes: tuple[int, ...], profile: CostProfile) -> None:
+    def __init__(
+        self,
+        lengths: Ints,
+        *,
+        sizes: tuple[int, ...],
+        profile: CostProfile,
+        padding: LanePadding = NO_PADDING,
+    ) -> None:
         self.sizes = sizes
+        self.padding = padding
         k = np.array(sizes, dtype=np.int64)
         step = np.where(k == 1, 1, 2 * k)
         padded = -(-lengths[:, None] // step) * step
@@ -233,6 +278,9 @@ class CostTable:
         area = profile.linear * padded + profile.quadratic * square[:, None] + gather * padded
         fixed = profile.pack + profile.round
         ceiling = float(area.max() + fixed * size.max()) * 4 * len(lengths)
+        if padding:
+            # Rounds are no more than sequences, and pad every lane.
+            ceiling += profile.sequence_cost(padding.most, padding.most, 1) * 4 * len(lengths)
         tallest = float((area / size).max() + fixed)
         self.scale = 2.0 ** min(61 - math.frexp(ceiling)[1], 40 - math.frexp(tallest)[1])
         self.cost: Ints = np.rint(area / size * self.scale).astype(np.int64)
@@ -240,6 +288,20 @@ class CostTable:
         self.round = round(profile.round * self.scale)
         self._profile = profile
         self._square = square
+
+    def lane_padding(self, tokens: Ints) -> tuple[Ints, Ints, Ints]:
+        """Tokens that are added to lanes whose packs have these, linear and quadratic quanta."""
+        added = self.padding.totals(tokens) - tokens
+        squares = self._profile.squares(added)
+        linear = np.rint(self._profile.linear * added * self.scale).astype(np.int64)
+        quadratic = np.rint(self._profile.quadratic * squares * self.scale).astype(np.int64)
+        return added, linear, quadratic
+
+    def least_padding(self) -> Ints:
+        """Quanta that lanes of sequences alone cost besides, by tokens only: more may join them."""
+        added = self.padding.totals(self.tokens) - self.tokens
+        quanta: Ints = int(self._profile.linear * self.scale) * added
+        return quanta
 
     @property
     def message(self) -> float:

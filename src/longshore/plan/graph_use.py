@@ -22,15 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.errors import SettingError
-from longshore.plan.cost import Ints
-from longshore.plan.shapes import (
-    EMPTY_TOKENS,
-    check_buckets,
-    lane_packs,
-    lane_tokens,
-    make_buckets,
-    usable_capacity,
-)
+from longshore.plan.cost import EMPTY_TOKENS, Ints
+from longshore.plan.shapes import lane_packs, lane_tokens, make_buckets, usable_capacity
 from longshore.plan.types import Plan
 
 GraphWay = Literal["whole", "halves", "eager"]
@@ -191,9 +184,4 @@ def _padded_totals(plan: Plan, tokens: Ints) -> Ints:
     setting = plan.setting
     most = usable_capacity(setting.capacity, setting.align)
     busy = np.where(tokens > 0, tokens, min(EMPTY_TOKENS, most))
-    totals: Ints = -(-busy // setting.align) * setting.align
-    sizes = check_buckets(setting.buckets, capacity=setting.capacity, align=setting.align)
-    if not sizes:
-        return totals
-    rounded: Ints = np.asarray(sizes, dtype=np.int64)[np.searchsorted(sizes, totals)]
-    return rounded
+    return setting.padding.totals(busy)

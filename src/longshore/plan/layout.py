@@ -14,7 +14,9 @@ embedding, for the tokens ahead, and sends one more stream of rows on: from ttm 
 the decoder and those of the depth. `t*3` stands for ttt, and `(tt|)*2` for tt|tt|.
 """
 
+import math
 import re
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -194,27 +196,37 @@ def balanced_layout(
 
 
 def _even_ends(parts: Seq[int], stages: int) -> list[int]:
-    """Where each of the stages ends: least (highest cost, sum of squares), by dynamic programming.
+    """Where each of the stages ends: least (highest cost, sum of squares).
+
+    In two passes: of the first stages alone, the least highest cost may have larger squares, for
+    nothing if a later stage costs more anyway.
+    """
+    ends = _best_ends(parts, stages, max)
+    highest = max(sum(parts[start:stop]) for start, stop in zip((0, *ends), ends, strict=False))
+    return _best_ends(
+        parts,
+        stages,
+        lambda squares, cost: squares + cost * cost if cost <= highest else math.inf,
+    )
+
+
+def _best_ends(parts: Seq[int], stages: int, join: Callable[[float, int], float]) -> list[int]:
+    """Where stages end so that their costs, joined one after another, are least.
 
     Of equals the one whose last stage begins first is taken, and so on to the front.
     """
     before = [0, *accumulate(parts)]
     count = len(parts)
-    best: list[tuple[int, int] | None] = [None] * (count + 1)
-    best[0] = (0, 0)
+    # Integers, which stay exact.
+    best: list[float] = [0, *[math.inf] * count]
     chosen: list[list[int]] = []
     for number in range(1, stages + 1):
-        row: list[tuple[int, int] | None] = [None] * (count + 1)
+        row: list[float] = [math.inf] * (count + 1)
         origin = [0] * (count + 1)
         for stop in range(number, count - (stages - number) + 1):
             for start in range(number - 1, stop):
-                earlier = best[start]
-                if earlier is None:
-                    continue
-                cost = before[stop] - before[start]
-                value = (max(earlier[0], cost), earlier[1] + cost * cost)
-                current = row[stop]
-                if current is None or value < current:
+                value = join(best[start], before[stop] - before[start])
+                if value < row[stop]:
                     row[stop], origin[stop] = value, start
         best = row
         chosen.append(origin)

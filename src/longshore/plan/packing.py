@@ -104,10 +104,13 @@ class Problem:
         *,
         tokenwise: int = 0,
         is_apart: bool = False,
+        alone: bool = False,
     ) -> None:
         """tokenwise: quanta of a token that have a maximum of their own, see RoundColumns.
 
-        is_apart: whether the table's costs are without them.
+        is_apart: whether the table's costs are without them. alone: an item's cost, but not its
+        area, has the padding of a lane that holds the item alone, for a bound: whatever else is on
+        the lane costs no less for each token.
         """
         self.table = table
         self.tokenwise = tokenwise
@@ -122,7 +125,9 @@ class Problem:
         self.pack = table.pack
         fits = table.tokens <= limits.capacity
         width = np.array(self.sizes, dtype=np.int64)
-        self.cost: Ints = np.where(fits, table.cost, NEVER)
+        self.pads = bool(table.padding) and limits.lane_tokens <= limits.capacity
+        cost = table.cost + table.least_padding() if alone else table.cost
+        self.cost: Ints = np.where(fits, cost, NEVER)
         self.area: Ints = np.where(fits, table.cost * width, NEVER)
         self.least_area: Ints = self.area.min(axis=1)
         self.natural: Ints = np.take_along_axis(
@@ -191,11 +196,15 @@ class _Board:
 
     def heights(self) -> list[int]:
         """What each round takes."""
-        load = self.load
+        load, tokenwise = self.load, self.problem.tokenwise
+        added: Ints = np.zeros_like(self.tokens)
+        if self.problem.pads:
+            added, linear, quadratic = self.problem.table.lane_padding(self.tokens)
+            load = load + linear + quadratic
         tops: Ints = load.max(axis=1)
-        if self.problem.tokenwise:
-            apart = self.tokens * self.problem.tokenwise
-            mixers = load if self.problem.is_apart else load - apart
+        if tokenwise:
+            apart = (self.tokens + added) * tokenwise
+            mixers = load - added * tokenwise if self.problem.is_apart else load - apart
             tops = mixers.max(axis=1) + apart.max(axis=1)
         heights: list[int] = tops.tolist()
         return heights

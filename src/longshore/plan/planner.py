@@ -20,7 +20,7 @@ import longshore.plan.policies  # noqa: F401 - registers the policies
 from longshore.choices import Sync, names_of
 from longshore.errors import SettingError
 from longshore.plan.bound import step_bound
-from longshore.plan.cost import BUILT_IN, CostProfile, CostTable
+from longshore.plan.cost import BUILT_IN, NO_PADDING, CostProfile, CostTable
 from longshore.plan.digest import plan_digest
 from longshore.plan.layout import Layout
 from longshore.plan.own_policy import load_policy
@@ -355,7 +355,7 @@ def _stats(task: Task, sequences: tuple[Sequence, ...], rounds: Rounds, started:
     for round_ in rounds:
         for pack in round_.packs:
             histogram[pack.cp_size] += len(pack.sequences)
-    lane_tokens = total_lane_tokens(rounds, lanes=setting.lanes, align=1)
+    lane_tokens = total_lane_tokens(rounds, lanes=setting.lanes, padding=NO_PADDING)
     return Stats(
         predicted=timeline.predicted,
         lower_bound=bound,
@@ -378,6 +378,8 @@ def _lower_bound(task: Task, lengths: list[int]) -> float:
     setting, table, bound = task.setting, task.table, task.bound
     if setting.planned_by.pads_to_longest:
         array = np.array(lengths, dtype=np.int64)
-        table = CostTable(array, sizes=setting.cp_sizes, profile=setting.profile)
+        table = CostTable(
+            array, sizes=setting.cp_sizes, profile=setting.profile, padding=setting.padding
+        )
         bound = step_bound(setting, table, capacity=task.capacity)
     return bound / setting.shares.whole / table.scale

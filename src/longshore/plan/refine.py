@@ -16,7 +16,7 @@ nothing about (all of them have the same share of it) keeps its factor.
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
@@ -183,6 +183,11 @@ def _lane_amounts(round_: Round, setting: PlanSetting, squares: Seq[float]) -> F
         amounts[1, lanes] += sum(map(squares.__getitem__, pack.sequences)) / size
         amounts[3 if size > setting.profile.node else 2, lanes] += pack.tokens_per_lane * (size - 1)
         amounts[4, lanes] += 1
+    if setting.padding:
+        tokens = amounts[0].astype(np.int64)
+        added = setting.padding.totals(tokens) - tokens
+        amounts[0] += added
+        amounts[1] += setting.profile.squares(added)
     return amounts
 
 
@@ -215,6 +220,7 @@ def refit(
 
     base: the profile without any correction.
     """
+    former, correction = correction, _centred(correction)
     profile = correction.applied(base)
     known = [
         each
@@ -230,7 +236,7 @@ def refit(
     better = _squared_error(kept, new.applied(base)) < _squared_error(kept, profile)
     is_changed = better and _change(correction, new) >= LEAST_CHANGE
     if not is_changed:
-        new = correction
+        new = former
     profiles = (base, profile, new.applied(base))
     return Refit(
         correction=new,
@@ -240,6 +246,20 @@ def refit(
         errors=_errors(known, profiles),
         kinds=_kinds(known, profiles),
     )
+
+
+def _centred(correction: Correction) -> Correction:
+    """The same factors; where a part is at its limit the common one is the middle of them.
+
+    The first common factor follows from rounds in which parts are still wrong. With true factors of
+    0.1 and 10 it may be 3, and 0.1 is then too far from it, though not from 10.
+    """
+    low, high = min(correction.parts), max(correction.parts)
+    if low > 1 / FARTHEST and high < FARTHEST:
+        return correction
+    middle = math.sqrt(low * high)
+    parts = tuple(part / middle for part in correction.parts)
+    return replace(correction, scale=correction.scale * middle, parts=parts)
 
 
 def _fit(

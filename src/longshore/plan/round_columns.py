@@ -80,6 +80,10 @@ class RoundColumns:
                 np.add.at(change, (numbers, firsts), value)
                 np.subtract.at(change, (numbers, stops), value)
         linear, quadratic, tokens, packs = changes.cumsum(axis=2)[:, :, :-1]
+        if self._table.padding:
+            added, more_linear, more_quadratic = self._table.lane_padding(tokens)
+            linear, quadratic = linear + more_linear, quadratic + more_quadratic
+            tokens = tokens + added
         return linear, quadratic, tokens, packs
 
     def _columns(self, cp_size: int) -> tuple[list[int], list[int]]:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from longshore.choices import CPSizes, names_of
 from longshore.errors import SettingError
-from longshore.plan.cost import Ints
+from longshore.plan.cost import EMPTY_TOKENS, Ints
 from longshore.plan.types import Pack, Plan
 
 ANY_SIZE_LANES = 64
@@ -172,10 +172,6 @@ def _ranges32(starts: Ints, counts: Ints) -> Ints32:
     joined: Ints32 = np.repeat(shift, counts)
     joined += np.arange(len(joined), dtype=np.int32)
     return joined
-
-
-EMPTY_TOKENS = 16
-"""Tokens of an empty pack before rounding: enough to be split over 16 tensor parallel ranks."""
 
 
 def make_buckets(capacity: int, *, align: int = 1, count: int = 8) -> tuple[int, ...]:

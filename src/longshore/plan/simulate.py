@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longshore.plan.cost import CostTable
+from longshore.plan.cost import CostTable, LanePadding
 from longshore.plan.order import make_order
 from longshore.plan.pipeline_times import Walk, walk_columns
 from longshore.plan.round_columns import RoundColumns
@@ -29,7 +29,9 @@ def table_for(setting: PlanSetting, lengths: Seq[int]) -> CostTable:
     array = np.array(lengths, dtype=np.int64)
     if setting.planned_by.pads_to_longest:
         array = np.full_like(array, array.max())
-    return CostTable(array, sizes=setting.cp_sizes, profile=setting.profile)
+    return CostTable(
+        array, sizes=setting.cp_sizes, profile=setting.profile, padding=setting.padding
+    )
 
 
 class PackCosts:
@@ -51,17 +53,22 @@ class PackCosts:
         return self._table.pack + sum(map(column.__getitem__, pack.sequences))
 
     def lanes(self, round_: Round, lanes: int) -> list[int]:
-        """What the round costs each lane, without the table's `round`."""
+        """What the round costs each lane, padding included, without the table's `round`."""
         row = [0] * lanes
         for pack in round_.packs:
             cost = self.of(pack)
             for lane in pack.lanes:
                 row[lane] += cost
+        if self._table.padding:
+            _, linear, quadratic = self._table.lane_padding(np.array(lane_tokens(round_, lanes)))
+            row = [
+                cost + more for cost, more in zip(row, (linear + quadratic).tolist(), strict=True)
+            ]
         return row
 
 
 def lane_costs(rounds: Seq[Round], table: CostTable, lanes: int) -> list[list[int]]:
-    """Quanta of each round's packs on each lane, without the table's `round`."""
+    """Quanta of each round on each lane, without the table's `round`."""
     costs = PackCosts(table)
     return [costs.lanes(round_, lanes) for round_ in rounds]
 
@@ -76,14 +83,17 @@ def step_time(costs: Seq[Seq[int]], rounds: Seq[Round], table: CostTable, sync: 
 
     Lanes that meet in a round (all of them in sync `round`, those joined through shared packs in
     sync `step`) start at their latest ready time and end together after their largest cost and the
-    table's `round`. A lane without work keeps its ready time.
+    table's `round`. A lane without work costs its padding alone.
     """
     if sync == "round":
         return sum(map(max, costs)) + table.round * len(costs)
     ready = [0] * len(costs[0])
     for round_, row in zip(rounds, costs, strict=True):
-        for meeting in meetings(round_, len(row), sync):
+        met = meetings(round_, len(row), sync)
+        for meeting in met:
             _meet(ready, meeting, max(row[meeting.start : meeting.stop]) + table.round)
+        for lane in _without_work(met, row) if table.padding else ():
+            ready[lane] += row[lane]
     return max(ready)
 
 
@@ -98,6 +108,12 @@ def meetings(round_: Round, lanes: int, sync: str) -> list[range]:
         else:
             runs.append(pack.lanes)
     return runs
+
+
+def _without_work(met: Seq[range], row: Seq[int]) -> list[int]:
+    """Lanes that are in no meeting and still cost something: they run a bucket of padding."""
+    working = {lane for meeting in met for lane in meeting}
+    return [lane for lane, cost in enumerate(row) if cost and lane not in working]
 
 
 def _meet(ready: list[int], meeting: range, height: int) -> int:
@@ -147,7 +163,7 @@ class SimulatedStep:
     rank_bubbles: tuple[float, ...]
     """The same of each pipeline rank; () without a pipeline."""
     padding: float
-    """1 − real tokens / all tokens, after alignment; a lane without work has none."""
+    """1 − real tokens / all tokens, of lanes padded to `align` and to buckets."""
     walk: Walk | None
     """The pipeline's actions; None without a pipeline."""
     unit: float
@@ -172,18 +188,22 @@ def simulate_rounds(
     events: list[PackEvent] = []
     for number, (round_, row) in enumerate(zip(rounds, rows, strict=True)):
         begin = [0] * lanes
-        for meeting in meetings(round_, lanes, setting.sync):
+        met = meetings(round_, lanes, setting.sync)
+        for meeting in met:
             height = max(row[meeting.start : meeting.stop]) + table.round
             start = _meet(ready, meeting, -(-synced[number] // whole) if synced else height)
             for lane in meeting:
                 begin[lane] = start
                 busy[lane] += row[lane] + table.round
+        for lane in _without_work(met, row) if table.padding else ():
+            ready[lane] += row[lane]
+            busy[lane] += row[lane]
         events += _pack_events(number, round_, begin, costs, table)
     span = max(ready)
     walked = walk_rounds(rounds, setting, columns) if setting.pp > 1 else None
     finish = walked.finish if walked else sum(synced) or span * whole
     bubbles = walked.idle_shares() if walked else ()
-    padded = total_lane_tokens(rounds, lanes=lanes, align=setting.align)
+    padded = total_lane_tokens(rounds, lanes=lanes, padding=setting.padding)
     return SimulatedStep(
         events=tuple(events),
         busy=tuple(table.seconds(quanta) for quanta in busy),
@@ -255,13 +275,16 @@ def _pack_events(
     return events
 
 
-def total_lane_tokens(rounds: Seq[Round], *, lanes: int, align: int) -> int:
-    """Tokens of all lanes in all rounds, each lane's total rounded up to `align`."""
-    total = 0
-    for round_ in rounds:
-        row = [0] * lanes
-        for pack in round_.packs:
-            for lane in pack.lanes:
-                row[lane] += pack.tokens_per_lane
-        total += sum(-(-tokens // align) * align for tokens in row)
-    return total
+def total_lane_tokens(rounds: Seq[Round], *, lanes: int, padding: LanePadding) -> int:
+    """Tokens of all lanes in all rounds, each lane's total with its padding."""
+    rows = np.array([lane_tokens(round_, lanes) for round_ in rounds], dtype=np.int64)
+    return int(padding.totals(rows).sum())
+
+
+def lane_tokens(round_: Round, lanes: int) -> list[int]:
+    """Tokens of each lane's packs."""
+    row = [0] * lanes
+    for pack in round_.packs:
+        for lane in pack.lanes:
+            row[lane] += pack.tokens_per_lane
+    return row

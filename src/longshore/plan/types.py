@@ -9,7 +9,7 @@ lanes, the first split over both, the second beside it on lane 1, make one round
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from longshore.plan.cost import CostProfile
+from longshore.plan.cost import EMPTY_TOKENS, NO_PADDING, CostProfile, LanePadding
 from longshore.plan.policy import Policy, policy_named
 from longshore.plan.stage_costs import StageCosts, equal_stages
 
@@ -84,6 +84,13 @@ class PlanSetting:
         return self.stage_costs or equal_stages(self.pp, self.vpp)
 
     @property
+    def padding(self) -> LanePadding:
+        """What `align` and buckets add to lanes; without both an empty lane's tokens are free."""
+        most = self.capacity // self.align * self.align
+        rule = LanePadding(self.align, self.buckets, min(EMPTY_TOKENS, most))
+        return rule or NO_PADDING
+
+    @property
     def synced(self) -> bool:
         """Whether lanes meet inside every layer, before its experts and after them."""
         return self.ep > 1
@@ -113,7 +120,7 @@ class Stats:
     fill: float
     """Tokens / (lanes · rounds · capacity)."""
     padding: float
-    """Share of all tokens that is padding."""
+    """Share of all tokens that is padding, that of buckets and `align` included."""
     cp_histogram: tuple[tuple[int, int], ...]
     """(CP size, number of sequences), rising."""
     rounds: int

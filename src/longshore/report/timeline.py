@@ -81,15 +81,21 @@ def pack_costs(plan: Plan) -> list[float]:
 
 
 def lane_costs(plan: Plan, pack_cost: Seq[float]) -> Floats:
-    """Seconds of work [round, lane]: its packs and the round's own cost.
+    """Seconds of work [round, lane]: its packs, its padding and the round's own cost.
 
     In sync mode `step` a lane without packs skips the round and does not pay for it.
     """
-    costs = np.zeros((len(plan.rounds), plan.setting.lanes))
+    setting, profile = plan.setting, plan.setting.profile
+    costs = np.zeros((len(plan.rounds), setting.lanes))
+    tokens = np.zeros(costs.shape, dtype=np.int64)
     for (number, pack), seconds in zip(plan.packs(), pack_cost, strict=True):
-        costs[number, pack.first_lane : pack.first_lane + pack.cp_size] += seconds
-    joins = costs > 0 if plan.setting.sync == "step" else np.ones_like(costs)
-    return costs + plan.setting.profile.round * joins
+        lanes = slice(pack.first_lane, pack.first_lane + pack.cp_size)
+        costs[number, lanes] += seconds
+        tokens[number, lanes] += pack.tokens_per_lane
+    joins = costs > 0 if setting.sync == "step" else np.ones_like(costs)
+    added = setting.padding.totals(tokens) - tokens
+    padding = profile.linear * added + profile.quadratic * profile.squares(added)
+    return costs + padding + profile.round * joins
 
 
 def round_times(plan: Plan, cost: Floats) -> tuple[Floats, Floats]:
