@@ -51,6 +51,12 @@ def test_what_is_null_or_missing_is_nan(tmp_path):
     assert all(math.isnan(value) for value in metrics["mfu"])
 
 
+def test_a_warning_that_a_resumed_run_repeats_is_there_once(run):
+    lines = [{"step": 0, "text": "no end token"}, {"step": 9, "text": "high"}]
+    write_lines(run / "warnings.jsonl", [*lines, lines[0]])
+    assert read_run(run).warnings == [(0, "no end token"), (9, "high")]
+
+
 def test_half_a_line_at_the_end_is_left_out(run):
     for name in ("metrics.jsonl", "steps.jsonl", "evals.jsonl"):
         with open(run / name, "a") as file:

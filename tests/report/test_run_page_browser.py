@@ -81,6 +81,7 @@ function tryStep(saw) {
 }
 function probe() {
   const saw = { title: text("h1"), costWords: text("#cost-words"), width: innerWidth };
+  saw.warnings = all("#warnings:not([hidden]) li").map((line) => line.textContent);
   tryCurves(saw);
   saw.dots = document.querySelectorAll("#scatter path.dots").length;
   if (!document.querySelector("#step-view").hidden) tryStep(saw);
@@ -158,9 +159,11 @@ def test_one_run(tmp_path, width):
     )
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     write_lines(run / "metrics.jsonl", [line | {"efficiency": 0.9} for line in lines])
+    write_lines(run / "warnings.jsonl", [{"step": 9, "text": "<b>high</b>"}])
     saw, complaints = open_runs([run], tmp_path, width=width)
     assert "failed" not in saw, saw
     assert (complaints, saw["errors"], saw["ready"]) == ([], "", "yes")
+    assert saw["warnings"] == ["Warning: <b>high</b>"]
     assert saw["width"] == width
     assert saw["overflow"] <= 0, "nothing sticks out of the page"
     assert saw["title"] == "Run moe"

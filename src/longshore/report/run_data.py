@@ -62,6 +62,7 @@ def run_data(run: RunFolder, name: str, *, share: float = 1.0) -> Json:
         "name": name,
         "config": {key: text(value) for key, value in run.config.items()},
         "figures": figures(run),
+        "warnings": [{"step": step, "text": warning} for step, warning in run.warnings],
         "points": run_curves(run.metrics),
         "evals": evals_data(run),
         "cost": cost_data(lines, refined=last_change(run.refined)),

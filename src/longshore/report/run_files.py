@@ -1,4 +1,4 @@
-"""Reads the folder of a run: its configuration, metrics, evaluations, steps, pipeline, refinement.
+"""Reads the folder of a run: its configuration, metrics, evaluations, warnings, steps and more.
 
 In: a folder. Out: a RunFolder with one array for each metric, NaN where a step has none. The lines
 
@@ -69,6 +69,8 @@ class RunFolder:
     depth_1, depth_2, …, and metrics of the loss function own_NAME."""
     evals: Mapping[str, list[tuple[int, float]]]
     """(step, loss) by the held-out set's name."""
+    warnings: list[tuple[int, str]]
+    """What users should know of the run, by the step after which it was seen."""
     journal: JournalSteps
     """The plans and the times of the rounds, from steps.jsonl."""
     pipeline: Mapping[int, RankSteps]
@@ -93,6 +95,7 @@ def read_run(folder: str | Path) -> RunFolder:
         config=read_config(path / "config.toml"),
         metrics=read_metrics(path / "metrics.jsonl"),
         evals=read_evals(path / "evals.jsonl"),
+        warnings=read_warnings(path / "warnings.jsonl"),
         journal=read_journal(path / "steps.jsonl"),
         pipeline=read_pipeline(path / "pipeline"),
         refined=read_refined(path / "refine.jsonl"),
@@ -138,6 +141,17 @@ def read_evals(path: Path) -> dict[str, list[tuple[int, float]]]:
         name: [(step, loss) for step, loss in sorted(losses.items()) if math.isfinite(loss)]
         for name, losses in by_name.items()
     }
+
+
+def read_warnings(path: Path) -> list[tuple[int, str]]:
+    """(step, text) of each warning, once: a run that resumes may give it again."""
+    if not path.is_file():
+        return []
+    lines = [
+        (_integer(line, "step", where), str(line.get("text", "")))
+        for where, line in read_lines(path)
+    ]
+    return sorted(dict.fromkeys(lines))
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -16,6 +16,7 @@ class RunPage {
 
   start() {
     this.showHead();
+    this.showWarnings();
     this.showFigures();
     this.showDifferences();
     this.curves.start();
@@ -60,6 +61,13 @@ class RunPage {
       element("div", {}, element("dt", {}, name), element("dd", {}, value)))));
     const words = Object.entries(RUN_WORDS).flatMap(([word, text]) => [element("dt", {}, word), element("dd", {}, text)]);
     byId("words").replaceChildren(...words);
+  }
+
+  showWarnings() {
+    const warnings = this.runs.flatMap(({ name, warnings: own }) => own.map(({ text }) => (
+      `Warning: ${this.several ? `${name}: ` : ""}${text}`)));
+    byId("warnings").hidden = !warnings.length;
+    byId("warnings").replaceChildren(...warnings.map((text) => element("li", {}, text)));
   }
 
   showFigures() {

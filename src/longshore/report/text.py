@@ -83,6 +83,7 @@ def report_summary(data: Json) -> list[str]:
         ended = "" if loss is None else f"; loss {loss:.4g}"
         lines.append(f"{run['name']}: {trained}{took}{ended}")
         lines.append("  " + ", ".join(_speeds(figures)))
+        lines += [f"  warning: {warning['text']}" for warning in run["warnings"]]
         if run["cost"]:
             lines.append(f"  the cost model is {_cost_quality(run['cost'])}")
         if run["graphs"]:

@@ -199,8 +199,8 @@ def _check_gradient(done: _QueuedStep, loss: str) -> None:
 
 
 def _on_host(result: StepResult | None) -> Tensor:
-    """As float64: whether the loss has no gradient, the norm, layers by what served them, the loss's
-    metrics, losses, expert counts; the copy is started, not awaited."""
+    """As float64: whether the loss has no gradient, the norm, layers by what served them, the
+    loss's metrics, losses, expert counts; the copy is started, not awaited."""
     if result is None:
         return torch.empty(0)
     first = [result.without_gradient, result.grad_norm.view(1), result.graphed]

@@ -1,4 +1,4 @@
-"""The record of a run: metrics.jsonl, steps.jsonl, evals.jsonl, the display and the trackers.
+"""The record of a run: metrics, steps, evals and warnings as .jsonl, the display and the trackers.
 
 In: StepReports and Evaluations, one after another, on rank 0; other ranks record nothing. Out: one
 JSON object per line in each file. A run that resumes after step 40 first removes the lines of
@@ -14,6 +14,9 @@ models that have any, is the tokens routed to each expert, by MoE layer:
 
     {"step": 1, "lanes": 2, "capacity": 64, "sync": "round", "cost": {…}, "lengths": [7, 50],
      "rounds": [[[0, 2, [1]], [0, 1, [0]]]], "predicted_s": [0.11], "elapsed_s": [0.13]}
+
+warnings.jsonl holds what users should know of a run when they look at its page, by the step after
+which it was seen, 0 before the first: {"step": 12, "text": "the loss was above …"}.
 """
 
 import json
@@ -101,6 +104,8 @@ class RunRecord:
     """Records and shows an evaluation after a step."""
     phase: Callable[[str], None] = lambda text: None
     """Shows what happens now, before the first step."""
+    warn: Callable[[int, str], None] = lambda step, text: None
+    """Shows a warning after a step (0: before the first), and keeps it for the run's page."""
 
 
 @contextmanager
@@ -116,9 +121,10 @@ def recording(
     if not is_first:
         yield RunRecord(lambda text: None, lambda report: None, lambda step, evaluation: None)
         return
-    metrics, plans, evals = (folder / name for name in ("metrics.jsonl", "steps.jsonl", EVALS))
+    names = ("metrics.jsonl", "steps.jsonl", EVALS, "warnings.jsonl")
+    metrics, plans, evals, warnings = files = [folder / name for name in names]
     with writing(folder):
-        notes = [note for path in (metrics, plans, evals) for note in cut_steps(path, after)]
+        notes = [note for path in files for note in cut_steps(path, after)]
     view = make_display(display, steps, stream=sys.stdout, title=str(folder), done=after)
     sinks = make_trackers(trackers, folder, {"folder": str(folder)}, warn=view.note)
     with ExitStack() as opened:
@@ -137,15 +143,21 @@ def recording(
             for tracker in sinks:
                 tracker.log(report.metrics.step, asdict(report.metrics))
 
-        def evaluated(step: int, evaluation: Evaluation) -> None:
-            line = as_line(step, evaluation)
-            with writing(folder), open(evals, "a", encoding="utf-8") as out:
+        def append(path: Path, line: dict[str, object]) -> None:
+            with writing(folder), open(path, "a", encoding="utf-8") as out:
                 out.write(json.dumps(line, allow_nan=False) + "\n")
+
+        def warn(step: int, text: str) -> None:
+            append(warnings, {"step": step, "text": text})
+            view.note_on_step(f"warning: {text}")
+
+        def evaluated(step: int, evaluation: Evaluation) -> None:
+            append(evals, as_line(step, evaluation))
             loss = "none" if evaluation.loss is None else f"{evaluation.loss:.4f}"
             view.note_on_step(f"step {step}: {evaluation.name} loss {loss}")
             for tracker in sinks:
                 tracker.log(step, {f"{evaluation.name}/loss": evaluation.loss})
 
-        yield RunRecord(view.note, write, evaluated, view.phase)
+        yield RunRecord(view.note, write, evaluated, view.phase, warn)
     for tracker in sinks:
         tracker.close()
