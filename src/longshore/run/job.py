@@ -33,7 +33,6 @@ from longshore.run.data import (
     small_data,
     step_groups,
     text_is_ready,
-    tokenizer_warnings,
 )
 from longshore.train.device import memory_bytes, pick_dtype
 from longshore.train.display import startup_notes
@@ -112,7 +111,6 @@ def make_job(
         lengths=None if isinstance(source, TextStream) else source.lengths,
     )
     notes = [] if isinstance(source, TextStream) else small_data(config, source)
-    notes += tokenizer_warnings(config, source) if topology.rank == 0 else ()
     for line in (_summary(resolved, source, topology), *notes, *resolved.notes):
         tell(line)
     steps = config.train.steps

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from longshore.ops.backends import kernels_line
+from longshore.run.data import tokenizer_warnings
 from longshore.run.job import TrainingJob
 from longshore.run.parts import Parts
 from longshore.run.resume import OpenRun, keep_settings
@@ -106,6 +107,9 @@ class StepRecorder:
         self._graphed = Counter[str]()
         self._graph_gib: float | None = None
         self._loss_watch = LossWatch(job.config.train.loss, job.decoder.vocab_size)
+        for text in tokenizer_warnings(job.config, job.source) if job.topology.rank == 0 else ():
+            # A resumed run has it on its page already.
+            record.note(text) if after else record.warn(0, text.removeprefix("warning: "))
 
     def write(self, report: StepReport) -> None:
         """A hook of the loop."""
