@@ -24,6 +24,9 @@ NUMBERS = (
 )
 
 
+Json = dict[str, Any]
+
+
 def plan_of(lengths: Any, **asked: Any) -> Plan:
     plan = make_plan(lengths, **{"lanes": 4, "capacity": 100, "profile": TOKENS, **asked})
     check(plan)
@@ -227,6 +230,74 @@ def test_wrong_packs_are_refused(case: str):
 def test_a_given_pack_above_the_cap_on_sequences_is_named():
     message = refusal([5, 6, 7], policy="given", packs=[[0], [1, 2]], max_sequences=1)
     assert message == "packs: pack 1 has 2 sequences, but max_sequences is 1"
+
+
+def test_given_packs_keep_their_cp_sizes():
+    plan = plan_of([5, 6, 7, 8], policy="given", packs=[(4, [0, 3]), (1, [1]), [2]])
+    assert {
+        pack.sequences: pack.cp_size for _, pack in plan.packs() if 2 not in pack.sequences
+    } == {
+        (0, 3): 4,
+        (1,): 1,
+    }
+    plan = plan_of([50], policy="given", packs=np.array([[0]]), sync="step")
+    assert [pack.cp_size for _, pack in plan.packs()] == [4], "without one the planner chooses"
+
+
+def test_given_rounds_become_the_plan_as_they_are():
+    rounds = [[(2, 2, [1]), (3, 1, [0])], [(0, 4, [2])]]
+    plan = plan_of([5, 6, 7], policy="given", rounds=rounds)
+    placed = [(n, p.first_lane, p.cp_size, p.sequences) for n, p in plan.packs()]
+    assert placed == [(0, 2, 2, (1,)), (0, 3, 1, (0,)), (1, 0, 4, (2,))]
+    assert plan.stats.predicted == (4 + 5) + 2
+
+
+WRONG_GIVEN: dict[str, tuple[Json, str]] = {
+    "a CP size that is not legal": (
+        {"packs": [(1, [0]), (3, [1])]},
+        "packs: pack 1 has CP size 3; legal are 1, 2, 4",
+    ),
+    "a pack that is too long for its CP size": (
+        {"packs": [(1, [0, 1])]},
+        "pack 0: its 180 tokens do not fit at CP size 1 into 4 lanes of 100 tokens; raise capacity "
+        "to 180, give it a larger CP size, or shorten the sequence",
+    ),
+    "heads that a CP size does not divide": (
+        {"rounds": [[(0, 4, [0, 1])]], "heads": 2},
+        "CP size 4 is not legal; legal are 1, 2",
+    ),
+    "a missing sequence": (
+        {"rounds": [[(0, 1, [1])]]},
+        "sequence 0: it is in the plan 0 times; it must be there once",
+    ),
+    "a sequence twice": (
+        {"rounds": [[(0, 1, [0]), (1, 1, [1])], [(2, 1, [1])]]},
+        "sequence 1: it is in the plan 2 times; it must be there once",
+    ),
+    "lanes that are not aligned": (
+        {"rounds": [[(1, 2, [0]), (0, 1, [1])]]},
+        "round 0, lane 1: a pack of CP size 2 must start at a multiple of 2",
+    ),
+    "too many tokens": (
+        {"rounds": [[(0, 2, [0, 1]), (0, 1, [2])]], "lengths": [90, 90, 20]},
+        "round 0, lane 0: 112 tokens, but the capacity is 100",
+    ),
+    "no such sequence": (
+        {"rounds": [[(0, 1, [0]), (1, 1, [1, 2])]]},
+        "there is no sequence 2; sequences are numbered 0 to 1",
+    ),
+    "no tuples": ({"rounds": [[[0, 1]]]}, "a pack must be (first_lane, cp_size, sequences), all"),
+    "both": ({"packs": [[0, 1]], "rounds": []}, "packs and rounds are both given; leave one out"),
+    "another policy": ({"policy": "mixed", "rounds": []}, "packs work only with policy 'given'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_GIVEN)
+def test_what_is_wrong_with_a_given_plan_is_named(case: str):
+    asked, message = WRONG_GIVEN[case]
+    lengths = asked.get("lengths", [90, 90])
+    others = {name: value for name, value in asked.items() if name != "lengths"}
+    assert refusal(lengths, **{"policy": "given", **others}).startswith(message)
 
 
 def test_packs_may_be_a_numpy_array():

@@ -10,7 +10,7 @@ def test_every_policy_is_registered_with_its_properties():
     assert policy_names(lambda policy: policy.fixed_packs) == ("static", "padded", "given")
     assert policy_names(lambda policy: policy.pads_to_longest) == ("padded",)
     assert policy_names(lambda policy: policy.needs_packs) == ("given",)
-    assert policy_names(lambda policy: not policy.one_pack_per_lane) == ("mixed",)
+    assert policy_names(lambda policy: not policy.one_pack_per_lane) == ("mixed", "given")
     assert all(policy.name == name and policy.about for name, policy in POLICIES.items())
 
 

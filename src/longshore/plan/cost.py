@@ -132,6 +132,8 @@ class CostProfile:
         return math.fsum(self.linear * n + self.quadratic * square for n, square in pairs)
 
 
+TOO_MANY = 1 << 48
+"""Tokens that fit no lane."""
 EMPTY_TOKENS = 16
 """Tokens of a lane without packs before rounding: enough for 16 tensor parallel ranks."""
 
@@ -333,6 +335,10 @@ class CostTable:
         starts = np.cumsum([0, *(len(group) for group in groups)])[:-1]
         cost, tokens = (np.add.reduceat(a[flat], starts) for a in (self.cost, self.tokens))
         return self._with(self.sizes, cost, tokens)
+
+    def only(self, legal: NDArray[np.bool_]) -> "CostTable":
+        """The same in which a row at a size that is not legal for it has too many tokens to fit."""
+        return self._with(self.sizes, self.cost, np.where(legal, self.tokens, TOO_MANY))
 
     def _with(self, sizes: tuple[int, ...], cost: Ints, tokens: Ints) -> "CostTable":
         """Without squared lengths: `quadratic` is for the whole table."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -31,6 +31,10 @@ from longshore.plan.stage_costs import StageCosts
 from longshore.plan.task import Choice, Rounds, Task
 from longshore.plan.types import Plan, PlanSetting, Sequence, Stats
 
+GivenPack = Iterable[int] | tuple[int, Iterable[int]]
+"""Places of a pack's sequences; or the CP size it must have, and these."""
+PlacedPack = tuple[int, int, Iterable[int]]
+"""The first lane, the CP size, and the places of the sequences."""
 LARGEST = 2**40
 """Of lengths, capacities and counts: beyond, sums would not fit into 64 bits."""
 
@@ -57,7 +61,8 @@ def make_plan(
     vpp: int = 1,
     layout: Layout | None = None,
     stage_costs: StageCosts | None = None,
-    packs: Iterable[Iterable[int]] | None = None,
+    packs: Iterable[GivenPack] | None = None,
+    rounds: Iterable[Iterable[PlacedPack]] | None = None,
 ) -> Plan:
     """Plans one optimizer step.
 
@@ -69,7 +74,8 @@ def make_plan(
     multiple of this, and of tp. buckets: and then to one of these. tp, ep: ranks that heads, and
     that experts are split over. pp, vpp: pipeline ranks, and stages for each. layout: the stages,
     and stage_costs: how they share a round's cost; by default evenly. packs: for policy `given`,
-    the places of each pack's sequences.
+    the places of each pack's sequences, or (CP size, places). rounds: instead of packs, whole
+    rounds of (first lane, CP size, places), which become the plan as they are.
     """
     started = time.perf_counter()
     sequences = tuple(_sequence(place, entry) for place, entry in enumerate(lengths))
@@ -90,7 +96,7 @@ def make_plan(
     setting = _setting(counts, policy=policy, sync=sync, profile=profile, kind=cp_sizes)
     setting = _with_stages(_with_buckets(setting, buckets), layout, stage_costs)
     chosen = load_policy(policy)
-    task = _task(setting, sequences, counts.get("cp_size", 0), packs)
+    task = _task(setting, sequences, counts.get("cp_size", 0), packs, rounds)
     choice = Choice(task, may_split=not chosen.fixed_packs)
     chosen.run(task, choice)
     rounds = choice.settle()
@@ -207,15 +213,27 @@ def _place(value: object) -> int:
     return place
 
 
+def _sized_pack(pack: GivenPack) -> tuple[int, tuple[int, ...]]:
+    """A pack's CP size, 0 if it may have any, and its places."""
+    entries: tuple[Any, ...] = tuple(pack)
+    if len(entries) == 2 and isinstance(entries[1], Iterable) and not isinstance(entries[1], str):
+        return _whole_numbers(cp_size=entries[0])["cp_size"], tuple(map(_place, entries[1]))
+    return 0, tuple(map(_place, entries))
+
+
 def _task(
     setting: PlanSetting,
     sequences: tuple[Sequence, ...],
     cp_size: int,
-    packs: Iterable[Iterable[int]] | None,
+    packs: Iterable[GivenPack] | None,
+    rounds: Iterable[Iterable[PlacedPack]] | None,
 ) -> Task:
     _check_setting(setting, sequences, cp_size)
-    own_packs = tuple(tuple(map(_place, pack)) for pack in (() if packs is None else packs))
-    _check_packs(setting, own_packs, has_packs=packs is not None, sequences=len(sequences))
+    _check_given(setting, packs, rounds)
+    sized = [_sized_pack(pack) for pack in (() if packs is None else packs)]
+    pack_sizes, own_packs = tuple(size for size, _ in sized), tuple(pack for _, pack in sized)
+    if setting.planned_by.needs_packs and rounds is None:
+        _check_packs(setting, own_packs, pack_sizes, sequences=len(sequences))
     lengths = tuple(sequence.length for sequence in sequences)
     task = Task(
         setting=setting,
@@ -224,6 +242,8 @@ def _task(
         capacity=usable_capacity(setting.capacity, setting.align),
         cp_size=cp_size,
         packs=own_packs,
+        pack_sizes=pack_sizes,
+        rounds=None if rounds is None else [list(round_) for round_ in rounds],
     )
     _check_fit(task, sequences)
     return task
@@ -271,17 +291,26 @@ def _check_setting(setting: PlanSetting, sequences: tuple[Sequence, ...], cp_siz
         raise SettingError(f"{{cp_size}} is {cp_size}; legal are {_listed(setting.cp_sizes)}")
 
 
-def _check_packs(
-    setting: PlanSetting, packs: tuple[tuple[int, ...], ...], *, has_packs: bool, sequences: int
-) -> None:
+def _check_given(setting: PlanSetting, packs: object, rounds: object) -> None:
+    """Policy `given` has packs or rounds, and no other has."""
     if not setting.planned_by.needs_packs:
-        if has_packs:
+        if packs is not None or rounds is not None:
             raise SettingError(
                 "packs work only with policy {names}, but {policy} is {given!r}",
                 names=" or ".join(map(repr, policy_names(lambda policy: policy.needs_packs))),
                 given=setting.policy,
             )
-        return
+    elif packs is not None and rounds is not None:
+        raise ValueError("packs and rounds are both given; leave one out")
+
+
+def _check_packs(
+    setting: PlanSetting,
+    packs: tuple[tuple[int, ...], ...],
+    sizes: tuple[int, ...],
+    *,
+    sequences: int,
+) -> None:
     uses = Counter(place for pack in packs for place in pack)
     for place in range(sequences):
         if uses[place] != 1:
@@ -292,9 +321,15 @@ def _check_packs(
             )
     if unknown := sorted(set(uses) - set(range(sequences))):
         raise ValueError(f"packs: there is no sequence {unknown[0]}; the last is {sequences - 1}")
-    for number, pack in enumerate(packs):
+    for number, (pack, size) in enumerate(zip(packs, sizes, strict=True)):
         if not pack:
             raise ValueError(f"packs: pack {number} is empty")
+        if size and size not in setting.cp_sizes:
+            raise SettingError(
+                f"{{where}} has CP size {size}; legal are {_listed(setting.cp_sizes)}",
+                where=f"packs: pack {number}",
+                pack=number,
+            )
         if setting.max_sequences is not None and len(pack) > setting.max_sequences:
             raise SettingError(
                 f"{{where}} has {len(pack)} sequences, but {{max_sequences}} is "
@@ -306,7 +341,7 @@ def _check_packs(
 
 def _check_fit(task: Task, sequences: tuple[Sequence, ...]) -> None:
     """Every sequence, or given pack, must fit at a CP size that the policy may use."""
-    table = task.table.joined(task.packs) if task.packs else task.table
+    table = task.given_table() if task.packs else task.table
     sizes = (task.cp_size,) if task.cp_size else table.sizes
     columns = [table.sizes.index(size) for size in sizes]
     least = table.tokens[:, columns].min(axis=1)
@@ -316,6 +351,8 @@ def _check_fit(task: Task, sequences: tuple[Sequence, ...]) -> None:
         tokens = [sum(sequences[i].length for i in pack) for pack in task.packs or alone]
         equals = [i for i, count in enumerate(least.tolist()) if count == needed]
         longest = max(equals, key=lambda i: (tokens[i], -i))
+        if task.packs and task.pack_sizes[longest]:
+            sizes = (task.pack_sizes[longest],)
         raise _too_long(task, sizes, longest, tokens=tokens[longest], needed=needed)
 
 
@@ -330,6 +367,8 @@ def _too_long(
     if task.cp_size:
         larger = task.cp_size < setting.cp_sizes[-1]
         ways.append("choose a larger {cp_size}" if larger else "raise lanes and {cp_size} together")
+    elif len(sizes) < len(setting.cp_sizes):
+        ways.append("give it a larger CP size")
     elif sizes[-1] < setting.lanes:
         ways.append("raise {max_cp}")
     else:

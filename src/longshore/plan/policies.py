@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from longshore.plan.bound import UNLIMITED, work_bound
+from longshore.plan.own_policy import OwnChoice
 from longshore.plan.packing import PackingLimits, Placed, Problem
 from longshore.plan.pipeline_search import search_pipeline
 from longshore.plan.policy import Policy, register_policy
@@ -66,8 +67,11 @@ def mixed(task: Task, choice: Choice) -> None:
 
 
 def given(task: Task, choice: Choice) -> None:
-    """The caller's packs, placed as they are."""
-    table = task.table.joined(task.packs)
+    """The caller's rounds as they are, or the caller's packs, placed on lanes and rounds."""
+    if task.rounds is not None:
+        OwnChoice(task, choice).offer_rounds(task.rounds)
+        return
+    table = task.given_table()
     order = np.argsort(-table.cost[:, 0], kind="stable")
     members = [task.packs[i] for i in order]
     limits = _limits(task, lanes=task.setting.lanes, max_items=1, sole=True)
@@ -116,8 +120,7 @@ for _policy in (
         given,
         fixed_packs=True,
         needs_packs=True,
-        one_pack_per_lane=True,
-        about="your own packs, assigned to lanes and rounds",
+        about="your own packs, assigned to lanes and rounds; or your own rounds",
     ),
 ):
     register_policy(_policy)

@@ -5,6 +5,7 @@ were offered to its Choice. On 2 lanes of 8 tokens two sequences of 6 and 3 toke
 side, or one after the other; whichever way costs less stays in the Choice.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,6 +41,10 @@ class Task:
     """The one CP size that a policy must use, or 0."""
     packs: tuple[tuple[int, ...], ...]
     """The caller's packs, for a policy that needs them."""
+    pack_sizes: tuple[int, ...] = ()
+    """The CP size of each of these packs, or 0: the policy chooses."""
+    rounds: list[list[tuple[int, int, Iterable[int]]]] | None = None
+    """The caller's rounds instead: (first lane, CP size, sequences) of each pack."""
 
     @property
     def lanes(self) -> int:
@@ -100,6 +105,12 @@ class Task:
     def most_sequences(self) -> int:
         """Of a lane in a round."""
         return self.setting.max_sequences or UNLIMITED
+
+    def given_table(self) -> CostTable:
+        """Costs and tokens of the caller's packs; a CP size that a pack may not have never fits."""
+        table = self.table.joined(self.packs)
+        asked, sizes = np.array(self.pack_sizes)[:, None], np.array(table.sizes)
+        return table.only((asked == 0) | (asked == sizes))
 
     def sizes_that_fit(self) -> tuple[int, ...]:
         """The CP sizes at which every sequence fits, or the one asked for."""
