@@ -78,7 +78,7 @@ class LossWatch:
         if self._is_nll:
             limit = f"twice that of a uniform guess over {self._vocab_size:,} tokens"
         return (
-            f"the loss is {loss:,.6g} at step {step}, above {self._limit:,.4g}, {limit}: training "
+            f"the loss is {loss:,.6g} at step {step}, above {self._limit:,.4g}, {limit}; training "
             f"has probably diverged; begin again with a lower train.lr (now {lr:.3g}) or a longer "
             "train.warmup"
         )
