@@ -43,8 +43,7 @@ def keys() -> str:
 
 def policies() -> str:
     """The registered policies that a recipe can name."""
-    known = [policy for policy in POLICIES.values() if not policy.needs_packs]
-    rows = "".join(f"| `{policy.name}` | {policy.about} |\n" for policy in known)
+    rows = "".join(f"| `{policy.name}` | {policy.about} |\n" for policy in POLICIES.values())
     own = "| `module:function` | [a policy of your own](adding-a-policy.md) |\n"
     return f"| policy | what it does |\n|---|---|\n{rows}{own}"
 

@@ -27,6 +27,7 @@ from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, Run
 from longshore.plan.cost import BUILT_IN, CostProfile
 from longshore.plan.layout import Layout, layout_stages
 from longshore.plan.planner import make_plan
+from longshore.plan.policy import DEFAULT_POLICY, policy_named
 from longshore.plan.shapes import make_buckets
 from longshore.user_code import check_module_exists, load_module
 
@@ -174,7 +175,8 @@ def planner_options(
     return {
         "lanes": lanes,
         "capacity": capacity,
-        "policy": plan.policy,
+        # The data's packs come with each step; without them, as for held-out data, any policy does.
+        "policy": DEFAULT_POLICY if policy_named(plan.policy).needs_packs else plan.policy,
         "sync": plan.sync,
         "profile": cost.on_ranks(tp=config.parallel.tp, pp=layout.pp),
         "cp_size": plan.cp_size or None,

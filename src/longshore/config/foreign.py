@@ -303,11 +303,6 @@ FOREIGN_VALUES = {
     "fsdp": "zero3",
 }
 
-# Values that others of our commands take, and why a key does not.
-REFUSED_VALUES = {
-    ("plan.policy", "given"): "which needs packs from you, and training makes its own; use mixed",
-}
-
 # Sections of torchtitan and others.
 FOREIGN_SECTIONS = {
     "checkpoint": "output",

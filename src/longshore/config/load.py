@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FunctionType, MappingProxyType
 from typing import Any
 
-from longshore.config.foreign import FOREIGN_VALUES, REFUSED_VALUES
+from longshore.config.foreign import FOREIGN_VALUES
 from longshore.config.schema import SECTIONS, RunConfig
 from longshore.config.unknown_keys import answer_key, answer_section
 from longshore.config.values import Kind
@@ -197,8 +197,6 @@ def _wrong(key: str, value: object, kind: Kind) -> str:
     shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 1] + "…"
     word = value if isinstance(value, str) else shown
     ours = FOREIGN_VALUES.get(word)
-    if isinstance(value, str) and (key, value) in REFUSED_VALUES:
-        return f"{key} is {shown}, {REFUSED_VALUES[key, value]}"
     if ours in kind.names:
         return f"{key} is {shown}; use {ours}"
     return f"{key} is {shown}; it must be {kind.wants}"

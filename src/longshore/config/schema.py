@@ -139,7 +139,7 @@ class PlanConfig:
 
     policy: str = key(
         DEFAULT_POLICY,
-        function(*policy_names(lambda policy: not policy.needs_packs)),
+        function(*policy_names(lambda policy: True)),
         "how packs and CP sizes are chosen",
     )
     capacity: int | Literal["auto"] = key(

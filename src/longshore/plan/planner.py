@@ -99,9 +99,9 @@ def make_plan(
     task = _task(setting, sequences, counts.get("cp_size", 0), packs, rounds)
     choice = Choice(task, may_split=not chosen.fixed_packs)
     chosen.run(task, choice)
-    rounds = choice.settle()
-    stats = _stats(task, sequences, rounds, started)
-    return Plan(setting, sequences, rounds, stats, plan_digest(setting, sequences, rounds))
+    settled = choice.settle()
+    stats = _stats(task, sequences, settled, started)
+    return Plan(setting, sequences, settled, stats, plan_digest(setting, sequences, settled))
 
 
 def _setting(

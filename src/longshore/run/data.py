@@ -13,7 +13,7 @@ checked on the host when it is read, and refused by its number.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -36,6 +36,7 @@ from longshore.config.schema import RunConfig
 from longshore.data.batches import Batches, BatchSize
 from longshore.data.chat_template import DATE
 from longshore.data.columns import ALL
+from longshore.data.data_rank import Planner
 from longshore.data.fields import Field, parse_field
 from longshore.data.highest_token import highest_of, unknown_token
 from longshore.data.inputs import content_digest, find_inputs
@@ -59,7 +60,14 @@ from longshore.data.source import (
 from longshore.data.store import Store, read_manifest
 from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules, SampleTokenizer
+from longshore.errors import SettingError
+from longshore.plan.policy import policy_named
+from longshore.plan.types import Plan
+from longshore.plan.types import Sequence as PlanSequence
 from longshore.printable import printable
+
+PACK, CP_SIZE = "pack", "cp_size"
+"""Integer fields of a sequence, for plan.policy=given: its pack, and this pack's CP size."""
 
 
 def text_folder(config: RunConfig) -> Path:
@@ -345,11 +353,11 @@ def batch_size(config: RunConfig) -> BatchSize:
 def step_groups(config: RunConfig, source: IndexedSource) -> Ints | None:
     """For each sequence the group of those that share its step; None if there are no groups."""
     with in_keys("data.group"):
-        groups = groups_of(source, config.data.group)
+        groups = groups_of(source, config.data.group or (PACK if has_given_packs(config) else ""))
     if groups is not None and config.data.weights:
         raise ValueError(
             "data.weights draws sequences one by one, so those that belong together (data.group, "
-            "or the field pair) would be torn apart; leave data.weights out"
+            "or the fields pair and pack) would be torn apart; leave data.weights out"
         )
     return groups
 
@@ -361,6 +369,68 @@ def tokenizer_warnings(config: RunConfig, source: IndexedSource | TextStream) ->
     folders = [] if config.data.mock else [f for each in text_folders(config) for f in each]
     abouts = [read_manifest(folder).about for folder in folders]
     return list(dict.fromkeys(warning for about in abouts for warning in about.get(WARNINGS, ())))
+
+
+def has_given_packs(config: RunConfig) -> bool:
+    """Whether the data say which sequences share a pack."""
+    return policy_named(config.plan.policy).needs_packs
+
+
+def given_planner(plan: Callable[..., Plan], source: IndexedSource, groups: Ints | None) -> Planner:
+    """A planner of steps whose packs, and their CP sizes if there are any, the data have as fields.
+
+    plan: make_plan with all other options. groups: of `step_groups`. Packs that no step could
+    train are refused here, before the first one.
+    """
+    with in_keys("plan.policy"):
+        labels = sequence_values(source, PACK)
+        has_sizes = any(spec.name == CP_SIZE for spec in source.fields)
+        sizes = sequence_values(source, CP_SIZE) if has_sizes else np.zeros_like(labels)
+        _check_alike(labels, sizes, "different values of the field cp_size; give them the same")
+        if groups is not None:
+            _check_alike(labels, groups, "different values of data.group; set data.group=pack")
+
+    def planner(sequences: Sequence[PlanSequence]) -> Plan:
+        members: dict[int, list[int]] = {}
+        for place, sequence in enumerate(sequences):
+            members.setdefault(int(labels[sequence.id]), []).append(place)
+        asked = [int(sizes[sequences[places[0]].id]) for places in members.values()]
+        packs = [
+            (size, places) if size else places
+            for size, places in zip(asked, members.values(), strict=True)
+        ]
+        try:
+            return plan(sequences, policy="given", packs=packs)
+        except SettingError as error:
+            number = error.values.get("pack")
+            if not isinstance(number, int):
+                raise
+            where = f"the data's pack {list(members)[number]}"
+            raise SettingError(error.message, **{**error.values, "where": where}) from None
+
+    for places in _largest_packs(labels, sizes, source.lengths):
+        planner([PlanSequence(i, int(source.lengths[i]), 0) for i in places.tolist()])
+    return planner
+
+
+def _largest_packs(labels: Ints, sizes: Ints, lengths: Ints) -> Iterator[Ints]:
+    """For each CP size the places of the pack with the most tokens, and with the most sequences."""
+    for size in np.unique(sizes).tolist():
+        places = np.flatnonzero(sizes == size)
+        step = 2 * size if size > 1 else 1
+        _, pack = np.unique(labels[places], return_inverse=True)
+        tokens = np.bincount(pack, weights=-(-lengths[places] // step) * step)
+        for largest in sorted({int(tokens.argmax()), int(np.bincount(pack).argmax())}):
+            yield places[pack == largest]
+
+
+def _check_alike(labels: Ints, values: Ints, problem: str) -> None:
+    """All sequences of a pack must have one value."""
+    order = np.argsort(labels, kind="stable")
+    same = labels[order[1:]] == labels[order[:-1]]
+    wrong = np.flatnonzero(same & (values[order[1:]] != values[order[:-1]]))
+    if len(wrong):
+        raise ValueError(f"sequences of pack {labels[order[wrong[0]]]} have {problem}")
 
 
 def small_data(config: RunConfig, source: IndexedSource) -> list[str]:

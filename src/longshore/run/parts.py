@@ -24,7 +24,7 @@ from longshore.config.check import check_longest, planner_options
 from longshore.config.check_graph import LAYERS, graph_layers
 from longshore.config.located import in_keys, of_held_out
 from longshore.config.schema import RunConfig
-from longshore.data.data_rank import Packing, Planner
+from longshore.data.data_rank import Packing
 from longshore.data.loader import Loader
 from longshore.data.source import IndexedSource
 from longshore.data.steps import IndexedSteps, Steps, StreamedSteps
@@ -45,7 +45,13 @@ from longshore.parallel.pipeline.trace import Operation, TracedModel, trace
 from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Plan, Sequence
-from longshore.run.data import batch_size, held_out, step_groups
+from longshore.run.data import (
+    batch_size,
+    given_planner,
+    has_given_packs,
+    held_out,
+    step_groups,
+)
 from longshore.run.foreign import check_positions, make_foreign
 from longshore.run.graph_cap import graph_bytes
 from longshore.run.job import TrainingJob, longest_of, open_source
@@ -220,12 +226,14 @@ def _fill(model: LanguageModel, job: TrainingJob) -> None:
         fill(model, device, new)
 
 
-def make_planner(job: TrainingJob, refiner: Refiner | None = None) -> Planner:
+def make_planner(job: TrainingJob, refiner: Refiner | None = None) -> Callable[..., Plan]:
     """make_plan with all of its options given; only the sequences of a step are missing."""
     options = _planner_options(job)
     if refiner is None:
         return partial(make_plan, **options)
-    return lambda sequences: make_plan(sequences, **{**options, "profile": refiner.profile})
+    return lambda sequences, **given: make_plan(
+        sequences, **{**options, "profile": refiner.profile, **given}
+    )
 
 
 def _planner_options(job: TrainingJob) -> dict[str, Any]:
@@ -301,6 +309,8 @@ def make_steps(
     with agreed(job.topology.groups):
         planner, batch, packing = make_planner(job, refiner), batch_size(config), _packing(job)
         groups = step_groups(config, source) if is_grouped else None
+        if is_grouped and has_given_packs(config):
+            planner = given_planner(planner, source, groups)
     return IndexedSteps(
         source,
         planner=planner,
@@ -333,6 +343,11 @@ def _make_streamed_steps(
 ) -> StreamedSteps:
     """The first rank of each lane reads and tokenizes its share of the files."""
     topology = job.topology
+    if has_given_packs(job.config):
+        raise ValueError(
+            "plan.policy=given needs to know all packs, but a stream is read as it comes; set "
+            "data.stream=false, or another plan.policy"
+        )
     with agreed(topology.groups), in_keys("data.path"):
         planner, batch, packing = make_planner(job, refiner), batch_size(job.config), _packing(job)
         is_first = topology.tp_rank == 0 and topology.pp_rank == 0
