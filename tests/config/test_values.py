@@ -46,4 +46,4 @@ def test_a_path_that_is_there_may_contain_commas(tmp_path):
     name = f"{tmp_path}/a,b.jsonl"
     assert paths().read(name) == (f"{tmp_path}/a", "b.jsonl")
     (tmp_path / "a,b.jsonl").touch()
-    assert paths().read(name) == name
+    assert paths().read(name) == paths().read([name]) == (name,)

@@ -101,9 +101,9 @@ def test_the_recipe_of_a_run_keeps_them():
     Path("again.toml").write_text(config.to_toml())
     assert load_config("again.toml").data == config.data
     assert config.data.path == ("a.jsonl", "b/*.jsonl")
-    assert load_config(None, ["data.path=['a,b.jsonl']"]).data.path == "a,b.jsonl"
+    assert load_config(None, ["data.path=['a,b.jsonl']"]).data.path == ("a,b.jsonl",)
     assert load_config(None, ["data.path=[a, b]"]).data.path == ("a", "b")
-    assert load_config(None, ["data.path=a,b.jsonl"]).data.path == "a,b.jsonl"
+    assert load_config(None, ["data.path=a,b.jsonl"]).data.path == ("a", "b.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ def test_the_last_step_alone_is_told_at_the_end():
     assert [watch.warning(1, 5.0, 0.1), watch.warning(2, 2e5, 0.1)] == ["", ""]
     assert watch.last_warning() == (
         "the loss is 200,000 at step 2, above 11.09, twice that of a uniform guess over 256 "
-        "tokens: training has probably diverged; begin again with a lower train.lr (now 0.1) or a "
-        "longer train.warmup"
+        "tokens; training has probably diverged; begin again with a lower train.lr (now 0.1) or "
+        "a longer train.warmup"
     )
     assert watch.last_warning() == ""
 

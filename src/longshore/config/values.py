@@ -117,7 +117,7 @@ def whole_or(name: str) -> Kind:
 def steps_or_share() -> Kind:
     """A whole number of steps, or a share of all of them: 100, or 0.03."""
 
-    def read(value: object) -> float | None:
+    def read(value: object) -> object:
         if isinstance(value, float):
             return value if 0 < value < 1 else None
         return whole(0).read(value)
@@ -150,11 +150,14 @@ def paths() -> Kind:
     """One path, or several as a list or with commas, unless a path with commas is there."""
 
     def read(value: object) -> str | tuple[str, ...] | None:
-        is_list = isinstance(value, str) and value.startswith("[") and value.endswith("]")
-        if isinstance(value, str) and not is_list and ("," not in value or Path(value).exists()):
-            return value
+        if isinstance(value, str) and not (value.startswith("[") and value.endswith("]")):
+            if "," not in value:
+                return value
+            value = [value] if Path(value).exists() else value
         items = texts().read(_toml_list(value) if isinstance(value, str) else value)
-        return items[0] if items is not None and len(items) == 1 else items or None
+        # One path with commas stays a list, so that it is not split where it is read again.
+        is_one = items is not None and len(items) == 1 and "," not in items[0]
+        return items[0] if items and is_one else items or None
 
     return Kind('a string, or a list of strings such as ["a", "b"] or a,b', read, is_text=True)
 

@@ -100,7 +100,7 @@ def names_in_model(files: TensorFiles) -> dict[str, str]:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError:  # `longshore export` needs it for such names alone
         return own
-    kind = raw.get("model_type")
+    kind = str(raw.get("model_type"))
     tables = map(
         get_checkpoint_conversion_mapping, (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind), kind)
     )
