@@ -28,7 +28,7 @@ ARGUMENTS = {
     "load_config": "recipe overrides values",
     "make_plan": (
         "lengths lanes capacity policy sync profile cp_size min_cp max_cp cp_sizes heads "
-        "max_sequences align buckets tp ep pp vpp layout stage_costs packs"
+        "max_sequences align buckets tp ep pp vpp layout stage_costs packs rounds"
     ),
     "make_layout": "decoder pp vpp text length",
     "stage_costs": "decoder layout recompute length",
