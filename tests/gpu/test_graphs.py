@@ -43,7 +43,8 @@ FORMS: dict[int, dict[str, tuple[str, ...]]] = {
 STEPS = 4
 """Of each shape the first micro-batch runs eagerly and the second records: most replay."""
 WITHIN = 1e-3
-"""Of a gradient's norm: graphs launch the same kernels, and only sums by atomics may differ."""
+"""Of a gradient's norm, besides what eager layers differ from themselves: some kernels add up in an
+order of their own every time. Graphs launch the same kernels."""
 
 
 def words_of(name: str, *more: str) -> list[str]:
@@ -74,24 +75,27 @@ class Outcome(NamedTuple):
 
     gradients: list[dict[str, torch.Tensor]]
     """This rank's part of every gradient, of each step."""
+    again: list[dict[str, torch.Tensor]]
+    """The same, computed once more."""
     runs: list[int]
     """Layers replayed whole, by halves, and run eagerly."""
     cp_sizes: set[int]
 
 
 def outcome(words: list[str], ranks: Ranks, plant: str = "none") -> Outcome:
-    gradients, cp_sizes = [], set()
+    gradients, again, cp_sizes = [], [], set()
     with PLANTS[plant](), building(words, ranks) as parts:
         stepper = parts.stepper
         for step, _ in zip(parts.loader, range(STEPS), strict=False):
             divisor = step.batches[0].counts.main
-            stepper.gradients(step.batches, divisor, plan=step.plan)
-            named = stepper.model.named_parameters()
-            gradients.append({name: local_part(p.grad).cpu().clone() for name, p in named})
-            stepper.model.zero_grad()
+            for calls in (gradients, again):
+                stepper.gradients(step.batches, divisor, plan=step.plan)
+                named = stepper.model.named_parameters()
+                calls.append({name: local_part(p.grad).cpu().clone() for name, p in named})
+                stepper.model.zero_grad()
             cp_sizes |= {pack.cp_size for _, pack in step.plan.packs()}
         runs = stepper.graphs.take_runs() if stepper.graphs else []
-    return Outcome(gradients, runs, cp_sizes)
+    return Outcome(gradients, again, runs, cp_sizes)
 
 
 def worst(ones: list[dict[str, torch.Tensor]], others: list[dict[str, torch.Tensor]]) -> float:
@@ -104,7 +108,8 @@ def worst(ones: list[dict[str, torch.Tensor]], others: list[dict[str, torch.Tens
 
 
 def compared(name: str, forms: dict[str, tuple[str, ...]], plants: list[str], folder: str):
-    """On a rank: for each form and fault, how far gradients of graphs are from eager ones."""
+    """On a rank: for each form and fault, how far gradients of graphs are from eager ones, and how
+    far these are from themselves."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()  # the harness's: a run makes its own
     results = {}
@@ -114,8 +119,9 @@ def compared(name: str, forms: dict[str, tuple[str, ...]], plants: list[str], fo
         eager = outcome(words_of(name, *more), next(places))
         for plant in plants:
             graphed = outcome(words_of(name, *more, *graphs_of(name)), next(places), plant)
-            error = worst(eager.gradients, graphed.gradients)
-            results[form, plant] = error, graphed.runs, graphed.cp_sizes
+            pairs = (graphed.gradients, graphed.again, eager.again)
+            *errors, noise = (worst(eager.gradients, other) for other in pairs)
+            results[form, plant] = max(errors), noise, graphed.runs, graphed.cp_sizes
     return results
 
 
@@ -159,8 +165,9 @@ def test_gradients_are_those_of_eager_layers(name: str, ranks: int, tmp_path: Pa
     """With 2 lanes also where they share a pack, whose layers are replayed by halves."""
     results = run_ranks(ranks, compared, name, FORMS[ranks], ["none"], str(tmp_path), timeout=300)
     for each in results:
-        for (form, _), (error, (whole, halves, _), cp_sizes) in each.items():
-            assert error < WITHIN, f"{form}: {error:.1e}"
+        for (form, _), (error, noise, (whole, halves, _), cp_sizes) in each.items():
+            assert error < WITHIN + 4 * noise, f"{form}: {error:.1e}, eager {noise:.1e}"
+            assert noise < WITHIN * 10, f"{form}: eager {noise:.1e}"
             assert whole > 0, form
             assert ranks in cp_sizes, f"{form}: CP sizes {cp_sizes}"
             assert ranks == 1 or halves > 0, form
@@ -170,8 +177,8 @@ def test_a_bad_replay_is_seen(tmp_path: Path) -> None:
     plants = [plant for plant in PLANTS if plant != "none"]
     forms = {"plain": FORMS[1]["plain"]}
     (results,) = run_ranks(1, compared, "tiny-llama", forms, plants, str(tmp_path), timeout=300)
-    for (_, plant), (error, _, _) in results.items():
-        assert not error < 10 * WITHIN, f"{plant}: {error:.1e}"
+    for (_, plant), (error, noise, _, _) in results.items():
+        assert not error < 10 * (WITHIN + 4 * noise), f"{plant}: {error:.1e}, eager {noise:.1e}"
 
 
 RUNS: dict[str, tuple[str, ...]] = {
@@ -194,7 +201,7 @@ def test_runs_follow_eager_ones(name: str, tmp_path: Path) -> None:
         pairs = zip(losses[way], losses[f"{way}, eager"], strict=True)
         assert max(abs(a - b) / b for a, b in pairs) < 0.01, way
         lines = (tmp_path / way / "metrics.jsonl").read_text().splitlines()
-        last = json.loads(lines[-1])
-        assert last["graphed"]["whole"] > 0, way
-        assert way == "one rank" or sum(json.loads(line)["graphed"]["halves"] for line in lines) > 0
-        assert last["graph_gib"] > 0, f"{way}: nothing was recorded"
+        steps = [json.loads(line) for line in lines]
+        assert sum(step["graphed"]["whole"] for step in steps) > 0, way
+        assert way == "one rank" or sum(step["graphed"]["halves"] for step in steps) > 0
+        assert steps[-1]["graph_gib"] > 0, f"{way}: nothing was recorded"
