@@ -114,12 +114,6 @@ def test_a_pack_in_two_steps_is_refused():
         given_planner(make_plan, packed_source((5, 7, 1), (6, 7, 1)), np.array([1, 2]))
 
 
-def test_a_stream_has_no_packs():
-    job = SimpleNamespace(topology=None, config=load_config(None, ["plan.policy=given"]))
-    with pytest.raises(ValueError, match="policy=given needs to know all packs, but a stream is"):
-        parts._make_streamed_steps(job, None, None)
-
-
 def test_held_out_sequences_need_no_groups(monkeypatch):
     monkeypatch.setattr(parts, "open_source", lambda *args, **options: source_of(3, 4))
     monkeypatch.setattr(parts, "make_planner", lambda *args: None)

@@ -61,8 +61,8 @@ the machine:
   --max-sequences M  most sequences a lane holds in a round (default: no limit)
   --align A          pad the tokens of a lane to a multiple of A, as FP8 needs (default 1)
   --cost COST        what tokens cost on your machine: a file of `longshore calibrate` or a name
-                     (MACHINES; --gpu is the same option), both with --model; or a
-                     JSON object with linear, quadratic, gather, node, pack and round, and with a
+                     (MACHINES; --gpu is the same), both with --model; or a JSON
+                     object with linear, quadratic, gather, node, pack and round, and with a
                      pipeline message (default: estimated seconds of an 8B model on H100s). It is
                      the cost of the whole model on one GPU: --tp and --pp divide it; what --tp
                      communicates is not counted

@@ -31,6 +31,7 @@ from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.data.training_templates import check_choice
 from longshore.errors import SettingError
 from longshore.files import parse_json
+from longshore.plan.policy import policy_named
 
 TEXT_ONLY = ("template", "loss_on", "max_length", "too_long", "fields", "ignore", "max_bytes")
 
@@ -50,6 +51,12 @@ def check_data(config: RunConfig, vocab_size: int) -> None:
         raise ValueError(
             "there is no data; give data.path, files of JSONL, JSON, Parquet or Arrow or a folder "
             "of them, of `datasets` or of `longshore prepare`, or data.mock for synthetic sequences"
+        )
+    if policy_named(config.plan.policy).needs_packs and (data.mock or data.stream):
+        raise ValueError(
+            "plan.policy=given reads all packs from the data's field `pack` before the first step, "
+            f"which data.{'mock' if data.mock else 'stream=true'} does not allow; give "
+            "data.path with data.fields=pack:per_sequence:int64, or choose another plan.policy"
         )
     if data.mock:
         _refuse_text_keys(data, "data.mock generates")

@@ -36,7 +36,6 @@ from longshore.config.schema import RunConfig
 from longshore.data.batches import Batches, BatchSize
 from longshore.data.chat_template import DATE
 from longshore.data.columns import ALL
-from longshore.data.data_rank import Planner
 from longshore.data.fields import Field, parse_field
 from longshore.data.highest_token import highest_of, unknown_token
 from longshore.data.inputs import content_digest, find_inputs
@@ -376,7 +375,9 @@ def has_given_packs(config: RunConfig) -> bool:
     return policy_named(config.plan.policy).needs_packs
 
 
-def given_planner(plan: Callable[..., Plan], source: IndexedSource, groups: Ints | None) -> Planner:
+def given_planner(
+    plan: Callable[..., Plan], source: IndexedSource, groups: Ints | None
+) -> Callable[[Sequence[PlanSequence]], Plan]:
     """A planner of steps whose packs, and their CP sizes if there are any, the data have as fields.
 
     plan: make_plan with all other options. groups: of `step_groups`. Packs that no step could

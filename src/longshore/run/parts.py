@@ -343,11 +343,6 @@ def _make_streamed_steps(
 ) -> StreamedSteps:
     """The first rank of each lane reads and tokenizes its share of the files."""
     topology = job.topology
-    if has_given_packs(job.config):
-        raise ValueError(
-            "plan.policy=given needs to know all packs, but a stream is read as it comes; set "
-            "data.stream=false, or another plan.policy"
-        )
     with agreed(topology.groups), in_keys("data.path"):
         planner, batch, packing = make_planner(job, refiner), batch_size(job.config), _packing(job)
         is_first = topology.tp_rank == 0 and topology.pp_rank == 0
