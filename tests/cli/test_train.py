@@ -155,8 +155,8 @@ BAD = [
     (["r.toml", "train.dtype=int8"], "it must be auto, bfloat16, float32 or float64"),
     (["r.toml", "plan.policy=dp_balanced"], "plan.policy is 'dp_balanced'; use static"),
     (
-        ["r.toml", "plan.policy=given"],
-        "plan.policy=given reads the packs from the data's field `pack`",
+        ["r.toml", "data.path=", MOCK, "data.count=9", "plan.policy=given"],
+        "plan.policy=given reads all packs from the data's field `pack`",
     ),
     (["r.toml", "plan.capacity=all"], "it must be a whole number, 1 or more, or 'auto'"),
     (["r.toml", "data.ignore=a,,b"], "data.ignore is 'a,,b'; it must be a list of strings"),
