@@ -76,6 +76,7 @@ def test_pairs_are_scored_and_trained_on(folder):
     assert lines[-1]["loss_metrics"]["reward_accuracy"] == 1
 
 
+@pytest.mark.long
 def test_pairs_alone_are_scored_by_the_run(folder, capsys):
     """In one command, from the text: the same losses as with scores of one's own."""
     train = ["train", "data.path=pairs.jsonl", "data.tokenizer=tok", "model.preset=tiny-llama"]
