@@ -137,7 +137,7 @@ def _split(part: Part, tp: int) -> Part:
 
 
 def _check_splits(parts: Collection[Part], tp: int) -> None:
-    """Raises what is wrong with the first part that so many ranks cannot split, and what works."""
+    """Raises what is wrong with the first part that `tp` ranks cannot split, and what works."""
     wrong = next(filter(None, (_refusal(part, tp) for part in parts)), None)
     if wrong is not None:
         works = [n for n in range(1, MOST_TP + 1) if not any(_refusal(part, n) for part in parts)]

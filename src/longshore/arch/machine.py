@@ -44,7 +44,7 @@ class DataSheet:
     peak: float
     """Dense FLOP/s of products in `dtype`."""
     memory_gb: float | None
-    """Of each; None where it depends on what is built in."""
+    """Memory of each; None where it depends on what is built in."""
     bandwidth: float
     """Bytes/s of its memory."""
     link: float

@@ -55,7 +55,7 @@ class Work:
     frozen: bool = False
     """Whether its weights have no gradients."""
     factors: tuple[Product, ...] = ()
-    """Of low-rank factors beside its products."""
+    """Products of the low-rank factors beside its own."""
 
     def with_factors(self, lora: LoRAConfig | None) -> "Work":
         """The same where low-rank factors alone are trained."""

@@ -89,7 +89,7 @@ class TextStream:
 
     @property
     def digest(self) -> str:
-        """Of the files, by name, size and content, and of what decides the order."""
+        """Identifies the files, by name, size and content, and what decides the order."""
         files = [[(file.name, file.bytes) for file in part] for part in self.parts]
         order = [SHARES, self.weights, self.shuffle, self.seed, self.longest, self.tokenizer_digest]
         identity = json.dumps([files, self.content, order])

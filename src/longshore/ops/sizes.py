@@ -40,7 +40,7 @@ def heads_at_once(rows: int, heads: int, head_bytes: int) -> int:
 
 
 def most_expanded(rows: int, heads: int, head_bytes: int) -> int:
-    """The most bytes of such keys and values over all calls with up to so many rows.
+    """The most bytes of such keys and values over all calls with up to `rows` rows.
 
     heads_at_once takes a head fewer from some number of rows on, so that fewer rows need more.
     """
@@ -69,7 +69,7 @@ def _largest_kernel_chunk(row_bytes: int) -> int:
 
 
 def most_in_kernel_chunk(tokens: int, row_bytes: int) -> int:
-    """The most tokens of a chunk with kernels over all calls with up to so many tokens.
+    """The most tokens of a chunk with kernels over all calls with up to `tokens` tokens.
 
     One token more may make chunks smaller: with a vocabulary of 152k, 4096 tokens are cut into two
     of 2048, 4097 into three of 1536. Twice the largest chunk is cut into two of it.
