@@ -73,7 +73,7 @@ def check_scored(out: str, fields: Sequence[Field], lengths: Ints) -> None:
 
 
 def scored_bytes(out: str, fields: Sequence[Field], lengths: Ints) -> int:
-    """Bytes of tokens and fields; of Parquet, which compresses, the scores alone: the last field."""
+    """Bytes of tokens and fields; of Parquet, which compresses, the scores alone."""
     tokens, total = int(lengths.sum()), 0
     is_parquet = out.endswith(".parquet")
     for field in fields[-1:] if is_parquet else fields:
