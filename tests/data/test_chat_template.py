@@ -150,12 +150,17 @@ def test_an_assistant_that_begins_is_refused_if_the_template_cannot_render_nothi
 
 
 @pytest.mark.parametrize("mark", ["\ufdd0", "\ufdd1", "\ufdd0x\ufdd1"])
-def test_marks_in_a_message_are_refused_not_taken_for_a_span(mark):
-    for message in (said("user", mark), said("assistant", mark)):
-        with pytest.raises(SampleError) as caught:
-            made(MARKED).locate(chat(message, ASSISTANT))
-        assert caught.value.reason == "spans not located"
-    assert spans_of(CHATML, chat(said("user", mark), ASSISTANT)) == ["Yo<|im_end|>"]
+def test_marks_in_a_message_are_content(mark):
+    for template in (MARKED, CHATML):
+        assert spans_of(template, chat(said("user", mark), ASSISTANT)) == ["Yo<|im_end|>"]
+        assert spans_of(template, chat(USER, said("assistant", mark))) == [f"{mark}<|im_end|>"]
+
+
+def test_a_message_that_uses_up_all_marks_is_refused():
+    every = said("user", "".join(map(chr, range(0xFDD0, 0xFDF0))))
+    with pytest.raises(SampleError, match="U\\+FDD0 to U\\+FDEF") as caught:
+        made(MARKED).locate(chat(every, ASSISTANT))
+    assert caught.value.reason == "spans not located"
 
 
 def test_marks_must_say_whose_they_are():

@@ -52,8 +52,9 @@ from longshore.data.template_sandbox import (
 Span = tuple[int, int]
 Marks = tuple[str, str]
 
-# Unicode keeps these two for a program's own use; text must not contain them.
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
+# Unicode reserves these for a program's own use. A text may contain some all the same, so the marks
+# around what the assistant writes are two that it does not contain.
+NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
 DATE = datetime.date(2024, 7, 26)  # the default of the Llama 3 templates
 NOT_LOCATED, LEFT_OUT = "spans not located", "left out by the template"
 TOO_SLOW = "template too slow"
@@ -145,13 +146,14 @@ class ChatTemplate:
                 )
 
     def _marked_spans(self, chat: Chat, text: str) -> list[Span]:
-        unmarked, spans = _unmark(self._full_text(chat, marks=(OPEN, CLOSE)))
+        marks = [mark for mark in NONCHARACTERS if mark not in text][:2]
+        if len(marks) < 2:
+            raise SampleError(NOT_LOCATED, "the chat contains the characters U+FDD0 to U+FDEF")
+        unmarked, spans = _unmark(self._full_text(chat, marks=(marks[0], marks[1])), *marks)
         if unmarked == text:
             return spans
         raise SampleError(
-            NOT_LOCATED,
-            "the template changes the text between its {% generation %} marks, or a message "
-            f"contains the character U+{ord(OPEN):X} or U+{ord(CLOSE):X}",
+            NOT_LOCATED, "the template changes the text between its {% generation %} marks"
         )
 
     def _turn_span(self, chat: Chat, turn: int, text: str) -> Span:
@@ -276,16 +278,16 @@ def _spans_in_loss(spans: list[Span], chat: Chat) -> list[Span]:
     return [span for turn, span in zip(every, spans, strict=True) if turn in chat.turns()]
 
 
-def _unmark(marked: str) -> tuple[str, list[Span]]:
+def _unmark(marked: str, opening: str, closing: str) -> tuple[str, list[Span]]:
     """The text without its marks, and the spans that were marked."""
     pieces, spans, length, start = [], [], 0, -1
-    for piece in re.split(f"([{OPEN}{CLOSE}])", marked):
-        if piece in (OPEN, CLOSE):
-            if (piece == OPEN) != (start < 0):
+    for piece in re.split(f"([{opening}{closing}])", marked):
+        if piece in (opening, closing):
+            if (piece == opening) != (start < 0):
                 raise SampleError(NOT_LOCATED, "the template nests {% generation %} blocks")
-            if piece == CLOSE and length > start:
+            if piece == closing and length > start:
                 spans.append((start, length))
-            start = length if piece == OPEN else -1
+            start = length if piece == opening else -1
         else:
             pieces.append(piece)
             length += len(piece)
