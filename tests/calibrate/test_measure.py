@@ -8,7 +8,7 @@ import torch
 
 from longshore.arch.machine import load_machine
 from longshore.arch.presets import preset
-from longshore.arch.step_time import RunShape, round_seconds
+from longshore.arch.step_time import RunShape, round_busy
 from longshore.calibrate import measure, overheads
 from longshore.calibrate.held_out import Outcome, check_parts, median_error, random_steps
 from longshore.calibrate.measure import CalibrationOptions, calibrate
@@ -48,7 +48,7 @@ def test_everything_is_measured_in_turn(small, monkeypatch):
     assert any("steps of 1 blocks" in line for line in lines)
     assert all(part.host == 0 for part in last.parts), "on a CPU the host computes"
     shape = RunShape(lanes=1, shard="none", dtype="float32", recompute=True)
-    assert round_seconds(last, TINY, [40], tokens=48, shape=shape) > 0
+    assert round_busy(last, TINY, [40], tokens=48, shape=shape).seconds > 0
 
 
 def test_without_time_the_rest_stays_arithmetic_and_is_named(small, monkeypatch):

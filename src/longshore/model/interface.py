@@ -104,10 +104,6 @@ class Exchange:
         """
         return self.begin_visible(rows).wait()
 
-    def return_visible(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """From all lanes' gradients of what `visible` gave them, those of the lane's own rows."""
-        return self.begin_return_visible(grads).wait()
-
     def begin_visible(self, rows: tuple[Tensor, ...]) -> PendingRows:
         """`visible`, begun: what is computed before `wait()` runs at the same time.
 
@@ -116,7 +112,7 @@ class Exchange:
         return HereAlready(rows)
 
     def begin_return_visible(self, grads: tuple[Tensor, ...]) -> PendingRows:
-        """`return_visible`, begun."""
+        """From all lanes' gradients of what `visible` gave them, those of the lane's own rows."""
         return HereAlready(grads)
 
     def gather(self, rows: Tensor) -> Tensor:
