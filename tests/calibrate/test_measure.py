@@ -10,12 +10,12 @@ from longshore.arch.machine import load_machine
 from longshore.arch.presets import preset
 from longshore.arch.step_time import RunShape, round_busy
 from longshore.calibrate import measure, overheads
-from longshore.calibrate.held_out import Outcome, check_parts, median_error, random_steps
+from longshore.calibrate.held_out import Outcome, median_error, random_steps
 from longshore.calibrate.measure import CalibrationOptions, calibrate
 from longshore.calibrate.modules import make_module, runnable
 from longshore.calibrate.products import Grid
 from longshore.calibrate.references import references
-from longshore.calibrate.timing import Clock, Timer
+from longshore.calibrate.timing import Clock
 from longshore.cli.main import main
 
 CPU = torch.device("cpu")
@@ -80,18 +80,6 @@ def test_random_steps_have_one_to_four_rounds():
         lengths = [length for lengths in step.rounds for length in lengths]
         assert sorted(lengths) == sorted(each.length for each in step.plan.sequences)
         assert all(sum(a) <= b <= 256 for a, b in zip(step.rounds, step.tokens, strict=True))
-
-
-def test_parts_one_by_one():
-    machine = load_machine("h200")
-    outcomes = check_parts(machine, TINY, [(8, 8)], Timer(CPU, 1), dtype=torch.float32)
-    assert [each.name.split(",")[0] for each in outcomes] == [
-        "attention",
-        "mlp",
-        "embedding",
-        "head",
-    ]
-    assert all(each.measured > 0 for each in outcomes)
 
 
 def test_errors_are_relative_to_what_was_measured():

@@ -206,7 +206,6 @@ def test_lane_costs_by_hand() -> None:
     # At CP size 2 each lane pays 7 + 8/2 + 0.5·8/2 = 13; the pack beside it 7 + 3 + 5 = 15.
     assert [[table.seconds(cost) for cost in row] for row in rows] == [[13, 28, 0], [0, 0, 0]]
     assert rows[0][2] == 0
-    assert rows[0][0] == table.pack_cost((0,), 2)
 
 
 def test_step_time_by_hand() -> None:
@@ -316,7 +315,7 @@ def test_padded_costs_are_those_of_the_longest() -> None:
     setting = replace(SETTING, policy="padded")
     table = table_for(setting, [9, 2])
     assert table.tokens.tolist() == [[9, 6], [9, 6]]
-    assert table.seconds(table.pack_cost((1,), 1)) == 9
+    assert table.seconds(int(table.cost[1, 0])) == 9
     assert table_for(SETTING, [9, 2]).tokens.tolist() == [[9, 6], [2, 2]]
     rounds = [Round((Pack(0, 1, (0,), 9), Pack(1, 1, (1,), 9)))]
     line = simulate(plan_of([9, 2], rounds, setting))
