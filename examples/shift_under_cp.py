@@ -1,8 +1,8 @@
 """Multi-token prediction from shards alone: the next tokens' ids and labels under CP 2.
 
 In: a lane's shard of the token ids, as a trainer that shards its batches early has them. Out: for
-each depth the ids and labels of its tokens, shifted by one more token within each sequence. Only the
-first token of a chunk comes from the other lane, and all of a pack come in one exchange.
+each depth the ids and labels of its tokens, shifted by one more token within each sequence. Only
+the first token of a chunk comes from the other lane, and those of a pack come in one exchange.
 
 Try it: torchrun --nproc-per-node 2 examples/shift_under_cp.py
 
