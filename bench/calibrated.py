@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,18 @@ from results import machine as machine_line
 from results import table, write_section
 
 from longshore.arch.decoder import DecoderConfig
-from longshore.arch.machine import load_machine
+from longshore.arch.machine import MachineProfile, load_machine
 from longshore.arch.model_memory import ITEM_BYTES
-from longshore.arch.part_work import block_works, end_works
+from longshore.arch.part_work import Work, block_works, end_works, part_kind, part_works
 from longshore.arch.presets import preset
 from longshore.arch.step_time import RunShape, part_time, round_busy, update_busy
-from longshore.calibrate.held_out import check_parts, check_steps, random_steps
+from longshore.calibrate.held_out import Outcome, check_steps, random_steps
 from longshore.calibrate.measure import CalibrationOptions, calibrate
+from longshore.calibrate.modules import make_module, runnable
+from longshore.calibrate.parts import work_of
+from longshore.calibrate.references import Case, Reference
 from longshore.calibrate.steps import make_stepper, one_lane
-from longshore.calibrate.timing import Clock, Timer
+from longshore.calibrate.timing import Clock, Timer, free
 from longshore.train.device import pick_device, pick_dtype, prefer_blas
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
@@ -95,6 +98,42 @@ def one_model(options: argparse.Namespace) -> list[dict[str, Any]]:
         {"model": name, "case": each.name, "predicted": each.predicted, "measured": each.measured}
         for each in outcomes
     ]
+
+
+def check_parts(
+    machine: MachineProfile,
+    decoder: DecoderConfig,
+    cases: Sequence[Case],
+    timer: Timer,
+    *,
+    dtype: torch.dtype,
+) -> list[Outcome]:
+    """Each kind of part of the decoder alone, on the device: predicted and measured."""
+    parts = {part: None for layer in decoder.layers for part in layer.parts}
+    wanted = [Reference(part_kind(part), decoder, part, part_kind(part)) for part in parts]
+    wanted += [Reference(kind, decoder, None, kind) for kind in ("embedding", "head")]
+    outcomes = []
+    for reference in wanted:
+        module = make_module(reference, device=timer.device, dtype=dtype)
+        for lengths in cases:
+            run = runnable(reference, module, lengths, device=timer.device, dtype=dtype)
+            works = _works(machine, reference, lengths, item=dtype.itemsize)
+            times = [part_time(machine, work) for work in works]
+            predicted = sum(each.forward + each.backward for each in times)
+            name = f"{reference.name}, {sum(lengths):,} tokens in {len(lengths)}"
+            outcomes.append(Outcome(name, predicted, timer.seconds(run.both)))
+        del module, run
+        free(timer.device)
+    return outcomes
+
+
+def _works(
+    machine: MachineProfile, reference: Reference, lengths: Case, *, item: int
+) -> tuple[Work, ...]:
+    chunk, part = machine.scan_chunk, reference.part
+    if part is None:
+        return (work_of(reference, lengths, item=item, scan_chunk=chunk),)
+    return part_works(part, reference.decoder.width, lengths, item=item, scan_chunk=chunk)
 
 
 def part_cases(capacity: int) -> list[tuple[int, ...]]:

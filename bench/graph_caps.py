@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +27,10 @@ from longshore.plan.cost import Ints
 from longshore.plan.graph_use import (
     BUCKETS,
     MicroBatchSizes,
-    added_by_rounding,
     choose_cap,
     steady_cap,
 )
-from longshore.plan.shapes import make_buckets
+from longshore.plan.shapes import lane_packs, lane_tokens, make_buckets
 from longshore.plan.types import Plan
 from longshore.run.graph_cap import SAMPLE_SEQUENCES, SAMPLE_STEPS, sampled_plans
 
@@ -101,6 +101,17 @@ def measure(case: Case, steps: int) -> CapOutcome:
         held_out=MicroBatchSizes.of(plans),
         padding=added_by_rounding(plans),
     )
+
+
+def added_by_rounding(plans: list[Plan]) -> float:
+    """The share of the lanes' tokens that rounding up to buckets or `align` adds."""
+    tokens = totals = 0
+    for plan in plans:
+        for number, lane in product(range(len(plan.rounds)), range(plan.setting.lanes)):
+            if packs := lane_packs(plan, number, lane):
+                tokens += sum(pack.tokens_per_lane for pack in packs)
+                totals += lane_tokens(plan, number, lane)
+    return 1 - tokens / totals if totals else 0.0
 
 
 def _batches(drawn: Ints, sequences: int) -> Batches:

@@ -26,7 +26,7 @@ GROUPS = {
     "What a model gets": "MicroBatch SeqContext PackContext CPGroup Counts whole_context",
     "Ranks and models": (
         "Topology make_topology CPGroups Decoder DecoderConfig init_decoder preset adapt "
-        "parallelize Choices begin_round"
+        "parallelize Choices begin_round shift"
     ),
 }
 HEAD = """\

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from tests.data.plans import make_samples, pack_all, plan_of
+from tests.data.stage_batch import only
 
 from longshore.batch import Counts, MicroBatch, whole_context
 from longshore.data.lane_context import lane_context
@@ -26,10 +27,6 @@ def make_batch() -> MicroBatch:
     rounds = [Round((Pack(0, 2, (0,), 4), Pack(0, 1, (1,), 3))), Round(())]
     plan = plan_of([7, 3], rounds, lanes=2, align=8)
     return pack_all(plan, make_samples(plan), depths=2)[0][0]
-
-
-def flags(needed: set[str]) -> dict[str, bool]:
-    return {name: name in needed for name in StageInputs.__slots__}
 
 
 def same(a: MicroBatch, b: MicroBatch) -> bool:
@@ -56,36 +53,13 @@ def test_names_every_tensor_once() -> None:
     assert {tensors[name].dtype for name in tokens} == {torch.int64, torch.bool}
 
 
-@pytest.mark.parametrize(
-    ("needed", "more"),
-    [
-        ({"token_ids"}, {"token_ids"}),
-        (set(), set()),
-        ({"targets"}, TARGETS),
-        ({"depth_ids"}, DEPTH_IDS),
-        ({"depth_targets"}, DEPTHS - DEPTH_IDS),
-        ({"depth_ids", "depth_targets"}, DEPTHS),
-        ({"token_fields"}, {"token_fields.weight", "token_fields.advantage"}),
-        ({"sequence_fields"}, {"sequence_fields.sample_id"}),
-        (set(StageInputs.__slots__), {"token_ids"} | TARGETS | DEPTHS | FIELDS),
-    ],
-)
-def test_a_stage_gets_what_it_needs(needed: set[str], more: set[str]) -> None:
-    batch = make_batch()
-    view = batch.only(**flags(needed))
-    tensors = batch.to_tensors()
-    assert view.to_tensors().keys() == CONTEXT | more
-    assert all(tensor is tensors[name] for name, tensor in view.to_tensors().items())
-    assert view.ctx is batch.ctx
-    assert view.counts == batch.counts
-    assert len(view.mtp) == (2 if needed & {"depth_ids", "depth_targets"} else 0)
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_travels_as_a_skeleton_and_tensors(first: bool) -> None:
     first_stage = {"token_ids", "depth_ids"}
     needed = first_stage if first else set(StageInputs.__slots__) - first_stage
-    batch = make_batch().only(**flags(needed))
+    batch = only(
+        make_batch(), StageInputs(**{name: name in needed for name in StageInputs.__slots__})
+    )
     skeleton = pickle.loads(pickle.dumps(batch.skeleton()))
     tensors = skeleton.to_tensors()
     assert {tensor.device.type for tensor in tensors.values()} == {"meta"}

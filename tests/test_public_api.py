@@ -21,7 +21,7 @@ Rules RunConfig RunError SampleTokenizer SeqContext Sequence SettingError Shards
 StreamedSteps TokenizedSample Tokenizer Topology Trainer adapt begin_round check cut_shards
 init_decoder lane_cuts lane_rows load_config load_profile make_layout make_plan make_topology merge
 model_cost pack_lane pack_step parallelize policy_named policy_names preset samples_of send_back
-stage_costs unpack whole_context
+shift stage_costs unpack whole_context
 """
 ARGUMENTS = {
     "Trainer": "recipe overrides resume force signals on_step on_evaluation sections",
@@ -39,6 +39,7 @@ ARGUMENTS = {
     "unpack": "ctx values",
     "merge": "plan pieces",
     "send_back": "plan owners pieces group like",
+    "shift": "shard real padded group fill",
     "make_topology": "lanes tp pp ep device",
     "StreamedSteps": (
         "samples planner batch topology fields everywhere packing before_plan stream"

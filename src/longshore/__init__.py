@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from longshore.model.decoder import Decoder
     from longshore.model.init import init_decoder
     from longshore.parallel.apply import Choices, parallelize
+    from longshore.parallel.context.shift import shift
     from longshore.parallel.fsdp import begin_round
     from longshore.plan.check import check
     from longshore.plan.cost import CostProfile, load_profile
@@ -75,6 +76,7 @@ _NAMES_OF = {
     "model.decoder": "Decoder",
     "model.init": "init_decoder",
     "parallel.apply": "Choices parallelize",
+    "parallel.context.shift": "shift",
     "parallel.fsdp": "begin_round",
     "plan.check": "check",
     "plan.cost": "CostProfile load_profile",
@@ -147,6 +149,7 @@ __all__ = [
     "preset",
     "samples_of",
     "send_back",
+    "shift",
     "stage_costs",
     "unpack",
     "whole_context",

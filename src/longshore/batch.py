@@ -271,7 +271,7 @@ class Depth:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """A lane's tensors for one round; a pipeline rank holds some of them, see `only`."""
+    """A lane's tensors for one round; a pipeline rank holds only what its stages read."""
 
     lane: int
     """The lane, from 0."""
@@ -298,36 +298,6 @@ class MicroBatch:
     def is_last(self) -> bool:
         """Whether this is the plan's last round, in which gradients are synchronised."""
         return self.round == self.rounds - 1
-
-    def only(
-        self,
-        *,
-        token_ids: bool,
-        targets: bool,
-        depth_ids: bool,
-        depth_targets: bool,
-        token_fields: bool,
-        sequence_fields: bool,
-    ) -> "MicroBatch":
-        """The micro-batch with some of its tensors, and always with the context.
-
-        The flags are those of plan/layout.py:StageInputs, `batch.only(**asdict(inputs))`.
-        """
-        depths = tuple(
-            Depth(
-                depth.token_ids if depth_ids else None,
-                depth.targets if depth_targets else None,
-            )
-            for depth in self.mtp
-        )
-        return replace(
-            self,
-            token_ids=self.token_ids if token_ids else None,
-            targets=self.targets if targets else None,
-            mtp=depths if depth_ids or depth_targets else (),
-            token_fields=self.token_fields if token_fields else {},
-            sequence_fields=self.sequence_fields if sequence_fields else {},
-        )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "MicroBatch":
         return _map_tensors(self, lambda _, tensor: tensor.to(device, non_blocking=non_blocking))

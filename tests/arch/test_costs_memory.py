@@ -10,7 +10,7 @@ from longshore.arch.costs import (
     parameter_count,
     token_bytes,
 )
-from longshore.arch.exchanged import exchanged_bytes
+from longshore.arch.exchanged import exchanged_by
 from longshore.arch.hyper import HyperConfig
 from longshore.arch.part import Sharing
 from longshore.arch.presets import preset
@@ -174,7 +174,7 @@ def fits(name, tokens, memory_bytes):
         model_bytes(config, lanes=8, shard="zero3", dtype="bfloat16").total
         + logits_bytes(config, tokens, dtype="bfloat16")
         + tokens * (token.saved + token.working)
-        + exchanged_bytes(config, 8, tokens, sharing=GATHER, item=2)
+        + exchanged_by(config.layers, 8, tokens, sharing=GATHER, item=2)
     )
     return needed <= memory_bytes - memory_bytes // 10
 

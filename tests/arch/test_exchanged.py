@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.arch.exchanged import exchanged_bytes, gathered_rows
+from longshore.arch.exchanged import exchanged_by, gathered_rows
 from longshore.arch.part import Sharing
 from longshore.arch.presets import preset
 from longshore.model.attention_core import over_heads
@@ -21,7 +21,7 @@ def indices(cp_size):
 
 def of_token(config, cp_size, *, sharing, item):
     """For each of many tokens, whose half rows are whole ones."""
-    total = exchanged_bytes(config, cp_size, 1000, sharing=sharing, item=item)
+    total = exchanged_by(config.layers, cp_size, 1000, sharing=sharing, item=item)
     assert total % 1000 == 0
     return total // 1000
 
@@ -72,10 +72,10 @@ def test_mla_expands_as_many_heads_as_fit():
     fewer rows they are 4 GiB, and rounds of fewer tokens must have room too.
     """
     config = preset("deepseek-v3")
-    assert exchanged_bytes(config, 1, 131_072, sharing=GATHER, item=2) == EXPANDED_BYTES
+    assert exchanged_by(config.layers, 1, 131_072, sharing=GATHER, item=2) == EXPANDED_BYTES
     latents = int((3 * 16.5 + 16) * 576 * 2 * 8192)
     expected = latents + EXPANDED_BYTES + indices(16) * 8192
-    assert exchanged_bytes(config, 16, 8192, sharing=GATHER, item=2) == expected
+    assert exchanged_by(config.layers, 16, 8192, sharing=GATHER, item=2) == expected
 
 
 def test_absorbed_mla_has_one_head():

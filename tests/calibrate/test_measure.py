@@ -8,14 +8,14 @@ import torch
 
 from longshore.arch.machine import load_machine
 from longshore.arch.presets import preset
-from longshore.arch.step_time import RunShape, round_seconds
+from longshore.arch.step_time import RunShape, round_busy
 from longshore.calibrate import measure, overheads
-from longshore.calibrate.held_out import Outcome, check_parts, median_error, random_steps
+from longshore.calibrate.held_out import Outcome, median_error, random_steps
 from longshore.calibrate.measure import CalibrationOptions, calibrate
 from longshore.calibrate.modules import make_module, runnable
 from longshore.calibrate.products import Grid
 from longshore.calibrate.references import references
-from longshore.calibrate.timing import Clock, Timer
+from longshore.calibrate.timing import Clock
 from longshore.cli.main import main
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def test_everything_is_measured_in_turn(small, monkeypatch):
     assert any("steps of 1 blocks" in line for line in lines)
     assert all(part.host == 0 for part in last.parts), "on a CPU the host computes"
     shape = RunShape(lanes=1, shard="none", dtype="float32", recompute=True)
-    assert round_seconds(last, TINY, [40], tokens=48, shape=shape) > 0
+    assert round_busy(last, TINY, [40], tokens=48, shape=shape).seconds > 0
 
 
 def test_without_time_the_rest_stays_arithmetic_and_is_named(small, monkeypatch):
@@ -80,18 +80,6 @@ def test_random_steps_have_one_to_four_rounds():
         lengths = [length for lengths in step.rounds for length in lengths]
         assert sorted(lengths) == sorted(each.length for each in step.plan.sequences)
         assert all(sum(a) <= b <= 256 for a, b in zip(step.rounds, step.tokens, strict=True))
-
-
-def test_parts_one_by_one():
-    machine = load_machine("h200")
-    outcomes = check_parts(machine, TINY, [(8, 8)], Timer(CPU, 1), dtype=torch.float32)
-    assert [each.name.split(",")[0] for each in outcomes] == [
-        "attention",
-        "mlp",
-        "embedding",
-        "head",
-    ]
-    assert all(each.measured > 0 for each in outcomes)
 
 
 def test_errors_are_relative_to_what_was_measured():

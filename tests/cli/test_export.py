@@ -32,7 +32,7 @@ from longshore.train.checkpoint_files import (
     finish_save,
     partial_folder,
 )
-from longshore.train.checkpoint_storage import write_safetensors
+from longshore.train.safetensors_stream import write_safetensors
 
 
 @pytest.fixture(autouse=True)

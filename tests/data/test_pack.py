@@ -1,6 +1,6 @@
 """Shards become micro-batches, and a model's outputs become sequences."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from tests.data.plans import (
     plan_of,
     twin_layout,
 )
+from tests.data.stage_batch import only
 
 from longshore.batch import IGNORE, Counts, MicroBatch
 from longshore.data.lane_context import lane_context
@@ -219,7 +220,7 @@ def test_what_is_not_needed_is_neither_cut_nor_packed(
     full = pack_all(plan, samples, depths=depths)[lane]
     zeros = zero_batches(plan, LaneShape(lane, depths, FIELDS, ()), counts, inputs)
     for a, b, zero in zip(packed, full, zeros, strict=True):
-        ours, theirs = a.to_tensors(), b.only(**asdict(inputs)).to_tensors()
+        ours, theirs = a.to_tensors(), only(b, inputs).to_tensors()
         assert list(ours) == list(theirs)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
         assert (a.counts, len(a.mtp)) == (zero.counts, len(zero.mtp))

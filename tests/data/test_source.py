@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.data.rows import from_rows
 
 from longshore.data.fields import Field
-from longshore.data.mixture import Mixture, draw_order, mix_streams
-from longshore.data.source import MemorySource, SampleError, TokenizedSample, from_packed, from_rows
+from longshore.data.mixture import Mixture, draw_order
+from longshore.data.source import MemorySource, SampleError, TokenizedSample
 
 ADVANTAGE = Field("advantage", "token", "float32")
 SAMPLE_ID = Field("sample_id", "sequence", "int64")
@@ -50,22 +51,9 @@ def test_sample_errors_survive_a_process_boundary():
     assert (error.reason, str(error)) == ("too long", "it has 9 tokens")
 
 
-def test_rows_as_dicts_and_tuples():
-    rows = [
-        {"tokens": [1, 2], "loss_mask": [False, True], "sample_id": 8},
-        (np.array([3]), [1], {"sample_id": np.int64(9)}),
-    ]
-    first, second = from_rows(rows, [SAMPLE_ID])
-    assert first == sample(0, [1, 2], [0, 1], sample_id=np.int64(8))
-    assert second == sample(1, [3], [1], sample_id=np.int64(9))
-    assert first.tokens.dtype == np.int32
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"tokens": [1]}, "row 1: has no loss_mask; to train on every token, give all True"),
-        ({"loss_mask": [1]}, "row 1: has no tokens"),
         (([], []), "row 1: tokens must be a list of at least one"),
         (([[1]], [[1]]), "row 1: tokens must be a list"),
         (([1.5], [1]), "row 1: token ids must be whole numbers"),
@@ -76,8 +64,6 @@ def test_rows_as_dicts_and_tuples():
         (([1, 2], [1, -100]), "row 1: the loss mask must have only True and False"),
         (([1, 2], [1, None]), "row 1: the loss mask must have only True and False"),
         (([1, 2], [1, 1], {"reward": 1}), "row 1: field 'reward' is not declared"),
-        ([1, 2, 3], "row 1: is list; it must be a dict"),
-        (([1],), "row 1: is tuple"),
     ],
 )
 def test_bad_rows_are_named(row, message):
@@ -85,89 +71,6 @@ def test_bad_rows_are_named(row, message):
     assert next(rows).length == 1
     with pytest.raises(ValueError, match=message):
         next(rows)
-
-
-def test_packed_rows_by_hand():
-    row = {"tokens": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 0, 1]}
-    expected = [sample(0, [5, 6, 7], [0, 1, 1]), sample(1, [8, 9], [0, 1])]
-    assert list(from_packed([{**row, "boundaries": [0, 3, 5]}])) == expected
-    assert list(from_packed([{**row, "positions": [0, 1, 2, 0, 1]}])) == expected
-
-
-def test_packed_rows_carry_fields():
-    row = {
-        "tokens": [5, 6, 7],
-        "loss_mask": [0, 1, 0],
-        "positions": np.array([0, 1, 0]),
-        "advantage": [1, 2, 3],
-        "sample_id": [40, 41],
-    }
-    a, b = from_packed([row], [ADVANTAGE, SAMPLE_ID])
-    assert a.fields["advantage"].tolist() == [1.0, 2.0]
-    assert (a.fields["sample_id"], b.fields["sample_id"]) == (40, 41)
-    assert b.fields["advantage"].tolist() == [3.0]
-
-
-PACKED = {"tokens": [5, 6, 7], "loss_mask": [0, 1, 0], "boundaries": [0, 1, 3]}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"boundaries": [0, 1]}, "packed row 0: boundaries must increase from 0 to 3"),
-        ({"boundaries": [1, 3]}, "must increase from 0"),
-        ({"boundaries": [0, 1, 1, 3]}, "must increase from 0"),
-        ({"boundaries": [0, 4]}, "must increase from 0"),
-        ({"boundaries": []}, "must increase from 0"),
-        ({"boundaries": [0.0, 3.0]}, "must increase from 0"),
-        ({"positions": [0, 1, 2]}, "packed row 0: give either boundaries or positions"),
-        ({"tokens": [], "loss_mask": [], "boundaries": [0]}, "packed row 0: .* at least one value"),
-        ({"loss_mask": [0, 1]}, "both must have one dim, the same length"),
-        ({"advantage": [1, 2]}, "field 'advantage' must be a list of 3 values"),
-        ({"advantage": [1, 2, 3], "sample_id": 7}, "field 'sample_id' must be a list of 2 values"),
-        ({"reward": [1, 2]}, "packed row 0, sequence 0: field 'reward' is not declared"),
-        ({}, "the declared field 'advantage' is missing"),
-    ],
-)
-def test_bad_packed_rows_are_named(change, message):
-    with pytest.raises(ValueError, match=message):
-        list(from_packed([{**PACKED, **change}], [ADVANTAGE, SAMPLE_ID]))
-
-
-@pytest.mark.parametrize("positions", [[1, 2, 3], [0, 1], [0, 2, 0], [0, 0, 2], [], [[0, 1, 2]]])
-def test_positions_must_count(positions):
-    row = {"tokens": [5, 6, 7], "loss_mask": [0, 1, 0], "positions": positions}
-    with pytest.raises(ValueError, match="positions must be one for each of the 3 tokens"):
-        list(from_packed([row]))
-
-
-@pytest.mark.property
-@given(st.data())
-def test_packing_and_splitting_is_the_identity(data):
-    lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
-    rng = np.random.default_rng(sum(lengths))
-    samples = [
-        sample(
-            i,
-            rng.integers(0, 99, n),
-            rng.integers(0, 2, n),
-            advantage=rng.random(n, np.float32),
-            sample_id=np.int64(i * 7),
-        )
-        for i, n in enumerate(lengths)
-    ]
-    row = {
-        "tokens": np.concatenate([s.tokens for s in samples]),
-        "loss_mask": np.concatenate([s.loss_mask for s in samples]),
-        "advantage": np.concatenate([s.fields["advantage"] for s in samples]),
-        "sample_id": [s.fields["sample_id"] for s in samples],
-    }
-    how = data.draw(st.sampled_from(["boundaries", "positions"]))
-    if how == "positions":
-        row["positions"] = np.concatenate([np.arange(n) for n in lengths])
-    else:
-        row["boundaries"] = np.cumsum([0, *lengths])
-    assert list(from_packed([row], [ADVANTAGE, SAMPLE_ID])) == samples
 
 
 def test_memory_source():
@@ -272,11 +175,3 @@ def test_bad_mixtures():
         Mixture([numbered(0, 1)], [1], seed=0, ends="last")
     with pytest.raises(ValueError, match="0 sources"):
         Mixture([], [], seed=0)
-
-
-def test_streams_end_when_the_due_one_ends():
-    a = from_rows(([i, 0], [0, 1]) for i in range(5))
-    b = from_rows(([100 + i, 0], [0, 1]) for i in range(100))
-    mixed = list(mix_streams([a, b], [3, 1], seed=0))
-    assert [s.tokens[0] for s in mixed] == [0, 1, 2, 100, 3, 4]
-    assert [s.id for s in mixed] == list(range(6))

@@ -16,7 +16,7 @@ from tests.data.tiny import (
 
 from longshore.data.fields import Field
 from longshore.data.source import SampleError
-from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer, tokenize_samples
+from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
 
 WORDS = 'system user assistant Be kind . Hi Yo One Two name add arguments a b 1 2 : , { } " [ ] \n'
 
@@ -261,24 +261,6 @@ def test_extra_fields_of_samples(tmp_path):
 def test_ignored_columns_do_not_decide_the_form(tmp_path):
     made = tokenizer(tmp_path, CHATML, ignore=("messages",))
     assert made({"messages": CHAT, "text": "Hi"}, 0).length == 2
-
-
-def test_a_stream_of_samples_names_the_bad_one(tmp_path):
-    samples = [{"messages": CHAT[:2]}, {"messages": CHAT}]
-    stream = tokenize_samples(
-        samples, tokenizer(tmp_path, REWRITES.replace("if loop.last", "if 1"))
-    )
-    assert [sequence.id for sequence in stream] == [0, 1]
-    long = {"role": "assistant", "content": "<think>Hi</think>One"}
-    stream = tokenize_samples(
-        [samples[0], {"messages": [CHAT[0], long, *CHAT[2:]]}],
-        tokenizer(tmp_path, REWRITES, choice="own"),
-    )
-    assert next(stream).id == 0
-    with pytest.raises(
-        SampleError, match=r"sample 1: the template rewrites .* up to the end of message 2"
-    ):
-        next(stream)
 
 
 def test_bad_rules():

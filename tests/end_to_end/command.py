@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from longshore.train.metrics import read_metrics
+from tests.metrics_file import read_metrics
 
 LONGSHORE = [sys.executable, "-m", "longshore.cli.main"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

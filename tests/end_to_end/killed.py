@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from tests.metrics_file import read_metrics
 
 from longshore.cli.main import main
-from longshore.train.metrics import read_metrics
 
 LOSS = """\
 import json, os, pathlib, signal, threading, time

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file
 from tests.end_to_end.command import LONGSHORE, call, environment, torchrun
 from tests.end_to_end.killed import DATA, SMALL, Kill, Runs
+from tests.metrics_file import read_metrics
 
 from longshore.data.source import TokenizedSample
 from longshore.data.store import write_store
-from longshore.train.metrics import read_metrics
 
 STOP_S = 180
 

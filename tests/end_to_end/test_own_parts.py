@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tests.end_to_end.command import call, trained
 from tests.end_to_end.killed import DATA
-
-from longshore.train.metrics import read_metrics
+from tests.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[2]
 OWN = ("model.module=mine:decoder", "--ranks", "2")

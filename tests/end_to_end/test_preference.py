@@ -9,13 +9,13 @@ import pytest
 import torch
 from tests.data.tiny import word_tokenizer
 from tests.end_to_end.command import call
+from tests.metrics_file import read_metrics
 
 from longshore.arch.presets import preset
 from longshore.cli.main import main
 from longshore.data.store import Store
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
-from longshore.train.metrics import read_metrics
 
 WORDS = "one two three four five six seven eight nine ten ?"
 MODEL = ["model.layers=1", "model.vocab_size=64", "train.dtype=float64", "plan.capacity=48"]

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.end_to_end.command import OURS, trained
-
-from longshore.train.metrics import read_metrics
+from tests.metrics_file import read_metrics
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 RECIPE = RECIPES / "qwen3-8b-2nodes.toml"

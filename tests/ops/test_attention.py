@@ -11,7 +11,6 @@ from longshore.batch import Boundaries
 from longshore.ops import attention as ops
 from longshore.ops import attention_blocks, attention_varlen
 from longshore.ops.attention import attention, attention_backward, attention_forward
-from longshore.ops.backends import chosen, pick
 from longshore.ops.reference import attention as reference
 
 ROUNDING = 1e-14
@@ -157,11 +156,6 @@ def test_backends_that_know_no_sinks_serve_them(monkeypatch):
     monkeypatch.setattr(ops, "pick", lambda *args: NoSinks)
     sinks = torch.tensor([-2.0, 0.0, 1.0, 30.0], dtype=torch.float64).requires_grad_()
     assert_as_twin(inputs(9, 9), sinks=sinks)
-
-
-def test_a_softcap_is_left_to_plain_torch():
-    assert pick("attention with softcap", torch.zeros(2, 1, 8), torch.zeros(2, 1, 8)) is None
-    assert "torch varlen: it has no softcap" in chosen()["attention with softcap"]
 
 
 @pytest.mark.parametrize(

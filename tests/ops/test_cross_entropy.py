@@ -7,7 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from longshore.ops.backends import chosen
 from longshore.ops.cross_entropy import linear_cross_entropy
 from longshore.ops.reference import cross_entropy as reference
 from longshore.ops.sizes import kernel_logits_chunk, logits_chunk, loss_bytes
@@ -261,9 +260,3 @@ def test_bad_arguments_are_refused():
         linear_cross_entropy(hidden.float(), weight, labels)
     with pytest.raises(ValueError, match=r"give \(tokens, width\)"):
         linear_cross_entropy(hidden, weight[:, :3], labels)
-
-
-def test_a_softcap_is_left_to_plain_torch():
-    hidden, weight, labels = inputs(3, 7, dtype=torch.float32)
-    linear_cross_entropy(hidden, weight, labels, softcap=2.0)
-    assert "triton: it has no softcap" in chosen()["loss with softcap"]

@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.ops.twins import assert_same, bounds_of, run
+from tests.ops.twins import assert_same, bounds_of, gated_delta_rule, run
 from torch.nn.functional import logsigmoid, normalize
 
 from longshore.ops import delta_rule as op
@@ -36,12 +36,12 @@ def test_equals_its_twin(lengths, scale):
     given = inputs(lengths)
     settings = {"bounds": bounds_of(lengths), "scale": scale}
     assert_same(
-        run(op.gated_delta_rule, given, chunk=8, **settings),
+        run(gated_delta_rule, given, chunk=8, **settings),
         run(twin.gated_delta_rule, given, **settings),
     )
     del given["initial"]
     assert_same(
-        run(op.gated_delta_rule, given, chunk=8, **settings),
+        run(gated_delta_rule, given, chunk=8, **settings),
         run(twin.gated_delta_rule, given, **settings),
     )
 
@@ -51,7 +51,7 @@ def test_equals_its_twin_at_the_usual_chunk():
     given = inputs(lengths)
     bounds = bounds_of(lengths)
     assert_same(
-        run(op.gated_delta_rule, given, bounds=bounds),
+        run(gated_delta_rule, given, bounds=bounds),
         run(twin.gated_delta_rule, given, bounds=bounds),
     )
 
@@ -67,7 +67,7 @@ def test_equals_its_twin_for_any_lengths(lengths, chunk, heads, seed):
     given = inputs(lengths, heads=heads, seed=seed)
     bounds = bounds_of(lengths)
     assert_same(
-        run(op.gated_delta_rule, given, bounds=bounds, chunk=chunk),
+        run(gated_delta_rule, given, bounds=bounds, chunk=chunk),
         run(twin.gated_delta_rule, given, bounds=bounds),
     )
 
@@ -76,20 +76,20 @@ def test_the_example():
     ones = torch.ones(3, 1, 1)
     v_THV = torch.tensor([4.0, 8, 6]).view(3, 1, 1)
     zeros, half = torch.zeros(3, 1), torch.full((3, 1), 0.5)
-    o_THV, final = op.gated_delta_rule(ones, ones, v_THV, zeros, half, bounds=bounds_of([2, 1]))
+    o_THV, final = gated_delta_rule(ones, ones, v_THV, zeros, half, bounds=bounds_of([2, 1]))
     torch.testing.assert_close(o_THV.flatten(), torch.tensor([2.0, 5, 3]))
     torch.testing.assert_close(final.flatten(), torch.tensor([5.0, 3]))
 
 
 def test_without_bounds_all_rows_are_one_run():
     given = inputs([19])
-    want = run(op.gated_delta_rule, given, bounds=bounds_of([19]), chunk=4)
-    assert all(map(torch.equal, run(op.gated_delta_rule, given, chunk=4), want))
+    want = run(gated_delta_rule, given, bounds=bounds_of([19]), chunk=4)
+    assert all(map(torch.equal, run(gated_delta_rule, given, chunk=4), want))
 
 
 def test_no_rows_at_all():
     given = inputs([0, 0])
-    o_THV, final, *grads = run(op.gated_delta_rule, given, bounds=bounds_of([0, 0]))
+    o_THV, final, *grads = run(gated_delta_rule, given, bounds=bounds_of([0, 0]))
     assert o_THV.shape == (0, 2, 3)
     assert torch.equal(final, given["initial"])
     assert all(grad is not None for grad in grads)
@@ -100,7 +100,7 @@ def test_strong_decays_do_not_overflow(decay):
     given = inputs([5, 40])
     given["g_TH"][::3] = decay
     bounds = bounds_of([5, 40])
-    got = run(op.gated_delta_rule, given, bounds=bounds, chunk=16)
+    got = run(gated_delta_rule, given, bounds=bounds, chunk=16)
     want = run(twin.gated_delta_rule, given, bounds=bounds)
     assert all(tensor.isfinite().all() for tensor in got)
     assert_same(got, want)
@@ -112,7 +112,7 @@ def test_small_decays_after_a_strong_one_keep_their_digits_in_float32():
     given["g_TH"][3] = -1e6
     single = {name: tensor.float() for name, tensor in given.items()}
     exact = {name: tensor.double() for name, tensor in single.items()}
-    assert_same(op.gated_delta_rule(**single), twin.gated_delta_rule(**exact), within=1e-5)
+    assert_same(gated_delta_rule(**single), twin.gated_delta_rule(**exact), within=1e-5)
 
 
 def test_no_bit_of_a_run_depends_on_another():
@@ -123,8 +123,7 @@ def test_no_bit_of_a_run_depends_on_another():
         other[name][3:12] = float("nan")
     other["initial"][1] = float("inf")
     results = [
-        run(op.gated_delta_rule, held, bounds=bounds_of(lengths), chunk=4)
-        for held in (given, other)
+        run(gated_delta_rule, held, bounds=bounds_of(lengths), chunk=4) for held in (given, other)
     ]
     assert results[1][0][3:12].isnan().all()
     tokens, runs = [0, 1, 2, *range(12, 24)], [0, 2]
@@ -141,21 +140,23 @@ def test_a_run_cut_in_two_equals_the_whole(cut):
         state, outs = initial, []
         for part in (slice(cut), slice(cut, None)):
             held = {name: tensor[part] for name, tensor in rows.items()}
-            o_THV, state = op.gated_delta_rule(**held, initial=state, chunk=8)
+            o_THV, state = gated_delta_rule(**held, initial=state, chunk=8)
             outs.append(o_THV)
         return torch.cat(outs), state
 
-    assert_same(run(in_two, given), run(op.gated_delta_rule, given, chunk=8))
+    assert_same(run(in_two, given), run(gated_delta_rule, given, chunk=8))
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_the_transition_equals_its_twin(lengths):
-    given = {name: inputs(lengths)[name] for name in ("k_THK", "g_TH", "beta_TH")}
-    bounds = bounds_of(lengths)
-    assert_same(
-        run(op.delta_transition, given, bounds=bounds, chunk=8),
-        run(twin.delta_transition, given, bounds=bounds),
-    )
+    given, bounds = inputs(lengths), bounds_of(lengths)
+    rest = {name: given[name] for name in ("q_THK", "v_THV")}
+
+    def transition(**held):
+        return op.prepare_delta(**held, **rest, bounds=bounds, chunk=8).ends()[0]
+
+    given = {name: given[name] for name in ("k_THK", "g_TH", "beta_TH")}
+    assert_same(run(transition, given), run(twin.delta_transition, given, bounds=bounds))
 
 
 def test_composed_transitions_give_the_same_states():
@@ -166,8 +167,8 @@ def test_composed_transitions_give_the_same_states():
 
     def composed(k_THK, v_THV, g_TH, beta_TH, initial):
         settings = {"bounds": bounds_of(lengths), "chunk": 4}
-        _, finals = op.gated_delta_rule(k_THK, k_THK, v_THV, g_TH, beta_TH, **settings)
-        transitions = op.delta_transition(k_THK, g_TH, beta_TH, **settings)
+        prepared = op.prepare_delta(k_THK, k_THK, v_THV, g_TH, beta_TH, **settings)
+        transitions, finals = prepared.ends()
         state = initial[0]
         for transition_HKK, final_HKV in zip(transitions, finals, strict=True):
             state = transition_HKK @ state + final_HKV
@@ -182,8 +183,8 @@ def test_composed_transitions_give_the_same_states():
 def test_half_precision_is_computed_in_float32():
     given = inputs([5, 9], dtype=torch.bfloat16)
     exact = {name: tensor.float() for name, tensor in given.items()}
-    o_THV, final = op.gated_delta_rule(**given, bounds=bounds_of([5, 9]))
-    want_THV, want = op.gated_delta_rule(**exact, bounds=bounds_of([5, 9]))
+    o_THV, final = gated_delta_rule(**given, bounds=bounds_of([5, 9]))
+    want_THV, want = gated_delta_rule(**exact, bounds=bounds_of([5, 9]))
     assert o_THV.dtype == torch.bfloat16
     assert torch.equal(final, want)
     assert torch.equal(o_THV, want_THV.bfloat16())
@@ -192,4 +193,4 @@ def test_half_precision_is_computed_in_float32():
 def test_initial_states_of_another_shape_are_refused():
     given = inputs([4]) | {"initial": torch.ones(2, 2, 4, 3)}
     with pytest.raises(ValueError, match=r"initial states have shape \(2, 2, 4, 3\).*\(1, 2, 4"):
-        op.gated_delta_rule(**given)
+        gated_delta_rule(**given)

@@ -5,9 +5,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.ops.twins import LargestTensor, assert_same, bounds_of, on_meta, run
+from tests.ops.whole_tables import group_rows
 
 from longshore.ops import pooling
-from longshore.ops.pooling import group_rows, pooled
+from longshore.ops.pooling import pooled
 from longshore.ops.reference import pooling as reference
 
 HOST = torch.device("cpu")

@@ -1,10 +1,9 @@
 import pytest
 import torch
-from tests.ops.twins import assert_same, bounds_of, run
+from tests.ops.twins import assert_same, bounds_of, gated_delta_rule, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longshore.ops.attention import attention
-from longshore.ops.delta_rule import gated_delta_rule
 from longshore.ops.products import product, solve_unit_lower
 from longshore.ops.ssd import ssd
 

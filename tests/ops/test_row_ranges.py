@@ -4,12 +4,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.ops.twins import bounds_of
+from tests.ops.whole_tables import causal_ranges, group_rows
 
 from longshore.batch import Boundaries
 from longshore.ops.boundaries import table
 from longshore.ops.indexed_rows import add_rows_, sums_for, take_rows
-from longshore.ops.pooling import group_rows
-from longshore.ops.row_ranges import RangeBlock, causal_ranges, row_ranges
+from longshore.ops.row_ranges import RangeBlock, row_ranges
 
 HOST = torch.device("cpu")
 
@@ -106,8 +106,6 @@ def test_ranges_past_the_end_are_refused(sizes, words):
     ranges.check(7, 7, 3)
     with pytest.raises(ValueError, match=words):
         ranges.check(*sizes)
-    with pytest.raises(ValueError, match="window is 0"):
-        causal_ranges((0, 5), window=0, ratio=2, device=HOST)
 
 
 def test_rows_by_index_as_the_docstring_shows():

@@ -6,12 +6,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.ops.twins import LargestTensor, assert_same, bounds_of, on_meta, run
+from tests.ops.whole_tables import causal_ranges
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from longshore.ops import sparse_attention_blocks as blocks
 from longshore.ops.reference import sparse_attention as reference
-from longshore.ops.row_ranges import causal_ranges, row_ranges
+from longshore.ops.row_ranges import row_ranges
 from longshore.ops.sparse_attention import sparse_attention
 
 HOST = torch.device("cpu")

@@ -138,12 +138,14 @@ def test_a_run_cut_in_two_equals_the_whole(cut):
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_the_transition_equals_its_twin(lengths):
-    given = {name: inputs(lengths)[name] for name in ("dt_TH", "A_H")}
-    bounds = bounds_of(lengths)
-    assert_same(
-        run(op.ssd_transition, given, bounds=bounds, chunk=8),
-        run(twin.ssd_transition, given, bounds=bounds),
-    )
+    given, bounds = inputs(lengths), bounds_of(lengths)
+    rest = {name: given[name] for name in ("x_THP", "B_TGN", "C_TGN")}
+
+    def transition(**held):
+        return op.prepare_ssd(**held, **rest, bounds=bounds, chunk=8).ends()[0]
+
+    given = {name: given[name] for name in ("dt_TH", "A_H")}
+    assert_same(run(transition, given), run(twin.ssd_transition, given, bounds=bounds))
 
 
 def test_composed_transitions_give_the_same_states():
@@ -153,8 +155,8 @@ def test_composed_transitions_give_the_same_states():
 
     def composed(dt_TH, A_H, initial, **rest):
         bounds = bounds_of(lengths)
-        _, finals = op.ssd(dt_TH=dt_TH, A_H=A_H, **rest, bounds=bounds, chunk=4)
-        transitions = op.ssd_transition(dt_TH, A_H, bounds=bounds)
+        prepared = op.prepare_ssd(dt_TH=dt_TH, A_H=A_H, **rest, bounds=bounds, chunk=4)
+        transitions, finals = prepared.ends()
         state = initial[0]
         for transition_H, final_HPN in zip(transitions, finals, strict=True):
             state = transition_H[:, None, None] * state + final_HPN

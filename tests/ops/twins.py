@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longshore.batch import Boundaries
+from longshore.ops.delta_rule import prepare_delta
 
 
 def bounds_of(lengths):
@@ -25,6 +26,10 @@ def run(function, given, **settings):
     )
     total.backward()
     return [*(out.detach() for out in outs), *(leaf.grad for leaf in leaves.values())]
+
+
+def gated_delta_rule(*rows, initial=None, **settings):
+    return prepare_delta(*rows, **settings).run(initial)
 
 
 def assert_same(got, want, *, within=1e-9, rounding=0.0):

@@ -12,7 +12,7 @@ from longshore.plan.order import make_order
 from longshore.plan.pipeline import arrange
 from longshore.plan.pipeline_times import equal_columns, finish_times, wait_graph, walk
 from longshore.plan.shapes import padded_length
-from longshore.plan.simulate import round_heights
+from longshore.plan.simulate import lane_costs
 from longshore.plan.types import Pack, Round
 
 TOKENS = CostProfile(linear=1.0, quadratic=0.0, gather=(0.0, 0.0), node=8, pack=0.0, round=0.0)
@@ -26,7 +26,9 @@ def table_of(lengths: list[int], profile: CostProfile = TOKENS) -> CostTable:
 
 def finish(rounds: tuple[Round, ...], table: CostTable, *, pp: int, vpp: int) -> int:
     order = make_order(len(rounds), pp=pp, vpp=vpp)
-    return walk(order, round_heights(rounds, table, LANES), pp=pp, vpp=vpp).finish
+    return walk(
+        order, [max(row) + table.round for row in lane_costs(rounds, table, LANES)], pp=pp, vpp=vpp
+    ).finish
 
 
 def quanta(rounds: tuple[Round, ...], table: CostTable, *, pp: int, vpp: int) -> float:

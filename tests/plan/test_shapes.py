@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.plans import plan_of
+from tests.plan.chunks import chunk_ranges
 
 from longshore.plan import Pack, Round
-from longshore.plan.route import chunk_ranges
 from longshore.plan.shapes import (
     lane_packs,
     lane_tokens,

@@ -4,11 +4,12 @@ What every rank issues is compared with the plan's trace too.
 """
 
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from tests.data.stage_batch import only
 from tests.parallel.my_mixer import MeanConfig
 from tests.parallel.own_loss import OwnLossConfig
 from tests.ranks.spine import MTP_WEIGHT, Outcome, batches_of, dense
@@ -20,7 +21,7 @@ from longshore.model.init import initial_block
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.pipeline.copies import EmbeddingCopies
 from longshore.parallel.pipeline.pack_collectives import COLLECTIVES, PackCollective
-from longshore.parallel.pipeline.stages import Stages, parameters_by_name, stages_of
+from longshore.parallel.pipeline.stages import Stages, stages_of, whole_name
 from longshore.parallel.pipeline.trace import TracedModel, trace
 from longshore.parallel.shards import fill
 from longshore.plan.layout import Layout
@@ -62,9 +63,9 @@ def staged(config, layout: Layout, topology, groups, choices: Choices) -> Stages
 
 def stage_batches(plan, samples, topology, layout: Layout):
     """The lane's micro-batches, with what this rank's stages read."""
-    inputs = asdict(layout.inputs(topology.pp_rank))
+    inputs = layout.inputs(topology.pp_rank)
     whole = batches_of(plan, samples, topology.lane, layout.depths)
-    return [batch.only(**inputs) for batch in whole]
+    return [only(batch, inputs) for batch in whole]
 
 
 def mean_collectives(width: int, part, packs, ways, forward: bool) -> list[PackCollective]:
@@ -111,7 +112,11 @@ def piped(config, plan, samples, layout: Layout, topology, groups, choices: Choi
     )
     batches = stage_batches(plan, samples, topology, layout)
     losses, _, _ = stepper.gradients(batches, max(1, batches[0].counts.main), plan=plan)
-    mine = {name: p.grad.full_tensor() for name, p in parameters_by_name(model)}
+    mine = {
+        whole_name(config, name): p.grad.full_tensor()
+        for part in stages_of(model).values()
+        for name, p in part.named_parameters()
+    }
     square = sum(p.grad.full_tensor().square().sum().item() for p in copies.counted)
     everything = [None] * topology.world_size
     part = (topology.pp_rank, stepper.weighted(losses).item(), mine, square)

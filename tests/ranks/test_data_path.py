@@ -1,13 +1,14 @@
 """The data path on several ranks: regimes, stages, resuming, and what happens when one fails."""
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
 import numpy as np
 import pytest
 import torch
+from tests.data.stage_batch import only
 from tests.ranks.harness import RankError, run_ranks
 
 from longshore.batch import Counts
@@ -15,7 +16,7 @@ from longshore.data.batches import BatchSize, Place
 from longshore.data.data_rank import Packing
 from longshore.data.exchange import send_back
 from longshore.data.fields import Field
-from longshore.data.lengths import gather_lengths, length_rows
+from longshore.data.lengths import StepLengths, gather_rows_of_lanes, length_rows
 from longshore.data.loader import Loader
 from longshore.data.pack import merge, pack_step, unpack
 from longshore.data.shard import count_targets, cut_shards, lane_cuts
@@ -163,7 +164,7 @@ def assert_given_is_the_same(step, source, topology):
     shards = cut_shards(plan, samples, cuts, depths=DEPTHS, fields=FIELDS)
     whole = pack_step(plan, topology.lane, shards, counts=counts, buckets=(32, 64), pad_id=3)
     inputs = packing(topology.pp).layout.inputs(topology.pp_rank)
-    views = [batch.only(**asdict(inputs)) for batch in whole]
+    views = [only(batch, inputs) for batch in whole]
     assert [batch.counts for batch in step.batches] == [counts] * len(views)
     assert_same([view.to_tensors() for view in views], contents(step))
 
@@ -189,7 +190,7 @@ def one_exchange(lanes):
     source = RandomSource(24, longest=100)
     own = list(lane_stream(source, lanes, topology.lane, 1))
     with count() as gathered:
-        gather_lengths(length_rows(own, 1), topology.groups, room=8, everywhere=False)
+        gather_rows_of_lanes(length_rows(own, 1), topology.groups, room=8, everywhere=False)
     topology.groups.close()
     return gathered.calls()
 
@@ -203,7 +204,8 @@ def round_trip(lanes, policy):
     topology = make_topology(lanes=lanes, device="cpu")
     source = RandomSource(48, longest=lanes * CAPACITY // 2)
     own = list(lane_stream(source, lanes, topology.lane, 1))
-    found = gather_lengths(length_rows(own), topology.groups, room=24, everywhere=False)
+    rows = gather_rows_of_lanes(length_rows(own), topology.groups, room=24, everywhere=False)
+    found = StepLengths.of(rows)
     steps = StreamedSteps(
         iter(own),
         planner=planner(lanes, policy),

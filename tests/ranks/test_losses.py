@@ -1,11 +1,12 @@
 """Every ready loss from mixed plans is that of one sequence at a time, gradients included."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.data.plans import counts_of
+from tests.data.stage_batch import only
 from tests.ranks.composed import own_gradients, ranks_of, whole_tensors
 from tests.ranks.harness import run_ranks
 from tests.ranks.losses_by_hand import BY_HAND, FIELDS, alone, samples_with_fields
@@ -51,7 +52,7 @@ def outcome(name, config, plan, samples, topology, groups, *, mode):
     )
     shards = cut_shards(plan, samples, lane_cuts(plan, topology.lane), fields=FIELDS)
     batches = pack_step(plan, topology.lane, shards, counts=counts_of(samples, 0))
-    batches = [batch.only(**asdict(layout.inputs(topology.pp_rank))) for batch in batches]
+    batches = [only(batch, layout.inputs(topology.pp_rank)) for batch in batches]
     divisor = loss.divisor(batches, topology.groups)
     losses, _, rounds = stepper.gradients(batches, divisor, plan=plan)
     assert all(int(row) == -1 for faults in rounds.faults if faults for row in faults)

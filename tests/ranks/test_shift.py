@@ -151,8 +151,6 @@ def test_float64_gradients_of_one_lane():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"by": 1}, "cannot shift by 1; only −1"),
-        ({"by": -2}, "cannot shift by -2"),
         ({"padded": [0, 6]}, "5 rows, but the padded boundaries give each of 1 lanes 6"),
         ({"padded": [0, 3, 5]}, "2 real and 3 padded boundaries"),
         ({"real": [0, 6]}, "sequence 0 has 6 real tokens, but is padded to only 5"),

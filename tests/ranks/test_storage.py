@@ -35,8 +35,8 @@ from longshore.train import checkpoint_storage
 from longshore.train.checkpoint import Checkpoints, Position
 from longshore.train.checkpoint_files import checkpoint_folder, read_index
 from longshore.train.checkpoint_state import make_moments, state_of
-from longshore.train.checkpoint_storage import OF_NAME
 from longshore.train.optimizer import make_optimizer
+from longshore.train.safetensors_stream import OF_NAME
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.data.rows import from_rows
 from tests.data.tiny import CHATML, byte_tokenizer, word_tokenizer
 
 from longshore.config import check_config, decoder_config, load_config
 from longshore.data.fields import parse_field
 from longshore.data.prepare import prepare
-from longshore.data.source import MemorySource, TokenizedSample, from_rows
+from longshore.data.source import MemorySource, TokenizedSample
 from longshore.data.store import write_store
 from longshore.run.data import (
     Readable,
@@ -19,7 +20,7 @@ from longshore.run.data import (
     open_stream,
     prepare_text,
     small_data,
-    text_folder,
+    text_folders,
     text_is_ready,
     tokenizer_warnings,
 )
@@ -100,11 +101,12 @@ def test_text_is_prepared_once(capsys):
     prepare_text(config)
     assert text_is_ready(config)
     assert "1 sequences of 1 samples" in capsys.readouterr().err
-    assert text_folder(config).parent == Path("runs/prepared")
+    ((folder,),) = text_folders(config)
+    assert folder.parent == Path("runs/prepared")
     assert len(open_sequences(config, decoder_config(config.model))) == 1
     prepare_text(config)
     said = capsys.readouterr().err
-    assert f"\nusing the tokenized data of {text_folder(config)}: 1 sequences of 1" in said
+    assert f"\nusing the tokenized data of {folder}: 1 sequences of 1" in said
 
 
 def test_text_without_an_end_token_is_warned_about(capsys):

@@ -1,10 +1,11 @@
 """Losses and data that do not fit are refused before the first step."""
 
 import pytest
+from tests.data.rows import from_rows
 
 from longshore.config.load import load_config
 from longshore.data.pairs import PAIR_FIELDS
-from longshore.data.source import MemorySource, from_rows
+from longshore.data.source import MemorySource
 from longshore.run.loss import check_pairs, data_loss
 
 

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tests.data.rows import from_rows
 from tests.hf.test_adapter import make_gpt2
 
 from longshore.config.check import decoder_config
 from longshore.config.load import load_config
 from longshore.data.fields import Field
-from longshore.data.source import MemorySource, TokenizedSample, from_rows
+from longshore.data.source import MemorySource, TokenizedSample
 from longshore.hf.generic_keys import describe_decoder
 from longshore.hf.transformers_model import config_keys
 from longshore.plan import Sequence, check, make_plan

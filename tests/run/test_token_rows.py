@@ -15,6 +15,7 @@ from pyarrow import parquet
 from tests.cli.test_train import LLAMA
 from tests.data.samples import rejected
 from tests.data.tiny import word_tokenizer
+from tests.metrics_file import read_metrics
 from tests.run.sequences import open_config
 
 from longshore.cli.main import main
@@ -24,7 +25,6 @@ from longshore.data.store import Store, read_manifest
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
 from longshore.run.data import open_stream
 from longshore.train.loss import check_fields, make_loss
-from longshore.train.metrics import read_metrics
 
 WORDS = ("model.preset=tiny-llama", "data.batch=4", "plan.capacity=64")
 FIELDS = 'data.fields=["advantages:per_target:float32", "old_logprobs:per_target:float32"]'

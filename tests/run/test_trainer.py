@@ -16,6 +16,7 @@ import torch.distributed as dist
 from datasets import Dataset, DatasetDict
 from tests.data.tiny import CHATML, word_tokenizer
 from tests.hf.folders import qwen3
+from tests.metrics_file import read_metrics
 from tests.ranks.harness import run_ranks
 
 from longshore import Trainer, load_config
@@ -23,7 +24,6 @@ from longshore.ops import backends
 from longshore.run.folder import lock_run
 from longshore.run.parts import make_evaluator
 from longshore.train.checkpoint_files import saved_steps
-from longshore.train.metrics import read_metrics
 from longshore.train.stop import RunError
 
 LENGTHS = {

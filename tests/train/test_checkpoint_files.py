@@ -23,7 +23,7 @@ from longshore.train.checkpoint_files import (
     read_index,
     saved_steps,
 )
-from longshore.train.checkpoint_storage import write_safetensors
+from longshore.train.safetensors_stream import write_safetensors
 
 LOADER = {"epoch": 1, "step_in_epoch": 2, "step": 5, "data": "1f3a"}
 

@@ -22,7 +22,7 @@ the lane needs (2·8.5 + 8.5 + 8)·4,096 = 137,216 by gather. With 32 heads by h
 from collections.abc import Iterable
 
 from longshore.arch.attention import AttentionConfig, MLAConfig
-from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.decoder import LayerConfig
 from longshore.arch.part import Part, Sharing
 from longshore.ops.sizes import expanded_values, most_expanded
 
@@ -36,18 +36,10 @@ def gathered_rows(tokens: int, cp_size: int) -> int:
     return tokens * cp_size
 
 
-def exchanged_bytes(
-    config: DecoderConfig, cp_size: int, tokens: int, *, sharing: Sharing, item: int
-) -> int:
-    """Of a lane full of packs of this CP size, in the layer that needs most."""
-    layers = (*config.layers, *config.mtp)
-    return exchanged_by(layers, cp_size, tokens, sharing=sharing, item=item)
-
-
 def exchanged_by(
     layers: Iterable[LayerConfig], cp_size: int, tokens: int, *, sharing: Sharing, item: int
 ) -> int:
-    """The same for some layers, as those of a pipeline rank."""
+    """Bytes of a lane full of packs of this CP size, in the layer that needs most."""
     parts = {part for layer in layers for part in layer.parts}
     indices = INDEX_BYTES * (3 * cp_size + 1) * tokens if cp_size > 1 else 0
     each = (_part_bytes(part, cp_size, tokens, sharing=sharing, item=item) for part in parts)

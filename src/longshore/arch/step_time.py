@@ -182,18 +182,6 @@ def round_busy(
     return Busy(device / ranks, host / shape.pp, exchange / ranks)
 
 
-def round_seconds(
-    machine: MachineProfile,
-    config: DecoderConfig,
-    lengths: Sequence[int],
-    *,
-    tokens: int,
-    shape: RunShape,
-) -> float:
-    """Forward and backward of one lane's micro-batch of whole sequences, padded to `tokens`."""
-    return round_busy(machine, config, lengths, tokens=tokens, shape=shape).seconds
-
-
 def step_seconds(
     machine: MachineProfile,
     config: DecoderConfig,

@@ -1,7 +1,6 @@
-"""Compares predictions with measured steps and parts that calibration has not seen.
+"""Compares predictions with measured steps that calibration has not seen.
 
-In: a MachineProfile and a decoder. Out: for random steps their predicted and measured seconds, and
-for each of the decoder's parts the same, to find out which part is off.
+In: a MachineProfile and a decoder. Out: for random steps their predicted and measured seconds.
 
 Steps have long-tailed random lengths (lognormal, median a 20th of the capacity) that fill 1 to 4
 rounds. A step is run several times in a row without waiting, as training runs: the median counts.
@@ -21,13 +20,8 @@ import torch
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.machine import MachineProfile
-from longshore.arch.part_work import Work, part_kind, part_works
-from longshore.arch.step_time import RunShape, part_time, step_seconds
-from longshore.calibrate.modules import make_module, runnable
-from longshore.calibrate.parts import work_of
-from longshore.calibrate.references import Case, Reference
+from longshore.arch.step_time import RunShape, step_seconds
 from longshore.calibrate.steps import MadeStep, make_step
-from longshore.calibrate.timing import Timer, free
 from longshore.train.step import Stepper
 
 SIGMA = 1.1
@@ -40,7 +34,7 @@ class Outcome:
     """A prediction beside what was measured."""
 
     name: str
-    """Of the step or part, in words."""
+    """The step or part, in words."""
     predicted: float
     """Seconds."""
     measured: float
@@ -111,39 +105,3 @@ def _in_a_row(run: Callable[[], object], device: torch.device, repeats: int) -> 
     torch.cuda.synchronize(device)
     pairs = pairwise(events[1:])
     return [a.elapsed_time(b) / 1e3 for a, b in pairs]
-
-
-def check_parts(
-    machine: MachineProfile,
-    decoder: DecoderConfig,
-    cases: Sequence[Case],
-    timer: Timer,
-    *,
-    dtype: torch.dtype,
-) -> list[Outcome]:
-    """Each kind of part of the decoder alone, on the device: predicted and measured."""
-    parts = {part: None for layer in decoder.layers for part in layer.parts}
-    wanted = [Reference(part_kind(part), decoder, part, part_kind(part)) for part in parts]
-    wanted += [Reference(kind, decoder, None, kind) for kind in ("embedding", "head")]
-    outcomes = []
-    for reference in wanted:
-        module = make_module(reference, device=timer.device, dtype=dtype)
-        for lengths in cases:
-            run = runnable(reference, module, lengths, device=timer.device, dtype=dtype)
-            works = _works(machine, reference, lengths, item=dtype.itemsize)
-            times = [part_time(machine, work) for work in works]
-            predicted = sum(each.forward + each.backward for each in times)
-            name = f"{reference.name}, {sum(lengths):,} tokens in {len(lengths)}"
-            outcomes.append(Outcome(name, predicted, timer.seconds(run.both)))
-        del module, run
-        free(timer.device)
-    return outcomes
-
-
-def _works(
-    machine: MachineProfile, reference: Reference, lengths: Case, *, item: int
-) -> tuple[Work, ...]:
-    chunk, part = machine.scan_chunk, reference.part
-    if part is None:
-        return (work_of(reference, lengths, item=item, scan_chunk=chunk),)
-    return part_works(part, reference.decoder.width, lengths, item=item, scan_chunk=chunk)

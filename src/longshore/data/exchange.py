@@ -36,7 +36,7 @@ from longshore.data.shard import (
 )
 from longshore.distributed.collectives import all_to_all
 from longshore.plan.layout import StageInputs
-from longshore.plan.route import Routes, route
+from longshore.plan.route import route
 from longshore.plan.types import Plan
 
 
@@ -64,8 +64,8 @@ class ParcelRoutes:
     ) -> None:
         self.plan, self.depths, self.fields = plan, depths, fields
         routes, lanes = route(plan, owners), range(plan.setting.lanes)
-        self.outgoing = [routes.between(lane, other) for other in lanes]
-        self.incoming = [routes.between(other, lane) for other in lanes]
+        self.outgoing = [routes.get((lane, other), ()) for other in lanes]
+        self.incoming = [routes.get((other, lane), ()) for other in lanes]
 
     def sizes(self, inputs: StageInputs) -> list[int]:
         """How many bytes this lane sends to each."""
@@ -117,15 +117,15 @@ def send_back(
     `pieces` are those of all rounds of this lane (see data/pack.py); `like` has the dtype of their
     values and, after the first, their dimensions. Returns this lane's own sequences by place.
     """
-    routes, lane = route(plan, owners), group.rank()
+    routes, lane, lanes = route(plan, owners), group.rank(), range(group.size())
     by_sequence: dict[int, list[Piece]] = {}
     for piece in sorted(pieces, key=lambda piece: piece.start):
         by_sequence.setdefault(piece.sequence, []).append(piece)
     returned = [
         [piece.values for cut in cuts for piece in by_sequence.get(cut.sequence, [])]
-        for cuts in _transfers(routes, lane, group, sending=False)
+        for cuts in (routes.get((other, lane), ()) for other in lanes)
     ]
-    awaited = list(_transfers(routes, lane, group, sending=True))
+    awaited = [routes.get((lane, other), ()) for other in lanes]
     empty = like.new_empty((0, *like.shape[1:]))
     received = all_to_all(
         torch.cat([empty, *(values for part in returned for values in part)]),
@@ -134,14 +134,6 @@ def send_back(
         receives=[int(cut_tokens(plan, cuts).sum()) if cuts else 0 for cuts in awaited],
     )
     return merge(plan, _pieces(plan, [cut for cuts in awaited for cut in cuts], received))
-
-
-def _transfers(
-    routes: Routes, lane: int, group: ProcessGroup, *, sending: bool
-) -> Iterator[tuple[Cut, ...]]:
-    """For each lane, the cuts this lane sends to it, or receives from it."""
-    for other in range(group.size()):
-        yield routes.between(lane, other) if sending else routes.between(other, lane)
 
 
 def _to_bytes(shards: Shards) -> Array:

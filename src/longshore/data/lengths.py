@@ -61,11 +61,6 @@ def length_rows(samples: Seq[TokenizedSample], depths: int = 0) -> Tensor:
     return rows.reshape(-1, FIRST_LABELS + 1 + depths)
 
 
-def gather_lengths(mine: Tensor, groups: Groups, *, room: int, everywhere: bool) -> StepLengths:
-    """As gather_rows_of_lanes, as a StepLengths."""
-    return StepLengths.of(gather_rows_of_lanes(mine, groups, room=room, everywhere=everywhere))
-
-
 def gather_rows_of_lanes(
     mine: Tensor, groups: Groups, *, room: int, everywhere: bool
 ) -> list[Tensor]:

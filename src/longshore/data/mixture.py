@@ -12,7 +12,7 @@ No weights: `Joined([a, b])` has each sequence once, those of a before those of 
 
 import hashlib
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import count, islice
@@ -144,19 +144,6 @@ def _check_alike(sources: Sequence[IndexedSource]) -> None:
             f"mixture: sources {first} and {second} were made with different tokenizers; "
             "prepare them with the same one"
         )
-
-
-def mix_streams(
-    streams: Sequence[Iterable[TokenizedSample]], weights: Sequence[float], *, seed: int
-) -> Iterator[TokenizedSample]:
-    """Several iterators as one, renumbered; it ends when the stream that is due is exhausted."""
-    iterators = [iter(stream) for stream in streams]
-    for number, due in enumerate(draw_order(weights, seed=seed)):
-        try:
-            sample = next(iterators[due])
-        except StopIteration:
-            return
-        yield replace(sample, id=number)
 
 
 def draw_order(weights: Sequence[float], *, seed: int) -> Iterator[int]:

@@ -1,18 +1,14 @@
 """Sources of sequences, and the TokenizedSample that all of them return.
 
-In: Python rows of token ids and loss masks, or packed rows. Out: TokenizedSamples,
-from an iterator or, where the source knows all lengths, by index.
-
-The packed row {"tokens": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 0, 1], "boundaries": [0, 3, 5]}
-(or "positions": [0, 1, 2, 0, 1] in place of the boundaries) gives two sequences back, 5 6 7 with
-two loss tokens and 8 9 with one. Chats and texts come through tokenize.py, mock data from mock.py.
+In: token ids and loss masks. Out: TokenizedSamples, from an iterator or, where the source knows all
+lengths, by index. Tokens 5 6 7 with the mask 0 1 1 are a sequence of length 3 with two loss tokens.
+Chats and texts come through tokenize.py, mock data from mock.py.
 """
 
 import hashlib
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,8 +17,6 @@ from numpy.typing import ArrayLike, NDArray
 from longshore.data.fields import Field, check_declared, collect_fields
 
 Ints = NDArray[np.int64]
-Row = Mapping[str, Any] | tuple[Any, ...]
-
 LARGEST_TOKEN = 2**31 - 1
 PAIR, SIGN = "pair", "sign"
 """Fields of preferences: equal values of the first keep sequences in one step."""
@@ -164,115 +158,6 @@ def make_sample(
         raise ValueError(f"{where}: the loss mask must have only True and False, or 1 and 0")
     extra = collect_fields(given, fields, length=len(ids), where=where)
     return TokenizedSample(id, ids.astype(np.int32), mask.astype(np.bool_), extra)
-
-
-def from_rows(rows: Iterable[Row], fields: Sequence[Field] = ()) -> Iterator[TokenizedSample]:
-    """Sequences from {"tokens", "loss_mask", field, …} or (tokens, loss_mask[, fields]) rows."""
-    fields = check_declared(fields)
-    for number, row in enumerate(rows):
-        where = f"row {number}"
-        content = _as_mapping(row, where)
-        tokens, mask = _take(content, "tokens", where), _take(content, "loss_mask", where)
-        yield make_sample(tokens, mask, id=number, given=content, fields=fields, where=where)
-
-
-def from_packed(
-    rows: Iterable[Mapping[str, Any]], fields: Sequence[Field] = ()
-) -> Iterator[TokenizedSample]:
-    """The sequences of packed rows, cut at their `boundaries` or where `positions` restart at 0.
-
-    Boundaries are cumulative: 0, the end of the first sequence, …, the end of the row. In a packed
-    row a per-sequence field holds one value for each sequence.
-    """
-    fields = check_declared(fields)
-    ids = count()
-    for number, row in enumerate(rows):
-        where = f"packed row {number}"
-        content = _as_mapping(row, where)
-        tokens = np.asarray(_take(content, "tokens", where))
-        mask = np.asarray(_take(content, "loss_mask", where))
-        if tokens.ndim != 1 or not len(tokens) or mask.shape != tokens.shape:
-            raise ValueError(
-                f"{where}: tokens have shape {tokens.shape} and the loss mask {mask.shape}; both "
-                "must have one dim, the same length, and at least one value"
-            )
-        bounds = _boundaries(content, len(tokens), where)
-        parts = [_cut(name, value, bounds, fields, where) for name, value in content.items()]
-        for k, (start, stop) in enumerate(pairwise(bounds)):
-            yield make_sample(
-                tokens[start:stop],
-                mask[start:stop],
-                id=next(ids),
-                given={name: values[k] for name, values in zip(content, parts, strict=True)},
-                fields=fields,
-                where=f"{where}, sequence {k}",
-            )
-
-
-def _cut(
-    name: str,
-    value: Any,  # noqa: ANN401
-    bounds: list[int],
-    fields: Sequence[Field],
-    where: str,
-) -> Sequence[Any]:
-    """A field's values for each sequence of a packed row."""
-    per = next((field.per for field in fields if field.name == name), None)
-    sequences = len(bounds) - 1
-    if per is None:
-        return [value] * sequences  # make_sample refuses it by name
-    size = sequences if per == "sequence" else bounds[-1]
-    if np.ndim(value) < 1 or len(value) != size:
-        raise ValueError(
-            f"{where}: field {name!r} must be a list of {size} values "
-            f"(per {per}, {bounds[-1]} tokens in {sequences} sequences)"
-        )
-    return value if per == "sequence" else [value[a:b] for a, b in pairwise(bounds)]
-
-
-def _boundaries(content: dict[str, Any], length: int, where: str) -> list[int]:
-    """The boundaries of a packed row, taken out of `content`."""
-    if ("boundaries" in content) == ("positions" in content):
-        raise ValueError(
-            f"{where}: give either boundaries or positions, to tell its sequences apart"
-        )
-    if "positions" in content:
-        positions = np.asarray(content.pop("positions"))
-        starts = np.flatnonzero(positions == 0)
-        bounds = np.append(starts, length)
-        starts_at_0 = positions.shape == (length,) and positions[0] == 0
-        if (
-            not starts_at_0
-            or (positions != np.arange(length) - np.repeat(starts, np.diff(bounds))).any()
-        ):
-            raise ValueError(
-                f"{where}: positions must be one for each of the {length} tokens, and count 0, 1, "
-                "2, … in each sequence"
-            )
-        return [int(n) for n in bounds]
-    bounds = np.asarray(content.pop("boundaries"))
-    flat = bounds.ndim == 1 and bounds.dtype.kind in "iu" and len(bounds) > 1
-    if not flat or bounds[0] != 0 or bounds[-1] != length or (np.diff(bounds) < 1).any():
-        raise ValueError(f"{where}: boundaries must increase from 0 to {length}, its tokens")
-    return [int(n) for n in bounds]
-
-
-def _as_mapping(row: Row, where: str) -> dict[str, Any]:
-    if isinstance(row, Mapping):
-        return dict(row)
-    if isinstance(row, tuple) and len(row) in (2, 3):
-        return {**(row[2] if len(row) == 3 else {}), "tokens": row[0], "loss_mask": row[1]}
-    raise ValueError(
-        f"{where}: is {type(row).__name__}; it must be a dict with tokens and loss_mask, or a "
-        "tuple (tokens, loss_mask) or (tokens, loss_mask, fields)"
-    )
-
-
-def _take(content: dict[str, Any], name: str, where: str) -> Any:  # noqa: ANN401
-    if name not in content:
-        hint = "; to train on every token, give all True" if name == "loss_mask" else ""
-        raise ValueError(f"{where}: has no {name}{hint}")
-    return content.pop(name)
 
 
 class MemorySource:

@@ -304,17 +304,6 @@ class SampleTokenizer:
         return tokenizer.encode_spans(*template.locate(chat))
 
 
-def tokenize_samples(
-    samples: Iterable[Mapping[str, Any]], tokenizer: SampleTokenizer
-) -> Iterator[TokenizedSample]:
-    """The sequences of all samples; the first bad one raises, with its number."""
-    for number, sample in enumerate(samples):
-        try:
-            yield tokenizer(sample, number)
-        except SampleError as error:
-            raise SampleError(error.reason, f"sample {number}: {error.detail}") from None
-
-
 def is_chat(sample: Mapping[str, Any]) -> bool:
     """Whether a sample holds messages, for a chat template."""
     return not isinstance(sample.get("prompt", sample.get("text")), str) and (

@@ -101,14 +101,6 @@ class Axes:
         """The rank that reads a lane's data: the one with tp_rank 0 and pp_rank 0."""
         return self.rank_at(lane=lane)
 
-    def ranks_of_lane(self, lane: int) -> tuple[int, ...]:
-        """The ranks that hold a lane's tokens, its first rank first."""
-        return tuple(
-            self.rank_at(lane=lane, tp_rank=tp_rank, pp_rank=pp_rank)
-            for pp_rank in range(self.pp)
-            for tp_rank in range(self.tp)
-        )
-
     def lane_blocks(self, lanes: Sequence[int]) -> list[list[int]]:
         """For each TP and PP coordinate, the ranks of these lanes, in the order of the lanes."""
         return [

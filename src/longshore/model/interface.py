@@ -94,29 +94,20 @@ class Exchange:
 
     @property
     def visible_bounds(self) -> Boundaries:
-        """Of the rows that `visible` returns: one span for each span of `bounds`."""
+        """Boundaries of the rows of `begin_visible`: one span for each span of `bounds`."""
         return self.pack.padded
 
-    def visible(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def begin_visible(self, rows: tuple[Tensor, ...]) -> PendingRows:
         """For each chunk of the lane, all rows of its sequence up to the chunk's last; no autograd.
 
-        Whoever calls it keeps only the lane's own rows for backward, and calls it again there.
-        """
-        return self.begin_visible(rows).wait()
-
-    def return_visible(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """From all lanes' gradients of what `visible` gave them, those of the lane's own rows."""
-        return self.begin_return_visible(grads).wait()
-
-    def begin_visible(self, rows: tuple[Tensor, ...]) -> PendingRows:
-        """`visible`, begun: what is computed before `wait()` runs at the same time.
-
-        Collectives are issued here, not in `wait()`: begin them in the order of `forward_steps`.
+        What is computed before `wait()` runs at the same time. Collectives are issued here, not in
+        `wait()`: begin them in the order of `forward_steps`. Whoever calls it keeps only the lane's
+        own rows for backward, and calls it again there.
         """
         return HereAlready(rows)
 
     def begin_return_visible(self, grads: tuple[Tensor, ...]) -> PendingRows:
-        """`return_visible`, begun."""
+        """The gradients of the lane's own rows, from those of what all lanes were given."""
         return HereAlready(grads)
 
     def gather(self, rows: Tensor) -> Tensor:

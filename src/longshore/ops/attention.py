@@ -186,7 +186,8 @@ def _backward(
 
 
 def _backend(q: Tensor, v: Tensor, scores: ScoreSpec) -> ModuleType | None:
-    return pick("attention" if scores.softcap is None else "attention with softcap", q, v)
+    # No kernel has a softcap that was tested.
+    return pick("attention", q, v) if scores.softcap is None else None
 
 
 def _scores(q: Tensor, softcap: float | None, sinks: Tensor | None) -> ScoreSpec:

@@ -99,10 +99,6 @@ def _varlen(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def _uncapped(q: Tensor, v: Tensor) -> str | None:
-    return "it has no softcap that was tested"
-
-
 def _flash(q: Tensor) -> str | None:
     if not q.is_cuda:
         return f"the tensors are on {q.device.type}, not on CUDA"
@@ -246,12 +242,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
         ),
         Backend("torch varlen", "longshore.ops.attention_varlen", _varlen),
     ),
-    "attention with softcap": (
-        Backend("flash-attn-4", "", _uncapped, package="flash_attn.cute"),
-        Backend("torch varlen", "", _uncapped),
-    ),
     "loss": (Backend("triton", "longshore.ops.kernels.cross_entropy", on_gpu, package="triton"),),
-    "loss with softcap": (Backend("triton", "", _uncapped, package="triton"),),
     "experts": (
         Backend("triton", "longshore.ops.kernels.experts", _experts, package="triton"),
         Backend("torch grouped_mm", "longshore.ops.experts", grouped_refusal),

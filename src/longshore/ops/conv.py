@@ -61,20 +61,6 @@ def causal_conv(
     return y_TC.to(x_TC.dtype)
 
 
-def last_rows(
-    x_TC: Tensor, count: int, *, bounds: Bounds | None = None, before: Tensor | None = None
-) -> Tensor:
-    """(S, count, C): the last rows of each sequence, the `before` of its continuation.
-
-    A sequence shorter than `count` is preceded by its own `before`, or zeros.
-    """
-    offsets = offsets_of(bounds, len(x_TC))
-    padded, _ = _with_halos(x_TC, count, bounds=bounds, before=before)
-    stops = np.asarray(offsets[1:]) + np.arange(1, len(offsets)) * count
-    ends = to_device(stops[:, None] - count + np.arange(count), x_TC.device)
-    return padded[ends].to(x_TC.dtype)
-
-
 def _with_halos(
     x_TC: Tensor, halo: int, *, bounds: Bounds | None, before: Tensor | None
 ) -> tuple[Tensor, Tensor]:

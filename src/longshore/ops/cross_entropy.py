@@ -77,8 +77,8 @@ def linear_cross_entropy(
     words = len(weight_VC) if vocabulary is None else vocabulary.size
     check_inputs(hidden_TC, weight_VC, labels_T, ignore, words=words)
     dtype = torch.promote_types(hidden_TC.dtype, torch.float32)
-    op = "loss" if softcap is None else "loss with softcap"
-    kernels = pick(op, hidden_TC, weight_VC) if vocabulary is None else None
+    by_torch = vocabulary is not None or softcap is not None
+    kernels = None if by_torch else pick("loss", hidden_TC, weight_VC)
     if chunk_tokens is None:
         chunk_of = logits_chunk if kernels is None else kernel_logits_chunk
         chunk_tokens = chunk_of(len(hidden_TC), len(weight_VC) * dtype.itemsize)

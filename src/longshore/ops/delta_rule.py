@@ -6,7 +6,7 @@ decays it, then corrects it at one key towards one value:
     S ← exp(g_t)·S        S ← S + k_t ⊗ u_t,  u_t = beta_t·(v_t − k_tᵀS)        o_t = scale·q_tᵀS
 
 The initial state is 0, or another lane's final state, and the final state is affine in it:
-final = delta_transition · initial + (final from 0), which is how lanes pass states.
+final = transition · initial + (final from 0), which is how lanes pass states.
 
 In a chunk with the initial state S0, with c_ij the decay from row j to row i and c_i from S0 to it,
 
@@ -50,46 +50,6 @@ L2_EPS = 1e-6
 """Of the length of queries and keys; flash-linear-attention has the same."""
 
 
-def gated_delta_rule(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_THV: Tensor,
-    g_TH: Tensor,
-    beta_TH: Tensor,
-    *,
-    scale: float | None = None,
-    bounds: Bounds | None = None,
-    initial: Tensor | None = None,
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(T, H, V) in the dtype of v, and final states (S, H, K, V) in float32 at least.
-
-    g: log decay, 0 or less. q and k are already normalised; scale: K^−½ for None. initial: (S, H,
-    K, V), 0 for None.
-    """
-    prepared = prepare_delta(
-        q_THK, k_THK, v_THV, g_TH, beta_TH, scale=scale, bounds=bounds, chunk=chunk
-    )
-    return prepared.run(initial)
-
-
-def delta_transition(
-    k_THK: Tensor,
-    g_TH: Tensor,
-    beta_TH: Tensor,
-    *,
-    bounds: Bounds | None = None,
-    chunk: int | None = None,
-) -> Tensor:
-    """(S, H, K, K): the matrix by which each sequence multiplies its initial state."""
-    layout = chunks(bounds, len(k_THK), chunk, k_THK.device)
-    dtype = torch.promote_types(k_THK.dtype, torch.float32)
-    k, none, g, beta = (
-        _cut(layout, rows, dtype) for rows in (k_THK, k_THK[..., :0], g_TH, beta_TH)
-    )
-    return _solve(k, none, g, beta, decay=decays(g)).ends(layout)[0]
-
-
 def prepare_heads(
     q_TRK: Tensor,
     k_TRK: Tensor,
@@ -126,7 +86,10 @@ def prepare_delta(
     bounds: Bounds | None = None,
     chunk: int | None = None,
 ) -> "PreparedDelta":
-    """The part of `gated_delta_rule` that does not depend on the initial states."""
+    """Everything that does not depend on the initial states.
+
+    g: log decay, 0 or less. q and k are already normalised; scale: K^−½ for None.
+    """
     rows, _, keys = k_THK.shape
     layout = chunks(bounds, rows, chunk, v_THV.device)
     dtype = torch.promote_types(v_THV.dtype, torch.float32)

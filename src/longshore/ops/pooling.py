@@ -11,15 +11,13 @@ and rows (1, 2), (3, 4), equal gates give the entries 2 (it has no previous grou
 R rows, C channels, E entries, G slots of a group.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longshore.ops.boundaries import to_device
 from longshore.ops.indexed_rows import add_rows_, sums_for, take_rows
 
 MOST_POOLED = 1 << 21
@@ -47,25 +45,6 @@ def pooled(
         values_RC, gates_RC, bias_GC, rows_EG
     )
     return out
-
-
-def group_rows(
-    offsets: Sequence[int], *, ratio: int, overlap: bool, device: torch.device
-) -> Tensor:
-    """int32 (E, G): the rows of each full group of `ratio` rows of whole sequences.
-
-    With overlap a group's own rows come after those of the previous group, −1 for the first of a
-    sequence. A sequence of 5 rows in groups of 2: [0 1] [2 3], with overlap [−1 −1 0 1] [0 1 2 3].
-    """
-    starts = np.asarray(offsets[:-1], dtype=np.int64)
-    counts = (np.asarray(offsets[1:], dtype=np.int64) - starts) // ratio
-    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = np.repeat(starts, counts) + number * ratio
-    rows = first[:, None] + np.arange(ratio)
-    if overlap:
-        before = np.where(number[:, None] > 0, rows - ratio, -1)
-        rows = np.concatenate([before, rows], 1)
-    return to_device(rows.astype(np.int32), device)
 
 
 class _Pooled(torch.autograd.Function):

@@ -124,31 +124,6 @@ def row_ranges(
     return RowRanges(first, stop, entry, count, host=host, offsets=tuple(offsets))
 
 
-def causal_ranges(
-    offsets: Sequence[int], *, window: int, ratio: int, device: torch.device
-) -> RowRanges:
-    """Of whole sequences, whose entries follow each other sequence by sequence."""
-    if window < 1 or ratio < 0:
-        raise ValueError(
-            f"window is {window} and ratio {ratio}; a token sees at least itself, so give a "
-            "window of 1 or more, and a ratio of 0 for no entries or 1 or more"
-        )
-    starts = np.asarray(offsets[:-1], dtype=np.int64)
-    lengths = np.asarray(offsets[1:], dtype=np.int64) - starts
-    start = np.repeat(starts, lengths)
-    row = np.arange(offsets[-1])
-    position = row - start
-    entries = lengths // ratio if ratio else np.zeros_like(lengths)
-    return row_ranges(
-        np.maximum(start, row - window + 1),
-        row + 1,
-        np.repeat(np.cumsum(entries) - entries, lengths),
-        (position + 1) // ratio if ratio else np.zeros_like(row),
-        offsets=offsets,
-        device=device,
-    )
-
-
 def _union(first: NDArray[np.int32], stop: NDArray[np.int32]) -> slice:
     """The smallest slice around all ranges that are not empty."""
     filled = first < stop

@@ -5,7 +5,7 @@ In: rows. Out: rows, and the final state of each sequence. With a = exp(dt·A), 
     h_t = a_t·h_{t−1} + dt_t·x_t ⊗ B_t        y_t = h_t·C_t + D·x_t
 
 The initial state of a sequence is 0, or another lane's final state. The final state is affine in
-it: final = ssd_transition · initial + (final from 0), which is how lanes pass states. With one
+it: final = transition · initial + (final from 0), which is how lanes pass states. With one
 head, P = N = 1, dt = B = C = 1 and exp(A) = ½, sequences x 4 2 8 | 6 give y 4 4 10 | 6.
 
 `prepare_ssd` does everything that needs no initial state, so that lanes can then exchange states:
@@ -68,16 +68,6 @@ class SSD(Protocol):
     def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (T, H, P) and final states (S, H, P, N)."""
         ...
-
-
-def ssd_transition(
-    dt_TH: Tensor, A_H: Tensor, *, bounds: Bounds | None = None, chunk: int | None = None
-) -> Tensor:
-    """(S, H): the decay of the initial state over each sequence."""
-    layout = chunks(bounds, len(dt_TH), chunk, dt_TH.device)
-    dtype = torch.promote_types(dt_TH.dtype, torch.float32)
-    logs = layout.cut(dt_TH.to(dtype) * A_H.to(dtype))
-    return _total_decay(layout, logs.sum(1))
 
 
 def prepare_ssd(

@@ -346,10 +346,5 @@ class CostTable:
         other.sizes, other.cost, other.tokens = sizes, cost, tokens
         return other
 
-    def pack_cost(self, sequences: Seq[int], cp_size: int) -> int:
-        """Quanta that a pack of these sequences costs each of its lanes."""
-        column = self.cost[:, self.sizes.index(cp_size)]
-        return self.pack + sum(int(column[i]) for i in sequences)
-
     def seconds(self, quanta: int) -> float:
         return quanta / self.scale

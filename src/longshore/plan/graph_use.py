@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from longshore.errors import SettingError
 from longshore.plan.cost import EMPTY_TOKENS, Ints
-from longshore.plan.shapes import lane_packs, lane_tokens, make_buckets, usable_capacity
+from longshore.plan.shapes import make_buckets, usable_capacity
 from longshore.plan.types import Plan
 
 GraphWay = Literal["whole", "halves", "eager"]
@@ -55,13 +55,6 @@ def as_graphed(plan: Plan) -> Plan:
         return plan
     buckets = make_buckets(setting.capacity, align=setting.align, count=BUCKETS)
     return replace(plan, setting=replace(setting, buckets=buckets))
-
-
-def sequences_with_padding(plan: Plan, number: int, lane: int) -> int:
-    """Sequences of a lane in round `number` as kernels see them: its padding is one more."""
-    packs = lane_packs(plan, number, lane)
-    padded = lane_tokens(plan, number, lane) > sum(pack.tokens_per_lane for pack in packs)
-    return sum(len(pack.sequences) for pack in packs) + padded
 
 
 def graph_way(packs_cp_sizes: Seq[int], sequences: int, setting: GraphSetting | None) -> GraphWay:
@@ -135,16 +128,6 @@ def steady_cap(plans: Seq[Plan], coverage: float) -> int:
     return cap + max(1, cap // 8) if len(MicroBatchSizes.of(plans).alone) else cap
 
 
-def added_by_rounding(plans: Iterable[Plan]) -> float:
-    """The share of the lanes' tokens that rounding up to buckets or `align` adds."""
-    tokens = totals = 0
-    for plan in plans:
-        counts = _count(plan)
-        tokens += int(counts.tokens[counts.busy].sum())
-        totals += int(counts.totals[counts.busy].sum())
-    return 1 - tokens / totals if totals else 0.0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Counts:
     """Of all micro-batches of a plan, each (rounds, lanes)."""
@@ -155,10 +138,6 @@ class _Counts:
     """Whether there is no pack, or one of CP size 1."""
     busy: NDArray[np.bool_]
     """Whether there is a pack."""
-    tokens: Ints
-    """Of the packs."""
-    totals: Ints
-    """The same, rounded up to a bucket."""
 
 
 def _count(plan: Plan) -> _Counts:
@@ -174,8 +153,6 @@ def _count(plan: Plan) -> _Counts:
         sequences=sequences + (totals > tokens),
         alone=(packs <= 1) & (shared == 0),
         busy=packs > 0,
-        tokens=tokens,
-        totals=totals,
     )
 
 

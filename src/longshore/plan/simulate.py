@@ -73,11 +73,6 @@ def lane_costs(rounds: Seq[Round], table: CostTable, lanes: int) -> list[list[in
     return [costs.lanes(round_, lanes) for round_ in rounds]
 
 
-def round_heights(rounds: Seq[Round], table: CostTable, lanes: int) -> list[int]:
-    """Quanta that each round takes when lanes wait for each other after it."""
-    return [max(row) + table.round for row in lane_costs(rounds, table, lanes)]
-
-
 def step_time(costs: Seq[Seq[int]], rounds: Seq[Round], table: CostTable, sync: str) -> int:
     """Quanta of a step without a pipeline; `costs` are the rounds' lane_costs.
 

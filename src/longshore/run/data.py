@@ -69,12 +69,6 @@ PACK, CP_SIZE = "pack", "cp_size"
 """Integer fields of a sequence, for plan.policy=given: its pack, and this pack's CP size."""
 
 
-def text_folder(config: RunConfig) -> Path:
-    """The folder of the run's tokenized sequences, which may not exist yet, where it is one."""
-    (folder,) = (folder for folders in text_folders(config) for folder in folders)
-    return folder
-
-
 def text_folders(config: RunConfig) -> list[list[Path]]:
     """For each name in data.path the folders of its sequences; those of text may not exist yet."""
     return [

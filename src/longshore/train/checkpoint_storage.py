@@ -15,11 +15,9 @@ and the one for safetensors makes two more copies of a rank's tensors while it w
 writes tensors from the memory they are in.
 """
 
-import json
 import os
-import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +52,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from longshore.files import reason
 from longshore.train.checkpoint_files import (
     CheckpointIndex,
     DamagedError,
@@ -62,21 +59,7 @@ from longshore.train.checkpoint_files import (
     SavedFile,
     SavedTensor,
 )
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
-BLOCK = 1 << 24
+from longshore.train.safetensors_stream import DTYPES, OF_NAME, write_safetensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -347,41 +330,3 @@ def read_block(file: Any, key: str, offsets: Sequence[int], target: Tensor) -> N
     if block.shape != target.shape:
         raise ValueError(f"the file of {key} is damaged: its shape is {tuple(block.shape)}")
     target.copy_(block)
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> SavedFile:
-    """Writes CPU tensors without a copy, and waits until they are on disk.
-
-    safetensors' own writer copies each tensor to bytes first.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, tensor in tensors.items():
-        end = at + tensor.nbytes
-        about = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}
-        header[name] = {**about, "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    size, crc32 = 0, 0
-    try:
-        with path.open("wb", buffering=0) as file:
-            for block in _blocks(len(text).to_bytes(8, "little") + text, tensors.values()):
-                crc32 = zlib.crc32(block, crc32)
-                size += len(block)
-                while block:
-                    block = block[file.write(block) :]
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(error.errno, reason(error), str(path)) from None
-    return SavedFile(size, crc32)
-
-
-def _blocks(head: bytes, tensors: Iterable[Tensor]) -> Iterable[memoryview]:
-    yield memoryview(head)
-    for tensor in tensors:
-        assert tensor.device.type == "cpu"
-        assert tensor.is_contiguous()
-        content = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        for start in range(0, len(content), BLOCK):
-            yield content[start : start + BLOCK]

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from longshore.train.checkpoint_files import check_files, read_index
-from longshore.train.checkpoint_storage import OF_NAME
-from longshore.train.safetensors_stream import BlockFile
+from longshore.train.safetensors_stream import OF_NAME, BlockFile
 
 
 class CheckpointTensors(Mapping[str, Tensor]):

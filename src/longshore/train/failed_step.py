@@ -24,8 +24,8 @@ from longshore.data.steps import Step
 from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
 from longshore.files import reason
-from longshore.train.checkpoint_storage import write_safetensors
 from longshore.train.loss import Faults
+from longshore.train.safetensors_stream import write_safetensors
 from longshore.train.step import Stepper, StepResult
 
 SHOWN = 3

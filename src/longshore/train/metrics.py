@@ -140,12 +140,6 @@ def append_line(file: int, text: str, path: Path) -> None:
         raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were written", str(path))
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The steps of a metrics file, without an incomplete last line."""
-    lines = Path(path).read_text(encoding="utf-8").split("\n")[:-1]
-    return [json.loads(line) for line in lines]
-
-
 def has_step(path: Path, step: int) -> bool:
     """Whether a file has a line of a step; all its lines can be read."""
     lines = path.read_bytes().splitlines() if path.exists() else []

@@ -17,7 +17,7 @@ import json
 import os
 import weakref
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,21 @@ from torch import Tensor
 
 from longshore.files import parse_json, reason
 from longshore.train.checkpoint_files import SavedFile
-from longshore.train.checkpoint_storage import BLOCK, DTYPES, OF_NAME
 
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
+BLOCK = 1 << 24
 ALIGN = 8
 ENTRY = 160
 """More bytes than an entry of the header has besides its name."""
@@ -161,6 +174,17 @@ class FileWriter:
 
     def _named(self, error: OSError) -> OSError:
         return OSError(error.errno, reason(error), str(self.path))
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> SavedFile:
+    """Writes CPU tensors without a copy, and waits until they are on the disk."""
+    writer = FileWriter(path, tensors)
+    try:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+        return writer.finish()
+    finally:
+        writer.close()
 
 
 def joined_crc32(first: int, second: int, second_bytes: int) -> int:

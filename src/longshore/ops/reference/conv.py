@@ -29,15 +29,3 @@ def causal_conv(
             y_C = y_C if bias_C is None else y_C + bias_C
             rows.append(silu(y_C) if activation else y_C)
     return torch.stack(rows) if rows else x_TC
-
-
-def last_rows(
-    x_TC: Tensor, count: int, *, bounds: Bounds | None = None, before: Tensor | None = None
-) -> Tensor:
-    offsets = offsets_of(bounds, len(x_TC))
-    last = []
-    for sequence, (start, stop) in enumerate(pairwise(offsets)):
-        halo = x_TC.new_zeros(count, x_TC.shape[1]) if before is None else before[sequence]
-        visible = torch.cat([halo, x_TC[start:stop]])
-        last.append(visible[len(visible) - count :])
-    return torch.stack(last)

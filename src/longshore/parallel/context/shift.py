@@ -53,21 +53,21 @@ class ShiftRows:
 
 def shift(
     shard: Tensor,
-    by: int = -1,
     *,
     real: Cumulative,
     padded: Cumulative,
     group: ProcessGroup | None = None,
     fill: Scalar = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The shifted shard, and the sum of its entries (of this lane's alone: no lane is asked).
+    """Shifts a lane's shard of a pack left by one token within each sequence; differentiable.
 
-    real, padded: cumulative lengths of the pack's sequences over all lanes, from 0, without and
-    with padding, as integers or as a CPU tensor. `real` decides where a sequence ends, `padded`
-    where its rows are. group: the CP group, or None where one lane holds the whole pack.
+    Returns the shifted shard and the sum of its entries, those of this lane alone. All lanes of the
+    group call it together. shard: rows of tokens in the zigzag layout along dim 0. real, padded:
+    cumulative lengths of the pack's sequences over all lanes, from 0, without and with padding, as
+    integers or as a CPU tensor: `PackContext.real.offsets` and `PackContext.padded.offsets`. group:
+    the CP group, or None where one lane holds the whole pack. fill: the value after a sequence's
+    last token.
     """
-    if by != -1:
-        raise ValueError(f"cannot shift by {by}; only −1, left by one token, is possible")
     cp_rank, cp_size = (0, 1) if group is None else (group.rank(), group.size())
     rows = shift_rows(real, padded, cp_rank=cp_rank, cp_size=cp_size)
     if len(shard) != rows.rows:

@@ -57,19 +57,6 @@ def layout_of(model: Model) -> Layout:
     return model.layout
 
 
-def parameters_by_name(model: Model) -> Iterator[tuple[str, nn.Parameter]]:
-    """The rank's parameters by their names in the whole decoder; copies have the same name."""
-    for part in stages_of(model).values():
-        for name, parameter in part.named_parameters():
-            yield whole_name(model.config, name), parameter
-
-
-def tensors_by_name(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then buffers."""
-    buffers = (saved_buffers(part) for part in stages_of(model).values())
-    yield from chain(parameters_by_name(model), *buffers)
-
-
 def cut_tensors_by_name(model: Model) -> Iterator[tuple[str, Tensor, TensorCut | None]]:
     """The same, each with its TensorCut, if it has one."""
     cuts = {part: cuts_by_name(part) for part in stages_of(model).values()}
