@@ -50,7 +50,7 @@ class TransformersModel(LanguageModel):
         self.weighted = names[weighted]
         blocks = _blocks(hf)
         for block in blocks:
-            block.__class__ = _layer_class(type(block))
+            block.__class__ = _layer_class(type(block))  # type: ignore[arg-type]
         self.layer_names = tuple(names[block] for block in blocks)
         self.most_positions = _most_positions(hf)
         self.wide_names = _wide_names(hf)
@@ -194,7 +194,7 @@ def _blocks(hf: Any) -> list[nn.Module]:  # noqa: ANN401
     )
 
 
-@cache
+@cache  # one class for all layers of a kind, so that they share what torch.compile compiles
 def _layer_class(kind: type[nn.Module]) -> type[nn.Module]:
     """A Layer that computes what `kind` does; parameters keep their names, as with fully_shard."""
     if issubclass(kind, Layer):

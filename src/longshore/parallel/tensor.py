@@ -242,7 +242,7 @@ class SplitHead(Head):
         self, whole: Head, config: DecoderConfig, cut: TensorCut, group: ProcessGroup
     ) -> None:
         super().__init__(config, tied=True)
-        if whole.weight is not None:
+        if isinstance(whole.weight, Tensor):
             self.register_parameter("weight", _cut_value(whole.weight, cut))
             self.cuts = {"weight": cut}
         (span,) = cut.spans
