@@ -14,8 +14,7 @@ from tests.ranks.spine import MTP_WEIGHT
 from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import make_topology
 from longshore.parallel.apply import Choices
-from longshore.parallel.pipeline.copies import EmbeddingCopies
-from longshore.parallel.pipeline.stages import stages_of, whole_name
+from longshore.parallel.pipeline.stages import EmbeddingCopies, stages_of, whole_name
 from longshore.parallel.pipeline.trace import trace
 from longshore.parallel.shards import boxes_of, cuts_by_name
 from longshore.plan.layout import Layout, one_stage

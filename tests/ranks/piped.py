@@ -19,9 +19,8 @@ from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import make_topology
 from longshore.model.init import initial_block
 from longshore.parallel.apply import Choices, parallelize
-from longshore.parallel.pipeline.copies import EmbeddingCopies
 from longshore.parallel.pipeline.pack_collectives import COLLECTIVES, PackCollective
-from longshore.parallel.pipeline.stages import Stages, stages_of, whole_name
+from longshore.parallel.pipeline.stages import EmbeddingCopies, Stages, stages_of, whole_name
 from longshore.parallel.pipeline.trace import TracedModel, trace
 from longshore.parallel.shards import fill
 from longshore.plan.layout import Layout

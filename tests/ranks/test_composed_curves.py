@@ -19,8 +19,8 @@ from longshore.data.loader import Loader
 from longshore.data.mock import MockSource
 from longshore.data.steps import IndexedSteps
 from longshore.hf.checkpoint import write_checkpoint, write_own_checkpoint
-from longshore.parallel.pipeline.copies import EmbeddingCopies
 from longshore.parallel.pipeline.gathered import gathered_tensors
+from longshore.parallel.pipeline.stages import EmbeddingCopies
 from longshore.plan import make_plan
 from longshore.train.checkpoint import Checkpoints, Position
 from longshore.train.evaluation import HeldOut

@@ -16,7 +16,7 @@ from tests.ranks.spine import exact
 from longshore.data.pack import pack_step
 from longshore.data.shard import cut_shards, lane_cuts
 from longshore.errors import SettingError
-from longshore.parallel.pipeline.copies import EmbeddingCopies
+from longshore.parallel.pipeline.stages import EmbeddingCopies
 from longshore.parallel.pipeline.trace import trace
 from longshore.plan import make_plan
 from longshore.plan.layout import one_stage, parse_layout

@@ -11,8 +11,7 @@ from longshore.arch.process_groups import joined_groups
 from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import make_topology
 from longshore.parallel.fsdp import _replicas
-from longshore.parallel.pipeline.copies import EmbeddingCopies
-from longshore.parallel.pipeline.stages import Stages
+from longshore.parallel.pipeline.stages import EmbeddingCopies, Stages
 from longshore.plan.layout import parse_layout
 from longshore.plan.shapes import legal_cp_sizes
 

@@ -26,9 +26,8 @@ from longshore.hf.checkpoint import write_own_checkpoint
 from longshore.model.decoder import Decoder
 from longshore.model.fill import fill_rows
 from longshore.model.init import init_decoder
-from longshore.parallel.pipeline.copies import EmbeddingCopies
 from longshore.parallel.pipeline.gathered import gathered_tensors
-from longshore.parallel.pipeline.stages import Stages, tensor_names
+from longshore.parallel.pipeline.stages import EmbeddingCopies, Stages, tensor_names
 from longshore.parallel.shards import boxes_of
 from longshore.plan.layout import one_stage, parse_layout
 from longshore.train import checkpoint_storage

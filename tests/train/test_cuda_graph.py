@@ -18,7 +18,6 @@ from longshore.batch import MicroBatch
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 from longshore.model.mamba2 import Mamba2
-from longshore.parallel.apply import _recompute
 from longshore.plan import make_plan
 from longshore.plan.graph_use import GraphSetting
 from longshore.train.cuda_graph import GraphedLayers
@@ -64,9 +63,8 @@ HALVES = [[4] * 16, [5] * 9, [7] * 8]
 def model_of(name, *, recompute=False):
     model = Decoder(preset(name)).double()
     init_decoder(model, seed=3)
-    if recompute:
-        for block in (*model.layers.values(), *model.mtp.values()):
-            _recompute(block)
+    for block in model.blocks():
+        block.recompute = recompute
     return model
 
 

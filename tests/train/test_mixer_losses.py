@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from tests.parallel.own_loss import WEIGHT, OwnLossConfig
 from tests.ranks.spine import VOCAB, alone, batches_of, make_samples
 from tests.train.test_metrics import METRICS
 from tests.train.test_step import no_fsdp, stepper_of  # noqa: F401 - the fixture is used
-from torch.utils.checkpoint import checkpoint
 
 from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import DecoderConfig, LayerConfig
@@ -55,9 +53,8 @@ def test_of_each_layer_and_depth_in_their_order(recomputed: bool) -> None:
     for index in ("0", "2"):
         model.layers[index].mixer.register_forward_hook(lambda m, args, out: rows.append(out[0]))
     ids, ctx = torch.arange(8), whole_context([5, 3])
-    if recomputed:
-        for block in model.layers.values():
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    for block in model.blocks():
+        block.recompute = recomputed
     out = model(ids, ctx, ids)
     want = [WEIGHT * mixed_TC.square().sum() for mixed_TC in rows]
     assert [loss.depth for loss in out.mixer_losses] == [0, 0]

@@ -10,6 +10,7 @@ lm_head.weight; its blocks, which FSDP wraps and recomputes, are model.layers.0,
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from longshore.batch import Depth, SeqContext, whole_context
 from longshore.hf.attention_function import KEYWORD, NAME, PackedRows, quiet, register
 from longshore.hf.refused_keys import WAY_OUT
 from longshore.model.decoder import Head
-from longshore.model.interface import LOCAL, Exchanges, LanguageModel, Output, Reader
+from longshore.model.interface import LOCAL, Exchanges, LanguageModel, Layer, Output, Reader
 from longshore.plan.layout import one_stage
 
 
@@ -47,19 +48,18 @@ class TransformersModel(LanguageModel):
         names = {part: name for name, part in hf.named_modules()}
         weighted = hf.get_input_embeddings() if self.tied else hf.get_output_embeddings()
         self.weighted = names[weighted]
-        self.layer_names = tuple(names[block] for block in _blocks(hf))
+        blocks = _blocks(hf)
+        for block in blocks:
+            block.__class__ = _layer_class(type(block))  # type: ignore[arg-type]
+        self.layer_names = tuple(names[block] for block in blocks)
         self.most_positions = _most_positions(hf)
         self.wide_names = _wide_names(hf)
         self.logits_factor = _logits_factor(hf.config)
         softcap = getattr(hf.config, "final_logit_softcapping", None)
         self.loss_head = Head(config, tied=True, softcap=softcap)
 
-    def blocks(self) -> list[nn.Module]:
-        return [self.get_submodule(name) for name in self.layer_names]
-
-    def compile_blocks(self) -> None:
-        for block in self.blocks():
-            block.forward = torch.compile(block.forward, dynamic=True)
+    def blocks(self) -> list[Layer]:
+        return [self.get_submodule(name) for name in self.layer_names]  # type: ignore[misc]
 
     def forward(
         self,
@@ -192,6 +192,14 @@ def _blocks(hf: Any) -> list[nn.Module]:  # noqa: ANN401
     raise ValueError(
         f"{type(hf).__name__} has no list of its {layers} layers, which FSDP would wrap; {WAY_OUT}"
     )
+
+
+@cache  # one class for all layers of a kind, so that they share what torch.compile compiles
+def _layer_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """A Layer that computes what `kind` does; parameters keep their names, as with fully_shard."""
+    if issubclass(kind, Layer):
+        return kind
+    return type(kind.__name__, (Layer, kind), {"run": kind.forward})
 
 
 def _wide_names(hf: Any) -> tuple[str, ...]:  # noqa: ANN401

@@ -36,7 +36,7 @@ of a sequence of 6 has no token to join: it runs along, and no loss, no expert a
 theirs sees it. What comes out there is of no use, and nothing causal looks at it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,12 +51,14 @@ from longshore.model.hyper_connection import Collapse, HyperConnection, expanded
 from longshore.model.interface import (
     Context,
     LanguageModel,
+    Layer,
     MixerLoss,
     Opaque,
     Output,
+    PartCall,
     Reader,
     Routed,
-    with_loss,
+    call_part,
 )
 from longshore.model.lora import add_factors
 from longshore.model.norm import RMSNorm
@@ -66,13 +68,17 @@ from longshore.ops.cross_entropy import OutputLayer, linear_cross_entropy, softc
 from longshore.plan.layout import Stage, one_stage
 
 
-class Block(nn.Module):
-    """mixer_hyper, mlp_hyper: None where rows have one residual."""
+class Block(Layer):
+    """mixer_hyper, mlp_hyper: None where rows have one residual.
+
+    call_mixer, call_mlp: set by parallel/tensor.py where ranks share a lane's rows.
+    """
 
     def __init__(self, config: LayerConfig, width: int, *, norm: Norm) -> None:
         super().__init__()
         self.config = config
-        self._compiled: Callable[[Tensor, Context, Tables], Output] | None = None
+        self.call_mixer: PartCall = call_part
+        self.call_mlp: PartCall = call_part
         self.mixer_hyper = self.mixer_norm = self.mixer = None
         self.mlp_hyper = self.mlp_norm = self.mlp = None
         if config.mixer is not None:
@@ -84,16 +90,11 @@ class Block(nn.Module):
             self.mlp_norm = RMSNorm(width, norm)
             self.mlp = make_feed_forward(config.mlp, width, norm=norm)
 
-    def forward(self, x_TC: Tensor, ctx: SeqContext, tables: Tables) -> Output:
-        if self._compiled is not None:
-            return self._compiled(x_TC, Opaque(ctx), tables)
-        return self._run(x_TC, ctx, tables)
-
     def compile(self, **options: Any) -> None:  # noqa: ANN401
-        """Compiles what the block does, with options of torch.compile; hooks stay outside."""
-        self._compiled = torch.compile(self._run, **options)
+        run = torch.compile(self.run, **options)
+        self.compiled = lambda x_TS, ctx, tables: run(x_TS, Opaque(ctx), tables)
 
-    def _run(self, x_TS: Tensor, ctx: Context, tables: Tables) -> Output:
+    def run(self, x_TS: Tensor, ctx: Context, tables: Tables) -> Output:
         if self.config.residuals is not None:
             return self._run_hyper(x_TS, ctx, tables)
         return self._run_sums(x_TS, ctx, tables)
@@ -104,13 +105,13 @@ class Block(nn.Module):
             assert self.mixer_hyper is not None
             row_TC, mixing = self.mixer_hyper(x_TS)
             _, normed_TC = self.mixer_norm.add(row_TC, None)
-            mixed_TC, loss = with_loss(self.mixer(normed_TC, ctx, tables))
+            mixed_TC, loss = self.call_mixer(self.mixer, normed_TC, ctx, tables)
             x_TS = expanded(mixed_TC, x_TS, mixing)
         if self.mlp is not None and self.mlp_norm is not None:
             assert self.mlp_hyper is not None
             row_TC, mixing = self.mlp_hyper(x_TS)
             _, normed_TC = self.mlp_norm.add(row_TC, None)
-            out_TC, routed = self.mlp(normed_TC, ctx)
+            out_TC, routed = self.call_mlp(self.mlp, normed_TC, ctx)
             x_TS = expanded(out_TC, x_TS, mixing)
         return Output(
             x_TS,
@@ -122,7 +123,7 @@ class Block(nn.Module):
         mixed_TC = loss = None
         if self.mixer is not None and self.mixer_norm is not None:
             x_TC, normed_TC = self.mixer_norm.add(x_TC, None)
-            mixed_TC, loss = with_loss(self.mixer(normed_TC, ctx, tables))
+            mixed_TC, loss = self.call_mixer(self.mixer, normed_TC, ctx, tables)
         output = self.feed(x_TC, mixed_TC, ctx)
         return output if loss is None else output._replace(mixer_losses=(MixerLoss(loss),))
 
@@ -130,7 +131,7 @@ class Block(nn.Module):
         """The rest of the block, from its input and what the mixer made of it."""
         if self.mlp is not None and self.mlp_norm is not None:
             x_TC, normed_TC = self.mlp_norm.add(x_TC, mixed_TC)
-            out_TC, routed = self.mlp(normed_TC, ctx)
+            out_TC, routed = self.call_mlp(self.mlp, normed_TC, ctx)
             return Output(x_TC + out_TC, () if routed is None else (routed,))
         return Output(x_TC if mixed_TC is None else x_TC + mixed_TC, ())
 
@@ -141,7 +142,7 @@ def _hyper_connection(config: LayerConfig, width: int, norm: Norm) -> HyperConne
     return HyperConnection(config.residuals, width, norm_eps=norm.eps)
 
 
-class MTPDepth(nn.Module):
+class MTPDepth(Layer):
     """One depth: both inputs normed and joined, a projection, a block, a norm. depth: from 1.
 
     collapse: None where rows have one residual.
@@ -164,7 +165,7 @@ class MTPDepth(nn.Module):
         """Compiles its block; the rest is small."""
         self.block.compile(**options)
 
-    def forward(
+    def run(
         self, hidden_TC: Tensor, embedded_TC: Tensor, ctx: SeqContext, tables: Tables
     ) -> Output:
         both = torch.cat([self.embed_norm(embedded_TC), self.hidden_norm(hidden_TC)], dim=-1)
@@ -217,7 +218,7 @@ class Decoder(LanguageModel):
     embed: nn.Embedding or None. layers: blocks by their number in the whole decoder, as text.
     tied: the head has no weight of its own. A stage with depths has a copy of the embedding, and
     where the config is tied, a stage with the head and no embedding has one too, head.weight.
-    Copies begin with the same values; parallel/pipeline/copies.py sums their gradients.
+    Copies begin with the same values; parallel/pipeline/stages.py sums their gradients.
 
     Parameters are not initialised as model/init.py does it; call init_decoder.
     """
@@ -255,8 +256,8 @@ class Decoder(LanguageModel):
         if config.lora is not None:
             add_factors(self, config.lora)
 
-    def blocks(self) -> list[nn.Module]:
-        return [*self.layers.values(), *self.mtp.values()]
+    def blocks(self) -> list[Layer]:
+        return [*self.layers.values(), *self.mtp.values()]  # type: ignore[list-item]
 
     def forward(
         self,

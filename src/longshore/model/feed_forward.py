@@ -179,11 +179,20 @@ def balance_loss(counts_SE: Tensor, chosen: Chosen, ctx: SeqContext) -> Tensor:
     return torch.where(ctx.is_real, (load_TE * shares_TE).sum(1), 0.0).sum()
 
 
+ExpertRun = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""x (T, C), ids (T, K), weights (T, K) → (T, C) and counts (E)."""
+
+
 class Experts(nn.Module):
-    """gate_up: (E, 2F, C), of 2F the first F are the gate. down: (E, C, F)."""
+    """gate_up: (E, 2F, C), of 2F the first F are the gate. down: (E, C, F).
+
+    exchange: called with `run` and its arguments where other ranks have some of the experts; set by
+    parallel/expert.py. The module that FSDP gathers is called once, whatever tokens come.
+    """
 
     def __init__(self, config: MoEConfig, width: int) -> None:
         super().__init__()
+        self.exchange: Callable[..., tuple[Tensor, Tensor]] | None = None
         self.limit = config.limit
         self.gate_up = nn.Parameter(torch.empty(config.experts, 2 * config.width, width))
         self.down = nn.Parameter(torch.empty(config.experts, width, config.width))
@@ -192,6 +201,12 @@ class Experts(nn.Module):
 
     def forward(self, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """(T, C), and how many tokens each expert got, int32 (E). An id of E is of no expert."""
+        if self.exchange is not None:
+            return self.exchange(self.run, x_TC, ids_TK, weights_TK)
+        return self.run(x_TC, ids_TK, weights_TK)
+
+    def run(self, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for tokens that are here, and the experts of this rank alone."""
         return expert_mlp(
             x_TC,
             ids_TK,

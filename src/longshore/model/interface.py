@@ -38,10 +38,11 @@ weight. The step divides the sum by the real tokens of all lanes and adds it to 
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.batch import Boundaries, PackContext, SeqContext
@@ -285,6 +286,16 @@ def with_loss(mixed: Mixed) -> tuple[Tensor, Tensor | None]:
     return mixed if isinstance(mixed, tuple) else (mixed, None)
 
 
+PartCall = Callable[..., tuple[Tensor, Any]]
+"""call(part, x_TC, ctx, …): how a block calls its mixer or feed-forward part. Returns the rows, and
+the mixer's own loss or what experts did, or None."""
+
+
+def call_part(part: nn.Module, *args: object) -> tuple[Tensor, Any]:
+    """The PartCall of a rank that has all of its lane's rows."""
+    return with_loss(part(*args))
+
+
 class ThreeStepMixer(nn.Module):
     """A mixer whose core alone reads the context: `before` and `after` take each token by itself.
 
@@ -361,6 +372,42 @@ class Output(NamedTuple):
     """Of each layer whose mixer has a loss of its own, in their order."""
 
 
+class Layer(nn.Module):
+    """What FSDP gathers, and what is compiled, recomputed or replayed, as one: a block or a depth.
+
+    A call goes from the outside in: hooks, FSDP's among them → replay → recompute → compiled → run.
+    So parameters are gathered once for a forward, and once for a backward with its recomputation,
+    and no compiled code has hooks inside.
+    """
+
+    replay: Callable[..., Output] | None = None
+    """Serves a call from CUDA graphs, or by `eager`; set by train/cuda_graph.py."""
+    recompute: bool = False
+    """Whether backward runs the layer again, from its inputs alone; set by parallel/apply.py. Whole
+    layers: their last product runs on every lane, so all lanes begin to recompute at the same
+    place, whatever packs they hold."""
+    compiled: Callable[..., Any] | None = None
+    """What serves for `run`; set by `compile`."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401
+        return (self.replay or self.eager)(*args, **options)
+
+    def eager(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401
+        """A call without CUDA graphs."""
+        run = self.compiled or self.run
+        if not self.recompute:
+            return run(*args, **options)
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **options)
+
+    def run(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401
+        """What the layer computes."""
+        raise NotImplementedError
+
+    def compile(self, **options: Any) -> None:  # noqa: ANN401
+        """Compiles `run` with options of torch.compile; hooks stay outside."""
+        self.compiled = torch.compile(self.run, **options)
+
+
 class LanguageModel(nn.Module):
     """What the trainer calls a model: a stage of the decoder, or a whole model of others.
 
@@ -375,12 +422,9 @@ class LanguageModel(nn.Module):
     """Whether a stage without the embedding wants token ids, too."""
     wide_names: tuple[str, ...] = ()
     """Parameters that must be computed in float32 at least, but are not kept so by FSDP."""
+    computing_dtype: torch.dtype
+    """What a sharded model computes in; its parameters may be wider. Set by parallel/fsdp.py."""
 
-    def blocks(self) -> list[nn.Module]:
-        """What FSDP wraps, what is recomputed, and what is compiled."""
+    def blocks(self) -> list[Layer]:
+        """Its layers, each with its slots for parallel/apply.py."""
         raise NotImplementedError
-
-    def compile_blocks(self) -> None:
-        """Each block through torch.compile, for any number of tokens; hooks stay outside."""
-        for block in self.blocks():
-            block.compile(dynamic=True)

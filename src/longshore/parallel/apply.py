@@ -3,19 +3,16 @@
 In: a model (on `meta`, or with its parameters), a topology, the CP groups, the choices. Out: the
 same model, ready to train on its lane's micro-batches.
 
-    tensor parallelism → experts → exchanges → compilation of blocks → recomputation → FSDP
-
-The order matters: what ranks split becomes smaller before all else; a block recomputes inside its
-FSDP hooks, so that its parameters are gathered once for both; compilation sees the block alone.
+Nothing here replaces a `forward`: a step fills slots that modules have for it (`call_mixer` of a
+block, `exchange` of experts, `exchanges` of whatever reaches other lanes, `recompute` of a layer),
+or puts a module with the same parameters in another's place (embedding and head under TP).
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from longshore.choices import AttentionKind, Recompute, ScanKind, ShardMode
 from longshore.distributed.cp_groups import CPGroups
@@ -53,24 +50,26 @@ AnyModel = TypeVar("AnyModel", bound=LanguageModel)
 def parallelize(
     model: AnyModel, topology: Topology, groups: CPGroups, *, choices: Choices
 ) -> AnyModel:
-    """Applies all of it, in place."""
+    """Applies all of it, in place and in this order; train/cuda_graph.py comes after it."""
     _check_dtype(model, choices.dtype)
-    blocks = model.blocks()
     if isinstance(model, Decoder):
-        split_tensors(model, topology)
+        split_tensors(model, topology)  # makes parameters smaller, so before all else
         split_experts(model, topology)
     elif topology.tp > 1 or topology.experts is not None:
         raise ValueError(
             f"{type(model).__name__} cannot be split by tensor or expert parallelism, which are "
             "for Longshore's own decoders; use tp 1 and ep 1"
         )
-    set_exchanges(model, _exchanges(topology, groups, choices))
-    if choices.compile:
-        model.compile_blocks()
-    if choices.recompute == "blocks":
-        for block in blocks:
-            _recompute(block)
-    shard(model, blocks, topology, mode=choices.mode, dtype=choices.dtype)
+    row_ranks = topology.groups.tp if topology.tp > 1 else None
+    exchanges = CPExchanges(
+        groups, attention=choices.attention, scan=choices.scan, row_ranks=row_ranks
+    )
+    set_exchanges(model, exchanges)
+    for block in model.blocks():  # Layer says which of these is inside of which
+        if choices.compile:
+            block.compile(dynamic=True)
+        block.recompute = choices.recompute == "blocks"
+    shard(model, model.blocks(), topology, mode=choices.mode, dtype=choices.dtype)
     return model
 
 
@@ -85,28 +84,8 @@ def _check_dtype(model: LanguageModel, dtype: torch.dtype) -> None:
         )
 
 
-def _exchanges(topology: Topology, groups: CPGroups, choices: Choices) -> CPExchanges:
-    return CPExchanges(
-        groups,
-        attention=choices.attention,
-        scan=choices.scan,
-        row_ranks=topology.groups.tp if topology.tp > 1 else None,
-    )
-
-
 def set_exchanges(model: nn.Module, exchanges: Exchanges) -> None:
     """Lets every part of the model that has `exchanges` reach rows of other lanes."""
     for module in model.modules():
         if isinstance(getattr(module, "exchanges", None), Exchanges):
             module.exchanges = exchanges  # type: ignore[assignment]
-
-
-def _recompute(block: nn.Module) -> None:
-    """Keeps the block's input alone and runs it again in backward.
-
-    The whole block: its last product runs on every lane, so all lanes begin to recompute at the
-    same place, whatever packs they hold.
-    """
-    block.forward = partial(
-        checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
-    )

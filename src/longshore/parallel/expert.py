@@ -1,7 +1,7 @@
 """Expert parallelism: tokens travel to the ranks that have their experts, and back.
 
 In: a decoder, on `meta` or with its parameters, and a topology. Out: the same decoder, with this
-rank's experts alone in every layer of experts, whose forward sends and receives rows.
+rank's experts alone in every layer of experts, and what sends and receives rows in its slot.
 
     route → send rows, ids and weights → this rank's experts, weighted and summed → send back → sum
 
@@ -28,7 +28,6 @@ T tokens, K experts a token, C channels, R ranks, M rows sent or received, P cho
 rows among this rank's experts, N = min(K, R) rows a token at most.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,10 +42,7 @@ from longshore.arch.expert_cuts import check_ep, expert_cut
 from longshore.distributed.collectives import all_to_all
 from longshore.distributed.topology import Topology
 from longshore.model.decoder import Decoder
-from longshore.model.feed_forward import Experts, MoE
-
-ExpertForward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""x (T, C), ids (T, K), weights (T, K) → (T, C) and counts (E)."""
+from longshore.model.feed_forward import ExpertRun, Experts, MoE
 
 
 def split_experts(model: Decoder, topology: Topology) -> None:
@@ -71,12 +67,11 @@ def _split(experts: Experts, number: int, topology: Topology) -> None:
     experts.cuts = dict.fromkeys(names, cut)  # type: ignore[assignment]
     if topology.ep > 1:
         assert topology.experts is not None
-        local, group = experts.forward, topology.experts.ep
-        experts.forward = partial(exchanged, local, experts=number, group=group)  # type: ignore[method-assign]
+        experts.exchange = partial(exchanged, experts=number, group=topology.experts.ep)
 
 
 def exchanged(
-    run: ExpertForward,
+    run: ExpertRun,
     x_TC: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
@@ -86,7 +81,7 @@ def exchanged(
 ) -> tuple[Tensor, Tensor]:
     """(T, C), and how many of this rank's own tokens chose each of all experts, int32 (E).
 
-    run: the forward of this rank's experts. Every rank of the group calls it, with any tokens.
+    run: of this rank's experts. Every rank of the group calls it, with any tokens.
     """
     each = experts // group.size()
     route, pairs = make_route(ids_TK, each, group)
@@ -104,7 +99,7 @@ def exchanged(
     return _summed(back_MC, route.copies), count_experts(ids_TK, experts)
 
 
-def _run_some(run: ExpertForward, x_PC: Tensor, ids_P1: Tensor, weights_P1: Tensor) -> Tensor:
+def _run_some(run: ExpertRun, x_PC: Tensor, ids_P1: Tensor, weights_P1: Tensor) -> Tensor:
     """The experts on rows that came, or on one row of weight 0 if none did."""
     if len(x_PC):
         return run(x_PC, ids_P1, weights_P1)[0]

@@ -30,11 +30,12 @@ from longshore.choices import ShardMode
 from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
 from longshore.model.feed_forward import Experts
+from longshore.model.interface import LanguageModel
 from longshore.model.norm import Float32Parameters
 
 
 def shard(
-    model: nn.Module,
+    model: LanguageModel,
     parts: Iterable[nn.Module],
     topology: Topology,
     *,
@@ -69,6 +70,7 @@ def shard(
         )
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)
+    model.computing_dtype = dtype
 
 
 def split_dim(parameter: Tensor, *, ranks: int) -> Shard:
@@ -109,20 +111,11 @@ def keep_gathered_memory(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            # The one use of FSDP's private attributes, the same in torch 2.11 to 2.13: its public
+            # methods say when a parameter is resharded, and resharding always frees the memory.
             group = module._get_fsdp_state()._fsdp_param_group
             for parameter in group.fsdp_params if group is not None else ():
-                parameter.free_unsharded_param = _nothing  # type: ignore[method-assign]
-
-
-def _nothing() -> None:
-    pass
-
-
-def computing_dtype(model: nn.Module) -> torch.dtype:
-    """Of the arithmetic of a sharded model, whose parameters may be wider."""
-    assert isinstance(model, FSDPModule)
-    policy = model._get_fsdp_state()._mp_policy
-    return policy.param_dtype or next(model.parameters()).dtype
+                parameter.free_unsharded_param = lambda: None  # type: ignore[method-assign]
 
 
 def shard_span(parameter: Tensor) -> tuple[Tensor, int, int]:

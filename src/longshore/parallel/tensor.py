@@ -28,17 +28,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn import functional
 
 from longshore.arch.cuts import TensorCut, TPRank, cuts_of, is_tp_split, norm_ranks, on_tp_rank
+from longshore.arch.decoder import DecoderConfig
 from longshore.arch.part import Norm, Part
 from longshore.arch.scan import Mamba2Config
 from longshore.batch import SeqContext
 from longshore.distributed.collectives import gather, reduce_scatter, sum_over
 from longshore.distributed.topology import Topology
-from longshore.model.decoder import Block, Decoder
+from longshore.model.decoder import Block, Decoder, Head
 from longshore.model.feed_forward import MoE
-from longshore.model.interface import Context, Mixed, Reader, Routed, eager, with_loss
+from longshore.model.interface import Reader, Routed, call_part, eager
 from longshore.model.lora import add_same_factors, is_factor
 from longshore.model.mamba2 import Mamba2
 from longshore.model.registry import make_feed_forward, make_mixer
@@ -55,59 +55,46 @@ def split_tensors(model: Decoder, topology: Topology) -> None:
     if topology.tp == 1:
         return
     width, norm = model.config.width, model.config.norm
-    for block in _blocks(model):
-        mixer, mlp = block.config.mixer, block.config.mlp
-        if block.mixer is not None and mixer is not None:
-            block.mixer = _split_mixer(block.mixer, mixer, width, norm, topology)
-        if block.mlp is not None and mlp is not None:
-            block.mlp = _split_feed_forward(block.mlp, mlp, width, norm, topology)
+    for block in list(model.modules()):
+        if isinstance(block, Block):
+            _split_mixer(block, width, norm, topology)
+            _split_feed_forward(block, width, norm, topology)
     model.row_ranks = topology.tp
     at, group = TPRank(topology.tp, topology.tp_rank), topology.groups.tp
     cut = at.vocabulary(model.config.vocab_size)
     if model.embed is not None:
-        _cut_weight(model.embed, cut)
-        model.embed.forward = partial(_embedded, model.embed, cut, group)  # type: ignore[method-assign]
+        model.embed = SplitEmbedding(model.embed, cut, group)
     if model.head is not None:
-        if model.head.weight is not None:
-            _cut_weight(model.head, cut)
-        model.head.forward = partial(_losses, model.head, cut, group)  # type: ignore[method-assign]
+        model.head = SplitHead(model.head, model.config, cut, group)
 
 
-def _blocks(model: Decoder) -> Iterator[Block]:
-    yield from model.layers.values()  # type: ignore[misc]
-    for depth in model.mtp.values():
-        yield depth.block  # type: ignore[misc]
-
-
-def _split_mixer(
-    mixer: nn.Module, part: Part, width: int, norm: Norm, topology: Topology
-) -> nn.Module:
-    group = topology.groups.tp
+def _split_mixer(block: Block, width: int, norm: Norm, topology: Topology) -> None:
+    part, group = block.config.mixer, topology.groups.tp
+    if block.mixer is None or part is None:
+        return
     if not is_tp_split(part):
-        mixer.forward = partial(_replicated, mixer.forward, group)
-        return mixer
-    local = _local(mixer, part, width, topology, make=partial(make_mixer, norm=norm))
+        block.call_mixer = partial(_replicated, group)
+        return
+    local = _local(block.mixer, part, width, topology, make=partial(make_mixer, norm=norm))
     if isinstance(local, Mamba2):
         assert isinstance(part, Mamba2Config)
         if (ranks := norm_ranks(part, topology.tp)) > 1:
             local.norm.mean_over_ranks = partial(_mean_over, group, ranks)
-    local.forward = partial(_split_part, local.forward, group)
-    return local
+    block.mixer, block.call_mixer = local, partial(_split, group)
 
 
-def _split_feed_forward(
-    mlp: nn.Module, part: Part, width: int, norm: Norm, topology: Topology
-) -> nn.Module:
-    group = topology.groups.tp
-    if isinstance(mlp, MoE):
-        mlp.forward = partial(_on_own_rows, mlp.forward, group)  # type: ignore[method-assign]
-        return mlp
-    if not is_tp_split(part):
-        mlp.forward = partial(_replicated_pair, mlp.forward, group)
-        return mlp
-    local = _local(mlp, part, width, topology, make=partial(make_feed_forward, norm=norm))
-    local.forward = partial(_split_pair, local.forward, group)
-    return local
+def _split_feed_forward(block: Block, width: int, norm: Norm, topology: Topology) -> None:
+    part, group = block.config.mlp, topology.groups.tp
+    if block.mlp is None or part is None:
+        return
+    if isinstance(block.mlp, MoE):
+        block.call_mlp = partial(_on_own_rows, group)
+    elif not is_tp_split(part):
+        block.call_mlp = partial(_replicated, group)
+    else:
+        make = partial(make_feed_forward, norm=norm)
+        block.mlp = _local(block.mlp, part, width, topology, make=make)
+        block.call_mlp = partial(_split, group)
 
 
 def _local(
@@ -154,11 +141,6 @@ def _cut_value(parameter: Tensor, cut: TensorCut | None) -> nn.Parameter | None:
     return nn.Parameter(torch.cat(parts, dim=cut.dim), requires_grad=trains)
 
 
-def _cut_weight(module: nn.Module, cut: TensorCut) -> None:
-    module.register_parameter("weight", _cut_value(module.weight, cut))  # type: ignore[arg-type]
-    module.cuts = {"weight": cut}  # type: ignore[assignment]
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _all_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
     return gather(rows, group)
@@ -175,55 +157,36 @@ def _own_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
     return own
 
 
-def _split_part(
-    forward: Callable[..., Tensor],
-    group: ProcessGroup,
-    x: Tensor,
-    *args: Any,  # noqa: ANN401
-) -> Tensor:
-    own: Tensor = _own_rows_of_sum(forward(_all_rows(x, group), *args), group)
-    return own
-
-
-def _split_pair(
-    forward: Callable[..., tuple[Tensor, None]], group: ProcessGroup, x: Tensor, ctx: Context
-) -> tuple[Tensor, None]:
-    rows, routed = forward(_all_rows(x, group), ctx)
-    return _own_rows_of_sum(rows, group), routed
+def _split(group: ProcessGroup, part: nn.Module, x: Tensor, *args: object) -> tuple[Tensor, Any]:
+    """Calls a part of which each rank has some: all rows in, its own rows of the ranks' sum out."""
+    rows, more = call_part(part, _all_rows(x, group), *args)
+    assert more is None, "a part that ranks split has no loss of its own"
+    return _own_rows_of_sum(rows, group), None
 
 
 def _replicated(
-    forward: Callable[..., Mixed],
-    group: ProcessGroup,
-    x: Tensor,
-    *args: Any,  # noqa: ANN401
-) -> Mixed:
-    rows, loss = with_loss(forward(_all_rows(x, group), *args))
-    own = _own_rows(rows, group)
-    return own if loss is None else (own, _own_share(loss, group))
+    group: ProcessGroup, part: nn.Module, x: Tensor, *args: object
+) -> tuple[Tensor, Any]:
+    """Calls a part that every rank has whole: all rows in, its own rows out.
 
-
-def _replicated_pair(
-    forward: Callable[..., tuple[Tensor, Routed | None]],
-    group: ProcessGroup,
-    x: Tensor,
-    ctx: Context,
-) -> tuple[Tensor, Routed | None]:
-    """Experts of a user's own: every rank routed all rows, so each counts its share of them."""
-    rows, routed = forward(_all_rows(x, group), ctx)
-    if routed is not None:
-        mine = _own_share(routed.auxiliary, group)
-        counts = routed.counts if group.rank() == 0 else torch.zeros_like(routed.counts)
-        routed = routed._replace(auxiliary=mine, counts=counts)
-    return _own_rows(rows, group), routed
+    Every rank has computed the part's loss, or routed all rows, so each counts its share of them.
+    """
+    rows, more = call_part(part, _all_rows(x, group), *args)
+    if isinstance(more, Routed):
+        mine = _own_share(more.auxiliary, group)
+        counts = more.counts if group.rank() == 0 else torch.zeros_like(more.counts)
+        more = more._replace(auxiliary=mine, counts=counts)
+    elif more is not None:
+        more = _own_share(more, group)
+    return _own_rows(rows, group), more
 
 
 @eager
 def _on_own_rows(
-    forward: Callable[..., tuple[Tensor, Routed]], group: ProcessGroup, x: Tensor, ctx: SeqContext
+    group: ProcessGroup, part: nn.Module, x: Tensor, ctx: SeqContext
 ) -> tuple[Tensor, Routed]:
-    """Experts: each rank routes its own rows; every rank learns the balance loss of all."""
-    rows, routed = forward(x, ctx.share(group.rank(), group.size()))
+    """Calls experts: each rank routes its own rows; all learn the balance loss of all rows."""
+    rows, routed = part(x, ctx.share(group.rank(), group.size()))
     total: Tensor = _SumForward.apply(routed.auxiliary, group)  # type: ignore[no-untyped-call]
     return rows, routed._replace(auxiliary=total)
 
@@ -253,45 +216,63 @@ def _mean_over(group: ProcessGroup, ranks: int, square_T1: Tensor) -> Tensor:
     return all_RT1[first : first + ranks].mean(0)
 
 
-def _embedded(embed: nn.Embedding, cut: TensorCut, group: ProcessGroup, ids_T: Tensor) -> Tensor:
-    """(T/tp, C): each rank embeds the tokens of its part of the vocabulary."""
-    (span,) = cut.spans
-    is_mine = (ids_T >= span.start) & (ids_T < span.stop)
-    local_T = (ids_T - span.start).where(is_mine, 0)
-    pad = embed.padding_idx
-    if pad is not None:
-        pad = pad - span.start if span.start <= pad < span.stop else None
-    rows_TC = functional.embedding(local_T, embed.weight, padding_idx=pad)
-    return reduce_scatter(rows_TC.where(is_mine[:, None], 0.0), group)
+class SplitEmbedding(nn.Embedding):
+    """(T) → (T/tp, C): each rank embeds the tokens of its part of the vocabulary."""
+
+    def __init__(self, whole: nn.Embedding, cut: TensorCut, group: ProcessGroup) -> None:
+        (span,) = cut.spans
+        pad = whole.padding_idx
+        if pad is not None:
+            pad = pad - span.start if span.start <= pad < span.stop else None
+        rows = span.stop - span.start
+        super().__init__(rows, whole.embedding_dim, padding_idx=pad, device="meta")
+        self.register_parameter("weight", _cut_value(whole.weight, cut))
+        self.cuts, self.span, self.group = {"weight": cut}, span, group
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        is_mine = (ids_T >= self.span.start) & (ids_T < self.span.stop)
+        rows_TC = super().forward((ids_T - self.span.start).where(is_mine, 0))
+        return reduce_scatter(rows_TC.where(is_mine[:, None], 0.0), self.group)
 
 
-def _losses(
-    head: nn.Module,
-    cut: TensorCut,
-    group: ProcessGroup,
-    hidden_TC: Tensor,
-    labels_T: Tensor | None,
-    tied_VC: Tensor | None = None,
-    *,
-    summed: bool = False,
-    reader: Reader | None = None,
-) -> Tensor:
-    """(T), or what the reader returns, alike on all ranks."""
-    if labels_T is None:
-        raise ValueError(
-            "under tensor parallelism the head computes losses, not logits; give labels, or use "
-            "tp=1"
+class SplitHead(Head):
+    """(T/tp, C) → (T), or what the reader returns, alike on all ranks."""
+
+    def __init__(
+        self, whole: Head, config: DecoderConfig, cut: TensorCut, group: ProcessGroup
+    ) -> None:
+        super().__init__(config, tied=True)
+        if isinstance(whole.weight, Tensor):
+            self.register_parameter("weight", _cut_value(whole.weight, cut))
+            self.cuts = {"weight": cut}
+        (span,) = cut.spans
+        self.group = group
+        self.part = VocabularyPart(
+            span.start, cut.size, partial(_over_vocabulary, group), partial(sum_over, group=group)
         )
-    (span,) = cut.spans
-    weight = head.weight if tied_VC is None else tied_VC
-    assert isinstance(weight, Tensor)
-    part = VocabularyPart(
-        span.start, cut.size, partial(_over_vocabulary, group), partial(sum_over, group=group)
-    )
-    rows_TC = gather(hidden_TC, group)
-    if reader is not None:
-        return reader(rows_TC, OutputLayer(weight, part), labels_T)
-    return linear_cross_entropy(rows_TC, weight, labels_T, summed=summed, vocabulary=part)
+
+    def forward(
+        self,
+        hidden_TC: Tensor,
+        labels_T: Tensor | None,
+        tied_VC: Tensor | None = None,
+        *,
+        summed: bool = False,
+        reader: Reader | None = None,
+    ) -> Tensor:
+        if labels_T is None:
+            raise ValueError(
+                "under tensor parallelism the head computes losses, not logits; give labels, or "
+                "use tp=1"
+            )
+        weight_VC = self.weight if tied_VC is None else tied_VC
+        assert isinstance(weight_VC, Tensor)
+        rows_TC = gather(hidden_TC, self.group)
+        if reader is not None:
+            return reader(rows_TC, OutputLayer(weight_VC, self.part), labels_T)
+        return linear_cross_entropy(
+            rows_TC, weight_VC, labels_T, summed=summed, vocabulary=self.part
+        )
 
 
 def _over_vocabulary(group: ProcessGroup, lse_T: Tensor, own_T: Tensor) -> tuple[Tensor, Tensor]:

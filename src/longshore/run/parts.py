@@ -39,8 +39,7 @@ from longshore.model.interface import LanguageModel
 from longshore.model.lora import hold_frozen, is_factor
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import keep_gathered_memory
-from longshore.parallel.pipeline.copies import EmbeddingCopies
-from longshore.parallel.pipeline.stages import Model, Stages, stages_of, whole_name
+from longshore.parallel.pipeline.stages import EmbeddingCopies, Model, Stages, stages_of, whole_name
 from longshore.parallel.pipeline.trace import Operation, TracedModel, trace
 from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan

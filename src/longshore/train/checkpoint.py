@@ -25,10 +25,9 @@ from longshore.distributed.agreement import PeerError, agreed
 from longshore.distributed.collectives import gather_rows
 from longshore.distributed.topology import Groups, Topology
 from longshore.files import free_bytes, reason, size_text, way_out
-from longshore.parallel.pipeline.copies import EmbeddingCopies
-from longshore.parallel.pipeline.stages import Model
+from longshore.parallel.pipeline.executor import Timestamp
+from longshore.parallel.pipeline.stages import EmbeddingCopies, Model
 from longshore.parallel.shards import Box, boxes_of
-from longshore.parallel.timestamp import Timestamp
 from longshore.train.checkpoint_files import (
     CheckpointIndex,
     DamagedError,

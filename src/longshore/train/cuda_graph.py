@@ -37,7 +37,7 @@ from longshore.train.graph_shape import GraphedBlock, GraphShape, graphed_block
 
 
 class GraphedLayers:
-    """Puts itself in the place of the blocks' forward, after FSDP has wrapped them.
+    """Serves the calls of a decoder's blocks, inside of FSDP's hooks (`replay` of Layer).
 
     failed: what is not replayed after all, and why. runs: forward passes of its blocks since
     `take_runs`, by what served them; evaluation is not counted.
@@ -66,7 +66,7 @@ class GraphedLayers:
             graphed = graphed_block(block, kinds, recompute=memory.recompute)
             if graphed is not None:
                 self.blocks += 1
-                block.forward = partial(self._run, graphed)  # type: ignore[method-assign]
+                block.replay = partial(self._run, graphed)
 
     @property
     def bytes(self) -> int:
@@ -79,8 +79,9 @@ class GraphedLayers:
         return [runs[way] for way in GRAPH_WAYS]
 
     def _run(self, graphed: GraphedBlock, x_TC: Tensor, ctx: SeqContext, tables: Tables) -> Output:
+        eager: Callable[..., Output] = graphed.block.eager
         if not torch.is_grad_enabled():
-            return graphed.eager(x_TC, ctx, tables)
+            return eager(x_TC, ctx, tables)
         if ctx.packs is not self._packs:
             self._begin(ctx, tables)
         shape = self._shape
@@ -95,7 +96,7 @@ class GraphedLayers:
                 self.runs[shape.way] += 1
                 return output
         self.runs["eager"] += 1
-        return graphed.eager(x_TC, ctx, tables)
+        return eager(x_TC, ctx, tables)
 
     def _is_off(self, shape: GraphShape, graphed: GraphedBlock) -> bool:
         """Layers that are recorded still serve a round in which others can no longer be."""

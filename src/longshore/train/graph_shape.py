@@ -34,8 +34,6 @@ from longshore.plan.graph_use import GraphWay
 from longshore.train.graph_piece import GraphMemory, GraphPiece, Owner, parameters_of
 from longshore.train.graph_recorder import RecordingError
 
-EagerBlock = Callable[[Tensor, SeqContext, Tables], Output]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphedBlock:
@@ -43,8 +41,6 @@ class GraphedBlock:
 
     block: Block
     """The layer."""
-    eager: EagerBlock
-    """Runs it without graphs."""
     mixer: ThreeStepMixer | None
     """Where the mixer is replayed."""
     feeds: bool
@@ -272,4 +268,4 @@ def graphed_block(block: Block, kinds: Set[type[Part]], *, recompute: bool) -> G
         if part is not None and not is_in
     ]
     owners = parameters_of(block, without=eager_parts)
-    return GraphedBlock(block, block.forward, whole, feeds, owners)
+    return GraphedBlock(block, whole, feeds, owners)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from longshore.data.steps import Step
-from longshore.parallel.timestamp import Timestamp
+from longshore.parallel.pipeline.executor import Timestamp
 from longshore.plan.graph_use import GRAPH_WAYS
 from longshore.plan.order import Kind
 from longshore.train.cuda_graph import GraphedLayers

@@ -31,9 +31,8 @@ from longshore.distributed.agreement import agreed
 from longshore.distributed.collectives import recorded
 from longshore.distributed.topology import Topology
 from longshore.model.interface import Output
-from longshore.parallel.pipeline.copies import EmbeddingCopies
 from longshore.parallel.pipeline.executor import Executor, Handlers, Timed
-from longshore.parallel.pipeline.stages import Model
+from longshore.parallel.pipeline.stages import EmbeddingCopies, Model
 from longshore.parallel.pipeline.trace import Operation, check_issued
 from longshore.parallel.tensor import sum_gradients
 from longshore.plan.order import Action

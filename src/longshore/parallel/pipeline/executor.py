@@ -10,6 +10,7 @@ stage before. So a rank holds the graphs of as many rounds as its queue has forw
 first backward: pp − p on rank p with 1F1B, however many rounds there are.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,9 @@ from longshore.batch import MicroBatch
 from longshore.choices import ShardMode
 from longshore.distributed.topology import Topology
 from longshore.model.interface import LanguageModel, Output, Reader
-from longshore.parallel.fsdp import begin_round, computing_dtype
+from longshore.parallel.fsdp import begin_round
 from longshore.parallel.pipeline.messages import Mailbox, Shape
 from longshore.parallel.pipeline.stages import Model, layout_of, stages_of
-from longshore.parallel.timestamp import Timestamp
 from longshore.plan.order import Action, Kind, make_order
 from longshore.plan.pipeline_queue import Message, Queue, rank_queues
 from longshore.plan.pipeline_times import walk
@@ -49,6 +49,30 @@ class Handlers:
     """Whether losses of tokens are only added up, see Decoder."""
     reader: Callable[[MicroBatch], Reader] | None = None
     """What the head's stage computes of a micro-batch; None: the losses of its labels."""
+
+
+class Timestamp:
+    """A moment on the device, taken without waiting: now on a CPU; on a GPU an event in its stream.
+
+    So a forward that was only queued still has its real time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self.time = time.perf_counter()
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> None:
+        """Waits until the device has reached it."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def since(self, other: "Timestamp") -> float:
+        """Seconds since another one; the device has reached both."""
+        if self.event is None or other.event is None:
+            return self.time - other.time
+        return float(other.event.elapsed_time(self.event)) / 1e3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +140,7 @@ class Executor:
 
     def rows_dtype(self, stage: int) -> torch.dtype:
         """Of the rows that a stage sends on."""
-        dtype = computing_dtype(next(iter(self.stages.values())))
+        dtype = next(iter(self.stages.values())).computing_dtype
         if self.config.float32_residual and not self.layout.is_normed(stage):
             return torch.promote_types(dtype, torch.float32)
         return dtype
