@@ -37,7 +37,6 @@ def test_a_model_without_code_of_ours(tmp_path):
         ("parallel.pp=2", "parallel.pp is 2, but model.code=transformers has no pipelines"),
         ("parallel.ep=2", "parallel.ep is 2, but model.code=transformers has no expert parallel"),
         ("graph.layers=all", "graph.layers works only with Longshore's own models"),
-        ("parallel.trace=true", "parallel.trace works only with Longshore's own models"),
         ("model.aux_weight=0.1", "model.aux_weight works only with Longshore's own models"),
         ("model.from_hf=", "model.code=transformers runs the code of a Hugging Face checkpoint"),
     ],

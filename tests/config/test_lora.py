@@ -73,7 +73,6 @@ def test_wrong_tables(table, told):
         (["model.preset=tiny-qwen3-moe", "model.lora.targets=gate_up"], "experts' own weights"),
         (["model.preset=tiny-deepseek-v3", "model.bias_update=0.1"], "a router's bias is frozen"),
         (["graph.layers=all"], "graph.layers does not work with model.lora"),
-        (["parallel.trace=true"], "parallel.trace does not work with model.lora"),
     ],
 )
 def test_what_is_refused(words, told):

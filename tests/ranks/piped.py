@@ -1,6 +1,6 @@
 """A model in stages on gloo ranks, for tests that compare it with every sequence alone.
 
-What every rank issues is compared with the plan's trace too.
+What the ranks issue is recorded and compared, too.
 """
 
 from contextlib import contextmanager
@@ -10,8 +10,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from tests.data.stage_batch import only
-from tests.parallel.my_mixer import MeanConfig
-from tests.parallel.own_loss import OwnLossConfig
 from tests.ranks.spine import MTP_WEIGHT, Outcome, batches_of, dense
 
 from longshore.arch.decoder import DecoderConfig
@@ -19,9 +17,7 @@ from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.topology import make_topology
 from longshore.model.init import initial_block
 from longshore.parallel.apply import Choices, parallelize
-from longshore.parallel.pipeline.pack_collectives import COLLECTIVES, PackCollective
 from longshore.parallel.pipeline.stages import EmbeddingCopies, Stages, stages_of, whole_name
-from longshore.parallel.pipeline.trace import TracedModel, trace
 from longshore.parallel.shards import fill
 from longshore.plan.layout import Layout
 from longshore.train.loss import make_loss
@@ -67,31 +63,6 @@ def stage_batches(plan, samples, topology, layout: Layout):
     return [only(batch, inputs) for batch in whole]
 
 
-def mean_collectives(width: int, part, packs, ways, forward: bool) -> list[PackCollective]:
-    """What the mixer of my_mixer.py issues: a plain gather of all channels of each pack."""
-    calls = []
-    for pack in packs if forward else reversed(packs):
-        received = (pack.cp_size - 1) * pack.rows * width * ways.item
-        kind = "gather" if forward else "reduce_scatter"
-        calls.append(PackCollective(kind, pack, received, pack.cp_size * received, "rows"))
-    return calls
-
-
-def traced(config: DecoderConfig, choices: Choices) -> TracedModel:
-    """As the tests train it, in float64."""
-    for kind in (MeanConfig, OwnLossConfig):
-        COLLECTIVES[kind] = partial(mean_collectives, config.width)
-    return TracedModel(
-        config=config,
-        mode=choices.mode,
-        item=8,
-        kept=8,
-        attention=choices.attention,
-        scan=choices.scan,
-        recompute=choices.recompute,
-    )
-
-
 def piped(config, plan, samples, layout: Layout, topology, groups, choices: Choices) -> Piped:
     """The plan through the pipeline; every rank gets the whole outcome."""
     model = staged(config, layout, topology, groups, choices)
@@ -105,9 +76,7 @@ def piped(config, plan, samples, layout: Layout, topology, groups, choices: Choi
         0.0,
         MTP_WEIGHT,
         copies=copies,
-        trace=lambda plan: trace(
-            plan, layout, topology.rank, model=traced(config, choices), axes=topology
-        ),
+        trace=True,
     )
     batches = stage_batches(plan, samples, topology, layout)
     losses, _, _ = stepper.gradients(batches, max(1, batches[0].counts.main), plan=plan)

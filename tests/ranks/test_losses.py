@@ -1,6 +1,5 @@
 """Every ready loss from mixed plans is that of one sequence at a time, gradients included."""
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,14 +9,13 @@ from tests.data.stage_batch import only
 from tests.ranks.composed import own_gradients, ranks_of, whole_tensors
 from tests.ranks.harness import run_ranks
 from tests.ranks.losses_by_hand import BY_HAND, FIELDS, alone, samples_with_fields
-from tests.ranks.piped import deep, staged, traced
+from tests.ranks.piped import deep, staged
 from tests.ranks.spine import exact
 
 from longshore.data.pack import pack_step
 from longshore.data.shard import cut_shards, lane_cuts
 from longshore.errors import SettingError
 from longshore.parallel.pipeline.stages import EmbeddingCopies
-from longshore.parallel.pipeline.trace import trace
 from longshore.plan import make_plan
 from longshore.plan.layout import one_stage, parse_layout
 from longshore.train.loss import make_loss
@@ -39,7 +37,6 @@ def outcome(name, config, plan, samples, topology, groups, *, mode):
     model = staged(config, layout, topology, groups, exact(mode=mode))
     copies = EmbeddingCopies(model, topology) if topology.pp > 1 else None
     loss = make_loss(name.split()[0], "auto", BY_HAND[name][1])
-    way = replace(traced(config, exact(mode=mode)), statistics=loss.reads_statistics)
     stepper = Stepper(
         model,
         None,
@@ -48,7 +45,7 @@ def outcome(name, config, plan, samples, topology, groups, *, mode):
         loss,
         0.0,
         copies=copies,
-        trace=lambda plan: trace(plan, layout, topology.rank, model=way, axes=topology),
+        trace=True,
     )
     shards = cut_shards(plan, samples, lane_cuts(plan, topology.lane), fields=FIELDS)
     batches = pack_step(plan, topology.lane, shards, counts=counts_of(samples, 0))

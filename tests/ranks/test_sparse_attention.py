@@ -1,9 +1,6 @@
 """DeepSeek-V4's attention over lanes: exact, whatever lanes share, and nothing leaks."""
 
 import pytest
-from tests.parallel.test_trace import odd_packs
-from tests.ranks.harness import run_ranks
-from tests.ranks.issued import check_composed, check_steps
 from tests.ranks.spine import VOCAB, exact
 from tests.ranks.test_exactness import check, several_packs
 
@@ -53,16 +50,3 @@ def test_any_plan_as_alone(lanes: int, is_fuzz: bool) -> None:
 
 def test_several_packs_in_a_micro_batch_and_lanes_without_work() -> None:
     check(4, [(MODEL, several_packs(), exact(mode="zero3", recompute="blocks"))])
-
-
-@pytest.mark.fuzz
-def test_collectives_as_traced(is_fuzz: bool) -> None:
-    if not is_fuzz:
-        pytest.skip("those of a whole model are in test_deepseek_v4.py; these in `make fuzz`")
-    cases = [
-        (MODEL, odd_packs(), exact(mode="none")),
-        (MODEL, odd_packs(), exact(mode="zero3", recompute="blocks")),
-    ]
-    assert min(run_ranks(4, check_steps, cases)) > 20
-    with_fsdp = [({"lanes": 2}, [(MODEL, "", exact(mode="zero3", recompute="blocks"))])]
-    assert min(run_ranks(2, check_composed, with_fsdp)) > 20

@@ -41,15 +41,11 @@ def check_code(config: RunConfig) -> None:
                 f"parallel.{name} is {size}, but model.code=transformers has no {what}; set "
                 f"parallel.{name}=1, or use model.code=longshore"
             )
-    for key, given in {
-        "graph.layers": config.graph.layers,
-        "parallel.trace": config.parallel.trace,
-    }.items():
-        if given:
-            raise ValueError(
-                f"{key} works only with Longshore's own models; leave it out, or use "
-                "model.code=longshore"
-            )
+    if config.graph.layers:
+        raise ValueError(
+            "graph.layers works only with Longshore's own models; leave it out, or use "
+            "model.code=longshore"
+        )
     if importlib.util.find_spec("transformers") is None:
         raise ValueError(
             "model.code=transformers needs the package transformers; install longshore[hf]"

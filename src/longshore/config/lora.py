@@ -58,12 +58,8 @@ def check_lora(config: RunConfig, decoder: DecoderConfig) -> None:
     """Refuses unknown targets, and what factors do not work with; nothing without LoRA."""
     if decoder.lora is None:
         return
-    for key, is_on in (
-        ("graph.layers", bool(config.graph.layers)),
-        ("parallel.trace", config.parallel.trace),
-    ):
-        if is_on:
-            raise ValueError(f"{key} does not work with model.lora; leave one of them out")
+    if config.graph.layers:
+        raise ValueError("graph.layers does not work with model.lora; leave one of them out")
     if decoder.lora.targets == (ALL_LINEAR,) or config.model.code == "transformers":
         return  # names of transformers' modules are checked once the model is made
     from longshore.model.lora import check_targets  # imports torch

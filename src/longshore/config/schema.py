@@ -248,7 +248,7 @@ class ParallelConfig:
         "how ranks share Mamba2 and the delta net: split heads, or pass states on",
     )
     trace: bool = key(
-        False, flag(), "compare the communication of every step with the plan's (to debug)"
+        False, flag(), "record and compare the ranks' communication in every step (to debug)"
     )
     timeout_min: float = key(
         10.0, number(0, above=True), "minutes a rank waits for the others before the run fails"

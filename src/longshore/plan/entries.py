@@ -93,16 +93,6 @@ def rows_after_halos(spans: Spans, halo: int) -> Ints:
     return ranges(starts, np.stack([np.full_like(counts, halo), counts], axis=1).reshape(-1))
 
 
-def most_owned(padded: Ints, ratio: int, cp_size: int) -> int:
-    """Entries of the lane of a shared pack that owns most."""
-    if not ratio:
-        return 0
-    chunk = padded // (2 * cp_size)
-    ends = np.arange(2 * cp_size + 1)[:, None] * chunk // ratio
-    by_chunk = (ends[1:] - ends[:-1]).sum(axis=1)
-    return int((by_chunk[:cp_size] + by_chunk[: cp_size - 1 : -1]).max())
-
-
 def gathered_entries(spans_of_lanes: Sequence[Spans], ratio: int) -> tuple[Ints, int]:
     """Where each entry of the pack is among those of all lanes, and to how many lanes are padded.
 

@@ -11,7 +11,6 @@ micro-batches of it.
 """
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +39,6 @@ from longshore.model.lora import hold_frozen, is_factor
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import keep_gathered_memory
 from longshore.parallel.pipeline.stages import EmbeddingCopies, Model, Stages, stages_of, whole_name
-from longshore.parallel.pipeline.trace import Operation, TracedModel, trace
 from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Plan, Sequence
@@ -139,7 +137,7 @@ def make_stepper(job: TrainingJob, groups: CPGroups) -> Stepper:
         mtp_weight=train.mtp_weight,
         status=job.status,
         copies=EmbeddingCopies(model, job.topology) if job.topology.pp > 1 else None,
-        trace=_trace_of(job) if job.config.parallel.trace else None,
+        trace=job.config.parallel.trace,
         graphs=graphs,
     )
 
@@ -163,23 +161,6 @@ def _graphed_layers(job: TrainingJob, model: Model) -> GraphedLayers:
         most_bytes=graph_bytes(job.config.graph, gpu_bytes),
         tell=job.tell,
     )
-
-
-def _trace_of(job: TrainingJob) -> Callable[[Plan], Seq[Operation]]:
-    """What this rank must issue for a plan."""
-    parallel, item = job.config.parallel, job.dtype.itemsize
-    model = TracedModel(
-        config=job.decoder,
-        mode=job.resolved.shard,
-        item=item,
-        kept=max(item, 4),
-        attention=parallel.attention,
-        scan=parallel.scan,
-        recompute=job.config.train.recompute,
-        statistics=data_loss(job.config, job.source).reads_statistics,
-    )
-    topology = job.topology
-    return lambda plan: trace(plan, job.layout, topology.rank, model=model, axes=topology)
 
 
 def make_model(job: TrainingJob, groups: CPGroups) -> Model:

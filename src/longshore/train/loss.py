@@ -173,11 +173,6 @@ class Loss:
         """Whether the loss tokens' nll are only added up, so that they share one gradient."""
         return self.call is None
 
-    @property
-    def reads_statistics(self) -> bool:
-        """Whether the head computes more of the logits than the nll of the labels."""
-        return self.call is not None and not self.call.reads_nll_alone
-
     def reader(self, step: StepInputs) -> HeadReader | None:
         """What the head computes for each micro-batch; None: the nll of its labels."""
         call = self.call

@@ -17,8 +17,8 @@ may have a loss of its own, as that of sparse attention's indexer.
 A step without a loss token is skipped, on all lanes alike.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -27,13 +27,11 @@ from torch.optim import AdamW
 
 from longshore.batch import Depth, MicroBatch, Targets
 from longshore.choices import ShardMode
-from longshore.distributed.agreement import agreed
-from longshore.distributed.collectives import recorded
+from longshore.distributed.recording import compared
 from longshore.distributed.topology import Topology
 from longshore.model.interface import Output
 from longshore.parallel.pipeline.executor import Executor, Handlers, Timed
 from longshore.parallel.pipeline.stages import EmbeddingCopies, Model
-from longshore.parallel.pipeline.trace import Operation, check_issued
 from longshore.parallel.tensor import sum_gradients
 from longshore.plan.order import Action
 from longshore.plan.types import Plan
@@ -111,8 +109,8 @@ class Stepper:
     """This rank's progress, updated during each step."""
     copies: EmbeddingCopies | None = None
     """Of the embedding on several stages; None without a pipeline."""
-    trace: Callable[[Plan], Sequence[Operation]] | None = None
-    """This rank's operations of a plan, to compare those of every step with; None: not compared."""
+    trace: bool = False
+    """Whether the ranks record and compare what they issue in every step."""
     graphs: GraphedLayers | None = None
     """CUDA graphs in the model's layers, if there are any."""
     executor: Executor = field(init=False)
@@ -167,6 +165,12 @@ class Stepper:
         self, batches: list[MicroBatch], divisor: float, *, plan: Plan | None = None
     ) -> tuple[Tensor, RoutingCounts, RoundResults]:
         """Forward and backward of every round; returns this rank's part of the losses."""
+        with compared(self.topology.groups) if self.trace else nullcontext():
+            return self._gradients(batches, divisor, plan=plan)
+
+    def _gradients(
+        self, batches: list[MicroBatch], divisor: float, *, plan: Plan | None
+    ) -> tuple[Tensor, RoutingCounts, RoundResults]:
         device, terms = self.topology.device, 3 + len(self.model.config.mtp)
         each = [torch.zeros(terms, dtype=torch.float64, device=device) for _ in batches]
         faults: list[Faults | None] = [None] * len(batches)
@@ -189,8 +193,7 @@ class Stepper:
             summed=self.loss.is_plain,
             reader=self.loss.reader(inputs),
         )
-        with self._traced(plan):
-            times = self.executor.run(batches, queue, handlers)
+        times = self.executor.run(batches, queue, handlers)
         sum_gradients(self.model, self.topology)
         if self.copies is not None:
             self.copies.sum_gradients()
@@ -198,18 +201,6 @@ class Stepper:
         assert inputs.totals is not None
         rounds = RoundResults(tuple(each), tuple(times), tuple(faults), inputs.totals)
         return total, counts, rounds
-
-    @contextmanager
-    def _traced(self, plan: Plan | None) -> Iterator[None]:
-        """Compares what the block issues with the trace, if there is one; all ranks fail alike."""
-        if self.trace is None:
-            yield
-            return
-        with recorded() as calls:
-            yield
-        with agreed(self.topology.groups):
-            assert plan is not None, "a trace follows from the plan"
-            check_issued(self.trace(plan), calls)
 
     def _on_device(self, host: MicroBatch) -> MicroBatch:
         batch = host.to(self.topology.device, non_blocking=True)

@@ -22,6 +22,7 @@ from torch import Tensor
 from longshore.arch.stage_memory import sent_width
 from longshore.batch import MicroBatch
 from longshore.choices import ShardMode
+from longshore.distributed.recording import mark
 from longshore.distributed.topology import Topology
 from longshore.model.interface import LanguageModel, Output, Reader
 from longshore.parallel.fsdp import begin_round
@@ -130,9 +131,12 @@ class Executor:
         current = _Pass(self, batches, queue, handlers)
         for entry in queue:
             if isinstance(entry, Action):
+                mark(f"{entry.kind} of round {entry.round}, stage {entry.stage}")
                 current.run(entry)
             else:
+                mark("messages")
                 current.mailbox.post(entry)
+        mark("")
         if self.layout.pp > 1:
             current.mailbox.finish()
         self.most_graphs = current.most_graphs

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
 
-from longshore.distributed.collectives import record_message
 from longshore.plan.order import Action
 from longshore.plan.pipeline_queue import Batch, Message
 
@@ -75,9 +74,6 @@ class Mailbox:
                 rows = torch.empty(size, dtype=dtype, device=self.memory)
                 operations.append((message, dist.irecv, rows, message.source))
         works = self._issue(operations)
-        for message, send_or_receive, rows, _ in operations:
-            name = "send" if send_or_receive is dist.isend else "receive"
-            record_message(name, self._rank(message.source), self._rank(message.target), rows)
         for (message, send_or_receive, rows, _), work in zip(operations, works, strict=True):
             if send_or_receive is dist.isend:
                 self._sent.append(_Pending(work, rows))
@@ -97,9 +93,6 @@ class Mailbox:
         works = dist.batch_isend_irecv(batch)
         # NCCL returns one work for all of them.
         return works if len(works) == len(batch) else works * len(batch)
-
-    def _rank(self, pp_rank: int) -> int:
-        return dist.get_global_rank(self.group, pp_rank)
 
     def take(self, action: Action) -> Tensor:
         """The rows that an action needs, once they have come."""
