@@ -18,9 +18,11 @@ from longshore.choices import LossName, names_of
 from longshore.errors import SettingError
 from longshore.train.loss_fields import NeededField, needed_fields
 from longshore.train.loss_inputs import TEMPERATURE, LossCall, Metric, checked_temperature
-from longshore.train.losses import distillation, policy_gradient, preference
 from longshore.train.losses.cross_entropy import smoothed_cross_entropy
+from longshore.train.losses.distillation import METRICS as DISTILL_METRICS
 from longshore.train.losses.distillation import distill
+from longshore.train.losses.policy_gradient import metric_names, policy_gradient
+from longshore.train.losses.preference import METRICS as DPO_METRICS
 from longshore.train.losses.preference import dpo
 
 Options = dict[str, Any]
@@ -60,7 +62,7 @@ def _cross_entropy(options: Options) -> ReadyLoss:
 
 
 def _policy_gradient(name: str, average: Average, options: Options) -> ReadyLoss:
-    known = _defaults(policy_gradient.policy_gradient)
+    known = _defaults(policy_gradient)
     own: Options = {"average": average, "entropy_bonus": 0.0, "entropy_average": average}
     _check_options(name, options, known | own | {"log_entropy": True, TEMPERATURE: 1.0})
     for clip in ("clip_low", "clip_high", "kl"):
@@ -69,7 +71,7 @@ def _policy_gradient(name: str, average: Average, options: Options) -> ReadyLoss
     of_entropy = _average(options, "entropy_average", average)
     bonus, temperature = options.pop("entropy_bonus", 0.0), options.pop(TEMPERATURE, 1.0)
     logs = options.pop("log_entropy", True)
-    metrics = policy_gradient.metric_names(**options)
+    metrics = metric_names(**options)
     call = LossCall(
         _averaged(options, average=average, of_entropy=of_entropy, bonus=bonus, logs=logs),
         name,
@@ -96,7 +98,7 @@ def _averaged(
     """The function with as few parameters as its options need: each costs time."""
 
     def plain(logprobs: Tensor, batch: MicroBatch) -> Result:
-        return policy_gradient.policy_gradient(logprobs, batch, **options)
+        return policy_gradient(logprobs, batch, **options)
 
     def with_entropy(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> Result:
         values, metrics = plain(logprobs, batch)
@@ -126,14 +128,14 @@ def _dpo(options: Options) -> ReadyLoss:
     _check_options("dpo", options, _defaults(dpo) | {TEMPERATURE: 1.0})
     _check_range(options, "beta", 0, math.inf)
     _check_range(options, "label_smoothing", 0, 0.5)
-    call = LossCall(dpo, "dpo", options, metrics=preference.METRICS)
+    call = LossCall(dpo, "dpo", options, metrics=DPO_METRICS)
     return ReadyLoss(call, "sequences", needed_fields("dpo", options))
 
 
 def _distill(options: Options) -> ReadyLoss:
     _check_options("distill", options, _defaults(distill))
     checked_temperature(options.get(TEMPERATURE, 1.0))
-    call = LossCall(distill, "distill", options, metrics=distillation.METRICS)
+    call = LossCall(distill, "distill", options, metrics=DISTILL_METRICS)
     return ReadyLoss(call, "tokens", needed_fields("distill", options))
 
 
