@@ -25,12 +25,12 @@ from gpu_cases import MOCK, SEED, words_of
 from results import machine as machine_line
 from results import table, write_section
 
-from longshore.arch.machine import load_machine
+from longshore.advisor.candidate_time import StepTimer
+from longshore.advisor.candidates import AdviceTask, Candidate, LaneLoad, ModelAxes, memory_of
+from longshore.advisor.machine import load_machine
 from longshore.config.check import decoder_config
 from longshore.config.load import load_config
 from longshore.data.mock import mock_lengths
-from longshore.run.advise_candidates import AdviceTask, Candidate, LaneLoad, ModelAxes, memory_of
-from longshore.run.advise_time import StepTimer
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 MODELS = ("qwen3-0.6b", "llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b")

@@ -27,19 +27,26 @@ from gpu_cases import qwen3_next
 from results import machine as machine_line
 from results import table, write_section
 
+from longshore.advisor.calibrate import CalibrationOptions, calibrate
+from longshore.advisor.calibrate_parts import Case, Reference, make_module, runnable, work_of
+from longshore.advisor.held_out import Outcome, check_steps, random_steps
+from longshore.advisor.lone_steps import make_stepper, one_lane
+from longshore.advisor.machine import MachineProfile, load_machine
+from longshore.advisor.step_time import (
+    RunShape,
+    Work,
+    block_works,
+    end_works,
+    part_kind,
+    part_time,
+    part_works,
+    round_busy,
+    update_busy,
+)
+from longshore.advisor.timing import Clock, Timer, free
 from longshore.arch.decoder import DecoderConfig
-from longshore.arch.machine import MachineProfile, load_machine
-from longshore.arch.model_memory import ITEM_BYTES
-from longshore.arch.part_work import Work, block_works, end_works, part_kind, part_works
+from longshore.arch.memory import ITEM_BYTES
 from longshore.arch.presets import preset
-from longshore.arch.step_time import RunShape, part_time, round_busy, update_busy
-from longshore.calibrate.held_out import Outcome, check_steps, random_steps
-from longshore.calibrate.measure import CalibrationOptions, calibrate
-from longshore.calibrate.modules import make_module, runnable
-from longshore.calibrate.parts import work_of
-from longshore.calibrate.references import Case, Reference
-from longshore.calibrate.steps import make_stepper, one_lane
-from longshore.calibrate.timing import Clock, Timer, free
 from longshore.train.device import pick_device, pick_dtype, prefer_blas
 
 RESULTS = Path(__file__).with_name("RESULTS.md")

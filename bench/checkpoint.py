@@ -26,10 +26,8 @@ from results import machine, table, write_section
 
 from longshore.config import decoder_config, load_config, planner_options
 from longshore.data.data_rank import Packing
-from longshore.data.loader import Loader
-from longshore.data.steps import IndexedSteps
-from longshore.distributed.cp_groups import CPGroups
-from longshore.distributed.topology import make_topology
+from longshore.data.steps import IndexedSteps, Loader
+from longshore.distributed.topology import CPGroups, make_topology
 from longshore.model.decoder import Decoder
 from longshore.model.init import initial_block
 from longshore.parallel.apply import Choices, parallelize

@@ -32,10 +32,10 @@ from gpu_profile import compilations, grouped
 from results import machine, one_line, table, write_section
 
 from longshore.arch.costs import step_flops
-from longshore.choices import Kernels
 from longshore.ops.backends import chosen, kernels_line, only
 from longshore.run.job import TrainingJob
 from longshore.run.parts import Parts
+from longshore.settings import Kernels
 from longshore.train.device import peak_flops
 from longshore.train.loop import Machine, StepReport
 from longshore.train.loop import train as train_loop

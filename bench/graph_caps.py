@@ -3,7 +3,7 @@
     python bench/graph_caps.py             all cases, into bench/RESULTS.md
     python bench/graph_caps.py --quick     a few steps, printed only
 
-The cap is chosen as a run does it (run/graph_cap.py): it serves 95 % of the micro-batches with one
+The cap is chosen as a run does it (run/auto.py): it serves 95 % of the micro-batches with one
 pack of CP size 1 in each quarter of the sampled steps, and has an eighth to spare. Then other steps
 of the same distribution are planned and counted. No GPU is needed: what a graph serves is decided
 from the plan.
@@ -32,7 +32,7 @@ from longshore.plan.graph_use import (
 )
 from longshore.plan.shapes import lane_packs, lane_tokens, make_buckets
 from longshore.plan.types import Plan
-from longshore.run.graph_cap import SAMPLE_SEQUENCES, SAMPLE_STEPS, sampled_plans
+from longshore.run.auto import SAMPLE_SEQUENCES, SAMPLE_STEPS, sampled_plans
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 PACKAGES = ("longshore", "numpy")

@@ -28,8 +28,7 @@ from longshore.arch.decoder import DecoderConfig
 from longshore.arch.part import Part
 from longshore.plan import make_plan
 from longshore.plan.as_json import step_as_json
-from longshore.plan.cost import parse_profile
-from longshore.plan.stage_costs import StageCosts, share_out
+from longshore.plan.cost import StageCosts, parse_profile, share_out
 from longshore.plan.types import Plan
 
 PROFILE = PROFILES["charged"]

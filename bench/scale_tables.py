@@ -12,7 +12,7 @@ from results import table
 from scale_outcomes import ScaleOutcome
 from scale_plots import Line, Panel
 
-from longshore.arch.process_groups import (
+from longshore.advisor.peak_memory import (
     LARGER_BYTES,
     MIB,
     PAIR_BYTES,
@@ -48,7 +48,7 @@ rank gathers {bytes} bytes for each sequence, plans by itself and compares a dig
 plans are the same."""
 
 GROUPS = """\
-Computed by `arch/process_groups.py` for rank 0, which joins most; a test compares it with what
+Computed by `advisor/peak_memory.py` for rank 0, which joins most; a test compares it with what
 ranks open, except for experts. There are log2(lanes) + 1 CP groups. Communicator memory is an
 assumption, not measured: {pair} MiB for a group of two ranks and {larger} MiB for a larger one once
 it is used, as reported for A100s; it grows with the channels that NCCL may use. *Blocks* are the

@@ -21,7 +21,7 @@ from ranks import on_ranks
 from results import machine, table, write_section
 from torch import Tensor
 
-from longshore.parallel.context.shift import shift
+from longshore.parallel.shift import shift
 
 CP_SIZE = 4
 CASES = ((256, 64, 1), (256, 64, 64), (64, 256, 1), (8, 2048, 1))

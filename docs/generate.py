@@ -12,9 +12,8 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from longshore.config.schema import SECTIONS
-from longshore.config.toml import toml_value
-from longshore.plan.policy import POLICIES
+from longshore.config.schema import SECTIONS, toml_value
+from longshore.plan.types import POLICIES
 
 PAGE = Path(__file__).with_name("configuration.md")
 BEGIN, END = "<!-- keys: written by docs/generate.py -->", "<!-- end of keys -->"

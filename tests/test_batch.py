@@ -8,7 +8,7 @@ from tests.data.plans import make_samples, pack_all, plan_of
 from tests.data.stage_batch import only
 
 from longshore.batch import Counts, MicroBatch, whole_context
-from longshore.data.lane_context import lane_context
+from longshore.data.pack import lane_context
 from longshore.plan import Pack, Round
 from longshore.plan.layout import StageInputs
 

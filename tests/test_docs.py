@@ -31,9 +31,9 @@ from tests.test_layout import PACKAGE, ROOT, defined_names
 
 from longshore.cli import main as cli
 from longshore.config.load import load_config
+from longshore.config.other_systems import all_keys
 from longshore.config.schema import SECTIONS
-from longshore.config.unknown_keys import all_keys
-from longshore.train.metrics import StepMetrics
+from longshore.train.display import StepMetrics
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))

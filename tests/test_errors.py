@@ -4,7 +4,7 @@ import pickle
 import pytest
 from tests.test_layout import PACKAGE
 
-from longshore.errors import SettingError, as_option
+from longshore.settings import SettingError, as_option
 
 
 def too_large():

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.data.tiny import word_tokenizer
 
 from longshore.cli.main import main
-from longshore.config.toml import toml_value
-from longshore.printable import printable
+from longshore.config.schema import toml_value
+from longshore.files import printable
 from longshore.train.display import make_display
 
 CLEAR = "\x1b[2J"

@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from longshore.config.located import as_key
-from longshore.errors import SettingError, as_option
+from longshore.settings import SettingError, as_option
 from longshore.user_code import (
     FUNCTION_NAME,
     MODULE_NAME,

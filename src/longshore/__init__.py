@@ -11,10 +11,10 @@ costs nothing and does not load torch; docs/api.md lists them with their signatu
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from longshore.arch.cost_source import model_cost
+    from longshore.advisor.cost_source import model_cost
+    from longshore.arch.costs import make_layout, stage_costs
     from longshore.arch.decoder import DecoderConfig
     from longshore.arch.presets import preset
-    from longshore.arch.stages import make_layout, stage_costs
     from longshore.batch import Counts, CPGroup, MicroBatch, PackContext, SeqContext, whole_context
     from longshore.config.load import load_config
     from longshore.config.schema import RunConfig
@@ -22,37 +22,43 @@ if TYPE_CHECKING:
     from longshore.data.data_rank import Packing
     from longshore.data.exchange import send_back
     from longshore.data.fields import Field
-    from longshore.data.loader import Loader
     from longshore.data.objects import lane_rows, samples_of
-    from longshore.data.pack import Piece, merge, pack_step, unpack
-    from longshore.data.pack_lane import pack_lane
+    from longshore.data.pack import Piece, merge, pack_lane, pack_step, unpack
     from longshore.data.shard import Shards, cut_shards, lane_cuts
     from longshore.data.source import MemorySource, TokenizedSample
-    from longshore.data.steps import IndexedSteps, Step, StreamedSteps
+    from longshore.data.steps import IndexedSteps, Loader, Step, StreamedSteps
     from longshore.data.store import Store
     from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
-    from longshore.distributed.cp_groups import CPGroups
-    from longshore.distributed.topology import Topology, make_topology
-    from longshore.errors import SettingError
+    from longshore.distributed.topology import CPGroups, Topology, make_topology
     from longshore.hf.adapter import adapt
     from longshore.model.decoder import Decoder
     from longshore.model.init import init_decoder
     from longshore.parallel.apply import Choices, parallelize
-    from longshore.parallel.context.shift import shift
     from longshore.parallel.fsdp import begin_round
+    from longshore.parallel.shift import shift
     from longshore.plan.check import check
     from longshore.plan.cost import CostProfile, load_profile
     from longshore.plan.planner import make_plan
-    from longshore.plan.policy import Policy, policy_named, policy_names
-    from longshore.plan.types import Pack, Plan, PlanSetting, Round, Sequence, Stats
+    from longshore.plan.types import (
+        Pack,
+        Plan,
+        PlanSetting,
+        Policy,
+        Round,
+        Sequence,
+        Stats,
+        policy_named,
+        policy_names,
+    )
     from longshore.run.trainer import Trainer
+    from longshore.settings import SettingError
     from longshore.train.stop import RunError
 
 _NAMES_OF = {
-    "arch.cost_source": "model_cost",
+    "advisor.cost_source": "model_cost",
+    "arch.costs": "make_layout stage_costs",
     "arch.decoder": "DecoderConfig",
     "arch.presets": "preset",
-    "arch.stages": "make_layout stage_costs",
     "batch": "Counts CPGroup MicroBatch PackContext SeqContext whole_context",
     "config.load": "load_config",
     "config.schema": "RunConfig",
@@ -60,30 +66,26 @@ _NAMES_OF = {
     "data.data_rank": "Packing",
     "data.exchange": "send_back",
     "data.fields": "Field",
-    "data.loader": "Loader",
     "data.objects": "lane_rows samples_of",
-    "data.pack": "Piece merge pack_step unpack",
-    "data.pack_lane": "pack_lane",
+    "data.pack": "Piece merge pack_step unpack pack_lane",
     "data.shard": "Shards cut_shards lane_cuts",
     "data.source": "MemorySource TokenizedSample",
-    "data.steps": "IndexedSteps Step StreamedSteps",
+    "data.steps": "Loader IndexedSteps Step StreamedSteps",
     "data.store": "Store",
     "data.tokenize": "Rules SampleTokenizer Tokenizer",
-    "distributed.cp_groups": "CPGroups",
-    "distributed.topology": "Topology make_topology",
-    "errors": "SettingError",
+    "distributed.topology": "CPGroups Topology make_topology",
     "hf.adapter": "adapt",
     "model.decoder": "Decoder",
     "model.init": "init_decoder",
     "parallel.apply": "Choices parallelize",
-    "parallel.context.shift": "shift",
     "parallel.fsdp": "begin_round",
+    "parallel.shift": "shift",
     "plan.check": "check",
     "plan.cost": "CostProfile load_profile",
     "plan.planner": "make_plan",
-    "plan.policy": "Policy policy_named policy_names",
-    "plan.types": "Pack Plan PlanSetting Round Sequence Stats",
+    "plan.types": "Policy policy_named policy_names Pack Plan PlanSetting Round Sequence Stats",
     "run.trainer": "Trainer",
+    "settings": "SettingError",
     "train.stop": "RunError",
 }
 _HOME = {name: module for module, names in _NAMES_OF.items() for name in names.split()}

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from longshore.errors import SettingError
+from longshore.settings import SettingError
 
 _NAME = r"[^\W\d]\w*"
 FUNCTION_NAME = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}")

@@ -2,14 +2,14 @@
 
 from dataclasses import fields, replace
 
-from longshore.arch.machine import (
+from longshore.advisor.machine import (
     Coefficient,
     FixedCosts,
     GatherCost,
     MachineProfile,
     PartCost,
+    ProductTimes,
 )
-from longshore.arch.product_times import ProductTimes
 
 PART = PartCost(
     kind="attention",

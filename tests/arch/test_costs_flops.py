@@ -6,9 +6,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from longshore.arch.costs import forward_flops, parameter_count, step_flops
-from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig, LoRAConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
-from longshore.arch.lora import LoRAConfig
 from longshore.arch.presets import preset
 from longshore.batch import whole_context
 from longshore.model.decoder import Decoder

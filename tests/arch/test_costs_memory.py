@@ -5,19 +5,19 @@ import torch
 
 from longshore.arch.costs import (
     auto_capacity,
+    exchanged_by,
     logits_bytes,
     model_bytes,
     parameter_count,
     token_bytes,
 )
-from longshore.arch.exchanged import exchanged_by
-from longshore.arch.hyper import HyperConfig
+from longshore.arch.decoder import HyperConfig
+from longshore.arch.memory import INPUT_BYTES
 from longshore.arch.part import Sharing
 from longshore.arch.presets import preset
-from longshore.arch.stage_memory import INPUT_BYTES
 from longshore.batch import whole_context
 from longshore.model.decoder import Decoder
-from longshore.ops import norm
+from longshore.ops import pointwise as norm
 
 GIB = 1 << 30
 GATHER = Sharing("gather", "auto")

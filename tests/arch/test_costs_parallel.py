@@ -5,20 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longshore.arch.costs import auto_capacity, logits_bytes, model_bytes, token_bytes
+from longshore.arch.costs import auto_capacity, logits_bytes, make_layout, model_bytes, token_bytes
 from longshore.arch.cuts import TPRank, cuts_of
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
-from longshore.arch.part import Sharing
-from longshore.arch.presets import preset
-from longshore.arch.stage_memory import (
+from longshore.arch.memory import (
     INPUT_BYTES,
     ModelSplit,
     block_saved,
     stage_parameters,
     whole_model,
 )
-from longshore.arch.stages import make_layout
+from longshore.arch.part import Sharing
+from longshore.arch.presets import preset
 from longshore.model.decoder import Decoder
 
 GIB = 1 << 30

@@ -2,11 +2,16 @@
 
 import pytest
 
-from longshore.arch.costs import auto_capacity, model_bytes, parameter_count, token_bytes
+from longshore.arch.costs import (
+    auto_capacity,
+    make_layout,
+    model_bytes,
+    parameter_count,
+    token_bytes,
+)
+from longshore.arch.memory import stage_parameters, stage_saved, whole_model
 from longshore.arch.part import Sharing
 from longshore.arch.presets import preset
-from longshore.arch.stage_memory import stage_parameters, stage_saved, whole_model
-from longshore.arch.stages import make_layout
 
 GIVEN = {
     "memory_bytes": 80 << 30,

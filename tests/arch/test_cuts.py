@@ -22,8 +22,8 @@ from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Norm
 from longshore.arch.presets import preset
 from longshore.arch.scan import Mamba2Config
-from longshore.errors import SettingError
 from longshore.model.registry import make_feed_forward, make_mixer
+from longshore.settings import SettingError
 
 THREE = AttentionConfig(heads=6, kv_heads=3, head_dim=8)
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.arch.exchanged import exchanged_by, gathered_rows
+from longshore.arch.costs import exchanged_by, gathered_rows
 from longshore.arch.part import Sharing
 from longshore.arch.presets import preset
-from longshore.model.attention_core import over_heads
+from longshore.model.attention import over_heads
 from longshore.ops.sizes import EXPANDED_BYTES
 from longshore.plan.shapes import visible_lengths
 

@@ -1,9 +1,8 @@
 import pytest
 
-from longshore.arch.cuts import Span, TensorCut
-from longshore.arch.expert_cuts import check_ep, expert_cut
+from longshore.arch.cuts import Span, TensorCut, check_ep, expert_cut
 from longshore.arch.presets import preset
-from longshore.errors import SettingError
+from longshore.settings import SettingError
 
 
 def test_the_worked_example():

@@ -2,10 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from longshore.arch.costs import forward_flops
+from longshore.arch.costs import RATE, flops_cost, forward_flops, needs_curve
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
-from longshore.arch.flops_cost import RATE, flops_cost, needs_curve
 from longshore.arch.presets import preset
 from longshore.arch.sparse_attention import IndexConfig, SparseAttentionConfig
 from longshore.plan import make_plan

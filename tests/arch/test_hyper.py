@@ -4,16 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from longshore.advisor.peak_memory import expected_peak
+from longshore.advisor.step_time import block_works
 from longshore.arch.as_json import config_from_json, config_to_json
 from longshore.arch.attention import AttentionConfig
-from longshore.arch.costs import forward_flops
-from longshore.arch.decoder import DecoderConfig, LayerConfig, with_balance
+from longshore.arch.costs import forward_flops, make_layout
+from longshore.arch.decoder import DecoderConfig, HyperConfig, LayerConfig, with_balance
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
-from longshore.arch.hyper import HyperConfig
-from longshore.arch.part_work import block_works
-from longshore.arch.peak_memory import expected_peak
-from longshore.arch.stage_memory import sent_width
-from longshore.arch.stages import make_layout
+from longshore.arch.memory import sent_width
 
 MOE = MoEConfig(experts=4, top_k=2, width=8, bias_update=0.01)
 HASHED = MoEConfig(experts=4, top_k=2, width=8, hash_rows=10)

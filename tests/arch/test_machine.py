@@ -6,16 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.arch.machines import PART, make_machine
 
-from longshore.arch.cost_source import read_cost
-from longshore.arch.machine import (
+from longshore.advisor.cost_source import read_cost
+from longshore.advisor.machine import (
     MachineProfile,
+    ProductTime,
+    ProductTimes,
     load_machine,
     memory_gib,
     parse_machine,
     profile_names,
     vendor_peak,
 )
-from longshore.arch.product_times import ProductTime, ProductTimes
 from longshore.plan.cost import BUILT_IN
 
 GRID = tuple(

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.arch.nonnegative import fit_nonnegative
+from longshore.advisor.step_time import fit_nonnegative
 
 
 def test_the_example():

@@ -6,15 +6,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from longshore.arch.costs import logits_bytes, model_bytes, parameter_count, token_bytes
+from longshore.advisor.peak_memory import WORKSPACE, RankSetting, expected_peak, part_memory
+from longshore.arch.costs import (
+    logits_bytes,
+    make_layout,
+    model_bytes,
+    parameter_count,
+    token_bytes,
+)
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.feed_forward import MoEConfig
-from longshore.arch.kernel_memory import part_memory
+from longshore.arch.memory import ModelSplit
 from longshore.arch.part import Saved, Sharing
-from longshore.arch.peak_memory import WORKSPACE, RankSetting, expected_peak
 from longshore.arch.presets import preset
-from longshore.arch.stage_memory import ModelSplit
-from longshore.arch.stages import make_layout
 
 GIB = 1 << 30
 LARGEST_PACK = 27_762

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.arch.process_groups import (
+from longshore.advisor.peak_memory import (
     LARGER_BYTES,
     PAIR_BYTES,
     communicator_bytes,

@@ -18,9 +18,8 @@ from longshore.arch.sparse_attention import IndexConfig, SparseAttentionConfig, 
 from longshore.batch import whole_context
 from longshore.model.interface import with_loss
 from longshore.model.rope import rope_tables
-from longshore.model.sparse_attention import SparseAttention
-from longshore.model.sparse_tables import EntryKind, EntryTables, entry_tables
-from longshore.ops import norm
+from longshore.model.sparse_attention import EntryKind, EntryTables, SparseAttention, entry_tables
+from longshore.ops import pointwise as norm
 
 WIDTH = 12
 WINDOW = SparseAttentionConfig(

@@ -2,19 +2,19 @@ from dataclasses import replace
 
 import pytest
 
-from longshore.arch.costs import forward_flops
-from longshore.arch.decoder import DecoderConfig, LayerConfig
-from longshore.arch.feed_forward import MLPConfig, MoEConfig
-from longshore.arch.presets import preset
-from longshore.arch.stages import (
+from longshore.arch.costs import (
     embed_flops,
+    forward_flops,
     head_flops,
     layer_flops,
     make_layout,
     stage_costs,
 )
-from longshore.errors import SettingError
-from longshore.plan.stage_costs import FINE
+from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.presets import preset
+from longshore.plan.cost import FINE
+from longshore.settings import SettingError
 
 MLP = LayerConfig(None, MLPConfig(width=8))
 

@@ -5,20 +5,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.arch.machines import PART, make_machine
 
+from longshore.advisor.step_time import (
+    RunShape,
+    block_works,
+    cost_profile,
+    end_works,
+    part_time,
+    part_work,
+    round_busy,
+    step_seconds,
+)
 from longshore.arch.attention import AttentionConfig
 from longshore.arch.costs import forward_flops, parameter_count
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.part import Product, Saved
-from longshore.arch.part_work import block_works, end_works, part_work
 from longshore.arch.presets import PRESETS, preset
-from longshore.arch.step_time import (
-    RunShape,
-    cost_profile,
-    part_time,
-    round_busy,
-    step_seconds,
-)
 
 ONE = RunShape(lanes=1, shard="none", dtype="float32", recompute=False)
 DEVICE_BOUND = make_machine(host=0.0)

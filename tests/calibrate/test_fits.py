@@ -6,14 +6,20 @@ import pytest
 import torch
 from tests.arch.machines import PART, make_machine
 
-from longshore.arch.machine import FixedCosts
-from longshore.arch.part_work import NAMES
+from longshore.advisor.calibrate import StepSample, UpdateSample, fit_overheads
+from longshore.advisor.calibrate_parts import (
+    AMOUNTS,
+    PartSample,
+    amount_of,
+    cases_of,
+    fit_part,
+    references,
+    work_of,
+)
+from longshore.advisor.machine import FixedCosts
+from longshore.advisor.step_time import NAMES, fsdp_units
 from longshore.arch.presets import PRESETS, preset
 from longshore.arch.sparse_attention import SparseAttentionConfig
-from longshore.arch.step_time import fsdp_units
-from longshore.calibrate.overheads import StepSample, UpdateSample, fit_overheads
-from longshore.calibrate.parts import AMOUNTS, PartSample, amount_of, fit_part, work_of
-from longshore.calibrate.references import cases_of, references
 from longshore.model.decoder import Decoder
 from longshore.model.norm import Float32Parameters
 

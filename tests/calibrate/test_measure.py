@@ -6,16 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from longshore.arch.machine import load_machine
+from longshore.advisor import calibrate as measure
+from longshore.advisor import calibrate as overheads
+from longshore.advisor.calibrate import CalibrationOptions, Grid, calibrate
+from longshore.advisor.calibrate_parts import make_module, references, runnable
+from longshore.advisor.held_out import Outcome, median_error, random_steps
+from longshore.advisor.machine import load_machine
+from longshore.advisor.step_time import RunShape, round_busy
+from longshore.advisor.timing import Clock
 from longshore.arch.presets import preset
-from longshore.arch.step_time import RunShape, round_busy
-from longshore.calibrate import measure, overheads
-from longshore.calibrate.held_out import Outcome, median_error, random_steps
-from longshore.calibrate.measure import CalibrationOptions, calibrate
-from longshore.calibrate.modules import make_module, runnable
-from longshore.calibrate.products import Grid
-from longshore.calibrate.references import references
-from longshore.calibrate.timing import Clock
 from longshore.cli.main import main
 
 CPU = torch.device("cpu")
@@ -65,7 +64,7 @@ def test_without_time_the_rest_stays_arithmetic_and_is_named(small, monkeypatch)
 def test_the_modules_are_run_with_all_gradients(reference, monkeypatch):
     module = make_module(reference, device=CPU, dtype=torch.float64)
     run = runnable(reference, module, (5, 3), device=CPU, dtype=torch.float64)
-    monkeypatch.setattr("longshore.calibrate.modules._forget", lambda *tensors: None)
+    monkeypatch.setattr("longshore.advisor.calibrate_parts._forget", lambda *tensors: None)
     run.forward()
     run.both()
     gradients = [parameter.grad for parameter in module.parameters()]

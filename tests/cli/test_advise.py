@@ -124,7 +124,7 @@ def test_errors_are_one_line(run, words, message):
 
 
 def test_a_machine_of_your_own_needs_its_memory(run):
-    from longshore.arch.machine import load_machine
+    from longshore.advisor.machine import load_machine
 
     Path("mine.json").write_text(json.dumps(load_machine("h200").as_json()))
     code, _, err = run(*TINY, "--gpu", "mine.json")

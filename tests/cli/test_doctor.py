@@ -17,10 +17,11 @@ from longshore.cli import doctor as command
 from longshore.cli.doctor import DOCTOR_HELP, DoctorReport, register_doctor
 from longshore.cli.launch import RankError
 from longshore.cli.options import Parser
-from longshore.doctor import machine, ops, ranks
+from longshore.doctor import machine, ranks
+from longshore.doctor import probes as ops
 from longshore.doctor.machine import DoctorOptions, examine, findings_of
+from longshore.doctor.probes import Finding, bad, first_line, good, warn
 from longshore.doctor.ranks import RankPlace, RankProbe, with_time_limit
-from longshore.doctor.result import Finding, bad, first_line, good, warn
 
 SECTIONS = ["machine", "torch", "devices", "ops", "kernels", "packages", "disk", "ranks"]
 HERE = DoctorOptions(gpus=0, ranks=2, folder=Path("runs"))

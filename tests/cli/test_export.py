@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from tests.hf.folders import gemma2, llama, load, qwen3
 from tests.parallel.my_mixer import MeanConfig
 
-from longshore.arch.decoder import DecoderConfig, LayerConfig
-from longshore.arch.lora import LoRAConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig, LoRAConfig
 from longshore.arch.presets import preset
 from longshore.cli.export import register_export
 from longshore.cli.options import Parser

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from longshore.cli.foreign import FOREIGN_OPTIONS
 from longshore.cli.main import main
+from longshore.cli.options import FOREIGN_OPTIONS
 from longshore.cli.plan import CHOICES, COUNTS
-from longshore.errors import SettingError
 from longshore.plan.lengths_file import Lengths
-from longshore.plan.policy import POLICIES
+from longshore.plan.types import POLICIES
+from longshore.settings import SettingError
 
 LENGTHS = "length\n900\n12000\n\n300\n5000\n77\n"
 MACHINE = ("--lanes", "4", "--capacity", "8192")

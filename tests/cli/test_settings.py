@@ -9,8 +9,8 @@ from tests.data.tiny import CHATML, word_tokenizer
 from longshore.cli.main import main
 from longshore.config import check_config, load_config
 from longshore.data.prepare import prepare
-from longshore.errors import SettingError
 from longshore.run.data import prepare_text
+from longshore.settings import SettingError
 
 TEXT = {"text": "a b"}
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}

@@ -15,11 +15,11 @@ from longshore import Trainer
 from longshore.cli.main import main
 from longshore.cli.train import TRAIN_HELP, train
 from longshore.config import load_config
-from longshore.config.unknown_keys import all_keys
+from longshore.config.other_systems import all_keys
 from longshore.data.source import TokenizedSample
 from longshore.data.store import write_store
-from longshore.errors import SettingError
 from longshore.run.ranks import Ranks
+from longshore.settings import SettingError
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

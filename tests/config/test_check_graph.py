@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from longshore.config import check_config, load_config
-from longshore.config.check_graph import graph_layers
+from longshore.config.check import graph_layers
 from longshore.config.schema import GraphConfig, ModelConfig
 
 DEMO = load_config(None, ["train.device=auto"])
@@ -61,7 +61,7 @@ def test_what_graphs_do_not_work_with(layers, sections, message):
 
 def test_a_model_without_known_parts():
     from longshore.arch.presets import preset
-    from longshore.config.check_graph import LAYERS
+    from longshore.config.check import LAYERS
 
     decoder = preset("tiny-qwen3-moe")
     experts = [layer for layer in decoder.layers if type(layer.mlp) not in LAYERS]

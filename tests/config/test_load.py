@@ -8,11 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.config import RunConfig, load_config, with_defaults
-from longshore.config.foreign import FOREIGN_KEYS, FOREIGN_SECTIONS, FOREIGN_VALUES
-from longshore.config.schema import SECTIONS, DataConfig, ModelConfig, TrainConfig
-from longshore.config.toml import toml_value
-from longshore.config.unknown_keys import all_keys, answer_key, answer_section
-from longshore.config.values import Kind
+from longshore.config.other_systems import (
+    FOREIGN_KEYS,
+    FOREIGN_SECTIONS,
+    FOREIGN_VALUES,
+    all_keys,
+    answer_key,
+    answer_section,
+)
+from longshore.config.schema import SECTIONS, DataConfig, Kind, ModelConfig, TrainConfig, toml_value
 
 RECIPE = """\
 [data]

@@ -3,9 +3,9 @@
 import pytest
 
 from longshore.config.located import as_key, in_keys, of_held_out, settings_in_keys
-from longshore.config.unknown_keys import all_keys
+from longshore.config.other_systems import all_keys
 from longshore.data.mock import mock_lengths
-from longshore.errors import SettingError
+from longshore.settings import SettingError
 
 
 def test_a_setting_is_its_key():

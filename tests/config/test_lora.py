@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from longshore.arch.lora import LoRAConfig
-from longshore.config.check import check_config, decoder_config
+from longshore.arch.decoder import LoRAConfig
+from longshore.config.check import check_config, decoder_config, lora_config
 from longshore.config.load import load_config
-from longshore.config.lora import lora_config
 
 LLAMA = ("model.preset=tiny-llama", "data.mock={mode='distribution'}", "data.batch=4")
 

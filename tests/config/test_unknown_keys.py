@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from longshore.config.foreign import FOREIGN_KEYS, FOREIGN_PREFIXES, WORDS_BY_ANSWER
-from longshore.config.unknown_keys import all_keys, answer_key
+from longshore.config.other_systems import (
+    FOREIGN_KEYS,
+    FOREIGN_PREFIXES,
+    WORDS_BY_ANSWER,
+    all_keys,
+    answer_key,
+)
 
 SFT_CONFIG = """
     model_init_kwargs chat_template_path dataset_text_field dataset_kwargs dataset_num_proc

@@ -3,8 +3,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from longshore.config.schema import SECTIONS
-from longshore.config.values import paths, texts
+from longshore.config.schema import SECTIONS, paths, texts
 
 
 @pytest.mark.parametrize("section", SECTIONS)

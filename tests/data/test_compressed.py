@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.samples import run, write_lines
 
-from longshore.data.compressed import open_input
-from longshore.data.inputs import cut_ranges, find_inputs, read_range
+from longshore.data.inputs import cut_ranges, find_inputs, open_input, read_range
 from longshore.data.store import Store
 
 

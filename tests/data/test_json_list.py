@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.data import json_list
-from longshore.data.json_list import read_elements
+from longshore.data import inputs as json_list
+from longshore.data.inputs import read_elements
 
 VALUES = st.recursive(
     st.none() | st.integers() | st.text(alphabet='"\\[]{},: aé\n'),

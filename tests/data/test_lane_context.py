@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tests.data.plans import any_plans, plan_of, twin_layout
 
 from longshore.batch import CPGroup, SeqContext
-from longshore.data.lane_context import lane_context
+from longshore.data.pack import lane_context
 from longshore.plan import Pack, Plan, Round
 from longshore.plan.shapes import make_buckets
 

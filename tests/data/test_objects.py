@@ -9,8 +9,7 @@ from tests.data.tiny import word_tokenizer
 from longshore.data.fields import Field
 from longshore.data.objects import lane_rows, samples_of
 from longshore.data.source import SampleError
-from longshore.data.token_rows import read_token_row
-from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
+from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer, read_token_row
 
 ROW = {"input_ids": [5, 6, 7, 0], "labels": [-100, 6, 7, -100], "attention_mask": [1, 1, 1, 0]}
 ROWS = [ROW, {"input_ids": [1, 2], "labels": None, "attention_mask": None}]

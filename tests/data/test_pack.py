@@ -21,8 +21,15 @@ from tests.data.plans import (
 from tests.data.stage_batch import only
 
 from longshore.batch import IGNORE, Counts, MicroBatch
-from longshore.data.lane_context import lane_context
-from longshore.data.pack import LaneShape, Piece, merge, pack_step, unpack, zero_batches
+from longshore.data.pack import (
+    LaneShape,
+    Piece,
+    lane_context,
+    merge,
+    pack_step,
+    unpack,
+    zero_batches,
+)
 from longshore.data.shard import Shards, cut_shards, lane_cuts
 from longshore.plan import Pack, Plan, Round, make_plan
 from longshore.plan.layout import StageInputs

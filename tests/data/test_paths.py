@@ -7,8 +7,7 @@ import datasets
 import pyarrow as pa
 import pytest
 
-from longshore.data.inputs import cut_ranges, find_inputs, read_range
-from longshore.data.paths import files_of
+from longshore.data.inputs import cut_ranges, files_of, find_inputs, read_range
 
 ROWS = [{"messages": [{"role": "user", "content": f"Hi {i}"}]} for i in range(7)]
 

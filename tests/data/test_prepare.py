@@ -17,8 +17,7 @@ from tests.data.tiny import CHATML, REWRITES, word_tokenizer
 from longshore.data import prepare as prepare_module
 from longshore.data.fields import Field
 from longshore.data.mixture import Joined, Mixture
-from longshore.data.prepare import TextRules, cache_folder, prepare_cache
-from longshore.data.progress import show_progress
+from longshore.data.prepare import TextRules, cache_folder, prepare_cache, show_progress
 from longshore.data.store import Store
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
 

@@ -5,7 +5,7 @@ import pytest
 
 from longshore.config.located import as_key
 from longshore.data.rejected import WAYS_OUT, Rejections, rejections_of
-from longshore.errors import SettingError, as_option, spell_settings
+from longshore.settings import SettingError, as_option, spell_settings
 
 REASONS = {"empty": 1, "too long": 12, "spans not located": 30}
 

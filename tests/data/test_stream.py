@@ -17,7 +17,7 @@ from longshore.data.inputs import content_digest, find_inputs
 from longshore.data.steps import StreamedSteps
 from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
-from longshore.errors import SettingError
+from longshore.settings import SettingError
 
 WORDS = " ".join(f"w{i}" for i in range(64))
 

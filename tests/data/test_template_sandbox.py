@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from longshore.data.chat_template import ChatTemplate
+from longshore.data.chat_template import ChatTemplate, TemplateLimits
 from longshore.data.chats import Chat
+from longshore.data.prepare import run_tasks
 from longshore.data.source import SampleError
-from longshore.data.template_sandbox import TemplateLimits
-from longshore.data.worker_pool import run_tasks
 
 CHAT = Chat(({"role": "user", "content": "Hi"},))
 LOOPS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3

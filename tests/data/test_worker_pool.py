@@ -6,7 +6,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from longshore.data.worker_pool import run_tasks
+from longshore.data.prepare import run_tasks
 
 
 def touch(folder, task):

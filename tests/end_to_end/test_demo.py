@@ -9,7 +9,7 @@ import pytest
 from tests.end_to_end.command import torchrun, trained
 
 from longshore.config import load_config
-from longshore.train.metrics import StepMetrics
+from longshore.train.display import StepMetrics
 
 NAMES = [field.name for field in fields(StepMetrics)]  # experts and a depth are in the demo
 TIMES = ("elapsed_s", "tokens_per_s", "tflops", "plan_s", "data_wait_s", "memory_gib")

@@ -10,8 +10,8 @@ from tests.hf.folders import gemma3, load, qwen3
 
 from longshore.cli.main import main
 from longshore.hf.checkpoint import open_weights, read_config
-from longshore.hf.foreign_lora import add_foreign_factors
 from longshore.hf.transformers_model import adapted
+from longshore.hf.transformers_weights import add_foreign_factors
 from longshore.hf.weights import load_weights
 from longshore.model.decoder import Decoder
 from longshore.model.lora import is_factor

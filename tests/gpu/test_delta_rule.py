@@ -8,8 +8,8 @@ from torch.nn.functional import logsigmoid
 
 from longshore.batch import Boundaries
 from longshore.ops import backends
+from longshore.ops import reference as twin
 from longshore.ops.delta_rule import L2_EPS, prepare_heads
-from longshore.ops.reference import delta_rule as twin
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -24,9 +24,8 @@ from longshore.run.job import make_job
 from longshore.run.parts import Parts, build_parts
 from longshore.run.process import joined_ranks
 from longshore.run.ranks import Ranks
-from longshore.train import graph_piece
-from longshore.train.graph_recorder import CudaRecorder
-from longshore.train.graph_shape import GraphShape
+from longshore.train import cuda_graph as graph_piece
+from longshore.train.cuda_graph import CudaRecorder, GraphShape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

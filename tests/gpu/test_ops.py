@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from longshore.batch import Boundaries
-from longshore.ops import backends
+from longshore.ops import backends, reference
+from longshore.ops import reference as reference_loss
+from longshore.ops import reference as reference_rope
 from longshore.ops.attention import attention, attention_forward
 from longshore.ops.backends import chosen, is_installed, only
 from longshore.ops.cross_entropy import linear_cross_entropy
-from longshore.ops.reference import attention as reference
-from longshore.ops.reference import cross_entropy as reference_loss
-from longshore.ops.reference import rope as reference_rope
 from longshore.ops.rope import rotate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

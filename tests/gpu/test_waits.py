@@ -18,12 +18,10 @@ from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.presets import preset
 from longshore.data.batches import BatchSize
 from longshore.data.data_rank import Packing
-from longshore.data.loader import Loader
 from longshore.data.mock import MockSource
-from longshore.data.steps import IndexedSteps
-from longshore.distributed.cp_groups import CPGroups
+from longshore.data.steps import IndexedSteps, Loader
 from longshore.distributed.process_group import Rendezvous, process_group
-from longshore.distributed.topology import Topology, make_topology
+from longshore.distributed.topology import CPGroups, Topology, make_topology
 from longshore.model.decoder import Decoder
 from longshore.model.init import initial_block
 from longshore.parallel.apply import Choices, parallelize

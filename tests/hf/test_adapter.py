@@ -27,11 +27,11 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from longshore.batch import whole_context
 from longshore.hf.adapter import adapt, check_foreign
-from longshore.hf.foreign_weights import fill_foreign, open_foreign, shapes_of, write_foreign
 from longshore.hf.generic_keys import describe_decoder
 from longshore.hf.transformers_model import adapted, empty_model
+from longshore.hf.transformers_weights import fill_foreign, open_foreign, shapes_of, write_foreign
 from longshore.parallel.apply import Choices, parallelize
-from longshore.parallel.pipeline.stages import saved_buffers
+from longshore.parallel.pipeline import saved_buffers
 
 LENGTHS = (7, 1, 12)
 MODELS = {"qwen3": qwen3, "qwen3_moe": qwen3_moe, "gemma3": gemma3, "gpt_oss": gpt_oss}

@@ -20,7 +20,7 @@ from tests.hf.test_checkpoint import IDS, assert_same_tensors, copy, tensors_of
 
 from longshore.arch.presets import preset
 from longshore.hf.checkpoint import open_weights, read_config, write_checkpoint
-from longshore.hf.shared_keys import bare
+from longshore.hf.keys import bare
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.hf import folders
 
-from longshore.arch.lora import LoRAConfig
+from longshore.arch.decoder import LoRAConfig
 from longshore.arch.presets import preset
 from longshore.hf.checkpoint import (
     open_weights,
@@ -22,8 +22,7 @@ from longshore.hf.lora import (
     merged_decoder,
     merged_stream,
 )
-from longshore.hf.peft_folder import write_adapter
-from longshore.hf.weights import SavedWeights, load_weights, save_weights
+from longshore.hf.weights import SavedWeights, load_weights, save_weights, write_adapter
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 

@@ -13,7 +13,7 @@ from longshore.arch.rope import RopeConfig
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.hf.architectures import ARCHITECTURES, architecture_for
 from longshore.hf.config_file import config_text, read_config
-from longshore.hf.shared_keys import bare
+from longshore.hf.keys import bare
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 MOE = {

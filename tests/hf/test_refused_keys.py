@@ -1,7 +1,6 @@
 import pytest
 
-from longshore.hf.generic_keys import describe_decoder, generic_decoder
-from longshore.hf.refused_keys import check_keys
+from longshore.hf.generic_keys import check_keys, describe_decoder, generic_decoder
 
 FINE = {
     "model_type": "gemma3_text",

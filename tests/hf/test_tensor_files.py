@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longshore.hf.checkpoint import check_stream, check_tensors
-from longshore.hf.quantized import refuse_quantized_files
+from longshore.hf.keys import refuse_quantized_files
 from longshore.hf.tensor_files import TensorFiles, write_files
 
 INDEX = "model.safetensors.index.json"

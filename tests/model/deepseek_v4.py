@@ -11,7 +11,7 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.part import Norm
 from longshore.arch.rope import RopeConfig, YarnScaling
 from longshore.arch.sparse_attention import IndexConfig, SparseAttentionConfig
-from longshore.hf.deepseek_v4_map import mixer_rows
+from longshore.hf.deepseek import mixer_rows
 from longshore.hf.tensor_map import StorageLayout, look_up
 from longshore.model.sparse_attention import SparseAttention
 

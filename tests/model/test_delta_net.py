@@ -10,7 +10,7 @@ from torch.nn.functional import silu, softplus
 from longshore.arch.part import Norm
 from longshore.arch.scan import DeltaNetConfig
 from longshore.batch import whole_context
-from longshore.model.delta_net import DeltaNet
+from longshore.model.recurrent import DeltaNet
 
 BASE = DeltaNetConfig(key_heads=2, value_heads=4, key_dim=5, value_dim=3)
 WIDTH = 10

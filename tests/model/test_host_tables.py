@@ -10,14 +10,12 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.presets import preset
 from longshore.arch.sparse_attention import IndexConfig, SparseAttentionConfig
 from longshore.batch import Boundaries, Counts, MicroBatch
-from longshore.data.lane_context import lane_context
-from longshore.data.pack import LaneShape, zero_batches
+from longshore.data.pack import LaneShape, lane_context, zero_batches
 from longshore.model import host_tables
 from longshore.model.host_tables import table_makers
-from longshore.model.sparse_tables import EntryKind, entry_tables
-from longshore.ops.boundaries import chunks
+from longshore.model.sparse_attention import EntryKind, entry_tables
+from longshore.ops.boundaries import chunk_table, chunks, filled_spans
 from longshore.ops.sizes import CHUNK_ROWS
-from longshore.ops.tables import chunk_table, filled_spans
 from longshore.plan.layout import StageInputs
 from longshore.plan.planner import make_plan
 

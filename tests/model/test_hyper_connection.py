@@ -7,9 +7,8 @@ import torch
 
 from longshore.arch.attention import AttentionConfig
 from longshore.arch.costs import parameter_count
-from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.decoder import DecoderConfig, HyperConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
-from longshore.arch.hyper import HyperConfig
 from longshore.arch.part import Norm
 from longshore.batch import whole_context
 from longshore.model.decoder import Decoder

@@ -8,17 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from longshore.advisor.peak_memory import RankSetting, expected_peak
 from longshore.arch.costs import parameter_count
-from longshore.arch.lora import LoRAConfig
-from longshore.arch.model_memory import model_bytes
-from longshore.arch.peak_memory import RankSetting, expected_peak
+from longshore.arch.decoder import LoRAConfig
+from longshore.arch.memory import model_bytes, stage_parameters, whole_model
 from longshore.arch.presets import preset
-from longshore.arch.stage_memory import stage_parameters, whole_model
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 from longshore.model.lora import hold_frozen, is_factor
-from longshore.ops.low_rank import LowRank, adapt, whole_weight
-from longshore.ops.projections import projected
+from longshore.ops.linear import LowRank, adapt, projected, whole_weight
 from longshore.train.optimizer import make_optimizer
 
 PRESETS = ("tiny-llama", "tiny-qwen3-moe", "tiny-deepseek-v3", "tiny-nemotron-h", "tiny-qwen3-next")

@@ -10,7 +10,7 @@ from torch.nn.functional import silu, softplus
 from longshore.arch.part import Norm
 from longshore.arch.scan import Mamba2Config
 from longshore.batch import whole_context
-from longshore.model.mamba2 import Mamba2
+from longshore.model.recurrent import Mamba2
 
 BASE = Mamba2Config(heads=4, head_dim=3, state_dim=5, groups=2)
 WIDTH = 12

@@ -17,9 +17,9 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.part import Norm, causal_pairs
 from longshore.arch.rope import RopeConfig, YarnScaling
 from longshore.batch import CPGroup, whole_context
-from longshore.model import mla
+from longshore.model import attention as mla
+from longshore.model.attention import MLA
 from longshore.model.interface import LOCAL
-from longshore.model.mla import MLA
 from longshore.model.rope import attention_factor, rope_tables
 
 BASE = MLAConfig(heads=3, kv_rank=5, nope_dim=4, rope_dim=6, value_dim=7)

@@ -8,11 +8,11 @@ import torch
 from tests.ops.twins import bounds_of, gated_delta_rule, run
 from torch.nn.functional import normalize
 
-from longshore.ops import attention_blocks
+from longshore.ops import attention as attention_blocks
 from longshore.ops.attention import attention
 from longshore.ops.delta_rule import prepare_delta
-from longshore.ops.reference.attention import attention as plain_attention
-from longshore.ops.reference.ssd import ssd as recurrent_ssd
+from longshore.ops.reference import attention as plain_attention
+from longshore.ops.reference import ssd as recurrent_ssd
 from longshore.ops.ssd import prepare_ssd, ssd
 
 TINY = 1e-6

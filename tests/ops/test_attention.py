@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from longshore.batch import Boundaries
+from longshore.ops import attention as attention_blocks
 from longshore.ops import attention as ops
-from longshore.ops import attention_blocks, attention_varlen
+from longshore.ops import attention_varlen, reference
 from longshore.ops.attention import attention, attention_backward, attention_forward
-from longshore.ops.reference import attention as reference
 
 ROUNDING = 1e-14
 

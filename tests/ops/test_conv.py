@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tests.ops.twins import assert_same, bounds_of, run
 
 from longshore.ops import conv
-from longshore.ops.reference import conv as twin
+from longshore.ops import reference as twin
 
 LENGTHS = [[1], [2], [7], [1, 2, 5], [2, 1, 1, 3], [0, 3, 0, 0, 1, 0], [3, 41, 1, 2]]
 

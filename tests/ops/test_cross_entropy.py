@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from longshore.ops import reference
 from longshore.ops.cross_entropy import linear_cross_entropy
-from longshore.ops.reference import cross_entropy as reference
 from longshore.ops.sizes import kernel_logits_chunk, logits_chunk, loss_bytes
 
 

@@ -6,7 +6,7 @@ from tests.ops.twins import assert_same, bounds_of, gated_delta_rule, run
 from torch.nn.functional import logsigmoid, normalize
 
 from longshore.ops import delta_rule as op
-from longshore.ops.reference import delta_rule as twin
+from longshore.ops import reference as twin
 
 LENGTHS = [[1], [2], [7], [8], [9], [16], [1, 2, 5, 8], [0, 3, 17, 0, 24, 1, 0], [3, 75, 1, 2]]
 

@@ -10,9 +10,9 @@ from tests.ops.twins import assert_same, bounds_of, run
 from torch.nn.functional import logsigmoid
 
 from longshore.ops import backends
+from longshore.ops import reference as twin
 from longshore.ops.backends import Backend
 from longshore.ops.delta_rule import prepare_heads
-from longshore.ops.reference import delta_rule as twin
 
 LENGTHS = [[1], [7], [1, 70, 5], [0, 3, 17, 0, 130, 1, 0]]
 

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from tests.ops.twins import assert_same, run
 
 from longshore.ops import experts as op
+from longshore.ops import reference as twin
 from longshore.ops.backends import grouped_refusal
-from longshore.ops.reference import experts as twin
 
 
 def ids_of(tokens, *, top_k=2, experts=5, seed=0):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longshore.ops import backends
-from longshore.ops.hyper import collapse, expand, project
+from longshore.ops.pointwise import collapse, expand, project
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

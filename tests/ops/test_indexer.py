@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from tests.ops.twins import LargestTensor, assert_same, bounds_of, on_meta, run
 from tests.ops.whole_tables import causal_ranges
 
-from longshore.ops import indexer
+from longshore.ops import indexer, reference
 from longshore.ops.indexer import choose, index_loss
-from longshore.ops.reference import indexer as reference
-from longshore.ops.row_ranges import row_ranges
+from longshore.ops.sparse_attention import row_ranges
 
 HOST = torch.device("cpu")
 NAMES = ("q_THD", "weights_TH", "keys_ED")

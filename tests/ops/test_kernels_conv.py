@@ -9,7 +9,7 @@ from tests.ops.twins import bounds_of
 
 from longshore.batch import Boundaries
 from longshore.ops import backends, conv
-from longshore.ops.reference import conv as twin
+from longshore.ops import reference as twin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

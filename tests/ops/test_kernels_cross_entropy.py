@@ -16,11 +16,10 @@ from tests.ranks.spine import MTP_WEIGHT, batches_of, make_samples  # noqa: E402
 
 from longshore.model.decoder import Decoder  # noqa: E402
 from longshore.model.init import init_decoder  # noqa: E402
-from longshore.ops import backends, cross_entropy  # noqa: E402
+from longshore.ops import backends, cross_entropy, reference  # noqa: E402
 from longshore.ops.cross_entropy import linear_cross_entropy  # noqa: E402
 from longshore.ops.kernels import cross_entropy as kernels  # noqa: E402
-from longshore.ops.reference import cross_entropy as reference  # noqa: E402
-from longshore.parallel.pipeline import executor  # noqa: E402
+from longshore.parallel import pipeline as executor  # noqa: E402
 from longshore.plan import make_plan  # noqa: E402
 from longshore.train import step  # noqa: E402
 from longshore.train.loss import make_loss  # noqa: E402

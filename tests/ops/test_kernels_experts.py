@@ -15,8 +15,8 @@ from longshore.batch import whole_context
 from longshore.model.feed_forward import MoE
 from longshore.ops import backends
 from longshore.ops import experts as op
+from longshore.ops import reference as twin
 from longshore.ops.backends import chosen, only
-from longshore.ops.reference import experts as twin
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 
 from longshore.ops import backends
-from longshore.ops.gate import gated_linear, relu2, sigmoid_gate, swiglu
+from longshore.ops.pointwise import gated_linear, relu2, sigmoid_gate, swiglu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 
 from longshore.ops import backends
-from longshore.ops.gated_norm import norm_after_gate, norm_before_gate
+from longshore.ops.pointwise import norm_after_gate, norm_before_gate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

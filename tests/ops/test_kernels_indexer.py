@@ -7,10 +7,9 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from tests.ops.test_sparse_attention import ranges_of
 
-from longshore.ops import backends
+from longshore.ops import backends, reference
 from longshore.ops.indexer import choose, index_loss
-from longshore.ops.reference import indexer as reference
-from longshore.ops.row_ranges import row_ranges
+from longshore.ops.sparse_attention import row_ranges
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

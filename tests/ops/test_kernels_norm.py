@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 
 from longshore.ops import backends
-from longshore.ops.norm import add_norm, rms_norm
+from longshore.ops.pointwise import add_norm, rms_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -7,10 +7,8 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from tests.ops.test_sparse_attention import inputs, ranges_of, some_entries
 
-from longshore.ops import backends
-from longshore.ops.reference import sparse_attention as reference
-from longshore.ops.row_ranges import row_ranges
-from longshore.ops.sparse_attention import sparse_attention
+from longshore.ops import backends, reference
+from longshore.ops.sparse_attention import row_ranges, sparse_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -11,10 +11,10 @@ from itertools import accumulate
 from longshore.arch.part import Norm
 from longshore.arch.scan import Mamba2Config
 from longshore.batch import Boundaries, whole_context
-from longshore.model.mamba2 import Mamba2
+from longshore.model.recurrent import Mamba2
 from longshore.ops import backends
+from longshore.ops import reference as twin
 from longshore.ops import ssd as op
-from longshore.ops.reference import ssd as twin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("x_THP", "dt_TH", "A_H", "B_TGN", "C_TGN", "D_H", "initial")

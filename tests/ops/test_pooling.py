@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tests.ops.twins import LargestTensor, assert_same, bounds_of, on_meta, run
 from tests.ops.whole_tables import group_rows
 
-from longshore.ops import pooling
-from longshore.ops.pooling import pooled
-from longshore.ops.reference import pooling as reference
+from longshore.ops import indexer as pooling
+from longshore.ops import reference
+from longshore.ops.indexer import pooled
 
 HOST = torch.device("cpu")
 NAMES = ("values_RC", "gates_RC", "bias_GC")
@@ -56,7 +56,7 @@ def test_rows_used_twice_and_groups_without_rows(overlap):
 
 
 def test_by_hand():
-    """As the docstring of ops/pooling.py."""
+    """As the docstring of ops/indexer.py."""
     values = torch.tensor([[2.0], [6.0]])
     gates = torch.tensor([[1.0], [3.0]]).log()
     rows = torch.tensor([[0, 1]]).int()

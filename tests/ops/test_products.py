@@ -4,7 +4,7 @@ from tests.ops.twins import assert_same, bounds_of, gated_delta_rule, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longshore.ops.attention import attention
-from longshore.ops.products import product, solve_unit_lower
+from longshore.ops.linear import product, solve_unit_lower
 from longshore.ops.ssd import ssd
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from longshore.ops import backends
-from longshore.ops.projections import projected
+from longshore.ops.linear import projected
 
 
 def layers(*widths, bias=False, dtype=torch.float32):

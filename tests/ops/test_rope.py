@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.ops.reference import rope as reference
+from longshore.ops import reference
 from longshore.ops.rope import rotate
 
 

@@ -8,8 +8,7 @@ from tests.ops.whole_tables import causal_ranges, group_rows
 
 from longshore.batch import Boundaries
 from longshore.ops.boundaries import table
-from longshore.ops.indexed_rows import add_rows_, sums_for, take_rows
-from longshore.ops.row_ranges import RangeBlock, row_ranges
+from longshore.ops.sparse_attention import RangeBlock, add_rows_, row_ranges, sums_for, take_rows
 
 HOST = torch.device("cpu")
 

@@ -10,10 +10,9 @@ from tests.ops.whole_tables import causal_ranges
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from longshore.ops import sparse_attention_blocks as blocks
-from longshore.ops.reference import sparse_attention as reference
-from longshore.ops.row_ranges import row_ranges
-from longshore.ops.sparse_attention import sparse_attention
+from longshore.ops import reference
+from longshore.ops import sparse_attention as blocks
+from longshore.ops.sparse_attention import row_ranges, sparse_attention
 
 HOST = torch.device("cpu")
 SMALL_BLOCKS = {"MOST_ROWS": 7, "MOST_ENTRIES": 3, "MOST_COPIED": 30}

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.ops.twins import assert_same, bounds_of, run
 
+from longshore.ops import reference as twin
 from longshore.ops import ssd as op
 from longshore.ops.boundaries import chunks_of
-from longshore.ops.reference import ssd as twin
 
 LENGTHS = [[1], [2], [7], [8], [9], [16], [1, 2, 5, 8], [0, 3, 17, 0, 24, 1, 0], [3, 75, 1, 2]]
 

@@ -3,7 +3,7 @@
 import torch
 from tests.ops.twins import bounds_of
 
-from longshore.ops.tables import chunk_table, filled_spans
+from longshore.ops.boundaries import chunk_table, filled_spans
 
 CPU = torch.device("cpu")
 

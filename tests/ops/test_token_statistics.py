@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.ops.test_cross_entropy import LiveBytes, assert_close, inputs
 
-from longshore.ops.cross_entropy import VocabularyPart
-from longshore.ops.reference import token_statistics as reference
-from longshore.ops.token_statistics import map_logits, token_statistics
+from longshore.ops import reference
+from longshore.ops.cross_entropy import VocabularyPart, map_logits, token_statistics
 
 
 def test_by_hand():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from longshore.ops.boundaries import to_device
-from longshore.ops.row_ranges import RowRanges, row_ranges
+from longshore.ops.sparse_attention import RowRanges, row_ranges
 
 
 def group_rows(

@@ -12,7 +12,7 @@ is a sequence more: with buckets of 10 lane 1 pads 3 tokens, and both cost 10.
 import math
 
 from longshore.plan import CostProfile, Pack, Plan, Round
-from longshore.plan.order import Action, make_order
+from longshore.plan.layout import Action, make_order
 
 
 def padded(length: int, cp_size: int) -> int:

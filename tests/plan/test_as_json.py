@@ -5,8 +5,7 @@ import pytest
 
 from longshore.plan.as_json import advice, plans_as_json, total_stats
 from longshore.plan.planner import make_plan
-from longshore.plan.policy import POLICIES
-from longshore.plan.types import Stats
+from longshore.plan.types import POLICIES, Stats
 
 LENGTHS = [9000, 300, 200, 4000, 77]
 STEP_CONTRACT = [

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshore.data.lane_context import lane_context
-from longshore.errors import SettingError
+from longshore.data.pack import lane_context
 from longshore.plan import make_plan
 from longshore.plan.graph_use import (
     BUCKETS,
@@ -20,6 +19,7 @@ from longshore.plan.graph_use import (
     steady_cap,
 )
 from longshore.plan.shapes import lane_packs, lane_tokens, make_buckets
+from longshore.settings import SettingError
 
 CAPACITY = 64
 

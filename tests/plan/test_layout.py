@@ -5,7 +5,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.plan.samples import examples
 
-from longshore.errors import SettingError
 from longshore.plan.layout import (
     LONGEST_TEXT,
     Layout,
@@ -15,6 +14,7 @@ from longshore.plan.layout import (
     one_stage,
     parse_layout,
 )
+from longshore.settings import SettingError
 
 
 def test_the_docstrings_example() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.plan.order import Action, Order, make_order
+from longshore.plan.layout import Action, Order, make_order
 
 PIPELINES = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
 

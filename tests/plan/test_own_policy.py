@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from longshore.errors import SettingError, as_option
 from longshore.plan import check, make_plan
+from longshore.settings import SettingError, as_option
 
 LENGTHS = [9, 3, 3, 2]
 HERE = "tests.plan.test_own_policy"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longshore.plan.cost import CostProfile, CostTable
-from longshore.plan.order import make_order
+from longshore.plan.layout import make_order
 from longshore.plan.pipeline import arrange
 from longshore.plan.pipeline_times import equal_columns, finish_times, wait_graph, walk
 from longshore.plan.shapes import padded_length

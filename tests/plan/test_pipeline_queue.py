@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.plan.samples import examples
 
-from longshore.plan.order import Action, make_order
-from longshore.plan.pipeline_queue import Message, Queue, message_of, rank_queues
-from longshore.plan.pipeline_times import Walk, walk
+from longshore.plan.layout import Action, make_order
+from longshore.plan.pipeline_times import Message, Queue, Walk, message_of, rank_queues, walk
 
 pytestmark = pytest.mark.property
 
@@ -144,7 +143,7 @@ def test_both_ranks_of_a_pair_have_its_messages_in_one_order(
 
 
 def most_alive(rank: int, *, pp: int, vpp: int) -> int:
-    """The bound of plan/order.py."""
+    """The bound of plan/layout.py."""
     ahead = pp - rank - 1
     return ahead + 1 if vpp == 1 else 2 * ahead + (vpp - 1) * pp + 1
 

@@ -1,7 +1,7 @@
 import pytest
 
 from longshore.plan.policies import static
-from longshore.plan.policy import POLICIES, Policy, policy_named, policy_names, register_policy
+from longshore.plan.types import POLICIES, Policy, policy_named, policy_names, register_policy
 
 
 def test_every_policy_is_registered_with_its_properties():

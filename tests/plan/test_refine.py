@@ -22,7 +22,7 @@ from longshore.plan.refine import (
     round_parts,
 )
 from longshore.plan.simulate import round_seconds
-from longshore.report.timeline import make_timeline
+from longshore.report.plan_page import make_timeline
 
 BASE = replace(CHARGED, quadratic=1e-4, round=20.0, node=2)
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longshore.plan.bound import order_bound
 from longshore.plan.cost import CostProfile, CostTable
-from longshore.plan.order import Action, Order, make_order
-from longshore.plan.pipeline_bound import order_bound
+from longshore.plan.layout import Action, Order, make_order
 from longshore.plan.pipeline_times import (
     equal_columns,
     finish_times,

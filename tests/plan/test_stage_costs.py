@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from tests.plan.evaluator import lanes_of, padded, sequence_cost
 from tests.plan.samples import CHARGED, TOKENS, examples, long_tail
 
-from longshore.errors import SettingError
 from longshore.plan import Plan, Round, check, make_plan
-from longshore.plan.layout import parse_layout
-from longshore.plan.order import Action, make_order
+from longshore.plan.cost import StageCosts, equal_stages, share_out
+from longshore.plan.layout import Action, make_order, parse_layout
 from longshore.plan.simulate import pipeline_walk
-from longshore.plan.stage_costs import StageCosts, equal_stages, share_out
+from longshore.settings import SettingError
 
 PAIRS = st.tuples(st.integers(1, 40), st.integers(1, 80))
 

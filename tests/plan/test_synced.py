@@ -12,10 +12,10 @@ from tests.plan.evaluator import lanes_of, padded, sequence_cost
 from tests.plan.samples import CHARGED, FREE, TOKENS, examples, long_tail
 
 from longshore.plan import Plan, check, make_plan, policies
-from longshore.plan.order import make_order
+from longshore.plan.cost import FINE, StageCosts, share_out
+from longshore.plan.layout import make_order
 from longshore.plan.pipeline_times import walk_columns
 from longshore.plan.simulate import simulate
-from longshore.plan.stage_costs import FINE, StageCosts, share_out
 from longshore.plan.task import Task
 
 QUADRATIC = replace(TOKENS, quadratic=0.01)

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from tests.ranks.piped import stage_batches, staged
 from tests.ranks.spine import MTP_WEIGHT
 
-from longshore.distributed.cp_groups import CPGroups
-from longshore.distributed.topology import make_topology
+from longshore.distributed.topology import CPGroups, make_topology
 from longshore.parallel.apply import Choices
-from longshore.parallel.pipeline.stages import EmbeddingCopies, stages_of, whole_name
+from longshore.parallel.pipeline import EmbeddingCopies, stages_of, whole_name
 from longshore.parallel.shards import boxes_of, cuts_by_name
 from longshore.plan.layout import Layout, one_stage
 from longshore.train.loss import make_loss

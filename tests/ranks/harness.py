@@ -41,10 +41,10 @@ PRELOAD = (
     "hypothesis",
     "longshore.plan",
     "longshore.distributed.collectives",
-    "longshore.distributed.cp_groups",
-    "longshore.data.loader",
+    "longshore.distributed.topology",
+    "longshore.data.steps",
     "longshore.parallel.apply",
-    "longshore.parallel.context.shift",
+    "longshore.parallel.shift",
     "longshore.train.loop",
 )
 GRACE_S = 2.0  # for the other ranks, once one has failed, to say what they saw

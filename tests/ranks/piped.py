@@ -13,11 +13,10 @@ from tests.data.stage_batch import only
 from tests.ranks.spine import MTP_WEIGHT, Outcome, batches_of, dense
 
 from longshore.arch.decoder import DecoderConfig
-from longshore.distributed.cp_groups import CPGroups
-from longshore.distributed.topology import make_topology
+from longshore.distributed.topology import CPGroups, make_topology
 from longshore.model.init import initial_block
 from longshore.parallel.apply import Choices, parallelize
-from longshore.parallel.pipeline.stages import EmbeddingCopies, Stages, stages_of, whole_name
+from longshore.parallel.pipeline import EmbeddingCopies, Stages, stages_of, whole_name
 from longshore.parallel.shards import fill
 from longshore.plan.layout import Layout
 from longshore.train.loss import make_loss

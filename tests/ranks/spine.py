@@ -16,8 +16,7 @@ from longshore.arch.rope import DynamicScaling, RopeConfig
 from longshore.batch import Depth, Targets, whole_context
 from longshore.data.pack import merge, pack_step, unpack
 from longshore.data.shard import cut_shards, lane_cuts
-from longshore.distributed.cp_groups import CPGroups
-from longshore.distributed.topology import make_topology
+from longshore.distributed.topology import CPGroups, make_topology
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder, initial_block
 from longshore.parallel.apply import Choices, parallelize

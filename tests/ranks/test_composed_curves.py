@@ -11,16 +11,15 @@ from tests.ranks.piped import staged
 from tests.ranks.spine import MTP_WEIGHT, exact
 from tests.ranks.test_curves import MOCK
 
+from longshore.arch.costs import make_layout
 from longshore.arch.presets import preset
-from longshore.arch.stages import make_layout
 from longshore.data.batches import BatchSize
 from longshore.data.data_rank import Packing
-from longshore.data.loader import Loader
 from longshore.data.mock import MockSource
-from longshore.data.steps import IndexedSteps
+from longshore.data.steps import IndexedSteps, Loader
 from longshore.hf.checkpoint import write_checkpoint, write_own_checkpoint
-from longshore.parallel.pipeline.gathered import gathered_tensors
-from longshore.parallel.pipeline.stages import EmbeddingCopies
+from longshore.parallel.gathered import gathered_tensors
+from longshore.parallel.pipeline import EmbeddingCopies
 from longshore.plan import make_plan
 from longshore.train.checkpoint import Checkpoints, Position
 from longshore.train.evaluation import HeldOut

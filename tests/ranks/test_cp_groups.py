@@ -5,8 +5,14 @@ import torch
 import torch.distributed as dist
 from tests.ranks.harness import run_ranks
 
-from longshore.distributed.cp_groups import CPGroups, check_cp_sizes, cp_blocks, splits
-from longshore.distributed.topology import Axes, make_topology
+from longshore.distributed.topology import (
+    Axes,
+    CPGroups,
+    check_cp_sizes,
+    cp_blocks,
+    make_topology,
+    splits,
+)
 from longshore.plan.shapes import legal_cp_sizes
 
 

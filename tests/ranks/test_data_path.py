@@ -16,12 +16,17 @@ from longshore.data.batches import BatchSize, Place
 from longshore.data.data_rank import Packing
 from longshore.data.exchange import send_back
 from longshore.data.fields import Field
-from longshore.data.lengths import StepLengths, gather_rows_of_lanes, length_rows
-from longshore.data.loader import Loader
 from longshore.data.pack import merge, pack_step, unpack
 from longshore.data.shard import count_targets, cut_shards, lane_cuts
 from longshore.data.source import TokenizedSample
-from longshore.data.steps import IndexedSteps, StreamedSteps
+from longshore.data.steps import (
+    IndexedSteps,
+    Loader,
+    StepLengths,
+    StreamedSteps,
+    gather_rows_of_lanes,
+    length_rows,
+)
 from longshore.distributed.collectives import count
 from longshore.distributed.topology import make_topology
 from longshore.plan import make_plan

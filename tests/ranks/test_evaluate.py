@@ -9,7 +9,7 @@ from longshore.data.batches import BatchSize
 from longshore.data.data_rank import Packing
 from longshore.data.source import MemorySource, TokenizedSample
 from longshore.data.steps import IndexedSteps
-from longshore.parallel.pipeline.executor import Executor
+from longshore.parallel.pipeline import Executor
 from longshore.plan import make_plan
 from longshore.train.evaluation import HeldOut
 from longshore.train.heartbeat import RankStatus

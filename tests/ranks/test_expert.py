@@ -26,22 +26,21 @@ from tests.ranks.test_moe import experts
 from tests.ranks.test_random_plans import planned, scattered
 
 from longshore.arch.attention import AttentionConfig
+from longshore.arch.cuts import expert_cut
 from longshore.arch.decoder import DecoderConfig, LayerConfig
-from longshore.arch.expert_cuts import expert_cut
 from longshore.arch.feed_forward import MoEConfig
 from longshore.distributed.collectives import count
-from longshore.distributed.cp_groups import CPGroups
-from longshore.distributed.topology import make_topology
-from longshore.errors import SettingError
+from longshore.distributed.topology import CPGroups, make_topology
 from longshore.model.decoder import Decoder
 from longshore.model.feed_forward import Experts
 from longshore.model.init import init_decoder
 from longshore.parallel.expert import exchanged, split_experts
 from longshore.parallel.fsdp import local_part, shard
-from longshore.parallel.pipeline.stages import stages_of
+from longshore.parallel.pipeline import stages_of
 from longshore.parallel.shards import cuts_by_name
 from longshore.plan import Pack, Plan, Round, make_plan
 from longshore.plan.layout import parse_layout
+from longshore.settings import SettingError
 from longshore.train.loss import make_loss
 from longshore.train.step import Stepper
 

@@ -17,7 +17,7 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
 from longshore.config.load import load_config
 from longshore.data.source import TokenizedSample
-from longshore.distributed import shared_stream
+from longshore.distributed import agreement as shared_stream
 from longshore.distributed.agreement import PeerError
 from longshore.distributed.collectives import sum_over
 from longshore.hf.checkpoint import open_weights

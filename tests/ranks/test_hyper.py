@@ -13,9 +13,8 @@ from tests.ranks.piped import error_of
 from tests.ranks.spine import VOCAB, alone, exact, make_samples, sharded
 
 from longshore.arch.attention import AttentionConfig
-from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.decoder import DecoderConfig, HyperConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
-from longshore.arch.hyper import HyperConfig
 from longshore.hf.checkpoint import open_weights, read_config, write_own_checkpoint
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder

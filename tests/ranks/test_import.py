@@ -10,8 +10,8 @@ from tests.ranks.piped import staged
 from tests.ranks.spine import exact
 
 from longshore.hf.checkpoint import open_weights, read_config, write_checkpoint
-from longshore.parallel.pipeline.gathered import gathered_tensors
-from longshore.parallel.pipeline.stages import stages_of
+from longshore.parallel.gathered import gathered_tensors
+from longshore.parallel.pipeline import stages_of
 from longshore.parallel.shards import fill
 from longshore.plan.layout import one_stage
 

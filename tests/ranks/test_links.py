@@ -3,8 +3,8 @@
 import torch
 from tests.ranks.harness import run_ranks
 
-from longshore.calibrate import links
-from longshore.calibrate.timing import Timer
+from longshore.advisor import calibrate as links
+from longshore.advisor.timing import Timer
 from longshore.distributed.topology import make_topology
 
 

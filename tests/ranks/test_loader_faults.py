@@ -23,7 +23,7 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.test_data_path import FIELDS, RandomSource, lane_stream, packing
 
 import longshore
-from longshore.data import loader
+from longshore.data import steps as loader
 from longshore.data.batches import BatchSize
 from longshore.data.steps import IndexedSteps, StreamedSteps
 from longshore.distributed.topology import Groups, Topology, make_topology

@@ -14,7 +14,7 @@ from tests.ranks.piped import deep, error_of
 from tests.ranks.spine import VOCAB, alone, batches_of, exact, make_samples, worst
 from tests.ranks.test_deepseek_v4 import tiny as deepseek_v4
 
-from longshore.arch.lora import LoRAConfig
+from longshore.arch.decoder import LoRAConfig
 from longshore.arch.presets import preset
 from longshore.model import lora
 from longshore.model.decoder import Decoder

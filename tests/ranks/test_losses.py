@@ -1,6 +1,5 @@
 """Every ready loss from mixed plans is that of one sequence at a time, gradients included."""
 
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,10 +13,10 @@ from tests.ranks.spine import exact
 
 from longshore.data.pack import pack_step
 from longshore.data.shard import cut_shards, lane_cuts
-from longshore.errors import SettingError
-from longshore.parallel.pipeline.stages import EmbeddingCopies
+from longshore.parallel.pipeline import EmbeddingCopies
 from longshore.plan import make_plan
 from longshore.plan.layout import one_stage, parse_layout
+from longshore.settings import SettingError
 from longshore.train.loss import make_loss
 from longshore.train.step import Stepper
 

@@ -1,4 +1,4 @@
-"""What arch/process_groups.py counts is what ranks really open."""
+"""What advisor/peak_memory.py counts is what ranks really open."""
 
 from collections import Counter
 
@@ -7,11 +7,10 @@ import torch.distributed as dist
 from tests.ranks.harness import run_ranks
 from tests.ranks.spine import dense
 
-from longshore.arch.process_groups import joined_groups
-from longshore.distributed.cp_groups import CPGroups
-from longshore.distributed.topology import make_topology
+from longshore.advisor.peak_memory import joined_groups
+from longshore.distributed.topology import CPGroups, make_topology
 from longshore.parallel.fsdp import _replicas
-from longshore.parallel.pipeline.stages import EmbeddingCopies, Stages
+from longshore.parallel.pipeline import EmbeddingCopies, Stages
 from longshore.plan.layout import parse_layout
 from longshore.plan.shapes import legal_cp_sizes
 

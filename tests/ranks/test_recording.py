@@ -16,7 +16,6 @@ from tests.ranks.test_sparse_attention import MODEL as SPARSE
 from torch.distributed.fsdp import fully_shard
 
 from longshore.distributed import collectives
-from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.recording import (
     KINDS,
     DeadlockError,
@@ -26,12 +25,11 @@ from longshore.distributed.recording import (
     compared,
     recorded,
 )
-from longshore.distributed.topology import make_topology
-from longshore.parallel.pipeline.executor import Executor
+from longshore.distributed.topology import CPGroups, make_topology
+from longshore.parallel.pipeline import Executor
 from longshore.plan import Pack, Plan, Round, make_plan
-from longshore.plan.layout import one_stage, parse_layout
-from longshore.plan.order import make_order
-from longshore.plan.pipeline_queue import Queue, message_of
+from longshore.plan.layout import make_order, one_stage, parse_layout
+from longshore.plan.pipeline_times import Queue, message_of
 from longshore.train.loss import make_loss
 from longshore.train.step import Stepper
 

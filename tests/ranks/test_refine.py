@@ -9,8 +9,7 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.test_data_path import RandomSource, packing
 
 from longshore.data.batches import BatchSize
-from longshore.data.loader import Loader
-from longshore.data.steps import IndexedSteps
+from longshore.data.steps import IndexedSteps, Loader
 from longshore.distributed.topology import make_topology
 from longshore.plan import make_plan
 from longshore.plan.cost import CostProfile

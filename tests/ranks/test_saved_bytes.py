@@ -1,16 +1,16 @@
-"""What a rank keeps for backward under TP and EP, beside what arch/stage_memory.py estimates."""
+"""What a rank keeps for backward under TP and EP, beside what arch/memory.py estimates."""
 
 import pytest
 import torch
 from tests.ranks.harness import run_ranks
 
 from longshore.arch.costs import token_bytes
+from longshore.arch.memory import INPUT_BYTES, ModelSplit
 from longshore.arch.presets import preset
-from longshore.arch.stage_memory import INPUT_BYTES, ModelSplit
 from longshore.batch import whole_context
 from longshore.distributed.topology import make_topology
 from longshore.model.decoder import Decoder
-from longshore.ops import norm
+from longshore.ops import pointwise as norm
 from longshore.parallel.expert import split_experts
 from longshore.parallel.tensor import split_tensors
 

@@ -15,8 +15,8 @@ from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.batch import whole_context
 from longshore.model.decoder import Decoder
-from longshore.model.scan import ScanInputs, over_heads
-from longshore.parallel.context.exchange import halo_route
+from longshore.model.recurrent import ScanInputs, over_heads
+from longshore.parallel.context import halo_route
 from longshore.plan import make_plan
 
 WIDTH = 12

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.ranks.harness import run_ranks
 
 from longshore.distributed import collectives
-from longshore.parallel.context.shift import Route, shift, shift_left, shift_right, shift_rows
+from longshore.parallel.shift import Route, shift, shift_left, shift_right, shift_rows
 from longshore.plan.shapes import shard_positions
 
 DTYPES = [

@@ -9,7 +9,7 @@ from tests.data.plans import Sample, counts_of
 from tests.ranks.harness import run_ranks
 from tests.ranks.spine import batches_of, dense, exact, lanes_of, make_samples, sharded
 
-from longshore.arch.lora import LoRAConfig
+from longshore.arch.decoder import LoRAConfig
 from longshore.data.batches import Place
 from longshore.data.pack import pack_step
 from longshore.data.shard import cut_shards, lane_cuts

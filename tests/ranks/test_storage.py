@@ -20,20 +20,19 @@ from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
-from longshore.choices import ShardMode
 from longshore.cli.main import main
 from longshore.hf.checkpoint import write_own_checkpoint
 from longshore.model.decoder import Decoder
 from longshore.model.fill import fill_rows
 from longshore.model.init import init_decoder
-from longshore.parallel.pipeline.gathered import gathered_tensors
-from longshore.parallel.pipeline.stages import EmbeddingCopies, Stages, tensor_names
+from longshore.parallel.gathered import gathered_tensors
+from longshore.parallel.pipeline import EmbeddingCopies, Stages, tensor_names
 from longshore.parallel.shards import boxes_of
 from longshore.plan.layout import one_stage, parse_layout
+from longshore.settings import ShardMode
 from longshore.train import checkpoint_storage
-from longshore.train.checkpoint import Checkpoints, Position
+from longshore.train.checkpoint import Checkpoints, Position, make_moments, state_of
 from longshore.train.checkpoint_files import checkpoint_folder, read_index
-from longshore.train.checkpoint_state import make_moments, state_of
 from longshore.train.optimizer import make_optimizer
 from longshore.train.safetensors_stream import OF_NAME
 

@@ -5,9 +5,9 @@ import math
 import random
 from dataclasses import asdict
 
-from longshore.config.toml import write_toml
+from longshore.config.schema import write_toml
 from longshore.plan.planner import make_plan
-from longshore.report.timeline import make_timeline
+from longshore.report.plan_page import make_timeline
 
 CONFIG = {
     "data": {"batch": 24, "seed": 0},

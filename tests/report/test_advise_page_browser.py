@@ -7,8 +7,7 @@ import subprocess
 import pytest
 from tests.report.test_plan_page_browser import CHROMIUM, FLAGS
 
-from longshore.report.advise_page import write_advise_page
-from longshore.report.advise_text import MEMORY_NAMES
+from longshore.advisor.advise_page import MEMORY_NAMES, write_advise_page
 
 pytestmark = [
     pytest.mark.browser,

@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 
-from longshore.data.lane_context import lane_context
+from longshore.data.pack import lane_context
 from longshore.plan.graph_use import MicroBatchSizes, as_graphed
-from longshore.report.graph_caps import cap_rows
-from longshore.report.page_data import page_data
+from longshore.report.plan_page import cap_rows, page_data
 
 
 def test_counts_what_a_graph_can_serve(make):

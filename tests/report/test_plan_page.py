@@ -6,10 +6,9 @@ from importlib.resources import files
 import numpy as np
 import pytest
 
-from longshore.plan.cost import CostProfile
-from longshore.plan.stage_costs import share_out
-from longshore.report.page_data import MOST_BINS, TICKS, length_histogram, page_data
+from longshore.plan.cost import CostProfile, share_out
 from longshore.report.pages import PLAN_SCRIPTS, script_json, write_plan_page
+from longshore.report.plan_page import MOST_BINS, TICKS, length_histogram, page_data
 
 TOKENS_ONLY = CostProfile(linear=1.0, quadratic=0.0, gather=(0.0, 0.0), node=8, pack=0.0, round=0.0)
 

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.report.run_cost import choose_dots, cost_data, cost_text, fit_cost, verdict
-from longshore.report.run_curves import SHOWN, curve, edges, rounded, run_curves
-from longshore.report.run_experts import experts_data, relative
-from longshore.report.run_journal import JournalLine
+from longshore.report.run_files import choose_dots, cost_data, cost_text, fit_cost, verdict
+from longshore.report.run_journal import SHOWN, JournalLine, curve, edges, rounded, run_curves
+from longshore.report.run_page import experts_data, relative
 
 
 def journal_line(predicted, elapsed, experts=()):

@@ -5,8 +5,7 @@ import json
 import pytest
 from tests.report.run_folders import make_run, write_lines
 
-from longshore.report.pages import read_runs
-from longshore.report.text import report_summary
+from longshore.report.pages import read_runs, report_summary
 
 
 def lines(*graphed):

@@ -6,12 +6,23 @@ from itertools import pairwise
 import pytest
 from tests.report.run_folders import make_run, write_lines
 
-from longshore.report.page_data import page_data
-from longshore.report.pages import RUN_SCRIPTS, RUN_STYLES, read_runs, run_page, write_run_page
-from longshore.report.run_data import differences, run_page_data
+from longshore.report.pages import (
+    RUN_SCRIPTS,
+    RUN_STYLES,
+    read_runs,
+    report_summary,
+    run_page,
+    write_run_page,
+)
+from longshore.report.plan_page import page_data
 from longshore.report.run_files import read_run
-from longshore.report.run_steps import choose_steps, slow_steps, steps_data
-from longshore.report.text import report_summary
+from longshore.report.run_page import (
+    choose_steps,
+    differences,
+    run_page_data,
+    slow_steps,
+    steps_data,
+)
 
 
 def lines_of(path):

@@ -4,9 +4,8 @@ from statistics import median
 import pytest
 from tests.report.run_folders import make_run, write_lines
 
-from longshore.report.pages import read_runs
-from longshore.report.run_pipeline import pipeline_data, read_pipeline, read_rank, stage_texts
-from longshore.report.text import report_summary
+from longshore.report.pages import read_runs, report_summary
+from longshore.report.run_files import pipeline_data, read_pipeline, read_rank, stage_texts
 
 
 def line(step, *stages, elapsed=1.0, bubble=0.2, predicted=0.3):

@@ -6,7 +6,7 @@ import pytest
 from tests.report.run_folders import make_run, refine_line, write_lines
 
 from longshore.report.pages import read_runs
-from longshore.report.run_refine import last_change, read_refined, refine_data
+from longshore.report.run_files import last_change, read_refined, refine_data
 
 
 @pytest.fixture

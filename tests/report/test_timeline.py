@@ -6,7 +6,7 @@ import pytest
 from longshore.plan.cost import CostProfile
 from longshore.plan.planner import make_plan
 from longshore.plan.simulate import simulate
-from longshore.report.timeline import make_timeline
+from longshore.report.plan_page import make_timeline
 
 
 def test_sync_round_waits_for_the_slowest_lane(make):

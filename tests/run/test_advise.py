@@ -9,19 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshore.arch.costs import parameter_count, step_flops
-from longshore.arch.lora import LoRAConfig
-from longshore.arch.machine import load_machine
-from longshore.arch.presets import preset
-from longshore.arch.process_groups import LARGER_BYTES, PAIR_BYTES
-from longshore.arch.step_time import RunShape, step_seconds
-from longshore.config.check import check_config, decoder_config
-from longshore.config.load import load_config
-from longshore.config.schema import ModelConfig
-from longshore.report.advise_text import MEMORY_NAMES, advise_summary
-from longshore.run.advise import TIE, _choice, _with_smallest_groups, advise, sample_steps
-from longshore.run.advise_answer import answer
-from longshore.run.advise_candidates import (
+from longshore.advisor.advise import (
+    TIE,
+    _choice,
+    _with_smallest_groups,
+    advise,
+    answer,
+    sample_steps,
+)
+from longshore.advisor.advise_page import MEMORY_NAMES, advise_summary
+from longshore.advisor.candidate_time import StepSize, StepTimer
+from longshore.advisor.candidates import (
     CONTEXT_BYTES,
     AdviceTask,
     Candidate,
@@ -34,7 +32,15 @@ from longshore.run.advise_candidates import (
     legal_axes,
     memory_of,
 )
-from longshore.run.advise_time import StepSize, StepTimer
+from longshore.advisor.machine import load_machine
+from longshore.advisor.peak_memory import LARGER_BYTES, PAIR_BYTES
+from longshore.advisor.step_time import RunShape, step_seconds
+from longshore.arch.costs import parameter_count, step_flops
+from longshore.arch.decoder import LoRAConfig
+from longshore.arch.presets import preset
+from longshore.config.check import check_config, decoder_config
+from longshore.config.load import load_config
+from longshore.config.schema import ModelConfig
 
 GIB = 1 << 30
 H200 = load_machine("h200")
@@ -259,7 +265,7 @@ def test_what_needs_more_than_one_that_does_not_fit_is_skipped(monkeypatch):
         calls.append(given)
         return memory_of(*given)
 
-    monkeypatch.setattr("longshore.run.advise_candidates.memory_of", counted)
+    monkeypatch.setattr("longshore.advisor.candidates.memory_of", counted)
     small = Candidate(axes=ModelAxes(lanes=1), capacity=8192, max_cp=1)
     assert check.fitting(small) is None
     assert check.fitting(replace(small, capacity=16_384)) is None

@@ -11,9 +11,9 @@ from longshore.config.schema import GraphConfig
 from longshore.data.batches import Batches, BatchSize
 from longshore.plan import make_plan
 from longshore.plan.graph_use import GraphSetting, MicroBatchSizes
-from longshore.run import auto, graph_cap
-from longshore.run.auto import resolve
-from longshore.run.graph_cap import GIB, graph_bytes, sampled_plans
+from longshore.run import auto
+from longshore.run import auto as graph_cap
+from longshore.run.auto import GIB, graph_bytes, resolve, sampled_plans
 
 LENGTHS = np.array([60, 30, 20, 10] * 64)
 

@@ -4,9 +4,9 @@ import pytest
 from tests.data.rows import from_rows
 
 from longshore.config.load import load_config
-from longshore.data.pairs import PAIR_FIELDS
+from longshore.data.columns import PAIR_FIELDS
 from longshore.data.source import MemorySource
-from longshore.run.loss import check_pairs, data_loss
+from longshore.run.parts import check_pairs, data_loss
 
 
 def row(pair: int, sign: int, *, mask=(0, 1, 1)) -> dict:

@@ -16,7 +16,8 @@ from longshore.data.source import MemorySource, TokenizedSample
 from longshore.hf.generic_keys import describe_decoder
 from longshore.hf.transformers_model import config_keys
 from longshore.plan import Sequence, check, make_plan
-from longshore.run import foreign, parts
+from longshore.run import parts
+from longshore.run import parts as foreign
 from longshore.run.data import given_planner
 
 

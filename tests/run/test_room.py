@@ -11,7 +11,8 @@ from longshore.config import decoder_config, load_config
 from longshore.data.fields import Field
 from longshore.data.source import TokenizedSample
 from longshore.data.store import write_store
-from longshore.run import room, score
+from longshore.run import folder as room
+from longshore.run import score
 from longshore.run.ranks import alone
 from longshore.run.resume import FRESH, check_output
 

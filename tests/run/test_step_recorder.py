@@ -4,8 +4,7 @@ import pytest
 from tests.data.tiny import word_tokenizer
 
 from longshore import Trainer
-from longshore.report.pages import read_runs
-from longshore.report.text import report_summary
+from longshore.report.pages import read_runs, report_summary
 from longshore.run.step_recorder import LossWatch
 
 

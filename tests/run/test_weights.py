@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from tests.hf.folders import qwen3
 
-from longshore.arch.lora import LoRAConfig
+from longshore.arch.decoder import LoRAConfig
 from longshore.config.load import load_config
 from longshore.hf.config_file import read_config
 from longshore.run import weights

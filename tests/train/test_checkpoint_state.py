@@ -10,13 +10,13 @@ from tests.arch.tp_parts import WIDTH, parts_on_ranks
 from tests.parallel.test_shards import cut_out, tensors_of
 
 from longshore.arch.cuts import Span, TensorCut, cuts_of
-from longshore.arch.lora import LoRAConfig
+from longshore.arch.decoder import LoRAConfig
 from longshore.arch.presets import preset
 from longshore.distributed.topology import Axes
 from longshore.model.decoder import Decoder
 from longshore.model.lora import is_factor
-from longshore.train import checkpoint_state
-from longshore.train.checkpoint_state import own_blocks
+from longshore.train import checkpoint as checkpoint_state
+from longshore.train.checkpoint import own_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,13 +17,17 @@ from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.batch import MicroBatch
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
-from longshore.model.mamba2 import Mamba2
+from longshore.model.recurrent import Mamba2
 from longshore.plan import make_plan
 from longshore.plan.graph_use import GraphSetting
-from longshore.train.cuda_graph import GraphedLayers
-from longshore.train.graph_piece import GraphMemory, GraphPiece, parameters_of
-from longshore.train.graph_recorder import RecordingError
-from longshore.train.graph_shape import GraphShape
+from longshore.train.cuda_graph import (
+    GraphedLayers,
+    GraphMemory,
+    GraphPiece,
+    GraphShape,
+    RecordingError,
+    parameters_of,
+)
 
 ALL = {AttentionConfig, MLAConfig, MLPConfig, DeltaNetConfig, Mamba2Config}
 CAP = 6

@@ -7,7 +7,7 @@ import torch
 
 from longshore.data.batches import Place
 from longshore.data.steps import Step
-from longshore.parallel.pipeline.executor import Timestamp
+from longshore.parallel.pipeline import Timestamp
 from longshore.plan import make_plan
 from longshore.train import loop
 from longshore.train.loop import Hooks, Machine, Progress

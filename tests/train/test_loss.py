@@ -11,13 +11,12 @@ from tests.data.plans import FIELDS, counts_of, make_samples
 from longshore.data.fields import parse_field
 from longshore.data.pack import pack_step
 from longshore.data.shard import cut_shards, lane_cuts
-from longshore.errors import SettingError
 from longshore.ops.cross_entropy import OutputLayer
 from longshore.plan import make_plan
+from longshore.settings import SettingError
 from longshore.train.loss import Loss, check_fields, make_loss, masked_values
 from longshore.train.loss_inputs import LogitsHead, SequenceSums, StepInputs
-from longshore.train.losses.distillation import distill
-from longshore.train.losses.preference import dpo
+from longshore.train.losses import distill, dpo
 
 
 def a_batch(*lengths):

@@ -8,7 +8,7 @@ import pytest
 from tests.metrics_file import read_metrics
 
 from longshore.train.checkpoint_files import writing
-from longshore.train.metrics import MetricsFile, StepMetrics, cut_steps, graphed_text
+from longshore.train.display import MetricsFile, StepMetrics, cut_steps, graphed_text
 from longshore.train.record import recording
 from longshore.train.stop import RunError
 

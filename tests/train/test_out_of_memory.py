@@ -6,8 +6,8 @@ from longshore.batch import Counts
 from longshore.data.pack import LaneShape, zero_batches
 from longshore.plan import Pack, Round
 from longshore.plan.layout import StageInputs
+from longshore.train.device import SMALLER_PACKS, WAY_OUT, out_of_memory
 from longshore.train.heartbeat import RankStatus
-from longshore.train.out_of_memory import SMALLER_PACKS, WAY_OUT, out_of_memory
 
 
 def test_what_is_in_memory_is_counted():

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from longshore.data.batches import BatchSize
-from longshore.data.loader import Loader
 from longshore.data.source import MemorySource, TokenizedSample
-from longshore.data.steps import IndexedSteps
+from longshore.data.steps import IndexedSteps, Loader
 from longshore.plan import make_plan
 from longshore.plan.cost import CostProfile
 from longshore.plan.refine import predicted_seconds, round_parts
+from longshore.train.record import refining
 from longshore.train.refine import Refiner
-from longshore.train.refine_record import refining
 
 TRUE = CostProfile(linear=1.0, quadratic=0.1, gather=(0.1, 0.1), node=8, pack=4.0, round=2.0)
 WRONG = replace(TRUE, quadratic=0.01)

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from longshore.plan import make_plan
-from longshore.train.stage_times import as_line, predicted_bubble, stage_times
+from longshore.train.record import predicted_bubble, stage_times
+from longshore.train.record import stage_line as as_line
 
 
 def report(step: int = 3, stages=((0, 0.1, 0.2), (2, 0.1, 0.2))):

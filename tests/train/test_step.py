@@ -9,7 +9,7 @@ from tests.ranks.spine import MTP_WEIGHT, batches_of, make_samples
 
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
-from longshore.parallel.pipeline import executor
+from longshore.parallel import pipeline as executor
 from longshore.plan import make_plan
 from longshore.train import step
 from longshore.train.loss import Loss, make_loss, without_uncounted_labels

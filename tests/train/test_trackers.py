@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from longshore.train.trackers import check_trackers, make_trackers, numbers
+from longshore.train.record import check_trackers, make_trackers, numbers
 
 STEP = {"step": 3, "loss": 2.5, "mfu": None, "skipped": False, "mtp_losses": [2.6, 2.7]}
 STEP["loss_metrics"] = {"reward_margin": 0.5, "reward_accuracy": None}

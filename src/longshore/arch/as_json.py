@@ -14,16 +14,9 @@ the modules of users' classes first.
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from longshore.arch import (
-    attention,
-    decoder,
-    feed_forward,
-    hyper,
-    lora,
-    rope,
-    scan,
-    sparse_attention,
-)
+from longshore.arch import attention, decoder, feed_forward, rope, scan, sparse_attention
+from longshore.arch import decoder as hyper
+from longshore.arch import decoder as lora
 from longshore.arch.decoder import DecoderConfig
 
 MODULES = (decoder, attention, feed_forward, hyper, lora, rope, scan, sparse_attention)

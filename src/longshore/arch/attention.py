@@ -13,10 +13,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from longshore.arch.checks import check_counts
 from longshore.arch.part import Product, Saved, Sharing, causal_pairs
 from longshore.arch.rope import RopeConfig, YarnScaling
-from longshore.choices import names_of
+from longshore.settings import check_counts, names_of
 
 Form = Literal["decompressed", "absorbed"]
 

@@ -17,43 +17,161 @@ For each token a block saves what its backward reads; with recomputation only th
 saved, and one block at a time has the rest. tiny-llama's block in float32 saves 1,408 values and 10
 statistics per token, 5,672 bytes; with recomputation 64 values, 256 bytes.
 
-The model: arch/model_memory.py.
+The model: arch/memory.py.
 
-Shared packs: arch/exchanged.py counts what a layer gathers of them.
+Shared packs: arch/costs.py counts what a layer gathers of them.
 
 Pipelines: a rank has the parameters of its stages, and a copy of the embedding for each stage that
 needs one. It saves the activations of several rounds: with 1F1B rank p those of pp − p, with
 interleaving of 2·(pp − p − 1) + (vpp − 1)·pp + 1 of its stages. The capacity is that of the rank
 with the least.
 
-Tensor and expert parallelism: arch/stage_memory.py says what of a layer a rank has.
+Tensor and expert parallelism: arch/memory.py says what of a layer a rank has.
 
 These are estimates: a tenth is kept free for kernels' buffers and fragmentation.
+
+What a layer's core gathers and expands in one forward and backward, in bytes. Pure Python.
+
+In: a decoder, a CP size, a lane's tokens, how lanes share a pack, bytes of a number. Out: bytes, at
+the moment of a layer's backward at which they are most. Only one layer has them at a time.
+
+A lane that is full of its shard of a pack at CP size c gathers c rows for each of its own. Its two
+chunks of each sequence see c + 1/2 of them: chunk r sees (r + 1)/2c of the sequence, chunk
+2c − 1 − r the other (2c − r)/2c. The lane fetches rows in forward, and again in backward:
+
+    gather   the rows seen and their gradients, 2·(c + 1/2); then either the core's buffers, or the
+             gradients joined and added up by lane, (c + 1/2) + c
+    heads    queries, keys and values of c·T rows in 1/c of the heads: their gradients, and either
+             the core's buffers, or their copies by lane and as received
+    MLA      latents as by gather; of each row seen, also at CP size 1, keys, values, their product
+             and the gradients of all, of as many heads as ops/sizes.py allows at a time
+
+With 8 KV heads of 128 in half precision a row has 2·8·128·2 = 4,096 bytes; at CP size 8 a token of
+the lane needs (2·8.5 + 8.5 + 8)·4,096 = 137,216 by gather. With 32 heads by heads 3·48·128·2 =
+36,864.
+
+A cost profile from a model's FLOPs, for models whose cost is no square of the length. No torch.
+
+In: a decoder. Out: a CostProfile: what a single token takes, and beyond that a curve over lengths
+of what a sequence takes together. A rate of 400 TFLOP/s is assumed, as in the built-in profile.
+
+A layer with a window of 2 and heads of 1 dim, 4 FLOPs a pair: 1 token has 1 pair, 5 tokens have 9.
+So the curve is 4 · (9 − 5) = 16 at length 5, and at length 10 36: it grows with the length alone.
+
+The stages of a decoder's pipeline: a balanced layout, and what each stage costs. No torch.
+
+In: a DecoderConfig and the pipeline size, or a layout by hand. Out: a Layout whose most expensive
+stage is cheapest, counted in FLOPs of a sequence's forward; and what part of a round's cost each
+stage has.
+
+Where experts are split over ranks, lanes meet before them and after them. What lies between such
+meetings is token-wise: the feed-forward part of a layer with experts, and the head, which comes
+after the last. A feed-forward part without experts runs on from its mixer. So in a decoder whose
+layers all have experts, everything but the mixers and the embedding is token-wise.
+
+Four equal layers on 2 ranks whose head costs as much as two of them: `Ettt|tL`. Both stages then
+have half of what grows with tokens, but the first has three quarters of what grows with squares.
 """
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from longshore.arch.decoder import DecoderConfig
-from longshore.arch.exchanged import exchanged_by, gathered_rows
+from longshore.arch.attention import AttentionConfig, MLAConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MoEConfig
-from longshore.arch.model_memory import ModelBytes, item_bytes, model_bytes
-from longshore.arch.part import Part, Sharing
-from longshore.arch.stage_memory import (
+from longshore.arch.memory import (
     WHOLE,
+    ModelBytes,
     ModelSplit,
     block_saved,
     block_working,
+    item_bytes,
+    model_bytes,
     most_in_flight,
     rank_layers,
     sent_width,
     stage_saved,
     whole_model,
 )
-from longshore.ops.sizes import loss_bytes
-from longshore.plan.layout import Layout
+from longshore.arch.part import Part, Sharing
+from longshore.arch.sparse_attention import SparseAttentionConfig
+from longshore.ops.sizes import expanded_values, loss_bytes, most_expanded
+from longshore.plan.cost import BUILT_IN, CostProfile, StageCosts, share_out
+from longshore.plan.layout import Layout, balanced_layout, parse_layout
+from longshore.settings import SettingError
+
+FLOAT32_BYTES = 4
+INDEX_BYTES = 4
+"""Of each index of a row: to natural order, back, and of the rows that are seen."""
+
+
+def gathered_rows(tokens: int, cp_size: int) -> int:
+    """The rows of a full pack of which a lane holds `tokens`."""
+    return tokens * cp_size
+
+
+def exchanged_by(
+    layers: Iterable[LayerConfig], cp_size: int, tokens: int, *, sharing: Sharing, item: int
+) -> int:
+    """Bytes of a lane full of packs of this CP size, in the layer that needs most."""
+    parts = {part for layer in layers for part in layer.parts}
+    indices = INDEX_BYTES * (3 * cp_size + 1) * tokens if cp_size > 1 else 0
+    each = (_part_bytes(part, cp_size, tokens, sharing=sharing, item=item) for part in parts)
+    return indices + max(each, default=0)
+
+
+def _part_bytes(part: Part, cp_size: int, tokens: int, *, sharing: Sharing, item: int) -> int:
+    # A lane that shares nothing sees its own rows, else half a row more than the pack has of them.
+    rows = cp_size * tokens
+    visible = rows + (tokens + 1) // 2 if cp_size > 1 else rows
+    if isinstance(part, MLAConfig):
+        return _mla(part, rows=rows, visible=visible, item=item, alone=cp_size == 1)
+    if cp_size == 1:
+        return 0
+    gathered = part.gathered() * item
+    if not isinstance(part, AttentionConfig):
+        return gathered * (3 * visible + rows)
+    width, shared = part.head_dim, part.heads > part.kv_heads
+    buffers = part.kv_heads * _buffers(width, width, shared=shared, item=item)
+    if _by_heads(part, cp_size, sharing):
+        values = (part.heads + 2 * part.kv_heads) * width * item
+        return tokens * (values + max(2 * values, buffers))
+    return 2 * visible * gathered + max((visible + rows) * gathered, rows * buffers)
+
+
+def _mla(part: MLAConfig, *, rows: int, visible: int, item: int, alone: bool) -> int:
+    """Latents of the rows, and what model/attention.py makes of those that are seen."""
+    latents = 0 if alone else part.latent_dim * (3 * visible + rows) * item
+    if part.form == "absorbed":
+        key, value = part.latent_dim, part.kv_rank
+        buffers = _buffers(key, value, shared=True, item=item)
+        return latents + visible * (key + value) * item + rows * buffers
+    key, value, product = part.head_dim, part.value_dim, part.nope_dim + part.value_dim
+    expanded = expanded_values(key, product, value) * item
+    together = most_expanded(visible, part.heads, expanded)
+    buffers = _buffers(key, value, shared=False, item=item)
+    return latents + together + -(-together * rows * buffers // max(visible * expanded, 1))
+
+
+def _buffers(key: int, value: int, *, shared: bool, item: int) -> int:
+    """Bytes of a row and KV head in the core's backward.
+
+    shared: by several query heads. Kernels, which serve half precision, then add up the gradients
+    of keys and values in float32; plain torch copies keys twice, values, and the gradients of both.
+    """
+    if item < FLOAT32_BYTES:
+        return (key + value) * FLOAT32_BYTES if shared else 0
+    return (3 * key + 2 * value) * item
+
+
+def _by_heads(part: AttentionConfig, cp_size: int, sharing: Sharing) -> bool:
+    """Whether lanes share out the heads: as model/attention.py chooses."""
+    if cp_size == 1 or sharing.attention == "gather":
+        return False
+    fewer = 3 * cp_size * part.kv_heads > 2 * (part.heads + part.kv_heads)
+    return sharing.attention == "heads" or (part.kv_heads % cp_size == 0 and fewer)
 
 
 def step_flops(config: DecoderConfig, lengths: Sequence[int]) -> int:
@@ -372,3 +490,128 @@ def _size(amount: int) -> str:
         if amount >= unit:
             return f"{amount / unit:.1f} {name}"
     return f"{amount} B"
+
+
+RATE = 4e14
+"""FLOP/s."""
+KNOTS = 4
+"""For each doubling of the length."""
+LONGEST = 22
+"""Doublings."""
+
+
+def needs_curve(config: DecoderConfig) -> bool:
+    """Whether squared lengths say nothing about the model."""
+    layers = (*config.layers, *config.mtp)
+    return any(isinstance(part, SparseAttentionConfig) for layer in layers for part in layer.parts)
+
+
+def flops_cost(config: DecoderConfig) -> CostProfile:
+    """Forward and backward; what is gathered and launched as in the built-in profile."""
+    token = forward_flops(config, 1)
+    lengths = sorted({round(2 ** (i / KNOTS)) for i in range(KNOTS * LONGEST + 1)})
+    beyond = [forward_flops(config, length) - length * token for length in lengths]
+    highest, curve = 0.0, []
+    for length, flops in zip(lengths, beyond, strict=True):
+        highest = max(highest, float(flops))
+        curve.append((length, highest))
+    linear = 3 * token / RATE
+    return replace(
+        BUILT_IN,
+        linear=linear,
+        quadratic=3 / RATE,
+        gather=(
+            BUILT_IN.gather[0] / BUILT_IN.linear * linear,
+            BUILT_IN.gather[1] / BUILT_IN.linear * linear,
+        ),
+        pack=BUILT_IN.pack / BUILT_IN.linear * linear,
+        curve=tuple(curve),
+    )
+
+
+USUAL_LENGTH = 4096
+"""Tokens of the sequence by which stages are balanced."""
+
+
+def make_layout(
+    decoder: DecoderConfig, *, pp: int, vpp: int, text: str = "", length: int = USUAL_LENGTH
+) -> Layout:
+    """Which parts of a decoder each pipeline stage has: as `text` says, or balanced by FLOPs.
+
+    pp, vpp: pipeline ranks, and stages for each. text: such as "Ettt|tL". length: of the sequence
+    whose forward FLOPs are balanced.
+    """
+    layers, depths = len(decoder.layers), len(decoder.mtp)
+    if not text:
+        costs = [*layer_flops(decoder, length), head_flops(decoder, length)]
+        embed = embed_flops(decoder, length)
+        layout = balanced_layout(costs, pp=pp, vpp=vpp, depths=depths, embed=embed)
+        return replace(layout, id_layers=decoder.hashed_layers)
+    layout = parse_layout(text, pp=pp, layers=layers, depths=depths)
+    if layout.vpp != vpp:
+        raise SettingError(
+            f"{{layout}} is {text!r}, which has {layout.vpp} stages for each of {pp} pipeline "
+            f"ranks, but {{vpp}} is {vpp}; set {{vpp}} to {layout.vpp}"
+        )
+    return replace(layout, id_layers=decoder.hashed_layers)
+
+
+def layer_flops(decoder: DecoderConfig, length: int) -> list[int]:
+    """Forward FLOPs of each layer, then of each depth with its join, for one sequence."""
+    width = decoder.width
+    kinds = {kind: kind.flops(width, length) for kind in Counter((*decoder.layers, *decoder.mtp))}
+    join = 2 * length * 2 * width * width
+    layers = [kinds[layer] for layer in decoder.layers]
+    return layers + [kinds[layer] + join for layer in decoder.mtp]
+
+
+def expert_flops(decoder: DecoderConfig, length: int) -> list[int]:
+    """Forward FLOPs of each layer's feed-forward part, if it has experts, then of each depth's."""
+    parts = [layer.mlp for layer in (*decoder.layers, *decoder.mtp)]
+    return [
+        part.flops(decoder.width, length) if isinstance(part, MoEConfig) else 0 for part in parts
+    ]
+
+
+def head_flops(decoder: DecoderConfig, length: int) -> int:
+    """Forward FLOPs of the head, which runs once and once more for each depth."""
+    return (1 + len(decoder.mtp)) * 2 * length * decoder.width * decoder.vocab_size
+
+
+def embed_flops(decoder: DecoderConfig, length: int) -> int:
+    """A look-up has no products; it counts as one for each channel, so that it is not free."""
+    return 2 * length * decoder.width
+
+
+def stage_costs(
+    decoder: DecoderConfig, layout: Layout, *, recompute: bool, length: int = USUAL_LENGTH
+) -> StageCosts:
+    """How the stages share a round's cost; recompute: blocks run again in backward.
+
+    A backward takes twice the forward, and a recomputed block once more. length: of the sequence
+    whose FLOPs are counted.
+    """
+    again = 3 if recompute else 2
+    experts = expert_flops(decoder, length)
+    layers, twice = layer_flops(decoder, length), layer_flops(decoder, 2 * length)
+    # What grows with the square shows in the second difference: (2n)² − 2·n² = 2·n².
+    squares = [max(0, (b - 2 * a) // 2) for a, b in zip(layers, twice, strict=True)]
+    linear, quadratic, tokenwise = [], [], []
+    for stage in layout.stages:
+        places = [*stage.layers, *(len(decoder.layers) + depth for depth in stage.depths)]
+        square = sum(squares[place] for place in places)
+        blocks = sum(layers[place] for place in places) - square
+        ends = stage.head * head_flops(decoder, length) + stage.embed * embed_flops(decoder, length)
+        linear.append((blocks + ends, again * blocks + 2 * ends))
+        quadratic.append((square, again * square))
+        apart = sum(experts[place] for place in places)
+        head = stage.head * head_flops(decoder, length) if apart else 0
+        tokenwise.append((apart + head, again * apart + 2 * head))
+    # In messages of row_width, as many as the rows of a token take.
+    streams = [
+        -(-sent_width(decoder, layout, stage) // decoder.row_width)
+        for stage in range(len(layout.stages))
+    ]
+    return share_out(
+        linear=linear, quadratic=quadratic, streams=streams, pp=layout.pp, tokenwise=tokenwise
+    )

@@ -12,19 +12,143 @@ window of 128 tokens:
 A mixer or feed-forward config knows what it costs (see `Part`), so a new kind is a config, a
 module and its registration. `full` in that decoder has 4·16·64·2 + 2·16·64·2 = 12,288
 parameters and takes 2·12,288·n + 4·4·16·n(n+1)/2 FLOPs forward for n tokens.
+
+Hyper-connections: several residual rows a token, and what mixing them costs. Pure Python.
+
+In: numbers. Out: a frozen config, checked. With `count` residuals of width C the rows between
+blocks are count·C wide. Before a mixer or feed-forward part they are collapsed into one row of C,
+and its output is added to all of them, while they are mixed by a doubly stochastic matrix; all
+weights of this are made from the rows of the token (model/hyper_connection.py).
+
+    HyperConfig(count=4)
+
+At width 4096 each part has (2·4 + 4²)·(4·4096 + 1) + 3 = 393,243 parameters of that, and a token
+takes 2·24·4·4096 FLOPs for the weights and 2·(4² + 2·4)·4096 for the mixing: 983,040 forward.
+
+LoRA as data: which linear layers of a decoder get low-rank factors, and how large. No torch.
+
+In: a rank, an alpha, names of modules. Out: a LoRAConfig, part of a DecoderConfig. A layer whose
+weight is W (F, C) then computes x·Wᵀ + alpha / rank · (x·Aᵀ)·Bᵀ with A (rank, C) and B (F, rank);
+only factors are trained. A name is the end of a module's name, at a dot:
+
+    config = LoRAConfig(rank=8, alpha=16, targets=("q_proj", "layers.0.mlp.up_proj"))
+    config.scale                                              2.0
+    config.matches("layers.3.mixer.q_proj")                   True
+    config.matches("layers.3.mlp.up_proj")                    False
 """
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
-from longshore.arch.checks import check_counts, check_more_than
 from longshore.arch.feed_forward import MoEConfig
-from longshore.arch.hyper import HyperConfig
-from longshore.arch.lora import LoRAConfig
-from longshore.arch.part import Norm, Part, Saved, check_part
+from longshore.arch.part import Norm, Part, Product, Saved, check_part
 from longshore.arch.rope import RopeConfig
-from longshore.errors import SettingError
+from longshore.settings import SettingError, check_counts, check_more_than
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HyperConfig:
+    """Manifold-constrained hyper-connections, as in DeepSeek-V4."""
+
+    count: int
+    """Residual rows of each token."""
+    iterations: int = 20
+    """Of Sinkhorn's algorithm, which makes the mixing matrix doubly stochastic."""
+    eps: float = 1e-6
+    """Added to weights and divisors."""
+
+    def __post_init__(self) -> None:
+        check_counts(self, "count", "iterations")
+        check_more_than(0, self, "eps")
+
+    @property
+    def weights(self) -> int:
+        """Of a token at one part: to collapse, to expand, and the mixing matrix."""
+        return (2 + self.count) * self.count
+
+    def parameters(self, width: int) -> int:
+        """Of one part: a projection, its bias, and a scale for each kind of weights."""
+        return self.weights * (self.count * width + 1) + 3
+
+    def collapse_parameters(self, width: int) -> int:
+        """Of a collapse alone, before the last norm."""
+        return self.count * (self.count * width + 1) + 1
+
+    def products(self, width: int) -> tuple[Product, ...]:
+        """Of one part."""
+        return (Product(self.count * width, self.weights),)
+
+    def flops(self, width: int) -> int:
+        """Forward, of one token at one part."""
+        (projected,) = self.products(width)
+        return projected.flops + 2 * self.weights * width
+
+    def collapse_flops(self, width: int) -> int:
+        """Forward, of one token before the last norm."""
+        return 2 * self.count * self.count * width + 2 * self.count * width
+
+    def saved(self, width: int) -> Saved:
+        """At one part, besides the rows that come: its output, and the weights in float32.
+
+        Each half iteration of Sinkhorn's algorithm saves the matrix and its sums. As kernels do it:
+        plain torch keeps the rows in float32 as well, where they are bfloat16.
+        """
+        sinkhorn = 2 * self.iterations * (self.count + 1) * self.count
+        return Saved(width, 4 * self.weights + sinkhorn + 2)
+
+    def collapse_saved(self, width: int) -> Saved:
+        """Before the last norm, with the rows that come."""
+        return Saved(self.count * width, 4 * self.count + 2)
+
+
+ALL_LINEAR = "all-linear"
+"""As a target: all linear layers of mixers and feed-forward parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAConfig:
+    """Low-rank factors beside the weights of linear layers."""
+
+    rank: int
+    """Rows of A, columns of B."""
+    alpha: float
+    """Factors' products are multiplied by alpha / rank."""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Ends of modules' names."""
+
+    def __post_init__(self) -> None:
+        check_counts(self, "rank")
+        check_more_than(0, self, "alpha")
+        if not self.targets:
+            raise ValueError("LoRAConfig.targets is empty; name modules, such as q_proj")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def matches(self, module: str) -> bool:
+        """Whether a linear layer of this name, in a mixer or feed-forward part, is a target."""
+        return any(
+            target == ALL_LINEAR or f".{module}".endswith(f".{target}") for target in self.targets
+        )
+
+    def factors(self, products: Iterable[Product]) -> tuple[Product, ...]:
+        """The products of factors beside these products, two for each that has some."""
+        targets = (each for each in products if self.adapts(each.name))
+        pairs = ((Product(each.k, self.rank), Product(self.rank, each.n)) for each in targets)
+        return tuple(chain.from_iterable(pairs))
+
+    def adapts(self, name: str) -> bool:
+        """Whether a linear layer of this name below its part is a target in any layer.
+
+        name: such as q_proj; "" for what can have no factors.
+        """
+        ends = (re.sub(r"^(.*\.)?(mixer|mlp)\.", "", target) for target in self.targets)
+        return bool(name) and replace(self, targets=tuple(ends)).matches(name)
+
 
 MOST_LAYERS = 4096
 MOST_DEPTHS = 64

@@ -17,10 +17,9 @@ the router only weighs them, as in the first layers of DeepSeek-V4. It is no par
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from longshore.arch.checks import check_counts, check_more_than
 from longshore.arch.part import Product, Saved, Sharing
 from longshore.arch.rope import RopeConfig
-from longshore.choices import names_of
+from longshore.settings import check_counts, check_more_than, names_of
 
 Score = Literal["softmax", "sigmoid", "sqrt-softplus"]
 

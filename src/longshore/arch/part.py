@@ -3,7 +3,7 @@
 In: numbers. Out: the protocol `Part` and what a part costs. A new kind of mixer or feed-forward is
 a config that follows `Part`, a module, and its registration; docs/adding-a-mixer.md says how. A
 part may also have `products(width)`, the Products of its forward: then its time is predicted from
-measured products (arch/part_work.py), otherwise from its FLOPs alone.
+measured products (advisor/step_time.py), otherwise from its FLOPs alone.
 
     causal_pairs(5) = 15 pairs of a token and one it sees, itself included; window=2 leaves 9
 """

@@ -18,27 +18,82 @@ depth), deepseek-ai/DeepSeek-V4-Flash (the same) and nvidia/Nemotron-H-8B-Base-8
 balanced by a loss with weight 0.001 for Qwen3, its router_aux_loss_coef, and for DeepSeek, as in
 the report of V3, by a bias that moves by 0.001 and a loss with weight 0.0001. tiny-hybrid has every
 kind of layer but those of DeepSeek-V4.
+
+The layers of DeepSeek-V4, from the few numbers in which its sizes differ. Pure Python.
+
+In: attention with a window alone, an index, experts. Out: the first layers, the pattern that
+follows them, and the layer of a depth. Two layers have a window alone; then entries of 4 tokens,
+some of which an index chooses, and entries of `ratio` tokens take turns. Experts of the first
+layers are chosen by token ids. With 3 such layers:
+
+    first    window #, window #, chosen #, pooled        # by token ids
+    pattern  chosen, pooled
 """
 
 import difflib
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from longshore.arch.attention import AttentionConfig, MLAConfig
-from longshore.arch.decoder import MOST_LAYERS, DecoderConfig, LayerConfig
-from longshore.arch.deepseek_v4 import (
-    FLASH_INDEX,
-    FLASH_MOE,
-    FLASH_WINDOW,
-    TINY_INDEX,
-    TINY_MOE,
-    TINY_WINDOW,
-    deepseek_v4,
-)
+from longshore.arch.decoder import MOST_LAYERS, DecoderConfig, HyperConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
-from longshore.arch.hyper import HyperConfig
 from longshore.arch.rope import Llama3Scaling, RopeConfig, YarnScaling
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
+from longshore.arch.sparse_attention import IndexConfig, SparseAttentionConfig
+
+FLASH_WINDOW = SparseAttentionConfig(
+    heads=64, head_dim=512, rope_dim=64, q_rank=1024, window=128, o_groups=8, o_rank=1024
+)
+FLASH_INDEX = IndexConfig(heads=64, head_dim=128, top_k=512)
+FLASH_MOE = MoEConfig(
+    experts=256,
+    top_k=6,
+    width=2048,
+    score="sqrt-softplus",
+    scale=1.5,
+    shared_width=2048,
+    bias_update=1e-3,
+    aux_weight=1e-4,
+    limit=10.0,
+)
+TINY_WINDOW = replace(
+    FLASH_WINDOW, heads=4, head_dim=16, rope_dim=8, q_rank=24, window=8, o_groups=2, o_rank=16
+)
+TINY_INDEX = IndexConfig(heads=4, head_dim=16, top_k=4)
+TINY_MOE = replace(FLASH_MOE, experts=4, top_k=2, width=32, shared_width=32)
+
+
+class V4Layers(NamedTuple):
+    """As arch/presets.py:Patterned takes them."""
+
+    first: tuple[LayerConfig, ...]
+    pattern: tuple[LayerConfig, ...]
+    mtp: tuple[LayerConfig, ...]
+
+
+def deepseek_v4(
+    window: SparseAttentionConfig,
+    index: IndexConfig,
+    moe: MoEConfig,
+    *,
+    hashed: int,
+    vocab_size: int,
+    ratio: int,
+    trained: int,
+) -> V4Layers:
+    """hashed: layers whose experts are chosen by token ids. trained: the length before YaRN."""
+    yarn = YarnScaling(factor=16.0, original_length=trained, attention_factor=1.0)
+    far = RopeConfig(theta=160_000.0, scaling=yarn)
+    chosen = replace(window, ratio=4, index=index, rope=far)
+    pooled = replace(window, ratio=ratio, rope=far)
+    table = replace(moe, bias=False, bias_update=0.0, aux_weight=0.0, hash_rows=vocab_size)
+    # An even number, so that the pattern begins where it would without them.
+    mixers = (window, window, *(chosen, pooled) * hashed)[: hashed + hashed % 2]
+    first = tuple(
+        LayerConfig(mixer, table if n < hashed else moe) for n, mixer in enumerate(mixers)
+    )
+    pattern = LayerConfig(chosen, moe), LayerConfig(pooled, moe)
+    return V4Layers(first, pattern, (LayerConfig(window, moe),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

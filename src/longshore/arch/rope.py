@@ -6,7 +6,7 @@ In: numbers. Out: frozen configs, checked; model/rope.py computes the tables. Wi
 
 from dataclasses import dataclass, replace
 
-from longshore.arch.checks import check_counts, check_more_than, is_positive
+from longshore.settings import check_counts, check_more_than, is_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,10 @@ an outer product to a P×N state, like multiplying it by a vector, is 2·P·N.
 
 from dataclasses import dataclass
 
-from longshore.arch.checks import check_counts, check_more_than, is_positive
 from longshore.arch.part import Product, Saved, Sharing
 from longshore.arch.rope import RopeConfig
 from longshore.ops.sizes import CHUNK_ROWS
+from longshore.settings import check_counts, check_more_than, is_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

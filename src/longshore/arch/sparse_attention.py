@@ -14,9 +14,9 @@ and an entry, so that H heads of D dims have 4·H·D·25 FLOPs in the core.
 
 from dataclasses import dataclass, field
 
-from longshore.arch.checks import check_counts, check_more_than
 from longshore.arch.part import Product, Saved, Sharing, causal_pairs
 from longshore.arch.rope import DynamicScaling, LongRopeScaling, RopeConfig
+from longshore.settings import check_counts, check_more_than
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

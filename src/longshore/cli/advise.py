@@ -13,21 +13,17 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from longshore.arch.machine import MachineProfile, load_machine, memory_gib, profile_names
+from longshore.advisor.advise import advise, answer
+from longshore.advisor.advise_page import advise_summary, write_advise_page
+from longshore.advisor.candidates import AdviceTask
+from longshore.advisor.machine import MachineProfile, load_machine, memory_gib, profile_names
 from longshore.arch.presets import PRESETS
 from longshore.cli.options import add_command, count, one_of, say
-from longshore.config.check import decoder_config
-from longshore.config.check_code import check_code
+from longshore.config.check import check_code, check_lora, decoder_config
 from longshore.config.load import load_config
-from longshore.config.lora import check_lora
 from longshore.config.schema import ModelConfig
 from longshore.plan.cost import Ints
 from longshore.plan.lengths_file import read_lengths
-from longshore.report.advise_page import write_advise_page
-from longshore.report.advise_text import advise_summary
-from longshore.run.advise import advise
-from longshore.run.advise_answer import answer
-from longshore.run.advise_candidates import AdviceTask
 
 ADVISE_HELP = """\
 Recommends how to train a model on your sequences before you rent the GPUs: capacity, CP limit,

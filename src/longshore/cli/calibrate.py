@@ -13,18 +13,18 @@ import platform
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from longshore.arch.machine import MachineProfile, load_machine, profile_names
+from longshore.advisor.machine import MachineProfile, load_machine, profile_names
 from longshore.arch.presets import preset
-from longshore.choices import DeviceChoice, DTypeChoice, names_of
 from longshore.cli.options import add_command, count, one_of, say
 from longshore.files import write_atomically
 from longshore.run.ranks import ranks_from_environment
+from longshore.settings import DeviceChoice, DTypeChoice, names_of
 
 if TYPE_CHECKING:
     import torch
 
-    from longshore.arch.machine import GatherCost
-    from longshore.calibrate.measure import CalibrationOptions
+    from longshore.advisor.calibrate import CalibrationOptions
+    from longshore.advisor.machine import GatherCost
     from longshore.run.ranks import Ranks
 
 CALIBRATE_HELP = """\
@@ -95,13 +95,13 @@ def _refuse_others(args: argparse.Namespace, names: tuple[str, ...], why: str) -
 
 
 def _options(args: argparse.Namespace, place: "Ranks | None") -> "CalibrationOptions":
-    from longshore.calibrate.measure import CalibrationOptions
+    from longshore.advisor.calibrate import CalibrationOptions
 
     device, dtype = _device(args, place)
     gathers: tuple[GatherCost, ...] = ()
     several = place is not None and place.world_size > 1
     if place is not None and several:
-        from longshore.calibrate.links import gathers_between_ranks
+        from longshore.advisor.calibrate import gathers_between_ranks
 
         say(f"exchange between {place.world_size} ranks")
         gathers = gathers_between_ranks(
@@ -122,8 +122,8 @@ def _device(args: argparse.Namespace, place: "Ranks | None") -> "tuple[torch.dev
 
 
 def _measure(options: "CalibrationOptions", out: str) -> None:
-    from longshore.calibrate.measure import calibrate
-    from longshore.calibrate.timing import Clock
+    from longshore.advisor.calibrate import calibrate
+    from longshore.advisor.timing import Clock
 
     clock = Clock(options.budget, tell=lambda text: say(f"{clock.spent:6.1f} s  {text}"))
     for profile in calibrate(options, clock):
@@ -149,8 +149,8 @@ def summary(profile: MachineProfile) -> list[str]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    from longshore.calibrate.held_out import check_steps, median_error, random_steps
-    from longshore.calibrate.steps import make_stepper, one_lane
+    from longshore.advisor.held_out import check_steps, median_error, random_steps
+    from longshore.advisor.lone_steps import make_stepper, one_lane
 
     machine = load_machine(args.check)
     device, dtype = _device(args, None)

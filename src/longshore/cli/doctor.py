@@ -31,9 +31,8 @@ from longshore.cli.launch import (
 from longshore.cli.options import add_command, count, say
 from longshore.config.schema import RunConfig
 from longshore.doctor.machine import DoctorOptions, examine
-from longshore.doctor.result import Finding, bad, first_line, good, warn
-from longshore.files import temporary_folder
-from longshore.printable import printable
+from longshore.doctor.probes import Finding, bad, first_line, good, warn
+from longshore.files import printable, temporary_folder
 from longshore.run.ranks import Ranks, loopback, ranks_from_environment
 
 if TYPE_CHECKING:

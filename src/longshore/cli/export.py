@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from longshore.cli.environment import working_folder_last
 from longshore.cli.options import add_command, count, one_of, say
-from longshore.errors import SettingError, as_option
+from longshore.settings import SettingError, as_option
 from longshore.user_code import load_module
 
 if TYPE_CHECKING:
@@ -129,8 +129,8 @@ def _open_saved(args: argparse.Namespace, folder: Path) -> tuple["SavedWeights",
     from longshore.hf.config_file import read_config
     from longshore.hf.lora import MergedTensors
     from longshore.hf.weights import load_weights
-    from longshore.run.saved import open_checkpoint
-    from longshore.train.checkpoint_tensors import CheckpointTensors
+    from longshore.run.weights import open_checkpoint
+    from longshore.train.safetensors_stream import CheckpointTensors
 
     base = None if args.base is None else Path(args.base)
     if (folder / "weights.json").is_file():
@@ -164,7 +164,7 @@ def _export(args: argparse.Namespace, weights: Path) -> None:
             f"the run began with {base}, which does not exist; name its folder with --base"
         )
     if args.adapter:
-        from longshore.hf.peft_folder import write_adapter
+        from longshore.hf.weights import write_adapter
 
         check_room(Path(args.folder), size)
         for line in write_adapter(args.folder, saved, base=base):
@@ -197,7 +197,7 @@ def _export(args: argparse.Namespace, weights: Path) -> None:
 
 def _export_foreign(args: argparse.Namespace, saved: "SavedWeights", dtype: Any) -> None:  # noqa: ANN401
     """A model that ran as transformers' code: a folder like the one it began with."""
-    from longshore.hf.foreign_weights import HEAD, write_foreign
+    from longshore.hf.transformers_weights import HEAD, write_foreign
 
     for option in ("max_length", "module"):
         if getattr(args, option) is not None:

@@ -30,7 +30,7 @@ from longshore.cli.prepare import register_prepare
 from longshore.cli.report import register_report
 from longshore.cli.score import register_score
 from longshore.cli.train import register_train
-from longshore.printable import printable
+from longshore.files import printable
 from longshore.train.stop import exit_code
 
 COMMANDS = (

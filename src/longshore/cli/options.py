@@ -2,6 +2,12 @@
 
 In: what a user typed. Out: a value, or a ValueError of one line. `--max-length 4096`, which TRL
 knows, is answered with "for --max-length use --capacity".
+
+Options of Megatron, TRL, torchtitan and verl that are no options here.
+
+In: nothing. Out: FOREIGN_OPTIONS, from such an option, or a value of one, to ours, or to ": …",
+which says why there is none. `--seq-len`, which torchtitan knows, is answered with "for --seq-len
+use --capacity". Keys of a recipe are in config/other_systems.py.
 """
 
 import argparse
@@ -12,8 +18,59 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, NoReturn
 
-from longshore.cli.foreign import FOREIGN_OPTIONS
-from longshore.printable import printable
+from longshore.files import printable
+
+FOREIGN_OPTIONS = {
+    "dp_balanced": "static",
+    "default_dynamic_cp": "dynamic",
+    "--batch-size": "--batch",
+    "--context-parallel-degree": "--cp-size",
+    "--context-parallel-size": "--cp-size",
+    "--dynamic-context-parallel": "--policy dynamic",
+    "--dp-size": "--lanes, the ranks of DP and CP together",
+    "--expert-model-parallel-size": "--ep",
+    "--expert-parallel-degree": "--ep",
+    "--expert-parallel-size": "--ep",
+    "--global-batch-size": "--batch",
+    "--gradient-accumulation-steps": ": the plan decides the number of rounds",
+    "--hybrid-context-parallel": "--policy dynamic",
+    "--local-batch-size": ": --capacity decides how many sequences a micro-batch holds",
+    "--max-context-parallel-size": "--max-cp",
+    "--max-length": "--capacity",
+    "--max-seq-len": "--capacity",
+    "--max-seq-length": "--capacity",
+    "--max-seqlen-per-dp-cp-rank": "--capacity",
+    "--max-token-len-per-gpu": "--capacity",
+    "--max-tokens": "--capacity",
+    "--micro-batch-size": ": --capacity decides how many sequences a micro-batch holds",
+    "--min-dynamic-context-parallel-size": "--min-cp",
+    "--n-gpus-per-node": "--gpus, over all machines",
+    "--nproc-per-node": "--gpus, over all machines",
+    "--num-gpus": "--gpus",
+    "--num-layers-per-virtual-pipeline-stage": "--vpp, the stages of a rank",
+    "--num-microbatches": ": the plan decides the number of rounds",
+    "--packing": ": sequences are always packed",
+    "--packing-strategy": "--policy",
+    "--pad-to-multiple-of": "--align",
+    "--padding-free": ": sequences are always packed",
+    "--per-device-train-batch-size": "--batch, over all devices",
+    "--pipeline-model-parallel-size": "--pp",
+    "--pipeline-parallel-degree": "--pp",
+    "--pipeline-parallel-size": "--pp",
+    "--ppo-max-token-len-per-gpu": "--capacity",
+    "--sample-packing": ": sequences are always packed",
+    "--seq-len": "--capacity",
+    "--seq-length": "--capacity",
+    "--sequence-packing-scheduler": "--policy (dp_balanced: static, default_dynamic_cp: dynamic)",
+    "--sequence-len": "--capacity",
+    "--tensor-model-parallel-size": "--tp",
+    "--tensor-parallel-degree": "--tp",
+    "--tensor-parallel-size": "--tp",
+    "--train-batch-size": "--batch",
+    "--ulysses-sequence-parallel-size": "--cp-size",
+    "--virtual-pipeline-model-parallel-size": "--vpp",
+    "--world-size": "--gpus",
+}
 
 
 def say(text: str, *, to_stderr: bool = False) -> None:

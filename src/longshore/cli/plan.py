@@ -15,23 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from longshore.arch.cost_source import model_cost, read_cost
-from longshore.arch.machine import MachineProfile, profile_names
+from longshore.advisor.cost_source import model_cost, read_cost
+from longshore.advisor.machine import MachineProfile, profile_names
 from longshore.arch.presets import preset
-from longshore.choices import CPSizes, Sync, names_of
 from longshore.cli.environment import working_folder_last
 from longshore.cli.options import add_command, count, one_of, say
-from longshore.config.values import listed
+from longshore.config.schema import listed
 from longshore.data.batches import Batches, BatchSize, Place
-from longshore.errors import SettingError, as_option
 from longshore.files import write_atomically
 from longshore.plan.as_json import plans_as_json
 from longshore.plan.cost import BUILT_IN, CostProfile, Ints
 from longshore.plan.lengths_file import Lengths, demo_lengths, read_lengths
-from longshore.plan.policy import DEFAULT_POLICY, POLICIES, policy_named, policy_names
-from longshore.plan.types import Plan
-from longshore.report.pages import write_plan_page
-from longshore.report.text import plan_summary
+from longshore.plan.types import DEFAULT_POLICY, POLICIES, Plan, policy_named, policy_names
+from longshore.report.pages import plan_summary, write_plan_page
+from longshore.settings import CPSizes, SettingError, Sync, as_option, names_of
 from longshore.user_code import FUNCTION_NAME
 
 PLAN_HELP = """\

@@ -8,9 +8,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from longshore.choices import LossOn, TooLong, names_of
 from longshore.cli.options import add_command, count, one_of, say
-from longshore.errors import SettingError, as_option
+from longshore.settings import LossOn, SettingError, TooLong, as_option, names_of
 
 if TYPE_CHECKING:
     from longshore.data.prepare import Summary
@@ -98,11 +97,10 @@ def run_prepare(args: argparse.Namespace) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> "Summary":
-    from longshore.config.values import split_list
+    from longshore.config.schema import split_list
     from longshore.data.fields import parse_field
     from longshore.data.inputs import MAX_BYTES
-    from longshore.data.prepare import prepare
-    from longshore.data.progress import show_progress
+    from longshore.data.prepare import prepare, show_progress
 
     try:
         with show_progress(sys.stderr) as progress:

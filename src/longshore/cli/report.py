@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longshore.cli.options import add_command, say
-from longshore.report.pages import read_runs, write_run_page
-from longshore.report.text import report_summary
+from longshore.report.pages import read_runs, report_summary, write_run_page
 
 REPORT_HELP = """\
 Writes a page about a run to look at in a browser: its losses, speed and memory, how well the cost

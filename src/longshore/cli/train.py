@@ -33,12 +33,10 @@ from longshore.cli.launch import (
     launch,
 )
 from longshore.cli.options import add_command, count, say
-from longshore.config.foreign import FOREIGN_KEYS
 from longshore.config.load import load_config
 from longshore.config.located import settings_in_keys
-from longshore.config.schema import SECTIONS, RunConfig
-from longshore.config.toml import toml_value
-from longshore.config.unknown_keys import all_keys, answer_key
+from longshore.config.other_systems import FOREIGN_KEYS, all_keys, answer_key
+from longshore.config.schema import SECTIONS, RunConfig, toml_value
 from longshore.run.data import prepare_text, text_is_ready
 from longshore.run.folder import newest_runs
 from longshore.run.ranks import Ranks, loopback, ranks_from_environment

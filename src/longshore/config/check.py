@@ -4,32 +4,283 @@ In: a config and the number of lanes. Out: nothing, or a ValueError of one line 
 and the way out. A lane is the tp · pp ranks that share its tokens. The planner, the mock data and
 the presets have checks of their own, whose errors are passed on with keys: plan.max_cp 8 on 4 lanes
 gives the planner's "plan.max_cp is 8, but there are only 4 lanes".
+
+Checks of model.code=transformers, whose models run as transformers wrote them. No torch.
+
+In: a config. Out: nothing, or a ValueError that names the key and the way out. With parallel.tp 2:
+
+    parallel.tp is 2, but model.code=transformers has no tensor parallelism; set parallel.tp=1, …
+
+Checks of parallel.tp and parallel.ep against the model and the ranks. No torch, and fast.
+
+In: a config, its decoder and the number of lanes. Out: nothing, or a ValueError that names the key
+and sizes that work. With 8 heads parallel.tp may be 1, 2, 4 or 8; with 2 lanes, tp 2 and layers of
+6 experts parallel.ep may be 1 or 2, which divide both 2·2 and 6; each limit is told on its own.
+
+Checks of the section graph against the model and the other sections. No torch, and fast.
+
+In: a config and its decoder. Out: nothing, or a SettingError that names the key and the way out;
+and which kinds of parts are graphed. For tiny-llama, graph.layers=all is attention and mlp, and
+graph.layers=mamba is refused, because it has no Mamba2 layer.
+
+model.lora: the table of a recipe as a LoRAConfig, and what it does not work with.
+
+In: {rank = 8, alpha = 16, targets = ["q_proj", "v_proj"]}, or the same by model.lora.rank=8 and so
+on. Out: LoRAConfig(8, 16.0, ("q_proj", "v_proj")), None for rank 0; or a ValueError that names the
+key. Without alpha it is 2·rank, without targets all linear layers have factors.
+
+The user's own model, named by model.module. No torch, unless the user's file imports it.
+
+In: "mine:decoder". Out: the DecoderConfig of that name in mine.py, or what the function of that
+name returns; or a ValueError of one line with the line of the user's file:
+
+    model.module: mine:decoder raised KeyError: 'heads' (mine.py, line 12)
 """
 
+import importlib.util
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from longshore.arch.cost_source import model_cost
-from longshore.arch.cuts import decoder_on_tp_rank
-from longshore.arch.decoder import DecoderConfig, has_experts, with_balance
-from longshore.arch.flops_cost import flops_cost, needs_curve
-from longshore.arch.part import Sharing
-from longshore.arch.stages import make_layout, stage_costs
-from longshore.config.check_code import check_code, transformers_decoder
+from longshore.advisor.cost_source import model_cost
+from longshore.arch.as_json import config_from_json, config_to_json
+from longshore.arch.attention import AttentionConfig, MLAConfig
+from longshore.arch.costs import flops_cost, make_layout, needs_curve, stage_costs
+from longshore.arch.cuts import check_ep, decoder_on_tp_rank
+from longshore.arch.decoder import ALL_LINEAR, DecoderConfig, LoRAConfig, has_experts, with_balance
+from longshore.arch.feed_forward import MLPConfig
+from longshore.arch.part import Part, Sharing
+from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.config.check_data import check_data, known_longest
-from longshore.config.check_graph import check_graph
-from longshore.config.check_parallel import check_parallel
 from longshore.config.located import in_keys, settings_in_keys
-from longshore.config.lora import check_lora, check_router_bias, lora_config
-from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig, RunConfig
+from longshore.config.schema import (
+    Kind,
+    ModelConfig,
+    ParallelConfig,
+    PlanConfig,
+    RunConfig,
+    listed,
+    number,
+    texts,
+    whole,
+)
 from longshore.plan.cost import BUILT_IN, CostProfile
 from longshore.plan.layout import Layout, layout_stages
 from longshore.plan.planner import make_plan
-from longshore.plan.policy import DEFAULT_POLICY, policy_named
 from longshore.plan.shapes import make_buckets
-from longshore.user_code import check_module_exists, load_module
+from longshore.plan.types import DEFAULT_POLICY, policy_named
+from longshore.settings import GraphLayer, SettingError, names_of
+from longshore.user_code import check_module_exists, describe_error, load_module, load_object
+
+WITHOUT = {
+    "tp": "tensor parallelism",
+    "ep": "expert parallelism",
+    "pp": "pipelines",
+}
+
+
+def check_code(config: RunConfig) -> None:
+    """Refuses what models of transformers cannot have."""
+    model = config.model
+    if model.code == "longshore":
+        return
+    if not model.from_hf:
+        raise ValueError(
+            "model.code=transformers runs the code of a Hugging Face checkpoint; give its folder "
+            "as model.from_hf, or leave model.code out"
+        )
+    for name in ("module", "aux_weight", "bias_update"):
+        if getattr(model, name) not in ("", "auto"):
+            raise ValueError(
+                f"model.{name} works only with Longshore's own models; leave it out, or "
+                "model.code=transformers"
+            )
+    for name, what in WITHOUT.items():
+        if (size := getattr(config.parallel, name)) > 1:
+            raise ValueError(
+                f"parallel.{name} is {size}, but model.code=transformers has no {what}; set "
+                f"parallel.{name}=1, or use model.code=longshore"
+            )
+    if config.graph.layers:
+        raise ValueError(
+            "graph.layers works only with Longshore's own models; leave it out, or use "
+            "model.code=longshore"
+        )
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(
+            "model.code=transformers needs the package transformers; install longshore[hf]"
+        )
+
+
+def transformers_decoder(model: ModelConfig) -> DecoderConfig:
+    """What the model of a folder costs, after a look at its keys."""
+    from longshore.hf.config_file import CONFIG, load_object
+    from longshore.hf.generic_keys import check_keys, describe_decoder
+
+    with in_keys("model.from_hf"):
+        raw = load_object(Path(model.from_hf) / CONFIG)
+        check_keys(raw)
+        return describe_decoder(raw)
+
+
+def check_parallel(config: RunConfig, decoder: DecoderConfig, *, lanes: int) -> None:
+    with settings_in_keys():
+        decoder_on_tp_rank(decoder, config.parallel.tp)
+        check_ep(decoder, config.parallel.ep)
+    _check_ep_ranks(config, lanes=lanes)
+
+
+def _check_ep_ranks(config: RunConfig, *, lanes: int) -> None:
+    ep, tp = config.parallel.ep, config.parallel.tp
+    if ep > 1 and config.plan.sync == "step":
+        raise ValueError(
+            f"plan.sync=step does not work with parallel.ep {ep}: the ranks that share experts "
+            "wait for each other in every layer; use plan.sync=round, or parallel.ep=1"
+        )
+    ranks = lanes * tp
+    if ranks % ep:
+        works = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+        raise ValueError(
+            f"parallel.ep is {ep}, which does not divide the {ranks} ranks of a pipeline stage "
+            f"({lanes} lanes × parallel.tp {tp}); use one of {works}, or another number of ranks"
+        )
+
+
+ALL = "all"
+STEP = "step"
+LAYERS: dict[type[Part], GraphLayer] = {
+    AttentionConfig: "attention",
+    MLAConfig: "attention",
+    Mamba2Config: "mamba",
+    DeltaNetConfig: "delta",
+    MLPConfig: "mlp",
+}
+"""What graph.layers calls each kind of part. Others, experts among them, run eagerly."""
+
+
+def check_graph(config: RunConfig, decoder: DecoderConfig) -> None:
+    """Refuses what graphs do not work with; nothing where they are off."""
+    if not config.graph.layers:
+        return
+    graph_layers(config, decoder)
+    if decoder.residuals is not None:
+        raise SettingError(
+            "{graph_layers} does not work with hyper-connections, whose weights FSDP gathers "
+            "inside each layer; leave {graph_layers} out"
+        )
+    parallel = config.parallel
+    for name, size, why in (
+        ("pp", parallel.pp, "a pipeline runs several micro-batches at a time, each would need"),
+        ("tp", parallel.tp, "TP ranks communicate inside each layer, which would need"),
+    ):
+        if size > 1:
+            own = "buffers of its own" if name == "pp" else "NCCL's calls captured in the graph"
+            raise SettingError(
+                f"{{graph_layers}} does not work with {{{name}}} {size}: {why} {own}; use "
+                f"{{{name}:1}}, or leave {{graph_layers}} out"
+            )
+    if config.train.compile is True:
+        raise SettingError(
+            "{graph_layers} does not work with {compile:true}, which fuses across the parts that "
+            "are replayed; leave one of them out"
+        )
+    if config.train.device == "cpu":
+        raise no_gpu()
+
+
+def no_gpu() -> SettingError:
+    return SettingError(
+        "{graph_layers} needs a GPU, and this run is on a CPU; leave {graph_layers} out"
+    )
+
+
+def graph_layers(config: RunConfig, decoder: DecoderConfig) -> tuple[GraphLayer, ...]:
+    """The kinds of parts that are graphed, in the order of GraphLayer; none: graphs are off."""
+    given = config.graph.layers
+    known: tuple[GraphLayer, ...] = get_args(GraphLayer)
+    if STEP in given:
+        raise SettingError(
+            "{graph_layers:step} would capture a whole step, which is not possible: packs give "
+            "every round other shapes, FSDP's communication stays outside of graphs, and so does "
+            "a micro-batch that has to run eagerly; name parts of layers: "
+            f"{{graph_layers:all}}, or some of {', '.join(known)}"
+        )
+    for name in given:
+        if name not in (*known, ALL):
+            raise SettingError(
+                f"{{graph_layers}}: unknown part {name!r}; it may be {listed((*known, ALL))}"
+            )
+    layers = (*decoder.layers, *decoder.mtp)
+    present = {LAYERS.get(type(part)) for layer in layers for part in layer.parts}
+    has = [name for name in known if name in present]
+    if given and not has:
+        raise SettingError(
+            "{graph_layers}: no part of this model can be graphed (known are "
+            f"{', '.join(names_of(GraphLayer))}); leave {{graph_layers}} out"
+        )
+    for name in given:
+        if name not in (*has, ALL):
+            raise SettingError(
+                f"{{graph_layers}}: this model has no part {name!r}; it has {listed(has, 'and')}"
+            )
+    return tuple(name for name in has if name in given or ALL in given)
+
+
+MOST_RANK = 1 << 16
+KINDS: dict[str, Kind] = {
+    "rank": whole(0, MOST_RANK),
+    "alpha": number(0, above=True),
+    "targets": texts(),
+}
+
+
+def lora_config(table: Mapping[str, Any]) -> LoRAConfig | None:
+    """The factors that model.lora asks for; None if it is off."""
+    values = {}
+    for name, value in table.items():
+        if name not in KINDS:
+            raise ValueError(f"there is no model.lora.{name}; model.lora has {listed([*KINDS])}")
+        values[name] = KINDS[name].read(value)
+        if values[name] is None:
+            raise ValueError(f"model.lora.{name} is {value!r}; it must be {KINDS[name].wants}")
+    if table and "rank" not in table:
+        raise ValueError("model.lora has no rank; add model.lora.rank=8, or 0 for no factors")
+    rank = values.get("rank", 0)
+    if not rank:
+        return None
+    targets = values.get("targets", (ALL_LINEAR,))
+    if not targets:
+        raise ValueError(
+            "model.lora.targets is empty; name modules, such as q_proj,v_proj, or leave it out "
+            "for all linear layers"
+        )
+    return LoRAConfig(rank, values.get("alpha", 2.0 * rank), targets)
+
+
+def check_router_bias(model: ModelConfig) -> None:
+    """Refuses to move what LoRA freezes."""
+    if model.bias_update not in ("auto", 0):
+        raise ValueError(
+            f"model.bias_update is {model.bias_update:g}, but with model.lora a router's bias is "
+            "frozen like all of the base; leave model.bias_update out"
+        )
+
+
+def check_lora(config: RunConfig, decoder: DecoderConfig) -> None:
+    """Refuses unknown targets, and what factors do not work with; nothing without LoRA."""
+    if decoder.lora is None:
+        return
+    if config.graph.layers:
+        raise ValueError("graph.layers does not work with model.lora; leave one of them out")
+    if decoder.lora.targets == (ALL_LINEAR,) or config.model.code == "transformers":
+        return  # names of transformers' modules are checked once the model is made
+    from longshore.model.lora import check_targets  # imports torch
+
+    with settings_in_keys():
+        check_targets(decoder)
+
 
 LOWERS_LIKELIHOOD = ("dpo", "grpo", "ppo")
 """Losses that make some of the answers less likely."""
@@ -100,7 +351,6 @@ def pipeline_layout(config: RunConfig, decoder: DecoderConfig) -> Layout:
 def decoder_config(model: ModelConfig) -> DecoderConfig:
     """The decoder of a preset, a checkpoint or the user's module, experts balanced as asked for."""
     from longshore.arch.presets import preset
-    from longshore.config.own_model import named_decoder
     from longshore.hf.config_file import read_config
 
     if model.code == "transformers":
@@ -269,7 +519,7 @@ def _check_model(model: ModelConfig) -> None:
                 f"model.from_hf: there is no folder {model.from_hf}; download a model of the "
                 "Hugging Face Hub first: hf download NAME --local-dir FOLDER"
             )
-        from longshore.hf.quantized import refuse_quantized_files
+        from longshore.hf.keys import refuse_quantized_files
 
         with in_keys("model.from_hf"):
             refuse_quantized_files(path)
@@ -386,3 +636,35 @@ def _check_trackers(config: RunConfig) -> None:
             raise ValueError(
                 f"output.trackers: unknown tracker {name!r}; known are tensorboard and wandb"
             )
+
+
+def named_decoder(name: str) -> DecoderConfig:
+    """The decoder that "module:name" is, or returns; it can be saved and read back."""
+    value = load_object(name, "module", wanted="a function that returns a DecoderConfig")
+    verb = "is"
+    if callable(value):
+        verb = "returned"
+        try:
+            value = value()
+        except Exception as error:
+            raise ValueError(f"model.module: {name} raised {describe_error(error)}") from error
+    if not isinstance(value, DecoderConfig):
+        raise ValueError(
+            f"model.module: {name} {verb} a {type(value).__name__}; it must be a DecoderConfig, "
+            "or a function without arguments that returns one"
+        )
+    _check_saved(value, name)
+    return value
+
+
+def _check_saved(decoder: DecoderConfig, name: str) -> None:
+    """Refuses before the first step what could not be saved after the last."""
+    try:
+        read_back = config_from_json(config_to_json(decoder))
+    except ValueError as error:
+        raise ValueError(f"model.module: {name}: {error}") from None
+    if read_back != decoder:
+        raise ValueError(
+            f"model.module: {name}: its config changes when it is saved as JSON and read again; "
+            "declare its classes with @dataclass(frozen=True), which compares them by their fields"
+        )

@@ -18,10 +18,8 @@ from pathlib import Path
 from types import FunctionType, MappingProxyType
 from typing import Any
 
-from longshore.config.foreign import FOREIGN_VALUES
-from longshore.config.schema import SECTIONS, RunConfig
-from longshore.config.unknown_keys import answer_key, answer_section
-from longshore.config.values import Kind
+from longshore.config.other_systems import FOREIGN_VALUES, answer_key, answer_section
+from longshore.config.schema import SECTIONS, Kind, RunConfig
 
 Tables = dict[str, dict[str, Any]]
 

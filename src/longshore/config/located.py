@@ -1,6 +1,6 @@
 """Errors of other packages, spelled for a recipe: each setting as its key, with its place.
 
-In: errors that name settings as data (errors.py). Out: a ValueError of one line. What `prepare`
+In: errors that name settings as data (settings.py). Out: a ValueError of one line. What `prepare`
 calls max_bytes is data.max_bytes in a recipe, and what is wrong with a file is said of its key:
 
     with in_keys("data.path"):
@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import fields
 
 from longshore.config.schema import SECTIONS
-from longshore.errors import SettingError
+from longshore.settings import SettingError
 
 WITHOUT_KEY = {"start_over": "remove the folder"}
 """What has no key, and what to do instead."""

@@ -9,22 +9,325 @@ two lines, 4…8 with none and 8…10 with one: a line belongs to the range in w
 of a Parquet or Arrow file is a span of its groups (tables.py), and its lines are rows; one of a
 JSON list is a span of records. A .json file with an object a line is read as JSONL. A compressed
 file is one range (compressed.py), since it can only be read from its start.
+
+Paths: from what a user names to the files of samples.
+
+In: files, globs and folders, of plain files or saved by Hugging Face `datasets`. Out: the files,
+each once, in a fixed order: as they are named, those of a folder or a glob sorted by name.
+
+    files_of(["a.jsonl", "b/*.parquet"])     a.jsonl, b/0.parquet, b/1.parquet
+    files_of(["dolly"])                      dolly/data-00000-of-00001.arrow, after save_to_disk
+
+A folder of a DatasetDict has several splits, of which the user names one, dolly/train.
+
+Compressed files, read from their start to their end without unpacking them on disk.
+
+In: the name of a .gz or .zst file. Out: a file object that reads forward only, whose positions are
+those of the unpacked bytes. Of chats.jsonl.gz with 1 GB of text at most some MB are in memory. A
+file that is cut off or damaged is a ValueError with its name at the place of the damage, so its
+rows are never silently fewer. pyarrow unpacks both, with the checksums of gzip and, where the file
+has them, of zstd.
+
+    kind_of("chats.jsonl.gz")          ".jsonl"
+    with open_input("chats.jsonl.gz") as file: file.readline()
+
+JSON lists: the records of a file `[{…}, {…}, …]`, one at a time, whatever the file's size.
+
+In: an open file, and where its first record begins. Out: each record's bytes, located by counting
+brackets outside of strings, so that a broken record does not affect the others. The file
+
+    [{"a": "]"}, 7 ]
+
+has records at bytes 1…11 and 12…15, white space included. At most `limit` bytes of a record are in
+memory; of a longer record only the size is returned.
 """
 
+import glob
 import hashlib
+import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from longshore.data.columns import present_columns
-from longshore.data.compressed import END, UnpackedFile, is_compressed, kind_of, open_input
-from longshore.data.json_list import CHUNK, read_elements
-from longshore.data.paths import JSON, JSONL, files_of, has_ending, listed_endings
 from longshore.data.source import SampleError
+from longshore.data.store import INDEX
 from longshore.data.tables import TABLES, count_groups, cut_table, is_table, read_table, too_large
+from longshore.files import parse_json
+
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+END = 1 << 62
+"""Behind the last unpacked byte, of which nothing is known before all are read."""
+BUFFER = 1 << 18
+
+
+def is_compressed(name: str | Path) -> bool:
+    return Path(name).suffix in CODECS
+
+
+def kind_of(name: str | Path) -> str:
+    """The ending that says what is in a file: .jsonl for a.jsonl and for a.jsonl.gz."""
+    path = Path(name)
+    return Path(path.stem).suffix if is_compressed(path) else path.suffix
+
+
+def open_input(name: str | Path) -> BinaryIO:
+    """The file's bytes, unpacked if need be."""
+    return UnpackedFile(name) if is_compressed(name) else open(name, "rb")
+
+
+class UnpackedFile(io.BufferedReader):
+    """The unpacked bytes of a compressed file. `seek` goes forward only, by reading."""
+
+    def __init__(self, name: str | Path) -> None:
+        import pyarrow as pa
+
+        self._path = str(name)
+        self._at = 0
+        codec = CODECS[Path(name).suffix]
+        if not pa.Codec.is_available(codec):
+            raise ValueError(
+                f"{name}: this build of pyarrow cannot unpack {codec}; unpack the file, or install "
+                "a pyarrow that has it"
+            )
+        self._packed = open(name, "rb")  # noqa: SIM115 - closed with this file
+        super().__init__(pa.input_stream(self._packed, compression=codec), BUFFER)
+
+    @property
+    def packed(self) -> int:
+        """How many bytes of the compressed file are read."""
+        return self._packed.tell()
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        try:
+            data = super().read(size)
+        except OSError as error:
+            raise self._damaged(error) from None
+        self._at += len(data)
+        return data
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        try:
+            line = super().readline(size)
+        except OSError as error:
+            raise self._damaged(error) from None
+        self._at += len(line)
+        return line
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, target: int, whence: int = os.SEEK_SET, /) -> int:
+        assert whence == os.SEEK_SET
+        assert target >= self._at
+        while self._at < target and self.read(min(BUFFER, target - self._at)):
+            pass
+        return self._at
+
+    def _damaged(self, error: OSError) -> ValueError:
+        return ValueError(
+            f"{self._path}: cannot be unpacked after {self._at:,} bytes ({error}); it is cut off, "
+            f"damaged or not {CODECS[Path(self._path).suffix]}: copy or compress it again"
+        )
+
+
+JSONL = (".jsonl", ".ndjson")
+JSON = (*JSONL, ".json")
+SUFFIXES = (*JSON, ".parquet")
+"""What is taken from a folder."""
+STORE_FILES = (*INDEX, "prepare.work")
+SAVED_SPLITS = "dataset_dict.json"
+SAVED_STATE = "state.json"
+SAVED_INFO = "dataset_info.json"
+
+
+def files_of(names: Sequence[str | Path]) -> list[Path]:
+    """All files that the names stand for; a file that two of them stand for is refused."""
+    paths = [path for name in names for place in matches(name) for path in _files_at(place)]
+    if not paths:
+        raise ValueError("no input is given; name files or folders of samples")
+    first: dict[Path, Path] = {}
+    for path in paths:
+        other = first.setdefault(path.resolve(), path)
+        if other is not path:
+            also = "" if other == path else f", also as {other}"
+            raise ValueError(
+                f"{path}: is named more than once{also}; for more weight, use a mixture"
+            )
+    return paths
+
+
+def matches(name: str | Path) -> list[Path]:
+    """The files and folders that a glob matches, sorted; a name without wildcards as it is."""
+    if Path(name).exists() or not glob.has_magic(str(name)):
+        return [Path(name)]
+    paths = sorted(glob.glob(str(name), recursive=True))
+    if not paths:
+        raise ValueError(f"{name}: nothing matches; check the folder and the pattern")
+    return [Path(path) for path in paths]
+
+
+def has_ending(path: Path, endings: Sequence[str]) -> bool:
+    """Whether a file is of one of these kinds; only JSON may be compressed."""
+    kind = kind_of(path)
+    return kind in endings and (kind == path.suffix or kind in JSON)
+
+
+def listed_endings() -> str:
+    return f"{', '.join(SUFFIXES)} or .arrow; those of JSON also with {' or '.join(CODECS)}"
+
+
+def _files_at(place: Path) -> list[Path]:
+    if not place.is_dir():
+        return [place]
+    if (place / SAVED_SPLITS).is_file():
+        raise ValueError(_name_a_split(place))
+    if (place / SAVED_STATE).is_file() and (place / SAVED_INFO).is_file():
+        return _saved_files(place)
+    return _files_in(place)
+
+
+def _name_a_split(folder: Path) -> str:
+    splits = _saved(folder / SAVED_SPLITS).get("splits")
+    if not isinstance(splits, list) or not splits or not all(isinstance(s, str) for s in splits):
+        raise ValueError(f"{folder / SAVED_SPLITS}: is damaged (it lists no splits); save it again")
+    return (
+        f"{folder}: is a DatasetDict with the splits {', '.join(splits)}; name one of them, such "
+        f"as {folder / splits[0]}"
+    )
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """The files of a Dataset that save_to_disk wrote, in the order of its rows."""
+    state = _saved(folder / SAVED_STATE)
+    if state.get("_indices_files") or state.get("_indices_data_files"):
+        raise ValueError(
+            f"{folder}: was saved with an index over its rows by an old version of datasets; load "
+            "it and save it again with flatten_indices().save_to_disk(…)"
+        )
+    try:
+        files = [folder / str(entry["filename"]) for entry in state["_data_files"]]  # type: ignore[attr-defined]
+    except (LookupError, TypeError):
+        raise ValueError(
+            f"{folder / SAVED_STATE}: is damaged (it lists no files); save the dataset again"
+        ) from None
+    if absent := [path.name for path in files if not path.is_file()]:
+        raise ValueError(
+            f"{folder}: is incomplete: {SAVED_STATE} lists {absent[0]}, which is missing; copy it "
+            "again"
+        )
+    if not files:
+        raise ValueError(f"{folder}: the dataset has no rows; leave it out")
+    return files
+
+
+def _saved(path: Path) -> dict[str, object]:
+    try:
+        data = parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise ValueError(f"{path}: is damaged (it is not JSON); save the dataset again") from None
+    return data if isinstance(data, dict) else {}
+
+
+def _files_in(folder: Path) -> list[Path]:
+    names = sorted(path.name for path in folder.iterdir())
+    if any(is_store_file(name) for name in names):
+        raise ValueError(
+            f"{folder}: is a prepared folder without its manifest.json, so it is unfinished or "
+            "damaged; copy it again, or repeat the 'longshore prepare' command that made it, with "
+            "--start-over if that refuses to resume"
+        )
+    inputs = [folder / name for name in names if has_ending(Path(name), SUFFIXES)]
+    if not inputs:
+        raise ValueError(f"{folder}: the folder has no file ending in {', '.join(SUFFIXES)}")
+    return inputs
+
+
+def is_store_file(name: str) -> bool:
+    """Whether a file is one that only a prepared folder has."""
+    return name in STORE_FILES or (name.startswith("shard-") and name.endswith(".arrow"))
+
+
+CHUNK = 1 << 20
+# What can be skipped: whole strings, and everything but brackets and, between records, commas.
+IN_RECORD = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
+BETWEEN = re.compile(rb'(?:[^"\[\]{},]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
+IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+QUOTE, COMMA, LIST_END = b'",]'
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """A record in bytes [start, stop) of the file. text: "" if longer than the limit.
+
+    ended_by: "," or "]", or "" where the bytes end.
+    """
+
+    start: int
+    stop: int
+    text: bytes
+    ended_by: str
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def read_elements(file: BinaryIO, start: int, stop: int, *, limit: int) -> Iterator[Element]:
+    """The records in bytes [start, stop), where a record begins at `start`; ends after a ]."""
+    file.seek(start)
+    text, begin, at = bytearray(), start, start
+    for kind, data, end in _pieces(file, start, stop):
+        if end - begin <= limit:
+            text += data
+        else:
+            text.clear()
+        at = end
+        if kind:
+            yield Element(begin, end, bytes(text), kind)
+            text.clear()
+            begin = at = end + 1
+        if kind == "]":
+            return
+    yield Element(begin, at, bytes(text), "")
+
+
+def _pieces(file: BinaryIO, start: int, stop: int) -> Iterator[tuple[str, bytes, int]]:
+    """Parts of records: what ends the record there ("" if nothing does), bytes, their end."""
+    depth, in_string, first_byte = 0, False, 0
+    while start < stop and (chunk := file.read(min(CHUNK, stop - start))):
+        begin, here = 0, first_byte
+        while (here := _skip(chunk, here, depth, in_string)) < len(chunk):
+            mark, here = chunk[here], here + 1
+            if in_string:
+                in_string = mark != QUOTE
+                here += in_string  # a backslash: what it escapes is in the next chunk
+            elif mark == QUOTE:
+                in_string = True  # of a string that ends in another chunk
+            elif mark in b"{[":
+                depth += 1
+            elif depth:
+                depth -= 1
+            elif mark in (COMMA, LIST_END):
+                yield chr(mark), chunk[begin : here - 1], start + here - 1
+                begin = here
+        first_byte = here - len(chunk)
+        start += len(chunk)
+        yield "", chunk[begin:], start
+
+
+def _skip(chunk: bytes, here: int, depth: int, in_string: bool) -> int:
+    """The next byte that opens, closes or ends something, or the chunk's end."""
+    pattern = IN_STRING if in_string else IN_RECORD if depth else BETWEEN
+    match = pattern.match(chunk, here)
+    return max(here, match.end()) if match else here
+
 
 Sample = Mapping[str, Any]
 

@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 
 from longshore.data.fields import Field
 from longshore.data.source import Ints, TokenizedSample, checked_index
-from longshore.errors import SettingError
 from longshore.plan.lengths_file import read_lengths
+from longshore.settings import SettingError
 
 IDS = 64
 STEPS = 4

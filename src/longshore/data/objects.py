@@ -18,8 +18,7 @@ from typing import Any
 from longshore.data.fields import Field, check_declared
 from longshore.data.source import SampleError, TokenizedSample, make_sample
 from longshore.data.tables import without_nulls
-from longshore.data.token_rows import LOSS_MASKS, read_token_row, without_padding
-from longshore.data.tokenize import SampleTokenizer
+from longshore.data.tokenize import LOSS_MASKS, SampleTokenizer, read_token_row, without_padding
 
 Rows = Iterable[Mapping[str, Any]]
 OnRejected = Callable[[int, SampleError], None]

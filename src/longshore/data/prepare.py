@@ -18,24 +18,59 @@ The cached store of chats.jsonl is CACHE/chats-1f3a…: the name has a digest of
 content, so the same settings find the store again and other settings get another folder.
 
 With workers > 1 processes are spawned: a script that calls this needs `if __name__ == "__main__"`.
+
+A pool of worker processes that end with their parent, even if it is killed.
+
+In: a function that each worker calls once (to load what it needs) and that returns the function for
+one task; the tasks. Out: each task when it is done, in the order of completion. With three tasks
+and two workers, two run at once and the first to finish takes the third. An error in a worker is
+raised here, and the other workers are stopped; a killed worker is an error too, not a hang. A task
+may tell how far it is: its function then yields numbers, which go to `on_part`.
+
+Workers do not import the script that runs: one that builds a Trainer at its top level, without
+`if __name__ == "__main__"`, would train again in each of them. So what they call stands in modules.
+
+Progress of `prepare`, for people: a bar on a terminal, or a line for each tenth.
+
+In: how many bytes of how many are read, again and again. Out: text on a stream:
+
+    prepared 10 % of 812.4 MB
+
+The highest token id of a prepared folder, and the row that has it.
+
+In: what `prepare` wrote into the manifest. Out: an error before the first step where a model has
+fewer token ids. With "highest_token": {"id": 300, "file": "rows.jsonl", "line": 12} a model of 256
+ids is refused:
+
+    rows.jsonl line 12 has the token id 300, but the model knows only 0 to 255; …
 """
 
 import contextlib
 import datetime
+import errno
 import hashlib
+import importlib.util
 import json
+import multiprocessing
+import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import signal
+import sys
+import threading
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any, TextIO, TypeVar
 
-from longshore.choices import LossOn, TooLong
 from longshore.data.chat_template import DATE
 from longshore.data.chats import RENAMED, has_renamed_roles
+from longshore.data.columns import sides
 from longshore.data.fields import Field, parse_field
-from longshore.data.highest_token import HIGHEST, HighestToken
 from longshore.data.inputs import (
     MAX_BYTES,
     PackedBytes,
@@ -43,8 +78,8 @@ from longshore.data.inputs import (
     content_digest,
     cut_ranges,
     find_inputs,
+    unit_of,
 )
-from longshore.data.pairs import sides
 from longshore.data.prepare_job import (
     Job,
     RangeRecord,
@@ -54,12 +89,7 @@ from longshore.data.prepare_job import (
     read_record,
     write_record,
 )
-from longshore.data.progress import OnProgress
-from longshore.data.rejected import (
-    LONGEST_DETAIL,
-    REJECTED,
-    Rejections,
-)
+from longshore.data.rejected import LONGEST_DETAIL, REJECTED, Rejections
 from longshore.data.source import SampleError, TokenizedSample
 from longshore.data.store import (
     MANIFEST,
@@ -72,8 +102,205 @@ from longshore.data.store import (
 )
 from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.data.training_templates import OWN, is_file_choice, templates_digest
-from longshore.data.worker_pool import run_tasks
-from longshore.errors import SettingError, Spelling, in_python
+from longshore.settings import LossOn, SettingError, Spelling, TooLong, in_python
+
+Task = TypeVar("Task")
+Start = Callable[[], Callable[[Task], Iterable[int] | None]]
+OnPart = Callable[[Any, int], None]
+
+
+def _ignore(task: object, number: int) -> None:
+    pass
+
+
+def run_tasks(
+    start: Start[Task], tasks: Sequence[Task], workers: int, *, on_part: OnPart = _ignore
+) -> Iterator[Task]:
+    """Runs all tasks; in this process where one worker is enough."""
+    if min(workers, len(tasks)) > 1:
+        yield from _in_processes(start, tasks, min(workers, len(tasks)), on_part)
+    elif tasks:
+        work = start()
+        for task in tasks:
+            for number in work(task) or ():
+                on_part(task, number)
+            yield task
+
+
+def _in_processes(
+    start: Start[Task], tasks: Sequence[Task], workers: int, on_part: OnPart
+) -> Iterator[Task]:
+    waiting = deque(tasks)
+    processes: dict[Connection, SpawnProcess] = {}
+    running: dict[Connection, Task] = {}
+    try:
+        for _ in range(workers):
+            connection, process = _start_worker(start)
+            processes[connection] = process
+            running[connection] = waiting.popleft()
+            with _error_if_dead(process):
+                connection.send(running[connection])
+        while running:
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection)
+                with _error_if_dead(processes[ready]):
+                    message = ready.recv()
+                if isinstance(message, int):
+                    on_part(running[ready], message)
+                    continue
+                if message is not None:
+                    raise message
+                yield running.pop(ready)
+                if waiting:
+                    running[ready] = waiting.popleft()
+                    with _error_if_dead(processes[ready]):
+                        ready.send(running[ready])
+    finally:
+        for connection, process in processes.items():
+            process.kill()
+            process.join()
+            process.close()
+            connection.close()
+
+
+def _start_worker(start: Start[Task]) -> tuple[Connection, SpawnProcess]:
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_worker, args=(start, theirs), daemon=True)
+    with _hidden_script():
+        process.start()
+    theirs.close()
+    return mine, process
+
+
+@contextlib.contextmanager
+def _hidden_script() -> Iterator[None]:
+    """The main module has no file and no name, so that a spawned process does not import it."""
+    attributes = vars(sys.modules["__main__"])
+    names = [name for name in ("__file__", "__spec__") if name in attributes]
+    before: dict[str, Any] = {name: attributes[name] for name in names}
+    attributes.update(dict.fromkeys(names))
+    try:
+        yield
+    finally:
+        attributes.update(before)
+
+
+@contextlib.contextmanager
+def _error_if_dead(process: SpawnProcess) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, ConnectionError):
+        process.join()
+        raise ChildProcessError(
+            errno.ECHILD,
+            f"a worker ended with exit code {process.exitcode}; if it ran out of memory, use fewer "
+            "workers",
+        ) from None
+
+
+def _worker(start: Start[Any], connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        work = start()
+        while True:
+            for number in work(connection.recv()) or ():
+                connection.send(number)
+            connection.send(None)
+    except EOFError:
+        return
+    except (ValueError, OSError) as error:
+        connection.send(error)
+    except Exception:
+        connection.send(RuntimeError(f"in a worker:\n{traceback.format_exc()}"))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes done and the total."""
+
+
+@contextlib.contextmanager
+def show_progress(stream: TextIO) -> Iterator[OnProgress]:
+    """A bar on a terminal; elsewhere, or without rich, a line for each tenth."""
+    if not stream.isatty() or importlib.util.find_spec("rich") is None:
+        yield _tenths(stream)
+        return
+    with contextlib.ExitStack() as shown:
+        bars: list[OnProgress] = []
+
+        def report(done: int, total: int) -> None:
+            if not bars:  # nothing is shown where nothing is left to do
+                bars.append(_bar(stream, shown))
+            bars[0](done, total)
+
+        yield report
+
+
+def _bar(stream: TextIO, shown: contextlib.ExitStack) -> OnProgress:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    columns = ("preparing", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    bar = shown.enter_context(Progress(*columns, console=Console(file=stream)))
+    task = bar.add_task("", total=None)
+    return lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _tenths(stream: TextIO) -> OnProgress:
+    shown = -1
+
+    def report(done: int, total: int) -> None:
+        nonlocal shown
+        if (tenth := 10 * done // max(total, 1)) > shown:
+            shown = tenth
+            stream.write(f"prepared {10 * tenth} % of {total / 1e6:,.1f} MB\n")
+            stream.flush()
+
+    return report
+
+
+HIGHEST = "highest_token"
+"""The key in the manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class HighestToken:
+    """The highest token id of some sequences; file and line: the first row that has it."""
+
+    id: int
+    file: str
+    line: int
+
+    def check(self, vocab_size: int) -> None:
+        """Refuses an id that a model of so many does not have."""
+        if self.id >= vocab_size:
+            where = f"{self.file} {unit_of(self.file)} {self.line}"
+            raise unknown_token(where, self.id, vocab_size)
+
+
+def highest_of(about: Mapping[str, object]) -> HighestToken:
+    """From a store's manifest; id -1 for one that does not say it."""
+    match about.get(HIGHEST):
+        case {"id": int(id), "file": str(file), "line": int(line)}:
+            return HighestToken(id, file, line)
+    return HighestToken(-1, "", 0)
+
+
+def unknown_token(where: str, id: int, vocab_size: int) -> ValueError:
+    """The error for a token id that the model does not have."""
+    return ValueError(
+        f"{where} has the token id {id}, but the model knows only 0 to {vocab_size - 1}; use the "
+        "model's tokenizer, or with model.preset a larger model.vocab_size"
+    )
+
 
 WARNINGS = "warnings"
 """In a store's manifest: what a run on it says too."""

@@ -29,11 +29,14 @@ from longshore.data.columns import (
     FORMS,
     KNOWN_FIELDS,
     NO_TOKENIZER,
+    PAIR_FIELDS,
     TOKENS,
+    is_pair,
     known_fields,
     leaves_out,
     refuse_columns,
     refuse_file,
+    sides,
     unused_columns,
 )
 from longshore.data.inputs import (
@@ -42,17 +45,16 @@ from longshore.data.inputs import (
     Range,
     Sample,
     content_digest,
+    is_store_file,
     read_range,
     whole_range,
 )
-from longshore.data.pairs import PAIR_FIELDS, is_pair, sides
-from longshore.data.paths import is_store_file
 from longshore.data.rejected import REJECTED
 from longshore.data.source import SampleError, TokenizedSample
 from longshore.data.store import MANIFEST, ShardInfo, read_manifest, write_durably
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer, is_chat
 from longshore.data.training_templates import AUTO
-from longshore.errors import SettingError
+from longshore.settings import SettingError
 
 LEAST_RANGE, MOST_RANGE, RANGES = 2**20, 2**26, 64
 LOOKED_AT = 100

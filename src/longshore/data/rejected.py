@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longshore.data.inputs import unit_of
-from longshore.errors import SettingError, Spelling, spell_settings
+from longshore.settings import SettingError, Spelling, spell_settings
 
 REJECTED = "rejected.jsonl"
 MAX_REJECTED = 0.05
@@ -45,7 +45,7 @@ WAYS_OUT: Mapping[str, str] = {
     "too long": "raise the limit, {max_length:N}, or truncate, {too_long:truncate}",
     "undeclared field": "ignore the column, {ignore:NAME}",
 }
-"""What to do about each reason; errors.py explains the settings in braces."""
+"""What to do about each reason; settings.py explains the settings in braces."""
 
 
 @dataclass(frozen=True, slots=True)

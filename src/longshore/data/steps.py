@@ -9,11 +9,33 @@ micro-batches. Two ways to own the data give the same micro-batches:
 
 A controller that has planned already needs neither: cut_shards and pack_step are enough. With 4
 lanes and a batch of 10 sequences the lanes of StreamedSteps draw 3, 3, 2 and 2.
+
+Gather lengths: every rank learns how long the step's sequences are, and which lane owns each.
+
+In: the sequences this lane drew. Out: a StepLengths, the same on every rank, from which all ranks
+make the same plan. Sequences are numbered lane after lane. With sequences of 5 and 7 tokens on lane
+0 and one of 9 on lane 1 the plan's places are 0, 1, 2, lengths 5 7 9, owners 0 0 1.
+
+One row a sequence is gathered: its length, a checksum of its content, and how many labels count in
+the main loss and at each depth. So the divisors of all loss terms come with the lengths.
+
+Loader: prefetches steps while the model trains.
+
+In: Steps. Out: the same steps, made ahead by one background thread whose collectives have process
+groups of their own; the time that the consumer waits is measured.
+
+    loader = Loader(IndexedSteps(source, batch=BatchSize("sequences", 256), ...), prefetch=2)
+    for step in loader: ...          # step.batches, step.plan, step.wait_seconds
+    state = loader.state_dict()      # {..., "epoch": 0, "step_in_epoch": 7, "step": 7}
 """
 
+import queue
+import threading
+import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -23,16 +45,105 @@ from torch import Tensor
 from longshore.batch import Counts, MicroBatch
 from longshore.data.batches import ORDER, Batches, BatchSize, Place
 from longshore.data.data_rank import DataRank, Packing, Planner
-from longshore.data.exchange import ParcelRoutes, open_parcels
+from longshore.data.exchange import (
+    LaneParcels,
+    ParcelRoutes,
+    deliver_in_lane,
+    make_lane_parcels,
+    open_parcels,
+)
 from longshore.data.fields import Field
-from longshore.data.lane_broadcast import LaneParcels, deliver_in_lane, make_lane_parcels
-from longshore.data.lengths import StepLengths, gather_rows_of_lanes, length_rows
-from longshore.data.shard import cut_shards, lane_cuts
+from longshore.data.shard import count_targets, cut_shards, lane_cuts
 from longshore.data.source import IndexedSource, TokenizedSample, source_digest
 from longshore.data.stream import LaneStream, TextStream
+from longshore.distributed.agreement import agreed, same_on_all_ranks
+from longshore.distributed.collectives import broadcast_over_lane, gather_rows
 from longshore.distributed.topology import Groups, Topology
 from longshore.plan.cost import Ints
 from longshore.plan.types import Plan, Sequence
+
+FIRST_LABELS = 2
+"""The first column with a count of labels, after length and checksum."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLengths:
+    """owners: the lane of each sequence. rows: int64 (sequences, 3 + depths), see the module."""
+
+    owners: tuple[int, ...]
+    rows: Ints
+
+    @classmethod
+    def of(cls, by_lane: Seq[Tensor]) -> "StepLengths":
+        """by_lane: each lane's rows."""
+        owners = tuple(lane for lane, rows in enumerate(by_lane) for _ in range(len(rows)))
+        return cls(owners, torch.cat(list(by_lane)).numpy())
+
+    def sequences(self) -> list[Sequence]:
+        """What the planner takes; a sequence's id is its place."""
+        columns = self.rows[:, [0, FIRST_LABELS]].tolist()
+        return [Sequence(place, length, labels) for place, (length, labels) in enumerate(columns)]
+
+    def counts(self) -> Counts:
+        return Counts.of(self.rows[:, FIRST_LABELS:].sum(axis=0).tolist(), self.rows[:, 0].tolist())
+
+    def places_of(self, lane: int) -> range:
+        """The places of a lane's own sequences."""
+        first = self.owners.index(lane) if lane in self.owners else 0
+        return range(first, first + self.owners.count(lane))
+
+
+def length_rows(samples: Seq[TokenizedSample], depths: int = 0) -> Tensor:
+    """A row for each sequence, as it is gathered; a broken sequence raises here."""
+    rows = torch.tensor([_row(sample, depths) for sample in samples], dtype=torch.int64)
+    return rows.reshape(-1, FIRST_LABELS + 1 + depths)
+
+
+def gather_rows_of_lanes(
+    mine: Tensor, groups: Groups, *, room: int, everywhere: bool
+) -> list[Tensor]:
+    """Each lane's rows of lengths on every rank. All ranks call it together.
+
+    everywhere: each rank drew the sequences of its lane itself, and an error names ranks that drew
+    different ones; otherwise only the first rank of a lane did, and the others pass no rows.
+    room: the number of sequences a lane usually has at most; more cost one collective more.
+    """
+    is_source = everywhere or (groups.tp.rank() == 0 and groups.pp.rank() == 0)
+    by_lane = gather_rows(mine, groups.lanes, room=room) if is_source else []
+    if not everywhere:
+        return _broadcast_in_lane(by_lane, groups, columns=mine.shape[1])
+    with agreed(groups):
+        text = str([rows.tolist() for rows in by_lane])
+    same_on_all_ranks(text, groups, what="data of a lane")
+    return by_lane
+
+
+def _row(sample: TokenizedSample, depths: int) -> list[int]:
+    checksum = 0
+    for array in (sample.tokens, sample.loss_mask, *sample.fields.values()):
+        checksum = zlib.crc32(array.tobytes(), checksum)
+    return [sample.length, checksum, *count_targets(sample.loss_mask, depths)]
+
+
+def _broadcast_in_lane(by_lane: list[Tensor], groups: Groups, *, columns: int) -> list[Tensor]:
+    """What the first rank of the lane gathered, on all ranks of the lane."""
+    if groups.tp.size() == groups.pp.size() == 1:
+        return by_lane
+    with agreed(groups):
+        numbers = torch.tensor([len(rows) for rows in by_lane] or [0] * groups.lanes.size())
+    broadcast_over_lane(numbers, groups)
+    with agreed(groups):
+        rows = _joined_rows(by_lane, numbers, columns)
+    broadcast_over_lane(rows, groups)
+    with agreed(groups):
+        return list(torch.split(rows, numbers.tolist()))
+
+
+def _joined_rows(by_lane: list[Tensor], numbers: Tensor, columns: int) -> Tensor:
+    """All rows, on the first rank of the lane; elsewhere room for them."""
+    if by_lane:
+        return torch.cat(by_lane)
+    return torch.empty(int(numbers.sum()), columns, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -353,3 +464,94 @@ class StreamedSteps:
 def _positions(by_lane: Seq[Tensor]) -> dict[str, object]:
     """What a loader saves of a stream: each lane's position."""
     return {POSITIONS: [row for rows in by_lane for row in rows.tolist()]} if by_lane else {}
+
+
+class Loader:
+    """Steps, made ahead by a background thread.
+
+    pin: put the micro-batches into page-locked memory, so that copies to a GPU are asynchronous.
+    The state counts consumed steps, not prefetched ones. End it with `close()` or use it in a
+    `with` block; all ranks do so together.
+    """
+
+    def __init__(self, steps: Steps, *, prefetch: int = 2, pin: bool = False) -> None:
+        if prefetch < 1:
+            raise ValueError(f"prefetch is {prefetch}; the thread makes at least 1 step ahead")
+        self.steps = steps
+        self.prefetch = prefetch
+        self.pin = pin
+        self._next = Place()
+        self._after: Mapping[str, object] = {}
+        self._ready: queue.Queue[Step | BaseException | None] = queue.Queue(prefetch)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="longshore-loader", daemon=True)
+            self._thread.start()
+        started = time.perf_counter()
+        item = self._ready.get()
+        waited = time.perf_counter() - started
+        if isinstance(item, Step):
+            self._next, self._after = item.place.following, item.after
+            return replace(item, wait_seconds=waited)
+        self._ready.put(item)  # the next call gets the same answer
+        if item is None:
+            raise StopIteration
+        raise item
+
+    def _run(self) -> None:
+        try:
+            finish = _pinned if self.pin else unchanged
+            for step in self.steps.from_place(self._next, self._stop.is_set, finish):
+                self._put(step)
+            self._put(None)
+        except BaseException as error:
+            self._put(error)
+
+    def _put(self, item: Step | BaseException | None) -> None:
+        """Queues an item when there is room, or drops it once the loader is being closed.
+
+        The thread continues after a drop until all ranks stop at the same step: a rank that stopped
+        alone would leave the others waiting in a collective.
+        """
+        while not self._stop.is_set():
+            try:
+                self._ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return
+
+    def state_dict(self) -> dict[str, object]:
+        """The place of the next step, and all that decides the order; plain numbers and text."""
+        return {**self.steps.describe(), **self._after, **asdict(self._next)}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Resumes from a saved state; but for streams, also one of another number of lanes."""
+        if self._thread is not None:
+            raise RuntimeError("the loader has begun; load its state before the first step")
+        self.steps.check_can_resume(state)
+        self._after = {name: state[name] for name in (POSITIONS,) if name in state}
+        self._next = Place(*(int(str(state[name])) for name in ("epoch", "step_in_epoch", "step")))
+
+    def close(self) -> None:
+        """Ends the thread and destroys its process groups."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.steps.close()
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _pinned(step: Step) -> Step:
+    return replace(step, batches=[batch.pin_memory() for batch in step.batches])

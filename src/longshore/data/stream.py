@@ -32,7 +32,7 @@ from longshore.data.inputs import Input, Range, Sample, cut_ranges, read_range
 from longshore.data.mixture import draw_order
 from longshore.data.source import SampleError, TokenizedSample
 from longshore.data.tokenize import SampleTokenizer
-from longshore.errors import SettingError
+from longshore.settings import SettingError
 
 PIECES = 8
 """Of each lane, where files can be cut."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from longshore.data.source import SampleError
-from longshore.errors import SettingError
+from longshore.settings import SettingError
 
 Span = tuple[int, int, int]
 """Its first group, the one behind its last, and its bytes."""

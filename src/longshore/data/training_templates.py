@@ -23,7 +23,7 @@ from typing import Any
 from longshore.data.chat_template import LEFT_OUT, NOT_LOCATED, TOO_SLOW, ChatTemplate
 from longshore.data.chats import Chat, Message
 from longshore.data.source import SampleError
-from longshore.errors import SettingError
+from longshore.settings import SettingError
 
 AUTO, OWN = "auto", "own"
 Make = Callable[..., ChatTemplate]

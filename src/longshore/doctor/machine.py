@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longshore.doctor.ops import kernels, ops
-from longshore.doctor.result import Finding, bad, first_line, good, warn
+from longshore.doctor.probes import Finding, bad, first_line, good, kernels, ops, warn
 
 if TYPE_CHECKING:
     import torch

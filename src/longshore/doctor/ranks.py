@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 
 from longshore.distributed.collectives import all_to_all, gather, sum_over
-from longshore.distributed.cp_groups import CPGroups
 from longshore.distributed.process_group import Rendezvous, process_group
-from longshore.distributed.topology import Topology, make_topology
-from longshore.doctor.result import Finding, bad, first_line, good, warn
+from longshore.distributed.topology import CPGroups, Topology, make_topology
+from longshore.doctor.probes import Finding, bad, first_line, good, warn
 from longshore.plan.shapes import legal_cp_sizes
 
 UNEVEN = 3

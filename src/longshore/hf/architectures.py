@@ -8,31 +8,74 @@ in a Hugging Face folder. No torch, so that a bad folder is refused fast.
 A new architecture is an entry of ARCHITECTURES: two functions for the keys, and in tensor_map.py a
 table of names. Where a tensor of ours is several of theirs, or interleaved, a class of
 tensor_map.py says so.
+
+A checkpoint folder in our own format, for decoders that transformers has no architecture for.
+
+In: a DecoderConfig, a user's mixers included. Out: an Architecture whose config.json holds the
+config as it is, and whose tensors keep our names; model.from_hf reads it like any other:
+
+    config.json          {"model_type": "longshore", "torch_dtype": "float32",
+                          "decoder": {"kind": "DecoderConfig", "vocab_size": 256, …}}
+    model.safetensors    embed.weight, layers.0.mixer_norm.weight, …
+
+A user's mixer is stored by its name, so its module must be imported first (model.module). No torch.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from longshore.arch.as_json import config_from_json, config_to_json
 from longshore.arch.decoder import DecoderConfig
-from longshore.hf.deepseek_keys import deepseek_keys, read_deepseek
-from longshore.hf.deepseek_v4_keys import deepseek_v4_keys, read_deepseek_v4
-from longshore.hf.deepseek_v4_map import place_deepseek_v4
-from longshore.hf.dense_keys import llama_keys, qwen3_keys, read_llama, read_qwen3
-from longshore.hf.mamba_keys import mamba2_keys, nemotron_keys, read_mamba2, read_nemotron
-from longshore.hf.moe_keys import qwen3_moe_keys, qwen3_next_keys, read_qwen3_moe, read_qwen3_next
-from longshore.hf.own_format import MODEL_TYPE, own_keys, place_own, read_own
+from longshore.hf.deepseek import (
+    deepseek_keys,
+    deepseek_v4_keys,
+    place_deepseek_v4,
+    read_deepseek,
+    read_deepseek_v4,
+)
+from longshore.hf.mamba import mamba2_keys, nemotron_keys, read_mamba2, read_nemotron
+from longshore.hf.qwen_llama import (
+    llama_keys,
+    qwen3_keys,
+    qwen3_moe_keys,
+    qwen3_next_keys,
+    read_llama,
+    read_qwen3,
+    read_qwen3_moe,
+    read_qwen3_next,
+)
 from longshore.hf.tensor_map import (
     DENSE_NAMES,
     MAMBA_NAMES,
     MOE_NAMES,
     NEXT_NAMES,
     Place,
+    Source,
+    StorageLayout,
     by_table,
     place_deepseek,
     place_nemotron,
 )
 from longshore.hf.typed_keys import SHOWN, Raw, shown
+
+MODEL_TYPE = "longshore"
+
+
+def read_own(raw: Raw) -> DecoderConfig:
+    """The decoder of a config.json of ours."""
+    return config_from_json(raw.get("decoder"))
+
+
+def own_keys(config: DecoderConfig) -> dict[str, Any]:
+    """The keys of a config.json of ours."""
+    return {"decoder": config_to_json(config)}
+
+
+def place_own(name: str, layout: StorageLayout) -> Source:
+    """Every tensor keeps our name."""
+    return Source(name)
+
 
 OLD_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 """Tensors of old folders that are not weights and are never read."""

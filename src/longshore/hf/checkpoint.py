@@ -9,7 +9,7 @@ changes no byte of a tensor or of config.json:
     write_checkpoint("copy", read_config("Qwen3-8B"), weights.items(), base="Qwen3-8B")
 
 A decoder that transformers has no architecture for is written in our own format instead, see
-hf/own_format.py.
+hf/architectures.py.
 """
 
 import re

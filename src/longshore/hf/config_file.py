@@ -16,13 +16,10 @@ from typing import Any
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.hf.architectures import OWN, Architecture, architecture_for, find_architecture
-from longshore.hf.deepseek_keys import OTHER_NAMES
-from longshore.hf.deepseek_v4_keys import OLDER_KEYS
-from longshore.hf.mamba_keys import OLDER
-from longshore.hf.moe_keys import balance_weight
-from longshore.hf.quantized import refuse_quantized
-from longshore.hf.rope_keys import ROPE_KEYS
-from longshore.hf.shared_keys import bare
+from longshore.hf.deepseek import OLDER_KEYS, OTHER_NAMES
+from longshore.hf.keys import ROPE_KEYS, bare, refuse_quantized
+from longshore.hf.mamba import OLDER
+from longshore.hf.qwen_llama import balance_weight
 from longshore.hf.tensor_map import StorageLayout, read_tensor_names
 
 CONFIG = "config.json"

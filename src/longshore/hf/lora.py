@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from longshore.arch.as_json import config_to_json
-from longshore.arch.decoder import DecoderConfig
-from longshore.arch.lora import LoRAConfig
+from longshore.arch.decoder import DecoderConfig, LoRAConfig
 from longshore.hf.checkpoint import TABLE, open_weights, tensor_shapes
 from longshore.hf.tensor_map import Shape
 from longshore.model.init import initial_block

@@ -218,7 +218,7 @@ class Decoder(LanguageModel):
     embed: nn.Embedding or None. layers: blocks by their number in the whole decoder, as text.
     tied: the head has no weight of its own. A stage with depths has a copy of the embedding, and
     where the config is tied, a stage with the head and no embedding has one too, head.weight.
-    Copies begin with the same values; parallel/pipeline/stages.py sums their gradients.
+    Copies begin with the same values; parallel/pipeline.py sums their gradients.
 
     Parameters are not initialised as model/init.py does it; call init_decoder.
     """

@@ -38,9 +38,8 @@ from longshore.model.fill import RESIDUAL, Fill
 from longshore.model.interface import LOCAL, Context, Exchanges, Routed, eager
 from longshore.model.norm import Float32Parameters
 from longshore.ops.experts import expert_mlp
-from longshore.ops.gate import clipped, gated_linear
-from longshore.ops.low_rank import LowRank
-from longshore.ops.projections import projected
+from longshore.ops.linear import LowRank, projected
+from longshore.ops.pointwise import clipped, gated_linear
 
 
 class GatedLinear(nn.Linear):
@@ -51,7 +50,7 @@ class GatedLinear(nn.Linear):
 
 
 class AdaptedGatedLinear(GatedLinear):
-    """lora: low-rank factors, see ops/low_rank.py."""
+    """lora: low-rank factors, see ops/linear.py."""
 
     lora: LowRank
 

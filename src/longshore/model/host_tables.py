@@ -26,11 +26,10 @@ from longshore.arch.part import Part
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.batch import Boundaries, PackContext, TableMaker
-from longshore.choices import Kernels, ScanKind
-from longshore.model.sparse_tables import EntryKind, entry_tables
+from longshore.model.sparse_attention import EntryKind, entry_tables
 from longshore.ops.backends import is_installed
-from longshore.ops.boundaries import chunk_rows, chunks
-from longshore.ops.tables import chunk_table, conv_spans, filled_spans
+from longshore.ops.boundaries import chunk_rows, chunk_table, chunks, conv_spans, filled_spans
+from longshore.settings import Kernels, ScanKind
 
 HOST = torch.device("cpu")
 

@@ -13,7 +13,7 @@ With weights of zeros, N = 2 and rows 1 and 3 of one channel: pre is ½ each, so
 is 1, mix ½ everywhere: a part that returns 5 leaves 5 + 2 = 7 in both rows.
 
 Weights are float32 at least, and so is what is computed from them. What reads whole rows is in
-ops/hyper.py.
+ops/pointwise.py.
 
 T tokens, N residuals, C channels, S = N·C.
 """
@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longshore.arch.hyper import HyperConfig
+from longshore.arch.decoder import HyperConfig
 from longshore.model.fill import NORMAL, ONES, ZEROS, Fill
 from longshore.model.norm import Float32Parameters
-from longshore.ops.hyper import collapse, expand, project
+from longshore.ops.pointwise import collapse, expand, project
 
 FILLS: dict[str, Fill] = {"weight": NORMAL, "base": ZEROS, "scale": ONES}
 """First values of both modules' parameters."""

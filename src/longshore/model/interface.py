@@ -46,10 +46,10 @@ from torch.utils.checkpoint import checkpoint
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.batch import Boundaries, PackContext, SeqContext
-from longshore.choices import AttentionKind, ScanKind
 from longshore.model.rope import Tables
 from longshore.ops.cross_entropy import OutputLayer
 from longshore.plan.layout import Stage
+from longshore.settings import AttentionKind, ScanKind
 
 Rows = tuple[Tensor, ...]
 
@@ -161,7 +161,7 @@ class Exchanges:
     """Makes the exchange of each pack. Here a pack that lanes share is refused.
 
     attention, scan: which way is taken where there are several; see model/attention.py and
-    model/scan.py.
+    model/recurrent.py.
     """
 
     attention: AttentionKind = "auto"

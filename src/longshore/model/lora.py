@@ -1,7 +1,7 @@
 """LoRA on our own models: factors beside linear layers by name, everything else frozen.
 
 In: a decoder, or a stage of one, and a LoRAConfig. Out: the same modules; those that the config
-names have `lora.a` and `lora.b` (ops/low_rank.py), and only these want gradients:
+names have `lora.a` and `lora.b` (ops/linear.py), and only these want gradients:
 
     Decoder(replace(preset("tiny-llama"), lora=LoRAConfig(rank=8, alpha=16)))
     layers.0.mixer.q_proj.lora.a (8, 64)     layers.0.mixer.q_proj.lora.b (64, 8)
@@ -17,14 +17,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from longshore.arch.decoder import DecoderConfig, LayerConfig
-from longshore.arch.lora import ALL_LINEAR, LoRAConfig
-from longshore.errors import SettingError
+from longshore.arch.decoder import ALL_LINEAR, DecoderConfig, LayerConfig, LoRAConfig
 from longshore.model.feed_forward import AdaptedGatedLinear, GatedLinear
 from longshore.model.fill import ZEROS, Fill, fill_rows
 from longshore.model.norm import Float32Parameters
 from longshore.model.registry import make_feed_forward, make_mixer
-from longshore.ops.low_rank import AdaptedLinear, LowRank, adapt
+from longshore.ops.linear import AdaptedLinear, LowRank, adapt
+from longshore.settings import SettingError
 
 KINDS: dict[type[nn.Linear], type[nn.Linear]] = {
     nn.Linear: AdaptedLinear,

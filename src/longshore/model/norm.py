@@ -13,8 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from longshore.arch.part import Norm
-from longshore.ops.gated_norm import norm_after_gate, norm_before_gate, shared_norm_after_gate
-from longshore.ops.norm import add_norm, rms_norm
+from longshore.ops.pointwise import (
+    add_norm,
+    norm_after_gate,
+    norm_before_gate,
+    rms_norm,
+    shared_norm_after_gate,
+)
 from longshore.ops.rope import norm_rotate_both
 
 

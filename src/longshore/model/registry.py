@@ -24,11 +24,9 @@ from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Norm, Part
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.arch.sparse_attention import SparseAttentionConfig
-from longshore.model.attention import Attention
-from longshore.model.delta_net import DeltaNet
+from longshore.model.attention import MLA, Attention
 from longshore.model.feed_forward import MLP, MoE
-from longshore.model.mamba2 import Mamba2
-from longshore.model.mla import MLA
+from longshore.model.recurrent import DeltaNet, Mamba2
 from longshore.model.sparse_attention import SparseAttention
 
 MIXERS: dict[type, Any] = {

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.choices import Kernels
+from longshore.settings import Kernels
 
 HALF = (torch.float16, torch.bfloat16)
 AMPERE, HOPPER = (8, 0), (9, 0)
@@ -253,15 +253,13 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
             "flash-linear-attention", "longshore.ops.delta_rule_fla", _delta_rule, package="fla"
         ),
     ),
-    "gated norm": (
-        Backend("triton", "longshore.ops.kernels.gated_norm", _gated_norm, package="triton"),
-    ),
+    "gated norm": (Backend("triton", "longshore.ops.kernels.norm", _gated_norm, package="triton"),),
     "norm": (Backend("triton", "longshore.ops.kernels.norm", _norm, package="triton"),),
     "gate": (Backend("triton", "longshore.ops.kernels.gate", _pointwise, package="triton"),),
     "hyper-connections": (
         Backend("triton", "longshore.ops.kernels.hyper", _hyper, package="triton"),
     ),
-    "projections": (Backend("torch in one node", "longshore.ops.projections", on_gpu),),
+    "projections": (Backend("torch in one node", "longshore.ops.linear", on_gpu),),
     "rope": (Backend("triton", "longshore.ops.kernels.rope", _rope, package="triton"),),
 }
 """By op, in order of preference; where none is left, plain torch."""

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from longshore.ops.backends import pick
-from longshore.ops.boundaries import Bounds, offsets_of, table, to_device
-from longshore.ops.tables import conv_spans
+from longshore.ops.boundaries import Bounds, conv_spans, offsets_of, table, to_device
 
 
 def causal_conv(

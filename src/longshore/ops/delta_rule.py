@@ -41,7 +41,7 @@ from longshore.ops.boundaries import (
     first_states,
     split_decay,
 )
-from longshore.ops.products import product, solve_unit_lower
+from longshore.ops.linear import product, solve_unit_lower
 
 if TYPE_CHECKING:
     from longshore.ops.delta_rule_fla import FlaDelta

@@ -6,7 +6,7 @@ no transitions: whoever asks for `ends` gets those of plain torch, and then its 
 
 Spans without rows are left out of the call, and their final states are their initial ones. Spans
 of 0, 3 and 70 rows reach the kernels as cu_seqlens 0 3 73 and, in chunks of 64 rows, as the chunks
-(0, 0), (1, 0), (1, 1). Both are made on the host, once for the boundaries (ops/tables.py).
+(0, 0), (1, 0), (1, 1). Both are made on the host, once for the boundaries (ops/boundaries.py).
 
 Each kernel comes with a list of configurations, which its first call compiles and times one by one:
 on an H200 there was no first step within 100 s. On Hopper one of each list is fixed instead;
@@ -22,8 +22,7 @@ from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from torch import Tensor
 
 from longshore.ops.backends import HOPPER, capability
-from longshore.ops.boundaries import Bounds, first_states, offsets_of
-from longshore.ops.tables import filled_spans
+from longshore.ops.boundaries import Bounds, filled_spans, first_states, offsets_of
 
 
 class PlainDelta(Protocol):

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, silu
 
 from longshore.ops.backends import grouped_refusal, pick
-from longshore.ops.gate import clipped
+from longshore.ops.pointwise import clipped
 
 MOST_INT16 = torch.iinfo(torch.int16).max
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longshore.ops.backends import pick
-from longshore.ops.norm import rms_norm
+from longshore.ops.pointwise import rms_norm
 
 
 def rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, start: int = 0) -> Tensor:
@@ -38,7 +38,7 @@ def norm_rotate(
     *,
     zero_centred: bool = False,
 ) -> Tensor:
-    """rotate(rms_norm(x)); see ops/norm.py."""
+    """rotate(rms_norm(x)); see ops/pointwise.py."""
     _check(x_THD, cos_TR, sin_TR, 0)
     kernels = pick("rope", x_THD, cos_TR, weight_D)
     if kernels is not None:

@@ -34,7 +34,7 @@ from longshore.ops.boundaries import (
     first_states,
     split_decay,
 )
-from longshore.ops.products import product
+from longshore.ops.linear import product
 
 
 def ssd(

@@ -14,16 +14,14 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from longshore.choices import AttentionKind, Recompute, ScanKind, ShardMode
-from longshore.distributed.cp_groups import CPGroups
-from longshore.distributed.topology import Topology
-from longshore.errors import SettingError
+from longshore.distributed.topology import CPGroups, Topology
 from longshore.model.decoder import Decoder
 from longshore.model.interface import Exchanges, LanguageModel
-from longshore.parallel.context.exchange import CPExchanges
+from longshore.parallel.context import CPExchanges
 from longshore.parallel.expert import split_experts
 from longshore.parallel.fsdp import shard
 from longshore.parallel.tensor import split_tensors
+from longshore.settings import AttentionKind, Recompute, ScanKind, SettingError, ShardMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,12 +26,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from longshore.choices import ShardMode
 from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
 from longshore.model.feed_forward import Experts
 from longshore.model.interface import LanguageModel
 from longshore.model.norm import Float32Parameters
+from longshore.settings import ShardMode
 
 
 def shard(

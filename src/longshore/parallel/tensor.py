@@ -40,7 +40,7 @@ from longshore.model.decoder import Block, Decoder, Head
 from longshore.model.feed_forward import MoE
 from longshore.model.interface import Reader, Routed, call_part, eager
 from longshore.model.lora import add_same_factors, is_factor
-from longshore.model.mamba2 import Mamba2
+from longshore.model.recurrent import Mamba2
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.ops.cross_entropy import OutputLayer, VocabularyPart, linear_cross_entropy
 from longshore.parallel.fsdp import local_part

@@ -21,10 +21,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.errors import SettingError
 from longshore.plan.cost import EMPTY_TOKENS, Ints
 from longshore.plan.shapes import make_buckets, usable_capacity
 from longshore.plan.types import Plan
+from longshore.settings import SettingError
 
 GraphWay = Literal["whole", "halves", "eager"]
 GRAPH_WAYS: tuple[GraphWay, ...] = ("whole", "halves", "eager")

@@ -20,10 +20,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from longshore.errors import SettingError
 from longshore.plan.planner import make_plan
-from longshore.plan.policy import policy_named
-from longshore.plan.types import Plan
+from longshore.plan.types import Plan, policy_named
+from longshore.settings import SettingError
 
 HEADERS = (["length"], ["length", "pack"])
 MOST_DIGITS = 12

@@ -17,19 +17,16 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 import longshore.plan.policies  # noqa: F401 - registers the policies
-from longshore.choices import Sync, names_of
-from longshore.errors import SettingError
+from longshore.plan.as_json import plan_digest
 from longshore.plan.bound import step_bound
-from longshore.plan.cost import BUILT_IN, NO_PADDING, CostProfile, CostTable
-from longshore.plan.digest import plan_digest
+from longshore.plan.cost import BUILT_IN, NO_PADDING, CostProfile, CostTable, StageCosts
 from longshore.plan.layout import Layout
-from longshore.plan.own_policy import load_policy
-from longshore.plan.policy import DEFAULT_POLICY, policy_names
+from longshore.plan.policies import load_policy
 from longshore.plan.shapes import check_buckets, legal_cp_sizes, usable_capacity
 from longshore.plan.simulate import simulate_rounds, table_for, total_lane_tokens
-from longshore.plan.stage_costs import StageCosts
 from longshore.plan.task import Choice, Rounds, Task
-from longshore.plan.types import Plan, PlanSetting, Sequence, Stats
+from longshore.plan.types import DEFAULT_POLICY, Plan, PlanSetting, Sequence, Stats, policy_names
+from longshore.settings import SettingError, Sync, names_of
 
 GivenPack = Iterable[int] | tuple[int, Iterable[int]]
 """Places of a pack's sequences; or the CP size it must have, and these."""

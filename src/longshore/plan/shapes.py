@@ -30,10 +30,9 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.choices import CPSizes, names_of
-from longshore.errors import SettingError
 from longshore.plan.cost import EMPTY_TOKENS, Ints
 from longshore.plan.types import Pack, Plan
+from longshore.settings import CPSizes, SettingError, names_of
 
 ANY_SIZE_LANES = 64
 

@@ -6,7 +6,7 @@ simulated step in seconds with the shares lost to waiting, to the pipeline's bub
 Two rounds whose lanes cost (5, 3) and (2, 4), nothing shared, no `round` cost. Sync `round` waits
 after each round: 5 + 4 = 9. Sync `step` waits at the end only: max(5 + 2, 3 + 4) = 7. With a
 pipeline plan/pipeline_times.py says when its ranks are done. Where experts are split over ranks,
-plan/round_columns.py says what a round takes: its slowest mixers and its slowest experts.
+plan/pipeline_times.py says what a round takes: its slowest mixers and its slowest experts.
 """
 
 from collections.abc import Sequence as Seq
@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from longshore.plan.cost import CostTable, LanePadding
-from longshore.plan.order import make_order
-from longshore.plan.pipeline_times import Walk, walk_columns
-from longshore.plan.round_columns import RoundColumns
+from longshore.plan.layout import make_order
+from longshore.plan.pipeline_times import RoundColumns, Walk, walk_columns
 from longshore.plan.types import Pack, Plan, PlanSetting, Round
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from longshore.plan.bound import UNLIMITED, step_bound
 from longshore.plan.cost import CostTable
 from longshore.plan.pipeline import arrange, line_up_quickly, quick_finish
-from longshore.plan.round_columns import RoundColumns
+from longshore.plan.pipeline_times import RoundColumns
 from longshore.plan.simulate import columns_for, lane_costs, step_time, walk_rounds
 from longshore.plan.types import Pack, PlanSetting, Round
 

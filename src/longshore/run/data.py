@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.arch.decoder import DecoderConfig
-from longshore.config.data_parts import (
+from longshore.config.check_data import (
     MANIFEST,
     DataPart,
     data_parts,
@@ -37,13 +37,19 @@ from longshore.data.batches import Batches, BatchSize
 from longshore.data.chat_template import DATE
 from longshore.data.columns import ALL
 from longshore.data.fields import Field, parse_field
-from longshore.data.highest_token import highest_of, unknown_token
 from longshore.data.inputs import content_digest, find_inputs
 from longshore.data.mixture import Joined, Mixture
 from longshore.data.mock import MockSource
-from longshore.data.prepare import WARNINGS, TextRules, cache_folder, prepare_cache
+from longshore.data.prepare import (
+    WARNINGS,
+    TextRules,
+    cache_folder,
+    highest_of,
+    prepare_cache,
+    show_progress,
+    unknown_token,
+)
 from longshore.data.prepare_job import TokenizerFiles, check_first, with_known_fields
-from longshore.data.progress import show_progress
 from longshore.data.rejected import rejections_of
 from longshore.data.source import (
     PAIR,
@@ -59,11 +65,10 @@ from longshore.data.source import (
 from longshore.data.store import Store, read_manifest
 from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules, SampleTokenizer
-from longshore.errors import SettingError
-from longshore.plan.policy import policy_named
-from longshore.plan.types import Plan
+from longshore.files import printable
+from longshore.plan.types import Plan, policy_named
 from longshore.plan.types import Sequence as PlanSequence
-from longshore.printable import printable
+from longshore.settings import SettingError
 
 PACK, CP_SIZE = "pack", "cp_size"
 """Integer fields of a sequence, for plan.policy=given: its pack, and this pack's CP size."""

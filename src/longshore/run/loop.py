@@ -14,11 +14,11 @@ from longshore.run.job import TrainingJob
 from longshore.run.parts import Parts
 from longshore.train.checkpoint import Saver
 from longshore.train.device import peak_flops
+from longshore.train.display import has_step
 from longshore.train.evaluation import Evaluator
 from longshore.train.failed_step import explain
 from longshore.train.heartbeat import SAVING
 from longshore.train.loop import Hooks, Machine, Progress, StepReport, train
-from longshore.train.metrics import has_step
 from longshore.train.optimizer import Schedule
 from longshore.train.record import EVALS, RunRecord
 

@@ -8,29 +8,51 @@ The model is built without memory, `parallelize` splits it, and only then each r
 what it holds: with zero3 on 4 ranks, 139,584 parameters become 34,896 on each. The Loader plans
 steps ahead: with data.batch 64 on 4 lanes, a step is one plan of 64 sequences and this lane's
 micro-batches of it.
+
+Models of transformers in a run: made, split over the lanes, filled, and written at its end.
+
+In: a job with model.code=transformers. Out: a TransformersModel with the weights of model.from_hf,
+of which each rank reads what it holds; and after the last step RUN/weights and output.export, under
+the names that transformers gives its tensors. With zero3 on 4 ranks each reads a quarter.
+
+The loss of a run, after a look at its data: what does not fit is refused before the first step.
+
+In: a configuration and its sequences. Out: a Loss, whose fields the data have. Data of rows with
+`chosen` and `rejected` have the fields pair and sign; with train.loss empty the answers would be
+fine-tuned on, the rejected ones too:
+
+    data.path has pairs of chosen and rejected answers, …; set train.loss=dpo, …
+
+For train.loss=dpo all pairs are looked at once: each has one sequence of either sign in a step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
-from longshore.config.check import check_longest, planner_options
-from longshore.config.check_graph import LAYERS, graph_layers
-from longshore.config.located import in_keys, of_held_out
+from longshore.config.check import LAYERS, check_longest, graph_layers, planner_options
+from longshore.config.check_data import loss_columns
+from longshore.config.located import in_keys, of_held_out, settings_in_keys
 from longshore.config.schema import RunConfig
 from longshore.data.data_rank import Packing
-from longshore.data.loader import Loader
-from longshore.data.source import IndexedSource
-from longshore.data.steps import IndexedSteps, Steps, StreamedSteps
+from longshore.data.fields import Field
+from longshore.data.source import PAIR, REF_LOGPROBS, SIGN, IndexedSource, Ints, sequence_values
+from longshore.data.steps import IndexedSteps, Loader, Steps, StreamedSteps
 from longshore.data.stream import TextStream
+from longshore.data.tokenize import Rules
 from longshore.distributed.agreement import AnyRank, agreed
-from longshore.distributed.cp_groups import CPGroups
+from longshore.distributed.topology import CPGroups
+from longshore.hf.adapter import check_foreign
 from longshore.hf.checkpoint import open_weights
+from longshore.hf.transformers_model import TransformersModel, adapted, empty_model
+from longshore.hf.transformers_weights import add_foreign_factors, fill_foreign
 from longshore.model.decoder import Decoder
 from longshore.model.host_tables import table_makers
 from longshore.model.init import initial_block
@@ -38,29 +60,124 @@ from longshore.model.interface import LanguageModel
 from longshore.model.lora import hold_frozen, is_factor
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import keep_gathered_memory
-from longshore.parallel.pipeline.stages import EmbeddingCopies, Model, Stages, stages_of, whole_name
+from longshore.parallel.pipeline import EmbeddingCopies, Model, Stages, stages_of, whole_name
 from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Plan, Sequence
-from longshore.run.data import (
-    batch_size,
-    given_planner,
-    has_given_packs,
-    held_out,
-    step_groups,
-)
-from longshore.run.foreign import check_positions, make_foreign
-from longshore.run.graph_cap import graph_bytes
+from longshore.run.auto import graph_bytes
+from longshore.run.data import batch_size, given_planner, has_given_packs, held_out, step_groups
 from longshore.run.job import TrainingJob, longest_of, open_source
-from longshore.run.loss import check_pairs, data_loss
 from longshore.train.checkpoint import Checkpoints
-from longshore.train.cuda_graph import GraphedLayers
+from longshore.train.cuda_graph import CudaRecorder, GraphedLayers, GraphMemory
 from longshore.train.evaluation import Evaluator, HeldOut, OnEvaluation
-from longshore.train.graph_piece import GraphMemory
-from longshore.train.graph_recorder import CudaRecorder
+from longshore.train.loss import Loss, check_fields, make_loss
 from longshore.train.optimizer import make_optimizer
 from longshore.train.refine import Refiner
 from longshore.train.step import Stepper
+
+
+def make_foreign(job: TrainingJob, groups: CPGroups, choices: Choices) -> TransformersModel:
+    """All ranks call it together; what cannot be trained exactly is refused here."""
+    folder, dtype = job.config.model.from_hf, torch.promote_types(job.dtype, torch.float32)
+    with agreed(job.topology.groups):
+        try:
+            hf = empty_model(folder, dtype)
+            check_foreign(hf)
+        except ValueError as error:
+            raise ValueError(f"model.from_hf: {Path(folder)}: {error}") from None
+        for parameter in hf.parameters():
+            parameter.data = parameter.data.to(dtype)
+        model = adapted(hf, job.decoder)
+        check_positions(model, longest_of(job.source))
+        if job.decoder.lora is not None:
+            with settings_in_keys():
+                add_foreign_factors(model, job.decoder.lora)
+            hold_frozen(model, job.dtype)
+    parallelize(model, job.topology, groups, choices=choices)
+    with agreed(job.topology.groups):
+        fill_foreign(model, job.topology.device, folder, seed=job.config.train.seed)
+    return model
+
+
+def check_positions(model: nn.Module, longest: int, key: str = "data.path") -> None:
+    """Refuses data that a learned table of positions is too short for, before any step."""
+    if isinstance(model, TransformersModel):
+        with in_keys(key):
+            model.check_longest(longest)
+
+
+def data_loss(config: RunConfig, source: IndexedSource | TextStream | Rules) -> Loss:
+    """The run's loss, whose fields the data have, or will have once they are tokenized."""
+    train = config.train
+    loss = make_loss(train.loss, train.loss_count, train.loss_options)
+    fields = source.fields
+    if isinstance(source, Rules) and scores_reference(config, fields):
+        fields = (*fields, Field(REF_LOGPROBS, "target", "float32"))
+    check_fields(loss, fields)
+    if {PAIR, SIGN} <= {spec.name for spec in source.fields}:
+        _refuse_likelihood(train.loss)
+    return loss
+
+
+def scores_reference(config: RunConfig, fields: Iterable[Field]) -> bool:
+    """Whether the run scores its data with its first weights: pairs for DPO, without scores."""
+    names = {spec.name for spec in fields}
+    is_read = config.train.loss == "dpo" and REF_LOGPROBS in loss_columns(config)
+    return is_read and REF_LOGPROBS not in names and {PAIR, SIGN} <= names
+
+
+def _refuse_likelihood(name: str) -> None:
+    """Cross entropy on pairs makes the rejected answers likelier too."""
+    if name in ("", "cross_entropy"):
+        given = f"with train.loss={name}" if name else "without a train.loss"
+        raise ValueError(
+            f"data.path has pairs of chosen and rejected answers, and {given} both would be made "
+            "likelier; set train.loss=dpo, or prepare rows that have the chosen answers alone, as "
+            "prompt and completion"
+        )
+
+
+def check_pairs(config: RunConfig, source: IndexedSource) -> None:
+    """Refuses data of DPO that some step would fail on; nothing for other losses."""
+    if config.train.loss != "dpo":
+        return
+    if not source.loss_tokens.all():
+        place = int(np.argmin(source.loss_tokens))
+        raise _refused(f"sequence {place} has no loss token", "leave its pair out")
+    pairs, signs = (sequence_values(source, name) for name in (PAIR, SIGN))
+    order = np.lexsort((signs, pairs))
+    _check_signs(pairs[order], signs[order])
+    groups = step_groups(config, source)
+    if groups is not None:
+        first, second = groups[order].reshape(-1, 2).T
+        if (torn := first != second).any():
+            pair = int(pairs[order][::2][torn.argmax()])
+            raise _refused(
+                f"the two sequences of pair {pair} have different values of data.group",
+                "set data.group=pair",
+            )
+
+
+def _check_signs(pairs: Ints, signs: Ints) -> None:
+    """Sorted by pair, then by sign: −1 and 1 of the same pair in turn."""
+    numbers, sizes = np.unique(pairs, return_counts=True)
+    is_wrong: NDArray[np.bool_] = sizes != 2
+    if not is_wrong.any():
+        is_wrong = (signs.reshape(-1, 2) != (-1, 1)).any(1)
+    if is_wrong.any():
+        pair = int(numbers[is_wrong.argmax()])
+        theirs = signs[pairs == pair].tolist()
+        shown = ", ".join(map(str, theirs[:4])) + (", …" if len(theirs) > 4 else "")
+        raise _refused(
+            f"pair {pair} has {len(theirs)} sequence{'s' if len(theirs) > 1 else ''}, of sign "
+            f"{shown}",
+            "give each pair one of sign 1 and one of sign -1, and its number to no other row; a "
+            "file that is named twice has all its pairs twice",
+        )
+
+
+def _refused(problem: str, way_out: str) -> ValueError:
+    return ValueError(f"data.path: train.loss=dpo compares two answers, but {problem}; {way_out}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -37,6 +37,7 @@ from longshore.config.load import NOT_THE_DEMO, load_config
 from longshore.config.schema import SECTIONS, RunConfig
 from longshore.run.folder import (
     CONFIG,
+    check_disks,
     check_new_folder,
     check_run_folder,
     check_writable,
@@ -50,12 +51,11 @@ from longshore.run.folder import (
     reached_step,
     write_config,
 )
-from longshore.run.room import check_disks
 from longshore.train.checkpoint_files import FOLDER, remove_leftovers, writing
 from longshore.train.stop import FOLDER as HEARTBEATS
 
 if TYPE_CHECKING:
-    from longshore.data.loader import Loader
+    from longshore.data.steps import Loader
     from longshore.distributed.topology import Groups, Topology
     from longshore.train.checkpoint import Checkpoints
     from longshore.train.loop import Progress

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from longshore.batch import IGNORE, MicroBatch
-from longshore.config.data_parts import MANIFEST
+from longshore.config.check_data import MANIFEST
 from longshore.config.schema import RunConfig
 from longshore.data.batches import Place
 from longshore.data.fields import Array, Field
@@ -41,15 +41,20 @@ from longshore.distributed.collectives import sum_over
 from longshore.files import new_folder
 from longshore.hf.lora import find_base
 from longshore.model.interface import Output
-from longshore.parallel.pipeline.executor import Executor, Handlers
+from longshore.parallel.pipeline import Executor, Handlers
 from longshore.run.data import Readable
+from longshore.run.folder import check_scored
 from longshore.run.job import TrainingJob, make_job
-from longshore.run.loss import check_pairs, scores_reference
-from longshore.run.parts import make_cp_groups, make_model, make_steps
+from longshore.run.parts import (
+    check_pairs,
+    make_cp_groups,
+    make_model,
+    make_steps,
+    scores_reference,
+)
 from longshore.run.process import joined_ranks
 from longshore.run.ranks import Ranks
-from longshore.run.room import check_scored
-from longshore.run.shared_output import write_shared
+from longshore.run.weights import write_shared
 from longshore.train.evaluation import reshard
 from longshore.train.loss import make_loss
 from longshore.train.loss_inputs import TEMPERATURE, LossCall

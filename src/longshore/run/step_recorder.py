@@ -20,11 +20,9 @@ from longshore.run.data import tokenizer_warnings
 from longshore.run.job import TrainingJob
 from longshore.run.parts import Parts
 from longshore.run.resume import OpenRun, keep_settings
+from longshore.train.display import graphed_text
 from longshore.train.loop import StepReport
-from longshore.train.metrics import graphed_text
-from longshore.train.record import RunRecord
-from longshore.train.refine_record import refining
-from longshore.train.stage_times import stage_times
+from longshore.train.record import RunRecord, refining, stage_times
 
 NLL = ("", "cross_entropy")
 """Values of train.loss that are the negative log-likelihood of a token."""

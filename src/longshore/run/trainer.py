@@ -23,8 +23,7 @@ from typing import Any, Self
 from longshore.config.located import settings_in_keys
 from longshore.config.schema import RunConfig
 from longshore.distributed.agreement import PeerError
-from longshore.errors import SettingError
-from longshore.parallel.pipeline.stages import Model
+from longshore.parallel.pipeline import Model
 from longshore.plan.types import Plan
 from longshore.run.arguments import configured
 from longshore.run.loop import StepHooks, train_steps
@@ -40,6 +39,7 @@ from longshore.run.resume import (
 from longshore.run.step_recorder import StepRecorder
 from longshore.run.training import joined_training
 from longshore.run.weights import export_weights, write_weights
+from longshore.settings import SettingError
 from longshore.train.checkpoint_files import checkpoint_folder
 from longshore.train.evaluation import Evaluation, Evaluator
 from longshore.train.heartbeat import SAVING

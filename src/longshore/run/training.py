@@ -18,15 +18,14 @@ from longshore.distributed.agreement import agreed
 from longshore.hf.checkpoint import open_weights
 from longshore.run.data import text_rules
 from longshore.run.job import TrainingJob, make_job
-from longshore.run.loss import data_loss
-from longshore.run.parts import Parts, build_parts
+from longshore.run.parts import Parts, build_parts, data_loss
 from longshore.run.process import joined_ranks
 from longshore.run.ranks import Ranks
 from longshore.run.resume import OpenRun, Start, load_checkpoint, open_run
 from longshore.run.score import with_reference
 from longshore.train.checkpoint import Saver, nothing_shared
 from longshore.train.device import pick_device
-from longshore.train.trackers import check_trackers
+from longshore.train.record import check_trackers
 
 
 @dataclass(frozen=True, slots=True, eq=False)

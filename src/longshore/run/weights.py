@@ -3,30 +3,84 @@
 In: a job, its model and the run's folder. Out: RUN/weights, and output.export as a Hugging Face
 folder. All ranks come here together: rank 0 writes one whole tensor at a time, and the others bring
 their rows of it, so no rank ever holds the whole model. If rank 0 cannot write, all ranks raise.
+
+What rank 0 writes while all ranks produce it: weights, exports, scores.
+
+In: a stream that all ranks produce together, and what writes it. Out: the files; or on every rank
+the same RunError, with the file, what it takes, what is free and the way out:
+
+    out/.model.partial-4711/0.part cannot be written (No space left on device: it takes 16.0 GB, and
+    9.1 GB are free without it); make room there, then export it again
+
+The model of one of a run's checkpoints, to be exported without any ranks.
+
+In: RUN/checkpoints/step-N. Out: its decoder, from RUN/config.toml, and its tensors, in the order in
+which the run itself would export them.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from longshore.arch.costs import parameter_count
+from longshore.config.check import decoder_config
+from longshore.config.load import load_config
+from longshore.distributed.agreement import PeerError, write_on_rank_0
+from longshore.distributed.topology import Groups
 from longshore.files import check_room
 from longshore.hf.checkpoint import write_checkpoint
 from longshore.hf.config_file import choose_architecture
-from longshore.hf.foreign_weights import write_foreign
-from longshore.hf.lora import factor_shapes, merged_stream
+from longshore.hf.lora import base_from_json, factor_shapes, merged_stream
 from longshore.hf.transformers_model import TransformersModel
-from longshore.hf.weights import save_weights
+from longshore.hf.transformers_weights import write_foreign
+from longshore.hf.weights import SavedWeights, save_weights
 from longshore.model.lora import is_factor
-from longshore.parallel.pipeline.gathered import gathered_tensors
-from longshore.parallel.pipeline.stages import Model
-from longshore.run.folder import check_new_folder
+from longshore.parallel.gathered import gathered_tensors
+from longshore.parallel.pipeline import Model, tensor_names
+from longshore.run.folder import CONFIG, check_new_folder
 from longshore.run.job import TrainingJob
-from longshore.run.shared_output import write_shared
+from longshore.train.checkpoint_files import DamagedError, read_index, writing
+from longshore.train.safetensors_stream import CheckpointTensors
+from longshore.train.stop import RunError
+
+Item = TypeVar("Item")
+
+
+def write_shared(
+    items: Iterator[Item],
+    groups: Groups,
+    write: Callable[[Iterator[Item]], None],
+    *,
+    target: Path,
+    then: str,
+    check: Callable[[], int] = lambda: 0,
+    every: int = 1,
+) -> None:
+    """All ranks call it together; see distributed/agreement.py.
+
+    target: what is written. then: the advice after an error, once its cause is gone. check: refuses
+    on rank 0 what cannot be written, before the first item, and returns the bytes it will take.
+    """
+
+    def checked(stream: Iterator[Item]) -> None:
+        with writing(target, then=then):
+            needed = check()
+        with writing(target, then=then, needed=needed):
+            write(stream)
+
+    try:
+        write_on_rank_0(items, groups, checked, every=every)
+    except PeerError as error:
+        if error.kind == RunError.__name__:
+            raise RunError(error.message) from None
+        raise
+
 
 Tensors = Iterator[tuple[str, Tensor]]
 
@@ -153,3 +207,36 @@ def _factors(model: Model) -> dict[str, tuple[int, ...]]:
 def _factor_bytes(model: Model) -> int:
     """Of all low-rank factors, in float64 at most."""
     return 8 * sum(map(prod, _factors(model).values()))
+
+
+def open_checkpoint(folder: Path, *, base: Path | None) -> SavedWeights:
+    """base: where the Hugging Face folder that the run began with is now; None: where it was."""
+    path = folder.resolve().parent.parent / CONFIG
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} is not in a run's folder: {path}, which describes its model, does not exist"
+        )
+    model = load_config(str(path)).model
+    if model.from_hf and base is not None:
+        model = replace(model, from_hf=str(base))
+    if model.from_hf and not Path(model.from_hf).is_dir():
+        raise ValueError(
+            f"the run began with {model.from_hf}, which does not exist; name its folder with --base"
+        )
+    config = decoder_config(model)
+    try:
+        names = tensor_names(config) if model.code == "longshore" else _saved_names(folder)
+        if config.lora is not None:
+            names = [*filter(is_factor, names)]
+        tensors = CheckpointTensors(folder, names)
+    except DamagedError as error:
+        raise ValueError(f"{error}; export another checkpoint") from None
+    began = base or (Path(model.from_hf) if model.from_hf else None)
+    lora = base_from_json(tensors.index.base) if config.lora else None
+    return SavedWeights(config=config, base=began, tensors=tensors, lora=lora, code=model.code)
+
+
+def _saved_names(folder: Path) -> list[str]:
+    """Of all parameters and buffers of a model whose names only transformers knows."""
+    names = read_index(folder).tensors
+    return [name.removeprefix("model.") for name in names if name.startswith("model.")]

@@ -22,7 +22,7 @@ from longshore.data.batches import Place
 from longshore.data.steps import IndexedSteps
 from longshore.distributed.collectives import sum_over
 from longshore.model.interface import Output
-from longshore.parallel.pipeline.executor import Executor, Handlers
+from longshore.parallel.pipeline import Executor, Handlers
 from longshore.train.heartbeat import RankStatus
 from longshore.train.loss import masked_sum
 

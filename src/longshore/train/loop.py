@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from longshore.data.steps import Step
-from longshore.parallel.pipeline.executor import Timestamp
+from longshore.parallel.pipeline import Timestamp
 from longshore.plan.graph_use import GRAPH_WAYS
-from longshore.plan.order import Kind
+from longshore.plan.layout import Kind
 from longshore.train.cuda_graph import GraphedLayers
-from longshore.train.metrics import StepMetrics
+from longshore.train.display import StepMetrics
 from longshore.train.optimizer import Schedule
 from longshore.train.step import Stepper, StepResult
 from longshore.train.stop import RunError

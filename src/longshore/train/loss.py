@@ -45,7 +45,7 @@ from longshore.train.loss_inputs import (
     checked_result,
     refuse_vocabulary_part,
 )
-from longshore.train.losses.ready import ready_loss
+from longshore.train.losses import ready_loss
 from longshore.user_code import load_function
 
 PerToken = Callable[[Tensor, MicroBatch], Any]

@@ -21,7 +21,7 @@ from longshore.data.source import (
     TEACHER_IDS,
     TEACHER_LOGPROBS,
 )
-from longshore.errors import SettingError
+from longshore.settings import SettingError
 
 SOURCES = {
     ADVANTAGES: "; give each row a column of this name: one number, or a list with one per token",

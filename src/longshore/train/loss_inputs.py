@@ -37,10 +37,9 @@ import torch
 from torch import Tensor
 
 from longshore.batch import MicroBatch
-from longshore.errors import SettingError
 from longshore.model.interface import Reader
-from longshore.ops.cross_entropy import OutputLayer
-from longshore.ops.token_statistics import STATISTICS, map_logits, token_statistics
+from longshore.ops.cross_entropy import STATISTICS, OutputLayer, map_logits, token_statistics
+from longshore.settings import SettingError
 
 OF_NLL = ("nll", "logprobs")
 OF_STATISTICS = ("entropy", "logsumexp", "mean_logit")

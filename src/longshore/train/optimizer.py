@@ -23,8 +23,7 @@ from torch.optim import AdamW
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.feed_forward import MoEConfig
-from longshore.arch.stage_memory import stage_layers
-from longshore.choices import ScheduleName
+from longshore.arch.memory import stage_layers
 from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Topology
 from longshore.model.feed_forward import MoE
@@ -33,6 +32,7 @@ from longshore.model.norm import Float32Parameters
 from longshore.parallel.fsdp import local_part
 from longshore.parallel.shards import counted_part, trained_parameters
 from longshore.plan.layout import Layout
+from longshore.settings import ScheduleName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,24 +17,197 @@ models that have any, is the tokens routed to each expert, by MoE layer:
 
 warnings.jsonl holds what users should know of a run when they look at its page, by the step after
 which it was seen, 0 before the first: {"step": 12, "text": "the loss was above …"}.
+
+Trackers: the metrics of a run, sent to TensorBoard or Weights & Biases.
+
+In: names, the run's folder and its configuration. Out: trackers that log each step, on rank 0.
+
+    trackers = make_trackers(["tensorboard"], Path("runs/demo-1"), {"train.lr": 0.005})
+    for tracker in trackers:
+        tracker.log(1, {"loss": 5.54, "mfu": None, "mtp_losses": [5.6, 5.7]})
+        tracker.close()
+
+writes loss, mtp_losses/1 and mtp_losses/2 at step 1; values that are not numbers are left out. A
+tracker that fails is dropped with one warning, and the run continues.
+
+How long a pipeline's stages worked: RUN/pipeline/rank-0.jsonl and so on, for the run's report.
+
+In: StepReports, on the ranks of lane 0. Out: one line for each step in the file of the pipeline
+rank. A stage is [its number, seconds of its forwards, seconds of its backwards]; the bubble is the
+share of the step in which the rank worked on none, as measured and as the plan predicted it:
+
+    {"step": 3, "elapsed_s": 0.8, "stages": [[0, 0.1, 0.2], [2, 0.1, 0.2]], "bubble": 0.25,
+     "predicted": 0.21}
+
+A step's time has more in it than its stages: the optimizer, the gradient norm, waiting for data.
+
+The record of a refined cost profile: RUN/refine.jsonl, and a line for people at each change.
+
+In: StepReports. Out: their times go to the Refiner, and rank 0 writes what each window of steps
+said about the profile, once the first step that was planned with it has run. Factors are relative
+to the profile that the run began with. Ratios are medians of measured / predicted seconds: under
+that profile, before this correction and after it; a kind is [largest CP size, rounds, ratios].
+
+    {"step": 21, "window": [5, 16], "changed": true, "rounds": 23, "left_out": 1, "factors":
+     {"linear": 1.17, "quadratic": 5.63, …}, "errors": [0.34, 0.34, 0.11],
+     "kinds": [[1, 5, 1.17, 1.17, 0.95], [4, 12, 1.8, 1.8, 1.14]]}
 """
 
+import importlib
 import json
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
 
+from longshore.distributed.topology import Topology
+from longshore.plan.cost import CostProfile
+from longshore.plan.refine import PARTS, coefficients
+from longshore.plan.simulate import simulate
 from longshore.plan.types import Plan
-from longshore.report.timeline import make_timeline
+from longshore.report.plan_page import make_timeline
 from longshore.train.checkpoint_files import writing
-from longshore.train.display import make_display
+from longshore.train.display import MetricsFile, append_line, cut_steps, make_display
 from longshore.train.evaluation import Evaluation, as_line
 from longshore.train.loop import StepReport
-from longshore.train.metrics import MetricsFile, append_line, cut_steps
-from longshore.train.trackers import make_trackers
+from longshore.train.refine import Refinement, Refiner
+
+Warn = Callable[[str], None]
+MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+
+
+class Tracker(Protocol):
+    """Where a step's numbers go."""
+
+    def log(self, step: int, values: Mapping[str, object]) -> None: ...
+    def close(self) -> None: ...
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def make_trackers(
+    names: Iterable[str], folder: str | Path, config: Mapping[str, Any], *, warn: Warn = _warn
+) -> list[Tracker]:
+    """One for each name; raises for an unknown name, or if its package is not installed.
+
+    config: by section.key. warn: called once if a tracker fails.
+    """
+    unique = list(dict.fromkeys(names))
+    check_trackers(unique)
+    return [_Guarded(name, TRACKERS[name], Path(folder), config, warn) for name in unique]
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raises what make_trackers would raise."""
+    for name in names:
+        if name not in MODULES:
+            raise ValueError(f"unknown tracker {name!r}; known are {', '.join(MODULES)}")
+        _package(name)
+
+
+def numbers(values: Mapping[str, object]) -> dict[str, float]:
+    """The finite numbers but the step; entry i of a list, from 1, becomes name/i, and entry k of a
+    table name/k."""
+    flat: dict[str, object] = {}
+    for name, value in values.items():
+        if isinstance(value, list | tuple):
+            flat |= {f"{name}/{i}": item for i, item in enumerate(value, start=1)}
+        elif isinstance(value, Mapping):
+            flat |= {f"{name}/{inner}": item for inner, item in value.items()}
+        elif name != "step":
+            flat[name] = value
+    return {
+        name: float(value)
+        for name, value in flat.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+class TensorBoard:
+    """Scalars in the folder's `tensorboard`, for `tensorboard --logdir`."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self.writer = _package("tensorboard").SummaryWriter(log_dir=str(folder / "tensorboard"))
+        lines = [f"    {key} = {json.dumps(value, default=str)}" for key, value in config.items()]
+        self.writer.add_text("config", "\n".join(lines), 0)
+
+    def log(self, step: int, values: Mapping[str, object]) -> None:
+        for name, value in numbers(values).items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases; it reads WANDB_MODE, WANDB_PROJECT and so on itself."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self.run = _package("wandb").init(
+            name=folder.resolve().name, dir=str(folder), config=dict(config)
+        )
+
+    def log(self, step: int, values: Mapping[str, object]) -> None:
+        self.run.log(numbers(values), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+Maker = Callable[[Path, Mapping[str, Any]], Tracker]
+TRACKERS: dict[str, Maker] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+
+
+class _Guarded:
+    """A tracker that is dropped after its first failure."""
+
+    def __init__(
+        self, name: str, make: Maker, folder: Path, config: Mapping[str, Any], warn: Warn
+    ) -> None:
+        self.name = name
+        self.warn = warn
+        self.tracker: Tracker | None = None
+        self._try(lambda: self._set(make(folder, config)))
+
+    def log(self, step: int, values: Mapping[str, object]) -> None:
+        if (tracker := self.tracker) is not None:
+            self._try(lambda: tracker.log(step, values))
+
+    def close(self) -> None:
+        if (tracker := self.tracker) is not None:
+            self._try(tracker.close)
+        self.tracker = None
+
+    def _set(self, tracker: Tracker) -> None:
+        self.tracker = tracker
+
+    def _try(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # whatever it is, training continues
+            self.tracker = None
+            self.warn(f"{self.name} stopped, the run continues: {type(error).__name__}: {error}")
+
+
+def _package(name: str) -> ModuleType:
+    """Its module. A folder `wandb` in the working directory imports too, but is empty."""
+    entry = {"tensorboard": "SummaryWriter", "wandb": "init"}[name]
+    try:
+        module = importlib.import_module(MODULES[name])
+        if hasattr(module, entry):
+            return module
+    except ImportError:
+        pass
+    raise ValueError(f'{name} is not installed; install it with: pip install "longshore[{name}]"')
+
 
 MOST_BYTES = 256 << 20
 EVALS = "evals.jsonl"
@@ -161,3 +334,119 @@ def recording(
         yield RunRecord(view.note, write, evaluated, view.phase, warn)
     for tracker in sinks:
         tracker.close()
+
+
+FOLDER = "pipeline"
+
+
+@contextmanager
+def stage_times(
+    run: Path, topology: Topology, *, after: int
+) -> Iterator[Callable[[StepReport], None]]:
+    """A function that records a step; it does nothing without a pipeline and on other lanes.
+
+    after: the steps of an earlier run that stay in the file.
+    """
+    if topology.pp == 1 or topology.lane or topology.tp_rank:
+        yield lambda report: None
+        return
+    path = run / FOLDER / f"rank-{topology.pp_rank}.jsonl"
+    with writing(run):
+        path.parent.mkdir(exist_ok=True)
+        cut_steps(path, after)
+        file = path.open("a", encoding="utf-8")
+
+    def write(report: StepReport) -> None:
+        if report.stages:
+            with writing(run):
+                file.write(json.dumps(stage_line(report, topology.pp_rank), allow_nan=False) + "\n")
+                file.flush()
+
+    with file:
+        yield write
+
+
+def stage_line(report: StepReport, pp_rank: int) -> dict[str, object]:
+    elapsed = report.metrics.elapsed_s
+    busy = sum(forward + backward for _, forward, backward in report.stages)
+    return {
+        "step": report.metrics.step,
+        "elapsed_s": elapsed,
+        "stages": [list(stage) for stage in report.stages],
+        "bubble": max(0.0, 1 - busy / elapsed) if elapsed else 0.0,
+        "predicted": predicted_bubble(report.step.plan, pp_rank),
+    }
+
+
+def predicted_bubble(plan: Plan, pp_rank: int) -> float:
+    """The share of the simulated step in which a pipeline rank waits."""
+    walk = simulate(plan).walk
+    if walk is None or not walk.finish:
+        return 0.0
+    times = zip(walk.starts[pp_rank], walk.ends[pp_rank], strict=True)
+    return 1 - sum(end - start for start, end in times) / walk.finish
+
+
+FILE = "refine.jsonl"
+
+
+def refining(
+    run: Path,
+    refiner: Refiner | None,
+    topology: Topology,
+    *,
+    after: int,
+    note: Callable[[str], None],
+) -> Callable[[StepReport], None]:
+    """A function that takes each step's report, before the loop takes another step.
+
+    after: the steps of an earlier run that stay in the file. note: shows a line.
+    """
+    if refiner is None:
+        return lambda report: None
+    path, is_first = run / FILE, topology.rank == 0
+    if is_first:
+        with writing(run):
+            cut_steps(path, after)
+
+    def take(report: StepReport) -> None:
+        step = report.metrics.step
+        refiner.measured(step, report.step.plan, report.rounds_s)
+        for news in refiner.news(step) if is_first else ():
+            line = json.dumps(refine_line(news, refiner.base), allow_nan=False)
+            with writing(run), open(path, "a", encoding="utf-8") as out:
+                out.write(line + "\n")
+            if news.refit.is_changed:
+                note(as_text(news, refiner.base))
+
+    return take
+
+
+def refine_line(news: Refinement, base: CostProfile) -> dict[str, object]:
+    fitted = news.refit
+    return {
+        "step": news.step,
+        "window": list(news.window),
+        "changed": fitted.is_changed,
+        "rounds": fitted.rounds,
+        "left_out": fitted.left_out,
+        "factors": _factors(news, base),
+        "errors": list(fitted.errors),
+        "kinds": [list(astuple(kind)) for kind in fitted.kinds],
+    }
+
+
+def as_text(news: Refinement, base: CostProfile) -> str:
+    factors = ", ".join(f"{name} × {value:.3g}" for name, value in _factors(news, base).items())
+    _, before, after = news.refit.errors
+    first, last = news.window
+    return (
+        f"step {news.step}: the cost profile is refined by steps {first} to {last}: {factors} of "
+        f"the first profile; typical error of a round {before:.0%} before, {after:.0%} after"
+    )
+
+
+def _factors(news: Refinement, base: CostProfile) -> dict[str, float]:
+    """Of the parts that the profile has."""
+    named = zip(PARTS, coefficients(base), news.refit.correction.factors, strict=True)
+    return {name: factor for name, value, factor in named if value}

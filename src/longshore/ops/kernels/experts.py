@@ -11,7 +11,7 @@ The routing weight multiplies the inner activation, so no pass over (M, C) weigh
 
     rows (M, C)  →  hidden (M, 2F)  →  silu(gate)·up·weight (M, F)  →  outputs (M, C)  →  sum over K
 
-With a limit, gate and up are clipped before that, as ops/gate.py:clipped does it.
+With a limit, gate and up are clipped before that, as ops/pointwise.py:clipped does it.
 
 For backward only the tokens and `hidden` are kept; rows and inner activations are computed again.
 What lies past the last offset is uninitialised memory everywhere. Sums are in float32, in the

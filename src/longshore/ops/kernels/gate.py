@@ -1,8 +1,8 @@
 """SwiGLU, relu2 and sigmoid gates in Triton, and a product that keeps nothing but their inputs.
 
-In and out: as ops/gate.py. gate and up are rows with a stride each, so both may be halves of one
-(M, 2F) tensor. Backward gives dgate and dup, and on request the output once more, from one reading
-of gate, up and the output's gradient:
+In and out: as ops/pointwise.py. gate and up are rows with a stride each, so both may be halves of
+one (M, 2F) tensor. Backward gives dgate and dup, and on request the output once more, from one
+reading of gate, up and the output's gradient:
 
     inner, dgate, dup = backward("silu", dinner, gate, up, again=True)      inner lies in dinner
 """

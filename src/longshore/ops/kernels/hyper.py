@@ -1,6 +1,6 @@
 """The rows of hyper-connections as Triton kernels.
 
-In and out: as in ops/hyper.py. N residuals are a few rows, so a program has all of them for its
+In and out: as in ops/pointwise.py. N residuals are a few rows, so a program has all of them for its
 channels, and sums over channels stay in one program: no additions by several programs, the same
 bits in every run.
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longshore.ops.kernels.launch import Kernel
-from longshore.ops.row_ranges import RowRanges
+from longshore.ops.sparse_attention import RowRanges
 
 HEADS, BACKWARD_HEADS = 64, 32
 """Of a program, at most: with a width of 512 the queries and gradients of more do not fit into

@@ -1,0 +1,1 @@
+"""Measures a machine for planner, simulator and advice: see advisor/calibrate.py."""

@@ -1,0 +1,653 @@
+"""The most memory that a rank's tensors take during a step on a GPU, part by part. No torch.
+
+In: a decoder, the tokens of the fullest round and how the rank trains. Out: a MemoryBreakdown, the
+bytes that exist together at the moment that needs most. torch.cuda.max_memory_allocated measures
+the same. arch/costs.py has upper bounds, from which a run takes its own capacity; this is what to
+expect. bench/advised.py compares it with runs.
+
+FSDP2 keeps, for each parameter, 4 bytes of float32 weight, 8 of AdamW's moments, and where the
+arithmetic is bfloat16 a copy of 2. From its second round on a step has summed gradients of 4. So
+Qwen3-0.6B, 596 million parameters on one lane, begins a round with 18 bytes each, 10.0 GiB. 27,762
+tokens save 38,976 bytes in each of 28 layers, 28.2 GiB. The loss adds a chunk of logits with its
+gradient, 1.7 GiB, and the head's gradient in float32, 0.6 GiB. An H200 measured 40.8 GiB.
+
+The moments that are compared:
+
+    loss        all layers' activations, a chunk of logits, the gradients of head and hidden states
+    layer       in backward, from the last one down: what is still saved, and what the part needs
+    reduction   in the last round, after a layer: its gradients, copied to be sent, and as received
+    optimizer   weights, gradients and moments alone
+
+With a pipeline all rounds in flight count as saved at every moment.
+
+What a rank has of a model in memory, layer by layer, whatever it is trained with. No torch.
+
+In: a decoder, the layout and the pipeline rank, over how many ranks layers are split, the bytes of
+a number. Out: a RankModel: parameters, and bytes of a token that kernels keep and need in each
+layer. A layer of Qwen3-0.6B in bfloat16 has 15.7 million parameters and saves 38,976 bytes a token.
+
+What each part of a layer keeps and needs on a GPU with Longshore's kernels, per token. No torch.
+
+In: the config of a part, as a TP rank has it, and the hidden width. Out: the values that are kept
+from forward to backward, and the most that exist beside them while the part is in backward, with
+the gradients of its weights. `Part.saved` is an upper bound for every backend, plain torch too;
+this is what ops/kernels really keep.
+
+SwiGLU of width 3072 keeps gate and up, 6,144 values a token; plain torch would keep 12,288. In
+backward three rows of 3072 exist beside them: the gradients of the product, the gate and up.
+
+A part that is not known here, such as a mixer of your own, counts as `Part.saved` says, and as much
+again in backward.
+
+The process groups that one rank joins, and the GPU memory of their communicators. No torch.
+
+In: the sizes of the axes. Out: one JoinedGroup for each group of the rank that joins most, which is
+rank 0: it is in a CP group of every size, and its stage holds a copy of the embedding.
+
+`joined_groups(lanes=2, tp=2, pp=2)` has world (8 ranks), pp, lanes and tp (2 each), CP groups of 1
+and 2 lanes, those of experts (1 rank) and of their replicas (4), and twice world, pp, lanes and tp
+on the host: 16 groups, 8 of them on the GPU. The
+number grows with log2(lanes) and with nothing else: 2,048 times as many lanes add 11 CP groups.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache, lru_cache, singledispatch
+
+from longshore.arch.attention import AttentionConfig, MLAConfig
+from longshore.arch.costs import exchanged_by
+from longshore.arch.cuts import decoder_on_tp_rank
+from longshore.arch.decoder import DecoderConfig, LayerConfig, LoRAConfig
+from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.memory import (
+    INPUT_BYTES,
+    ITEM_BYTES,
+    WHOLE,
+    ModelSplit,
+    Parameters,
+    block_working,
+    factor_saved,
+    layer_parameters,
+    most_in_flight,
+    saved_bytes,
+    stage_layers,
+    stage_parameters,
+    whole_model,
+)
+from longshore.arch.part import Part, Saved, Sharing
+from longshore.arch.scan import DeltaNetConfig, Mamba2Config
+from longshore.ops.sizes import CHUNK_ROWS, loss_bytes
+from longshore.plan.layout import Layout
+from longshore.plan.shapes import legal_cp_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardMoment:
+    """One moment of a part's backward."""
+
+    rows: Saved
+    """Of each token, beside what the part has saved."""
+    gradients: int
+    """Parameters whose gradients exist by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartMemory:
+    """A part on a GPU."""
+
+    saved: Saved
+    """Of each token from forward to backward, without the part's input and its norm's."""
+    backward: tuple[BackwardMoment, ...]
+    """The moments that may need most."""
+
+
+@singledispatch
+def part_memory(part: Part, width: int) -> PartMemory:
+    """Of a part that is not known: what it says itself."""
+    saved, count = part.saved(width), part.parameters(width)
+    return PartMemory(saved, (BackwardMoment(saved + Saved(2 * width), count),))
+
+
+@part_memory.register
+def _attention(part: AttentionConfig, width: int) -> PartMemory:
+    """Flash attention's backward adds up dq in float32, and with shared KV heads dk and dv."""
+    queries, keys = part.heads * part.head_dim, part.kv_heads * part.head_dim
+    saved = Saved(2 * queries + 2 * keys, part.heads)
+    if part.qk_norm or (part.rope is None and part.gate):
+        saved += Saved(queries * (2 if part.gate else 1) + keys * part.qk_norm)
+    elif part.gate:
+        saved += Saved(2 * queries)
+    if part.gate:
+        saved += Saved(queries)
+    shared = 2 * keys if part.heads > part.kv_heads else 0
+    core = Saved(2 * queries + 2 * keys + 2 * width, queries + shared + 2 * part.heads)
+    output = width * queries
+    return PartMemory(saved, (BackwardMoment(core, output),))
+
+
+@part_memory.register
+def _mla(part: MLAConfig, width: int) -> PartMemory:
+    """Besides what arch/costs.py counts: keys and values made from latents, head by head."""
+    queries, values = part.heads * part.head_dim, part.heads * part.value_dim
+    core = Saved(queries + values + 2 * width, queries)
+    return PartMemory(part.saved(width), (BackwardMoment(core, values * width),))
+
+
+@part_memory.register
+def _mlp(part: MLPConfig, width: int) -> PartMemory:
+    kept = (2 if part.gated else 1) * part.width
+    inner = BackwardMoment(Saved(kept + part.width + width), 0)
+    weights = BackwardMoment(Saved(kept + 2 * width), part.parameters(width))
+    # Clipped by plain torch, which keeps gate and up as they were.
+    return PartMemory(Saved((2 if part.limit else 1) * kept), (inner, weights))
+
+
+@part_memory.register
+def _experts(part: MoEConfig, width: int) -> PartMemory:
+    """Experts keep gate and up of each row; the router its float32 input and the scores."""
+    if part.limit:  # which the kernels do not know
+        saved, count = part.saved(width), part.parameters(width)
+        return PartMemory(saved, (BackwardMoment(saved + Saved(2 * width), count),))
+    inner, top_k = part.width, part.top_k
+    scores = (3 if part.aux_weight else 1) * part.experts
+    saved = Saved(2 * top_k * inner, width + scores + 8 * top_k)
+    saved += Saved(2 * part.shared_width + (width + 1) * part.shared_gate)
+    one = part.experts * width * inner
+    rows = width + 4 * inner, width + 3 * inner, width + 2 * inner
+    moments = (
+        BackwardMoment(Saved(top_k * row + 2 * width), count)
+        for row, count in zip(rows, (0, one, 3 * one), strict=True)
+    )
+    return PartMemory(saved, tuple(moments))
+
+
+@part_memory.register
+def _mamba2(part: Mamba2Config, width: int) -> PartMemory:
+    """The states that enter and leave each chunk exist in backward alone."""
+    inner, conv = part.inner, part.conv_dim
+    saved = Saved(part.projected + conv + 2 * inner, 3 * part.heads + part.groups)
+    states = 2 * inner * part.state_dim // CHUNK_ROWS
+    scan = Saved(3 * inner + conv + states + part.groups * CHUNK_ROWS + 2 * width, 4 * part.heads)
+    taps = Saved(2 * inner + 2 * conv + 2 * width, conv)
+    return PartMemory(saved, (BackwardMoment(scan, inner * width), BackwardMoment(taps, 0)))
+
+
+@part_memory.register
+def _delta_net(part: DeltaNetConfig, width: int) -> PartMemory:
+    """flash-linear-attention keeps normed q and k and a chunk's matrix; states in backward."""
+    heads, values, conv = part.value_heads, part.values, part.conv_dim
+    kept = 2 * conv + 3 * values + 2 * part.keys + heads * CHUNK_ROWS
+    saved = Saved(kept, 6 * heads + 2 * part.key_heads)
+    keys = heads * part.key_dim
+    states = 2 * values * part.key_dim // CHUNK_ROWS
+    scan = Saved(3 * keys + 5 * values + states + 2 * width, 2 * keys + 4 * heads)
+    return PartMemory(saved, (BackwardMoment(scan, values * width),))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """A layer of one rank."""
+
+    parameters: int
+    """On the rank, gathered."""
+    saved: int
+    """Bytes of a token from forward to backward."""
+    parts: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    """In the order of backward: what the part saved, and the moments' (bytes of a token, gradients
+    that exist)."""
+    input: int
+    """Bytes of a token that recomputation keeps."""
+    factors: int = 0
+    """Parameters of low-rank factors, which alone are trained where there are some."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankModel:
+    """What a rank has of the model, whatever it is trained with."""
+
+    layers: tuple[LayerMemory, ...]
+    """Of all its stages."""
+    configs: tuple[LayerConfig, ...]
+    """The same as data."""
+    counts: Parameters
+    """Parameters of its stages."""
+    stages: Mapping[int, tuple[tuple[LayerMemory, ...], int]]
+    """By number: the stage's layers, and bytes of a token that are saved beside them."""
+    has_head: bool
+    """Whether a stage computes the loss."""
+
+
+@lru_cache(maxsize=1024)
+def rank_model(
+    config: DecoderConfig, layout: Layout, pp_rank: int, split: ModelSplit, item: int
+) -> RankModel:
+    local, numbers = decoder_on_tp_rank(config, split.tp), layout.of_rank(pp_rank)
+    tables = sum(rope.rotary_dim or 0 for rope in config.ropes) * max(item, 4)
+    stages: dict[int, tuple[tuple[LayerMemory, ...], int]] = {}
+    configs: list[LayerConfig] = []
+    for number in numbers:
+        stage = layout.stages[number]
+        own = stage_layers(local, stage)
+        layers = tuple(
+            _layer_memory(layer, config.width, item, split, config.float32_residual, config.lora)
+            for layer in own
+        )
+        # Of each depth: embedding, norms' outputs, the joined input, the head's.
+        passing = layout.streams(number - 1) - 1 if number else 0
+        rows = (7 * len(stage.depths) + passing) * config.width * item // split.tp
+        if config.residuals is not None:
+            collapse = saved_bytes(config.residuals.collapse_saved(config.width), item)
+            rows += (stage.norm + len(stage.depths)) * collapse // split.tp
+        stages[number] = layers, INPUT_BYTES + tables + rows
+        configs += own
+    each = (stage_parameters(config, layout.stages[number], split) for number in numbers)
+    return RankModel(
+        layers=tuple(layer for layers, _ in stages.values() for layer in layers),
+        configs=tuple(configs),
+        counts=sum(each, start=Parameters(0)),
+        stages=stages,
+        has_head=any(layout.stages[number].head for number in numbers),
+    )
+
+
+@cache
+def _layer_memory(
+    layer: LayerConfig,
+    width: int,
+    item: int,
+    split: ModelSplit,
+    wide: bool,
+    lora: LoRAConfig | None,
+) -> LayerMemory:
+    """layer: as a TP rank has it; wide: the residual stream is float32 at least."""
+    row = layer.row(width)
+    stream = Saved(0, row) if wide else Saved(row)
+    # The collapsed row, which the norm reads, and what the mixing saves.
+    mixing = Saved(width) + layer.residuals.saved(width) if layer.residuals else Saved(0)
+    parts = []
+    total = saved_bytes(factor_saved(layer, width, lora), item)
+    working = block_working(layer, width, item=item, split=split)
+    for part in reversed(layer.parts):
+        memory = part_memory(part, width)
+        own, gathered = stream + mixing, Saved(width) + memory.saved
+        if isinstance(part, MoEConfig):
+            own, gathered = own + gathered, Saved(0)
+        kept = -(-saved_bytes(own, item) // split.tp) + saved_bytes(gathered, item)
+        moments = tuple(
+            (
+                _rows(part, moment.rows, item, split.tp) + working,
+                _local(part, moment.gradients, split),
+            )
+            for moment in memory.backward
+        )
+        parts.append((kept, moments))
+        total += kept
+    counts = layer_parameters(layer, width, split, lora)
+    own_row = -(-saved_bytes(stream, item) // split.tp)
+    return LayerMemory(counts.total, total, tuple(parts), own_row, counts.factors)
+
+
+def _rows(part: Part, rows: Saved, item: int, tp: int) -> int:
+    """A layer of experts has a rank's own rows; other parts have all of a lane's."""
+    total = saved_bytes(rows, item)
+    return -(-total // tp) if isinstance(part, MoEConfig) else total
+
+
+def _local(part: Part, parameters: int, split: ModelSplit) -> int:
+    return parameters // split.ep if isinstance(part, MoEConfig) else parameters
+
+
+WORKSPACE = 128 << 20
+"""Of cuBLAS, and of small tensors that nothing else counts."""
+AUTO = Sharing("auto", "auto")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSetting:
+    """How a rank trains."""
+
+    lanes: int = 1
+    """That share the model."""
+    shard: str = "none"
+    """How they share it."""
+    dtype: str = "bfloat16"
+    """Of the arithmetic."""
+    recompute: bool = False
+    """Whether blocks are recomputed."""
+    split: ModelSplit = WHOLE
+    """Over how many ranks layers are split."""
+    layout: Layout | None = None
+    """The stages; None without a pipeline."""
+    pp_rank: int = 0
+    """Which pipeline rank it is."""
+    cp_size: int = 1
+    """The largest of a pack."""
+    shared_tokens: int | None = None
+    """Most tokens of the lane in such a pack; None: it may be full of it."""
+    sharing: Sharing = AUTO
+    """How lanes share a pack."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBreakdown:
+    """Bytes that exist together."""
+
+    parameters: int = 0
+    """Weights in float32, and their copy in the dtype of the arithmetic."""
+    gradients: int = 0
+    """Summed over rounds, of the layer in backward, and on their way to other lanes."""
+    optimizer: int = 0
+    """The moments of AdamW."""
+    activations: int = 0
+    """Saved for backward, of all rounds in flight."""
+    working: int = 0
+    """Of the layer in backward."""
+    exchanged: int = 0
+    """Keys and values gathered from other lanes, or made from latents."""
+    loss: int = 0
+    """A chunk of logits, and the gradients of head and hidden states."""
+    other: int = 0
+    """Workspaces of libraries."""
+    moment: str = ""
+    """When it is."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "moment"}
+
+
+def expected_peak(
+    config: DecoderConfig, *, tokens: int, rounds: int = 2, how: RankSetting | None = None
+) -> MemoryBreakdown:
+    """At the moment that needs most; tokens: of the fullest round; rounds: of a step."""
+    rank = _Rank(config, tokens, rounds, how or RankSetting())
+    return max(rank.moments(), key=lambda moment: moment.total)
+
+
+class _Rank:
+    """A rank's static memory, and the moments of its step."""
+
+    def __init__(self, config: DecoderConfig, tokens: int, rounds: int, how: RankSetting) -> None:
+        self.config, self.tokens, self.rounds, self.how = config, tokens, rounds, how
+        self.item = ITEM_BYTES[how.dtype]
+        self.master = max(self.item, 4)
+        self.layout = how.layout or whole_model(config)
+        self.model = rank_model(config, self.layout, how.pp_rank, how.split, self.item)
+        self.layers, self.has_head = self.model.layers, self.model.has_head
+        self.count = self.model.counts.total
+        self.ends = self.count - sum(layer.parameters for layer in self.layers)
+        self.part = self._shard(self.model.counts)
+        self.trained, self.own = self.count, self.part
+        self.freezes = config.lora is not None
+        if self.freezes:
+            self.trained = self.model.counts.factors
+            self.own = self._shard(Parameters(self.trained))
+
+    def _shard(self, counts: Parameters) -> int:
+        """Parameters of which the rank keeps weights and moments."""
+        if self.how.shard == "none":
+            return counts.total
+        replicas = max(1, self.how.lanes * self.how.split.tp // self.how.split.ep)
+        return -(-counts.common // self.how.lanes) - (-counts.experts // replicas)
+
+    @property
+    def copies(self) -> bool:
+        """Whether the weights exist once more, in the dtype of the arithmetic or gathered."""
+        shared = self.how.shard != "none" and self.how.lanes > 1
+        return (self.item < self.master and not self.freezes) or shared
+
+    @property
+    def weights(self) -> int:
+        """Bytes that the rank keeps; what is frozen in the dtype of the arithmetic."""
+        frozen = self.item * self.part if self.freezes else 0
+        return frozen + self.master * self.own
+
+    def _trains(self, layer: LayerMemory) -> int:
+        return layer.factors if self.freezes else layer.parameters
+
+    def moments(self) -> Iterator[MemoryBreakdown]:
+        saved = self.saved()
+        at_loss = self._static(self.summed(), moment="loss")
+        if self.has_head:
+            yield replace(at_loss, activations=saved + self._last_rows(3), loss=self.loss())
+        # The only round is also the last.
+        for reduces in (True,) if self.rounds == 1 else (False, True):
+            yield from self._backward(saved, reduces=reduces)
+        yield MemoryBreakdown(
+            parameters=self.weights,
+            gradients=self.master * self.own,
+            optimizer=2 * self.master * self.own,
+            other=WORKSPACE,
+            moment="optimizer",
+        )
+
+    def _static(self, gradients: int, *, moment: str, freed: int = 0) -> MemoryBreakdown:
+        """freed: parameters whose copies are gone."""
+        return MemoryBreakdown(
+            parameters=self.weights + max(0, self._gathered() - self.item * freed),
+            gradients=gradients,
+            optimizer=2 * self.master * self.own,
+            other=WORKSPACE,
+            moment=moment,
+        )
+
+    def _gathered(self) -> int:
+        """Weights in the dtype of the arithmetic; with zero3 those of a layer and of the next."""
+        if not self.copies:
+            return 0
+        if self.how.shard != "zero3":
+            return self.item * self.count
+        block = max((layer.parameters for layer in self.layers), default=0)
+        # The next layer's are gathered in one buffer, and then copied out of it.
+        return self.item * min(self.count, self.ends + 3 * block)
+
+    def summed(self) -> int:
+        """Gradients that a step's earlier rounds have left; autograd's own in float32 models."""
+        if self.rounds == 1:
+            return 0
+        return self.master * (self.own if self.how.shard == "zero3" else self.trained)
+
+    def saved(self) -> int:
+        """Activations at the end of forward, of all rounds in flight."""
+        again = self.how.recompute
+        each = {
+            number: more + sum(layer.input if again else layer.saved for layer in layers)
+            for number, (layers, more) in self.model.stages.items()
+        }
+        if self.layout.pp == 1:
+            return self.tokens * sum(each.values())
+        return self.tokens * most_in_flight(self.layout, self.how.pp_rank, each)
+
+    def _last_rows(self, rows: int) -> int:
+        """The last layer's output, its norm's, and the gradient that comes back."""
+        width = self.config.row_width * self.item
+        return self.tokens * rows * width if self.has_head else 0
+
+    def loss(self) -> int:
+        """While its chunks run; gradients of the hidden states are among the last rows."""
+        tp = self.how.split.tp
+        heads, width = 1 + len(self.config.mtp), self.config.width
+        total = loss_bytes(
+            self.tokens,
+            vocabulary=-(-self.config.vocab_size // tp),
+            width=width,
+            item=self.item,
+            heads=heads,
+            kernels=tp == 1 and self.how.dtype != "float64",
+            trains=not self.freezes,
+        )
+        counted = heads * width * self.tokens * self.item
+        return total - counted if tp == 1 and self.how.dtype != "float64" else total
+
+    def _head_gradient(self) -> int:
+        """Waits until the whole backward is over."""
+        tables = -(-self.config.vocab_size // self.how.split.tp) * self.config.width
+        return self.item * tables if self.has_head and not self.freezes else 0
+
+    def _backward(self, saved: int, *, reduces: bool) -> Iterator[MemoryBreakdown]:
+        """Layer after layer, from the last; reduces: the round in which lanes sum gradients."""
+        gradients = self.summed() + self._head_gradient()
+        freed, sent, shown = 0, 0, self._compared()
+        several = self.layout.pp > 1
+        for place in reversed(range(len(self.layers))):
+            layer = self.layers[place]
+            if place in shown:
+                static = self._static(gradients + sent, freed=freed, moment=f"layer {place}")
+                yield from self._parts(static, place, saved)
+            if not several:
+                saved -= self.tokens * (layer.input if self.how.recompute else layer.saved)
+            if place in shown:
+                yield from self._reduced(static, layer, saved, reduces=reduces)
+            if reduces and not several:
+                sent = self.master * self._trains(layer)
+                if self.rounds == 1:
+                    gradients += self.master * self._own(layer)
+                if self.how.shard != "zero3":
+                    freed += layer.parameters
+
+    def _compared(self) -> set[int]:
+        """Of each kind of layer the first two and the last two: in between all grows evenly."""
+        kinds: dict[LayerMemory, list[int]] = {}
+        for place, layer in enumerate(self.layers):
+            kinds.setdefault(layer, []).append(place)
+        return {place for same in kinds.values() for place in (*same[:2], *same[-2:])}
+
+    def _parts(self, static: MemoryBreakdown, place: int, saved: int) -> Iterator[MemoryBreakdown]:
+        """The moments of a layer's backward, part by part; saved: by all layers up to it."""
+        layer, tokens, done = self.layers[place], self.tokens, 0
+        left = saved + self._last_rows(2) + (tokens * layer.saved if self.how.recompute else 0)
+        for number, (kept, moments) in enumerate(layer.parts):
+            exchanged = self._exchanged(place) if number == len(layer.parts) - 1 else 0
+            for each, parameters in moments:
+                fresh = layer.factors if self.freezes else done + parameters
+                yield replace(
+                    static,
+                    gradients=static.gradients + self.item * fresh,
+                    activations=left,
+                    working=tokens * each,
+                    exchanged=exchanged,
+                    moment=f"backward of {static.moment}",
+                )
+            left -= tokens * kept
+            done += max(parameters for _, parameters in moments)
+
+    def _own(self, layer: LayerMemory) -> int:
+        """The rank's part of what is trained in a layer."""
+        return self._trains(layer) * self.own // max(1, self.trained)
+
+    def _reduced(
+        self, static: MemoryBreakdown, layer: LayerMemory, saved: int, *, reduces: bool
+    ) -> Iterator[MemoryBreakdown]:
+        """After a layer: its gradients in float32, in a buffer to be sent, and what comes back."""
+        if not reduces and self.how.shard != "zero3":
+            return
+        count, own = self._trains(layer), self._own(layer)
+        alone = self.how.shard == "none" or self.how.lanes == 1
+        # A rank alone divides its buffer by 1 into another one.
+        buffers = self.master * (count + own + (count if alone else 0))
+        had = self.master * count if self.rounds > 1 and self.how.shard != "zero3" else 0
+        gradients = static.gradients - had + max(buffers, had + self.master * count)
+        yield replace(
+            static,
+            gradients=gradients,
+            activations=saved + self._last_rows(2),
+            moment="reduction of gradients",
+        )
+
+    def _exchanged(self, place: int) -> int:
+        how, layers = self.how, [self.model.configs[place]]
+        shared = self.tokens if how.shared_tokens is None else min(how.shared_tokens, self.tokens)
+        return max(
+            exchanged_by(layers, cp_size, tokens, sharing=how.sharing, item=self.item)
+            for cp_size, tokens in ((1, self.tokens), (how.cp_size, shared))
+        )
+
+
+MIB = 1 << 20
+PAIR_BYTES, LARGER_BYTES = 544 * MIB, 688 * MIB
+"""An assumption, not measured here: GPU memory of an NCCL communicator of two ranks, and of more.
+
+As reported for 4 A100s with NVLink after one all-reduce in each group (github.com/NVIDIA/nccl/
+issues/964). It is linear in the number of channels, and beyond two nodes the number of ranks does
+not matter (the maintainers in issue 864), because a ring has two neighbours and a tree three. An
+all-to-all connects a rank with every other and may take several times as much (issue 1685).
+"""
+
+HOST_USERS = ("checkpoint", "loader")
+"""Each has groups of its own on the host, because their threads run collectives of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedGroup:
+    """One process group of a rank."""
+
+    name: str
+    """What it is for."""
+    ranks: int
+    """In the group."""
+    blocks: int
+    """Such groups in the whole job, of which a rank joins one."""
+    on_gpu: bool
+    """By NCCL; otherwise by gloo, on the host."""
+
+
+def joined_groups(
+    *,
+    lanes: int,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    cp_sizes: tuple[int, ...] | None = None,
+    copies: int = 1,
+    replicated_stages: int = 0,
+) -> tuple[JoinedGroup, ...]:
+    """All groups of rank 0, in the order they are created.
+
+    cp_sizes: the legal ones; default: powers of two, and all lanes. copies: pipeline ranks that
+    hold the embedding, more than one where it is tied or there are extra depths. replicated_stages:
+    a rank's stages where lanes do not shard the model (`none`); each has a mesh of its own.
+    """
+    world, stage = lanes * tp * pp, lanes * tp
+    if stage % ep:
+        raise ValueError(f"ep is {ep} and does not divide the {lanes} lanes × tp {tp} of a stage")
+    sizes = legal_cp_sizes(lanes) if cp_sizes is None else cp_sizes
+    axes = {"pp": pp, "lanes": lanes, "tp": tp}
+    groups = [*_axes("", world, axes, on_gpu=True)]
+    groups += [
+        JoinedGroup(f"CP {size}", size, lanes // size * tp * pp, on_gpu=True) for size in sizes
+    ]
+    for stage_number in range(replicated_stages):
+        mesh = {"pp": pp, "replicas": lanes, "shard": 1, "tp": tp}
+        groups += [*_axes(f"stage {stage_number}: ", world, mesh, on_gpu=True)][1:]
+    if copies > 1:
+        groups.append(JoinedGroup("embedding copies", copies, stage, on_gpu=True))
+    if tp > 1 or ep > 1:
+        shared = {"experts": ep, "expert replicas": stage // ep}
+        # A rank alone needs no group of its own where an axis has such a group.
+        groups += [
+            JoinedGroup(name, ranks, world // ranks, on_gpu=True)
+            for name, ranks in shared.items()
+            if ranks > 1 or 1 not in axes.values()
+        ]
+    for user in HOST_USERS:
+        groups += _axes(f"{user}: ", world, axes, on_gpu=False)
+    return tuple(groups)
+
+
+def _axes(prefix: str, world: int, axes: dict[str, int], *, on_gpu: bool) -> Iterator[JoinedGroup]:
+    """An axis that spans all ranks has no group of its own."""
+    yield JoinedGroup(f"{prefix}world", world, 1, on_gpu)
+    for name, ranks in axes.items():
+        if ranks != world:
+            yield JoinedGroup(f"{prefix}{name}", ranks, world // ranks, on_gpu)
+
+
+def communicator_bytes(
+    groups: tuple[JoinedGroup, ...], *, pair: int = PAIR_BYTES, larger: int = LARGER_BYTES
+) -> int:
+    """GPU memory of a rank's communicators once each has been used; alone a rank sends nothing."""
+    ranks = [group.ranks for group in groups if group.on_gpu]
+    return pair * ranks.count(2) + larger * sum(number > 2 for number in ranks)

@@ -1,0 +1,352 @@
+"""What a rank has of a stage: layers, parameters, and bytes saved for each token. No torch.
+
+In: a DecoderConfig and a stage of a Layout, or a pipeline rank. Out: counts. Without a pipeline the
+one stage has everything. A rank of 1F1B with the first of 4 stages saves 4 rounds at a time; with
+the last, one.
+
+Under tensor parallelism a rank has its part of what ranks split (arch/cuts.py), 1/tp of embedding
+and head, and all of norms, routers, shared experts and MTP's projections. Between the parts of a
+layer it has 1/tp of a lane's rows: so does a layer of experts. A part that ranks split saves the
+gathered rows, which all its projections read, and what its own heads or channels make of them. With
+4 heads of 16 dims at width 64 in bfloat16 a token's queries take 128 bytes, on 2 ranks 64; the rows
+that they are projected from take 128 on either.
+
+Under expert parallelism a rank has 1/ep of the routed experts. A token's row travels to each rank
+that has one of its experts, to min(top_k, ep) at most, and there it is copied for each of them: so
+experts save top_k rows a token, as without EP. Routing is taken as even.
+
+Bytes of a model's weights, gradients and optimizer on a rank. No torch.
+
+In: a DecoderConfig and how lanes share it. Out: ModelBytes, upper bounds.
+
+Weights and gradients in float32 (float64 for float64), two moments of the optimizer, and a copy of
+the weights in `dtype` where that is smaller. How lanes share it:
+
+    zero3   weights, gradients, moments sharded; two blocks, embedding and head are gathered
+    zero2   weights and gradients gathered during a step; float32 weights and moments sharded
+    none    every lane holds everything
+
+With low-rank factors (LoRA) the base has neither gradients nor moments, and its weights are held in
+`dtype` alone: 1000 parameters and 10 of factors in bfloat16 on one lane take 2·1000 + 18·10 bytes,
+where training all would take 18·1000.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from longshore.arch.cuts import decoder_on_tp_rank
+from longshore.arch.decoder import DecoderConfig, LayerConfig, LoRAConfig
+from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.part import Part, Product, Saved
+from longshore.plan.layout import Layout, Stage, make_order, one_stage
+from longshore.settings import ShardMode, names_of
+
+INPUT_BYTES = 48
+"""Per token: id, label, position, index and masks, and the loss's copies of label and mask."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSplit:
+    """Over how many ranks each layer is split."""
+
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def any(self) -> bool:
+        return self.tp > 1 or self.ep > 1
+
+
+WHOLE = ModelSplit()
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Counts on a rank."""
+
+    common: int
+    """Of all but routed experts; FSDP shards them over the lanes."""
+    experts: int = 0
+    """Of routed experts that are an FSDP unit of their own, sharded over lanes · tp / ep ranks."""
+    factors: int = 0
+    """Of low-rank factors, which alone are trained where there are some; not in `total`."""
+
+    @property
+    def total(self) -> int:
+        return self.common + self.experts
+
+    def __add__(self, other: "Parameters") -> "Parameters":
+        return Parameters(
+            self.common + other.common,
+            self.experts + other.experts,
+            self.factors + other.factors,
+        )
+
+
+def whole_model(config: DecoderConfig) -> Layout:
+    """The layout without a pipeline."""
+    return one_stage(layers=len(config.layers), depths=len(config.mtp))
+
+
+def stage_parameters(config: DecoderConfig, stage: Stage, split: ModelSplit = WHOLE) -> Parameters:
+    """Parameters of a stage; a tied head needs none of its own beside the embedding."""
+    width, local = config.width, decoder_on_tp_rank(config, split.tp)
+    layers = [
+        layer_parameters(layer, width, split, config.lora) for layer in stage_layers(local, stage)
+    ]
+    joins = len(stage.depths) * config.join_parameters
+    tables = stage.has_embedding + (stage.head and not (config.tied and stage.has_embedding))
+    rows = -(-config.vocab_size // split.tp)
+    ends = Parameters(joins + tables * rows * width + stage.norm * config.norm_parameters)
+    return sum(layers, start=ends)
+
+
+def layer_parameters(
+    layer: LayerConfig, width: int, split: ModelSplit, lora: LoRAConfig | None = None
+) -> Parameters:
+    """layer: as a TP rank has it."""
+    count, moe = layer.parameters(width), layer.mlp
+    factors = lora.rank * sum(each.k + each.n for each in _products(layer, width)) if lora else 0
+    if not split.any or not isinstance(moe, MoEConfig):
+        return Parameters(count, factors=factors)
+    routed = moe.experts * 3 * width * moe.width
+    return Parameters(count - routed, routed // split.ep, factors)
+
+
+def _products(layer: LayerConfig, width: int) -> list[Product]:
+    """Of linear layers that may have low-rank factors, a router's too: targets may have fewer."""
+    known = (getattr(part, "products", None) for part in layer.parts)
+    return [each for products in known if products is not None for each in products(width)]
+
+
+def factor_saved(layer: LayerConfig, width: int, lora: LoRAConfig | None) -> Saved:
+    """What factors save of a token: the row between them; in an MLP its inner row once more."""
+    if lora is None:
+        return Saved(0)
+    inner = 2 * layer.mlp.width if isinstance(layer.mlp, MLPConfig) else 0
+    return Saved(lora.rank * len(_products(layer, width)) + inner)
+
+
+def stage_layers(config: DecoderConfig, stage: Stage) -> tuple[LayerConfig, ...]:
+    return (*(config.layers[i] for i in stage.layers), *(config.mtp[i] for i in stage.depths))
+
+
+def rank_layers(
+    config: DecoderConfig, layout: Layout, pp_rank: int, split: ModelSplit = WHOLE
+) -> list[LayerConfig]:
+    """The layers of a pipeline rank, as a TP rank has them."""
+    local = decoder_on_tp_rank(config, split.tp)
+    stages = (layout.stages[number] for number in layout.of_rank(pp_rank))
+    return [layer for stage in stages for layer in stage_layers(local, stage)]
+
+
+def stage_saved(
+    config: DecoderConfig,
+    layout: Layout,
+    number: int,
+    *,
+    item: int,
+    recompute: bool,
+    split: ModelSplit = WHOLE,
+) -> int:
+    """Bytes that a stage saves of one token of one round."""
+    width, stage, tp = config.width, layout.stages[number], split.tp
+    layers = stage_layers(decoder_on_tp_rank(config, tp), stage)
+    own_row = -(-width * item // tp)
+    block_row = -(-config.row_width * item // tp)
+    lora = config.lora
+    blocks = sum(block_saved(layer, width, item=item, split=split, lora=lora) for layer in layers)
+    tables = sum(saved_bytes(Saved(0, rope.rotary_dim or 0), item) for rope in config.ropes)
+    saved = INPUT_BYTES + tables + (len(layers) * block_row if recompute else blocks)
+    if config.residuals is not None:
+        collapses = stage.norm + len(stage.depths)
+        collapse = config.residuals.collapse_saved(width)
+        saved += collapses * _rows_saved(collapse, Saved(0), item, tp)
+    if stage.head:
+        saved += _rows_saved(Saved(width, 1), Saved(width, 1), item, tp)
+    # Of each depth: embedding, two norms' outputs and statistics, the joined input, the head's.
+    saved += len(stage.depths) * _rows_saved(Saved(6 * width, 2), Saved(width, 1), item, tp)
+    # Streams of earlier depths pass through.
+    passing = layout.streams(number - 1) - 1 if number else 0
+    return saved + passing * own_row
+
+
+def sent_width(config: DecoderConfig, layout: Layout, stage: int) -> int:
+    """Values that a stage sends to the next of each token, or gets back as gradients."""
+    if layout.is_normed(stage):
+        return layout.streams(stage) * config.width
+    return config.row_width
+
+
+def block_saved(
+    layer: LayerConfig,
+    width: int,
+    *,
+    item: int,
+    split: ModelSplit,
+    lora: LoRAConfig | None = None,
+) -> int:
+    """Bytes of one token; layer: as a TP rank has it. What parts save, and norms' inputs and rows.
+
+    Experts read the norm's output, of the rank's own rows; other parts all rows, gathered.
+    """
+    total = saved_bytes(factor_saved(layer, width, lora), item)
+    for part in layer.parts:
+        if isinstance(part, MoEConfig):
+            own, gathered = Saved(2 * width, 1) + _experts_saved(part, width, split.ep), Saved(0)
+        else:
+            own, gathered = Saved(width, 1), Saved(width) + part.saved(width)
+        own += layer.mixing_saved(width)
+        total += _rows_saved(own, gathered, item, split.tp)
+    return total
+
+
+def block_working(layer: LayerConfig, width: int, *, item: int, split: ModelSplit) -> int:
+    """Bytes of one token that exist only while a block runs, besides what it saves.
+
+    A split part's sum and the gradient of its gathered rows; rows on their way to experts and back.
+    """
+
+    def of(part: Part) -> int:
+        if isinstance(part, MoEConfig):
+            return -(-2 * width * item * dispatched(part, split.ep) // split.tp)
+        return 2 * width * item if split.tp > 1 else 0
+
+    # The gradients of residual rows: of the rows themselves, mixed, and in float32.
+    rows = layer.row(width) * (2 * item + max(item, 4)) if layer.residuals else 0
+    return max(map(of, layer.parts)) - (-rows // split.tp)
+
+
+def _experts_saved(part: MoEConfig, width: int, ep: int) -> Saved:
+    """With what belongs to the rows that came: weights and ids, and where their copies are."""
+    ranks = dispatched(part, ep)
+    return part.saved(width) + Saved(0, (4 * ranks + 8) * part.top_k if ranks else 0)
+
+
+def dispatched(moe: MoEConfig, ep: int) -> int:
+    """To how many ranks a token's row travels, at most; 0 where experts are not split."""
+    return min(moe.top_k, ep) if ep > 1 else 0
+
+
+def _rows_saved(own: Saved, gathered: Saved, item: int, tp: int) -> int:
+    """Bytes of one token of a lane: of rows that TP ranks share, and of rows that all have."""
+    return -(-saved_bytes(own, item) // tp) + saved_bytes(gathered, item)
+
+
+def most_in_flight(layout: Layout, pp_rank: int, saved: Mapping[int, int]) -> int:
+    """The most that a rank has saved at one time, where rounds are many."""
+    actions = make_order(4 * layout.pp, pp=layout.pp, vpp=layout.vpp)[pp_rank]
+    changes = (saved[a.stage] * (1 if a.kind == "forward" else -1) for a in actions)
+    return max(accumulate(changes))
+
+
+def saved_bytes(saved: Saved, item: int) -> int:
+    return saved.values * item + saved.stats * max(item, 4)
+
+
+SHARD_MODES = names_of(ShardMode)
+ITEM_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBytes:
+    """Bytes of the model on a rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    """Blocks that are gathered temporarily, with their gradients."""
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.gathered
+
+    def __add__(self, other: "ModelBytes") -> "ModelBytes":
+        return ModelBytes(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.gathered + other.gathered,
+        )
+
+
+def model_bytes(
+    config: DecoderConfig,
+    *,
+    lanes: int,
+    shard: str,
+    dtype: str,
+    layout: Layout | None = None,
+    pp_rank: int = 0,
+    split: ModelSplit = WHOLE,
+) -> ModelBytes:
+    """Bytes of weights, gradients and optimizer on each of `lanes` that share them as `shard`.
+
+    layout, pp_rank: the pipeline and which of its ranks; None for the whole model. split: over how
+    many ranks its layers are split.
+    """
+    item = item_bytes(dtype)
+    if shard not in SHARD_MODES:
+        raise ValueError(f"shard is {shard!r}; known are {', '.join(SHARD_MODES)}")
+    if lanes < 1:
+        raise ValueError(f"lanes is {lanes}; it must be at least 1")
+    stages = layout or whole_model(config)
+    mine = (stages.stages[number] for number in stages.of_rank(pp_rank))
+    counts = sum((stage_parameters(config, stage, split) for stage in mine), start=Parameters(0))
+    layers = rank_layers(config, stages, pp_rank, split)
+    blocks = [layer_parameters(layer, config.width, split, config.lora) for layer in layers]
+    replicas = max(1, lanes * split.tp // split.ep)
+    part = -(-counts.common // lanes) + -(-counts.experts // replicas)
+    whole = _Shared(counts.total, part, [block.total for block in blocks])
+    if config.lora is None:
+        return _trained(whole, item, shard)
+    factors = _Shared(
+        counts.factors, -(-counts.factors // lanes), [block.factors for block in blocks]
+    )
+    return _frozen(whole, item, shard) + _trained(factors, item, shard)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Parameters of a rank's stages: all, its part of them where lanes shard them, each block's."""
+
+    count: int
+    part: int
+    blocks: list[int]
+
+    @property
+    def block(self) -> int:
+        return max(self.blocks, default=0)
+
+    @property
+    def ends(self) -> int:
+        return self.count - sum(self.blocks)
+
+
+def _trained(of: _Shared, item: int, shard: str) -> ModelBytes:
+    master = max(item, 4)
+    copy = item * of.count if item < master else 0
+    if shard == "none":
+        return ModelBytes(master * of.count + copy, master * of.count, 2 * master * of.count, 0)
+    weights, moments = master * of.part, 2 * master * of.part
+    if shard == "zero2":
+        gathered = copy or master * of.count
+        return ModelBytes(weights + gathered, master * (of.part + of.count), moments, 0)
+    gathered = item * (2 * of.block + of.ends) + master * (of.block + of.ends)
+    return ModelBytes(weights, weights, moments, gathered)
+
+
+def _frozen(of: _Shared, item: int, shard: str) -> ModelBytes:
+    if shard == "none":
+        return ModelBytes(item * of.count, 0, 0, 0)
+    if shard == "zero2":
+        return ModelBytes(item * (of.part + of.count), 0, 0, 0)
+    return ModelBytes(item * of.part, 0, 0, item * (2 * of.block + of.ends))
+
+
+def item_bytes(dtype: str) -> int:
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"dtype is {dtype!r}; known are {', '.join(ITEM_BYTES)}")
+    return ITEM_BYTES[dtype]

@@ -1,1 +1,0 @@
-"""Measures a machine for planner, simulator and advice: see calibrate/measure.py."""

@@ -1,0 +1,411 @@
+"""Mixers that carry a state along a sequence: what they share.
+
+In: projections of the tokens. Out: the scan's outputs. Such a mixer is
+
+    project → convolution with SiLU, then scan, inside each sequence → gated norm → project
+
+A `Scan` says what the recurrence does with convolved parts, gates and numbers of each head. How a
+pack that lanes share is served is chosen for each pack:
+
+- CP size 1: the scan alone; nothing travels.
+- `heads`: an all-to-all gives each lane all tokens of its share of the heads, with their channels
+  of the convolution, and a second one brings the outputs back. The CP size must divide the heads,
+  and for each part of the channels either divide its heads or be a multiple of them: then a head of
+  the part (a group of Mamba2, a key head of the delta rule) goes to all lanes that need it.
+- `states`: tokens stay, and lanes pass states. The convolution of a chunk reads the kernel − 1 rows
+  before it, brought by one exchange. Every chunk is scanned from a state of 0, which gives its
+  final state and its transition, and one gather brings those of all chunks and sequences to all
+  lanes. A lane composes the states that enter its own chunks, and adds what they contribute: the
+  products within chunks are not made again.
+
+`auto` takes heads where that is legal. With 4 heads in 2 groups CP sizes 2 and 4 go by heads, at 4
+with each group on two lanes; CP size 3 goes by states. With transition ½ and final states 4, 6, 8
+of chunks 0, 1, 2, chunk 3 begins with 8 + ½·(6 + ½·4) = 12. By states a lane receives 2·(c − 1)
+states of each sequence at CP size c, however long it is; so many short sequences in one such pack
+are expensive.
+
+T tokens, C channels of the convolution and K its taps, H heads, V width of a head's output; S
+sequences. Mamba2 with 4 heads of 8, 2 groups and a state of 16 convolves x, B, C: parts (4, 8),
+(2, 16), (2, 16).
+
+Mamba2 as a mixer: project, scan (convolution and state-space scan), gated norm, project.
+
+In: hidden states (T, C) and the context. Out: (T, C). Parameters are named and laid out as in
+Hugging Face's Mamba2 and Nemotron-H, but for per_head.{A_log, dt_bias, D}, which are directly in
+the mixer there. in_proj gives the gate z, then x, B and C, which are convolved, then a step dt of
+each head; steps are softplus(dt + dt_bias) within the config's limits.
+
+T tokens, H heads of width P, G groups, N width of the state. With 4 heads of 8, 2 groups and a
+state of 16, in_proj gives 32 + (32 + 32 + 32) + 4 = 132 channels.
+
+Gated delta net as a mixer: project, scan (convolution and delta rule), gated norm, project.
+
+In: hidden states (T, C) and the context. Out: (T, C). Parameters are named and laid out as in
+Hugging Face's Qwen3-Next, but for per_head.{A_log, dt_bias}, which are directly in the mixer
+there. A key head's rows of in_proj_qkvz are its q and k, then v and z of the value heads it serves;
+those of in_proj_ba their b and a. Queries and keys have length 1; a head forgets by
+exp(−exp(A_log)·softplus(a + dt_bias)) and learns by sigmoid(b).
+
+T tokens, R key heads of width K, H value heads of width V. With 2 key heads of 8 and 4 value heads
+of 6, in_proj_qkvz gives 2·(8 + 8 + 12 + 12) = 80 channels.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from longshore.arch.part import Norm
+from longshore.arch.scan import DeltaNetConfig, Mamba2Config
+from longshore.batch import SeqContext
+from longshore.model.fill import CONV, DECAY_RATES, ONES, RESIDUAL, STEP_BIASES, Fill
+from longshore.model.interface import LOCAL, Exchange, Exchanges, Rows, ThreeStepMixer, over_packs
+from longshore.model.norm import Float32Parameters, NormAfterGate, NormBeforeGate
+from longshore.model.rope import Tables
+from longshore.ops.boundaries import Bounds
+from longshore.ops.conv import causal_conv
+from longshore.ops.delta_rule import prepare_heads
+from longshore.ops.ssd import SSD, prepare_ssd
+from longshore.settings import ScanKind
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScanInputs:
+    """What a scan reads: rows of tokens, and what belongs to channels and heads."""
+
+    mixed: Tensor
+    """(T, C), what is convolved."""
+    parts: tuple[tuple[int, int], ...]
+    """Heads and width of each part of its channels."""
+    gates: tuple[Tensor, ...]
+    """(T, H) each."""
+    taps: Tensor
+    """(C, K), of the convolution."""
+    bias: Tensor | None
+    """(C), of the convolution."""
+    per_head: tuple[Tensor, ...]
+    """(H) each."""
+
+    def prepare(
+        self, scan: "Scan", bounds: Bounds | None, *, before: Tensor | None = None
+    ) -> "Prepared":
+        """The scan over these spans, convolved; before: the rows before each span."""
+        convolved_TC = causal_conv(
+            self.mixed, self.taps, self.bias, bounds=bounds, before=before, activation=True
+        )
+        parts = split_heads(convolved_TC, self.parts, dim=1)
+        return scan.prepare(parts, self.gates, self.per_head, bounds=bounds)
+
+    def of_lane(self, exchange: Exchange) -> "ScanInputs":
+        """All rows of the pack with the lane's share of the heads; see `heads` above."""
+        rank, size = exchange.rank, exchange.size
+        parts = [_at_least(size, part, dim=1) for part in self._split(self.mixed, dim=1)]
+        gates = [gate.unsqueeze(2) for gate in self.gates]
+        received = exchange.to_heads((*parts, *gates))
+        mixed, own_gates = received[: len(parts)], received[len(parts) :]
+
+        def share(channels: Tensor) -> Tensor:
+            spread = [_at_least(size, part, dim=0) for part in self._split(channels, dim=0)]
+            return torch.cat([part.chunk(size)[rank].flatten(0, 1) for part in spread])
+
+        return replace(
+            self,
+            mixed=torch.cat([part.flatten(1) for part in mixed], dim=1),
+            parts=tuple((part.shape[1], part.shape[2]) for part in mixed),
+            gates=tuple(gate.squeeze(2) for gate in own_gates),
+            taps=share(self.taps),
+            bias=None if self.bias is None else share(self.bias),
+            per_head=tuple(number.chunk(size)[rank] for number in self.per_head),
+        )
+
+    def _split(self, channels: Tensor, *, dim: int) -> tuple[Tensor, ...]:
+        return split_heads(channels, self.parts, dim=dim)
+
+
+class Prepared(Protocol):
+    """All of a scan that does not depend on the states its spans begin with."""
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Of each span (S, H, …), its transition and its final state from 0."""
+        ...
+
+    def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Outputs (T, H, V), and the final state of each span."""
+        ...
+
+
+class Scan(Protocol):
+    """A recurrence whose state is affine in the state it began with. Shapes come from tensors."""
+
+    def prepare(
+        self,
+        parts: tuple[Tensor, ...],
+        gates: tuple[Tensor, ...],
+        per_head: tuple[Tensor, ...],
+        *,
+        bounds: Bounds | None,
+    ) -> Prepared: ...
+
+    def compose(self, transition: Tensor, state: Tensor) -> Tensor:
+        """What the transition of a span leaves of a state."""
+        ...
+
+
+def scan_packs(inputs: ScanInputs, ctx: SeqContext, *, scan: Scan, exchanges: Exchanges) -> Tensor:
+    """Convolution and scan inside each sequence of a context: (T, H, V)."""
+
+    def scan_pack(exchange: Exchange, mixed: Tensor, *gates: Tensor) -> Tensor:
+        pack_inputs = replace(inputs, mixed=mixed, gates=gates)
+        if exchange.size == 1:
+            return pack_inputs.prepare(scan, exchange.bounds).run()[0]
+        if over_heads(pack_inputs, exchange.size, kind=exchanges.scan):
+            lane_inputs = pack_inputs.of_lane(exchange)
+            return exchange.from_heads(lane_inputs.prepare(scan, exchange.pack.padded).run()[0])
+        before = exchange.rows_before(mixed, inputs.taps.shape[1] - 1)
+        prepared = pack_inputs.prepare(scan, exchange.bounds, before=before)
+        return prepared.run(entering_states(*prepared.ends(), scan=scan, exchange=exchange))[0]
+
+    return over_packs(scan_pack, ctx, exchanges, inputs.mixed, *inputs.gates)
+
+
+def over_heads(inputs: ScanInputs, cp_size: int, *, kind: ScanKind) -> bool:
+    """Whether lanes share out the heads of a pack of this CP size; else they pass states."""
+    if kind == "states":
+        return False
+    heads = inputs.gates[0].shape[1]
+    parts = [count for count, _ in inputs.parts]
+    if heads % cp_size == 0 and all(n % cp_size == 0 or cp_size % n == 0 for n in parts):
+        return True
+    if kind == "auto":
+        return False
+    raise ValueError(
+        f"parallel.scan='heads': CP size {cp_size} cannot split {heads} heads with parts of "
+        f"{', '.join(map(str, parts))} heads; plan with other CP sizes, or use "
+        "parallel.scan='states'"
+    )
+
+
+def entering_states(transition: Tensor, final: Tensor, *, scan: Scan, exchange: Exchange) -> Tensor:
+    """(2·S, …): the state that enters each chunk of this lane, alternately early and late."""
+    rank, size = exchange.rank, exchange.size
+    ends = exchange.gather_chunks(torch.cat([transition.flatten(1), final.flatten(1)], dim=1))
+    widths = [transition[0].numel(), final[0].numel()]
+    transitions, finals = ends.split(widths, dim=2)
+    state = final.new_zeros(len(final) // 2, *final.shape[1:])
+    early = state
+    steps = zip(transitions.unbind(), finals.unbind(), strict=True)
+    for chunk, (change, added) in enumerate(steps):
+        if chunk == rank:
+            early = state
+        if chunk == 2 * size - 1 - rank:
+            break
+        kept = scan.compose(change.unflatten(1, transition.shape[1:]), state)
+        state = kept + added.unflatten(1, final.shape[1:])
+    return torch.stack([early, state], dim=1).flatten(0, 1)
+
+
+def _at_least(size: int, part: Tensor, *, dim: int) -> Tensor:
+    """With at least one head for each of `size` lanes, by repeating each."""
+    heads = part.shape[dim]
+    return part if heads % size == 0 else part.repeat_interleave(size // heads, dim=dim)
+
+
+def split_heads(
+    joined: Tensor, parts: tuple[tuple[int, int], ...], *, dim: int
+) -> tuple[Tensor, ...]:
+    """Channels along `dim` as parts, each with dims for its heads and their width."""
+    pieces = joined.split([heads * width for heads, width in parts], dim=dim)
+    return tuple(piece.unflatten(dim, shape) for piece, shape in zip(pieces, parts, strict=True))
+
+
+class Decay(Float32Parameters):
+    """How each head forgets: its rate, −exp(A_log), and the bias of its step, dt_bias."""
+
+    FILLS: Mapping[str, Fill] = {"A_log": DECAY_RATES, "dt_bias": STEP_BIASES}
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.zeros(heads))
+        self.dt_bias = nn.Parameter(torch.zeros(heads))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x: not read; FSDP wants an argument on GPUs, where a block is recomputed."""
+        return -copied(self.A_log).exp(), copied(self.dt_bias)
+
+
+def copied(parameter: Tensor) -> Tensor:
+    """A copy, in float32 at least, that outlives the gathered parameter."""
+    return parameter.to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+
+
+def conv_taps(channels: int, kernel: int, *, bias: bool) -> nn.Conv1d:
+    """Holds the taps (C, 1, K) of a causal convolution under their usual names; never called."""
+    return nn.Conv1d(channels, channels, kernel, groups=channels, bias=bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Scan:
+    """dt_min, dt_max: limits of a step."""
+
+    dt_min: float
+    dt_max: float | None
+
+    def prepare(
+        self,
+        parts: tuple[Tensor, ...],
+        gates: tuple[Tensor, ...],
+        per_head: tuple[Tensor, ...],
+        *,
+        bounds: Bounds | None,
+    ) -> SSD:
+        x_THP, B_TGN, C_TGN = parts
+        (dt_TH,) = gates
+        A_H, dt_bias_H, D_H = per_head
+        step_TH = softplus(dt_TH + dt_bias_H).clamp(self.dt_min, self.dt_max)
+        return prepare_ssd(x_THP, step_TH, A_H, B_TGN, C_TGN, D_H=D_H, bounds=bounds)
+
+    def compose(self, transition: Tensor, state: Tensor) -> Tensor:
+        return transition[..., None, None] * state
+
+
+class DecayAndSkip(Decay):
+    """With D, the share of x that reaches a head's output directly."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__(heads)
+        self.D = nn.Parameter(torch.ones(heads))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return *super().forward(x), copied(self.D)
+
+
+class Mamba2(ThreeStepMixer):
+    """exchanges: how the lane reaches rows of shared packs; set by parallel/apply.py."""
+
+    FILLS: ClassVar[Mapping[str, Fill]] = {
+        "conv1d.weight": CONV,
+        **{f"per_head.{name}": fill for name, fill in Decay.FILLS.items()},
+        "per_head.D": ONES,
+        "norm.weight": ONES,
+        "out_proj.weight": RESIDUAL,
+    }
+
+    def __init__(self, config: Mamba2Config, width: int, *, norm: Norm) -> None:
+        super().__init__()
+        self.config = config
+        self.exchanges: Exchanges = LOCAL
+        self.scan = Mamba2Scan(config.dt_min, config.dt_max)
+        self.in_proj = nn.Linear(width, config.projected, bias=config.bias)
+        self.conv1d = conv_taps(config.conv_dim, config.kernel, bias=config.conv_bias)
+        self.per_head = DecayAndSkip(config.heads)
+        self.norm = NormAfterGate(config.inner, config.norm_groups or config.groups, norm.eps)
+        self.out_proj = nn.Linear(config.inner, width, bias=config.bias)
+
+    def before(self, x_TC: Tensor, tables: Tables) -> tuple[Rows, Rows]:
+        config = self.config
+        sizes = [config.inner, config.conv_dim, config.heads]
+        z_TX, mixed_TX, dt_TH = self.in_proj(x_TC).split(sizes, dim=-1)
+        return (mixed_TX, dt_TH), (z_TX,)
+
+    def apart(self, x: Tensor) -> Rows:
+        per_head: Rows = self.per_head(x)
+        return per_head
+
+    def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Tensor:
+        config, (mixed_TX, dt_TH) = self.config, rows
+        group = (config.groups, config.state_dim)
+        inputs = ScanInputs(
+            mixed=mixed_TX,
+            parts=((config.heads, config.head_dim), group, group),
+            gates=(dt_TH,),
+            taps=self.conv1d.weight[:, 0],
+            bias=self.conv1d.bias,
+            per_head=apart,
+        )
+        return scan_packs(inputs, ctx, scan=self.scan, exchanges=self.exchanges)
+
+    def after(self, mixed: Tensor, *kept: Tensor) -> Tensor:
+        (z_TX,) = kept
+        output_TC: Tensor = self.out_proj(self.norm(mixed.flatten(-2), z_TX))
+        return output_TC
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaScan:
+    def prepare(
+        self,
+        parts: tuple[Tensor, ...],
+        gates: tuple[Tensor, ...],
+        per_head: tuple[Tensor, ...],
+        *,
+        bounds: Bounds | None,
+    ) -> Prepared:
+        q_TRK, k_TRK, v_THV = parts
+        b_TH, a_TH = gates
+        A_H, dt_bias_H = per_head
+        g_TH = A_H * softplus(a_TH + dt_bias_H)
+        beta_TH = b_TH.to(g_TH.dtype).sigmoid()
+        return prepare_heads(q_TRK, k_TRK, v_THV, g_TH, beta_TH, bounds=bounds)
+
+    def compose(self, transition: Tensor, state: Tensor) -> Tensor:
+        return transition @ state
+
+
+class DeltaNet(ThreeStepMixer):
+    """exchanges: how the lane reaches rows of shared packs; set by parallel/apply.py."""
+
+    FILLS: ClassVar[Mapping[str, Fill]] = {
+        "conv1d.weight": CONV,
+        **{f"per_head.{name}": fill for name, fill in Decay.FILLS.items()},
+        "norm.weight": ONES,
+        "out_proj.weight": RESIDUAL,
+    }
+
+    def __init__(self, config: DeltaNetConfig, width: int, *, norm: Norm) -> None:
+        super().__init__()
+        self.config = config
+        self.exchanges: Exchanges = LOCAL
+        self.scan = DeltaScan()
+        self.in_proj_qkvz = nn.Linear(width, config.conv_dim + config.values, bias=False)
+        self.in_proj_ba = nn.Linear(width, 2 * config.value_heads, bias=False)
+        self.conv1d = conv_taps(config.conv_dim, config.kernel, bias=False)
+        self.per_head = Decay(config.value_heads)
+        self.norm = NormBeforeGate(config.value_dim, norm.eps)
+        self.out_proj = nn.Linear(config.values, width, bias=False)
+
+    def before(self, x_TC: Tensor, tables: Tables) -> tuple[Rows, Rows]:
+        config = self.config
+        served = config.value_heads // config.key_heads
+        keys, values = config.key_dim, served * config.value_dim
+        qkvz_TRX = self.in_proj_qkvz(x_TC).unflatten(-1, (config.key_heads, -1))
+        *qkv, z_TRX = qkvz_TRX.split([keys, keys, values, values], dim=-1)
+        ba_TRX = self.in_proj_ba(x_TC).unflatten(-1, (config.key_heads, -1))
+        b_TH, a_TH = (part.flatten(-2) for part in ba_TRX.chunk(2, dim=-1))
+        mixed_TX = torch.cat([part.flatten(-2) for part in qkv], dim=-1)
+        return (mixed_TX, b_TH, a_TH), (z_TRX,)
+
+    def apart(self, x: Tensor) -> Rows:
+        per_head: Rows = self.per_head(x)
+        return per_head
+
+    def core(self, ctx: SeqContext, apart: Rows, *rows: Tensor) -> Tensor:
+        config, (mixed_TX, b_TH, a_TH) = self.config, rows
+        key = (config.key_heads, config.key_dim)
+        inputs = ScanInputs(
+            mixed=mixed_TX,
+            parts=(key, key, (config.value_heads, config.value_dim)),
+            gates=(b_TH, a_TH),
+            taps=self.conv1d.weight[:, 0],
+            bias=None,
+            per_head=apart,
+        )
+        return scan_packs(inputs, ctx, scan=self.scan, exchanges=self.exchanges)
+
+    def after(self, mixed: Tensor, *kept: Tensor) -> Tensor:
+        (z_TRX,) = kept
+        normed_THV = self.norm(mixed, z_TRX.reshape(mixed.shape))
+        output_TC: Tensor = self.out_proj(normed_THV.flatten(-2))
+        return output_TC

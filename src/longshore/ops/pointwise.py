@@ -1,0 +1,216 @@
+"""RMS norms over the last dim, alone or together with the residual's sum before them.
+
+In: x (…, C), a weight (C), and what is added to x. Out: the sum and its norm, or the norm alone.
+Half precision is normed in float32. `zero_centred`: the scale is 1 + weight, in float32 at least.
+
+    rms_norm([3, 4], [1, 1], 0.0)               [0.849, 1.131], since the root mean square is 3.536
+    add_norm([1, 1], [2, 3], [1, 1], 0.0)       ([3, 4], [0.849, 1.131])
+
+add_norm may get an x wider than the weight; then the sum is as wide, the norm has the weight's
+dtype. Its two results have one gradient: both paths of a residual are summed in one kernel.
+
+RMS norms with a gate, after or before the norm.
+
+In: rows (…, C), the gate's rows and a weight. Out: the same shape and dtype; half precision is
+normed in float32. With the row [3, 4], a weight of ones and a gate so large that silu(gate) = gate
+= [g, g], norm_after_gate gives [0.849, 1.131] whatever g is, norm_before_gate [0.849·g, 1.131·g].
+
+What feed-forward parts do between their products: SwiGLU and relu2; and sigmoid gates.
+
+In: gate and up (…, F), which may be halves of one tensor. Out: (…, F). For backward only the inputs
+are kept.
+
+    clipped(9, −9, 7) = 7, −7            clipped(−9, 3, 7) = −9, 3
+    swiglu(1, 2) = silu(1)·2 = 1.462     relu2(−1) = 0, relu2(3) = 9     sigmoid_gate(3, 0) = 1.5
+
+`gated_linear` multiplies the result with a weight (C, F) as well: where kernels run, the
+(T, F) product between is computed again in backward and never kept.
+
+The rows of hyper-connections: projected to weights, collapsed into one row, mixed and expanded.
+
+In: rows (T, N·C), N residuals of C channels after each other, and weights of each token. Out: what
+model/hyper_connection.py makes of them; it describes what is computed.
+
+    project     (T, M): the rows divided by their root mean square, times a weight (M, N·C)
+    collapse    (T, C): Σ_n pre_n · x_n                          rows 1 and 3, pre ½ and ½: 2
+    expand      (T, N·C): post_k · output + Σ_n mix_nk · x_n     output 5, post 1, mix ½: 7 and 7
+
+On GPUs kernels read bfloat16 rows as they are. Plain torch makes a copy in float32, which is as
+large as two of the rows and is kept for backward.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.functional import linear
+
+from longshore.ops.backends import pick
+
+
+def rms_norm(x: Tensor, weight_C: Tensor, eps: float, *, zero_centred: bool = False) -> Tensor:
+    """x, normed and scaled, in x's dtype or in the weight's if that is wider."""
+    kernels = pick("norm", x, weight_C)
+    if kernels is not None:
+        normed: Tensor = kernels.rms_norm(x, weight_C, eps, zero_centred)
+        return normed
+    return _rms_norm(x, weight_C, eps, zero_centred)
+
+
+def add_norm(
+    x: Tensor, delta: Tensor | None, weight_C: Tensor, eps: float, *, zero_centred: bool = False
+) -> tuple[Tensor, Tensor]:
+    """x + delta, or x itself where delta is None; and its norm in the weight's dtype."""
+    kernels = pick("norm", x, weight_C)
+    if kernels is not None:
+        both: tuple[Tensor, Tensor] = kernels.add_norm(x, delta, weight_C, eps, zero_centred)
+        return both
+    total = x if delta is None else x + delta
+    return total, _rms_norm(total.to(weight_C.dtype), weight_C, eps, zero_centred)
+
+
+def _rms_norm(x: Tensor, weight_C: Tensor, eps: float, zero_centred: bool) -> Tensor:
+    if not zero_centred:
+        weight_C = weight_C.to(torch.promote_types(weight_C.dtype, x.dtype))
+        return functional.rms_norm(x, weight_C.shape, weight_C, eps)
+    # In float32 at least: in bfloat16 a small weight would be lost beside 1.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scale_C = 1.0 + weight_C.to(wide)
+    return functional.rms_norm(x.to(wide), scale_C.shape, scale_C, eps).to(x.dtype)
+
+
+def norm_after_gate(x: Tensor, gate: Tensor, weight: Tensor, *, groups: int, eps: float) -> Tensor:
+    """weight · norm(x · silu(gate)), each of `groups` parts of the channels normed apart."""
+    kernels = pick("gated norm", x, gate)
+    if kernels is not None:
+        x_TGW, gate_TGW = (torch.unflatten(_flat(rows, 1), -1, (groups, -1)) for rows in (x, gate))
+        y_TGW: Tensor = kernels.gated_norm(x_TGW, gate_TGW, weight, eps=eps, gate_first=True)
+        return y_TGW.reshape(x.shape)
+    wide = _wide(x)
+    gated = torch.unflatten(wide * functional.silu(_wide(gate)), -1, (groups, -1))
+    normed = functional.rms_norm(gated, gated.shape[-1:], eps=eps).flatten(-2)
+    return (normed * weight.to(wide.dtype)).to(x.dtype)
+
+
+def shared_norm_after_gate(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    mean_over_ranks: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The same for ranks that have different channels of one part.
+
+    mean_over_ranks: the mean of the ranks' mean squares (…, 1), differentiable.
+    """
+    wide = _wide(x)
+    gated = wide * functional.silu(_wide(gate))
+    mean_square = mean_over_ranks(gated.square().mean(-1, keepdim=True))
+    return (gated * (mean_square + eps).rsqrt() * weight.to(wide.dtype)).to(x.dtype)
+
+
+def norm_before_gate(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """weight · norm(x) · silu(gate) over the last dim."""
+    kernels = pick("gated norm", x, gate)
+    if kernels is not None:
+        x_THW, gate_THW = _flat(x, 2), _flat(gate, 2)
+        y_THW: Tensor = kernels.gated_norm(x_THW, gate_THW, weight, eps=eps, gate_first=False)
+        return y_THW.reshape(x.shape)
+    wide = _wide(x)
+    weight = weight.to(wide.dtype)
+    normed = functional.rms_norm(wide, weight.shape, weight, eps)
+    return (normed * functional.silu(_wide(gate))).to(x.dtype)
+
+
+def _flat(x: Tensor, last: int) -> Tensor:
+    """(T, …) with `last` dims after the first, as the kernels take them; mostly x itself."""
+    missing = max(0, last - x.dim())
+    return x if x.dim() == last + 1 else x.reshape(-1, *(1,) * missing, *x.shape[-last:])
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    kernels = pick("gate", gate, up)
+    if kernels is not None:
+        output: Tensor = kernels.gated("silu", gate, up)
+        return output
+    return functional.silu(gate) * up
+
+
+def clipped(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """The gate up to `limit`, and up between −limit and limit; in plain torch."""
+    return gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+
+
+def relu2(up: Tensor) -> Tensor:
+    """relu(up)²."""
+    kernels = pick("gate", up)
+    if kernels is not None:
+        output: Tensor = kernels.gated("relu2", None, up)
+        return output
+    return functional.relu(up).square()
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """x · sigmoid(gate)."""
+    kernels = pick("gate", gate, x)
+    if kernels is not None:
+        output: Tensor = kernels.gated("sigmoid", gate, x)
+        return output
+    return x * gate.sigmoid()
+
+
+def gated_linear(gate_TF: Tensor | None, up_TF: Tensor, weight_CF: Tensor) -> Tensor:
+    """(T, C): swiglu(gate, up), or relu2(up) without a gate, times the weight."""
+    kernels = pick("gate", *(x for x in (gate_TF, up_TF, weight_CF) if x is not None))
+    if kernels is not None:
+        output_TC: Tensor = kernels.gated_linear(gate_TF, up_TF, weight_CF)
+        return output_TC
+    inner_TF = relu2(up_TF) if gate_TF is None else swiglu(gate_TF, up_TF)
+    return functional.linear(inner_TF, weight_CF)
+
+
+def project(rows_TS: Tensor, weight_MS: Tensor, *, eps: float) -> Tensor:
+    """(T, M) in float32 at least. eps: added to the mean square."""
+    kernels = pick("hyper-connections", rows_TS, weight_MS)
+    if kernels is not None:
+        projected: Tensor = kernels.project(rows_TS, weight_MS, eps)
+        return projected
+    wide_TS = _wide_rows(rows_TS)
+    inverse_T1 = torch.rsqrt(wide_TS.square().mean(1, keepdim=True) + eps)
+    # Divided afterwards: the same, and one tensor less is kept.
+    return linear(wide_TS, weight_MS.to(wide_TS.dtype)) * inverse_T1
+
+
+def collapse(rows_TS: Tensor, pre_TN: Tensor) -> Tensor:
+    """(T, C), in the rows' dtype."""
+    kernels = pick("hyper-connections", rows_TS, pre_TN)
+    if kernels is not None:
+        collapsed: Tensor = kernels.collapse(rows_TS, pre_TN)
+        return collapsed
+    rows_TNC = _wide_rows(rows_TS).unflatten(1, (pre_TN.shape[1], -1))
+    row_T1C: Tensor = pre_TN[:, None, :] @ rows_TNC
+    return row_T1C.sum(1).to(rows_TS.dtype)  # of one row; a view would not do, see `expand`
+
+
+def expand(output_TC: Tensor, rows_TS: Tensor, post_TN: Tensor, mix_TNN: Tensor) -> Tensor:
+    """(T, N·C), in the rows' dtype. mix: from row n to row k."""
+    dtype, count = rows_TS.dtype, post_TN.shape[1]
+    kernels = pick("hyper-connections", rows_TS, post_TN)
+    if kernels is not None:
+        expanded: Tensor = kernels.expand(output_TC.to(dtype), rows_TS, post_TN, mix_TNN)
+        return expanded
+    rows_TNC = rows_TS.unflatten(1, (count, -1))
+    added_TNC = post_TN.to(dtype)[:, :, None] * output_TC.to(dtype)[:, None, :]
+    mixed_TNC: Tensor = mix_TNN.to(dtype).mT @ rows_TNC
+    return added_TNC.flatten(1) + mixed_TNC.flatten(1)  # no view, which FSDP warns of
+
+
+def _wide_rows(rows_TS: Tensor) -> Tensor:
+    return rows_TS.to(torch.promote_types(rows_TS.dtype, torch.float32))

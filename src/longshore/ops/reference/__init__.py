@@ -1,1 +1,0 @@
-"""Slow references of the ops, written to be read: one sequence at a time, plain autograd."""

@@ -1,0 +1,403 @@
+"""The data of the plan page, as compact JSON.
+
+In: the plans of the steps and the other policies' plans for the same steps. Out: a dictionary of
+lists. Times inside a step are integer ticks, a millionth of the step's total each, so `cost * unit`
+is in seconds. Packs are columns: two packs on lanes 0–1 and on lane 1 of round 0 are
+
+    {"round": [0, 0], "lane": [0, 1], "cp": [2, 1], "tokens": [4, 3], "cost": […], "start": […],
+     "count": [1, 1], "sequences": [0, 1]}
+
+where `count` splits `sequences` into packs and `start` is one number, or a list when the pack's
+lanes start it at different times. The same holds for `start` and `end` of a round.
+
+The histogram of lengths has bins on a logarithmic scale: the lengths 1, 2, 3, 3 make the bins 1, 2
+and 3 with the counts 1, 1, 2 and the tokens 1, 2, 6.
+
+CUDA graphs: how many micro-batches a cap on sequences covers, and what its padding costs.
+
+In: sequences of micro-batches that have one pack of CP size 1, as plan/graph_use.py counts them:
+the padding that rounds a lane's tokens up to a bucket is one more. Out: one row for each candidate
+cap. Whole layers are replayed only for these micro-batches, and only up to the cap; all others are
+served by halves of layers, without a cap.
+
+Micro-batches of 1, 1, 2 and 5 sequences: cap 2 covers 3 of 4, and of its 3 · 2 slots 2 stay empty,
+0.67 on average.
+
+When each lane works and when it waits, for drawing.
+
+In: a Plan. Out: seconds for each pack, and arrays [round, lane] of starts, costs and ends.
+
+Two lanes, sync mode `round`, cost = tokens: round 0 holds a pack of 4 tokens on lane 0 and one of 1
+on lane 1, round 1 one of 3 on each. Starts are [[0, 0], [4, 4]], costs [[4, 1], [3, 3]], ends
+[[4, 4], [7, 7]], and lane 1 idles 3 of 7 seconds. In sync mode `step` lane 1 starts round 1 at 1
+and ends at 4.
+"""
+
+import math
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longshore.plan.graph_use import MicroBatchSizes, as_graphed
+from longshore.plan.shapes import padded_length
+from longshore.plan.simulate import round_seconds, simulate
+from longshore.plan.types import Pack, Plan, PlanSetting, Round, Stats, policy_named
+
+Ints = NDArray[np.int64]
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class CapRow:
+    """One candidate cap."""
+
+    cap: int
+    """The most sequences of a micro-batch."""
+    marks: tuple[str, ...]
+    """The percentiles that equal it, such as ("P50",)."""
+    covered: float
+    """Share of micro-batches with at most `cap` sequences, padding included."""
+    empty_slots: float
+    """Empty slots of the covered micro-batches, on average."""
+    empty_share: float
+    """empty_slots / cap."""
+
+
+def cap_rows(sizes: Ints) -> list[CapRow]:
+    """A row for 1, 2, 4, … up to the first power that covers all, and for each percentile."""
+    if not len(sizes):
+        return []
+    marks = percentile_marks(sizes)
+    largest = int(sizes.max())
+    powers = [1 << bit for bit in range((largest - 1).bit_length() + 1)]
+    return [_cap_row(sizes, cap, marks.get(cap, ())) for cap in sorted({*powers, *marks})]
+
+
+def percentile_marks(sizes: Ints) -> dict[int, tuple[str, ...]]:
+    """The caps that are a percentile (the least that covers so many percent) or the maximum."""
+    ordered = np.sort(sizes)
+    marks: dict[int, tuple[str, ...]] = {}
+    for percent in PERCENTILES:
+        value = int(ordered[-(-len(ordered) * percent // 100) - 1])
+        marks[value] = (*marks.get(value, ()), f"P{percent}")
+    largest = int(ordered[-1])
+    marks[largest] = (*marks.get(largest, ()), "max")
+    return marks
+
+
+def _cap_row(sizes: Ints, cap: int, marks: tuple[str, ...]) -> CapRow:
+    inside = sizes[sizes <= cap]
+    empty = float((cap - inside).mean()) if len(inside) else 0.0
+    return CapRow(
+        cap=cap,
+        marks=marks,
+        covered=len(inside) / len(sizes),
+        empty_slots=empty,
+        empty_share=empty / cap,
+    )
+
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A plan in time, all in seconds."""
+
+    start: Floats
+    """[round, lane]: when a lane starts its work."""
+    cost: Floats
+    """[round, lane]: how long it works."""
+    end: Floats
+    """[round, lane]: until when it works or waits."""
+    pack_cost: list[float]
+    """For each pack, in the order of `plan.packs()`, what it costs each of its lanes."""
+    pack_start: list[Floats]
+    """For each pack, when each of its lanes begins it."""
+    total: float
+    """The latest end."""
+
+    @property
+    def idle(self) -> float:
+        """The share of all lanes' time that is spent waiting."""
+        return 1.0 - float(self.cost.sum(axis=0).mean()) / self.total
+
+
+def make_timeline(plan: Plan) -> Timeline:
+    """Walks a plan in its sync mode: the lanes of one pipeline rank, rounds back to back."""
+    pack_cost = pack_costs(plan)
+    cost = lane_costs(plan, pack_cost)
+    start, end = round_times(plan, cost)
+    return Timeline(
+        start=start,
+        cost=cost,
+        end=end,
+        pack_cost=pack_cost,
+        pack_start=pack_starts(plan, pack_cost, start),
+        total=float(end[-1].max()),
+    )
+
+
+def pack_costs(plan: Plan) -> list[float]:
+    """Seconds that each pack costs each of its lanes.
+
+    Policy `padded` runs every sequence at the length of the longest.
+    """
+    profile = plan.setting.profile
+    lengths = [sequence.length for sequence in plan.sequences]
+    if plan.setting.planned_by.pads_to_longest:
+        lengths = [max(lengths)] * len(lengths)
+
+    def cost(pack: Pack) -> float:
+        k = pack.cp_size
+        return profile.pack + sum(
+            profile.sequence_cost(lengths[i], padded_length(lengths[i], k), k)
+            for i in pack.sequences
+        )
+
+    return [cost(pack) for _, pack in plan.packs()]
+
+
+def lane_costs(plan: Plan, pack_cost: Seq[float]) -> Floats:
+    """Seconds of work [round, lane]: its packs, its padding and the round's own cost.
+
+    In sync mode `step` a lane without packs skips the round and does not pay for it.
+    """
+    setting, profile = plan.setting, plan.setting.profile
+    costs = np.zeros((len(plan.rounds), setting.lanes))
+    tokens = np.zeros(costs.shape, dtype=np.int64)
+    for (number, pack), seconds in zip(plan.packs(), pack_cost, strict=True):
+        lanes = slice(pack.first_lane, pack.first_lane + pack.cp_size)
+        costs[number, lanes] += seconds
+        tokens[number, lanes] += pack.tokens_per_lane
+    joins = costs > 0 if setting.sync == "step" else np.ones_like(costs)
+    added = setting.padding.totals(tokens) - tokens
+    padding = profile.linear * added + profile.quadratic * profile.squares(added)
+    return costs + padding + profile.round * joins
+
+
+def round_times(plan: Plan, cost: Floats) -> tuple[Floats, Floats]:
+    """Starts and ends [round, lane]: lanes that wait for each other start and end together.
+
+    Where experts are split over ranks, lanes wait inside the layers too, so a round takes longer
+    than its slowest lane works.
+    """
+    start, end = np.zeros_like(cost), np.zeros_like(cost)
+    ready = np.zeros(cost.shape[1])
+    if plan.setting.synced:
+        seconds = np.array(round_seconds(plan))[:, None]
+        ends = seconds.cumsum(axis=0)
+        return start + ends - seconds, end + ends
+    for number, round_ in enumerate(plan.rounds):
+        first = waiting_groups(round_, lanes=cost.shape[1], sync=plan.setting.sync)
+        sizes = np.diff(first, append=cost.shape[1])
+        start[number] = np.repeat(np.maximum.reduceat(ready, first), sizes)
+        ready = start[number] + np.repeat(np.maximum.reduceat(cost[number], first), sizes)
+        end[number] = ready
+    return start, end
+
+
+def waiting_groups(round_: Round, *, lanes: int, sync: str) -> Ints:
+    """The first lane of each group of lanes that wait for each other in this round.
+
+    Sync `round`: all of them, so [0]. Sync `step`: lanes joined through shared packs; with 4 lanes
+    and one pack on lanes 0 and 1 that is [0, 2, 3]. A pack's lanes are neighbours, so the
+    lanes of a group are too.
+    """
+    if sync == "round":
+        return np.zeros(1, dtype=np.int64)
+    joints = np.zeros(lanes + 1, dtype=np.int64)
+    for pack in round_.packs:
+        joints[pack.first_lane + 1] += 1
+        joints[pack.first_lane + pack.cp_size] -= 1
+    return np.flatnonzero(np.cumsum(joints)[:lanes] == 0)
+
+
+def pack_starts(plan: Plan, pack_cost: Seq[float], start: Floats) -> list[Floats]:
+    """When each lane of each pack begins it: a lane runs its packs one by one, as listed."""
+    cursor = start + plan.setting.profile.round
+    starts: list[Floats] = []
+    for (number, pack), seconds in zip(plan.packs(), pack_cost, strict=True):
+        lanes = cursor[number, pack.first_lane : pack.first_lane + pack.cp_size]
+        starts.append(lanes.copy())
+        lanes += seconds
+    return starts
+
+
+MOST_BINS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Bin i has the lengths from edges[i] to edges[i + 1] − 1."""
+
+    edges: list[int]
+    counts: list[int]
+    tokens: list[int]
+
+
+def length_histogram(lengths: Ints) -> Histogram:
+    """Up to 24 bins; a narrow range of lengths gets finer ones."""
+    edges = bin_edges(int(lengths.min()), int(lengths.max()))
+    bin_index = np.searchsorted(edges, lengths, side="right") - 1
+    bins = len(edges) - 1
+    counts = np.bincount(bin_index, minlength=bins)
+    tokens = np.zeros(bins, dtype=np.int64)
+    np.add.at(tokens, bin_index, lengths)
+    return Histogram(edges.tolist(), counts.tolist(), tokens.tolist())
+
+
+def bin_edges(low: int, high: int) -> Ints:
+    """Edges 2^(i/n) around low … high, n the largest of 8, 4, 2, 1 with few enough bins."""
+    for per_octave in (8, 4, 2, 1):
+        first = math.floor(math.log2(low) * per_octave)
+        last = math.floor(math.log2(high) * per_octave) + 1
+        if last - first <= MOST_BINS or per_octave == 1:
+            break
+    powers = np.exp2(np.arange(first, last + 1) / per_octave)
+    edges: Ints = np.unique(np.ceil(powers - 1e-9).astype(np.int64))
+    return edges
+
+
+TICKS = 1_000_000
+
+Json = dict[str, Any]
+Comparisons = Mapping[str, Seq[Plan] | str]
+
+
+def page_data(steps: Seq[Plan], comparisons: Comparisons) -> Json:
+    """Everything the page shows."""
+    check_input(steps, comparisons)
+    sizes = MicroBatchSizes.of(map(as_graphed, steps))
+    return {
+        "version": 1,
+        "setting": setting_data(steps[0].setting),
+        "cp_sizes": sorted({pack.cp_size for plan in steps for _, pack in plan.packs()}),
+        "steps": [step_data(plan) for plan in steps],
+        "policies": policy_data(steps, comparisons),
+        "about": {n: policy_named(n).about for n in (steps[0].setting.policy, *comparisons)},
+        "micro_batches": {"alone": len(sizes.alone), "others": sizes.others},
+        "caps": [asdict(row) for row in cap_rows(sizes.alone)],
+    }
+
+
+def check_input(steps: Seq[Plan], comparisons: Comparisons) -> None:
+    """Raises for plans that cannot be drawn together."""
+    if not steps:
+        raise ValueError("the page needs at least one step's plan and got none")
+    lanes = {plan.setting.lanes for plan in steps}
+    if len(lanes) > 1:
+        raise ValueError(f"the steps' plans are for different lane counts: {sorted(lanes)}")
+    for number, plan in enumerate(steps, start=1):
+        if not plan.rounds or not plan.sequences:
+            raise ValueError(f"the plan of step {number} has no rounds or no sequences")
+    for name, plans in comparisons.items():
+        if not isinstance(plans, str) and len(plans) != len(steps):
+            raise ValueError(
+                f"policy {name!r} has plans for {len(plans)} steps, but there are {len(steps)}"
+            )
+
+
+def setting_data(setting: PlanSetting) -> Json:
+    names = [name for name in PlanSetting.__slots__ if name != "stage_costs"]
+    data = {name: getattr(setting, name) for name in names}
+    return {**data, "profile": setting.profile.as_json(), "cp_sizes": list(setting.cp_sizes)}
+
+
+def step_data(plan: Plan) -> Json:
+    """One step: its figures, its sequences' lengths, its packs in time."""
+    timeline = make_timeline(plan)
+    unit = timeline.total / TICKS
+    lengths = np.array([sequence.length for sequence in plan.sequences], dtype=np.int64)
+    return {
+        "stats": stats_data(plan.stats),
+        "digest": plan.digest,
+        "lengths": lengths.tolist(),
+        "unit": unit,
+        "total": TICKS,
+        "overhead": round(plan.setting.profile.round / unit),
+        "start": [one_or_many(row, unit) for row in timeline.start],
+        "end": [one_or_many(row, unit) for row in timeline.end],
+        "busy": [ticks(row, unit) for row in timeline.cost],
+        "idle": significant(timeline.idle),
+        "packs": pack_columns(plan, timeline, unit),
+        "histogram": asdict(length_histogram(lengths)),
+        "pipeline": pipeline_columns(plan),
+    }
+
+
+def pack_columns(plan: Plan, timeline: Timeline, unit: float) -> Json:
+    packs = list(plan.packs())
+    return {
+        "round": [number for number, _ in packs],
+        "lane": [pack.first_lane for _, pack in packs],
+        "cp": [pack.cp_size for _, pack in packs],
+        "tokens": [pack.tokens_per_lane for _, pack in packs],
+        "cost": [round(seconds / unit) for seconds in timeline.pack_cost],
+        "start": [one_or_many(starts, unit) for starts in timeline.pack_start],
+        "count": [len(pack.sequences) for _, pack in packs],
+        "sequences": [i for _, pack in packs for i in pack.sequences],
+    }
+
+
+def pipeline_columns(plan: Plan) -> Json | None:
+    """The simulated events of the pipeline ranks, as columns; None without a pipeline."""
+    simulated = simulate(plan) if plan.setting.pp > 1 else None
+    if simulated is None or simulated.walk is None:
+        return None
+    events = list(simulated.walk.events())
+    kinds = sorted({event.kind for event in events}, reverse=True)
+    tick = simulated.walk.finish / TICKS
+    return {
+        "unit": tick * simulated.unit,
+        "total": TICKS,
+        "bubbles": [significant(share) for share in simulated.rank_bubbles],
+        "kinds": kinds,
+        "rank": [event.rank for event in events],
+        "stage": [event.stage for event in events],
+        "round": [event.round for event in events],
+        "kind": [kinds.index(event.kind) for event in events],
+        "start": [round(event.start / tick) for event in events],
+        "end": [round(event.end / tick) for event in events],
+    }
+
+
+def policy_data(steps: Seq[Plan], comparisons: Comparisons) -> list[Json]:
+    """A row for each policy, the page's own first: its stats per step, or why it was refused."""
+    own = steps[0].setting.policy
+    others = {name: plans for name, plans in comparisons.items() if name != own}
+    rows: list[Json] = []
+    for name, plans in {own: steps, **others}.items():
+        if isinstance(plans, str):
+            rows.append({"name": name, "refused": plans})
+        else:
+            rows.append({"name": name, "steps": [stats_data(plan.stats) for plan in plans]})
+    return rows
+
+
+def stats_data(stats: Stats) -> Json:
+    """The figures with six digits; values that are not finite become None, for JSON."""
+    data = {name: getattr(stats, name) for name in Stats.__slots__}
+    return {
+        name: significant(value) if isinstance(value, float) else value
+        for name, value in data.items()
+    }
+
+
+def significant(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def one_or_many(seconds: Floats, unit: float) -> int | list[int]:
+    """One tick count when all lanes agree, else one for each lane."""
+    values = ticks(seconds, unit)
+    return values[0] if len(set(values)) == 1 else values
+
+
+def ticks(seconds: Floats, unit: float) -> list[int]:
+    counts: list[int] = np.rint(seconds / unit).astype(np.int64).tolist()
+    return counts

@@ -1,1 +1,0 @@
-"""Losses that are ready to use, by name: pure functions of tensors, without process groups."""
