@@ -8,8 +8,7 @@ often it reads a field of RunConfig or of one of its sections:
 mypy would know every type, but takes minutes. Here an expression has the type that is written where
 its parts are defined: a parameter's or a field's annotation, what a function or property returns, a
 class that is called, and what is assigned from these. A class name exists once in the package, so
-names need no module. The first parameter of a function that is given no type (a lambda's, mostly)
-is not seen.
+names need no module. A parameter without a type, such as a lambda's, is not seen.
 """
 
 import ast
@@ -45,9 +44,8 @@ def config_readers(trees: Mapping[str, ast.Module], *, package: str) -> dict[str
         for name, reader in readers.items():
             reader.visit(trees[name])
     counts = {name: reader.reads for name, reader in readers.items() if reader.reads}
-    return {
-        name: count for name, count in counts.items() if not name.startswith(f"{package}.config.")
-    }
+    own = f"{package}.config"
+    return {name: n for name, n in counts.items() if not f"{name}.".startswith(f"{own}.")}
 
 
 class Types:
