@@ -16,8 +16,8 @@ write the file can compute it again.
 Escapes text from data, names and recipes so that it is safe to print on a terminal.
 
 In: any text. Out: the same with each character that a terminal would execute rather than show
-escaped: of "\x1b[2J", which clears the screen, the first character becomes the four letters
-\x1b. Newlines and tabs stay.
+escaped: of "\\x1b[2J", which clears the screen, the first character becomes the four letters
+\\x1b. Newlines and tabs stay.
 
 Escaped are control characters (C0, DEL and C1, so every escape sequence), characters that change
 the writing direction or hide text, other line separators, and lone surrogates, which a stream
