@@ -20,7 +20,7 @@ Advice as plain data: the recipe, a reason for each key, memory and times of all
 In: Advice. Out: a dictionary that becomes JSON, the text of advisor/advise_page.py and the page of
 advisor/advise_page.py. No torch. A part of one:
 
-    {"recipe": "[plan]\ncapacity = 16384\n…", "reasons": [["plan.capacity", "16384", "the …"]],
+    {"recipe": "[plan]\\ncapacity = 16384\\n…", "reasons": [["plan.capacity", "16384", "the …"]],
      "candidates": [{"tp": 1, "capacity": 16384, "seconds": 5.4, "memory": {"parameters": …}}]}
 """
 
