@@ -27,9 +27,9 @@ from outcomes import POLICIES
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.part import Part
 from longshore.plan import make_plan
-from longshore.plan.as_json import step_as_json
 from longshore.plan.cost import StageCosts, parse_profile, share_out
 from longshore.plan.types import Plan
+from longshore.report.pages import step_as_json
 
 PROFILE = PROFILES["charged"]
 AGREES = 1e-6

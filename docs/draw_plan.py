@@ -14,8 +14,8 @@ from pathlib import Path
 
 from longshore.plan import make_plan
 from longshore.plan.lengths_file import demo_lengths
+from longshore.plan.simulate import Timeline, make_timeline
 from longshore.plan.types import Pack, Plan
-from longshore.report.plan_page import Timeline, make_timeline
 
 DRAWING = Path(__file__).parent / "drawings" / "step.svg"
 FIRST, COUNT, LANES, CAPACITY = 240, 48, 8, 16384

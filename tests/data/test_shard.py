@@ -8,7 +8,7 @@ from tests.data.plans import FIELDS, Sample, Spec, any_plans, make_samples, plan
 
 from longshore.data.shard import LaneCut, count_targets, cut_shards, cut_tokens, lane_cuts
 from longshore.plan import Pack, Plan, Round
-from longshore.plan.route import route
+from longshore.plan.shapes import route
 
 PLAN = plan_of([7, 2], [Round((Pack(0, 2, (0,), 4), Pack(0, 1, (1,), 2)))], lanes=2)
 TOKENS = np.array([5, 6, 7, 8, 9, 4, 3])

@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from longshore.plan.as_json import advice, plans_as_json, total_stats
 from longshore.plan.planner import make_plan
 from longshore.plan.types import POLICIES, Stats
+from longshore.report.pages import advice, plans_as_json, total_stats
 
 LENGTHS = [9000, 300, 200, 4000, 77]
 STEP_CONTRACT = [

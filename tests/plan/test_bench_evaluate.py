@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tests.plan.samples import examples
 
 from longshore.plan import make_plan
-from longshore.plan.as_json import step_as_json
 from longshore.plan.cost import parse_profile
+from longshore.report.pages import step_as_json
 
 PROFILE = {"linear": 1.0, "quadratic": 1e-4, "gather": [0.01, 0.08], "node": 2}
 PROFILE |= {"pack": 64, "round": 5}

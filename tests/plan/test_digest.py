@@ -26,8 +26,8 @@ def runs_as(plan: Plan) -> list[Any]:
     lengths = [sequence.length for sequence in plan.sequences]
     stage_ranks = setting.lanes * setting.tp
     events = [*pipeline_walk(plan).events()] if setting.pp > 1 else []
-    order = sorted(events, key=lambda event: (event.start, event.end, event.rank))
-    ranks: list[Any] = [[(event.kind, event.stage, event.round) for event in order]]
+    order = sorted(events, key=lambda event: (event[2], event[3], event[0]))
+    ranks: list[Any] = [[action for _, action, _, _ in order]]
     for rank in range(stage_ranks * setting.pp):
         pp_rank, within = divmod(rank, stage_ranks)
         lane = within // setting.tp

@@ -7,11 +7,17 @@ from hypothesis import strategies as st
 from tests.plan.samples import CHARGED, TOKENS
 
 from longshore.plan.cost import CostProfile, CostTable
-from longshore.plan.packing import Aim, Filled, PackingLimits, Placed, Problem, choose_levels, fill
-
-LIMITS = PackingLimits(
-    lanes=2, capacity=100, lane_tokens=100, max_items=99, min_rounds=1, sole=False
+from longshore.plan.packing import (
+    Aim,
+    BlockItems,
+    Filled,
+    PackingLimits,
+    Problem,
+    choose_levels,
+    fill,
 )
+
+LIMITS = PackingLimits(lanes=2, capacity=100, lane_tokens=100, max_items=99, sole=False)
 
 
 def problem_of(
@@ -33,8 +39,8 @@ def filled(problem: Problem, aim: Aim, *, rounds: int = 1) -> Filled:
     return fill(problem, np.arange(len(problem.cost)), rounds=rounds, aim=aim)
 
 
-def packs_of(result: Filled) -> list[Placed]:
-    return [placed for level in result.levels for placed in level.packs(0)]
+def packs_of(result: Filled) -> list[BlockItems]:
+    return list(result.blocks(0))
 
 
 def places(result: Filled) -> set[tuple[int, int, int, tuple[int, ...]]]:

@@ -7,12 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshore.plan.cost import CostProfile, CostTable
+from longshore.plan.cost import CostProfile, CostTable, equal_stages
 from longshore.plan.layout import make_order
-from longshore.plan.pipeline import arrange
-from longshore.plan.pipeline_times import equal_columns, finish_times, wait_graph, walk
+from longshore.plan.pipeline import arrange as arranged
 from longshore.plan.shapes import padded_length
-from longshore.plan.simulate import lane_costs
+from longshore.plan.simulate import (
+    RoundColumns,
+    equal_columns,
+    finish_times,
+    lane_costs,
+    wait_graph,
+    walk,
+)
 from longshore.plan.types import Pack, Round
 
 TOKENS = CostProfile(linear=1.0, quadratic=0.0, gather=(0.0, 0.0), node=8, pack=0.0, round=0.0)
@@ -22,6 +28,13 @@ GROUPS = [(0, 4), (0, 2), (2, 2), (0, 1), (1, 1), (2, 1), (3, 1)]
 
 def table_of(lengths: list[int], profile: CostProfile = TOKENS) -> CostTable:
     return CostTable(np.array(lengths), sizes=(1, 2, 4), profile=profile)
+
+
+def arrange(
+    rounds: list[Round], *, table: CostTable, pp: int, vpp: int, may_split: bool
+) -> tuple[Round, ...]:
+    columns = RoundColumns(table, lanes=LANES, shares=equal_stages(pp, vpp))
+    return arranged(rounds, columns, pp=pp, vpp=vpp, may_split=may_split)
 
 
 def finish(rounds: tuple[Round, ...], table: CostTable, *, pp: int, vpp: int) -> int:
@@ -85,7 +98,7 @@ def places(rounds: tuple[Round, ...] | list[Round]) -> Counter[tuple[int, int, i
 def test_order_by_hand() -> None:
     lengths = [9, 3, 3]
     table, rounds = table_of(lengths), single(lengths)
-    out = arrange(rounds, table=table, lanes=LANES, pp=2, vpp=1, may_split=True)
+    out = arrange(rounds, table=table, pp=2, vpp=1, may_split=True)
     assert out == (rounds[1], rounds[0], rounds[2])
     assert quanta(tuple(rounds), table, pp=2, vpp=1) == 24
     assert quanta(out, table, pp=2, vpp=1) == 21
@@ -94,8 +107,8 @@ def test_order_by_hand() -> None:
 def test_cuts_a_round_rather_than_adding_an_empty_one() -> None:
     table = table_of([5, 4, 3, 3])
     rounds = [Round((Pack(0, 1, (0, 1), 9),)), *single([5, 4, 3, 3])[2:]]
-    whole = arrange(rounds, table=table, lanes=LANES, pp=2, vpp=2, may_split=False)
-    cut = arrange(rounds, table=table, lanes=LANES, pp=2, vpp=2, may_split=True)
+    whole = arrange(rounds, table=table, pp=2, vpp=2, may_split=False)
+    cut = arrange(rounds, table=table, pp=2, vpp=2, may_split=True)
     assert Round(()) in whole
     assert len(whole) == len(cut) == 4
     assert Counter(cut) == Counter(single([5, 4, 3, 3]))
@@ -108,7 +121,7 @@ def test_cuts_a_round_rather_than_adding_an_empty_one() -> None:
 def test_cuts_rounds_to_shrink_the_bubble_without_need() -> None:
     table = table_of([10] * 16)
     rounds = [Round((Pack(0, 1, tuple(range(16)), 160),))]
-    out = arrange(rounds, table=table, lanes=LANES, pp=4, vpp=1, may_split=True)
+    out = arrange(rounds, table=table, pp=4, vpp=1, may_split=True)
     # One round takes 4·160; sixteen take (16 + 3)·10.
     assert len(out) == 16
     assert quanta(out, table, pp=4, vpp=1) == 190
@@ -117,21 +130,21 @@ def test_cuts_rounds_to_shrink_the_bubble_without_need() -> None:
 def test_does_not_cut_where_packs_are_dear() -> None:
     table = table_of([10] * 16, replace(TOKENS, pack=10_000.0))
     rounds = [Round((Pack(0, 1, tuple(range(16)), 160),))]
-    assert arrange(rounds, table=table, lanes=LANES, pp=4, vpp=1, may_split=True) == tuple(rounds)
+    assert arrange(rounds, table=table, pp=4, vpp=1, may_split=True) == tuple(rounds)
 
 
 def test_adds_empty_rounds_to_what_cannot_be_cut() -> None:
     rounds = single([7])
-    out = arrange(rounds, table=table_of([7]), lanes=LANES, pp=3, vpp=2, may_split=True)
+    out = arrange(rounds, table=table_of([7]), pp=3, vpp=2, may_split=True)
     assert Counter(out) == Counter({rounds[0]: 1, Round(()): 2})
 
 
 def test_nothing_to_do() -> None:
     rounds = single([9, 3, 3])
     table = table_of([9, 3, 3])
-    assert arrange(rounds, table=table, lanes=LANES, pp=1, vpp=2, may_split=True) == tuple(rounds)
-    assert arrange([], table=table, lanes=LANES, pp=2, vpp=2, may_split=True) == ()
-    empty = arrange([Round(())], table=table, lanes=LANES, pp=2, vpp=2, may_split=True)
+    assert arrange(rounds, table=table, pp=1, vpp=2, may_split=True) == tuple(rounds)
+    assert arrange([], table=table, pp=2, vpp=2, may_split=True) == ()
+    empty = arrange([Round(())], table=table, pp=2, vpp=2, may_split=True)
     assert empty == (Round(()), Round(()))
 
 
@@ -141,7 +154,7 @@ def test_keeps_every_invariant(
     case: tuple[list[Round], CostTable, int, int], may_split: bool
 ) -> None:
     rounds, table, pp, vpp = case
-    out = arrange(rounds, table=table, lanes=LANES, pp=pp, vpp=vpp, may_split=may_split)
+    out = arrange(rounds, table=table, pp=pp, vpp=vpp, may_split=may_split)
     assert vpp == 1 or len(out) % pp == 0
     assert places(out) == places(rounds)
     check_packs(out, table)
@@ -157,7 +170,7 @@ def test_keeps_every_invariant(
 def test_splitting_never_loses(case: tuple[list[Round], CostTable, int, int]) -> None:
     rounds, table, pp, vpp = case
     whole, cut = (
-        arrange(rounds, table=table, lanes=LANES, pp=pp, vpp=vpp, may_split=may_split)
+        arrange(rounds, table=table, pp=pp, vpp=vpp, may_split=may_split)
         for may_split in (False, True)
     )
     slower = finish(cut, table, pp=pp, vpp=vpp) / max(1, finish(whole, table, pp=pp, vpp=vpp))
@@ -174,7 +187,7 @@ def order_gaps(rounds: int, *, pp: int, vpp: int) -> list[float]:
         lengths = rng.lognormal(5, 1, rounds).astype(int) + 1
         table = table_of(lengths.tolist())
         work = single(lengths.tolist())
-        out = arrange(work, table=table, lanes=LANES, pp=pp, vpp=vpp, may_split=False)
+        out = arrange(work, table=table, pp=pp, vpp=vpp, may_split=False)
         columns = np.array(equal_columns(lengths.tolist(), stages=pp * vpp))
         best = finish_times(graph, columns, every).min()
         gaps.append(table.seconds(finish(out, table, pp=pp, vpp=vpp)) / float(best) - 1)
@@ -197,7 +210,7 @@ def test_nearly_the_best_order_of_more_rounds(pp: int, vpp: int) -> None:
 def test_many_rounds_stay_legal() -> None:
     lengths = (np.random.default_rng(0).lognormal(6, 1, 301).astype(int) + 1).tolist()
     table, rounds = table_of(lengths), single(lengths)
-    out = arrange(rounds, table=table, lanes=LANES, pp=8, vpp=2, may_split=True)
+    out = arrange(rounds, table=table, pp=8, vpp=2, may_split=True)
     assert len(out) == 304
     assert places(out) == places(rounds)
     before = finish(with_empty(rounds, pp=8, vpp=2), table, pp=8, vpp=2)
@@ -208,5 +221,5 @@ def test_the_same_everywhere() -> None:
     """Pins one decision: a platform or a change that decides otherwise shows here."""
     lengths = [812, 95, 400, 333, 1200, 87, 640]
     rounds = single(lengths)
-    out = arrange(rounds, table=table_of(lengths), lanes=LANES, pp=3, vpp=1, may_split=True)
+    out = arrange(rounds, table=table_of(lengths), pp=3, vpp=1, may_split=True)
     assert [round_.packs[0].sequences[0] for round_ in out] == [1, 3, 6, 4, 0, 2, 5]

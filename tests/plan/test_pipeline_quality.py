@@ -7,10 +7,10 @@ from bench.evaluate import Setting, pipeline_time, round_heights
 from tests.plan.samples import CHARGED, FREE, TOKENS, examples, long_tail
 
 from longshore.plan import CostProfile, check, make_plan
-from longshore.plan.as_json import step_as_json
-from longshore.plan.bound import step_bound
 from longshore.plan.cost import CostTable
+from longshore.plan.policies import step_bound
 from longshore.plan.types import Plan
+from longshore.report.pages import step_as_json
 
 # Four rounds and more for each stage: the tokens alone ask for them.
 MANY_ROUNDS = [

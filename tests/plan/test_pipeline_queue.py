@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tests.plan.samples import examples
 
 from longshore.plan.layout import Action, make_order
-from longshore.plan.pipeline_times import Message, Queue, Walk, message_of, rank_queues, walk
+from longshore.plan.simulate import Message, Queue, Walk, message_of, rank_queues, walk
 
 pytestmark = pytest.mark.property
 

@@ -21,8 +21,7 @@ from longshore.plan.refine import (
     refit,
     round_parts,
 )
-from longshore.plan.simulate import round_seconds
-from longshore.report.plan_page import make_timeline
+from longshore.plan.simulate import make_timeline, round_seconds
 
 BASE = replace(CHARGED, quadratic=1e-4, round=20.0, node=2)
 

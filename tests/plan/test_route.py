@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 from tests.plan.chunks import chunk_ranges
 
 from longshore.plan.cost import CostProfile
-from longshore.plan.route import Transfer, route
-from longshore.plan.shapes import padded_length
+from longshore.plan.shapes import Transfer, padded_length, route
 from longshore.plan.types import Pack, Plan, PlanSetting, Round, Sequence, Stats
 
 PROFILE = CostProfile(linear=1.0, quadratic=0.0, gather=(0.0, 0.0), node=8, pack=0.0, round=0.0)

@@ -9,17 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.plan.bound import order_bound
 from longshore.plan.cost import CostProfile, CostTable
 from longshore.plan.layout import Action, Order, make_order
-from longshore.plan.pipeline_times import (
+from longshore.plan.pipeline import order_bound
+from longshore.plan.simulate import (
     equal_columns,
     finish_times,
+    lane_costs,
+    make_timeline,
+    simulate,
+    step_time,
+    table_for,
     wait_graph,
     walk,
     walk_columns,
 )
-from longshore.plan.simulate import lane_costs, simulate, step_time, table_for
 from longshore.plan.types import Pack, Plan, PlanSetting, Round, Sequence, Stats
 
 # Costs are token counts, so times can be read off by hand.
@@ -105,7 +109,7 @@ def plan_of(lengths: list[int], rounds: list[Round], setting: PlanSetting) -> Pl
 
 def test_walk_by_hand() -> None:
     walked = walk(make_order(2, pp=2, vpp=1), [1, 2], pp=2, vpp=1)
-    assert [(e.rank, e.kind[0], e.round, e.start, e.end) for e in walked.events()] == [
+    assert [(rank, a.kind[0], a.round, *times) for rank, a, *times in walked.events()] == [
         (0, "f", 0, 0, 1),
         (0, "f", 1, 1, 3),
         (0, "b", 0, 4, 6),
@@ -137,11 +141,10 @@ def test_equal_heights_interleaved(groups: int, pp: int, vpp: int) -> None:
 def test_walk_is_as_early_as_the_rules_allow(case: Piped) -> None:
     walked = walk_columns(case.order, case.columns, stages=case.stages)
     slow = slow_ends(case)
-    for event in walked.events():
-        action = Action(event.kind, event.stage, event.round)
-        assert event.end == slow[action]
-        assert event.end - event.start == case.duration(action)
-        assert event.rank == event.stage % case.pp
+    for rank, action, start, end in walked.events():
+        assert end == slow[action]
+        assert end - start == case.duration(action)
+        assert rank == action.stage % case.pp
     assert walked.finish == max(slow.values())
     for starts, ends in zip(walked.starts, walked.ends, strict=True):
         assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
@@ -274,13 +277,11 @@ def test_timeline_by_hand() -> None:
         Round((Pack(0, 2, (0,), 4), Pack(1, 1, (1,), 3))),
         Round((Pack(0, 1, (2,), 5),)),
     ]
-    line = simulate(plan_of([6, 3, 5], rounds, SETTING))
-    assert [(e.round, e.pack, e.first_lane, e.cp_size, e.start, e.end) for e in line.events] == [
-        (0, 0, 0, 2, 0, 4),
-        (0, 1, 1, 1, 4, 7),
-        (1, 0, 0, 1, 7, 12),
-    ]
-    assert (line.busy, line.idle) == ((9, 7), (3, 5))
+    plan = plan_of([6, 3, 5], rounds, SETTING)
+    line, timeline = simulate(plan), make_timeline(plan)
+    starts = [lanes.tolist() for lanes in timeline.pack_start]
+    assert (starts, timeline.pack_cost) == ([[0, 0], [4], [7]], [4, 3, 5])
+    assert line.busy == (9, 7)
     assert (line.span, line.predicted, line.bubble, line.walk) == (12, 12, 0, None)
     assert line.imbalance == pytest.approx(8 / 24)
     assert line.padding == pytest.approx(2 / 16)
@@ -290,8 +291,7 @@ def test_timeline_in_sync_step() -> None:
     rounds = [Round((Pack(0, 1, (0,), 5), Pack(1, 1, (1,), 3))), Round((Pack(1, 1, (2,), 4),))]
     setting = replace(SETTING, sync="step", profile=replace(TOKENS, round=1.0))
     line = simulate(plan_of([5, 3, 4], rounds, setting))
-    assert [(e.start, e.end) for e in line.events] == [(0, 5), (0, 3), (4, 8)]
-    assert (line.span, line.busy, line.idle) == (9, (6, 9), (3, 0))
+    assert (line.span, line.busy) == (9, (6, 9))
     assert line.imbalance == pytest.approx(3 / 18)
 
 
@@ -335,6 +335,5 @@ def test_timeline_agrees_with_step_time(
     table = table_for(setting, lengths)
     quanta = step_time(lane_costs(rounds, table, 6), rounds, table, sync)
     assert line.predicted == line.span == table.seconds(quanta)
-    assert all(0 <= e.start <= e.end <= line.span for e in line.events)
     assert 0 <= line.imbalance <= 1
     assert math.isclose(sum(line.busy), 6 * line.span * (1 - line.imbalance), rel_tol=1e-9)

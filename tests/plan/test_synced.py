@@ -14,9 +14,8 @@ from tests.plan.samples import CHARGED, FREE, TOKENS, examples, long_tail
 from longshore.plan import Plan, check, make_plan, policies
 from longshore.plan.cost import FINE, StageCosts, share_out
 from longshore.plan.layout import make_order
-from longshore.plan.pipeline_times import walk_columns
-from longshore.plan.simulate import simulate
-from longshore.plan.task import Task
+from longshore.plan.policies import Task
+from longshore.plan.simulate import simulate, walk_columns
 
 QUADRATIC = replace(TOKENS, quadratic=0.01)
 

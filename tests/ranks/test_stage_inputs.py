@@ -28,7 +28,7 @@ from longshore.data.shard import count_targets, cut_shards, cut_tokens, lane_cut
 from longshore.data.steps import IndexedSteps, StreamedSteps
 from longshore.distributed.topology import make_topology
 from longshore.plan.layout import parse_layout
-from longshore.plan.route import route
+from longshore.plan.shapes import route
 
 BATCH = BatchSize("sequences", 12)
 ID_BYTES = 4

@@ -8,9 +8,9 @@ import pytest
 
 from longshore.plan.cost import CostProfile
 from longshore.plan.shapes import legal_cp_sizes, padded_length
+from longshore.plan.simulate import make_timeline
 from longshore.plan.types import Pack, Plan, PlanSetting, Round, Stats
 from longshore.plan.types import Sequence as PlanSequence
-from longshore.report.plan_page import make_timeline
 
 TOKENS_ONLY = CostProfile(linear=1.0, quadratic=0.0, gather=(0.0, 0.0), node=8, pack=0.0, round=0.0)
 MILLISECONDS = CostProfile(

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from longshore.config.schema import write_toml
 from longshore.plan.planner import make_plan
-from longshore.report.plan_page import make_timeline
+from longshore.plan.simulate import make_timeline
 
 CONFIG = {
     "data": {"batch": 24, "seed": 0},

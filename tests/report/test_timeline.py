@@ -5,8 +5,7 @@ import pytest
 
 from longshore.plan.cost import CostProfile
 from longshore.plan.planner import make_plan
-from longshore.plan.simulate import simulate
-from longshore.report.plan_page import make_timeline
+from longshore.plan.simulate import make_timeline, simulate
 
 
 def test_sync_round_waits_for_the_slowest_lane(make):
@@ -78,8 +77,6 @@ def test_agrees_with_the_simulator(make_random, sync, lanes, align):
     assert timeline.total == pytest.approx(simulated.span, rel=1e-9)
     assert timeline.idle == pytest.approx(simulated.imbalance, abs=1e-9)
     assert np.allclose(timeline.cost.sum(axis=0), simulated.busy, rtol=1e-9)
-    starts = [float(lanes[0]) for lanes in timeline.pack_start]
-    assert np.allclose(starts, [event.start for event in simulated.events], atol=1e-9)
 
 
 def test_experts_over_ranks_make_rounds_longer_than_their_slowest_lane():

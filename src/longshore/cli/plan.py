@@ -23,11 +23,10 @@ from longshore.cli.options import add_command, count, one_of, say
 from longshore.config.schema import listed
 from longshore.data.batches import Batches, BatchSize, Place
 from longshore.files import write_atomically
-from longshore.plan.as_json import plans_as_json
 from longshore.plan.cost import BUILT_IN, CostProfile, Ints
 from longshore.plan.lengths_file import Lengths, demo_lengths, read_lengths
 from longshore.plan.types import DEFAULT_POLICY, POLICIES, Plan, policy_named, policy_names
-from longshore.report.pages import plan_summary, write_plan_page
+from longshore.report.pages import plan_summary, plans_as_json, write_plan_page
 from longshore.settings import CPSizes, SettingError, Sync, as_option, names_of
 from longshore.user_code import FUNCTION_NAME
 

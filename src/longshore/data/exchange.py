@@ -52,7 +52,7 @@ from longshore.data.shard import (
 from longshore.distributed.collectives import all_to_all, broadcast
 from longshore.distributed.topology import Groups
 from longshore.plan.layout import StageInputs
-from longshore.plan.route import route
+from longshore.plan.shapes import route
 from longshore.plan.types import Plan
 
 

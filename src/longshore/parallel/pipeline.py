@@ -59,8 +59,7 @@ from longshore.model.interface import LanguageModel, Output, Reader
 from longshore.parallel.fsdp import begin_round, local_part
 from longshore.parallel.shards import cuts_by_name
 from longshore.plan.layout import Action, Kind, Layout, Stage, make_order, one_stage
-from longshore.plan.pipeline_times import Batch, Message, Queue, rank_queues, walk
-from longshore.plan.simulate import pipeline_walk
+from longshore.plan.simulate import Batch, Message, Queue, pipeline_walk, rank_queues, walk
 from longshore.plan.types import Plan
 from longshore.settings import ShardMode
 

@@ -1,9 +1,7 @@
-"""The cost model: what a pack costs each of its lanes, in estimated seconds.
+"""The cost model: what a pack costs each of its lanes, and how pipeline stages share it.
 
-In: a profile (a few numbers, from JSON or built in). Out: seconds, or the same as integers for
-comparisons.
-
-A pack of CP size k costs each of its lanes
+In: a profile (a few numbers, from JSON or built in). Out: estimated seconds, or the same as
+integers for comparisons. A pack of CP size k costs each of its lanes
 
     pack + Σ (linear·padded + quadratic·length²)/k + gather[k > node]·Σ padded·(k−1)/k
 
@@ -15,20 +13,6 @@ quadratic 0, gather (0.01, 0.08), node 8 and pack 64, one sequence of 4096 token
 Plans are compared by integers only, so that every rank and platform decides alike: `CostTable`
 rounds each sequence's cost at each CP size to a whole number of quanta once, and all sums are exact
 from there on.
-
-StageCosts: how the stages of a pipeline share what a round costs.
-
-In: for each stage its forward and backward, in any unit. Out: whole numbers that say what part of
-an average rank's cost each stage has, of the linear part and of the quadratic part apart.
-
-A profile says what a round costs an average rank, forward and backward together. Two ranks of one
-stage, backward twice the forward, the second stage twice as expensive as the first: with `whole` 9
-the first stage has 2 + 4 parts and the second 4 + 8, and all together 18 = pp · whole.
-
-Where experts are split over ranks, lanes meet inside every layer that has them: before the experts
-and after them. Then a stage takes the slowest lane's time up to the experts, and the slowest lane's
-time in them. The first are the mixers, the second is token-wise: it grows with tokens only, so it
-is a part of the linear part.
 """
 
 import json
@@ -46,7 +30,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 SMALLEST, LARGEST = 1e-30, 1e15
-"""Of a profile's coefficients: beyond, costs would not fit into numbers."""
+"""Limits of a profile's coefficients: beyond, costs would not fit into numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +38,19 @@ class CostProfile:
     """The coefficients of the cost model, in seconds."""
 
     linear: float
-    """Of a token, padding included."""
+    """Cost of a token, padding included."""
     quadratic: float
-    """Of a squared length."""
+    """Cost of a squared length."""
     gather: tuple[float, float]
-    """Of a token that a lane gathers: inside a node, across nodes."""
+    """Cost of a token that a lane gathers: inside a node, across nodes."""
     node: int
     """Lanes of a node."""
     pack: float
-    """Of a pack."""
+    """Cost of a pack."""
     round: float
-    """Of a round."""
+    """Cost of a round."""
     message: float = 0.0
-    """Of a token that a pipeline stage hands to the next; no GPU is busy with it."""
+    """Cost of a token that a pipeline stage hands to the next; no GPU is busy with it."""
     curve: tuple[tuple[int, float], ...] = field(default=(), repr=False)
     """(length, amount) in rising order: what stands for the squared length where a model's cost
     grows otherwise, with straight lines in between; (): the squared length itself."""
@@ -147,8 +131,6 @@ class CostProfile:
         return math.fsum(self.linear * n + self.quadratic * square for n, square in pairs)
 
 
-TOO_MANY = 1 << 48
-"""Tokens that fit no lane."""
 EMPTY_TOKENS = 16
 """Tokens of a lane without packs before rounding: enough for 16 tensor parallel ranks."""
 
@@ -158,9 +140,9 @@ class LanePadding:
     """Up to what a lane's tokens in a round are padded."""
 
     align: int = 1
-    """To a multiple of this."""
+    """A multiple of this."""
     buckets: tuple[int, ...] = ()
-    """And then to one of these, rising; (): no further."""
+    """Then one of these, rising; (): no further."""
     empty: int = 0
     """Tokens of a lane without packs, before they are padded."""
 
@@ -305,6 +287,20 @@ class CostTable:
         self.round = round(profile.round * self.scale)
         self._profile = profile
         self._square = square
+        self._columns: dict[tuple[str, int], list[int]] = {}
+
+    def costs_at(self, cp_size: int) -> list[int]:
+        """Quanta of every sequence at this CP size, as Python integers, which are summed faster."""
+        return self._column("cost", self.cost, cp_size)
+
+    def tokens_at(self, cp_size: int) -> list[int]:
+        """Tokens of every sequence on each lane at this CP size."""
+        return self._column("tokens", self.tokens, cp_size)
+
+    def _column(self, name: str, values: Ints, cp_size: int) -> list[int]:
+        if (name, cp_size) not in self._columns:
+            self._columns[name, cp_size] = values[:, self.sizes.index(cp_size)].tolist()
+        return self._columns[name, cp_size]
 
     def lane_padding(self, tokens: Ints) -> tuple[Ints, Ints, Ints]:
         """Tokens that are added to lanes whose packs have these, linear and quadratic quanta."""
@@ -325,15 +321,16 @@ class CostTable:
         """Quanta of a token that one stage hands to the next."""
         return self._profile.message * self.scale
 
-    def quadratic(self, cp_size: int) -> list[int]:
+    def quadratic_at(self, cp_size: int) -> list[int]:
         """What of each sequence's cost grows with its squared length or is gathered, in quanta."""
-        column = self.sizes.index(cp_size)
-        profile = self._profile
-        across = profile.gather[cp_size > profile.node] * (cp_size - 1)
-        part = profile.quadratic * self._square / cp_size + across * self.tokens[:, column]
-        whole = np.rint(part * self.scale).astype(np.int64)
-        quanta: list[int] = np.minimum(whole, self.cost[:, column]).tolist()
-        return quanta
+        if ("quadratic", cp_size) not in self._columns:
+            column, profile = self.sizes.index(cp_size), self._profile
+            across = profile.gather[cp_size > profile.node] * (cp_size - 1)
+            part = profile.quadratic * self._square / cp_size + across * self.tokens[:, column]
+            whole = np.rint(part * self.scale).astype(np.int64)
+            quanta: list[int] = np.minimum(whole, self.cost[:, column]).tolist()
+            self._columns["quadratic", cp_size] = quanta
+        return self._columns["quadratic", cp_size]
 
     def without_tokens(self, quanta: int) -> "CostTable":
         """The same costs without these quanta of each token."""
@@ -353,12 +350,12 @@ class CostTable:
 
     def only(self, legal: NDArray[np.bool_]) -> "CostTable":
         """The same in which a row at a size that is not legal for it has too many tokens to fit."""
-        return self._with(self.sizes, self.cost, np.where(legal, self.tokens, TOO_MANY))
+        return self._with(self.sizes, self.cost, np.where(legal, self.tokens, 1 << 48))
 
     def _with(self, sizes: tuple[int, ...], cost: Ints, tokens: Ints) -> "CostTable":
-        """Without squared lengths: `quadratic` is for the whole table."""
+        """Squared lengths stay those of the whole table: `quadratic_at` is for that one alone."""
         other = copy(self)
-        other.sizes, other.cost, other.tokens = sizes, cost, tokens
+        other.sizes, other.cost, other.tokens, other._columns = sizes, cost, tokens, {}
         return other
 
     def seconds(self, quanta: int) -> float:
@@ -371,24 +368,32 @@ FINE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """Parts of an average rank's cost; the parts of all stages add up to pp · whole."""
+    """How the stages of a pipeline share what a round costs, as parts of an average rank's cost.
+
+    The parts of all stages add up to pp · whole. Two ranks of one stage, backward twice the
+    forward, the second stage twice as expensive as the first: with `whole` 9 the first stage has
+    2 + 4 parts and the second 4 + 8, and all together 18. Where experts are split over ranks, lanes
+    meet before them and after them, so a stage takes the slowest lane's mixers and the slowest
+    lane's experts. The experts are token-wise: they grow with tokens only, as a part of the linear
+    part.
+    """
 
     forward_linear: tuple[int, ...]
-    """Of each stage's forward, in the part that grows with tokens."""
+    """Parts of each stage's forward, of the cost that grows with tokens."""
     backward_linear: tuple[int, ...]
-    """Of its backward."""
+    """The same of its backward."""
     forward_quadratic: tuple[int, ...]
-    """Of its forward, in the part that grows with squared lengths, and in what is gathered."""
+    """Parts of its forward, of the cost that grows with squared lengths or is gathered."""
     backward_quadratic: tuple[int, ...]
-    """Of its backward."""
+    """The same of its backward."""
     streams: tuple[int, ...]
     """How many rows a stage sends on for each token."""
     whole: int
     """The parts of an average rank: a walk's unit is 1/whole quantum."""
     forward_tokenwise: tuple[int, ...] = field(default=(), repr=False)
-    """Of each stage's forward_linear, what runs between meetings of its own; (): all of it."""
+    """What of each stage's forward_linear is token-wise; (): all of it."""
     backward_tokenwise: tuple[int, ...] = field(default=(), repr=False)
-    """Of its backward_linear."""
+    """What of its backward_linear is token-wise."""
 
     @property
     def stages(self) -> int:
@@ -426,35 +431,17 @@ def share_out(
 
     tokenwise: what of `linear` is token-wise, in the same unit; without it, all.
     """
-    pairs = [_parts(costs, pp * FINE) for costs in (linear, quadratic)]
-    (forward_linear, backward_linear), (forward_quadratic, backward_quadratic) = pairs
-    return StageCosts(
-        forward_linear,
-        backward_linear,
-        forward_quadratic,
-        backward_quadratic,
-        tuple(streams),
-        FINE,
-        *_of_linear(tokenwise, linear, (forward_linear, backward_linear)),
-    )
-
-
-def _of_linear(
-    tokenwise: Seq[tuple[int, int]],
-    linear: Seq[tuple[int, int]],
-    parts: tuple[tuple[int, ...], tuple[int, ...]],
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The token-wise share of each part, rounded down."""
-    if not tokenwise:
-        return (), ()
-    forward, backward = (
+    of_linear, of_quadratic = (_parts(costs, pp * FINE) for costs in (linear, quadratic))
+    of_tokenwise = [
+        # The token-wise share of each part, rounded down.
         tuple(
             part * some[way] // max(1, whole[way])
-            for part, some, whole in zip(parts[way], tokenwise, linear, strict=True)
+            for part, some, whole in zip(of_linear[way], tokenwise, linear, strict=True)
         )
         for way in (0, 1)
-    )
-    return forward, backward
+        if tokenwise
+    ]
+    return StageCosts(*of_linear, *of_quadratic, tuple(streams), FINE, *of_tokenwise)
 
 
 def _parts(costs: Seq[tuple[int, int]], total: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -17,15 +17,20 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 import longshore.plan.policies  # noqa: F401 - registers the policies
-from longshore.plan.as_json import plan_digest
-from longshore.plan.bound import step_bound
 from longshore.plan.cost import BUILT_IN, NO_PADDING, CostProfile, CostTable, StageCosts
 from longshore.plan.layout import Layout
-from longshore.plan.policies import load_policy
+from longshore.plan.policies import Choice, Rounds, Task, load_policy, step_bound
 from longshore.plan.shapes import check_buckets, legal_cp_sizes, usable_capacity
 from longshore.plan.simulate import simulate_rounds, table_for, total_lane_tokens
-from longshore.plan.task import Choice, Rounds, Task
-from longshore.plan.types import DEFAULT_POLICY, Plan, PlanSetting, Sequence, Stats, policy_names
+from longshore.plan.types import (
+    DEFAULT_POLICY,
+    Plan,
+    PlanSetting,
+    Sequence,
+    Stats,
+    plan_digest,
+    policy_names,
+)
 from longshore.settings import SettingError, Sync, names_of
 
 GivenPack = Iterable[int] | tuple[int, Iterable[int]]

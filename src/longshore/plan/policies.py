@@ -4,13 +4,10 @@ In: a Task. Out: rounds, offered to a Choice that times them. On 2 lanes of 8 to
 and 3 give under `static` at CP size 1 the packs (6) and (3, 3) side by side, and under `padded` two
 rounds of one sequence each, all of them as long as 6. A new policy is a function and its Policy.
 
-A policy of a user's own: a function that a recipe or the command line names as module:function.
-
-In: the name. Out: a Policy whose function gets the Task and an OwnChoice. All that it offers is
-checked before it is used, and what is wrong is a ValueError that names the policy:
+A user's own policy is a function that a recipe or the command line names as module:function:
 
     def one_a_round(task, choice):
-        choice.offer_packs([(task.cp_sizes[-1], [place]) for place in range(len(task.lengths))])
+        choice.offer_packs([(task.cp_sizes[-1], [i]) for i in range(len(task.lengths))])
 
 on 2 lanes with the lengths 6 and 3 makes two rounds, each of one pack at CP size 2.
 """
@@ -18,28 +15,188 @@ on 2 lanes with the lengths 6 and 3 makes two rounds, each of one pack at CP siz
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from operator import index
 
 import numpy as np
 
-from longshore.plan.bound import UNLIMITED, work_bound
 from longshore.plan.check import check_rounds
-from longshore.plan.packing import PackingLimits, Placed, Problem
-from longshore.plan.search import Draft, search_pipeline, search_rounds, search_step
-from longshore.plan.task import Choice, Rounds, Task, make_pack
-from longshore.plan.types import POLICIES, Pack, Policy, Round, register_policy
+from longshore.plan.cost import CostTable
+from longshore.plan.packing import (
+    BlockItems,
+    Draft,
+    PackingLimits,
+    Problem,
+    search_rounds,
+    search_step,
+    work_bound,
+)
+from longshore.plan.pipeline import (
+    arrange,
+    line_up_quickly,
+    plan_bound,
+    quick_finish,
+    search_pipeline,
+)
+from longshore.plan.simulate import (
+    RoundColumns,
+    columns_for,
+    lane_costs,
+    step_time,
+    walk_rounds,
+)
+from longshore.plan.types import POLICIES, Pack, PlanSetting, Policy, Round, register_policy
 from longshore.settings import SettingError
 from longshore.user_code import FUNCTION_NAME, load_function
 
+UNLIMITED = 1 << 30
 
-class OwnChoice:
-    """Where a policy of a user's own offers its packs; the fastest offer becomes the plan."""
 
-    def __init__(self, task: Task, choice: Choice) -> None:
-        self._task = task
-        self._choice = choice
+def step_bound(setting: PlanSetting, table: CostTable, *, capacity: int) -> int:
+    """The bound of every policy with these limits; capacity: after alignment."""
+    limits = PackingLimits(
+        lanes=setting.lanes,
+        capacity=capacity,
+        lane_tokens=capacity,
+        max_items=UNLIMITED,
+        sole=False,
+    )
+    problem = Problem(table, limits, alone=True)
+    work = work_bound(problem, setting)
+    if setting.pp == 1:
+        return work * setting.shares.whole
+    return plan_bound(problem, setting.shares, pp=setting.pp, least_work=work)
+
+
+GOOD_PIPELINE = 1.1
+"""A pipeline's plan of a step that is not small is good this close to its bound."""
+SMALL_STEP = 64
+"""Sequences."""
+Rounds = tuple[Round, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A step to be planned."""
+
+    setting: PlanSetting
+    """What the plan was asked for."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence, in the order they came; a sequence is named by its index here."""
+    table: CostTable
+    """Costs and tokens, a row for each sequence."""
+    capacity: int
+    """The most tokens a lane holds in a round, after alignment."""
+    cp_size: int
+    """The one CP size that a policy must use, or 0."""
+    packs: tuple[tuple[int, ...], ...]
+    """The caller's packs, for a policy that needs them."""
+    pack_sizes: tuple[int, ...] = ()
+    """The CP size of each of these packs, or 0: the policy chooses."""
+    rounds: list[list[tuple[int, int, Iterable[int]]]] | None = None
+    """The caller's rounds instead: (first lane, CP size, sequences) of each pack."""
+
+    @property
+    def lanes(self) -> int:
+        return self.setting.lanes
+
+    @property
+    def cp_sizes(self) -> tuple[int, ...]:
+        """The legal CP sizes, rising."""
+        return self.table.sizes
+
+    @cached_property
+    def by_length(self) -> list[int]:
+        order: list[int] = np.argsort(-self.table.tokens[:, 0], kind="stable").tolist()
+        return order
+
+    @cached_property
+    def columns(self) -> RoundColumns:
+        """What rounds cost the stages of a pipeline."""
+        return columns_for(self.setting, self.table)
+
+    @cached_property
+    def bound(self) -> int:
+        """A time that no plan can beat, in 1/whole quanta."""
+        return step_bound(self.setting, self.table, capacity=self.capacity)
+
+    @cached_property
+    def tokenwise(self) -> int:
+        """Quanta of a token that have a maximum of their own; 0 where lanes meet after rounds."""
+        setting, shares = self.setting, self.setting.shares
+        if not setting.synced:
+            return 0
+        whole = sum(shares.forward_linear) + sum(shares.backward_linear)
+        quanta = int(setting.profile.linear * self.table.scale)
+        return quanta * sum(shares.tokenwise) // max(1, whole)
+
+    def finish(self, heights: list[int]) -> int:
+        """About when a pipeline is done with rounds of these heights, in 1/whole quanta."""
+        setting = self.setting
+        return quick_finish(heights, setting.shares, pp=setting.pp, vpp=setting.vpp)
+
+    def tokens_at(self, cp_size: int) -> list[int]:
+        """Tokens of every sequence on each lane at this CP size."""
+        return list(self.table.tokens_at(cp_size))
+
+    def costs_at(self, cp_size: int) -> list[int]:
+        """What every sequence costs each lane at this CP size, in units of equal time."""
+        return list(self.table.costs_at(cp_size))
+
+    @property
+    def most_sequences(self) -> int:
+        """The most sequences of a lane in a round."""
+        return self.setting.max_sequences or UNLIMITED
+
+    def given_table(self) -> CostTable:
+        """Costs and tokens of the caller's packs; a CP size that a pack may not have never fits."""
+        table = self.table.joined(self.packs)
+        asked, sizes = np.array(self.pack_sizes)[:, None], np.array(table.sizes)
+        return table.only((asked == 0) | (asked == sizes))
+
+    def sizes_that_fit(self) -> tuple[int, ...]:
+        """The CP sizes at which every sequence fits, or the one asked for."""
+        if self.cp_size:
+            return (self.cp_size,)
+        widest = self.table.tokens.max(axis=0)
+        return tuple(k for k, n in zip(self.table.sizes, widest, strict=True) if n <= self.capacity)
+
+    def least_time(self, cp_size: int) -> int:
+        """Quanta that no plan with just this CP size can beat."""
+        column = self.table.cost[:, self.table.sizes.index(cp_size)]
+        work = int(column.sum()) // (self.setting.lanes // cp_size) + self.table.pack
+        # A pipeline takes the longest sequence's round through all ranks.
+        return max(work, self.setting.pp * (int(column.max()) + self.table.pack))
+
+
+class Choice:
+    """Where a policy offers rounds or packs; the fastest offer stays, and of equals the first."""
+
+    def __init__(self, task: Task, *, may_split: bool) -> None:
+        self.task = task
+        self.may_split = may_split
+        self.rounds: Rounds = ()
+        self.time: int | None = None
+
+    def offer(self, rounds: Rounds) -> int:
+        """Keeps the rounds if they are the fastest; returns their time in 1/whole quanta."""
+        setting, table = self.task.setting, self.task.table
+        if setting.pp > 1:
+            if self.is_small:
+                rounds = self._arranged(rounds)
+            else:
+                columns = self.task.columns
+                rounds = line_up_quickly(rounds, columns, pp=setting.pp, vpp=setting.vpp)
+            time = walk_rounds(rounds, setting, self.task.columns).finish
+        elif setting.synced:
+            time = sum(self.task.columns.heights(rounds, pp=1))
+        else:
+            costs = lane_costs(rounds, table, setting.lanes)
+            time = step_time(costs, rounds, table, setting.sync) * setting.shares.whole
+        if self.time is None or time < self.time:
+            self.rounds, self.time = rounds, time
+        return time
 
     def offer_packs(self, packs: Iterable[tuple[int, Iterable[int]]]) -> float:
         """Lays packs (cp_size, sequences) side by side, the largest CP size first.
@@ -53,7 +210,7 @@ class OwnChoice:
         for cp_size, sequences in sorted(sized, key=lambda pack: -pack[0]):
             self._check_legal(cp_size)
             first_lane = -(-free // cp_size) * cp_size
-            if first_lane + cp_size > self._task.lanes:
+            if first_lane + cp_size > self.task.lanes:
                 rounds.append([])
                 first_lane = 0
             rounds[-1].append((first_lane, cp_size, sequences))
@@ -61,36 +218,65 @@ class OwnChoice:
         return self.offer_rounds(rounds)
 
     def offer_rounds(self, rounds: Iterable[Iterable[tuple[int, int, Iterable[int]]]]) -> float:
-        """Takes rounds of packs (first_lane, cp_size, sequences).
+        """Takes rounds of packs (first_lane, cp_size, sequences), all of which are checked.
 
         Returns the predicted seconds of the step.
         """
-        task = self._task
+        task, checked = self.task, []
         with _only_whole_numbers("(first_lane, cp_size, sequences)"):
-            offered: Rounds = tuple(self._round(packs) for packs in rounds)
-        check_rounds(offered, setting=task.setting, lengths=task.lengths)
-        time = self._choice.offer(offered)
+            for packs in rounds:
+                joined = [self._checked_pack(*pack) for pack in packs]
+                joined.sort(key=lambda pack: (-pack.cp_size, pack.first_lane))
+                checked.append(Round(tuple(joined)))
+        check_rounds(checked, setting=task.setting, lengths=task.lengths)
+        time = self.offer(tuple(checked))
         return task.table.seconds(time) / task.setting.shares.whole
 
-    def _round(self, packs: Iterable[tuple[int, int, Iterable[int]]]) -> Round:
-        joined = [self._pack(*pack) for pack in packs]
-        return Round(tuple(sorted(joined, key=lambda pack: (-pack.cp_size, pack.first_lane))))
-
-    def _pack(self, first_lane: int, cp_size: int, sequences: Iterable[int]) -> Pack:
-        places = tuple(index(place) for place in sequences)
-        most = len(self._task.lengths) - 1
-        for place in places:
-            if not 0 <= place <= most:
+    def _checked_pack(self, first_lane: int, cp_size: int, sequences: Iterable[int]) -> Pack:
+        numbers = tuple(index(number) for number in sequences)
+        last = len(self.task.lengths) - 1
+        for number in numbers:
+            if not 0 <= number <= last:
                 raise ValueError(
-                    f"there is no sequence {place}; sequences are numbered 0 to {most}"
+                    f"there is no sequence {number}; sequences are numbered 0 to {last}"
                 )
         self._check_legal(index(cp_size))
-        return make_pack(self._task, index(first_lane), index(cp_size), places)
+        return make_pack(self.task, index(first_lane), index(cp_size), numbers)
 
     def _check_legal(self, cp_size: int) -> None:
-        if cp_size not in self._task.cp_sizes:
-            legal = ", ".join(map(str, self._task.cp_sizes))
+        if cp_size not in self.task.cp_sizes:
+            legal = ", ".join(map(str, self.task.cp_sizes))
             raise ValueError(f"CP size {cp_size} is not legal; legal are {legal}")
+
+    @property
+    def is_small(self) -> bool:
+        """Whether everything offered to a pipeline is arranged as well as what is kept."""
+        return len(self.task.lengths) <= SMALL_STEP
+
+    def settle(self) -> Rounds:
+        """The fastest rounds; for a pipeline in the best order and cut where that helps."""
+        if self.task.setting.pp > 1 and not self.is_small:
+            self.rounds = self._arranged(self.rounds)
+        return self.rounds
+
+    def _arranged(self, rounds: Rounds) -> Rounds:
+        pp, vpp = self.task.setting.pp, self.task.setting.vpp
+        return arrange(rounds, self.task.columns, pp=pp, vpp=vpp, may_split=self.may_split)
+
+    def is_good(self) -> bool:
+        """Whether a pipeline's plan is so near to its bound that other policies are not tried."""
+        if self.is_small or self.time is None or self.task.setting.pp == 1:
+            return False
+        return self.time <= self.task.bound * GOOD_PIPELINE
+
+    def could_gain(self, least: int) -> bool:
+        """Whether a plan of at least this many quanta could be faster than the best."""
+        return self.time is None or least * self.task.setting.shares.whole < self.time
+
+
+def make_pack(task: Task, first_lane: int, cp_size: int, sequences: tuple[int, ...]) -> Pack:
+    column = task.table.tokens_at(cp_size)
+    return Pack(first_lane, cp_size, sequences, sum(map(column.__getitem__, sequences)))
 
 
 @contextmanager
@@ -116,7 +302,7 @@ def load_policy(name: str) -> Policy:
 
     def run(task: Task, choice: Choice) -> None:
         try:
-            function(task, OwnChoice(task, choice))
+            function(task, choice)
             if choice.time is None:
                 raise ValueError("it offered no rounds; call choice.offer_packs or offer_rounds")
         except ValueError as error:
@@ -174,7 +360,7 @@ def mixed(task: Task, choice: Choice) -> None:
 def given(task: Task, choice: Choice) -> None:
     """The caller's rounds as they are, or the caller's packs, placed on lanes and rounds."""
     if task.rounds is not None:
-        OwnChoice(task, choice).offer_rounds(task.rounds)
+        choice.offer_rounds(task.rounds)
         return
     table = task.given_table()
     order = np.argsort(-table.cost[:, 0], kind="stable")
@@ -238,7 +424,6 @@ def _limits(task: Task, *, lanes: int, max_items: int, sole: bool) -> PackingLim
         capacity=task.capacity,
         lane_tokens=1 << 50 if step else task.capacity,
         max_items=UNLIMITED if step and max_items > 1 else max_items,
-        min_rounds=1,
         sole=sole,
     )
 
@@ -271,7 +456,7 @@ def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> Non
         is_near = task.setting.pp > 1 or problem.tokenwise > 0
         for draft in drafts:
             if is_near or choice.could_gain(draft.time(problem)):
-                choice.offer(_to_rounds(task, draft.packs(), members))
+                choice.offer(_to_rounds(task, draft.blocks(), members))
         return
     draft = search_step(problem, bound=bound)
     joins = (False, True) if problem.table.round and not problem.sole else (False,)
@@ -287,7 +472,7 @@ def _run(choice: Choice, problem: Problem, members: Seq[tuple[int, ...]]) -> Non
     most = min(problem.max_items, task.most_sequences)
     meeting = replace(problem.limits, lane_tokens=task.capacity, max_items=most)
     draft = search_rounds(Problem(problem.table, meeting), bound=bound)
-    choice.offer(_to_rounds(task, draft.packs(), members))
+    choice.offer(_to_rounds(task, draft.blocks(), members))
 
 
 def _level_problems(problem: Problem, draft: Draft) -> Iterator[Problem]:
@@ -310,32 +495,31 @@ def _level_problems(problem: Problem, draft: Draft) -> Iterator[Problem]:
             yield Problem(problem.table, limits, tokenwise=problem.tokenwise)
 
 
-def _to_rounds(task: Task, packs: Iterable[Placed], members: Seq[tuple[int, ...]]) -> Rounds:
-    ordered = sorted(packs, key=lambda p: (p.round, -p.cp_size, p.first_lane))
+def _to_rounds(task: Task, blocks: Iterable[BlockItems], members: Seq[tuple[int, ...]]) -> Rounds:
+    ordered = sorted(blocks, key=lambda b: (b.round, -b.cp_size, b.first_lane))
     rounds: list[list[Pack]] = [[] for _ in range(ordered[-1].round + 1)]
-    for placed in ordered:
-        sequences = tuple(i for item in placed.items for i in members[item])
-        rounds[placed.round].append(make_pack(task, placed.first_lane, placed.cp_size, sequences))
+    for block in ordered:
+        sequences = tuple(i for item in block.items for i in members[item])
+        rounds[block.round].append(make_pack(task, block.first_lane, block.cp_size, sequences))
     return tuple(Round(tuple(packs)) for packs in rounds)
 
 
 def _lay_out(
     task: Task, problem: Problem, draft: Draft, members: Seq[tuple[int, ...]], *, join: bool
-) -> list[Placed]:
+) -> list[BlockItems]:
     """Cuts one round of unbounded capacity into rounds, larger CP sizes first.
 
     Lanes of a nested group have spent the same before it, so they meet without waiting. With `join`
-    a pack goes into its lanes' last round where there is room, which saves rounds but makes lanes
-    joined that way end together.
+    a pack goes into its lanes' last round where it fits, which saves rounds but makes lanes joined
+    that way end together.
     """
     used = [[0, 0] for _ in range(task.setting.lanes)]
     last = [-1] * task.setting.lanes
-    packs: list[Placed] = []
-    for placed in sorted(draft.packs(), key=lambda p: (-p.cp_size, p.first_lane)):
-        lanes = range(placed.first_lane, placed.first_lane + placed.cp_size)
-        level = problem.sizes.index(placed.cp_size)
-        tokens = problem.table.tokens[:, level]
-        for number, part in enumerate(_parts(task, placed.items, tokens, members)):
+    blocks: list[BlockItems] = []
+    for block in sorted(draft.blocks(), key=lambda b: (-b.cp_size, b.first_lane)):
+        lanes = range(block.first_lane, block.first_lane + block.cp_size)
+        tokens = problem.table.tokens[:, problem.sizes.index(block.cp_size)]
+        for number, part in enumerate(_parts(task, block.items, tokens, members)):
             need, count = int(tokens[part].sum()), sum(len(members[i]) for i in part)
             round_ = max(last[lane] for lane in lanes)
             fits = all(
@@ -351,8 +535,8 @@ def _lay_out(
             for lane in lanes:
                 before = used[lane] if last[lane] == round_ else [0, 0]
                 used[lane], last[lane] = [before[0] + need, before[1] + count], round_
-            packs.append(Placed(round_, placed.first_lane, placed.cp_size, part))
-    return packs
+            blocks.append(block._replace(round=round_, items=part))
+    return blocks
 
 
 def _parts(

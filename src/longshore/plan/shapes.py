@@ -26,6 +26,8 @@ with 513 tokens runs 1024, and one without work runs 256 tokens of padding (16 w
 """
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from operator import index
 
 import numpy as np
 from numpy.typing import NDArray
@@ -227,3 +229,54 @@ def check_buckets(buckets: Seq[int], *, capacity: int, align: int) -> tuple[int,
                 f"at most the capacity ({most}); make_buckets computes such sizes"
             )
     return tuple(sorted({*buckets, most})) if buckets else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A lane's shard of one sequence, on its way from the sequence's owner."""
+
+    sequence: int
+    """Its place in the plan."""
+    round: int
+    """The round in which it is used."""
+    source: int
+    """The lane that owns the sequence."""
+    destination: int
+    """The lane that holds the shard."""
+    cp_rank: int
+    """The destination's place in the CP group."""
+    cp_size: int
+    """The size of the group."""
+
+
+def route(plan: Plan, owners: Seq[int]) -> dict[tuple[int, int], tuple[Transfer, ...]]:
+    """The transfers of a step by (source, destination); plan.sequences[i] is owned by owners[i].
+
+    Those of a pair are ordered by round, then pack, then place in the pack. A lane's own sequences
+    are listed too (source = destination), and so are shards without a real token: a sequence at CP
+    size k always makes k transfers.
+    """
+    _check_owners(owners, sequences=len(plan.sequences), lanes=plan.setting.lanes)
+    pairs: dict[tuple[int, int], list[Transfer]] = {}
+    for number, pack in plan.packs():
+        for sequence in pack.sequences:
+            source = int(owners[sequence])
+            for cp_rank, lane in enumerate(pack.lanes):
+                transfer = Transfer(sequence, number, source, lane, cp_rank, pack.cp_size)
+                pairs.setdefault((source, lane), []).append(transfer)
+    return {pair: tuple(transfers) for pair, transfers in pairs.items()}
+
+
+def _check_owners(owners: Seq[int], *, sequences: int, lanes: int) -> None:
+    if len(owners) != sequences:
+        raise ValueError(f"there are {len(owners)} owners for {sequences} sequences; give one each")
+    for sequence, owner in enumerate(owners):
+        try:
+            inside = 0 <= index(owner) < lanes and not isinstance(owner, bool)
+        except TypeError:
+            inside = False
+        if not inside:
+            raise ValueError(
+                f"sequence {sequence} is owned by {owner!r}, which is not a lane; "
+                f"an owner is an integer from 0 to {lanes - 1}"
+            )

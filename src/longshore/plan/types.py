@@ -17,7 +17,9 @@ A plan may name a policy that cannot be imported here, such as the function "min
 another user. It has the default properties, so that its pages can be drawn.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -220,3 +222,41 @@ class Plan:
         for number, round_ in enumerate(self.rounds):
             for pack in round_.packs:
                 yield number, pack
+
+
+DIGESTED = ("lanes", "capacity", "align", "sync", "cp_sizes", "pp", "vpp")
+"""What of a setting decides how rounds are run: a lane's shapes, the groups, the order of work."""
+
+
+def plan_digest(setting: PlanSetting, sequences: Seq[Sequence], rounds: Seq[Round]) -> str:
+    """It does not tell why rounds were chosen (policy, costs), nor which samples the sequences are.
+
+    Only in a pipeline do costs decide how rounds are run: by them ranks order their messages.
+    """
+    lines = [f"{name} {getattr(setting, name)}" for name in DIGESTED]
+    lines += [f"{name} {value}" for name, value in _parallel(setting).items() if value]
+    if setting.planned_by.pads_to_longest:
+        lines.append("padded to the longest")
+    if setting.pp > 1:
+        lines += [f"layout {setting.layout}", f"{setting.profile}", f"{setting.shares}"]
+    if setting.pp > 1 and setting.synced:
+        lines.append(f"token-wise {setting.shares.tokenwise}")
+    lines.append(" ".join(str(sequence.length) for sequence in sequences))
+    for round_ in rounds:
+        lines.append("round")
+        lines += [
+            f"{pack.first_lane} {pack.cp_size} {pack.tokens_per_lane}: "
+            f"{' '.join(map(str, pack.sequences))}"
+            for pack in round_.packs
+        ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _parallel(setting: PlanSetting) -> dict[str, str]:
+    """What is left out where it is not used."""
+    return {
+        "tp": f"{setting.tp}" if setting.tp > 1 else "",
+        "ep": f"{setting.ep}" if setting.ep > 1 else "",
+        "buckets": " ".join(map(str, setting.buckets)),
+        "curve": f"{setting.profile.curve or ''}",
+    }

@@ -38,15 +38,9 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
+from longshore.plan.simulate import make_timeline
 from longshore.plan.types import DEFAULT_POLICY, Plan
-from longshore.report.plan_page import (
-    TICKS,
-    make_timeline,
-    one_or_many,
-    pack_columns,
-    significant,
-    ticks,
-)
+from longshore.report.plan_page import TICKS, one_or_many, pack_columns, significant, ticks
 from longshore.report.run_files import (
     GRAPHED,
     RunFolder,

@@ -69,9 +69,8 @@ from typing import Any, Protocol
 from longshore.distributed.topology import Topology
 from longshore.plan.cost import CostProfile
 from longshore.plan.refine import PARTS, coefficients
-from longshore.plan.simulate import simulate
+from longshore.plan.simulate import make_timeline, simulate
 from longshore.plan.types import Plan
-from longshore.report.plan_page import make_timeline
 from longshore.train.checkpoint_files import writing
 from longshore.train.display import MetricsFile, append_line, cut_steps, make_display
 from longshore.train.evaluation import Evaluation, as_line
