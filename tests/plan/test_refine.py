@@ -177,11 +177,9 @@ def test_what_a_profile_does_not_have_stays_absent():
 def test_ratios_of_each_kind():
     wrong = replace(BASE, quadratic=BASE.quadratic / 10)
     fitted = refit(window(BASE, planned=wrong), wrong)
-    kinds = [each.kind for each in fitted.kinds]
-    assert kinds == sorted(kinds)
+    kinds, rounds, first, before, after = zip(*fitted.kinds, strict=True)
+    assert list(kinds) == sorted(kinds)
     assert len(kinds) > 1
-    assert sum(each.rounds for each in fitted.kinds) == fitted.rounds + fitted.left_out
-    for each in fitted.kinds:
-        assert each.first == each.before
-    widest = fitted.kinds[-1]
-    assert abs(widest.after - 1) < abs(widest.before - 1)
+    assert sum(rounds) == fitted.rounds + fitted.left_out
+    assert first == before
+    assert abs(after[-1] - 1) < abs(before[-1] - 1)

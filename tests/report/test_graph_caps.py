@@ -29,24 +29,24 @@ def test_padding_up_to_a_bucket_is_one_more(make):
 
 
 def test_covered_share_and_empty_slots():
-    rows = {row.cap: row for row in cap_rows(np.array([1, 1, 2, 5]))}
+    rows = {row["cap"]: row for row in cap_rows(np.array([1, 1, 2, 5]))}
     assert list(rows) == [1, 2, 4, 5, 8]
-    assert [row.covered for row in rows.values()] == [0.5, 0.75, 0.75, 1, 1]
-    assert rows[2].empty_slots == pytest.approx(2 / 3)
-    assert rows[2].empty_share == pytest.approx(1 / 3)
-    assert rows[5].empty_slots == pytest.approx((4 + 4 + 3 + 0) / 4)
-    assert [row.marks for row in rows.values()] == [("P50",), (), (), ("P90", "P99", "max"), ()]
+    assert [row["covered"] for row in rows.values()] == [0.5, 0.75, 0.75, 1, 1]
+    assert rows[2]["empty_slots"] == pytest.approx(2 / 3)
+    assert rows[2]["empty_share"] == pytest.approx(1 / 3)
+    assert rows[5]["empty_slots"] == pytest.approx((4 + 4 + 3 + 0) / 4)
+    assert [row["marks"] for row in rows.values()] == [("P50",), (), (), ("P90", "P99", "max"), ()]
 
 
 def test_a_percentile_is_the_least_cap_that_covers_so_much():
-    rows = {row.cap: row for row in cap_rows(np.arange(1, 101))}
-    assert [row.cap for row in rows.values() if row.marks] == [50, 90, 99, 100]
-    assert rows[90].covered == 0.9
+    rows = {row["cap"]: row for row in cap_rows(np.arange(1, 101))}
+    assert [row["cap"] for row in rows.values() if row["marks"]] == [50, 90, 99, 100]
+    assert rows[90]["covered"] == 0.9
 
 
 def test_a_cap_that_covers_nothing_has_no_empty_slots():
     first = cap_rows(np.array([3, 3]))[0]
-    assert (first.cap, first.covered, first.empty_slots) == (1, 0, 0)
+    assert (first["cap"], first["covered"], first["empty_slots"]) == (1, 0, 0)
 
 
 def test_no_micro_batches_no_rows():

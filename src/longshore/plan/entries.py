@@ -45,7 +45,9 @@ class Spans:
 
 
 def whole_spans(offsets: Sequence[int], lengths: Sequence[int], ratio: int) -> Spans:
-    """Of sequences that the lane holds whole, joined at these offsets; ratio: 0 for no entries.
+    """Spans of sequences that the lane holds whole, joined at these offsets.
+
+    ratio: 0 for no entries.
 
     lengths: real tokens of each, and 0 for each span of padding that may follow.
     """
@@ -59,7 +61,7 @@ def whole_spans(offsets: Sequence[int], lengths: Sequence[int], ratio: int) -> S
 
 
 def chunk_spans(padded: Ints, ratio: int, *, cp_rank: int, cp_size: int, halo: int) -> Spans:
-    """Of a lane's two chunks of each sequence, early and late, each after the rows of its halo.
+    """Spans of a lane's two chunks of each sequence, early and late, each after its halo.
 
     padded: rows of each whole sequence. Padding may make an entry of its own, which no real row
     sees: so what lanes exchange depends on shapes alone.
@@ -85,7 +87,7 @@ def halo_rows(window: int, ratio: int, *, overlap: bool) -> int:
 
 
 def rows_after_halos(spans: Spans, halo: int) -> Ints:
-    """Of all halos, one after the other, and then the lane's rows: each span after its halo."""
+    """Indices into all halos followed by the lane's rows that put each span after its halo."""
     counts = spans.stops - spans.starts
     each = np.arange(len(counts))
     firsts = len(counts) * halo + np.cumsum(counts) - counts
@@ -94,7 +96,7 @@ def rows_after_halos(spans: Spans, halo: int) -> Ints:
 
 
 def gathered_entries(spans_of_lanes: Sequence[Spans], ratio: int) -> tuple[Ints, int]:
-    """Where each entry of the pack is among those of all lanes, and to how many lanes are padded.
+    """Where each entry of the pack is among those of all lanes, and how many each lane sends.
 
     Each lane sends the entries it owns, padded to the number of the lane that has most.
     """
@@ -108,15 +110,15 @@ def gathered_entries(spans_of_lanes: Sequence[Spans], ratio: int) -> tuple[Ints,
 
 
 def positions(spans: Spans) -> Ints:
-    """Of each row of the lane."""
+    """The position of each row of the lane in its sequence."""
     return ranges(spans.starts, spans.stops - spans.starts)
 
 
 def near_rows(spans: Spans, window: int) -> tuple[Ints32, Ints32]:
     """For each row of the lane, the first row that it sees and one past the last."""
-    place = positions(spans)
+    position = positions(spans)
     bases = _by_row(spans, spans.bases)
-    first, stop = bases + np.maximum(place - (window - 1), 0), bases + place + 1
+    first, stop = bases + np.maximum(position - (window - 1), 0), bases + position + 1
     return first.astype(np.int32), stop.astype(np.int32)
 
 
@@ -149,8 +151,8 @@ def pooled_rows(spans: Spans, ratio: int, *, overlap: bool) -> Ints32:
     """
     numbers, span = owned_entries(spans, ratio)
     before = ratio if overlap else 0
-    places = numbers[:, None] * ratio + np.arange(-before, ratio)
-    rows = np.where(places >= 0, spans.bases[span][:, None] + places, -1)
+    pooled = numbers[:, None] * ratio + np.arange(-before, ratio)
+    rows = np.where(pooled >= 0, spans.bases[span][:, None] + pooled, -1)
     return rows.astype(np.int32)
 
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from longshore.plan.cost import EMPTY_TOKENS, Ints
+from longshore.plan.cost import Ints
 from longshore.plan.shapes import make_buckets, usable_capacity
 from longshore.plan.types import Plan
 from longshore.settings import SettingError
@@ -30,9 +29,9 @@ GraphWay = Literal["whole", "halves", "eager"]
 GRAPH_WAYS: tuple[GraphWay, ...] = ("whole", "halves", "eager")
 
 BUCKETS = 8
-"""Of a run with graphs that sets none: each number of tokens needs graphs of its own."""
+"""Buckets of a run with graphs that sets none: each number of tokens needs its own graphs."""
 FEW_TOTALS = 16
-"""So many token totals of a lane need no buckets."""
+"""Up to this many token totals of a lane need no buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,10 @@ def as_graphed(plan: Plan) -> Plan:
 
 
 def graph_way(packs_cp_sizes: Seq[int], sequences: int, setting: GraphSetting | None) -> GraphWay:
-    """How a micro-batch is served. packs_cp_sizes: of its packs; none, or (1,), for a lane without
-    work. sequences: its padding included. setting: None for a run without graphs.
+    """How a micro-batch is served.
+
+    packs_cp_sizes: none, or (1,), for a lane without work. sequences: its padding included.
+    setting: None for a run without graphs.
     """
     if setting is None:
         return "eager"
@@ -83,9 +84,12 @@ class MicroBatchSizes:
         sizes: list[Ints] = [np.zeros(0, dtype=np.int64)]
         others = 0
         for plan in plans:
-            counts = _count(plan)
-            sizes.append(counts.sequences[counts.alone & counts.busy])
-            others += int(np.count_nonzero(~counts.alone & counts.busy))
+            packs, shared, sequences, tokens = _lane_sums(plan)
+            is_alone = (packs == 1) & (shared == 0)
+            # For kernels, the padding that fills a bucket is one more sequence.
+            is_padded = plan.setting.padding.totals(tokens) > tokens
+            sizes.append((sequences + is_padded)[is_alone])
+            others += int(np.count_nonzero((packs > 0) & ~is_alone))
         return MicroBatchSizes(np.concatenate(sizes), others)
 
     def cap(self, coverage: float) -> int:
@@ -128,37 +132,12 @@ def steady_cap(plans: Seq[Plan], coverage: float) -> int:
     return cap + max(1, cap // 8) if len(MicroBatchSizes.of(plans).alone) else cap
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Counts:
-    """Of all micro-batches of a plan, each (rounds, lanes)."""
-
-    sequences: Ints
-    """As kernels see them: padding is one more."""
-    alone: NDArray[np.bool_]
-    """Whether there is no pack, or one of CP size 1."""
-    busy: NDArray[np.bool_]
-    """Whether there is a pack."""
-
-
-def _count(plan: Plan) -> _Counts:
-    setting = plan.setting
-    change = np.zeros((4, len(plan.rounds), setting.lanes + 1), dtype=np.int64)
+def _lane_sums(plan: Plan) -> Ints:
+    """Packs, packs that lanes share, sequences and tokens, each [round, lane]."""
+    change = np.zeros((4, len(plan.rounds), plan.setting.lanes + 1), dtype=np.int64)
     for number, pack in plan.packs():
         more = (1, int(pack.cp_size > 1), len(pack.sequences), pack.tokens_per_lane)
         change[:, number, pack.first_lane] += more
         change[:, number, pack.first_lane + pack.cp_size] -= more
-    packs, shared, sequences, tokens = np.cumsum(change, axis=2)[:, :, : setting.lanes]
-    totals = _padded_totals(plan, tokens)
-    return _Counts(
-        sequences=sequences + (totals > tokens),
-        alone=(packs <= 1) & (shared == 0),
-        busy=packs > 0,
-    )
-
-
-def _padded_totals(plan: Plan, tokens: Ints) -> Ints:
-    """What lane_tokens gives, for all micro-batches at once."""
-    setting = plan.setting
-    most = usable_capacity(setting.capacity, setting.align)
-    busy = np.where(tokens > 0, tokens, min(EMPTY_TOKENS, most))
-    return setting.padding.totals(busy)
+    sums: Ints = np.cumsum(change, axis=2)[:, :, :-1]
+    return sums

@@ -1,4 +1,4 @@
-"""Layout: which parts of a model each stage of a pipeline has.
+"""Which parts of a model each stage of a pipeline has, and the order of its work, as data.
 
 In: text as Megatron-LM writes it, or what each part costs. Out: a Layout, from which planner,
 loader, model and checkpoints know what a stage holds, reads and sends on.
@@ -12,23 +12,6 @@ belongs to pipeline rank s % pp. Six layers and one depth on 2 ranks of 2 stages
 The decoder's last norm belongs to the first of m and L. A stage with a depth has a copy of the
 embedding, for the tokens ahead, and sends one more stream of rows on: from ttm to L go the rows of
 the decoder and those of the depth. `t*3` stands for ttt, and `(tt|)*2` for tt|tt|.
-
-The order of work in a pipeline, as data.
-
-In: the number of rounds, the pipeline size and the stages per rank. Out: for every pipeline rank
-the actions it runs, one after another. The executor and the simulator walk the same data, and
-neither knows which schedule made it: a new schedule is one more function that returns an `Order`.
-
-Stages are numbered over the whole pipeline; stage s belongs to rank s % pp. Two ranks, one stage
-each, three rounds (F0 is the forward of round 0):
-
-    rank 0, stage 0:  F0 F1 B0 F2 B1 B2
-    rank 1, stage 1:  F0 B0 F1 B1 F2 B2
-
-With two stages each and two rounds, rank 0 runs stage 0 on both rounds, then stage 2, and goes
-back the same way:
-
-    rank 0:  F0@0 F1@0 F0@2 F1@2 B0@2 B1@2 B0@0 B1@0
 """
 
 import math
@@ -50,7 +33,7 @@ class StageInputs:
     """Which tensors of a micro-batch the stages of a rank read; all of them have the context."""
 
     token_ids: bool = True
-    """Of the embedding, and of layers that choose experts by them."""
+    """For the embedding, and for layers that choose experts by them."""
     targets: bool = True
     """Labels and loss mask of the main loss."""
     depth_ids: bool = True
@@ -93,7 +76,7 @@ class Stage:
         return self.embed or bool(self.depths)
 
     def inputs(self, *, depths: int) -> StageInputs:
-        """depths: of the whole model. The loss reads the extra fields."""
+        """The tensors it reads. depths: of the whole model. The loss reads the extra fields."""
         return StageInputs(
             token_ids=self.embed,
             targets=self.head,
@@ -172,7 +155,7 @@ def one_stage(*, layers: int, depths: int = 0) -> Layout:
 
 
 def parse_layout(text: str, *, pp: int, layers: int, depths: int = 0) -> Layout:
-    """The layout that a text describes, for a model with so many layers and depths."""
+    """The layout that a text describes, for a model with these numbers of layers and depths."""
     letters = _unrolled(text)
     wanted = f"E{'t' * layers}{'m' * depths}L"
     if letters.replace("|", "") != wanted:
@@ -217,7 +200,7 @@ def balanced_layout(
 def _even_ends(parts: Seq[int], stages: int) -> list[int]:
     """Where each of the stages ends: least (highest cost, sum of squares).
 
-    In two passes: of the first stages alone, the least highest cost may have larger squares, for
+    In two passes: for the first stages alone, the least highest cost may have larger squares, for
     nothing if a later stage costs more anyway.
     """
     ends = _best_ends(parts, stages, max)
@@ -232,7 +215,7 @@ def _even_ends(parts: Seq[int], stages: int) -> list[int]:
 def _best_ends(parts: Seq[int], stages: int, join: Callable[[float, int], float]) -> list[int]:
     """Where stages end so that their costs, joined one after another, are least.
 
-    Of equals the one whose last stage begins first is taken, and so on to the front.
+    Among equals the one whose last stage begins first is taken, and so on to the front.
     """
     before = [0, *accumulate(parts)]
     count = len(parts)
@@ -299,11 +282,21 @@ class Action:
 
 
 Order = tuple[tuple[Action, ...], ...]
+"""The actions of each pipeline rank, one after another; executor and simulator walk the same."""
 
 
 @lru_cache(maxsize=8)
 def make_order(rounds: int, *, pp: int, vpp: int) -> Order:
-    """1F1B for one stage per rank, interleaved 1F1B for several; one list for each rank."""
+    """1F1B for one stage per rank, interleaved 1F1B for several.
+
+    Two ranks, one stage each, three rounds (F0 is the forward of round 0):
+
+        rank 0, stage 0:  F0 F1 B0 F2 B1 B2
+        rank 1, stage 1:  F0 B0 F1 B1 F2 B2
+
+    With two stages each and two rounds, rank 0 runs stage 0 on both rounds, then stage 2, and goes
+    back the same way: F0@0 F1@0 F0@2 F1@2 B0@2 B1@2 B0@0 B1@0.
+    """
     for name, value in (("rounds", rounds), ("pp", pp), ("vpp", vpp)):
         if value < 1:
             raise SettingError(f"{{{name}}} is {value}; it must be at least 1")

@@ -36,7 +36,7 @@ class Lengths:
     """Lengths from a file, with the line of each."""
 
     name: str
-    """Of the file or folder."""
+    """Name of the file or folder."""
     lengths: tuple[int, ...]
     """In tokens."""
     lines: tuple[int, ...]
@@ -46,9 +46,9 @@ class Lengths:
     counted: str = "line"
     """What `lines` count: "line", or "sequence" for a folder."""
 
-    def part(self, places: Iterable[int]) -> "Lengths":
+    def part(self, indices: Iterable[int]) -> "Lengths":
         """Some of them, in this order."""
-        chosen = list(places)
+        chosen = list(indices)
         return replace(
             self,
             lengths=tuple(self.lengths[i] for i in chosen),
@@ -57,11 +57,11 @@ class Lengths:
         )
 
     def packs(self) -> list[tuple[int, ...]]:
-        """The places of the sequences that share a label, by the label's first appearance."""
+        """The indices of the sequences that share a label, by the label's first appearance."""
         members: dict[str, list[int]] = {}
-        for place, label in enumerate(self.labels):
-            members.setdefault(label, []).append(place)
-        return [tuple(places) for places in members.values()]
+        for i, label in enumerate(self.labels):
+            members.setdefault(label, []).append(i)
+        return [tuple(pack) for pack in members.values()]
 
     def plan(self, policy: str, options: Mapping[str, Any]) -> Plan:
         """make_plan of all these lengths as one step; its errors name the file and the line."""
@@ -84,12 +84,12 @@ class Lengths:
     def _where(self, about: Mapping[str, object]) -> str:
         """The line of the sequence or the pack that an error of the planner is about, if any."""
         match about:
-            case {"sequence": int(place)}:
-                return f"{self.name} {self.counted} {self.lines[place]}"
+            case {"sequence": int(number)}:
+                return f"{self.name} {self.counted} {self.lines[number]}"
             case {"pack": int(number)}:
-                place = self.packs()[number][0]
-                line = f"{self.name} {self.counted} {self.lines[place]}"
-                return f"{line}: pack {self.labels[place]!r}"
+                first = self.packs()[number][0]
+                line = f"{self.name} {self.counted} {self.lines[first]}"
+                return f"{line}: pack {self.labels[first]!r}"
         return ""
 
 
@@ -122,10 +122,15 @@ def parse_lengths(lines: Iterable[str], name: str) -> Lengths:
     """Lengths from the lines of a file; errors begin with its name and the line."""
     rows = list(_rows(lines, name))
     header = ["length"]
-    if rows and _is_header(rows[0][1]):
+    if rows and [cell.lower() for cell in rows[0][1]] in HEADERS:
         header = [cell.lower() for cell in rows.pop(0)[1]]
-    elif rows:
-        _refuse_unknown_header(*rows[0], name)
+    elif rows and rows[0][1][0][:1].isalpha():
+        # A first line that starts with a letter was meant as a header.
+        number, cells = rows[0]
+        raise ValueError(
+            f"{name} line {number}: {_shown(','.join(cells))} is neither a length nor a header; "
+            "the header is 'length' or 'length,pack', or left out"
+        )
     if not rows:
         raise ValueError(f"{name}: contains no lengths")
     for number, cells in rows:
@@ -149,19 +154,6 @@ def _rows(lines: Iterable[str], name: str) -> Iterator[tuple[int, list[str]]]:
         except csv.Error as error:
             raise ValueError(f"{name} line {number}: is not CSV ({error})") from None
         yield number, [cell.strip() for cell in cells]
-
-
-def _is_header(cells: list[str]) -> bool:
-    return [cell.lower() for cell in cells] in HEADERS
-
-
-def _refuse_unknown_header(number: int, cells: list[str], name: str) -> None:
-    """A first line that starts with a letter was meant as a header."""
-    if cells[0][:1].isalpha():
-        raise ValueError(
-            f"{name} line {number}: {_shown(','.join(cells))} is neither a length nor a header; "
-            "the header is 'length' or 'length,pack', or left out"
-        )
 
 
 def _check_columns(cells: list[str], header: list[str], where: str) -> None:

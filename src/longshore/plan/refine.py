@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.plan.cost import LARGEST, SMALLEST, CostProfile
-from longshore.plan.simulate import meetings
+from longshore.plan.simulate import meetings, run_lengths
 from longshore.plan.types import Plan, PlanSetting, Round
 
 Floats = NDArray[np.float64]
@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 PARTS = ("linear", "quadratic", "gather inside a node", "gather across nodes", "pack", "round")
 EVEN = (1.0,) * len(PARTS)
 MOST_ROUNDS = 64
-"""Of a step; where lanes wait only once a step there may be thousands."""
+"""Rounds of a step that are used; where lanes wait only once a step there may be thousands."""
 FARTHEST = 16.0
 """How far a part's factor may be from the common one, both ways."""
 RIDGE = 1e-3
@@ -41,9 +41,9 @@ FEWEST = 8
 LEAST_CHANGE = 0.01
 """A correction that changes all coefficients by less is not applied."""
 TRIMMED = (5.0, 0.02)
-"""A round is left out if its error is so many deviations from the median, and at least so large."""
+"""Deviations from the median, and the least error, from which on a round is left out."""
 DIGITS = 6
-"""Of a factor."""
+"""Significant digits of a factor."""
 SWEEPS = 5000
 
 
@@ -56,7 +56,7 @@ class RoundParts:
     kind: int
     """The largest CP size of their packs."""
     amounts: tuple[float, ...]
-    """Of PARTS: predicted seconds are their sum, each times its coefficient."""
+    """Amounts of PARTS: predicted seconds are their sum, each times its coefficient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +101,9 @@ class Correction:
 UNCORRECTED = Correction()
 
 
-@dataclass(frozen=True, slots=True)
-class KindRatio:
-    """Rounds of one kind: the medians of measured / predicted under three profiles."""
-
-    kind: int
-    """The largest CP size."""
-    rounds: int
-    """How many."""
-    first: float
-    """Under the profile that the run began with."""
-    before: float
-    """Under the one before this fit."""
-    after: float
-    """Under the one after it."""
+KindRatio = tuple[int, int, float, float, float]
+"""A kind (the largest CP size), its rounds, and their medians of measured / predicted: under the
+profile that the run began with, the one before this fit, and the one after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +111,7 @@ class Refit:
     """What a window of rounds says about a profile."""
 
     correction: Correction
-    """From here on."""
+    """The correction from here on."""
     is_changed: bool
     """Whether it differs from the one before."""
     rounds: int
@@ -144,7 +133,7 @@ def predicted_seconds(amounts: Seq[float], profile: CostProfile) -> float:
 
 
 def round_parts(plan: Plan) -> list[RoundParts]:
-    """Of each round of a plan; of at most MOST_ROUNDS, evenly chosen."""
+    """The parts of each round of a plan; of at most MOST_ROUNDS, evenly chosen."""
     setting = plan.setting
     entries = [
         (number, round_, lanes)
@@ -153,7 +142,8 @@ def round_parts(plan: Plan) -> list[RoundParts]:
     ]
     count = min(MOST_ROUNDS, len(entries))
     chosen = [entries[i * len(entries) // count] for i in range(count)]
-    squares = _squares(plan)
+    lengths = run_lengths(setting, [sequence.length for sequence in plan.sequences])
+    squares = setting.profile.squares(lengths).tolist()
     amounts: dict[int, Floats] = {}
     parts = []
     for number, round_, lanes in chosen:
@@ -165,16 +155,8 @@ def round_parts(plan: Plan) -> list[RoundParts]:
     return parts
 
 
-def _squares(plan: Plan) -> list[float]:
-    lengths = [sequence.length for sequence in plan.sequences]
-    if plan.setting.planned_by.pads_to_longest:
-        lengths = [max(lengths)] * len(lengths)
-    squares: list[float] = plan.setting.profile.squares(np.array(lengths, dtype=np.int64)).tolist()
-    return squares
-
-
 def _lane_amounts(round_: Round, setting: PlanSetting, squares: Seq[float]) -> Floats:
-    """[part, lane] of a round."""
+    """What each lane has of each part in a round, [part, lane]."""
     amounts = np.zeros((len(PARTS), setting.lanes))
     amounts[-1] = 1
     for pack in round_.packs:
@@ -198,7 +180,10 @@ def _slowest(amounts: Floats, setting: PlanSetting) -> tuple[float, ...]:
     has most in what is token-wise.
     """
     costs = amounts * np.array(coefficients(setting.profile))[:, None]
-    apart = _token_wise_share(setting) if setting.synced else 0.0
+    shares, apart = setting.shares, 0.0
+    if setting.synced:
+        linear = sum((*shares.forward_linear, *shares.backward_linear))
+        apart = sum(shares.tokenwise) / linear
     costs[0] *= 1 - apart
     total = costs[0] + costs[1] + costs[2] + costs[3] + costs[4] + costs[5]
     slowest = amounts[:, int(total.argmax())].copy()
@@ -206,11 +191,6 @@ def _slowest(amounts: Floats, setting: PlanSetting) -> tuple[float, ...]:
         slowest[0] = (1 - apart) * slowest[0] + apart * amounts[0].max()
     values: list[float] = slowest.tolist()
     return tuple(values)
-
-
-def _token_wise_share(setting: PlanSetting) -> float:
-    shares = setting.shares
-    return sum(shares.tokenwise) / sum((*shares.forward_linear, *shares.backward_linear))
 
 
 def refit(
@@ -280,10 +260,8 @@ def _fit(
         middle = median(errors)
         spread = 1.4826 * median(abs(error - middle) for error in errors)
         limit = max(TRIMMED[0] * spread, TRIMMED[1])
-        before, kept = (
-            kept,
-            [r for r, e in zip(rounds, errors, strict=True) if abs(e - middle) <= limit],
-        )
+        before = kept
+        kept = [r for r, e in zip(rounds, errors, strict=True) if abs(e - middle) <= limit]
         if kept == before:
             break
     return kept, _solved(kept, profile, correction)
@@ -368,11 +346,11 @@ def _kinds(rounds: Seq[ObservedRound], profiles: Seq[CostProfile]) -> tuple[Kind
     ratios = []
     for kind in sorted({each.kind for each in rounds}):
         of_kind = [each for each in rounds if each.kind == kind]
-        medians = [
+        first, before, after = (
             median(each.seconds / predicted_seconds(each.amounts, profile) for each in of_kind)
             for profile in profiles
-        ]
-        ratios.append(KindRatio(kind, len(of_kind), *medians))
+        )
+        ratios.append((kind, len(of_kind), first, before, after))
     return tuple(ratios)
 
 

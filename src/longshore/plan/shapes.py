@@ -1,28 +1,13 @@
-"""Shapes: legal CP sizes, which positions a lane holds, how many tokens its micro-batch has.
+"""Shapes that follow from a plan alone: CP sizes, padding, positions, tokens and transfers.
 
-Legal CP sizes, the lanes a group of each size may start at, and the padding each size needs.
-
-In: integers. Out: integers. With 6 lanes the powers of two and the whole give sizes (1, 2, 4, 6); a
-group of 4 may start at lane 0 only, one of 2 at lanes 0, 2 and 4. A sequence of 10 tokens stays 10
-at CP size 1 and is padded to 12 (a multiple of 2·2) at CP size 2, 6 tokens for each lane.
-
-Which positions of a padded sequence each lane of a CP group holds, for many sequences at once.
-
-In: real and padded lengths, cp_rank, cp_size, as integers or arrays of them. Out: arrays.
+In: integers or arrays of them, or a plan. Out: the same. With 6 lanes the powers of two and the
+whole give CP sizes (1, 2, 4, 6); a group of 4 may start at lane 0 only, one of 2 at lanes 0, 2, 4.
 
 A sequence padded to P tokens is cut into 2·k chunks of P/(2·k) at CP size k, and lane r holds
 chunks r and 2·k−1−r. At CP size 2 a sequence of 7 tokens is padded to 8: lane 0 holds positions
 0 1 6 7, where 7 is padding, so its spans of real tokens are 0…2 and 6…7; lane 1 holds 2 3 4 5.
-Gathered in the order of the lanes, [0 1 6 7 2 3 4 5] becomes natural by taking its places
+Gathered in the order of the lanes, [0 1 6 7 2 3 4 5] becomes natural by taking its items
 [0 1 4 5 6 7 2 3].
-
-How many tokens a lane's micro-batch has: known from the plan alone, with no message.
-
-In: a plan and the bucket sizes. Out: the total of a lane in a round, rounded up to the plan's
-`align` and then to the next bucket; the capacity, as far as `align` allows, is always a bucket.
-
-With capacity 1024, align 16 and buckets (256, 512) a lane whose packs have 300 tokens runs 512, one
-with 513 tokens runs 1024, and one without work runs 256 tokens of padding (16 without buckets).
 """
 
 from collections.abc import Sequence as Seq
@@ -49,7 +34,7 @@ def legal_cp_sizes(
 ) -> tuple[int, ...]:
     """The CP sizes a plan may use, rising: powers of two and all lanes together, or any size.
 
-    heads: of these a rank's heads are shared out over a CP group, so a size must divide them.
+    heads: a rank's heads that a CP group shares out, so a size must divide them.
     """
     highest = lanes if max_cp is None else max_cp
     if kind not in names_of(CPSizes):
@@ -202,7 +187,9 @@ def lane_packs(plan: Plan, number: int, lane: int) -> tuple[Pack, ...]:
 def lane_tokens(plan: Plan, number: int, lane: int, *, buckets: Seq[int] = ()) -> int:
     """Tokens of a lane's micro-batch in a round, all padding included.
 
-    buckets: instead of the setting's.
+    buckets: instead of the setting's. With capacity 1024, align 16 and buckets (256, 512) a lane
+    whose packs have 300 tokens runs 512, one with 513 runs 1024, and one without work runs 256
+    tokens of padding (16 without buckets).
     """
     setting = plan.setting
     most = usable_capacity(setting.capacity, setting.align)
@@ -236,7 +223,7 @@ class Transfer:
     """A lane's shard of one sequence, on its way from the sequence's owner."""
 
     sequence: int
-    """Its place in the plan."""
+    """Its index in the plan."""
     round: int
     """The round in which it is used."""
     source: int
@@ -244,13 +231,16 @@ class Transfer:
     destination: int
     """The lane that holds the shard."""
     cp_rank: int
-    """The destination's place in the CP group."""
+    """The destination's rank in the CP group."""
     cp_size: int
     """The size of the group."""
 
 
 def route(plan: Plan, owners: Seq[int]) -> dict[tuple[int, int], tuple[Transfer, ...]]:
     """The transfers of a step by (source, destination); plan.sequences[i] is owned by owners[i].
+
+    A sequence of 7 tokens at CP size 2, owned by lane 1 and packed on lanes 0 and 1, makes two
+    transfers, 1 → 0 with 3 real tokens and 1 → 1 with 4. Padding is never sent.
 
     Those of a pair are ordered by round, then pack, then place in the pack. A lane's own sequences
     are listed too (source = destination), and so are shards without a real token: a sequence at CP

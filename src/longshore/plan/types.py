@@ -1,20 +1,13 @@
-"""The types of a plan: Plan ⊃ Round ⊃ Pack ⊃ Sequence.
+"""The types of a plan, Plan ⊃ Round ⊃ Pack ⊃ Sequence, the registry of policies, and the digest.
 
-A pack names its sequences by their place in the plan's list. Two sequences of 8 and 3 tokens on 2
+A pack names its sequences by their index in the plan's list. Two sequences of 8 and 3 tokens on 2
 lanes, the first split over both, the second beside it on lane 1, make one round:
 
     Round((Pack(0, 2, (0,), 4), Pack(1, 1, (1,), 3)))
 
-What a policy is: a name, a function, and the properties that the rest of the code asks for.
-
-In: the name in a plan's setting. Out: the Policy. A policy of Longshore's is registered once, in
-plan/policies.py, and is then known to recipes, the command line, checks and pages:
-
-    register_policy(Policy("static", static, one_cp_size=True, about="one CP size for all, …"))
-    policy_named("static").one_cp_size           True
-
-A plan may name a policy that cannot be imported here, such as the function "mine:greedy" of
-another user. It has the default properties, so that its pages can be drawn.
+A policy of Longshore's is registered once, in plan/policies.py, and is then known to recipes, the
+command line, checks and pages. A plan may name a policy that cannot be imported here, such as the
+function "mine:greedy" of another user: it has the default properties, so its pages can be drawn.
 """
 
 import hashlib
@@ -42,7 +35,7 @@ class Policy:
     name: str
     """As a recipe, the command line and a plan have it."""
     run: Callable[..., None]
-    """Takes a Task and a Choice (plan/task.py) and offers rounds to the Choice."""
+    """Takes a Task and a Choice (plan/policies.py) and offers rounds to the Choice."""
     about: str
     """One line for lists of policies."""
     one_cp_size: bool = False
@@ -58,7 +51,7 @@ class Policy:
 
 
 POLICIES: dict[str, Policy] = {}
-"""By name, the default first."""
+"""The policies by name, the default first."""
 
 
 def register_policy(policy: Policy) -> None:
@@ -197,7 +190,7 @@ class Stats:
     tokens: int
     """Real tokens."""
     sum_squared_lengths: int
-    """Of all sequences: what attention costs grows with it."""
+    """Sum over all sequences, with which the cost of attention grows."""
     planning_seconds: float
     """Measured; the plan does not depend on it."""
 
@@ -209,7 +202,7 @@ class Plan:
     setting: PlanSetting
     """What the plan was asked for."""
     sequences: tuple[Sequence, ...]
-    """In the order they came; packs name them by their place here."""
+    """In the order they came; packs name them by their index here."""
     rounds: tuple[Round, ...]
     """In the order they run."""
     stats: Stats
@@ -225,16 +218,25 @@ class Plan:
 
 
 DIGESTED = ("lanes", "capacity", "align", "sync", "cp_sizes", "pp", "vpp")
-"""What of a setting decides how rounds are run: a lane's shapes, the groups, the order of work."""
+"""Fields of a setting that decide how rounds are run: shapes, groups, the order of work."""
 
 
 def plan_digest(setting: PlanSetting, sequences: Seq[Sequence], rounds: Seq[Round]) -> str:
-    """It does not tell why rounds were chosen (policy, costs), nor which samples the sequences are.
+    """64 hex digits that all ranks compare: a name for what was decided.
 
-    Only in a pipeline do costs decide how rounds are run: by them ranks order their messages.
+    Equal digests mean the same tensors on every rank in every round, and the same collectives in
+    the same order. Why rounds were chosen (policy, costs) and which samples the sequences are is
+    not in it. Only in a pipeline do costs decide how rounds are run: by them ranks order their
+    messages.
     """
     lines = [f"{name} {getattr(setting, name)}" for name in DIGESTED]
-    lines += [f"{name} {value}" for name, value in _parallel(setting).items() if value]
+    optional = {
+        "tp": setting.tp if setting.tp > 1 else "",
+        "ep": setting.ep if setting.ep > 1 else "",
+        "buckets": " ".join(map(str, setting.buckets)),
+        "curve": setting.profile.curve,
+    }
+    lines += [f"{name} {value}" for name, value in optional.items() if value]
     if setting.planned_by.pads_to_longest:
         lines.append("padded to the longest")
     if setting.pp > 1:
@@ -250,13 +252,3 @@ def plan_digest(setting: PlanSetting, sequences: Seq[Sequence], rounds: Seq[Roun
             for pack in round_.packs
         ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _parallel(setting: PlanSetting) -> dict[str, str]:
-    """What is left out where it is not used."""
-    return {
-        "tp": f"{setting.tp}" if setting.tp > 1 else "",
-        "ep": f"{setting.ep}" if setting.ep > 1 else "",
-        "buckets": " ".join(map(str, setting.buckets)),
-        "curve": f"{setting.profile.curve or ''}",
-    }

@@ -1,27 +1,14 @@
-"""Writes plans, or runs, as one HTML file that works offline.
+"""Writes plans and runs as one HTML file that works offline, as JSON, and as lines of text.
 
 In: the plans of one or more steps, with other policies' plans of the same steps for comparison or
 the reason why a policy was refused; or the folders of runs. Out: a file that contains its styles,
-scripts and data. For example
+scripts and data, the dictionary that `longshore plan --json` writes, or what commands print:
 
     write_plan_page("plan.html", [plan], {"static": [static_plan], "padded": "3 is too long"})
     write_run_page("compare.html", read_runs(["runs/demo-1", "runs/demo-2"]))
 
 The pieces are next to this file; `plan_page.html` and `run_page.html` have placeholders such as
 `{{css}}` for the others.
-
-The summaries that `longshore plan` and `longshore report` print.
-
-In: the plans of one or more steps, or the data of a run page. Out: lines of text. One step is a
-list of figures with explanations, several steps are a table with one line per step:
-
-    predicted       0.5 s (estimated) for the step
-    bound           0.4 s (estimated): no plan within these limits is faster
-
-A run is its progress, its speed, the quality of its cost model and the bubbles of its pipeline:
-
-    demo-1: 100 steps, 268,431 tokens in 31 s; loss 0.42
-      8,500 tokens/s, efficiency 91%, padding 0.4%, waiting for data 1.2%
 """
 
 import json
@@ -115,7 +102,13 @@ def _piece(name: str) -> str:
 
 
 def plan_summary(plans: Seq[Plan], *, unit: str) -> list[str]:
-    """The figures of the plans and advice; `unit` is that of all times."""
+    """The figures of the plans and advice; `unit` is that of all times.
+
+    One step is a list of figures with explanations, several steps are a table with a line for each:
+
+        predicted       0.5 s (estimated) for the step
+        bound           0.4 s (estimated): no plan within these limits is faster
+    """
     setting, total = plans[0].setting, total_stats([plan.stats for plan in plans])
     lengths = [sequence.length for plan in plans for sequence in plan.sequences]
     names = [name for name in FIGURES if name != "bubble" or setting.pp > 1]
@@ -166,6 +159,11 @@ def _table(names: Seq[str], plans: Seq[Plan], unit: str) -> list[str]:
 
 
 def report_summary(data: Json) -> list[str]:
+    """Each run's progress, speed, warnings, cost model, graphs and pipeline.
+
+    demo-1: 100 steps, 268,431 tokens in 31 s; loss 0.42
+      8,500 tokens/s, efficiency 91%, padding 0.4%, waiting for data 1.2%
+    """
     lines: list[str] = []
     for run in data["runs"]:
         figures = run["figures"]
@@ -225,7 +223,11 @@ STATS_KEYS = (
 
 
 def plans_as_json(plans: Seq[Plan]) -> Json:
-    """The whole file: what was asked for, then each step."""
+    """The file of `longshore plan --json`: what was asked for, then each step.
+
+    A sequence is its index in the step. Empty packs are not listed, so an empty round is
+    {"packs": []}. Times are in the cost profile's unit, for the built-in profile estimated seconds.
+    """
     setting, total = plans[0].setting, total_stats([plan.stats for plan in plans])
     return {
         "version": FORMAT_VERSION,
@@ -245,6 +247,11 @@ def step_as_json(plan: Plan) -> Json:
         **stats_as_json(plan.stats),
         "digest": plan.digest,
     }
+
+
+def _pack(pack: Pack) -> Json:
+    data = {name: getattr(pack, name) for name in Pack.__slots__}
+    return {**data, "sequences": list(pack.sequences)}
 
 
 def stats_as_json(stats: Stats) -> Json:
@@ -308,12 +315,3 @@ def advice(stats: Stats, setting: PlanSetting) -> str:
     if idle >= stats.padding:
         return "Look at idle: more sequences in a step or fewer lanes would keep the lanes busy."
     return "Look at padding: a smaller --align or fewer split sequences (--max-cp) would shrink it."
-
-
-def _pack(pack: Pack) -> Json:
-    return {
-        "first_lane": pack.first_lane,
-        "cp_size": pack.cp_size,
-        "sequences": list(pack.sequences),
-        "tokens_per_lane": pack.tokens_per_lane,
-    }

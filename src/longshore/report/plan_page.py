@@ -9,34 +9,11 @@ is in seconds. Packs are columns: two packs on lanes 0–1 and on lane 1 of roun
 
 where `count` splits `sequences` into packs and `start` is one number, or a list when the pack's
 lanes start it at different times. The same holds for `start` and `end` of a round.
-
-The histogram of lengths has bins on a logarithmic scale: the lengths 1, 2, 3, 3 make the bins 1, 2
-and 3 with the counts 1, 1, 2 and the tokens 1, 2, 6.
-
-CUDA graphs: how many micro-batches a cap on sequences covers, and what its padding costs.
-
-In: sequences of micro-batches that have one pack of CP size 1, as plan/graph_use.py counts them:
-the padding that rounds a lane's tokens up to a bucket is one more. Out: one row for each candidate
-cap. Whole layers are replayed only for these micro-batches, and only up to the cap; all others are
-served by halves of layers, without a cap.
-
-Micro-batches of 1, 1, 2 and 5 sequences: cap 2 covers 3 of 4, and of its 3 · 2 slots 2 stay empty,
-0.67 on average.
-
-When each lane works and when it waits, for drawing.
-
-In: a Plan. Out: seconds for each pack, and arrays [round, lane] of starts, costs and ends.
-
-Two lanes, sync mode `round`, cost = tokens: round 0 holds a pack of 4 tokens on lane 0 and one of 1
-on lane 1, round 1 one of 3 on each. Starts are [[0, 0], [4, 4]], costs [[4, 1], [3, 3]], ends
-[[4, 4], [7, 7]], and lane 1 idles 3 of 7 seconds. In sync mode `step` lane 1 starts round 1 at 1
-and ends at 4.
 """
 
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -47,27 +24,18 @@ from longshore.plan.simulate import Timeline, make_timeline, simulate
 from longshore.plan.types import Plan, PlanSetting, Stats, policy_named
 
 Ints = NDArray[np.int64]
+Json = dict[str, Any]
 PERCENTILES = (50, 90, 99)
 
 
-@dataclass(frozen=True, slots=True)
-class CapRow:
-    """One candidate cap."""
+def cap_rows(sizes: Ints) -> list[Json]:
+    """How many micro-batches a cap on sequences covers in CUDA graphs, and what its padding costs.
 
-    cap: int
-    """The most sequences of a micro-batch."""
-    marks: tuple[str, ...]
-    """The percentiles that equal it, such as ("P50",)."""
-    covered: float
-    """Share of micro-batches with at most `cap` sequences, padding included."""
-    empty_slots: float
-    """Empty slots of the covered micro-batches, on average."""
-    empty_share: float
-    """empty_slots / cap."""
-
-
-def cap_rows(sizes: Ints) -> list[CapRow]:
-    """A row for 1, 2, 4, … up to the first power that covers all, and for each percentile."""
+    sizes: sequences of the micro-batches with one pack of CP size 1, as plan/graph_use.py counts
+    them. There is a row for 1, 2, 4, … up to the first power that covers all, and for each
+    percentile. Micro-batches of 1, 1, 2 and 5 sequences: cap 2 covers 3 of 4, and of its 3 · 2
+    slots 2 stay empty, 0.67 on average.
+    """
     if not len(sizes):
         return []
     marks = percentile_marks(sizes)
@@ -77,7 +45,7 @@ def cap_rows(sizes: Ints) -> list[CapRow]:
 
 
 def percentile_marks(sizes: Ints) -> dict[int, tuple[str, ...]]:
-    """The caps that are a percentile (the least that covers so many percent) or the maximum."""
+    """The caps that are a percentile (the least that covers this share) or the maximum."""
     ordered = np.sort(sizes)
     marks: dict[int, tuple[str, ...]] = {}
     for percent in PERCENTILES:
@@ -88,16 +56,16 @@ def percentile_marks(sizes: Ints) -> dict[int, tuple[str, ...]]:
     return marks
 
 
-def _cap_row(sizes: Ints, cap: int, marks: tuple[str, ...]) -> CapRow:
+def _cap_row(sizes: Ints, cap: int, marks: tuple[str, ...]) -> Json:
     inside = sizes[sizes <= cap]
     empty = float((cap - inside).mean()) if len(inside) else 0.0
-    return CapRow(
-        cap=cap,
-        marks=marks,
-        covered=len(inside) / len(sizes),
-        empty_slots=empty,
-        empty_share=empty / cap,
-    )
+    return {
+        "cap": cap,
+        "marks": marks,
+        "covered": len(inside) / len(sizes),
+        "empty_slots": empty,
+        "empty_share": empty / cap,
+    }
 
 
 Floats = NDArray[np.float64]
@@ -106,24 +74,19 @@ Floats = NDArray[np.float64]
 MOST_BINS = 24
 
 
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """Bin i has the lengths from edges[i] to edges[i + 1] − 1."""
+def length_histogram(lengths: Ints) -> Json:
+    """Up to 24 bins on a logarithmic scale; a narrow range of lengths gets finer ones.
 
-    edges: list[int]
-    counts: list[int]
-    tokens: list[int]
-
-
-def length_histogram(lengths: Ints) -> Histogram:
-    """Up to 24 bins; a narrow range of lengths gets finer ones."""
+    Bin i has the lengths from edges[i] to edges[i + 1] − 1. The lengths 1, 2, 3, 3 make the bins 1,
+    2 and 3 with the counts 1, 1, 2 and the tokens 1, 2, 6.
+    """
     edges = bin_edges(int(lengths.min()), int(lengths.max()))
     bin_index = np.searchsorted(edges, lengths, side="right") - 1
     bins = len(edges) - 1
     counts = np.bincount(bin_index, minlength=bins)
     tokens = np.zeros(bins, dtype=np.int64)
     np.add.at(tokens, bin_index, lengths)
-    return Histogram(edges.tolist(), counts.tolist(), tokens.tolist())
+    return {"edges": edges.tolist(), "counts": counts.tolist(), "tokens": tokens.tolist()}
 
 
 def bin_edges(low: int, high: int) -> Ints:
@@ -140,7 +103,6 @@ def bin_edges(low: int, high: int) -> Ints:
 
 TICKS = 1_000_000
 
-Json = dict[str, Any]
 Comparisons = Mapping[str, Seq[Plan] | str]
 
 
@@ -156,7 +118,7 @@ def page_data(steps: Seq[Plan], comparisons: Comparisons) -> Json:
         "policies": policy_data(steps, comparisons),
         "about": {n: policy_named(n).about for n in (steps[0].setting.policy, *comparisons)},
         "micro_batches": {"alone": len(sizes.alone), "others": sizes.others},
-        "caps": [asdict(row) for row in cap_rows(sizes.alone)],
+        "caps": cap_rows(sizes.alone),
     }
 
 
@@ -185,13 +147,22 @@ def setting_data(setting: PlanSetting) -> Json:
 
 def step_data(plan: Plan) -> Json:
     """One step: its figures, its sequences' lengths, its packs in time."""
-    timeline = make_timeline(plan)
-    unit = timeline.total / TICKS
     lengths = np.array([sequence.length for sequence in plan.sequences], dtype=np.int64)
     return {
         "stats": stats_data(plan.stats),
         "digest": plan.digest,
-        "lengths": lengths.tolist(),
+        **timeline_data(plan),
+        "histogram": length_histogram(lengths),
+        "pipeline": pipeline_columns(plan),
+    }
+
+
+def timeline_data(plan: Plan) -> Json:
+    """Lengths, and when lanes and packs work, in ticks."""
+    timeline = make_timeline(plan)
+    unit = timeline.total / TICKS
+    return {
+        "lengths": [sequence.length for sequence in plan.sequences],
         "unit": unit,
         "total": TICKS,
         "overhead": round(plan.setting.profile.round / unit),
@@ -200,8 +171,6 @@ def step_data(plan: Plan) -> Json:
         "busy": [ticks(row, unit) for row in timeline.cost],
         "idle": significant(timeline.idle),
         "packs": pack_columns(plan, timeline, unit),
-        "histogram": asdict(length_histogram(lengths)),
-        "pipeline": pipeline_columns(plan),
     }
 
 

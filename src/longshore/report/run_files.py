@@ -1,45 +1,15 @@
-"""Reads the folder of a run: its configuration, metrics, evaluations, warnings, steps and more.
+"""Reads the folder of a run, and judges its cost model, its pipeline and its refined profile.
 
-In: a folder. Out: a RunFolder with one array for each metric, NaN where a step has none. The lines
+In: a folder. Out: a RunFolder with one array for each metric, NaN where a step has none, and data
+for drawing. The lines
 
     {"step": 1, "loss": 5.5, …}
     {"step": 2, "loss": 4.0, …}
     {"step": 2, "loss": 3.9, …}
 
 of a run that was resumed give step [1, 2] and loss [5.5, 3.9]: the later line counts. An incomplete
-last line, which a killed run leaves, is ignored; any other broken line is a ValueError.
-
-How good the cost model is: predicted against measured seconds of rounds.
-
-In: the lines of steps.jsonl. Out: a CostFit, points to draw, and a verdict as text. The seconds of
-a profile made for another machine are off by one factor, which does not change plans; so the factor
-is removed first. Rounds predicted at 1, 2 and 3 s that took 2, 4 and 9 s have ratios 2, 2
-and 3: the factor is their median, 2, and the errors are 0 %, 0 % and 50 %, with median 0 %.
-
-How busy the ranks of a pipeline were: shares of a step in forwards, backwards and the bubble.
-
-In: RUN/pipeline/rank-0.jsonl and so on, as train/record.py writes them, and the run's
-configuration. Out: a StageTimes for each step of each rank, and a row for each rank to draw. The
-lines
-
-    {"step": 1, "elapsed_s": 4.0, "stages": [[0, 1.0, 1.0]], "bubble": 0.5, "predicted": 0.2}
-    {"step": 2, "elapsed_s": 1.0, "stages": [[0, 0.3, 0.6]], "bubble": 0.1, "predicted": 0.3}
-
-of rank 0 give medians of 0.275 in forwards, 0.425 in backwards, and a bubble of 0.3, predicted
-0.25. Medians need not add up to 1. An incomplete last line is ignored, any other broken line is a
-ValueError; a rank without a file is left out.
-
-What plan.refine did to a run's cost profile: ratios of each kind of round, factors of changes.
-
-In: RUN/refine.jsonl, as train/record.py writes it. Out: for each kind of round (its largest
-CP size) measured / predicted seconds over steps, under the profile that the run began with and
-under the refined one, and a row for each of the last changes. From
-
-    {"step": 21, "window": [5, 16], "changed": true, …, "kinds": [[4, 12, 1.8, 1.8, 1.14]]}
-    {"step": 37, "window": [17, 32], "changed": true, …, "kinds": [[4, 10, 1.6, 1.05, 1.03]]}
-
-kind 4 has the ratios 1.8 and 1.6 at steps 16 and 32, refined 1.8 and 1.05: each under the profile
-before the correction that follows from these very steps. A missing file has no lines.
+last line, which a killed run leaves, is ignored; any other broken line is a ValueError. A missing
+file but metrics.jsonl has no lines.
 """
 
 import json
@@ -78,7 +48,12 @@ JUDGEMENTS = ((0.05, "very good"), (0.12, "good"), (0.25, "rough"), (math.inf, "
 
 @dataclass(frozen=True, slots=True)
 class CostFit:
-    """How well predictions match after scaling by the best factor."""
+    """How well predicted seconds of rounds match measured ones, after scaling by the best factor.
+
+    A profile made for another machine is off by one factor, which does not change plans; so it is
+    removed first. Rounds predicted at 1, 2 and 3 s that took 2, 4 and 9 s have ratios 2, 2 and 3:
+    the factor is their median, 2, and the errors are 0 %, 0 % and 50 %, with median 0 %.
+    """
 
     rounds: int
     """Rounds that were compared."""
@@ -91,7 +66,7 @@ class CostFit:
     error: float
     """The median relative error after scaling."""
     correlation: float | None
-    """Of predicted and measured; None if either is constant."""
+    """Correlation of predicted and measured; None if either is constant."""
     variety: float
     """How much predictions differ: standard deviation / mean."""
     skipped: int | None
@@ -245,20 +220,22 @@ def read_pipeline(folder: Path) -> dict[int, RankSteps]:
 
 def read_rank(path: Path) -> RankSteps:
     """The steps of a file; of two lines for a step the later counts."""
-    steps: dict[int, StageTimes] = {}
-    with open(path, "rb") as file:
-        for number, text in enumerate(file, start=1):
-            if text.endswith(b"\n") and text.strip():
-                step, times = _read_rank(text, f"{path}, line {number}")
-                steps[step] = times
+    steps = dict(_read_rank(text, where) for where, text in complete_lines(path))
     return {step: steps[step] for step in sorted(steps)}
 
 
 def pipeline_data(
     ranks: Mapping[int, RankSteps], config: Mapping[str, object], *, few: int = FEW
 ) -> Json | None:
-    """A row for each pipeline rank; None for a run without a pipeline.
+    """How busy each pipeline rank was, a row for each; None for a run without a pipeline.
 
+    The lines
+
+        {"step": 1, "elapsed_s": 4.0, "stages": [[0, 1.0, 1.0]], "bubble": 0.5, "predicted": 0.2}
+        {"step": 2, "elapsed_s": 1.0, "stages": [[0, 0.3, 0.6]], "bubble": 0.1, "predicted": 0.3}
+
+    of rank 0 give medians of 0.275 in forwards, 0.425 in backwards, and a bubble of 0.3, predicted
+    0.25. Medians need not add up to 1.
     The first step, in which memory and kernels warm up, is left out if there are enough others.
     """
     pp = config.get("parallel.pp")
@@ -419,7 +396,7 @@ class RefineLine:
     left_out: int
     """Rounds that were left out."""
     factors: Mapping[str, float]
-    """Of each part of the profile, relative to the first profile."""
+    """Factors of each part of the profile, relative to the first profile."""
     errors: tuple[float, float, float]
     """The typical error of a round under the first profile, before and after."""
     kinds: Mapping[int, tuple[float, float, float]]
@@ -428,13 +405,9 @@ class RefineLine:
 
 def read_refined(path: Path) -> dict[int, RefineLine]:
     """By the first step planned with it; of two lines for a step the later counts."""
-    lines: dict[int, RefineLine] = {}
-    if path.is_file():
-        with open(path, "rb") as file:
-            for number, text in enumerate(file, start=1):
-                if text.endswith(b"\n") and text.strip():
-                    step, line = _read(text, f"{path}, line {number}")
-                    lines[step] = line
+    if not path.is_file():
+        return {}
+    lines = dict(_read_refined(text, where) for where, text in complete_lines(path))
     return {step: lines[step] for step in sorted(lines)}
 
 
@@ -444,7 +417,12 @@ def last_change(lines: Mapping[int, RefineLine]) -> int:
 
 
 def refine_data(lines: Mapping[int, RefineLine]) -> Json | None:
-    """Ratios of each kind and the last changes; None for a run that refined nothing."""
+    """Ratios of each kind and the last changes; None for a run that refined nothing.
+
+    A kind of rounds (their largest CP size) has measured / predicted over steps, under the profile
+    that the run began with and under the refined one: each before the correction that follows from
+    these very steps.
+    """
     if not lines:
         return None
     parts = list(dict.fromkeys(part for line in lines.values() for part in line.factors))
@@ -481,7 +459,7 @@ def _kind(kind: int, lines: list[RefineLine]) -> Json:
     }
 
 
-def _read(text: bytes, where: str) -> tuple[int, RefineLine]:
+def _read_refined(text: bytes, where: str) -> tuple[int, RefineLine]:
     try:
         data: dict[str, Any] = json.loads(text)
         first, last = (int(step) for step in data["window"])
@@ -606,8 +584,11 @@ def read_metrics(path: Path) -> dict[str, Floats]:
     if not rows:
         raise ValueError(f"{path} has no step yet; wait for the first step to end")
     steps = sorted(rows)
-    own = dict.fromkeys(name for row in rows.values() for name in row if name.startswith("own_"))
-    names = [*METRICS, *(f"graphed_{way}" for way in GRAPHED), *_depths(rows.values()), *own]
+    others = dict.fromkeys(name for row in rows.values() for name in row)
+    own = [name for name in others if name.startswith("own_")]
+    depths = [name for name in others if name.startswith("depth_")]
+    depths.sort(key=lambda name: int(name.removeprefix("depth_")))
+    names = [*METRICS, *(f"graphed_{way}" for way in GRAPHED), *depths, *own]
     columns = {name: [rows[step].get(name, math.nan) for step in steps] for name in names}
     return {name: np.array(values) for name, values in {"step": steps, **columns}.items()}
 
@@ -638,35 +619,36 @@ def read_warnings(path: Path) -> list[tuple[int, str]]:
     return sorted(dict.fromkeys(lines))
 
 
-def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each complete line, with "file, line n" for error messages."""
+def complete_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Each complete line that is not blank, with "file, line n" for error messages."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n") and line.strip():
-                where = f"{path}, line {number}"
-                yield where, parse_line(line, where)
+                yield f"{path}, line {number}", line
 
 
-def parse_line(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: is not a JSON object; delete the line to continue without it")
-    return value
+def read_lines(path: Path) -> Iterator[tuple[str, Json]]:
+    """Each complete line as an object."""
+    for where, line in complete_lines(path):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"{where}: is not a JSON object; delete the line to continue without it"
+            )
+        yield where, value
 
 
 def _numbers(line: Mapping[str, Any], where: str) -> dict[str, float]:
     depths = line.get("mtp_losses") or ()
     if not isinstance(depths, list | tuple):
         raise ValueError(f"{where}: mtp_losses is {depths!r}; it must be a list")
-    graphed = line.get("graphed") or {}
-    if not isinstance(graphed, dict):
-        raise ValueError(f"{where}: graphed is {graphed!r}; it must be an object")
-    own = line.get("loss_metrics") or {}
-    if not isinstance(own, dict):
-        raise ValueError(f"{where}: loss_metrics is {own!r}; it must be an object")
+    graphed, own = line.get("graphed") or {}, line.get("loss_metrics") or {}
+    for name, value in (("graphed", graphed), ("loss_metrics", own)):
+        if not isinstance(value, dict):
+            raise ValueError(f"{where}: {name} is {value!r}; it must be an object")
     values = {name: line.get(name) for name in METRICS}
     values |= {f"own_{name}": value for name, value in own.items()}
     values |= {f"graphed_{way}": graphed.get(way) for way in GRAPHED}
@@ -697,11 +679,6 @@ def _integer(line: Mapping[str, Any], key: str, where: str) -> int:
             f"{where}: {key} is {value!r}; it must be a whole number from 0 to {MOST_NUMBER}"
         )
     return value
-
-
-def _depths(rows: Any) -> list[str]:  # noqa: ANN401 - a view of dictionaries
-    depths = {name for row in rows for name in row if name.startswith("depth_")}
-    return sorted(depths, key=lambda name: int(name.removeprefix("depth_")))
 
 
 def _flat(table: Mapping[str, Any], before: str) -> Iterator[tuple[str, object]]:

@@ -1,4 +1,4 @@
-"""steps.jsonl, which may be large: times are kept in memory, plans are read on demand.
+"""steps.jsonl, whose times are kept in memory and whose plans are read on demand; and curves.
 
 In: the file. Out: for each step the predicted and measured seconds of its rounds, the tokens of its
 experts, and the position of its line, so that a few steps' plans can be read later:
@@ -6,12 +6,9 @@ experts, and the position of its line, so that a few steps' plans can be read la
     journal = read_journal(Path("runs/demo-1/steps.jsonl"))
     plan = journal.plan(1)
 
-A run that was resumed has a step twice: the later line wins. A missing file has no steps.
-
-Curves of thousands of steps as at most a thousand points, without losing spikes.
-
-In: an array for each metric. Out: the mean of each group of neighbouring steps, with its minimum
-and maximum where a point covers several steps. Six steps in three points:
+A run that was resumed has a step twice: the later line wins. A missing file has no steps. A curve
+of thousands of steps has at most a thousand points, each the mean of neighbouring steps, with the
+minimum and maximum where a point covers several, so that no spike is lost. Six steps in 3 points:
 
     edges(6, most=3) = [0, 2, 4, 6]
     curve([1, 3, 9, 1, 2, 2], [0, 2, 4, 6]) = {"y": [2, 5, 2], "low": [1, 1, 2], "high": [3, 9, 2]}
@@ -56,8 +53,8 @@ class JournalLine:
     """The line of one step."""
 
     number: int
-    """Of the line in the file, from 1."""
-    place: int
+    """The line's number in the file, from 1."""
+    start: int
     """Where the line begins, in bytes."""
     size: int
     """Bytes of the line."""
@@ -87,7 +84,7 @@ class JournalSteps:
         line = self.lines[step]
         where = f"{self.path}, line {line.number}"
         with open(self.path, "rb") as file:
-            file.seek(line.place)
+            file.seek(line.start)
             data = json.loads(file.read(line.size))
         try:
             return _plan(data, policy)
@@ -98,22 +95,22 @@ class JournalSteps:
 def read_journal(path: Path) -> JournalSteps:
     lines: dict[int, JournalLine] = {}
     if path.is_file():
-        place = 0
+        start = 0
         with open(path, "rb") as file:
             for number, text in enumerate(file, start=1):
                 if text.endswith(b"\n") and text.strip():
-                    step, line = _read(text, f"{path}, line {number}", number=number, place=place)
+                    step, line = _read(text, f"{path}, line {number}", number=number, start=start)
                     lines[step] = line
-                place += len(text)
+                start += len(text)
     return JournalSteps(path, {step: lines[step] for step in sorted(lines)})
 
 
-def _read(text: bytes, where: str, *, number: int, place: int) -> tuple[int, JournalLine]:
+def _read(text: bytes, where: str, *, number: int, start: int) -> tuple[int, JournalLine]:
     try:
         data = json.loads(text)
         line = JournalLine(
             number=number,
-            place=place,
+            start=start,
             size=len(text),
             predicted=np.array(data["predicted_s"], dtype=np.float64),
             elapsed=np.array(data["elapsed_s"], dtype=np.float64),
@@ -231,7 +228,7 @@ def total(values: Floats) -> Floats:
 
 
 def rounded(values: Iterable[float], digits: int = 5) -> list[float | None]:
-    """For JSON, with so many significant digits; values that are not finite become None."""
+    """Values for JSON with this many significant digits; those that are not finite become None."""
     return [_rounded(float(value), digits) for value in values]
 
 

@@ -6,41 +6,21 @@ configurations differ:
 
     {"version": 1, "runs": [{"name": "demo-1", …}], "differences": [], "cp_sizes": [1, 2]}
 
-Single steps of a run: the slowest with the reasons, and timelines of as many as fit a page.
-
-In: a RunFolder. Out: a row for each of the slowest steps, slowest first. In a run whose steps take
-1 s, one of 3 s that waited 1.8 s for its data has that as its reason:
+In a run whose steps take 1 s, one of 3 s that waited 1.8 s for its data has that as its reason:
 
     {"step": 7, "elapsed": 3.0, "times": 3.0, …, "why": ["waited 1.8 s for data"]}
-
-And for each chosen step the data of its timeline (times in ticks, packs as columns; see
-page_data.py) with the predicted and measured seconds of its rounds. Of 1000 steps with a limit of
-200 the first, the last and the slowest ten are chosen, and about every fifth.
-
-How evenly experts are used: a heat map for each layer, and the busiest relative to the mean.
-
-In: the lines of steps.jsonl. Out: columns for drawing. Four experts that got 10, 10, 20 and 0
-tokens in a step have shares of 100, 100, 200 and 0 hundredths of an even share, and a peak of 2.
-
-How CUDA graphs served a run's layers: the share of each way, over steps and in all.
-
-In: a run's metrics, with graphed_whole, graphed_halves and graphed_eager for each step. Out: shares
-for drawing, or None for a run without graphs. Steps of 6, 2, 0 and of 8, 0, 0 layers:
-
-    {"whole": 0.875, "halves": 0.125, "eager": 0, …}
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.plan.simulate import make_timeline
 from longshore.plan.types import DEFAULT_POLICY, Plan
-from longshore.report.plan_page import TICKS, one_or_many, pack_columns, significant, ticks
+from longshore.report.plan_page import timeline_data
 from longshore.report.run_files import (
     GRAPHED,
     RunFolder,
@@ -147,9 +127,9 @@ def _ratios(lines: Mapping[int, JournalLine]) -> dict[int, float]:
     }
 
 
-def _median(values: object) -> float:
-    known = np.array([value for value in values if math.isfinite(value)])  # type: ignore[attr-defined]
-    return float(np.median(known)) if len(known) else math.nan
+def _median(values: Iterable[float]) -> float:
+    known = [value for value in values if math.isfinite(value)]
+    return float(np.median(known)) if known else math.nan
 
 
 MOST_STEPS = 200
@@ -163,7 +143,7 @@ def steps_data(run: RunFolder, *, share: float = 1.0) -> list[Json]:
     policy = str(run.config.get("plan.policy", DEFAULT_POLICY))
     lines = run.journal.lines
     return [
-        timeline_data(step, run.journal.plan(step, policy=policy), lines[step])
+        measured_step(step, run.journal.plan(step, policy=policy), lines[step])
         for step in choose_steps(run, share=share)
     ]
 
@@ -185,24 +165,13 @@ def choose_steps(run: RunFolder, *, share: float = 1.0) -> list[int]:
     return sorted(chosen)
 
 
-def timeline_data(step: int, plan: Plan, line: JournalLine) -> Json:
-    timeline = make_timeline(plan)
-    unit = timeline.total / TICKS
-    lengths = np.array([sequence.length for sequence in plan.sequences], dtype=np.int64)
+def measured_step(step: int, plan: Plan, line: JournalLine) -> Json:
     return {
         "step": step,
         "lanes": plan.setting.lanes,
         "capacity": plan.setting.capacity,
         "sync": plan.setting.sync,
-        "lengths": lengths.tolist(),
-        "unit": unit,
-        "total": TICKS,
-        "overhead": round(plan.setting.profile.round / unit),
-        "start": [one_or_many(row, unit) for row in timeline.start],
-        "end": [one_or_many(row, unit) for row in timeline.end],
-        "busy": [ticks(row, unit) for row in timeline.cost],
-        "idle": significant(timeline.idle),
-        "packs": pack_columns(plan, timeline, unit),
+        **timeline_data(plan),
         "predicted": rounded(line.predicted),
         "elapsed": rounded(line.elapsed),
     }
@@ -214,8 +183,10 @@ STARVED = 0.1
 
 
 def experts_data(lines: Mapping[int, JournalLine], *, cells: int = MOST_CELLS) -> Json | None:
-    """Maps, peaks and a row for each layer; None for a model without experts.
+    """How evenly experts are used: maps, peaks and a row for each layer; None without experts.
 
+    Four experts that got 10, 10, 20 and 0 tokens in a step have shares of 100, 100, 200 and 0
+    hundredths of an even share, and a peak of 2.
     `maps` has a list for each layer, in it one for each expert, in it a number for each column.
     """
     shape = next((_shape(line) for line in lines.values() if line.experts), ())
@@ -275,7 +246,11 @@ def _shape(line: JournalLine) -> tuple[int, ...]:
 
 
 def graphs_data(metrics: Mapping[str, Floats], *, most: int = MOST_POINTS) -> Json | None:
-    """Shares in all and as curves, the layers that ran and the graphs' memory."""
+    """How CUDA graphs served a run's layers, in all and as curves; None for a run without graphs.
+
+    Steps of 6, 2, 0 and of 8, 0, 0 layers, whole, by halves and eagerly, give the shares
+    {"whole": 0.875, "halves": 0.125, "eager": 0, …}.
+    """
     counts = np.stack([metrics[f"graphed_{way}"] for way in GRAPHED])
     known = np.isfinite(counts).all(axis=0) & (counts.sum(axis=0) > 0)
     if not known.any():
@@ -374,17 +349,17 @@ def figures(run: RunFolder) -> Json:
         "sequences": float(np.nansum(m["sequences"])),
         "epochs": float(np.nanmax(m["epoch"])) if np.isfinite(m["epoch"]).any() else math.nan,
         "seconds": elapsed,
-        "tokens_per_s": _median_or_none(m["tokens_per_s"]),
-        "step_s": _median_or_none(m["elapsed_s"]),
-        "mfu": _median_or_none(m["mfu"]),
-        "tflops": _median_or_none(m["tflops"]),
+        "tokens_per_s": _median(m["tokens_per_s"]),
+        "step_s": _median(m["elapsed_s"]),
+        "mfu": _median(m["mfu"]),
+        "tflops": _median(m["tflops"]),
         "efficiency": _mean(m["efficiency"]),
         "padding": _mean(m["padding"]),
         "rounds": _mean(m["rounds"]),
         "data_wait": float(np.nansum(m["data_wait_s"])) / elapsed if elapsed else math.nan,
-        "planning": _median_or_none(m["plan_s"]),
+        "planning": _median(m["plan_s"]),
         "memory_gib": _max(m["memory_gib"]),
-        "grad_norm": _median_or_none(m["grad_norm"]),
+        "grad_norm": _median(m["grad_norm"]),
         "skipped": float(np.nansum(m["skipped"])),
         "no_loss": float(len(run.steps) - len(finite) - np.nansum(m["skipped"])),
     }
@@ -426,11 +401,6 @@ def text(value: object) -> str:
     if isinstance(value, str):
         return value or '""'
     return json.dumps(value, default=str)
-
-
-def _median_or_none(values: Floats) -> float:
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if len(known) else math.nan
 
 
 def _mean(values: Floats) -> float:

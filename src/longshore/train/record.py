@@ -61,7 +61,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -431,7 +431,7 @@ def refine_line(news: Refinement, base: CostProfile) -> dict[str, object]:
         "left_out": fitted.left_out,
         "factors": _factors(news, base),
         "errors": list(fitted.errors),
-        "kinds": [list(astuple(kind)) for kind in fitted.kinds],
+        "kinds": [list(kind) for kind in fitted.kinds],
     }
 
 
