@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 from results import machine, table, write_section
 
-from longshore.config import decoder_config, load_config, planner_options
+from longshore.config import decoder_config, load_config, planner_setting
 from longshore.data.data_rank import Packing
 from longshore.data.steps import IndexedSteps, Loader
 from longshore.distributed.topology import CPGroups, make_topology
@@ -32,7 +32,7 @@ from longshore.model.decoder import Decoder
 from longshore.model.init import initial_block
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.shards import fill
-from longshore.plan.planner import make_plan
+from longshore.plan.planner import plan_step
 from longshore.plan.types import Plan, Sequence
 from longshore.run.data import batch_size, open_sequences
 from longshore.train.checkpoint import Checkpoints, Position
@@ -71,10 +71,10 @@ def measure() -> Found:
     topology = make_topology(lanes=LANES, device="cpu")
     config = load_config(None)
     decoder = decoder_config(config.model)
-    options = planner_options(config, lanes=LANES, capacity=2048, decoder=decoder)
+    setting = planner_setting(config, lanes=LANES, capacity=2048, decoder=decoder)
 
     def planner(sequences: Iterable[int | Sequence]) -> Plan:
-        return make_plan(sequences, **options)
+        return plan_step(sequences, setting)
 
     groups = CPGroups(topology, planner([1]).setting.cp_sizes)
     with torch.device("meta"):

@@ -11,11 +11,11 @@ from longshore.config import (
     check_longest,
     decoder_config,
     load_config,
-    planner_options,
+    planner_setting,
 )
 from longshore.config.check import lane_align, shared_heads
 from longshore.config.schema import ModelConfig, ParallelConfig, PlanConfig
-from longshore.plan import make_plan
+from longshore.plan.planner import plan_step
 
 DEMO = load_config(None)
 
@@ -31,10 +31,10 @@ def test_the_demo_mixes_packs_of_several_cp_sizes():
     data = DEMO.data
     lengths = mock_lengths(data.mock, count=data.count, seed=data.seed).tolist()
     assert max(lengths) > 20 * sorted(lengths)[len(lengths) // 2]
-    options = planner_options(DEMO, lanes=4, capacity=2048, decoder=decoder_config(DEMO.model))
+    setting = planner_setting(DEMO, lanes=4, capacity=2048, decoder=decoder_config(DEMO.model))
     sizes = []
     for start in range(0, 64 * data.batch, data.batch):
-        plan = make_plan(lengths[start : start + data.batch], **options)
+        plan = plan_step(lengths[start : start + data.batch], setting)
         sizes.append(frozenset(pack.cp_size for round_ in plan.rounds for pack in round_.packs))
     assert frozenset.union(*sizes) == {1, 2, 4}
     assert frozenset({1, 2}) in sizes
@@ -43,12 +43,12 @@ def test_the_demo_mixes_packs_of_several_cp_sizes():
 def test_the_planner_gets_what_is_given():
     plan = PlanConfig(policy="static", cp_size=2, max_cp=2, max_sequences=9, align=16)
     config = replace(DEMO, plan=plan)
-    options = planner_options(config, lanes=4, capacity=512, decoder=decoder_config(DEMO.model))
-    setting = make_plan([100, 200], **options).setting
+    setting = planner_setting(config, lanes=4, capacity=512, decoder=decoder_config(DEMO.model))
     assert (setting.lanes, setting.capacity, setting.policy) == (4, 512, "static")
     assert (setting.cp_sizes, setting.max_sequences, setting.align) == ((1, 2), 9, 16)
-    without = planner_options(DEMO, lanes=4, capacity=512, decoder=decoder_config(DEMO.model))
-    assert [without[name] for name in ("cp_size", "max_cp", "max_sequences", "heads")] == [None] * 4
+    assert setting.cp_size == 2
+    without = planner_setting(DEMO, lanes=4, capacity=512, decoder=decoder_config(DEMO.model))
+    assert (without.cp_size, without.cp_sizes, without.max_sequences) == (0, (1, 2, 4), None)
 
 
 def test_heads_limit_the_cp_sizes_only_where_they_are_shared():
@@ -57,7 +57,8 @@ def test_heads_limit_the_cp_sizes_only_where_they_are_shared():
     assert shared_heads(decoder, ParallelConfig()) is None
     config = replace(DEMO, parallel=replace(DEMO.parallel, attention="heads"))
     check_config(config, 8)
-    assert planner_options(config, lanes=8, capacity=512, decoder=decoder)["heads"] == 4
+    setting = planner_setting(config, lanes=8, capacity=512, decoder=decoder)
+    assert setting.cp_sizes == (1, 2, 4)
 
 
 def test_a_preset_with_other_numbers():
@@ -218,8 +219,8 @@ def test_the_tokens_of_a_lane_are_a_multiple_of_tp():
     mock = {**config.data.mock, "max_seq_len": 150}
     check_config(replace(config, data=replace(config.data, mock=mock)), 8)
     decoder = decoder_config(config.model)
-    options = planner_options(config, lanes=2, capacity=96, decoder=decoder)
-    assert (lane_align(config), options["align"]) == (12, 12)
+    setting = planner_setting(config, lanes=2, capacity=96, decoder=decoder)
+    assert (lane_align(config), setting.align) == (12, 12)
     small = replace(config, plan=replace(config.plan, capacity=11))
     with pytest.raises(ValueError, match=r"capacity is 11, .*tp 4 .*align 6 .*capacity to 12"):
         check_config(small, 8)
@@ -228,12 +229,12 @@ def test_the_tokens_of_a_lane_are_a_multiple_of_tp():
 def test_the_planner_costs_one_tensor_parallel_rank():
     decoder, parallel = preset("tiny-llama"), ParallelConfig(tp=2, attention="heads")
     whole, split = (
-        planner_options(replace(DEMO, parallel=each), lanes=2, capacity=512, decoder=decoder)
+        planner_setting(replace(DEMO, parallel=each), lanes=4, capacity=512, decoder=decoder)
         for each in (replace(parallel, tp=1), parallel)
     )
-    assert (whole["heads"], split["heads"]) == (4, 2)
-    assert split["profile"].quadratic == whole["profile"].quadratic / 2
-    assert split["profile"].node == whole["profile"].node // 2
+    assert (whole.cp_sizes, split.cp_sizes) == ((1, 2, 4), (1, 2))
+    assert split.profile.quadratic == whole.profile.quadratic / 2
+    assert split.profile.node == whole.profile.node // 2
     asked = replace(DEMO, parallel=parallel, plan=replace(DEMO.plan, max_cp=4))
     with pytest.raises(ValueError, match=r"max_cp is 4, .* the 2 heads .*of each of 2 TP ranks"):
         check_config(asked, 16)
@@ -242,25 +243,24 @@ def test_the_planner_costs_one_tensor_parallel_rank():
 def test_the_planner_knows_what_experts_over_ranks_wait_for():
     config = parallel_config(ep=4, tp=2)
     decoder = decoder_config(config.model)
-    options = planner_options(config, lanes=4, capacity=512, decoder=decoder)
-    setting = make_plan([100, 200], **options).setting
+    setting = planner_setting(config, lanes=4, capacity=512, decoder=decoder)
     assert (setting.tp, setting.ep, setting.align) == (2, 4, 2)
     shares = setting.shares
     assert 0 < sum(shares.tokenwise) < sum(shares.forward_linear + shares.backward_linear)
-    without = planner_options(parallel_config(tp=2), lanes=4, capacity=512, decoder=decoder)
-    assert "stage_costs" not in without
+    without = planner_setting(parallel_config(tp=2), lanes=4, capacity=512, decoder=decoder)
+    assert without.stage_costs is None
 
 
 def test_the_planner_costs_one_pipeline_rank():
     decoder = decoder_config(DEMO.model)
-    options = [
-        planner_options(
+    whole, split = (
+        planner_setting(
             replace(DEMO, parallel=ParallelConfig(pp=pp)), lanes=2, capacity=512, decoder=decoder
         )
         for pp in (1, 2)
-    ]
-    assert options[1]["profile"].linear == options[0]["profile"].linear / 2
-    assert options[1]["layout"].pp == 2
+    )
+    assert split.profile.linear == whole.profile.linear / 2
+    assert (split.pp, split.layout.count("|")) == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from longshore.report.run_page import experts_data, relative
 def journal_line(predicted, elapsed, experts=()):
     return JournalLine(
         number=1,
-        place=0,
+        start=0,
         size=1,
         predicted=np.array(predicted, dtype=float),
         elapsed=np.array(elapsed, dtype=float),

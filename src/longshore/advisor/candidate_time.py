@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 from longshore.advisor.candidates import AdviceTask, Candidate, ModelAxes
 from longshore.advisor.step_time import (
@@ -26,11 +25,11 @@ from longshore.advisor.step_time import (
 from longshore.arch.costs import parameter_count, step_flops
 from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.memory import ITEM_BYTES, dispatched
-from longshore.config.check import planner_options
+from longshore.config.check import planner_setting
 from longshore.plan.cost import CostProfile
-from longshore.plan.planner import make_plan
+from longshore.plan.planner import plan_step
 from longshore.plan.shapes import lane_packs, lane_tokens, padded_length
-from longshore.plan.types import Pack, Plan
+from longshore.plan.types import Pack, Plan, PlanSetting
 
 COMPARED = 24
 """Micro-batches of a plan whose cost is compared with the predicted seconds."""
@@ -191,7 +190,7 @@ class StepTimer:
     def planned(self, candidate: Candidate, lengths: Sequence[int], *, of: int = 0) -> StepTime:
         """A step with its plan; of: tokens of the whole step, of which these lengths are a part."""
         profile = self.profile(candidate)
-        plan = make_plan(lengths, **self._options(candidate, profile))
+        plan = plan_step(lengths, self._setting(candidate, profile))
         rounds = self._rounds_seconds(candidate, plan, profile)
         tokens = sum(lengths)
         flops = step_flops(self.task.decoder, list(lengths))
@@ -201,15 +200,15 @@ class StepTimer:
         seconds = rounds * share + self.update(candidate.axes).seconds
         return StepTime(plan, seconds, of, round(flops * share))
 
-    def _options(self, candidate: Candidate, profile: CostProfile) -> dict[str, Any]:
+    def _setting(self, candidate: Candidate, profile: CostProfile) -> PlanSetting:
         task = self.task
-        options = planner_options(
+        setting = planner_setting(
             task.config(candidate),
             lanes=candidate.axes.lanes,
             capacity=candidate.capacity,
             decoder=task.decoder,
         )
-        return {**options, "profile": profile}
+        return replace(setting, profile=profile)
 
     def _step_seconds(self, candidate: Candidate, plan: Plan, rounds: float) -> float:
         """One lane's rounds are known one by one: over a step the host runs ahead."""

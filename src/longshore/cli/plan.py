@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -25,7 +26,15 @@ from longshore.data.batches import Batches, BatchSize, Place
 from longshore.files import write_atomically
 from longshore.plan.cost import BUILT_IN, CostProfile, Ints
 from longshore.plan.lengths_file import Lengths, demo_lengths, read_lengths
-from longshore.plan.types import DEFAULT_POLICY, POLICIES, Plan, policy_named, policy_names
+from longshore.plan.planner import plan_setting
+from longshore.plan.types import (
+    DEFAULT_POLICY,
+    POLICIES,
+    Plan,
+    PlanSetting,
+    policy_named,
+    policy_names,
+)
 from longshore.report.pages import plan_summary, plans_as_json, write_plan_page
 from longshore.settings import CPSizes, SettingError, Sync, as_option, names_of
 from longshore.user_code import FUNCTION_NAME
@@ -162,11 +171,12 @@ def _plan(args: argparse.Namespace) -> None:
     policy = args.policy or DEFAULT_POLICY
     if policy not in POLICIES:
         working_folder_last()
+    setting = plan_setting(policy=policy, **options)
     others: dict[str, list[Plan] | str] = {}
     try:
-        plans = _plan_steps(steps, policy, options)
+        plans = _plan_steps(steps, setting)
         if args.html:
-            others = {name: _compare(steps, name, options) for name in COMPARED if name != policy}
+            others = {name: _compare(steps, name, setting) for name in COMPARED if name != policy}
     finally:
         _progress("")
     if args.json:
@@ -312,31 +322,31 @@ def _write(path: str, write: Callable[[str], object]) -> None:
         raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
 
 
-def _plan_steps(steps: Seq[Lengths], policy: str, options: dict[str, Any]) -> list[Plan]:
-    _check_longest(steps, policy, options)
+def _plan_steps(steps: Seq[Lengths], setting: PlanSetting) -> list[Plan]:
+    _check_longest(steps, setting)
     plans = []
     for number, step in enumerate(steps, start=1):
-        _progress(f"planning {policy}, step {number} of {len(steps)} …")
-        plans.append(step.plan(policy, options))
+        _progress(f"planning {setting.policy}, step {number} of {len(steps)} …")
+        plans.append(step.plan(setting))
     return plans
 
 
-def _check_longest(steps: Seq[Lengths], policy: str, options: dict[str, Any]) -> None:
+def _check_longest(steps: Seq[Lengths], setting: PlanSetting) -> None:
     """Plans the longest sequence of all steps, or given pack, alone: if one is refused, it is."""
     longest, most = steps[0].part([0]), 0
     for step in steps:
         alone = [(place,) for place in range(len(step.lengths))]
-        for places in step.packs() if policy_named(policy).needs_packs else alone:
+        for places in step.packs() if setting.planned_by.needs_packs else alone:
             if (tokens := sum(step.lengths[place] for place in places)) > most:
                 longest, most = step.part(places), tokens
-    longest.plan(policy, options)
+    longest.plan(setting)
 
 
-def _compare(steps: Seq[Lengths], policy: str, options: dict[str, Any]) -> list[Plan] | str:
+def _compare(steps: Seq[Lengths], policy: str, setting: PlanSetting) -> list[Plan] | str:
     """Another policy's plans, or why it was refused. Only some policies take a CP size."""
-    own = {k: v for k, v in options.items() if k != "cp_size" or policy_named(policy).one_cp_size}
+    cp_size = setting.cp_size if policy_named(policy).one_cp_size else 0
     try:
-        return _plan_steps(steps, policy, own)
+        return _plan_steps(steps, replace(setting, policy=policy, cp_size=cp_size))
     except SettingError as error:
         return error.spelled(as_option)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """RunConfig: a run in six sections, read from a recipe and checked before torch is imported."""
 
-from longshore.config.check import check_config, check_longest, decoder_config, planner_options
+from longshore.config.check import check_config, check_longest, decoder_config, planner_setting
 from longshore.config.load import load_config, with_defaults
 from longshore.config.schema import RunConfig
 
@@ -10,6 +10,6 @@ __all__ = [
     "check_longest",
     "decoder_config",
     "load_config",
-    "planner_options",
+    "planner_setting",
     "with_defaults",
 ]

@@ -68,9 +68,9 @@ from longshore.config.schema import (
 )
 from longshore.plan.cost import BUILT_IN, CostProfile
 from longshore.plan.layout import Layout, layout_stages
-from longshore.plan.planner import make_plan
+from longshore.plan.planner import plan_setting, plan_step
 from longshore.plan.shapes import make_buckets
-from longshore.plan.types import DEFAULT_POLICY, policy_named
+from longshore.plan.types import DEFAULT_POLICY, PlanSetting, policy_named
 from longshore.settings import GraphLayer, SettingError, names_of
 from longshore.user_code import check_module_exists, describe_error, load_module, load_object
 
@@ -416,33 +416,37 @@ def _check_written(config: RunConfig, decoder: DecoderConfig) -> None:
         ) from None
 
 
-def planner_options(
+def planner_setting(
     config: RunConfig, *, lanes: int, capacity: int, decoder: DecoderConfig
-) -> dict[str, Any]:
-    """What make_plan takes besides the lengths."""
+) -> PlanSetting:
+    """What the run's steps are planned with."""
     plan, layout = config.plan, pipeline_layout(config, decoder)
     cost = run_cost(config, decoder, lanes=lanes, capacity=capacity)
-    return {
-        "lanes": lanes,
-        "capacity": capacity,
+    # How stages share a round's cost matters with a pipeline, or experts over ranks.
+    shares = layout.pp > 1 or config.parallel.ep > 1
+    recompute = config.train.recompute == "blocks"
+    return plan_setting(
+        lanes=lanes,
+        capacity=capacity,
         # The data's packs come with each step; without them, as for held-out data, any policy does.
-        "policy": DEFAULT_POLICY if policy_named(plan.policy).needs_packs else plan.policy,
-        "sync": plan.sync,
-        "profile": cost.on_ranks(tp=config.parallel.tp, pp=layout.pp),
-        "cp_size": plan.cp_size or None,
-        "min_cp": plan.min_cp,
-        "max_cp": plan.max_cp or None,
-        "cp_sizes": plan.cp_sizes,
-        "heads": shared_heads(decoder, config.parallel),
-        "max_sequences": plan.max_sequences or None,
-        "align": lane_align(config),
-        "buckets": lane_buckets(config, capacity),
-        "tp": config.parallel.tp,
-        "ep": config.parallel.ep,
-        "pp": layout.pp,
-        "vpp": layout.vpp,
-        **_stage_options(config, decoder, layout),
-    }
+        policy=DEFAULT_POLICY if policy_named(plan.policy).needs_packs else plan.policy,
+        sync=plan.sync,
+        profile=cost.on_ranks(tp=config.parallel.tp, pp=layout.pp),
+        cp_size=plan.cp_size or None,
+        min_cp=plan.min_cp,
+        max_cp=plan.max_cp or None,
+        cp_sizes=plan.cp_sizes,
+        heads=shared_heads(decoder, config.parallel),
+        max_sequences=plan.max_sequences or None,
+        align=lane_align(config),
+        buckets=lane_buckets(config, capacity),
+        tp=config.parallel.tp,
+        ep=config.parallel.ep,
+        pp=layout.pp,
+        vpp=layout.vpp,
+        layout=layout if shares else None,
+        stage_costs=stage_costs(decoder, layout, recompute=recompute) if shares else None,
+    )
 
 
 def run_cost(
@@ -463,14 +467,6 @@ def run_cost(
             recompute=config.train.recompute == "blocks",
             ep=config.parallel.ep,
         )
-
-
-def _stage_options(config: RunConfig, decoder: DecoderConfig, layout: Layout) -> dict[str, Any]:
-    """The stages, and how they share a round's cost: with a pipeline, or experts over ranks."""
-    if layout.pp == 1 and config.parallel.ep == 1:
-        return {}
-    recompute = config.train.recompute == "blocks"
-    return {"layout": layout, "stage_costs": stage_costs(decoder, layout, recompute=recompute)}
 
 
 def shared_heads(decoder: DecoderConfig, parallel: ParallelConfig) -> int | None:
@@ -603,10 +599,10 @@ def _check_heads(plan: PlanConfig, heads: int | None, *, tp: int) -> None:
 
 
 def _try_plan(config: RunConfig, lanes: int, *, capacity: int, longest: int) -> None:
-    options = planner_options(
+    setting = planner_setting(
         config, lanes=lanes, capacity=capacity, decoder=decoder_config(config.model)
     )
-    make_plan([longest], **options)
+    plan_step([longest], setting)
 
 
 def _check_evaluation(config: RunConfig) -> None:

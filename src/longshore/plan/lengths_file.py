@@ -18,10 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
-from longshore.plan.planner import make_plan
-from longshore.plan.types import Plan, policy_named
+from longshore.plan.planner import plan_step
+from longshore.plan.types import Plan, PlanSetting
 from longshore.settings import SettingError
 
 HEADERS = (["length"], ["length", "pack"])
@@ -63,19 +62,19 @@ class Lengths:
             members.setdefault(label, []).append(i)
         return [tuple(pack) for pack in members.values()]
 
-    def plan(self, policy: str, options: Mapping[str, Any]) -> Plan:
-        """make_plan of all these lengths as one step; its errors name the file and the line."""
-        needs_packs = policy_named(policy).needs_packs
+    def plan(self, setting: PlanSetting) -> Plan:
+        """Plans all these lengths as one step; errors name the file and the line."""
+        needs_packs = setting.planned_by.needs_packs
         if needs_packs and not self.labels:
             raise SettingError(
                 "{name}: {policy} {given} needs to know your packs; make 'length,pack' the first "
                 "line and name the pack of each sequence in a second column",
                 name=self.name,
-                given=policy,
+                given=setting.policy,
             )
         packs = self.packs() if needs_packs else None
         try:
-            return make_plan(self.lengths, policy=policy, packs=packs, **options)
+            return plan_step(self.lengths, setting, packs=packs)
         except SettingError as error:
             if where := self._where(error.values):
                 raise SettingError(error.message, **{**error.values, "where": where}) from None

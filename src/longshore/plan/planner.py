@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 import numpy as np
 
@@ -34,11 +34,11 @@ from longshore.plan.types import (
 from longshore.settings import SettingError, Sync, names_of
 
 GivenPack = Iterable[int] | tuple[int, Iterable[int]]
-"""Places of a pack's sequences; or the CP size it must have, and these."""
+"""Indices of a pack's sequences; or the CP size it must have, and these."""
 PlacedPack = tuple[int, int, Iterable[int]]
-"""The first lane, the CP size, and the places of the sequences."""
+"""The first lane, the CP size, and the indices of the sequences."""
 LARGEST = 2**40
-"""Of lengths, capacities and counts: beyond, sums would not fit into 64 bits."""
+"""Limit of lengths, capacities and counts: beyond, sums would not fit into 64 bits."""
 
 
 def make_plan(
@@ -76,48 +76,67 @@ def make_plan(
     multiple of this, and of tp. buckets: and then to one of these. tp, ep: ranks that heads, and
     that experts are split over. pp, vpp: pipeline ranks, and stages for each. layout: the stages,
     and stage_costs: how they share a round's cost; by default evenly. packs: for policy `given`,
-    the places of each pack's sequences, or (CP size, places). rounds: instead of packs, whole
-    rounds of (first lane, CP size, places), which become the plan as they are.
+    the indices of each pack's sequences, or (CP size, indices). rounds: instead of packs, whole
+    rounds of (first lane, CP size, indices), which become the plan as they are.
     """
-    started = time.perf_counter()
-    sequences = tuple(_sequence(place, entry) for place, entry in enumerate(lengths))
-    counts = _whole_numbers(
+    setting = plan_setting(
         lanes=lanes,
         capacity=capacity,
+        policy=policy,
+        sync=sync,
+        profile=profile,
         cp_size=cp_size,
         min_cp=min_cp,
         max_cp=max_cp,
+        cp_sizes=cp_sizes,
         heads=heads,
         max_sequences=max_sequences,
         align=align,
+        buckets=buckets,
         tp=tp,
         ep=ep,
         pp=pp,
         vpp=vpp,
+        layout=layout,
+        stage_costs=stage_costs,
     )
-    setting = _setting(counts, policy=policy, sync=sync, profile=profile, kind=cp_sizes)
-    setting = _with_stages(_with_buckets(setting, buckets), layout, stage_costs)
-    chosen = load_policy(policy)
-    task = _task(setting, sequences, counts.get("cp_size", 0), packs, rounds)
-    choice = Choice(task, may_split=not chosen.fixed_packs)
-    chosen.run(task, choice)
-    settled = choice.settle()
-    stats = _stats(task, sequences, settled, started)
-    return Plan(setting, sequences, settled, stats, plan_digest(setting, sequences, settled))
+    return plan_step(lengths, setting, packs=packs, rounds=rounds)
 
 
-def _setting(
-    counts: dict[str, int], *, policy: str, sync: str, profile: CostProfile, kind: str
+def plan_setting(
+    *,
+    lanes: int,
+    capacity: int,
+    policy: str = DEFAULT_POLICY,
+    sync: str = "round",
+    profile: CostProfile = BUILT_IN,
+    cp_size: int | None = None,
+    min_cp: int = 1,
+    max_cp: int | None = None,
+    cp_sizes: str = "pow2",
+    heads: int | None = None,
+    max_sequences: int | None = None,
+    align: int = 1,
+    buckets: Iterable[int] = (),
+    tp: int = 1,
+    ep: int = 1,
+    pp: int = 1,
+    vpp: int = 1,
+    layout: Layout | None = None,
+    stage_costs: StageCosts | None = None,
 ) -> PlanSetting:
-    """kind: of the legal CP sizes."""
-    return PlanSetting(
+    """The setting that make_plan's keywords ask for; raises where no step could be planned."""
+    counts = _whole_numbers(lanes=lanes, capacity=capacity, cp_size=cp_size, min_cp=min_cp)
+    counts |= _whole_numbers(max_cp=max_cp, heads=heads, max_sequences=max_sequences, align=align)
+    counts |= _whole_numbers(tp=tp, ep=ep, pp=pp, vpp=vpp)
+    setting = PlanSetting(
         lanes=counts["lanes"],
         capacity=counts["capacity"],
         policy=policy,
         sync=sync,
         cp_sizes=legal_cp_sizes(
             counts["lanes"],
-            kind=kind,
+            kind=cp_sizes,
             min_cp=counts["min_cp"],
             max_cp=counts.get("max_cp"),
             heads=counts.get("heads"),
@@ -129,13 +148,33 @@ def _setting(
         vpp=counts["vpp"],
         tp=counts["tp"],
         ep=counts["ep"],
+        cp_size=counts.get("cp_size", 0),
     )
-
-
-def _with_buckets(setting: PlanSetting, buckets: Iterable[int]) -> PlanSetting:
     sizes = [_whole_numbers(buckets=size)["buckets"] for size in buckets]
     rising = check_buckets(sizes, capacity=setting.capacity, align=setting.align)
-    return replace(setting, buckets=rising)
+    setting = _with_stages(replace(setting, buckets=rising), layout, stage_costs)
+    load_policy(policy)
+    _check_setting(setting)
+    return setting
+
+
+def plan_step(
+    lengths: Iterable[int | Sequence],
+    setting: PlanSetting,
+    *,
+    packs: Iterable[GivenPack] | None = None,
+    rounds: Iterable[Iterable[PlacedPack]] | None = None,
+) -> Plan:
+    """make_plan with a setting that plan_setting has checked."""
+    started = time.perf_counter()
+    sequences = tuple(_sequence(number, entry) for number, entry in enumerate(lengths))
+    policy = load_policy(setting.policy)
+    task = _task(setting, sequences, packs, rounds)
+    choice = Choice(task, may_split=not policy.fixed_packs)
+    policy.run(task, choice)
+    settled = choice.settle()
+    stats = _stats(task, sequences, settled, started)
+    return Plan(setting, sequences, settled, stats, plan_digest(setting, sequences, settled))
 
 
 def _with_stages(
@@ -160,28 +199,22 @@ def _with_stages(
     return replace(setting, layout=text, stage_costs=stage_costs)
 
 
-def _sequence(place: int, entry: int | Sequence) -> Sequence:
+def _sequence(number: int, entry: int | Sequence) -> Sequence:
     given = entry.length if isinstance(entry, Sequence) else entry
     length = _index(given)
     if length is None:
-        raise _about_sequence(
-            place, "its length is {given!r}, which is not a whole number of tokens", given=given
+        problem = "its length is {given!r}, which is not a whole number of tokens"
+    elif length > LARGEST:
+        problem = f"its length is {length}, more than {LARGEST}"
+    elif length < 1:
+        problem = (
+            f"its length is {length}; a sequence has at least 1 token, so leave empty ones out"
         )
-    if length > LARGEST:
-        raise _about_sequence(place, f"its length is {length}, more than {LARGEST}")
-    if length < 1:
-        raise _about_sequence(
-            place,
-            f"its length is {length}; a sequence has at least 1 token, so leave empty ones out",
-        )
-    return entry if isinstance(entry, Sequence) else Sequence(place, length, length)
-
-
-def _about_sequence(place: int, problem: str, **values: object) -> SettingError:
-    """An error whose `where` a caller may replace, for example by a line of a file."""
-    return SettingError(
-        f"{{where}}: {problem}", where=f"sequence {place}", sequence=place, **values
-    )
+    else:
+        return entry if isinstance(entry, Sequence) else Sequence(number, length, length)
+    # A caller may replace `where`, for example by a line of a file.
+    where = f"sequence {number}"
+    raise SettingError(f"{{where}}: {problem}", where=where, sequence=number, given=given)
 
 
 def _whole_numbers(**values: object) -> dict[str, int]:
@@ -208,29 +241,27 @@ def _index(value: object) -> int | None:
     return operator.index(value)
 
 
-def _place(value: object) -> int:
-    place = _index(value)
-    if place is None:
-        raise ValueError(f"packs: {value!r} is not the number of a sequence")
-    return place
-
-
 def _sized_pack(pack: GivenPack) -> tuple[int, tuple[int, ...]]:
-    """A pack's CP size, 0 if it may have any, and its places."""
-    entries: tuple[Any, ...] = tuple(pack)
+    """A pack's CP size, 0 if it may have any, and the numbers of its sequences."""
+    size, entries = 0, tuple(cast(Iterable[Any], pack))
     if len(entries) == 2 and isinstance(entries[1], Iterable) and not isinstance(entries[1], str):
-        return _whole_numbers(cp_size=entries[0])["cp_size"], tuple(map(_place, entries[1]))
-    return 0, tuple(map(_place, entries))
+        size, entries = _whole_numbers(cp_size=entries[0])["cp_size"], tuple(entries[1])
+    numbers = []
+    for entry in entries:
+        if (number := _index(entry)) is None:
+            raise ValueError(f"packs: {entry!r} is not the number of a sequence")
+        numbers.append(number)
+    return size, tuple(numbers)
 
 
 def _task(
     setting: PlanSetting,
     sequences: tuple[Sequence, ...],
-    cp_size: int,
     packs: Iterable[GivenPack] | None,
     rounds: Iterable[Iterable[PlacedPack]] | None,
 ) -> Task:
-    _check_setting(setting, sequences, cp_size)
+    if not sequences:
+        raise ValueError("there are no sequences to plan; give at least one length")
     _check_given(setting, packs, rounds)
     sized = [_sized_pack(pack) for pack in (() if packs is None else packs)]
     pack_sizes, own_packs = tuple(size for size, _ in sized), tuple(pack for _, pack in sized)
@@ -242,7 +273,6 @@ def _task(
         lengths=lengths,
         table=table_for(setting, lengths),
         capacity=usable_capacity(setting.capacity, setting.align),
-        cp_size=cp_size,
         packs=own_packs,
         pack_sizes=pack_sizes,
         rounds=None if rounds is None else [list(round_) for round_ in rounds],
@@ -251,9 +281,8 @@ def _task(
     return task
 
 
-def _check_setting(setting: PlanSetting, sequences: tuple[Sequence, ...], cp_size: int) -> None:
-    if not sequences:
-        raise ValueError("there are no sequences to plan; give at least one length")
+def _check_setting(setting: PlanSetting) -> None:
+    cp_size = setting.cp_size
     if setting.sync not in names_of(Sync):
         raise SettingError("{sync} is {given!r}; it may be 'round' or 'step'", given=setting.sync)
     if setting.sync == "step" and setting.pp > 1:
@@ -313,13 +342,13 @@ def _check_packs(
     *,
     sequences: int,
 ) -> None:
-    uses = Counter(place for pack in packs for place in pack)
-    for place in range(sequences):
-        if uses[place] != 1:
+    uses = Counter(sequence for pack in packs for sequence in pack)
+    for sequence in range(sequences):
+        if uses[sequence] != 1:
             raise SettingError(
-                f"{{where}} is in {uses[place]} packs; it must be in one",
-                where=f"packs: sequence {place}",
-                sequence=place,
+                f"{{where}} is in {uses[sequence]} packs; it must be in one",
+                where=f"packs: sequence {sequence}",
+                sequence=sequence,
             )
     if unknown := sorted(set(uses) - set(range(sequences))):
         raise ValueError(f"packs: there is no sequence {unknown[0]}; the last is {sequences - 1}")
@@ -361,7 +390,7 @@ def _check_fit(task: Task, sequences: tuple[Sequence, ...]) -> None:
 def _too_long(
     task: Task, sizes: tuple[int, ...], longest: int, *, tokens: int, needed: int
 ) -> SettingError:
-    """longest: the place of the sequence, or of the given pack."""
+    """The error about a sequence, or a given pack, with the index `longest`."""
     setting, kind = task.setting, "pack" if task.packs else "sequence"
     at = f"CP size {sizes[-1]}" if len(sizes) == 1 else f"any CP size (up to {sizes[-1]})"
     aligned = -(-needed // setting.align) * setting.align

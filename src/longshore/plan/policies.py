@@ -88,8 +88,6 @@ class Task:
     """Costs and tokens, a row for each sequence."""
     capacity: int
     """The most tokens a lane holds in a round, after alignment."""
-    cp_size: int
-    """The one CP size that a policy must use, or 0."""
     packs: tuple[tuple[int, ...], ...]
     """The caller's packs, for a policy that needs them."""
     pack_sizes: tuple[int, ...] = ()
@@ -100,6 +98,11 @@ class Task:
     @property
     def lanes(self) -> int:
         return self.setting.lanes
+
+    @property
+    def cp_size(self) -> int:
+        """The one CP size that a policy must use, or 0."""
+        return self.setting.cp_size
 
     @property
     def cp_sizes(self) -> tuple[int, ...]:

@@ -140,6 +140,8 @@ class PlanSetting:
     """Ranks that experts are split over, across lanes and TP ranks: it divides lanes · tp."""
     buckets: tuple[int, ...] = ()
     """A lane's tokens are padded to one of these, rising up to the capacity; (): to `align`."""
+    cp_size: int = 0
+    """The one CP size of a policy that has one; 0: the policy chooses."""
 
     @property
     def shares(self) -> StageCosts:

@@ -140,7 +140,7 @@ def check_input(steps: Seq[Plan], comparisons: Comparisons) -> None:
 
 
 def setting_data(setting: PlanSetting) -> Json:
-    names = [name for name in PlanSetting.__slots__ if name != "stage_costs"]
+    names = [name for name in PlanSetting.__slots__ if name not in ("stage_costs", "cp_size")]
     data = {name: getattr(setting, name) for name in names}
     return {**data, "profile": setting.profile.as_json(), "cp_sizes": list(setting.cp_sizes)}
 

@@ -33,7 +33,7 @@ from longshore.config.check import (
     lane_align,
     no_gpu,
     pipeline_layout,
-    planner_options,
+    planner_setting,
     shared_heads,
 )
 from longshore.config.located import settings_in_keys
@@ -49,7 +49,7 @@ from longshore.plan.graph_use import (
     steady_cap,
 )
 from longshore.plan.layout import Layout
-from longshore.plan.planner import make_plan
+from longshore.plan.planner import plan_step
 from longshore.plan.shapes import legal_cp_sizes
 from longshore.plan.types import Plan, policy_named
 from longshore.run.data import batch_size
@@ -87,10 +87,10 @@ def graph_setting(
     halves = config.train.recompute == "none"
     if graph.max_sequences != "auto":
         return GraphSetting(graph.max_sequences, halves), []
-    options = planner_options(config, lanes=lanes, capacity=capacity, decoder=decoder)
+    setting = planner_setting(config, lanes=lanes, capacity=capacity, decoder=decoder)
     data = config.data
     batches = Batches(lengths, batch_size(config), seed=data.seed, shuffle=data.shuffle)
-    plans = list(sampled_plans(batches, partial(make_plan, **options)))
+    plans = list(sampled_plans(batches, partial(plan_step, setting=setting)))
     cap = steady_cap(plans, graph.coverage)
     return GraphSetting(cap, halves), [_cap_note(MicroBatchSizes.of(plans), cap, halves=halves)]
 

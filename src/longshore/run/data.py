@@ -379,7 +379,7 @@ def given_planner(
 ) -> Callable[[Sequence[PlanSequence]], Plan]:
     """A planner of steps whose packs, and their CP sizes if there are any, the data have as fields.
 
-    plan: make_plan with all other options. groups: of `step_groups`. Packs that no step could
+    plan: takes a step's sequences and packs. groups: of `step_groups`. Packs that no step could
     train are refused here, before the first one.
     """
     with in_keys("plan.policy"):
@@ -400,7 +400,7 @@ def given_planner(
             for size, places in zip(asked, members.values(), strict=True)
         ]
         try:
-            return plan(sequences, policy="given", packs=packs)
+            return plan(sequences, packs=packs)
         except SettingError as error:
             number = error.values.get("pack")
             if not isinstance(number, int):

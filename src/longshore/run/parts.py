@@ -27,17 +27,16 @@ For train.loss=dpo all pairs are looked at once: each has one sequence of either
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from longshore.config.check import LAYERS, check_longest, graph_layers, planner_options
+from longshore.config.check import LAYERS, check_longest, graph_layers, planner_setting
 from longshore.config.check_data import loss_columns
 from longshore.config.located import in_keys, of_held_out, settings_in_keys
 from longshore.config.schema import RunConfig
@@ -62,8 +61,8 @@ from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import keep_gathered_memory
 from longshore.parallel.pipeline import EmbeddingCopies, Model, Stages, stages_of, whole_name
 from longshore.parallel.shards import fill
-from longshore.plan.planner import make_plan
-from longshore.plan.types import Plan, Sequence
+from longshore.plan.planner import GivenPack, plan_step
+from longshore.plan.types import Plan, PlanSetting, Sequence
 from longshore.run.auto import graph_bytes
 from longshore.run.data import batch_size, given_planner, has_given_packs, held_out, step_groups
 from longshore.run.job import TrainingJob, longest_of, open_source
@@ -324,17 +323,19 @@ def _fill(model: LanguageModel, job: TrainingJob) -> None:
 
 
 def make_planner(job: TrainingJob, refiner: Refiner | None = None) -> Callable[..., Plan]:
-    """make_plan with all of its options given; only the sequences of a step are missing."""
-    options = _planner_options(job)
-    if refiner is None:
-        return partial(make_plan, **options)
-    return lambda sequences, **given: make_plan(
-        sequences, **{**options, "profile": refiner.profile, **given}
-    )
+    """Plans a step from its sequences, and from its packs where the data have them."""
+    setting = _planner_setting(job)
+
+    def planner(sequences: Iterable[Sequence], *, packs: Iterable[GivenPack] | None = None) -> Plan:
+        profile = setting.profile if refiner is None else refiner.profile
+        policy = setting.policy if packs is None else "given"
+        return plan_step(sequences, replace(setting, profile=profile, policy=policy), packs=packs)
+
+    return planner
 
 
-def _planner_options(job: TrainingJob) -> dict[str, Any]:
-    return planner_options(
+def _planner_setting(job: TrainingJob) -> PlanSetting:
+    return planner_setting(
         job.config,
         lanes=job.topology.lanes,
         capacity=job.resolved.capacity,
@@ -345,7 +346,7 @@ def _planner_options(job: TrainingJob) -> dict[str, Any]:
 def make_refiner(job: TrainingJob) -> Refiner:
     """What corrects the cost profile of the run's plans."""
     return Refiner(
-        _planner_options(job)["profile"],
+        _planner_setting(job).profile,
         prefetch=job.config.data.prefetch,
         lane=job.topology.lane,
         pp=job.topology.pp,
