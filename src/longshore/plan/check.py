@@ -28,10 +28,10 @@ def check_step(plan: Plan, sequences: Seq[Sequence], *, lanes: int) -> None:
             f"the plan has {len(plan.sequences)} sequences, but the step has {len(sequences)}; "
             "a planner must keep every sequence"
         )
-    for place, (has, given) in enumerate(zip(plan.sequences, sequences, strict=True)):
+    for number, (has, given) in enumerate(zip(plan.sequences, sequences, strict=True)):
         if has != given:
             raise ValueError(
-                f"sequence {place}: the plan has {has}, but the planner was given {given}; a "
+                f"sequence {number}: the plan has {has}, but the planner was given {given}; a "
                 "planner must not change or reorder sequences"
             )
     check(plan)
@@ -68,16 +68,9 @@ def check_rounds(rounds: Seq[Round], *, setting: PlanSetting, lengths: Seq[int])
 
 
 def _sane_setting(setting: PlanSetting) -> None:
-    numbers = {
-        "lanes": setting.lanes,
-        "capacity": setting.capacity,
-        "align": setting.align,
-        "pp": setting.pp,
-        "vpp": setting.vpp,
-        "tp": setting.tp,
-        "ep": setting.ep,
-        "the smallest CP size": min(setting.cp_sizes, default=0),
-    }
+    names = ("lanes", "capacity", "align", "pp", "vpp", "tp", "ep")
+    numbers: dict[str, int] = {name: getattr(setting, name) for name in names}
+    numbers["the smallest CP size"] = min(setting.cp_sizes, default=0)
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"plan: {name} is {number}; it must be at least 1")
@@ -91,30 +84,24 @@ def _sane_setting(setting: PlanSetting) -> None:
         )
     if setting.ep > 1 and setting.sync == "step":
         raise ValueError(f"plan: sync 'step' does not work with ep {setting.ep}; use 'round'")
-    _sane_buckets(setting)
-
-
-def _sane_buckets(setting: PlanSetting) -> None:
     buckets, most = setting.buckets, setting.capacity - setting.capacity % setting.align
-    if not buckets:
-        return
     if any(size < 1 or size % setting.align for size in buckets):
         raise ValueError(f"plan: buckets are {buckets}; each must be a multiple of {setting.align}")
-    if sorted(set(buckets)) != list(buckets) or buckets[-1] != most:
+    if buckets and (sorted(set(buckets)) != list(buckets) or buckets[-1] != most):
         raise ValueError(f"plan: buckets are {buckets}; they must rise, up to the capacity {most}")
 
 
 def _each_sequence_once(rounds: Seq[Round], sequences: int) -> None:
     times = [0] * sequences
     for number, round_ in enumerate(rounds):
-        for place in (place for pack in round_.packs for place in pack.sequences):
-            if not 0 <= place < sequences:
-                raise ValueError(f"round {number}: there is no sequence {place}")
-            times[place] += 1
-    for place, count in enumerate(times):
+        for sequence in (sequence for pack in round_.packs for sequence in pack.sequences):
+            if not 0 <= sequence < sequences:
+                raise ValueError(f"round {number}: there is no sequence {sequence}")
+            times[sequence] += 1
+    for sequence, count in enumerate(times):
         if count != 1:
             raise ValueError(
-                f"sequence {place}: it is in the plan {count} times; it must be there once"
+                f"sequence {sequence}: it is in the plan {count} times; it must be there once"
             )
 
 
@@ -137,8 +124,8 @@ def _legal_group(setting: PlanSetting, pack: Pack, where: str) -> None:
 def _honest_tokens(pack: Pack, lengths: Seq[int], where: str) -> None:
     total = 0
     chunk = 1 if pack.cp_size == 1 else 2 * pack.cp_size
-    for place in pack.sequences:
-        length = lengths[place]
+    for sequence in pack.sequences:
+        length = lengths[sequence]
         total += length if length % chunk == 0 else length + chunk - length % chunk
     if total != pack.tokens_per_lane * pack.cp_size:
         raise ValueError(

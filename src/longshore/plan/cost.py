@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Sequence as Seq
 from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ class CostProfile:
         return result
 
     def square(self, length: int) -> float:
-        """Of one length."""
+        """What stands for the square of one length."""
         if not self.curve:
             return float(length) ** 2
         return float(self.squares(np.array([length], dtype=np.int64))[0])
@@ -106,15 +106,14 @@ class CostProfile:
         fewer lanes. What TP exchanges is left out; a stage hands whole tokens to the next.
         """
         each = tp * pp
-        return CostProfile(
+        return replace(
+            self,
             linear=self.linear / each,
             quadratic=self.quadratic / each,
             gather=(self.gather[0] / each, self.gather[1] / each),
             node=max(1, self.node // tp),
             pack=self.pack / pp,
             round=self.round / pp,
-            message=self.message,
-            curve=self.curve,
         )
 
     def sequence_cost(self, length: int, padded: int, cp_size: int) -> float:
@@ -211,14 +210,11 @@ def parse_profile(data: object, name: str) -> CostProfile:
             f"cost profile {name}: must be an object with exactly the keys {', '.join(keys)}, and "
             f"with a pipeline {', '.join(OPTIONAL_KEYS)}"
         )
-    curve = _parsed_curve(data.get("curve", []), name)
-    data = {key: value for key, value in data.items() if key != "curve"}
-    gather = data["gather"]
+    curve, gather = _parsed_curve(data.get("curve", []), name), data["gather"]
     if not isinstance(gather, list) or len(gather) != 2:
         raise ValueError(f"cost profile {name}: gather must be [inside a node, across nodes]")
-    for key, value in [*data.items(), ("gather", gather[0]), ("gather", gather[1])]:
-        if value is gather:
-            continue
+    numbers = [(key, value) for key, value in data.items() if key not in ("curve", "gather")]
+    for key, value in [*numbers, ("gather", gather[0]), ("gather", gather[1])]:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"cost profile {name}: {key} holds {value!r}, which is not a number")
         if value > LARGEST:
@@ -427,7 +423,9 @@ def share_out(
     pp: int,
     tokenwise: Seq[tuple[int, int]] = (),
 ) -> StageCosts:
-    """From each stage's (forward, backward) in any unit; a part that is 0 everywhere is even.
+    """How stages share costs, from each one's (forward, backward) in any unit.
+
+    A part that is 0 everywhere is even.
 
     tokenwise: what of `linear` is token-wise, in the same unit; without it, all.
     """

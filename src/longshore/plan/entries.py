@@ -47,9 +47,8 @@ class Spans:
 def whole_spans(offsets: Sequence[int], lengths: Sequence[int], ratio: int) -> Spans:
     """Spans of sequences that the lane holds whole, joined at these offsets.
 
-    ratio: 0 for no entries.
-
-    lengths: real tokens of each, and 0 for each span of padding that may follow.
+    lengths: real tokens of each, and 0 for each span of padding that may follow. ratio: 0 for no
+    entries.
     """
     joints = np.asarray(offsets, dtype=np.int64)
     real = np.asarray(lengths, dtype=np.int64)

@@ -325,7 +325,7 @@ def interleaved(rounds: int, *, pp: int, vpp: int) -> Order:
             f"{rounds} rounds cannot be interleaved over {pp} pipeline ranks; "
             f"add {-rounds % pp} empty rounds, or use one stage per rank"
         )
-    places = [
+    stage_rounds = [
         (stage, round_)
         for first in range(0, rounds, pp)
         for stage in range(vpp)
@@ -333,8 +333,8 @@ def interleaved(rounds: int, *, pp: int, vpp: int) -> Order:
     ]
     order = []
     for rank in range(pp):
-        forwards = [Action("forward", s * pp + rank, r) for s, r in places]
-        backwards = [Action("backward", (vpp - 1 - s) * pp + rank, r) for s, r in places]
+        forwards = [Action("forward", s * pp + rank, r) for s, r in stage_rounds]
+        backwards = [Action("backward", (vpp - 1 - s) * pp + rank, r) for s, r in stage_rounds]
         warmup = 2 * (pp - rank - 1) + (vpp - 1) * pp
         order.append(_alternate(forwards, backwards, warmup=warmup))
     return tuple(order)

@@ -130,9 +130,9 @@ class Aim:
     tolerance: float
     """How much more area an item may take to cost each lane less and be placed more evenly."""
     tight: bool
-    """Best fit below the height, and no place if nothing fits; else where the load is least."""
+    """Best fit below the height, and left if nothing fits; else where the load is least."""
     whole: bool = False
-    """Stop as soon as an item has no place."""
+    """Stop as soon as an item is left."""
 
 
 def choose_levels(problem: Problem, items: Ints, aim: Aim) -> NDArray[np.intp]:
@@ -205,17 +205,15 @@ class _Board:
         if aim.tight:
             left = blocks.best_fit(cost, tokens, aim)
         else:
-            left = blocks.worst_fit(cost, tokens, by_tokens=self._mostly_tokenwise(cost, tokens))
+            # Where most items are mostly token-wise, they should be even in tokens, not in cost.
+            by_tokens = False
+            if self.problem.tokenwise and not self.problem.is_apart:
+                apart = 2 * self.problem.tokenwise * tokens > cost
+                by_tokens = 2 * int(apart.sum()) > len(cost)
+            left = blocks.worst_fit(cost, tokens, by_tokens=by_tokens)
         self.levels.append((size, items, blocks.members))
         self._settle(blocks, size)
         return items[left]
-
-    def _mostly_tokenwise(self, cost: Ints, tokens: Ints) -> bool:
-        """Whether items should be even in tokens rather than in cost."""
-        if not self.problem.tokenwise or self.problem.is_apart:
-            return False
-        apart = 2 * self.problem.tokenwise * tokens > cost
-        return 2 * int(apart.sum()) > len(cost)
 
     def _settle(self, blocks: "_Blocks", size: int) -> None:
         lanes = self.problem.lanes // size * size

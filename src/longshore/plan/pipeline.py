@@ -18,7 +18,7 @@ from itertools import pairwise, permutations
 
 import numpy as np
 
-from longshore.plan.cost import Ints, StageCosts
+from longshore.plan.cost import CostTable, Ints, StageCosts
 from longshore.plan.packing import (
     EMPTY,
     NEVER,
@@ -36,56 +36,9 @@ from longshore.plan.types import Pack, Round
 Item = tuple[Round, Ints]
 
 
-class Splitter:
-    """Divides the packs of a round over two rounds, alike on every lane.
-
-    A lane whose pack has sequences of costs 5, 3 and 3 keeps the 5 in the first and has both 3 in
-    the second.
-    """
-
-    def __init__(self, maker: RoundColumns, shift: int) -> None:
-        self._maker, self._table, self._shift = maker, maker.table, shift
-        self._done: dict[int, tuple[Round, tuple[Item, Item]]] = {}
-
-    def halves(self, round_: Round) -> tuple[Item, Item]:
-        """The two rounds with their shifted columns; the second is empty if nothing divides."""
-        # Rounds are kept beside their halves, so no other round can take over an id.
-        if id(round_) not in self._done:
-            first, second = (self._build(round_, side) for side in self._sides(round_))
-            columns = np.array(self._maker.of([first, second]), dtype=object) >> self._shift
-            one, two = columns.astype(np.int64)
-            self._done[id(round_)] = round_, ((first, one), (second, two))
-        return self._done[id(round_)][1]
-
-    def _sides(self, round_: Round) -> list[list[set[int]]]:
-        """Which sequences of each pack go to either side, expensive ones first."""
-        by_cost = sorted(
-            (-self._table.costs_at(pack.cp_size)[sequence], number, sequence)
-            for number, pack in enumerate(round_.packs)
-            for sequence in pack.sequences
-        )
-        sides: list[list[set[int]]] = [[set() for _ in round_.packs] for _ in range(2)]
-        loads = [[0] * self._maker.lanes for _ in range(2)]
-        for negative, number, sequence in by_cost:
-            pack = round_.packs[number]
-            first, stop = pack.first_lane, pack.first_lane + pack.cp_size
-            new = [-negative if side[number] else self._table.pack - negative for side in sides]
-            right = max(loads[1][first:stop]) + new[1] < max(loads[0][first:stop]) + new[0]
-            sides[right][number].add(sequence)
-            load, cost = loads[right], new[right]
-            for lane in range(first, stop):
-                load[lane] += cost
-        return sides
-
-    def _build(self, round_: Round, side: list[set[int]]) -> Round:
-        packs = []
-        for pack, kept in zip(round_.packs, side, strict=True):
-            if kept:
-                column = self._table.tokens_at(pack.cp_size)
-                sequences = tuple(i for i in pack.sequences if i in kept)
-                tokens = sum(map(column.__getitem__, sequences))
-                packs.append(Pack(pack.first_lane, pack.cp_size, sequences, tokens))
-        return Round(tuple(packs))
+def make_pack(table: CostTable, first_lane: int, cp_size: int, sequences: tuple[int, ...]) -> Pack:
+    tokens = sum(map(table.tokens_at(cp_size).__getitem__, sequences))
+    return Pack(first_lane, cp_size, sequences, tokens)
 
 
 # Effort, counted in actions walked and never in time, so that every rank decides alike.
@@ -291,30 +244,30 @@ def _descend(
 
 
 def _neighbours(rounds: int, most: int) -> Ints:
-    """Swaps of two places and moves from one place to another, evenly thinned to `most` rows."""
+    """Swaps of two rounds and moves of one to another position, evenly thinned to `most` rows."""
     first, second = np.divmod(np.arange(rounds * rounds), rounds)
     swaps, moves = second > first, abs(first - second) > 1
     kinds = np.repeat([0, 1], [swaps.sum(), moves.sum()])
     pairs = np.concatenate([np.argwhere(swaps), np.argwhere(moves)])[:, 0]
     kept = np.arange(0, len(pairs), max(1, -(-len(pairs) // max(1, most))))
     i, j = first[pairs[kept], None], second[pairs[kept], None]
-    place = np.arange(rounds)[None, :]
-    swapped = np.where(place == i, j, np.where(place == j, i, place))
-    shifted = place + ((place >= i) & (place < j)) - ((place <= i) & (place > j))
-    moved = np.where(place == j, i, shifted)
+    position = np.arange(rounds)[None, :]
+    swapped = np.where(position == i, j, np.where(position == j, i, position))
+    shifted = position + ((position >= i) & (position < j)) - ((position <= i) & (position > j))
+    moved = np.where(position == j, i, shifted)
     rows: Ints = np.where(kinds[kept, None] == 0, swapped, moved)
     return rows
 
 
 def _split_while_faster(lineup: Lineup, pipe: Pipe, maker: RoundColumns) -> Lineup:
     """Cuts the longest rounds in two, some or all of them, as long as the finish falls."""
-    splitter = Splitter(maker, pipe.shift)
+    halves: dict[int, tuple[Round, list[Item]]] = {}
     for _ in range(SPLIT_GENERATIONS):
         work = pipe.work(lineup.columns)
         if (lineup.finish - work) * SMALL_BUBBLE < work:
             break
         tried = [lineup]
-        for items in _proposals(lineup, pipe, splitter):
+        for items in _proposals(lineup, pipe, maker, halves):
             columns = np.stack([column for _, column in items])
             few = pipe.actions(len(items)) <= SPLIT_ACTIONS
             if few and order_bound(columns, pp=pipe.pp) < lineup.finish:
@@ -326,8 +279,13 @@ def _split_while_faster(lineup: Lineup, pipe: Pipe, maker: RoundColumns) -> Line
     return lineup
 
 
-def _proposals(lineup: Lineup, pipe: Pipe, splitter: Splitter) -> Iterator[list[Item]]:
-    """The rounds with work, with different numbers of the longest cut in two."""
+def _proposals(
+    lineup: Lineup, pipe: Pipe, maker: RoundColumns, halves: dict[int, tuple[Round, list[Item]]]
+) -> Iterator[list[Item]]:
+    """The rounds with work, with different numbers of the longest cut in two.
+
+    halves: by the id of a round, it and its halves; beside them, so no other can take over the id.
+    """
     items = [item for item in zip(lineup.rounds, lineup.columns, strict=True) if item[0].packs]
     if not items:
         return
@@ -336,12 +294,51 @@ def _proposals(lineup: Lineup, pipe: Pipe, splitter: Splitter) -> Iterator[list[
     splittable = [i for i in by_length if sum(len(p.sequences) for p in items[i][0].packs) > 1]
     for count in _counts(len(items), len(splittable), pipe):
         cut = set(splittable[:count])
+        for round_ in (items[i][0] for i in cut):
+            if id(round_) not in halves:
+                halves[id(round_)] = round_, _halves(round_, maker, pipe.shift)
         yield [
             piece
             for i, item in enumerate(items)
-            for piece in (splitter.halves(item[0]) if i in cut else (item,))
+            for piece in (halves[id(item[0])][1] if i in cut else (item,))
             if piece[0].packs
         ]
+
+
+def _halves(round_: Round, maker: RoundColumns, shift: int) -> list[Item]:
+    """Two rounds with their shifted columns; the second is empty if nothing divides.
+
+    The packs are divided alike on every lane, expensive sequences first: a lane whose pack has
+    sequences of costs 5, 3 and 3 keeps the 5 in the first round and has both 3 in the second.
+    """
+    table = maker.table
+    by_cost = sorted(
+        (-table.costs_at(pack.cp_size)[sequence], number, sequence)
+        for number, pack in enumerate(round_.packs)
+        for sequence in pack.sequences
+    )
+    sides: list[list[set[int]]] = [[set() for _ in round_.packs] for _ in range(2)]
+    loads = [[0] * maker.lanes for _ in range(2)]
+    for negative, number, sequence in by_cost:
+        pack = round_.packs[number]
+        first, stop = pack.first_lane, pack.first_lane + pack.cp_size
+        new = [-negative if side[number] else table.pack - negative for side in sides]
+        right = max(loads[1][first:stop]) + new[1] < max(loads[0][first:stop]) + new[0]
+        sides[right][number].add(sequence)
+        for lane in range(first, stop):
+            loads[right][lane] += new[right]
+    rounds = []
+    for side in sides:
+        packs = [
+            make_pack(
+                table, pack.first_lane, pack.cp_size, tuple(i for i in pack.sequences if i in kept)
+            )
+            for pack, kept in zip(round_.packs, side, strict=True)
+            if kept
+        ]
+        rounds.append(Round(tuple(packs)))
+    columns = maker.of(rounds)
+    return [(r, shifted(column, shift)) for r, column in zip(rounds, columns, strict=True)]
 
 
 def _counts(rounds: int, splittable: int, pipe: Pipe) -> list[int]:

@@ -35,6 +35,7 @@ from longshore.plan.packing import (
 from longshore.plan.pipeline import (
     arrange,
     line_up_quickly,
+    make_pack,
     plan_bound,
     quick_finish,
     search_pipeline,
@@ -244,7 +245,7 @@ class Choice:
                     f"there is no sequence {number}; sequences are numbered 0 to {last}"
                 )
         self._check_legal(index(cp_size))
-        return make_pack(self.task, index(first_lane), index(cp_size), numbers)
+        return make_pack(self.task.table, index(first_lane), index(cp_size), numbers)
 
     def _check_legal(self, cp_size: int) -> None:
         if cp_size not in self.task.cp_sizes:
@@ -275,11 +276,6 @@ class Choice:
     def could_gain(self, least: int) -> bool:
         """Whether a plan of at least this many quanta could be faster than the best."""
         return self.time is None or least * self.task.setting.shares.whole < self.time
-
-
-def make_pack(task: Task, first_lane: int, cp_size: int, sequences: tuple[int, ...]) -> Pack:
-    column = task.table.tokens_at(cp_size)
-    return Pack(first_lane, cp_size, sequences, sum(map(column.__getitem__, sequences)))
 
 
 @contextmanager
@@ -374,47 +370,43 @@ def given(task: Task, choice: Choice) -> None:
 
 
 for _policy in (
-    Policy(
-        "mixed",
-        mixed,
-        about="a lane may hold packs of different CP sizes in one round",
-    ),
+    Policy("mixed", mixed, about="a lane may hold packs of different CP sizes in one round"),
     Policy(
         "dynamic",
         dynamic,
-        one_pack_per_lane=True,
         about="a CP size for each pack, at most one pack per lane and round",
+        one_pack_per_lane=True,
     ),
     Policy(
         "balanced",
         balanced,
+        about="one CP size for all, packs balanced by cost",
         one_cp_size=True,
         one_pack_per_lane=True,
-        about="one CP size for all, packs balanced by cost",
     ),
     Policy(
         "static",
         static,
+        about="one CP size for all, packs filled in the order of arrival",
         one_cp_size=True,
         fixed_packs=True,
         one_pack_per_lane=True,
-        about="one CP size for all, packs filled in the order of arrival",
     ),
     Policy(
         "padded",
         padded,
+        about="one sequence per lane and round, padded to the longest",
         one_cp_size=True,
         fixed_packs=True,
         pads_to_longest=True,
         one_pack_per_lane=True,
-        about="one sequence per lane and round, padded to the longest",
     ),
     Policy(
         "given",
         given,
+        about="your own packs, assigned to lanes and rounds; or your own rounds",
         fixed_packs=True,
         needs_packs=True,
-        about="your own packs, assigned to lanes and rounds; or your own rounds",
     ),
 ):
     register_policy(_policy)
@@ -503,7 +495,9 @@ def _to_rounds(task: Task, blocks: Iterable[BlockItems], members: Seq[tuple[int,
     rounds: list[list[Pack]] = [[] for _ in range(ordered[-1].round + 1)]
     for block in ordered:
         sequences = tuple(i for item in block.items for i in members[item])
-        rounds[block.round].append(make_pack(task, block.first_lane, block.cp_size, sequences))
+        rounds[block.round].append(
+            make_pack(task.table, block.first_lane, block.cp_size, sequences)
+        )
     return tuple(Round(tuple(packs)) for packs in rounds)
 
 
@@ -573,5 +567,5 @@ def _in_order(task: Task, cp_size: int, packs: Iterable[list[int]]) -> Rounds:
         if number % per_round == 0:
             rounds.append([])
         first_lane = number % per_round * cp_size
-        rounds[-1].append(make_pack(task, first_lane, cp_size, tuple(sequences)))
+        rounds[-1].append(make_pack(task.table, first_lane, cp_size, tuple(sequences)))
     return tuple(Round(tuple(packs)) for packs in rounds)

@@ -86,15 +86,14 @@ class Correction:
             _valid(value * factor)
             for value, factor in zip(coefficients(profile), self.factors, strict=True)
         )
-        return CostProfile(
+        return replace(
+            profile,
             linear=linear,
             quadratic=quadratic,
             gather=(inside, across),
-            node=profile.node,
             pack=pack,
             round=round_,
             message=_valid(profile.message * self.scale),
-            curve=profile.curve,
         )
 
 

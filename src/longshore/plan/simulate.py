@@ -291,12 +291,12 @@ def _links(order: Order, *, rounds: int, stages: int) -> Links:
     for actions in order:
         rank: list[tuple[int, int]] = []
         for action in actions:
-            place = action.stage * rounds + action.round
+            slot = action.stage * rounds + action.round
             if action.kind == "forward":
-                rank.append((place - rounds if place >= rounds else -1, place))
+                rank.append((slot - rounds if slot >= rounds else -1, slot))
             else:
-                filled = stages * rounds + place
-                rank.append((place if place >= turn else filled + rounds, filled))
+                filled = stages * rounds + slot
+                rank.append((slot if slot >= turn else filled + rounds, filled))
         links.append(rank)
     return links
 
@@ -541,8 +541,9 @@ def rank_queues(walk: Walk, *, pp: int, stages: int) -> tuple[Queue, ...]:
         # Or its message would come before it.
         assert start < end, f"{action} takes no time"
         entries[rank][start, 1] = action
-        message = message_of(action, pp=pp, stages=stages)
-        for side in (message.source, message.target) if message is not None else ():
+        if (message := message_of(action, pp=pp, stages=stages)) is None:
+            continue
+        for side in (message.source, message.target):
             batch = entries[side].setdefault((end, 0), [])
             assert isinstance(batch, list)
             batch.append(message)

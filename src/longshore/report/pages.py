@@ -26,46 +26,24 @@ from longshore.report.plan_page import Comparisons, Json, page_data
 from longshore.report.run_files import pipeline_text, read_run
 from longshore.report.run_page import graphs_text, run_page_data
 
-PLAN_STYLES = ("plan_page.css",)
 PLAN_SCRIPTS = (
-    "plan_page_text.js",
-    "plan_page_view.js",
-    "plan_page_gestures.js",
-    "plan_page_blocks.js",
-    "plan_page_lanes.js",
-    "plan_page_pipeline.js",
-    "plan_page_charts.js",
-    "plan_page.js",
+    *("plan_page_text.js", "plan_page_view.js", "plan_page_gestures.js", "plan_page_blocks.js"),
+    *("plan_page_lanes.js", "plan_page_pipeline.js", "plan_page_charts.js", "plan_page.js"),
 )
 RUN_STYLES = ("plan_page.css", "run_page.css")
 RUN_SCRIPTS = (
-    "plan_page_text.js",
-    "plan_page_view.js",
-    "plan_page_gestures.js",
-    "plan_page_blocks.js",
-    "plan_page_lanes.js",
-    "plan_page_charts.js",
-    "run_page_text.js",
-    "run_page_curves.js",
-    "run_page_plots.js",
-    "run_page_cost.js",
-    "run_page_refine.js",
-    "run_page_pipeline.js",
-    "run_page_experts.js",
-    "run_page_graphs.js",
-    "run_page_step.js",
-    "run_page.js",
+    *("plan_page_text.js", "plan_page_view.js", "plan_page_gestures.js", "plan_page_blocks.js"),
+    *("plan_page_lanes.js", "plan_page_charts.js", "run_page_text.js", "run_page_curves.js"),
+    *("run_page_plots.js", "run_page_cost.js", "run_page_refine.js", "run_page_pipeline.js"),
+    *("run_page_experts.js", "run_page_graphs.js", "run_page_step.js", "run_page.js"),
 )
 
 
 def write_plan_page(path: str | Path, steps: Seq[Plan], comparisons: Comparisons) -> None:
     """Writes the page; with a pipeline (pp > 1) it also shows the simulated ranks."""
-    write_atomically(path, plan_page(page_data(steps, comparisons)))
-
-
-def plan_page(data: Json) -> str:
-    """The HTML of a plan page with its data."""
-    return page_of("plan_page.html", data, styles=PLAN_STYLES, scripts=PLAN_SCRIPTS)
+    data = page_data(steps, comparisons)
+    page = page_of("plan_page.html", data, styles=("plan_page.css",), scripts=PLAN_SCRIPTS)
+    write_atomically(path, page)
 
 
 def read_runs(folders: Seq[str | Path]) -> Json:
@@ -174,8 +152,9 @@ def report_summary(data: Json) -> list[str]:
         lines.append(f"{run['name']}: {trained}{took}{ended}")
         lines.append("  " + ", ".join(_speeds(figures)))
         lines += [f"  warning: {warning['text']}" for warning in run["warnings"]]
-        if run["cost"]:
-            lines.append(f"  the cost model is {_cost_quality(run['cost'])}")
+        if cost := run["cost"]:
+            quality = f"typical error {cost['error']:.0%} after scaling by {cost['factor']:.3g}"
+            lines.append(f"  the cost model is {cost['verdict']}: {quality}")
         if run["graphs"]:
             lines.append(f"  {graphs_text(run['graphs'])}")
         if run["pipeline"]:
@@ -195,11 +174,6 @@ def _speeds(figures: Json) -> list[str]:
     ]
 
 
-def _cost_quality(cost: Json) -> str:
-    error, factor = cost["error"], cost["factor"]
-    return f"{cost['verdict']}: typical error {error:.0%} after scaling by {factor:.3g}"
-
-
 FORMAT_VERSION = 1
 WELL_USED = 0.95
 WORTH_MENTIONING = 0.05
@@ -208,17 +182,8 @@ SETTING_KEYS = (
     *("tp", "ep", "layout"),
 )
 STATS_KEYS = (
-    "predicted",
-    "lower_bound",
-    "gap",
-    "efficiency",
-    "imbalance",
-    "bubble",
-    "fill",
-    "padding",
-    "tokens",
-    "sum_squared_lengths",
-    "planning_seconds",
+    *("predicted", "lower_bound", "gap", "efficiency", "imbalance", "bubble", "fill", "padding"),
+    *("tokens", "sum_squared_lengths", "planning_seconds"),
 )
 
 

@@ -16,7 +16,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -241,7 +241,9 @@ def pipeline_data(
     pp = config.get("parallel.pp")
     size = pp if isinstance(pp, int) else 1 + max(ranks, default=0)
     counted = {rank: steps for rank, steps in ranks.items() if rank < size}
-    common = common_steps(counted, after=_last(ranks[rank] for rank in ranks if rank >= size))
+    # Ranks that the pipeline has no more, because the run was resumed with a smaller one.
+    former = [max(steps) for rank, steps in ranks.items() if rank >= size]
+    common = common_steps(counted, after=max(former, default=-1))
     if size < 2 or not common:
         return None
     skipped = common[0] if len(common) >= few else None
@@ -289,10 +291,10 @@ def rank_row(rank: int, steps: list[StageTimes], texts: list[str]) -> Json:
             {
                 "number": number,
                 "text": texts[number] if number < len(texts) else None,
-                "forward": _median(forward[:, place]),
-                "backward": _median(backward[:, place]),
+                "forward": _median(forward[:, i]),
+                "backward": _median(backward[:, i]),
             }
-            for place, number in enumerate(stages)
+            for i, number in enumerate(stages)
         ],
     }
 
@@ -333,23 +335,14 @@ def _count(layout: str, letter: str) -> int:
     return layout_stages(layout.translate(str.maketrans(f"{letter}|", f"|{letter}"))) - 1
 
 
-def _last(ranks: Iterable[RankSteps]) -> int:
-    """The last step of any rank; -1 without ranks."""
-    return max((max(steps) for steps in ranks), default=-1)
-
-
 def _read_rank(text: bytes, where: str) -> tuple[int, StageTimes]:
     try:
         data = json.loads(text)
         elapsed = _stage_number(data["elapsed_s"], math.inf) or math.inf
         times = StageTimes(
             stages=tuple(_whole(number) for number, _, _ in data["stages"]),
-            forward=tuple(
-                _stage_number(seconds, math.inf) / elapsed for _, seconds, _ in data["stages"]
-            ),
-            backward=tuple(
-                _stage_number(seconds, math.inf) / elapsed for *_, seconds in data["stages"]
-            ),
+            forward=tuple(_stage_number(f, math.inf) / elapsed for _, f, _ in data["stages"]),
+            backward=tuple(_stage_number(b, math.inf) / elapsed for _, _, b in data["stages"]),
             bubble=_stage_number(data["bubble"], 1),
             predicted=_stage_number(data["predicted"], 1),
         )
@@ -490,27 +483,9 @@ def _three(values: list[float]) -> tuple[float, float, float]:
 
 
 METRICS = (
-    "loss",
-    "balance_loss",
-    "index_loss",
-    "grad_norm",
-    "lr",
-    "tokens",
-    "sequences",
-    "loss_tokens",
-    "epoch",
-    "elapsed_s",
-    "tokens_per_s",
-    "tflops",
-    "mfu",
-    "rounds",
-    "efficiency",
-    "padding",
-    "plan_s",
-    "data_wait_s",
-    "memory_gib",
-    "graph_gib",
-    "skipped",
+    *("loss", "balance_loss", "index_loss", "grad_norm", "lr", "tokens", "sequences"),
+    *("loss_tokens", "epoch", "elapsed_s", "tokens_per_s", "tflops", "mfu", "rounds"),
+    *("efficiency", "padding", "plan_s", "data_wait_s", "memory_gib", "graph_gib", "skipped"),
 )
 GRAPHED = ("whole", "halves", "eager")
 """The numbers of `graphed`, which become graphed_whole and so on."""

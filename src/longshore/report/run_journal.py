@@ -158,30 +158,17 @@ def _plan(data: Mapping[str, Any], policy: str) -> Plan:
 
 
 def _pack(raw: Any, lengths: list[int]) -> Pack:  # noqa: ANN401 - raw JSON
-    first_lane, cp_size, places = raw
-    tokens = sum(padded_length(lengths[i], cp_size) // cp_size for i in places)
-    return Pack(int(first_lane), int(cp_size), tuple(places), tokens)
+    first_lane, cp_size, sequences = raw
+    tokens = sum(padded_length(lengths[i], cp_size) // cp_size for i in sequences)
+    return Pack(int(first_lane), int(cp_size), tuple(sequences), tokens)
 
 
 Json = dict[str, Any]
 
 MOST_POINTS = 1000
 SHOWN = (
-    "loss",
-    "balance_loss",
-    "index_loss",
-    "grad_norm",
-    "lr",
-    "tokens_per_s",
-    "tflops",
-    "mfu",
-    "elapsed_s",
-    "rounds",
-    "efficiency",
-    "padding",
-    "plan_s",
-    "data_wait_s",
-    "memory_gib",
+    *("loss", "balance_loss", "index_loss", "grad_norm", "lr", "tokens_per_s", "tflops", "mfu"),
+    *("elapsed_s", "rounds", "efficiency", "padding", "plan_s", "data_wait_s", "memory_gib"),
 )
 
 

@@ -57,8 +57,14 @@ def slowest_indices(metrics: Mapping[str, Floats], *, most: int = MOST_ROWS) -> 
 
 
 def slow_steps(run: RunFolder) -> list[Json]:
-    metrics, usual = run.metrics, usual_values(run.metrics)
-    ratio = _ratios(run.journal.lines)
+    metrics = run.metrics
+    # The median of each column over the steps that have it; NaN if none has.
+    usual = {name: _median(metrics[name]) for name in ("elapsed_s", *COLUMNS)}
+    ratio = {
+        step: float(line.elapsed.sum() / line.predicted.sum())
+        for step, line in run.journal.lines.items()
+        if line.measured
+    }
     rows = []
     for index in slowest_indices(metrics):
         values = {name: float(metrics[name][index]) for name in ("elapsed_s", *COLUMNS)}
@@ -75,11 +81,6 @@ def slow_steps(run: RunFolder) -> list[Json]:
             }
         )
     return rows
-
-
-def usual_values(metrics: Mapping[str, Floats]) -> dict[str, float]:
-    """The median of each column over the steps that have it; NaN if none has."""
-    return {name: _median(metrics[name]) for name in ("elapsed_s", *COLUMNS)}
 
 
 def why(
@@ -117,14 +118,6 @@ def _work(values: Mapping[str, float], usual: Mapping[str, float]) -> Iterator[s
         yield f"plan efficiency {values['efficiency']:.0%} (usually {usual['efficiency']:.0%})"
     if values["padding"] > usual["padding"] + 0.03:
         yield f"padding {values['padding']:.0%} (usually {usual['padding']:.0%})"
-
-
-def _ratios(lines: Mapping[int, JournalLine]) -> dict[int, float]:
-    return {
-        step: float(line.elapsed.sum() / line.predicted.sum())
-        for step, line in lines.items()
-        if line.measured
-    }
 
 
 def _median(values: Iterable[float]) -> float:
