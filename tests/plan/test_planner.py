@@ -430,6 +430,7 @@ def test_a_plan_remembers_what_it_was_asked_for():
         "tp": 1,
         "ep": 1,
         "buckets": (),
+        "cp_size": 0,
     }
     other = plan_of([5], lanes=3, align=4, tp=6, ep=9, buckets=[60, 24]).setting
     assert (other.tp, other.ep, other.align, other.buckets) == (6, 9, 12, (24, 60, 96))

@@ -18,7 +18,7 @@ from itertools import pairwise, permutations
 
 import numpy as np
 
-from longshore.plan.cost import CostTable, Ints, StageCosts
+from longshore.plan.cost import Ints, StageCosts
 from longshore.plan.packing import (
     EMPTY,
     NEVER,
@@ -30,15 +30,10 @@ from longshore.plan.packing import (
     least_rounds,
     search_rounds,
 )
-from longshore.plan.simulate import RoundColumns, finish_times, wait_graph
-from longshore.plan.types import Pack, Round
+from longshore.plan.simulate import RoundColumns, finish_times, make_pack, wait_graph
+from longshore.plan.types import Round
 
 Item = tuple[Round, Ints]
-
-
-def make_pack(table: CostTable, first_lane: int, cp_size: int, sequences: tuple[int, ...]) -> Pack:
-    tokens = sum(map(table.tokens_at(cp_size).__getitem__, sequences))
-    return Pack(first_lane, cp_size, sequences, tokens)
 
 
 # Effort, counted in actions walked and never in time, so that every rank decides alike.

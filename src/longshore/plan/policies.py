@@ -35,7 +35,6 @@ from longshore.plan.packing import (
 from longshore.plan.pipeline import (
     arrange,
     line_up_quickly,
-    make_pack,
     plan_bound,
     quick_finish,
     search_pipeline,
@@ -44,6 +43,7 @@ from longshore.plan.simulate import (
     RoundColumns,
     columns_for,
     lane_costs,
+    make_pack,
     step_time,
     walk_rounds,
 )
@@ -493,11 +493,9 @@ def _level_problems(problem: Problem, draft: Draft) -> Iterator[Problem]:
 def _to_rounds(task: Task, blocks: Iterable[BlockItems], members: Seq[tuple[int, ...]]) -> Rounds:
     ordered = sorted(blocks, key=lambda b: (b.round, -b.cp_size, b.first_lane))
     rounds: list[list[Pack]] = [[] for _ in range(ordered[-1].round + 1)]
-    for block in ordered:
-        sequences = tuple(i for item in block.items for i in members[item])
-        rounds[block.round].append(
-            make_pack(task.table, block.first_lane, block.cp_size, sequences)
-        )
+    for number, first_lane, cp_size, items in ordered:
+        sequences = tuple(i for item in items for i in members[item])
+        rounds[number].append(make_pack(task.table, first_lane, cp_size, sequences))
     return tuple(Round(tuple(packs)) for packs in rounds)
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from longshore.plan.cost import CostTable, Ints, LanePadding, StageCosts
 from longshore.plan.layout import Action, Order, make_order
 from longshore.plan.shapes import padded_length
-from longshore.plan.types import Plan, PlanSetting, Round
+from longshore.plan.types import Pack, Plan, PlanSetting, Round
 
 
 def run_lengths(setting: PlanSetting, lengths: Seq[int]) -> Ints:
@@ -43,6 +43,11 @@ def table_for(setting: PlanSetting, lengths: Seq[int]) -> CostTable:
 
 def plan_table(plan: Plan) -> CostTable:
     return table_for(plan.setting, [sequence.length for sequence in plan.sequences])
+
+
+def make_pack(table: CostTable, first_lane: int, cp_size: int, sequences: tuple[int, ...]) -> Pack:
+    tokens = sum(map(table.tokens_at(cp_size).__getitem__, sequences))
+    return Pack(first_lane, cp_size, sequences, tokens)
 
 
 def lane_costs(rounds: Seq[Round], table: CostTable, lanes: int) -> list[list[int]]:
