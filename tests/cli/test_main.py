@@ -225,10 +225,10 @@ def test_the_page_keeps_a_cp_size_to_those_that_take_it(plan):
 def test_the_page_says_why_a_policy_was_refused(plan, monkeypatch):
     honest = Lengths.plan
 
-    def refuse_static(lengths, policy, options):
-        if policy == "static":
+    def refuse_static(lengths, setting):
+        if setting.policy == "static":
             raise SettingError("raise {max_cp}; {cp_size} is 3, runs/max_cp/l.csv")
-        return honest(lengths, policy, options)
+        return honest(lengths, setting)
 
     monkeypatch.setattr(Lengths, "plan", refuse_static)
     plan("--policy", "given", "--html", "out.html", file="packs.csv")
