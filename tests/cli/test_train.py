@@ -18,7 +18,7 @@ from longshore.config import load_config
 from longshore.config.other_systems import all_keys
 from longshore.data.source import TokenizedSample
 from longshore.data.store import write_store
-from longshore.run.ranks import Ranks
+from longshore.distributed.process_group import Ranks
 from longshore.settings import SettingError
 
 LLAMA = {

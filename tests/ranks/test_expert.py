@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks.exchanged import count
 from tests.ranks.harness import run_ranks
 from tests.ranks.hybrids import deepseek
 from tests.ranks.piped import stage_batches, staged
@@ -29,7 +30,6 @@ from longshore.arch.attention import AttentionConfig
 from longshore.arch.cuts import expert_cut
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MoEConfig
-from longshore.distributed.collectives import count
 from longshore.distributed.topology import CPGroups, make_topology
 from longshore.model.decoder import Decoder
 from longshore.model.feed_forward import Experts

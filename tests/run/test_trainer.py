@@ -333,7 +333,9 @@ def test_what_cannot_be_done_is_refused_and_the_run_stays(tmp_path):
 
 
 def test_groups_for_evaluation_are_made_on_the_loopback_interface_too(tmp_path, monkeypatch):
-    monkeypatch.setattr("longshore.run.ranks.loopback_variables", lambda: {"OF_LOOPBACK": "lo"})
+    monkeypatch.setattr(
+        "longshore.distributed.process_group.loopback_variables", lambda: {"OF_LOOPBACK": "lo"}
+    )
     variables = []
 
     def make(*args, **options):

@@ -60,7 +60,7 @@ from longshore.arch.costs import parameter_count
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.presets import preset
 from longshore.distributed.collectives import gather, sum_over
-from longshore.distributed.process_group import Rendezvous, process_group
+from longshore.distributed.process_group import Ranks, process_group
 from longshore.distributed.topology import CPGroups, Topology, make_topology
 from longshore.ops.backends import kernels_line
 from longshore.ops.boundaries import chunk_rows
@@ -340,14 +340,12 @@ def _gather_seconds(shard: torch.Tensor, group: ProcessGroup, timer: Timer) -> f
     return statistics.median(times[2:])
 
 
-def gathers_between_ranks(
-    rank: int, world_size: int, device: torch.device, *, local_size: int
-) -> tuple[GatherCost, ...]:
+def gathers_between_ranks(ranks: Ranks, device: torch.device) -> tuple[GatherCost, ...]:
     """Joins the ranks that torchrun started, measures, and leaves them. All ranks call it."""
-    where, backend = Rendezvous(rank, world_size, "env://"), pick_backend(device, local_size)
-    with process_group(where, backend=backend, device=device):
-        topology = make_topology(lanes=world_size, device=device)
-        return measure_gathers(topology, Timer(device, repeats=7), node=local_size)
+    backend = pick_backend(device, ranks.local_size)
+    with process_group(ranks, backend=backend, device=device):
+        topology = make_topology(lanes=ranks.world_size, device=device)
+        return measure_gathers(topology, Timer(device, repeats=7), node=ranks.local_size)
 
 
 QUICK = {"cuda": 60.0, "cpu": 20.0}

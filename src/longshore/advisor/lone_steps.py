@@ -9,7 +9,6 @@ micro-batches of a plan. Token ids are random.
         stepper.step(list(step.batches), 1e-5, plan=step.plan)
 """
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,7 +23,7 @@ from longshore.arch.decoder import DecoderConfig
 from longshore.batch import Counts, MicroBatch
 from longshore.data.pack import pack_step
 from longshore.data.shard import count_targets, cut_shards, lane_cuts
-from longshore.distributed.process_group import Rendezvous, process_group
+from longshore.distributed.process_group import alone, process_group
 from longshore.distributed.topology import CPGroups, Topology, make_topology
 from longshore.model.decoder import Decoder
 from longshore.model.fill import Fill
@@ -76,15 +74,9 @@ class RandomSample:
 @contextmanager
 def one_lane(device: torch.device) -> Iterator[Topology]:
     """A process group of this process alone, and its topology."""
-    with tempfile.TemporaryDirectory() as folder:
-        where = Rendezvous(0, 1, f"file://{folder}/store")
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        try:
-            with process_group(where, backend=backend, device=device):
-                yield make_topology(lanes=1, device=device)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    with alone() as ranks, process_group(ranks, backend=backend, device=device):
+        yield make_topology(lanes=1, device=device)
 
 
 def make_stepper(decoder: DecoderConfig, topology: Topology, *, dtype: torch.dtype) -> Stepper:

@@ -18,7 +18,7 @@ from longshore.config.load import load_config
 from longshore.config.located import settings_in_keys
 from longshore.config.schema import RunConfig
 from longshore.data.fields import Field, parse_field
-from longshore.run.ranks import Ranks, ranks_from_environment
+from longshore.distributed.process_group import Ranks, ranks_from_environment
 
 SCORE_HELP = """\
 Computes the log-probability of every token of a data set under a model, packed and planned as in

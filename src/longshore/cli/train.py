@@ -12,7 +12,6 @@ import textwrap
 import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import nullcontext
 from dataclasses import MISSING, fields, replace
 from functools import partial
 from pathlib import Path
@@ -37,9 +36,9 @@ from longshore.config.load import load_config
 from longshore.config.located import settings_in_keys
 from longshore.config.other_systems import FOREIGN_KEYS, all_keys, answer_key
 from longshore.config.schema import SECTIONS, RunConfig, toml_value
+from longshore.distributed.process_group import Ranks, loopback, ranks_from_environment
 from longshore.run.data import prepare_text, text_is_ready
 from longshore.run.folder import newest_runs
-from longshore.run.ranks import Ranks, loopback, ranks_from_environment
 from longshore.run.resume import (
     FRESH,
     Start,
@@ -150,7 +149,7 @@ def run_on_ranks(
             _say_start(config)
             launch(work, config, config.parallel.ranks)
         else:
-            with loopback() if place.is_one_machine else nullcontext():
+            with loopback(place):
                 work(config, place)
     except ValueError:
         raise  # main prints it

@@ -14,10 +14,8 @@ In a group of one rank nothing is sent and the tensor itself is returned. Rows a
 every dtype works; only sums need a dtype that the backend can add.
 """
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
@@ -31,77 +29,6 @@ from longshore.distributed.topology import Groups
 # torch 2.13 renamed both and warns at the old names; 2.11 has only these.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-BACKGROUND = "longshore-"
-"""How the names of our background threads begin."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One collective or message: its name, the bytes this rank received from others, the ranks."""
-
-    name: str
-    bytes: int
-    ranks: tuple[int, ...]
-    """Of the group; of a message the sender and the receiver."""
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveLog:
-    """The collectives this process started, backward and other threads included."""
-
-    log: list[Call] = field(default_factory=list)
-
-    def calls(self, name: str | None = None) -> int:
-        return len(self._named(name))
-
-    def bytes(self, name: str | None = None) -> int:
-        """Bytes from other ranks, as if each sent its part directly to this one."""
-        return sum(call.bytes for call in self._named(name))
-
-    def _named(self, name: str | None) -> list[Call]:
-        return [call for call in self.log if name in (None, call.name)]
-
-
-# Not a context variable: on CUDA the backward runs in a thread without it.
-_observers: list[CollectiveLog] = []
-
-
-@contextmanager
-def count(log: list[Call] | None = None) -> Iterator[CollectiveLog]:
-    """Counts the collectives of the block: `with count() as counts: …; counts.calls("gather")`.
-
-    log: where they are listed; default: a new list.
-    """
-    counts = CollectiveLog([] if log is None else log)
-    _observers.append(counts)
-    try:
-        yield counts
-    finally:
-        _observers[:] = [other for other in _observers if other is not counts]
-
-
-@contextmanager
-def recorded() -> Iterator[list[Call]]:
-    """Lists what this process issues in the block, in order, for comparison with a trace.
-
-    Not what our background threads issue, in groups of their own: the loader and the checkpoints.
-    """
-    with count(_WithoutBackground()) as counts:
-        yield counts.log
-
-
-class _WithoutBackground(list[Call]):
-    def append(self, call: Call) -> None:
-        if not threading.current_thread().name.startswith(BACKGROUND):
-            super().append(call)
-
-
-def record_message(name: str, source: int, target: int, message: Tensor) -> None:
-    """Lists a send or receive, with both its ranks; whoever issues messages calls it."""
-    for counts in _observers:
-        counts.log.append(Call(name, message.nbytes, (source, target)))
 
 
 def gather(shard: Tensor, group: ProcessGroup) -> Tensor:
@@ -155,7 +82,6 @@ def begin_gather(shard: Tensor, group: ProcessGroup) -> Begun:
     sent = _as_bytes(shard.detach())
     whole = shard.new_empty(group.size() * shard.shape[0], *shard.shape[1:])
     work = _all_gather(_as_bytes(whole), sent, group=group, async_op=True)
-    _note("gather", group, (group.size() - 1) * shard.nbytes)
     return Begun(work, whole, sent)
 
 
@@ -167,7 +93,6 @@ def begin_reduce_scatter(whole: Tensor, group: ProcessGroup) -> Begun:
     sent = whole.detach().contiguous()
     part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
     work = _reduce_scatter(part, sent, group=group, async_op=True)
-    _note("reduce_scatter", group, (group.size() - 1) * part.nbytes)
     return Begun(work, part, sent)
 
 
@@ -211,7 +136,6 @@ def sum_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
     if group.size() > 1:
         with torch.no_grad():
             dist.all_reduce(tensor, group=group)
-        _note("sum_over", group, (group.size() - 1) * tensor.nbytes)
     return tensor
 
 
@@ -220,7 +144,6 @@ def max_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
     if group.size() > 1:
         with torch.no_grad():
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-        _note("max_over", group, (group.size() - 1) * tensor.nbytes)
     return tensor
 
 
@@ -231,7 +154,6 @@ def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Tensor
     if group.size() > 1:
         with torch.no_grad():
             dist.broadcast(_as_bytes(tensor.view(-1, 1)), group=group, group_src=source)
-        _note("broadcast", group, 0 if group.rank() == source else tensor.nbytes)
     return tensor
 
 
@@ -276,8 +198,6 @@ class _AllToAll(torch.autograd.Function):
         dist.all_to_all_single(
             _as_bytes(received), _as_bytes(rows), list(receives), list(sends), group=group
         )
-        row_bytes = rows.element_size() * prod(rows.shape[1:])
-        _note("all_to_all", group, (sum(receives) - receives[group.rank()]) * row_bytes)
         return received
 
     @staticmethod
@@ -322,8 +242,3 @@ def _as_bytes(rows: Tensor) -> Tensor:
     """The same memory, if contiguous, as uint8 of shape (rows, bytes of a row)."""
     flat = rows.contiguous().view(rows.shape[0], prod(rows.shape[1:]))
     return flat.view(torch.uint8)
-
-
-def _note(name: str, group: ProcessGroup, amount: int) -> None:
-    for counts in _observers:
-        counts.log.append(Call(name, amount, tuple(dist.get_process_group_ranks(group))))

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from longshore.distributed.collectives import all_to_all, gather, sum_over
-from longshore.distributed.process_group import Rendezvous, process_group
+from longshore.distributed.process_group import Ranks, process_group
 from longshore.distributed.topology import CPGroups, Topology, make_topology
 from longshore.doctor.probes import Finding, bad, first_line, good, warn
 from longshore.plan.shapes import legal_cp_sizes
@@ -120,12 +120,12 @@ def with_time_limit(seconds: float, work: Callable[[StageTimer], T]) -> T:
 
 
 def probe_ranks(
-    place: RankPlace, stage: StageTimer, *, where: Rendezvous, backend: str, device: torch.device
+    place: RankPlace, stage: StageTimer, *, ranks: Ranks, backend: str, device: torch.device
 ) -> RankProbe:
     """Creates the groups of a run and tests them; all ranks call it together."""
     stage.enter("connecting the ranks")
-    with process_group(where, backend=backend, device=device):
-        topology = make_topology(lanes=where.world_size, device=device)
+    with process_group(ranks, backend=backend, device=device):
+        topology = make_topology(lanes=ranks.world_size, device=device)
         problems = _try_sum(topology, stage)
         stage.enter("creating the CP groups")
         with CPGroups(topology, legal_cp_sizes(topology.lanes)) as groups:
@@ -134,7 +134,7 @@ def probe_ranks(
         problems += _try_uneven(topology, stage)
         stage.enter("exchanging the results")
         mine = replace(place, lane=topology.lane, cp_groups=keys)
-        results: list[tuple[RankPlace, list[str]]] = [(mine, [])] * where.world_size
+        results: list[tuple[RankPlace, list[str]]] = [(mine, [])] * ranks.world_size
         dist.all_gather_object(results, (mine, problems))
         stage.enter("closing the process group")
     places = tuple(sorted((place for place, _ in results), key=lambda place: place.rank))

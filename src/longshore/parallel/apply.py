@@ -48,7 +48,10 @@ AnyModel = TypeVar("AnyModel", bound=LanguageModel)
 def parallelize(
     model: AnyModel, topology: Topology, groups: CPGroups, *, choices: Choices
 ) -> AnyModel:
-    """Applies all of it, in place and in this order; train/cuda_graph.py comes after it."""
+    """Puts TP, EP, CP, compilation, recomputation and FSDP onto a model, in place, in this order.
+
+    CUDA graphs come after it; see train/cuda_graph.py.
+    """
     _check_dtype(model, choices.dtype)
     if isinstance(model, Decoder):
         split_tensors(model, topology)  # makes parameters smaller, so before all else

@@ -1,28 +1,36 @@
 """A training job: what one rank is to do, decided once when the run starts, passed to all builders.
 
-In: a checked configuration and this rank's topology. Out: a TrainingJob: the configuration, what is
-"auto" in it decided, the opened sequences, the number of steps. All ranks make it together; 1000
-sequences with data.batch 64 and train.epochs 2 are a job of 32 steps on every rank.
+In: a checked configuration and this rank's place. Out: first a Topology and a Stop, once this
+process has its device, its kernels, its signals and its process group: rank 5 of 8 on two machines
+of 4 GPUs is local rank 1, on cuda:1, with NCCL; on CPUs all ranks talk through gloo. Then a
+TrainingJob: the configuration, what is "auto" in it decided, the opened sequences, the number of
+steps. All ranks make it together; 1000 sequences with data.batch 64 and train.epochs 2 are a job of
+32 steps on every rank.
 """
 
+import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from math import prod
 
 import torch
 
 from longshore.arch.costs import parameter_count
 from longshore.arch.decoder import DecoderConfig
-from longshore.config.check import decoder_config
+from longshore.config.check import decoder_config, lanes_of
 from longshore.config.schema import RunConfig
 from longshore.data.source import IndexedSource
 from longshore.data.stream import TextStream
 from longshore.distributed.agreement import agreed
 from longshore.distributed.collectives import gather
-from longshore.distributed.topology import Topology
+from longshore.distributed.process_group import Ranks, process_group
+from longshore.distributed.topology import Topology, make_topology
 from longshore.files import size_text
 from longshore.hf.lora import ModelBase, factor_shapes, find_base
+from longshore.ops.backends import only
 from longshore.plan.layout import Layout
 from longshore.run.auto import Resolved, resolve
 from longshore.run.data import (
@@ -34,10 +42,45 @@ from longshore.run.data import (
     step_groups,
     text_is_ready,
 )
-from longshore.train.device import memory_bytes, pick_dtype
+from longshore.train.device import (
+    memory_bytes,
+    pick_backend,
+    pick_device,
+    pick_dtype,
+    preferred_blas,
+)
 from longshore.train.display import startup_notes
 from longshore.train.heartbeat import RankStatus
-from longshore.train.stop import Stop
+from longshore.train.stop import Stop, supervised
+
+
+@contextmanager
+def joined_ranks(
+    config: RunConfig, ranks: Ranks, *, attempt: int, signals: bool
+) -> Iterator[tuple[Topology, Stop]]:
+    """This process as a rank of the run, for the block. All ranks enter together.
+
+    attempt: of torchrun, from 0. signals: whether signals stop the run after a step, and a rank
+    that hangs is reported.
+    """
+    device = pick_device(config.train.device, ranks.local_rank)
+    dtype = pick_dtype(config.train.dtype, device)
+    backend = pick_backend(device, ranks.local_size)
+    limit, status = timedelta(minutes=config.parallel.timeout_min), RankStatus()
+    with (
+        preferred_blas(device, dtype, platform.machine()),
+        only(config.train.kernels),
+        supervised(status, rank=ranks.rank, ranks=ranks.world_size, address=ranks.rendezvous)
+        if signals
+        else nullcontext(Stop(status)) as stop,
+        process_group(ranks, backend=backend, device=device, timeout=limit, attempt=attempt),
+    ):
+        lanes, parallel = lanes_of(config, ranks.world_size), config.parallel
+        topology = make_topology(
+            lanes=lanes, tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, device=device
+        )
+        torch.manual_seed(config.train.seed + topology.rank)
+        yield topology, stop
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -38,13 +38,14 @@ from longshore.data.store import Store, write_store
 from longshore.data.stream import TextStream
 from longshore.distributed.agreement import agreed
 from longshore.distributed.collectives import sum_over
+from longshore.distributed.process_group import Ranks
 from longshore.files import new_folder
 from longshore.hf.lora import find_base
 from longshore.model.interface import Output
 from longshore.parallel.pipeline import Executor, Handlers
 from longshore.run.data import Readable
 from longshore.run.folder import check_scored
-from longshore.run.job import TrainingJob, make_job
+from longshore.run.job import TrainingJob, joined_ranks, make_job
 from longshore.run.parts import (
     check_pairs,
     make_cp_groups,
@@ -52,8 +53,6 @@ from longshore.run.parts import (
     make_steps,
     scores_reference,
 )
-from longshore.run.process import joined_ranks
-from longshore.run.ranks import Ranks
 from longshore.run.weights import write_shared
 from longshore.train.evaluation import reshard
 from longshore.train.loss import make_loss

@@ -9,8 +9,8 @@ The order of a run, and the module of each part:
 
     trainer.py        the Trainer: all of this as one object, step by step or to the end
     arguments.py      a Trainer's arguments become a configuration
-    process.py        the process takes its device and joins the other ranks
-    job.py            the sequences are opened (data.py), and what is "auto" is decided (auto.py)
+    job.py            the process joins the other ranks, the sequences are opened (data.py), and
+                      what is "auto" is decided (auto.py)
     score.py          DPO's data are scored under the reference, if they are not yet
     resume.py         the run's folder is opened, a new one or an earlier run's (folder.py)
     parts.py          the loader, the model with its optimizer, and the checkpoints are built
@@ -23,7 +23,7 @@ The order of a run, and the module of each part:
 import signal
 
 from longshore.config.schema import RunConfig
-from longshore.run.ranks import Ranks
+from longshore.distributed.process_group import Ranks
 from longshore.run.resume import FRESH, Start
 from longshore.run.trainer import Trainer
 from longshore.train.stop import StoppedError

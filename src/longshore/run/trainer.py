@@ -23,12 +23,12 @@ from typing import Any, Self
 from longshore.config.located import settings_in_keys
 from longshore.config.schema import RunConfig
 from longshore.distributed.agreement import PeerError
+from longshore.distributed.process_group import Ranks, alone, loopback, ranks_from_environment
 from longshore.parallel.pipeline import Model
 from longshore.plan.types import Plan
 from longshore.run.arguments import configured
 from longshore.run.loop import StepHooks, train_steps
 from longshore.run.parts import make_evaluator
-from longshore.run.ranks import Ranks, alone, loopback, ranks_from_environment
 from longshore.run.resume import (
     FRESH,
     Start,

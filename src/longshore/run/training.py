@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from longshore.config.located import in_keys, settings_in_keys
 from longshore.config.schema import RunConfig
 from longshore.distributed.agreement import agreed
+from longshore.distributed.process_group import Ranks
 from longshore.hf.checkpoint import open_weights
 from longshore.run.data import text_rules
-from longshore.run.job import TrainingJob, make_job
+from longshore.run.job import TrainingJob, joined_ranks, make_job
 from longshore.run.parts import Parts, build_parts, data_loss
-from longshore.run.process import joined_ranks
-from longshore.run.ranks import Ranks
 from longshore.run.resume import OpenRun, Start, load_checkpoint, open_run
 from longshore.run.score import with_reference
 from longshore.train.checkpoint import Saver, nothing_shared
