@@ -160,7 +160,8 @@ def process_group(
 
 def _store_of_attempt(ranks: Ranks, attempt: int | None, timeout: timedelta) -> "Store":
     """torchrun's store, with a prefix that no group before has used."""
-    from torch.distributed import PrefixStore, rendezvous
+    from torch.distributed import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
     store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout))
     store.set_timeout(timeout)

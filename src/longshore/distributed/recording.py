@@ -69,15 +69,15 @@ class Operation(NamedTuple):
     group: tuple[int, ...]
     """The ranks of the collective; the sender and the receiver of a message."""
     bytes: int
-    """Of one rank's part, alike on all ranks; that a rank receives from others in an all_to_all."""
+    """Size of one rank's part, alike on all ranks; in an all_to_all what comes from other ranks."""
     where: str
-    """What the rank did then, the same on all ranks of a collective; a message's tag."""
+    """What the rank was doing, the same on all ranks of a collective; the tag of a message."""
     sends: tuple[int, ...] = ()
     """Bytes for each rank of an all_to_all."""
     receives: tuple[int, ...] = ()
     """Bytes from each rank of an all_to_all."""
     batch: int = 0
-    """Of a message: those of a rank with one number, above 0, are issued together."""
+    """Number of a message's batch: those of one number are issued together; 0 for a collective."""
 
     def __str__(self) -> str:
         ranks = " → ".join(map(str, self.group)) if self.batch else f"{self.group}"
@@ -87,13 +87,14 @@ class Operation(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Recording:
-    """What this process issued so far, background threads left out."""
+    """What this process issued so far, background threads left out; `where`: see `mark`."""
 
     operations: list[Operation] = field(default_factory=list)
     where: str = ""
     marks: int = 1
 
     def note(self, kind: str, args: Sequence[Any]) -> None:
+        """Lists one call of an operator of c10d with these arguments."""
         boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
         ranks = tuple(dist.get_process_group_ranks(ProcessGroup.unbox(boxed)))
         if len(ranks) == 1 or threading.current_thread().name.startswith(BACKGROUND):
@@ -201,7 +202,7 @@ class _Run:
         # What each rank has issued and waits for: how many operations, and the place after them.
         self.unmet = [0] * len(recordings)
         self.after = [0] * len(recordings)
-        # Of each group or pair, the ranks that wait in it, and at which of their operations.
+        # The members that wait in each group, and in each pair for a message.
         self.waiting: dict[tuple[bool, tuple[int, ...]], list[Member]] = defaultdict(list)
 
     def to_the_end(self) -> None:
