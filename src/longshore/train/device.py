@@ -16,6 +16,7 @@ A layer gathers what it reads of a shared pack, so its size counts beside the ra
 
 import os
 import re
+import resource
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -51,6 +52,13 @@ def pick_dtype(asked: str, device: torch.device) -> torch.dtype:
     dtype = getattr(torch, auto if asked == "auto" else asked)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes of this rank: of the device, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def prefer_blas(device: torch.device, dtype: torch.dtype, machine: str) -> None:
