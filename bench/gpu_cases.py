@@ -31,8 +31,7 @@ from longshore.model.init import initial_block
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Sequence
 from longshore.run import parts as parts_of_run
-from longshore.run.job import TrainingJob, make_job
-from longshore.run.parts import Parts, build_parts
+from longshore.run.parts import Parts, TrainingJob, build_parts, make_job
 from longshore.run.process import joined_ranks
 from longshore.run.ranks import Ranks
 

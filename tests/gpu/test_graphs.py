@@ -20,8 +20,7 @@ from tests.ranks.harness import run_ranks
 
 from longshore.config.load import load_config
 from longshore.parallel.fsdp import local_part
-from longshore.run.job import make_job
-from longshore.run.parts import Parts, build_parts
+from longshore.run.parts import Parts, build_parts, make_job
 from longshore.run.process import joined_ranks
 from longshore.run.ranks import Ranks
 from longshore.train import cuda_graph as graph_piece

@@ -22,7 +22,7 @@ from tests.ranks.harness import run_ranks
 from longshore import Trainer, load_config
 from longshore.ops import backends
 from longshore.run.folder import lock_run
-from longshore.run.parts import make_evaluator
+from longshore.run.parts import open_held_out
 from longshore.train.checkpoint_files import saved_steps
 from longshore.train.stop import RunError
 
@@ -338,9 +338,9 @@ def test_groups_for_evaluation_are_made_on_the_loopback_interface_too(tmp_path, 
 
     def make(*args, **options):
         variables.append(os.environ.get("OF_LOOPBACK"))
-        return make_evaluator(*args, **options)
+        return open_held_out(*args, **options)
 
-    monkeypatch.setattr("longshore.run.trainer.make_evaluator", make)
+    monkeypatch.setattr("longshore.run.trainer.open_held_out", make)
     changed = settings(tmp_path / "run")
     changed["data"] |= {"eval_mock": LENGTHS, "eval_count": 4}
     with Trainer(**changed) as trainer:

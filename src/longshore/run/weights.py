@@ -44,7 +44,7 @@ from longshore.model.lora import is_factor
 from longshore.parallel.gathered import gathered_tensors
 from longshore.parallel.pipeline import Model, tensor_names
 from longshore.run.folder import CONFIG, check_new_folder
-from longshore.run.job import TrainingJob
+from longshore.run.parts import TrainingJob
 from longshore.train.checkpoint_files import DamagedError, read_index, writing
 from longshore.train.safetensors_stream import CheckpointTensors
 from longshore.train.stop import RunError

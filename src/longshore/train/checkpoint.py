@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from longshore.arch.cuts import TensorCut
-from longshore.data.steps import Loader
 from longshore.distributed.agreement import PeerError, agreed
 from longshore.distributed.collectives import gather_rows
 from longshore.distributed.topology import Groups, Topology
@@ -51,7 +50,6 @@ from longshore.train.checkpoint_files import (
     saved_steps,
 )
 from longshore.train.checkpoint_storage import TensorBlock, load_blocks, save_blocks, whole_block
-from longshore.train.loop import Progress
 from longshore.train.stop import RunError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -432,43 +430,3 @@ def same_data(
 
 def _short(state: dict[str, object]) -> str:
     return str(state.get("data", "of no digest"))[:12]
-
-
-class Saver:
-    """Saves every `every` steps of a loop (0: never) and at its end.
-
-    With keep=0 it only tracks the progress. shared: what is saved besides, see Position.
-    """
-
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        loader: Loader,
-        *,
-        every: int,
-        start: Progress,
-        shared: Callable[[int], Shared] = lambda step: nothing_shared,
-    ) -> None:
-        self.shared = shared
-        self.checkpoints = checkpoints
-        self.loader = loader
-        self.every = every
-        self.progress = start
-        self.is_on = checkpoints.keep > 0
-
-    def after_step(self, progress: Progress) -> None:
-        """A hook of the loop."""
-        self.progress = progress
-        if self.is_on and self.every and progress.step % self.every == 0:
-            self._save()
-
-    def finish(self) -> None:
-        """Saves the last step and waits for it; the loop is over, so its losses are known."""
-        if self.is_on and self.checkpoints.last != self.progress.step and self.progress.step:
-            self._save()
-        self.checkpoints.confirm(self.progress.step)
-        self.checkpoints.wait()
-
-    def _save(self) -> None:
-        done, state = self.progress, self.loader.state_dict()
-        self.checkpoints.save(Position(done.step, done.updates, state, self.shared(done.step)))
