@@ -82,7 +82,7 @@ def test_a_folder_that_is_deleted_ends_the_run_with_a_checkpoint(tmp_path):
 
     def delete(trainer, metrics):
         if metrics["step"] == 2:
-            trainer._training.parts.checkpoints.wait()
+            trainer._parts.checkpoints.wait()
             shutil.rmtree(run)
 
     with Trainer(**given, on_step=delete) as trainer, pytest.raises(RunError) as caught:
@@ -231,7 +231,7 @@ def test_a_close_that_fails_leaves_all_the_same(tmp_path, monkeypatch):
     threads = threading.active_count()
     trainer = Trainer(**settings(tmp_path / "run"))
     trainer.step()
-    monkeypatch.setattr(trainer._training.saver, "finish", lambda: 1 / 0)
+    monkeypatch.setattr(trainer, "_save_last", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.close()
     assert not dist.is_initialized()
@@ -247,7 +247,7 @@ def test_a_failure_does_not_wait_for_a_checkpoint_that_nobody_confirms(tmp_path)
     threads, release = threading.active_count(), []
 
     def fail_in_evaluation(trainer, metrics):
-        confirmed = trainer._training.parts.checkpoints._confirmed
+        confirmed = trainer._parts.checkpoints._confirmed
         release.append(threading.Timer(60, confirmed.set))  # or this test would hang for ever
         release[0].start()
         raise RuntimeError("no more of this")
