@@ -61,10 +61,9 @@ from longshore.train.checkpoint import Position, nothing_shared
 from longshore.train.checkpoint_files import checkpoint_folder
 from longshore.train.device import peak_flops
 from longshore.train.display import has_step
-from longshore.train.failed_step import explain
 from longshore.train.heartbeat import SAVING
 from longshore.train.optimizer import Schedule
-from longshore.train.record import EVALS, LossWatch, RunRecord, refining, stage_times
+from longshore.train.record import EVALS, LossWatch, RunRecord, explain, refining, stage_times
 from longshore.train.step import QueuedStep, StepReport, check_gradient, queue_step, read_step
 from longshore.train.stop import RunError
 

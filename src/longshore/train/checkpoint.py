@@ -9,12 +9,6 @@ the same restored from it. Training waits only for a copy in host memory; a thre
 Each rank copies and writes its own boxes (parallel/shards.py). What several ranks have alike is
 divided among them, so 4 ranks with 139,584 parameters and two moments of each copy 104,688 numbers,
 whether they are sharded or not. The host memory of the copy is reused, by one save at a time.
-
-What of a model and its optimizer a checkpoint holds, and which of it each rank saves.
-
-In: a rank's model, its optimizer and its place. Out: tensors by the names they are saved under, and
-this rank's blocks of each, so that all ranks together save every value once.
-
 A norm's weight of 64 on 2 lanes × tp 2 is whole on all 4 ranks: lane 1's TP rank 0 is number 2 of
 them and saves 32…48. Its q_proj.weight (64, 64) is cut by tp, and no rank shards it: TP rank 0 has
 rows 0…32 on both lanes, and lane 1 saves 16…32 of them.
