@@ -79,6 +79,9 @@ SLOW_S = 2.0
 class Trainer:
     """A run on this rank: steps, evaluations, checkpoints and weights. All ranks call together."""
 
+    _on_step: Callback | None = None
+    _on_evaluation: Callback | None = None
+
     def __init__(
         self,
         recipe: str | Path | RunConfig | None = None,
@@ -134,8 +137,6 @@ class Trainer:
         display: str,
     ) -> None:
         """place: None for a run of one rank."""
-        self._on_step: Callback | None = None
-        self._on_evaluation: Callback | None = None
         self._last: StepReport | None = None
         self._failure: BaseException | None = None
         self._is_ended = self._is_closed = self._reads_all = False
