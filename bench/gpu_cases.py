@@ -32,8 +32,7 @@ from longshore.model.init import initial_block
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Sequence
 from longshore.run import parts as parts_of_run
-from longshore.run.job import TrainingJob, joined_ranks, make_job
-from longshore.run.parts import Parts, build_parts
+from longshore.run.parts import Parts, TrainingJob, build_parts, joined_ranks, make_job
 
 CAPACITY = 32_768
 """3 rounds; the host has to launch a round's kernels, however many its tokens."""

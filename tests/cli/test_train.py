@@ -446,10 +446,10 @@ def test_errors_of_a_rank(capsys, monkeypatch):
 def test_a_rank_names_the_keys_of_settings(monkeypatch):
     """The planner refuses in Python's words, in the middle of a run too."""
 
-    def refuse_settings(config, ranks, start):
+    def refuse_settings(config, ranks, start, *, signals):
         raise SettingError("raise {max_cp}, or use more lanes")
 
-    monkeypatch.setattr("longshore.run.train.train", refuse_settings)
+    monkeypatch.setattr("longshore.run.trainer.Trainer.on_rank", refuse_settings)
     with pytest.raises(ValueError, match=r"^raise plan.max_cp, or use more lanes$"):
         train(load_config(None, []), Ranks(0, 1, 0, 1, ""))
 

@@ -121,7 +121,6 @@ def test_held_out_sequences_need_no_groups(monkeypatch):
     monkeypatch.setattr(parts, "make_planner", lambda *args: None)
     monkeypatch.setattr(parts, "_packing", lambda job: None)
     monkeypatch.setattr(parts, "IndexedSteps", lambda source, **options: options["groups"])
-    monkeypatch.setattr(parts, "Evaluator", lambda held_out, *args, **options: held_out)
     words = ["data.group=prompt", "data.eval_path=other", "train.eval_every=2"]
     job = SimpleNamespace(
         config=load_config(None, words),
@@ -130,5 +129,4 @@ def test_held_out_sequences_need_no_groups(monkeypatch):
         status=None,
         display="none",
     )
-    built = SimpleNamespace(stepper=SimpleNamespace(model=None, executor=None))
-    assert parts.make_evaluator(job, built, tell=None, wants_stop=None).steps is None
+    assert parts.open_held_out(job, None).steps is None

@@ -22,7 +22,7 @@ from tests.ranks.harness import run_ranks
 from longshore import Trainer, load_config
 from longshore.ops import backends
 from longshore.run.folder import lock_run
-from longshore.run.parts import make_evaluator
+from longshore.run.parts import open_held_out
 from longshore.train.checkpoint_files import saved_steps
 from longshore.train.stop import RunError
 
@@ -82,7 +82,7 @@ def test_a_folder_that_is_deleted_ends_the_run_with_a_checkpoint(tmp_path):
 
     def delete(trainer, metrics):
         if metrics["step"] == 2:
-            trainer._training.parts.checkpoints.wait()
+            trainer._parts.checkpoints.wait()
             shutil.rmtree(run)
 
     with Trainer(**given, on_step=delete) as trainer, pytest.raises(RunError) as caught:
@@ -231,7 +231,7 @@ def test_a_close_that_fails_leaves_all_the_same(tmp_path, monkeypatch):
     threads = threading.active_count()
     trainer = Trainer(**settings(tmp_path / "run"))
     trainer.step()
-    monkeypatch.setattr(trainer._training.saver, "finish", lambda: 1 / 0)
+    monkeypatch.setattr(trainer, "_save_last", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.close()
     assert not dist.is_initialized()
@@ -247,7 +247,7 @@ def test_a_failure_does_not_wait_for_a_checkpoint_that_nobody_confirms(tmp_path)
     threads, release = threading.active_count(), []
 
     def fail_in_evaluation(trainer, metrics):
-        confirmed = trainer._training.parts.checkpoints._confirmed
+        confirmed = trainer._parts.checkpoints._confirmed
         release.append(threading.Timer(60, confirmed.set))  # or this test would hang for ever
         release[0].start()
         raise RuntimeError("no more of this")
@@ -340,9 +340,9 @@ def test_groups_for_evaluation_are_made_on_the_loopback_interface_too(tmp_path, 
 
     def make(*args, **options):
         variables.append(os.environ.get("OF_LOOPBACK"))
-        return make_evaluator(*args, **options)
+        return open_held_out(*args, **options)
 
-    monkeypatch.setattr("longshore.run.trainer.make_evaluator", make)
+    monkeypatch.setattr("longshore.run.trainer.open_held_out", make)
     changed = settings(tmp_path / "run")
     changed["data"] |= {"eval_mock": LENGTHS, "eval_count": 4}
     with Trainer(**changed) as trainer:

@@ -61,7 +61,7 @@ Work = Callable[[RunConfig, Ranks], None]
 PRELOAD = (
     "torch.distributed.tensor",
     "torch.fx.experimental.symbolic_shapes",  # a first backward imports it, for seconds
-    "longshore.run.train",
+    "longshore.run.trainer",
 )
 GRACE_S = 1.0  # for the rank whose error it is, once another has failed of it
 END_S = 5.0  # for ranks to end by themselves

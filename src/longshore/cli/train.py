@@ -8,6 +8,7 @@ run/resume.py.
 
 import argparse
 import difflib
+import signal
 import textwrap
 import traceback
 from collections.abc import Callable
@@ -124,7 +125,7 @@ def run_train(args: argparse.Namespace) -> None:
 
 def _check_before_text(config: RunConfig) -> None:
     """What the ranks would refuse only once the text is tokenized; it imports torch."""
-    from longshore.run.training import check_before_text
+    from longshore.run.parts import check_before_text
 
     check_before_text(config)
 
@@ -179,11 +180,18 @@ def _say_start(config: RunConfig) -> None:
 
 
 def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
-    """One rank's part. It imports torch, so it is imported only where it runs."""
-    from longshore.run.train import train as train_rank
+    """One rank's part, to the last step. It imports torch, so it is imported only where it runs."""
+    from longshore.run.trainer import Trainer
 
-    with settings_in_keys():
-        train_rank(config, ranks, start)
+    with settings_in_keys(), Trainer.on_rank(config, ranks, start, signals=True) as trainer:
+        trainer.run()
+    if not trainer.is_finished:
+        then = f"resume with --resume {trainer.folder}"
+        if not config.output.keep:
+            then = "nothing is saved, because output.keep is 0"
+        where = ", in its evaluation" if trainer.done >= trainer.steps else ""
+        text = f"stopped after step {trainer.done} of {trainer.steps}{where}; {then}"
+        raise StoppedError(text, trainer.stopped_by or signal.SIGTERM)
 
 
 def _work(start: Start) -> Work:

@@ -1,24 +1,22 @@
-"""What a run decides for itself: everything that is "auto" in its configuration.
+"""What a run decides for itself: everything that is "auto" in its configuration. No torch.
 
 In: a config, the decoder, the ranks' memory and dtype, the longest sequence. Out: Resolved, in
 which nothing is "auto", with notes that say how each choice came about:
 
     parallel.shard: none, every rank holds all: model and optimizer take 2% of a rank's memory
 
-What a run decides about CUDA graphs: buckets, the cap on sequences, memory. No torch.
-
-In: a config with its capacity, the decoder, the lanes and all lengths of the data. Out: the
-GraphSetting that plan/graph_use.py reads, and notes for people. For graph.max_sequences=auto, some
-of the run's steps are planned in advance, evenly spaced over the first epoch:
+For CUDA graphs it chooses buckets, memory and the cap on sequences that plan/graph_use.py reads.
+For graph.max_sequences=auto some of the run's steps are planned in advance, evenly spaced over the
+first epoch; which of them depends on the data and the configuration alone, so all ranks decide
+alike:
 
     graph.max_sequences: 24 serves 95 % of 512 sampled micro-batches with one unshared pack; …
-
-Which steps depends on the data and the configuration alone, so all ranks decide alike.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 
@@ -39,7 +37,6 @@ from longshore.config.check import (
 from longshore.config.located import settings_in_keys
 from longshore.config.schema import GraphConfig, RunConfig
 from longshore.data.batches import Batches, Place
-from longshore.ops.backends import is_installed
 from longshore.plan.cost import Ints
 from longshore.plan.graph_use import (
     BUCKETS,
@@ -266,6 +263,10 @@ def _shard(
     if config.plan.sync == "step":
         return "zero2", f"zero2, because plan.sync is step: {share}"
     return "zero3", f"zero3: {share}"
+
+
+def is_installed(package: str) -> bool:
+    return find_spec(package) is not None
 
 
 def _compile(config: RunConfig, device: str) -> tuple[bool, str]:

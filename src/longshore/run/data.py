@@ -8,16 +8,25 @@ train.epochs 2 are 2 × 16 steps.
 
 A token id past the model's vocabulary would be a device assert in the middle of a run. A prepared
 folder names the row with its highest one, which is checked at the start; and each sequence is
-checked on the host when it is read, and refused by its number.
+checked on the host when it is read, and refused by its number. For train.loss=dpo all pairs are
+looked at once: each has one sequence of either sign in a step.
+
+A script's data may be in memory, a list of samples or a `datasets.Dataset`. They are saved in
+data.cache under a name of their content, so that the same data are the same file again, also for a
+resumed run:
+
+    data={"path": [{"text": "a b"}], "batch": 8}     data.path=runs/prepared/samples-6e1c5ee9…
 """
 
+import hashlib
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +62,7 @@ from longshore.data.prepare_job import TokenizerFiles, check_first, with_known_f
 from longshore.data.rejected import rejections_of
 from longshore.data.source import (
     PAIR,
+    SIGN,
     TEACHER_IDS,
     TEACHER_LOGPROBS,
     IndexedSource,
@@ -65,7 +75,7 @@ from longshore.data.source import (
 from longshore.data.store import Store, read_manifest
 from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules, SampleTokenizer
-from longshore.files import printable
+from longshore.files import new_folder, printable
 from longshore.plan.types import Plan, policy_named
 from longshore.plan.types import Sequence as PlanSequence
 from longshore.settings import SettingError
@@ -462,3 +472,91 @@ def count_steps(config: RunConfig, lengths: Ints, groups: Ints | None = None) ->
             "sequences); lower train.warmup"
         )
     return steps
+
+
+def check_pairs(config: RunConfig, source: IndexedSource) -> None:
+    """Refuses data of DPO that some step would fail on; nothing for other losses."""
+    if config.train.loss != "dpo":
+        return
+    if not source.loss_tokens.all():
+        place = int(np.argmin(source.loss_tokens))
+        raise _refused(f"sequence {place} has no loss token", "leave its pair out")
+    pairs, signs = (sequence_values(source, name) for name in (PAIR, SIGN))
+    order = np.lexsort((signs, pairs))
+    _check_signs(pairs[order], signs[order])
+    groups = step_groups(config, source)
+    if groups is not None:
+        first, second = groups[order].reshape(-1, 2).T
+        if (torn := first != second).any():
+            pair = int(pairs[order][::2][torn.argmax()])
+            raise _refused(
+                f"the two sequences of pair {pair} have different values of data.group",
+                "set data.group=pair",
+            )
+
+
+def _check_signs(pairs: Ints, signs: Ints) -> None:
+    """Sorted by pair, then by sign: −1 and 1 of the same pair in turn."""
+    numbers, sizes = np.unique(pairs, return_counts=True)
+    is_wrong: NDArray[np.bool_] = sizes != 2
+    if not is_wrong.any():
+        is_wrong = (signs.reshape(-1, 2) != (-1, 1)).any(1)
+    if is_wrong.any():
+        pair = int(numbers[is_wrong.argmax()])
+        theirs = signs[pairs == pair].tolist()
+        shown = ", ".join(map(str, theirs[:4])) + (", …" if len(theirs) > 4 else "")
+        raise _refused(
+            f"pair {pair} has {len(theirs)} sequence{'s' if len(theirs) > 1 else ''}, of sign "
+            f"{shown}",
+            "give each pair one of sign 1 and one of sign -1, and its number to no other row; a "
+            "file that is named twice has all its pairs twice",
+        )
+
+
+def _refused(problem: str, way_out: str) -> ValueError:
+    return ValueError(f"data.path: train.loss=dpo compares two answers, but {problem}; {way_out}")
+
+
+def is_in_memory(value: object) -> bool:
+    """Whether a value is data itself: samples, or an object of `datasets`."""
+    if isinstance(value, list | tuple) and value:
+        return isinstance(value[0], Mapping)
+    return type(value).__module__.partition(".")[0] == "datasets"
+
+
+def saved_samples(samples: Any, cache: Path, key: str) -> str:  # noqa: ANN401
+    """The folder that has these samples. key: for errors."""
+    if isinstance(samples, list | tuple):
+        lines = [_as_line(sample, f"{key}: sample {i}") for i, sample in enumerate(samples)]
+        digest = hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+        folder = cache / f"samples-{digest}"
+    elif hasattr(samples, "save_to_disk") and hasattr(samples, "_fingerprint"):
+        folder = cache / f"dataset-{samples._fingerprint}"
+    else:
+        raise ValueError(
+            f"{key} is a {type(samples).__name__}; give a Dataset, such as one split of it, or a "
+            "list of samples"
+        )
+    if folder.exists():
+        return str(folder)
+    try:
+        with new_folder(folder) as partial:
+            if isinstance(samples, list | tuple):
+                (partial / "samples.jsonl").write_text("".join(lines), encoding="utf-8")
+            else:
+                samples.save_to_disk(str(partial))
+    except OSError as error:
+        raise ValueError(f"{key}: {folder} cannot be written ({error.strerror})") from None
+    except ValueError:
+        if not folder.exists():  # else another rank was faster
+            raise
+    return str(folder)
+
+
+def _as_line(sample: Mapping[str, object], where: str) -> str:
+    try:
+        return json.dumps(sample, default=lambda value: value.tolist(), ensure_ascii=False) + "\n"
+    except (TypeError, ValueError, AttributeError):
+        raise ValueError(
+            f"{where} cannot be written as JSON; it must hold strings, numbers, lists and dicts"
+        ) from None

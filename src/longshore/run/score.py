@@ -43,12 +43,13 @@ from longshore.files import new_folder
 from longshore.hf.lora import find_base
 from longshore.model.interface import Output
 from longshore.parallel.pipeline import Executor, Handlers
-from longshore.run.data import Readable
+from longshore.run.data import Readable, check_pairs
 from longshore.run.folder import check_scored
-from longshore.run.job import TrainingJob, joined_ranks, make_job
 from longshore.run.parts import (
-    check_pairs,
+    TrainingJob,
+    joined_ranks,
     make_cp_groups,
+    make_job,
     make_model,
     make_steps,
     scores_reference,

@@ -1,21 +1,15 @@
-"""The trained weights, written once a run is at its end.
+"""The trained weights, written once a run is at its end, and those of a checkpoint, to be exported.
 
 In: a job, its model and the run's folder. Out: RUN/weights, and output.export as a Hugging Face
 folder. All ranks come here together: rank 0 writes one whole tensor at a time, and the others bring
-their rows of it, so no rank ever holds the whole model. If rank 0 cannot write, all ranks raise.
-
-What rank 0 writes while all ranks produce it: weights, exports, scores.
-
-In: a stream that all ranks produce together, and what writes it. Out: the files; or on every rank
+their rows of it, so no rank ever holds the whole model. If rank 0 cannot write, every rank raises
 the same RunError, with the file, what it takes, what is free and the way out:
 
     out/.model.partial-4711/0.part cannot be written (No space left on device: it takes 16.0 GB, and
     9.1 GB are free without it); make room there, then export it again
 
-The model of one of a run's checkpoints, to be exported without any ranks.
-
-In: RUN/checkpoints/step-N. Out: its decoder, from RUN/config.toml, and its tensors, in the order in
-which the run itself would export them.
+`open_checkpoint` reads RUN/checkpoints/step-N without any ranks: its decoder from RUN/config.toml,
+its tensors in the order in which the run itself would export them.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,7 +38,7 @@ from longshore.model.lora import is_factor
 from longshore.parallel.gathered import gathered_tensors
 from longshore.parallel.pipeline import Model, tensor_names
 from longshore.run.folder import CONFIG, check_new_folder
-from longshore.run.job import TrainingJob
+from longshore.run.parts import TrainingJob
 from longshore.train.checkpoint_files import DamagedError, read_index, writing
 from longshore.train.safetensors_stream import CheckpointTensors
 from longshore.train.stop import RunError
