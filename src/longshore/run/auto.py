@@ -142,7 +142,7 @@ class Resolved:
     capacity: int
     """Most tokens a rank holds in a round."""
     dtype: str
-    """Of the arithmetic, by name, such as bfloat16."""
+    """Name of the dtype of the arithmetic, such as bfloat16."""
     compile: bool
     """Whether blocks go through torch.compile."""
     layout: Layout

@@ -215,7 +215,7 @@ def _next_number(path: Path) -> int:
 
 
 MOMENTS = 2
-"""Of AdamW, for each parameter."""
+"""AdamW keeps this many for each parameter."""
 
 
 def written_bytes(config: RunConfig, decoder: DecoderConfig) -> dict[str, int]:

@@ -161,7 +161,7 @@ class TrainingJob:
     source: IndexedSource | TextStream
     """The sequences to train on, or the files they are drawn from while it trains."""
     steps: int
-    """Of the whole run, those of earlier runs included."""
+    """Steps of the whole run, those of earlier runs included."""
     topology: Topology
     """This rank's place among the others."""
     stop: Stop
@@ -195,7 +195,7 @@ class TrainingJob:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the arithmetic."""
+        """The dtype of the arithmetic."""
         return pick_dtype(self.resolved.dtype, self.topology.device)
 
     @property
@@ -362,15 +362,15 @@ class Parts:
     """What a run is put together from."""
 
     groups: CPGroups
-    """Of lanes that share packs."""
+    """Process groups of lanes that share packs."""
     loader: Loader
-    """Of the training data."""
+    """Plans and packs the training data, ahead of the steps."""
     stepper: Stepper
     """The model, its optimizer and its loss."""
     checkpoints: Checkpoints
-    """Of the run's folder."""
+    """Checkpoints in the run's folder."""
     refiner: Refiner | None
-    """Of the cost profile that the loader plans with; None: it stays as it is."""
+    """Corrects the cost profile that the loader plans with; None: it stays as it is."""
     any_rank: AnyRank
     """Whether any rank is asked to stop."""
 

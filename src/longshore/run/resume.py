@@ -72,9 +72,9 @@ class Start:
     is_asked: bool = False
     """The user wants to resume; otherwise only torchrun has restarted."""
     attempt: int = 0
-    """Of torchrun, from 0."""
+    """The attempt of torchrun, from 0."""
     job: str = ""
-    """Of torchrun, the same name in all its attempts."""
+    """The name of torchrun's job, the same in all its attempts."""
     is_forced: bool = False
     """Resume with other data too."""
 

@@ -62,7 +62,7 @@ from longshore.train.loss_inputs import TEMPERATURE, LossCall
 Rows = Iterable[TokenizedSample]
 
 ROWS = 1024
-"""Of a row group of Parquet."""
+"""Rows of a row group of Parquet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ def _logprobs(logprobs: Tensor) -> Tensor:
 
 
 def _write(flat: Tensor, starts: Tensor, values: Tensor, batch: MicroBatch) -> None:
-    """To each token's place what its predecessor's row says; rows without a label to the end."""
+    """Writes what a row says to the place of the next token; rows without a label go to the end."""
     assert batch.targets is not None
     ctx, past = batch.ctx, len(flat) - 1
     logprobs_T = -values if values.ndim == 1 else values[:, 0]

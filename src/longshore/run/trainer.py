@@ -73,7 +73,7 @@ from longshore.train.step import QueuedStep, StepReport, check_gradient, queue_s
 from longshore.train.stop import RunError
 
 Metrics = dict[str, Any]
-"""Of a step, by the names of metrics.jsonl; or of an evaluation, by those of evals.jsonl."""
+"""What metrics.jsonl has of a step, or evals.jsonl of an evaluation, by its names there."""
 Callback = Callable[["Trainer", Metrics], None]
 REFUSALS = (ValueError.__name__, SettingError.__name__)
 PATHS = ("path", "eval_path")

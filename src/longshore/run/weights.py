@@ -199,7 +199,7 @@ def _factors(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def _factor_bytes(model: Model) -> int:
-    """Of all low-rank factors, in float64 at most."""
+    """Bytes of all low-rank factors, in float64 at most."""
     return 8 * sum(map(prod, _factors(model).values()))
 
 
@@ -231,6 +231,6 @@ def open_checkpoint(folder: Path, *, base: Path | None) -> SavedWeights:
 
 
 def _saved_names(folder: Path) -> list[str]:
-    """Of all parameters and buffers of a model whose names only transformers knows."""
+    """Names of all tensors of a checkpoint, where only transformers knows them."""
     names = read_index(folder).tensors
     return [name.removeprefix("model.") for name in names if name.startswith("model.")]

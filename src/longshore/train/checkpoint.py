@@ -162,11 +162,11 @@ class Checkpoints:
         self._is_abandoned = False
         self._error: Exception | None = None
         self.save_bytes = self._save_bytes()
-        """Of a whole checkpoint with moments, the files of all ranks together."""
+        """Bytes of a whole checkpoint with moments, the files of all ranks together."""
 
     @property
     def host_bytes(self) -> int:
-        """Of the copy in host memory."""
+        """Bytes of the copy in host memory."""
         return sum(tensor.nbytes for tensor in self._host.values())
 
     def _save_bytes(self) -> int:

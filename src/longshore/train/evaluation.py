@@ -32,7 +32,7 @@ class Evaluation:
     """The losses of one pass over a held-out set."""
 
     name: str
-    """Of the held-out set."""
+    """The held-out set's."""
     loss: float | None
     """The mean over loss_tokens; None if there are none, or if it is not finite."""
     loss_tokens: int

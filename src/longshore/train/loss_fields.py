@@ -40,7 +40,7 @@ class NeededField:
     per: tuple[Per, ...] = ("target",)
     """What one value belongs to: one of these."""
     dims: int = 0
-    """Of one value: 0 for a number, 1 for k numbers; those of a loss have the same k."""
+    """Dimensions of one value: 0 for a number, 1 for k numbers; those of a loss have the same k."""
     is_integer: bool = False
     """Whether values are whole numbers; else any."""
 

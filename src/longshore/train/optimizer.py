@@ -137,7 +137,7 @@ class RoutingCounts:
 
     @property
     def layers(self) -> list[Tensor]:
-        """Of all stages of this rank."""
+        """Counts of all MoE layers on this rank."""
         return [layer for number in sorted(self.stages) for layer in self.stages[number]]
 
     def add(self, routed: Sequence[Routed], stage: int = 0) -> None:

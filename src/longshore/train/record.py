@@ -560,7 +560,7 @@ def as_text(news: Refinement, base: CostProfile) -> str:
 
 
 def _factors(news: Refinement, base: CostProfile) -> dict[str, float]:
-    """Of the parts that the profile has."""
+    """Factors of those parts that the profile has."""
     named = zip(PARTS, coefficients(base), news.refit.correction.factors, strict=True)
     return {name: factor for name, value, factor in named if value}
 

@@ -209,7 +209,7 @@ def joined_crc32(first: int, second: int, second_bytes: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """Of two polynomials, with the coefficient of x^0 in the highest bit."""
+    """The product of two polynomials, with the coefficient of x^0 in the highest bit."""
     product = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -254,7 +254,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all tensors."""
         tensors = (self.index.tensors[f"model.{name}"] for name in self.names)
         return sum(prod(tensor.shape) * OF_NAME[tensor.dtype].itemsize for tensor in tensors)
 

@@ -202,7 +202,7 @@ def _add_tokens(table: Tensor, logprobs_T: Tensor, batch: MicroBatch, names: lis
 
 
 def _set_sequences(table: Tensor, batch: MicroBatch, names: list[str]) -> None:
-    """By the first lane of each pack: those that share it have the same values."""
+    """Written by the first lane of each pack: those that share it have the same values."""
     for pack in batch.ctx.packs:
         here = pack.sequences
         if pack.group.cp_rank == 0 and names and here.stop > here.start:
@@ -254,7 +254,7 @@ class Stepper:
     model: Model
     """The rank's stages, or the whole decoder; already parallelized, see parallel/apply.py."""
     optimizer: AdamW
-    """Of the model's parameters."""
+    """Updates the model's parameters."""
     topology: Topology
     """The lanes to sum losses and gradients over."""
     mode: ShardMode
@@ -268,7 +268,7 @@ class Stepper:
     status: RankStatus = field(default_factory=RankStatus)
     """This rank's progress, updated during each step."""
     copies: EmbeddingCopies | None = None
-    """Of the embedding on several stages; None without a pipeline."""
+    """Copies of the embedding on several stages; None without a pipeline."""
     trace: bool = False
     """Whether the ranks record and compare what they issue in every step."""
     graphs: GraphedLayers | None = None
@@ -464,7 +464,7 @@ def queue_step(stepper: Stepper, step: Step, lr: float, *, begin: Timestamp) -> 
 
 
 def _on_host(result: StepResult | None) -> Tensor:
-    """As float64: whether the loss has no gradient, the norm, layers by what served them, the
+    """In float64: whether the loss has no gradient, the norm, layers by what served them, the
     loss's metrics, losses, expert counts; the copy is started, not awaited."""
     if result is None:
         return torch.empty(0)
