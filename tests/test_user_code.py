@@ -72,7 +72,7 @@ def test_what_is_wrong_is_an_error_about_the_setting(name, message, folder):
 def test_a_module_is_found_without_importing_it():
     check_module_exists("users_broken:f", "loss")
     assert "users_broken" not in sys.modules
-    with pytest.raises(SettingError, match=r"^loss: there is no module users_missing"):
+    with pytest.raises(ValueError, match=r"^loss: there is no module users_missing"):
         check_module_exists("users_missing:f", "loss")
 
 

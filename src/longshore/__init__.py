@@ -11,7 +11,7 @@ costs nothing and does not load torch; docs/api.md lists them with their signatu
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from longshore.advisor.cost_source import model_cost
+    from longshore.advisor.step_time import model_cost
     from longshore.arch.costs import make_layout, stage_costs
     from longshore.arch.decoder import DecoderConfig
     from longshore.arch.presets import preset
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from longshore.train.stop import RunError
 
 _NAMES_OF = {
-    "advisor.cost_source": "model_cost",
+    "advisor.step_time": "model_cost",
     "arch.costs": "make_layout stage_costs",
     "arch.decoder": "DecoderConfig",
     "arch.presets": "preset",

@@ -15,6 +15,7 @@ import importlib.util
 import re
 import traceback
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -72,6 +73,15 @@ def check_module_exists(name: str, setting: str) -> None:
     path = name.partition(":")[0]
     if importlib.util.find_spec(path.partition(".")[0]) is None:
         raise _no_module(path, setting)
+
+
+@lru_cache
+def is_installed(package: str) -> bool:
+    """Whether a package is there; it is not imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def describe_error(error: Exception) -> str:

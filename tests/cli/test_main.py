@@ -289,7 +289,7 @@ BAD = [
     ((*PLAN, "--sync", "step", "--pp", "2"), "does not work with a pipeline (--pp 2)"),
     ((*PLAN, "--vpp", "2"), "vpp is 2, but without a pipeline"),
     ((*PLAN, "--align", "9000"), "align is 9000, more than the capacity"),
-    ((*PLAN, "--cost", "none.json"), "cost profile none.json: cannot be read"),
+    ((*PLAN, "--cost", "none.json"), "profile none.json: cannot be read"),
     ((*PLAN, "--cost", "l.csv"), "cost profile l.csv: is not JSON"),
     ((*PLAN, "--cost", "packs.csv", "--json", "packs.csv"), "cost profile packs.csv"),
     ((*PLAN, "--json", "no/out.json"), "no/out.json: cannot be written, there is no folder no"),

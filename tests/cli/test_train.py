@@ -219,7 +219,7 @@ BAD = [
     (["r.toml", "plan.max_cp=4"], "plan.max_cp is 4, but there are only 2 lanes"),
     (["r.toml", "plan.min_cp=2", "plan.max_cp=1"], "plan.min_cp is 2; it must be between 1"),
     (["r.toml", "plan.align=4096"], "plan.align is 4096, more than the capacity of 1024 tokens"),
-    (["r.toml", "plan.cost=none.json"], "plan.cost: cost profile none.json: cannot be read"),
+    (["r.toml", "plan.cost=none.json"], "plan.cost: profile none.json: cannot be read"),
     (
         ["r.toml", "--ranks", "8", "parallel.attention=heads", "plan.max_cp=8"],
         "plan.max_cp is 8, which does not divide the 4 heads that ranks",

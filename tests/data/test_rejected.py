@@ -5,7 +5,7 @@ import pytest
 
 from longshore.config.located import as_key
 from longshore.data.rejected import WAYS_OUT, Rejections, rejections_of
-from longshore.settings import SettingError, as_option, spell_settings
+from longshore.settings import as_option, spell_settings
 
 REASONS = {"empty": 1, "too long": 12, "spans not located": 30}
 
@@ -39,7 +39,7 @@ def test_the_most_frequent_reason_comes_first_with_an_example_and_the_way_out(re
 
 def test_above_the_limit_it_is_refused_with_the_way_out(rejections):
     rejections.check(0.43)
-    with pytest.raises(SettingError, match="rejected 43 of 100") as caught:
+    with pytest.raises(ValueError, match="rejected 43 of 100") as caught:
         rejections.check(0.05)
     message = caught.value.spelled(as_key)
     assert "(43 %): 30 spans not located, 12 too long, 1 empty" in message
@@ -51,7 +51,7 @@ def test_above_the_limit_it_is_refused_with_the_way_out(rejections):
 
 def test_what_it_suggests_is_enough():
     few = Rejections(Path("x"), 30_000, {"empty": 1501})
-    with pytest.raises(SettingError, match="max_rejected=") as caught:
+    with pytest.raises(ValueError, match="max_rejected=") as caught:
         few.check(0.05)
     few.check(float(caught.value.spelled(as_option).split()[-1]))
 

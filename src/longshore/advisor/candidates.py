@@ -2,7 +2,7 @@
 
 In: an AdviceTask: a model, a machine, the lengths of the data. Out: Candidates that are legal and
 whose memory fits, each with its capacity and largest CP size. What a run would refuse is never
-proposed: the checks are those of a run's configuration.
+proposed: the rules are asked of config/check.py, which refuses by them.
 
 On 8 GPUs tp may be 1, 2, 4 or 8, and pp as much of the rest; a model of 32 layers without experts
 on one GPU has 3 shard modes, of which one lane needs one, with and without recomputation. Of each,
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -29,11 +30,10 @@ from longshore.arch.decoder import DecoderConfig, has_experts
 from longshore.arch.memory import ModelSplit
 from longshore.arch.part import Sharing
 from longshore.config.check import (
-    check_code,
-    check_graph,
-    check_lora,
-    check_parallel,
-    lanes_of,
+    code_refusals,
+    graph_refusals,
+    lora_refusals,
+    parallel_refusals,
     pipeline_layout,
 )
 from longshore.config.schema import (
@@ -45,7 +45,7 @@ from longshore.config.schema import (
     TrainConfig,
 )
 from longshore.plan.cost import Ints
-from longshore.plan.layout import Layout
+from longshore.plan.layout import Layout, stage_refusals
 from longshore.plan.shapes import lane_tokens, legal_cp_sizes, padded_length
 from longshore.plan.types import Plan
 from longshore.run.auto import graph_bytes
@@ -228,13 +228,14 @@ def _with_modes(axes: ModelAxes) -> Iterator[ModelAxes]:
 
 def _is_legal(task: AdviceTask, axes: ModelAxes) -> bool:
     config = task.config(Candidate(axes=axes, capacity=KIB, max_cp=1))
-    try:
-        check_code(config)
-        check_parallel(config, task.decoder, lanes=lanes_of(config, task.gpus))
-        pipeline_layout(config, task.decoder)
-    except ValueError:
-        return False
-    return True
+    layers, depths = len(task.decoder.layers), len(task.decoder.mtp)
+    return not any(
+        chain(
+            code_refusals(config),
+            parallel_refusals(config, task.decoder, lanes=axes.lanes),
+            stage_refusals(layers, depths, pp=axes.pp, vpp=axes.vpp),
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,14 +376,13 @@ class MemoryCheck:
 def with_graphs(task: AdviceTask, candidate: Candidate) -> Candidate | None:
     """The same with CUDA graphs; None where a run refuses them."""
     graphed = replace(candidate, graph=True)
-    try:
-        config = task.config(graphed)
-        check_graph(config, task.decoder)
-        check_code(config)
-        check_lora(config, task.decoder)
-    except ValueError:
-        return None
-    return graphed
+    config = task.config(graphed)
+    refusals = chain(
+        graph_refusals(config, task.decoder),
+        code_refusals(config),
+        lora_refusals(config, task.decoder),
+    )
+    return None if any(refusals) else graphed
 
 
 def all_candidates(task: AdviceTask) -> Iterator[Candidate]:

@@ -221,6 +221,28 @@ def factor_flops(config: DecoderConfig) -> int:
     )
 
 
+PEAKS = {
+    "H100 PCIe": 756.5e12,
+    "H100 NVL": 835.5e12,
+    "H200 NVL": 835.5e12,
+    "GB200": 2500e12,
+    "H200": 989.5e12,  # SXM; 1,979 TFLOP/s with sparsity
+    "H100": 989.5e12,
+    "A100": 312e12,
+    "B200": 2250e12,  # DGX B200, each of its 8 GPUs; 4,500 TFLOP/s with sparsity
+    # 64 cores at 2.45 GHz, each of 32 float32 FLOPs a cycle with AVX2.
+    "AMD EPYC 7763": 64 * 2.45e9 * 32,
+}
+"""Dense FLOP/s by a part of the device's name, from data sheets; the first that matches counts."""
+
+
+def vendor_peak(device: str, dtype: str) -> float | None:
+    """Dense FLOP/s of a device of this name, as torch has it; None if it is not known."""
+    name = next((name for name in PEAKS if name in device), "")
+    measured = "float32" if name.startswith("AMD") else "bfloat16"
+    return PEAKS.get(name) if dtype == measured else None
+
+
 def trained_parameters(config: DecoderConfig) -> int:
     """Parameters that have a gradient: all, or those of low-rank factors."""
     return parameter_count(config) if config.lora is None else factor_flops(config) // 6

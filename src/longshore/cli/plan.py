@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from longshore.advisor.cost_source import model_cost, read_cost
-from longshore.advisor.machine import MachineProfile, profile_names
+from longshore.advisor.machine import MachineProfile, profile_names, read_cost
+from longshore.advisor.step_time import model_cost
 from longshore.arch.presets import preset
 from longshore.cli.environment import working_folder_last
 from longshore.cli.options import add_command, count, one_of, say

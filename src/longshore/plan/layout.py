@@ -33,7 +33,7 @@ back the same way:
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -191,6 +191,16 @@ def layout_stages(text: str) -> int:
     return _unrolled(text).count("|") + 1
 
 
+def stage_refusals(layers: int, depths: int, *, pp: int, vpp: int) -> Iterator[str]:
+    """Why a model of so many layers and depths cannot have so many stages."""
+    parts, stages = layers + depths + 1, pp * vpp
+    if parts < stages:
+        yield (
+            f"{layers} layers{f', {depths} depths' if depths else ''} and the head make {parts} "
+            f"parts, too few for parallel.pp {pp} × parallel.vpp {vpp} = {stages} stages; use fewer"
+        )
+
+
 def balanced_layout(
     costs: Seq[int], *, pp: int, vpp: int, depths: int = 0, embed: int = 0
 ) -> Layout:
@@ -201,12 +211,8 @@ def balanced_layout(
     """
     stages, parts = pp * vpp, [*costs]
     layers = len(parts) - depths - 1
-    if len(parts) < stages:
-        raise SettingError(
-            f"{layers} layers{f', {depths} depths' if depths else ''} and the head make "
-            f"{len(parts)} parts, too few for {{pp}} {pp} × {{vpp}} {vpp} = {stages} stages; use "
-            "fewer"
-        )
+    if why := next(stage_refusals(layers, depths, pp=pp, vpp=vpp), ""):
+        raise ValueError(why)
     parts[0] += embed
     ends = _even_ends(parts, stages)
     letters = "t" * layers + "m" * depths + "L"
