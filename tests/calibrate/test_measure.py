@@ -10,7 +10,7 @@ from longshore.advisor import calibrate as measure
 from longshore.advisor import calibrate as overheads
 from longshore.advisor.calibrate import CalibrationOptions, Grid, calibrate
 from longshore.advisor.calibrate_parts import make_module, references, runnable
-from longshore.advisor.held_out import Outcome, median_error, random_steps
+from longshore.advisor.lone_steps import Outcome, median_error, random_steps
 from longshore.advisor.machine import load_machine
 from longshore.advisor.step_time import RunShape, round_busy
 from longshore.advisor.timing import Clock

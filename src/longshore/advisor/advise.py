@@ -1,27 +1,18 @@
-"""`longshore advise`: the fastest way to run a model on some GPUs, and what it takes. No torch.
+r"""`longshore advise`: the fastest way to run a model on some GPUs, and what it takes. No torch.
 
 In: an AdviceTask. Out: Advice: the recommended candidate and the runners-up, each with its memory,
-its planned steps and its times.
+its planned steps and its times; and `answer`, the same as plain data: the recipe with a reason for
+each key, which becomes JSON, and the text and page of advisor/advise_page.py.
 
     enumerate legal axes → estimate all → drop what does not fit → plan the best → the fastest
 
 Estimates take lanes as even; the best of them are planned with the real planner on a sample of the
 data's steps. A candidate within 2 % of the fastest wins if it is simpler: 1.00 s with tp 2 loses
-against 1.01 s with tp 1. Nothing reads a clock, so the same question has the same answer.
+against 1.01 s with tp 1. Nothing reads a clock, so the same question has the same answer. A part of
+one:
 
-Why each key of a recommended recipe has its value, in a sentence. No torch.
-
-In: Advice. Out: for each key its value and the reason, which compares with what else was possible:
-
-    plan.capacity    16384    the largest that fits: 32,768 would take 151.2 of 125.8 GiB
-
-Advice as plain data: the recipe, a reason for each key, memory and times of all candidates.
-
-In: Advice. Out: a dictionary that becomes JSON, the text of advisor/advise_page.py and the page of
-advisor/advise_page.py. No torch. A part of one:
-
-    {"recipe": "[plan]\ncapacity = 16384\n…", "reasons": [["plan.capacity", "16384", "the …"]],
-     "candidates": [{"tp": 1, "capacity": 16384, "seconds": 5.4, "memory": {"parameters": …}}]}
+    {"recipe": "[plan]\ncapacity = 16384\n…", "candidates": [{"tp": 1, "seconds": 5.4, …}],
+     "reasons": [["plan.capacity", "16384", "the largest that fits: 32,768 would take 151.2 …"]]}
 """
 
 from collections import Counter
