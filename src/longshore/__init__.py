@@ -51,7 +51,6 @@ if TYPE_CHECKING:
         policy_names,
     )
     from longshore.run.trainer import Trainer
-    from longshore.settings import SettingError
     from longshore.train.stop import RunError
 
 _NAMES_OF = {
@@ -85,7 +84,6 @@ _NAMES_OF = {
     "plan.planner": "make_plan",
     "plan.types": "Policy policy_named policy_names Pack Plan PlanSetting Round Sequence Stats",
     "run.trainer": "Trainer",
-    "settings": "SettingError",
     "train.stop": "RunError",
 }
 _HOME = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
@@ -119,7 +117,6 @@ __all__ = [
     "SampleTokenizer",
     "SeqContext",
     "Sequence",
-    "SettingError",
     "Shards",
     "Stats",
     "Step",

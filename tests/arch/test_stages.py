@@ -47,7 +47,7 @@ def test_parts_make_up_the_whole(name: str):
 def test_by_hand():
     config = decoder(4, vocab_size=48)
     assert str(make_layout(config, pp=2, vpp=2, text="Et|t|tt|L")) == "Et|t|tt|L"
-    with pytest.raises(ValueError, match=r"2 stages for each of 2 .* set vpp to 2"):
+    with pytest.raises(ValueError, match=r"2 stages for each of 2 .* set parallel.vpp to 2"):
         make_layout(config, pp=2, vpp=1, text="Et|t|tt|L")
 
 

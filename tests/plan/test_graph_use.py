@@ -121,7 +121,7 @@ def test_plans_without_such_micro_batches():
 
 @pytest.mark.parametrize("coverage", [0.0, -1.0, 1.5, math.nan])
 def test_a_wrong_coverage_is_refused(coverage):
-    with pytest.raises(ValueError, match=r"^coverage is .* above 0 and at most 1$"):
+    with pytest.raises(ValueError, match=r"^graph.coverage is .* above 0 and at most 1$"):
         choose_cap([], coverage)
 
 

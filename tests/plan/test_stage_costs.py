@@ -141,7 +141,7 @@ def test_stages_of_another_pipeline_are_refused():
     asked = {"lanes": 1, "capacity": 10, "pp": 2}
     with pytest.raises(ValueError, match="the stage costs are of 3 stages"):
         make_plan([5], **asked, stage_costs=equal_stages(3, 1))
-    with pytest.raises(ValueError, match="layout has 4 ranks of 1 stages, but pp is 2"):
+    with pytest.raises(ValueError, match=r"layout has 4 ranks of 1 stages, but parallel\.pp is 2"):
         make_plan([5], **asked, layout=parse_layout("Et|t|t|L", pp=4, layers=3))
 
 

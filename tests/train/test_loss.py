@@ -61,9 +61,9 @@ def test_a_count_that_is_not_finite_is_named() -> None:
 
 
 def test_a_wrong_name_is_an_error_about_its_setting() -> None:
-    with pytest.raises(ValueError, match=r"^loss: there is no module nowhere"):
+    with pytest.raises(ValueError, match=r"^train.loss: there is no module nowhere"):
         make_loss("nowhere:f")
-    with pytest.raises(ValueError, match=r"^loss_count: tests.train.losses has no nothing"):
+    with pytest.raises(ValueError, match=r"^train.loss_count: tests.train.losses has no nothing"):
         make_loss(count="tests.train.losses:nothing")
 
 
@@ -82,7 +82,7 @@ def test_a_wrong_name_is_an_error_about_its_setting() -> None:
         ("grpo", {"kl": True}, "kl is True; it must be a number"),
         ("ppo", {"temperature": 0}, "temperature is 0; it must be a number above 0"),
         ("cross_entropy", {"label_smoothing": 2}, "label_smoothing is 2; it must be from 0 to 1"),
-        ("", {"beta": 1}, "loss_options are given without a loss"),
+        ("", {"beta": 1}, "train.loss_options need a train.loss"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused(name: str, options, said: str) -> None:

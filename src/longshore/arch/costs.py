@@ -100,7 +100,6 @@ from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.ops.sizes import expanded_values, loss_bytes, most_expanded
 from longshore.plan.cost import BUILT_IN, CostProfile, StageCosts, share_out
 from longshore.plan.layout import Layout, balanced_layout, parse_layout
-from longshore.settings import SettingError
 
 FLOAT32_BYTES = 4
 INDEX_BYTES = 4
@@ -571,9 +570,9 @@ def make_layout(
         return replace(layout, id_layers=decoder.hashed_layers)
     layout = parse_layout(text, pp=pp, layers=layers, depths=depths)
     if layout.vpp != vpp:
-        raise SettingError(
-            f"{{layout}} is {text!r}, which has {layout.vpp} stages for each of {pp} pipeline "
-            f"ranks, but {{vpp}} is {vpp}; set {{vpp}} to {layout.vpp}"
+        raise ValueError(
+            f"parallel.layout is {text!r}, which has {layout.vpp} stages for each of {pp} pipeline "
+            f"ranks, but parallel.vpp is {vpp}; set parallel.vpp to {layout.vpp}"
         )
     return replace(layout, id_layers=decoder.hashed_layers)
 

@@ -28,7 +28,7 @@ from longshore.plan.cost import BUILT_IN, CostProfile, Ints
 from longshore.plan.lengths_file import Lengths, demo_lengths, read_lengths
 from longshore.plan.types import DEFAULT_POLICY, POLICIES, Plan, policy_named, policy_names
 from longshore.report.pages import plan_summary, write_plan_page
-from longshore.settings import CPSizes, SettingError, Sync, as_option, names_of
+from longshore.settings import CPSizes, Sync, names_of
 from longshore.user_code import FUNCTION_NAME
 
 PLAN_HELP = """\
@@ -145,13 +145,6 @@ def _policy_name(text: str) -> str:
 
 
 def run_plan(args: argparse.Namespace) -> None:
-    try:
-        _plan(args)
-    except SettingError as error:
-        raise ValueError(error.spelled(as_option)) from error
-
-
-def _plan(args: argparse.Namespace) -> None:
     _check_complete(args)
     steps = _steps(args)
     options = {name: value for name in PLANNER if (value := getattr(args, name)) is not None}
@@ -338,8 +331,6 @@ def _compare(steps: Seq[Lengths], policy: str, options: dict[str, Any]) -> list[
     own = {k: v for k, v in options.items() if k != "cp_size" or policy_named(policy).one_cp_size}
     try:
         return _plan_steps(steps, policy, own)
-    except SettingError as error:
-        return error.spelled(as_option)
     except ValueError as error:
         return str(error)
 

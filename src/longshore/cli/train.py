@@ -34,7 +34,6 @@ from longshore.cli.launch import (
 )
 from longshore.cli.options import add_command, count, say
 from longshore.config.load import load_config
-from longshore.config.located import settings_in_keys
 from longshore.config.other_systems import FOREIGN_KEYS, all_keys, answer_key
 from longshore.config.schema import SECTIONS, RunConfig, toml_value
 from longshore.run.data import prepare_text, text_is_ready
@@ -183,8 +182,7 @@ def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
     """One rank's part. It imports torch, so it is imported only where it runs."""
     from longshore.run.train import train as train_rank
 
-    with settings_in_keys():
-        train_rank(config, ranks, start)
+    train_rank(config, ranks, start)
 
 
 def _work(start: Start) -> Work:

@@ -31,13 +31,13 @@ from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.part import Part, Sharing
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.config.check_data import check_data, known_longest
-from longshore.config.located import in_keys, settings_in_keys
 from longshore.config.schema import (
     Kind,
     ModelConfig,
     ParallelConfig,
     PlanConfig,
     RunConfig,
+    in_keys,
     listed,
     number,
     texts,
@@ -45,7 +45,7 @@ from longshore.config.schema import (
 )
 from longshore.plan.cost import BUILT_IN, CostProfile, load_profile, names_machine
 from longshore.plan.layout import Layout, layout_stages
-from longshore.plan.planner import make_plan
+from longshore.plan.planner import PlaceError, make_plan
 from longshore.plan.shapes import make_buckets
 from longshore.plan.types import DEFAULT_POLICY, policy_named
 from longshore.settings import GraphLayer, names_of
@@ -335,8 +335,7 @@ def pipeline_layout(config: RunConfig, decoder: DecoderConfig) -> Layout:
         raise ValueError(f"parallel.{name} needs a pipeline; set parallel.pp to 2 or more")
     if layout and vpp == 1:
         vpp = max(1, layout_stages(layout) // pp)
-    with settings_in_keys():
-        return make_layout(decoder, pp=pp, vpp=vpp, text=layout)
+    return make_layout(decoder, pp=pp, vpp=vpp, text=layout)
 
 
 def decoder_config(model: ModelConfig) -> DecoderConfig:
@@ -347,15 +346,13 @@ def decoder_config(model: ModelConfig) -> DecoderConfig:
     if model.code == "transformers":
         return replace(transformers_decoder(model), lora=lora_config(model.lora))
     if model.module:  # importing it registers its mixers, so that from_hf may contain them
-        with settings_in_keys():
-            load_module(model.module, "module")
+        load_module(model.module, "model.module")
     if model.from_hf:
         with in_keys("model.from_hf"):
             decoder = read_config(model.from_hf)
             _check_balance(model, decoder)
     elif model.module:
-        with settings_in_keys():
-            decoder = named_decoder(model.module)
+        decoder = named_decoder(model.module)
     else:
         changed = {"layers": model.layers, "vocab_size": model.vocab_size}
         given = {name: value for name, value in changed.items() if value}
@@ -364,8 +361,7 @@ def decoder_config(model: ModelConfig) -> DecoderConfig:
     aux_weight, bias_update = (
         None if number == "auto" else number for number in (model.aux_weight, model.bias_update)
     )
-    with in_keys():
-        decoder = with_balance(decoder, aux_weight=aux_weight, bias_update=bias_update)
+    decoder = with_balance(decoder, aux_weight=aux_weight, bias_update=bias_update)
     lora = lora_config(model.lora)
     if lora is None:
         return decoder
@@ -447,7 +443,7 @@ def run_cost(
         if not names_machine(cost):
             return load_profile(cost)
         dtype, shard = config.train.dtype, config.parallel.shard
-        profile: CostProfile = load_function(MACHINE_COSTS, "cost")(
+        profile: CostProfile = load_function(MACHINE_COSTS, "plan.cost")(
             cost,
             decoder,
             lanes=lanes,
@@ -480,8 +476,10 @@ def check_longest(config: RunConfig, lanes: int, longest: int) -> None:
     """Refuses data whose longest sequence fits nowhere; nothing while the capacity is "auto"."""
     capacity = config.plan.capacity
     if isinstance(capacity, int):
-        with settings_in_keys(where="the longest sequence"):
+        try:
             _try_plan(config, lanes, capacity=capacity, longest=longest)
+        except PlaceError as error:
+            raise ValueError(f"the longest sequence{error.problem}") from None
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -543,8 +541,7 @@ def _check_train(config: RunConfig) -> None:
         raise ValueError("train.loss_options need a train.loss; name one, or leave them out")
     for name in ("loss", "loss_count"):
         if ":" in (function := getattr(train, name)):
-            with settings_in_keys():
-                check_module_exists(function, name)
+            check_module_exists(function, f"train.{name}")
 
 
 def _check_depths(config: RunConfig, decoder: DecoderConfig) -> None:
@@ -570,8 +567,7 @@ def _check_plan(config: RunConfig, lanes: int, decoder: DecoderConfig) -> None:
     auto = max(lane_align(config), 1 << 20)
     capacity = plan.capacity if isinstance(plan.capacity, int) else auto
     _check_align(config, capacity)
-    with settings_in_keys():
-        _try_plan(config, lanes, capacity=capacity, longest=1)
+    _try_plan(config, lanes, capacity=capacity, longest=1)
 
 
 def _check_align(config: RunConfig, capacity: int) -> None:
@@ -635,7 +631,7 @@ def _check_trackers(config: RunConfig) -> None:
 
 def named_decoder(name: str) -> DecoderConfig:
     """The decoder that "module:name" is, or returns; it can be saved and read back."""
-    value = load_object(name, "module", wanted="a function that returns a DecoderConfig")
+    value = load_object(name, "model.module", wanted="a function that returns a DecoderConfig")
     verb = "is"
     if callable(value):
         verb = "returned"

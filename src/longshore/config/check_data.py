@@ -19,8 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from longshore.config.located import in_keys
-from longshore.config.schema import DataConfig, RunConfig
+from longshore.config.schema import DataConfig, RunConfig, in_keys
 from longshore.data.chat_template import DATE
 from longshore.data.fields import Field, check_declared, parse_field
 from longshore.data.inputs import Input, files_of, find_inputs, matches
@@ -31,7 +30,6 @@ from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.data.training_templates import check_choice
 from longshore.files import parse_json
 from longshore.plan.types import policy_named
-from longshore.settings import SettingError
 from longshore.train.loss_fields import needed_fields
 
 MANIFEST = "manifest.json"
@@ -263,8 +261,7 @@ def _check_text(config: RunConfig, names: Sequence[str]) -> None:
         raise ValueError(
             f"{key}: {data.tokenizer} has no tokenizer.json; set {key} to a folder that has one"
         )
-    with in_keys():
-        check_choice(data.template)
+    check_choice(data.template)
     with in_keys("data.fields"):
         fields = check_declared([parse_field(text) for text in data.fields])
     if not tokenizer_of(config):
@@ -277,15 +274,14 @@ def _check_text(config: RunConfig, names: Sequence[str]) -> None:
 def _check_token_rows(config: RunConfig, inputs: Sequence[Input], fields: Sequence[Field]) -> None:
     """Without a tokenizer the first sample of each file must have input_ids."""
     data = config.data
-    with in_keys():
-        none = TokenizerFiles(None, data.template, DATE).load()
+    none = TokenizerFiles(None, data.template, DATE).load()
     with in_keys("data.path"):
         rules = Rules(fields=tuple(fields), ignore=data.ignore)
         rules = with_known_fields(inputs, rules, data.max_bytes, reads=loss_columns(config))
         try:
             check_first(inputs, SampleTokenizer(none, rules), data.max_bytes)
-        except SettingError as error:
-            if "tokenizer" in error.settings and has_tokenizer(config.model.from_hf):
+        except ValueError as error:
+            if "data.tokenizer" in str(error) and has_tokenizer(config.model.from_hf):
                 _check_packages(data)  # the model's tokenizer would do
             raise
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from longshore.config.located import settings_in_keys
 from longshore.config.schema import RunConfig
 from longshore.distributed.agreement import PeerError
 from longshore.parallel.pipeline import Model
+from longshore.plan.planner import PlaceError
 from longshore.plan.types import Plan
 from longshore.run.arguments import configured
 from longshore.run.loop import StepHooks, train_steps
@@ -39,7 +39,6 @@ from longshore.run.resume import (
 from longshore.run.step_recorder import StepRecorder
 from longshore.run.training import joined_training
 from longshore.run.weights import export_weights, write_weights
-from longshore.settings import SettingError
 from longshore.train.checkpoint_files import checkpoint_folder
 from longshore.train.evaluation import Evaluation, Evaluator
 from longshore.train.heartbeat import SAVING
@@ -50,7 +49,7 @@ from longshore.train.stop import RunError
 Metrics = dict[str, Any]
 """Of a step, by the names of metrics.jsonl; or of an evaluation, by those of evals.jsonl."""
 Callback = Callable[["Trainer", Metrics], None]
-REFUSALS = (ValueError.__name__, SettingError.__name__)
+REFUSALS = (ValueError.__name__, PlaceError.__name__)
 
 
 class Trainer:
@@ -116,7 +115,7 @@ class Trainer:
         self._last: StepReport | None = None
         self._failure: BaseException | None = None
         self._is_ended, self._is_closed, self._reads_all = False, False, False
-        with settings_in_keys(), ExitStack() as opened:  # closed only if something fails here
+        with ExitStack() as opened:  # closed only if something fails here
             self._ranks = place if place is not None else opened.enter_context(alone())
             with self._connecting():
                 self._training = training = opened.enter_context(
@@ -261,7 +260,7 @@ class Trainer:
         """The next report; after the last one the run is ended."""
         if self._is_ended:
             return None
-        with self._noting_failure(), settings_in_keys():
+        with self._noting_failure():
             report = next(self._reports, None)
             if report is None:
                 self._end()
@@ -313,7 +312,7 @@ class Trainer:
     def evaluate(self) -> Metrics:
         """The loss on the run's held-out data (data.eval_path or data.eval_mock) as it is now."""
         self._check_open()
-        with self._noting_failure(refusals=True), settings_in_keys():
+        with self._noting_failure(refusals=True):
             if self._evaluator is None:
                 self._evaluator = self._make_evaluator(on_demand=True)
             if self._evaluator is None:

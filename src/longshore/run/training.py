@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from longshore.config.located import in_keys, settings_in_keys
-from longshore.config.schema import RunConfig
+from longshore.config.schema import RunConfig, in_keys
 from longshore.distributed.agreement import agreed
 from longshore.hf.checkpoint import open_weights
 from longshore.run.data import text_rules
@@ -46,14 +45,13 @@ class Training:
 
 def check_before_text(config: RunConfig) -> None:
     """Refuses what only torch and other packages can tell, before any text is tokenized."""
-    with settings_in_keys():
-        pick_device(config.train.device, 0)
-        with in_keys("output.trackers"):
-            check_trackers(config.output.trackers)
-        if (rules := text_rules(config)) is not None:
-            data_loss(config, rules)
-        if config.model.from_hf and config.model.code == "longshore":
-            open_weights(config.model.from_hf)
+    pick_device(config.train.device, 0)
+    with in_keys("output.trackers"):
+        check_trackers(config.output.trackers)
+    if (rules := text_rules(config)) is not None:
+        data_loss(config, rules)
+    if config.model.from_hf and config.model.code == "longshore":
+        open_weights(config.model.from_hf)
 
 
 @contextmanager
