@@ -172,7 +172,7 @@ def form_of(columns: Iterable[str], ignore: Sequence[str], fields: Sequence[Fiel
         if name not in columns:
             raise SampleError("no messages", f"it has a {form} but no {name}")
     if others := unused_columns(columns, form, ignore, fields):
-        raise SampleError("undeclared field", str(refuse_columns(others, form)))
+        raise SampleError("undeclared field", unknown_columns(others, form))
     return form
 
 
@@ -249,10 +249,10 @@ def known_fields(
     return [field for field in fields if is_paired or field.name not in (PAIR, SIGN)]
 
 
-def refuse_columns(
+def unknown_columns(
     names: Sequence[str], form: str, sample: Mapping[str, Any] | None = None
-) -> ValueError:
-    """The error for unknown columns, all in one message, with what to do about them.
+) -> str:
+    """What is wrong with unknown columns, all in one message, with what to do about them.
 
     sample: one that has the first of them, whose value says how to declare it.
     """
@@ -260,11 +260,11 @@ def refuse_columns(
     first = f"{names[0]}:per_sequence:DTYPE" if spec is None else spec
     listed, ignore = ", ".join(map(repr, names)), f"data.ignore={','.join(names)}"
     if len(names) == 1:
-        return ValueError(
+        return (
             f"unknown column {listed} in a sample with {form!r}; leave it out with {ignore} (or * "
             f"for all unused columns), or declare it with data.fields={first}"
         )
-    return ValueError(
+    return (
         f"unknown columns {listed} in samples with {form!r}; leave them out with {ignore} (or * "
         f"for all unused columns), or declare each as in data.fields={first}"
     )

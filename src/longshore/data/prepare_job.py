@@ -34,9 +34,9 @@ from longshore.data.columns import (
     is_pair,
     known_fields,
     leaves_out,
-    refuse_columns,
     refuse_file,
     sides,
+    unknown_columns,
     unused_columns,
 )
 from longshore.data.inputs import (
@@ -233,8 +233,8 @@ def check_first(
                     raise refuse_file(file.name, f"{file.unit} {line}", columns) from None
                 if error.reason == "undeclared field":
                     names, form = _unused(inputs, tokenizer.rules, max_bytes)
-                    where = f"{file.name} {file.unit} {line}: "
-                    raise refuse_columns(names, form, sample).after(where) from None
+                    why = unknown_columns(names, form, sample)
+                    raise ValueError(f"{file.name} {file.unit} {line}: {why}") from None
             has_chats = has_chats or is_chat(sample)
             break
     return has_chats, warnings
