@@ -40,7 +40,7 @@ from longshore.plan.graph_use import choose_cap
 PLANNED = 12
 """Candidates that are planned."""
 OF_ONE_KIND = 2
-"""Of them, with the same axes."""
+"""Planned candidates with the same axes, at most."""
 STEPS = 2
 """Planned for each of them, the same for all."""
 SAMPLE = 2048
@@ -65,13 +65,13 @@ class Predicted:
     estimate: float
     """Seconds of a step without a plan."""
     max_sequences: int
-    """Of a micro-batch that CUDA graphs serve whole; 0 without graphs."""
+    """Most sequences of a micro-batch that CUDA graphs serve whole; 0 without graphs."""
     launch: tuple[float, float]
     """Seconds that device and host are busy in a full round without graphs."""
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step, the mean of those that were planned."""
         return sum(step.seconds for step in self.steps) / len(self.steps)
 
     @property
@@ -191,7 +191,7 @@ def _simplicity(candidate: Candidate) -> tuple[object, ...]:
 
 
 def _simplest_of_fastest(choices: list[Predicted]) -> Predicted:
-    """Of all that are within a few percent of the fastest."""
+    """The simplest of all that are within a few percent of the fastest."""
     limit = min(choice.seconds for choice in choices) * (1 + TIE)
     close = [choice for choice in choices if choice.seconds <= limit]
     return min(close, key=lambda choice: (_simplicity(choice.candidate), choice.seconds))

@@ -69,11 +69,11 @@ class StepSample:
     rounds: int
     """In the step."""
     blocks: int
-    """Of the model."""
+    """Blocks of the model."""
     parameters: int
-    """Of the model."""
+    """Parameters of the model."""
     tokens: int
-    """Of a round."""
+    """Tokens of a round."""
     device: float
     """Seconds on the device, without parts, norm and optimizer."""
     total: float
@@ -220,7 +220,7 @@ class Grid:
     """Sizes to measure."""
 
     rows: tuple[int, ...]
-    """Of the first factor."""
+    """Rows of the first factor."""
     widths: tuple[int, ...]
     """Values of k and of n."""
     copied: int
@@ -272,7 +272,7 @@ def _measure(timer: Timer, dtype: torch.dtype, rows: int, k: int, n: int) -> Pro
 
 
 def _seconds(timer: Timer, function: Callable[[], object]) -> float:
-    """Of one call; short ones are timed ten at a time on CUDA."""
+    """Seconds of one call; short ones are timed ten at a time on CUDA."""
     once = timer.seconds(function, warmup=1)
     if not timer.is_cuda or once > SHORT:
         return once
@@ -352,7 +352,7 @@ class CalibrationOptions:
     device: torch.device
     """Where."""
     dtype: torch.dtype
-    """Of the arithmetic."""
+    """Dtype of the arithmetic."""
     budget: float
     """Seconds; the last measurement may end a little later."""
     gathers: tuple[GatherCost, ...] = ()

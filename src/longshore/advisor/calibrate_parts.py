@@ -59,7 +59,7 @@ class Reference:
     part: Part | None
     """None for the decoder's embedding or head, by `kind`."""
     kind: str
-    """Of advisor/machine.py's KINDS."""
+    """One of advisor/machine.py's KINDS."""
 
 
 def references(device: str) -> list[Reference]:

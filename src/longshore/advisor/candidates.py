@@ -53,7 +53,7 @@ from longshore.settings import ShardMode, Sync
 
 KIB = 1 << 10
 CONTEXT_BYTES = 768 << 20
-"""Of CUDA itself and the kernels that are loaded, before any tensor; an assumption."""
+"""Memory of CUDA itself and the kernels that are loaded, before any tensor; an assumption."""
 FREE_SHARE = 10
 """One part in ten of a GPU's memory stays free, for fragmentation and what is not counted."""
 MOST_CAPACITY = 1 << 20
@@ -114,13 +114,13 @@ class GpuMemory:
     """What the rank that needs most takes of a GPU."""
 
     peak: MemoryBreakdown
-    """Of its tensors."""
+    """Bytes of its tensors."""
     communicators: int
-    """Of its process groups, an assumption for each."""
+    """Bytes of its process groups, an assumption for each."""
     graphs: int = 0
     """Most that CUDA graphs may take."""
     context: int = CONTEXT_BYTES
-    """Of CUDA itself."""
+    """Bytes of CUDA itself."""
 
     @property
     def total(self) -> int:
@@ -150,13 +150,13 @@ class AdviceTask:
     machine: MachineProfile
     """How fast they are."""
     machine_name: str
-    """Of the profile: a name that Longshore ships, or a file."""
+    """The profile's name, which Longshore ships, or its file."""
     lengths: Ints
-    """Of all sequences."""
+    """Lengths of all sequences."""
     batch: int
     """Sequences of a step."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the arithmetic."""
+    """Dtype of the arithmetic."""
 
     @cached_property
     def longest(self) -> int:
@@ -164,7 +164,7 @@ class AdviceTask:
 
     @cached_property
     def step_tokens(self) -> int:
-        """Of a step, on average."""
+        """Tokens of a step, on average."""
         return max(1, round(float(np.mean(self.lengths)) * self.batch))
 
     @property
@@ -243,13 +243,13 @@ class LaneLoad:
     """What of plans decides about memory."""
 
     tokens: int
-    """Of the fullest micro-batch, with padding."""
+    """Tokens of the fullest micro-batch, with padding."""
     rounds: int
-    """Of a step, at most."""
+    """Rounds of a step, at most."""
     cp_size: int = 1
-    """Of the pack with most tokens of all its lanes."""
+    """CP size of the pack with most tokens of all its lanes."""
     shared_tokens: int | None = None
-    """Of a lane in that pack; None: as many as it holds."""
+    """Tokens of a lane in that pack; None: as many as it holds."""
 
     @staticmethod
     def of(plans: Sequence[Plan]) -> "LaneLoad":
@@ -276,7 +276,7 @@ def _fullest(plan: Plan) -> int:
 
 
 def memory_of(task: AdviceTask, candidate: Candidate, plans: Sequence[Plan] = ()) -> GpuMemory:
-    """Of the rank that needs most: with these plans, or with a lane that is full."""
+    """Memory of the rank that needs most: with these plans, or with a lane that is full."""
     load = LaneLoad.of(plans) if plans else LaneLoad(candidate.capacity, 2, candidate.max_cp)
     axes, layout = candidate.axes, task.layout(candidate.axes)
     peaks = (
@@ -356,7 +356,7 @@ class MemoryCheck:
     def __init__(self, task: AdviceTask) -> None:
         self.task = task
         self.least: dict[ModelAxes, Fitting] = {}
-        """Of each choice of axes, what needs least of all that does not fit."""
+        """What needs least of all that does not fit, by axes."""
         self._limits: dict[tuple[ModelAxes, int, bool], int] = {}
 
     def fitting(self, candidate: Candidate) -> Fitting | None:

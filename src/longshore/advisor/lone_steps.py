@@ -72,7 +72,7 @@ class MadeStep:
 
     @property
     def tokens(self) -> list[int]:
-        """Of each round, padded."""
+        """Tokens of each round, padded."""
         return [batch.ctx.tokens for batch in self.batches]
 
 

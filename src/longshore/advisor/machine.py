@@ -46,7 +46,7 @@ class ProductTime:
     """One product of (rows, k) and (k, n)."""
 
     rows: int
-    """Of the first factor: tokens."""
+    """Rows of the first factor: tokens."""
     k: int
     """Numbers that are summed over."""
     n: int
@@ -92,7 +92,7 @@ class ProductTimes:
         object.__setattr__(self, "_logs", logs)
 
     def seconds(self, rows: float, k: int, n: int) -> tuple[float, float]:
-        """Of the forward product, and of both backward products."""
+        """Seconds of the forward product, and of both backward products."""
         flops = 2.0 * rows * k * n
         if not self.grid:
             return flops * self.flop, 2 * flops * self.flop
@@ -145,7 +145,7 @@ class DataSheet:
     node: int = 8
     """Machines that are connected fast."""
     dtype: str = "bfloat16"
-    """Of the arithmetic."""
+    """Dtype of the arithmetic."""
     has_host: bool = True
     """Whether a host launches its kernels."""
 
@@ -206,19 +206,19 @@ class PartCost:
     origin: Origin
     """Where the numbers come from."""
     head_dim: int
-    """Of the reference; parts are looked up by it first."""
+    """Head size of the reference; parts are looked up by it first."""
     channels: int
-    """Of the reference; parts are looked up by it next."""
+    """Channels of the reference; parts are looked up by it next."""
     call: float
-    """Of a call, however small."""
+    """A call, however small."""
     value: float
-    """Of a value saved for backward: memory traffic of norms, gates, rotations."""
+    """A value saved for backward: memory traffic of norms, gates, rotations."""
     core: float
-    """Of a forward FLOP that is not in the part's plain products."""
+    """A forward FLOP that is not in the part's plain products."""
     sequence: float
-    """Of a channel of a sequence."""
+    """A channel of a sequence."""
     weight: float
-    """Of a weight that is read and whose gradient is written, however few the tokens."""
+    """A weight that is read and whose gradient is written, however few the tokens."""
     forward: float
     """The share of all this in forward, from 0 to 1."""
     host: float
@@ -232,7 +232,7 @@ class FixedCosts:
     """What is no part of a layer."""
 
     byte: Coefficient
-    """Of a byte that is read or written by a copy on the device."""
+    """A byte that is read or written by a copy on the device."""
     block: Coefficient
     """Device seconds of a unit of FSDP, most of them blocks, beside its parts."""
     block_host: Coefficient
@@ -246,19 +246,19 @@ class FixedCosts:
     round_token: Coefficient
     """Device seconds of a token of a round beside the parts: tables, masks, the last norm."""
     round_parameter: Coefficient
-    """Of a parameter in a round: its gradient is added to that of earlier rounds."""
+    """A parameter in a round: its gradient is added to that of earlier rounds."""
     step_parameter: Coefficient
-    """Of a parameter in a step: FSDP copies and casts weights and gradients."""
+    """A parameter in a step: FSDP copies and casts weights and gradients."""
     norm: Coefficient
-    """Of a parameter: gradient norm and clipping."""
+    """A parameter: gradient norm and clipping."""
     optimizer: Coefficient
-    """Of a parameter that is updated."""
+    """A parameter that is updated."""
     step: Coefficient
     """Device seconds of a step, whatever is in it."""
     step_host: Coefficient
     """Host seconds of a step, whatever is in it."""
     message: Coefficient
-    """Of a byte that a pipeline stage hands to the next."""
+    """A byte that a pipeline stage hands to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +280,7 @@ class MachineProfile:
     device: str
     """Its name, such as NVIDIA H200."""
     dtype: str
-    """Of the arithmetic that was measured."""
+    """Dtype of the arithmetic that was measured."""
     torch: str
     """Version of torch; "" where nothing was measured."""
     notes: tuple[str, ...]

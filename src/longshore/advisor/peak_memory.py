@@ -66,7 +66,7 @@ class BackwardMoment:
     """One moment of a part's backward."""
 
     rows: Saved
-    """Of each token, beside what the part has saved."""
+    """What each token needs beside what the part has saved."""
     gradients: int
     """Parameters whose gradients exist by then."""
 
@@ -186,7 +186,7 @@ class RankModel:
     """What a rank has of the model, whatever it is trained with."""
 
     layers: tuple[LayerMemory, ...]
-    """Of all its stages."""
+    """Parameters of all its stages."""
     configs: tuple[LayerConfig, ...]
     """The same as data."""
     counts: Parameters
@@ -278,7 +278,7 @@ def _local(part: Part, parameters: int, split: ModelSplit) -> int:
 
 
 WORKSPACE = 128 << 20
-"""Of cuBLAS, and of small tensors that nothing else counts."""
+"""Bytes of cuBLAS, and of small tensors that nothing else counts."""
 AUTO = Sharing("auto", "auto")
 
 
@@ -291,7 +291,7 @@ class RankSetting:
     shard: str = "none"
     """How they share it."""
     dtype: str = "bfloat16"
-    """Of the arithmetic."""
+    """Dtype of the arithmetic."""
     recompute: bool = False
     """Whether blocks are recomputed."""
     split: ModelSplit = WHOLE
@@ -489,7 +489,7 @@ class _Rank:
                     freed += layer.parameters
 
     def _compared(self) -> set[int]:
-        """Of each kind of layer the first two and the last two: in between all grows evenly."""
+        """The first two and the last two of each kind of layer: in between all grows evenly."""
         kinds: dict[LayerMemory, list[int]] = {}
         for place, layer in enumerate(self.layers):
             kinds.setdefault(layer, []).append(place)

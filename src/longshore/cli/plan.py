@@ -83,6 +83,8 @@ what to write:
   --json OUT.json    the plan: its rounds, packs, lanes and figures
   --html OUT.html    a page to look at in a browser, with the policies side by side
 
+Errors name options by their keys in a recipe: --max-cp is plan.max_cp, --tp is parallel.tp.
+
 example: your lengths on 64 GPUs with tensor parallelism 2, 256 sequences a step
   longshore plan lengths.csv --gpus 64 --tp 2 --capacity 16384 --batch 256 --html plan.html"""
 

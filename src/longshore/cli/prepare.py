@@ -42,6 +42,8 @@ it has prepared is kept.
   --workers W        processes (default: one for each core)
   --start-over       delete what an earlier command with other settings wrote into --out
 
+Errors name options by their keys in a recipe: --max-length is data.max_length.
+
 examples:
   longshore prepare chats.jsonl --tokenizer my-tokenizer --out prepared
   longshore prepare rollouts.jsonl --field advantages:per_target:float32 --out prepared"""

@@ -300,7 +300,7 @@ def check_config(config: RunConfig, ranks: int) -> None:
 
 
 def lanes_of(config: RunConfig, ranks: int) -> int:
-    """How many lanes a run of so many ranks has: each has tp · pp ranks."""
+    """How many lanes a run has: each has tp · pp of its ranks."""
     sizes = {"parallel.tp": config.parallel.tp, "parallel.pp": config.parallel.pp}
     each = math.prod(sizes.values())
     lanes, rest = divmod(ranks, each)

@@ -5,10 +5,8 @@ file is read, which must have input_ids: "chats.jsonl is text, which needs a tok
 lengths of synthetic and prepared sequences are known here, so `known_longest` returns the longest;
 for text it returns 0, for a stream its limit.
 
-The parts of data.path: each with a weight of its own, or all as one.
-
-In: data.path, one name or several: files, globs, folders. Out: for each name a DataPart, with its
-prepared folders and the names of its other data, which become one prepared folder in the cache.
+data.path is one name or several: files, globs, folders. Each is a DataPart, with its prepared
+folders and the names of its other data, which become one prepared folder in the cache:
 
     path = ["a.jsonl", "b/*.parquet"], weights = [3, 1]     two parts, drawn a a a b, a a a b, …
     path = ["a.jsonl", "prepared"]                          two parts, joined: each sequence once
