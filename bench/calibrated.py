@@ -29,8 +29,7 @@ from results import table, write_section
 
 from longshore.advisor.calibrate import CalibrationOptions, calibrate
 from longshore.advisor.calibrate_parts import Case, Reference, make_module, runnable, work_of
-from longshore.advisor.held_out import Outcome, check_steps, random_steps
-from longshore.advisor.lone_steps import make_stepper, one_lane
+from longshore.advisor.lone_steps import Outcome, check_steps, make_stepper, one_lane, random_steps
 from longshore.advisor.machine import MachineProfile, load_machine
 from longshore.advisor.step_time import (
     RunShape,

@@ -17,7 +17,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NAMES = """
 BatchSize CPGroup CPGroups Choices CostProfile Counts Decoder DecoderConfig Field IndexedSteps
 Loader MemorySource MicroBatch Pack PackContext Packing Piece Place Plan PlanSetting Policy Round
-Rules RunConfig RunError SampleTokenizer SeqContext Sequence SettingError Shards Stats Step Store
+Rules RunConfig RunError SampleTokenizer SeqContext Sequence Shards Stats Step Store
 StreamedSteps TokenizedSample Tokenizer Topology Trainer adapt begin_round check cut_shards
 init_decoder lane_cuts lane_rows load_config load_profile make_layout make_plan make_topology merge
 model_cost pack_lane pack_step parallelize policy_named policy_names preset samples_of send_back

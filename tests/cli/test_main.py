@@ -15,7 +15,6 @@ from longshore.cli.options import FOREIGN_OPTIONS
 from longshore.cli.plan import CHOICES, COUNTS
 from longshore.plan.lengths_file import Lengths
 from longshore.plan.types import POLICIES
-from longshore.settings import SettingError
 
 LENGTHS = "length\n900\n12000\n\n300\n5000\n77\n"
 MACHINE = ("--lanes", "4", "--capacity", "8192")
@@ -227,14 +226,14 @@ def test_the_page_says_why_a_policy_was_refused(plan, monkeypatch):
 
     def refuse_static(lengths, policy, options):
         if policy == "static":
-            raise SettingError("raise {max_cp}; {cp_size} is 3, runs/max_cp/l.csv")
+            raise ValueError("raise plan.max_cp; plan.cp_size is 3, runs/max_cp/l.csv")
         return honest(lengths, policy, options)
 
     monkeypatch.setattr(Lengths, "plan", refuse_static)
     plan("--policy", "given", "--html", "out.html", file="packs.csv")
     rows = {row["name"]: row for row in page_data("out.html")["policies"]}
     assert list(rows) == ["given", "padded", "static", "balanced", "dynamic", "mixed"]
-    why = "raise --max-cp; --cp-size is 3, runs/max_cp/l.csv"
+    why = "raise plan.max_cp; plan.cp_size is 3, runs/max_cp/l.csv"
     assert rows["static"] == {"name": "static", "refused": why}
 
 
@@ -258,11 +257,11 @@ BAD = [
     ((*PLAN, "--tp", "2"), "--tp works only with --gpus"),
     (
         ("plan", "--demo", "--gpus", "8", "--tp", "2", "--ep", "16"),
-        "--ep is 16; it must divide lanes × --tp, 4 × 2 = 8; use 8",
+        "parallel.ep is 16; it must divide lanes × parallel.tp, 4 × 2 = 8; use 8",
     ),
     (
         ("plan", "--demo", "--ep", "4", "--sync", "step"),
-        "--sync 'step' does not work with --ep 4: ranks that sh",
+        "plan.sync 'step' does not work with parallel.ep 4: ranks that sh",
     ),
     ((*PLAN, "--expert-parallel-degree", "2"), "use --ep"),
     (("plan", "--demo", "--gpus", "100", "--tp", "8", "--pp", "2"), "--gpus 96 or 112 would"),
@@ -289,7 +288,7 @@ BAD = [
     ((*PLAN, "--sync", "step", "--pp", "2"), "does not work with a pipeline (--pp 2)"),
     ((*PLAN, "--vpp", "2"), "vpp is 2, but without a pipeline"),
     ((*PLAN, "--align", "9000"), "align is 9000, more than the capacity"),
-    ((*PLAN, "--cost", "none.json"), "cost profile none.json: cannot be read"),
+    ((*PLAN, "--cost", "none.json"), "profile none.json: cannot be read"),
     ((*PLAN, "--cost", "l.csv"), "cost profile l.csv: is not JSON"),
     ((*PLAN, "--cost", "packs.csv", "--json", "packs.csv"), "cost profile packs.csv"),
     ((*PLAN, "--json", "no/out.json"), "no/out.json: cannot be written, there is no folder no"),

@@ -13,13 +13,12 @@ from tests.data.tiny import CHATML, word_tokenizer
 
 from longshore import Trainer
 from longshore.cli.main import main
-from longshore.cli.train import TRAIN_HELP, train
+from longshore.cli.train import TRAIN_HELP
 from longshore.config import load_config
 from longshore.config.other_systems import all_keys
 from longshore.data.source import TokenizedSample
 from longshore.data.store import write_store
 from longshore.distributed.process_group import Ranks
-from longshore.settings import SettingError
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -219,7 +218,7 @@ BAD = [
     (["r.toml", "plan.max_cp=4"], "plan.max_cp is 4, but there are only 2 lanes"),
     (["r.toml", "plan.min_cp=2", "plan.max_cp=1"], "plan.min_cp is 2; it must be between 1"),
     (["r.toml", "plan.align=4096"], "plan.align is 4096, more than the capacity of 1024 tokens"),
-    (["r.toml", "plan.cost=none.json"], "plan.cost: cost profile none.json: cannot be read"),
+    (["r.toml", "plan.cost=none.json"], "plan.cost: profile none.json: cannot be read"),
     (
         ["r.toml", "--ranks", "8", "parallel.attention=heads", "plan.max_cp=8"],
         "plan.max_cp is 8, which does not divide the 4 heads that ranks",
@@ -441,17 +440,6 @@ def test_errors_of_a_rank(capsys, monkeypatch):
     assert main(words) == 143
     stopped = "longshore: stopped before the first step\n"
     assert capsys.readouterr() == ("starting 1 rank…\n", stopped)
-
-
-def test_a_rank_names_the_keys_of_settings(monkeypatch):
-    """The planner refuses in Python's words, in the middle of a run too."""
-
-    def refuse_settings(config, ranks, start, *, signals):
-        raise SettingError("raise {max_cp}, or use more lanes")
-
-    monkeypatch.setattr("longshore.run.trainer.Trainer.on_rank", refuse_settings)
-    with pytest.raises(ValueError, match=r"^raise plan.max_cp, or use more lanes$"):
-        train(load_config(None, []), Ranks(0, 1, 0, 1, ""))
 
 
 def test_help_names_every_option_and_key(run):

@@ -185,7 +185,7 @@ def test_one_message_names_all_columns_of_all_inputs(here):
     for name, lines in rows.items():
         Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     message = (
-        r"b.jsonl line 1: unknown columns 'id', 'source', 'score' in .* ignore=id,source,score \(or"
+        r"b.jsonl line 1: unknown columns 'id', 'source', 'score' in .*ignore=id,source,score \(or"
     )
     with pytest.raises(ValueError, match=message):
         run(inputs=list(rows))

@@ -22,7 +22,7 @@ def test_a_store_that_lost_its_manifest_may_be_started_over(here):
     run("reference")
     run()
     Path("out/manifest.json").unlink()
-    with pytest.raises(ValueError, match=r"out: .* without its manifest.json.* \(start_over\)"):
+    with pytest.raises(ValueError, match=r"out: .* without its manifest.json.* --start-over\)"):
         run()
     run(start_over=True)
     assert files_of(here / "out") == files_of(here / "reference")

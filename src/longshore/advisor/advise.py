@@ -1,27 +1,18 @@
-"""`longshore advise`: the fastest way to run a model on some GPUs, and what it takes. No torch.
+r"""`longshore advise`: the fastest way to run a model on some GPUs, and what it takes. No torch.
 
 In: an AdviceTask. Out: Advice: the recommended candidate and the runners-up, each with its memory,
-its planned steps and its times.
+its planned steps and its times; and `answer`, the same as plain data: the recipe with a reason for
+each key, which becomes JSON, and the text and page of advisor/advise_page.py.
 
     enumerate legal axes → estimate all → drop what does not fit → plan the best → the fastest
 
 Estimates take lanes as even; the best of them are planned with the real planner on a sample of the
 data's steps. A candidate within 2 % of the fastest wins if it is simpler: 1.00 s with tp 2 loses
-against 1.01 s with tp 1. Nothing reads a clock, so the same question has the same answer.
+against 1.01 s with tp 1. Nothing reads a clock, so the same question has the same answer. A part of
+one:
 
-Why each key of a recommended recipe has its value, in a sentence. No torch.
-
-In: Advice. Out: for each key its value and the reason, which compares with what else was possible:
-
-    plan.capacity    16384    the largest that fits: 32,768 would take 151.2 of 125.8 GiB
-
-Advice as plain data: the recipe, a reason for each key, memory and times of all candidates.
-
-In: Advice. Out: a dictionary that becomes JSON, the text of advisor/advise_page.py and the page of
-advisor/advise_page.py. No torch. A part of one:
-
-    {"recipe": "[plan]\\ncapacity = 16384\\n…", "reasons": [["plan.capacity", "16384", "the …"]],
-     "candidates": [{"tp": 1, "capacity": 16384, "seconds": 5.4, "memory": {"parameters": …}}]}
+    {"recipe": "[plan]\\ncapacity = 16384\\n…", "candidates": [{"tp": 1, "seconds": 5.4, …}],
+     "reasons": [["plan.capacity", "16384", "the largest that fits: 32,768 would take 151.2 …"]]}
 """
 
 from collections import Counter
@@ -49,7 +40,7 @@ from longshore.plan.graph_use import choose_cap
 PLANNED = 12
 """Candidates that are planned."""
 OF_ONE_KIND = 2
-"""Of them, with the same axes."""
+"""Planned candidates with the same axes, at most."""
 STEPS = 2
 """Planned for each of them, the same for all."""
 SAMPLE = 2048
@@ -74,13 +65,13 @@ class Predicted:
     estimate: float
     """Seconds of a step without a plan."""
     max_sequences: int
-    """Of a micro-batch that CUDA graphs serve whole; 0 without graphs."""
+    """Most sequences of a micro-batch that CUDA graphs serve whole; 0 without graphs."""
     launch: tuple[float, float]
     """Seconds that device and host are busy in a full round without graphs."""
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step, the mean of those that were planned."""
         return sum(step.seconds for step in self.steps) / len(self.steps)
 
     @property
@@ -200,7 +191,7 @@ def _simplicity(candidate: Candidate) -> tuple[object, ...]:
 
 
 def _simplest_of_fastest(choices: list[Predicted]) -> Predicted:
-    """Of all that are within a few percent of the fastest."""
+    """The simplest of all that are within a few percent of the fastest."""
     limit = min(choice.seconds for choice in choices) * (1 + TIE)
     close = [choice for choice in choices if choice.seconds <= limit]
     return min(close, key=lambda choice: (_simplicity(choice.candidate), choice.seconds))

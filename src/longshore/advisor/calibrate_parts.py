@@ -1,26 +1,17 @@
 """Measures each kind of part, and fits what it costs beside its matrix products.
 
-In: References. Out: a PartCost for each: its micro-batches are timed whole, what the measured
-products predict is subtracted, and the rest is fitted by amounts of work (least squares of the
-relative error, no coefficient below 0).
-
-    attention at lengths 128 and 512 with rests of 3 and 6 ms: so much a value, so much a FLOP
-
-The modules that calibration runs: a block with one part, an embedding, a head with its loss.
-
-In: a Reference and the lengths of a micro-batch. Out: `Runnable`: forward alone, and forward with
-backward, as functions without arguments. The modules are those of the library, with weights in the
-dtype of the arithmetic, as FSDP hands them to a block; parameters that FSDP never casts stay
-float32.
-
-    runnable(reference, (128, 128), device=device, dtype=torch.float32).both()
-
-The parts that calibration measures: those of the presets, so that each kind is near one.
-
-In: "cuda" or "cpu". Out: References in the order of importance: one of each kind first, so that a
-small budget still sees every kind. On CUDA they are those of large presets, on a CPU tiny ones.
+In: "cuda" or "cpu", and measured products. Out: a PartCost for each Reference, a part of a preset:
+its micro-batches are timed whole, what the products predict is subtracted, and the rest is fitted
+by amounts of work (least squares of the relative error, no coefficient below 0). References come in
+the order of importance, one of each kind first, so that a small budget still sees every kind; on
+CUDA they are parts of large presets, on a CPU of tiny ones.
 
     references("cpu")[0]        attention of tiny-qwen3 at width 64
+    rests of 3 and 6 ms at lengths 128 and 512: so much a value, so much a FLOP
+
+The modules are those of the library, a block with one part, an embedding, or a head with its loss,
+with weights in the dtype of the arithmetic, as FSDP hands them to a block; parameters that FSDP
+never casts stay float32.
 """
 
 import statistics
@@ -68,7 +59,7 @@ class Reference:
     part: Part | None
     """None for the decoder's embedding or head, by `kind`."""
     kind: str
-    """Of advisor/machine.py's KINDS."""
+    """One of advisor/machine.py's KINDS."""
 
 
 def references(device: str) -> list[Reference]:

@@ -37,7 +37,7 @@ COMPARED = 24
 EP_EXCHANGES = 4
 """Rows go to experts and come back, in both directions."""
 TP_EXCHANGES = 8
-"""Of a lane's rows in a layer: gathered and summed around each of two parts, in both directions."""
+"""Times that a layer sends a lane's rows: gathered and summed around each of two parts, twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class StepTime:
 
     plan: Plan
     seconds: float
-    """Of the whole step, with the optimizer."""
+    """Seconds of the whole step, with the optimizer."""
     tokens: int
     """Real ones."""
     flops: int
-    """Of its matrix products."""
+    """FLOPs of its matrix products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class StepTimer:
         return round_busy(task.machine, task.decoder, [capacity], tokens=capacity, shape=shape)
 
     def _fitted_profile(self, recompute: bool, capacity: int, graph: bool) -> CostProfile:
-        """Of one rank that has the whole model."""
+        """The profile of one rank that has the whole model."""
         shape = self.shape(ModelAxes(lanes=1, recompute=recompute), graph=graph)
         task = self.task
         return cost_profile(task.machine, task.decoder, capacity=capacity, shape=shape)

@@ -20,34 +20,14 @@ The moments that are compared:
 
 With a pipeline all rounds in flight count as saved at every moment.
 
-What a rank has of a model in memory, layer by layer, whatever it is trained with. No torch.
+`Part.saved` is an upper bound for every backend; here is what ops/kernels really keep. SwiGLU of
+width 3072 keeps gate and up, 6,144 values a token, where plain torch would keep 12,288; in backward
+three rows of 3072 exist beside them. A part that is not known here, such as a mixer of your own,
+counts as `Part.saved` says, and as much again in backward.
 
-In: a decoder, the layout and the pipeline rank, over how many ranks layers are split, the bytes of
-a number. Out: a RankModel: parameters, and bytes of a token that kernels keep and need in each
-layer. A layer of Qwen3-0.6B in bfloat16 has 15.7 million parameters and saves 38,976 bytes a token.
-
-What each part of a layer keeps and needs on a GPU with Longshore's kernels, per token. No torch.
-
-In: the config of a part, as a TP rank has it, and the hidden width. Out: the values that are kept
-from forward to backward, and the most that exist beside them while the part is in backward, with
-the gradients of its weights. `Part.saved` is an upper bound for every backend, plain torch too;
-this is what ops/kernels really keep.
-
-SwiGLU of width 3072 keeps gate and up, 6,144 values a token; plain torch would keep 12,288. In
-backward three rows of 3072 exist beside them: the gradients of the product, the gate and up.
-
-A part that is not known here, such as a mixer of your own, counts as `Part.saved` says, and as much
-again in backward.
-
-The process groups that one rank joins, and the GPU memory of their communicators. No torch.
-
-In: the sizes of the axes. Out: one JoinedGroup for each group of the rank that joins most, which is
-rank 0: it is in a CP group of every size, and its stage holds a copy of the embedding.
-
-`joined_groups(lanes=2, tp=2, pp=2)` has world (8 ranks), pp, lanes and tp (2 each), CP groups of 1
-and 2 lanes, those of experts (1 rank) and of their replicas (4), and twice world, pp, lanes and tp
-on the host: 16 groups, 8 of them on the GPU. The
-number grows with log2(lanes) and with nothing else: 2,048 times as many lanes add 11 CP groups.
+Communicators of process groups take memory of their own: rank 0 joins most groups, a CP group of
+every size, and its stage holds a copy of the embedding. Lanes 2, tp 2 and pp 2 give 16 groups, 8 of
+them on the GPU; 2,048 times as many lanes add 11 CP groups.
 """
 
 from collections.abc import Iterator, Mapping
@@ -86,7 +66,7 @@ class BackwardMoment:
     """One moment of a part's backward."""
 
     rows: Saved
-    """Of each token, beside what the part has saved."""
+    """What each token needs beside what the part has saved."""
     gradients: int
     """Parameters whose gradients exist by then."""
 
@@ -206,7 +186,7 @@ class RankModel:
     """What a rank has of the model, whatever it is trained with."""
 
     layers: tuple[LayerMemory, ...]
-    """Of all its stages."""
+    """Parameters of all its stages."""
     configs: tuple[LayerConfig, ...]
     """The same as data."""
     counts: Parameters
@@ -298,7 +278,7 @@ def _local(part: Part, parameters: int, split: ModelSplit) -> int:
 
 
 WORKSPACE = 128 << 20
-"""Of cuBLAS, and of small tensors that nothing else counts."""
+"""Bytes of cuBLAS, and of small tensors that nothing else counts."""
 AUTO = Sharing("auto", "auto")
 
 
@@ -311,7 +291,7 @@ class RankSetting:
     shard: str = "none"
     """How they share it."""
     dtype: str = "bfloat16"
-    """Of the arithmetic."""
+    """Dtype of the arithmetic."""
     recompute: bool = False
     """Whether blocks are recomputed."""
     split: ModelSplit = WHOLE
@@ -509,7 +489,7 @@ class _Rank:
                     freed += layer.parameters
 
     def _compared(self) -> set[int]:
-        """Of each kind of layer the first two and the last two: in between all grows evenly."""
+        """The first two and the last two of each kind of layer: in between all grows evenly."""
         kinds: dict[LayerMemory, list[int]] = {}
         for place, layer in enumerate(self.layers):
             kinds.setdefault(layer, []).append(place)

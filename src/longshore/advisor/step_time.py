@@ -1,12 +1,18 @@
-"""How long a round and a step take on a measured machine. No torch.
+"""How long a round and a step take on a measured machine, and what the planner is told. No torch.
 
 In: a MachineProfile, a decoder, the lengths of each micro-batch, and how the model runs. Out:
-seconds, or a CostProfile for planner and simulator.
+seconds, or a CostProfile for planner and simulator (`model_cost`).
 
-A part takes the seconds of its matrix products, and what its kind costs beside them (PartCost: a
-call, its saved values, its core's FLOPs, its sequences). The device works for the sum of all parts,
-while the host launches them: a round takes the longer of the two, and with zero3 on several lanes
-at least as long as weights travel. Over a step the host runs ahead, so there the sums are compared.
+What a part of a layer does in one micro-batch is Work: its matrix products, the values it saves,
+the FLOPs of its core, its sequences. Of 3 tokens, attention with 1 head of 2 dims at width 4 has
+four products of 3 rows, saves 3·(8 + 8) values beside statistics (8 of the norm), has 4·2·6 = 48
+FLOPs in its core and 1·2 channels of a sequence. Calibration divides measured seconds by these
+amounts, and prediction multiplies with them: a part takes the seconds of its products, and what its
+kind costs beside them (PartCost).
+
+The device works for the sum of all parts, while the host launches them: a round takes the longer of
+the two, and with zero3 on several lanes at least as long as weights travel. Over a step the host
+runs ahead, so there the sums are compared.
 
     device 3 + 2 s and host 1 + 4 s in two rounds: rounds of 3 and 4 s, but a step of 5 s
 
@@ -14,33 +20,17 @@ Recomputation adds the forward of every block. tp and pp divide the device's sec
 as CostProfile.on_ranks does; ep divides nothing, since lanes share experts and rows alike. Left
 out: what TP ranks and experts exchange, the pipeline's bubble, how unevenly experts are loaded, and
 what scans of shared packs exchange.
-
-What a part of a layer has to do in one micro-batch: products, saved values, FLOPs of its core.
-
-In: the config of a part, the hidden width and the lengths of a micro-batch. Out: Work, amounts that
-calibration divides measured seconds by and that the predictor multiplies with them. No torch.
-
-Of 3 tokens, attention with 1 head of 2 dims at width 4 has four products of 3 rows, saves 3·(8 + 8)
-values beside statistics (8 of the norm), has 4·2·6 = 48 FLOPs in its core and 1·2 channels of a
-sequence.
-
-Least squares with coefficients of 0 or more, exact for a few of them. NumPy only.
-
-In: rows of amounts and the seconds of each row. Out: the seconds of each amount, so that relative
-errors are smallest: each row is divided by its seconds, or by given totals. Every subset of the
-columns is tried, so there are at most 8.
-
-    amounts (1, 10), (1, 20), (1, 40) in 3, 5 and 9 seconds: 1 and 0.2
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
+from pathlib import Path
 
 import numpy as np
 
-from longshore.advisor.machine import ARITHMETIC_PASSES, MachineProfile, PartCost
+from longshore.advisor.machine import ARITHMETIC_PASSES, MachineProfile, PartCost, read_cost
 from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.costs import parameter_count, trained_parameters
 from longshore.arch.decoder import DecoderConfig, HyperConfig, LoRAConfig
@@ -66,15 +56,15 @@ class Work:
     """What a part does in a micro-batch, forward."""
 
     kind: str
-    """Of advisor/machine.py's KINDS."""
+    """One of advisor/machine.py's KINDS."""
     head_dim: int
     """By which its costs are looked up first."""
     channels: int
     """By which its costs are looked up next."""
     rows: int
-    """Of its products: tokens with padding."""
+    """Rows of its products: tokens with padding."""
     products: tuple[Product, ...]
-    """Of its plain products."""
+    """Factors of its plain products."""
     values: float
     """Saved for backward, in numbers of the dtype, with those of the norm before it."""
     core: float
@@ -327,7 +317,7 @@ class RunShape:
     shard: str
     """zero3, zero2 or none: how they share it."""
     dtype: str
-    """Of the arithmetic; that of the profile."""
+    """Dtype of the arithmetic; that of the profile."""
     recompute: bool
     """Whether blocks run again in backward."""
     tp: int = 1
@@ -498,6 +488,32 @@ def _copied(config: DecoderConfig, shape: RunShape) -> float:
     return trained_parameters(config) + frozen / 2
 
 
+def model_cost(
+    cost: str | Path | MachineProfile | CostProfile,
+    model: DecoderConfig,
+    *,
+    lanes: int,
+    capacity: int,
+    shard: str = "zero3",
+    dtype: str | None = None,
+    recompute: bool = False,
+    ep: int = 1,
+) -> CostProfile:
+    """The planner's costs of a model, for `make_plan(…, profile=…)`.
+
+    cost: a machine profile, which `longshore calibrate` writes or Longshore ships, such as "h200";
+    a CostProfile is returned as it is. shard: zero3, zero2 or none. dtype: None for the profile's.
+    recompute: whether blocks run again in backward. ep: ranks that experts are split over.
+    """
+    source = read_cost(str(cost)) if isinstance(cost, str | Path) else cost
+    if isinstance(source, CostProfile):
+        return source
+    shape = RunShape(
+        lanes=lanes, shard=shard, dtype=dtype or source.dtype, recompute=recompute, ep=ep
+    )
+    return cost_profile(source, model, capacity=capacity, shape=shape)
+
+
 def cost_profile(
     machine: MachineProfile, config: DecoderConfig, *, capacity: int, shape: RunShape
 ) -> CostProfile:
@@ -616,7 +632,7 @@ def _pack_seconds(machine: MachineProfile, config: DecoderConfig) -> float:
 
 
 def _weights_seconds(machine: MachineProfile, config: DecoderConfig, shape: RunShape) -> float:
-    """Of weights and gradients that travel between lanes: zero3 gathers twice in each round."""
+    """Seconds that weights and gradients travel between lanes: zero3 gathers twice a round."""
     if shape.lanes == 1:
         return 0.0
     item, master = ITEM_BYTES[machine.dtype], max(4, ITEM_BYTES[machine.dtype])

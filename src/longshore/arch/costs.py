@@ -100,7 +100,6 @@ from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.ops.sizes import expanded_values, loss_bytes, most_expanded
 from longshore.plan.cost import BUILT_IN, CostProfile, StageCosts, share_out
 from longshore.plan.layout import Layout, balanced_layout, parse_layout
-from longshore.settings import SettingError
 
 FLOAT32_BYTES = 4
 INDEX_BYTES = 4
@@ -219,6 +218,28 @@ def factor_flops(config: DecoderConfig) -> int:
         parts[part] * sum(each.flops for each in config.lora.factors(products))
         for part, products in known.items()
     )
+
+
+PEAKS = {
+    "H100 PCIe": 756.5e12,
+    "H100 NVL": 835.5e12,
+    "H200 NVL": 835.5e12,
+    "GB200": 2500e12,
+    "H200": 989.5e12,  # SXM; 1,979 TFLOP/s with sparsity
+    "H100": 989.5e12,
+    "A100": 312e12,
+    "B200": 2250e12,  # DGX B200, each of its 8 GPUs; 4,500 TFLOP/s with sparsity
+    # 64 cores at 2.45 GHz, each of 32 float32 FLOPs a cycle with AVX2.
+    "AMD EPYC 7763": 64 * 2.45e9 * 32,
+}
+"""Dense FLOP/s by a part of the device's name, from data sheets; the first that matches counts."""
+
+
+def vendor_peak(device: str, dtype: str) -> float | None:
+    """Dense FLOP/s of a device of this name, as torch has it; None if it is not known."""
+    name = next((name for name in PEAKS if name in device), "")
+    measured = "float32" if name.startswith("AMD") else "bfloat16"
+    return PEAKS.get(name) if dtype == measured else None
 
 
 def trained_parameters(config: DecoderConfig) -> int:
@@ -549,9 +570,9 @@ def make_layout(
         return replace(layout, id_layers=decoder.hashed_layers)
     layout = parse_layout(text, pp=pp, layers=layers, depths=depths)
     if layout.vpp != vpp:
-        raise SettingError(
-            f"{{layout}} is {text!r}, which has {layout.vpp} stages for each of {pp} pipeline "
-            f"ranks, but {{vpp}} is {vpp}; set {{vpp}} to {layout.vpp}"
+        raise ValueError(
+            f"parallel.layout is {text!r}, which has {layout.vpp} stages for each of {pp} pipeline "
+            f"ranks, but parallel.vpp is {vpp}; set parallel.vpp to {layout.vpp}"
         )
     return replace(layout, id_layers=decoder.hashed_layers)
 

@@ -23,7 +23,7 @@ whose first dim counts the experts, or an error that says which sizes work.
 8 experts on 4 EP ranks, rank 2: dim 0 of 8, (Span(4, 6),), axis "ep", so experts 4 and 5.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, Literal, cast
@@ -33,7 +33,6 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Part
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
-from longshore.settings import SettingError
 
 Axis = Literal["tp", "ep"]
 MOST_TP = 64
@@ -112,6 +111,12 @@ def on_tp_rank(part: Part, tp: int) -> Part:
     return _split(part, tp)
 
 
+def tp_refusals(config: DecoderConfig, tp: int) -> Iterator[str]:
+    """What is wrong with the first part that `tp` ranks cannot split, and the sizes that work."""
+    parts = (part for layer in (*config.layers, *config.mtp) for part in layer.parts)
+    yield from _refusals(dict.fromkeys(parts), tp)
+
+
 def decoder_on_tp_rank(config: DecoderConfig, tp: int) -> DecoderConfig:
     """All layers as one of `tp` ranks has them; embedding and head stay as they are."""
     if tp == 1:
@@ -145,26 +150,27 @@ def _split(part: Part, tp: int) -> Part:
 
 
 def _check_splits(parts: Collection[Part], tp: int) -> None:
-    """Raises what is wrong with the first part that `tp` ranks cannot split, and what works."""
-    wrong = next(filter(None, (_refusal(part, tp) for part in parts)), None)
-    if wrong is not None:
+    if why := next(_refusals(parts, tp), ""):
+        raise ValueError(why)
+
+
+def _refusals(parts: Collection[Part], tp: int) -> Iterator[str]:
+    if wrong := next(filter(None, (_refusal(part, tp) for part in parts)), ""):
         works = [n for n in range(1, MOST_TP + 1) if not any(_refusal(part, n) for part in parts)]
-        listed = ", ".join(map(str, works))
-        raise SettingError(f"{wrong.message}; use one of {{works}}", **wrong.values, works=listed)
+        yield f"{wrong}; use one of {', '.join(map(str, works))}"
 
 
-def _refusal(part: Part, tp: int) -> SettingError | None:
+def _refusal(part: Part, tp: int) -> str:
     try:
         _split(part, tp)
-    except SettingError as error:
-        return error
-    return None
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _divided(name: str, units: int, tp: int) -> int:
     if units % tp:
-        message = "{tp} is {given}, which does not divide the {units} {name}"
-        raise SettingError(message, given=tp, units=units, name=name)
+        raise ValueError(f"parallel.tp is {tp}, which does not divide the {units} {name}")
     return units // tp
 
 
@@ -282,24 +288,27 @@ CUTS: dict[type, Callable[[Any, int, TPRank], dict[str, TensorCut]]] = {
 """The same kinds; the names are those of the modules in model/."""
 
 
-def check_ep(config: DecoderConfig, ep: int) -> None:
-    """Raises if this decoder's experts cannot be divided evenly over `ep` ranks."""
+def ep_refusals(config: DecoderConfig, ep: int) -> Iterator[str]:
+    """Why this decoder's experts cannot be divided evenly over `ep` ranks, and what works."""
     layers = (*config.layers, *config.mtp)
     sizes = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, MoEConfig)]
     if ep == 1:
         return
     if not sizes:
-        raise SettingError("{ep} is {given}, but the model has no experts; use {ep:1}", given=ep)
-    odd = [size for size in sizes if size % ep]
-    if odd:
+        yield f"parallel.ep is {ep}, but the model has no experts; use parallel.ep=1"
+    for odd in (size for size in sizes if size % ep):
         most = gcd(*sizes)
-        raise SettingError(
-            "{ep} is {given}, which does not divide the {experts} experts of a layer; use one of "
-            "{works}",
-            given=ep,
-            experts=odd[0],
-            works=", ".join(str(size) for size in range(1, most + 1) if most % size == 0),
+        works = ", ".join(str(size) for size in range(1, most + 1) if most % size == 0)
+        yield (
+            f"parallel.ep is {ep}, which does not divide the {odd} experts of a layer; use one of "
+            f"{works}"
         )
+
+
+def check_ep(config: DecoderConfig, ep: int) -> None:
+    """Raises if this decoder's experts cannot be divided evenly over `ep` ranks."""
+    if why := next(ep_refusals(config, ep), ""):
+        raise ValueError(why)
 
 
 def expert_cut(experts: int, *, ep: int, ep_rank: int) -> TensorCut:

@@ -46,7 +46,7 @@ from itertools import chain
 from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.part import Norm, Part, Product, Saved, check_part
 from longshore.arch.rope import RopeConfig
-from longshore.settings import SettingError, check_counts, check_more_than
+from longshore.settings import check_counts, check_more_than
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,9 +344,7 @@ def with_balance(
     """The config with these numbers in all MoE layers, see MoEConfig; None: unchanged."""
     for name, number in (("aux_weight", aux_weight), ("bias_update", bias_update)):
         if number and not has_experts(config):
-            raise SettingError(
-                "{" + name + "} is for experts, but this model has none; leave it out"
-            )
+            raise ValueError(f"model.{name} is for experts, but this model has none; leave it out")
     layers, mtp = (
         tuple(_balanced(layer, aux_weight, bias_update) for layer in group)
         for group in (config.layers, config.mtp)
@@ -361,9 +359,9 @@ def _balanced(
     if not isinstance(moe, MoEConfig) or moe.hash_rows:
         return layer
     if bias_update and not moe.bias:
-        raise SettingError(
-            "{bias_update} needs a router with a bias, which this model does not have; balance its "
-            "experts with {aux_weight}"
+        raise ValueError(
+            "model.bias_update needs a router with a bias, which this model does not have; balance "
+            "its experts with model.aux_weight"
         )
     if aux_weight is not None:
         moe = replace(moe, aux_weight=aux_weight)

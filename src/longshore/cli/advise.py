@@ -19,7 +19,7 @@ from longshore.advisor.candidates import AdviceTask
 from longshore.advisor.machine import MachineProfile, load_machine, memory_gib, profile_names
 from longshore.arch.presets import PRESETS
 from longshore.cli.options import add_command, count, one_of, say
-from longshore.config.check import check_code, check_lora, decoder_config
+from longshore.config.check import code_refusals, decoder_config, lora_refusals, refuse
 from longshore.config.load import load_config
 from longshore.config.schema import ModelConfig
 from longshore.plan.cost import Ints
@@ -152,8 +152,8 @@ def _model(name: str, layers: int | None, words: list[str]) -> ModelConfig:
                 "itself as --model; the other keys are what it recommends, so leave it out"
             )
     config = load_config(None, [*_named(name, layers), *words])
-    check_code(config)
-    check_lora(config, decoder_config(config.model))
+    refuse(code_refusals(config))
+    refuse(lora_refusals(config, decoder_config(config.model)))
     return config.model
 
 

@@ -147,8 +147,13 @@ def summary(profile: MachineProfile) -> list[str]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    from longshore.advisor.held_out import check_steps, median_error, random_steps
-    from longshore.advisor.lone_steps import make_stepper, one_lane
+    from longshore.advisor.lone_steps import (
+        check_steps,
+        make_stepper,
+        median_error,
+        one_lane,
+        random_steps,
+    )
 
     machine = load_machine(args.check)
     device, dtype = _device(args, None)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from longshore.cli.environment import working_folder_last
 from longshore.cli.options import add_command, count, one_of, say
-from longshore.settings import SettingError, as_option
 from longshore.user_code import load_module
 
 if TYPE_CHECKING:
@@ -82,7 +81,8 @@ def run_export(args: argparse.Namespace) -> None:
         weights = _weights_folder(Path(args.weights), args.step)
         check_new(args.folder)
         if args.module is not None:
-            _import_mixers(args.module)
+            working_folder_last()
+            load_module(args.module, "--module")
         if args.base is not None:
             load_object(Path(args.base) / CONFIG)
         _export(args, weights)
@@ -90,14 +90,6 @@ def run_export(args: argparse.Namespace) -> None:
         reason = error.strerror or str(error)
         raise ValueError(f"{error.filename or args.folder}: {reason}") from None
     say(f"wrote {args.folder}")
-
-
-def _import_mixers(module: str) -> None:
-    working_folder_last()
-    try:
-        load_module(module, "module")
-    except SettingError as error:
-        raise ValueError(error.spelled(as_option)) from None
 
 
 def _weights_folder(run: Path, step: int | None) -> Path:
@@ -202,8 +194,8 @@ def _export_foreign(args: argparse.Namespace, saved: "SavedWeights", dtype: Any)
     for option in ("max_length", "module"):
         if getattr(args, option) is not None:
             raise ValueError(
-                f"{as_option(option)} does not work for a run with model.code=transformers, whose "
-                "config.json stays as it is; leave it out"
+                f"--{option.replace('_', '-')} does not work for a run with "
+                "model.code=transformers, whose config.json stays as it is; leave it out"
             )
     if args.format != "hf":
         raise ValueError(

@@ -34,7 +34,6 @@ from longshore.cli.launch import (
 )
 from longshore.cli.options import add_command, count, say
 from longshore.config.load import load_config
-from longshore.config.located import settings_in_keys
 from longshore.config.other_systems import FOREIGN_KEYS, all_keys, answer_key
 from longshore.config.schema import SECTIONS, RunConfig, toml_value
 from longshore.distributed.process_group import Ranks, loopback, ranks_from_environment
@@ -183,7 +182,7 @@ def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
     """One rank's part, to the last step. It imports torch, so it is imported only where it runs."""
     from longshore.run.trainer import Trainer
 
-    with settings_in_keys(), Trainer.on_rank(config, ranks, start, signals=True) as trainer:
+    with Trainer.on_rank(config, ranks, start, signals=True) as trainer:
         trainer.run()
     if not trainer.is_finished:
         then = f"resume with --resume {trainer.folder}"

@@ -443,7 +443,7 @@ def kernels() -> Iterator[Finding]:
     """The packages with kernels for GPUs; what is slow without them is said by `ops`."""
     import torch
 
-    from longshore.ops.backends import is_installed
+    from longshore.user_code import is_installed
 
     if not torch.cuda.is_available():
         yield good("faster kernels exist only for GPUs")

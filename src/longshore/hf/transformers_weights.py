@@ -44,7 +44,7 @@ from longshore.hf.lora import MergedTensors, ModelBase
 from longshore.hf.tensor_files import TensorFiles, write_files
 from longshore.hf.tensor_map import Copied, PerExpert, Shape, Source
 from longshore.hf.transformers_model import TransformersModel, empty_model
-from longshore.model.lora import add_factors, check_names, factor_block, is_factor
+from longshore.model.lora import add_factors, factor_block, is_factor, name_refusals
 from longshore.parallel.pipeline import saved_buffers
 from longshore.parallel.shards import fill
 
@@ -228,7 +228,8 @@ def add_foreign_factors(model: TransformersModel, config: LoRAConfig) -> None:
         for name, module in model.get_submodule(block).named_modules()
         if type(module) is nn.Linear
     ]
-    check_names(config, [name for name, _ in linears])
+    if why := next(name_refusals(config, [name for name, _ in linears]), ""):
+        raise ValueError(why)
     add_factors(model, config, linears)
 
 

@@ -27,9 +27,9 @@ from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.batch import Boundaries, PackContext, TableMaker
 from longshore.model.sparse_attention import EntryKind, entry_tables
-from longshore.ops.backends import is_installed
 from longshore.ops.boundaries import chunk_rows, chunk_table, chunks, conv_spans, filled_spans
 from longshore.settings import Kernels, ScanKind
+from longshore.user_code import is_installed
 
 HOST = torch.device("cpu")
 

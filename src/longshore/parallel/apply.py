@@ -21,7 +21,7 @@ from longshore.parallel.context import CPExchanges
 from longshore.parallel.expert import split_experts
 from longshore.parallel.fsdp import shard
 from longshore.parallel.tensor import split_tensors
-from longshore.settings import AttentionKind, Recompute, ScanKind, SettingError, ShardMode
+from longshore.settings import AttentionKind, Recompute, ScanKind, ShardMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +77,10 @@ def parallelize(
 def _check_dtype(model: LanguageModel, dtype: torch.dtype) -> None:
     """FSDP casts whole blocks, so that none of their parameters can stay wide."""
     if model.wide_names and torch.promote_types(dtype, torch.float32) != dtype:
-        raise SettingError(
-            "{name} must be computed in float32, and {dtype} {given} would round it; set "
-            "{dtype:float32}, or choose another model",
-            name=model.wide_names[0],
-            given=str(dtype).removeprefix("torch."),
+        given = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{model.wide_names[0]} must be computed in float32, and train.dtype {given} would "
+            "round it; set train.dtype=float32, or choose another model"
         )
 
 

@@ -16,7 +16,6 @@ alike:
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 
 import numpy as np
 
@@ -25,16 +24,16 @@ from longshore.arch.decoder import DecoderConfig
 from longshore.arch.memory import ModelSplit, model_bytes
 from longshore.arch.part import Sharing
 from longshore.config.check import (
-    check_graph,
+    NO_GPU,
     check_longest,
     graph_layers,
+    graph_refusals,
     lane_align,
-    no_gpu,
     pipeline_layout,
     planner_options,
+    refuse,
     shared_heads,
 )
-from longshore.config.located import settings_in_keys
 from longshore.config.schema import GraphConfig, RunConfig
 from longshore.data.batches import Batches, Place
 from longshore.plan.cost import Ints
@@ -50,7 +49,8 @@ from longshore.plan.planner import make_plan
 from longshore.plan.shapes import legal_cp_sizes
 from longshore.plan.types import Plan, policy_named
 from longshore.run.data import batch_size
-from longshore.settings import SettingError, ShardMode
+from longshore.settings import ShardMode
+from longshore.user_code import is_installed
 
 SAMPLE_STEPS = 64
 SAMPLE_SEQUENCES = 8192
@@ -168,7 +168,7 @@ def resolve(
 
     lengths: of all sequences, for graph.max_sequences; without them that of the longest.
     """
-    _check_graph_device(config, decoder, device=device)
+    refuse(_graph_refusals(config, decoder, device=device))
     layout = pipeline_layout(config, decoder)
     shard, why = _shard(config, decoder, layout, lanes=lanes, dtype=dtype, memory=memory)
     notes = [f"parallel.shard: {why}"] if config.parallel.shard == "auto" else []
@@ -265,10 +265,6 @@ def _shard(
     return "zero3", f"zero3: {share}"
 
 
-def is_installed(package: str) -> bool:
-    return find_spec(package) is not None
-
-
 def _compile(config: RunConfig, device: str) -> tuple[bool, str]:
     """Whether blocks are compiled: by itself only on GPUs where our kernels do not serve them."""
     train = config.train
@@ -285,23 +281,22 @@ def _compile(config: RunConfig, device: str) -> tuple[bool, str]:
     return True, "true, because train.kernels is plain"
 
 
-def _check_graph_device(config: RunConfig, decoder: DecoderConfig, *, device: str) -> None:
-    """Refuses graphs on a CPU that train.device=auto has chosen, and all that check_graph does."""
-    with settings_in_keys():
-        check_graph(config, decoder)
-        if config.graph.layers and device != "cuda":
-            raise no_gpu()
-        _check_kernels(config, decoder)
+def _graph_refusals(config: RunConfig, decoder: DecoderConfig, *, device: str) -> Iterator[str]:
+    """Graphs on a CPU that train.device=auto has chosen, scans by plain torch, and the rest.
 
-
-def _check_kernels(config: RunConfig, decoder: DecoderConfig) -> None:
-    """Refuses scans by plain torch, which reads on the host how many chunks there are."""
+    Plain torch reads on the host how many chunks a scan has.
+    """
+    if not config.graph.layers:
+        return
+    yield from graph_refusals(config, decoder)
+    if device != "cuda":
+        yield NO_GPU
     for layer, package in (("mamba", "triton"), ("delta", "fla")):
         if layer not in graph_layers(config, decoder):
             continue
         if config.train.kernels == "plain" or not is_installed(package):
-            raise SettingError(
-                f"{{graph_layers}} has {layer}, whose graphs need the kernels of {package}, but "
-                f"{{kernels}} is plain or {package} is not installed; install longshore[gpu], or "
-                f"leave {layer} out of {{graph_layers}}"
+            yield (
+                f"graph.layers has {layer}, whose graphs need the kernels of {package}, but "
+                f"train.kernels is plain or {package} is not installed; install longshore[gpu], "
+                f"or leave {layer} out of graph.layers"
             )

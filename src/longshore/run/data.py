@@ -23,7 +23,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
@@ -40,8 +40,7 @@ from longshore.config.check_data import (
     shown_path,
     tokenizer_of,
 )
-from longshore.config.located import as_key, data_key, in_keys, of_held_out
-from longshore.config.schema import RunConfig
+from longshore.config.schema import DataConfig, HeldOutConfig, RunConfig, in_keys
 from longshore.data.batches import Batches, BatchSize
 from longshore.data.chat_template import DATE
 from longshore.data.columns import ALL
@@ -76,9 +75,9 @@ from longshore.data.store import Store, read_manifest
 from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.files import new_folder, printable
+from longshore.plan.planner import PlaceError
 from longshore.plan.types import Plan, policy_named
 from longshore.plan.types import Sequence as PlanSequence
-from longshore.settings import SettingError
 
 PACK, CP_SIZE = "pack", "cp_size"
 """Integer fields of a sequence, for plan.policy=given: its pack, and this pack's CP size."""
@@ -104,16 +103,11 @@ def held_out(config: RunConfig, *, on_demand: bool = False) -> RunConfig | None:
     data = config.data
     if not config.train.eval_every and not (on_demand and (data.eval_path or data.eval_mock)):
         return None
-    other = replace(
-        data,
-        path=data.eval_path,
-        mock=data.eval_mock,
-        count=data.eval_count,
-        weights=(),
-        stream=False,
-        seed=data.seed + 1,  # other synthetic sequences than in training
-    )
-    return replace(config, data=other, train=replace(config.train, eval_every=0))
+    values = {field.name: getattr(data, field.name) for field in fields(data)}
+    values |= {"path": data.eval_path, "mock": data.eval_mock, "count": data.eval_count}
+    values |= {"weights": (), "stream": False}
+    values["seed"] += 1  # other synthetic sequences than in training
+    return replace(config, data=HeldOutConfig(**values), train=replace(config.train, eval_every=0))
 
 
 def text_is_ready(config: RunConfig) -> bool:
@@ -122,13 +116,12 @@ def text_is_ready(config: RunConfig) -> bool:
     if config.data.stream:
         ready = True
     else:
-        with in_keys("data.path"):
+        with in_keys(f"{config.data.prefix}path"):
             folders = [folder for folders in text_folders(config) for folder in folders]
         ready = all((folder / MANIFEST).exists() for folder in folders)
     if not ready or others is None:
         return ready
-    with of_held_out():
-        return text_is_ready(others)
+    return text_is_ready(others)
 
 
 def prepare_text(config: RunConfig, *, display: str = "auto") -> None:
@@ -138,10 +131,9 @@ def prepare_text(config: RunConfig, *, display: str = "auto") -> None:
     Its workers are processes, so ranks that are daemons themselves leave it to their parent.
     """
     if others := held_out(config):
-        with of_held_out():
-            prepare_text(others, display=display)
+        prepare_text(others, display=display)
     if not config.data.stream:
-        with in_keys("data.path"):
+        with in_keys(f"{config.data.prefix}path"):
             parts = data_parts(config.data)
         for part in parts:
             if part.texts:
@@ -160,7 +152,8 @@ def text_rules(config: RunConfig) -> Rules | None:
 
 
 def _prepare_part(part: DataPart, config: RunConfig, shown: TextIO) -> None:
-    with in_keys("data.path"):
+    key = f"{config.data.prefix}path"
+    with in_keys(key):
         try:
             with show_progress(shown) as progress:
                 summary = prepare_cache(
@@ -174,8 +167,8 @@ def _prepare_part(part: DataPart, config: RunConfig, shown: TextIO) -> None:
             raise ValueError(error.strerror or str(error)) from None
     before = "using the tokenized data of " if summary.reused == summary.shards else ""
     summary = replace(summary, warnings=())  # the run gives them, also where all is tokenized
-    shown.write(printable(f"{summary.explain(as_key, before=before)}\n"))
-    with in_keys("data.path"):
+    shown.write(printable(f"{summary.explain(before)}\n"))
+    with in_keys(key):
         summary.rejections.check(config.data.max_rejected)
 
 
@@ -311,19 +304,19 @@ def open_sequences(config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
     """The run's sequences: synthetic, or from a prepared folder. Text must be prepared already."""
     data = config.data
     if data.mock:
-        return MockSource(
-            data.mock, count=data.count or None, vocab_size=decoder.vocab_size, seed=data.seed
-        )
+        count, vocab_size = data.count or None, decoder.vocab_size
+        with in_keys(f"{data.prefix}mock"):
+            return MockSource(data.mock, count=count, vocab_size=vocab_size, seed=data.seed)
     parts = [
-        _joined([_open_folder(folder, config, decoder) for folder in folders])
+        _joined([_open_folder(folder, config, decoder) for folder in folders], data)
         for folders in text_folders(config)
     ]
-    source = _mixed(parts, config) if data.weights else _joined(parts)
+    source = _mixed(parts, config) if data.weights else _joined(parts, data)
     if not source.loss_tokens.any():
         folders = ", ".join(str(folder) for each in text_folders(config) for folder in each)
         raise ValueError(
-            f"{data_key()}: no token of {shown_path(data)} has a loss (tokenized: {folders}); it "
-            "may have no assistant turns: data.loss_on=all trains on every token"
+            f"{data.prefix}path: no token of {shown_path(data)} has a loss (tokenized: {folders}); "
+            "it may have no assistant turns: data.loss_on=all trains on every token"
         )
     return source
 
@@ -333,20 +326,20 @@ def _mixed(parts: Sequence[IndexedSource], config: RunConfig) -> Mixture:
         return Mixture(parts, config.data.weights, seed=config.data.seed)
 
 
-def _joined(sources: Sequence[IndexedSource]) -> IndexedSource:
-    with in_keys("data.path"):
+def _joined(sources: Sequence[IndexedSource], data: DataConfig) -> IndexedSource:
+    with in_keys(f"{data.prefix}path"):
         return sources[0] if len(sources) == 1 else Joined(sources)
 
 
 def _open_folder(folder: Path, config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
-    store = Store(folder)
-    with in_keys("data.path"):
+    store, key = Store(folder), f"{config.data.prefix}path"
+    with in_keys(key):
         rejections_of(folder, store.manifest.about).check(config.data.max_rejected)
         highest_of(store.manifest.about).check(decoder.vocab_size)
     return Readable(
         store,
         decoder.vocab_size,
-        name=f"{data_key()}: {folder}",
+        name=f"{key}: {folder}",
         has_teacher=_has_teacher(config, store.fields),
     )
 
@@ -411,12 +404,11 @@ def given_planner(
         ]
         try:
             return plan(sequences, policy="given", packs=packs)
-        except SettingError as error:
-            number = error.values.get("pack")
-            if not isinstance(number, int):
+        except PlaceError as error:
+            if error.kind != "pack":
                 raise
-            where = f"the data's pack {list(members)[number]}"
-            raise SettingError(error.message, **{**error.values, "where": where}) from None
+            pack = list(members)[error.number]
+            raise ValueError(f"the data's pack {pack}{error.problem}") from None
 
     for places in _largest_packs(labels, sizes, source.lengths):
         planner([PlanSequence(i, int(source.lengths[i]), 0) for i in places.tolist()])

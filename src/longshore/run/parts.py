@@ -41,8 +41,7 @@ from longshore.config.check import (
     planner_options,
 )
 from longshore.config.check_data import loss_columns
-from longshore.config.located import in_keys, of_held_out, settings_in_keys
-from longshore.config.schema import RunConfig
+from longshore.config.schema import RunConfig, in_keys
 from longshore.data.data_rank import Packing
 from longshore.data.fields import Field
 from longshore.data.source import PAIR, REF_LOGPROBS, SIGN, IndexedSource
@@ -113,14 +112,13 @@ def check_before_text(config: RunConfig) -> None:
 
     Tokenizing may take hours.
     """
-    with settings_in_keys():
-        pick_device(config.train.device, 0)
-        with in_keys("output.trackers"):
-            check_trackers(config.output.trackers)
-        if (rules := text_rules(config)) is not None:
-            data_loss(config, rules)
-        if config.model.from_hf and config.model.code == "longshore":
-            open_weights(config.model.from_hf)
+    pick_device(config.train.device, 0)
+    with in_keys("output.trackers"):
+        check_trackers(config.output.trackers)
+    if (rules := text_rules(config)) is not None:
+        data_loss(config, rules)
+    if config.model.from_hf and config.model.code == "longshore":
+        open_weights(config.model.from_hf)
 
 
 @contextmanager
@@ -310,8 +308,7 @@ def make_foreign(job: TrainingJob, groups: CPGroups, choices: Choices) -> Transf
         model = adapted(hf, job.decoder)
         check_positions(model, longest_of(job.source))
         if job.decoder.lora is not None:
-            with settings_in_keys():
-                add_foreign_factors(model, job.decoder.lora)
+            add_foreign_factors(model, job.decoder.lora)
             hold_frozen(model, job.dtype)
     parallelize(model, job.topology, groups, choices=choices)
     with agreed(job.topology.groups):
@@ -544,8 +541,7 @@ def open_held_out(job: TrainingJob, model: Model, *, on_demand: bool = False) ->
     config = held_out(job.config, on_demand=on_demand)
     if config is None:
         return None
-    with of_held_out():
-        source = open_source(config, job.decoder, job.topology, display=job.display)
+    source = open_source(config, job.decoder, job.topology, display=job.display)
     assert not isinstance(source, TextStream), "held-out data are never streamed"
     with agreed(job.topology.groups):
         with in_keys("data.eval_path"):

@@ -30,13 +30,13 @@ from typing import Any, Self
 
 from longshore.arch.costs import step_flops
 from longshore.config.load import load_config
-from longshore.config.located import settings_in_keys
 from longshore.config.schema import RunConfig
 from longshore.data.steps import Step
 from longshore.distributed.agreement import PeerError, agreed
 from longshore.distributed.process_group import Ranks, alone, loopback, ranks_from_environment
 from longshore.ops.backends import kernels_line
 from longshore.parallel.pipeline import Model, Timestamp
+from longshore.plan.planner import PlaceError
 from longshore.plan.types import Plan
 from longshore.run.data import is_in_memory, saved_samples, tokenizer_warnings
 from longshore.run.folder import newest_runs
@@ -61,7 +61,6 @@ from longshore.run.resume import (
 )
 from longshore.run.score import with_reference
 from longshore.run.weights import export_weights, write_weights
-from longshore.settings import SettingError
 from longshore.train.checkpoint import Position, nothing_shared
 from longshore.train.checkpoint_files import checkpoint_folder
 from longshore.train.device import peak_flops
@@ -75,7 +74,7 @@ from longshore.train.stop import RunError
 Metrics = dict[str, Any]
 """What metrics.jsonl has of a step, or evals.jsonl of an evaluation, by its names there."""
 Callback = Callable[["Trainer", Metrics], None]
-REFUSALS = (ValueError.__name__, SettingError.__name__)
+REFUSALS = (ValueError.__name__, PlaceError.__name__)
 PATHS = ("path", "eval_path")
 SLOW_S = 2.0
 """After a step this long none is queued ahead: it could not be stopped, and would gain little."""
@@ -146,7 +145,7 @@ class Trainer:
         self._failure: BaseException | None = None
         self._is_ended = self._is_closed = self._reads_all = False
         self._evaluated_step, self._is_evaluation_cut, self._elapsed_s = 0, False, 0.0
-        with settings_in_keys(), ExitStack() as opened:  # closed only if something fails here
+        with ExitStack() as opened:  # closed only if something fails here
             self._ranks = place if place is not None else opened.enter_context(alone())
             with self._connecting():
                 notes = self._build(config, start, opened, signals=signals, display=display)
@@ -309,7 +308,7 @@ class Trainer:
         """The next report; after the last one the run is ended."""
         if self._is_ended:
             return None
-        with self._noting_failure(), settings_in_keys():
+        with self._noting_failure():
             report = next(self._reports, None)
             if report is None:
                 self._end()
@@ -560,7 +559,7 @@ class Trainer:
     def evaluate(self) -> Metrics:
         """The loss on the run's held-out data (data.eval_path or data.eval_mock) as it is now."""
         self._check_open()
-        with self._noting_failure(refusals=True), settings_in_keys():
+        with self._noting_failure(refusals=True):
             if self._held_out is None:
                 with self._connecting():
                     self._held_out = open_held_out(self._job, self.model, on_demand=True)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from longshore.advisor.machine import vendor_peak
+from longshore.arch.costs import vendor_peak
 from longshore.batch import MicroBatch, PackContext
 from longshore.parallel.fsdp import local_part
 from longshore.train.heartbeat import RankStatus

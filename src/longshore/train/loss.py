@@ -272,14 +272,14 @@ def make_loss(
     if ready is not None:
         call, auto, fields = ready.call, ready.count, ready.fields
     else:
-        call = LossCall(load_function(function, "loss"), function, options)
+        call = LossCall(load_function(function, "train.loss"), function, options)
         auto, fields = ("sequences" if call.of_sequences else "tokens"), ()
     count = auto if count == "auto" else count
     if count in ("tokens", "sequences"):
         divisor: Callable[[list[MicroBatch], Groups], float]
         divisor = _tokens if count == "tokens" else _sequences
     else:
-        divisor = _UserCount(load_function(count, "loss_count"), count)
+        divisor = _UserCount(load_function(count, "train.loss_count"), count)
     return Loss(call, divisor, function, fields)
 
 
