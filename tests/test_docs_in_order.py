@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 from tests.data.tiny import CHATML, word_tokenizer
 from tests.hf.folders import qwen3
-from tests.test_docs import WORDS, blocks_of
-from tests.test_layout import ROOT
+from tests.lint import ROOT, blocks_of
+from tests.test_docs import WORDS
 
 from longshore.cli.main import main
 
