@@ -30,6 +30,10 @@ settings.register_profile(
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"
 
+# One thread for each process, or workers and ranks wait for each other's: torch reads this when it
+# is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 settings.load_profile(PROFILE)
 

@@ -369,6 +369,7 @@ def own(metrics):
 def as_torchrun(folder, port):
     """A rank of torchrun, whose store has all groups of the process, one after another."""
     rank = dist.get_rank()
+    dist.barrier()  # the other may still be connecting
     dist.destroy_process_group()
     os.environ |= {
         "RANK": str(rank),
