@@ -114,6 +114,7 @@ def execute(line):
         subprocess.run(["bash", "-euc", line], check=True, timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_and_every_python_block_is_executed(page, folder):
     executed = 0
