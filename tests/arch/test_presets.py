@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
+from tests.lazy import transformers
 
 from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.costs import parameter_count
@@ -41,6 +41,7 @@ TRANSFORMERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers_counts_as_many(name):
     kind, keys = TRANSFORMERS[name]

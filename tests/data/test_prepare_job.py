@@ -102,6 +102,7 @@ def stop_at(monkeypatch, moment):
     monkeypatch.setattr(Path, "replace", stopping)
 
 
+@pytest.mark.slow
 def test_stopped_at_every_moment_it_goes_on_to_the_same_bytes(here, monkeypatch):
     run("reference", shard_bytes=6000)
     shards = len(Store("reference").manifest.shards)

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from tests.hf.folders import (
     SIZES,
@@ -22,8 +21,8 @@ from tests.hf.folders import (
     qwen3,
     qwen3_moe,
 )
+from tests.lazy import Lazy, transformers
 from torch import nn
-from transformers.models.qwen3 import modeling_qwen3
 
 from longshore.batch import whole_context
 from longshore.hf.adapter import adapt, check_foreign
@@ -33,6 +32,7 @@ from longshore.hf.transformers_weights import fill_foreign, open_foreign, shapes
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.pipeline import saved_buffers
 
+modeling_qwen3 = Lazy("transformers.models.qwen3.modeling_qwen3")
 LENGTHS = (7, 1, 12)
 MODELS = {"qwen3": qwen3, "qwen3_moe": qwen3_moe, "gemma3": gemma3, "gpt_oss": gpt_oss}
 RENAMED = {"gpt_neox": gpt_neox, "exaone_moe": exaone_moe}
@@ -43,6 +43,7 @@ def ids_of(lengths):
     return torch.arange(sum(lengths)) * 7 % 61
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MODELS, *CHANGED_LOGITS])
 def test_packed_logits_are_those_of_each_sequence_alone(tmp_path, name):
     {**MODELS, **CHANGED_LOGITS}[name](tmp_path)
@@ -59,6 +60,7 @@ def test_packed_logits_are_those_of_each_sequence_alone(tmp_path, name):
     assert {key for key, _ in model.named_parameters()} == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MODELS, *RENAMED])
 def test_streamed_in_and_out_without_a_changed_byte(tmp_path, name):
     {**MODELS, **RENAMED}[name](tmp_path / "base", shard="20KB")
@@ -309,6 +311,7 @@ def test_a_table_of_positions_ends():
         model(ids_of((2, 9)), whole_context((2, 9)))
 
 
+@pytest.mark.slow
 def test_compiled_blocks_change_nothing():
     model, ids, ctx = adapt(make_qwen3(), check=False), ids_of((4, 3)), whole_context((4, 3))
     before = model(ids, ctx, ids).values

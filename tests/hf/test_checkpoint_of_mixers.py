@@ -35,6 +35,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_import_and_export_change_no_byte(tmp_path, case):

@@ -64,6 +64,7 @@ def test_logits_are_those_of_transformers_in_float64(monkeypatch, tmp_path, fold
     assert worst(logits, [again(ids[None]).logits[0] for ids in sequences]) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 @torch.no_grad()
 def test_logits_of_one_kind_of_layer_alone(monkeypatch, tmp_path, ratio):

@@ -8,7 +8,7 @@ import dataclasses
 import json
 
 import pytest
-import transformers
+from tests.lazy import transformers
 
 from longshore.hf.architectures import ARCHITECTURES, find_architecture
 from longshore.hf.config_file import asked_balance, describe
@@ -340,10 +340,10 @@ IGNORED = {
     },
 }
 KINDS = {entry.model_type: entry for entry in ARCHITECTURES.values()}
-CLASSES = {
-    kind: getattr(transformers, entry.name.replace("ForCausalLM", "Config"))
-    for kind, entry in KINDS.items()
-}
+
+
+def config_class(kind):
+    return getattr(transformers, KINDS[kind].name.replace("ForCausalLM", "Config"))
 
 
 @pytest.fixture
@@ -366,8 +366,8 @@ def reading(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_field_of_transformers_is_in_one_list(kind):
-    fields = {field.name for field in dataclasses.fields(CLASSES[kind])}
-    fields |= CLASSES[kind]().to_dict().keys()
+    fields = {field.name for field in dataclasses.fields(config_class(kind))}
+    fields |= config_class(kind)().to_dict().keys()
     lists = [
         FOLLOWED[kind].keys(),
         REFUSED[kind].keys() | EVERY_REFUSED.keys(),

@@ -94,6 +94,7 @@ def worst(ours, theirs):
     return max((a - b).abs().max() / b.abs().max() for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_logits_are_those_of_transformers(tmp_path, case):

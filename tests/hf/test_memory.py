@@ -108,6 +108,7 @@ def _write_holes(path, names):
         file.truncate(8 + len(text) + at)
 
 
+@pytest.mark.slow
 @pytest.mark.fuzz
 def test_memory_is_bounded_by_a_tensor(folder, tmp_path):
     done = subprocess.run(

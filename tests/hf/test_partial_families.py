@@ -36,6 +36,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_it_is_read_and_written_back(tmp_path, case):

@@ -70,6 +70,7 @@ def planned(lengths: list[int], asked: dict[str, Any]) -> Plan:
     return make_plan(lengths, **others, pp=pp, vpp=vpp, layout=layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIELDS)
 @settings(max_examples=examples(8, fuzz=500), deadline=None)
 @given(st.data(), st.lists(st.integers(1, 60), min_size=1, max_size=5))

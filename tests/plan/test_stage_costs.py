@@ -75,6 +75,7 @@ def predicted(plan: Plan) -> float:
     return max(now)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(15, fuzz=2_000), deadline=None)
 @given(st.data(), st.integers(2, 4), st.integers(1, 2), st.integers(1, 80))
 def test_what_a_plan_predicts_for_stages_that_differ(

@@ -5,7 +5,6 @@ import json
 import sys
 from pathlib import Path
 
-import datasets
 import jinja2
 import numpy as np
 import pyarrow as pa
@@ -15,6 +14,7 @@ from pyarrow import parquet
 from tests.cli.test_train import LLAMA
 from tests.data.samples import rejected
 from tests.data.tiny import word_tokenizer
+from tests.lazy import datasets
 from tests.metrics_file import read_metrics
 from tests.run.sequences import open_config
 

@@ -120,6 +120,7 @@ OTHERS = ["tiny-llama", "tiny-deepseek-v3", "tiny-nemotron-h"]
 NAMES = ["tiny-hybrid", "tiny-qwen3-next"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*NAMES, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)]
 )
