@@ -467,6 +467,63 @@ class Trainer:
             self._evaluate_if_due()
             self._job.status.at("waiting for data")
 
+    # Between steps: what a script may do with the model of the last step.
+
+    def evaluate(self) -> Metrics:
+        """The loss on the run's held-out data (data.eval_path or data.eval_mock) as it is now."""
+        self._check_open()
+        with self._noting_failure(refusals=True):
+            if self._held_out is None:
+                with self._connecting():
+                    self._held_out = open_held_out(self._job, self.model, on_demand=True)
+            if self._held_out is None:
+                raise ValueError("there is no held-out data; give data.eval_path or data.eval_mock")
+            executor = self._parts.stepper.executor
+            evaluation = self._held_out.evaluate(executor, self._job.status)
+            assert evaluation is not None, "nothing stops it here"
+            return asdict(evaluation)
+
+    def save(self) -> Path:
+        """Writes a checkpoint of the last step, if there is none, and returns its folder."""
+        self._check_open()
+        if not self._keeps:
+            raise ValueError("output.keep is 0, so no checkpoint is kept; set it to 1 or more")
+        if not self.done:
+            raise ValueError("no step is done yet, so there is nothing to save")
+        with self._noting_failure():
+            self._save_last()
+        return checkpoint_folder(self.folder, self.done)
+
+    def export(self, folder: str | Path) -> Path:
+        """Writes the weights as they are now as a Hugging Face folder, a new one."""
+        self._check_open()
+        with self._noting_failure(refusals=True):
+            export_weights(self._job, self.model, str(folder))
+        return Path(folder)
+
+    @contextmanager
+    def _noting_failure(self, *, refusals: bool = False) -> Iterator[None]:
+        """An error of the block is the end of this Trainer. refusals: but not a ValueError.
+
+        That of another rank is a ValueError here too, so that all ranks go on alike.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if refusals and isinstance(error, PeerError) and error.kind in REFUSALS:
+                raise ValueError(error.message) from None
+            if not (refusals and isinstance(error, ValueError)):
+                self._failure = error
+            raise
+
+    def _check_open(self) -> None:
+        if self._is_closed or self._failure is not None:
+            state = "is closed" if self._failure is None else "has failed"
+            raise ValueError(
+                f"this Trainer {state}; build another, with resume={str(self.folder)!r} to go "
+                "from its last checkpoint"
+            )
+
     # The end: the last checkpoint, the weights, and leaving the ranks.
 
     def _end(self) -> None:
@@ -553,63 +610,6 @@ class Trainer:
             self.close()
         elif not self._is_closed:
             self._leave(error)
-
-    # Between steps: what a script may do with the model of the last step.
-
-    def evaluate(self) -> Metrics:
-        """The loss on the run's held-out data (data.eval_path or data.eval_mock) as it is now."""
-        self._check_open()
-        with self._noting_failure(refusals=True):
-            if self._held_out is None:
-                with self._connecting():
-                    self._held_out = open_held_out(self._job, self.model, on_demand=True)
-            if self._held_out is None:
-                raise ValueError("there is no held-out data; give data.eval_path or data.eval_mock")
-            executor = self._parts.stepper.executor
-            evaluation = self._held_out.evaluate(executor, self._job.status)
-            assert evaluation is not None, "nothing stops it here"
-            return asdict(evaluation)
-
-    def save(self) -> Path:
-        """Writes a checkpoint of the last step, if there is none, and returns its folder."""
-        self._check_open()
-        if not self._keeps:
-            raise ValueError("output.keep is 0, so no checkpoint is kept; set it to 1 or more")
-        if not self.done:
-            raise ValueError("no step is done yet, so there is nothing to save")
-        with self._noting_failure():
-            self._save_last()
-        return checkpoint_folder(self.folder, self.done)
-
-    def export(self, folder: str | Path) -> Path:
-        """Writes the weights as they are now as a Hugging Face folder, a new one."""
-        self._check_open()
-        with self._noting_failure(refusals=True):
-            export_weights(self._job, self.model, str(folder))
-        return Path(folder)
-
-    @contextmanager
-    def _noting_failure(self, *, refusals: bool = False) -> Iterator[None]:
-        """An error of the block is the end of this Trainer. refusals: but not a ValueError.
-
-        That of another rank is a ValueError here too, so that all ranks go on alike.
-        """
-        try:
-            yield
-        except BaseException as error:
-            if refusals and isinstance(error, PeerError) and error.kind in REFUSALS:
-                raise ValueError(error.message) from None
-            if not (refusals and isinstance(error, ValueError)):
-                self._failure = error
-            raise
-
-    def _check_open(self) -> None:
-        if self._is_closed or self._failure is not None:
-            state = "is closed" if self._failure is None else "has failed"
-            raise ValueError(
-                f"this Trainer {state}; build another, with resume={str(self.folder)!r} to go "
-                "from its last checkpoint"
-            )
 
 
 def configured(
