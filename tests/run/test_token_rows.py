@@ -196,7 +196,9 @@ def test_a_template_without_a_tokenizer_is_refused(capsys):
     with pytest.raises(ValueError, match="^data.template " + told.format(*["data.t.*"] * 2)):
         config_of("data.path=rows.jsonl", "data.template=chatml")
     assert main(["prepare", "rows.jsonl", "--out", "made", "--template", "chatml"]) == 2
-    assert f"data.template {told.format('data.tokenizer', 'data.template')}" in capsys.readouterr().err
+    assert (
+        f"data.template {told.format('data.tokenizer', 'data.template')}" in capsys.readouterr().err
+    )
 
 
 def stream(*words):
