@@ -257,11 +257,11 @@ BAD = [
     ((*PLAN, "--tp", "2"), "--tp works only with --gpus"),
     (
         ("plan", "--demo", "--gpus", "8", "--tp", "2", "--ep", "16"),
-        "parallel.ep is 16; it must divide lanes × parallel.tp, 4 × 2 = 8; use 8",
+        "parallel.ep is 16, which does not divide the 8 ranks of a pipeline stage (4 lanes × paral",
     ),
     (
         ("plan", "--demo", "--ep", "4", "--sync", "step"),
-        "plan.sync 'step' does not work with parallel.ep 4: ranks that sh",
+        "plan.sync=step does not work with parallel.ep 4: the ranks that sh",
     ),
     ((*PLAN, "--expert-parallel-degree", "2"), "use --ep"),
     (("plan", "--demo", "--gpus", "100", "--tp", "8", "--pp", "2"), "--gpus 96 or 112 would"),
