@@ -264,12 +264,12 @@ def test_the_ops_of_a_cpu_in_two_lines():
     [
         ("attention.attention", ["attention", "attention of MLA"]),
         ("cross_entropy.linear_cross_entropy", ["loss"]),
-        ("norm.add_norm", ["norm"]),
+        ("pointwise.add_norm", ["norm"]),
         ("rope.norm_rotate", ["rope"]),
-        ("gate.gated_linear", ["gate"]),
+        ("pointwise.gated_linear", ["gate"]),
         ("experts.expert_mlp", ["experts"]),
         ("conv.causal_conv", ["convolution"]),
-        ("gated_norm.norm_before_gate", ["gated norm"]),
+        ("pointwise.norm_before_gate", ["gated norm"]),
         ("ssd.ssd", ["state-space scan"]),
     ],
 )
@@ -350,7 +350,7 @@ def test_packages_with_kernels(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     versions = {"triton": "3.7.1", "flash-linear-attention": "0.6"}
     monkeypatch.setattr(ops, "_version", lambda package: versions.get(package, ""))
-    monkeypatch.setattr("longshore.ops.backends.is_installed", lambda package: package == "fla")
+    monkeypatch.setattr("longshore.user_code.is_installed", lambda package: package == "fla")
     installed, flash = ops.kernels()
     assert installed == good("Triton 3.7.1, flash-linear-attention 0.6")
     assert (flash.mark, flash.way_out) == ("warn", "pip install 'longshore[gpu]'")

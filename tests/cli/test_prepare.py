@@ -39,7 +39,7 @@ def test_many_rejected_samples_fail_and_what_was_prepared_is_kept(run):
     assert "rejected 2 of 11 samples (18.2 %); each is in out/rejected.jsonl" in out
     assert "1 broken JSON, such as rows.json record 10: it is int, not an object" in out
     assert "1 too large, such as rows.json record 11: the record has 1,0" in out
-    assert "raise the limit, --max-bytes N" in out
+    assert "raise the limit, data.max_bytes=N" in out
     assert "data.max_rejected=0.05 allows at most 5 %" in err
     assert err.endswith("or train on the rest with data.max_rejected=0.19\n")
     assert len(Store("out")) == 9

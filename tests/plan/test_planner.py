@@ -190,14 +190,14 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"vpp": 2},
         r"parallel.vpp is 2, but without a pipeline \(parallel.pp 1\)",
     ),
-    "a pipeline that runs free": ({"pp": 2, "sync": "step"}, "plan.sync 'step' does not work with"),
+    "a pipeline that runs free": ({"pp": 2, "sync": "step"}, "plan.sync=step does not work with a"),
     "experts that run free": (
         {"ep": 2, "sync": "step"},
-        "plan.sync 'step' does not work with parallel.ep 2",
+        "plan.sync=step does not work with parallel.ep 2",
     ),
     "experts on other ranks": (
         {"ep": 16, "tp": 2},
-        "parallel.ep is 16; it must divide lanes × parallel.tp, 4 × 2",
+        "parallel.ep is 16, which does not divide the 8 ranks of a pipeline stage",
     ),
     "tp above the capacity": ({"tp": 101}, "plan.align is 101, more than the capacity of 100"),
     "a bucket above the capacity": ({"buckets": [200]}, "bucket size 200: it must be a multiple"),

@@ -24,7 +24,6 @@ from longshore.advisor.candidate_time import StepSize, StepTime, StepTimer
 from longshore.advisor.candidates import (
     AdviceTask,
     Candidate,
-    Fitting,
     GpuMemory,
     MemoryCheck,
     ModelAxes,
@@ -161,7 +160,7 @@ def _few_of_each_kind(
     counts: Counter[ModelAxes] = Counter()
     for candidate, seconds in ranked:
         kind = replace(candidate.axes, vpp=1)
-        if counts[kind] < OF_ONE_KIND and memory.fitting(candidate) is not None:
+        if counts[kind] < OF_ONE_KIND and memory.fits(candidate):
             counts[kind] += 1
             yield candidate, seconds
         if counts.total() == PLANNED:
@@ -215,20 +214,19 @@ def _with_smallest_groups(
 
 def nothing_fits(task: AdviceTask, memory: MemoryCheck) -> str:
     """What is missing, and the way out."""
-    room = f"{task.room / GIB:.1f} GiB of each of {task.gpus} GPUs (a tenth is kept free)"
+    usable = f"{task.usable / GIB:.1f} GiB of each of {task.gpus} GPUs (a tenth is kept free)"
     if not memory.least:
         return (
             f"no way to run this model on {task.gpus} GPUs holds its longest sequence of "
             f"{task.longest:,} tokens; use more GPUs, or shorten it"
         )
-    least = min(memory.least.values(), key=lambda row: row.memory.total)
-    axes, needed = least.candidate.axes, least.memory
+    least, needed = min(memory.least.values(), key=lambda row: row[1].total)
     parts = sorted(needed.parts().items(), key=lambda item: -item[1])
     shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts[:4] if size)
     return (
-        f"nothing fits into {room}: the least is {needed.total / GIB:.1f} GiB with {_words(axes)} "
-        f"and a capacity of {least.candidate.capacity:,} tokens, so "
-        f"{(needed.total - task.room) / GIB:.1f} GiB are missing (in GiB: {shown}); use more or "
+        f"nothing fits into {usable}: the least is {needed.total / GIB:.1f} GiB with "
+        f"{_words(least.axes)} and a capacity of {least.capacity:,} tokens, so "
+        f"{(needed.total - task.usable) / GIB:.1f} GiB are missing (in GiB: {shown}); use more or "
         "larger GPUs, a smaller model, or shorter sequences"
     )
 
@@ -283,8 +281,8 @@ def _capacity(advice: Advice) -> str:
     candidate = best.candidate
     double = replace(candidate, capacity=2 * candidate.capacity)
     needed = memory_of(task, double).total
-    own = f"a full lane takes {_size(best.at_capacity)} of {_size(task.room)}"
-    if needed > task.room:
+    own = f"a full lane takes {_size(best.at_capacity)} of {_size(task.usable)}"
+    if needed > task.usable:
         return f"{own}; {double.capacity:,} would take {_size(needed)}"
     if task.step_tokens <= candidate.axes.lanes * candidate.capacity:
         return f"{own}; a step has {task.step_tokens:,} tokens, so more would stay empty"
@@ -340,15 +338,15 @@ def _other(advice: Advice, test: Test) -> tuple[Candidate, float] | None:
         if test(choice.candidate):
             return choice.candidate, choice.seconds / advice.best.seconds * advice.best.estimate
     for candidate, seconds in advice.estimates:
-        if test(candidate) and advice.memory.fitting(candidate) is not None:
+        if test(candidate) and advice.memory.fits(candidate):
             return candidate, seconds
     return None
 
 
-def _missing(advice: Advice, test: Test) -> Fitting | None:
-    """The least that passes the test and does not fit."""
-    rows = [row for row in advice.memory.least.values() if test(row.candidate)]
-    return min(rows, key=lambda row: row.memory.total, default=None)
+def _missing(advice: Advice, test: Test) -> int | None:
+    """Bytes of the least that passes the test and does not fit."""
+    rows = advice.memory.least.values()
+    return min((memory.total for candidate, memory in rows if test(candidate)), default=None)
 
 
 def _shard(advice: Advice) -> str:
@@ -363,7 +361,7 @@ def _shard(advice: Advice) -> str:
         return f"{text}, so every lane can have them all"
     whole = _missing(advice, lambda c: alike(c) and c.axes.shard == "none")
     if whole is not None:
-        return f"{text}; without sharding {_size(whole.memory.total)} would be needed"
+        return f"{text}; without sharding {_size(whole)} would be needed"
     return text
 
 
@@ -376,7 +374,7 @@ def _recompute(advice: Advice) -> str:
     if axes.recompute:
         without = _missing(advice, lambda c: not c.axes.recompute)
         if other is None and without is not None:
-            return f"without it at least {_size(without.memory.total)} would be needed"
+            return f"without it at least {_size(without)} would be needed"
         return f"without it a step would be {_slower(advice, other[1])}" if other else "it fits"
     return f"with it a step would be {_slower(advice, other[1])}" if other else "all fits without"
 
@@ -411,7 +409,7 @@ def answer(advice: Advice, *, total_tokens: int) -> dict[str, Any]:
         "basis": task.machine.basis,
         "notes": notes(task),
         "memory_gib": task.memory / GIB,
-        "room_gib": task.room / GIB,
+        "room_gib": task.usable / GIB,
         "dtype": task.dtype,
         "sequences": len(task.lengths),
         "longest": task.longest,

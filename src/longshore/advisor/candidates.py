@@ -168,7 +168,8 @@ class AdviceTask:
         return max(1, round(float(np.mean(self.lengths)) * self.batch))
 
     @property
-    def room(self) -> int:
+    def usable(self) -> int:
+        """Bytes of a GPU that a run may take."""
         return self.memory - self.memory // FREE_SHARE
 
     def config(self, candidate: Candidate) -> RunConfig:
@@ -342,35 +343,28 @@ def cp_limits(task: AdviceTask, axes: ModelAxes, capacity: int) -> list[int]:
     return sorted({max(least, fitting[0]) for least in (1, inside, sizes[-1])})
 
 
-@dataclass(frozen=True, slots=True)
-class Fitting:
-    """A candidate whose memory fits, at the full capacity."""
-
-    candidate: Candidate
-    memory: GpuMemory
-
-
 class MemoryCheck:
     """Which candidates fit; what needs more than one that does not is not computed."""
 
     def __init__(self, task: AdviceTask) -> None:
         self.task = task
-        self.least: dict[ModelAxes, Fitting] = {}
+        self.least: dict[ModelAxes, tuple[Candidate, GpuMemory]] = {}
         """What needs least of all that does not fit, by axes."""
         self._limits: dict[tuple[ModelAxes, int, bool], int] = {}
 
-    def fitting(self, candidate: Candidate) -> Fitting | None:
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether it fits at the full capacity."""
         key = candidate.axes, candidate.max_cp, candidate.graph
         if candidate.capacity >= self._limits.get(key, MOST_CAPACITY + 1):
-            return None
-        row = Fitting(candidate, memory_of(self.task, candidate))
-        if row.memory.total <= self.task.room:
-            return row
+            return False
+        memory = memory_of(self.task, candidate)
+        if memory.total <= self.task.usable:
+            return True
         self._limits[key] = candidate.capacity
         least = self.least.get(candidate.axes)
-        if least is None or row.memory.total < least.memory.total:
-            self.least[candidate.axes] = row
-        return None
+        if least is None or memory.total < least[1].total:
+            self.least[candidate.axes] = candidate, memory
+        return False
 
 
 def with_graphs(task: AdviceTask, candidate: Candidate) -> Candidate | None:

@@ -54,7 +54,7 @@ STD = 0.02
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MadeStep:
+class LoneStep:
     """A step of one lane."""
 
     plan: Plan
@@ -136,7 +136,7 @@ def make_step(
     device: torch.device,
     seed: int = 0,
     buckets: Sequence[int] = (),
-) -> MadeStep:
+) -> LoneStep:
     """A planned step of these lengths on one lane, its micro-batches on the host."""
     random, depths = np.random.default_rng(seed), len(decoder.mtp)
     sequences = [PlanSequence(i, n, max(n - 1, 1)) for i, n in enumerate(lengths)]
@@ -155,7 +155,7 @@ def make_step(
     batches = pack_step(plan, 0, shards, counts=counts, buckets=buckets, tables=tables)
     if device.type == "cuda":
         batches = [batch.pin_memory() for batch in batches]
-    return MadeStep(plan, tuple(batches))
+    return LoneStep(plan, tuple(batches))
 
 
 SIGMA = 1.1
@@ -186,7 +186,7 @@ def median_error(outcomes: Sequence[Outcome]) -> float:
 
 def random_steps(
     decoder: DecoderConfig, *, capacity: int, count: int, device: torch.device, seed: int = 1
-) -> list[MadeStep]:
+) -> list[LoneStep]:
     """Steps of 1 to 4 rounds, about as many of each."""
     random = np.random.default_rng(seed)
     steps = []
@@ -205,7 +205,7 @@ def check_steps(
     machine: MachineProfile,
     stepper: Stepper,
     decoder: DecoderConfig,
-    steps: Sequence[MadeStep],
+    steps: Sequence[LoneStep],
     *,
     repeats: int = 4,
 ) -> list[Outcome]:

@@ -58,7 +58,7 @@ from longshore.arch.part import Part, Saved, Sharing
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.ops.sizes import CHUNK_ROWS, loss_bytes
 from longshore.plan.layout import Layout
-from longshore.plan.shapes import legal_cp_sizes
+from longshore.plan.shapes import legal_cp_sizes, rank_refusals
 
 
 @dataclass(frozen=True, slots=True)
@@ -590,9 +590,9 @@ def joined_groups(
     hold the embedding, more than one where it is tied or there are extra depths. replicated_stages:
     a rank's stages where lanes do not shard the model (`none`); each has a mesh of its own.
     """
+    for why in rank_refusals(lanes=lanes, tp=tp, ep=ep):
+        raise ValueError(why)
     world, stage = lanes * tp * pp, lanes * tp
-    if stage % ep:
-        raise ValueError(f"ep is {ep} and does not divide the {lanes} lanes × tp {tp} of a stage")
     sizes = legal_cp_sizes(lanes) if cp_sizes is None else cp_sizes
     axes = {"pp": pp, "lanes": lanes, "tp": tp}
     groups = [*_axes("", world, axes, on_gpu=True)]

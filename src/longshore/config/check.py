@@ -46,7 +46,7 @@ from longshore.config.schema import (
 from longshore.plan.cost import BUILT_IN, CostProfile, load_profile, names_machine
 from longshore.plan.layout import Layout, layout_stages
 from longshore.plan.planner import PlaceError, make_plan
-from longshore.plan.shapes import make_buckets
+from longshore.plan.shapes import make_buckets, rank_refusals, sync_refusals
 from longshore.plan.types import DEFAULT_POLICY, policy_named
 from longshore.settings import GraphLayer, names_of
 from longshore.user_code import (
@@ -121,18 +121,8 @@ def parallel_refusals(config: RunConfig, decoder: DecoderConfig, *, lanes: int) 
     ep, tp = config.parallel.ep, config.parallel.tp
     yield from tp_refusals(decoder, tp)
     yield from ep_refusals(decoder, ep)
-    if ep > 1 and config.plan.sync == "step":
-        yield (
-            f"plan.sync=step does not work with parallel.ep {ep}: the ranks that share experts "
-            "wait for each other in every layer; use plan.sync=round, or parallel.ep=1"
-        )
-    ranks = lanes * tp
-    if ranks % ep:
-        works = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
-        yield (
-            f"parallel.ep is {ep}, which does not divide the {ranks} ranks of a pipeline stage "
-            f"({lanes} lanes × parallel.tp {tp}); use one of {works}, or another number of ranks"
-        )
+    yield from sync_refusals(config.plan.sync, pp=config.parallel.pp, ep=ep)
+    yield from rank_refusals(lanes=lanes, tp=tp, ep=ep)
 
 
 ALL = "all"

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longshore.plan.shapes import ANY_SIZE_LANES, is_power_of_two
+from longshore.plan.shapes import ANY_SIZE_LANES, is_power_of_two, rank_refusals
 
 AXES = ("pp", "lanes", "tp")
 EXPERT_AXES = ("pp", "expert_replicas", "ep")
@@ -57,15 +57,8 @@ class Axes:
     def __post_init__(self) -> None:
         for axis in fields(Axes):
             _check_size(axis.name, getattr(self, axis.name))
-        if self.lanes * self.tp % self.ep:
-            ranks = self.lanes * self.tp
-            works = [size for size in range(1, ranks + 1) if ranks % size == 0]
-            product = f"{self.lanes} lanes × tp {self.tp} = {ranks} ranks"
-            raise ValueError(
-                f"ep is {self.ep} and does not divide the "
-                f"{product if self.tp > 1 else f'{self.lanes} lanes'}; "
-                f"use one of {', '.join(map(str, works))}, or another number of lanes"
-            )
+        for why in rank_refusals(lanes=self.lanes, tp=self.tp, ep=self.ep):
+            raise ValueError(why)
 
     @property
     def expert_replicas(self) -> int:

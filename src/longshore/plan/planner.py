@@ -22,7 +22,13 @@ from longshore.plan.bound import step_bound
 from longshore.plan.cost import BUILT_IN, NO_PADDING, CostProfile, CostTable, StageCosts
 from longshore.plan.layout import Layout
 from longshore.plan.policies import load_policy
-from longshore.plan.shapes import check_buckets, legal_cp_sizes, usable_capacity
+from longshore.plan.shapes import (
+    check_buckets,
+    legal_cp_sizes,
+    rank_refusals,
+    sync_refusals,
+    usable_capacity,
+)
 from longshore.plan.simulate import simulate_rounds, table_for, total_lane_tokens
 from longshore.plan.task import Choice, Rounds, Task
 from longshore.plan.types import DEFAULT_POLICY, Plan, PlanSetting, Sequence, Stats, policy_names
@@ -262,23 +268,11 @@ def _check_setting(setting: PlanSetting, sequences: tuple[Sequence, ...], cp_siz
         raise ValueError("there are no sequences to plan; give at least one length")
     if setting.sync not in names_of(Sync):
         raise ValueError(f"plan.sync is {setting.sync!r}; it may be 'round' or 'step'")
-    if setting.sync == "step" and setting.pp > 1:
-        raise ValueError(
-            f"plan.sync 'step' does not work with a pipeline (parallel.pp {setting.pp}), whose "
-            "ranks wait for each other in every round; use plan.sync 'round'"
-        )
-    if setting.sync == "step" and setting.ep > 1:
-        raise ValueError(
-            f"plan.sync 'step' does not work with parallel.ep {setting.ep}: ranks that share "
-            "experts wait for each other in every layer; use plan.sync 'round'"
-        )
-    ranks = setting.lanes * setting.tp
-    if ranks % setting.ep:
-        works = max(size for size in range(1, min(ranks, setting.ep) + 1) if ranks % size == 0)
-        raise ValueError(
-            f"parallel.ep is {setting.ep}; it must divide lanes × parallel.tp, {setting.lanes} × "
-            f"{setting.tp} = {ranks}; use {works}"
-        )
+    for why in (
+        *sync_refusals(setting.sync, pp=setting.pp, ep=setting.ep),
+        *rank_refusals(lanes=setting.lanes, tp=setting.tp, ep=setting.ep),
+    ):
+        raise ValueError(why)
     if setting.vpp > 1 and setting.pp == 1:
         raise ValueError(
             f"parallel.vpp is {setting.vpp}, but without a pipeline (parallel.pp 1) it must be 1"

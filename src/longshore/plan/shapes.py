@@ -25,6 +25,7 @@ With capacity 1024, align 16 and buckets (256, 512) a lane whose packs have 300 
 with 513 tokens runs 1024, and one without work runs 256 tokens of padding (16 without buckets).
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -74,6 +75,31 @@ def legal_cp_sizes(
             f"{lanes} lanes; widen this range, or set plan.cp_sizes='any'"
         )
     return legal
+
+
+def rank_refusals(*, lanes: int, tp: int, ep: int) -> Iterator[str]:
+    """Why the ranks of a pipeline stage cannot share experts `ep` by `ep`, and what works."""
+    ranks = lanes * tp
+    if ranks % ep:
+        works = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+        yield (
+            f"parallel.ep is {ep}, which does not divide the {ranks} ranks of a pipeline stage "
+            f"({lanes} lanes × parallel.tp {tp}); use one of {works}, or another number of ranks"
+        )
+
+
+def sync_refusals(sync: str, *, pp: int, ep: int) -> Iterator[str]:
+    """Why lanes cannot wait for each other only once a step."""
+    if sync == "step" and pp > 1:
+        yield (
+            f"plan.sync=step does not work with a pipeline (parallel.pp {pp}), whose ranks wait "
+            "for each other in every round; use plan.sync=round"
+        )
+    if sync == "step" and ep > 1:
+        yield (
+            f"plan.sync=step does not work with parallel.ep {ep}: the ranks that share experts "
+            "wait for each other in every layer; use plan.sync=round, or parallel.ep=1"
+        )
 
 
 def is_power_of_two(number: int) -> bool:
