@@ -12,7 +12,7 @@ from longshore.train.display import MetricsFile, StepMetrics, cut_steps, graphed
 from longshore.train.record import recording
 from longshore.train.stop import RunError
 
-MODULES = {"metrics.jsonl": "metrics", "steps.jsonl": "record"}
+MODULES = {"metrics.jsonl": "display", "steps.jsonl": "record"}
 
 METRICS = StepMetrics(
     step=1,
