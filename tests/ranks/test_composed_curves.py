@@ -158,13 +158,18 @@ WAYS = {
 }
 
 
+# In each test run: a pipeline trains a step, is evaluated, and lanes read its checkpoint.
+SAMPLE = {"tiny-llama": [Way(pp=2), Way(lanes=2, mode="zero3")]}
+
+
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", WAYS)
 def test_a_run_resumes_under_other_axes(name: str, tmp_path: Path, is_fuzz: bool) -> None:
     """The same losses to 1e-9, and what is saved under one way is exported alike under the next."""
-    if not is_fuzz:
+    if not is_fuzz and name not in SAMPLE:
         pytest.skip("minutes; in `make fuzz`")
-    ways, last = WAYS[name], STEPS
+    ways = (WAYS if is_fuzz else SAMPLE)[name]
+    last = STEPS if is_fuzz else len(ways)
     stops = [last * (number + 1) // len(ways) for number in range(len(ways))]
     want = []
     for steps in stops:
@@ -176,7 +181,7 @@ def test_a_run_resumes_under_other_axes(name: str, tmp_path: Path, is_fuzz: bool
         numbers += results[0]
     for number, (ours, theirs) in enumerate(zip(numbers, want, strict=True)):
         assert ours == pytest.approx(theirs, rel=1e-9), f"line {number}"
-    assert want[-2][0] < want[0][0]
+    assert want[-2][0] < want[0][0] or not is_fuzz
     for steps in stops[:-1]:
         trained, loaded = (tmp_path / "run" / f"{steps}-{what}" for what in ("trained", "loaded"))
         files = sorted(path.name for path in trained.iterdir())
