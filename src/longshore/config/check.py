@@ -42,17 +42,21 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from longshore.advisor.cost_source import model_cost
 from longshore.arch.as_json import config_from_json, config_to_json
-from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.costs import flops_cost, make_layout, needs_curve, stage_costs
-from longshore.arch.cuts import check_ep, decoder_on_tp_rank
-from longshore.arch.decoder import ALL_LINEAR, DecoderConfig, LoRAConfig, has_experts, with_balance
-from longshore.arch.feed_forward import MLPConfig
-from longshore.arch.part import Part, Sharing
-from longshore.arch.scan import DeltaNetConfig, Mamba2Config
+from longshore.arch.decoder import (
+    ALL_LINEAR,
+    DecoderConfig,
+    LoRAConfig,
+    check_ep,
+    decoder_on_tp_rank,
+    has_experts,
+    with_balance,
+)
+from longshore.arch.part import Sharing
 from longshore.config.check_data import check_data, known_longest
 from longshore.config.located import in_keys, settings_in_keys
 from longshore.config.schema import (
@@ -150,14 +154,6 @@ def _check_ep_ranks(config: RunConfig, *, lanes: int) -> None:
 
 ALL = "all"
 STEP = "step"
-LAYERS: dict[type[Part], GraphLayer] = {
-    AttentionConfig: "attention",
-    MLAConfig: "attention",
-    Mamba2Config: "mamba",
-    DeltaNetConfig: "delta",
-    MLPConfig: "mlp",
-}
-"""What graph.layers calls each kind of part. Others, experts among them, run eagerly."""
 
 
 def check_graph(config: RunConfig, decoder: DecoderConfig) -> None:
@@ -196,10 +192,14 @@ def no_gpu() -> SettingError:
     )
 
 
-def graph_layers(config: RunConfig, decoder: DecoderConfig) -> tuple[GraphLayer, ...]:
-    """The kinds of parts that are graphed, in the order of GraphLayer; none: graphs are off."""
+def graph_layers(config: RunConfig, decoder: DecoderConfig) -> tuple[str, ...]:
+    """The kinds of parts that are graphed, as the parts call them; none: graphs are off.
+
+    In the order of GraphLayer, a user's own after them.
+    """
     given = config.graph.layers
-    known: tuple[GraphLayer, ...] = get_args(GraphLayer)
+    present = {part.graph_layer: None for part in decoder.parts if part.graph_layer}
+    known = tuple(dict.fromkeys((*names_of(GraphLayer), *present)))
     if STEP in given:
         raise SettingError(
             "{graph_layers:step} would capture a whole step, which is not possible: packs give "
@@ -212,13 +212,11 @@ def graph_layers(config: RunConfig, decoder: DecoderConfig) -> tuple[GraphLayer,
             raise SettingError(
                 f"{{graph_layers}}: unknown part {name!r}; it may be {listed((*known, ALL))}"
             )
-    layers = (*decoder.layers, *decoder.mtp)
-    present = {LAYERS.get(type(part)) for layer in layers for part in layer.parts}
     has = [name for name in known if name in present]
     if given and not has:
         raise SettingError(
             "{graph_layers}: no part of this model can be graphed (known are "
-            f"{', '.join(names_of(GraphLayer))}); leave {{graph_layers}} out"
+            f"{', '.join(known)}); leave {{graph_layers}} out"
         )
     for name in given:
         if name not in (*has, ALL):

@@ -37,7 +37,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from longshore.config.check import LAYERS, check_longest, graph_layers, planner_options
+from longshore.config.check import check_longest, graph_layers, planner_options
 from longshore.config.check_data import loss_columns
 from longshore.config.located import in_keys, of_held_out, settings_in_keys
 from longshore.config.schema import RunConfig
@@ -54,10 +54,10 @@ from longshore.hf.checkpoint import open_weights
 from longshore.hf.transformers_model import TransformersModel, adapted, empty_model
 from longshore.hf.transformers_weights import add_foreign_factors, fill_foreign
 from longshore.model.decoder import Decoder
-from longshore.model.host_tables import table_makers
 from longshore.model.init import initial_block
 from longshore.model.interface import LanguageModel
 from longshore.model.lora import hold_frozen, is_factor
+from longshore.model.registry import table_makers
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import keep_gathered_memory
 from longshore.parallel.pipeline import EmbeddingCopies, Model, Stages, stages_of, whole_name
@@ -272,7 +272,7 @@ def _graphed_layers(job: TrainingJob, model: Model) -> GraphedLayers:
     gpu_bytes = torch.cuda.get_device_properties(job.topology.device).total_memory
     return GraphedLayers(
         decoder,
-        kinds={kind for kind, name in LAYERS.items() if name in names},
+        kinds={type(part) for part in job.decoder.parts if part.graph_layer in names},
         setting=setting,
         memory=GraphMemory(CudaRecorder(), recompute=recompute, moving=moving),
         most_bytes=graph_bytes(job.config.graph, gpu_bytes),
