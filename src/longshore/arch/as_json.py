@@ -26,7 +26,7 @@ OURS: dict[str, type] = {
     for module in iter_modules(arch.__path__, "longshore.arch.")
     if module.name != __name__
     for name, kind in vars(import_module(module.name)).items()
-    if name.endswith(("Config", "Scaling")) and is_dataclass(kind)
+    if name.endswith(("Config", "Scaling")) and isinstance(kind, type) and is_dataclass(kind)
 }
 REGISTERED: dict[str, type] = {}
 """Classes of users by name: those of their mixers and feed-forward parts, and what these hold."""

@@ -24,8 +24,8 @@ the lane needs (2·8.5 + 8.5 + 8)·4,096 = 137,216 by gather. With 32 heads by h
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, Self
 
 from longshore.arch.cuts import TensorCut, TPRank, TPUnits
 from longshore.arch.part import (
@@ -222,6 +222,9 @@ class MLAConfig(Part):
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         return (self.rope.within(self.rope_dim),)
+
+    def bare(self) -> Self:
+        return replace(self, form="decompressed")
 
     @property
     def head_dim(self) -> int:

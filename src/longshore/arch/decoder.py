@@ -31,7 +31,7 @@ name, at a dot:
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import gcd
@@ -170,6 +170,10 @@ class LayerConfig:
     def parts(self) -> tuple[Part, ...]:
         return tuple(part for part in (self.mixer, self.mlp) if part is not None)
 
+    def map_parts(self, change: Callable[[Part], Part]) -> "LayerConfig":
+        mixer, mlp = (part and change(part) for part in (self.mixer, self.mlp))
+        return replace(self, mixer=mixer, mlp=mlp)
+
     def parameters(self, width: int) -> int:
         """With the norm before each part, and its hyper-connections."""
         mixing = self.residuals.parameters(width) if self.residuals else 0
@@ -238,7 +242,7 @@ class DecoderConfig:
         for name in ("layers", "mtp"):
             layers = tuple(layer.with_residuals(self.residuals) for layer in getattr(self, name))
             if self.lora is not None:  # a router's bias is frozen, too
-                layers = tuple(_balanced(layer, bias_update=0.0) for layer in layers)
+                layers = tuple(layer.map_parts(_with_still_bias) for layer in layers)
             object.__setattr__(self, name, layers)
         if not self.layers:
             raise ValueError("DecoderConfig.layers is empty; a decoder has at least one layer")
@@ -279,6 +283,13 @@ class DecoderConfig:
         for what, (size, most) in sizes.items():
             if size > most:
                 raise ValueError(f"a decoder has at most {most:,} {what}; this one has {size:,}")
+
+    def map_parts(self, change: Callable[[Part], Part]) -> "DecoderConfig":
+        """The same decoder with other parts in its layers and depths."""
+        layers, mtp = (
+            tuple(layer.map_parts(change) for layer in group) for group in (self.layers, self.mtp)
+        )
+        return replace(self, layers=layers, mtp=mtp)
 
     def merged(self) -> "DecoderConfig":
         """Without low-rank factors: of the base, or of weights that have them inside."""
@@ -345,17 +356,11 @@ def with_balance(
             raise SettingError(
                 "{" + name + "} is for experts, but this model has none; leave it out"
             )
-    layers, mtp = (
-        tuple(_balanced(layer, **given) for layer in group) for group in (config.layers, config.mtp)
-    )
-    return replace(config, layers=layers, mtp=mtp)
+    return config.map_parts(lambda part: part.balanced(**given))
 
 
-def _balanced(
-    layer: LayerConfig, *, aux_weight: float | None = None, bias_update: float | None = None
-) -> LayerConfig:
-    mlp = layer.mlp and layer.mlp.balanced(aux_weight=aux_weight, bias_update=bias_update)
-    return replace(layer, mlp=mlp)
+def _with_still_bias(part: Part) -> Part:
+    return part.balanced(aux_weight=None, bias_update=0.0)
 
 
 def decoder_on_tp_rank(config: DecoderConfig, tp: int) -> DecoderConfig:
@@ -363,13 +368,7 @@ def decoder_on_tp_rank(config: DecoderConfig, tp: int) -> DecoderConfig:
     if tp == 1:
         return config
     check_tp(dict.fromkeys(config.parts), tp)
-
-    def local(layer: LayerConfig) -> LayerConfig:
-        mixer, mlp = (part and part.on_tp_rank(tp) for part in (layer.mixer, layer.mlp))
-        return LayerConfig(mixer, mlp)
-
-    layers, mtp = (tuple(map(local, group)) for group in (config.layers, config.mtp))
-    return replace(config, layers=layers, mtp=mtp)
+    return config.map_parts(lambda part: part.on_tp_rank(tp))
 
 
 def check_tp(parts: Collection[Part], tp: int) -> None:

@@ -265,6 +265,9 @@ class MoEConfig(Part):
         ranks = self.dispatched(ep)
         return Saved(0, (4 * ranks + 8) * self.top_k if ranks else 0)
 
+    def bare(self) -> Self:
+        return replace(self, aux_weight=0.0, bias_update=0.0)
+
     @property
     def id_rows(self) -> int:
         return self.hash_rows
@@ -277,5 +280,8 @@ class MoEConfig(Part):
                 "{bias_update} needs a router with a bias, which this model does not have; balance "
                 "its experts with {aux_weight}"
             )
-        given = {"aux_weight": aux_weight, "bias_update": bias_update}
-        return replace(self, **{key: value for key, value in given.items() if value is not None})
+        return replace(
+            self,
+            aux_weight=self.aux_weight if aux_weight is None else aux_weight,
+            bias_update=self.bias_update if bias_update is None else bias_update,
+        )

@@ -130,6 +130,10 @@ class Part:
     needs_curve: ClassVar[bool] = False
     """Whether squared lengths say nothing about its cost."""
 
+    def bare(self) -> Self:
+        """Without what decides only how it is trained or computed, such as weights of losses."""
+        return self
+
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary tables it reads, each with its `rotary_dim`."""

@@ -12,8 +12,8 @@ With window 2, ratio 4 and no index, a sequence of 9 tokens has 17 pairs of toke
 and an entry, so that H heads of D dims have 4·H·D·25 FLOPs in the core.
 """
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 from longshore.arch.part import Part, Product, Saved, causal_pairs
 from longshore.arch.rope import DynamicScaling, LongRopeScaling, RopeConfig
@@ -96,6 +96,10 @@ class SparseAttentionConfig(Part):
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         return (self.rope.within(self.rope_dim),)
+
+    def bare(self) -> Self:
+        index = self.index and replace(self.index, loss_weight=1.0)
+        return replace(self, index=index)
 
     @property
     def entry_channels(self) -> int:
