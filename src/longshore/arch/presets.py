@@ -38,7 +38,6 @@ from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.decoder import MOST_LAYERS, DecoderConfig, HyperConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.rope import Llama3Scaling, RopeConfig, YarnScaling
-from longshore.arch.running_mean import RunningMeanConfig
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.arch.sparse_attention import IndexConfig, SparseAttentionConfig
 
@@ -410,15 +409,6 @@ PRESETS: dict[str, Dense | Patterned] = {
             _HYBRID_FULL,
         ),
         mtp=(_HYBRID_FULL,),
-    ),
-    "tiny-mean": Patterned(
-        layers=2,
-        width=64,
-        vocab_size=256,
-        pattern=(
-            LayerConfig(RunningMeanConfig(heads=4, head_dim=16), MLPConfig(width=192)),
-            LayerConfig(_TINY_FULL, MLPConfig(width=192)),
-        ),
     ),
 }
 

@@ -27,7 +27,6 @@ from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Norm, Part
-from longshore.arch.running_mean import RunningMeanConfig
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.batch import TableMaker
@@ -35,7 +34,6 @@ from longshore.model.attention import MLA, Attention
 from longshore.model.feed_forward import MLP, MoE
 from longshore.model.host_tables import HostTableMaker, TableSetting
 from longshore.model.recurrent import DeltaNet, Mamba2
-from longshore.model.running_mean import RunningMean
 from longshore.model.sparse_attention import SparseAttention
 from longshore.settings import Kernels, ScanKind
 
@@ -46,7 +44,6 @@ MIXERS: Modules = {
     Mamba2Config: Mamba2,
     DeltaNetConfig: DeltaNet,
     SparseAttentionConfig: SparseAttention,
-    RunningMeanConfig: RunningMean,
 }
 FEED_FORWARDS: Modules = {MLPConfig: MLP, MoEConfig: MoE}
 
