@@ -36,7 +36,6 @@ from longshore.advisor.step_time import (
     Work,
     block_works,
     end_works,
-    part_kind,
     part_time,
     part_works,
     round_busy,
@@ -116,7 +115,7 @@ def check_parts(
 ) -> list[Outcome]:
     """Each kind of part of the decoder alone, on the device: predicted and measured."""
     parts = {part: None for layer in decoder.layers for part in layer.parts}
-    wanted = [Reference(part_kind(part), decoder, part, part_kind(part)) for part in parts]
+    wanted = [Reference(part.timed_as, decoder, part, part.timed_as) for part in parts]
     wanted += [Reference(kind, decoder, None, kind) for kind in ("embedding", "head")]
     outcomes = []
     for reference in wanted:

@@ -1,6 +1,7 @@
 import pytest
 
-from longshore.arch.cuts import Span, TensorCut, check_ep, expert_cut
+from longshore.arch.cuts import Span, TensorCut, expert_cut
+from longshore.arch.decoder import check_ep
 from longshore.arch.presets import preset
 
 

@@ -401,7 +401,7 @@ def answer(advice: Advice, *, total_tokens: int) -> dict[str, Any]:
     why = reasons(advice)
     choices = (advice.best, *advice.others)[:SHOWN]
     return {
-        "model": task.model.preset or task.model.from_hf,
+        "model": task.model.preset or task.model.from_hf or task.model.module,
         "layers": len(task.decoder.layers),
         "gpus": task.gpus,
         "gpu": task.machine_name,

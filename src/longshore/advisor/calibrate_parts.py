@@ -28,7 +28,6 @@ from longshore.advisor.step_time import (
     embedding_work,
     fit_nonnegative,
     head_work,
-    part_kind,
     part_works,
 )
 from longshore.advisor.timing import Clock, Timer, free
@@ -38,9 +37,9 @@ from longshore.arch.part import Part
 from longshore.arch.presets import preset
 from longshore.batch import SeqContext, whole_context
 from longshore.model.decoder import Block, Head
-from longshore.model.host_tables import table_makers
 from longshore.model.init import fill_of
 from longshore.model.norm import Float32Parameters
+from longshore.model.registry import table_makers
 from longshore.model.rope import rope_tables
 from longshore.ops.boundaries import chunk_rows
 
@@ -95,7 +94,7 @@ def _on_cuda() -> list[Reference]:
     moe, mamba = preset("qwen3-30b-a3b", layers=1), preset("nemotron-h-8b", layers=8)
     delta, llama = preset("qwen3-next-80b-a3b", layers=4), preset("llama-3.2-1b")
     deepseek = preset("deepseek-v3", layers=3, mtp=())
-    few = replace(_alone(_experts(delta)), experts=32)
+    few = replace(_experts(delta).without_shared(), experts=32)
     return [
         *(_part(name, decoder, 0, "mixer") for name, decoder in (("qwen3-0.6b", small),)),
         _part("qwen3-0.6b", small, 0, "mlp"),
@@ -136,17 +135,12 @@ def _part(name: str, decoder: DecoderConfig, index: int, place: str) -> Referenc
     layer: LayerConfig = decoder.layers[index]
     part = layer.mixer if place == "mixer" else layer.mlp
     assert part is not None, (name, index, place)
-    part = _alone(part) if isinstance(part, MoEConfig) else part
-    return Reference(f"{part_kind(part)} of {name}", decoder, part, part_kind(part))
+    part = part.without_shared() if isinstance(part, MoEConfig) else part
+    return Reference(f"{part.timed_as} of {name}", decoder, part, part.timed_as)
 
 
 def _end_part(name: str, decoder: DecoderConfig, kind: str) -> Reference:
     return Reference(f"{kind} of {name}", decoder, None, kind)
-
-
-def _alone(moe: MoEConfig) -> MoEConfig:
-    """Without the shared expert, which is predicted as an MLP."""
-    return replace(moe, shared_width=0, shared_gate=False)
 
 
 def _experts(decoder: DecoderConfig) -> MoEConfig:

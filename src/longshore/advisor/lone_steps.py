@@ -39,8 +39,8 @@ from longshore.distributed.process_group import alone, process_group
 from longshore.distributed.topology import CPGroups, Topology, make_topology
 from longshore.model.decoder import Decoder
 from longshore.model.fill import Fill
-from longshore.model.host_tables import table_makers
 from longshore.model.init import fill_of
+from longshore.model.registry import table_makers
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.shards import fill
 from longshore.plan.planner import make_plan

@@ -35,7 +35,8 @@ does not count) and the days of the run. Needs no GPU.
 what to train:
   LENGTHS.csv        one length in tokens per line, as for `longshore plan`; or a folder made by
                      `longshore prepare`
-  --model MODEL      a preset, such as qwen3-8b, or a Hugging Face folder
+  --model MODEL      a preset, such as qwen3-8b, a Hugging Face folder, or your own decoder as
+                     module:function
   --layers N         change the number of layers of the preset
   --batch B          sequences in a step (default: about 32,768 tokens for each GPU)
   --dtype TYPE       bfloat16 or float32 (default: that of the machine's profile)
@@ -158,17 +159,19 @@ def _model(name: str, layers: int | None, words: list[str]) -> ModelConfig:
 
 
 def _named(name: str, layers: int | None) -> list[str]:
-    """A preset or a folder, as keys of [model]."""
+    """A preset, a folder or a function of the user's own, as keys of [model]."""
     if name in PRESETS:
         return [f"model.preset={name}", *([f"model.layers={layers}"] if layers else [])]
-    if not os.path.isdir(name):
+    is_folder = os.path.isdir(name)
+    if not is_folder and ":" not in name:
         raise ValueError(
             f"--model is {name!r}, which is no preset and no folder; presets are "
-            f"{', '.join(PRESETS)}; for another model name a Hugging Face folder"
+            f"{', '.join(PRESETS)}; for another model name a Hugging Face folder, or your own "
+            "decoder as module:function"
         )
     if layers:
         raise ValueError("--layers only changes a preset; a Hugging Face folder defines its own")
-    return [f"model.from_hf={name}"]
+    return [f"model.from_hf={name}" if is_folder else f"model.module={name}"]
 
 
 def _lengths(path: str) -> Ints:

@@ -20,16 +20,21 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from longshore.arch.as_json import config_from_json, config_to_json
-from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.costs import flops_cost, make_layout, needs_curve, stage_costs
-from longshore.arch.cuts import decoder_on_tp_rank, ep_refusals, tp_refusals
-from longshore.arch.decoder import ALL_LINEAR, DecoderConfig, LoRAConfig, has_experts, with_balance
-from longshore.arch.feed_forward import MLPConfig
-from longshore.arch.part import Part, Sharing
-from longshore.arch.scan import DeltaNetConfig, Mamba2Config
+from longshore.arch.decoder import (
+    ALL_LINEAR,
+    DecoderConfig,
+    LoRAConfig,
+    decoder_on_tp_rank,
+    ep_refusals,
+    has_experts,
+    tp_refusals,
+    with_balance,
+)
+from longshore.arch.part import Sharing
 from longshore.config.check_data import check_data, known_longest
 from longshore.config.schema import (
     Kind,
@@ -127,14 +132,6 @@ def parallel_refusals(config: RunConfig, decoder: DecoderConfig, *, lanes: int) 
 
 ALL = "all"
 STEP = "step"
-LAYERS: dict[type[Part], GraphLayer] = {
-    AttentionConfig: "attention",
-    MLAConfig: "attention",
-    Mamba2Config: "mamba",
-    DeltaNetConfig: "delta",
-    MLPConfig: "mlp",
-}
-"""What graph.layers calls each kind of part. Others, experts among them, run eagerly."""
 
 
 NO_GPU = "graph.layers needs a GPU, and this run is on a CPU; leave graph.layers out"
@@ -173,7 +170,7 @@ def graph_refusals(config: RunConfig, decoder: DecoderConfig) -> Iterator[str]:
 
 def _layer_refusals(given: Sequence[str], has: Sequence[str]) -> Iterator[str]:
     """given: graph.layers. has: the kinds of parts of the model that can be graphed."""
-    known = names_of(GraphLayer)
+    known = tuple(dict.fromkeys((*names_of(GraphLayer), *has)))
     if STEP in given:
         yield (
             "graph.layers=step would capture a whole step, which is not possible: packs give "
@@ -194,15 +191,17 @@ def _layer_refusals(given: Sequence[str], has: Sequence[str]) -> Iterator[str]:
             yield f"graph.layers: this model has no part {name!r}; it has {listed(has, 'and')}"
 
 
-def graph_parts(decoder: DecoderConfig) -> tuple[GraphLayer, ...]:
-    """The kinds of parts that graphs serve in this model, in the order of GraphLayer."""
-    layers = (*decoder.layers, *decoder.mtp)
-    present = {LAYERS.get(type(part)) for layer in layers for part in layer.parts}
-    known: tuple[GraphLayer, ...] = get_args(GraphLayer)
+def graph_parts(decoder: DecoderConfig) -> tuple[str, ...]:
+    """The kinds of parts that graphs serve in this model, as the parts call them.
+
+    In the order of GraphLayer, a user's own after them.
+    """
+    present = {part.graph_layer: None for part in decoder.parts if part.graph_layer}
+    known = dict.fromkeys((*names_of(GraphLayer), *present))
     return tuple(name for name in known if name in present)
 
 
-def graph_layers(config: RunConfig, decoder: DecoderConfig) -> tuple[GraphLayer, ...]:
+def graph_layers(config: RunConfig, decoder: DecoderConfig) -> tuple[str, ...]:
     """The kinds of parts that are graphed; none: graphs are off."""
     given, has = config.graph.layers, graph_parts(decoder)
     if not given:

@@ -29,9 +29,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from longshore.arch.attention import AttentionConfig, MLAConfig
+from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import MOST_LAYERS, DecoderConfig, LayerConfig
-from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.part import Part
 from longshore.arch.rope import (
     DynamicScaling,
@@ -42,7 +42,6 @@ from longshore.arch.rope import (
     RopeScaling,
     YarnScaling,
 )
-from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.hf.tensor_map import read_header
 from longshore.hf.typed_keys import Raw, count, flag, maybe_number, number, numbers, shown
 
@@ -488,26 +487,11 @@ def common_part_or_none(parts: Sequence[Kind | None], what: str) -> Kind | None:
 def bare(config: DecoderConfig) -> DecoderConfig:
     """The config without the fields that decide only how the model is trained and computed.
 
-    These are the experts' balance loss and bias update, the form of MLA, the weight of an index's
-    loss, pad_token_id and float32_residual. config.json has no keys for them, or keeps those of the
-    base.
+    pad_token_id and float32_residual are among them, and what a part leaves out (`Part.bare`).
+    config.json has no keys for them, or keeps those of the base.
     """
-    layers, mtp = map(_bare_layers, (config.layers, config.mtp))
-    return replace(config, layers=layers, mtp=mtp, pad_token_id=None, float32_residual=False)
-
-
-def _bare_layers(layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
-    bare_layers = []
-    for layer in layers:
-        mixer, mlp = layer.mixer, layer.mlp
-        if isinstance(mixer, MLAConfig):
-            mixer = replace(mixer, form="decompressed")
-        if isinstance(mixer, SparseAttentionConfig) and mixer.index is not None:
-            mixer = replace(mixer, index=replace(mixer.index, loss_weight=1.0))
-        if isinstance(mlp, MoEConfig):
-            mlp = replace(mlp, aux_weight=0.0, bias_update=0.0)
-        bare_layers.append(LayerConfig(mixer, mlp))
-    return tuple(bare_layers)
+    parts = config.map_parts(lambda part: part.bare())
+    return replace(parts, pad_token_id=None, float32_residual=False)
 
 
 def require_gated(mlp: MLPConfig) -> MLPConfig:

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from longshore.arch.costs import parameter_count
 from longshore.arch.decoder import DecoderConfig
 from longshore.config.check import (
-    LAYERS,
     check_longest,
     decoder_config,
     graph_layers,
@@ -59,10 +58,10 @@ from longshore.hf.lora import ModelBase, factor_shapes, find_base
 from longshore.hf.transformers_model import TransformersModel, adapted, empty_model
 from longshore.hf.transformers_weights import add_foreign_factors, fill_foreign
 from longshore.model.decoder import Decoder
-from longshore.model.host_tables import table_makers
 from longshore.model.init import initial_block
 from longshore.model.interface import LanguageModel
 from longshore.model.lora import hold_frozen, is_factor
+from longshore.model.registry import table_makers
 from longshore.ops.backends import only
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import keep_gathered_memory
@@ -446,7 +445,7 @@ def _graphed_layers(job: TrainingJob, model: Model) -> GraphedLayers:
     gpu_bytes = torch.cuda.get_device_properties(job.topology.device).total_memory
     return GraphedLayers(
         decoder,
-        kinds={kind for kind, name in LAYERS.items() if name in names},
+        kinds={type(part) for part in job.decoder.parts if part.graph_layer in names},
         setting=setting,
         memory=GraphMemory(CudaRecorder(), recompute=recompute, moving=moving),
         most_bytes=graph_bytes(job.config.graph, gpu_bytes),
