@@ -22,7 +22,7 @@ ends the run after step 2 or, where step 3 is queued already, after 3.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -147,20 +147,16 @@ class Trainer:
         self._evaluated_step, self._is_evaluation_cut, self._elapsed_s = 0, False, 0.0
         with ExitStack() as opened:  # closed only if something fails here
             self._ranks = place if place is not None else opened.enter_context(alone())
-            with self._connecting():
+            with loopback(self._ranks):
                 notes = self._build(config, start, opened, signals=signals, display=display)
             opened.enter_context(self._job.stop.after_steps())
             self._files = opened.enter_context(ExitStack())
             self._open_record()
-            with self._connecting():
+            with loopback(self._ranks):
                 self._held_out = open_held_out(self._job, self.model)
             self._show_notes(notes)
             self._reports = self._train()
             self._opened = opened.pop_all()
-
-    def _connecting(self) -> AbstractContextManager[None]:
-        """For a block that makes process groups."""
-        return loopback() if self._ranks.is_one_machine else nullcontext()
 
     def _build(
         self, config: RunConfig, start: Start, opened: ExitStack, *, signals: bool, display: str
@@ -474,7 +470,7 @@ class Trainer:
         self._check_open()
         with self._noting_failure(refusals=True):
             if self._held_out is None:
-                with self._connecting():
+                with loopback(self._ranks):
                     self._held_out = open_held_out(self._job, self.model, on_demand=True)
             if self._held_out is None:
                 raise ValueError("there is no held-out data; give data.eval_path or data.eval_mock")
