@@ -27,15 +27,11 @@ keeps and needs is what ops/kernels really keep, as the part says (`Part.kernel_
 and up, 6,144 values a token; plain torch would keep 12,288. In backward three rows of 3072 exist
 beside them: the gradients of the product, the gate and up.
 
-The process groups that one rank joins, and the GPU memory of their communicators. No torch.
-
-In: the sizes of the axes. Out: one JoinedGroup for each group of the rank that joins most, which is
-rank 0: it is in a CP group of every size, and its stage holds a copy of the embedding.
-
-`joined_groups(lanes=2, tp=2, pp=2)` has world (8 ranks), pp, lanes and tp (2 each), CP groups of 1
-and 2 lanes, those of experts (1 rank) and of their replicas (4), and twice world, pp, lanes and tp
-on the host: 16 groups, 8 of them on the GPU. The
-number grows with log2(lanes) and with nothing else: 2,048 times as many lanes add 11 CP groups.
+Communicators: rank 0 joins most groups, because it is in a CP group of every size and its stage
+holds a copy of the embedding. `joined_groups(lanes=2, tp=2, pp=2)` has world (8 ranks), pp, lanes
+and tp (2 each), CP groups of 1 and 2 lanes, those of experts (1 rank) and of their replicas (4),
+and twice world, pp, lanes and tp on the host: 16 groups, 8 of them on the GPU. The number grows
+with log2(lanes) and with nothing else: 2,048 times as many lanes add 11 CP groups.
 """
 
 from collections.abc import Iterator, Mapping
@@ -87,7 +83,7 @@ class RankModel:
     """What a rank has of the model, whatever it is trained with."""
 
     layers: tuple[LayerMemory, ...]
-    """Of all its stages."""
+    """Layers of all its stages."""
     configs: tuple[LayerConfig, ...]
     """The same as data."""
     counts: Parameters
@@ -166,7 +162,7 @@ def _layer_memory(
 
 
 WORKSPACE = 128 << 20
-"""Of cuBLAS, and of small tensors that nothing else counts."""
+"""Bytes of cuBLAS, and of small tensors that nothing else counts."""
 AUTO = Sharing("auto", "auto")
 
 
@@ -175,11 +171,11 @@ class RankSetting:
     """How a rank trains."""
 
     lanes: int = 1
-    """That share the model."""
+    """Lanes that share the model."""
     shard: str = "none"
     """How they share it."""
     dtype: str = "bfloat16"
-    """Of the arithmetic."""
+    """The dtype of the arithmetic."""
     recompute: bool = False
     """Whether blocks are recomputed."""
     split: ModelSplit = WHOLE
@@ -209,7 +205,7 @@ class MemoryBreakdown:
     activations: int = 0
     """Saved for backward, of all rounds in flight."""
     working: int = 0
-    """Of the layer in backward."""
+    """What the layer in backward needs."""
     exchanged: int = 0
     """Keys and values gathered from other lanes, or made from latents."""
     loss: int = 0
@@ -377,7 +373,7 @@ class _Rank:
                     freed += layer.parameters
 
     def _compared(self) -> set[int]:
-        """Of each kind of layer the first two and the last two: in between all grows evenly."""
+        """The first two and the last two layers of each kind: in between all grows evenly."""
         kinds: dict[LayerMemory, list[int]] = {}
         for place, layer in enumerate(self.layers):
             kinds.setdefault(layer, []).append(place)

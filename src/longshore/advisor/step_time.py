@@ -46,15 +46,15 @@ class Work:
     """What a part does in a micro-batch, forward."""
 
     kind: str
-    """Of advisor/machine.py's KINDS."""
+    """One of advisor/machine.py's KINDS."""
     head_dim: int
     """By which its costs are looked up first."""
     channels: int
     """By which its costs are looked up next."""
     rows: int
-    """Of its products: tokens with padding."""
+    """Rows of its products: tokens with padding."""
     products: tuple[Product, ...]
-    """Of its plain products."""
+    """Its plain products."""
     values: float
     """Saved for backward, in numbers of the dtype, with those of the norm before it."""
     core: float
@@ -256,11 +256,11 @@ class RunShape:
     """How a model runs."""
 
     lanes: int
-    """That share the model."""
+    """Lanes that share the model."""
     shard: str
     """zero3, zero2 or none: how they share it."""
     dtype: str
-    """Of the arithmetic; that of the profile."""
+    """The dtype of the arithmetic, which is the profile's."""
     recompute: bool
     """Whether blocks run again in backward."""
     tp: int = 1
@@ -543,7 +543,7 @@ def _pack_seconds(machine: MachineProfile, config: DecoderConfig) -> float:
 
 
 def _weights_seconds(machine: MachineProfile, config: DecoderConfig, shape: RunShape) -> float:
-    """Of weights and gradients that travel between lanes: zero3 gathers twice in each round."""
+    """Seconds that weights and gradients travel between lanes; zero3 gathers twice a round."""
     if shape.lanes == 1:
         return 0.0
     item, master = ITEM_BYTES[machine.dtype], max(4, ITEM_BYTES[machine.dtype])
