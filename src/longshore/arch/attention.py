@@ -64,9 +64,9 @@ class AttentionConfig(Part):
     qk_norm: bool = False
     """RMS norm of each head's queries and keys."""
     bias: bool = False
-    """Of the query, key and value projections."""
+    """Whether the query, key and value projections have biases."""
     output_bias: bool = False
-    """Of the output projection."""
+    """Whether the output projection has one."""
     window: int | None = None
     """A token sees itself and the window − 1 tokens before it; None for all before it."""
     gate: bool = False
@@ -98,7 +98,7 @@ class AttentionConfig(Part):
         return projections + 4 * queries * causal_pairs(length, window=self.window)
 
     def products(self, width: int) -> tuple[Product, ...]:
-        """Of queries with their gates, keys, values and the output."""
+        """Products of queries with their gates, keys, values and the output."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return (
             Product(width, queries * (1 + self.gate), "q_proj"),
@@ -204,7 +204,7 @@ class MLAConfig(Part):
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary position embeddings of the rope_dim dims."""
     bias: bool = False
-    """Of the projections down to the latents and of the output projection."""
+    """Whether the projections down to the latents and the output projection have biases."""
     form: Form = "decompressed"
     """decompressed: projects the keys and values of all heads from the latents. absorbed: projects
     queries to the latents and attends there, with one key head of kv_rank + rope_dim. Both give the
@@ -238,7 +238,7 @@ class MLAConfig(Part):
 
     @property
     def scale(self) -> float:
-        """Of the scores: 1/√head_dim, times (0.1·mscale_all_dim·ln(factor) + 1)² with YaRN."""
+        """Scale of scores: 1/√head_dim, by YaRN times (0.1·mscale_all_dim·ln(factor) + 1)²."""
         plain, scaling = 1 / math.sqrt(self.head_dim), self.rope.scaling
         if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim:
             return plain
@@ -251,13 +251,13 @@ class MLAConfig(Part):
         return self._weights(width) + norms + (downs + width) * self.bias
 
     def flops(self, width: int, length: int) -> int:
-        """Of the decompressed form, whichever is run."""
+        """FLOPs of the decompressed form, whichever is run."""
         pairs = causal_pairs(length)
         core = 2 * pairs * self.heads * (self.head_dim + self.value_dim)
         return 2 * length * self._weights(width) + core
 
     def products(self, width: int) -> tuple[Product, ...]:
-        """Of the decompressed form, whichever is run."""
+        """Products of the decompressed form, whichever is run."""
         queries, up = self.heads * self.head_dim, self.heads * (self.nope_dim + self.value_dim)
         q = [Product(width, queries, "q_proj")]
         if self.q_rank is not None:
@@ -316,7 +316,7 @@ class MLAConfig(Part):
         return named | ({"o_proj.bias": at.first_only(width)} if self.bias else {})
 
     def _weights(self, width: int) -> int:
-        """Of all matrices."""
+        """Values of all matrices."""
         queries = self.heads * self.head_dim
         q = width * queries if self.q_rank is None else self.q_rank * (width + queries)
         kv = width * self.latent_dim + self.kv_rank * self.heads * (self.nope_dim + self.value_dim)

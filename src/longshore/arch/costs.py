@@ -60,12 +60,7 @@ from longshore.plan.cost import BUILT_IN, CostProfile, StageCosts, share_out
 from longshore.plan.layout import Layout, balanced_layout, parse_layout
 
 INDEX_BYTES = 4
-"""Of each index of a row: to natural order, back, and of the rows that are seen."""
-
-
-def gathered_rows(tokens: int, cp_size: int) -> int:
-    """The rows of a full pack of which a lane holds `tokens`."""
-    return tokens * cp_size
+"""Bytes of each index of a row: to natural order, back, and of the rows that are seen."""
 
 
 def exchanged_by(
@@ -288,11 +283,11 @@ class RankMemory:
     memory_bytes: int
     """What it has."""
     lanes: int
-    """That share the model."""
+    """Lanes that share the model."""
     shard: str
     """How they share it."""
     dtype: str
-    """Of the arithmetic."""
+    """The dtype of the arithmetic."""
     recompute: bool
     """Whether blocks are recomputed."""
     cp_sizes: Sequence[int]
@@ -395,7 +390,7 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def _shared_pack(capacity: int, cp_size: int) -> list[str]:
-    rows = gathered_rows(capacity, cp_size)
+    rows = capacity * cp_size
     line = f"at CP size {cp_size} a lane's layer reads up to {rows:,} tokens of a full pack"
     return [line] if cp_size > 1 else []
 

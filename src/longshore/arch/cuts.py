@@ -1,4 +1,4 @@
-"""Of which tensors a rank has what, as data: tensor and expert parallelism. Pure Python.
+"""Which part of which tensors a rank has, as data: tensor and expert parallelism. Pure Python.
 
 In: numbers of heads, groups, channels or experts, the number of ranks, a rank. Out: a TensorCut,
 which says where the rank's tensor lies in the whole one. Each part of a layer says itself which of
@@ -40,7 +40,7 @@ class TensorCut:
     dim: int
     """The dim that is cut."""
     size: int
-    """Of that dim in the whole tensor."""
+    """Indices of that dim in the whole tensor."""
     spans: tuple[Span, ...]
     """In the order of the rank's tensor; () if the rank does not have the tensor at all."""
     axis: Axis = "tp"
@@ -59,7 +59,7 @@ class TPRank:
     rank: int
 
     def span(self, units: int, width: int = 1) -> Span:
-        """Of `units` heads, groups or channels, each of `width` indices; ranks may share one."""
+        """A rank's part of `units` heads of `width` indices each; ranks may share one."""
         if units % self.tp == 0:
             each = units // self.tp * width
             return Span(self.rank * each, (self.rank + 1) * each)
@@ -84,7 +84,7 @@ class TPRank:
         return TensorCut(0, size, () if self.rank else (Span(0, size),))
 
     def vocabulary(self, rows: int) -> TensorCut:
-        """Of the embedding or the head: as even as can be."""
+        """A rank's rows of the embedding or the head: as even as can be."""
         start, stop = (rows * rank // self.tp for rank in (self.rank, self.rank + 1))
         return TensorCut(0, rows, (Span(start, stop),))
 
@@ -94,7 +94,7 @@ class TPUnits:
     """Heads, groups or channels of a part that TP ranks divide."""
 
     field: str
-    """Of the part's config, which counts them."""
+    """Name of the config's field that counts them."""
     name: str
     """In an error's words."""
     count: int

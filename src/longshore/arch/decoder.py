@@ -48,7 +48,7 @@ class HyperConfig:
     count: int
     """Residual rows of each token."""
     iterations: int = 20
-    """Of Sinkhorn's algorithm, which makes the mixing matrix doubly stochastic."""
+    """Iterations of Sinkhorn's algorithm, which makes the mixing matrix doubly stochastic."""
     eps: float = 1e-6
     """Added to weights and divisors."""
 
@@ -58,19 +58,19 @@ class HyperConfig:
 
     @property
     def weights(self) -> int:
-        """Of a token at one part: to collapse, to expand, and the mixing matrix."""
+        """Weights of a token at one part: to collapse, to expand, and the mixing matrix."""
         return (2 + self.count) * self.count
 
     def parameters(self, width: int) -> int:
-        """Of one part: a projection, its bias, and a scale for each kind of weights."""
+        """Parameters at one part: a projection, its bias, and a scale for each kind of weights."""
         return self.weights * (self.count * width + 1) + 3
 
     def collapse_parameters(self, width: int) -> int:
-        """Of a collapse alone, before the last norm."""
+        """Parameters of a collapse alone, before the last norm."""
         return self.count * (self.count * width + 1) + 1
 
     def products(self, width: int) -> tuple[Product, ...]:
-        """Of one part."""
+        """Products at one part."""
         return (Product(self.count * width, self.weights),)
 
     def flops(self, width: int) -> int:
@@ -218,9 +218,9 @@ class DecoderConfig:
     layers: tuple[LayerConfig, ...]
     """In order, at least one."""
     norm_eps: float = 1e-6
-    """Of all RMS norms."""
+    """eps of all RMS norms."""
     zero_centred: bool = False
-    """Of all RMS norms, see Norm."""
+    """Whether all RMS norms are zero-centred, see Norm."""
     tied: bool = False
     """The head uses the embedding's weight."""
     init_std: float = 0.02
@@ -307,13 +307,13 @@ class DecoderConfig:
 
     @property
     def join_parameters(self) -> int:
-        """Of a depth of multi-token prediction, besides those of its layer."""
+        """Parameters of a depth of multi-token prediction, besides those of its layer."""
         collapse = self.residuals.collapse_parameters(self.width) if self.residuals else 0
         return (2 * self.width + 3) * self.width + collapse
 
     @property
     def norm_parameters(self) -> int:
-        """Of the last norm, and of the collapse before it."""
+        """Parameters of the last norm, and of the collapse before it."""
         collapse = self.residuals.collapse_parameters(self.width) if self.residuals else 0
         return self.width + collapse
 

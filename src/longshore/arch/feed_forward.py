@@ -38,7 +38,7 @@ class MLPConfig(Part):
     activation: Activation = "swiglu"
     """swiglu: down(silu(gate(x)) · up(x)). relu2: down(relu(up(x))²), without a gate."""
     limit: float = 0.0
-    """Of swiglu: the gate is clipped from above, up on both sides; 0: not."""
+    """Where swiglu's gate is clipped from above, and up on both sides; 0: nowhere."""
 
     def __post_init__(self) -> None:
         check_counts(self, "width")
@@ -132,7 +132,7 @@ class MoEConfig(Part):
     aux_weight: float = 0.0
     """Weight of the balance loss; 0 for none."""
     limit: float = 0.0
-    """Of all its experts, see MLPConfig."""
+    """Limit of all its experts, see MLPConfig."""
     hash_rows: int = 0
     """The vocabulary's size, where a frozen table of token ids chooses experts; 0: the router."""
 
@@ -192,7 +192,7 @@ class MoEConfig(Part):
         return width * (self.experts + 3 * self.shared_width + self.shared_gate)
 
     def products(self, width: int) -> tuple[Product, ...]:
-        """Of router and shared expert; grouped products of routed experts are their core."""
+        """Products of router and shared expert; those of routed experts, grouped, are the core."""
         router = (Product(width, self.experts),)
         gate = (Product(width, 1, "shared_gate"),) * self.shared_gate
         if not self.shared_width:

@@ -61,11 +61,11 @@ class Parameters:
     """Counts on a rank."""
 
     common: int
-    """Of all but routed experts; FSDP shards them over the lanes."""
+    """All but routed experts; FSDP shards them over the lanes."""
     experts: int = 0
-    """Of routed experts that are an FSDP unit of their own, sharded over lanes · tp / ep ranks."""
+    """Routed experts that are an FSDP unit of their own, sharded over lanes · tp / ep ranks."""
     factors: int = 0
-    """Of low-rank factors, which alone are trained where there are some; not in `total`."""
+    """Low-rank factors, which alone are trained where there are some; not in `total`."""
 
     @property
     def total(self) -> int:
@@ -108,7 +108,7 @@ def layer_parameters(
 
 
 def _products(layer: LayerConfig, width: int) -> list[Product]:
-    """Of linear layers that may have low-rank factors, a router's too: targets may have fewer."""
+    """Products of linear layers that may have factors, a router's too: targets may have fewer."""
     return [each for part in layer.parts for each in part.products(width)]
 
 

@@ -51,7 +51,7 @@ class Product:
     k: int
     n: int
     name: str = field(default="", compare=False)
-    """Of its linear layer below the part, which may have low-rank factors; "" where it has none."""
+    """Its linear layer's name below the part, for low-rank factors; "" where it can have none."""
 
     @property
     def flops(self) -> int:
@@ -77,7 +77,7 @@ class BackwardMoment:
     """One moment of a part's backward."""
 
     rows: Saved
-    """Of each token, beside what the part has saved."""
+    """What exists of each token, beside what the part has saved."""
     gradients: int
     """Parameters whose gradients exist by then."""
 
@@ -87,7 +87,7 @@ class PartMemory:
     """A part on a GPU with Longshore's kernels."""
 
     saved: Saved
-    """Of each token from forward to backward, without the part's input and its norm's."""
+    """What is kept of each token until backward, without the part's input and its norm's."""
     backward: tuple[BackwardMoment, ...]
     """The moments that may need most."""
 
@@ -97,15 +97,15 @@ class TimedPiece:
     """What of a part is measured and predicted as one."""
 
     kind: str
-    """Of advisor/machine.py's KINDS."""
+    """One of advisor/machine.py's KINDS."""
     head_dim: int = 1
     """By which measured times are looked up first."""
     channels: int
     """By which they are looked up next."""
     products: tuple[Product, ...]
-    """Of its plain products."""
+    """Its plain products."""
     saved: Saved
-    """Of a token, with what the norm before it saves."""
+    """What is saved of a token, with what the norm before it saves."""
     weights: int = 0
     """Weights that are read and whose gradients are written, beside those of plain products."""
 

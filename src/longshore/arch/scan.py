@@ -40,9 +40,9 @@ class Mamba2Config(Part):
     norm_groups: int | None = None
     """Groups of channels that are normed separately; None for as many as `groups`."""
     bias: bool = False
-    """Of both projections."""
+    """Whether both projections have biases."""
     conv_bias: bool = True
-    """Of the convolution."""
+    """Whether the convolution has one."""
     dt_min: float = 0.0
     """Lower limit of a token's step size."""
     dt_max: float | None = None
@@ -202,7 +202,7 @@ class DeltaNetConfig(Part):
         return length * (2 * weights + 6 * self.values * self.key_dim)
 
     def products(self, width: int) -> tuple[Product, ...]:
-        """Of q, k, v and z; of beta and the decay; of the output."""
+        """Products of q, k, v and z; of beta and the decay; of the output."""
         return (
             Product(width, self.conv_dim + self.values, "in_proj_qkvz"),
             Product(width, 2 * self.value_heads, "in_proj_ba"),

@@ -25,7 +25,7 @@ class IndexConfig:
     """What chooses the entries that a token attends to."""
 
     heads: int
-    """Of its queries; all of them score one key of each entry."""
+    """Query heads; all of them score one key of each entry."""
     head_dim: int
     """Width of its queries and keys."""
     top_k: int
@@ -175,7 +175,7 @@ class SparseAttentionConfig(Part):
         return -(-keys // self.ratio)
 
     def _index_products(self, width: int) -> tuple[Product, ...]:
-        """Of its keys and their gates, its queries and the weights of its heads."""
+        """Products of its keys and their gates, its queries and the weights of its heads."""
         index = self.index
         if index is None:
             return ()
@@ -188,7 +188,7 @@ class SparseAttentionConfig(Part):
         )
 
     def _weights(self, width: int) -> int:
-        """Of all matrices."""
+        """Values of all matrices."""
         return sum(product.k * product.n for product in self.products(width))
 
 

@@ -106,7 +106,7 @@ def _local(
 
 
 def _factor_cuts(whole: nn.Module, cuts: Mapping[str, TensorCut]) -> dict[str, TensorCut]:
-    """Of low-rank factors: b has the weight's rows, a its columns; the other is whole."""
+    """Cuts of low-rank factors: b has the weight's rows, a its columns; the other is whole."""
     factors = {}
     for name, _ in whole.named_parameters():
         if is_factor(name):
