@@ -250,7 +250,7 @@ def test_nothing_is_left_when_writing_fails(tmp_path, monkeypatch):
     def failing(*args):
         raise OSError("disk full")
 
-    monkeypatch.setattr(checkpoint, "copy_companions", failing)
+    monkeypatch.setattr(checkpoint, "_copy_companions", failing)
     with pytest.raises(OSError, match="disk full"):
         copy(base, tmp_path / "made")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]

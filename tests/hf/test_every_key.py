@@ -354,12 +354,11 @@ def reading(tmp_path):
         changed = value if isinstance(value, dict) and key in value else {key: value}
         raw = {"model_type": kind, **BASES[kind], **(changed if key else {})}
         (tmp_path / "config.json").write_text(json.dumps(raw))
-        found = describe(tmp_path)
-        layout = StorageLayout(found.config, found.raw)
-        rows = kind == "deepseek_v3" and found.architecture.place(
-            "layers.0.mixer.kv_down.weight", layout
+        raw, architecture, config = describe(tmp_path)
+        rows = kind == "deepseek_v3" and architecture.source(
+            "layers.0.mixer.kv_down.weight", StorageLayout(config, raw)
         )
-        return found.config, asked_balance(tmp_path), rows
+        return config, asked_balance(tmp_path), rows
 
     return read
 

@@ -173,7 +173,7 @@ def _export(args: argparse.Namespace, weights: Path) -> None:
     check_room(Path(args.folder), size // 2 if args.dtype == "bfloat16" else size)
     dtype = None if args.dtype == "keep" else getattr(torch, args.dtype)
     if saved.code == "transformers":
-        _export_foreign(args, saved, dtype)
+        _export_transformers(args, saved, dtype)
         return
     if args.format == "longshore":
         tensors = saved.tensors.items()
@@ -195,9 +195,9 @@ def _export(args: argparse.Namespace, weights: Path) -> None:
     )
 
 
-def _export_foreign(args: argparse.Namespace, saved: "SavedWeights", dtype: Any) -> None:  # noqa: ANN401
+def _export_transformers(args: argparse.Namespace, saved: "SavedWeights", dtype: Any) -> None:  # noqa: ANN401
     """A model that ran as transformers' code: a folder like the one it began with."""
-    from longshore.hf.transformers_weights import HEAD, write_foreign
+    from longshore.hf.transformers_weights import HEAD, write_transformers
 
     for option in ("max_length", "module"):
         if getattr(args, option) is not None:
@@ -212,4 +212,4 @@ def _export_foreign(args: argparse.Namespace, saved: "SavedWeights", dtype: Any)
         )
     assert saved.base is not None
     tied = HEAD not in saved.tensors
-    write_foreign(args.folder, saved.tensors.items(), base=saved.base, tied=tied, dtype=dtype)
+    write_transformers(args.folder, saved.tensors.items(), base=saved.base, tied=tied, dtype=dtype)

@@ -6,19 +6,10 @@ in a Hugging Face folder. No torch, so that a bad folder is refused fast.
     find_architecture({"architectures": ["LlamaForCausalLM"], …}).name  "LlamaForCausalLM"
 
 A new architecture is an entry of ARCHITECTURES: two functions for the keys, and in tensor_map.py a
-table of names. Where a tensor of ours is several of theirs, or interleaved, a class of
-tensor_map.py says so.
+table of names. A decoder that none of them fits, one with a user's mixers for example, is stored in
+our own format: config.json holds the config as it is, and tensors keep our names.
 
-A checkpoint folder in our own format, for decoders that transformers has no architecture for.
-
-In: a DecoderConfig, a user's mixers included. Out: an Architecture whose config.json holds the
-config as it is, and whose tensors keep our names; model.from_hf reads it like any other:
-
-    config.json          {"model_type": "longshore", "torch_dtype": "float32",
-                          "decoder": {"kind": "DecoderConfig", "vocab_size": 256, …}}
-    model.safetensors    embed.weight, layers.0.mixer_norm.weight, …
-
-A user's mixer is stored by its name, so its module must be imported first (model.module). No torch.
+    {"model_type": "longshore", "torch_dtype": "float32", "decoder": {"kind": "DecoderConfig", …}}
 """
 
 from collections.abc import Callable, Mapping
@@ -30,10 +21,10 @@ from longshore.arch.decoder import DecoderConfig
 from longshore.hf.deepseek import (
     deepseek_keys,
     deepseek_v4_keys,
-    place_deepseek_v4,
     read_deepseek,
     read_deepseek_v4,
 )
+from longshore.hf.keys import SHOWN, Raw, shown
 from longshore.hf.mamba import mamba2_keys, nemotron_keys, read_mamba2, read_nemotron
 from longshore.hf.qwen_llama import (
     llama_keys,
@@ -46,43 +37,21 @@ from longshore.hf.qwen_llama import (
     read_qwen3_next,
 )
 from longshore.hf.tensor_map import (
-    DENSE_NAMES,
+    DECODER_NAMES,
     MAMBA_NAMES,
-    MOE_NAMES,
     NEXT_NAMES,
-    Place,
+    FindSource,
     Source,
-    StorageLayout,
     by_table,
-    place_deepseek,
-    place_nemotron,
+    find_deepseek,
+    find_deepseek_v4,
+    find_nemotron,
 )
-from longshore.hf.typed_keys import SHOWN, Raw, shown
-
-MODEL_TYPE = "longshore"
-
-
-def read_own(raw: Raw) -> DecoderConfig:
-    """The decoder of a config.json of ours."""
-    return config_from_json(raw.get("decoder"))
-
-
-def own_keys(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of a config.json of ours."""
-    return {"decoder": config_to_json(config)}
-
-
-def place_own(name: str, layout: StorageLayout) -> Source:
-    """Every tensor keeps our name."""
-    return Source(name)
-
 
 OLD_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 """Tensors of old folders that are not weights and are never read."""
 
-REFUSED = {
-    "deepseek_v32": "its attention is sparse, to tokens that an index chooses",
-}
+REFUSED = {"deepseek_v32": "its attention is sparse, to tokens that an index chooses"}
 """Model types that look supported, and why they are not."""
 
 
@@ -98,50 +67,49 @@ class Architecture:
     """From the keys of config.json to our config."""
     keys: Callable[[DecoderConfig], dict[str, Any]]
     """Back, without name and model_type; raises ValueError if the config is not of this kind."""
-    place: Place
+    source: FindSource
     """From the name of one of our tensors to its source in the folder."""
     ignored: str = OLD_BUFFERS
     """A pattern of tensor names that are not read."""
 
 
-_DENSE = by_table(DENSE_NAMES)
-ARCHITECTURES: Mapping[str, Architecture] = {
-    architecture.name: architecture
-    for architecture in (
-        Architecture("Qwen3ForCausalLM", "qwen3", read_qwen3, qwen3_keys, _DENSE),
-        Architecture("LlamaForCausalLM", "llama", read_llama, llama_keys, _DENSE),
-        Architecture(
-            "Qwen3MoeForCausalLM", "qwen3_moe", read_qwen3_moe, qwen3_moe_keys, by_table(MOE_NAMES)
-        ),
-        Architecture(
-            "Qwen3NextForCausalLM",
-            "qwen3_next",
-            read_qwen3_next,
-            qwen3_next_keys,
-            by_table(NEXT_NAMES),
-        ),
-        Architecture(
-            "DeepseekV3ForCausalLM", "deepseek_v3", read_deepseek, deepseek_keys, place_deepseek
-        ),
-        Architecture(
-            "DeepseekV4ForCausalLM",
-            "deepseek_v4",
-            read_deepseek_v4,
-            deepseek_v4_keys,
-            place_deepseek_v4,
-            ignored=r"mtp\..*",
-        ),
-        Architecture(
-            "Mamba2ForCausalLM", "mamba2", read_mamba2, mamba2_keys, by_table(MAMBA_NAMES)
-        ),
-        Architecture(
-            "NemotronHForCausalLM", "nemotron_h", read_nemotron, nemotron_keys, place_nemotron
-        ),
-    )
-}
+_by_decoder_names = by_table(DECODER_NAMES)
+_all = (
+    Architecture("Qwen3ForCausalLM", "qwen3", read_qwen3, qwen3_keys, _by_decoder_names),
+    Architecture("LlamaForCausalLM", "llama", read_llama, llama_keys, _by_decoder_names),
+    Architecture(
+        "Qwen3MoeForCausalLM", "qwen3_moe", read_qwen3_moe, qwen3_moe_keys, _by_decoder_names
+    ),
+    Architecture(
+        "Qwen3NextForCausalLM", "qwen3_next", read_qwen3_next, qwen3_next_keys, by_table(NEXT_NAMES)
+    ),
+    Architecture(
+        "DeepseekV3ForCausalLM", "deepseek_v3", read_deepseek, deepseek_keys, find_deepseek
+    ),
+    Architecture(
+        "DeepseekV4ForCausalLM",
+        "deepseek_v4",
+        read_deepseek_v4,
+        deepseek_v4_keys,
+        find_deepseek_v4,
+        ignored=r"mtp\..*",
+    ),
+    Architecture("Mamba2ForCausalLM", "mamba2", read_mamba2, mamba2_keys, by_table(MAMBA_NAMES)),
+    Architecture("NemotronHForCausalLM", "nemotron_h", read_nemotron, nemotron_keys, find_nemotron),
+)
+ARCHITECTURES: Mapping[str, Architecture] = {each.name: each for each in _all}
 
-OWN = Architecture("LongshoreDecoder", MODEL_TYPE, read_own, own_keys, place_own, ignored="")
-"""Our own format: read like the others, and written only where it is asked for."""
+OWN = Architecture(
+    "LongshoreDecoder",
+    "longshore",
+    lambda raw: config_from_json(raw.get("decoder")),
+    lambda config: {"decoder": config_to_json(config)},
+    lambda name, layout: Source(name),
+    ignored="",
+)
+"""Our own format: read like the others, and written only where it is asked for.
+
+A user's mixer is stored by its name, so its module must be imported first (model.module)."""
 
 
 def find_architecture(raw: Raw) -> Architecture:

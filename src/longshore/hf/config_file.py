@@ -10,7 +10,7 @@ alone: transformers saves folders without them, and Qwen3-Next's config.json doe
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,40 +25,24 @@ from longshore.hf.tensor_map import StorageLayout, read_tensor_names
 CONFIG = "config.json"
 MOST_CONFIG_BYTES = 10_000_000
 MOST_BYTES = 1_000_000_000
-"""Of any other file of JSON; an index of a million tensors has a tenth of this."""
-LONGEST = 32768
+"""The limit of any other file of JSON; an index of a million tensors has a tenth of this."""
+DEFAULT_LENGTH = 32768
 """max_position_embeddings where nothing says it."""
 
 BALANCED = ("Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "DeepseekV4ForCausalLM")
 """Architectures whose model in transformers adds a balance loss if output_router_logits is true."""
 
-RESPELLED = (
-    *ROPE_KEYS,
-    *OLDER,
-    *OLDER_KEYS,
-    *OTHER_NAMES,
-    "layers_block_type",
-    "layer_types",
-)
+RESPELLED = (*ROPE_KEYS, *OLDER, *OLDER_KEYS, *OTHER_NAMES, "layers_block_type", "layer_types")
 """Keys with the meaning of another key; we write only one of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A folder's config.json, parsed."""
-
-    raw: dict[str, Any]
-    architecture: Architecture
-    config: DecoderConfig
 
 
 def read_config(folder: str | Path) -> DecoderConfig:
     """The decoder a Hugging Face folder holds."""
-    return describe(folder).config
+    return describe(folder)[2]
 
 
-def describe(folder: str | Path) -> Described:
-    """The decoder, its architecture, and the keys."""
+def describe(folder: str | Path) -> tuple[dict[str, Any], Architecture, DecoderConfig]:
+    """The keys of a folder's config.json, its architecture, and the decoder."""
     folder = Path(folder)
     raw = load_object(folder / CONFIG, most_bytes=MOST_CONFIG_BYTES)
     try:
@@ -68,15 +52,15 @@ def describe(folder: str | Path) -> Described:
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from None
     if config.mtp:
-        join = architecture.place("mtp.0.proj.weight", StorageLayout(config, raw)).theirs
+        join = architecture.source("mtp.0.proj.weight", StorageLayout(config, raw)).stored
         names = read_tensor_names(folder)
         if names is not None and join not in names:
             config = replace(config, mtp=())
-    return Described(raw, architecture, config)
+    return raw, architecture, config
 
 
 def load_object(path: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """A file that holds a JSON object, of at most so many bytes."""
+    """The JSON object in a file, which has at most `most_bytes`."""
     if path.is_file() and (size := path.stat().st_size) > most_bytes:
         raise ValueError(f"{path} has {size:,} bytes; the limit is {most_bytes:,}")
     try:
@@ -97,21 +81,21 @@ def load_object(path: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
 
 def asked_balance(folder: str | Path) -> float:
     """The weight of the balance loss that transformers adds by itself; 0 for none."""
-    described = describe(folder)
-    return balance_weight(described.raw) if described.architecture.name in BALANCED else 0.0
+    raw, architecture, _ = describe(folder)
+    return balance_weight(raw) if architecture.name in BALANCED else 0.0
 
 
-def foreign_base(base: Path | None) -> Path | None:
+def transformers_base(base: Path | None) -> Path | None:
     """The base if an architecture of transformers describes it; None for a folder of our format."""
-    return None if base is None or describe(base).architecture is OWN else base
+    return None if base is None or describe(base)[1] is OWN else base
 
 
 def choose_architecture(config: DecoderConfig, base: Path | None) -> Architecture:
     """The architecture of transformers to write: that of the base, or the first that fits."""
-    base = foreign_base(base)
+    base = transformers_base(base)
     if base is None:
         return architecture_for(config)
-    architecture = describe(base).architecture
+    _, architecture, _ = describe(base)
     try:
         architecture.keys(config)
     except ValueError as error:
@@ -133,13 +117,18 @@ def config_text(
         changed = _rewritten(config, architecture_for(config), raw)
         changed |= {"bos_token_id": None, "eos_token_id": None}
     else:
-        described = describe(base)
-        raw, same = described.raw, bare(config) == bare(described.config)
-        changed = dict(raw) if same else _rewritten(config, described.architecture, raw)
+        raw, architecture, base_config = describe(base)
+        same = bare(config) == bare(base_config)
+        changed = dict(raw) if same else _rewritten(config, architecture, raw)
     if dtype is not None and (base is None or "dtype" in raw or "torch_dtype" in raw):
         changed["dtype" if "dtype" in raw else "torch_dtype"] = dtype
     if max_length is not None:
-        changed = _lengthened(config, changed, max_length)
+        changed["max_position_embeddings"] = max_length
+        read = find_architecture(changed).read(changed)
+        if bare(replace(read, mtp=config.mtp)) != bare(config):
+            raise ValueError(
+                f"max_length {max_length} would change how positions are scaled; leave it out"
+            )
     if base is not None and changed == raw:
         return (base / CONFIG).read_text(encoding="utf-8")
     return json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
@@ -157,14 +146,4 @@ def _rewritten(
     """The keys of `config` over those of the base; positions are spelled in one way only."""
     kept = {key: value for key, value in raw.items() if key not in RESPELLED}
     head = {"architectures": [architecture.name], "model_type": architecture.model_type}
-    return {**head, "max_position_embeddings": LONGEST, **kept, **architecture.keys(config)}
-
-
-def _lengthened(config: DecoderConfig, raw: dict[str, Any], max_length: int) -> dict[str, Any]:
-    changed = {**raw, "max_position_embeddings": max_length}
-    read = find_architecture(changed).read(changed)
-    if bare(replace(read, mtp=config.mtp)) != bare(config):
-        raise ValueError(
-            f"max_length {max_length} would change how positions are scaled; leave it out"
-        )
-    return changed
+    return {**head, "max_position_embeddings": DEFAULT_LENGTH, **kept, **architecture.keys(config)}

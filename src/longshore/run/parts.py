@@ -49,10 +49,10 @@ from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules
 from longshore.distributed.agreement import AnyRank, agreed
 from longshore.distributed.topology import CPGroups
-from longshore.hf.adapter import check_foreign
+from longshore.hf.adapter import check_transformers
 from longshore.hf.checkpoint import open_weights
 from longshore.hf.transformers_model import TransformersModel, adapted, empty_model
-from longshore.hf.transformers_weights import add_foreign_factors, fill_foreign
+from longshore.hf.transformers_weights import add_transformers_factors, fill_transformers
 from longshore.model.decoder import Decoder
 from longshore.model.host_tables import table_makers
 from longshore.model.init import initial_block
@@ -76,13 +76,13 @@ from longshore.train.refine import Refiner
 from longshore.train.step import Stepper
 
 
-def make_foreign(job: TrainingJob, groups: CPGroups, choices: Choices) -> TransformersModel:
+def make_transformers(job: TrainingJob, groups: CPGroups, choices: Choices) -> TransformersModel:
     """All ranks call it together; what cannot be trained exactly is refused here."""
     folder, dtype = job.config.model.from_hf, torch.promote_types(job.dtype, torch.float32)
     with agreed(job.topology.groups):
         try:
             hf = empty_model(folder, dtype)
-            check_foreign(hf)
+            check_transformers(hf)
         except ValueError as error:
             raise ValueError(f"model.from_hf: {Path(folder)}: {error}") from None
         for parameter in hf.parameters():
@@ -91,11 +91,11 @@ def make_foreign(job: TrainingJob, groups: CPGroups, choices: Choices) -> Transf
         check_positions(model, longest_of(job.source))
         if job.decoder.lora is not None:
             with settings_in_keys():
-                add_foreign_factors(model, job.decoder.lora)
+                add_transformers_factors(model, job.decoder.lora)
             hold_frozen(model, job.dtype)
     parallelize(model, job.topology, groups, choices=choices)
     with agreed(job.topology.groups):
-        fill_foreign(model, job.topology.device, folder, seed=job.config.train.seed)
+        fill_transformers(model, job.topology.device, folder, seed=job.config.train.seed)
     return model
 
 
@@ -283,7 +283,7 @@ def _graphed_layers(job: TrainingJob, model: Model) -> GraphedLayers:
 def make_model(job: TrainingJob, groups: CPGroups) -> Model:
     """The rank's stages with their first weights; it makes or reads only the blocks it holds."""
     if job.config.model.code == "transformers":
-        return make_foreign(job, groups, _choices(job))
+        return make_transformers(job, groups, _choices(job))
     with torch.device("meta"):
         model = Stages(job.decoder, job.layout, pp_rank=job.topology.pp_rank)
         model.to(torch.promote_types(job.dtype, torch.float32))
