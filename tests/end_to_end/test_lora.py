@@ -9,7 +9,8 @@ from tests.end_to_end.killed import Kill, Runs
 from tests.hf.folders import gemma3, load, qwen3
 
 from longshore.cli.main import main
-from longshore.hf.checkpoint import open_weights, read_config
+from longshore.hf.checkpoint import open_weights
+from longshore.hf.config_file import read_config
 from longshore.hf.transformers_model import adapted
 from longshore.hf.transformers_weights import add_transformers_factors
 from longshore.hf.weights import load_weights

@@ -13,7 +13,8 @@ from tests.hf.folders import LLAMA3, YARN, llama, load, qwen3
 from longshore.arch.presets import preset
 from longshore.arch.rope import LinearScaling, RopeConfig
 from longshore.hf import checkpoint
-from longshore.hf.checkpoint import open_weights, read_config, tensor_shapes, write_checkpoint
+from longshore.hf.checkpoint import open_weights, tensor_shapes, write_checkpoint
+from longshore.hf.config_file import read_config
 
 IDS = torch.arange(1, 30)[None]
 

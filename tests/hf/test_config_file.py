@@ -17,8 +17,7 @@ from longshore.arch.rope import (
     RopeConfig,
     YarnScaling,
 )
-from longshore.hf.architectures import ARCHITECTURES, architecture_for
-from longshore.hf.config_file import config_text, read_config
+from longshore.hf.config_file import ARCHITECTURES, architecture_for, config_text, read_config
 from longshore.hf.tensor_map import DECODER_NAMES, StorageLayout, by_table
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16, **SIZES}

@@ -9,7 +9,8 @@ from transformers import modeling_layers
 from transformers.cache_utils import MtpCache
 
 from longshore.batch import whole_context
-from longshore.hf.checkpoint import open_weights, read_config
+from longshore.hf.checkpoint import open_weights
+from longshore.hf.config_file import read_config
 from longshore.model.rope import rope_tables
 
 

@@ -10,8 +10,7 @@ import json
 import pytest
 import transformers
 
-from longshore.hf.architectures import ARCHITECTURES, find_architecture
-from longshore.hf.config_file import asked_balance, describe
+from longshore.hf.config_file import ARCHITECTURES, asked_balance, describe, find_architecture
 from longshore.hf.tensor_map import StorageLayout
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}

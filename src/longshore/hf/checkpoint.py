@@ -28,21 +28,11 @@ from longshore.hf.config_file import (
     config_text,
     describe,
     own_config_text,
-    read_config,
     transformers_base,
 )
 from longshore.hf.tensor_files import FLOATS, INTEGERS, TensorFiles, write_files
 from longshore.hf.tensor_map import Shape, Source, StorageLayout, read_tensor_names
 from longshore.model.decoder import Decoder
-
-__all__ = [
-    "Weights",
-    "open_weights",
-    "read_config",
-    "tensor_shapes",
-    "write_checkpoint",
-    "write_own_checkpoint",
-]
 
 SHARD_BYTES = 5 * 10**9
 COMPANIONS = (

@@ -18,7 +18,7 @@ from typing import Any
 from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
-from longshore.hf.architectures import find_architecture
+from longshore.hf.config_file import find_architecture
 from longshore.hf.keys import Raw, count, flag, shown
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -390,7 +390,7 @@ def attention_keys(mixer: AttentionConfig, *, partial: bool = False) -> dict[str
 
 
 def read_kv_heads(raw: Raw, heads: int) -> int:
-    """As many as heads where the key is missing."""
+    """num_key_value_heads; as many as heads where the key is missing."""
     if raw.get("num_key_value_heads") is None:
         return heads
     kv_heads = count(raw, "num_key_value_heads")

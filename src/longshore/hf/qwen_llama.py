@@ -141,17 +141,13 @@ def _uniform(config: DecoderConfig) -> tuple[AttentionConfig, Windows]:
             raise ValueError(f"layer {i} is not attention and an MLP")
         if layer.mixer.gate:
             raise ValueError(f"layer {i} has gated attention")
-        if layer.mlp != config.layers[0].mlp:
-            raise ValueError(f"layer {i} has another MLP than layer 0")
         mixers.append(layer.mixer)
-        if replace(layer.mixer, window=None) != replace(mixers[0], window=None):
-            raise ValueError(f"layer {i} has another mixer than layer 0")
+    common_part([replace(mixer, window=None) for mixer in mixers], "mixer")
     return mixers[0], tuple(mixer.window for mixer in mixers)
 
 
 def _dense_keys(config: DecoderConfig, mixer: AttentionConfig) -> dict[str, Any]:
-    mlp = config.layers[0].mlp
-    assert isinstance(mlp, MLPConfig)
+    mlp = common_part(parts_of_kind(config.layers, "mlp", MLPConfig), "MLP")
     return {
         **decoder_keys(config),
         **attention_keys(mixer),
@@ -211,8 +207,7 @@ def read_qwen3_moe(raw: Raw) -> DecoderConfig:
     mixer = read_attention(raw, qk_norm=True)
     if flag(raw, "use_sliding_window") and raw["sliding_window"] is not None:
         mixer = replace(mixer, window=count(raw, "sliding_window"))
-    mlps = _read_mlps(raw, _read_experts(raw))
-    layers = [LayerConfig(mixer, mlp) for mlp in mlps]
+    layers = [LayerConfig(mixer, mlp) for mlp in _read_mlps(raw, _read_experts(raw))]
     return read_decoder(raw, layers, pad_token_id=read_pad_token(raw))
 
 

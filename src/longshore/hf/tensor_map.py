@@ -148,7 +148,7 @@ class StorageLayout:
 
 
 FindSource = Callable[[str, StorageLayout], Source]
-"""From the name of one of our tensors to its Source."""
+"""Finds the Source of one of our tensors, by its name."""
 Make = Callable[[str, StorageLayout], Source]
 Row = tuple[str, str] | tuple[str, str, Make]
 
@@ -170,7 +170,7 @@ def look_up(name: str, table: Sequence[Row], layout: StorageLayout) -> Source:
 
 
 def _all_experts(fused: str, *parts: str) -> Make:
-    """All experts in one stored tensor, or `parts` for each expert."""
+    """All experts in one stored tensor, where a folder has it ("": none has), or `parts` for each."""
 
     def make(stored: str, layout: StorageLayout) -> Source:
         name = f"{stored}.{fused}"
@@ -209,15 +209,12 @@ def _norms(ours: str, stored: str) -> tuple[Row, ...]:
 def _feed_forward(ours: str, stored: str, shared: str = "") -> tuple[Row, ...]:
     """Experts or a dense MLP. shared: the stored name of the shared expert."""
     gate_up = _all_experts("gate_up_proj", "gate_proj", "up_proj")
+    down = _all_experts("down_proj", "down_proj")
     return (
         (f"{ours}.mlp.router.weight", f"{stored}.mlp.gate.weight"),
         (f"{ours}.mlp.router.bias", f"{stored}.mlp.gate.e_score_correction_bias"),
         (f"{ours}.mlp.experts.gate_up", f"{stored}.mlp.experts", gate_up),
-        (
-            f"{ours}.mlp.experts.down",
-            f"{stored}.mlp.experts",
-            _all_experts("down_proj", "down_proj"),
-        ),
+        (f"{ours}.mlp.experts.down", f"{stored}.mlp.experts", down),
         (f"{ours}.mlp.shared_gate.weight", f"{stored}.mlp.shared_expert_gate.weight"),
         (f"{ours}.mlp.shared.{{part}}", f"{stored}.mlp.{shared}.{{part}}"),
         (f"{ours}.mlp.{{part}}", f"{stored}.mlp.{{part}}"),
@@ -367,16 +364,8 @@ def _v4_layer(ours: str, stored: str) -> tuple[Row, ...]:
         (f"{ours}.mlp.router.weight", f"{stored}.ffn.gate.weight"),
         (f"{ours}.mlp.router.bias", f"{stored}.ffn.gate.bias"),
         (f"{ours}.mlp.router.table", f"{stored}.ffn.gate.tid2eid"),
-        (
-            f"{ours}.mlp.experts.gate_up",
-            f"{stored}.ffn.experts",
-            lambda stored, _: PerExpert(stored, ("w1", "w3")),
-        ),
-        (
-            f"{ours}.mlp.experts.down",
-            f"{stored}.ffn.experts",
-            lambda stored, _: PerExpert(stored, ("w2",)),
-        ),
+        (f"{ours}.mlp.experts.gate_up", f"{stored}.ffn.experts", _all_experts("", "w1", "w3")),
+        (f"{ours}.mlp.experts.down", f"{stored}.ffn.experts", _all_experts("", "w2")),
         (f"{ours}.mlp.shared.gate_proj.weight", f"{shared}.w1.weight"),
         (f"{ours}.mlp.shared.down_proj.weight", f"{shared}.w2.weight"),
         (f"{ours}.mlp.shared.up_proj.weight", f"{shared}.w3.weight"),

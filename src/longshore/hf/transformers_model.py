@@ -52,7 +52,7 @@ class PackedRows:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the remarks that transformers logs when models are made."""
+    """Silences what transformers logs when models are made."""
     import logging as levels
 
     from transformers.utils import logging

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from longshore.arch.decoder import DecoderConfig, LoRAConfig
-from longshore.hf.architectures import OLD_BUFFERS
 from longshore.hf.checkpoint import (
     SHARD_BYTES,
     Weights,
@@ -37,7 +36,7 @@ from longshore.hf.checkpoint import (
     stored_shapes,
     write_folder,
 )
-from longshore.hf.config_file import CONFIG, load_object
+from longshore.hf.config_file import CONFIG, OLD_BUFFERS, load_object
 from longshore.hf.lora import MergedTensors, ModelBase
 from longshore.hf.tensor_files import TensorFiles
 from longshore.hf.tensor_map import PerExpert, Shape, Source
@@ -92,7 +91,7 @@ def open_transformers(folder: str | Path, shapes: Mapping[str, Shape], *, tied: 
 
 
 def names_in_model(files: TensorFiles) -> dict[str, str]:
-    """The names of a folder's tensors, by their own and by what transformers makes of them."""
+    """The names of a folder's tensors, by themselves and by what transformers renames them to."""
     raw = load_object(files.folder / CONFIG)
     own = {name: name for name in files.names}
     try:
@@ -115,9 +114,9 @@ def names_in_model(files: TensorFiles) -> dict[str, str]:
 def find_sources(
     names: Iterable[str], stored: Mapping[str, str], *, tied: bool
 ) -> dict[str, Source]:
-    """Where a folder has each tensor of the model. stored: what names_in_model returns.
+    """The source of each tensor of the model. stored: what names_in_model returns.
 
-    A tensor that it does not have is named as it is, and missed later.
+    A tensor that the folder does not have keeps its name, and is missed later.
     """
     sources = {name: _find_source(name, stored) for name in names}
     if tied and HEAD in stored:
@@ -177,7 +176,7 @@ def _stored(
     tied: bool,
     dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Under the names of the files, in their dtypes."""
+    """The stream under the names of the files, in their dtypes."""
     names, in_model = frozenset(files.names), names_in_model(files)
     left = {name for name in names if not re.fullmatch(OLD_BUFFERS, name)}
     floats = Counter(kind for kind in map(files.dtype, names) if kind in DTYPES)
