@@ -35,33 +35,23 @@ from longshore.ops.backends import only
 
 LENGTHS = (7, 1, 5)
 VOCAB = 37
-IDS = torch.arange(sum(LENGTHS)) * 11 % VOCAB
 TOLERANCE = 1e-3
 """For float32, relative to the largest value; what is wrong differs by 0.1 or more."""
 
 SMALL: dict[str, int] = {
-    "hidden_size": 32,
-    "head_dim": 8,
-    "intermediate_size": 16,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "intermediate_size_mlp": 16,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 12,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "qk_head_dim": 16,
-    "v_head_dim": 8,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "vocab_size_per_layer_input": VOCAB,
-    "vocab_size": VOCAB,
+    key: size
+    for size, keys in {
+        VOCAB: "vocab_size vocab_size_per_layer_input",
+        32: "hidden_size",
+        16: "intermediate_size moe_intermediate_size shared_expert_intermediate_size "
+        "intermediate_size_mlp qk_head_dim",
+        12: "q_lora_rank kv_lora_rank",
+        8: "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim",
+        4: "num_experts num_local_experts n_routed_experts moe_num_experts",
+        2: "num_experts_per_tok",
+        1: "n_group topk_group first_k_dense_replace",
+    }.items()
+    for key in keys.split()
 }
 """Keys and what they become in the small copy, where a config has them and they are more."""
 REACH = re.compile(
@@ -92,7 +82,7 @@ def try_packed(model_class: type[Any], config: Any) -> None:  # noqa: ANN401
             values, gradients = _alone(hf)
             hf.zero_grad()
             model = adapted(hf, describe_decoder(config_keys(hf.config)))
-            packed, calls = _packed(model, whole_context(LENGTHS), IDS)
+            packed, calls = _packed(model, whole_context(LENGTHS), _ids())
         except ValueError:
             raise
         except Exception as error:
@@ -109,7 +99,7 @@ def try_packed(model_class: type[Any], config: Any) -> None:  # noqa: ANN401
         for key, parameter in hf.named_parameters():
             _compare(name, f"the gradient of {key}", parameter.grad, gradients[key])
         hf.zero_grad()
-        _packed(model, whole_context((2,)), IDS[:2])
+        _packed(model, whole_context((2,)), _ids()[:2])
         trained = [(key, each) for key, each in hf.named_parameters() if each.requires_grad]
         missing = [key for key, parameter in trained if parameter.grad is None]
     if missing:
@@ -130,7 +120,7 @@ def _packed(model: Any, ctx: SeqContext, ids: Tensor) -> tuple[Tensor, int]:  # 
 def _alone(hf: Any) -> tuple[Tensor, dict[str, Tensor | None]]:  # noqa: ANN401
     """Losses and gradients of transformers' own code, one sequence at a time."""
     values = []
-    for ids in IDS.split(LENGTHS):
+    for ids in _ids().split(LENGTHS):
         logits = hf(input_ids=ids[None], use_cache=False).logits[0]
         values.append(functional.cross_entropy(logits, _labels(ids), reduction="none"))
         values[-1].sum().backward()
@@ -226,6 +216,10 @@ def _kept_layers(config: Any) -> list[int]:  # noqa: ANN401
     kinds = [tuple(map(str, kind)) for kind in zip(*lists, strict=True)] or [()] * layers
     kept = sorted({kinds.index(kind) for kind in kinds})
     return kept if len(kept) > 1 else list(range(min(2, layers)))
+
+
+def _ids() -> Tensor:
+    return torch.arange(sum(LENGTHS)) * 11 % VOCAB
 
 
 def _labels(ids: Tensor) -> Tensor:

@@ -36,16 +36,9 @@ from longshore.model.decoder import Decoder
 
 SHARD_BYTES = 5 * 10**9
 COMPANIONS = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.tiktoken",
-    "chat_template*",
-    "additional_chat_templates/*",
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "*.tiktoken"),
+    *("chat_template*", "additional_chat_templates/*"),
 )
 """What a model needs beside its weights, and training does not change."""
 

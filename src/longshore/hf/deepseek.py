@@ -24,6 +24,7 @@ from longshore.arch.sparse_attention import IndexConfig, SparseAttentionConfig
 from longshore.hf.keys import (
     SILU,
     Raw,
+    all_of_kind,
     common_part,
     common_part_or_none,
     count,
@@ -99,10 +100,8 @@ def deepseek_keys(config: DecoderConfig) -> dict[str, Any]:
     if config.norm_eps != LATENT_EPS:
         raise ValueError(f"its norms have eps {config.norm_eps:g}, not {LATENT_EPS:g}")
     layers = (*config.layers, *config.mtp)
-    mixers = parts_of_kind(layers, "mixer", MLAConfig)
+    mixers = all_of_kind(layers, "mixer", MLAConfig, "is not latent attention")
     mixer = common_part(mixers, "latent attention")
-    if None in mixers:
-        raise ValueError(f"layer {mixers.index(None)} is not latent attention")
     return {
         **decoder_keys(config),
         **_latent_keys(mixer),
@@ -203,9 +202,8 @@ def _mlp_keys(config: DecoderConfig) -> dict[str, Any]:
         raise ValueError("a layer with experts comes before one without")
     if config.mtp and dense > len(config.layers):
         raise ValueError("a depth of multi-token prediction has no experts")
-    mlps = parts_of_kind(config.layers[:dense], "mlp", MLPConfig)
-    if None in mlps:
-        raise ValueError(f"layer {mlps.index(None)} has neither experts nor an MLP")
+    neither = "has neither experts nor an MLP"
+    mlps = all_of_kind(config.layers[:dense], "mlp", MLPConfig, neither)
     return {
         **({"intermediate_size": require_gated(common_part(mlps, "MLP")).width} if mlps else {}),
         "first_k_dense_replace": min(dense, len(config.layers)),
@@ -314,17 +312,16 @@ def deepseek_v4_keys(config: DecoderConfig) -> dict[str, Any]:
     residuals = config.residuals
     if residuals is None:
         raise ValueError("it has no hyper-connections")
-    mixers = parts_of_kind((*config.layers, *config.mtp), "mixer", SparseAttentionConfig)
-    if None in mixers:
-        raise ValueError(f"layer {mixers.index(None)} is not compressed sparse attention")
-    depth = len(config.layers)
-    if any(mixer is not None and mixer.ratio for mixer in mixers[depth:]):
+    layers, depth = (*config.layers, *config.mtp), len(config.layers)
+    other = "is not compressed sparse attention"
+    mixers = all_of_kind(layers, "mixer", SparseAttentionConfig, other)
+    if any(mixer.ratio for mixer in mixers[depth:]):
         raise ValueError("a depth of multi-token prediction has entries")
     return {
         **decoder_keys(config),
-        **_mixer_keys([mixer for mixer in mixers if mixer is not None]),
+        **_mixer_keys(mixers),
         **_v4_expert_keys(config),
-        "layer_types": [_kind(mixer) for mixer in mixers[:depth] if mixer is not None],
+        "layer_types": [_kind(mixer) for mixer in mixers[:depth]],
         "hc_mult": residuals.count,
         "hc_sinkhorn_iters": residuals.iterations,
         "hc_eps": residuals.eps,
@@ -540,11 +537,7 @@ def _v4_rope_keys(
 
 
 def _v4_expert_keys(config: DecoderConfig) -> dict[str, Any]:
-    parts = parts_of_kind((*config.layers, *config.mtp), "mlp", MoEConfig)
-    if None in parts:
-        raise ValueError(f"layer {parts.index(None)} has no experts")
-    moes = [moe for moe in parts if moe is not None]
-    depth = len(config.layers)
+    moes = all_of_kind((*config.layers, *config.mtp), "mlp", MoEConfig, "has no experts")
     routed = common_part_or_none([None if m.hash_rows else m for m in moes], "layer of experts")
     hashed = common_part_or_none([m if m.hash_rows else None for m in moes], "hashed layer")
     moe = routed or hashed
@@ -566,5 +559,5 @@ def _v4_expert_keys(config: DecoderConfig) -> dict[str, Any]:
         "norm_topk_prob": True,
         "scoring_func": names[moe.score],
         "swiglu_limit": moe.limit,
-        "mlp_layer_types": [HASHED if m.hash_rows else ROUTED for m in moes[:depth]],
+        "mlp_layer_types": [HASHED if m.hash_rows else ROUTED for m in moes[: len(config.layers)]],
     }

@@ -447,6 +447,16 @@ def parts_of_kind(layers: Sequence[LayerConfig], field: str, kind: type[Kind]) -
     return [part if isinstance(part, kind) else None for part in parts]
 
 
+def all_of_kind(
+    layers: Sequence[LayerConfig], field: str, kind: type[Kind], otherwise: str
+) -> list[Kind]:
+    """The mixer or mlp of each layer. otherwise: said of the first layer where it is another."""
+    parts = parts_of_kind(layers, field, kind)
+    if None in parts:
+        raise ValueError(f"layer {parts.index(None)} {otherwise}")
+    return [part for part in parts if part is not None]
+
+
 def common_part(parts: Sequence[Kind | None], what: str) -> Kind:
     """The config that all layers with such a part share; raises if they differ or none has it."""
     present = [(i, part) for i, part in enumerate(parts) if part is not None]

@@ -22,6 +22,7 @@ from longshore.arch.scan import DeltaNetConfig
 from longshore.hf.keys import (
     SILU,
     Raw,
+    all_of_kind,
     attention_keys,
     common_part,
     common_part_or_none,
@@ -135,13 +136,10 @@ def _uniform(config: DecoderConfig) -> tuple[AttentionConfig, Windows]:
     """The one mixer all layers have, and their windows."""
     require_plain_norms(config)
     require_no_mtp(config)
-    mixers = []
-    for i, layer in enumerate(config.layers):
-        if not isinstance(layer.mixer, AttentionConfig) or not isinstance(layer.mlp, MLPConfig):
-            raise ValueError(f"layer {i} is not attention and an MLP")
-        if layer.mixer.gate:
-            raise ValueError(f"layer {i} has gated attention")
-        mixers.append(layer.mixer)
+    mixers = all_of_kind(config.layers, "mixer", AttentionConfig, "is not attention and an MLP")
+    all_of_kind(config.layers, "mlp", MLPConfig, "is not attention and an MLP")
+    if gated := [i for i, mixer in enumerate(mixers) if mixer.gate]:
+        raise ValueError(f"layer {gated[0]} has gated attention")
     common_part([replace(mixer, window=None) for mixer in mixers], "mixer")
     return mixers[0], tuple(mixer.window for mixer in mixers)
 
@@ -215,10 +213,8 @@ def qwen3_moe_keys(config: DecoderConfig) -> dict[str, Any]:
     """The keys of config.json for this config; raises ValueError if it is not a Qwen3-MoE."""
     require_plain_norms(config)
     require_no_mtp(config)
-    mixers = parts_of_kind(config.layers, "mixer", AttentionConfig)
+    mixers = all_of_kind(config.layers, "mixer", AttentionConfig, "is not attention")
     mixer = common_part(mixers, "attention")
-    if None in mixers:
-        raise ValueError(f"layer {mixers.index(None)} is not attention")
     _check_attention(mixer, gate=False)
     moe, mlp_keys = _mlp_keys(config)
     if moe is not None and moe.shared_width:

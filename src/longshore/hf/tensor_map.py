@@ -170,7 +170,7 @@ def look_up(name: str, table: Sequence[Row], layout: StorageLayout) -> Source:
 
 
 def _all_experts(fused: str, *parts: str) -> Make:
-    """All experts in one stored tensor, where a folder has it ("": none has), or `parts` for each."""
+    """All experts in one tensor, where the folder has it ("": none has), or `parts` for each."""
 
     def make(stored: str, layout: StorageLayout) -> Source:
         name = f"{stored}.{fused}"
