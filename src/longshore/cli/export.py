@@ -66,8 +66,8 @@ def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run_export(args: argparse.Namespace) -> None:
-    from longshore.files import check_new
-    from longshore.hf.config_file import CONFIG, load_object
+    from longshore.files import check_new, read_json_object
+    from longshore.hf.config_file import CONFIG
 
     if args.max_length is not None and args.format == "longshore":
         raise ValueError(
@@ -84,7 +84,7 @@ def run_export(args: argparse.Namespace) -> None:
         if args.module is not None:
             _import_mixers(args.module)
         if args.base is not None:
-            load_object(Path(args.base) / CONFIG)
+            read_json_object(Path(args.base) / CONFIG)
         _export(args, weights)
     except OSError as error:
         reason = error.strerror or str(error)

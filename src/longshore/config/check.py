@@ -116,11 +116,12 @@ def check_code(config: RunConfig) -> None:
 
 def transformers_decoder(model: ModelConfig) -> DecoderConfig:
     """What the model of a folder costs, after a look at its keys."""
-    from longshore.hf.config_file import CONFIG, load_object
+    from longshore.files import read_json_object
+    from longshore.hf.config_file import CONFIG
     from longshore.hf.generic_keys import check_keys, describe_decoder
 
     with in_keys("model.from_hf"):
-        raw = load_object(Path(model.from_hf) / CONFIG)
+        raw = read_json_object(Path(model.from_hf) / CONFIG)
         check_keys(raw)
         return describe_decoder(raw)
 

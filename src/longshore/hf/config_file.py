@@ -22,6 +22,7 @@ from typing import Any
 
 from longshore.arch.as_json import config_from_json, config_to_json
 from longshore.arch.decoder import DecoderConfig
+from longshore.files import read_json_object
 from longshore.hf.deepseek import (
     OLDER_KEYS,
     OTHER_NAMES,
@@ -59,8 +60,6 @@ from longshore.hf.tensor_map import (
 
 CONFIG = "config.json"
 MOST_CONFIG_BYTES = 10_000_000
-MOST_BYTES = 1_000_000_000
-"""The limit of any other file of JSON; an index of a million tensors has a tenth of this."""
 DEFAULT_LENGTH = 32768
 """max_position_embeddings where nothing says it."""
 
@@ -190,7 +189,7 @@ def describe(folder: str | Path) -> tuple[dict[str, Any], Architecture, DecoderC
     folders without them, and Qwen3-Next's config.json does not mention them.
     """
     folder = Path(folder)
-    raw = load_object(folder / CONFIG, most_bytes=MOST_CONFIG_BYTES)
+    raw = read_json_object(folder / CONFIG, most_bytes=MOST_CONFIG_BYTES)
     try:
         refuse_quantized(raw)  # before the architecture: a quantized one may be unknown, too
         architecture = find_architecture(raw)
@@ -203,26 +202,6 @@ def describe(folder: str | Path) -> tuple[dict[str, Any], Architecture, DecoderC
         if names is not None and join not in names:
             config = replace(config, mtp=())
     return raw, architecture, config
-
-
-def load_object(path: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """The JSON object in a file, which has at most `most_bytes`."""
-    if path.is_file() and (size := path.stat().st_size) > most_bytes:
-        raise ValueError(f"{path} has {size:,} bytes; the limit is {most_bytes:,}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        what = f"has no {path.name}" if path.parent.is_dir() else "is not a folder"
-        raise ValueError(f"{path.parent} {what}") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
-    except RecursionError:
-        raise ValueError(f"{path} is broken: its lists and objects are nested too deep") from None
-    except ValueError:
-        raise ValueError(f"{path} is broken: it is not JSON") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} is broken: it must hold a JSON object")
-    return data
 
 
 def asked_balance(folder: str | Path) -> float:

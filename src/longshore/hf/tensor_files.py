@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from longshore.hf.config_file import load_object
+from longshore.files import read_json_object
 from longshore.train.checkpoint_files import SavedFile
 from longshore.train.safetensors_stream import BlockFile, FileWriter
 
@@ -123,7 +123,7 @@ def _files(folder: Path, stem: str) -> dict[Path, set[str]]:
                 "is never opened; convert it to safetensors"
             )
         raise ValueError(f"{folder} has no weights: neither {single.name} nor {index.name}")
-    where = load_object(index).get("weight_map")
+    where = read_json_object(index).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise ValueError(f"{index} is broken: it has no weight_map")
     files: dict[Path, set[str]] = {}

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from longshore.arch.decoder import DecoderConfig, LoRAConfig
+from longshore.files import read_json_object
 from longshore.hf.checkpoint import (
     SHARD_BYTES,
     Weights,
@@ -36,7 +37,7 @@ from longshore.hf.checkpoint import (
     stored_shapes,
     write_folder,
 )
-from longshore.hf.config_file import CONFIG, OLD_BUFFERS, load_object
+from longshore.hf.config_file import CONFIG, OLD_BUFFERS
 from longshore.hf.lora import MergedTensors, ModelBase
 from longshore.hf.tensor_files import TensorFiles
 from longshore.hf.tensor_map import PerExpert, Shape, Source
@@ -92,7 +93,7 @@ def open_transformers(folder: str | Path, shapes: Mapping[str, Shape], *, tied: 
 
 def names_in_model(files: TensorFiles) -> dict[str, str]:
     """The names of a folder's tensors, by themselves and by what transformers renames them to."""
-    raw = load_object(files.folder / CONFIG)
+    raw = read_json_object(files.folder / CONFIG)
     own = {name: name for name in files.names}
     try:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -158,7 +159,7 @@ def write_transformers(
     keep it. config.json and the tokenizer are the base's.
     """
     base = Path(base)
-    files, raw = TensorFiles(base), load_object(base / CONFIG)
+    files, raw = TensorFiles(base), read_json_object(base / CONFIG)
     write_folder(
         folder,
         _stored(tensors, files, tied=tied, dtype=dtype),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from longshore.arch.as_json import config_from_json, config_to_json
 from longshore.arch.decoder import DecoderConfig, LoRAConfig, has_experts
-from longshore.files import new_folder, open_sealed, sealed_json
+from longshore.files import new_folder, open_sealed, read_json_object, sealed_json
 from longshore.hf.checkpoint import (
     SHARD_BYTES,
     TABLE,
@@ -33,7 +33,7 @@ from longshore.hf.checkpoint import (
     storage_layout,
     tensor_shapes,
 )
-from longshore.hf.config_file import choose_architecture, load_object, transformers_base
+from longshore.hf.config_file import choose_architecture, transformers_base
 from longshore.hf.lora import (
     ModelBase,
     base_from_json,
@@ -126,7 +126,7 @@ def load_weights(folder: str | Path) -> SavedWeights:
     """What save_weights wrote; tensors are read when they are asked for."""
     folder = Path(folder)
     path = folder / f"{STEM}.json"
-    about = load_object(path)
+    about = read_json_object(path)
     if about.get("format") != FORMAT or about.get("version") != VERSION:
         raise ValueError(
             f"{path} is {about.get('format')!r} version {about.get('version')!r}; this Longshore "
