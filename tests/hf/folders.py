@@ -238,7 +238,7 @@ def _make_lively(name, tensor):
 
 
 class TensorsInMemory:
-    """Reads blocks of tensors as files do; see hf/tensor_map.py: BlockReader."""
+    """Reads blocks of tensors as files do; see hf/tensor_files.py: TensorFiles."""
 
     def __init__(self, tensors):
         self.tensors = tensors

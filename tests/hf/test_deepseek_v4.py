@@ -15,7 +15,8 @@ from tests.model.deepseek_v4 import in_float64, stable_topk
 from longshore.arch.presets import preset
 from longshore.arch.rope import RopeConfig, YarnScaling
 from longshore.batch import whole_context
-from longshore.hf.checkpoint import open_weights, read_config, tensor_shapes, write_checkpoint
+from longshore.hf.checkpoint import open_weights, tensor_shapes, write_checkpoint
+from longshore.hf.config_file import read_config
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 

@@ -8,7 +8,8 @@ from tests.hf.test_logits import our_decoder
 from tests.lazy import transformers
 
 from longshore.batch import whole_context
-from longshore.hf.checkpoint import open_weights, read_config
+from longshore.hf.checkpoint import open_weights
+from longshore.hf.config_file import read_config
 from longshore.model.rope import rope_tables
 
 

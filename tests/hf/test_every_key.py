@@ -10,8 +10,7 @@ import json
 import pytest
 from tests.lazy import transformers
 
-from longshore.hf.architectures import ARCHITECTURES, find_architecture
-from longshore.hf.config_file import asked_balance, describe
+from longshore.hf.config_file import ARCHITECTURES, asked_balance, describe, find_architecture
 from longshore.hf.tensor_map import StorageLayout
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
@@ -354,12 +353,11 @@ def reading(tmp_path):
         changed = value if isinstance(value, dict) and key in value else {key: value}
         raw = {"model_type": kind, **BASES[kind], **(changed if key else {})}
         (tmp_path / "config.json").write_text(json.dumps(raw))
-        found = describe(tmp_path)
-        layout = StorageLayout(found.config, found.raw)
-        rows = kind == "deepseek_v3" and found.architecture.place(
-            "layers.0.mixer.kv_down.weight", layout
+        raw, architecture, config = describe(tmp_path)
+        rows = kind == "deepseek_v3" and architecture.source(
+            "layers.0.mixer.kv_down.weight", StorageLayout(config, raw)
         )
-        return found.config, asked_balance(tmp_path), rows
+        return config, asked_balance(tmp_path), rows
 
     return read
 

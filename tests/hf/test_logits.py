@@ -20,7 +20,8 @@ from tests.hf.folders import (
 
 from longshore.arch.decoder import with_balance
 from longshore.batch import whole_context
-from longshore.hf.checkpoint import open_weights, read_config
+from longshore.hf.checkpoint import open_weights
+from longshore.hf.config_file import read_config
 from longshore.model.decoder import Decoder
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}

@@ -10,8 +10,7 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.part import Norm
 from longshore.arch.rope import RopeConfig, YarnScaling
 from longshore.arch.sparse_attention import IndexConfig, SparseAttentionConfig
-from longshore.hf.deepseek import mixer_rows
-from longshore.hf.tensor_map import StorageLayout, look_up
+from longshore.hf.tensor_map import StorageLayout, look_up, sparse_attention_rows
 from longshore.model.sparse_attention import SparseAttention
 
 MODELING = "transformers.models.deepseek_v4.modeling_deepseek_v4"
@@ -138,8 +137,9 @@ def to_ours(tensors, config, names):
     decoder = DecoderConfig(vocab_size=1, width=WIDTH, layers=(layer,))
     ours = {}
     for name in names:
-        source = look_up(f"mixer.{name}", mixer_rows("mixer", "attn"), StorageLayout(decoder, {}))
-        ours[name] = source.read(files, [slice(0, n) for n in files.shape(source.theirs)])
+        rows = sparse_attention_rows("mixer", "attn")
+        source = look_up(f"mixer.{name}", rows, StorageLayout(decoder, {}))
+        ours[name] = source.read(files, [slice(0, n) for n in files.shape(source.stored)])
     return ours
 
 

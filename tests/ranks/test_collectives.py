@@ -240,7 +240,7 @@ def refuse():
     with pytest.raises(ValueError, match="contiguous"):
         collectives.broadcast(torch.ones(2, 3).T, world())
     with pytest.raises(ValueError, match="gather_rows needs int64"):
-        collectives.gather_rows(x, world(), room=1)
+        collectives.gather_rows(x, world(), expected=1)
 
 
 def test_wrong_arguments_are_refused_before_anything_is_sent():
@@ -254,7 +254,7 @@ def gather_lengths(numbers, room):
     rank = dist.get_rank()
     rows = torch.arange(numbers[rank] * 2).view(-1, 2) + 100 * rank
     with count() as counts:
-        found = collectives.gather_rows(rows, world(), room=room)
+        found = collectives.gather_rows(rows, world(), expected=room)
     return [part.tolist() for part in found], counts.calls(), counts.bytes()
 
 
@@ -276,7 +276,7 @@ def tell_lane():
     topology = make_topology(lanes=2, tp=2, pp=2, device="cpu")
     told = torch.tensor([topology.rank], dtype=torch.int16)
     collectives.broadcast_over_lane(told, topology.groups)
-    return told.item(), topology.first_rank_of_lane(topology.lane)
+    return told.item(), topology.rank_at(lane=topology.lane)
 
 
 def test_a_lane_hears_its_first_rank():

@@ -15,7 +15,7 @@ def test_the_worked_example():
     assert axes.world_size == 12
     assert (axes.pp_rank_of(9), axes.lane_of(9), axes.tp_rank_of(9)) == (1, 1, 1)
     assert axes.rank_at(pp_rank=1, lane=1, tp_rank=1) == 9
-    assert axes.first_rank_of_lane(1) == 2
+    assert axes.rank_at(lane=1) == 2
     assert [7, 9, 11] in axes.blocks("lanes")
     axes = Axes(lanes=3, tp=2, pp=2, ep=3)
     assert axes.blocks("ep") == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]

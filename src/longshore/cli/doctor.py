@@ -31,8 +31,15 @@ from longshore.cli.launch import (
 from longshore.cli.options import add_command, count, say
 from longshore.config.schema import RunConfig
 from longshore.distributed.process_group import Ranks, loopback, ranks_from_environment
-from longshore.doctor.machine import DoctorOptions, examine
-from longshore.doctor.probes import Finding, bad, first_line, good, warn
+from longshore.doctor.machine import (
+    DoctorOptions,
+    Finding,
+    bad,
+    examine,
+    first_line,
+    good,
+    warn,
+)
 from longshore.files import printable, temporary_folder
 
 if TYPE_CHECKING:

@@ -65,8 +65,8 @@ def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run_export(args: argparse.Namespace) -> None:
-    from longshore.files import check_new
-    from longshore.hf.config_file import CONFIG, load_object
+    from longshore.files import check_new, read_json_object
+    from longshore.hf.config_file import CONFIG
 
     if args.max_length is not None and args.format == "longshore":
         raise ValueError(
@@ -84,7 +84,7 @@ def run_export(args: argparse.Namespace) -> None:
             working_folder_last()
             load_module(args.module, "--module")
         if args.base is not None:
-            load_object(Path(args.base) / CONFIG)
+            read_json_object(Path(args.base) / CONFIG)
         _export(args, weights)
     except OSError as error:
         reason = error.strerror or str(error)
@@ -165,7 +165,7 @@ def _export(args: argparse.Namespace, weights: Path) -> None:
     check_room(Path(args.folder), size // 2 if args.dtype == "bfloat16" else size)
     dtype = None if args.dtype == "keep" else getattr(torch, args.dtype)
     if saved.code == "transformers":
-        _export_foreign(args, saved, dtype)
+        _export_transformers(args, saved, dtype)
         return
     if args.format == "longshore":
         tensors = saved.tensors.items()
@@ -187,9 +187,9 @@ def _export(args: argparse.Namespace, weights: Path) -> None:
     )
 
 
-def _export_foreign(args: argparse.Namespace, saved: "SavedWeights", dtype: Any) -> None:  # noqa: ANN401
+def _export_transformers(args: argparse.Namespace, saved: "SavedWeights", dtype: Any) -> None:  # noqa: ANN401
     """A model that ran as transformers' code: a folder like the one it began with."""
-    from longshore.hf.transformers_weights import HEAD, write_foreign
+    from longshore.hf.transformers_weights import HEAD, write_transformers
 
     for option in ("max_length", "module"):
         if getattr(args, option) is not None:
@@ -204,4 +204,4 @@ def _export_foreign(args: argparse.Namespace, saved: "SavedWeights", dtype: Any)
         )
     assert saved.base is not None
     tied = HEAD not in saved.tensors
-    write_foreign(args.folder, saved.tensors.items(), base=saved.base, tied=tied, dtype=dtype)
+    write_transformers(args.folder, saved.tensors.items(), base=saved.base, tied=tied, dtype=dtype)

@@ -112,11 +112,12 @@ def code_refusals(config: RunConfig) -> Iterator[str]:
 
 def transformers_decoder(model: ModelConfig) -> DecoderConfig:
     """What the model of a folder costs, after a look at its keys."""
-    from longshore.hf.config_file import CONFIG, load_object
+    from longshore.files import read_json_object
+    from longshore.hf.config_file import CONFIG
     from longshore.hf.generic_keys import check_keys, describe_decoder
 
     with in_keys("model.from_hf"):
-        raw = load_object(Path(model.from_hf) / CONFIG)
+        raw = read_json_object(Path(model.from_hf) / CONFIG)
         check_keys(raw)
         return describe_decoder(raw)
 
@@ -375,10 +376,10 @@ def _check_balance(model: ModelConfig, decoder: DecoderConfig) -> None:
 
 def _check_written(config: RunConfig, decoder: DecoderConfig) -> None:
     """Refuses before the first step what could not be written as a Hugging Face folder."""
-    from longshore.hf.config_file import choose_architecture, foreign_base
+    from longshore.hf.config_file import choose_architecture, transformers_base
 
     export = config.output.export
-    base = foreign_base(Path(config.model.from_hf) if config.model.from_hf else None)
+    base = transformers_base(Path(config.model.from_hf) if config.model.from_hf else None)
     if not base and not export:
         return
     try:
@@ -501,7 +502,7 @@ def _check_model(model: ModelConfig) -> None:
                 f"model.from_hf: there is no folder {model.from_hf}; download a model of the "
                 "Hugging Face Hub first: hf download NAME --local-dir FOLDER"
             )
-        from longshore.hf.keys import refuse_quantized_files
+        from longshore.hf.tensor_map import refuse_quantized_files
 
         with in_keys("model.from_hf"):
             refuse_quantized_files(path)

@@ -17,7 +17,7 @@ every dtype works; only sums need a dtype that the backend can add.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,10 +48,6 @@ def reduce_scatter(whole: Tensor, group: ProcessGroup) -> Tensor:
     return whole if group.size() == 1 else _apply(_ReduceScatter, whole, group)
 
 
-class Waitable(Protocol):
-    def wait(self) -> object: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Begun:
     """A collective that runs; no autograd. `wait()` must be called, once.
@@ -62,12 +58,12 @@ class Begun:
     memory that was allocated on this stream can be reused on it: no record_stream is needed.
     """
 
-    work: Waitable | None
-    """What torch returned; None where nothing is sent."""
+    work: dist.Work | None
+    """None where nothing is sent."""
     result: Tensor
     """Where the result will be."""
     sent: Tensor
-    """What is read until the end."""
+    """What the collective reads until its end."""
 
     def wait(self) -> Tensor:
         if self.work is not None:
@@ -206,28 +202,28 @@ class _AllToAll(torch.autograd.Function):
         return back, None, None, None
 
 
-def gather_rows(rows: Tensor, group: ProcessGroup, *, room: int) -> list[Tensor]:
+def gather_rows(rows: Tensor, group: ProcessGroup, *, expected: int) -> list[Tensor]:
     """Every rank's rows, int64 of shape (its own number, columns), in the order of the ranks.
 
-    One collective while no rank has more rows than `room`, which is the same on all ranks: each
-    sends room + 1 rows, the first with its number of rows, the rest padded. If one has more, all
-    see it in these numbers, and a second collective has room for the longest.
+    One collective while no rank has more rows than `expected`, which is the same on all ranks: each
+    sends expected + 1 rows, the first with its number of rows, the rest padded. If one has more,
+    all see it in these numbers, and a second collective fits the longest.
 
-    Lengths [[5], [7]] and [[9]] with room 2 are sent as [2 5 7] and [1 9 0].
+    Lengths [[5], [7]] and [[9]] with 2 expected are sent as [2 5 7] and [1 9 0].
     """
-    if rows.dtype != torch.int64 or rows.dim() != 2 or rows.shape[1] < 1 or room < 0:
+    if rows.dtype != torch.int64 or rows.dim() != 2 or rows.shape[1] < 1 or expected < 0:
         raise ValueError(
-            f"gather_rows needs int64 of shape (rows, 1 or more columns) and a room of 0 or more; "
-            f"got {rows.dtype} of shape {tuple(rows.shape)} and room {room}"
+            "gather_rows needs int64 of shape (rows, 1 or more columns) and 0 or more expected "
+            f"rows; got {rows.dtype} of shape {tuple(rows.shape)} and {expected}"
         )
-    sent = rows.new_zeros(room + 1, rows.shape[1])
+    sent = rows.new_zeros(expected + 1, rows.shape[1])
     sent[0, 0] = len(rows)
-    fitting = rows[:room]
+    fitting = rows[:expected]
     sent[1 : 1 + len(fitting)] = fitting
-    gathered = gather(sent, group).view(group.size(), room + 1, -1)
+    gathered = gather(sent, group).view(group.size(), expected + 1, -1)
     numbers: list[int] = gathered[:, 0, 0].tolist()
-    if max(numbers) > room:
-        return gather_rows(rows, group, room=max(numbers))
+    if max(numbers) > expected:
+        return gather_rows(rows, group, expected=max(numbers))
     return [part[1 : 1 + number] for part, number in zip(gathered, numbers, strict=True)]
 
 

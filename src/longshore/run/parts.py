@@ -52,11 +52,11 @@ from longshore.distributed.collectives import gather
 from longshore.distributed.process_group import Ranks, process_group
 from longshore.distributed.topology import CPGroups, Topology, make_topology
 from longshore.files import size_text
-from longshore.hf.adapter import check_foreign
+from longshore.hf.adapter import check_transformers
 from longshore.hf.checkpoint import open_weights
 from longshore.hf.lora import ModelBase, factor_shapes, find_base
 from longshore.hf.transformers_model import TransformersModel, adapted, empty_model
-from longshore.hf.transformers_weights import add_foreign_factors, fill_foreign
+from longshore.hf.transformers_weights import add_transformers_factors, fill_transformers
 from longshore.model.decoder import Decoder
 from longshore.model.init import initial_block
 from longshore.model.interface import LanguageModel
@@ -293,13 +293,13 @@ def model_base(config: RunConfig, decoder: DecoderConfig) -> ModelBase | None:
     return find_base(decoder, config.model.from_hf, seed=config.train.seed)
 
 
-def make_foreign(job: TrainingJob, groups: CPGroups, choices: Choices) -> TransformersModel:
+def make_transformers(job: TrainingJob, groups: CPGroups, choices: Choices) -> TransformersModel:
     """All ranks call it together; what cannot be trained exactly is refused here."""
     folder, dtype = job.config.model.from_hf, torch.promote_types(job.dtype, torch.float32)
     with agreed(job.topology.groups):
         try:
             hf = empty_model(folder, dtype)
-            check_foreign(hf)
+            check_transformers(hf)
         except ValueError as error:
             raise ValueError(f"model.from_hf: {Path(folder)}: {error}") from None
         for parameter in hf.parameters():
@@ -307,11 +307,11 @@ def make_foreign(job: TrainingJob, groups: CPGroups, choices: Choices) -> Transf
         model = adapted(hf, job.decoder)
         check_positions(model, longest_of(job.source))
         if job.decoder.lora is not None:
-            add_foreign_factors(model, job.decoder.lora)
+            add_transformers_factors(model, job.decoder.lora)
             hold_frozen(model, job.dtype)
     parallelize(model, job.topology, groups, choices=choices)
     with agreed(job.topology.groups):
-        fill_foreign(model, job.topology.device, folder, seed=job.config.train.seed)
+        fill_transformers(model, job.topology.device, folder, seed=job.config.train.seed)
     return model
 
 
@@ -456,7 +456,7 @@ def _graphed_layers(job: TrainingJob, model: Model) -> GraphedLayers:
 def make_model(job: TrainingJob, groups: CPGroups) -> Model:
     """The rank's stages with their first weights; it makes or reads only the blocks it holds."""
     if job.config.model.code == "transformers":
-        return make_foreign(job, groups, _choices(job))
+        return make_transformers(job, groups, _choices(job))
     with torch.device("meta"):
         model = Stages(job.decoder, job.layout, pp_rank=job.topology.pp_rank)
         model.to(torch.promote_types(job.dtype, torch.float32))

@@ -366,5 +366,5 @@ def _from_first(texts: list[str], groups: "Groups") -> list[str]:
 
     text = list("\0".join(texts).encode())
     rows = torch.tensor(text, dtype=torch.int64, device=groups.device).view(-1, 1)
-    first = gather_rows(rows, groups.world, room=ROOM)[0]
+    first = gather_rows(rows, groups.world, expected=ROOM)[0]
     return bytes(first.view(-1).tolist()).decode().split("\0")

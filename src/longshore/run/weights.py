@@ -32,7 +32,7 @@ from longshore.hf.checkpoint import write_checkpoint
 from longshore.hf.config_file import choose_architecture
 from longshore.hf.lora import base_from_json, factor_shapes, merged_stream
 from longshore.hf.transformers_model import TransformersModel
-from longshore.hf.transformers_weights import write_foreign
+from longshore.hf.transformers_weights import write_transformers
 from longshore.hf.weights import SavedWeights, save_weights
 from longshore.model.lora import is_factor
 from longshore.parallel.gathered import gathered_tensors
@@ -169,7 +169,7 @@ def _export(
         if job.decoder.lora is not None:
             tensors = merged_stream(job.decoder.lora, _factors(model), tensors)
         if isinstance(model, TransformersModel):
-            write_foreign(folder, tensors, base=base, tied=model.tied, dtype=low)
+            write_transformers(folder, tensors, base=base, tied=model.tied, dtype=low)
         else:
             write_checkpoint(folder, job.decoder.merged(), tensors, base=base or None, dtype=low)
 

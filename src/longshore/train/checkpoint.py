@@ -175,7 +175,8 @@ class Checkpoints:
             kinds = 1 + len(MOMENTS) if isinstance(tensor, nn.Parameter) else 1
             blocks = own_blocks(tensor.detach(), cut, self.topology)
             own += kinds * sum(block.values.nbytes for block in blocks)
-        return int(torch.cat(gather_rows(torch.tensor([[own]]), self._groups.world, room=1)).sum())
+        sizes = gather_rows(torch.tensor([[own]]), self._groups.world, expected=1)
+        return int(torch.cat(sizes).sum())
 
     def room_warning(self) -> list[str]:
         """A warning, if the next checkpoint would not fit on the disk."""
@@ -329,7 +330,7 @@ class Checkpoints:
         None if the run has none; a ValueError if it has some, and none can be read.
         """
         mine = torch.tensor(saved_steps(self.run), dtype=torch.int64).view(-1, 1)
-        steps = gather_rows(mine, self._groups.world, room=4)[0].view(-1).tolist()
+        steps = gather_rows(mine, self._groups.world, expected=4)[0].view(-1).tolist()
         notes: list[str] = []
         newest: DamagedError | None = None
         for step in steps:
