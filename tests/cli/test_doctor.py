@@ -361,7 +361,7 @@ def test_packages_with_kernels(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     versions = {"triton": "3.7.1", "flash-linear-attention": "0.6"}
     monkeypatch.setattr(machine, "_version", lambda package: versions.get(package, ""))
-    monkeypatch.setattr("longshore.ops.backends.is_installed", lambda package: package == "fla")
+    monkeypatch.setattr("longshore.user_code.is_installed", lambda package: package == "fla")
     installed, flash = machine.kernels(HERE)
     assert installed == good("Triton 3.7.1, flash-linear-attention 0.6")
     assert (flash.mark, flash.way_out) == ("warn", "pip install 'longshore[gpu]'")

@@ -271,7 +271,8 @@ def kernels(setting: DoctorOptions) -> Iterator[Finding]:
     """The packages with kernels for GPUs; what is slow without them is said by `ops`."""
     import torch
 
-    from longshore.ops.backends import HOPPER, is_installed
+    from longshore.ops.backends import HOPPER
+    from longshore.user_code import is_installed
 
     if not torch.cuda.is_available():
         yield good("faster kernels exist only for GPUs")
