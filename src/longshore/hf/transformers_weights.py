@@ -188,22 +188,18 @@ def _stored(
             if stored not in left:
                 raise ValueError(f"tensor {name} is not one of {files.folder}")
             left.remove(stored)
-            _check_shape(stored, tuple(part.shape), files)
+            # A base of other sizes may have the same names, and its config.json would be written.
+            if part.shape != files.shape(stored):
+                raise ValueError(
+                    f"tensor {stored} has the shape {tuple(part.shape)}, but {files.shape(stored)} "
+                    f"in {files.folder}, which so is not the folder that the run began with"
+                )
             kept = files.dtype(stored)
             kind = dtype if kept == most else DTYPES.get(kept, dtype)
             is_cast = dtype is not None and kind is not None and part.is_floating_point()
             yield stored, part.to(kind) if is_cast else part
     if left:
         raise ValueError(f"missing among the tensors to write: {', '.join(sorted(left)[:3])}")
-
-
-def _check_shape(name: str, shape: tuple[int, ...], files: TensorFiles) -> None:
-    """A base of other sizes may have the same names, and its config.json would be written."""
-    if shape != (expected := tuple(files.shape(name))):
-        raise ValueError(
-            f"tensor {name} has the shape {shape}, but {expected} in {files.folder}, which so is "
-            "not the folder that the run began with"
-        )
 
 
 def _config_text(base: Path, raw: dict[str, Any], dtype: str) -> str:

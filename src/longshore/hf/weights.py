@@ -62,6 +62,7 @@ class SavedWeights:
     base: Path | None
     """The Hugging Face folder it began with."""
     tensors: Mapping[str, Tensor]
+    """The tensors by name."""
     lora: ModelBase | None = None
     """Where the tensors are low-rank factors alone: what they were trained on."""
     code: ModelCode = "longshore"
