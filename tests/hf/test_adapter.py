@@ -335,7 +335,7 @@ def test_parameters_that_stay_float32_are_not_trained_in_bfloat16():
     name = "model.layers.1.mlp.gate.weight"
     assert name in model.wide_names
     choices = Choices(mode="none", dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"gate.* must be computed in float32, .* dtype=float32"):
+    with pytest.raises(ValueError, match=r"gate.* must be computed in float32, .*dtype=float32"):
         parallelize(model, None, None, choices=choices)
     assert adapt(make_qwen3(), check=False).wide_names == ()
 

@@ -242,15 +242,6 @@ def lora_config(table: Mapping[str, Any]) -> LoRAConfig | None:
     return LoRAConfig(rank, values.get("alpha", 2.0 * rank), targets)
 
 
-def check_router_bias(model: ModelConfig) -> None:
-    """Refuses to move what LoRA freezes."""
-    if model.bias_update not in ("auto", 0):
-        raise ValueError(
-            f"model.bias_update is {model.bias_update:g}, but with model.lora a router's bias is "
-            "frozen like all of the base; leave model.bias_update out"
-        )
-
-
 def lora_refusals(config: RunConfig, decoder: DecoderConfig) -> Iterator[str]:
     """Unknown targets, and what factors do not work with; nothing without LoRA."""
     if decoder.lora is None:
@@ -286,7 +277,11 @@ def check_config(config: RunConfig, ranks: int) -> None:
     if longest := known_longest(config):
         check_longest(config, lanes, longest)
     _check_evaluation(config)
-    _check_trackers(config)
+    for name in config.output.trackers:
+        if name not in ("tensorboard", "wandb"):
+            raise ValueError(
+                f"output.trackers: unknown tracker {name!r}; known are tensorboard and wandb"
+            )
 
 
 def lanes_of(config: RunConfig, ranks: int) -> int:
@@ -355,7 +350,11 @@ def decoder_config(model: ModelConfig) -> DecoderConfig:
     lora = lora_config(model.lora)
     if lora is None:
         return decoder
-    check_router_bias(model)
+    if model.bias_update not in ("auto", 0):
+        raise ValueError(
+            f"model.bias_update is {model.bias_update:g}, but with model.lora a router's bias is "
+            "frozen like all of the base; leave model.bias_update out"
+        )
     return replace(decoder, lora=lora)
 
 
@@ -609,14 +608,6 @@ def _check_evaluation(config: RunConfig) -> None:
             "train.eval_every needs held-out data; give data.eval_path, or data.eval_mock for "
             "synthetic sequences"
         )
-
-
-def _check_trackers(config: RunConfig) -> None:
-    for name in config.output.trackers:
-        if name not in ("tensorboard", "wandb"):
-            raise ValueError(
-                f"output.trackers: unknown tracker {name!r}; known are tensorboard and wandb"
-            )
 
 
 def named_decoder(name: str) -> DecoderConfig:
