@@ -279,7 +279,7 @@ NOT_LOCATED, LEFT_OUT = "spans not located", "left out by the template"
 TOO_SLOW = "template too slow"
 WAY_OUT = (
     "use a template with {% generation %} around what the assistant writes, one of Longshore's "
-    "training templates by its name, or loss_on='all'"
+    "training templates by its name, or data.loss_on=all"
 )
 PROBE = "Longshore\ufdd2probe"
 

@@ -39,7 +39,7 @@ class Packing:
     """The token id at padding."""
     tables: tuple[TableMaker, ...] = ()
     """What makes the tables of each pack that the model needs, on the host: see
-    model/host_tables.py."""
+    model/registry.py."""
     max_sequences: int = 0
     """Of CUDA graphs: to so many the boundaries of a whole pack are padded; 0: no graphs."""
     layout: Layout | None = None

@@ -102,7 +102,7 @@ from longshore.data.store import (
 )
 from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.data.training_templates import OWN, is_file_choice, templates_digest
-from longshore.settings import LossOn, SettingError, Spelling, TooLong, in_python
+from longshore.settings import LossOn, TooLong
 
 Task = TypeVar("Task")
 Start = Callable[[], Callable[[Task], Iterable[int] | None]]
@@ -341,11 +341,8 @@ class Summary:
     def rejections(self) -> Rejections:
         return Rejections(self.folder, self.samples, self.rejected)
 
-    def explain(self, spell: Spelling, *, before: str = "") -> str:
-        """The summary and the rejections as text.
-
-        spell: how settings are written. before: text in front of the summary.
-        """
+    def explain(self, before: str = "") -> str:
+        """The summary and the rejections as text. before: in front of the summary."""
         cut = f" ({self.truncated:,} truncated)" if self.truncated else ""
         reused = f" ({self.reused} from an earlier run)" if self.reused else ""
         text = (
@@ -354,7 +351,7 @@ class Summary:
             f"the longest sequence {self.longest:,}, {self.shards} shards{reused}"
         )
         text = "\n".join([*self._notes(), f"{before}{text}"])
-        return f"{text}\n{self.rejections.explain(spell)}" if self.rejected else text
+        return f"{text}\n{self.rejections.explain()}" if self.rejected else text
 
     def _notes(self) -> list[str]:
         """What was done with chats that a user may not expect."""
@@ -365,7 +362,7 @@ class Summary:
         return [*notes, *self.warnings]
 
     def __str__(self) -> str:
-        return self.explain(in_python)
+        return self.explain()
 
 
 def prepare(
@@ -397,7 +394,7 @@ def prepare(
     progress: called with the bytes done and the total
     """
     if workers < 1:
-        raise SettingError("{workers} is {given}; it must be at least 1", given=workers)
+        raise ValueError(f"workers is {workers}; it must be at least 1")
     rules = Rules(loss_on, max_length, too_long, tuple(fields), tuple(ignore))
     files = find_inputs([inputs] if isinstance(inputs, str | Path) else inputs)
     folder = Path(tokenizer) if tokenizer else None

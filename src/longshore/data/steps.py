@@ -109,7 +109,7 @@ def gather_rows_of_lanes(
     room: the number of sequences a lane usually has at most; more cost one collective more.
     """
     is_source = everywhere or (groups.tp.rank() == 0 and groups.pp.rank() == 0)
-    by_lane = gather_rows(mine, groups.lanes, room=room) if is_source else []
+    by_lane = gather_rows(mine, groups.lanes, expected=room) if is_source else []
     if not everywhere:
         return _broadcast_in_lane(by_lane, groups, columns=mine.shape[1])
     with agreed(groups):

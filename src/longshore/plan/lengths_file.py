@@ -14,14 +14,13 @@ gives the lengths (900, 5000, 700), the lines (2, 3, 4) and the packs (0, 2) and
 
 import csv
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
-from longshore.plan.planner import plan_step
+from longshore.plan.planner import PlaceError, plan_step
 from longshore.plan.types import Plan, PlanSetting
-from longshore.settings import SettingError
 
 HEADERS = (["length"], ["length", "pack"])
 MOST_DIGITS = 12
@@ -66,30 +65,19 @@ class Lengths:
         """Plans all these lengths as one step; errors name the file and the line."""
         needs_packs = setting.planned_by.needs_packs
         if needs_packs and not self.labels:
-            raise SettingError(
-                "{name}: {policy} {given} needs to know your packs; make 'length,pack' the first "
-                "line and name the pack of each sequence in a second column",
-                name=self.name,
-                given=setting.policy,
+            raise ValueError(
+                f"{self.name}: plan.policy {setting.policy} needs to know your packs; make "
+                "'length,pack' the first line and name the pack of each sequence in a second column"
             )
         packs = self.packs() if needs_packs else None
         try:
             return plan_step(self.lengths, setting, packs=packs)
-        except SettingError as error:
-            if where := self._where(error.values):
-                raise SettingError(error.message, **{**error.values, "where": where}) from None
-            raise
-
-    def _where(self, about: Mapping[str, object]) -> str:
-        """The line of the sequence or the pack that an error of the planner is about, if any."""
-        match about:
-            case {"sequence": int(number)}:
-                return f"{self.name} {self.counted} {self.lines[number]}"
-            case {"pack": int(number)}:
-                first = self.packs()[number][0]
-                line = f"{self.name} {self.counted} {self.lines[first]}"
-                return f"{line}: pack {self.labels[first]!r}"
-        return ""
+        except PlaceError as error:
+            is_pack = error.kind == "pack"
+            first = self.packs()[error.number][0] if is_pack else error.number
+            pack = f": pack {self.labels[first]!r}" if is_pack else ""
+            line = f"{self.name} {self.counted} {self.lines[first]}"
+            raise ValueError(f"{line}{pack}{error.problem}") from None
 
 
 def read_lengths(path: str | Path) -> Lengths:

@@ -48,7 +48,6 @@ from longshore.plan.simulate import (
     walk_rounds,
 )
 from longshore.plan.types import POLICIES, Pack, PlanSetting, Policy, Round, register_policy
-from longshore.settings import SettingError
 from longshore.user_code import FUNCTION_NAME, load_function
 
 UNLIMITED = 1 << 30
@@ -292,12 +291,11 @@ def load_policy(name: str) -> Policy:
     if isinstance(name, str) and name in POLICIES:
         return POLICIES[name]
     if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
-        raise SettingError(
-            "{policy} is {given!r}; it must be {names}, or your own function as module:function",
-            given=name,
-            names=", ".join(POLICIES),
+        raise ValueError(
+            f"plan.policy is {name!r}; it must be {', '.join(POLICIES)}, or your own function as "
+            "module:function"
         )
-    function = load_function(name, "policy")
+    function = load_function(name, "plan.policy")
 
     def run(task: Task, choice: Choice) -> None:
         try:
@@ -305,8 +303,7 @@ def load_policy(name: str) -> Policy:
             if choice.time is None:
                 raise ValueError("it offered no rounds; call choice.offer_packs or offer_rounds")
         except ValueError as error:
-            problem = str(error)
-            raise SettingError("{policy} {name}: {problem}", name=name, problem=problem) from error
+            raise ValueError(f"plan.policy {name}: {error}") from error
 
     return Policy(name, run, fixed_packs=True, about="a function of the user's")
 
