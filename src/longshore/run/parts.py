@@ -41,10 +41,9 @@ from longshore.config.check import LAYERS, check_longest, graph_layers, planner_
 from longshore.config.check_data import loss_columns
 from longshore.config.located import in_keys, of_held_out, settings_in_keys
 from longshore.config.schema import RunConfig
-from longshore.data.data_rank import Packing
 from longshore.data.fields import Field
 from longshore.data.source import PAIR, REF_LOGPROBS, SIGN, IndexedSource, Ints, sequence_values
-from longshore.data.steps import IndexedSteps, Loader, Steps, StreamedSteps
+from longshore.data.steps import IndexedSteps, Loader, Packing, Steps, StreamedSteps
 from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules
 from longshore.distributed.agreement import AnyRank, agreed
