@@ -149,13 +149,6 @@ ALPACA_WITH_INPUT = (
 )
 
 
-def leaves_out(name: str, ignore: Sequence[str], fields: Sequence[Field]) -> bool:
-    """Whether a column can be dropped before its sample is read."""
-    if name in ignore:
-        return True
-    return ALL in ignore and name not in COLUMNS and name not in {field.name for field in fields}
-
-
 def present_columns(sample: Mapping[str, Any]) -> dict[str, Any]:
     """A sample without columns of forms that are null: in a table all rows have all columns."""
     return {n: value for n, value in sample.items() if value is not None or n not in COLUMNS}

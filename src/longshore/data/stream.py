@@ -26,9 +26,8 @@ from dataclasses import dataclass
 from itertools import count, islice
 
 from longshore.data.batches import GAMMA, LIMIT, shuffled
-from longshore.data.columns import leaves_out
 from longshore.data.fields import Field
-from longshore.data.inputs import Input, Range, Sample, cut_ranges, read_range
+from longshore.data.inputs import Input, Range, Sample, cut_ranges, read_range, unit_of
 from longshore.data.mixture import draw_order
 from longshore.data.source import SampleError, TokenizedSample
 from longshore.data.tokenize import SampleTokenizer
@@ -244,12 +243,7 @@ class _PartStream:
                     yield sample
 
     def _read(self, piece: Range) -> Iterator[tuple[Range, int, Sample | SampleError]]:
-        rules = self.tokenizer.rules
-
-        def skips(name: str) -> bool:
-            return leaves_out(name, rules.ignore, rules.fields)
-
-        limit = self.stream.max_bytes
+        skips, limit = self.tokenizer.rules.leaves_out, self.stream.max_bytes
         for line, sample in read_range(piece, leaves_out=skips, max_bytes=limit):
             yield piece, line, sample
 
@@ -285,5 +279,5 @@ def _spread(row: int, size: int) -> int:
 
 def _place(piece: Range, line: int) -> str:
     """Lines are counted from the start of a piece; those before it are not known."""
-    unit = piece.input.unit
+    unit = unit_of(piece.input.name)
     return f"{unit} {line}" if not piece.start else f"{unit} {line} after byte {piece.start:,}"

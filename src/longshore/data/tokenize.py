@@ -48,7 +48,7 @@ from numpy.typing import NDArray
 
 from longshore.data.chat_template import DATE, ChatTemplate, Span
 from longshore.data.chats import Chat, chat_from
-from longshore.data.columns import COLUMNS, TOKENS, form_of, from_alpaca, refuse_text
+from longshore.data.columns import ALL, COLUMNS, TOKENS, form_of, from_alpaca, refuse_text
 from longshore.data.fields import Field, check_declared, collect_fields
 from longshore.data.source import LARGEST_TOKEN, Ints, SampleError, TokenizedSample
 from longshore.data.training_templates import (
@@ -311,6 +311,11 @@ class Rules:
                 raise ValueError(
                     f"field {field.name}: is the name of a column of samples; rename it"
                 )
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether a column can be dropped before its sample is read."""
+        is_used = name in COLUMNS or name in {field.name for field in self.fields}
+        return name in self.ignore or (ALL in self.ignore and not is_used)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,6 @@ from longshore.config.check_data import (
 from longshore.config.located import as_key, data_key, in_keys, of_held_out
 from longshore.config.schema import RunConfig
 from longshore.data.batches import Batches, BatchSize
-from longshore.data.chat_template import DATE
 from longshore.data.columns import ALL
 from longshore.data.fields import Field, parse_field
 from longshore.data.inputs import content_digest, find_inputs
@@ -44,12 +43,12 @@ from longshore.data.prepare import (
     WARNINGS,
     TextRules,
     cache_folder,
-    highest_of,
+    check_highest,
     prepare_cache,
     show_progress,
     unknown_token,
 )
-from longshore.data.prepare_job import TokenizerFiles, check_first, with_known_fields
+from longshore.data.prepare_job import check_first, load_tokenizer, with_known_fields
 from longshore.data.rejected import rejections_of
 from longshore.data.source import (
     PAIR,
@@ -258,7 +257,6 @@ def open_stream(config: RunConfig, decoder: DecoderConfig) -> TextStream:
     """The run's files as a stream, after checking the first sample of each."""
     data, rules = config.data, _rules(config)
     folder = Path(rules.tokenizer) if rules.tokenizer else None
-    files = TokenizerFiles(folder, rules.template or None, DATE)
     fields = tuple(parse_field(text) for text in rules.fields)
     limits = Rules(data.loss_on, data.max_length, data.too_long, fields, tuple(data.ignore))
     with in_keys("data.path"):
@@ -271,7 +269,7 @@ def open_stream(config: RunConfig, decoder: DecoderConfig) -> TextStream:
                 "apart; leave data.stream out"
             )
         fields = limits.fields
-        tokenizer = SampleTokenizer(files.load(), limits)
+        tokenizer = SampleTokenizer(load_tokenizer(folder, rules.template or None), limits)
         _, warnings = check_first(inputs, tokenizer, data.max_bytes)
     has_teacher = _has_teacher(config, fields)
 
@@ -332,7 +330,7 @@ def _open_folder(folder: Path, config: RunConfig, decoder: DecoderConfig) -> Ind
     store = Store(folder)
     with in_keys("data.path"):
         rejections_of(folder, store.manifest.about).check(config.data.max_rejected)
-        highest_of(store.manifest.about).check(decoder.vocab_size)
+        check_highest(store.manifest.about, decoder.vocab_size)
     return Readable(
         store,
         decoder.vocab_size,
