@@ -21,13 +21,12 @@ if TYPE_CHECKING:
     from longshore.data.batches import BatchSize, Place
     from longshore.data.exchange import send_back
     from longshore.data.fields import Field
-    from longshore.data.objects import lane_rows, samples_of
     from longshore.data.pack import Piece, merge, pack_lane, pack_step, unpack
     from longshore.data.shard import Shards, cut_shards, lane_cuts
     from longshore.data.source import MemorySource, TokenizedSample
     from longshore.data.steps import IndexedSteps, Loader, Packing, Step, StreamedSteps
     from longshore.data.store import Store
-    from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
+    from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer, lane_rows, samples_of
     from longshore.distributed.topology import CPGroups, Topology, make_topology
     from longshore.hf.adapter import adapt
     from longshore.model.decoder import Decoder
