@@ -381,14 +381,14 @@ def _check_start(path: Path) -> None:
         if file.read(2) in UTF16:
             raise ValueError(f"{path}: is UTF-16; convert it to UTF-8, such as with iconv")
     with open_input(path) as file:
-        first = _first_byte(file)
+        first, _ = _first_byte(file)
     if kind in JSONL and first == b"[":
         raise ValueError(f"{path}: is one JSON list, not one object per line; rename it to .json")
     if kind in JSONL or first in (b"[", b""):
         return
     with open_input(path) as file:
         line = file.readline(MAX_BYTES).removeprefix(BOM)
-        is_jsonl = isinstance(_parse(line), dict) and _first_byte(file)
+        is_jsonl = isinstance(_parse(line), dict) and _first_byte(file)[0]
     if not is_jsonl:
         what = "one JSON object" if first == b"{" else "not a JSON list"
         raise ValueError(
@@ -398,15 +398,18 @@ def _check_start(path: Path) -> None:
         )
 
 
-def _first_byte(file: BinaryIO) -> bytes:
-    """The next byte that is not white space, after a byte order mark."""
-    is_start = file.tell() == 0
+def _first_byte(file: BinaryIO) -> tuple[bytes, int]:
+    """The next byte that is not white space, after a byte order mark, and the position behind it.
+
+    The byte is b"" if there is none.
+    """
+    start = file.tell()
     while chunk := file.read(CHUNK):
-        chunk = chunk.removeprefix(BOM) if is_start else chunk
-        if text := chunk.lstrip():
-            return text[:1]
-        is_start = False
-    return b""
+        rest = chunk if start else chunk.removeprefix(BOM)
+        if text := rest.lstrip():
+            return text[:1], start + len(chunk) - len(text) + 1
+        start += len(chunk)
+    return b"", start
 
 
 def _list_start(file: Input) -> int | None:
@@ -414,13 +417,8 @@ def _list_start(file: Input) -> int | None:
     if kind_of(file.name) != ".json":
         return None
     with open_input(file.name) as opened:
-        start = 0
-        while chunk := opened.read(CHUNK):
-            rest = chunk.removeprefix(BOM) if not start else chunk
-            if text := rest.lstrip():
-                return start + len(chunk) - len(text) + 1 if text[:1] == b"[" else None
-            start += len(chunk)
-    return None
+        first, start = _first_byte(opened)
+    return start if first == b"[" else None
 
 
 def cut_ranges(inputs: Sequence[Input], size: int) -> tuple[Range, ...]:
@@ -467,7 +465,7 @@ def _record_spans(file: Input, start: int, size: int) -> list[tuple[int, int, in
                 parts.append((first, stop, stop - first))
                 first = stop + 1
         opened.seek(stop + 1)
-        if _first_byte(opened):
+        if _first_byte(opened)[0]:
             raise _more_text(file, stop + 1)
         opened.seek(start)
         is_empty = number == 1 and not opened.read(min(stop - start, CHUNK)).strip()
@@ -562,7 +560,7 @@ def _records(
     if is_compressed(part.input.name):
         with open_input(part.input.name) as again:
             again.seek(stop + 1)
-            if _first_byte(again):
+            if _first_byte(again)[0]:
                 raise _more_text(part.input, stop + 1)
 
 

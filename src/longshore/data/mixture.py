@@ -5,7 +5,7 @@ In: sources and a weight for each. Out: a source, or a stream, of their sequence
 Weights: `Mixture([a, b], [3, 1], seed=0)` draws a a a b, a a a b, …; after n draws the count of
 each source differs from n·share by less than one. Each pass over a source is a fresh permutation.
 An epoch ends when every source was drawn completely, so sources that are small for their weight
-repeat; with ends="first" it ends before the first repetition, with the others drawn in part.
+repeat.
 
 No weights: `Joined([a, b])` has each sequence once, those of a before those of b.
 """
@@ -17,7 +17,6 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import count, islice
 from math import gcd, isfinite, lcm
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,27 +36,21 @@ class Mixture:
     """Several indexed sources as one. Sequence i is the i-th draw, and i is its id."""
 
     def __init__(
-        self,
-        sources: Sequence[IndexedSource],
-        weights: Sequence[float],
-        *,
-        seed: int,
-        epoch: int = 0,
-        ends: Literal["all", "first"] = "all",
+        self, sources: Sequence[IndexedSource], weights: Sequence[float], *, seed: int
     ) -> None:
         shares = _shares(weights, len(sources))
         _check_alike(sources)
         self._sources = tuple(sources)
         self.fields = sources[0].fields
         sizes = [len(source) for source in sources]
-        self.drawn_from = _epoch_of_draws(sizes, shares, seed, ends)
+        self.drawn_from = _epoch_of_draws(sizes, shares, seed)
         self.drawn_index = np.empty(len(self.drawn_from), dtype=np.int64)
         self.lengths: Ints = np.empty_like(self.drawn_index)
         self.loss_tokens: Ints = np.empty_like(self.drawn_index)
         for number, source in enumerate(sources):
             draws = np.flatnonzero(self.drawn_from == number)
             passes = range(-(-len(draws) // sizes[number]))
-            orders = [shuffled(sizes[number], seed, epoch, number, i) for i in passes]
+            orders = [shuffled(sizes[number], seed, 0, number, i) for i in passes]
             indices = np.concatenate(orders or [draws])[: len(draws)]
             self.drawn_index[draws] = indices
             self.lengths[draws] = source.lengths[indices]
@@ -65,7 +58,7 @@ class Mixture:
 
     @property
     def digest(self) -> str:
-        """Of the sequences in their order, as far as the sources identify theirs."""
+        """Identifies the sequences in their order, as far as the sources identify theirs."""
         return _digest(self._sources, self.drawn_from.tobytes(), self.drawn_index.tobytes())
 
     def __len__(self) -> int:
@@ -105,15 +98,15 @@ class Joined:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> TokenizedSample:
-        source, place, i = self._find(index)
-        return replace(source[place], id=i)
+        source, inner, i = self._find(index)
+        return replace(source[inner], id=i)
 
     def mask_head(self, index: int, count: int) -> NDArray[np.bool_]:
-        source, place, _ = self._find(index)
-        return source.mask_head(place, count)
+        source, inner, _ = self._find(index)
+        return source.mask_head(inner, count)
 
     def _find(self, index: int) -> tuple[IndexedSource, int, int]:
-        """The source of a sequence, its place there, and its place in all."""
+        """The source of a sequence, its index there, and its index in all."""
         i = checked_index(index, len(self))
         number = int(np.searchsorted(self._ends, i, side="right"))
         before = int(self._ends[number - 1]) if number else 0
@@ -185,18 +178,11 @@ def _shares(weights: Sequence[float], sources: int) -> list[int]:
     return [share // common for share in integers]
 
 
-def _epoch_of_draws(
-    sizes: Sequence[int], shares: Sequence[int], seed: int, ends: str
-) -> NDArray[np.int32]:
+def _epoch_of_draws(sizes: Sequence[int], shares: Sequence[int], seed: int) -> NDArray[np.int32]:
     """Which source each draw of an epoch comes from."""
-    if ends not in ("all", "first"):
-        raise ValueError(f"mixture: ends is {ends!r}; it must be 'all' or 'first'")
     period = sum(shares)
-    full_passes = [-(-size * period // share) for size, share in zip(sizes, shares, strict=True)]
-    longest = max(full_passes) if ends == "all" else min(full_passes) + period
+    longest = max(-(-size * period // share) for size, share in zip(sizes, shares, strict=True))
     once = np.fromiter(islice(draw_order(shares, seed=seed), min(period, longest)), np.int32)
     draws = np.resize(once, longest)
-    last = [np.flatnonzero(draws == i)[size - 1 : size + 1] for i, size in enumerate(sizes)]
-    if ends == "all":
-        return draws[: max(int(drawn[0]) for drawn in last) + 1]
-    return draws[: min([int(drawn[1]) for drawn in last if len(drawn) > 1], default=len(draws))]
+    last = [np.flatnonzero(draws == i)[size - 1] for i, size in enumerate(sizes)]
+    return draws[: int(max(last)) + 1]

@@ -15,7 +15,6 @@ and the records are removed: the bytes are the same after any number of kills.
 """
 
 import contextlib
-import datetime
 import errno
 import hashlib
 import importlib.util
@@ -36,7 +35,6 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from longshore.data.chat_template import DATE
 from longshore.data.chats import RENAMED, has_renamed_roles
 from longshore.data.columns import sides
 from longshore.data.fields import Field, parse_field
@@ -330,7 +328,6 @@ def prepare(
     fields: Sequence[Field] = (),
     ignore: Sequence[str] = (),
     max_bytes: int = MAX_BYTES,
-    date: datetime.date = DATE,
     shard_bytes: int | None = None,
     start_over: bool = False,
     progress: OnProgress | None = None,
@@ -342,7 +339,6 @@ def prepare(
     template: a file, "auto", "own" or a family (tokenize.Tokenizer explains them)
     ignore: columns to leave out, "*" for all that are not used
     max_bytes: a larger sample is rejected unread
-    date: what `strftime_now` returns in a template
     shard_bytes: how much input makes one shard
     progress: called with the bytes done and the total
     """
@@ -351,15 +347,9 @@ def prepare(
     rules = Rules(loss_on, max_length, too_long, tuple(fields), tuple(ignore))
     files = find_inputs([inputs] if isinstance(inputs, str | Path) else inputs)
     folder = Path(tokenizer) if tokenizer else None
-    load = partial(load_tokenizer, folder, None if template is None else str(template), date)
+    load = partial(load_tokenizer, folder, None if template is None else str(template))
     job = make_job(
-        Path(out),
-        files,
-        rules=rules,
-        load=load,
-        date=date,
-        shard_bytes=shard_bytes,
-        max_bytes=max_bytes,
+        Path(out), files, rules=rules, load=load, shard_bytes=shard_bytes, max_bytes=max_bytes
     )
     is_there = (job.out / MANIFEST).exists()
     ranges = () if is_there else cut_ranges(files, job.settings["shard_bytes"])

@@ -13,7 +13,6 @@ over; records of the old job then no longer count, because each names its job.
 """
 
 import contextlib
-import datetime
 import fcntl
 import hashlib
 import json
@@ -60,12 +59,10 @@ LEAST_RANGE, MOST_RANGE, RANGES = 2**20, 2**26, 64
 LOOKED_AT = 100
 
 
-def load_tokenizer(
-    folder: Path | None, template: str | None, date: datetime.date = DATE
-) -> Tokenizer | None:
+def load_tokenizer(folder: Path | None, template: str | None) -> Tokenizer | None:
     """The tokenizer of a folder; None where there is no folder, because samples have input_ids."""
     if folder is not None:
-        return Tokenizer(folder, template=template, date=date)
+        return Tokenizer(folder, template=template)
     if (template or AUTO) != AUTO:
         raise SettingError(
             "{template} is for chats, which need a tokenizer; set {tokenizer} too, or leave "
@@ -129,7 +126,6 @@ def make_job(
     *,
     rules: Rules,
     load: Callable[[], Tokenizer | None],
-    date: datetime.date,
     shard_bytes: int | None,
     max_bytes: int,
 ) -> Job:
@@ -146,7 +142,7 @@ def make_job(
         "content": content_digest(inputs),
         "tokenizer": "" if loaded is None else loaded.digest,
         "template": "" if loaded is None else loaded.template_digest,
-        "date": date.isoformat(),
+        "date": DATE.isoformat(),
         "loss_on": rules.loss_on,
         "max_length": rules.max_length,
         "too_long": rules.too_long,

@@ -25,7 +25,6 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -73,109 +72,6 @@ class Packing:
     """What CUDA graphs pad the boundaries of a pack to; 0 without graphs."""
     layout: Layout | None = None
     """The pipeline's layout, which says what each rank reads; None without a pipeline."""
-
-
-class DataRank:
-    """A rank's lane, what its stages read, and process groups for background work."""
-
-    def __init__(self, topology: Topology | None, packing: Packing) -> None:
-        self.lane = topology.lane if topology else 0
-        self.lanes = topology.lanes if topology else 1
-        self.is_first_of_lane = topology.is_first_of_lane if topology else True
-        self.pp = topology.pp if topology else 1
-        self.pp_rank = topology.pp_rank if topology else 0
-        self.packing = packing
-        self.groups: Groups | None = topology.host_groups() if topology else None
-
-    @cached_property
-    def stages(self) -> tuple[StageInputs, ...]:
-        """What each pipeline rank reads; raises if the layout does not fit."""
-        layout, depths = self.packing.layout, self.packing.depths
-        if layout is None and self.pp == 1:
-            return (StageInputs(),)
-        if layout is None or layout.pp != self.pp or layout.depths != depths:
-            has = f"one of {layout.pp} ranks, {layout.depths} depths" if layout else "no layout"
-            raise ValueError(
-                f"a pipeline of {self.pp} ranks, with {depths} depths of multi-token prediction, "
-                f"needs a layout for them; Packing has {has}"
-            )
-        return tuple(map(layout.inputs, range(self.pp)))
-
-    @property
-    def inputs(self) -> StageInputs:
-        """What this rank's stages read."""
-        return self.stages[self.pp_rank]
-
-    def describe(self) -> str:
-        """What has to be the same on all ranks; raises if the layout does not fit."""
-        packing = self.packing
-        return f"{self.stages} {packing.layout} {packing.depths} {packing.buckets}"
-
-    def agreed(self) -> AbstractContextManager[None]:
-        """A block that fails on all ranks if it fails on one."""
-        return agreed(self.groups) if self.groups else nullcontext()
-
-    @contextmanager
-    def closed_on_error(self) -> Iterator[None]:
-        """For work before the first step."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
-
-    def check_same(self, digest: str, what: str = "plan") -> None:
-        """Raises on all ranks if the digest differs on one."""
-        if self.groups:
-            same_on_all_ranks(digest, self.groups, what=what)
-
-    def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank; all ranks get the same answer at the same step."""
-        if self.groups is None:
-            return flag
-        return on_any_rank([flag], self.groups.world)[0]
-
-    def make_plan(self, planner: Planner, sequences: Seq[Sequence]) -> tuple[Plan, str]:
-        """A checked plan, and a digest that must be the same on all ranks.
-
-        The check is for users' own planners, which may leave a sequence out or use a lane that does
-        not exist. The digest covers all that shapes depend on, because plan.digest is only what the
-        planner claims (tuples of integers hash alike on all ranks), and the cost profile, which a
-        run may refine: ranks whose profiles differ would soon differ in plans.
-        """
-        plan = planner(sequences)
-        check_step(plan, sequences, lanes=self.lanes)
-        lengths = tuple(sequence.length for sequence in plan.sequences)
-        packs = [
-            (at, p.first_lane, p.cp_size, p.tokens_per_lane, *p.sequences) for at, p in plan.packs()
-        ]
-        shapes = hash((lengths, len(plan.rounds), plan.setting.buckets, *packs))
-        setting = plan.setting
-        return plan, f"{plan.digest} {setting.policy} {setting.align} {shapes} {setting.profile}"
-
-    def without_data(self, plan: Plan, counts: Counts) -> list[MicroBatch]:
-        """The micro-batches of a rank whose stages read no tokens, from the plan alone."""
-        packing = self.packing
-        return context_batches(
-            plan, self.lane, counts=counts, buckets=packing.buckets, tables=packing.tables
-        )
-
-    def pack(self, plan: Plan, shards: Shards, counts: Counts) -> list[MicroBatch]:
-        packing = self.packing
-        return pack_step(
-            plan,
-            self.lane,
-            shards,
-            counts=counts,
-            buckets=packing.buckets,
-            pad_id=packing.pad_id,
-            tables=packing.tables,
-            max_sequences=packing.max_sequences,
-        )
-
-    def close(self) -> None:
-        if self.groups:
-            self.groups.close()
 
 
 FIRST_LABELS = 2
@@ -288,22 +184,146 @@ def unchanged(step: Step) -> Step:
     return step
 
 
-class Steps(Protocol):
+class Steps:
     """Makes steps from a place on, and checks whether a saved run can be resumed with them.
 
-    finish: called by each rank for each step (to pin its memory, for example). Work that may fail
-    on one rank runs inside `agreed`, so that no rank waits forever in the next collective.
+    It has the rank's lane, what its stages read, and process groups for background work. Work that
+    may fail on one rank runs inside `agreed`, so that no rank waits forever in the next collective.
     """
+
+    def __init__(
+        self,
+        topology: Topology | None,
+        packing: Packing,
+        *,
+        planner: Planner,
+        before_plan: BeforePlan | None,
+    ) -> None:
+        self.lane = topology.lane if topology else 0
+        self.lanes = topology.lanes if topology else 1
+        self.is_first_of_lane = topology.is_first_of_lane if topology else True
+        self.pp = topology.pp if topology else 1
+        self.pp_rank = topology.pp_rank if topology else 0
+        self.packing = packing
+        self.planner = planner
+        self.before_plan = before_plan
+        self.groups: Groups | None = topology.host_groups() if topology else None
 
     def from_place(
         self, place: Place, stop: Callable[[], bool], finish: Finish = unchanged
-    ) -> Iterator[Step]: ...
-    def check_can_resume(self, state: dict[str, object]) -> None: ...
-    def describe(self) -> dict[str, object]: ...
-    def close(self) -> None: ...
+    ) -> Iterator[Step]:
+        """The steps from a place on, until `stop` is true on a rank.
+
+        finish: called by each rank for each step (to pin its memory, for example).
+        """
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, object]:
+        """All that decides the order of sequences, for a checkpoint."""
+        raise NotImplementedError
+
+    def check_can_resume(self, state: dict[str, object]) -> None:
+        """Refuses a saved run whose sequences would come in another order."""
+        for name, value in self.describe().items():
+            if state.get(name) != value:
+                raise ValueError(
+                    f"the run to resume had {name} {state.get(name)!r}, and now it is {value!r}; "
+                    "the order of sequences would change: set it as it was, or start a new run"
+                )
+
+    @cached_property
+    def stages(self) -> tuple[StageInputs, ...]:
+        """What each pipeline rank reads; raises if the layout does not fit."""
+        layout, depths = self.packing.layout, self.packing.depths
+        if layout is None and self.pp == 1:
+            return (StageInputs(),)
+        if layout is None or layout.pp != self.pp or layout.depths != depths:
+            has = f"one of {layout.pp} ranks, {layout.depths} depths" if layout else "no layout"
+            raise ValueError(
+                f"a pipeline of {self.pp} ranks, with {depths} depths of multi-token prediction, "
+                f"needs a layout for them; Packing has {has}"
+            )
+        return tuple(map(layout.inputs, range(self.pp)))
+
+    @property
+    def inputs(self) -> StageInputs:
+        """What this rank's stages read."""
+        return self.stages[self.pp_rank]
+
+    @property
+    def shared_settings(self) -> str:
+        """What has to be the same on all ranks; raises if the layout does not fit."""
+        packing = self.packing
+        return f"{self.stages} {packing.layout} {packing.depths} {packing.buckets}"
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """A block that fails on all ranks if it fails on one."""
+        return agreed(self.groups) if self.groups else nullcontext()
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """For work before the first step."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def check_same(self, digest: str, what: str = "plan") -> None:
+        """Raises on all ranks if the digest differs on one."""
+        if self.groups:
+            same_on_all_ranks(digest, self.groups, what=what)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank; all ranks get the same answer at the same step."""
+        if self.groups is None:
+            return flag
+        return on_any_rank([flag], self.groups.world)[0]
+
+    def make_plan(self, sequences: Seq[Sequence]) -> tuple[Plan, str]:
+        """A checked plan, and a digest that must be the same on all ranks.
+
+        The check is for users' own planners, which may leave a sequence out or use a lane that does
+        not exist. The digest covers all that shapes depend on, because plan.digest is only what the
+        planner claims (tuples of integers hash alike on all ranks), and the cost profile, which a
+        run may refine: ranks whose profiles differ would soon differ in plans.
+        """
+        plan = self.planner(sequences)
+        check_step(plan, sequences, lanes=self.lanes)
+        lengths = tuple(sequence.length for sequence in plan.sequences)
+        packs = [
+            (at, p.first_lane, p.cp_size, p.tokens_per_lane, *p.sequences) for at, p in plan.packs()
+        ]
+        shapes = hash((lengths, len(plan.rounds), plan.setting.buckets, *packs))
+        setting = plan.setting
+        return plan, f"{plan.digest} {setting.policy} {setting.align} {shapes} {setting.profile}"
+
+    def without_data(self, plan: Plan, counts: Counts) -> list[MicroBatch]:
+        """The micro-batches of a rank whose stages read no tokens, from the plan alone."""
+        packing = self.packing
+        return context_batches(
+            plan, self.lane, counts=counts, buckets=packing.buckets, tables=packing.tables
+        )
+
+    def pack(self, plan: Plan, shards: Shards, counts: Counts) -> list[MicroBatch]:
+        packing = self.packing
+        return pack_step(
+            plan,
+            self.lane,
+            shards,
+            counts=counts,
+            buckets=packing.buckets,
+            pad_id=packing.pad_id,
+            tables=packing.tables,
+            max_sequences=packing.max_sequences,
+        )
+
+    def close(self) -> None:
+        if self.groups:
+            self.groups.close()
 
 
-class IndexedSteps:
+class IndexedSteps(Steps):
     """Steps from a source whose lengths every rank knows: no sequence is exchanged."""
 
     def __init__(
@@ -321,32 +341,30 @@ class IndexedSteps:
     ) -> None:
         """groups: a number for each sequence, the same for those that share a step (Batches)."""
         self.source = source
-        self.planner = planner
-        self.before_plan = before_plan
         self.seed = seed
-        self.rank = DataRank(topology, packing)
-        with self.rank.closed_on_error():
-            with self.rank.agreed():
+        super().__init__(topology, packing, planner=planner, before_plan=before_plan)
+        with self.closed_on_error():
+            with self.agreed():
                 self.batches = Batches(
                     source.lengths, batch, seed=seed, shuffle=shuffle, groups=groups
                 )
                 self.digest = source_digest(source)
-                settings = f"{self.rank.describe()} {self.describe()} {source.fields}"
-            self.rank.check_same(settings, "data settings")
+                settings = f"{self.shared_settings} {self.describe()} {source.fields}"
+            self.check_same(settings, "data settings")
 
     def from_place(
         self, place: Place, stop: Callable[[], bool], finish: Finish = unchanged
     ) -> Iterator[Step]:
         order, number = self.batches.from_place(place), place.step
-        while not self.rank.any_rank(stop()):
+        while not self.any_rank(stop()):
             number += 1
             if self.before_plan is not None:
-                self.before_plan(number, self.rank.groups)
-            with self.rank.agreed():
+                self.before_plan(number, self.groups)
+            with self.agreed():
                 place, indices = next(order)
-                plan, digest = self.rank.make_plan(self.planner, self._sequences(indices))
+                plan, digest = self.make_plan(self._sequences(indices))
                 step = finish(Step(plan, self._batches(plan, indices), place))
-            self.rank.check_same(digest)
+            self.check_same(digest)
             yield step
 
     def _sequences(self, indices: Ints) -> list[Sequence]:
@@ -356,19 +374,19 @@ class IndexedSteps:
 
     def _batches(self, plan: Plan, indices: Ints) -> list[MicroBatch]:
         """This rank's micro-batches, from the sequences its lane has a part in."""
-        counts, inputs = self._counts(plan, indices), self.rank.inputs
+        counts, inputs = self._counts(plan, indices), self.inputs
         if not inputs.any:
-            return self.rank.without_data(plan, counts)
-        cuts = lane_cuts(plan, self.rank.lane)
+            return self.without_data(plan, counts)
+        cuts = lane_cuts(plan, self.lane)
         wanted = dict.fromkeys(cut.sequence for cut in cuts)
         samples = {i: self.source[int(indices[i])] for i in wanted}
-        depths, fields = self.rank.packing.depths, self.source.fields
+        depths, fields = self.packing.depths, self.source.fields
         shards = cut_shards(plan, samples, cuts, depths=depths, fields=fields, inputs=inputs)
-        return self.rank.pack(plan, shards, counts)
+        return self.pack(plan, shards, counts)
 
     def _counts(self, plan: Plan, indices: Ints) -> Counts:
         """Depth d has no targets among the first d + 1 tokens: nothing predicts them there."""
-        depths = self.rank.packing.depths
+        depths = self.packing.depths
         main = sum(sequence.loss_tokens for sequence in plan.sequences)
         early = np.zeros(depths, dtype=np.int64)
         for i in indices.tolist() if depths else ():
@@ -389,19 +407,8 @@ class IndexedSteps:
             **({"grouped": True} if self.batches.groups is not None else {}),
         }
 
-    def check_can_resume(self, state: dict[str, object]) -> None:
-        for name, value in self.describe().items():
-            if state.get(name) != value:
-                raise ValueError(
-                    f"the run to resume had {name} {state.get(name)!r}, and now it is {value!r}; "
-                    "the order of sequences would change: set it as it was, or start a new run"
-                )
 
-    def close(self) -> None:
-        self.rank.close()
-
-
-class StreamedSteps:
+class StreamedSteps(Steps):
     """Steps from one iterator a lane, given to its first rank or, with `everywhere`, to all ranks.
 
     The steps end when no lane has a sequence left; lanes may run out at different times.
@@ -421,13 +428,12 @@ class StreamedSteps:
         before_plan: BeforePlan | None = None,
         stream: TextStream | None = None,
     ) -> None:
-        self.rank = DataRank(topology, packing)
+        super().__init__(topology, packing, planner=planner, before_plan=before_plan)
         self.stream = stream
-        self.before_plan = before_plan
         self._start: list[list[int]] = []
-        with self.rank.closed_on_error():
-            with self.rank.agreed():
-                if (samples is None) == (everywhere or self.rank.is_first_of_lane):
+        with self.closed_on_error():
+            with self.agreed():
+                if (samples is None) == (everywhere or self.is_first_of_lane):
                     who = "every rank" if everywhere else "only the first rank of each lane"
                     raise ValueError(
                         f"rank {topology.rank}: `samples` is "
@@ -435,10 +441,9 @@ class StreamedSteps:
                         f"everywhere={everywhere} {who} takes an iterator"
                     )
                 digest = stream.digest if stream is not None else ""
-                settings = f"{self.rank.describe()} {batch} {fields} {everywhere} {digest}"
-            self.rank.check_same(settings, "data settings")
+                settings = f"{self.shared_settings} {batch} {fields} {everywhere} {digest}"
+            self.check_same(settings, "data settings")
         self.samples = samples if samples is not None else iter(())
-        self.planner = planner
         self.batch = batch
         self.fields = fields
         self.everywhere = everywhere
@@ -446,29 +451,29 @@ class StreamedSteps:
     def from_place(
         self, place: Place, stop: Callable[[], bool], finish: Finish = unchanged
     ) -> Iterator[Step]:
-        groups = self.rank.groups
+        groups = self.groups
         assert groups is not None
-        with self.rank.agreed():
+        with self.agreed():
             self._go_to(place)
-        while not self.rank.any_rank(stop()):
+        while not self.any_rank(stop()):
             if self.before_plan is not None:
                 self.before_plan(place.step + 1, groups)
-            with self.rank.agreed():
+            with self.agreed():
                 drawn, usual = list(self._draw()), self._usual_rows()
-                rows, mine = length_rows(drawn, self.rank.packing.depths), self._position()
+                rows, mine = length_rows(drawn, self.packing.depths), self._position()
             by_lane = gather_rows_of_lanes(rows, groups, usual=usual, everywhere=self.everywhere)
             positions = []
             if self.stream is not None:
                 positions = gather_rows_of_lanes(mine, groups, usual=1, everywhere=self.everywhere)
-            with self.rank.agreed():
+            with self.agreed():
                 lengths = StepLengths.of(by_lane)
                 if not lengths.owners:
                     return  # on all ranks: no lane drew a sequence
-                plan, digest = self.rank.make_plan(self.planner, lengths.sequences())
+                plan, digest = self.make_plan(lengths.sequences())
                 mail = self._lane_parcels(plan, lengths, drawn)
-            self.rank.check_same(digest)
+            self.check_same(digest)
             received = None if mail is None else deliver_in_lane(mail, groups)
-            with self.rank.agreed():
+            with self.agreed():
                 batches = self._batches(plan, lengths.counts(), mail, received)
                 by_row = [row for lane_rows in positions for row in lane_rows.tolist()]
                 after = {POSITIONS: by_row} if positions else {}
@@ -483,7 +488,7 @@ class StreamedSteps:
         if not self._start:
             raise ValueError("an iterator can only start at its first step; use an indexed source")
         if isinstance(self.samples, LaneStream):
-            self.samples.skip_to(self._start[self.rank.lane])
+            self.samples.skip_to(self._start[self.lane])
 
     def _position(self) -> Tensor:
         """A row with the numbers of this lane's position, on the ranks that draw."""
@@ -494,12 +499,12 @@ class StreamedSteps:
 
     def _usual_rows(self) -> int:
         """How many sequences a lane usually draws at most."""
-        return -(-self.batch.amount // self.rank.lanes) if self.batch.unit == "sequences" else 64
+        return -(-self.batch.amount // self.lanes) if self.batch.unit == "sequences" else 64
 
     def _draw(self) -> Iterator[TokenizedSample]:
         """This lane's part of a step: its share of the sequences, or of the tokens."""
-        share, more = divmod(self.batch.amount, self.rank.lanes)
-        wanted = share + (self.rank.lane < more)
+        share, more = divmod(self.batch.amount, self.lanes)
+        wanted = share + (self.lane < more)
         while wanted > 0:
             sample = next(self.samples, None)
             if sample is None:
@@ -511,23 +516,23 @@ class StreamedSteps:
         self, plan: Plan, lengths: StepLengths, drawn: list[TokenizedSample]
     ) -> LaneParcels | None:
         """What this rank sends and receives to get its shards; None where it needs none."""
-        rank, groups = self.rank, self.rank.groups
-        assert groups is not None
-        if not rank.inputs.any:
+        assert self.groups is not None
+        if not self.inputs.any:
             return None
-        depths = rank.packing.depths
-        routes = ParcelRoutes(plan, lengths.owners, rank.lane, depths=depths, fields=self.fields)
-        indices = lengths.indices_of(rank.lane) if drawn else ()
+        depths = self.packing.depths
+        routes = ParcelRoutes(plan, lengths.owners, self.lane, depths=depths, fields=self.fields)
+        indices = lengths.indices_of(self.lane) if drawn else ()
         own = dict(zip(indices, drawn, strict=True))
-        return make_lane_parcels(routes, own, groups, rank.stages, everywhere=self.everywhere)
+        everywhere = self.everywhere
+        return make_lane_parcels(routes, own, self.groups, self.stages, everywhere=everywhere)
 
     def _batches(
         self, plan: Plan, counts: Counts, mail: LaneParcels | None, received: Tensor | None
     ) -> list[MicroBatch]:
         """This rank's micro-batches, from the bytes that it received."""
         if mail is None or received is None:
-            return self.rank.without_data(plan, counts)
-        return self.rank.pack(plan, open_parcels(mail.expected, received), counts)
+            return self.without_data(plan, counts)
+        return self.pack(plan, open_parcels(mail.expected, received), counts)
 
     def describe(self) -> dict[str, object]:
         if self.stream is None:
@@ -539,24 +544,15 @@ class StreamedSteps:
             "sequences": "an unknown number of",
             "data": self.stream.digest,
             "batch": f"{self.batch.amount} {self.batch.unit}",
-            "lanes": self.rank.lanes,
+            "lanes": self.lanes,
         }
 
     def check_can_resume(self, state: dict[str, object]) -> None:
-        for name, value in self.describe().items():
-            if state.get(name) != value:
-                raise ValueError(
-                    f"the stream to resume had {name} {state.get(name)!r}, and now it is "
-                    f"{value!r}; its position has no meaning there: set it as it was, or start a "
-                    "new run"
-                )
+        super().check_can_resume(state)
         positions = state.get(POSITIONS)
         if state.get("step") and not isinstance(positions, list):
             raise ValueError("the run to resume has no position of a stream; start a new run")
         self._start = positions if isinstance(positions, list) else []
-
-    def close(self) -> None:
-        self.rank.close()
 
 
 class Loader:

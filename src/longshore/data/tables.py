@@ -20,7 +20,7 @@ from longshore.data.source import SampleError
 from longshore.settings import SettingError
 
 Span = tuple[int, int, int]
-"""Its first group, the one behind its last, and its bytes."""
+"""The first group, the one behind the last, and the bytes."""
 Row = Mapping[str, Any]
 
 TABLES = {".parquet": "Parquet", ".arrow": "Arrow"}
@@ -39,10 +39,7 @@ def is_table(name: str) -> bool:
 
 def count_groups(name: str) -> int:
     """The number of row groups or record batches."""
-    if name.endswith(".parquet"):
-        with _parquet(name) as table:
-            return int(table.metadata.num_row_groups)
-    return sum(1 for _ in _arrow_batches(name))
+    return sum(1 for _ in _group_sizes(name))
 
 
 def cut_table(name: str, size: int) -> list[Span]:
