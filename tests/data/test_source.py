@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tests.data.rows import from_rows
 
 from longshore.data.fields import Field
-from longshore.data.mixture import Mixture, draw_order
-from longshore.data.source import MemorySource, SampleError, TokenizedSample
+from longshore.data.source import MemorySource, Mixture, SampleError, TokenizedSample, draw_order
 
 ADVANTAGE = Field("advantage", "token", "float32")
 SAMPLE_ID = Field("sample_id", "sequence", "int64")

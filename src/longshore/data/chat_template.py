@@ -396,7 +396,9 @@ class ChatTemplate:
                 )
 
     def _full_text(self, chat: Chat, *, prompt: bool = False, marks: Marks = ("", "")) -> str:
-        first, messages, values = chat.first_answer(), chat.messages, {}
+        messages, values = chat.messages, {}
+        roles = [message["role"] for message in messages]
+        first = roles.index("assistant") if "assistant" in roles else len(roles)
         if self._opening is not None and first:
             values["head"] = self._opening._render(chat, messages[:first])
             messages = messages[first:]

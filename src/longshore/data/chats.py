@@ -53,11 +53,6 @@ class Chat:
             if i >= self.first and message["role"] == "assistant" and message.get("weight") != 0
         ]
 
-    def first_answer(self) -> int:
-        """How many messages come before the assistant's first."""
-        roles = [message["role"] for message in self.messages]
-        return roles.index("assistant") if "assistant" in roles else len(roles)
-
 
 def chat_from(sample: Mapping[str, Any], form: str) -> Chat:
     """The chat in a sample: `messages`, `conversations` (ShareGPT) or `prompt` and `completion`."""

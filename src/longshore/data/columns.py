@@ -97,6 +97,10 @@ TOKENS = "input_ids"
 NO_TOKENIZER = "no tokenizer"
 """The reason why a sample of text is rejected where there is no tokenizer."""
 
+LOSS_MASKS = ("completion_mask", "assistant_masks")
+"""Masks of TRL and of transformers' chat templates: 1 at the tokens with a loss."""
+TOKEN_COLUMNS = ("labels", "attention_mask", *LOSS_MASKS, "token_type_ids", "special_tokens_mask")
+
 # The columns of each form: the first names the form, the second tuple may be missing.
 FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "messages": (("messages",), ("tools", "chat_template_kwargs")),
@@ -104,17 +108,7 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "prompt": (("prompt", "completion"), ("tools", "chat_template_kwargs")),
     "instruction": (("instruction", "output"), ("input", "system")),
     "text": (("text",), ()),
-    TOKENS: (
-        (TOKENS,),
-        (
-            "labels",
-            "attention_mask",
-            "completion_mask",
-            "assistant_masks",
-            "token_type_ids",
-            "special_tokens_mask",
-        ),
-    ),
+    TOKENS: ((TOKENS,), TOKEN_COLUMNS),
 }
 COLUMNS = {name for needed, optional in FORMS.values() for name in (*needed, *optional)}
 COLUMNS |= {CHOSEN, REJECTED}
@@ -144,6 +138,15 @@ ALPACA_WITH_INPUT = (
 def present_columns(sample: Mapping[str, Any]) -> dict[str, Any]:
     """A sample without columns of forms that are null: in a table all rows have all columns."""
     return {n: value for n, value in sample.items() if value is not None or n not in COLUMNS}
+
+
+def without_nulls(value: Any) -> Any:  # noqa: ANN401 - any value of JSON
+    """Removes the nulls that tables add: all objects of a column have the same keys there."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
 
 
 def form_of(columns: Iterable[str], ignore: Sequence[str], fields: Sequence[Field]) -> str:

@@ -152,14 +152,14 @@ class ByteLayout:
             at += size
         ids, mask, *extra = arrays
         names = [f.name for f in (*self.fields, *self.sequence_fields)]
-        by_name = dict(zip(names, extra, strict=True))
+        by_name = list(zip(names, extra, strict=True))
         return Shards(
             sequences=self.sequences,
             tokens=self.tokens,
             ids=ids,
             mask=mask,
-            token_fields={f.name: by_name[f.name] for f in self.fields},
-            sequence_fields={f.name: by_name[f.name] for f in self.sequence_fields},
+            token_fields=dict(by_name[: len(self.fields)]),
+            sequence_fields=dict(by_name[len(self.fields) :]),
             depths=self.depths,
             inputs=self.inputs,
         )

@@ -6,9 +6,12 @@ with their lines, counted from 1 at its start (how many come before it is not kn
 
 A JSONL file of 10 bytes in ranges of 4, with lines that begin at 0, 3 and 8, gives bytes 0…4 with
 two lines, 4…8 with none and 8…10 with one: a line belongs to the range in which it begins. A range
-of a Parquet or Arrow file is a span of its groups (tables.py), and its lines are rows; a range of a
-JSON list is a span of records. A .json file with an object a line is read as JSONL. A compressed
-file (.gz, .zst) is one range, since it can only be read from its start; it is not unpacked on disk.
+of a JSON list is a span of records, one of a Parquet file some of its row groups, one of an Arrow
+file some of its record batches, and its lines are rows. A .json file with an object a line is read
+as JSONL. A compressed file (.gz, .zst) is one range, since it can only be read from its start.
+
+An Arrow stream that is cut off between two batches would look like a shorter one: its end mark is
+checked. So are the checksums of Parquet's pages, where its writer added them.
 """
 
 import glob
@@ -17,16 +20,17 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from longshore.data.columns import present_columns
+from longshore.data.columns import present_columns, without_nulls
 from longshore.data.source import SampleError
 from longshore.data.store import INDEX
-from longshore.data.tables import TABLES, count_groups, cut_table, is_table, read_table, too_large
 from longshore.files import parse_json
+from longshore.settings import SettingError
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 END = 1 << 62
@@ -294,6 +298,185 @@ UTF16 = (b"\xff\xfe", b"\xfe\xff")
 MOST_HASHED, BLOCK = 1 << 26, 1 << 16
 MAX_BYTES = 1 << 24
 """The default for the most bytes of one sample: text of some four million tokens."""
+
+
+Span = tuple[int, int, int]
+"""The first group, the one behind the last, and the bytes."""
+TABLES = {".parquet": "Parquet", ".arrow": "Arrow"}
+ROWS = 256
+PACKED = 100
+"""Text is packed 3 to 10 times smaller; this often, it is one character again and again."""
+LARGE = 16
+"""How often the largest row fits into texts that are packed so much and still read."""
+MAGIC = b"ARROW1"
+END_MARK = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+
+def is_table(name: str) -> bool:
+    return Path(name).suffix in TABLES
+
+
+def count_groups(name: str) -> int:
+    """The number of row groups or record batches."""
+    return sum(1 for _ in _group_sizes(name))
+
+
+def cut_table(name: str, size: int) -> list[Span]:
+    """The file in spans of about `size` bytes."""
+    spans, start, size_so_far, stop = list[Span](), 0, 0, 0
+    for stop, nbytes in enumerate(_group_sizes(name), start=1):
+        size_so_far += nbytes
+        if size_so_far >= size:
+            spans.append((start, stop, size_so_far))
+            start, size_so_far = stop, 0
+    if start < stop:
+        spans.append((start, stop, size_so_far))
+    return spans
+
+
+def _group_sizes(name: str) -> Iterator[int]:
+    if name.endswith(".parquet"):
+        with _parquet(name) as table:
+            about = table.metadata
+            yield from (about.row_group(i).total_byte_size for i in range(about.num_row_groups))
+        return
+    yield from (int(batch.nbytes) for batch in _arrow_batches(name))
+
+
+def read_table(
+    name: str, start: int, stop: int, *, leaves_out: Callable[[str], bool], max_bytes: int
+) -> Iterator[Sample | SampleError]:
+    """The rows of a span; a row of more than `max_bytes` gives an error in its place."""
+    if name.endswith(".parquet"):
+        with _parquet(name) as table:
+            columns = _kept_columns(table.schema_arrow.names, leaves_out, name)
+            groups = list(range(start, stop))
+            _refuse_packed(table.metadata, groups, columns, name=name, max_bytes=max_bytes)
+            batches = table.iter_batches(ROWS, row_groups=groups, columns=columns)
+            yield from _rows(_named_errors(batches, name), max_bytes)
+        return
+    yield from _rows(_arrow_span(name, start, stop, leaves_out), max_bytes)
+
+
+def _refuse_packed(
+    about: Any,  # noqa: ANN401 - pyarrow has no types
+    groups: Sequence[int],
+    columns: Sequence[str],
+    *,
+    name: str,
+    max_bytes: int,
+) -> None:
+    """Refuses texts that a small file says to be huge: no row of them could be read by itself."""
+    for group in map(about.row_group, groups):
+        for column in map(group.column, range(group.num_columns)):
+            packed, unpacked = column.total_compressed_size, column.total_uncompressed_size
+            is_read = column.path_in_schema.partition(".")[0] in columns
+            if not is_read or column.physical_type != "BYTE_ARRAY":
+                continue
+            if unpacked > LARGE * max_bytes and unpacked > PACKED * packed:
+                raise SettingError(
+                    "{file}: its column {column} unpacks from {packed:,} to {unpacked:,} bytes in "
+                    "{rows:,} rows, far above {max_bytes:{limit}} for one row; leave that text "
+                    "out of the file, or raise the limit",
+                    file=name,
+                    column=column.path_in_schema,
+                    packed=packed,
+                    unpacked=unpacked,
+                    rows=group.num_rows,
+                    limit=max_bytes,
+                )
+
+
+def _arrow_span(
+    name: str, start: int, stop: int, leaves_out: Callable[[str], bool]
+) -> Iterator[Any]:
+    for number, batch in enumerate(_arrow_batches(name)):
+        if number >= stop:
+            return
+        if number >= start:
+            with _errors_of(name):
+                batch.validate(full=True)
+            yield batch.select(_kept_columns(batch.schema.names, leaves_out, name))
+
+
+def _kept_columns(
+    columns: Sequence[str], leaves_out: Callable[[str], bool], name: str
+) -> list[str]:
+    """The columns to read; of two with one name nobody can tell which one is meant."""
+    kept = [column for column in columns if not leaves_out(column)]
+    if twice := next((column for column in kept if kept.count(column) > 1), None):
+        raise ValueError(
+            f"{name}: has {kept.count(twice)} columns with the name {twice!r}; rename or remove "
+            "all but one"
+        )
+    return kept
+
+
+def _rows(batches: Iterable[Any], limit: int) -> Iterator[Sample | SampleError]:
+    for batch in batches:
+        step = 1 if batch.nbytes > limit else ROWS
+        for first in range(0, batch.num_rows, step):
+            rows = batch.slice(first, step)
+            if step == 1 and rows.nbytes > limit:
+                yield too_large("row", rows.nbytes, limit)
+                continue
+            for row in rows.to_pylist():
+                yield {name: without_nulls(value) for name, value in row.items()}
+
+
+def too_large(what: str, size: int, limit: int) -> SampleError:
+    return SampleError("too large", f"the {what} has {size:,} bytes; the limit is {limit:,}")
+
+
+def _parquet(name: str) -> Any:  # noqa: ANN401 - pyarrow has no types
+    from pyarrow.parquet import ParquetFile
+
+    with _errors_of(name):
+        return ParquetFile(name, page_checksum_verification=True)
+
+
+def _arrow_batches(name: str) -> Iterator[Any]:
+    """Record batches of an Arrow stream, or of an Arrow file with a footer."""
+    import pyarrow as pa
+
+    with _errors_of(name):
+        content = pa.memory_map(name).read_buffer()
+        has_footer = content.slice(0, len(MAGIC)).to_pybytes() == MAGIC
+    if has_footer:
+        with _errors_of(name):
+            file = pa.ipc.open_file(content)
+        yield from _named_errors(map(file.get_batch, range(file.num_record_batches)), name)
+        return
+    if content.size < len(END_MARK) or content.slice(content.size - 8).to_pybytes() != END_MARK:
+        raise ValueError(
+            f"{name}: cannot be read as Arrow (its end mark is missing, so it is cut off, or is no "
+            "Arrow stream); copy or save it again"
+        )
+    with _errors_of(name):
+        stream = pa.ipc.open_stream(content)
+    yield from _named_errors(stream, name)
+
+
+@contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(
+            f"{name}: cannot be read as {TABLES[Path(name).suffix]} ({error})"
+        ) from None
+
+
+def _named_errors(things: Iterable[Any], name: str) -> Iterator[Any]:
+    iterator = iter(things)
+    while True:
+        with _errors_of(name):
+            thing = next(iterator, None)
+        if thing is None:
+            return
+        yield thing
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,20 @@
 """Mock data: sequences with chosen lengths and a content that can be learned.
 
 In: where the lengths come from, how many sequences, a vocabulary size, a seed. Out: an indexed
-source that stores only the lengths and generates the tokens of a sequence on access.
+source that stores only the lengths and generates the tokens of a sequence on access. The keys are
+Megatron's:
 
-    {"mode": "file", "path": "lengths.csv"}
+    {"mode": "file", "path": "lengths.csv"}        one length a line, again from the top at its end
     {"mode": "distribution", "type": "lognormal", "min_seq_len": 16, "max_seq_len": 65536,
      "mean_seq_len": 2048, "lognormal_sigma": 1.1}
     {"mode": "distribution", "type": "uniform", "min_seq_len": 16, "max_seq_len": 4096}
     {"mode": "distribution", "type": "fixed", "mean_seq_len": 1024}
 
-A file has one length a line (plan/lengths_file.py) and starts again from the top when more
-sequences are wanted than it has lines. `mean_seq_len` is the mean before clipping: a lognormal of
-mean 2048 and sigma 1.1 has median 2048·exp(−1.1²/2) = 1118. The keys are Megatron's.
+`mean_seq_len` is the mean before clipping: the lognormal's median is 2048·exp(−1.1²/2) = 1118.
 
-Content: a sequence counts upwards in steps of its own, 1 to 4, over the first 64 ids (fewer in a
-smaller vocabulary), with one token in 16 replaced by any id: 7 9 11 13 98 17 19 … So a model soon
-learns the 64 ids, then the next four candidates, then to read the step from the tokens before.
-Every token but the first is a target.
+A sequence counts upwards in steps of its own, 1 to 4, over the first 64 ids (fewer in a smaller
+vocabulary), with one token in 16 replaced by any id: 7 9 11 13 98 17 19 … So a model soon learns
+the ids, then the next four candidates, then to read the step from the tokens before.
 """
 
 import hashlib

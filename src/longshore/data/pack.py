@@ -248,7 +248,9 @@ def pack_step(
                 mtp=_depths(rows, pad_id),
                 token_fields={k: rows.spread(v, 0) for k, v in shards.token_fields.items()},
                 sequence_fields={
-                    k: _with_padding(v[cuts]) for k, v in shards.sequence_fields.items()
+                    # With a row of 0 at the end, for padding.
+                    k: torch.from_numpy(np.pad(v[cuts], ((0, 1), *((0, 0),) * (v.ndim - 1))))
+                    for k, v in shards.sequence_fields.items()
                 },
             )
         )
@@ -356,13 +358,6 @@ def _depths(rows: _CutRows, pad_id: int) -> tuple[Depth, ...]:
         )
         for depth in range(1, rows.shards.depths + 1)
     )
-
-
-def _with_padding(values: Array) -> Tensor:
-    """The values with a row of 0 at the end, for padding."""
-    out = np.zeros((len(values) + 1, *values.shape[1:]), dtype=values.dtype)
-    out[:-1] = values
-    return torch.from_numpy(out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

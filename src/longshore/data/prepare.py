@@ -57,10 +57,11 @@ from longshore.data.prepare_job import (
     read_record,
     write_record,
 )
-from longshore.data.rejected import LONGEST_DETAIL, REJECTED, Rejections
+from longshore.data.rejected import LONGEST_DETAIL, REJECTED, Rejections, rejections_of
 from longshore.data.source import SampleError, TokenizedSample
 from longshore.data.store import (
     MANIFEST,
+    Manifest,
     ShardInfo,
     finish_store,
     read_manifest,
@@ -203,25 +204,22 @@ def show_progress(stream: TextIO) -> Iterator[OnProgress]:
     if not stream.isatty() or importlib.util.find_spec("rich") is None:
         yield _tenths(stream)
         return
-    with contextlib.ExitStack() as shown:
-        bars: list[OnProgress] = []
-
-        def report(done: int, total: int) -> None:
-            if not bars:  # nothing is shown where nothing is left to do
-                bars.append(_bar(stream, shown))
-            bars[0](done, total)
-
-        yield report
-
-
-def _bar(stream: TextIO, shown: contextlib.ExitStack) -> OnProgress:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
     columns = ("preparing", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bar = shown.enter_context(Progress(*columns, console=Console(file=stream)))
+    bar = Progress(*columns, console=Console(file=stream))
     task = bar.add_task("", total=None)
-    return lambda done, total: bar.update(task, completed=done, total=total)
+
+    def report(done: int, total: int) -> None:
+        bar.start()  # not before: nothing is shown where nothing is left to do
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield report
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def _tenths(stream: TextIO) -> OnProgress:
@@ -266,50 +264,35 @@ class Summary:
 
     folder: Path
     """The folder of the store."""
-    samples: int
-    """Raw samples read."""
-    sequences: int
-    """Samples that became sequences."""
-    tokens: int
-    """Tokens of all sequences."""
-    loss_tokens: int
-    """Tokens that are targets of the loss."""
-    longest: int
-    """Tokens of the longest sequence."""
-    truncated: int
-    """Sequences cut to max_length."""
-    shards: int
-    """Files that the sequences are in."""
+    manifest: Manifest
+    """Its content in numbers."""
     reused: int
     """Shards that were there before this call."""
-    rejected: Mapping[str, int]
-    """How many samples were left out, for each reason."""
     template_note: str = ""
     """Which chat template was chosen, where it is not the tokenizer's own."""
-    renamed: int = 0
-    """Samples with messages in which ShareGPT's roles became the usual ones."""
     warnings: tuple[str, ...] = ()
     """What is probably wrong with the tokenizer."""
 
     @property
     def rejections(self) -> Rejections:
-        return Rejections(self.folder, self.samples, self.rejected)
+        return rejections_of(self.folder, self.manifest.about)
 
     def explain(self, spell: Spelling, *, before: str = "") -> str:
         """The summary and the rejections as text, with `before` in front of the summary."""
-        cut = f" ({self.truncated:,} truncated)" if self.truncated else ""
+        store, about = self.manifest, self.manifest.about
+        cut = f" ({about['truncated']:,} truncated)" if about["truncated"] else ""
         reused = f" ({self.reused} from an earlier run)" if self.reused else ""
         text = (
-            f"{self.folder}: {self.sequences:,} sequences{cut} of {self.samples:,} samples, "
-            f"{self.tokens:,} tokens, {self.loss_tokens:,} of them in the loss, "
-            f"the longest sequence {self.longest:,}, {self.shards} shards{reused}"
+            f"{self.folder}: {store.sequences:,} sequences{cut} of {about['samples']:,} samples, "
+            f"{store.tokens:,} tokens, {store.loss_tokens:,} of them in the loss, "
+            f"the longest sequence {store.longest:,}, {len(store.shards)} shards{reused}"
         )
         lines = [self.template_note] if self.template_note else []
-        if self.renamed:
+        if renamed := about.get("renamed_roles", 0):
             roles = ", ".join(f"{name!r} as {role!r}" for name, role in RENAMED.items())
-            lines.append(f"roles: in {self.renamed:,} samples ShareGPT's were read: {roles}")
+            lines.append(f"roles: in {renamed:,} samples ShareGPT's were read: {roles}")
         lines += [*self.warnings, f"{before}{text}"]
-        return "\n".join([*lines, self.rejections.explain(spell)] if self.rejected else lines)
+        return "\n".join([*lines, self.rejections.explain(spell)] if about["rejected"] else lines)
 
     def __str__(self) -> str:
         return self.explain(in_python)
@@ -354,13 +337,14 @@ def prepare(
     is_there = (job.out / MANIFEST).exists()
     ranges = () if is_there else cut_ranges(files, job.settings["shard_bytes"])
     with _explained_os_errors(job), locked_folder(job, start_over) as finished:
-        if finished:
-            return _summary(job, reused=len(read_manifest(job.out).shards))
-        ranges = ranges or cut_ranges(files, job.settings["shard_bytes"])
-        todo = [part for part in ranges if read_record(job, part) is None]
-        _make_shards(job, ranges, todo, workers, progress or (lambda done, total: None))
-        _finish(job, ranges)
-        return _summary(job, reused=len(ranges) - len(todo))
+        if not finished:
+            ranges = ranges or cut_ranges(files, job.settings["shard_bytes"])
+            todo = [part for part in ranges if read_record(job, part) is None]
+            _make_shards(job, ranges, todo, workers, progress or (lambda done, total: None))
+            _finish(job, ranges)
+        manifest = read_manifest(job.out)
+        reused = len(manifest.shards) if finished else len(ranges) - len(todo)
+        return Summary(job.out, manifest, reused, job.template_note, job.warnings)
 
 
 @contextlib.contextmanager
@@ -499,25 +483,6 @@ def _finish(job: Job, ranges: Sequence[Range]) -> None:
         WARNINGS: job.warnings,
     }
     finish_store(job.out, shards, fields=job.rules.fields, about=about, scratch=job.work)
-
-
-def _summary(job: Job, *, reused: int) -> Summary:
-    manifest = read_manifest(job.out)
-    return Summary(
-        folder=job.out,
-        samples=manifest.about["samples"],
-        sequences=manifest.sequences,
-        tokens=manifest.tokens,
-        loss_tokens=manifest.loss_tokens,
-        longest=manifest.longest,
-        truncated=manifest.about["truncated"],
-        shards=len(manifest.shards),
-        reused=reused,
-        rejected=manifest.about["rejected"],
-        template_note=job.template_note,
-        renamed=manifest.about.get("renamed_roles", 0),
-        warnings=job.warnings,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

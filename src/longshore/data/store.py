@@ -1,20 +1,14 @@
 """The store: sequences on disk, read by memory map, with an index of lengths.
 
-In: TokenizedSamples. Out: a folder, and a Store that reads any sequence by its index. A store of
-five sequences in two shards:
+In: TokenizedSamples. Out: a folder, and a Store that reads any sequence by its index:
 
     manifest.json      counts, extra fields, sizes and SHA-256 of all files below, how it was made,
                        and its own SHA-256; written last, so a folder without it is unfinished
-    lengths.npy        int64 (5)      what a planner needs, without touching a shard
-    loss_tokens.npy    int64 (5)
-    checksums.npy      uint32 (5)     CRC-32 of each sequence's content
-    mask_heads.npy     uint64 (5)     the first 64 values of each loss mask, as bits
-    shard-00000.arrow  sequences 0, 1, 2
-    shard-00001.arrow  sequences 3, 4
-
-A shard is an Arrow IPC file of one record batch: lists `tokens` (int32), `loss_mask` (uint8) and
-one for each extra field, numbers `loss_tokens` and `checksum`. Sequences [7, 8, 9] and [5] are the
-values 7 8 9 5 with the offsets 0 3 4.
+    lengths.npy        int64, what a planner needs; loss_tokens.npy the same
+    checksums.npy      uint32, CRC-32 of each sequence's content
+    mask_heads.npy     uint64, the first 64 values of each loss mask, as bits
+    shard-00000.arrow  one record batch of the first sequences: lists `tokens` (int32), `loss_mask`
+                       (uint8) and one for each extra field, numbers `loss_tokens`, `checksum`
 
 All bytes are verified before use, and none are read only for that: manifest and index by SHA-256
 when a store is opened, a shard's `frame`, all of it but the sequences, at first use, and each

@@ -24,8 +24,7 @@ from itertools import count, islice
 
 from longshore.data.batches import GAMMA, LIMIT, shuffled
 from longshore.data.inputs import Input, Range, Sample, cut_ranges, read_range, unit_of
-from longshore.data.mixture import draw_order
-from longshore.data.source import SampleError, TokenizedSample
+from longshore.data.source import SampleError, TokenizedSample, draw_order
 from longshore.data.tokenize import SampleTokenizer
 from longshore.settings import SettingError
 

@@ -1,9 +1,8 @@
 """Tokenization: a raw sample becomes tokens with a loss mask.
 
-In: a Hugging Face tokenizer folder (tokenizer.json, tokenizer_config.json and perhaps
-chat_template.jinja), and samples: chats, texts, prompts with completions (columns.py), or rows of
-`input_ids`, which need no tokenizer. `samples_of` takes them from a `datasets.Dataset`, an
-IterableDataset, a list or any other iterable of dicts. Out: a TokenizedSample each, or a
+In: a Hugging Face tokenizer folder, and samples: chats, texts, prompts with completions
+(columns.py), or rows of `input_ids`, which need no tokenizer. `samples_of` takes them from a
+`datasets.Dataset`, a list or any other iterable of dicts. Out: a TokenizedSample each, or a
 SampleError that says why not.
 
 A chat is rendered whole and encoded once, with no special tokens but the template's own. A token is
@@ -13,9 +12,8 @@ _ for the end-of-turn token, loss_on="assistant" gives
     text    u H i _ a Y o _
     mask    . . . . . ✓ ✓ ✓
 
-A completion is a span in the same way; all tokens of a text are targets. A text, and a prompt with
-its completion, begins with what the tokenizer puts before any text (the BOS token, say) and ends
-with its EOS token. The first token of a sequence is never counted: nothing predicts it.
+A completion is a span too; all tokens of a text are targets. Both begin with what the tokenizer
+puts before any text (the BOS token, say) and end with its EOS token.
 """
 
 import contextlib
@@ -39,12 +37,14 @@ from longshore.data.chats import Chat, chat_from
 from longshore.data.columns import (
     ALL,
     COLUMNS,
-    FORMS,
+    LOSS_MASKS,
+    TOKEN_COLUMNS,
     TOKENS,
     form_of,
     from_alpaca,
     refuse_text,
     text_of,
+    without_nulls,
 )
 from longshore.data.fields import Field, check_declared, collect_fields
 from longshore.data.source import (
@@ -54,7 +54,6 @@ from longshore.data.source import (
     TokenizedSample,
     make_sample,
 )
-from longshore.data.tables import without_nulls
 from longshore.data.training_templates import (
     AUTO,
     BY_NAME,
@@ -69,8 +68,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 NO_LOSS = -100
-LOSS_MASKS = ("completion_mask", "assistant_masks")
-"""Masks of TRL and of transformers' chat templates: 1 at the tokens with a loss."""
 
 
 def read_token_row(
@@ -596,7 +593,7 @@ def _token_sample(row: Mapping[str, Any], number: int, fields: Sequence[Field]) 
     tokens, mask = read_token_row(row, on_all=False)
     if not len(tokens):
         raise SampleError("empty", "it has no tokens")
-    given = {name: row[name] for name in row if name not in (TOKENS, *FORMS[TOKENS][1])}
+    given = {name: row[name] for name in row if name not in (TOKENS, *TOKEN_COLUMNS)}
     given = without_padding(row, given, fields)
     try:
         return make_sample(tokens, mask, id=number, given=given, fields=fields, where="the row")

@@ -244,14 +244,10 @@ def _text(
 
 
 def _with_json_text(message: Message) -> Message:
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call["function"]
-        text = json.dumps(function["arguments"])
-        calls.append({**call, "function": {**function, "arguments": text}})
-    return {**message, "tool_calls": calls}
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    texts = [{**f, "arguments": json.dumps(f["arguments"])} for f in functions]
+    calls = [{**CALL, "function": function} for function in texts]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _message(role: str, content: str) -> dict[str, Any]:

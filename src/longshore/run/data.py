@@ -37,7 +37,6 @@ from longshore.data.batches import Batches, BatchSize
 from longshore.data.columns import ALL
 from longshore.data.fields import Field, parse_field
 from longshore.data.inputs import content_digest, find_inputs
-from longshore.data.mixture import Joined, Mixture
 from longshore.data.mock import MockSource
 from longshore.data.prepare import (
     WARNINGS,
@@ -56,6 +55,8 @@ from longshore.data.source import (
     TEACHER_LOGPROBS,
     IndexedSource,
     Ints,
+    Joined,
+    Mixture,
     TokenizedSample,
     groups_of,
     sequence_values,
@@ -161,7 +162,9 @@ def _prepare_part(part: DataPart, config: RunConfig, shown: TextIO) -> None:
                 )
         except OSError as error:
             raise ValueError(error.strerror or str(error)) from None
-    before = "using the tokenized data of " if summary.reused == summary.shards else ""
+    before = (
+        "using the tokenized data of " if summary.reused == len(summary.manifest.shards) else ""
+    )
     summary = replace(summary, warnings=())  # the run gives them, also where all is tokenized
     shown.write(printable(f"{summary.explain(as_key, before=before)}\n"))
     with in_keys("data.path"):
