@@ -146,10 +146,8 @@ def _from_sharegpt(turn: Message, where: str) -> Message:
     if name == "function_call":
         value = _parsed(turn.get("value"))
         calls = _list_of_dicts(value if isinstance(value, list) else [value], "function_call")
-        return {
-            "role": "assistant",
-            "tool_calls": [{"type": "function", "function": c} for c in calls],
-        }
+        tool_calls = [{"type": "function", "function": call} for call in calls]
+        return {"role": "assistant", "tool_calls": tool_calls}
     if not isinstance(name, str) or name not in SHAREGPT_ROLES:
         raise SampleError(
             "bad message",

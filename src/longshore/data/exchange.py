@@ -17,7 +17,7 @@ the messages (`make_lane_parcels`) worked, and after it that reading them (`open
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -166,20 +166,18 @@ class ByteLayout:
 
 
 def _joined(parts: Seq[Shards]) -> Shards:
-    def join(arrays: Iterator[Array]) -> Array:
-        return np.concatenate(list(arrays))
+    def join(name: str) -> Array:
+        return np.concatenate([getattr(part, name) for part in parts])
 
-    return Shards(
-        sequences=join(part.sequences for part in parts),
-        tokens=join(part.tokens for part in parts),
-        ids=join(part.ids for part in parts),
-        mask=join(part.mask for part in parts),
-        token_fields={k: join(p.token_fields[k] for p in parts) for k in parts[0].token_fields},
-        sequence_fields={
-            k: join(p.sequence_fields[k] for p in parts) for k in parts[0].sequence_fields
-        },
-        depths=parts[0].depths,
-        inputs=parts[0].inputs,
+    def join_fields(name: str) -> dict[str, Array]:
+        by_part = [getattr(part, name) for part in parts]
+        return {k: np.concatenate([fields[k] for fields in by_part]) for k in by_part[0]}
+
+    return replace(
+        parts[0],
+        **{name: join(name) for name in ("sequences", "tokens", "ids", "mask")},
+        token_fields=join_fields("token_fields"),
+        sequence_fields=join_fields("sequence_fields"),
     )
 
 

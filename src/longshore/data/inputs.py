@@ -157,7 +157,14 @@ def _files_at(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     if (path / SAVED_SPLITS).is_file():
-        raise _name_a_split(path)
+        splits = _saved(path / SAVED_SPLITS).get("splits")
+        if not isinstance(splits, list) or not splits:
+            file = path / SAVED_SPLITS
+            raise ValueError(f"{file}: is damaged (it lists no splits); save it again")
+        raise ValueError(
+            f"{path}: is a DatasetDict with the splits {', '.join(map(str, splits))}; name one of "
+            f"them, such as {path / str(splits[0])}"
+        )
     if (path / SAVED_STATE).is_file() and (path / SAVED_INFO).is_file():
         return _saved_files(path)
     names = sorted(file.name for file in path.iterdir())
@@ -171,18 +178,6 @@ def _files_at(path: Path) -> list[Path]:
     if not inputs:
         raise ValueError(f"{path}: the folder has no file ending in {', '.join(SUFFIXES)}")
     return inputs
-
-
-def _name_a_split(folder: Path) -> ValueError:
-    splits = _saved(folder / SAVED_SPLITS).get("splits")
-    if not isinstance(splits, list) or not splits or not all(isinstance(s, str) for s in splits):
-        return ValueError(
-            f"{folder / SAVED_SPLITS}: is damaged (it lists no splits); save it again"
-        )
-    return ValueError(
-        f"{folder}: is a DatasetDict with the splits {', '.join(splits)}; name one of them, such "
-        f"as {folder / splits[0]}"
-    )
 
 
 def _saved_files(folder: Path) -> list[Path]:
@@ -307,7 +302,7 @@ ROWS = 256
 PACKED = 100
 """Text is packed 3 to 10 times smaller; this often, it is one character again and again."""
 LARGE = 16
-"""How often the largest row fits into texts that are packed so much and still read."""
+"""How often the largest row fits into such texts that are still read."""
 MAGIC = b"ARROW1"
 END_MARK = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 

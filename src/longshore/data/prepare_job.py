@@ -169,23 +169,27 @@ def with_known_fields(
     def skips(name: str) -> bool:
         return name not in names and rules.leaves_out(name)
 
-    for file in inputs:
-        for _, sample in read_range(whole_range(file), leaves_out=skips, max_bytes=max_bytes):
-            if isinstance(sample, SampleError):
-                continue
-            sample = {name: v for name, v in sample.items() if name not in rules.ignore}
-            if is_pair(sample, rules.ignore):
-                own = {field.name for field in PAIR_FIELDS}
-                others = [field for field in rules.fields if field.name not in own]
-                return replace(rules, fields=(*others, *PAIR_FIELDS))
-            if fields := known_fields(sample, names, rules.fields):
-                return replace(rules, fields=(*rules.fields, *fields))
-            break
+    for _, _, first in _first_samples(inputs, skips, max_bytes):
+        sample = {name: value for name, value in first.items() if name not in rules.ignore}
+        if is_pair(sample, rules.ignore):
+            own = {field.name for field in PAIR_FIELDS}
+            others = [field for field in rules.fields if field.name not in own]
+            return replace(rules, fields=(*others, *PAIR_FIELDS))
+        if fields := known_fields(sample, names, rules.fields):
+            return replace(rules, fields=(*rules.fields, *fields))
     return rules
 
 
-def _samples(file: Input, rules: Rules, max_bytes: int) -> Iterator[tuple[int, Any]]:
-    return read_range(whole_range(file), leaves_out=rules.leaves_out, max_bytes=max_bytes)
+def _first_samples(
+    inputs: Sequence[Input], leaves_out: Callable[[str], bool], max_bytes: int
+) -> Iterator[tuple[str, str, Sample]]:
+    """The first sample of each input that can be read, with its file and its line."""
+    for file in inputs:
+        rows = read_range(whole_range(file), leaves_out=leaves_out, max_bytes=max_bytes)
+        for line, sample in rows:
+            if not isinstance(sample, SampleError):
+                yield file.name, f"{unit_of(file.name)} {line}", sample
+                break
 
 
 def check_first(
@@ -195,31 +199,24 @@ def check_first(
 
     Returns whether one of these samples is a chat, and a warning if one has no end token.
     """
-    has_chats, warnings = False, tuple[str, ...]()
-    for file in inputs:
-        for line, sample in _samples(file, tokenizer.rules, max_bytes):
-            if isinstance(sample, SampleError):
-                continue
-            try:
-                sequence = tokenizer.untruncated(sides(sample, tokenizer.rules.ignore, 0)[0], 0)
-                where = f"{file.name} {unit_of(file.name)} {line}"
-                warnings = warnings or _no_end(tokenizer, sample, sequence, where=where)
-            except SampleError as error:
-                if error.reason == NO_TOKENIZER:
-                    columns = [name for name in sample if name not in tokenizer.rules.ignore]
-                    row = f"{unit_of(file.name)} {line}"
-                    raise refuse_file(file.name, row, columns) from None
-                if error.reason == "undeclared field":
-                    names, form = _unused(inputs, tokenizer.rules, max_bytes)
-                    where = f"{file.name} {unit_of(file.name)} {line}: "
-                    raise refuse_columns(names, form, sample).after(where) from None
-            has_chats = has_chats or is_chat(sample)
-            break
+    has_chats, warnings, rules = False, tuple[str, ...](), tokenizer.rules
+    for file, row, sample in _first_samples(inputs, rules.leaves_out, max_bytes):
+        try:
+            sequence = tokenizer.untruncated(sides(sample, rules.ignore, 0)[0], 0)
+            warnings = warnings or _no_end(tokenizer, sample, sequence, f"{file} {row}")
+        except SampleError as error:
+            if error.reason == NO_TOKENIZER:
+                columns = [name for name in sample if name not in rules.ignore]
+                raise refuse_file(file, row, columns) from None
+            if error.reason == "undeclared field":
+                names, form = _unused(inputs, rules, max_bytes)
+                raise refuse_columns(names, form, sample).after(f"{file} {row}: ") from None
+        has_chats = has_chats or is_chat(sample)
     return has_chats, warnings
 
 
 def _no_end(
-    tokenizer: SampleTokenizer, sample: Sample, sequence: TokenizedSample, *, where: str
+    tokenizer: SampleTokenizer, sample: Sample, sequence: TokenizedSample, where: str
 ) -> tuple[str, ...]:
     """A warning if no end token follows what is learned from a sample of text."""
     loaded = tokenizer.tokenizer
@@ -236,7 +233,9 @@ def _unused(inputs: Sequence[Input], rules: Rules, max_bytes: int) -> tuple[list
     """All unknown columns in the first samples of all inputs, and the samples' form."""
     names: dict[str, str] = {}
     for file in inputs:
-        for _, sample in islice(_samples(file, rules, max_bytes), LOOKED_AT):
+        part = whole_range(file)
+        rows = read_range(part, leaves_out=rules.leaves_out, max_bytes=max_bytes)
+        for _, sample in islice(rows, LOOKED_AT):
             if isinstance(sample, SampleError):
                 continue
             if is_pair(sample, rules.ignore):

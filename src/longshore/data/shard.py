@@ -102,7 +102,7 @@ def lane_cuts(plan: Plan, lane: int) -> tuple[LaneCut, ...]:
     )
 
 
-def cut_spans(plan: Plan, cuts: Seq[Cut]) -> tuple[Ints, Ints, Ints, Ints]:
+def cut_spans(plan: Plan, cuts: Iterable[Cut]) -> tuple[Ints, Ints, Ints, Ints]:
     """Sequences (N), their lengths (N), and the positions [start, stop) of both spans (N, 2)."""
     table = [(cut.sequence, cut.cp_rank, cut.cp_size) for cut in cuts]
     index, rank, size = np.array(table, dtype=np.int64).reshape(-1, 3).T
@@ -133,7 +133,7 @@ def count_targets(loss_mask: Array, depths: int) -> tuple[int, ...]:
 def cut_shards(
     plan: Plan,
     samples: Mapping[int, TokenizedSample],
-    cuts: Seq[Cut],
+    cuts: Iterable[Cut],
     *,
     depths: int = 0,
     fields: Seq[Field] = (),

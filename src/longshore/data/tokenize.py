@@ -532,11 +532,7 @@ def samples_of(
     fields: Sequence[Field] = (),
     rejected: OnRejected | None = None,
 ) -> Iterator[TokenizedSample]:
-    """The sequences of all rows, whose items are dicts.
-
-        samples_of(rows, tokenizer)                           chats, texts, or rows of input_ids
-        samples_of(lane_rows(rows, lane=1, lanes=4))          rows 1, 5, 9, … for StreamedSteps
-        MemorySource(samples_of(rows, tokenizer))             for IndexedSteps
+    """The sequences of all rows, which are dicts; for one lane, give it `lane_rows(…)`.
 
     tokenizer: None where every row has input_ids. fields: extra columns of such rows; with a
     tokenizer its rules declare them. rejected: gets the number and the error of each row that can
