@@ -175,7 +175,7 @@ def test_a_column_that_nobody_declared_is_told_at_once(here):
     ):
         run()
     assert not Path("out").exists()
-    assert run(ignore=["source"]).sequences == 1
+    assert run(ignore=["source"]).manifest.sequences == 1
 
 
 def test_one_message_names_all_columns_of_all_inputs(here):
@@ -190,7 +190,7 @@ def test_one_message_names_all_columns_of_all_inputs(here):
     )
     with pytest.raises(ValueError, match=message):
         run(inputs=list(rows))
-    assert run("named", list(rows), ignore=["id", "source", "score"]).sequences == 4
+    assert run("named", list(rows), ignore=["id", "source", "score"]).manifest.sequences == 4
     assert run("all", list(rows), ignore=["*"]).sequences == 4
 
 

@@ -459,7 +459,9 @@ class StreamedSteps(Steps):
             if self.before_plan is not None:
                 self.before_plan(place.step + 1, groups)
             with self.agreed():
-                drawn, usual = list(self._draw()), self._usual_rows()
+                by_count = self.batch.unit == "sequences"
+                usual = -(-self.batch.amount // self.lanes) if by_count else 64
+                drawn = list(self._draw())
                 rows, mine = length_rows(drawn, self.packing.depths), self._position()
             by_lane = gather_rows_of_lanes(rows, groups, usual=usual, everywhere=self.everywhere)
             positions = []
@@ -474,7 +476,11 @@ class StreamedSteps(Steps):
             self.check_same(digest)
             received = None if mail is None else deliver_in_lane(mail, groups)
             with self.agreed():
-                batches = self._batches(plan, lengths.counts(), mail, received)
+                if mail is None or received is None:
+                    batches = self.without_data(plan, lengths.counts())
+                else:
+                    shards = open_parcels(mail.expected, received)
+                    batches = self.pack(plan, shards, lengths.counts())
                 by_row = [row for lane_rows in positions for row in lane_rows.tolist()]
                 after = {POSITIONS: by_row} if positions else {}
                 step = finish(Step(plan, batches, place, after=after))
@@ -496,10 +502,6 @@ class StreamedSteps(Steps):
         if not isinstance(self.samples, LaneStream):
             return torch.empty(0, numbers, dtype=torch.int64)
         return torch.tensor([self.samples.position], dtype=torch.int64)
-
-    def _usual_rows(self) -> int:
-        """How many sequences a lane usually draws at most."""
-        return -(-self.batch.amount // self.lanes) if self.batch.unit == "sequences" else 64
 
     def _draw(self) -> Iterator[TokenizedSample]:
         """This lane's part of a step: its share of the sequences, or of the tokens."""
@@ -525,14 +527,6 @@ class StreamedSteps(Steps):
         own = dict(zip(indices, drawn, strict=True))
         everywhere = self.everywhere
         return make_lane_parcels(routes, own, self.groups, self.stages, everywhere=everywhere)
-
-    def _batches(
-        self, plan: Plan, counts: Counts, mail: LaneParcels | None, received: Tensor | None
-    ) -> list[MicroBatch]:
-        """This rank's micro-batches, from the bytes that it received."""
-        if mail is None or received is None:
-            return self.without_data(plan, counts)
-        return self.pack(plan, open_parcels(mail.expected, received), counts)
 
     def describe(self) -> dict[str, object]:
         if self.stream is None:

@@ -542,7 +542,8 @@ def samples_of(
     if tokenizer is not None and fields:
         raise ValueError("fields are declared in the rules of the tokenizer; leave them out here")
     declared = check_declared(fields)
-    for number, row in enumerate(rows):
+    items: Iterable[object] = rows  # of a user's own making
+    for number, row in enumerate(items):
         try:
             if not isinstance(row, Mapping):
                 detail = f"it is {type(row).__name__}, not a dict of columns"
