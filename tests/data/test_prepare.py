@@ -191,7 +191,7 @@ def test_one_message_names_all_columns_of_all_inputs(here):
     with pytest.raises(ValueError, match=message):
         run(inputs=list(rows))
     assert run("named", list(rows), ignore=["id", "source", "score"]).manifest.sequences == 4
-    assert run("all", list(rows), ignore=["*"]).sequences == 4
+    assert run("all", list(rows), ignore=["*"]).manifest.sequences == 4
 
 
 def test_ignoring_all_keeps_declared_fields(here):

@@ -50,28 +50,6 @@ def test_sample_errors_survive_a_process_boundary():
     assert (error.reason, str(error)) == ("too long", "it has 9 tokens")
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (([], []), "row 1: tokens must be a list of at least one"),
-        (([[1]], [[1]]), "row 1: tokens must be a list"),
-        (([1.5], [1]), "row 1: token ids must be whole numbers"),
-        (([-1], [1]), "row 1: token ids must be whole numbers from 0"),
-        (([2**31], [1]), "from 0 to 2147483647"),
-        (([1, 2], [1]), "row 1: 2 tokens, but the loss mask has 1 values"),
-        (([1, 2], [1, 2]), "row 1: the loss mask must have only True and False"),
-        (([1, 2], [1, -100]), "row 1: the loss mask must have only True and False"),
-        (([1, 2], [1, None]), "row 1: the loss mask must have only True and False"),
-        (([1, 2], [1, 1], {"reward": 1}), "row 1: field 'reward' is not declared"),
-    ],
-)
-def test_bad_rows_are_named(row, message):
-    rows = from_rows([([1], [1]), row])
-    assert next(rows).length == 1
-    with pytest.raises(ValueError, match=message):
-        next(rows)
-
-
 def test_memory_source():
     source = MemorySource(from_rows([([1, 2], [0, 1]), ([3, 4, 5], [1, 1, 1])]))
     assert source.lengths.tolist() == [2, 3]

@@ -10,21 +10,20 @@ micro-batches of a plan. Token ids are random.
 """
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from longshore.arch.decoder import DecoderConfig
 from longshore.batch import Counts, MicroBatch
 from longshore.data.pack import pack_step
 from longshore.data.shard import count_targets, cut_shards, lane_cuts
+from longshore.data.source import TokenizedSample
 from longshore.distributed.process_group import Rendezvous, process_group
 from longshore.distributed.topology import CPGroups, Topology, make_topology
 from longshore.model.decoder import Decoder
@@ -62,15 +61,6 @@ class MadeStep:
     def tokens(self) -> list[int]:
         """Of each round, padded."""
         return [batch.ctx.tokens for batch in self.batches]
-
-
-@dataclass(frozen=True, slots=True)
-class RandomSample:
-    """A sequence for the packing step, all of whose tokens count."""
-
-    tokens: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
-    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
@@ -138,7 +128,8 @@ def make_step(
     sequences = [PlanSequence(i, n, max(n - 1, 1)) for i, n in enumerate(lengths)]
     plan = make_plan(sequences, lanes=1, capacity=capacity)
     samples = {
-        place: RandomSample(
+        place: TokenizedSample(
+            place,
             random.integers(0, decoder.vocab_size, each.length, dtype=np.int32),
             np.ones(each.length, dtype=bool),
         )

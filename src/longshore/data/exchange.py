@@ -175,7 +175,10 @@ def _joined(parts: Seq[Shards]) -> Shards:
 
     return replace(
         parts[0],
-        **{name: join(name) for name in ("sequences", "tokens", "ids", "mask")},
+        sequences=join("sequences"),
+        tokens=join("tokens"),
+        ids=join("ids"),
+        mask=join("mask"),
         token_fields=join_fields("token_fields"),
         sequence_fields=join_fields("sequence_fields"),
     )

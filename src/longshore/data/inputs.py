@@ -112,9 +112,7 @@ JSON = (*JSONL, ".json")
 SUFFIXES = (*JSON, ".parquet")
 """What is taken from a folder."""
 STORE_FILES = (*INDEX, "prepare.work")
-SAVED_SPLITS = "dataset_dict.json"
-SAVED_STATE = "state.json"
-SAVED_INFO = "dataset_info.json"
+SAVED_SPLITS, SAVED_STATE, SAVED_INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 
 
 def files_of(names: Sequence[str | Path]) -> list[Path]:

@@ -31,9 +31,7 @@ from longshore.data.source import Ints, TokenizedSample, checked_index
 from longshore.plan.lengths_file import read_lengths
 from longshore.settings import SettingError
 
-IDS = 64
-STEPS = 4
-NOISE = 16
+IDS, STEPS, NOISE = 64, 4, 16
 LARGEST_SEED = 2**63 - 1
 
 Draw = Callable[[Mapping[str, Any], np.random.Generator, int], NDArray[np.float64]]
@@ -54,7 +52,7 @@ def _lognormal(
     median = math.log(keys["mean_seq_len"]) - sigma**2 / 2
     with np.errstate(over="ignore"):
         drawn = np.exp(median + sigma * random.standard_normal(count))
-    return np.clip(np.rint(drawn), keys["min_seq_len"], keys["max_seq_len"])
+    return np.asarray(np.clip(np.rint(drawn), keys["min_seq_len"], keys["max_seq_len"]))
 
 
 def _uniform(

@@ -463,10 +463,8 @@ def _finish(job: Job, ranges: Sequence[Range]) -> None:
     if not shards:
         why = "the inputs have no samples"
         if reasons:
-            rejections = Rejections(job.out, lines.total(), reasons)
-            why = (
-                f"{rejections.in_short()}, such as {rejections.example()}; see {job.out / REJECTED}"
-            )
+            left_out, where = Rejections(job.out, lines.total(), reasons), job.out / REJECTED
+            why = f"{left_out.in_short()}, such as {left_out.example()}; see {where}"
         raise ValueError(f"{job.out}: no sample became a sequence; {why}")
     for path in job.out.glob("shard-*.arrow"):
         if path.name not in {shard.file for shard in shards}:

@@ -10,8 +10,7 @@ Tokens [5 6 7 8 9 4 3] cut for rank 0 of 2 (positions 0 1 6) with no depth:
     ids  [[5 6] [6 7] [3 −1]]        the token and the next, −1 past the end
     mask [[1] [1] [0]]               whether the next is a target, False past the end
 
-Each depth of multi-token prediction adds one column to both. A pipeline rank has only the columns
-that its stages read.
+Each depth of multi-token prediction adds one column to both; a pipeline rank has those it reads.
 """
 
 from collections.abc import Iterable, Mapping

@@ -21,10 +21,10 @@ from math import gcd, isfinite, lcm
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from longshore.data.batches import shuffled
-from longshore.data.fields import Field, check_declared, collect_fields
+from longshore.data.fields import Field, check_declared
 
 Ints = NDArray[np.int64]
 LARGEST_TOKEN = 2**31 - 1
@@ -146,30 +146,6 @@ def checked_index(index: int, size: int) -> int:
     return number % size
 
 
-def make_sample(
-    tokens: ArrayLike,
-    loss_mask: ArrayLike,
-    *,
-    id: int,
-    given: Mapping[str, object],
-    fields: Sequence[Field],
-    where: str,
-) -> TokenizedSample:
-    """A TokenizedSample from anything array-like, checked. Errors begin with `where`."""
-    ids = np.asarray(tokens)
-    if ids.ndim != 1 or not len(ids):
-        raise ValueError(f"{where}: tokens must be a list of at least one token id")
-    if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > LARGEST_TOKEN:
-        raise ValueError(f"{where}: token ids must be whole numbers from 0 to {LARGEST_TOKEN}")
-    mask = np.asarray(loss_mask)
-    if mask.shape != ids.shape:
-        raise ValueError(f"{where}: {ids.size} tokens, but the loss mask has {mask.size} values")
-    if mask.dtype.kind not in "biuf" or not np.isin(mask, (0, 1)).all():
-        raise ValueError(f"{where}: the loss mask must have only True and False, or 1 and 0")
-    extra = collect_fields(given, fields, length=len(ids), where=where)
-    return TokenizedSample(id, ids.astype(np.int32), mask.astype(np.bool_), extra)
-
-
 class MemorySource:
     """An indexed source of samples in memory, renumbered in their order."""
 
@@ -208,7 +184,7 @@ class Mixture:
             draws = np.flatnonzero(self.drawn_from == number)
             passes = range(-(-len(draws) // sizes[number]))
             orders = [shuffled(sizes[number], seed, 0, number, i) for i in passes]
-            indices = np.concatenate(orders or [draws])[: len(draws)]
+            indices = np.concatenate(orders)[: len(draws)]
             self.drawn_index[draws] = indices
             self.lengths[draws] = source.lengths[indices]
             self.loss_tokens[draws] = source.loss_tokens[indices]

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 
 from longshore.data.batches import GAMMA, LIMIT, shuffled
+from longshore.data.fields import Field
 from longshore.data.inputs import Input, Range, Sample, cut_ranges, read_range, unit_of
 from longshore.data.source import SampleError, TokenizedSample, draw_order
 from longshore.data.tokenize import SampleTokenizer
@@ -69,6 +70,11 @@ class TextStream:
     @property
     def bytes(self) -> int:
         return sum(file.bytes for files in self.parts for file in files)
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Extra fields of each sequence."""
+        return self.tokenizer.rules.fields
 
     @property
     def longest(self) -> int:

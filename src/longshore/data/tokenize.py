@@ -47,13 +47,7 @@ from longshore.data.columns import (
     without_nulls,
 )
 from longshore.data.fields import Field, check_declared, collect_fields
-from longshore.data.source import (
-    LARGEST_TOKEN,
-    Ints,
-    SampleError,
-    TokenizedSample,
-    make_sample,
-)
+from longshore.data.source import LARGEST_TOKEN, Ints, SampleError, TokenizedSample
 from longshore.data.training_templates import (
     AUTO,
     BY_NAME,
@@ -593,6 +587,7 @@ def _token_sample(row: Mapping[str, Any], number: int, fields: Sequence[Field]) 
     given = {name: row[name] for name in row if name not in (TOKENS, *TOKEN_COLUMNS)}
     given = without_padding(row, given, fields)
     try:
-        return make_sample(tokens, mask, id=number, given=given, fields=fields, where="the row")
+        extra = collect_fields(given, fields, length=len(tokens), where="the row")
     except ValueError as error:
         raise SampleError("bad field", str(error)) from None
+    return TokenizedSample(number, tokens, mask, extra)

@@ -448,7 +448,7 @@ def _make_streamed_steps(
         planner=planner,
         batch=batch,
         topology=topology,
-        fields=stream.tokenizer.rules.fields,
+        fields=stream.fields,
         packing=packing,
         before_plan=refiner.before_plan if refiner is not None else None,
         stream=stream,
