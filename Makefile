@@ -6,14 +6,18 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 DOCS := $(BIN)/properdocs --quiet build --strict -f mkdocs.yml -d out/docs
 IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 
-.PHONY: help setup demo plan test lint docs bench fuzz clean
+# Ranks and commands are processes of their own: without cached bytecode each compiles everything.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help setup demo plan check test lint quick docs bench fuzz clean
 
 help:
 	@echo 'make setup   make the virtual environment in .venv'
 	@echo 'make demo    train a tiny model on synthetic data, into runs/demo-1: about a minute'
 	@echo 'make plan    plan a long-tailed sample of lengths, page in out/plan.html'
-	@echo 'make test    lint, then all tests'
-	@echo 'make lint    ruff, mypy, the import layers, and whether the docs can be built'
+	@echo 'make check   lint, and the tests that need no ranks, without their slowest: for every save'
+	@echo 'make test    make check, then the tests on ranks, of commands and of whole runs'
+	@echo 'make lint    ruff, mypy, import layers, words and layout, and whether the docs can be built'
 	@echo 'make docs    the pages of docs/ as a site, in out/docs/index.html'
 	@echo 'make bench   planner against Megatron (downloads megatron-core), shift, loader'
 	@echo 'make fuzz    long runs of the property and fault tests'
@@ -44,14 +48,22 @@ plan: setup
 	@mkdir -p out
 	$(BIN)/longshore plan --demo --html out/plan.html --json out/plan.json
 
-test: lint
-	$(PYTEST)
+# Side by side: mypy keeps one core busy for most of the time that the tests take.
+check: setup
+	@$(MAKE) --no-print-directory -j 2 lint quick
+
+test: check
+	$(PYTEST) --part rest
+
+quick: setup
+	$(PYTEST) --part quick
 
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tests.lint
 	$(DOCS)
 
 docs: setup

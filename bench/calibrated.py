@@ -29,15 +29,13 @@ from results import table, write_section
 
 from longshore.advisor.calibrate import CalibrationOptions, calibrate
 from longshore.advisor.calibrate_parts import Case, Reference, make_module, runnable, work_of
-from longshore.advisor.held_out import Outcome, check_steps, random_steps
-from longshore.advisor.lone_steps import make_stepper, one_lane
+from longshore.advisor.lone_steps import Outcome, check_steps, make_stepper, one_lane, random_steps
 from longshore.advisor.machine import MachineProfile, load_machine
 from longshore.advisor.step_time import (
     RunShape,
     Work,
     block_works,
     end_works,
-    part_kind,
     part_time,
     part_works,
     round_busy,
@@ -117,7 +115,7 @@ def check_parts(
 ) -> list[Outcome]:
     """Each kind of part of the decoder alone, on the device: predicted and measured."""
     parts = {part: None for layer in decoder.layers for part in layer.parts}
-    wanted = [Reference(part_kind(part), decoder, part, part_kind(part)) for part in parts]
+    wanted = [Reference(part.timed_as, decoder, part, part.timed_as) for part in parts]
     wanted += [Reference(kind, decoder, None, kind) for kind in ("embedding", "head")]
     outcomes = []
     for reference in wanted:

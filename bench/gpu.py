@@ -20,7 +20,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -33,13 +34,11 @@ from results import machine, one_line, table, write_section
 
 from longshore.arch.costs import step_flops
 from longshore.ops.backends import chosen, kernels_line, only
-from longshore.run.job import TrainingJob
-from longshore.run.parts import Parts
+from longshore.parallel.pipeline import Timestamp
+from longshore.run.parts import Parts, TrainingJob
 from longshore.settings import Kernels
 from longshore.train.device import peak_flops
-from longshore.train.loop import Machine, StepReport
-from longshore.train.loop import train as train_loop
-from longshore.train.optimizer import Schedule
+from longshore.train.step import QueuedStep, StepReport, queue_step, read_step
 
 # Processes share what flash-attn-4 compiles, as those of `longshore train` do.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
@@ -114,23 +113,30 @@ def dense(options: argparse.Namespace, report: Report) -> None:
 
 
 def steps_of(job: TrainingJob, parts: Parts, steps: int) -> list[tuple[StepReport, float]]:
-    """Steps through the real loop, each with the host's time between reports."""
-    reports = train_loop(
-        parts.stepper,
-        parts.loader,
-        steps=steps,
-        schedule=Schedule(
-            kind="constant", lr=job.config.train.lr, warmup=0, updates=steps, min_lr=0.0
-        ),
-        flops=partial(step_flops, job.decoder),
-        machine=Machine(ranks=1, device=job.topology.device, peak_flops=None),
-    )
+    """Steps as the Trainer's loop queues and reads them, with the host's time between reports."""
     results, before = [], time.perf_counter()
-    for each in islice(reports, steps):
+    for each in _reports(job, parts, steps):
         now = time.perf_counter()
         results.append((each, now - before))
         before = now
     return results
+
+
+def _reports(job: TrainingJob, parts: Parts, steps: int) -> Iterator[StepReport]:
+    """A step's numbers are read once the next is queued, but for the first."""
+    waiting, begin = deque[QueuedStep](), Timestamp(job.topology.device)
+    for number, step in enumerate(islice(parts.loader, steps)):
+        waiting.append(queue_step(parts.stepper, step, job.config.train.lr, begin=begin))
+        if number != 1:
+            yield _read(job, parts, waiting.popleft())
+        begin = Timestamp(job.topology.device)
+    if waiting:
+        yield _read(job, parts, waiting.popleft())
+
+
+def _read(job: TrainingJob, parts: Parts, queued: QueuedStep) -> StepReport:
+    flops = step_flops(job.decoder, [sequence.length for sequence in queued.step.plan.sequences])
+    return read_step(queued, parts.stepper, flops=flops)
 
 
 def apart(name: str, *args: object) -> Any:  # noqa: ANN401

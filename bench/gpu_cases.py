@@ -27,14 +27,12 @@ from longshore.arch.presets import preset
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.config.load import load_config
 from longshore.data.mock import mock_lengths
+from longshore.distributed.process_group import Ranks
 from longshore.model.init import initial_block
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Sequence
 from longshore.run import parts as parts_of_run
-from longshore.run.job import TrainingJob, make_job
-from longshore.run.parts import Parts, build_parts
-from longshore.run.process import joined_ranks
-from longshore.run.ranks import Ranks
+from longshore.run.parts import Parts, TrainingJob, build_parts, joined_ranks, make_job
 
 CAPACITY = 32_768
 """3 rounds; the host has to launch a round's kernels, however many its tokens."""

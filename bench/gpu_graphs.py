@@ -34,7 +34,7 @@ from results import machine, table, write_section
 from torch import Tensor
 
 from longshore.parallel.fsdp import local_part
-from longshore.train.loop import StepReport
+from longshore.train.step import StepReport
 
 MODELS = {
     "qwen3-0.6b": ["model.preset=qwen3-0.6b"],

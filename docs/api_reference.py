@@ -13,7 +13,7 @@ import longshore
 PAGE = Path(__file__).with_name("api.md")
 PACKAGE = Path(longshore.__file__).parent
 GROUPS = {
-    "Training": "Trainer load_config RunConfig RunError SettingError",
+    "Training": "Trainer load_config RunConfig RunError",
     "Plans": (
         "make_plan check Plan Round Pack Sequence PlanSetting Stats CostProfile load_profile "
         "model_cost make_layout stage_costs Policy policy_named policy_names"

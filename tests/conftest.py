@@ -1,12 +1,15 @@
-"""Hypothesis profiles, signals, and why tests were skipped, one line for each reason.
+"""Which tests run, Hypothesis profiles, signals, and why tests were skipped, by reason.
 
-Of the profiles, `default` is a fixed sample for every run, `fuzz` many fresh examples.
+`--part quick` runs what `make check` does: the folders that need no ranks, without the tests marked
+`slow`. `--part rest` runs all others, and imports no file without them; together they are `pytest`.
+The Hypothesis profile `default` is a fixed sample for every run, `fuzz` many fresh examples.
 """
 
 import os
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,6 +30,10 @@ settings.register_profile(
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"
 
+# One thread for each process, or workers and ranks wait for each other's: torch reads this when it
+# is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 settings.load_profile(PROFILE)
 
@@ -35,13 +42,47 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def pytest_collection_modifyitems(items) -> None:
+HERE = Path(__file__).resolve().parent
+ON_RANKS = {"cli", "end_to_end", "examples", "gpu", "ranks"}
+"""Folders whose tests start processes, or need a GPU."""
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--part", choices=("quick", "rest"), help="what make check runs, or the rest")
+
+
+def is_on_ranks(path: Path) -> bool:
+    return path.relative_to(HERE).parts[0] in ON_RANKS
+
+
+def pytest_ignore_collect(collection_path, config) -> bool | None:
+    """A file none of whose tests would run is not even imported."""
+    part, is_file = config.getoption("part"), collection_path.suffix == ".py"
+    if part is None or collection_path == HERE:
+        return None
+    if is_on_ranks(collection_path):
+        return True if part == "quick" else None
+    if part == "rest" and is_file and "mark.slow" not in collection_path.read_text("utf-8"):
+        return True
+    return None
+
+
+def pytest_collection_modifyitems(config, items) -> None:
     """Tests that take long run in `make fuzz` alone; others show the same in less time."""
+    part = config.getoption("part")
+    if part is not None:
+        others = [item for item in items if is_quick(item) != (part == "quick")]
+        items[:] = [item for item in items if is_quick(item) == (part == "quick")]
+        config.hook.pytest_deselected(items=others)
     if PROFILE == "fuzz":
         return
     for item in items:
         if item.get_closest_marker("long") is not None:
             item.add_marker(pytest.mark.skip(reason="takes long: in `make fuzz`"))
+
+
+def is_quick(item) -> bool:
+    return item.get_closest_marker("slow") is None and not is_on_ranks(item.path)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.conftest import skipped_lines
+from tests.conftest import HERE, is_quick, pytest_ignore_collect, skipped_lines
 
 
 def warn_from(module, text="old", category=UserWarning):
@@ -32,6 +32,31 @@ def test_skipped_tests_are_listed_by_reason():
 
     reports = [report("a.py", "no GPU"), report("b.py", "slow"), report("c.py", "no GPU")]
     assert skipped_lines(reports) == ["   2 no GPU (a.py, c.py)", "   1 slow (b.py)"]
+
+
+@pytest.mark.parametrize(
+    ("path", "quick", "rest"),
+    [
+        ("plan/test_order.py", True, False),
+        ("plan/test_brute_force.py", True, True),  # some of its tests are slow
+        ("ranks/test_step.py", False, True),
+        ("end_to_end", False, True),
+        ("plan", True, True),
+    ],
+)
+def test_each_part_imports_only_its_own_files(path, quick, rest):
+    for part, is_wanted in (("quick", quick), ("rest", rest)):
+        config = SimpleNamespace(getoption={"part": part}.get)
+        assert (pytest_ignore_collect(HERE / path, config) is None) == is_wanted, part
+
+
+def test_slow_tests_and_those_on_ranks_are_not_quick():
+    def item(path, *marks):
+        return SimpleNamespace(path=HERE / path, get_closest_marker=dict.fromkeys(marks, 1).get)
+
+    assert is_quick(item("plan/test_order.py"))
+    assert not is_quick(item("plan/test_order.py", "slow"))
+    assert not is_quick(item("ranks/test_step.py"))
 
 
 @pytest.mark.usefixtures("half_by_float32")

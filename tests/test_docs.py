@@ -1,15 +1,14 @@
-"""What docs/ says is so: its keys, commands, options, files, messages, code and printed answers.
+"""What docs/ says is so: its generated parts, messages, code, commands and printed answers.
 
 On a page every Python block runs unless `<!-- not run: why -->` stands above it, and with `<!--
 prints below -->` it prints the text block behind it. A `sh` block runs where `<!-- run -->` stands
 above it; with `<!-- refused -->` it fails, and says the text block behind it; others are only
 looked at. The other text blocks of troubleshooting.md are messages of the code, … for what changes.
-A Python block with `<!-- run after the commands -->` needs what the page's commands make. The keys,
-commands and files that the READMEs name are checked too. README.md and the tutorial are executed
-from top to bottom in test_docs_in_order.py, where `<!-- run in order -->` stands.
+A Python block with `<!-- run after the commands -->` needs what the page's commands make. README.md
+and the tutorial are executed from top to bottom in test_docs_in_order.py, where `<!-- run in order
+-->` stands. That keys, commands, options and files exist is a matter of tests/lint.py.
 """
 
-import argparse
 import ast
 import contextlib
 import importlib.util
@@ -17,19 +16,16 @@ import io
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from tests.data.tiny import CHATML, word_tokenizer
-from tests.test_layout import PACKAGE, ROOT, defined_names
+from tests.lint import INLINE, PACKAGE, ROOT, Block, blocks_of
 
-from longshore.cli import main as cli
 from longshore.config.load import load_config
 from longshore.config.other_systems import all_keys
 from longshore.config.schema import SECTIONS
@@ -37,18 +33,8 @@ from longshore.train.display import StepMetrics
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-TEXTS = [*PAGES, ROOT / "README.md", ROOT / "recipes" / "README.md"]
 AFTER = "run after the commands"
 IN_ORDER = "run in order"
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-each_text = pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
-
-BLOCK = re.compile(r"(?:<!-- ([^\n]*?) -->\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-INLINE = re.compile(r"`([^`\n]+)`")
-KEY = re.compile(rf"(?<![\w./-])({'|'.join(SECTIONS)})\.(\w+)(?![\w/])")
-FILE_ENDINGS = ("csv", "html", "json", "jsonl", "md", "py", "svg", "toml", "yaml")
-NAMED_PATH = re.compile(r"((?:[\w.-]+/)+[\w.-]+\.(?:md|py|sh|toml)|CONTRIBUTING\.md)(?::([\w.]+))?")
-MADE_BY_RUNS = ("runs/", "prepared/")
 SHORTEST = 12  # characters of a message that can only be found on purpose
 CHECKPOINT = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -68,49 +54,15 @@ CHECKPOINT = {
 WORDS = "system user assistant Be kind . one two three ?"
 
 
-class Block(NamedTuple):
-    mark: str
-    language: str
-    text: str
+def pages_with(is_wanted):
+    """A case for each page with a block for which that holds."""
+    pages = [page for page in PAGES if any(map(is_wanted, blocks_of(page)))]
+    return pytest.mark.parametrize("page", pages, ids=lambda page: page.stem)
 
 
-def blocks_of(page, *languages):
-    found = [Block(*(group or "" for group in match)) for match in BLOCK.findall(page.read_text())]
-    return [block for block in found if not languages or block.language in languages]
-
-
-def inline_of(page):
-    """What stands between backticks, blocks aside."""
-    return INLINE.findall(BLOCK.sub("", page.read_text(encoding="utf-8")))
-
-
-def commands_of(page):
-    """Every command line of a page as words, inline ones included; refused ones are not."""
-    lines = []
-    for block in blocks_of(page, "sh"):
-        if block.mark != "refused":
-            lines += block.text.replace("\\\n", " ").splitlines()
-    lines += [text for text in inline_of(page) if text.startswith(("longshore ", "make "))]
-    return [shlex.split(line, comments=True) for line in lines if line.strip()]
-
-
-def ours(words):
-    """The words behind `longshore`, up to a redirection; None for other programs."""
-    if "longshore.cli.main" in words:
-        words = words[words.index("longshore.cli.main") :]
-    elif not words or words[0] != "longshore":
-        return None
-    cut = [i for i, word in enumerate(words) if word in (">", "|")]
-    return words[1 : cut[0] if cut else None]
-
-
-@pytest.fixture(scope="module")
-def parsers():
-    """The parser of each command."""
-    commands = argparse.ArgumentParser().add_subparsers()
-    for register in cli.COMMANDS:
-        register(commands)
-    return commands.choices
+def runs_at_once(block):
+    is_left = block.mark.startswith("not run") or block.mark in (AFTER, IN_ORDER)
+    return block.language == "python" and not is_left
 
 
 @pytest.fixture(scope="module")
@@ -167,59 +119,6 @@ def test_the_drawing_of_a_step_is_what_the_planner_makes():
     assert drawn == script("draw_plan").drawing(), "stale: run python docs/generate.py"
 
 
-def foreign(page):
-    """The first cells of the tables of coming-from.md, where other systems' words stand."""
-    if page.stem != "coming-from":
-        return set()
-    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
-    return {text for row in rows for text in INLINE.findall(row.split("|")[1])}
-
-
-@each_text
-def test_keys_exist(page):
-    shown = [text for text in inline_of(page) if text not in foreign(page)]
-    shown += [block.text for block in blocks_of(page, "sh", "toml") if block.mark != "refused"]
-    for section, name in (found for text in shown for found in KEY.findall(text)):
-        known = f"{section}.{name}" in all_keys() or name in FILE_ENDINGS
-        assert known, f"{page.name}: there is no key {section}.{name}"
-
-
-@each_text
-def test_commands_options_and_words_exist(page, parsers):
-    for words in filter(None, map(ours, commands_of(page))):
-        command, rest = words[0], words[1:]
-        if command.startswith("-"):
-            continue
-        assert command in parsers, f"{page.name}: there is no command {command}"
-        options = parsers[command]._option_string_actions
-        for word in rest:
-            if word.startswith("--"):
-                assert word.split("=")[0] in options, f"{page.name}: {command} has no {word}"
-        overrides = [word for word in rest if re.match(r"\w+\.\w+=", word)]
-        if command == "train":
-            load_config(None, overrides)
-
-
-@each_text
-def test_make_targets_exist(page):
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for words in commands_of(page):
-        if words[0] == "make":
-            assert words[1] in targets, f"{page.name}: make has no target {words[1]}"
-
-
-@each_text
-def test_named_files_and_functions_exist(page):
-    shown = [*inline_of(page), *(word for words in commands_of(page) for word in words)]
-    for path, name in (found for text in shown for found in NAMED_PATH.findall(text)):
-        if path.startswith(MADE_BY_RUNS):
-            continue
-        bases = (ROOT, PACKAGE, page.parent)
-        places = [base / path for base in bases if (base / path).is_file()]
-        assert places, f"{page.name}: there is no file {path}"
-        assert not name or name in defined_names(places[0]), f"{page.name}: {path} has no {name}"
-
-
 def test_the_tutorial_shows_the_demo_that_there_is():
     demo = load_config(None)
     shown = (DOCS / "tutorial.md").read_text(encoding="utf-8")
@@ -241,13 +140,13 @@ def test_named_metrics_exist():
     assert {name for cell in first for name in INLINE.findall(cell)} <= known
 
 
-@each_page
+@pytest.mark.slow
+@pages_with(runs_at_once)
 def test_python_blocks_run_and_print_what_they_say(page, folder, monkeypatch):
     monkeypatch.chdir(folder)
     blocks = blocks_of(page)
     for block, after in pairwise([*blocks, Block("", "", "")]):
-        is_left = block.mark.startswith("not run") or block.mark in (AFTER, IN_ORDER)
-        if block.language != "python" or is_left:
+        if not runs_at_once(block):
             continue
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(block.text, page.name, "exec"), {})
@@ -255,7 +154,8 @@ def test_python_blocks_run_and_print_what_they_say(page, folder, monkeypatch):
             assert printed.getvalue() == after.text
 
 
-@each_page
+@pytest.mark.slow
+@pages_with(lambda block: block.mark == "run")
 def test_commands_that_can_run_do(page, folder, monkeypatch):
     scripts = [block.text for block in blocks_of(page, "sh") if block.mark == "run"]
     code, said = shell(folder, "\n".join(scripts))
@@ -266,7 +166,8 @@ def test_commands_that_can_run_do(page, folder, monkeypatch):
             exec(compile(block.text, page.name, "exec"), {})
 
 
-@each_page
+@pytest.mark.slow
+@pages_with(lambda block: block.mark == "refused")
 def test_what_is_refused_is_told_so(page, folder):
     for block, after in pairwise(blocks_of(page)):
         if block.mark == "refused":

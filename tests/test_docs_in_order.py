@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 from tests.data.tiny import CHATML, word_tokenizer
 from tests.hf.folders import qwen3
-from tests.test_docs import WORDS, blocks_of
-from tests.test_layout import ROOT
+from tests.lint import ROOT, blocks_of
+from tests.test_docs import WORDS
 
 from longshore.cli.main import main
 
@@ -114,6 +114,7 @@ def execute(line):
         subprocess.run(["bash", "-euc", line], check=True, timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_and_every_python_block_is_executed(page, folder):
     executed = 0

@@ -1,80 +1,44 @@
-import ast
+"""Errors name the key of a recipe where they are raised, once; nothing rewrites them."""
+
 import pickle
 
 import pytest
-from tests.test_layout import PACKAGE
 
-from longshore.settings import SettingError, as_option
-
-
-def too_large():
-    return SettingError("{max_cp} is {given}, of {count} lanes; lower {max_cp}", given=8, count=4)
+from longshore.config.other_systems import all_keys
+from longshore.config.schema import in_keys
+from longshore.data.mock import mock_lengths
+from longshore.plan.planner import KEYS, PlaceError, make_plan
 
 
-def test_each_front_end_spells_the_setting():
-    error = too_large()
-    assert str(error) == "max_cp is 8, of 4 lanes; lower max_cp"
-    assert error.spelled(as_option) == "--max-cp is 8, of 4 lanes; lower --max-cp"
-    assert error.spelled("plan.{}".format) == "plan.max_cp is 8, of 4 lanes; lower plan.max_cp"
-    assert error.spelled(str, given="too large").startswith("max_cp is too large")
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("data.max_bytes is 0"), "data.path: data.max_bytes is 0"),
+        (ValueError("a{b}.txt: must end in .jsonl"), "data.path: a{b}.txt: must end in .jsonl"),
+        (OSError(13, "Permission denied", "a"), "data.path: a: cannot be read (Permission denied)"),
+    ],
+)
+def test_an_error_is_one_of_its_key(error, message):
+    with pytest.raises(ValueError) as caught, in_keys("data.path"):  # noqa: PT011 - compared below
+        raise error
+    assert str(caught.value) == message
 
 
-def test_it_says_which_settings_it_is_about():
-    assert too_large().settings == ("max_cp",)
+def test_arguments_of_the_planner_are_keys():
+    assert {name for name in KEYS.values() if "." in name} <= set(all_keys())
+    assert {name for name in KEYS.values() if "." not in name} == {"lanes", "heads"}
 
 
-def test_values_are_never_read_as_settings():
-    error = SettingError("{path}: {file} is missing", file="a{b}.csv")
-    assert str(error) == "path: a{b}.csv is missing"
-    assert error.spelled(as_option) == "--path: a{b}.csv is missing"
+def test_a_sequence_is_named_by_whoever_knows_its_name():
+    with pytest.raises(PlaceError, match=r"^sequence 1: its 99 tokens do not fit") as caught:
+        make_plan([5, 99], lanes=1, capacity=8)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (copy.kind, copy.number, str(copy)) == ("sequence", 1, str(caught.value))
+    assert f"l.csv line 3{copy.problem}".startswith("l.csv line 3: its 99 tokens do not fit")
 
 
-def test_it_survives_the_way_to_another_process():
-    copy = pickle.loads(pickle.dumps(too_large()))
-    assert isinstance(copy, SettingError)
-    assert copy.spelled(as_option) == too_large().spelled(as_option)
-    with pytest.raises(ValueError, match="max_cp is 8"):
-        raise copy
-
-
-def test_a_setting_may_have_a_value():
-    error = SettingError("take {found} with {max_rejected:{enough}}", found="it", enough="0.43")
-    assert error.settings == ("max_rejected",)
-    assert str(error) == "take it with max_rejected=0.43"
-    assert error.spelled(as_option) == "take it with --max-rejected 0.43"
-
-
-def test_words_in_front_are_not_read_as_settings():
-    error = too_large().after("a{b}.csv line 3: ")
-    assert isinstance(error, SettingError)
-    assert error.spelled(as_option) == f"a{{b}}.csv line 3: {too_large().spelled(as_option)}"
-    assert str(error.after("{x} ")).startswith("{x} a{b}.csv line 3: max_cp")
-
-
-def test_any_name_may_be_a_value():
-    error = SettingError("{message} {spell} {self}", message=1, spell=2, self=3)
-    assert str(pickle.loads(pickle.dumps(error))) == "1 2 3"
-
-
-CHANGES = {"replace", "removeprefix", "removesuffix", "sub", "subn", "split", "partition"}
-
-
-def changed_errors(source):
-    """Lines that change the text of an error: methods of CHANGES called on or with str(error)."""
-    for handler in ast.walk(ast.parse(source)):
-        if not isinstance(handler, ast.ExceptHandler) or handler.name is None:
-            continue
-        for call in ast.walk(handler):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-                texts = [ast.unparse(text) for text in (call.func.value, *call.args)]
-                if call.func.attr in CHANGES and f"str({handler.name})" in texts:
-                    yield call.lineno
-
-
-def test_no_error_is_rewritten():
-    source = "try:\n    f()\nexcept ValueError as e:\n    raise ValueError({})"
-    for bad in ("str(e).replace('a', 'b')", "NAMES.sub('b', str(e))"):
-        assert list(changed_errors(source.format(bad))) == [4]
-    assert not list(changed_errors(source.format("f'data.path: {e}'")))
-    for path in PACKAGE.rglob("*.py"):
-        assert not list(changed_errors(path.read_text(encoding="utf-8"))), path
+def test_mock_data_is_named_once():
+    settings = {"mode": "distribution", "type": "fixed", "mean_seq_len": 8}
+    end = r"^data.mock: a distribution needs data.count, the number of sequences to draw$"
+    with pytest.raises(ValueError, match=end), in_keys("data.mock"):
+        mock_lengths(settings, count=None, seed=0)

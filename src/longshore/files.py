@@ -130,6 +130,7 @@ def _remove_ownerless(parent: Path) -> None:
 
 SEAL = "sha256"
 BLANK = b"0" * 64
+MOST_JSON_BYTES = 1_000_000_000  # an index of a million tensors has a tenth of this
 SPARE = 1 << 20  # bytes next to a big file: metrics, names, JSON
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PROTECTED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -149,6 +150,26 @@ def parse_json(text: str | bytes) -> Any:  # noqa: ANN401 - as json.loads
         return json.loads(text)
     except RecursionError:
         raise ValueError("its lists and objects are nested too deep") from None
+
+
+def read_json_object(path: Path, *, most_bytes: int = MOST_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file, which has at most `most_bytes`."""
+    if path.is_file() and (size := path.stat().st_size) > most_bytes:
+        raise ValueError(f"{path} has {size:,} bytes; the limit is {most_bytes:,}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        what = f"has no {path.name}" if path.parent.is_dir() else "is not a folder"
+        raise ValueError(f"{path.parent} {what}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    except RecursionError:
+        raise ValueError(f"{path} is broken: its lists and objects are nested too deep") from None
+    except ValueError:
+        raise ValueError(f"{path} is broken: it is not JSON") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} is broken: it must hold a JSON object")
+    return data
 
 
 def open_sealed(raw: bytes) -> dict[str, Any]:

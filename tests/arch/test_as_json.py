@@ -8,6 +8,7 @@ from tests.parallel.my_mixer import MeanConfig
 from longshore.arch.as_json import REGISTERED, config_from_json, config_to_json, register_config
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
+from longshore.arch.part import Part
 
 
 def decoder(mixer):
@@ -32,7 +33,7 @@ class Outer(MeanConfig):
 def test_a_registered_config_names_its_module_and_comes_back():
     data = config_to_json(decoder(MeanConfig()))
     mixer = {"kind": "MeanConfig", "module": "tests.parallel.my_mixer"}
-    assert data["layers"][0]["mixer"] == mixer
+    assert data["layers"][0]["mixer"] == {**mixer, "heads": 4, "head_dim": 8}
     assert config_from_json(data) == decoder(MeanConfig())
 
 
@@ -92,10 +93,13 @@ def test_what_cannot_be_registered(body, reason):
 
 
 def test_a_part_that_lacks_a_method_is_refused():
-    class Half:
-        ropes = ()
+    class Half(Part):
+        def flops(self, width, length):
+            return 0
 
     with pytest.raises(
-        ValueError, match=r"^Half has no parameters; a part of a layer must have ropes"
+        ValueError, match=r"^Half has no parameters; a part of a layer must have parameters, flops"
     ):
         LayerConfig(Half(), None)
+    with pytest.raises(ValueError, match=r"^object is no Part; a part of a layer inherits Part"):
+        LayerConfig(object(), None)

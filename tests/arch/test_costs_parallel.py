@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longshore.arch.costs import auto_capacity, logits_bytes, make_layout, model_bytes, token_bytes
-from longshore.arch.cuts import TPRank, cuts_of
+from longshore.arch.cuts import TPRank
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.memory import (
@@ -43,7 +43,7 @@ def counted(config: DecoderConfig, tp: int, ep: int) -> tuple[int, int]:
     for prefix, layer in blocks.items():
         for kind, part in (("mixer", layer.mixer), ("mlp", layer.mlp)):
             if part is not None:
-                own = cuts_of(part, config.width, tp=tp, rank=0)
+                own = part.tp_cuts(config.width, TPRank(tp, 0))
                 cuts |= {f"{prefix}.{kind}.{name}": cut for name, cut in own.items()}
     common = experts = 0
     for name, parameter in model.named_parameters():

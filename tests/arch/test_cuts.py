@@ -8,22 +8,13 @@ from hypothesis import given
 from tests.arch.tp_parts import WIDTH, parts_on_ranks
 
 from longshore.arch.attention import AttentionConfig
-from longshore.arch.cuts import (
-    Span,
-    TensorCut,
-    TPRank,
-    cuts_of,
-    decoder_on_tp_rank,
-    is_tp_split,
-    on_tp_rank,
-)
-from longshore.arch.decoder import DecoderConfig, LayerConfig
+from longshore.arch.cuts import Span, TensorCut, TPRank
+from longshore.arch.decoder import DecoderConfig, LayerConfig, check_tp, decoder_on_tp_rank
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.part import Norm
 from longshore.arch.presets import preset
 from longshore.arch.scan import Mamba2Config
 from longshore.model.registry import make_feed_forward, make_mixer
-from longshore.settings import SettingError
 
 THREE = AttentionConfig(heads=6, kv_heads=3, head_dim=8)
 
@@ -38,10 +29,10 @@ def shapes_of(part):
 @given(parts_on_ranks())
 def test_the_modules_agree(part_and_tp):
     part, tp = part_and_tp
-    whole, local = shapes_of(part), shapes_of(on_tp_rank(part, tp))
+    whole, local = shapes_of(part), shapes_of(part.on_tp_rank(tp))
     assert whole.keys() == local.keys()
     for rank in range(tp):
-        cuts = cuts_of(part, WIDTH, tp=tp, rank=rank)
+        cuts = part.tp_cuts(WIDTH, TPRank(tp, rank))
         assert cuts.keys() <= whole.keys()
         for name, shape in whole.items():
             if name not in cuts:
@@ -57,7 +48,7 @@ def test_the_modules_agree(part_and_tp):
 @given(parts_on_ranks())
 def test_every_index_is_there_as_often_as_said(part_and_tp):
     part, tp = part_and_tp
-    ranks = [cuts_of(part, WIDTH, tp=tp, rank=rank) for rank in range(tp)]
+    ranks = [part.tp_cuts(WIDTH, TPRank(tp, rank)) for rank in range(tp)]
     for name, first in ranks[0].items():
         at = Counter(
             (index, span.copies, span.copy)
@@ -73,12 +64,12 @@ def test_every_index_is_there_as_often_as_said(part_and_tp):
 
 def test_the_docstrings_examples():
     attention = AttentionConfig(heads=4, kv_heads=2, head_dim=16)
-    cuts = cuts_of(attention, 64, tp=2, rank=1)
+    cuts = attention.tp_cuts(64, TPRank(2, 1))
     assert cuts["q_proj.weight"] == TensorCut(0, 64, (Span(32, 64),))
     assert cuts["k_proj.weight"] == TensorCut(0, 32, (Span(16, 32),))
     assert cuts["o_proj.weight"] == TensorCut(1, 64, (Span(32, 64),))
     mamba = Mamba2Config(heads=4, head_dim=8, state_dim=16, groups=1)
-    spans = cuts_of(mamba, 64, tp=2, rank=1)["in_proj.weight"].spans
+    spans = mamba.tp_cuts(64, TPRank(2, 1))["in_proj.weight"].spans
     shared = Span(64, 80, 1, 2), Span(80, 96, 1, 2)
     assert spans == (Span(16, 32), Span(48, 64), *shared, Span(98, 100))
 
@@ -91,9 +82,9 @@ def test_a_vocabulary_is_cut_as_evenly_as_can_be():
 
 def test_what_ranks_do_not_split_stays_as_it_is():
     experts = MoEConfig(experts=4, top_k=2, width=8)
-    assert not is_tp_split(experts)
-    assert on_tp_rank(experts, 2) is experts
-    assert cuts_of(experts, 16, tp=2, rank=1) == {}
+    assert not experts.tp_units()
+    assert experts.on_tp_rank(2) is experts
+    assert experts.tp_cuts(16, TPRank(2, 1)) == {}
     config = preset("tiny-qwen3-moe")
     local = decoder_on_tp_rank(config, 2)
     assert [layer.mlp for layer in local.layers] == [layer.mlp for layer in config.layers]
@@ -109,9 +100,12 @@ def test_what_ranks_do_not_split_stays_as_it_is():
     ],
 )
 def test_refused_with_what_works(part, tp, message):
-    with pytest.raises(SettingError) as caught:
-        on_tp_rank(part, tp)
-    assert message in caught.value.spelled(lambda name: f"parallel.{name}")
+    is_mlp = isinstance(part, MLPConfig)
+    layer = LayerConfig(None, part) if is_mlp else LayerConfig(part, None)
+    decoder = DecoderConfig(vocab_size=8, width=64, layers=(layer,))
+    with pytest.raises(ValueError, match=r"^parallel\.tp is") as caught:
+        check_tp(decoder, tp)
+    assert message in str(caught.value)
 
 
 def test_a_decoder_is_refused_with_what_works_for_all_its_parts():

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.arch.costs import exchanged_by, gathered_rows
+from longshore.arch.costs import exchanged_by
 from longshore.arch.part import Sharing
 from longshore.arch.presets import preset
 from longshore.model.attention import over_heads
@@ -29,7 +29,6 @@ def of_token(config, cp_size, *, sharing, item):
 def test_gathered_keys_and_values():
     """qwen3-8b: 32 heads, 8 KV heads of 128; the example of the module."""
     config = preset("qwen3-8b")
-    assert gathered_rows(16_374, 8) == 130_992
     assert of_token(config, 8, sharing=GATHER, item=2) == 137_216 + indices(8)
     assert of_token(config, 1, sharing=GATHER, item=2) == 0
     # In float32 2·8.5 rows, and buffers of 8·2.5 rows, which is more than 8.5 + 8.

@@ -1,8 +1,8 @@
 import pytest
 
-from longshore.arch.cuts import Span, TensorCut, check_ep, expert_cut
+from longshore.arch.cuts import Span, TensorCut, expert_cut
+from longshore.arch.decoder import check_ep
 from longshore.arch.presets import preset
-from longshore.settings import SettingError
 
 
 def test_the_worked_example():
@@ -19,7 +19,9 @@ def test_sizes_that_do_not_divide_are_refused_by_name():
     config = preset("tiny-qwen3-moe")
     experts = config.layers[0].mlp.experts
     check_ep(config, experts)
-    with pytest.raises(SettingError, match=f"ep is 3, which does not divide the {experts} exp"):
+    with pytest.raises(ValueError, match=f"ep is 3, which does not divide the {experts} exp"):
         check_ep(config, 3)
-    with pytest.raises(SettingError, match="ep is 2, but the model has no experts; use ep=1"):
+    with pytest.raises(
+        ValueError, match=r"^parallel\.ep is 2, but .* no experts; use parallel\.ep=1"
+    ):
         check_ep(preset("tiny-llama"), 2)

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.arch.machines import PART, make_machine
 
-from longshore.advisor.cost_source import read_cost
 from longshore.advisor.machine import (
     MachineProfile,
     ProductTime,
@@ -15,8 +14,9 @@ from longshore.advisor.machine import (
     memory_gib,
     parse_machine,
     profile_names,
-    vendor_peak,
+    read_cost,
 )
+from longshore.arch.costs import vendor_peak
 from longshore.plan.cost import BUILT_IN
 
 GRID = tuple(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from longshore.advisor.peak_memory import WORKSPACE, RankSetting, expected_peak, part_memory
+from longshore.advisor.peak_memory import WORKSPACE, RankSetting, expected_peak
 from longshore.arch.costs import (
     logits_bytes,
     make_layout,
@@ -17,7 +17,7 @@ from longshore.arch.costs import (
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.memory import ModelSplit
-from longshore.arch.part import Saved, Sharing
+from longshore.arch.part import Part, Saved, Sharing
 from longshore.arch.presets import preset
 
 GIB = 1 << 30
@@ -97,14 +97,14 @@ def test_sharding_divides_weights_and_moments():
 
 
 def test_a_part_that_is_not_known_counts_as_it_says():
-    class Own:
+    class Own(Part):
         def saved(self, width):
             return Saved(3 * width, 1)
 
         def parameters(self, width):
             return width
 
-    memory = part_memory(Own(), 10)
+    memory = Own().kernel_memory(10)
     assert memory.saved == Saved(30, 1)
     assert memory.backward[0].rows == Saved(50, 1)
 

@@ -42,7 +42,9 @@ def test_experts_without_ep_are_sharded_over_a_stage_where_tp_splits_the_rest():
 
 def test_ep_must_divide_a_stage():
     joined_groups(lanes=32, tp=8, ep=64)
-    with pytest.raises(ValueError, match="ep is 3 and does not divide the 4 lanes × tp 2"):
+    with pytest.raises(
+        ValueError, match="ep is 3, which does not divide the 8 ranks of a pipeline stage"
+    ):
         joined_groups(lanes=4, tp=2, ep=3)
 
 

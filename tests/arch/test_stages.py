@@ -14,7 +14,6 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.presets import preset
 from longshore.plan.cost import FINE
-from longshore.settings import SettingError
 
 MLP = LayerConfig(None, MLPConfig(width=8))
 
@@ -48,7 +47,7 @@ def test_parts_make_up_the_whole(name: str):
 def test_by_hand():
     config = decoder(4, vocab_size=48)
     assert str(make_layout(config, pp=2, vpp=2, text="Et|t|tt|L")) == "Et|t|tt|L"
-    with pytest.raises(SettingError, match=r"2 stages for each of 2 .* set vpp to 2"):
+    with pytest.raises(ValueError, match=r"2 stages for each of 2 .* set parallel.vpp to 2"):
         make_layout(config, pp=2, vpp=1, text="Et|t|tt|L")
 
 

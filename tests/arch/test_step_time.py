@@ -11,7 +11,7 @@ from longshore.advisor.step_time import (
     cost_profile,
     end_works,
     part_time,
-    part_work,
+    part_works,
     round_busy,
     step_seconds,
 )
@@ -19,7 +19,7 @@ from longshore.arch.attention import AttentionConfig
 from longshore.arch.costs import forward_flops, parameter_count
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
-from longshore.arch.part import Product, Saved
+from longshore.arch.part import Part, Product, Saved
 from longshore.arch.presets import PRESETS, preset
 
 ONE = RunShape(lanes=1, shard="none", dtype="float32", recompute=False)
@@ -36,7 +36,7 @@ def round_seconds(*args, **settings):
 def test_work_by_hand():
     """The example of the module: 1 head of 2 dims at width 4, 3 tokens."""
     part = AttentionConfig(heads=1, kv_heads=1, head_dim=2, rope=None)
-    work = part_work(part, 4, [3], item=4)
+    (work,) = part_works(part, 4, [3], item=4)
     assert work.products == (Product(4, 2),) * 3 + (Product(2, 4),)
     assert work.core == 4 * 2 * 6
     assert work.values == 3 * (8 + 8 + 1 + 1)  # norm's rows, q k v and output, two statistics
@@ -45,7 +45,7 @@ def test_work_by_hand():
 
 def test_a_part_by_hand():
     part = AttentionConfig(heads=1, kv_heads=1, head_dim=2, rope=None)
-    work = part_work(part, 4, [3], item=4)
+    (work,) = part_works(part, 4, [3], item=4)
     rest = PART.call + PART.value * 54 + PART.core * 48 + PART.sequence * 2
     flops = 2 * 3 * 4 * 2 * 4
     each = part_time(make_machine(), work)
@@ -76,10 +76,8 @@ def test_every_preset_has_a_time(name):
 
 
 @dataclass(frozen=True)
-class Own:
+class Own(Part):
     """A user's part: only its FLOPs are known."""
-
-    ropes = ()
 
     def parameters(self, width):
         return width
@@ -90,16 +88,10 @@ class Own:
     def saved(self, width):
         return Saved(0)
 
-    def gathered(self):
-        return 0
-
-    def shared_heads(self, sharing):
-        return ()
-
 
 def test_an_unknown_part_takes_its_flops():
     machine = make_machine(byte=1e-9)
-    work = part_work(Own(), 4, [10], item=4)
+    (work,) = part_works(Own(), 4, [10], item=4)
     each = part_time(machine, work)
     moved = 10 * (8 + 1) * 4 * 4  # norm's rows and statistic, four times
     assert each.forward + each.backward == pytest.approx(3 * 10_000 * 1e-11 + moved * 1e-9)

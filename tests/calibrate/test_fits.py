@@ -16,8 +16,8 @@ from longshore.advisor.calibrate_parts import (
     references,
     work_of,
 )
-from longshore.advisor.machine import FixedCosts
-from longshore.advisor.step_time import NAMES, fsdp_units
+from longshore.advisor.machine import KINDS, FixedCosts
+from longshore.advisor.step_time import fsdp_units
 from longshore.arch.presets import PRESETS, preset
 from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.model.decoder import Decoder
@@ -56,15 +56,15 @@ def test_known_costs_of_attention_are_found_again():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_kind_of_part_is_measured(device):
     kinds = {reference.kind for reference in references(device)}
-    assert kinds == {*NAMES.values(), "embedding", "head"} == {*AMOUNTS}
+    assert kinds == {*KINDS} - {"other"} == {*AMOUNTS}
 
 
 def test_the_presets_have_no_other_kinds():
     """But for sparse attention: its time follows from its FLOPs until it has kernels to measure."""
-    parts = {
-        type(part) for name in PRESETS for layer in preset(name).layers for part in layer.parts
-    }
-    assert parts == {*NAMES, SparseAttentionConfig}
+    parts = [part for name in PRESETS for part in preset(name).parts]
+    others = {type(part) for part in parts if part.timed_as == "other"}
+    assert others == {SparseAttentionConfig}
+    assert {part.timed_as for part in parts} == {*KINDS} - {"embedding", "head"}
 
 
 def step_sample(rounds, blocks, parameters, tokens):

@@ -10,7 +10,7 @@ from longshore.advisor import calibrate as measure
 from longshore.advisor import calibrate as overheads
 from longshore.advisor.calibrate import CalibrationOptions, Grid, calibrate
 from longshore.advisor.calibrate_parts import make_module, references, runnable
-from longshore.advisor.held_out import Outcome, median_error, random_steps
+from longshore.advisor.lone_steps import Outcome, median_error, random_steps
 from longshore.advisor.machine import load_machine
 from longshore.advisor.step_time import RunShape, round_busy
 from longshore.advisor.timing import Clock
@@ -123,7 +123,7 @@ def test_the_check_of_a_profile(tmp_path, monkeypatch, capsys):
         (["--out", "none/m.json"], "--out none/m.json: cannot be written"),
         (["--model", "qwen3-8b"], "--model: it is for --check PROFILE; leave it out"),
         (["--check", "h200", "--out", "x"], "--out: --check writes no profile; leave it out"),
-        (["--check", "none"], "machine profile none: cannot be read"),
+        (["--check", "none"], "profile none: cannot be read"),
         (["--budget", "0"], "0 is not between 1 and 86400"),
         (["--device", "tpu"], "'tpu' is not one of auto, cpu, cuda"),
     ],

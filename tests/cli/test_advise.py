@@ -105,7 +105,7 @@ def test_a_hugging_face_folder(run):
         ((*TINY, "--tokens", "many"), "'many' is not a number of tokens, such as 15B or 2e9"),
         ((*TINY, "--memory", "big"), "'big' is not a size in GiB, such as 80"),
         ((*TINY, "--batch", "9"), "--batch is 9, but there are only 5 sequences"),
-        ((*TINY, "--gpu", "h999"), "machine profile h999: cannot be read"),
+        ((*TINY, "--gpu", "h999"), "profile h999: cannot be read"),
         ((*TINY, "--dtype", "float32"), "was measured in bfloat16"),
         ((*TINY, "--page", "no/p.html"), "no/p.html: cannot be written, there is no folder no"),
         ((*TINY, "--page", "l.csv"), "another argument names the same file"),

@@ -18,9 +18,16 @@ from longshore.cli.doctor import DOCTOR_HELP, DoctorReport, register_doctor
 from longshore.cli.launch import RankError
 from longshore.cli.options import Parser
 from longshore.doctor import machine, ranks
-from longshore.doctor import probes as ops
-from longshore.doctor.machine import DoctorOptions, examine, findings_of
-from longshore.doctor.probes import Finding, bad, first_line, good, warn
+from longshore.doctor.machine import (
+    DoctorOptions,
+    Finding,
+    bad,
+    examine,
+    findings_of,
+    first_line,
+    good,
+    warn,
+)
 from longshore.doctor.ranks import RankPlace, RankProbe, with_time_limit
 
 SECTIONS = ["machine", "torch", "devices", "ops", "kernels", "packages", "disk", "ranks"]
@@ -197,6 +204,11 @@ def test_without_torch(run, monkeypatch):
     assert "✗ not tested, because torch cannot be imported" in out
 
 
+def test_the_command_is_there_without_torch():
+    code = "import sys; sys.modules['torch'] = None; import longshore.cli.doctor"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -253,7 +265,7 @@ PROBED = (
 
 
 def test_the_ops_of_a_cpu_in_two_lines():
-    assert list(ops.ops()) == [
+    assert list(machine.ops(HERE)) == [
         good(PROBED),
         good("experts: torch grouped_mm, matches the reference"),
     ]
@@ -264,12 +276,12 @@ def test_the_ops_of_a_cpu_in_two_lines():
     [
         ("attention.attention", ["attention", "attention of MLA"]),
         ("cross_entropy.linear_cross_entropy", ["loss"]),
-        ("norm.add_norm", ["norm"]),
+        ("pointwise.add_norm", ["norm"]),
         ("rope.norm_rotate", ["rope"]),
-        ("gate.gated_linear", ["gate"]),
+        ("pointwise.gated_linear", ["gate"]),
         ("experts.expert_mlp", ["experts"]),
         ("conv.causal_conv", ["convolution"]),
-        ("gated_norm.norm_before_gate", ["gated norm"]),
+        ("pointwise.norm_before_gate", ["gated norm"]),
         ("ssd.ssd", ["state-space scan"]),
     ],
 )
@@ -284,7 +296,7 @@ def test_an_op_that_is_wrong(monkeypatch, place, names):
         return tuple(1.01 * x for x in output) if isinstance(output, tuple) else 1.01 * output
 
     monkeypatch.setattr(place, off)
-    wrong = [finding for finding in ops.ops() if finding.mark == "bad"]
+    wrong = [finding for finding in machine.ops(HERE) if finding.mark == "bad"]
     assert sorted(name for f in wrong for name in f.text.split(":")[0].split(", ")) == names
     for finding in wrong:
         assert "its output is wrong by 1% of the largest value" in finding.text
@@ -300,7 +312,7 @@ def test_a_gradient_that_is_wrong(monkeypatch):
         return right(q, k.detach(), v, *gates, bounds=bounds)
 
     monkeypatch.setattr(delta_rule, "prepare_heads", off)
-    (wrong,) = [finding for finding in ops.ops() if finding.mark == "bad"]
+    (wrong,) = [finding for finding in machine.ops(HERE) if finding.mark == "bad"]
     assert "delta rule: plain torch: gradient 2 of its inputs is wrong by 100%" in wrong.text
 
 
@@ -309,7 +321,7 @@ def test_an_op_that_fails(monkeypatch):
         raise RuntimeError("no kernel image")
 
     monkeypatch.setattr("longshore.ops.conv.causal_conv", fails)
-    (wrong,) = [finding for finding in ops.ops() if finding.mark == "bad"]
+    (wrong,) = [finding for finding in machine.ops(HERE) if finding.mark == "bad"]
     assert wrong.text == (
         "convolution: no backend was chosen: fails: RuntimeError: no kernel image"
     )
@@ -335,12 +347,11 @@ def test_an_op_that_fails(monkeypatch):
     ],
 )
 def test_plain_torch_on_a_gpu(backend, mark, way_out):
-    answer = ops.OpAnswer(backend, "")
-    finding = ops.op_finding(["delta rule"], answer, has_gpu=True)
+    finding = machine.op_finding(["delta rule"], backend, "", has_gpu=True)
     assert (finding.mark, finding.way_out) == (mark, way_out)
     assert finding.text.startswith(f"delta rule: {backend}, matches the reference")
     assert finding.text.endswith("but is slow") == (mark == "warn")
-    assert ops.op_finding(["norm", "gate"], answer, has_gpu=False) == good(
+    assert machine.op_finding(["norm", "gate"], backend, "", has_gpu=False) == good(
         f"norm, gate: {backend}, match the reference"
     )
 
@@ -349,14 +360,15 @@ def test_packages_with_kernels(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     versions = {"triton": "3.7.1", "flash-linear-attention": "0.6"}
-    monkeypatch.setattr(ops, "_version", lambda package: versions.get(package, ""))
-    monkeypatch.setattr("longshore.ops.backends.is_installed", lambda package: package == "fla")
-    installed, flash = ops.kernels()
+    monkeypatch.setattr(machine, "_version", lambda package: versions.get(package, ""))
+    monkeypatch.setattr("longshore.user_code.is_installed", lambda package: package == "fla")
+    installed, flash = machine.kernels(HERE)
     assert installed == good("Triton 3.7.1, flash-linear-attention 0.6")
     assert (flash.mark, flash.way_out) == ("warn", "pip install 'longshore[gpu]'")
-    assert ops.flash_is_missing((8, 0)).mark == "ok"
     versions.clear()
-    assert [finding.mark for finding in ops.kernels()] == ["warn", "warn"]
+    assert [finding.mark for finding in machine.kernels(HERE)] == ["warn", "warn"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert [finding.mark for finding in machine.kernels(HERE)] == ["warn", "ok"]
 
 
 def test_open_files(monkeypatch):

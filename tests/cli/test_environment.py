@@ -18,11 +18,10 @@ from longshore.cli.environment import (
     keep_out_of_temp,
     lossy_output,
     safe_path,
-    signals_raise,
 )
 from longshore.cli.main import main
-from longshore.run.ranks import loopback
-from longshore.train.stop import Interrupted
+from longshore.distributed.process_group import loopback
+from longshore.train.stop import Interrupted, signals_raise
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PYTHONSAFEPATH")
 

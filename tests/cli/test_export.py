@@ -19,7 +19,8 @@ from longshore.cli.export import register_export
 from longshore.cli.options import Parser
 from longshore.config.check import decoder_config
 from longshore.config.schema import ModelConfig
-from longshore.hf.checkpoint import open_weights, read_config, tensor_shapes
+from longshore.hf.checkpoint import open_weights, tensor_shapes
+from longshore.hf.config_file import read_config
 from longshore.hf.generic_keys import describe_decoder
 from longshore.hf.lora import factor_shapes, find_base
 from longshore.hf.weights import save_weights

@@ -15,7 +15,6 @@ from longshore.cli.options import FOREIGN_OPTIONS
 from longshore.cli.plan import CHOICES, COUNTS
 from longshore.plan.lengths_file import Lengths
 from longshore.plan.types import POLICIES
-from longshore.settings import SettingError
 
 LENGTHS = "length\n900\n12000\n\n300\n5000\n77\n"
 MACHINE = ("--lanes", "4", "--capacity", "8192")
@@ -227,14 +226,14 @@ def test_the_page_says_why_a_policy_was_refused(plan, monkeypatch):
 
     def refuse_static(lengths, policy, options):
         if policy == "static":
-            raise SettingError("raise {max_cp}; {cp_size} is 3, runs/max_cp/l.csv")
+            raise ValueError("raise plan.max_cp; plan.cp_size is 3, runs/max_cp/l.csv")
         return honest(lengths, policy, options)
 
     monkeypatch.setattr(Lengths, "plan", refuse_static)
     plan("--policy", "given", "--html", "out.html", file="packs.csv")
     rows = {row["name"]: row for row in page_data("out.html")["policies"]}
     assert list(rows) == ["given", "padded", "static", "balanced", "dynamic", "mixed"]
-    why = "raise --max-cp; --cp-size is 3, runs/max_cp/l.csv"
+    why = "raise plan.max_cp; plan.cp_size is 3, runs/max_cp/l.csv"
     assert rows["static"] == {"name": "static", "refused": why}
 
 
@@ -258,11 +257,11 @@ BAD = [
     ((*PLAN, "--tp", "2"), "--tp works only with --gpus"),
     (
         ("plan", "--demo", "--gpus", "8", "--tp", "2", "--ep", "16"),
-        "--ep is 16; it must divide lanes × --tp, 4 × 2 = 8; use 8",
+        "parallel.ep is 16, which does not divide the 8 ranks of a pipeline stage (4 lanes × paral",
     ),
     (
         ("plan", "--demo", "--ep", "4", "--sync", "step"),
-        "--sync 'step' does not work with --ep 4: ranks that sh",
+        "plan.sync=step does not work with parallel.ep 4: the ranks that sh",
     ),
     ((*PLAN, "--expert-parallel-degree", "2"), "use --ep"),
     (("plan", "--demo", "--gpus", "100", "--tp", "8", "--pp", "2"), "--gpus 96 or 112 would"),
@@ -279,17 +278,17 @@ BAD = [
     (("plan", "l.csv", "--lanes", "2", "--capacity", "512"), "l.csv line 3: its 12000 tokens do"),
     ((*PLAN, "--batch", "0"), "--batch: 0 is not between"),
     ((*PLAN, "--policy", "best"), "--policy: 'best' is not one of mixed, dynamic, balanced"),
-    ((*PLAN, "--policy", "given"), "l.csv: --policy given needs"),
-    ((*PLAN, "--cp-size", "2"), "--cp-size works only with the policies balanced, static"),
-    ((*PLAN, "--policy", "static", "--cp-size", "3"), "--cp-size is 3; legal are 1, 2, 4"),
-    ((*PLAN, "--min-cp", "4", "--max-cp", "2"), "--min-cp is 4; it must be"),
-    ((*PLAN, "--max-cp", "8"), "--max-cp is 8, but there are only 4 lanes"),
+    ((*PLAN, "--policy", "given"), "l.csv: plan.policy given needs"),
+    ((*PLAN, "--cp-size", "2"), "plan.cp_size works only with the policies balanced, static"),
+    ((*PLAN, "--policy", "static", "--cp-size", "3"), "plan.cp_size is 3; legal are 1, 2, 4"),
+    ((*PLAN, "--min-cp", "4", "--max-cp", "2"), "plan.min_cp is 4; it must be"),
+    ((*PLAN, "--max-cp", "8"), "plan.max_cp is 8, but there are only 4 lanes"),
     ((*PLAN, "--cp-sizes", "odd"), "--cp-sizes: 'odd' is not one of pow2, any"),
     ((*PLAN, "--sync", "never"), "--sync: 'never' is not one of round, step"),
-    ((*PLAN, "--sync", "step", "--pp", "2"), "does not work with a pipeline (--pp 2)"),
+    ((*PLAN, "--sync", "step", "--pp", "2"), "does not work with a pipeline (parallel.pp 2)"),
     ((*PLAN, "--vpp", "2"), "vpp is 2, but without a pipeline"),
     ((*PLAN, "--align", "9000"), "align is 9000, more than the capacity"),
-    ((*PLAN, "--cost", "none.json"), "cost profile none.json: cannot be read"),
+    ((*PLAN, "--cost", "none.json"), "profile none.json: cannot be read"),
     ((*PLAN, "--cost", "l.csv"), "cost profile l.csv: is not JSON"),
     ((*PLAN, "--cost", "packs.csv", "--json", "packs.csv"), "cost profile packs.csv"),
     ((*PLAN, "--json", "no/out.json"), "no/out.json: cannot be written, there is no folder no"),

@@ -39,9 +39,9 @@ def test_many_rejected_samples_fail_and_what_was_prepared_is_kept(run):
     assert "rejected 2 of 11 samples (18.2 %); each is in out/rejected.jsonl" in out
     assert "1 broken JSON, such as rows.json record 10: it is int, not an object" in out
     assert "1 too large, such as rows.json record 11: the record has 1,0" in out
-    assert "raise the limit, --max-bytes N" in out
-    assert "--max-rejected 0.05 allows at most 5 %" in err
-    assert err.endswith("or train on the rest with --max-rejected 0.19\n")
+    assert "raise the limit, data.max_bytes=N" in out
+    assert "data.max_rejected=0.05 allows at most 5 %" in err
+    assert err.endswith("or train on the rest with data.max_rejected=0.19\n")
     assert len(Store("out")) == 9
     code, out, err = run(rows, *limit, "--max-rejected", "0.19")
     assert (code, err) == (0, "")
@@ -53,7 +53,7 @@ def test_columns_to_ignore(run):
     code, _, err = run(rows)
     assert code == 2
     assert "rows.json record 1: unknown columns 'id', 'source' in" in err
-    assert "leave them out with --ignore id,source (or * for all" in err
+    assert "leave them out with data.ignore=id,source (or * for all" in err
     assert not Path("out").exists()
     assert run(rows, "--ignore", "id,source", out="two")[0] == 0
     assert run(rows, "--ignore", "id", "--ignore", "source", out="again")[0] == 0

@@ -6,7 +6,7 @@ from longshore.data.columns import (
     ALPACA_WITH_INPUT,
     form_of,
     from_alpaca,
-    refuse_columns,
+    unknown_columns,
 )
 from longshore.data.fields import Field
 from longshore.data.source import SampleError
@@ -17,7 +17,7 @@ WORDS = f"{ALPACA_WITH_INPUT} {ALPACA} system user assistant Be kind . Hi Yo"
 
 
 def test_all_columns_without_a_meaning_are_named():
-    with pytest.raises(SampleError, match=r"unknown columns 'id', 'source' in .* ignore=id,source"):
+    with pytest.raises(SampleError, match=r"unknown columns 'id', 'source' in .*ignore=id,source"):
         form_of(["id", "text", "source"], (), ())
     assert form_of(["id", "text", "source"], ("*",), ()) == "text"
     assert form_of(["score", "text"], (), (Field("score", "sequence", "int64"),)) == "text"
@@ -33,7 +33,7 @@ def test_all_columns_without_a_meaning_are_named():
     ],
 )
 def test_how_to_declare_a_column_follows_from_its_value(value, said):
-    assert str(refuse_columns(["reward"], "text", {"reward": value})).endswith(said)
+    assert unknown_columns(["reward"], "text", {"reward": value}).endswith(said)
 
 
 def test_all_but_what_is_used_is_left_out():

@@ -94,6 +94,7 @@ def test_declared_twice():
         check_declared([ADVANTAGE, SAMPLE_ID, Field("advantage", "sequence", "int8")])
 
 
+@pytest.mark.slow
 @pytest.mark.property
 @given(
     st.from_regex(r"[a-z]{2}[a-z_0-9]{0,8}x", fullmatch=True),

@@ -138,6 +138,7 @@ def check_group(members: list[SeqContext], first_lane: int, cp_size: int) -> Non
             assert seen[a:b].tolist() == list(range(int(chunk[-1]) + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.property
 @given(any_plans(), st.integers(0, 8))
 def test_contexts_of_any_plan(plan: Plan, count: int) -> None:

@@ -122,7 +122,7 @@ def test_missing_settings_are_named():
             mock({k: v for k, v in LOGNORMAL.items() if k != key})
     with pytest.raises(ValueError, match="'path' is missing"):
         mock({"mode": "file"})
-    with pytest.raises(ValueError, match="needs count"):
+    with pytest.raises(ValueError, match=r"needs data\.count"):
         mock(LOGNORMAL, count=None)
     with pytest.raises(ValueError, match="vocab_size is 1"):
         mock(LOGNORMAL, vocab_size=1)

@@ -1,10 +1,10 @@
 """Rows that are tokenized already, and rows of datasets, become sequences."""
 
-import datasets
 import numpy as np
 import pytest
 import torch
 from tests.data.tiny import word_tokenizer
+from tests.lazy import datasets
 
 from longshore.data.fields import Field
 from longshore.data.source import SampleError
@@ -107,7 +107,6 @@ def test_values_that_are_no_list_of_numbers(value):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), "the splits train has"),
         ("chats.jsonl", "str has no rows"),
         (7, "int has no rows"),
         ([{"text": "a"}], "row 0: it has no input_ids, but text; text needs a tokenizer"),
@@ -118,3 +117,9 @@ def test_values_that_are_no_list_of_numbers(value):
 def test_objects_without_usable_rows(rows, message):
     with pytest.raises(ValueError, match=message):
         list(samples_of(rows))
+
+
+def test_a_dict_of_splits_has_no_rows():
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
+    with pytest.raises(ValueError, match="the splits train has"):
+        list(samples_of(splits))

@@ -105,6 +105,7 @@ def check_fields(batch: MicroBatch, samples: dict[int, Sample], held: Held) -> N
     assert batch.sequence_fields["sample_id"].tolist() == [*ids, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.property
 @given(any_plans(), st.integers(0, 3), st.integers(0, 8))
 def test_every_lane_holds_what_the_twin_says(plan: Plan, depths: int, count: int) -> None:
@@ -230,6 +231,7 @@ def test_what_is_not_needed_is_neither_cut_nor_packed(
         assert a.counts == context.counts
 
 
+@pytest.mark.slow
 @pytest.mark.property
 @given(any_plans(), st.randoms(use_true_random=False))
 def test_shards_may_come_in_any_order(plan: Plan, random: object) -> None:

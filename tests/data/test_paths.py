@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-import datasets
 import pyarrow as pa
 import pytest
+from tests.lazy import datasets
 
 from longshore.data.inputs import cut_ranges, files_of, find_inputs, read_range, unit_of
 

@@ -92,6 +92,7 @@ def test_too_long_may_be_truncated(here):
     assert f"({truncated} truncated)" in str(summary)
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_and_any_file_names_give_the_same(here):
     write_lines(here / "more.jsonl", count=30, bad={1: ("", "x")}, seed=1)
     both = ["chats.jsonl", "more.jsonl"]
@@ -127,6 +128,7 @@ def test_not_utf8(here):
     assert "not UTF-8" in rejected()[-1]["detail"]
 
 
+@pytest.mark.slow
 def test_parquet_gives_the_same_as_lines(here):
     """Objects of one column have all keys in Parquet; the nulls that adds must not show."""
     calls = [{"function": {"name": "add", "arguments": {"a": 1}}}]
@@ -186,7 +188,7 @@ def test_one_message_names_all_columns_of_all_inputs(here):
     for name, lines in rows.items():
         Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     message = (
-        r"b.jsonl line 1: unknown columns 'id', 'source', 'score' in .* ignore=id,source,score \(or"
+        r"b.jsonl line 1: unknown columns 'id', 'source', 'score' in .*ignore=id,source,score \(or"
     )
     with pytest.raises(ValueError, match=message):
         run(inputs=list(rows))
@@ -200,6 +202,7 @@ def test_ignoring_all_keeps_declared_fields(here):
     assert Store("out")[0].fields["reward"] == 0.5
 
 
+@pytest.mark.slow
 def test_json_lists_give_the_same_as_lines(here):
     rows = [{"messages": messages, "n": '],{"' * i} for i, messages in enumerate(chats(20))]
     rows[7:9] = [7, {"messages": []}]
@@ -368,6 +371,7 @@ def test_an_error_in_a_worker_arrives(here):
         run(progress=meanwhile, workers=2)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_an_error_not_a_hang(here):
     killed = []
 

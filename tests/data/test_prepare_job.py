@@ -22,7 +22,7 @@ def test_a_store_that_lost_its_manifest_may_be_started_over(here):
     run("reference")
     run()
     Path("out/manifest.json").unlink()
-    with pytest.raises(ValueError, match=r"out: .* without its manifest.json.* \(start_over\)"):
+    with pytest.raises(ValueError, match=r"out: .* without its manifest.json.* --start-over\)"):
         run()
     run(start_over=True)
     assert files_of(here / "out") == files_of(here / "reference")
@@ -102,6 +102,7 @@ def stop_at(monkeypatch, moment):
     monkeypatch.setattr(Path, "replace", stopping)
 
 
+@pytest.mark.slow
 def test_stopped_at_every_moment_it_goes_on_to_the_same_bytes(here, monkeypatch):
     run("reference", shard_bytes=6000)
     shards = len(Store("reference").manifest.shards)

@@ -68,6 +68,7 @@ def test_draws_by_hand():
     assert len(orders) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.property
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=7), st.integers(0, 9))
 def test_after_any_draw_each_share_is_within_one(weights, seed):

@@ -17,7 +17,6 @@ from longshore.data.inputs import content_digest, find_inputs
 from longshore.data.steps import StreamedSteps
 from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
-from longshore.settings import SettingError
 
 WORDS = " ".join(f"w{i}" for i in range(64))
 
@@ -134,7 +133,7 @@ def test_bad_rows_end_a_run_only_when_they_are_many(tmp_path, tokenizer):
     stream = stream_of(tokenizer, [path], max_rejected=0.15)
     assert len(list(islice(stream.lane(0, 1), 300))) == 300
     message = r"rejected 1\d of 1\d\d samples of lane 0, such as .*a.jsonl.gz line \d+: Expect"
-    with pytest.raises(SettingError, match=message):
+    with pytest.raises(ValueError, match=message):
         list(islice(stream_of(tokenizer, [path], max_rejected=0.05).lane(0, 1), 300))
 
 

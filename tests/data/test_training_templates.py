@@ -32,6 +32,7 @@ def expected(made, name, sample):
     return np.concatenate(tokens), np.concatenate(mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REBUILT)
 def test_chats_of_every_kind_are_kept_with_exact_masks(tmp_path, name):
     made = tokenizer(tmp_path, REBUILT[name].template)

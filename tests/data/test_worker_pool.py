@@ -24,6 +24,7 @@ def start(folder):
     return partial(touch, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2, 9])
 def test_every_task_once(tmp_path, workers):
     tasks = [f"task {i}" for i in range(5)]
@@ -39,6 +40,7 @@ def test_no_task(tmp_path):
     assert list(run_tasks(partial(start, tmp_path), [], 2)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "error", "message"),
     [
@@ -68,6 +70,7 @@ def start_counting():
     return counting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_module", [False, True], ids=["python mine.py", "python -m mine"])
 def test_workers_do_not_run_the_script_again(tmp_path, monkeypatch, is_module):
     """One without a guard would start workers, or a training, in each worker."""

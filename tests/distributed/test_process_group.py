@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_timeout
 
-from longshore.distributed.process_group import Rendezvous, process_group
+from longshore.distributed.process_group import Ranks, process_group
 from longshore.distributed.topology import make_topology
 
 CPU = torch.device("cpu")
@@ -20,8 +20,8 @@ def time_out(group):
 def test_every_group_has_the_time_out_of_the_run(tmp_path):
     limit, before = timedelta(seconds=77), _get_default_timeout("gloo")
     hook = sys.excepthook
-    where = Rendezvous(0, 1, f"file://{tmp_path}/store")
-    with process_group(where, backend="gloo", device=CPU, timeout=limit):
+    ranks = Ranks(0, 1, 0, 1, f"file://{tmp_path}/store")
+    with process_group(ranks, backend="gloo", device=CPU, timeout=limit):
         topology = make_topology(lanes=1, device="cpu")
         other = topology.host_groups()
         groups = [dist.group.WORLD, topology.groups.lanes, other.world, other.lanes]

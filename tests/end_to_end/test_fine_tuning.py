@@ -7,7 +7,7 @@ import torch
 from tests.data.tiny import CHATML, word_tokenizer
 from tests.end_to_end.command import call
 from tests.hf.folders import load, qwen3
-from transformers import AutoTokenizer
+from tests.lazy import transformers
 
 from longshore.cli.main import main
 
@@ -90,8 +90,9 @@ def test_chats_and_a_checkpoint_to_a_better_checkpoint(folder, monkeypatch):
     assert "1 broken JSON, such as chats.jsonl line 6: " in err
     assert out.endswith("weights\nwrote tuned, a Hugging Face folder\n")
 
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tuned")
-    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(folder / "base").get_vocab()
+    read = transformers.AutoTokenizer.from_pretrained
+    tokenizer = read(folder / "tuned")
+    assert tokenizer.get_vocab() == read(folder / "base").get_vocab()
     base, tuned = (load(folder / name, torch.float64) for name in ("base", "tuned"))
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     # transformers makes its rotary tables in float32.

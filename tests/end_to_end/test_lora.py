@@ -9,9 +9,10 @@ from tests.end_to_end.killed import Kill, Runs
 from tests.hf.folders import gemma3, load, qwen3
 
 from longshore.cli.main import main
-from longshore.hf.checkpoint import open_weights, read_config
+from longshore.hf.checkpoint import open_weights
+from longshore.hf.config_file import read_config
 from longshore.hf.transformers_model import adapted
-from longshore.hf.transformers_weights import add_foreign_factors
+from longshore.hf.transformers_weights import add_transformers_factors
 from longshore.hf.weights import load_weights
 from longshore.model.decoder import Decoder
 from longshore.model.lora import is_factor
@@ -100,7 +101,7 @@ def foreign_logits(run):
     """Of transformers' own code with factors beside its linear layers."""
     saved = load_weights(run / "weights")
     model = adapted(load(saved.lora.folder, torch.float64), saved.config)
-    add_foreign_factors(model, saved.config.lora)
+    add_transformers_factors(model, saved.config.lora)
     _, unexpected = model.load_state_dict(dict(saved.tensors), strict=False)
     assert unexpected == []
     with torch.no_grad():

@@ -51,7 +51,12 @@ def test_its_run_resumes(folder):
 
 @pytest.mark.long
 def test_a_mixer_is_one_file(folder):
-    _, out = trained(folder, "run", *RUN, *OWN, "train.steps=1")
+    (folder / "lengths.csv").write_text("length\n900\n77\n")
+    words = ["advise", "lengths.csv", "--gpus", "2", "--model", "mine:decoder"]
+    code, out, err = call(folder, *words)
+    assert (code, err) == (0, "")
+    assert out.startswith("mine:decoder on 2 × h200")
+    _, out = trained(folder, "run", *RUN, *OWN, "train.steps=1", "parallel.tp=2")
     assert "\nmine:decoder: " in out
     words = ["export", "run", "out", "--format", "longshore", "--module", "mine"]
     assert call(folder, *words) == (0, "wrote out\n", "")

@@ -12,7 +12,7 @@ from tests.data.tiny import CHATML, word_tokenizer
 from tests.end_to_end.command import call
 from tests.end_to_end.test_fine_tuning import WORDS, make_chats, nll_of
 from tests.hf.folders import gemma3, load
-from transformers import AutoTokenizer
+from tests.lazy import transformers
 
 from longshore.cli.main import main
 
@@ -46,7 +46,7 @@ def test_a_model_of_transformers_is_tuned(folder, monkeypatch, is_fuzz):
         code, out, err = call(folder, "train", "--resume", "run", *last, "--ranks", "1")
         assert code == 0, err
     assert out.endswith("wrote tuned, a Hugging Face folder\n")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tuned")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tuned")
     base, tuned = (load(folder / name, torch.float64) for name in ("base", "tuned"))
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     # transformers' norms are float32.

@@ -1,13 +1,13 @@
 """TRL's SFTTrainer with planned, packed rounds trains as each sequence alone does."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
+from tests.lazy import Lazy, transformers
 
-pytest.importorskip("trl")
-
-from examples import trl_packed as example
-from transformers import MixtralConfig, MixtralForCausalLM
-
+pytestmark = pytest.mark.skipif(not find_spec("trl"), reason="no trl")
+example = Lazy("examples.trl_packed")
 LR, BATCH, CAPACITY = 0.5, 8, 64
 
 
@@ -75,7 +75,8 @@ def test_a_balance_loss_is_refused(tmp_path):
     """It is that of a micro-batch, so the gradient would depend on the plan."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_local_experts": 2}
-    model = MixtralForCausalLM(MixtralConfig(vocab_size=64, **sizes, **heads))
+    config = transformers.MixtralConfig(vocab_size=64, **sizes, **heads)
+    model = transformers.MixtralForCausalLM(config)
 
     def trainer(coefficient):
         return example.PlannedSFTTrainer(

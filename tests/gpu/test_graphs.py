@@ -19,11 +19,9 @@ from tests.gpu.test_train import SMALL, finished, start
 from tests.ranks.harness import run_ranks
 
 from longshore.config.load import load_config
+from longshore.distributed.process_group import Ranks
 from longshore.parallel.fsdp import local_part
-from longshore.run.job import make_job
-from longshore.run.parts import Parts, build_parts
-from longshore.run.process import joined_ranks
-from longshore.run.ranks import Ranks
+from longshore.run.parts import Parts, build_parts, joined_ranks, make_job
 from longshore.train import cuda_graph as graph_piece
 from longshore.train.cuda_graph import CudaRecorder, GraphShape
 

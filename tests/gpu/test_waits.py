@@ -19,7 +19,7 @@ from longshore.arch.presets import preset
 from longshore.data.batches import BatchSize
 from longshore.data.mock import MockSource
 from longshore.data.steps import IndexedSteps, Loader, Packing
-from longshore.distributed.process_group import Rendezvous, process_group
+from longshore.distributed.process_group import Ranks, process_group
 from longshore.distributed.topology import CPGroups, Topology, make_topology
 from longshore.model.decoder import Decoder
 from longshore.model.init import initial_block
@@ -71,10 +71,10 @@ def make_stepper(config: DecoderConfig, topology: Topology, groups: CPGroups) ->
 
 def train_steps(config: DecoderConfig, folder: Path, *, device: torch.device) -> None:
     """Steps of varied lengths; after the warm-up a call that waits raises."""
-    where = Rendezvous(0, 1, f"file://{folder}/store")
+    ranks = Ranks(0, 1, 0, 1, f"file://{folder}/store")
     mock = {"mode": "distribution", "type": "uniform", "min_seq_len": 1, "max_seq_len": 500}
     backend = "nccl" if device.type == "cuda" else "gloo"
-    with process_group(where, backend=backend, device=device):
+    with process_group(ranks, backend=backend, device=device):
         topology = make_topology(lanes=1, device=device)
         with CPGroups(topology, [1]) as groups:
             stepper = make_stepper(config, topology, groups)

@@ -5,9 +5,8 @@ from copy import deepcopy
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from tests.lazy import transformers
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -39,12 +38,13 @@ SIZES = {
 # Keys are copied because transformers adds to the rope_parameters it is given.
 def qwen3(folder, *, seed=0, shard="1GB", **keys):
     """A Qwen3 with heads of 16, wider together than the model, and norms that are not 1."""
-    config = Qwen3Config(**SIZES | {"head_dim": 16} | deepcopy(keys))
-    return _saved(Qwen3ForCausalLM, config, folder, seed, shard)
+    config = transformers.Qwen3Config(**SIZES | {"head_dim": 16} | deepcopy(keys))
+    return _saved(transformers.Qwen3ForCausalLM, config, folder, seed, shard)
 
 
 def llama(folder, *, seed=0, shard="1GB", **keys):
-    return _saved(LlamaForCausalLM, LlamaConfig(**SIZES | deepcopy(keys)), folder, seed, shard)
+    config = transformers.LlamaConfig(**SIZES | deepcopy(keys))
+    return _saved(transformers.LlamaForCausalLM, config, folder, seed, shard)
 
 
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
@@ -238,7 +238,7 @@ def _make_lively(name, tensor):
 
 
 class TensorsInMemory:
-    """Reads blocks of tensors as files do; see hf/tensor_map.py: BlockReader."""
+    """Reads blocks of tensors as files do; see hf/tensor_files.py: TensorFiles."""
 
     def __init__(self, tensors):
         self.tensors = tensors

@@ -7,8 +7,7 @@ from tests.hf.test_every_key import BASES, FOLLOWED
 
 from longshore.arch.as_json import config_from_json, config_to_json
 from longshore.arch.presets import preset
-from longshore.hf.architectures import find_architecture
-from longshore.hf.config_file import read_config
+from longshore.hf.config_file import find_architecture, read_config
 from longshore.hf.tensor_map import read_tensor_names
 
 ABSURD = (

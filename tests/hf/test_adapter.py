@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from tests.hf.folders import (
     SIZES,
@@ -22,17 +21,23 @@ from tests.hf.folders import (
     qwen3,
     qwen3_moe,
 )
+from tests.lazy import Lazy, transformers
 from torch import nn
-from transformers.models.qwen3 import modeling_qwen3
 
 from longshore.batch import whole_context
-from longshore.hf.adapter import adapt, check_foreign
+from longshore.hf.adapter import adapt, check_transformers
 from longshore.hf.generic_keys import describe_decoder
 from longshore.hf.transformers_model import adapted, empty_model
-from longshore.hf.transformers_weights import fill_foreign, open_foreign, shapes_of, write_foreign
+from longshore.hf.transformers_weights import (
+    fill_transformers,
+    open_transformers,
+    shapes_of,
+    write_transformers,
+)
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.pipeline import saved_buffers
 
+modeling_qwen3 = Lazy("transformers.models.qwen3.modeling_qwen3")
 LENGTHS = (7, 1, 12)
 MODELS = {"qwen3": qwen3, "qwen3_moe": qwen3_moe, "gemma3": gemma3, "gpt_oss": gpt_oss}
 RENAMED = {"gpt_neox": gpt_neox, "exaone_moe": exaone_moe}
@@ -43,6 +48,7 @@ def ids_of(lengths):
     return torch.arange(sum(lengths)) * 7 % 61
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MODELS, *CHANGED_LOGITS])
 def test_packed_logits_are_those_of_each_sequence_alone(tmp_path, name):
     {**MODELS, **CHANGED_LOGITS}[name](tmp_path)
@@ -59,6 +65,7 @@ def test_packed_logits_are_those_of_each_sequence_alone(tmp_path, name):
     assert {key for key, _ in model.named_parameters()} == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MODELS, *RENAMED])
 def test_streamed_in_and_out_without_a_changed_byte(tmp_path, name):
     {**MODELS, **RENAMED}[name](tmp_path / "base", shard="20KB")
@@ -66,14 +73,14 @@ def test_streamed_in_and_out_without_a_changed_byte(tmp_path, name):
     assert all(parameter.is_meta for parameter in hf.parameters())
     assert not any(buffer.is_meta for buffer in hf.buffers())
     model = adapted(hf, describe_decoder(hf.config.to_dict()))
-    fill_foreign(model, torch.device("cpu"), tmp_path / "base")
+    fill_transformers(model, torch.device("cpu"), tmp_path / "base")
     ids = ids_of(LENGTHS)
     with torch.no_grad():
         logits = model(ids, whole_context(LENGTHS)).values
         expected = [load(tmp_path / "base")(part[None]).logits[0] for part in ids.split(LENGTHS)]
     torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-4, atol=1e-4)
     stream = [*model.named_parameters(), *saved_buffers(model)]
-    write_foreign(tmp_path / "new", stream, base=tmp_path / "base", tied=model.tied)
+    write_transformers(tmp_path / "new", stream, base=tmp_path / "base", tied=model.tied)
     before, after = (files_of(tmp_path / folder) for folder in ("base", "new"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
@@ -89,9 +96,9 @@ def test_buffers_are_as_wide_as_in_the_files(tmp_path):
     keys = {**config_of(base), "dtype": "bfloat16"}
     (base / "config.json").write_text(json.dumps(keys))
     model = adapted(empty_model(str(base)), describe_decoder(keys))
-    fill_foreign(model, torch.device("cpu"), base)
+    fill_transformers(model, torch.device("cpu"), base)
     tensors = [*model.named_parameters(), *saved_buffers(model)]
-    write_foreign(tmp_path / "new", tensors, base=base, tied=model.tied, dtype=torch.bfloat16)
+    write_transformers(tmp_path / "new", tensors, base=base, tied=model.tied, dtype=torch.bfloat16)
     before, after = files_of(base), files_of(tmp_path / "new")
     biases = [name for name in before if name.endswith("e_score_correction_bias")]
     assert biases
@@ -119,9 +126,9 @@ def test_folders_that_do_not_fit(tmp_path):
     tensors["model.extra"] = tensors.pop("model.norm.weight")
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"missing model.norm.weight; unknown model.extra"):
-        open_foreign(tmp_path, shapes, tied=False)
+        open_transformers(tmp_path, shapes, tied=False)
     with pytest.raises(ValueError, match=r"tensor model.norm.weight is not one of"):
-        write_foreign(
+        write_transformers(
             tmp_path / "new", [("model.norm.weight", torch.ones(2))], base=tmp_path, tied=False
         )
     assert not (tmp_path / "new").exists()
@@ -134,14 +141,14 @@ def test_a_copy_of_a_tied_head_is_kept_and_compared(tmp_path):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, path, metadata={"format": "pt"})
     model = adapted(empty_model(str(path.parent)), describe_decoder(config_of(path.parent)))
-    fill_foreign(model, torch.device("cpu"), path.parent)
+    fill_transformers(model, torch.device("cpu"), path.parent)
     stream = [*model.named_parameters()]
-    write_foreign(tmp_path / "new", stream, base=path.parent, tied=True)
+    write_transformers(tmp_path / "new", stream, base=path.parent, tied=True)
     assert files_of(tmp_path / "new").keys() == tensors.keys()
     tensors["lm_head.weight"] += 1
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
-        fill_foreign(model, torch.device("cpu"), path.parent)
+        fill_transformers(model, torch.device("cpu"), path.parent)
 
 
 def config_of(folder):
@@ -182,7 +189,7 @@ def test_accepted_with_few_heads_and_without_gradients(name):
     hf = transformers.AutoModelForCausalLM.from_config(config)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            check_foreign(hf)
+            check_transformers(hf)
             assert torch.is_grad_enabled() is False
 
 
@@ -272,19 +279,19 @@ def test_parts_that_are_refused():
     hf = make_qwen3()
     hf.lm_head = nn.Linear(32, 61)
     with pytest.raises(ValueError, match="its head has a bias"):
-        check_foreign(hf)
+        check_transformers(hf)
     hf = make_qwen3()
     hf.model.layers[1].mlp.drop = nn.Dropout(0.1)
     with pytest.raises(ValueError, match=r"model.layers.1.mlp.drop drops out 0.1"):
-        check_foreign(hf)
+        check_transformers(hf)
     hf = make_qwen3()
     hf.model.layers[0].mlp.conv = nn.Conv1d(32, 32, 3)
     with pytest.raises(ValueError, match=r"layers.0.mlp.conv is a Conv1d, which mixes"):
-        check_foreign(hf)
+        check_transformers(hf)
     hf = make_qwen3()
     hf.model.layers[1].mlp.up_proj.weight = hf.model.layers[0].mlp.up_proj.weight
     with pytest.raises(ValueError, match=r"up_proj.weight are one parameter; FSDP can share only"):
-        check_foreign(hf)
+        check_transformers(hf)
 
 
 def test_wrong_calls():
@@ -309,6 +316,7 @@ def test_a_table_of_positions_ends():
         model(ids_of((2, 9)), whole_context((2, 9)))
 
 
+@pytest.mark.slow
 def test_compiled_blocks_change_nothing():
     model, ids, ctx = adapt(make_qwen3(), check=False), ids_of((4, 3)), whole_context((4, 3))
     before = model(ids, ctx, ids).values
@@ -327,7 +335,7 @@ def test_parameters_that_stay_float32_are_not_trained_in_bfloat16():
     name = "model.layers.1.mlp.gate.weight"
     assert name in model.wide_names
     choices = Choices(mode="none", dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"gate.* must be computed in float32, .* dtype=float32"):
+    with pytest.raises(ValueError, match=r"gate.* must be computed in float32, .*dtype=float32"):
         parallelize(model, None, None, choices=choices)
     assert adapt(make_qwen3(), check=False).wide_names == ()
 
@@ -341,7 +349,9 @@ def test_whole_numbers_are_written_as_they_are(tmp_path, most):
     base.mkdir()
     save_file(tensors, base / "model.safetensors")
     (base / "config.json").write_text("{}")
-    write_foreign(tmp_path / "new", tensors.items(), base=base, tied=False, dtype=torch.bfloat16)
+    write_transformers(
+        tmp_path / "new", tensors.items(), base=base, tied=False, dtype=torch.bfloat16
+    )
     after = files_of(tmp_path / "new")
     assert all(after.pop(name).tolist() == table.tolist() for name, table in tables.items())
     assert [each.dtype for each in after.values()] == [torch.bfloat16] * 2

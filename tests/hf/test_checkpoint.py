@@ -13,7 +13,8 @@ from tests.hf.folders import LLAMA3, YARN, llama, load, qwen3
 from longshore.arch.presets import preset
 from longshore.arch.rope import LinearScaling, RopeConfig
 from longshore.hf import checkpoint
-from longshore.hf.checkpoint import open_weights, read_config, tensor_shapes, write_checkpoint
+from longshore.hf.checkpoint import open_weights, tensor_shapes, write_checkpoint
+from longshore.hf.config_file import read_config
 
 IDS = torch.arange(1, 30)[None]
 
@@ -250,7 +251,7 @@ def test_nothing_is_left_when_writing_fails(tmp_path, monkeypatch):
     def failing(*args):
         raise OSError("disk full")
 
-    monkeypatch.setattr(checkpoint, "copy_companions", failing)
+    monkeypatch.setattr(checkpoint, "_copy_companions", failing)
     with pytest.raises(OSError, match="disk full"):
         copy(base, tmp_path / "made")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]

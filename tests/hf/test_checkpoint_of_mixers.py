@@ -19,7 +19,8 @@ from tests.hf.folders import (
 from tests.hf.test_checkpoint import IDS, assert_same_tensors, copy, tensors_of
 
 from longshore.arch.presets import preset
-from longshore.hf.checkpoint import open_weights, read_config, write_checkpoint
+from longshore.hf.checkpoint import open_weights, write_checkpoint
+from longshore.hf.config_file import read_config
 from longshore.hf.keys import bare
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
@@ -35,6 +36,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_import_and_export_change_no_byte(tmp_path, case):

@@ -17,9 +17,8 @@ from longshore.arch.rope import (
     RopeConfig,
     YarnScaling,
 )
-from longshore.hf.architectures import ARCHITECTURES, architecture_for
-from longshore.hf.config_file import config_text, read_config
-from longshore.hf.tensor_map import DENSE_NAMES, StorageLayout, by_table
+from longshore.hf.config_file import ARCHITECTURES, architecture_for, config_text, read_config
+from longshore.hf.tensor_map import DECODER_NAMES, StorageLayout, by_table
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16, **SIZES}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
@@ -228,13 +227,13 @@ def test_max_length_may_not_change_the_positions(read):
     assert json.loads(config_text(config, base=None, dtype=None))["max_position_embeddings"] == 64
 
 
-def test_every_name_of_theirs_comes_from_one_of_ours():
-    place, layout = by_table(DENSE_NAMES), StorageLayout(preset("tiny-llama"), {})
-    assert place("layers.12.mixer.q_norm.weight", layout).theirs == (
+def test_every_stored_name_comes_from_one_of_ours():
+    find_source, layout = by_table(DECODER_NAMES), StorageLayout(preset("tiny-llama"), {})
+    assert find_source("layers.12.mixer.q_norm.weight", layout).stored == (
         "model.layers.12.self_attn.q_norm.weight"
     )
     with pytest.raises(ValueError, match=r"tensor mtp\.0\.weight has no name"):
-        place("mtp.0.weight", layout)
+        find_source("mtp.0.weight", layout)
     assert all(name == entry.name for name, entry in ARCHITECTURES.items())
 
 

@@ -15,7 +15,8 @@ from tests.model.deepseek_v4 import in_float64, stable_topk
 from longshore.arch.presets import preset
 from longshore.arch.rope import RopeConfig, YarnScaling
 from longshore.batch import whole_context
-from longshore.hf.checkpoint import open_weights, read_config, tensor_shapes, write_checkpoint
+from longshore.hf.checkpoint import open_weights, tensor_shapes, write_checkpoint
+from longshore.hf.config_file import read_config
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 
@@ -64,6 +65,7 @@ def test_logits_are_those_of_transformers_in_float64(monkeypatch, tmp_path, fold
     assert worst(logits, [again(ids[None]).logits[0] for ids in sequences]) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 @torch.no_grad()
 def test_logits_of_one_kind_of_layer_alone(monkeypatch, tmp_path, ratio):

@@ -5,11 +5,11 @@ import torch
 from tests.hf.folders import add_depth, change_tensors, deepseek, load, qwen3_next
 from tests.hf.test_checkpoint import assert_same_tensors, copy, tensors_of
 from tests.hf.test_logits import our_decoder
-from transformers import modeling_layers
-from transformers.cache_utils import MtpCache
+from tests.lazy import transformers
 
 from longshore.batch import whole_context
-from longshore.hf.checkpoint import open_weights, read_config
+from longshore.hf.checkpoint import open_weights
+from longshore.hf.config_file import read_config
 from longshore.model.rope import rope_tables
 
 
@@ -82,14 +82,14 @@ def test_a_depth_computes_as_that_of_transformers(tmp_path):
     theirs, ours = load(tmp_path), our_decoder(tmp_path)
     # Only the number of layers of the public model is known there.
     theirs._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3.*"]
-    drafter = modeling_layers.MtpModel.from_pretrained(theirs).eval()
+    drafter = transformers.modeling_layers.MtpModel.from_pretrained(theirs).eval()
     generator = torch.Generator().manual_seed(4)
     hidden = torch.randn(20, 32, generator=generator)
     ids = torch.randint(0, 64, (20,), generator=generator)
     ctx = whole_context((20,))
     tables = rope_tables(ours.ropes, ctx, hidden.dtype)
     made = ours.mtp["0"](hidden, ours.embed(ids), ctx, tables).values
-    cache = MtpCache(config=theirs.config.get_mtp_config())
+    cache = transformers.cache_utils.MtpCache(config=theirs.config.get_mtp_config())
     wanted = drafter.forward_layer(
         0, hidden[None], torch.arange(20)[None], cache, input_ids=ids[None]
     )[0]

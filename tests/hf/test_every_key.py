@@ -8,10 +8,9 @@ import dataclasses
 import json
 
 import pytest
-import transformers
+from tests.lazy import transformers
 
-from longshore.hf.architectures import ARCHITECTURES, find_architecture
-from longshore.hf.config_file import asked_balance, describe
+from longshore.hf.config_file import ARCHITECTURES, asked_balance, describe, find_architecture
 from longshore.hf.tensor_map import StorageLayout
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
@@ -340,10 +339,10 @@ IGNORED = {
     },
 }
 KINDS = {entry.model_type: entry for entry in ARCHITECTURES.values()}
-CLASSES = {
-    kind: getattr(transformers, entry.name.replace("ForCausalLM", "Config"))
-    for kind, entry in KINDS.items()
-}
+
+
+def config_class(kind):
+    return getattr(transformers, KINDS[kind].name.replace("ForCausalLM", "Config"))
 
 
 @pytest.fixture
@@ -354,20 +353,19 @@ def reading(tmp_path):
         changed = value if isinstance(value, dict) and key in value else {key: value}
         raw = {"model_type": kind, **BASES[kind], **(changed if key else {})}
         (tmp_path / "config.json").write_text(json.dumps(raw))
-        found = describe(tmp_path)
-        layout = StorageLayout(found.config, found.raw)
-        rows = kind == "deepseek_v3" and found.architecture.place(
-            "layers.0.mixer.kv_down.weight", layout
+        raw, architecture, config = describe(tmp_path)
+        rows = kind == "deepseek_v3" and architecture.source(
+            "layers.0.mixer.kv_down.weight", StorageLayout(config, raw)
         )
-        return found.config, asked_balance(tmp_path), rows
+        return config, asked_balance(tmp_path), rows
 
     return read
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_field_of_transformers_is_in_one_list(kind):
-    fields = {field.name for field in dataclasses.fields(CLASSES[kind])}
-    fields |= CLASSES[kind]().to_dict().keys()
+    fields = {field.name for field in dataclasses.fields(config_class(kind))}
+    fields |= config_class(kind)().to_dict().keys()
     lists = [
         FOLLOWED[kind].keys(),
         REFUSED[kind].keys() | EVERY_REFUSED.keys(),

@@ -20,7 +20,8 @@ from tests.hf.folders import (
 
 from longshore.arch.decoder import with_balance
 from longshore.batch import whole_context
-from longshore.hf.checkpoint import open_weights, read_config
+from longshore.hf.checkpoint import open_weights
+from longshore.hf.config_file import read_config
 from longshore.model.decoder import Decoder
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
@@ -94,6 +95,7 @@ def worst(ours, theirs):
     return max((a - b).abs().max() / b.abs().max() for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_logits_are_those_of_transformers(tmp_path, case):

@@ -8,12 +8,8 @@ from tests.hf import folders
 
 from longshore.arch.decoder import LoRAConfig
 from longshore.arch.presets import preset
-from longshore.hf.checkpoint import (
-    open_weights,
-    read_config,
-    write_checkpoint,
-    write_own_checkpoint,
-)
+from longshore.hf.checkpoint import open_weights, write_checkpoint, write_own_checkpoint
+from longshore.hf.config_file import read_config
 from longshore.hf.lora import (
     base_from_json,
     check_base,

@@ -12,7 +12,8 @@ import pytest
 import torch
 from tests.hf.folders import SIZES
 
-from longshore.hf.checkpoint import open_weights, read_config
+from longshore.hf.checkpoint import open_weights
+from longshore.hf.config_file import read_config
 from longshore.train.safetensors_stream import FileWriter
 
 IS_FUZZ = os.environ.get("HYPOTHESIS_PROFILE") == "fuzz"
@@ -35,7 +36,8 @@ CONFIG = {
 CHILD = """
 import json, resource, shutil, sys
 import torch
-from longshore.hf.checkpoint import open_weights, read_config, write_checkpoint
+from longshore.hf.checkpoint import open_weights, write_checkpoint
+from longshore.hf.config_file import read_config
 from longshore.model.decoder import Decoder
 from longshore.parallel.shards import fill
 
@@ -108,6 +110,7 @@ def _write_holes(path, names):
         file.truncate(8 + len(text) + at)
 
 
+@pytest.mark.slow
 @pytest.mark.fuzz
 def test_memory_is_bounded_by_a_tensor(folder, tmp_path):
     done = subprocess.run(

@@ -11,8 +11,7 @@ from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.presets import preset
 from longshore.arch.rope import RopeConfig
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
-from longshore.hf.architectures import ARCHITECTURES, architecture_for
-from longshore.hf.config_file import config_text, read_config
+from longshore.hf.config_file import ARCHITECTURES, architecture_for, config_text, read_config
 from longshore.hf.keys import bare
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -7,8 +7,8 @@ from tests.hf.test_checkpoint import IDS, assert_same_tensors, copy
 from tests.hf.test_logits import our_decoder
 
 from longshore.batch import whole_context
-from longshore.hf.checkpoint import open_weights, read_config, write_checkpoint
-from longshore.hf.config_file import choose_architecture
+from longshore.hf.checkpoint import open_weights, write_checkpoint
+from longshore.hf.config_file import choose_architecture, read_config
 
 SCAN, FULL, MLP = "linear_attention", "full_attention", "mlp"
 CASES = {
@@ -36,6 +36,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_it_is_read_and_written_back(tmp_path, case):

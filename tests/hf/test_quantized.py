@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from tests.hf.folders import llama
 
 from longshore.config import check_config, load_config
-from longshore.hf.checkpoint import read_config
+from longshore.hf.config_file import read_config
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longshore.hf.checkpoint import check_stream, check_tensors
-from longshore.hf.keys import refuse_quantized_files
 from longshore.hf.tensor_files import TensorFiles, write_files
+from longshore.hf.tensor_map import refuse_quantized_files
 
 INDEX = "model.safetensors.index.json"
 
@@ -121,7 +121,7 @@ def test_only_one_tensor_is_held_at_a_time(tmp_path):
             del memory
 
     checked = check_stream(stream(), {f"t{i}": (24,) for i in range(4)}, dtype=None)
-    assert write_files(tmp_path, checked, shard_bytes=100).dtype == torch.float32
+    assert write_files(tmp_path, checked, shard_bytes=100)[0] == torch.float32
     assert [later - earlier >= 96 for earlier, later in pairwise(sizes)] == [True] * 3
 
 

@@ -3,7 +3,7 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from longshore.hf.tensor_map import Copied, Interleaved, PerExpert, Source, read_tensor_names
+from longshore.hf.tensor_map import Interleaved, PerExpert, Source, read_tensor_names
 
 
 class Files:
@@ -24,7 +24,7 @@ class Files:
 
 SOURCES = {
     "plain": (Source("a"), (12, 3)),
-    "copied": (Copied("a", copies=("b", "c")), (12, 3)),
+    "copied": (Source("a", copies=("b", "c")), (12, 3)),
     "two parts": (PerExpert("e", parts=("gate", "up")), (4, 6, 5)),
     "one part": (PerExpert("e", parts=("down",)), (4, 5, 3)),
     "interleaved": (Interleaved("a", block=6, rotary=4), (12, 3)),
@@ -70,7 +70,7 @@ def test_no_more_is_read_than_needed():
 
 def test_copies_have_memory_of_their_own():
     tensor = torch.zeros(3, 2)
-    written = dict(Copied("a", copies=("b",)).write(tensor))
+    written = dict(Source("a", copies=("b",)).write(tensor))
     assert written["a"] is tensor
     assert written["b"].data_ptr() != tensor.data_ptr()
 

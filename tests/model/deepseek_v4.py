@@ -3,18 +3,18 @@
 from dataclasses import replace
 
 import torch
-import transformers
 from tests.hf.folders import TensorsInMemory
-from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
+from tests.lazy import Lazy, transformers
 
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.part import Norm
 from longshore.arch.rope import RopeConfig, YarnScaling
 from longshore.arch.sparse_attention import IndexConfig, SparseAttentionConfig
-from longshore.hf.deepseek import mixer_rows
-from longshore.hf.tensor_map import StorageLayout, look_up
+from longshore.hf.tensor_map import StorageLayout, look_up, sparse_attention_rows
 from longshore.model.sparse_attention import SparseAttention
 
+MODELING = "transformers.models.deepseek_v4.modeling_deepseek_v4"
+theirs = Lazy(MODELING)
 WIDTH, EPS = 12, 1e-3
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64}
 BASE = SparseAttentionConfig(
@@ -51,7 +51,7 @@ def stable_topk(scores, k, dim=-1):
 
 def in_float64(monkeypatch):
     """Makes DeepSeek-V4 of transformers compute in float64, positions too."""
-    monkeypatch.setattr(theirs, "torch", WideTorch())
+    monkeypatch.setattr(f"{MODELING}.torch", WideTorch())
     monkeypatch.setattr(transformers.modeling_rope_utils, "torch", WideTorch())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(torch.Tensor, "topk", stable_topk)
@@ -137,8 +137,9 @@ def to_ours(tensors, config, names):
     decoder = DecoderConfig(vocab_size=1, width=WIDTH, layers=(layer,))
     ours = {}
     for name in names:
-        source = look_up(f"mixer.{name}", mixer_rows("mixer", "attn"), StorageLayout(decoder, {}))
-        ours[name] = source.read(files, [slice(0, n) for n in files.shape(source.theirs)])
+        rows = sparse_attention_rows("mixer", "attn")
+        source = look_up(f"mixer.{name}", rows, StorageLayout(decoder, {}))
+        ours[name] = source.read(files, [slice(0, n) for n in files.shape(source.stored)])
     return ours
 
 

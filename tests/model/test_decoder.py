@@ -268,6 +268,7 @@ def compared(model, compiled, config, lengths):
     assert_all_close(gradients(compiled), gradients(model))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it itself
 def test_compiled_blocks():
     config = CONFIGS["qwen3"]

@@ -249,6 +249,7 @@ def test_a_router_keeps_float32_among_bfloat16():
     assert isinstance(moe.router, Float32Parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it itself
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.long)]
@@ -368,6 +369,7 @@ def our_name(name: str) -> str:
     return NAMES[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HUGGING_FACE)
 def test_as_transformers_routes(kind):
     config, width = HUGGING_FACE[kind], 24

@@ -12,7 +12,7 @@ from longshore.arch.sparse_attention import IndexConfig, SparseAttentionConfig
 from longshore.batch import Boundaries, Counts, MicroBatch
 from longshore.data.pack import context_batches, lane_context
 from longshore.model import host_tables
-from longshore.model.host_tables import table_makers
+from longshore.model.registry import table_makers
 from longshore.model.sparse_attention import EntryKind, entry_tables
 from longshore.ops.boundaries import chunk_table, chunks, filled_spans
 from longshore.ops.sizes import CHUNK_ROWS

@@ -10,15 +10,13 @@ from longshore.arch.as_json import REGISTERED, config_from_json, config_to_json
 from longshore.arch.attention import AttentionConfig
 from longshore.arch.costs import parameter_count
 from longshore.arch.decoder import DecoderConfig, LayerConfig
-from longshore.arch.part import Saved
+from longshore.arch.part import Part, Saved
 from longshore.model.decoder import Decoder
 from longshore.model.registry import FEED_FORWARDS, register_feed_forward
 
 
 @dataclass(frozen=True, slots=True)
-class LinearConfig:
-    ropes = ()
-
+class LinearConfig(Part):
     def parameters(self, width):
         return width * width
 
@@ -27,12 +25,6 @@ class LinearConfig:
 
     def saved(self, width):
         return Saved(0)
-
-    def gathered(self):
-        return 0
-
-    def shared_heads(self, sharing):
-        return ()
 
 
 class Linear(nn.Module):

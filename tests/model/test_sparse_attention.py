@@ -40,6 +40,7 @@ def assert_close(ours, want, what=""):
     assert (ours - want).abs().max() <= 1e-9 * want.abs().max(), what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_and_gradients_are_those_of_transformers(monkeypatch, kind):
     """All lengths in one pack, against each sequence alone."""

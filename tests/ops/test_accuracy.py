@@ -104,6 +104,7 @@ GATES = {
 BETAS = {"small": lambda u: 1e-4 * u, "any": lambda u: u, "one": lambda u: 0 * u + 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("beta", BETAS)
 def test_the_delta_rule_as_accurate_as_transformers(gate, beta):
@@ -123,6 +124,7 @@ def test_the_delta_rule_as_accurate_as_transformers(gate, beta):
         assert our <= 2 * other + TINY, (name, our, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e-7, 1e-3, 1.0, 30.0, 1e4])
 @pytest.mark.parametrize("step", [1e-4, 1.0, 100.0])
 def test_the_scan_as_accurate_as_its_recurrence(rate, step):

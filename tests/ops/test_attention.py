@@ -68,6 +68,7 @@ def problems(draw):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.property
 @given(problem=problems())
 @example(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.arch.tp_parts import WIDTH, parts_on_ranks
 from torch import nn
 
-from longshore.arch.cuts import Span, TensorCut, TPRank, cuts_of, on_tp_rank
+from longshore.arch.cuts import Span, TensorCut, TPRank
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.part import Norm
 from longshore.arch.scan import Mamba2Config
@@ -65,9 +65,9 @@ def check_cover(whole, boxes, shared=1):
 @given(parts_on_ranks(), st.integers(1, 5))
 def test_the_boxes_of_all_ranks_are_the_whole(part_and_tp, lanes):
     part, tp = part_and_tp
-    local = tensors_of(on_tp_rank(part, tp))
+    local = tensors_of(part.on_tp_rank(tp))
     for name, whole in tensors_of(part).items():
-        cuts = [cuts_of(part, WIDTH, tp=tp, rank=rank).get(name) for rank in range(tp)]
+        cuts = [part.tp_cuts(WIDTH, TPRank(tp, rank)).get(name) for rank in range(tp)]
         boxes = []
         for cut in cuts:
             mine = cut_out(whole, cut)
@@ -95,7 +95,7 @@ def test_an_uneven_vocabulary(rows, tp, lanes):
 
 def test_the_docstrings_example():
     mamba = Mamba2Config(heads=4, head_dim=8, state_dim=16, groups=2)
-    cut = cuts_of(mamba, 16, tp=2, rank=1)["in_proj.weight"]
+    cut = mamba.tp_cuts(16, TPRank(2, 1))["in_proj.weight"]
     whole = torch.arange(132 * 16).view(132, 16)
     shape, boxes = on_lane(0, 2, cut_out(whole, cut), cut)
     assert shape == (132, 16)

@@ -35,6 +35,7 @@ def test_each_part_of_a_round_with_experts_has_its_own_slowest_lane():
     assert round_heights(step, setting, mixer_share=0.25) == [pytest.approx(12.5 + 9)]
 
 
+@pytest.mark.slow
 @pytest.mark.property
 @settings(max_examples=examples(50, fuzz=2_000))
 @given(

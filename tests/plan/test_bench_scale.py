@@ -5,11 +5,13 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
 from bench.scale_plots import Line, Panel, drawing
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_a_quick_run_prints_all_tables_and_no_plan_is_wrong():
     before = (ROOT / "bench" / "RESULTS.md").read_bytes()
     command = [sys.executable, str(ROOT / "bench" / "scale.py"), "--quick"]

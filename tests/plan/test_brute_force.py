@@ -37,6 +37,7 @@ def planned(problem: Tiny) -> Plan:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fuzz
 @pytest.mark.parametrize(
     ("profile", "sync"),
@@ -103,6 +104,7 @@ def is_valid(plan: Plan) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(9000, 400, 1100), (3000, 2900, 2700), (300, 200, 100)])
 @pytest.mark.parametrize("sync", ["round", "step"])
 def test_brute_force_is_the_best_of_every_plan_written_out(lengths: tuple[int, ...], sync: str):

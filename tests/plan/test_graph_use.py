@@ -19,7 +19,6 @@ from longshore.plan.graph_use import (
     steady_cap,
 )
 from longshore.plan.shapes import lane_packs, lane_tokens, make_buckets
-from longshore.settings import SettingError
 
 CAPACITY = 64
 
@@ -122,7 +121,7 @@ def test_plans_without_such_micro_batches():
 
 @pytest.mark.parametrize("coverage", [0.0, -1.0, 1.5, math.nan])
 def test_a_wrong_coverage_is_refused(coverage):
-    with pytest.raises(SettingError, match=r"^coverage is .* above 0 and at most 1$"):
+    with pytest.raises(ValueError, match=r"^graph.coverage is .* above 0 and at most 1$"):
         choose_cap([], coverage)
 
 

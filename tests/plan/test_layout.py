@@ -14,7 +14,6 @@ from longshore.plan.layout import (
     one_stage,
     parse_layout,
 )
-from longshore.settings import SettingError
 
 
 def test_the_docstrings_example() -> None:
@@ -151,21 +150,21 @@ def test_balanced_counts_the_head_and_the_embedding() -> None:
     ],
 )
 def test_errors(text: str, pp: int, message: str) -> None:
-    with pytest.raises(SettingError, match=message):
+    with pytest.raises(ValueError, match=message):
         parse_layout(text, pp=pp, layers=3, depths=1)
 
 
 def test_the_longest_text() -> None:
     layers = LONGEST_TEXT
     assert parse_layout(f"Et*{layers}L", pp=1, layers=layers).layers == layers
-    with pytest.raises(SettingError, match="too long"):
+    with pytest.raises(ValueError, match="too long"):
         parse_layout(f"Et*{layers + 1}L", pp=1, layers=layers + 1)
 
 
 def test_too_few_parts() -> None:
-    with pytest.raises(SettingError, match=r"2 layers, 1 depths and the head make 4 parts, too"):
+    with pytest.raises(ValueError, match=r"2 layers, 1 depths and the head make 4 parts, too"):
         balanced_layout([1, 1, 1, 1], pp=3, vpp=2, depths=1)
-    with pytest.raises(SettingError, match="has 0 stages"):
+    with pytest.raises(ValueError, match="has 0 stages"):
         Layout((), 1)
-    with pytest.raises(SettingError, match="shared evenly by 0"):
+    with pytest.raises(ValueError, match="shared evenly by 0"):
         Layout(one_stage(layers=1).stages, 0)

@@ -110,7 +110,7 @@ def test_only_policy_given_reads_the_packs():
         ("mixed", {"capacity": 8}, "l.csv line 5: its 9 tokens do not fit"),
         ("given", {"capacity": 9}, "l.csv line 4: pack 'a': its 10 tokens do not fit"),
         ("given", {"capacity": 99, "max_sequences": 1}, "l.csv line 4: pack 'a' has 2 sequences"),
-        ("mixed", {"capacity": 99, "align": 100}, "align is 100, more than the capacity of 99"),
+        ("mixed", {"capacity": 99, "align": 100}, "plan.align is 100, more than the capacity of"),
     ],
 )
 def test_the_planners_errors_name_the_line(policy, options, message):
@@ -120,7 +120,7 @@ def test_the_planners_errors_name_the_line(policy, options, message):
 
 
 def test_policy_given_wants_labels():
-    with pytest.raises(ValueError, match=r"l\.csv: policy given needs .* 'length,pack'"):
+    with pytest.raises(ValueError, match=r"l\.csv: plan\.policy given needs .* 'length,pack'"):
         parse("5").plan("given", {"lanes": 1, "capacity": 8})
 
 

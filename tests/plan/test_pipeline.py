@@ -187,6 +187,7 @@ def test_the_best_order_of_few_rounds(rounds: int, pp: int, vpp: int) -> None:
     assert max(order_gaps(rounds, pp=pp, vpp=vpp)) <= 0.005
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (2, 2), (4, 2)])
 def test_nearly_the_best_order_of_more_rounds(pp: int, vpp: int) -> None:
     gaps = order_gaps(8, pp=pp, vpp=vpp)

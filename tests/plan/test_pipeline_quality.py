@@ -28,6 +28,7 @@ def piped(case: Case, pp: int, vpp: int, profile: CostProfile = CHARGED) -> Plan
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "pp", "vpp"), MANY_ROUNDS)
 def test_a_long_tail_is_within_a_tenth_of_the_bound(case: Case, pp: int, vpp: int):
     plan = piped(case, pp, vpp)
@@ -66,6 +67,7 @@ def test_the_bound_of_a_pipeline_by_hand():
     assert plan.stats.predicted == pytest.approx(18)
 
 
+@pytest.mark.slow
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(examples(6, fuzz=300)))
 @pytest.mark.parametrize("policy", ["mixed", "dynamic", "balanced", "static", "padded"])

@@ -104,7 +104,7 @@ def test_sequence_objects_keep_their_names():
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, np.bool_(True), np.float32(2), "2"])
 def test_every_number_must_be_whole_and_positive(name: str, value: Any):
-    assert refusal([5], **{name: value}).startswith(f"{name} is {value!r};")
+    assert refusal([5], **{name: value}).startswith(f"{planner.KEYS[name]} is {value!r};")
 
 
 # A sequence of 1000 tokens and what does not hold it.
@@ -129,7 +129,7 @@ def test_a_sequence_that_is_too_long_is_named_with_the_limit(case: str):
 
 
 def advised_capacity(message: str) -> int:
-    found = re.search(r"raise capacity to (\d+)", message)
+    found = re.search(r"raise plan.capacity to (\d+)", message)
     assert found
     return int(found[1])
 
@@ -148,9 +148,9 @@ def test_the_other_advice_works_too(case: str):
     message = refusal([1000, 1000], **asked)
     ways = {
         "use more lanes": {"lanes": 64},
-        "raise max_cp": {"max_cp": asked["lanes"]},
-        "choose a larger cp_size": {"cp_size": asked["lanes"]},
-        "raise lanes and cp_size together": {"lanes": 64, "cp_size": 64},
+        "raise plan.max_cp": {"max_cp": asked["lanes"]},
+        "choose a larger plan.cp_size": {"cp_size": asked["lanes"]},
+        "raise lanes and plan.cp_size together": {"lanes": 64, "cp_size": 64},
     }
     given = [change for way, change in ways.items() if way in message]
     assert len(given) == 1
@@ -172,30 +172,39 @@ def test_a_given_pack_that_is_too_big_is_named():
 
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "min_cp above max_cp": ({"min_cp": 4, "max_cp": 2}, "min_cp is 4"),
-    "max_cp above the lanes": ({"max_cp": 8}, "max_cp is 8, but there are only 4 lanes"),
-    "no size between": ({"min_cp": 3, "max_cp": 3}, "no CP size is legal from min_cp 3"),
-    "align above the capacity": ({"align": 101}, "align is 101, more than the capacity of 100"),
-    "one size for mixed": ({"cp_size": 2}, "cp_size works only with the policies balanced, st"),
-    "one size for dynamic": ({"cp_size": 2, "policy": "dynamic"}, "cp_size works only with"),
+    "min_cp above max_cp": ({"min_cp": 4, "max_cp": 2}, "plan.min_cp is 4"),
+    "max_cp above the lanes": ({"max_cp": 8}, "plan.max_cp is 8, but there are only 4 lanes"),
+    "no size between": ({"min_cp": 3, "max_cp": 3}, "no CP size is legal from plan.min_cp 3"),
+    "align above the capacity": ({"align": 101}, "plan.align is 101, more than the capacity of "),
+    "one size for mixed": ({"cp_size": 2}, "plan.cp_size works only with the policies balanced"),
+    "one size for dynamic": ({"cp_size": 2, "policy": "dynamic"}, "plan.cp_size works only with"),
     "a size that is not legal": (
         {"cp_size": 3, "policy": "static"},
-        "cp_size is 3; legal are 1, 2, 4",
+        "plan.cp_size is 3; legal are 1, 2, 4",
     ),
     "a size outside the limits": (
         {"cp_size": 1, "min_cp": 2, "policy": "static"},
-        "cp_size is 1; legal are 2, 4",
+        "plan.cp_size is 1; legal are 2, 4",
     ),
-    "stages without a pipeline": ({"vpp": 2}, r"vpp is 2, but without a pipeline \(pp 1\)"),
-    "a pipeline that runs free": ({"pp": 2, "sync": "step"}, "sync 'step' does not work with"),
-    "experts that run free": ({"ep": 2, "sync": "step"}, "sync 'step' does not work with ep 2"),
-    "experts on other ranks": ({"ep": 16, "tp": 2}, "ep is 16; it must divide lanes × tp, 4 × 2"),
-    "tp above the capacity": ({"tp": 101}, "align is 101, more than the capacity of 100"),
+    "stages without a pipeline": (
+        {"vpp": 2},
+        r"parallel.vpp is 2, but without a pipeline \(parallel.pp 1\)",
+    ),
+    "a pipeline that runs free": ({"pp": 2, "sync": "step"}, "plan.sync=step does not work with a"),
+    "experts that run free": (
+        {"ep": 2, "sync": "step"},
+        "plan.sync=step does not work with parallel.ep 2",
+    ),
+    "experts on other ranks": (
+        {"ep": 16, "tp": 2},
+        "parallel.ep is 16, which does not divide the 8 ranks of a pipeline stage",
+    ),
+    "tp above the capacity": ({"tp": 101}, "plan.align is 101, more than the capacity of 100"),
     "a bucket above the capacity": ({"buckets": [200]}, "bucket size 200: it must be a multiple"),
-    "any size on many lanes": ({"cp_sizes": "any", "lanes": 65}, "cp_sizes='any' works up to 64"),
-    "a kind of sizes": ({"cp_sizes": "odd"}, "cp_sizes is 'odd'; it may be 'pow2' or 'any'"),
-    "a policy": ({"policy": "best"}, "policy is 'best'; it must be mixed, dynamic, balanced, st"),
-    "a sync mode": ({"sync": "never"}, "sync is 'never'; it may be 'round' or 'step'"),
+    "any size on many lanes": ({"cp_sizes": "any", "lanes": 65}, "plan.cp_sizes='any' works up to"),
+    "a kind of sizes": ({"cp_sizes": "odd"}, "plan.cp_sizes is 'odd'; it may be 'pow2' or 'any'"),
+    "a policy": ({"policy": "best"}, "plan.policy is 'best'; it must be mixed, dynamic, balanced"),
+    "a sync mode": ({"sync": "never"}, "plan.sync is 'never'; it may be 'round' or 'step'"),
     "packs for another policy": ({"packs": [[0], [1]]}, "packs work only with policy 'given'"),
 }
 
@@ -207,11 +216,11 @@ def test_contradictory_limits_are_refused(case: str):
 
 
 WRONG_PACKS: dict[str, tuple[Any, str]] = {
-    "no packs": (None, "packs: sequence 0 is in 0 packs; it must be in one"),
-    "an empty list": ([], "packs: sequence 0 is in 0 packs; it must be in one"),
-    "a sequence is missing": ([[0]], "packs: sequence 1 is in 0 packs; it must be in one"),
-    "a sequence is in two": ([[0], [0, 1]], "packs: sequence 0 is in 2 packs; it must be in one"),
-    "a sequence is twice in one": ([[0, 1, 1]], "packs: sequence 1 is in 2 packs; it must be"),
+    "no packs": (None, "sequence 0 is in 0 packs; it must be in one"),
+    "an empty list": ([], "sequence 0 is in 0 packs; it must be in one"),
+    "a sequence is missing": ([[0]], "sequence 1 is in 0 packs; it must be in one"),
+    "a sequence is in two": ([[0], [0, 1]], "sequence 0 is in 2 packs; it must be in one"),
+    "a sequence is twice in one": ([[0, 1, 1]], "sequence 1 is in 2 packs; it must be"),
     "a sequence does not exist": ([[0], [1], [2]], "packs: there is no sequence 2"),
     "a sequence from the end": ([[0], [1], [-1]], "packs: there is no sequence -1"),
     "an empty pack": ([[0], [], [1]], "packs: pack 1 is empty"),
@@ -229,7 +238,7 @@ def test_wrong_packs_are_refused(case: str):
 
 def test_a_given_pack_above_the_cap_on_sequences_is_named():
     message = refusal([5, 6, 7], policy="given", packs=[[0], [1, 2]], max_sequences=1)
-    assert message == "packs: pack 1 has 2 sequences, but max_sequences is 1"
+    assert message == "pack 1 has 2 sequences, but plan.max_sequences is 1"
 
 
 def test_given_packs_keep_their_cp_sizes():
@@ -255,12 +264,12 @@ def test_given_rounds_become_the_plan_as_they_are():
 WRONG_GIVEN: dict[str, tuple[Json, str]] = {
     "a CP size that is not legal": (
         {"packs": [(1, [0]), (3, [1])]},
-        "packs: pack 1 has CP size 3; legal are 1, 2, 4",
+        "pack 1 has CP size 3; legal are 1, 2, 4",
     ),
     "a pack that is too long for its CP size": (
         {"packs": [(1, [0, 1])]},
-        "pack 0: its 180 tokens do not fit at CP size 1 into 4 lanes of 100 tokens; raise capacity "
-        "to 180, give it a larger CP size, or shorten the sequence",
+        "pack 0: its 180 tokens do not fit at CP size 1 into 4 lanes of 100 tokens; raise "
+        "plan.capacity to 180, give it a larger CP size, or shorten the sequence",
     ),
     "heads that a CP size does not divide": (
         {"rounds": [[(0, 4, [0, 1])]], "heads": 2},

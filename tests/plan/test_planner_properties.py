@@ -167,6 +167,7 @@ def check_stats(asked: Asked, plan: Plan) -> None:
     assert stats.padding == pytest.approx(1 - sum(asked.lengths) / sum(totals), abs=1e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(300))
 @given(problems())
 def test_a_plan_is_valid_and_costs_what_it_says_or_is_impossible(asked: Asked):
@@ -180,6 +181,7 @@ def test_a_plan_is_valid_and_costs_what_it_says_or_is_impossible(asked: Asked):
     check_stats(asked, plan)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60, fuzz=2_000))
 @given(problems(most=30))
 def test_equal_input_gives_the_equal_plan(asked: Asked):
@@ -197,6 +199,7 @@ def test_equal_input_gives_the_equal_plan(asked: Asked):
     assert plan.sequences == numpy.sequences
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40, fuzz=2_000))
 @given(problems(most=40, policies=("mixed",)))
 def test_mixed_is_never_slower_than_another_policy(asked: Asked):

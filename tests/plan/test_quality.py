@@ -61,6 +61,7 @@ def mid_size(seed: int) -> tuple[list[int], dict[str, int]]:
     return drawn, {"lanes": lanes, "capacity": capacity}
 
 
+@pytest.mark.slow
 @pytest.mark.fuzz
 @pytest.mark.parametrize("sync", ["round", "step"])
 @pytest.mark.parametrize("seed", range(examples(8, fuzz=200)))

@@ -51,7 +51,7 @@ def test_make_buckets() -> None:
     assert make_buckets(64, align=64) == (64,)
     with pytest.raises(ValueError, match="buckets is 0"):
         make_buckets(3, count=0)
-    with pytest.raises(ValueError, match="capacity is 3, less than align"):
+    with pytest.raises(ValueError, match=r"capacity is 3, less than plan\.align"):
         make_buckets(3, align=4)
 
 

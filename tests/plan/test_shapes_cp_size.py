@@ -45,11 +45,11 @@ def test_only_sizes_that_divide_the_heads():
     ("arguments", "message"),
     [
         ({"min_cp": 8, "heads": 4}, "no CP size that divides the 4 heads is legal from"),
-        ({"min_cp": 4, "max_cp": 2}, r"min_cp is 4; it must be between 1 and max_cp \(2\)"),
-        ({"min_cp": 9}, r"min_cp is 9; it must be between 1 and max_cp \(8\)"),
+        ({"min_cp": 4, "max_cp": 2}, r"min_cp is 4; it must be between 1 and plan.max_cp \(2\)"),
+        ({"min_cp": 9}, r"min_cp is 9; it must be between 1 and plan.max_cp \(8\)"),
         ({"min_cp": 0}, "min_cp is 0"),
         ({"max_cp": 16}, "max_cp is 16, but there are only 8 lanes"),
-        ({"min_cp": 3, "max_cp": 3}, "no CP size is legal from min_cp 3 to max_cp 3"),
+        ({"min_cp": 3, "max_cp": 3}, "no CP size is legal from plan.min_cp 3 to plan.max_cp 3"),
         ({"kind": "odd"}, "cp_sizes is 'odd'; it may be 'pow2' or 'any'"),
     ],
 )
@@ -59,7 +59,7 @@ def test_contradictions_are_refused(arguments: dict[str, object], message: str):
 
 
 def test_the_advice_to_allow_any_size_works():
-    with pytest.raises(ValueError, match="set cp_sizes='any'"):
+    with pytest.raises(ValueError, match=r"set plan\.cp_sizes='any'"):
         legal_cp_sizes(8, min_cp=3, max_cp=3)
     assert legal_cp_sizes(8, min_cp=3, max_cp=3, kind="any") == (3,)
 

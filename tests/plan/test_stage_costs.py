@@ -14,7 +14,6 @@ from longshore.plan import Plan, Round, check, make_plan
 from longshore.plan.cost import StageCosts, equal_stages, share_out
 from longshore.plan.layout import Action, make_order, parse_layout
 from longshore.plan.simulate import pipeline_walk
-from longshore.settings import SettingError
 
 PAIRS = st.tuples(st.integers(1, 40), st.integers(1, 80))
 
@@ -76,6 +75,7 @@ def predicted(plan: Plan) -> float:
     return max(now)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(15, fuzz=2_000), deadline=None)
 @given(st.data(), st.integers(2, 4), st.integers(1, 2), st.integers(1, 80))
 def test_what_a_plan_predicts_for_stages_that_differ(
@@ -140,9 +140,9 @@ def test_a_pipeline_of_many_equal_rounds_takes_its_share_and_fill_and_drain(pp: 
 
 def test_stages_of_another_pipeline_are_refused():
     asked = {"lanes": 1, "capacity": 10, "pp": 2}
-    with pytest.raises(SettingError, match="the stage costs are of 3 stages"):
+    with pytest.raises(ValueError, match="the stage costs are of 3 stages"):
         make_plan([5], **asked, stage_costs=equal_stages(3, 1))
-    with pytest.raises(SettingError, match="layout has 4 ranks of 1 stages, but pp is 2"):
+    with pytest.raises(ValueError, match=r"layout has 4 ranks of 1 stages, but parallel\.pp is 2"):
         make_plan([5], **asked, layout=parse_layout("Et|t|t|L", pp=4, layers=3))
 
 

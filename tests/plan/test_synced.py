@@ -76,6 +76,7 @@ def predicted(plan: Plan) -> float:
     return walk_columns(order, whole, stages=setting.pp * setting.vpp).finish / scale
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(15, fuzz=2_000), deadline=None)
 @given(st.data(), st.sampled_from([(1, 1), (1, 1), (2, 1), (2, 2), (3, 1)]), st.integers(1, 60))
 def test_what_a_plan_predicts(data: st.DataObject, pipe: tuple[int, int], count: int):
@@ -152,6 +153,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("tiny", TINY, ids=lambda tiny: str(tiny.lengths))
 def test_against_every_plan_there_is(tiny: Tiny, share: float):
@@ -168,6 +170,7 @@ def test_against_every_plan_there_is(tiny: Tiny, share: float):
     assert best * (1 - 1e-6) <= plan.stats.predicted <= best * 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pp", [1, 2])
 def test_mixed_is_never_slower_than_another_policy(pp: int):
     """A step that is small: with a pipeline all policies are tried then."""
@@ -181,6 +184,7 @@ def test_mixed_is_never_slower_than_another_policy(pp: int):
             assert mixed.stats.predicted <= other.stats.predicted * (1 + 1e-12), (seed, policy)
 
 
+@pytest.mark.slow
 def test_the_search_levels_mixers_and_experts(monkeypatch: pytest.MonkeyPatch):
     """Faster than the best of plans that were searched for lanes that meet after rounds only."""
     asked = {"lanes": 64, "capacity": 16384, "profile": CHARGED, "ep": 64}

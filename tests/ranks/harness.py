@@ -45,7 +45,10 @@ PRELOAD = (
     "longshore.data.steps",
     "longshore.parallel.apply",
     "longshore.parallel.shift",
-    "longshore.train.loop",
+    "longshore.train.step",
+    "longshore.train.checkpoint",
+    "tests.ranks.spine",
+    "tests.ranks.composed",
 )
 GRACE_S = 2.0  # for the other ranks, once one has failed, to say what they saw
 STACKS_S = 0.5  # to write down where they were stuck

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks.exchanged import count
 from tests.ranks.harness import RankError, run_ranks
 
 from longshore.distributed import agreement, collectives
@@ -105,13 +106,13 @@ def both_ways(function, x, weight):
 
 def run_gather(rows):
     rank, size = dist.get_rank(), dist.get_world_size()
-    with collectives.count() as counts:
+    with count() as counts:
         found = both_ways(
             lambda x: collectives.gather(x, world()),
             random(rank, rows, 3),
             random(100 + rank, size * rows, 3),
         )
-    return found, [(call.name, call.bytes) for call in counts.log]
+    return found, counts.log
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -149,13 +150,13 @@ def test_reduce_scatter_and_its_gradients(ranks):
 def run_all_to_all(matrix):
     rank = dist.get_rank()
     sends, receives = matrix[rank], [row[rank] for row in matrix]
-    with collectives.count() as counts:
+    with count() as counts:
         found = both_ways(
             lambda x: collectives.all_to_all(x, world(), sends=sends, receives=receives),
             random(rank, sum(sends), 2),
             random(100 + rank, sum(receives), 2),
         )
-    return found, [(call.name, call.bytes) for call in counts.log]
+    return found, counts.log
 
 
 def split(rows, sizes):
@@ -212,7 +213,7 @@ def test_every_dtype_moves():
 
 def stay_alone():
     x = torch.ones(2, requires_grad=True)
-    with collectives.count() as counts:
+    with count() as counts:
         assert collectives.gather(x, world()) is x
         assert collectives.reduce_scatter(x, world()) is x
         assert collectives.all_to_all(x, world(), sends=[2], receives=[2]) is x
@@ -239,7 +240,7 @@ def refuse():
     with pytest.raises(ValueError, match="contiguous"):
         collectives.broadcast(torch.ones(2, 3).T, world())
     with pytest.raises(ValueError, match="gather_rows needs int64"):
-        collectives.gather_rows(x, world(), room=1)
+        collectives.gather_rows(x, world(), expected=1)
 
 
 def test_wrong_arguments_are_refused_before_anything_is_sent():
@@ -252,8 +253,8 @@ def test_wrong_arguments_are_refused_before_anything_is_sent():
 def gather_lengths(numbers, room):
     rank = dist.get_rank()
     rows = torch.arange(numbers[rank] * 2).view(-1, 2) + 100 * rank
-    with collectives.count() as counts:
-        found = collectives.gather_rows(rows, world(), room=room)
+    with count() as counts:
+        found = collectives.gather_rows(rows, world(), expected=room)
     return [part.tolist() for part in found], counts.calls(), counts.bytes()
 
 
@@ -275,7 +276,7 @@ def tell_lane():
     topology = make_topology(lanes=2, tp=2, pp=2, device="cpu")
     told = torch.tensor([topology.rank], dtype=torch.int16)
     collectives.broadcast_over_lane(told, topology.groups)
-    return told.item(), topology.first_rank_of_lane(topology.lane)
+    return told.item(), topology.rank_at(lane=topology.lane)
 
 
 def test_a_lane_hears_its_first_rank():
@@ -285,7 +286,7 @@ def test_a_lane_hears_its_first_rank():
 
 def compare(digests):
     topology = make_topology(lanes=len(digests), device="cpu")
-    with collectives.count() as counts:
+    with count() as counts:
         agreement.same_on_all_ranks("same", topology.groups)
     assert counts.calls() == 1
     try:
@@ -304,7 +305,7 @@ def test_ranks_that_differ_are_named_on_all_ranks():
 
 def agree_on(errors):
     topology = make_topology(lanes=len(errors), device="cpu")
-    with collectives.count() as counts:
+    with count() as counts:
         agreement.agree(None, topology.groups)
     assert counts.calls() == int(len(errors) > 1)
     try:

@@ -1,14 +1,15 @@
 """Twenty steps end alike on every layout and axis, also where a run resumes under another one."""
 
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import pytest
-import torch
 from tests.ranks.composed import ranks_of
 from tests.ranks.harness import run_ranks
 from tests.ranks.piped import staged
 from tests.ranks.spine import MTP_WEIGHT, exact
+from tests.ranks.steps import trained
 from tests.ranks.test_curves import MOCK
 
 from longshore.arch.costs import make_layout
@@ -22,7 +23,6 @@ from longshore.parallel.pipeline import EmbeddingCopies
 from longshore.plan import make_plan
 from longshore.train.checkpoint import Checkpoints, Position
 from longshore.train.evaluation import HeldOut
-from longshore.train.loop import Machine, Progress, train
 from longshore.train.loss import make_loss
 from longshore.train.optimizer import Schedule, make_optimizer
 from longshore.train.step import Stepper
@@ -102,22 +102,15 @@ def curve(name: str, way: Way, steps: int, folder: str) -> list[tuple[float, ...
         data = make_steps(config, layout, topology, seed=1, policy=way.policy)
         with Loader(data) as loader:
             position, _ = checkpoints.load_newest()
-            done = Progress(position.step, position.updates) if position else Progress()
+            done = position.step if position else 0
             if position:
                 loader.load_state_dict(position.loader)
                 export(position.step, "loaded")
-            reports = train(
-                stepper,
-                loader,
-                steps=steps,
-                schedule=Schedule(kind="cosine", lr=1e-2, warmup=3, updates=STEPS, min_lr=0.1),
-                flops=sum,
-                machine=Machine(ranks=way.ranks, device=torch.device("cpu"), peak_flops=None),
-                start=done,
-            )
+            schedule = Schedule(kind="cosine", lr=1e-2, warmup=3, updates=STEPS, min_lr=0.1)
+            updates = position.updates if position else 0
             numbers = [
                 (m.loss, m.grad_norm, *(m.mtp_losses or ()), m.balance_loss or 0.0)
-                for m in (report.metrics for report in reports)
+                for m in trained(stepper, islice(loader, steps - done), schedule, updates=updates)
             ]
             export(steps, "trained")
             checkpoints.save(Position(steps, steps, loader.state_dict()))
@@ -164,13 +157,18 @@ WAYS = {
 }
 
 
+# In each test run: a pipeline trains a step, is evaluated, and lanes read its checkpoint.
+SAMPLE = {"tiny-llama": [Way(pp=2), Way(lanes=2, mode="zero3")]}
+
+
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", WAYS)
 def test_a_run_resumes_under_other_axes(name: str, tmp_path: Path, is_fuzz: bool) -> None:
     """The same losses to 1e-9, and what is saved under one way is exported alike under the next."""
-    if not is_fuzz:
+    if not is_fuzz and name not in SAMPLE:
         pytest.skip("minutes; in `make fuzz`")
-    ways, last = WAYS[name], STEPS
+    ways = (WAYS if is_fuzz else SAMPLE)[name]
+    last = STEPS if is_fuzz else len(ways)
     stops = [last * (number + 1) // len(ways) for number in range(len(ways))]
     want = []
     for steps in stops:
@@ -182,7 +180,7 @@ def test_a_run_resumes_under_other_axes(name: str, tmp_path: Path, is_fuzz: bool
         numbers += results[0]
     for number, (ours, theirs) in enumerate(zip(numbers, want, strict=True)):
         assert ours == pytest.approx(theirs, rel=1e-9), f"line {number}"
-    assert want[-2][0] < want[0][0]
+    assert want[-2][0] < want[0][0] or not is_fuzz
     for steps in stops[:-1]:
         trained, loaded = (tmp_path / "run" / f"{steps}-{what}" for what in ("trained", "loaded"))
         files = sorted(path.name for path in trained.iterdir())

@@ -10,8 +10,8 @@ from longshore.distributed.topology import (
     CPGroups,
     check_cp_sizes,
     cp_blocks,
+    cp_ranks,
     make_topology,
-    splits,
 )
 from longshore.plan.shapes import legal_cp_sizes
 
@@ -27,10 +27,11 @@ def test_blocks_are_aligned_and_leave_the_rest_out():
 def test_splits_hold_every_rank_once(lanes):
     axes = Axes(lanes=lanes, tp=2, pp=2)
     for size in range(1, lanes + 1):
-        blocks = splits(axes, size)
+        groups, left_over = cp_ranks(axes, size)
+        blocks = groups + left_over
         assert sorted(r for block in blocks for r in block) == list(range(axes.world_size))
         assert all(block == sorted(block) for block in blocks)
-    assert splits(Axes(lanes=6), 4) == [[0, 1, 2, 3], [4, 5]]
+    assert cp_ranks(Axes(lanes=6), 4) == ([[0, 1, 2, 3]], [[4, 5]])
 
 
 @pytest.mark.parametrize(

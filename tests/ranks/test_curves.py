@@ -1,7 +1,7 @@
 """Many steps end alike whatever the plan, the lanes, the sync mode and what is recomputed."""
 
 from functools import cache, partial
-from itertools import product
+from itertools import islice, product
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from tests.conftest import PROFILE
 from tests.ranks.harness import run_ranks
 from tests.ranks.hybrids import HYBRIDS
 from tests.ranks.spine import MTP_WEIGHT, dense, exact, lanes_of, sharded
+from tests.ranks.steps import trained
 from tests.ranks.test_deepseek_v4 import tiny
 
 from longshore.data.batches import BatchSize
 from longshore.data.mock import MockSource
 from longshore.data.steps import IndexedSteps, Loader, Packing
 from longshore.plan import make_plan
-from longshore.train.loop import Machine, train
 from longshore.train.loss import make_loss
 from longshore.train.optimizer import Schedule, make_optimizer
 from longshore.train.step import Stepper
@@ -55,9 +55,7 @@ def curve(topology, groups, name: str, way: Way) -> list[tuple[float, ...]]:
     optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
     stepper = Stepper(model, optimizer, topology, mode, make_loss(), 1.0, MTP_WEIGHT)
     schedule = Schedule(kind="cosine", lr=1e-2, warmup=3, updates=STEPS, min_lr=0.1)
-    machine = Machine(ranks=lanes, device=torch.device("cpu"), peak_flops=None)
     with Loader(steps) as loader:
-        reports = train(stepper, loader, steps=STEPS, schedule=schedule, flops=sum, machine=machine)
         return [
             (
                 r.loss,
@@ -65,7 +63,7 @@ def curve(topology, groups, name: str, way: Way) -> list[tuple[float, ...]]:
                 *(r.mtp_losses or ()),
                 *([r.balance_loss] if r.balance_loss else []),
             )
-            for r in (report.metrics for report in reports)
+            for r in trained(stepper, islice(loader, STEPS), schedule)
         ]
 
 

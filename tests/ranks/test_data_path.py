@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.data.stage_batch import only
+from tests.ranks.exchanged import count
 from tests.ranks.harness import RankError, run_ranks
 
 from longshore.batch import Counts
@@ -27,7 +28,6 @@ from longshore.data.steps import (
     gather_rows_of_lanes,
     length_rows,
 )
-from longshore.distributed.collectives import count
 from longshore.distributed.topology import make_topology
 from longshore.plan import make_plan
 from longshore.plan.layout import parse_layout

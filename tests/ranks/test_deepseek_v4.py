@@ -1,5 +1,6 @@
 """DeepSeek-V4 on lanes, stages and TP ranks: each sequence alone gives the same."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
 
@@ -22,6 +23,12 @@ CASES = (
     ({"lanes": 1, "pp": 2}, "Et|t|tt|mL", "zero3", "blocks", "mixed"),
     ({"lanes": 1, "tp": 2}, "", "none", "none", "mixed"),
 )
+SHARED = [3, 90, 17, 1]
+"""The second is longer than a lane's capacity."""
+SHARED_CASES = (
+    ({"lanes": 2, "pp": 2}, "Et|t|tt|mL", "zero3", "none", "mixed", SHARED),
+    ({"lanes": 2, "tp": 2}, "", "none", "none", "mixed", SHARED),
+)
 
 
 def tiny() -> DecoderConfig:
@@ -29,7 +36,14 @@ def tiny() -> DecoderConfig:
     return preset("tiny-deepseek-v4", width=16, vocab_size=VOCAB, init_std=0.3)
 
 
-def run_exact(axes: dict[str, int], text: str, mode: str, recompute: str, policy: str) -> str:
+def run_exact(
+    axes: dict[str, int],
+    text: str,
+    mode: str,
+    recompute: str,
+    policy: str,
+    lengths: Sequence[int] = LENGTHS,
+) -> str:
     """What is off by most; `composed` compares what the ranks issue, too."""
     config, layout = tiny(), None
     with ranks_of(**axes) as (topology, groups):
@@ -37,7 +51,7 @@ def run_exact(axes: dict[str, int], text: str, mode: str, recompute: str, policy
             layout = parse_layout(text, pp=topology.pp, layers=len(config.layers), depths=1)
             layout = replace(layout, id_layers=config.hashed_layers)
         options = {"pp": topology.pp, "vpp": layout.vpp if layout else 1, "tp": topology.tp}
-        plan = make_plan(LENGTHS, lanes=topology.lanes, capacity=64, policy=policy, **options)
+        plan = make_plan(lengths, lanes=topology.lanes, capacity=64, policy=policy, **options)
         samples = make_samples(plan)
         choices = exact(mode=mode, recompute=recompute)
         result = composed(config, plan, samples, topology, groups, choices, layout=layout)
@@ -56,6 +70,10 @@ def run_all(cases: list) -> list[str]:
 def test_gradients_are_those_of_each_sequence_alone(is_fuzz: bool) -> None:
     cases = list(CASES if is_fuzz else CASES[:1])
     assert run_ranks(2, run_all, cases, timeout=200) == [[], []]
+
+
+def test_stages_and_tp_ranks_whose_lanes_share_a_pack() -> None:
+    assert run_ranks(4, run_all, list(SHARED_CASES), timeout=200) == [[]] * 4
 
 
 @pytest.mark.fuzz

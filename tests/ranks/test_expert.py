@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks.exchanged import count
 from tests.ranks.harness import run_ranks
 from tests.ranks.hybrids import deepseek
 from tests.ranks.piped import stage_batches, staged
@@ -29,7 +30,6 @@ from longshore.arch.attention import AttentionConfig
 from longshore.arch.cuts import expert_cut
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MoEConfig
-from longshore.distributed.collectives import count
 from longshore.distributed.topology import CPGroups, make_topology
 from longshore.model.decoder import Decoder
 from longshore.model.feed_forward import Experts
@@ -40,7 +40,6 @@ from longshore.parallel.pipeline import stages_of
 from longshore.parallel.shards import cuts_by_name
 from longshore.plan import Pack, Plan, Round, make_plan
 from longshore.plan.layout import parse_layout
-from longshore.settings import SettingError
 from longshore.train.loss import make_loss
 from longshore.train.step import Stepper
 
@@ -282,7 +281,7 @@ def test_experts_are_split_over_the_ranks_that_have_the_same() -> None:
 def refuse_sizes() -> None:
     topology = make_topology(lanes=2, ep=2, device="cpu")
     for config, message in ((dense(), "has no experts"), (experts(), "does not divide the 5 exp")):
-        with pytest.raises(SettingError, match=message):
+        with pytest.raises(ValueError, match=message):
             split_experts(Decoder(config), topology)
 
 

@@ -15,7 +15,8 @@ from tests.ranks.spine import VOCAB, alone, exact, make_samples, sharded
 from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import DecoderConfig, HyperConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
-from longshore.hf.checkpoint import open_weights, read_config, write_own_checkpoint
+from longshore.hf.checkpoint import open_weights, write_own_checkpoint
+from longshore.hf.config_file import read_config
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 from longshore.parallel.fsdp import local_part

@@ -9,7 +9,8 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.piped import staged
 from tests.ranks.spine import exact
 
-from longshore.hf.checkpoint import open_weights, read_config, write_checkpoint
+from longshore.hf.checkpoint import open_weights, write_checkpoint
+from longshore.hf.config_file import read_config
 from longshore.parallel.gathered import gathered_tensors
 from longshore.parallel.pipeline import stages_of
 from longshore.parallel.shards import fill

@@ -16,7 +16,6 @@ from longshore.data.shard import cut_shards, lane_cuts
 from longshore.parallel.pipeline import EmbeddingCopies
 from longshore.plan import make_plan
 from longshore.plan.layout import one_stage, parse_layout
-from longshore.settings import SettingError
 from longshore.train.loss import make_loss
 from longshore.train.step import Stepper
 
@@ -120,10 +119,12 @@ def test_from_any_plan(axes: dict, mode: str, policy: str, is_fuzz: bool) -> Non
 
 
 def refused() -> str:
-    with pytest.raises(SettingError) as error:
+    with pytest.raises(ValueError, match="distill") as error:
         compare({"lanes": 1, "tp": 2}, "zero2", "mixed", ["distill"])
     return str(error.value)
 
 
 def test_tensor_parallel_ranks_have_no_whole_logits() -> None:
-    assert run_ranks(2, refused)[0].startswith("loss is distill, which reads hidden states or the")
+    assert run_ranks(2, refused)[0].startswith(
+        "train.loss is distill, which reads hidden states or"
+    )

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tests.data.plans import Sample
+from tests.ranks.exchanged import count
 from tests.ranks.harness import run_ranks
 from tests.ranks.spine import VOCAB, Outcome, batches_of, exact, lanes_of, make_samples, worst
 
@@ -15,7 +16,6 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MoEConfig
 from longshore.batch import whole_context
 from longshore.data.pack import merge, unpack
-from longshore.distributed.collectives import count
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder, initial_block
 from longshore.parallel.apply import Choices, parallelize
@@ -211,10 +211,11 @@ def exchanged(aux_weight: float, cp_size: int, recompute: str, lanes) -> tuple:
     (batch,) = batches_of(plan, make_samples(plan), topology.lane)
     with count() as forward:
         out = model(batch.token_ids, batch.ctx, batch.targets.labels)
+    begin_round(model, mode="none", is_last=False)  # FSDP sums no gradients
     with count() as backward:
         (out.values.sum() + sum(routed.auxiliary for routed in out.routed)).backward()
     shared = sum(len(pack.lengths) for pack in batch.ctx.packs if pack.group.cp_size > 1)
-    logs = ([call.bytes for call in c.log if call.name == "sum_over"] for c in (forward, backward))
+    logs = ([size for kind, size in c.log if kind == "all_reduce"] for c in (forward, backward))
     return shared, *logs
 
 

@@ -4,12 +4,14 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from tests.ranks.exchanged import count
 from tests.ranks.harness import run_ranks
 from tests.ranks.spine import batches_of, dense, exact, lanes_of, make_samples, sharded
 from tests.ranks.test_exactness import check, several_packs
 from tests.ranks.test_mla import LATENT
 
 from longshore.distributed import collectives
+from longshore.parallel.fsdp import begin_round
 
 LAYERS = 2
 
@@ -19,7 +21,7 @@ def begun() -> tuple[bool, ...]:
     world = dist.group.WORLD
     x = torch.arange(6.0).view(3, 2) + 10 * dist.get_rank()
     wide = torch.arange(12.0).view(6, 2) * (1 + dist.get_rank())
-    with collectives.count() as counts:
+    with count() as counts:
         first = collectives.begin_gather(x, world)
         second = collectives.begin_gather(x.T, world)
         third = collectives.begin_reduce_scatter(wide, world)
@@ -29,7 +31,7 @@ def begun() -> tuple[bool, ...]:
         collectives.reduce_scatter(wide, world),
     ]
     pairs = zip((third, second, first), reversed(plain), strict=True)
-    assert [call.name for call in counts.log] == ["gather", "gather", "reduce_scatter"]
+    assert [kind for kind, _ in counts.log] == ["gather", "gather", "reduce_scatter"]
     return tuple(torch.equal(pending.wait(), value) for pending, value in pairs)
 
 
@@ -40,7 +42,7 @@ def test_begun_collectives_bring_what_the_plain_ones_do() -> None:
 
 def begun_alone() -> bool:
     x = torch.ones(2, 3)
-    with collectives.count() as counts:
+    with count() as counts:
         same = collectives.begin_gather(x, dist.group.WORLD).wait() is x
         same &= collectives.begin_reduce_scatter(x, dist.group.WORLD).wait() is x
     return same and not counts.log
@@ -53,12 +55,13 @@ def calls_of(config, **ways) -> list[tuple[list[int], list[str], list[str]]]:
     with lanes_of(4) as (topology, groups):
         model = sharded(config, topology, groups, exact(mode="none", **ways))
         for batch in batches_of(plan, make_samples(plan), topology.lane):
-            with collectives.count() as forward:
+            with count() as forward:
                 nll = model(batch.token_ids, batch.ctx, batch.targets.labels).values
-            with collectives.count() as backward:
+            begin_round(model, mode="none", is_last=False)  # FSDP sums no gradients
+            with count() as backward:
                 nll.sum().backward()
             sizes = [p.group.cp_size for p in batch.ctx.packs if p.group.cp_size > 1]
-            logs = [[call.name for call in c.log] for c in (forward, backward)]
+            logs = [[kind for kind, _ in c.log] for c in (forward, backward)]
             rounds.append((sizes, *logs))
     return rounds
 

@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.ranks.exchanged import count
 from tests.ranks.harness import run_ranks
 
-from longshore.distributed import collectives
 from longshore.parallel.shift import Route, shift, shift_left, shift_right, shift_rows
 from longshore.plan.shapes import shard_positions
 
@@ -216,7 +216,7 @@ def differentiate(lengths, spaces):
     x = shard_of(whole, spaces, rank, size).requires_grad_()
     weight = weights(rank, len(x)).requires_grad_()
     boundaries = {"real": cumulative(lengths), "padded": cumulative(spaces)}
-    with collectives.count() as counts:
+    with count() as counts:
         shifted, total = shift(x, **boundaries, group=dist.group.WORLD, fill=0)
         loss = (shifted * weight).sum() + 10 * total
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -245,7 +245,7 @@ def count_exchanges(sequences):
     spaces = [16] * sequences
     shard = torch.ones(4 * sequences, 2, dtype=torch.int64)
     boundaries = {"real": cumulative(lengths), "padded": cumulative(spaces)}
-    with collectives.count() as counts:
+    with count() as counts:
         shift(shard, **boundaries, group=dist.group.WORLD)
     with pytest.raises(ValueError, match=r"1023 rows, but .* each of 4 lanes 1024"):
         shift(shard[1:], **boundaries, group=dist.group.WORLD)

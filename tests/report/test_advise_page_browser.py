@@ -11,6 +11,7 @@ from longshore.advisor.advise_page import MEMORY_NAMES, write_advise_page
 
 pytestmark = [
     pytest.mark.browser,
+    pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on PATH"),
 ]
 

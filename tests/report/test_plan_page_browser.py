@@ -30,6 +30,7 @@ FLAGS = [
 
 pytestmark = [
     pytest.mark.browser,
+    pytest.mark.slow,
     pytest.mark.skipif(
         CHROMIUM is None,
         reason="no chromium or google-chrome on PATH (Debian: apt-get install chromium)",

@@ -178,6 +178,7 @@ def test_no_piece_ends_its_own_element(name):
     assert piece.count("\n") < 400
 
 
+@pytest.mark.slow
 def test_a_long_run_makes_a_moderate_file(tmp_path):
     folder = make_run(tmp_path / "run", steps=5000, batch=64, lanes=8, experts=(16,) * 4)
     text = run_page(read_runs([folder]))

@@ -12,6 +12,7 @@ from longshore.report.pages import read_runs, write_run_page
 
 pytestmark = [
     pytest.mark.browser,
+    pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on PATH"),
 ]
 

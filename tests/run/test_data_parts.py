@@ -47,6 +47,7 @@ def first_tokens(source):
     return [int(source[i].tokens[0]) for i in range(len(source))]
 
 
+@pytest.mark.slow
 def test_without_weights_every_sequence_comes_once(capsys):
     source = opened(NAMES)
     assert first_tokens(source) == [1, 1, 3, 4, 4, 4]

@@ -54,6 +54,7 @@ def test_without_graphs_nothing_changes():
     assert not [note for note in off.notes if "graph" in note or "buckets" in note]
 
 
+@pytest.mark.slow
 def test_the_cap_comes_from_the_runs_own_plans():
     run = resolved()
     assert run.config.plan.buckets == 8

@@ -6,7 +6,8 @@ from tests.data.rows import from_rows
 from longshore.config.load import load_config
 from longshore.data.columns import PAIR_FIELDS
 from longshore.data.source import MemorySource
-from longshore.run.parts import check_pairs, data_loss
+from longshore.run.data import check_pairs
+from longshore.run.parts import data_loss
 
 
 def row(pair: int, sign: int, *, mask=(0, 1, 1)) -> dict:

@@ -37,9 +37,9 @@ def alone(monkeypatch):
 def test_a_short_table_of_positions_is_refused_before_the_first_step(tmp_path, monkeypatch):
     hf = make_gpt2()
     hf.save_pretrained(tmp_path)
-    monkeypatch.setattr(foreign, "check_foreign", lambda hf: None)
+    monkeypatch.setattr(foreign, "check_transformers", lambda hf: None)
     monkeypatch.setattr(foreign, "parallelize", lambda *args, **options: None)
-    monkeypatch.setattr(foreign, "fill_foreign", lambda *args, **options: None)
+    monkeypatch.setattr(foreign, "fill_transformers", lambda *args, **options: None)
     job = SimpleNamespace(
         config=load_config(None, [f"model.from_hf={tmp_path}", "model.preset="]),
         decoder=describe_decoder(config_keys(hf.config)),
@@ -47,11 +47,11 @@ def test_a_short_table_of_positions_is_refused_before_the_first_step(tmp_path, m
         topology=SimpleNamespace(groups=None, device=None),
         source=source_of(3, 8),
     )
-    model = foreign.make_foreign(job, None, None)
+    model = foreign.make_transformers(job, None, None)
     foreign.check_positions(model, 8)
     job.source = source_of(3, 9, 2)
     with pytest.raises(ValueError, match=r"^data.path: a sequence has 9 tokens, .* 8 positions"):
-        foreign.make_foreign(job, None, None)
+        foreign.make_transformers(job, None, None)
 
 
 PACK_FIELDS = (Field("pack", "sequence", "int64"), Field("cp_size", "sequence", "int64"))
@@ -121,7 +121,6 @@ def test_held_out_sequences_need_no_groups(monkeypatch):
     monkeypatch.setattr(parts, "make_planner", lambda *args: None)
     monkeypatch.setattr(parts, "_packing", lambda job: None)
     monkeypatch.setattr(parts, "IndexedSteps", lambda source, **options: options["groups"])
-    monkeypatch.setattr(parts, "Evaluator", lambda held_out, *args, **options: held_out)
     words = ["data.group=prompt", "data.eval_path=other", "train.eval_every=2"]
     job = SimpleNamespace(
         config=load_config(None, words),
@@ -130,5 +129,4 @@ def test_held_out_sequences_need_no_groups(monkeypatch):
         status=None,
         display="none",
     )
-    built = SimpleNamespace(stepper=SimpleNamespace(model=None, executor=None))
-    assert parts.make_evaluator(job, built, tell=None, wants_stop=None).steps is None
+    assert parts.open_held_out(job, None).steps is None

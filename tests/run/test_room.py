@@ -11,9 +11,9 @@ from longshore.config import decoder_config, load_config
 from longshore.data.fields import Field
 from longshore.data.source import TokenizedSample
 from longshore.data.store import write_store
+from longshore.distributed.process_group import alone
 from longshore.run import folder as room
 from longshore.run import score
-from longshore.run.ranks import alone
 from longshore.run.resume import FRESH, check_output
 
 WORDS = ["model.preset=tiny-llama", "data.batch=2", "output.folder=run"]

@@ -5,7 +5,6 @@ import json
 import sys
 from pathlib import Path
 
-import datasets
 import jinja2
 import numpy as np
 import pyarrow as pa
@@ -15,6 +14,7 @@ from pyarrow import parquet
 from tests.cli.test_train import LLAMA
 from tests.data.samples import rejected
 from tests.data.tiny import word_tokenizer
+from tests.lazy import datasets
 from tests.metrics_file import read_metrics
 from tests.run.sequences import open_config
 
@@ -142,7 +142,7 @@ def test_a_text_in_the_middle_is_rejected(capsys):
     assert main(["prepare", "rows.jsonl", "--out", "made", "--workers", "1", "--ignore", "*"]) == 0
     said = capsys.readouterr().out
     assert "1 no tokenizer, such as rows.jsonl line 12: it is text, which needs a tokenizer" in said
-    assert "give it input_ids, or a tokenizer, --tokenizer DIR" in said
+    assert "give it input_ids, or a tokenizer, data.tokenizer=DIR" in said
     (entry,) = rejected("made")
     assert (entry["line"], entry["reason"]) == (12, "no tokenizer")
     assert len(Store("made")) == 23
@@ -159,7 +159,7 @@ FIRST = (
 def test_a_file_of_text_is_refused_at_the_start(capsys):
     Path("one.jsonl").write_text("{\n" + json.dumps({**TEXT, "id": 3}))
     assert main(["prepare", "one.jsonl", "--out", "made"]) == 2
-    assert capsys.readouterr().err == f"longshore: {FIRST.format('--tokenizer')}"
+    assert capsys.readouterr().err == f"longshore: {FIRST.format('data.tokenizer')}"
     assert not Path("made").exists()
     words = [*WORDS, FIELDS, 'data.path=["rows.jsonl", "one.jsonl"]', "output.folder=out"]
     for more in ([], ["data.stream=true", "train.steps=2", "data.max_length=9"]):
@@ -196,7 +196,9 @@ def test_a_template_without_a_tokenizer_is_refused(capsys):
     with pytest.raises(ValueError, match="^data.template " + told.format(*["data.t.*"] * 2)):
         config_of("data.path=rows.jsonl", "data.template=chatml")
     assert main(["prepare", "rows.jsonl", "--out", "made", "--template", "chatml"]) == 2
-    assert f"--template {told.format('--tokenizer', '--template')}" in capsys.readouterr().err
+    assert (
+        f"data.template {told.format('data.tokenizer', 'data.template')}" in capsys.readouterr().err
+    )
 
 
 def stream(*words):

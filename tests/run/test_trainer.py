@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from datasets import Dataset, DatasetDict
 from tests.data.tiny import CHATML, word_tokenizer
 from tests.hf.folders import qwen3
+from tests.lazy import datasets
 from tests.metrics_file import read_metrics
 from tests.ranks.harness import run_ranks
 
 from longshore import Trainer, load_config
 from longshore.ops import backends
 from longshore.run.folder import lock_run
-from longshore.run.parts import make_evaluator
+from longshore.run.parts import open_held_out
 from longshore.train.checkpoint_files import saved_steps
 from longshore.train.stop import RunError
 
@@ -72,6 +72,7 @@ def test_step_by_step_to_the_end_and_by_another_it_is_the_same_run(tmp_path):
         assert (tmp_path / name / "weights").is_dir()
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_deleted_ends_the_run_with_a_checkpoint(tmp_path):
     """The settings are written again, and it resumes as if nothing had happened."""
     whole, run = settings(tmp_path / "whole"), tmp_path / "run"
@@ -82,7 +83,7 @@ def test_a_folder_that_is_deleted_ends_the_run_with_a_checkpoint(tmp_path):
 
     def delete(trainer, metrics):
         if metrics["step"] == 2:
-            trainer._training.parts.checkpoints.wait()
+            trainer._parts.checkpoints.wait()
             shutil.rmtree(run)
 
     with Trainer(**given, on_step=delete) as trainer, pytest.raises(RunError) as caught:
@@ -111,6 +112,7 @@ def test_a_folder_that_another_run_has_taken_is_left_alone(tmp_path):
     assert sorted(path.name for path in run.iterdir()) == [".lock", "config.toml"]
 
 
+@pytest.mark.slow
 def test_a_closed_run_resumes_as_if_it_had_never_stopped(tmp_path):
     with Trainer(**settings(tmp_path / "whole")) as trainer:
         losses = [metrics["loss"] for metrics in trainer]
@@ -150,6 +152,7 @@ def test_a_callback_evaluates_saves_and_exports_the_model_of_its_step(tmp_path):
     assert (tmp_path / "tuned" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_a_base_that_has_moved(tmp_path):
     """Its own weights are in the checkpoint; another base would be another run."""
     base, moved, other = tmp_path / "base", tmp_path / "moved", tmp_path / "other"
@@ -231,7 +234,7 @@ def test_a_close_that_fails_leaves_all_the_same(tmp_path, monkeypatch):
     threads = threading.active_count()
     trainer = Trainer(**settings(tmp_path / "run"))
     trainer.step()
-    monkeypatch.setattr(trainer._training.saver, "finish", lambda: 1 / 0)
+    monkeypatch.setattr(trainer, "_save_last", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.close()
     assert not dist.is_initialized()
@@ -247,7 +250,7 @@ def test_a_failure_does_not_wait_for_a_checkpoint_that_nobody_confirms(tmp_path)
     threads, release = threading.active_count(), []
 
     def fail_in_evaluation(trainer, metrics):
-        confirmed = trainer._training.parts.checkpoints._confirmed
+        confirmed = trainer._parts.checkpoints._confirmed
         release.append(threading.Timer(60, confirmed.set))  # or this test would hang for ever
         release[0].start()
         raise RuntimeError("no more of this")
@@ -284,13 +287,13 @@ def test_data_in_memory_are_data(tmp_path, monkeypatch):
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arrays = [{"input_ids": np.array(row["input_ids"])} for row in rows]
     losses = []
-    for given in ("rows.jsonl", arrays, Dataset.from_list(rows)):
+    for given in ("rows.jsonl", arrays, datasets.Dataset.from_list(rows)):
         keys = settings(f"run-{len(losses)}", steps=1)
         keys["data"] = {"path": given, "eval_path": given, "batch": 8}
         with Trainer(**keys) as trainer:
             losses.append((trainer.step()["loss"], trainer.evaluate()["loss"]))
     assert losses[0] == losses[1] == losses[2]
-    with Trainer(trainer.config, data=Dataset.from_list(rows), resume="run-2") as again:
+    with Trainer(trainer.config, data=datasets.Dataset.from_list(rows), resume="run-2") as again:
         assert again.done == 1
     assert len(list(Path("runs/prepared").glob("dataset-*/state.json"))) == 1
 
@@ -302,7 +305,6 @@ def test_data_in_memory_are_data(tmp_path, monkeypatch):
         ({"train": {"learning_rate": 1}}, "there is no train.learning_rate; use train.lr"),
         ({"learning_rate": 1}, r"there is no learning_rate; use train.lr \(keys are given by sec"),
         ({"data": {"path": [{"text": {1, 2}}]}}, "data.path: sample 0 cannot be written as JSON"),
-        ({"data": DatasetDict()}, "data.path is a DatasetDict; give a Dataset, such as one split"),
         ({"train": 5}, "train is 5; it must be a table of its keys"),
         ({"train": {"steps": 2.5}}, "train.steps is 2.5; it must be a whole number"),
         ({"resume": "nowhere"}, "resume: nowhere has no config.toml"),
@@ -321,6 +323,11 @@ def test_mistakes_are_refused_before_anything_starts(given, message, tmp_path, m
     assert not dist.is_initialized()
 
 
+def test_a_dict_of_splits_is_refused():
+    with pytest.raises(ValueError, match="is a DatasetDict; give a Dataset, such as one split"):
+        Trainer(data=datasets.DatasetDict())
+
+
 def test_what_cannot_be_done_is_refused_and_the_run_stays(tmp_path):
     changed = settings(tmp_path / "run", steps=1)
     changed["output"]["keep"] = 0
@@ -333,14 +340,16 @@ def test_what_cannot_be_done_is_refused_and_the_run_stays(tmp_path):
 
 
 def test_groups_for_evaluation_are_made_on_the_loopback_interface_too(tmp_path, monkeypatch):
-    monkeypatch.setattr("longshore.run.ranks.loopback_variables", lambda: {"OF_LOOPBACK": "lo"})
+    monkeypatch.setattr(
+        "longshore.distributed.process_group.loopback_variables", lambda: {"OF_LOOPBACK": "lo"}
+    )
     variables = []
 
     def make(*args, **options):
         variables.append(os.environ.get("OF_LOOPBACK"))
-        return make_evaluator(*args, **options)
+        return open_held_out(*args, **options)
 
-    monkeypatch.setattr("longshore.run.trainer.make_evaluator", make)
+    monkeypatch.setattr("longshore.run.trainer.open_held_out", make)
     changed = settings(tmp_path / "run")
     changed["data"] |= {"eval_mock": LENGTHS, "eval_count": 4}
     with Trainer(**changed) as trainer:
@@ -369,6 +378,7 @@ def own(metrics):
 def as_torchrun(folder, port):
     """A rank of torchrun, whose store has all groups of the process, one after another."""
     rank = dist.get_rank()
+    dist.barrier()  # the other may still be connecting
     dist.destroy_process_group()
     os.environ |= {
         "RANK": str(rank),

@@ -11,7 +11,7 @@ from longshore.arch.decoder import LoRAConfig
 from longshore.config.load import load_config
 from longshore.hf.config_file import read_config
 from longshore.run import weights
-from longshore.run.job import model_base
+from longshore.run.parts import model_base
 
 
 def test_factors_belong_to_the_base_that_was_read(tmp_path, monkeypatch):

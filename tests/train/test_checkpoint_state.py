@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.arch.tp_parts import WIDTH, parts_on_ranks
 from tests.parallel.test_shards import cut_out, tensors_of
 
-from longshore.arch.cuts import Span, TensorCut, cuts_of
+from longshore.arch.cuts import Span, TensorCut, TPRank
 from longshore.arch.decoder import LoRAConfig
 from longshore.arch.presets import preset
 from longshore.distributed.topology import Axes
@@ -54,7 +54,7 @@ def saved_sizes(whole, pairs):
 @given(parts_on_ranks(), st.integers(1, 4))
 def test_every_value_is_saved_once(part_and_tp, lanes):
     part, tp = part_and_tp
-    cuts = [cuts_of(part, WIDTH, tp=tp, rank=rank) for rank in range(tp)]
+    cuts = [part.tp_cuts(WIDTH, TPRank(tp, rank)) for rank in range(tp)]
     for name, whole in tensors_of(part).items():
         saved_sizes(whole, [(at, cuts[at.tp_rank].get(name)) for at in places(lanes, tp)])
 

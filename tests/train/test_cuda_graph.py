@@ -65,7 +65,7 @@ HALVES = [[4] * 16, [5] * 9, [7] * 8]
 
 
 def model_of(name, *, recompute=False):
-    model = Decoder(preset(name)).double()
+    model = Decoder(preset(name) if isinstance(name, str) else name).double()
     init_decoder(model, seed=3)
     for block in model.blocks():
         block.recompute = recompute
@@ -120,6 +120,7 @@ OTHERS = ["tiny-llama", "tiny-deepseek-v3", "tiny-nemotron-h"]
 NAMES = ["tiny-hybrid", "tiny-qwen3-next"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*NAMES, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)]
 )

@@ -4,16 +4,16 @@ from types import SimpleNamespace
 
 import torch
 
-from longshore.train import failed_step
-from longshore.train.failed_step import FaultyToken
+from longshore.train import record
+from longshore.train.record import FaultyToken
 
 
 def test_a_field_of_another_rank_has_no_name(monkeypatch):
     """This rank's is advantages; the other's may be another one."""
     theirs = torch.tensor([[1, 9, 4, 0, 1]])
-    monkeypatch.setattr(failed_step, "gather", lambda mine, _: torch.cat([mine, theirs]))
+    monkeypatch.setattr(record, "gather", lambda mine, _: torch.cat([mine, theirs]))
     groups = SimpleNamespace(world=None)
     stepper = SimpleNamespace(topology=SimpleNamespace(device=torch.device("cpu"), groups=groups))
     mine = FaultyToken(3, 2, "gradient", "advantages")
     other = FaultyToken(9, 4, "value", "a field")
-    assert failed_step._over_ranks([mine], stepper) == [mine, other]
+    assert record._over_ranks([mine], stepper) == [mine, other]

@@ -13,7 +13,6 @@ from longshore.data.pack import pack_step
 from longshore.data.shard import cut_shards, lane_cuts
 from longshore.ops.cross_entropy import OutputLayer
 from longshore.plan import make_plan
-from longshore.settings import SettingError
 from longshore.train.loss import Loss, check_fields, make_loss, masked_values
 from longshore.train.loss_inputs import LogitsHead, SequenceSums, StepInputs
 from longshore.train.losses import distill, dpo
@@ -62,9 +61,9 @@ def test_a_count_that_is_not_finite_is_named() -> None:
 
 
 def test_a_wrong_name_is_an_error_about_its_setting() -> None:
-    with pytest.raises(SettingError, match=r"^loss: there is no module nowhere"):
+    with pytest.raises(ValueError, match=r"^train.loss: there is no module nowhere"):
         make_loss("nowhere:f")
-    with pytest.raises(SettingError, match=r"^loss_count: tests.train.losses has no nothing"):
+    with pytest.raises(ValueError, match=r"^train.loss_count: tests.train.losses has no nothing"):
         make_loss(count="tests.train.losses:nothing")
 
 
@@ -83,11 +82,11 @@ def test_a_wrong_name_is_an_error_about_its_setting() -> None:
         ("grpo", {"kl": True}, "kl is True; it must be a number"),
         ("ppo", {"temperature": 0}, "temperature is 0; it must be a number above 0"),
         ("cross_entropy", {"label_smoothing": 2}, "label_smoothing is 2; it must be from 0 to 1"),
-        ("", {"beta": 1}, "loss_options are given without a loss"),
+        ("", {"beta": 1}, "train.loss_options need a train.loss"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused(name: str, options, said: str) -> None:
-    with pytest.raises(SettingError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(said)):
         make_loss(name, "auto", options)
 
 
@@ -106,14 +105,14 @@ def test_the_data_must_have_the_fields_of_a_loss() -> None:
     declared = [parse_field(text) for text in fields]
     check_fields(make_loss("dpo", "auto", {"reference_free": True}), declared)
     message = "loss is dpo, which reads the field ref_logprobs, .*; longshore score DATA --model"
-    with pytest.raises(SettingError, match=message):
+    with pytest.raises(ValueError, match=message):
         check_fields(make_loss("dpo"), declared)
     old = parse_field("old_logprobs:per_token:float32")
     advantages = parse_field("advantages:per_sequence:float32")
     said = (
         "reads old_logprobs as old_logprobs:per_target:float32, with .* shifted .* not as old_log"
     )
-    with pytest.raises(SettingError, match=said):
+    with pytest.raises(ValueError, match=said):
         check_fields(make_loss("grpo"), [advantages, old])
     check_fields(make_loss("grpo", "auto", {"on_policy": True}), [advantages])
 
@@ -138,7 +137,7 @@ def test_fields_of_another_kind_are_refused(loss: str, wrong: str, said: str) ->
     right += ["teacher_ids:per_target:int32:4", "teacher_logprobs:per_target:float32:4"]
     check_fields(make_loss(loss), [parse_field(text) for text in right])
     others = [text for text in right if not text.startswith(wrong.partition(":")[0])]
-    with pytest.raises(SettingError, match=said):
+    with pytest.raises(ValueError, match=said):
         check_fields(make_loss(loss), [parse_field(text) for text in [*others, wrong]])
 
 

@@ -9,10 +9,10 @@ from tests.metrics_file import read_metrics
 
 from longshore.train.checkpoint_files import writing
 from longshore.train.display import MetricsFile, StepMetrics, cut_steps, graphed_text
-from longshore.train.record import recording
+from longshore.train.record import RunRecord
 from longshore.train.stop import RunError
 
-MODULES = {"metrics.jsonl": "metrics", "steps.jsonl": "record"}
+MODULES = {"metrics.jsonl": "display", "steps.jsonl": "record"}
 
 METRICS = StepMetrics(
     step=1,
@@ -190,7 +190,7 @@ def test_a_record_that_cannot_be_opened_or_written(tmp_path, monkeypatch, failin
     (tmp_path / failing).mkdir()
     with (
         pytest.raises(RunError, match=rf"{failing} cannot be written \(Is a directory\)"),
-        recording(tmp_path, display="none", steps=3, after=0, is_first=True),
+        RunRecord(tmp_path, display="none", steps=3, after=0, is_first=True),
     ):
         pass
     (tmp_path / failing).rmdir()
@@ -201,7 +201,7 @@ def test_a_record_that_cannot_be_opened_or_written(tmp_path, monkeypatch, failin
     monkeypatch.setattr(f"longshore.train.{MODULES[failing]}.append_line", full)
     monkeypatch.setattr("longshore.train.record.step_as_line", lambda report: {})
     with (
-        recording(tmp_path, display="none", steps=3, after=0, is_first=True) as record,
+        RunRecord(tmp_path, display="none", steps=3, after=0, is_first=True) as record,
         pytest.raises(RunError, match=rf"{failing} cannot be written \(No space left"),
     ):
         record.write(SimpleNamespace(metrics=METRICS))

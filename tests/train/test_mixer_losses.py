@@ -61,7 +61,7 @@ def test_of_each_layer_and_depth_in_their_order(recomputed: bool) -> None:
     for loss, total in zip(out.mixer_losses, want, strict=True):
         assert torch.equal(loss.total, total)
     sum(loss.total for loss in out.mixer_losses).backward()
-    assert model.layers["2"].mixer.proj.weight.grad.abs().max() > 0
+    assert model.layers["2"].mixer.in_proj.weight.grad.abs().max() > 0
 
 
 def test_the_metric() -> None:

@@ -1,27 +1,18 @@
-"""`longshore advise`: the fastest way to run a model on some GPUs, and what it takes. No torch.
+r"""`longshore advise`: the fastest way to run a model on some GPUs, and what it takes. No torch.
 
 In: an AdviceTask. Out: Advice: the recommended candidate and the runners-up, each with its memory,
-its planned steps and its times.
+its planned steps and its times; and `answer`, the same as plain data: the recipe with a reason for
+each key, which becomes JSON, and the text and page of advisor/advise_page.py.
 
     enumerate legal axes → estimate all → drop what does not fit → plan the best → the fastest
 
 Estimates take lanes as even; the best of them are planned with the real planner on a sample of the
 data's steps. A candidate within 2 % of the fastest wins if it is simpler: 1.00 s with tp 2 loses
-against 1.01 s with tp 1. Nothing reads a clock, so the same question has the same answer.
+against 1.01 s with tp 1. Nothing reads a clock, so the same question has the same answer. A part of
+one:
 
-Why each key of a recommended recipe has its value, in a sentence. No torch.
-
-In: Advice. Out: for each key its value and the reason, which compares with what else was possible:
-
-    plan.capacity    16384    the largest that fits: 32,768 would take 151.2 of 125.8 GiB
-
-Advice as plain data: the recipe, a reason for each key, memory and times of all candidates.
-
-In: Advice. Out: a dictionary that becomes JSON, the text of advisor/advise_page.py and the page of
-advisor/advise_page.py. No torch. A part of one:
-
-    {"recipe": "[plan]\\ncapacity = 16384\\n…", "reasons": [["plan.capacity", "16384", "the …"]],
-     "candidates": [{"tp": 1, "capacity": 16384, "seconds": 5.4, "memory": {"parameters": …}}]}
+    {"recipe": "[plan]\\ncapacity = 16384\\n…", "candidates": [{"tp": 1, "seconds": 5.4, …}],
+     "reasons": [["plan.capacity", "16384", "the largest that fits: 32,768 would take 151.2 …"]]}
 """
 
 from collections import Counter
@@ -33,7 +24,6 @@ from longshore.advisor.candidate_time import StepSize, StepTime, StepTimer
 from longshore.advisor.candidates import (
     AdviceTask,
     Candidate,
-    Fitting,
     GpuMemory,
     MemoryCheck,
     ModelAxes,
@@ -49,7 +39,7 @@ from longshore.plan.graph_use import choose_cap
 PLANNED = 12
 """Candidates that are planned."""
 OF_ONE_KIND = 2
-"""Of them, with the same axes."""
+"""Planned candidates with the same axes, at most."""
 STEPS = 2
 """Planned for each of them, the same for all."""
 SAMPLE = 2048
@@ -74,13 +64,13 @@ class Predicted:
     estimate: float
     """Seconds of a step without a plan."""
     max_sequences: int
-    """Of a micro-batch that CUDA graphs serve whole; 0 without graphs."""
+    """Most sequences of a micro-batch that CUDA graphs serve whole; 0 without graphs."""
     launch: tuple[float, float]
     """Seconds that device and host are busy in a full round without graphs."""
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step, the mean of those that were planned."""
         return sum(step.seconds for step in self.steps) / len(self.steps)
 
     @property
@@ -170,7 +160,7 @@ def _few_of_each_kind(
     counts: Counter[ModelAxes] = Counter()
     for candidate, seconds in ranked:
         kind = replace(candidate.axes, vpp=1)
-        if counts[kind] < OF_ONE_KIND and memory.fitting(candidate) is not None:
+        if counts[kind] < OF_ONE_KIND and memory.fits(candidate):
             counts[kind] += 1
             yield candidate, seconds
         if counts.total() == PLANNED:
@@ -200,7 +190,7 @@ def _simplicity(candidate: Candidate) -> tuple[object, ...]:
 
 
 def _simplest_of_fastest(choices: list[Predicted]) -> Predicted:
-    """Of all that are within a few percent of the fastest."""
+    """The simplest of all that are within a few percent of the fastest."""
     limit = min(choice.seconds for choice in choices) * (1 + TIE)
     close = [choice for choice in choices if choice.seconds <= limit]
     return min(close, key=lambda choice: (_simplicity(choice.candidate), choice.seconds))
@@ -224,20 +214,19 @@ def _with_smallest_groups(
 
 def nothing_fits(task: AdviceTask, memory: MemoryCheck) -> str:
     """What is missing, and the way out."""
-    room = f"{task.room / GIB:.1f} GiB of each of {task.gpus} GPUs (a tenth is kept free)"
+    usable = f"{task.usable / GIB:.1f} GiB of each of {task.gpus} GPUs (a tenth is kept free)"
     if not memory.least:
         return (
             f"no way to run this model on {task.gpus} GPUs holds its longest sequence of "
             f"{task.longest:,} tokens; use more GPUs, or shorten it"
         )
-    least = min(memory.least.values(), key=lambda row: row.memory.total)
-    axes, needed = least.candidate.axes, least.memory
+    least, needed = min(memory.least.values(), key=lambda row: row[1].total)
     parts = sorted(needed.parts().items(), key=lambda item: -item[1])
     shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts[:4] if size)
     return (
-        f"nothing fits into {room}: the least is {needed.total / GIB:.1f} GiB with {_words(axes)} "
-        f"and a capacity of {least.candidate.capacity:,} tokens, so "
-        f"{(needed.total - task.room) / GIB:.1f} GiB are missing (in GiB: {shown}); use more or "
+        f"nothing fits into {usable}: the least is {needed.total / GIB:.1f} GiB with "
+        f"{_words(least.axes)} and a capacity of {least.capacity:,} tokens, so "
+        f"{(needed.total - task.usable) / GIB:.1f} GiB are missing (in GiB: {shown}); use more or "
         "larger GPUs, a smaller model, or shorter sequences"
     )
 
@@ -292,8 +281,8 @@ def _capacity(advice: Advice) -> str:
     candidate = best.candidate
     double = replace(candidate, capacity=2 * candidate.capacity)
     needed = memory_of(task, double).total
-    own = f"a full lane takes {_size(best.at_capacity)} of {_size(task.room)}"
-    if needed > task.room:
+    own = f"a full lane takes {_size(best.at_capacity)} of {_size(task.usable)}"
+    if needed > task.usable:
         return f"{own}; {double.capacity:,} would take {_size(needed)}"
     if task.step_tokens <= candidate.axes.lanes * candidate.capacity:
         return f"{own}; a step has {task.step_tokens:,} tokens, so more would stay empty"
@@ -349,15 +338,15 @@ def _other(advice: Advice, test: Test) -> tuple[Candidate, float] | None:
         if test(choice.candidate):
             return choice.candidate, choice.seconds / advice.best.seconds * advice.best.estimate
     for candidate, seconds in advice.estimates:
-        if test(candidate) and advice.memory.fitting(candidate) is not None:
+        if test(candidate) and advice.memory.fits(candidate):
             return candidate, seconds
     return None
 
 
-def _missing(advice: Advice, test: Test) -> Fitting | None:
-    """The least that passes the test and does not fit."""
-    rows = [row for row in advice.memory.least.values() if test(row.candidate)]
-    return min(rows, key=lambda row: row.memory.total, default=None)
+def _missing(advice: Advice, test: Test) -> int | None:
+    """Bytes of the least that passes the test and does not fit."""
+    rows = advice.memory.least.values()
+    return min((memory.total for candidate, memory in rows if test(candidate)), default=None)
 
 
 def _shard(advice: Advice) -> str:
@@ -372,7 +361,7 @@ def _shard(advice: Advice) -> str:
         return f"{text}, so every lane can have them all"
     whole = _missing(advice, lambda c: alike(c) and c.axes.shard == "none")
     if whole is not None:
-        return f"{text}; without sharding {_size(whole.memory.total)} would be needed"
+        return f"{text}; without sharding {_size(whole)} would be needed"
     return text
 
 
@@ -385,7 +374,7 @@ def _recompute(advice: Advice) -> str:
     if axes.recompute:
         without = _missing(advice, lambda c: not c.axes.recompute)
         if other is None and without is not None:
-            return f"without it at least {_size(without.memory.total)} would be needed"
+            return f"without it at least {_size(without)} would be needed"
         return f"without it a step would be {_slower(advice, other[1])}" if other else "it fits"
     return f"with it a step would be {_slower(advice, other[1])}" if other else "all fits without"
 
@@ -412,7 +401,7 @@ def answer(advice: Advice, *, total_tokens: int) -> dict[str, Any]:
     why = reasons(advice)
     choices = (advice.best, *advice.others)[:SHOWN]
     return {
-        "model": task.model.preset or task.model.from_hf,
+        "model": task.model.preset or task.model.from_hf or task.model.module,
         "layers": len(task.decoder.layers),
         "gpus": task.gpus,
         "gpu": task.machine_name,
@@ -420,7 +409,7 @@ def answer(advice: Advice, *, total_tokens: int) -> dict[str, Any]:
         "basis": task.machine.basis,
         "notes": notes(task),
         "memory_gib": task.memory / GIB,
-        "room_gib": task.room / GIB,
+        "room_gib": task.usable / GIB,
         "dtype": task.dtype,
         "sequences": len(task.lengths),
         "longest": task.longest,

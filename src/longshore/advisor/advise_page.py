@@ -1,18 +1,12 @@
-"""What `longshore advise` prints: the candidates, their memory, the reasons and the recipe.
+"""What `longshore advise` prints, and its page: candidates, memory, speed, reasons and the recipe.
 
-In: the data of advisor/advise.py. Out: lines of text.
+In: the data of advisor/advise.py. Out: lines of text, and one HTML file that works offline, in
+which a candidate is a bar of its memory, part by part, against a line at the memory that may be
+used, and a bar of its tokens/s.
 
     qwen3-8b on 8 × h200 (139.8 GiB each): 81,753 tokens/s, 58% MFU, 2.1 days
        tp  pp  ep  shard  recompute  capacity  max CP  memory  step   tokens/s  MFU  days
     →   1   1   1  zero3         no    16,384       8    88.5  5.37     81,753  58%   2.1
-
-Writes advice as one HTML file that works offline: memory and speed of each candidate, reasons.
-
-In: the data of advisor/advise.py. Out: a file that contains its styles, script and data. A
-candidate is a bar of its memory, part by part, against a line at the memory that may be used, and a
-bar of its tokens/s.
-
-    write_advise_page("advice.html", data)
 """
 
 from collections.abc import Sequence as Seq

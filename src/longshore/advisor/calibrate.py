@@ -1,35 +1,23 @@
 """Calibration: measures this machine into a MachineProfile, within a budget of seconds.
 
 In: a device, a dtype, a budget. Out: a MachineProfile after each measurement, the last one
-complete: products and copies first, then one part of each kind, then overheads of steps, then
-further parts. What the budget does not reach stays arithmetic, and the profile says so.
+complete: products and copies first, then one part of each kind (calibrate_parts.py), then what is
+no part of a layer, then further parts. What the budget does not reach stays arithmetic, and the
+profile says so.
 
     for profile in calibrate(CalibrationOptions(device, torch.bfloat16, budget=240), Clock(240)):
         …
 
-Measures what is no part of a layer: hooks, rounds, copies of parameters, norm and optimizer.
+A product is that of nn.Linear, over a grid of rows × k × n: x (rows, k) by a weight (n, k);
+backward are dy @ w and dy.T @ x. Rows 256, k 64, n 64 on a CPU: forward 2e-5 s, backward 5e-5 s.
 
-In: small models with few tokens, through `parallelize` and the training step itself. Out:
-FixedCosts. Steps of 1 and of 2 rounds, of few and of more layers, of narrow and of wide ones are
-timed; what their parts, norm and optimizer take is subtracted, and the rest is fitted by rounds,
-blocks, parameters and tokens.
+Hooks, rounds, copies of parameters, norm and optimizer are measured by training steps of small
+models: of 1 and of 2 rounds, of few and of more layers, of narrow and of wide ones. What their
+parts take is subtracted, and the rest is fitted by rounds, blocks, parameters and tokens. 2 and 6
+blocks in steps of 1 and 2 rounds: 1.2, 2.0, 2.1 and 3.7 ms on the host.
 
-    2 and 6 blocks in steps of 1 and 2 rounds: 1.2, 2.0, 2.1 and 3.7 ms on the host
-
-Measures matrix products over a grid of rows × k × n, and copies on the device.
-
-In: a timer and a dtype. Out: ProductTimes, and the seconds of a byte that a copy reads or writes.
-A product is that of nn.Linear: x (rows, k) by a weight (n, k); backward are dy @ w and dy.T @ x.
-
-    rows 256, k 64, n 64 on a CPU: forward 2e-5 s, backward 5e-5 s
-
-What lanes gather from each other: measured for each CP size where there are several ranks.
-
-In: a topology of several lanes. Out: a GatherCost for each CP size above 1, the same on all ranks.
-With one rank nothing is measured, and the costs are arithmetic: 360 GB/s inside a node of 8 GPUs
-and 45 GB/s across nodes, of a CPU's ranks 5 GB/s.
-
-    4 lanes, CP size 4, 3 shards of 16 MiB gathered in 0.14 ms: 1 / 360 GB/s
+What lanes gather from each other is measured for each CP size where there are several ranks; with
+one it is arithmetic: 360 GB/s inside a node of 8 GPUs, 45 GB/s across nodes, of a CPU's ranks 5.
 """
 
 import platform
@@ -60,7 +48,7 @@ from longshore.arch.costs import parameter_count
 from longshore.arch.decoder import DecoderConfig
 from longshore.arch.presets import preset
 from longshore.distributed.collectives import gather, sum_over
-from longshore.distributed.process_group import Rendezvous, process_group
+from longshore.distributed.process_group import Ranks, process_group
 from longshore.distributed.topology import CPGroups, Topology, make_topology
 from longshore.ops.backends import kernels_line
 from longshore.ops.boundaries import chunk_rows
@@ -81,11 +69,11 @@ class StepSample:
     rounds: int
     """In the step."""
     blocks: int
-    """Of the model."""
+    """Blocks of the model."""
     parameters: int
-    """Of the model."""
+    """Parameters of the model."""
     tokens: int
-    """Of a round."""
+    """Tokens of a round."""
     device: float
     """Seconds on the device, without parts, norm and optimizer."""
     total: float
@@ -232,7 +220,7 @@ class Grid:
     """Sizes to measure."""
 
     rows: tuple[int, ...]
-    """Of the first factor."""
+    """Rows of the first factor."""
     widths: tuple[int, ...]
     """Values of k and of n."""
     copied: int
@@ -284,7 +272,7 @@ def _measure(timer: Timer, dtype: torch.dtype, rows: int, k: int, n: int) -> Pro
 
 
 def _seconds(timer: Timer, function: Callable[[], object]) -> float:
-    """Of one call; short ones are timed ten at a time on CUDA."""
+    """Seconds of one call; short ones are timed ten at a time on CUDA."""
     once = timer.seconds(function, warmup=1)
     if not timer.is_cuda or once > SHORT:
         return once
@@ -340,14 +328,12 @@ def _gather_seconds(shard: torch.Tensor, group: ProcessGroup, timer: Timer) -> f
     return statistics.median(times[2:])
 
 
-def gathers_between_ranks(
-    rank: int, world_size: int, device: torch.device, *, local_size: int
-) -> tuple[GatherCost, ...]:
+def gathers_between_ranks(ranks: Ranks, device: torch.device) -> tuple[GatherCost, ...]:
     """Joins the ranks that torchrun started, measures, and leaves them. All ranks call it."""
-    where, backend = Rendezvous(rank, world_size, "env://"), pick_backend(device, local_size)
-    with process_group(where, backend=backend, device=device):
-        topology = make_topology(lanes=world_size, device=device)
-        return measure_gathers(topology, Timer(device, repeats=7), node=local_size)
+    backend = pick_backend(device, ranks.local_size)
+    with process_group(ranks, backend=backend, device=device):
+        topology = make_topology(lanes=ranks.world_size, device=device)
+        return measure_gathers(topology, Timer(device, repeats=7), node=ranks.local_size)
 
 
 QUICK = {"cuda": 60.0, "cpu": 20.0}
@@ -364,7 +350,7 @@ class CalibrationOptions:
     device: torch.device
     """Where."""
     dtype: torch.dtype
-    """Of the arithmetic."""
+    """Dtype of the arithmetic."""
     budget: float
     """Seconds; the last measurement may end a little later."""
     gathers: tuple[GatherCost, ...] = ()

@@ -1,26 +1,17 @@
 """Measures each kind of part, and fits what it costs beside its matrix products.
 
-In: References. Out: a PartCost for each: its micro-batches are timed whole, what the measured
-products predict is subtracted, and the rest is fitted by amounts of work (least squares of the
-relative error, no coefficient below 0).
-
-    attention at lengths 128 and 512 with rests of 3 and 6 ms: so much a value, so much a FLOP
-
-The modules that calibration runs: a block with one part, an embedding, a head with its loss.
-
-In: a Reference and the lengths of a micro-batch. Out: `Runnable`: forward alone, and forward with
-backward, as functions without arguments. The modules are those of the library, with weights in the
-dtype of the arithmetic, as FSDP hands them to a block; parameters that FSDP never casts stay
-float32.
-
-    runnable(reference, (128, 128), device=device, dtype=torch.float32).both()
-
-The parts that calibration measures: those of the presets, so that each kind is near one.
-
-In: "cuda" or "cpu". Out: References in the order of importance: one of each kind first, so that a
-small budget still sees every kind. On CUDA they are those of large presets, on a CPU tiny ones.
+In: "cuda" or "cpu", and measured products. Out: a PartCost for each Reference, a part of a preset:
+its micro-batches are timed whole, what the products predict is subtracted, and the rest is fitted
+by amounts of work (least squares of the relative error, no coefficient below 0). References come in
+the order of importance, one of each kind first, so that a small budget still sees every kind; on
+CUDA they are parts of large presets, on a CPU of tiny ones.
 
     references("cpu")[0]        attention of tiny-qwen3 at width 64
+    rests of 3 and 6 ms at lengths 128 and 512: so much a value, so much a FLOP
+
+The modules are those of the library, a block with one part, an embedding, or a head with its loss,
+with weights in the dtype of the arithmetic, as FSDP hands them to a block; parameters that FSDP
+never casts stay float32.
 """
 
 import statistics
@@ -37,7 +28,6 @@ from longshore.advisor.step_time import (
     embedding_work,
     fit_nonnegative,
     head_work,
-    part_kind,
     part_works,
 )
 from longshore.advisor.timing import Clock, Timer, free
@@ -47,9 +37,9 @@ from longshore.arch.part import Part
 from longshore.arch.presets import preset
 from longshore.batch import SeqContext, whole_context
 from longshore.model.decoder import Block, Head
-from longshore.model.host_tables import table_makers
 from longshore.model.init import fill_of
 from longshore.model.norm import Float32Parameters
+from longshore.model.registry import table_makers
 from longshore.model.rope import rope_tables
 from longshore.ops.boundaries import chunk_rows
 
@@ -68,7 +58,7 @@ class Reference:
     part: Part | None
     """None for the decoder's embedding or head, by `kind`."""
     kind: str
-    """Of advisor/machine.py's KINDS."""
+    """One of advisor/machine.py's KINDS."""
 
 
 def references(device: str) -> list[Reference]:
@@ -104,7 +94,7 @@ def _on_cuda() -> list[Reference]:
     moe, mamba = preset("qwen3-30b-a3b", layers=1), preset("nemotron-h-8b", layers=8)
     delta, llama = preset("qwen3-next-80b-a3b", layers=4), preset("llama-3.2-1b")
     deepseek = preset("deepseek-v3", layers=3, mtp=())
-    few = replace(_alone(_experts(delta)), experts=32)
+    few = replace(_experts(delta).without_shared(), experts=32)
     return [
         *(_part(name, decoder, 0, "mixer") for name, decoder in (("qwen3-0.6b", small),)),
         _part("qwen3-0.6b", small, 0, "mlp"),
@@ -145,17 +135,12 @@ def _part(name: str, decoder: DecoderConfig, index: int, place: str) -> Referenc
     layer: LayerConfig = decoder.layers[index]
     part = layer.mixer if place == "mixer" else layer.mlp
     assert part is not None, (name, index, place)
-    part = _alone(part) if isinstance(part, MoEConfig) else part
-    return Reference(f"{part_kind(part)} of {name}", decoder, part, part_kind(part))
+    part = part.without_shared() if isinstance(part, MoEConfig) else part
+    return Reference(f"{part.timed_as} of {name}", decoder, part, part.timed_as)
 
 
 def _end_part(name: str, decoder: DecoderConfig, kind: str) -> Reference:
     return Reference(f"{kind} of {name}", decoder, None, kind)
-
-
-def _alone(moe: MoEConfig) -> MoEConfig:
-    """Without the shared expert, which is predicted as an MLP."""
-    return replace(moe, shared_width=0, shared_gate=False)
 
 
 def _experts(decoder: DecoderConfig) -> MoEConfig:

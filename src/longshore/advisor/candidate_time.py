@@ -24,8 +24,7 @@ from longshore.advisor.step_time import (
     update_busy,
 )
 from longshore.arch.costs import parameter_count, step_flops
-from longshore.arch.feed_forward import MoEConfig
-from longshore.arch.memory import ITEM_BYTES, dispatched
+from longshore.arch.memory import ITEM_BYTES
 from longshore.config.check import planner_options
 from longshore.plan.cost import CostProfile
 from longshore.plan.planner import make_plan
@@ -37,7 +36,7 @@ COMPARED = 24
 EP_EXCHANGES = 4
 """Rows go to experts and come back, in both directions."""
 TP_EXCHANGES = 8
-"""Of a lane's rows in a layer: gathered and summed around each of two parts, in both directions."""
+"""Times that a layer sends a lane's rows: gathered and summed around each of two parts, twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +45,11 @@ class StepTime:
 
     plan: Plan
     seconds: float
-    """Of the whole step, with the optimizer."""
+    """Seconds of the whole step, with the optimizer."""
     tokens: int
     """Real ones."""
     flops: int
-    """Of its matrix products."""
+    """FLOPs of its matrix products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ class StepTimer:
         return round_busy(task.machine, task.decoder, [capacity], tokens=capacity, shape=shape)
 
     def _fitted_profile(self, recompute: bool, capacity: int, graph: bool) -> CostProfile:
-        """Of one rank that has the whole model."""
+        """The profile of one rank that has the whole model."""
         shape = self.shape(ModelAxes(lanes=1, recompute=recompute), graph=graph)
         task = self.task
         return cost_profile(task.machine, task.decoder, capacity=capacity, shape=shape)
@@ -133,17 +132,11 @@ class StepTimer:
         shape = self.shape(replace(axes, ep=1, recompute=False))
         task = self.task
         busy = round_busy(task.machine, task.decoder, [1], tokens=1, shape=shape)
-        experts = sum(
-            moe.experts * 3 * task.decoder.width * moe.width for moe in self._expert_parts()
-        )
+        experts = sum(part.expert_parameters(task.decoder.width) for part in task.decoder.parts)
         common, replicas = parameter_count(task.decoder) - experts, axes.lanes * axes.tp // axes.ep
         all_lanes = (axes.lanes - 1) / axes.lanes if axes.lanes > 1 else 1.0
         own = experts / axes.ep * (replicas - 1) / max(replicas, 1)
         return busy.exchange * (common * all_lanes + own) / ((common + experts) * all_lanes)
-
-    def _expert_parts(self) -> list[MoEConfig]:
-        layers = (*self.task.decoder.layers, *self.task.decoder.mtp)
-        return [layer.mlp for layer in layers if isinstance(layer.mlp, MoEConfig)]
 
     def update(self, axes: ModelAxes) -> Busy:
         """What follows the rounds."""
@@ -170,7 +163,7 @@ class StepTimer:
         if axes.ep > 1:
             # Ranks of a stage that share experts are neighbours.
             byte = machine.byte_gathered(across=axes.ep > machine.node)
-            rows = sum(dispatched(moe, axes.ep) for moe in self._expert_parts()) / axes.tp
+            rows = sum(part.dispatched(axes.ep) for part in decoder.parts) / axes.tp
             sent += EP_EXCHANGES * row * rows * (axes.ep - 1) / axes.ep * byte
         return sent / axes.pp
 

@@ -2,7 +2,7 @@
 
 In: an AdviceTask: a model, a machine, the lengths of the data. Out: Candidates that are legal and
 whose memory fits, each with its capacity and largest CP size. What a run would refuse is never
-proposed: the checks are those of a run's configuration.
+proposed: the rules are asked of config/check.py, which refuses by them.
 
 On 8 GPUs tp may be 1, 2, 4 or 8, and pp as much of the rest; a model of 32 layers without experts
 on one GPU has 3 shard modes, of which one lane needs one, with and without recomputation. Of each,
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -29,11 +30,10 @@ from longshore.arch.decoder import DecoderConfig, has_experts
 from longshore.arch.memory import ModelSplit
 from longshore.arch.part import Sharing
 from longshore.config.check import (
-    check_code,
-    check_graph,
-    check_lora,
-    check_parallel,
-    lanes_of,
+    code_refusals,
+    graph_refusals,
+    lora_refusals,
+    parallel_refusals,
     pipeline_layout,
 )
 from longshore.config.schema import (
@@ -45,7 +45,7 @@ from longshore.config.schema import (
     TrainConfig,
 )
 from longshore.plan.cost import Ints
-from longshore.plan.layout import Layout
+from longshore.plan.layout import Layout, stage_refusals
 from longshore.plan.shapes import lane_tokens, legal_cp_sizes, padded_length
 from longshore.plan.types import Plan
 from longshore.run.auto import graph_bytes
@@ -53,7 +53,7 @@ from longshore.settings import ShardMode, Sync
 
 KIB = 1 << 10
 CONTEXT_BYTES = 768 << 20
-"""Of CUDA itself and the kernels that are loaded, before any tensor; an assumption."""
+"""Memory of CUDA itself and the kernels that are loaded, before any tensor; an assumption."""
 FREE_SHARE = 10
 """One part in ten of a GPU's memory stays free, for fragmentation and what is not counted."""
 MOST_CAPACITY = 1 << 20
@@ -114,13 +114,13 @@ class GpuMemory:
     """What the rank that needs most takes of a GPU."""
 
     peak: MemoryBreakdown
-    """Of its tensors."""
+    """Bytes of its tensors."""
     communicators: int
-    """Of its process groups, an assumption for each."""
+    """Bytes of its process groups, an assumption for each."""
     graphs: int = 0
     """Most that CUDA graphs may take."""
     context: int = CONTEXT_BYTES
-    """Of CUDA itself."""
+    """Bytes of CUDA itself."""
 
     @property
     def total(self) -> int:
@@ -150,13 +150,13 @@ class AdviceTask:
     machine: MachineProfile
     """How fast they are."""
     machine_name: str
-    """Of the profile: a name that Longshore ships, or a file."""
+    """The profile's name, which Longshore ships, or its file."""
     lengths: Ints
-    """Of all sequences."""
+    """Lengths of all sequences."""
     batch: int
     """Sequences of a step."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the arithmetic."""
+    """Dtype of the arithmetic."""
 
     @cached_property
     def longest(self) -> int:
@@ -164,11 +164,12 @@ class AdviceTask:
 
     @cached_property
     def step_tokens(self) -> int:
-        """Of a step, on average."""
+        """Tokens of a step, on average."""
         return max(1, round(float(np.mean(self.lengths)) * self.batch))
 
     @property
-    def room(self) -> int:
+    def usable(self) -> int:
+        """Bytes of a GPU that a run may take."""
         return self.memory - self.memory // FREE_SHARE
 
     def config(self, candidate: Candidate) -> RunConfig:
@@ -228,13 +229,14 @@ def _with_modes(axes: ModelAxes) -> Iterator[ModelAxes]:
 
 def _is_legal(task: AdviceTask, axes: ModelAxes) -> bool:
     config = task.config(Candidate(axes=axes, capacity=KIB, max_cp=1))
-    try:
-        check_code(config)
-        check_parallel(config, task.decoder, lanes=lanes_of(config, task.gpus))
-        pipeline_layout(config, task.decoder)
-    except ValueError:
-        return False
-    return True
+    layers, depths = len(task.decoder.layers), len(task.decoder.mtp)
+    return not any(
+        chain(
+            code_refusals(config),
+            parallel_refusals(config, task.decoder, lanes=axes.lanes),
+            stage_refusals(layers, depths, pp=axes.pp, vpp=axes.vpp),
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,13 +244,13 @@ class LaneLoad:
     """What of plans decides about memory."""
 
     tokens: int
-    """Of the fullest micro-batch, with padding."""
+    """Tokens of the fullest micro-batch, with padding."""
     rounds: int
-    """Of a step, at most."""
+    """Rounds of a step, at most."""
     cp_size: int = 1
-    """Of the pack with most tokens of all its lanes."""
+    """CP size of the pack with most tokens of all its lanes."""
     shared_tokens: int | None = None
-    """Of a lane in that pack; None: as many as it holds."""
+    """Tokens of a lane in that pack; None: as many as it holds."""
 
     @staticmethod
     def of(plans: Sequence[Plan]) -> "LaneLoad":
@@ -275,7 +277,7 @@ def _fullest(plan: Plan) -> int:
 
 
 def memory_of(task: AdviceTask, candidate: Candidate, plans: Sequence[Plan] = ()) -> GpuMemory:
-    """Of the rank that needs most: with these plans, or with a lane that is full."""
+    """Memory of the rank that needs most: with these plans, or with a lane that is full."""
     load = LaneLoad.of(plans) if plans else LaneLoad(candidate.capacity, 2, candidate.max_cp)
     axes, layout = candidate.axes, task.layout(candidate.axes)
     peaks = (
@@ -341,48 +343,40 @@ def cp_limits(task: AdviceTask, axes: ModelAxes, capacity: int) -> list[int]:
     return sorted({max(least, fitting[0]) for least in (1, inside, sizes[-1])})
 
 
-@dataclass(frozen=True, slots=True)
-class Fitting:
-    """A candidate whose memory fits, at the full capacity."""
-
-    candidate: Candidate
-    memory: GpuMemory
-
-
 class MemoryCheck:
     """Which candidates fit; what needs more than one that does not is not computed."""
 
     def __init__(self, task: AdviceTask) -> None:
         self.task = task
-        self.least: dict[ModelAxes, Fitting] = {}
-        """Of each choice of axes, what needs least of all that does not fit."""
+        self.least: dict[ModelAxes, tuple[Candidate, GpuMemory]] = {}
+        """What needs least of all that does not fit, by axes."""
         self._limits: dict[tuple[ModelAxes, int, bool], int] = {}
 
-    def fitting(self, candidate: Candidate) -> Fitting | None:
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether it fits at the full capacity."""
         key = candidate.axes, candidate.max_cp, candidate.graph
         if candidate.capacity >= self._limits.get(key, MOST_CAPACITY + 1):
-            return None
-        row = Fitting(candidate, memory_of(self.task, candidate))
-        if row.memory.total <= self.task.room:
-            return row
+            return False
+        memory = memory_of(self.task, candidate)
+        if memory.total <= self.task.usable:
+            return True
         self._limits[key] = candidate.capacity
         least = self.least.get(candidate.axes)
-        if least is None or row.memory.total < least.memory.total:
-            self.least[candidate.axes] = row
-        return None
+        if least is None or memory.total < least[1].total:
+            self.least[candidate.axes] = candidate, memory
+        return False
 
 
 def with_graphs(task: AdviceTask, candidate: Candidate) -> Candidate | None:
     """The same with CUDA graphs; None where a run refuses them."""
     graphed = replace(candidate, graph=True)
-    try:
-        config = task.config(graphed)
-        check_graph(config, task.decoder)
-        check_code(config)
-        check_lora(config, task.decoder)
-    except ValueError:
-        return None
-    return graphed
+    config = task.config(graphed)
+    refusals = chain(
+        graph_refusals(config, task.decoder),
+        code_refusals(config),
+        lora_refusals(config, task.decoder),
+    )
+    return None if any(refusals) else graphed
 
 
 def all_candidates(task: AdviceTask) -> Iterator[Candidate]:

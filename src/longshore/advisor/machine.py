@@ -1,4 +1,4 @@
-"""MachineProfile: what was measured on one machine, and what is arithmetic. Pure Python.
+"""MachineProfile: what was measured on one machine, and what is arithmetic. No torch.
 
 In: a name such as "h200" (a file in advisor/profiles), one such as "h100" (derived from it by data
 sheets), or a JSON file that `longshore calibrate` wrote. Out: frozen data that advisor/step_time.py
@@ -14,15 +14,10 @@ arithmetic, as the exchange between GPUs does where only one was there. What the
 FLOPs at 72 % of its peak, an A100 of 312 instead of 989.5 TFLOP/s is taken to need 3.17 times as
 long for; bytes take 4.8 / 2.039 times as long, and launches the same.
 
-Seconds of matrix products on one machine, interpolated between measured ones. Pure Python.
-
-In: a full grid of rows × k × n, each with the seconds of its forward and of its two backward
-products. Out: the seconds of any product. Between points the logarithms are linear in the
-logarithms of rows, k and n; beyond the largest a product runs at the rate of the largest; below the
-smallest it takes as long as the smallest.
-
-    a grid of rows 100 and 400 at k = n = 64 that takes 1 and 4 ms: 200 rows take 2 ms, 800 take 8,
-    50 take 1
+Matrix products were measured on a full grid of rows × k × n. Between its points the logarithms of
+seconds are linear in the logarithms of rows, k and n; beyond the largest a product runs at the rate
+of the largest; below the smallest it takes as long as the smallest. On a grid of 100 and 400 rows
+at k = n = 64 that take 1 and 4 ms, 200 rows take 2 ms, 800 take 8, 50 take 1.
 """
 
 import json
@@ -36,7 +31,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from longshore.arch.costs import PEAKS, vendor_peak
 from longshore.arch.memory import ITEM_BYTES
+from longshore.plan.cost import CostProfile, load_profile, names_machine
 from longshore.settings import names_of
 
 Origin = Literal["measured", "derived", "arithmetic"]
@@ -49,7 +46,7 @@ class ProductTime:
     """One product of (rows, k) and (k, n)."""
 
     rows: int
-    """Of the first factor: tokens."""
+    """Rows of the first factor: tokens."""
     k: int
     """Numbers that are summed over."""
     n: int
@@ -95,7 +92,7 @@ class ProductTimes:
         object.__setattr__(self, "_logs", logs)
 
     def seconds(self, rows: float, k: int, n: int) -> tuple[float, float]:
-        """Of the forward product, and of both backward products."""
+        """Seconds of the forward product, and of both backward products."""
         flops = 2.0 * rows * k * n
         if not self.grid:
             return flops * self.flop, 2 * flops * self.flop
@@ -148,32 +145,32 @@ class DataSheet:
     node: int = 8
     """Machines that are connected fast."""
     dtype: str = "bfloat16"
-    """Of the arithmetic."""
+    """Dtype of the arithmetic."""
     has_host: bool = True
     """Whether a host launches its kernels."""
 
 
 H200 = DataSheet(  # NVIDIA H200 Tensor Core GPU data sheet (SXM): 1,979 TFLOP/s with sparsity
-    device="NVIDIA H200", peak=989.5e12, memory_gb=141, bandwidth=4.8e12, link=900e9
+    device="NVIDIA H200", peak=PEAKS["H200"], memory_gb=141, bandwidth=4.8e12, link=900e9
 )
 DERIVED = {
     # NVIDIA H100 Tensor Core GPU data sheet (SXM): 1,979 TFLOP/s with sparsity
     "h100": DataSheet(
-        device="NVIDIA H100", peak=989.5e12, memory_gb=80, bandwidth=3.35e12, link=900e9
+        device="NVIDIA H100", peak=PEAKS["H100"], memory_gb=80, bandwidth=3.35e12, link=900e9
     ),
     # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s
     "a100": DataSheet(
-        device="NVIDIA A100", peak=312e12, memory_gb=80, bandwidth=2.039e12, link=600e9
+        device="NVIDIA A100", peak=PEAKS["A100"], memory_gb=80, bandwidth=2.039e12, link=600e9
     ),
     # NVIDIA DGX B200 data sheet, of each of its 8 GPUs: 4,500 TFLOP/s with sparsity
     "b200": DataSheet(
-        device="NVIDIA B200", peak=2250e12, memory_gb=180, bandwidth=8e12, link=1800e9
+        device="NVIDIA B200", peak=PEAKS["B200"], memory_gb=180, bandwidth=8e12, link=1800e9
     ),
     # AMD EPYC 7763 data sheet: 64 cores at 2.45 GHz, of which each does 32 FLOPs a cycle with
     # AVX2; 8 channels of DDR4-3200. The link is an assumption: gloo, as calibrate takes it.
     "cpu": DataSheet(
         device="AMD EPYC 7763",
-        peak=64 * 2.45e9 * 32,
+        peak=PEAKS["AMD EPYC 7763"],
         memory_gb=None,
         bandwidth=204.8e9,
         link=12.5e9,
@@ -183,18 +180,8 @@ DERIVED = {
     ),
 }
 """Machines that nothing was measured on; their profiles are made from the H200's."""
-OTHER_PEAKS = {"H100 PCIe": 756.5e12, "H100 NVL": 835.5e12, "H200 NVL": 835.5e12, "GB200": 2500e12}
-"""Dense bfloat16 FLOP/s of kin with other figures, from the same vendor's data sheets."""
 GIB_OF_GB = 139.8 / 141
 """What torch reports of an H200's memory, in GiB, for each GB of its data sheet."""
-
-
-def vendor_peak(device: str, dtype: str) -> float | None:
-    """Dense FLOP/s of a device of this name, as torch has it; None if it is not known."""
-    sheets = [sheet for sheet in (H200, *DERIVED.values()) if sheet.dtype == dtype]
-    peaks = OTHER_PEAKS if dtype == "bfloat16" else {}
-    peaks = peaks | {sheet.device.removeprefix("NVIDIA "): sheet.peak for sheet in sheets}
-    return next((peak for part, peak in peaks.items() if part in device), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,19 +206,19 @@ class PartCost:
     origin: Origin
     """Where the numbers come from."""
     head_dim: int
-    """Of the reference; parts are looked up by it first."""
+    """Head size of the reference; parts are looked up by it first."""
     channels: int
-    """Of the reference; parts are looked up by it next."""
+    """Channels of the reference; parts are looked up by it next."""
     call: float
-    """Of a call, however small."""
+    """A call, however small."""
     value: float
-    """Of a value saved for backward: memory traffic of norms, gates, rotations."""
+    """A value saved for backward: memory traffic of norms, gates, rotations."""
     core: float
-    """Of a forward FLOP that is not in the part's plain products."""
+    """A forward FLOP that is not in the part's plain products."""
     sequence: float
-    """Of a channel of a sequence."""
+    """A channel of a sequence."""
     weight: float
-    """Of a weight that is read and whose gradient is written, however few the tokens."""
+    """A weight that is read and whose gradient is written, however few the tokens."""
     forward: float
     """The share of all this in forward, from 0 to 1."""
     host: float
@@ -245,7 +232,7 @@ class FixedCosts:
     """What is no part of a layer."""
 
     byte: Coefficient
-    """Of a byte that is read or written by a copy on the device."""
+    """A byte that is read or written by a copy on the device."""
     block: Coefficient
     """Device seconds of a unit of FSDP, most of them blocks, beside its parts."""
     block_host: Coefficient
@@ -259,19 +246,19 @@ class FixedCosts:
     round_token: Coefficient
     """Device seconds of a token of a round beside the parts: tables, masks, the last norm."""
     round_parameter: Coefficient
-    """Of a parameter in a round: its gradient is added to that of earlier rounds."""
+    """A parameter in a round: its gradient is added to that of earlier rounds."""
     step_parameter: Coefficient
-    """Of a parameter in a step: FSDP copies and casts weights and gradients."""
+    """A parameter in a step: FSDP copies and casts weights and gradients."""
     norm: Coefficient
-    """Of a parameter: gradient norm and clipping."""
+    """A parameter: gradient norm and clipping."""
     optimizer: Coefficient
-    """Of a parameter that is updated."""
+    """A parameter that is updated."""
     step: Coefficient
     """Device seconds of a step, whatever is in it."""
     step_host: Coefficient
     """Host seconds of a step, whatever is in it."""
     message: Coefficient
-    """Of a byte that a pipeline stage hands to the next."""
+    """A byte that a pipeline stage hands to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +280,7 @@ class MachineProfile:
     device: str
     """Its name, such as NVIDIA H200."""
     dtype: str
-    """Of the arithmetic that was measured."""
+    """Dtype of the arithmetic that was measured."""
     torch: str
     """Version of torch; "" where nothing was measured."""
     notes: tuple[str, ...]
@@ -443,33 +430,29 @@ def memory_gib(name: str) -> float | None:
     return sheet.memory_gb * GIB_OF_GB if sheet and sheet.memory_gb else None
 
 
+def read_cost(name: str) -> CostProfile | MachineProfile:
+    """What plan.cost or --cost names: a cost profile in JSON, or a machine."""
+    return load_machine(name) if names_machine(name) else load_profile(name)
+
+
 def load_machine(name: str | Path) -> MachineProfile:
-    """The shipped or derived profile of that name, or the one in a JSON file."""
-    if str(name) in DERIVED:
+    """The profile in a JSON file, or the shipped or derived one of that name."""
+    is_file = Path(name).is_file()
+    if not is_file and str(name) in DERIVED:
         return derived_profile(load_machine("h200"), H200, DERIVED[str(name)])
-    if str(name) in profile_names():
-        folder = resources.files("longshore.advisor").joinpath("profiles")
-        text = folder.joinpath(f"{name}.json").read_text(encoding="utf-8")
-    else:
-        try:
-            text = Path(name).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(
-                f"machine profile {name}: cannot be read ({error.strerror}); known names are "
-                f"{', '.join(profile_names())}"
-            ) from None
-        except UnicodeDecodeError:
-            raise ValueError(f"machine profile {name}: is not JSON (no text)") from None
+    path: Any = Path(name)
+    if not is_file and str(name) in profile_names():
+        path = resources.files("longshore.advisor").joinpath("profiles", f"{name}.json")
     try:
-        data = json.loads(text)
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"profile {name}: cannot be read ({error.strerror}); known names are "
+            f"{', '.join(profile_names())}"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"machine profile {name}: is not JSON ({error})") from None
     return parse_machine(data, str(name))
-
-
-def is_machine(data: object) -> bool:
-    """Whether JSON is meant as a MachineProfile."""
-    return isinstance(data, dict) and "format" in data
 
 
 def parse_machine(data: object, name: str) -> MachineProfile:

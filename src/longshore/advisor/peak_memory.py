@@ -20,45 +20,22 @@ The moments that are compared:
 
 With a pipeline all rounds in flight count as saved at every moment.
 
-What a rank has of a model in memory, layer by layer, whatever it is trained with. No torch.
+What each part keeps and needs is what ops/kernels really keep, as the part says
+(`Part.kernel_memory`); `Part.saved` is an upper bound for every backend, plain torch too. SwiGLU of
+width 3072 keeps gate and up, 6,144 values a token; plain torch would keep 12,288. In backward three
+rows of 3072 exist beside them: the gradients of the product, the gate and up.
 
-In: a decoder, the layout and the pipeline rank, over how many ranks layers are split, the bytes of
-a number. Out: a RankModel: parameters, and bytes of a token that kernels keep and need in each
-layer. A layer of Qwen3-0.6B in bfloat16 has 15.7 million parameters and saves 38,976 bytes a token.
-
-What each part of a layer keeps and needs on a GPU with Longshore's kernels, per token. No torch.
-
-In: the config of a part, as a TP rank has it, and the hidden width. Out: the values that are kept
-from forward to backward, and the most that exist beside them while the part is in backward, with
-the gradients of its weights. `Part.saved` is an upper bound for every backend, plain torch too;
-this is what ops/kernels really keep.
-
-SwiGLU of width 3072 keeps gate and up, 6,144 values a token; plain torch would keep 12,288. In
-backward three rows of 3072 exist beside them: the gradients of the product, the gate and up.
-
-A part that is not known here, such as a mixer of your own, counts as `Part.saved` says, and as much
-again in backward.
-
-The process groups that one rank joins, and the GPU memory of their communicators. No torch.
-
-In: the sizes of the axes. Out: one JoinedGroup for each group of the rank that joins most, which is
-rank 0: it is in a CP group of every size, and its stage holds a copy of the embedding.
-
-`joined_groups(lanes=2, tp=2, pp=2)` has world (8 ranks), pp, lanes and tp (2 each), CP groups of 1
-and 2 lanes, those of experts (1 rank) and of their replicas (4), and twice world, pp, lanes and tp
-on the host: 16 groups, 8 of them on the GPU. The
-number grows with log2(lanes) and with nothing else: 2,048 times as many lanes add 11 CP groups.
+Communicators of process groups take memory of their own: rank 0 joins most groups, a CP group of
+every size, and its stage holds a copy of the embedding. Lanes 2, tp 2 and pp 2 give 16 groups, 8 of
+them on the GPU; 2,048 times as many lanes add 11 CP groups.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache, lru_cache, singledispatch
+from functools import cache, lru_cache
 
-from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.costs import exchanged_by
-from longshore.arch.cuts import decoder_on_tp_rank
-from longshore.arch.decoder import DecoderConfig, LayerConfig, LoRAConfig
-from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig, LoRAConfig, decoder_on_tp_rank
 from longshore.arch.memory import (
     INPUT_BYTES,
     ITEM_BYTES,
@@ -74,114 +51,10 @@ from longshore.arch.memory import (
     stage_parameters,
     whole_model,
 )
-from longshore.arch.part import Part, Saved, Sharing
-from longshore.arch.scan import DeltaNetConfig, Mamba2Config
-from longshore.ops.sizes import CHUNK_ROWS, loss_bytes
+from longshore.arch.part import Saved, Sharing
+from longshore.ops.sizes import loss_bytes
 from longshore.plan.layout import Layout
-from longshore.plan.shapes import legal_cp_sizes
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardMoment:
-    """One moment of a part's backward."""
-
-    rows: Saved
-    """Of each token, beside what the part has saved."""
-    gradients: int
-    """Parameters whose gradients exist by then."""
-
-
-@dataclass(frozen=True, slots=True)
-class PartMemory:
-    """A part on a GPU."""
-
-    saved: Saved
-    """Of each token from forward to backward, without the part's input and its norm's."""
-    backward: tuple[BackwardMoment, ...]
-    """The moments that may need most."""
-
-
-@singledispatch
-def part_memory(part: Part, width: int) -> PartMemory:
-    """Of a part that is not known: what it says itself."""
-    saved, count = part.saved(width), part.parameters(width)
-    return PartMemory(saved, (BackwardMoment(saved + Saved(2 * width), count),))
-
-
-@part_memory.register
-def _attention(part: AttentionConfig, width: int) -> PartMemory:
-    """Flash attention's backward adds up dq in float32, and with shared KV heads dk and dv."""
-    queries, keys = part.heads * part.head_dim, part.kv_heads * part.head_dim
-    saved = Saved(2 * queries + 2 * keys, part.heads)
-    if part.qk_norm or (part.rope is None and part.gate):
-        saved += Saved(queries * (2 if part.gate else 1) + keys * part.qk_norm)
-    elif part.gate:
-        saved += Saved(2 * queries)
-    if part.gate:
-        saved += Saved(queries)
-    shared = 2 * keys if part.heads > part.kv_heads else 0
-    core = Saved(2 * queries + 2 * keys + 2 * width, queries + shared + 2 * part.heads)
-    output = width * queries
-    return PartMemory(saved, (BackwardMoment(core, output),))
-
-
-@part_memory.register
-def _mla(part: MLAConfig, width: int) -> PartMemory:
-    """Besides what arch/costs.py counts: keys and values made from latents, head by head."""
-    queries, values = part.heads * part.head_dim, part.heads * part.value_dim
-    core = Saved(queries + values + 2 * width, queries)
-    return PartMemory(part.saved(width), (BackwardMoment(core, values * width),))
-
-
-@part_memory.register
-def _mlp(part: MLPConfig, width: int) -> PartMemory:
-    kept = (2 if part.gated else 1) * part.width
-    inner = BackwardMoment(Saved(kept + part.width + width), 0)
-    weights = BackwardMoment(Saved(kept + 2 * width), part.parameters(width))
-    # Clipped by plain torch, which keeps gate and up as they were.
-    return PartMemory(Saved((2 if part.limit else 1) * kept), (inner, weights))
-
-
-@part_memory.register
-def _experts(part: MoEConfig, width: int) -> PartMemory:
-    """Experts keep gate and up of each row; the router its float32 input and the scores."""
-    if part.limit:  # which the kernels do not know
-        saved, count = part.saved(width), part.parameters(width)
-        return PartMemory(saved, (BackwardMoment(saved + Saved(2 * width), count),))
-    inner, top_k = part.width, part.top_k
-    scores = (3 if part.aux_weight else 1) * part.experts
-    saved = Saved(2 * top_k * inner, width + scores + 8 * top_k)
-    saved += Saved(2 * part.shared_width + (width + 1) * part.shared_gate)
-    one = part.experts * width * inner
-    rows = width + 4 * inner, width + 3 * inner, width + 2 * inner
-    moments = (
-        BackwardMoment(Saved(top_k * row + 2 * width), count)
-        for row, count in zip(rows, (0, one, 3 * one), strict=True)
-    )
-    return PartMemory(saved, tuple(moments))
-
-
-@part_memory.register
-def _mamba2(part: Mamba2Config, width: int) -> PartMemory:
-    """The states that enter and leave each chunk exist in backward alone."""
-    inner, conv = part.inner, part.conv_dim
-    saved = Saved(part.projected + conv + 2 * inner, 3 * part.heads + part.groups)
-    states = 2 * inner * part.state_dim // CHUNK_ROWS
-    scan = Saved(3 * inner + conv + states + part.groups * CHUNK_ROWS + 2 * width, 4 * part.heads)
-    taps = Saved(2 * inner + 2 * conv + 2 * width, conv)
-    return PartMemory(saved, (BackwardMoment(scan, inner * width), BackwardMoment(taps, 0)))
-
-
-@part_memory.register
-def _delta_net(part: DeltaNetConfig, width: int) -> PartMemory:
-    """flash-linear-attention keeps normed q and k and a chunk's matrix; states in backward."""
-    heads, values, conv = part.value_heads, part.values, part.conv_dim
-    kept = 2 * conv + 3 * values + 2 * part.keys + heads * CHUNK_ROWS
-    saved = Saved(kept, 6 * heads + 2 * part.key_heads)
-    keys = heads * part.key_dim
-    states = 2 * values * part.key_dim // CHUNK_ROWS
-    scan = Saved(3 * keys + 5 * values + states + 2 * width, 2 * keys + 4 * heads)
-    return PartMemory(saved, (BackwardMoment(scan, values * width),))
+from longshore.plan.shapes import legal_cp_sizes, rank_refusals
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +79,7 @@ class RankModel:
     """What a rank has of the model, whatever it is trained with."""
 
     layers: tuple[LayerMemory, ...]
-    """Of all its stages."""
+    """Parameters of all its stages."""
     configs: tuple[LayerConfig, ...]
     """The same as data."""
     counts: Parameters
@@ -268,16 +141,13 @@ def _layer_memory(
     total = saved_bytes(factor_saved(layer, width, lora), item)
     working = block_working(layer, width, item=item, split=split)
     for part in reversed(layer.parts):
-        memory = part_memory(part, width)
-        own, gathered = stream + mixing, Saved(width) + memory.saved
-        if isinstance(part, MoEConfig):
-            own, gathered = own + gathered, Saved(0)
+        memory = part.kernel_memory(width)
+        own, gathered, tp, ep = stream + mixing, Saved(width) + memory.saved, 1, 1
+        if part.routed_experts:  # which work on a rank's own rows
+            own, gathered, tp, ep = own + gathered, Saved(0), split.tp, split.ep
         kept = -(-saved_bytes(own, item) // split.tp) + saved_bytes(gathered, item)
         moments = tuple(
-            (
-                _rows(part, moment.rows, item, split.tp) + working,
-                _local(part, moment.gradients, split),
-            )
+            (-(-saved_bytes(moment.rows, item) // tp) + working, moment.gradients // ep)
             for moment in memory.backward
         )
         parts.append((kept, moments))
@@ -287,18 +157,8 @@ def _layer_memory(
     return LayerMemory(counts.total, total, tuple(parts), own_row, counts.factors)
 
 
-def _rows(part: Part, rows: Saved, item: int, tp: int) -> int:
-    """A layer of experts has a rank's own rows; other parts have all of a lane's."""
-    total = saved_bytes(rows, item)
-    return -(-total // tp) if isinstance(part, MoEConfig) else total
-
-
-def _local(part: Part, parameters: int, split: ModelSplit) -> int:
-    return parameters // split.ep if isinstance(part, MoEConfig) else parameters
-
-
 WORKSPACE = 128 << 20
-"""Of cuBLAS, and of small tensors that nothing else counts."""
+"""Bytes of cuBLAS, and of small tensors that nothing else counts."""
 AUTO = Sharing("auto", "auto")
 
 
@@ -311,7 +171,7 @@ class RankSetting:
     shard: str = "none"
     """How they share it."""
     dtype: str = "bfloat16"
-    """Of the arithmetic."""
+    """Dtype of the arithmetic."""
     recompute: bool = False
     """Whether blocks are recomputed."""
     split: ModelSplit = WHOLE
@@ -509,7 +369,7 @@ class _Rank:
                     freed += layer.parameters
 
     def _compared(self) -> set[int]:
-        """Of each kind of layer the first two and the last two: in between all grows evenly."""
+        """The first two and the last two of each kind of layer: in between all grows evenly."""
         kinds: dict[LayerMemory, list[int]] = {}
         for place, layer in enumerate(self.layers):
             kinds.setdefault(layer, []).append(place)
@@ -610,9 +470,9 @@ def joined_groups(
     hold the embedding, more than one where it is tied or there are extra depths. replicated_stages:
     a rank's stages where lanes do not shard the model (`none`); each has a mesh of its own.
     """
+    for why in rank_refusals(lanes=lanes, tp=tp, ep=ep):
+        raise ValueError(why)
     world, stage = lanes * tp * pp, lanes * tp
-    if stage % ep:
-        raise ValueError(f"ep is {ep} and does not divide the {lanes} lanes × tp {tp} of a stage")
     sizes = legal_cp_sizes(lanes) if cp_sizes is None else cp_sizes
     axes = {"pp": pp, "lanes": lanes, "tp": tp}
     groups = [*_axes("", world, axes, on_gpu=True)]

@@ -1,12 +1,18 @@
-"""How long a round and a step take on a measured machine. No torch.
+"""How long a round and a step take on a measured machine, and what the planner is told. No torch.
 
 In: a MachineProfile, a decoder, the lengths of each micro-batch, and how the model runs. Out:
-seconds, or a CostProfile for planner and simulator.
+seconds, or a CostProfile for planner and simulator (`model_cost`).
 
-A part takes the seconds of its matrix products, and what its kind costs beside them (PartCost: a
-call, its saved values, its core's FLOPs, its sequences). The device works for the sum of all parts,
-while the host launches them: a round takes the longer of the two, and with zero3 on several lanes
-at least as long as weights travel. Over a step the host runs ahead, so there the sums are compared.
+What a part of a layer does in one micro-batch is Work: its matrix products, the values it saves,
+the FLOPs of its core, its sequences. Of 3 tokens, attention with 1 head of 2 dims at width 4 has
+four products of 3 rows, saves 3·(8 + 8) values beside statistics (8 of the norm), has 4·2·6 = 48
+FLOPs in its core and 1·2 channels of a sequence. Calibration divides measured seconds by these
+amounts, and prediction multiplies with them: a part takes the seconds of its products, and what its
+kind costs beside them (PartCost).
+
+The device works for the sum of all parts, while the host launches them: a round takes the longer of
+the two, and with zero3 on several lanes at least as long as weights travel. Over a step the host
+runs ahead, so there the sums are compared.
 
     device 3 + 2 s and host 1 + 4 s in two rounds: rounds of 3 and 4 s, but a step of 5 s
 
@@ -15,50 +21,26 @@ as CostProfile.on_ranks does; ep divides nothing, since lanes share experts and 
 out: what TP ranks and experts exchange, the pipeline's bubble, how unevenly experts are loaded, and
 what scans of shared packs exchange.
 
-What a part of a layer has to do in one micro-batch: products, saved values, FLOPs of its core.
-
-In: the config of a part, the hidden width and the lengths of a micro-batch. Out: Work, amounts that
-calibration divides measured seconds by and that the predictor multiplies with them. No torch.
-
-Of 3 tokens, attention with 1 head of 2 dims at width 4 has four products of 3 rows, saves 3·(8 + 8)
-values beside statistics (8 of the norm), has 4·2·6 = 48 FLOPs in its core and 1·2 channels of a
-sequence.
-
-Least squares with coefficients of 0 or more, exact for a few of them. NumPy only.
-
-In: rows of amounts and the seconds of each row. Out: the seconds of each amount, so that relative
-errors are smallest: each row is divided by its seconds, or by given totals. Every subset of the
-columns is tried, so there are at most 8.
-
-    amounts (1, 10), (1, 20), (1, 40) in 3, 5 and 9 seconds: 1 and 0.2
+Work is what a part of a layer (`Part.timed`) has to do in one micro-batch: amounts that calibration
+divides measured seconds by and that the predictor multiplies with them. Attention with 1 head of 2
+dims at width 4 has for 3 tokens four products of 3 rows, saves 3·(8 + 8) values beside statistics
+(8 of the norm), has 4·2·6 = 48 FLOPs in its core and 1·2 channels of a sequence.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
+from pathlib import Path
 
 import numpy as np
 
-from longshore.advisor.machine import ARITHMETIC_PASSES, MachineProfile, PartCost
-from longshore.arch.attention import AttentionConfig, MLAConfig
+from longshore.advisor.machine import ARITHMETIC_PASSES, MachineProfile, PartCost, read_cost
 from longshore.arch.costs import parameter_count, trained_parameters
 from longshore.arch.decoder import DecoderConfig, HyperConfig, LoRAConfig
-from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.memory import ITEM_BYTES
 from longshore.arch.part import Part, Product, Saved
-from longshore.arch.scan import DeltaNetConfig, Mamba2Config
-from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.plan.cost import CostProfile
-
-NAMES: Mapping[type, str] = {
-    AttentionConfig: "attention",
-    MLAConfig: "mla",
-    Mamba2Config: "mamba",
-    DeltaNetConfig: "delta",
-    MLPConfig: "mlp",
-    MoEConfig: "experts",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +48,15 @@ class Work:
     """What a part does in a micro-batch, forward."""
 
     kind: str
-    """Of advisor/machine.py's KINDS."""
+    """One of advisor/machine.py's KINDS."""
     head_dim: int
     """By which its costs are looked up first."""
     channels: int
     """By which its costs are looked up next."""
     rows: int
-    """Of its products: tokens with padding."""
+    """Rows of its products: tokens with padding."""
     products: tuple[Product, ...]
-    """Of its plain products."""
+    """Factors of its plain products."""
     values: float
     """Saved for backward, in numbers of the dtype, with those of the norm before it."""
     core: float
@@ -95,59 +77,32 @@ class Work:
         return replace(self, frozen=True, factors=lora.factors(self.products))
 
 
-def part_kind(part: Part) -> str:
-    return NAMES.get(type(part), "other")
-
-
 def part_works(
-    part: Part, width: int, lengths: Sequence[int], *, item: int, scan_chunk: int
+    part: Part, width: int, lengths: Sequence[int], *, item: int, scan_chunk: int = 1
 ) -> tuple[Work, ...]:
-    """The works of a part with its norm; a shared expert is an MLP of its own.
+    """The works of a part with its norm: one, or some more of what is timed on its own.
 
     lengths: of all runs of tokens, padding too. item: bytes of a number. scan_chunk: a scan's
     lengths are rounded up to a multiple of this.
     """
-    if not isinstance(part, MoEConfig) or not part.shared_width:
-        return (part_work(part, width, lengths, item=item, scan_chunk=scan_chunk),)
-    routed = replace(part, shared_width=0, shared_gate=False)
-    rows, shared = sum(lengths), part.shared
-    gate = (Product(width, 1),) * part.shared_gate
-    saved = shared.saved(width) + Saved((width + 1) * part.shared_gate)
-    beside = Work(
-        kind="mlp",
-        head_dim=1,
-        channels=part.shared_width,
-        rows=rows,
-        products=(*shared.products(width), *gate),
-        values=rows * _values(saved, item),
-        core=0,
-        sequences=0,
-    )
-    return part_work(routed, width, lengths, item=item, scan_chunk=scan_chunk), beside
-
-
-def part_work(
-    part: Part, width: int, lengths: Sequence[int], *, item: int, scan_chunk: int = 1
-) -> Work:
-    """The work of a part with its norm, as one."""
-    rows = sum(lengths)
-    make = getattr(part, "products", None)
-    products: tuple[Product, ...] = () if make is None else make(width)
-    plain = sum(each.flops for each in products)
-    chunk = scan_chunk if isinstance(part, Mamba2Config | DeltaNetConfig) else 1
+    rows, pieces = sum(lengths), part.timed(width)
+    plain = sum(product.flops for piece in pieces for product in piece.products)
+    chunk = scan_chunk if part.in_chunks else 1
     counted = Counter(-(-n // chunk) * chunk for n in lengths).items()
     core = sum(count * (part.flops(width, n) - n * plain) for n, count in counted)
-    head_dim, channels = _sizes(part)
-    return Work(
-        kind=part_kind(part),
-        head_dim=head_dim,
-        channels=channels,
-        rows=rows,
-        products=products,
-        values=rows * _values(Saved(2 * width, 1) + part.saved(width), item),
-        core=core,
-        sequences=len(lengths) * channels,
-        weights=part.experts * 3 * width * part.width if isinstance(part, MoEConfig) else 0,
+    return tuple(
+        Work(
+            kind=piece.kind,
+            head_dim=piece.head_dim,
+            channels=piece.channels,
+            rows=rows,
+            products=piece.products,
+            values=rows * _values(piece.saved, item),
+            core=0 if place else core,
+            sequences=0 if place else len(lengths) * piece.channels,
+            weights=piece.weights,
+        )
+        for place, piece in enumerate(pieces)
     )
 
 
@@ -233,7 +188,7 @@ def block_works(
     config: DecoderConfig, lengths: Sequence[int], *, item: int, scan_chunk: int = 1
 ) -> Counter[Work]:
     """The works of all layers and depths, each with how often it is done; see part_works."""
-    parts = Counter(part for layer in (*config.layers, *config.mtp) for part in layer.parts)
+    parts = Counter(config.parts)
     counted: Counter[Work] = Counter()
     for part, times in parts.items():
         for work in part_works(part, config.width, lengths, item=item, scan_chunk=scan_chunk):
@@ -257,24 +212,6 @@ def end_works(config: DecoderConfig, rows: int) -> Counter[Work]:
 def _values(saved: Saved, item: int) -> float:
     """Statistics are wider than values in half precision."""
     return saved.values + saved.stats * max(item, 4) / item
-
-
-def _sizes(part: Part) -> tuple[int, int]:
-    """A head's width, and channels."""
-    match part:
-        case AttentionConfig():
-            return part.head_dim, part.heads * part.head_dim
-        case MLAConfig():
-            return part.head_dim, part.heads * part.value_dim
-        case Mamba2Config():
-            return part.head_dim, part.inner
-        case DeltaNetConfig():
-            return part.key_dim, part.values
-        case MLPConfig():
-            return 1, part.width
-        case MoEConfig():
-            return part.width, part.experts
-    return 1, 1
 
 
 MOST_COLUMNS = 8
@@ -312,8 +249,6 @@ def fit_nonnegative(
     return result
 
 
-UNCAST = ("mamba", "delta", "experts")
-"""Parts that have decay rates or a router in float32."""
 GATHERS = 3
 """Gathered rows travel forward, again in backward, and their gradients back."""
 
@@ -327,7 +262,7 @@ class RunShape:
     shard: str
     """zero3, zero2 or none: how they share it."""
     dtype: str
-    """Of the arithmetic; that of the profile."""
+    """Dtype of the arithmetic; that of the profile."""
     recompute: bool
     """Whether blocks run again in backward."""
     tp: int = 1
@@ -498,6 +433,32 @@ def _copied(config: DecoderConfig, shape: RunShape) -> float:
     return trained_parameters(config) + frozen / 2
 
 
+def model_cost(
+    cost: str | Path | MachineProfile | CostProfile,
+    model: DecoderConfig,
+    *,
+    lanes: int,
+    capacity: int,
+    shard: str = "zero3",
+    dtype: str | None = None,
+    recompute: bool = False,
+    ep: int = 1,
+) -> CostProfile:
+    """The planner's costs of a model, for `make_plan(…, profile=…)`.
+
+    cost: a machine profile, which `longshore calibrate` writes or Longshore ships, such as "h200";
+    a CostProfile is returned as it is. shard: zero3, zero2 or none. dtype: None for the profile's.
+    recompute: whether blocks run again in backward. ep: ranks that experts are split over.
+    """
+    source = read_cost(str(cost)) if isinstance(cost, str | Path) else cost
+    if isinstance(source, CostProfile):
+        return source
+    shape = RunShape(
+        lanes=lanes, shard=shard, dtype=dtype or source.dtype, recompute=recompute, ep=ep
+    )
+    return cost_profile(source, model, capacity=capacity, shape=shape)
+
+
 def cost_profile(
     machine: MachineProfile, config: DecoderConfig, *, capacity: int, shape: RunShape
 ) -> CostProfile:
@@ -523,8 +484,7 @@ def cost_profile(
     once, linear, quadratic = map(_rounded, fitted)
     pack = min(once, _rounded(_pack_seconds(machine, config)))
     item = ITEM_BYTES[machine.dtype]
-    layers = (*config.layers, *config.mtp)
-    gathered = sum(part.gathered() for layer in layers for part in layer.parts) * item * GATHERS
+    gathered = sum(part.gathered() for part in config.parts) * item * GATHERS
     profile = CostProfile(
         linear=linear,
         quadratic=quadratic,
@@ -585,14 +545,9 @@ def _parts_busy(
 
 def fsdp_units(config: DecoderConfig) -> int:
     """Blocks, and parts with parameters that are never cast, which FSDP wraps on their own."""
-    parts = [part for layer in (*config.layers, *config.mtp) for part in layer.parts]
+    parts = config.parts
     mixing = len(parts) + 1 + len(config.mtp) if config.residuals else 0
-    uncast = sum(part_kind(part) in UNCAST or _has_sinks(part) for part in parts)
-    return _block_count(config) + uncast + mixing
-
-
-def _has_sinks(part: Part) -> bool:
-    return isinstance(part, SparseAttentionConfig)
+    return _block_count(config) + sum(part.has_float32 for part in parts) + mixing
 
 
 def _rounded(seconds: float) -> float:
@@ -616,7 +571,7 @@ def _pack_seconds(machine: MachineProfile, config: DecoderConfig) -> float:
 
 
 def _weights_seconds(machine: MachineProfile, config: DecoderConfig, shape: RunShape) -> float:
-    """Of weights and gradients that travel between lanes: zero3 gathers twice in each round."""
+    """Seconds that weights and gradients travel between lanes: zero3 gathers twice a round."""
     if shape.lanes == 1:
         return 0.0
     item, master = ITEM_BYTES[machine.dtype], max(4, ITEM_BYTES[machine.dtype])

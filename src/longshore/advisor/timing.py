@@ -25,7 +25,7 @@ WARM = 0.02
 CUDA_MOST = 0.3
 """Seconds after which a function is not timed again, but for three times at least."""
 CPU_LEAST = 0.004
-"""On a CPU calls are repeated for so many seconds for each of `repeats`, three times at least."""
+"""On a CPU seconds that calls are repeated for each of `repeats`, three times at least."""
 
 
 @dataclass(slots=True)

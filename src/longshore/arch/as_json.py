@@ -1,31 +1,32 @@
 """Our configs as JSON, and back; a user's own too, once it is registered. No torch.
 
-In: a frozen dataclass of MODULES, or one given to `register_config`. Out: an object that names its
-class under `kind`, and for a user's class also the Python module it comes from:
+In: a frozen dataclass of this package called …Config or …Scaling, or one given to
+`register_config`. Out: an object that names its class under `kind`, and for a user's class also the
+Python module it comes from:
 
     config_to_json(MLPConfig(width=192))                      {"kind": "MLPConfig", "width": 192}
     config_from_json({"kind": "MLPConfig", "width": 192})     MLPConfig(width=192)
     {"kind": "MeanConfig", "module": "mine"}                  MeanConfig(), if mine was imported
 
-A new class in one of MODULES needs no registration. Reading never imports code: the caller imports
-the modules of users' classes first.
+A new class of this package needs no registration. Reading never imports a user's code: the caller
+imports the modules of users' classes first.
 """
 
 from dataclasses import fields, is_dataclass
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
-from longshore.arch import attention, decoder, feed_forward, rope, scan, sparse_attention
-from longshore.arch import decoder as hyper
-from longshore.arch import decoder as lora
+from longshore import arch
 from longshore.arch.decoder import DecoderConfig
 
-MODULES = (decoder, attention, feed_forward, hyper, lora, rope, scan, sparse_attention)
 RESERVED = ("kind", "module")
-OURS = {
+OURS: dict[str, type] = {
     name: kind
-    for module in MODULES
-    for name, kind in vars(module).items()
-    if isinstance(kind, type) and is_dataclass(kind)
+    for module in iter_modules(arch.__path__, "longshore.arch.")
+    if module.name != __name__
+    for name, kind in vars(import_module(module.name)).items()
+    if name.endswith(("Config", "Scaling")) and isinstance(kind, type) and is_dataclass(kind)
 }
 REGISTERED: dict[str, type] = {}
 """Classes of users by name: those of their mixers and feed-forward parts, and what these hold."""

@@ -1,28 +1,57 @@
 """Attention as data: grouped-query attention and multi-head latent attention (MLA). Pure Python.
 
-In: numbers. Out: frozen configs, checked, which follow `Part`. With MLA, as in DeepSeek-V3, a token
-has one latent of `kv_rank` numbers for all heads, and one rotary key of `rope_dim` numbers; each
-head projects its own `nope_dim` key and `value_dim` value from the latent.
+In: numbers. Out: frozen configs, checked, which are Parts. With MLA, as in DeepSeek-V3, a token has
+one latent of `kv_rank` numbers for all heads, and one rotary key of `rope_dim` numbers; each head
+projects its own `nope_dim` key and `value_dim` value from the latent.
 
 MLA with 2 heads, kv_rank 8, nope_dim 4, rope_dim 2, value_dim 6 and a plain query projection at
 width 16 has these parameters: q 16·2·6 = 192, down 16·10 = 160, norm 8, up 8·2·10 = 160, output
 2·6·16 = 192: 712. Lanes exchange 10 numbers per token; its keys and values would be 2·(6 + 6) = 24.
+
+What a layer's core gathers and expands (`exchanged`), where a lane is full of its shard of a pack
+at CP size c and fetches rows in forward, and again in backward:
+
+    gather   the rows seen and their gradients, 2·(c + 1/2); then either the core's buffers, or the
+             gradients joined and added up by lane, (c + 1/2) + c
+    heads    queries, keys and values of c·T rows in 1/c of the heads: their gradients, and either
+             the core's buffers, or their copies by lane and as received
+    MLA      latents as by gather; of each row seen, also at CP size 1, keys, values, their product
+             and the gradients of all, of as many heads as ops/sizes.py allows at a time
+
+With 8 KV heads of 128 in half precision a row has 2·8·128·2 = 4,096 bytes; at CP size 8 a token of
+the lane needs (2·8.5 + 8.5 + 8)·4,096 = 137,216 by gather. With 32 heads by heads 3·48·128·2 =
+36,864.
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, Self
 
-from longshore.arch.part import Product, Saved, Sharing, causal_pairs
+from longshore.arch.cuts import TensorCut, TPRank, TPUnits
+from longshore.arch.part import (
+    BackwardMoment,
+    Part,
+    PartMemory,
+    Product,
+    Saved,
+    Sharing,
+    causal_pairs,
+    visible_rows,
+)
 from longshore.arch.rope import RopeConfig, YarnScaling
+from longshore.ops.sizes import expanded_values, most_expanded
 from longshore.settings import check_counts, names_of
 
 Form = Literal["decompressed", "absorbed"]
+FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionConfig:
+class AttentionConfig(Part):
     """Grouped-query attention."""
+
+    graph_layer: ClassVar[str] = "attention"
+    timed_as: ClassVar[str] = "attention"
 
     heads: int
     """Query heads."""
@@ -35,9 +64,9 @@ class AttentionConfig:
     qk_norm: bool = False
     """RMS norm of each head's queries and keys."""
     bias: bool = False
-    """Of the query, key and value projections."""
+    """Whether the query, key and value projections have biases."""
     output_bias: bool = False
-    """Of the output projection."""
+    """Whether the output projection has one."""
     window: int | None = None
     """A token sees itself and the window − 1 tokens before it; None for all before it."""
     gate: bool = False
@@ -69,7 +98,7 @@ class AttentionConfig:
         return projections + 4 * queries * causal_pairs(length, window=self.window)
 
     def products(self, width: int) -> tuple[Product, ...]:
-        """Of queries with their gates, keys, values and the output."""
+        """Products of queries with their gates, keys, values and the output."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return (
             Product(width, queries * (1 + self.gate), "q_proj"),
@@ -92,6 +121,24 @@ class AttentionConfig:
             kept += Saved(queries * (3 if self.qk_norm or self.rope is None else 2))
         return kept
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.head_dim, self.heads * self.head_dim
+
+    def kernel_memory(self, width: int) -> PartMemory:
+        """Flash attention's backward adds up dq in float32, and with shared KV heads dk and dv."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        saved = Saved(2 * queries + 2 * keys, self.heads)
+        if self.qk_norm or (self.rope is None and self.gate):
+            saved += Saved(queries * (2 if self.gate else 1) + keys * self.qk_norm)
+        elif self.gate:
+            saved += Saved(2 * queries)
+        if self.gate:
+            saved += Saved(queries)
+        shared = 2 * keys if self.heads > self.kv_heads else 0
+        core = Saved(2 * queries + 2 * keys + 2 * width, queries + shared + 2 * self.heads)
+        return PartMemory(saved, (BackwardMoment(core, width * queries),))
+
     def gathered(self) -> int:
         """Its key and value."""
         return 2 * self.kv_heads * self.head_dim
@@ -99,10 +146,48 @@ class AttentionConfig:
     def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:
         return (self.kv_heads,) if sharing.attention == "heads" else ()
 
+    def exchanged(self, cp_size: int, tokens: int, *, sharing: Sharing, item: int) -> int:
+        if cp_size == 1:
+            return 0
+        width, shared = self.head_dim, self.heads > self.kv_heads
+        buffers = self.kv_heads * _buffers(width, width, shared=shared, item=item)
+        if self._by_heads(cp_size, sharing):
+            values = (self.heads + 2 * self.kv_heads) * width * item
+            return tokens * (values + max(2 * values, buffers))
+        rows, visible = cp_size * tokens, visible_rows(tokens, cp_size)
+        gathered = self.gathered() * item
+        return 2 * visible * gathered + max((visible + rows) * gathered, rows * buffers)
+
+    def _by_heads(self, cp_size: int, sharing: Sharing) -> bool:
+        """Whether lanes share out the heads: as model/attention.py chooses."""
+        if sharing.attention == "gather":
+            return False
+        fewer = 3 * cp_size * self.kv_heads > 2 * (self.heads + self.kv_heads)
+        return sharing.attention == "heads" or (self.kv_heads % cp_size == 0 and fewer)
+
+    def tp_units(self) -> tuple[TPUnits, ...]:
+        heads = TPUnits("heads", "attention heads", self.heads)
+        return heads, TPUnits("kv_heads", "KV heads", self.kv_heads, shared=True)
+
+    def tp_cuts(self, width: int, at: TPRank) -> dict[str, TensorCut]:
+        query = self.head_dim * (2 if self.gate else 1)
+        named = {
+            "q_proj.weight": at.of(self.heads, query),
+            "k_proj.weight": at.of(self.kv_heads, self.head_dim),
+            "v_proj.weight": at.of(self.kv_heads, self.head_dim),
+            "o_proj.weight": at.of(self.heads, self.head_dim, dim=1),
+        }
+        if self.bias:
+            named |= {f"{name}_proj.bias": named[f"{name}_proj.weight"] for name in "qkv"}
+        return named | ({"o_proj.bias": at.first_only(width)} if self.output_bias else {})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MLAConfig:
+class MLAConfig(Part):
     """Multi-head latent attention."""
+
+    graph_layer: ClassVar[str] = "attention"
+    timed_as: ClassVar[str] = "mla"
 
     heads: int
     """Query, key and value heads."""
@@ -119,7 +204,7 @@ class MLAConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary position embeddings of the rope_dim dims."""
     bias: bool = False
-    """Of the projections down to the latents and of the output projection."""
+    """Whether the projections down to the latents and the output projection have biases."""
     form: Form = "decompressed"
     """decompressed: projects the keys and values of all heads from the latents. absorbed: projects
     queries to the latents and attends there, with one key head of kv_rank + rope_dim. Both give the
@@ -138,6 +223,9 @@ class MLAConfig:
     def ropes(self) -> tuple[RopeConfig, ...]:
         return (self.rope.within(self.rope_dim),)
 
+    def bare(self) -> Self:
+        return replace(self, form="decompressed")
+
     @property
     def head_dim(self) -> int:
         """Width of a head's query and key."""
@@ -150,7 +238,7 @@ class MLAConfig:
 
     @property
     def scale(self) -> float:
-        """Of the scores: 1/√head_dim, times (0.1·mscale_all_dim·ln(factor) + 1)² with YaRN."""
+        """Scale of scores: 1/√head_dim, by YaRN times (0.1·mscale_all_dim·ln(factor) + 1)²."""
         plain, scaling = 1 / math.sqrt(self.head_dim), self.rope.scaling
         if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim:
             return plain
@@ -163,13 +251,13 @@ class MLAConfig:
         return self._weights(width) + norms + (downs + width) * self.bias
 
     def flops(self, width: int, length: int) -> int:
-        """Of the decompressed form, whichever is run."""
+        """FLOPs of the decompressed form, whichever is run."""
         pairs = causal_pairs(length)
         core = 2 * pairs * self.heads * (self.head_dim + self.value_dim)
         return 2 * length * self._weights(width) + core
 
     def products(self, width: int) -> tuple[Product, ...]:
-        """Of the decompressed form, whichever is run."""
+        """Products of the decompressed form, whichever is run."""
         queries, up = self.heads * self.head_dim, self.heads * (self.nope_dim + self.value_dim)
         q = [Product(width, queries, "q_proj")]
         if self.q_rank is not None:
@@ -187,17 +275,60 @@ class MLAConfig:
             kept += Saved(self.heads * (self.latent_dim + self.kv_rank))
         return kept
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.head_dim, self.heads * self.value_dim
+
+    def kernel_memory(self, width: int) -> PartMemory:
+        """Without keys and values made from latents, head by head, which `exchanged` counts."""
+        queries, values = self.heads * self.head_dim, self.heads * self.value_dim
+        core = Saved(queries + values + 2 * width, queries)
+        return PartMemory(self.saved(width), (BackwardMoment(core, values * width),))
+
     def gathered(self) -> int:
-        """Its latent and its rotary key."""
+        """Its latent and its rotary key, whatever the setting: no CP size is excluded by heads."""
         return self.latent_dim
 
-    def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:
-        """None: lanes fetch latents, whatever the setting."""
-        return ()
+    def exchanged(self, cp_size: int, tokens: int, *, sharing: Sharing, item: int) -> int:
+        """Latents of the rows, and what model/attention.py makes of those that are seen."""
+        rows, visible = cp_size * tokens, visible_rows(tokens, cp_size)
+        latents = 0 if cp_size == 1 else self.latent_dim * (3 * visible + rows) * item
+        if self.form == "absorbed":
+            key, value = self.latent_dim, self.kv_rank
+            buffers = _buffers(key, value, shared=True, item=item)
+            return latents + visible * (key + value) * item + rows * buffers
+        key, value, product = self.head_dim, self.value_dim, self.nope_dim + self.value_dim
+        expanded = expanded_values(key, product, value) * item
+        together = most_expanded(visible, self.heads, expanded)
+        buffers = _buffers(key, value, shared=False, item=item)
+        return latents + together + -(-together * rows * buffers // max(visible * expanded, 1))
+
+    def tp_units(self) -> tuple[TPUnits, ...]:
+        return (TPUnits("heads", "attention heads", self.heads),)
+
+    def tp_cuts(self, width: int, at: TPRank) -> dict[str, TensorCut]:
+        queries = "q_proj.weight" if self.q_rank is None else "q_up.weight"
+        named = {
+            queries: at.of(self.heads, self.head_dim),
+            "kv_up.weight": at.of(self.heads, self.nope_dim + self.value_dim),
+            "o_proj.weight": at.of(self.heads, self.value_dim, dim=1),
+        }
+        return named | ({"o_proj.bias": at.first_only(width)} if self.bias else {})
 
     def _weights(self, width: int) -> int:
-        """Of all matrices."""
+        """Values of all matrices."""
         queries = self.heads * self.head_dim
         q = width * queries if self.q_rank is None else self.q_rank * (width + queries)
         kv = width * self.latent_dim + self.kv_rank * self.heads * (self.nope_dim + self.value_dim)
         return q + kv + self.heads * self.value_dim * width
+
+
+def _buffers(key: int, value: int, *, shared: bool, item: int) -> int:
+    """Bytes of a row and KV head in the core's backward.
+
+    shared: by several query heads. Kernels, which serve half precision, then add up the gradients
+    of keys and values in float32; plain torch copies keys twice, values, and the gradients of both.
+    """
+    if item < FLOAT32_BYTES:
+        return (key + value) * FLOAT32_BYTES if shared else 0
+    return (3 * key + 2 * value) * item

@@ -1,4 +1,4 @@
-"""What a decoder costs: parameters, FLOPs of a step, memory of a rank and the capacity. No torch.
+"""What a decoder costs: FLOPs, memory and capacity of a rank, its pipeline's stages. No torch.
 
 FLOPs: in, a DecoderConfig and the sequences' real lengths; out, exact integers. A product of (m, k)
 and (k, n) matrices is 2·m·k·n FLOPs, and attention counts only the pairs a token may see, n(n+1)/2
@@ -11,66 +11,27 @@ A decoder with one MLP of width 8, hidden width 4 and vocabulary 10, for 3 token
 2·3·(3·4·8) = 576, head 2·3·4·10 = 240, so 816 forward and 2,448 for a step.
 
 Memory: in, a DecoderConfig and how it is trained; out, bytes, and the capacity that is left with
-its calculation.
+its calculation. For each token a block saves what its backward reads; with recomputation only the
+block's input is saved, and one block at a time has the rest. tiny-llama's block in float32 saves
+1,408 values and 10 statistics per token, 5,672 bytes; with recomputation 64 values, 256 bytes. What
+a layer gathers of shared packs comes on top, in one layer at a time (`Part.exchanged`).
+arch/memory.py counts the model. In a pipeline a rank saves the activations of several rounds: with
+1F1B rank p those of pp − p, with interleaving of 2·(pp − p − 1) + (vpp − 1)·pp + 1 of its stages.
+The capacity is that of the rank with the least. These are estimates: a tenth is kept free for
+kernels' buffers and fragmentation.
 
-For each token a block saves what its backward reads; with recomputation only the block's input is
-saved, and one block at a time has the rest. tiny-llama's block in float32 saves 1,408 values and 10
-statistics per token, 5,672 bytes; with recomputation 64 values, 256 bytes.
+A cost profile from FLOPs (`flops_cost`), for models whose cost is no square of the length: what a
+single token takes, and beyond that a curve over lengths of what a sequence takes together, at the
+built-in profile's 400 TFLOP/s. A layer with a window of 2 and heads of 1 dim, 4 FLOPs a pair: 1
+token has 1 pair, 5 tokens have 9. So the curve is 4 · (9 − 5) = 16 at length 5, at length 10 36.
 
-The model: arch/memory.py.
-
-Shared packs: arch/costs.py counts what a layer gathers of them.
-
-Pipelines: a rank has the parameters of its stages, and a copy of the embedding for each stage that
-needs one. It saves the activations of several rounds: with 1F1B rank p those of pp − p, with
-interleaving of 2·(pp − p − 1) + (vpp − 1)·pp + 1 of its stages. The capacity is that of the rank
-with the least.
-
-Tensor and expert parallelism: arch/memory.py says what of a layer a rank has.
-
-These are estimates: a tenth is kept free for kernels' buffers and fragmentation.
-
-What a layer's core gathers and expands in one forward and backward, in bytes. Pure Python.
-
-In: a decoder, a CP size, a lane's tokens, how lanes share a pack, bytes of a number. Out: bytes, at
-the moment of a layer's backward at which they are most. Only one layer has them at a time.
-
-A lane that is full of its shard of a pack at CP size c gathers c rows for each of its own. Its two
-chunks of each sequence see c + 1/2 of them: chunk r sees (r + 1)/2c of the sequence, chunk
-2c − 1 − r the other (2c − r)/2c. The lane fetches rows in forward, and again in backward:
-
-    gather   the rows seen and their gradients, 2·(c + 1/2); then either the core's buffers, or the
-             gradients joined and added up by lane, (c + 1/2) + c
-    heads    queries, keys and values of c·T rows in 1/c of the heads: their gradients, and either
-             the core's buffers, or their copies by lane and as received
-    MLA      latents as by gather; of each row seen, also at CP size 1, keys, values, their product
-             and the gradients of all, of as many heads as ops/sizes.py allows at a time
-
-With 8 KV heads of 128 in half precision a row has 2·8·128·2 = 4,096 bytes; at CP size 8 a token of
-the lane needs (2·8.5 + 8.5 + 8)·4,096 = 137,216 by gather. With 32 heads by heads 3·48·128·2 =
-36,864.
-
-A cost profile from a model's FLOPs, for models whose cost is no square of the length. No torch.
-
-In: a decoder. Out: a CostProfile: what a single token takes, and beyond that a curve over lengths
-of what a sequence takes together. A rate of 400 TFLOP/s is assumed, as in the built-in profile.
-
-A layer with a window of 2 and heads of 1 dim, 4 FLOPs a pair: 1 token has 1 pair, 5 tokens have 9.
-So the curve is 4 · (9 − 5) = 16 at length 5, and at length 10 36: it grows with the length alone.
-
-The stages of a decoder's pipeline: a balanced layout, and what each stage costs. No torch.
-
-In: a DecoderConfig and the pipeline size, or a layout by hand. Out: a Layout whose most expensive
-stage is cheapest, counted in FLOPs of a sequence's forward; and what part of a round's cost each
-stage has.
-
-Where experts are split over ranks, lanes meet before them and after them. What lies between such
-meetings is token-wise: the feed-forward part of a layer with experts, and the head, which comes
-after the last. A feed-forward part without experts runs on from its mixer. So in a decoder whose
-layers all have experts, everything but the mixers and the embedding is token-wise.
-
-Four equal layers on 2 ranks whose head costs as much as two of them: `Ettt|tL`. Both stages then
-have half of what grows with tokens, but the first has three quarters of what grows with squares.
+Stages: a Layout whose most expensive stage is cheapest, counted in FLOPs of a sequence's forward,
+and what part of a round's cost each stage has. Four equal layers on 2 ranks whose head costs as
+much as two of them: `Ettt|tL`. Both stages then have half of what grows with tokens, but the first
+has three quarters of what grows with squares. Where experts are split over ranks, lanes meet before
+them and after them. What lies between such meetings is token-wise: the feed-forward part of a layer
+with experts, and the head, which comes after the last. A feed-forward part without experts runs on
+from its mixer.
 """
 
 from bisect import bisect_left
@@ -78,9 +39,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from longshore.arch.attention import AttentionConfig, MLAConfig
-from longshore.arch.decoder import DecoderConfig, LayerConfig
-from longshore.arch.feed_forward import MoEConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig, parts_of
 from longshore.arch.memory import (
     WHOLE,
     ModelBytes,
@@ -96,82 +55,24 @@ from longshore.arch.memory import (
     whole_model,
 )
 from longshore.arch.part import Part, Sharing
-from longshore.arch.sparse_attention import SparseAttentionConfig
-from longshore.ops.sizes import expanded_values, loss_bytes, most_expanded
+from longshore.ops.sizes import loss_bytes
 from longshore.plan.cost import BUILT_IN, CostProfile, StageCosts, share_out
 from longshore.plan.layout import Layout, balanced_layout, parse_layout
-from longshore.settings import SettingError
 
-FLOAT32_BYTES = 4
 INDEX_BYTES = 4
-"""Of each index of a row: to natural order, back, and of the rows that are seen."""
-
-
-def gathered_rows(tokens: int, cp_size: int) -> int:
-    """The rows of a full pack of which a lane holds `tokens`."""
-    return tokens * cp_size
+"""Bytes of each index of a row: to natural order, back, and of the rows that are seen."""
 
 
 def exchanged_by(
     layers: Iterable[LayerConfig], cp_size: int, tokens: int, *, sharing: Sharing, item: int
 ) -> int:
     """Bytes of a lane full of packs of this CP size, in the layer that needs most."""
-    parts = {part for layer in layers for part in layer.parts}
     indices = INDEX_BYTES * (3 * cp_size + 1) * tokens if cp_size > 1 else 0
-    each = (_part_bytes(part, cp_size, tokens, sharing=sharing, item=item) for part in parts)
+    each = (
+        part.exchanged(cp_size, tokens, sharing=sharing, item=item)
+        for part in set(parts_of(layers))
+    )
     return indices + max(each, default=0)
-
-
-def _part_bytes(part: Part, cp_size: int, tokens: int, *, sharing: Sharing, item: int) -> int:
-    # A lane that shares nothing sees its own rows, else half a row more than the pack has of them.
-    rows = cp_size * tokens
-    visible = rows + (tokens + 1) // 2 if cp_size > 1 else rows
-    if isinstance(part, MLAConfig):
-        return _mla(part, rows=rows, visible=visible, item=item, alone=cp_size == 1)
-    if cp_size == 1:
-        return 0
-    gathered = part.gathered() * item
-    if not isinstance(part, AttentionConfig):
-        return gathered * (3 * visible + rows)
-    width, shared = part.head_dim, part.heads > part.kv_heads
-    buffers = part.kv_heads * _buffers(width, width, shared=shared, item=item)
-    if _by_heads(part, cp_size, sharing):
-        values = (part.heads + 2 * part.kv_heads) * width * item
-        return tokens * (values + max(2 * values, buffers))
-    return 2 * visible * gathered + max((visible + rows) * gathered, rows * buffers)
-
-
-def _mla(part: MLAConfig, *, rows: int, visible: int, item: int, alone: bool) -> int:
-    """Latents of the rows, and what model/attention.py makes of those that are seen."""
-    latents = 0 if alone else part.latent_dim * (3 * visible + rows) * item
-    if part.form == "absorbed":
-        key, value = part.latent_dim, part.kv_rank
-        buffers = _buffers(key, value, shared=True, item=item)
-        return latents + visible * (key + value) * item + rows * buffers
-    key, value, product = part.head_dim, part.value_dim, part.nope_dim + part.value_dim
-    expanded = expanded_values(key, product, value) * item
-    together = most_expanded(visible, part.heads, expanded)
-    buffers = _buffers(key, value, shared=False, item=item)
-    return latents + together + -(-together * rows * buffers // max(visible * expanded, 1))
-
-
-def _buffers(key: int, value: int, *, shared: bool, item: int) -> int:
-    """Bytes of a row and KV head in the core's backward.
-
-    shared: by several query heads. Kernels, which serve half precision, then add up the gradients
-    of keys and values in float32; plain torch copies keys twice, values, and the gradients of both.
-    """
-    if item < FLOAT32_BYTES:
-        return (key + value) * FLOAT32_BYTES if shared else 0
-    return (3 * key + 2 * value) * item
-
-
-def _by_heads(part: AttentionConfig, cp_size: int, sharing: Sharing) -> bool:
-    """Whether lanes share out the heads: as model/attention.py chooses."""
-    if cp_size == 1 or sharing.attention == "gather":
-        return False
-    fewer = 3 * cp_size * part.kv_heads > 2 * (part.heads + part.kv_heads)
-    return sharing.attention == "heads" or (part.kv_heads % cp_size == 0 and fewer)
 
 
 def step_flops(config: DecoderConfig, lengths: Sequence[int]) -> int:
@@ -191,7 +92,7 @@ def frozen_flops(config: DecoderConfig) -> int:
     if config.lora is None:
         return 0
     width, depths, residuals = config.width, len(config.mtp), config.residuals
-    parts = [part for layer in (*config.layers, *config.mtp) for part in layer.parts]
+    parts = config.parts
     total = sum(times * weight_flops(part, width) for part, times in Counter(parts).items())
     if residuals is not None:
         mixing = sum(each.flops for each in residuals.products(width))
@@ -201,24 +102,42 @@ def frozen_flops(config: DecoderConfig) -> int:
 
 def weight_flops(part: Part, width: int) -> int:
     """Forward FLOPs of a token in a part's products with weights; the rest is its core."""
-    if isinstance(part, MoEConfig):
-        return part.flops(width, 1)
-    products = getattr(part, "products", None)
-    if products is None:
+    products = part.products(width)
+    if part.routed_experts or not products:  # experts' weights are in no plain product
         return min(part.flops(width, 1), 2 * part.parameters(width))
-    return sum(each.flops for each in products(width))
+    return sum(each.flops for each in products)
 
 
 def factor_flops(config: DecoderConfig) -> int:
     """FLOPs of a token in the products of low-rank factors, forward and backward."""
     if config.lora is None:
         return 0
-    parts = Counter(part for layer in (*config.layers, *config.mtp) for part in layer.parts)
-    known = {part: part.products(config.width) for part in parts if hasattr(part, "products")}
     return 3 * sum(
-        parts[part] * sum(each.flops for each in config.lora.factors(products))
-        for part, products in known.items()
+        times * sum(each.flops for each in config.lora.factors(part.products(config.width)))
+        for part, times in Counter(config.parts).items()
     )
+
+
+PEAKS = {
+    "H100 PCIe": 756.5e12,
+    "H100 NVL": 835.5e12,
+    "H200 NVL": 835.5e12,
+    "GB200": 2500e12,
+    "H200": 989.5e12,  # SXM; 1,979 TFLOP/s with sparsity
+    "H100": 989.5e12,
+    "A100": 312e12,
+    "B200": 2250e12,  # DGX B200, each of its 8 GPUs; 4,500 TFLOP/s with sparsity
+    # 64 cores at 2.45 GHz, each of 32 float32 FLOPs a cycle with AVX2.
+    "AMD EPYC 7763": 64 * 2.45e9 * 32,
+}
+"""Dense FLOP/s by a part of the device's name, from data sheets; the first that matches counts."""
+
+
+def vendor_peak(device: str, dtype: str) -> float | None:
+    """Dense FLOP/s of a device of this name, as torch has it; None if it is not known."""
+    name = next((name for name in PEAKS if name in device), "")
+    measured = "float32" if name.startswith("AMD") else "bfloat16"
+    return PEAKS.get(name) if dtype == measured else None
 
 
 def trained_parameters(config: DecoderConfig) -> int:
@@ -364,11 +283,11 @@ class RankMemory:
     memory_bytes: int
     """What it has."""
     lanes: int
-    """That share the model."""
+    """Lanes that share the model."""
     shard: str
     """How they share it."""
     dtype: str
-    """Of the arithmetic."""
+    """The dtype of the arithmetic."""
     recompute: bool
     """Whether blocks are recomputed."""
     cp_sizes: Sequence[int]
@@ -471,7 +390,7 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def _shared_pack(capacity: int, cp_size: int) -> list[str]:
-    rows = gathered_rows(capacity, cp_size)
+    rows = capacity * cp_size
     line = f"at CP size {cp_size} a lane's layer reads up to {rows:,} tokens of a full pack"
     return [line] if cp_size > 1 else []
 
@@ -502,8 +421,7 @@ LONGEST = 22
 
 def needs_curve(config: DecoderConfig) -> bool:
     """Whether squared lengths say nothing about the model."""
-    layers = (*config.layers, *config.mtp)
-    return any(isinstance(part, SparseAttentionConfig) for layer in layers for part in layer.parts)
+    return any(part.needs_curve for part in config.parts)
 
 
 def flops_cost(config: DecoderConfig) -> CostProfile:
@@ -549,9 +467,9 @@ def make_layout(
         return replace(layout, id_layers=decoder.hashed_layers)
     layout = parse_layout(text, pp=pp, layers=layers, depths=depths)
     if layout.vpp != vpp:
-        raise SettingError(
-            f"{{layout}} is {text!r}, which has {layout.vpp} stages for each of {pp} pipeline "
-            f"ranks, but {{vpp}} is {vpp}; set {{vpp}} to {layout.vpp}"
+        raise ValueError(
+            f"parallel.layout is {text!r}, which has {layout.vpp} stages for each of {pp} pipeline "
+            f"ranks, but parallel.vpp is {vpp}; set parallel.vpp to {layout.vpp}"
         )
     return replace(layout, id_layers=decoder.hashed_layers)
 
@@ -569,7 +487,8 @@ def expert_flops(decoder: DecoderConfig, length: int) -> list[int]:
     """Forward FLOPs of each layer's feed-forward part, if it has experts, then of each depth's."""
     parts = [layer.mlp for layer in (*decoder.layers, *decoder.mtp)]
     return [
-        part.flops(decoder.width, length) if isinstance(part, MoEConfig) else 0 for part in parts
+        part.flops(decoder.width, length) if part is not None and part.routed_experts else 0
+        for part in parts
     ]
 
 

@@ -13,40 +13,32 @@ A mixer or feed-forward config knows what it costs (see `Part`), so a new kind i
 module and its registration. `full` in that decoder has 4·16·64·2 + 2·16·64·2 = 12,288
 parameters and takes 2·12,288·n + 4·4·16·n(n+1)/2 FLOPs forward for n tokens.
 
-Hyper-connections: several residual rows a token, and what mixing them costs. Pure Python.
+HyperConfig: with hyper-connections a token has several residual rows of the decoder's width. Before
+a part they are collapsed into one row, and its output is added to all of them, while they are mixed
+by a doubly stochastic matrix; all weights of this are made from the rows of the token
+(model/hyper_connection.py). With 4 rows at width 4096 each part has (2·4 + 4²)·(4·4096 + 1) + 3 =
+393,243 parameters of that, and a token takes 2·24·4·4096 FLOPs for the weights and
+2·(4² + 2·4)·4096 for the mixing: 983,040 forward.
 
-In: numbers. Out: a frozen config, checked. With `count` residuals of width C the rows between
-blocks are count·C wide. Before a mixer or feed-forward part they are collapsed into one row of C,
-and its output is added to all of them, while they are mixed by a doubly stochastic matrix; all
-weights of this are made from the rows of the token (model/hyper_connection.py).
-
-    HyperConfig(count=4)
-
-At width 4096 each part has (2·4 + 4²)·(4·4096 + 1) + 3 = 393,243 parameters of that, and a token
-takes 2·24·4·4096 FLOPs for the weights and 2·(4² + 2·4)·4096 for the mixing: 983,040 forward.
-
-LoRA as data: which linear layers of a decoder get low-rank factors, and how large. No torch.
-
-In: a rank, an alpha, names of modules. Out: a LoRAConfig, part of a DecoderConfig. A layer whose
-weight is W (F, C) then computes x·Wᵀ + alpha / rank · (x·Aᵀ)·Bᵀ with A (rank, C) and B (F, rank);
-only factors are trained. A name is the end of a module's name, at a dot:
+LoRAConfig: low-rank factors, which alone are trained. A layer whose weight is W (F, C) computes
+x·Wᵀ + alpha / rank · (x·Aᵀ)·Bᵀ with A (rank, C) and B (F, rank). A target is the end of a module's
+name, at a dot:
 
     config = LoRAConfig(rank=8, alpha=16, targets=("q_proj", "layers.0.mlp.up_proj"))
-    config.scale                                              2.0
     config.matches("layers.3.mixer.q_proj")                   True
     config.matches("layers.3.mlp.up_proj")                    False
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import gcd
 
-from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.part import Norm, Part, Product, Saved, check_part
 from longshore.arch.rope import RopeConfig
-from longshore.settings import SettingError, check_counts, check_more_than
+from longshore.settings import check_counts, check_more_than
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +48,7 @@ class HyperConfig:
     count: int
     """Residual rows of each token."""
     iterations: int = 20
-    """Of Sinkhorn's algorithm, which makes the mixing matrix doubly stochastic."""
+    """Iterations of Sinkhorn's algorithm, which makes the mixing matrix doubly stochastic."""
     eps: float = 1e-6
     """Added to weights and divisors."""
 
@@ -66,19 +58,19 @@ class HyperConfig:
 
     @property
     def weights(self) -> int:
-        """Of a token at one part: to collapse, to expand, and the mixing matrix."""
+        """Weights of a token at one part: to collapse, to expand, and the mixing matrix."""
         return (2 + self.count) * self.count
 
     def parameters(self, width: int) -> int:
-        """Of one part: a projection, its bias, and a scale for each kind of weights."""
+        """Parameters at one part: a projection, its bias, and a scale for each kind of weights."""
         return self.weights * (self.count * width + 1) + 3
 
     def collapse_parameters(self, width: int) -> int:
-        """Of a collapse alone, before the last norm."""
+        """Parameters of a collapse alone, before the last norm."""
         return self.count * (self.count * width + 1) + 1
 
     def products(self, width: int) -> tuple[Product, ...]:
-        """Of one part."""
+        """Products at one part."""
         return (Product(self.count * width, self.weights),)
 
     def flops(self, width: int) -> int:
@@ -155,6 +147,8 @@ MOST_DEPTHS = 64
 MOST_EXPERTS = 1 << 18
 MOST_PARAMETERS = 10**15
 """Limits far beyond any model, so that a typo is reported before memory runs out."""
+MOST_TP = 64
+"""The largest number of ranks that an error suggests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +169,10 @@ class LayerConfig:
     @property
     def parts(self) -> tuple[Part, ...]:
         return tuple(part for part in (self.mixer, self.mlp) if part is not None)
+
+    def map_parts(self, change: Callable[[Part], Part]) -> "LayerConfig":
+        mixer, mlp = (part and change(part) for part in (self.mixer, self.mlp))
+        return replace(self, mixer=mixer, mlp=mlp)
 
     def parameters(self, width: int) -> int:
         """With the norm before each part, and its hyper-connections."""
@@ -197,6 +195,11 @@ class LayerConfig:
         """Values of a token between blocks."""
         return width * self.residuals.count if self.residuals else width
 
+    @property
+    def id_rows(self) -> int:
+        """Rows of the table by which token ids choose experts; 0 where a router does."""
+        return self.mlp.id_rows if self.mlp is not None else 0
+
     def mixing_saved(self, width: int) -> Saved:
         """What hyper-connections save at one part, with the rows that come; 0 without them."""
         if self.residuals is None:
@@ -215,9 +218,9 @@ class DecoderConfig:
     layers: tuple[LayerConfig, ...]
     """In order, at least one."""
     norm_eps: float = 1e-6
-    """Of all RMS norms."""
+    """eps of all RMS norms."""
     zero_centred: bool = False
-    """Of all RMS norms, see Norm."""
+    """Whether all RMS norms are zero-centred, see Norm."""
     tied: bool = False
     """The head uses the embedding's weight."""
     init_std: float = 0.02
@@ -239,7 +242,7 @@ class DecoderConfig:
         for name in ("layers", "mtp"):
             layers = tuple(layer.with_residuals(self.residuals) for layer in getattr(self, name))
             if self.lora is not None:  # a router's bias is frozen, too
-                layers = tuple(_balanced(layer, None, 0.0) for layer in layers)
+                layers = tuple(layer.map_parts(_with_still_bias) for layer in layers)
             object.__setattr__(self, name, layers)
         if not self.layers:
             raise ValueError("DecoderConfig.layers is empty; a decoder has at least one layer")
@@ -252,25 +255,25 @@ class DecoderConfig:
         self._check_size()
 
     def _check_hashed(self) -> None:
-        if any(hashed_rows(layer) for layer in self.mtp):
+        if any(layer.id_rows for layer in self.mtp):
             raise ValueError(
                 "DecoderConfig.mtp has a layer whose experts are chosen by token ids; a depth of "
                 "multi-token prediction must have a router that chooses, so leave out hash_rows"
             )
         for number, layer in enumerate(self.layers):
-            if (rows := hashed_rows(layer)) not in (0, self.vocab_size):
+            if (rows := layer.id_rows) not in (0, self.vocab_size):
                 raise ValueError(
                     f"MoEConfig.hash_rows of layer {number} is {rows}; the table has a row for "
                     f"each token, so it must be vocab_size, {self.vocab_size}"
                 )
 
     def _check_size(self) -> None:
-        layers = (*self.layers, *self.mtp)
-        kinds = Counter(layers)
+        kinds = Counter((*self.layers, *self.mtp))
+        experts = sum(part.routed_experts for part in self.parts)
         sizes = {
             "layers": (len(self.layers), MOST_LAYERS),
             "depths of multi-token prediction": (len(self.mtp), MOST_DEPTHS),
-            "experts in all layers": (sum(map(_experts, layers)), MOST_EXPERTS),
+            "experts in all layers": (experts, MOST_EXPERTS),
             "parameters": (
                 2 * self.vocab_size * self.width
                 + sum(layer.parameters(self.width) * times for layer, times in kinds.items()),
@@ -281,9 +284,21 @@ class DecoderConfig:
             if size > most:
                 raise ValueError(f"a decoder has at most {most:,} {what}; this one has {size:,}")
 
+    def map_parts(self, change: Callable[[Part], Part]) -> "DecoderConfig":
+        """The same decoder with other parts in its layers and depths."""
+        layers, mtp = (
+            tuple(layer.map_parts(change) for layer in group) for group in (self.layers, self.mtp)
+        )
+        return replace(self, layers=layers, mtp=mtp)
+
     def merged(self) -> "DecoderConfig":
         """Without low-rank factors: of the base, or of weights that have them inside."""
         return self if self.lora is None else replace(self, lora=None)
+
+    @property
+    def parts(self) -> list[Part]:
+        """Those of all layers and depths, in order."""
+        return parts_of((*self.layers, *self.mtp))
 
     @property
     def row_width(self) -> int:
@@ -292,20 +307,20 @@ class DecoderConfig:
 
     @property
     def join_parameters(self) -> int:
-        """Of a depth of multi-token prediction, besides those of its layer."""
+        """Parameters of a depth of multi-token prediction, besides those of its layer."""
         collapse = self.residuals.collapse_parameters(self.width) if self.residuals else 0
         return (2 * self.width + 3) * self.width + collapse
 
     @property
     def norm_parameters(self) -> int:
-        """Of the last norm, and of the collapse before it."""
+        """Parameters of the last norm, and of the collapse before it."""
         collapse = self.residuals.collapse_parameters(self.width) if self.residuals else 0
         return self.width + collapse
 
     @property
     def hashed_layers(self) -> tuple[int, ...]:
         """The numbers of layers that read token ids, to choose experts by them."""
-        return tuple(n for n, layer in enumerate(self.layers) if hashed_rows(layer))
+        return tuple(n for n, layer in enumerate(self.layers) if layer.id_rows)
 
     @property
     def norm(self) -> Norm:
@@ -317,56 +332,78 @@ class DecoderConfig:
         return ropes_of((*self.layers, *self.mtp))
 
 
+def parts_of(layers: Iterable[LayerConfig]) -> list[Part]:
+    """The mixers and feed-forward parts of these layers, in order."""
+    return [part for layer in layers for part in layer.parts]
+
+
 def ropes_of(layers: Sequence[LayerConfig]) -> tuple[RopeConfig, ...]:
     """The rotary tables these layers read, each once, in the order of first use."""
-    ropes = [rope for layer in layers for part in layer.parts for rope in part.ropes]
-    return tuple(dict.fromkeys(ropes))
-
-
-def _experts(layer: LayerConfig) -> int:
-    experts = getattr(layer.mlp, "experts", 0)
-    assert isinstance(experts, int)
-    return experts
-
-
-def hashed_rows(layer: LayerConfig) -> int:
-    """Rows of the table by which a layer chooses experts; 0 where its router does."""
-    return layer.mlp.hash_rows if isinstance(layer.mlp, MoEConfig) else 0
+    return tuple(dict.fromkeys(rope for part in parts_of(layers) for rope in part.ropes))
 
 
 def has_experts(config: DecoderConfig) -> bool:
-    return any(isinstance(layer.mlp, MoEConfig) for layer in (*config.layers, *config.mtp))
+    return any(part.routed_experts for part in config.parts)
 
 
 def with_balance(
     config: DecoderConfig, *, aux_weight: float | None = None, bias_update: float | None = None
 ) -> DecoderConfig:
     """The config with these numbers in all MoE layers, see MoEConfig; None: unchanged."""
-    for name, number in (("aux_weight", aux_weight), ("bias_update", bias_update)):
+    given = {"aux_weight": aux_weight, "bias_update": bias_update}
+    for name, number in given.items():
         if number and not has_experts(config):
-            raise SettingError(
-                "{" + name + "} is for experts, but this model has none; leave it out"
-            )
-    layers, mtp = (
-        tuple(_balanced(layer, aux_weight, bias_update) for layer in group)
-        for group in (config.layers, config.mtp)
-    )
-    return replace(config, layers=layers, mtp=mtp)
+            raise ValueError(f"model.{name} is for experts, but this model has none; leave it out")
+    return config.map_parts(lambda part: part.balanced(**given))
 
 
-def _balanced(
-    layer: LayerConfig, aux_weight: float | None, bias_update: float | None
-) -> LayerConfig:
-    moe = layer.mlp
-    if not isinstance(moe, MoEConfig) or moe.hash_rows:
-        return layer
-    if bias_update and not moe.bias:
-        raise SettingError(
-            "{bias_update} needs a router with a bias, which this model does not have; balance its "
-            "experts with {aux_weight}"
+def _with_still_bias(part: Part) -> Part:
+    return part.balanced(aux_weight=None, bias_update=0.0)
+
+
+def decoder_on_tp_rank(config: DecoderConfig, tp: int) -> DecoderConfig:
+    """All layers as one of `tp` ranks has them; embedding and head stay as they are."""
+    if tp == 1:
+        return config
+    check_tp(config, tp)
+    return config.map_parts(lambda part: part.on_tp_rank(tp))
+
+
+def tp_refusals(config: DecoderConfig, tp: int) -> Iterator[str]:
+    """What is wrong with the first part that `tp` ranks cannot divide, and what works."""
+    units = [each for part in dict.fromkeys(config.parts) for each in part.tp_units()]
+    wrong = next((each for each in units if not each.divides(tp)), None)
+    if wrong is not None:
+        works = [n for n in range(1, MOST_TP + 1) if all(each.divides(n) for each in units)]
+        yield (
+            f"parallel.tp is {tp}, which does not divide the {wrong.count} {wrong.name}; use one "
+            f"of {', '.join(map(str, works))}"
         )
-    if aux_weight is not None:
-        moe = replace(moe, aux_weight=aux_weight)
-    if bias_update is not None:
-        moe = replace(moe, bias_update=bias_update)
-    return replace(layer, mlp=moe)
+
+
+def check_tp(config: DecoderConfig, tp: int) -> None:
+    """Raises if `tp` ranks cannot divide one of the parts."""
+    if why := next(tp_refusals(config, tp), ""):
+        raise ValueError(why)
+
+
+def ep_refusals(config: DecoderConfig, ep: int) -> Iterator[str]:
+    """Why this decoder's experts cannot be divided evenly over `ep` ranks, and what works."""
+    if ep == 1:
+        return
+    sizes = [part.routed_experts for part in config.parts if part.routed_experts]
+    if not sizes:
+        yield f"parallel.ep is {ep}, but the model has no experts; use parallel.ep=1"
+    for odd in (size for size in sizes if size % ep):
+        most = gcd(*sizes)
+        works = ", ".join(str(size) for size in range(1, most + 1) if most % size == 0)
+        yield (
+            f"parallel.ep is {ep}, which does not divide the {odd} experts of a layer; use one of "
+            f"{works}"
+        )
+
+
+def check_ep(config: DecoderConfig, ep: int) -> None:
+    """Raises if this decoder's experts cannot be divided evenly over `ep` ranks."""
+    if why := next(ep_refusals(config, ep), ""):
+        raise ValueError(why)

@@ -1,6 +1,6 @@
 """The feed-forward part of a layer: MLPConfig and, with experts, MoEConfig. Pure Python.
 
-In: numbers. Out: frozen configs, checked, which follow `Part`. A layer of experts like those of
+In: numbers. Out: frozen configs, checked, which are Parts. A layer of experts like those of
 Qwen3-30B-A3B, and one that chooses as DeepSeek-V3 does:
 
     MoEConfig(experts=128, top_k=8, width=768)
@@ -15,10 +15,10 @@ the router only weighs them, as in the first layers of DeepSeek-V4. It is no par
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
-from longshore.arch.part import Product, Saved, Sharing
-from longshore.arch.rope import RopeConfig
+from longshore.arch.cuts import TensorCut, TPRank, TPUnits
+from longshore.arch.part import BackwardMoment, Part, PartMemory, Product, Saved, TimedPiece
 from longshore.settings import check_counts, check_more_than, names_of
 
 Score = Literal["softmax", "sigmoid", "sqrt-softplus"]
@@ -28,14 +28,17 @@ Activation = Literal["swiglu", "relu2"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MLPConfig:
+class MLPConfig(Part):
     """An MLP with `width` intermediate channels."""
+
+    graph_layer: ClassVar[str] = "mlp"
+    timed_as: ClassVar[str] = "mlp"
 
     width: int
     activation: Activation = "swiglu"
     """swiglu: down(silu(gate(x)) · up(x)). relu2: down(relu(up(x))²), without a gate."""
     limit: float = 0.0
-    """Of swiglu: the gate is clipped from above, up on both sides; 0: not."""
+    """Where swiglu's gate is clipped from above, and up on both sides; 0: nowhere."""
 
     def __post_init__(self) -> None:
         check_counts(self, "width")
@@ -52,10 +55,6 @@ class MLPConfig:
     @property
     def gated(self) -> bool:
         return self.activation == "swiglu"
-
-    @property
-    def ropes(self) -> tuple[RopeConfig, ...]:
-        return ()
 
     def parameters(self, width: int) -> int:
         return (3 if self.gated else 2) * width * self.width
@@ -75,16 +74,36 @@ class MLPConfig:
         """
         return Saved(((6 if self.limit else 4) if self.gated else 2) * self.width)
 
-    def gathered(self) -> int:
-        return 0
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return 1, self.width
 
-    def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:
-        return ()
+    def kernel_memory(self, width: int) -> PartMemory:
+        """Clipped by plain torch, which keeps gate and up as they were, too."""
+        kept = (2 if self.gated else 1) * self.width
+        inner = BackwardMoment(Saved(kept + self.width + width), 0)
+        weights = BackwardMoment(Saved(kept + 2 * width), self.parameters(width))
+        return PartMemory(Saved((2 if self.limit else 1) * kept), (inner, weights))
+
+    def factor_values(self) -> int:
+        """Its inner row once more, of gate and up."""
+        return 2 * self.width
+
+    def tp_units(self) -> tuple[TPUnits, ...]:
+        return (TPUnits("width", "channels of a feed-forward part", self.width),)
+
+    def tp_cuts(self, width: int, at: TPRank) -> dict[str, TensorCut]:
+        inner = ("gate_proj.weight", "up_proj.weight") if self.gated else ("up_proj.weight",)
+        named = {name: at.of(self.width) for name in inner}
+        return named | {"down_proj.weight": at.of(self.width, dim=1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoEConfig:
+class MoEConfig(Part):
     """A mixture of SwiGLU experts."""
+
+    timed_as: ClassVar[str] = "experts"
+    has_float32: ClassVar[bool] = True
 
     experts: int
     """Number of routed experts."""
@@ -113,7 +132,7 @@ class MoEConfig:
     aux_weight: float = 0.0
     """Weight of the balance loss; 0 for none."""
     limit: float = 0.0
-    """Of all its experts, see MLPConfig."""
+    """Limit of all its experts, see MLPConfig."""
     hash_rows: int = 0
     """The vocabulary's size, where a frozen table of token ids chooses experts; 0: the router."""
 
@@ -162,12 +181,8 @@ class MoEConfig:
                 f"MoEConfig.top_k is {self.top_k}; a token can choose among only {within} experts"
             )
 
-    @property
-    def ropes(self) -> tuple[RopeConfig, ...]:
-        return ()
-
     def parameters(self, width: int) -> int:
-        return self.experts * 3 * width * self.width + self._common(width)
+        return self.expert_parameters(width) + self._common(width)
 
     def flops(self, width: int, length: int) -> int:
         return 2 * length * (self.top_k * 3 * width * self.width + self._common(width))
@@ -177,10 +192,7 @@ class MoEConfig:
         return width * (self.experts + 3 * self.shared_width + self.shared_gate)
 
     def products(self, width: int) -> tuple[Product, ...]:
-        """Of router and shared expert; grouped products of routed experts are a kind of their own.
-
-        So are their FLOPs: what `flops` has beyond these products.
-        """
+        """Products of router and shared expert; those of routed experts, grouped, are the core."""
         router = (Product(width, self.experts),)
         gate = (Product(width, 1, "shared_gate"),) * self.shared_gate
         if not self.shared_width:
@@ -201,8 +213,75 @@ class MoEConfig:
         shared = Saved(inner * self.shared_width + (width + 1) * self.shared_gate)
         return routed + router + shared
 
-    def gathered(self) -> int:
-        return 0
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.width, self.experts
 
-    def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:
-        return ()
+    def timed(self, width: int) -> tuple[TimedPiece, ...]:
+        """The routed experts, and a shared one as an MLP beside them."""
+        if not self.shared_width:
+            return Part.timed(self, width)
+        gate = (Product(width, 1),) * self.shared_gate
+        shared = TimedPiece(
+            kind="mlp",
+            channels=self.shared_width,
+            products=(*self.shared.products(width), *gate),
+            saved=self.shared.saved(width) + Saved((width + 1) * self.shared_gate),
+        )
+        return *self.without_shared().timed(width), shared
+
+    def without_shared(self) -> "MoEConfig":
+        """Without the shared expert, which is measured and predicted as an MLP."""
+        return replace(self, shared_width=0, shared_gate=False)
+
+    def kernel_memory(self, width: int) -> PartMemory:
+        """Experts keep gate and up of each row; the router its float32 input and the scores."""
+        if self.limit:  # which the kernels do not know
+            return Part.kernel_memory(self, width)
+        inner, top_k = self.width, self.top_k
+        scores = (3 if self.aux_weight else 1) * self.experts
+        saved = Saved(2 * top_k * inner, width + scores + 8 * top_k)
+        saved += Saved(2 * self.shared_width + (width + 1) * self.shared_gate)
+        one = self.experts * width * inner
+        rows = width + 4 * inner, width + 3 * inner, width + 2 * inner
+        moments = (
+            BackwardMoment(Saved(top_k * row + 2 * width), count)
+            for row, count in zip(rows, (0, one, 3 * one), strict=True)
+        )
+        return PartMemory(saved, tuple(moments))
+
+    @property
+    def routed_experts(self) -> int:
+        return self.experts
+
+    def expert_parameters(self, width: int) -> int:
+        return self.experts * 3 * width * self.width
+
+    def dispatched(self, ep: int) -> int:
+        return min(self.top_k, ep) if ep > 1 else 0
+
+    def dispatch_saved(self, ep: int) -> Saved:
+        """Weights and ids of the rows that came, and where their copies are."""
+        ranks = self.dispatched(ep)
+        return Saved(0, (4 * ranks + 8) * self.top_k if ranks else 0)
+
+    def bare(self) -> Self:
+        return replace(self, aux_weight=0.0, bias_update=0.0)
+
+    @property
+    def id_rows(self) -> int:
+        return self.hash_rows
+
+    def balanced(self, *, aux_weight: float | None, bias_update: float | None) -> Self:
+        if self.hash_rows:
+            return self
+        if bias_update and not self.bias:
+            raise ValueError(
+                "model.bias_update needs a router with a bias, which this model does not have; "
+                "balance its experts with model.aux_weight"
+            )
+        return replace(
+            self,
+            aux_weight=self.aux_weight if aux_weight is None else aux_weight,
+            bias_update=self.bias_update if bias_update is None else bias_update,
+        )

@@ -1,26 +1,23 @@
-"""What a rank has of a stage: layers, parameters, and bytes saved for each token. No torch.
+"""What a rank has of a model: layers, parameters, and the bytes of both for each token. No torch.
 
-In: a DecoderConfig and a stage of a Layout, or a pipeline rank. Out: counts. Without a pipeline the
-one stage has everything. A rank of 1F1B with the first of 4 stages saves 4 rounds at a time; with
-the last, one.
+In: a DecoderConfig, how lanes share it, and a stage of a Layout or a pipeline rank. Out: counts,
+bytes saved for each token, and ModelBytes (weights, gradients, optimizer), upper bounds. Without a
+pipeline the one stage has everything. A rank of 1F1B with the first of 4 stages saves 4 rounds at a
+time; with the last, one.
 
-Under tensor parallelism a rank has its part of what ranks split (arch/cuts.py), 1/tp of embedding
-and head, and all of norms, routers, shared experts and MTP's projections. Between the parts of a
-layer it has 1/tp of a lane's rows: so does a layer of experts. A part that ranks split saves the
-gathered rows, which all its projections read, and what its own heads or channels make of them. With
-4 heads of 16 dims at width 64 in bfloat16 a token's queries take 128 bytes, on 2 ranks 64; the rows
-that they are projected from take 128 on either.
+Under tensor parallelism a rank has its part of what ranks divide (`Part.tp_units`), 1/tp of
+embedding and head, and all of norms, routers, shared experts and MTP's projections. Between the
+parts of a layer it has 1/tp of a lane's rows: so does a layer of experts. A part that ranks divide
+saves the gathered rows, which all its projections read, and what its own heads or channels make of
+them. With 4 heads of 16 dims at width 64 in bfloat16 a token's queries take 128 bytes, on 2 ranks
+64; the rows that they are projected from take 128 on either.
 
 Under expert parallelism a rank has 1/ep of the routed experts. A token's row travels to each rank
 that has one of its experts, to min(top_k, ep) at most, and there it is copied for each of them: so
 experts save top_k rows a token, as without EP. Routing is taken as even.
 
-Bytes of a model's weights, gradients and optimizer on a rank. No torch.
-
-In: a DecoderConfig and how lanes share it. Out: ModelBytes, upper bounds.
-
-Weights and gradients in float32 (float64 for float64), two moments of the optimizer, and a copy of
-the weights in `dtype` where that is smaller. How lanes share it:
+The model: weights and gradients in float32 (float64 for float64), two moments of the optimizer, and
+a copy of the weights in `dtype` where that is smaller. How lanes share it:
 
     zero3   weights, gradients, moments sharded; two blocks, embedding and head are gathered
     zero2   weights and gradients gathered during a step; float32 weights and moments sharded
@@ -35,9 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from longshore.arch.cuts import decoder_on_tp_rank
-from longshore.arch.decoder import DecoderConfig, LayerConfig, LoRAConfig
-from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.decoder import DecoderConfig, LayerConfig, LoRAConfig, decoder_on_tp_rank
 from longshore.arch.part import Part, Product, Saved
 from longshore.plan.layout import Layout, Stage, make_order, one_stage
 from longshore.settings import ShardMode, names_of
@@ -66,11 +61,11 @@ class Parameters:
     """Counts on a rank."""
 
     common: int
-    """Of all but routed experts; FSDP shards them over the lanes."""
+    """All but routed experts; FSDP shards them over the lanes."""
     experts: int = 0
-    """Of routed experts that are an FSDP unit of their own, sharded over lanes · tp / ep ranks."""
+    """Routed experts that are an FSDP unit of their own, sharded over lanes · tp / ep ranks."""
     factors: int = 0
-    """Of low-rank factors, which alone are trained where there are some; not in `total`."""
+    """Low-rank factors, which alone are trained where there are some; not in `total`."""
 
     @property
     def total(self) -> int:
@@ -106,26 +101,23 @@ def layer_parameters(
     layer: LayerConfig, width: int, split: ModelSplit, lora: LoRAConfig | None = None
 ) -> Parameters:
     """layer: as a TP rank has it."""
-    count, moe = layer.parameters(width), layer.mlp
+    count = layer.parameters(width)
     factors = lora.rank * sum(each.k + each.n for each in _products(layer, width)) if lora else 0
-    if not split.any or not isinstance(moe, MoEConfig):
-        return Parameters(count, factors=factors)
-    routed = moe.experts * 3 * width * moe.width
+    routed = sum(part.expert_parameters(width) for part in layer.parts) if split.any else 0
     return Parameters(count - routed, routed // split.ep, factors)
 
 
 def _products(layer: LayerConfig, width: int) -> list[Product]:
-    """Of linear layers that may have low-rank factors, a router's too: targets may have fewer."""
-    known = (getattr(part, "products", None) for part in layer.parts)
-    return [each for products in known if products is not None for each in products(width)]
+    """Products of linear layers that may have factors, a router's too: targets may have fewer."""
+    return [each for part in layer.parts for each in part.products(width)]
 
 
 def factor_saved(layer: LayerConfig, width: int, lora: LoRAConfig | None) -> Saved:
-    """What factors save of a token: the row between them; in an MLP its inner row once more."""
+    """What factors save of a token: the row between them, and what a part adds."""
     if lora is None:
         return Saved(0)
-    inner = 2 * layer.mlp.width if isinstance(layer.mlp, MLPConfig) else 0
-    return Saved(lora.rank * len(_products(layer, width)) + inner)
+    more = sum(part.factor_values() for part in layer.parts)
+    return Saved(lora.rank * len(_products(layer, width)) + more)
 
 
 def stage_layers(config: DecoderConfig, stage: Stage) -> tuple[LayerConfig, ...]:
@@ -193,10 +185,9 @@ def block_saved(
     """
     total = saved_bytes(factor_saved(layer, width, lora), item)
     for part in layer.parts:
-        if isinstance(part, MoEConfig):
-            own, gathered = Saved(2 * width, 1) + _experts_saved(part, width, split.ep), Saved(0)
-        else:
-            own, gathered = Saved(width, 1), Saved(width) + part.saved(width)
+        own, gathered = Saved(width, 1), Saved(width) + part.saved(width)
+        if part.routed_experts:
+            own, gathered = own + gathered + part.dispatch_saved(split.ep), Saved(0)
         own += layer.mixing_saved(width)
         total += _rows_saved(own, gathered, item, split.tp)
     return total
@@ -209,24 +200,13 @@ def block_working(layer: LayerConfig, width: int, *, item: int, split: ModelSpli
     """
 
     def of(part: Part) -> int:
-        if isinstance(part, MoEConfig):
-            return -(-2 * width * item * dispatched(part, split.ep) // split.tp)
+        if part.routed_experts:
+            return -(-2 * width * item * part.dispatched(split.ep) // split.tp)
         return 2 * width * item if split.tp > 1 else 0
 
     # The gradients of residual rows: of the rows themselves, mixed, and in float32.
     rows = layer.row(width) * (2 * item + max(item, 4)) if layer.residuals else 0
     return max(map(of, layer.parts)) - (-rows // split.tp)
-
-
-def _experts_saved(part: MoEConfig, width: int, ep: int) -> Saved:
-    """With what belongs to the rows that came: weights and ids, and where their copies are."""
-    ranks = dispatched(part, ep)
-    return part.saved(width) + Saved(0, (4 * ranks + 8) * part.top_k if ranks else 0)
-
-
-def dispatched(moe: MoEConfig, ep: int) -> int:
-    """To how many ranks a token's row travels, at most; 0 where experts are not split."""
-    return min(moe.top_k, ep) if ep > 1 else 0
 
 
 def _rows_saved(own: Saved, gathered: Saved, item: int, tp: int) -> int:

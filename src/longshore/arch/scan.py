@@ -1,6 +1,6 @@
 """Configs of the recurrent mixers, Mamba2 and gated delta net. No torch.
 
-In: numbers. Out: frozen configs that follow `Part`. FLOPs are those of the recurrent form, which
+In: numbers. Out: frozen configs, which are Parts. FLOPs are those of the recurrent form, which
 does not depend on the chunk size: for each token every head updates its state and reads it; adding
 an outer product to a P×N state, like multiplying it by a vector, is 2·P·N.
 
@@ -10,16 +10,22 @@ an outer product to a P×N state, like multiplying it by a vector, is 2·P·N.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from longshore.arch.part import Product, Saved, Sharing
-from longshore.arch.rope import RopeConfig
+from longshore.arch.cuts import TensorCut, TPRank, TPUnits
+from longshore.arch.part import BackwardMoment, Part, PartMemory, Product, Saved, Sharing
 from longshore.ops.sizes import CHUNK_ROWS
 from longshore.settings import check_counts, check_more_than, is_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba2Config:
+class Mamba2Config(Part):
     """Mamba2."""
+
+    graph_layer: ClassVar[str] = "mamba"
+    timed_as: ClassVar[str] = "mamba"
+    in_chunks: ClassVar[bool] = True
+    has_float32: ClassVar[bool] = True
 
     heads: int
     """Heads, each with its own state."""
@@ -34,9 +40,9 @@ class Mamba2Config:
     norm_groups: int | None = None
     """Groups of channels that are normed separately; None for as many as `groups`."""
     bias: bool = False
-    """Of both projections."""
+    """Whether both projections have biases."""
     conv_bias: bool = True
-    """Of the convolution."""
+    """Whether the convolution has one."""
     dt_min: float = 0.0
     """Lower limit of a token's step size."""
     dt_max: float | None = None
@@ -74,10 +80,6 @@ class Mamba2Config:
         """Channels of the gate z, of x, B and C, and the step of each head."""
         return self.inner + self.conv_dim + self.heads
 
-    @property
-    def ropes(self) -> tuple[RopeConfig, ...]:
-        return ()
-
     def parameters(self, width: int) -> int:
         projections = width * (self.projected + self.inner) + (self.projected + width) * self.bias
         conv = self.conv_dim * (self.kernel + self.conv_bias)
@@ -103,17 +105,57 @@ class Mamba2Config:
         copies = 3 * self.conv_dim + 9 * self.inner + 5 * self.heads + groups
         return Saved(self.conv_dim + self.inner, rows + states + copies)
 
-    def gathered(self) -> int:
-        """Nothing that grows with a pack: an exchange swaps tokens for heads, or sends states."""
-        return 0
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.head_dim, self.inner
+
+    def kernel_memory(self, width: int) -> PartMemory:
+        """The states that enter and leave each chunk exist in backward alone."""
+        inner, conv = self.inner, self.conv_dim
+        saved = Saved(self.projected + conv + 2 * inner, 3 * self.heads + self.groups)
+        states = 2 * inner * self.state_dim // CHUNK_ROWS
+        rows = 3 * inner + conv + states + self.groups * CHUNK_ROWS + 2 * width
+        scan = BackwardMoment(Saved(rows, 4 * self.heads), inner * width)
+        taps = BackwardMoment(Saved(2 * inner + 2 * conv + 2 * width, conv), 0)
+        return PartMemory(saved, (scan, taps))
 
     def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:
         return (self.heads, self.groups) if sharing.scan == "heads" else ()
 
+    def tp_units(self) -> tuple[TPUnits, ...]:
+        norm_groups = self.norm_groups or self.groups
+        return (
+            TPUnits("heads", "heads of Mamba2", self.heads),
+            TPUnits("groups", "groups of Mamba2", self.groups, shared=True),
+            TPUnits("norm_groups", "norm groups of Mamba2", norm_groups, shared=True),
+        )
+
+    def tp_cuts(self, width: int, at: TPRank) -> dict[str, TensorCut]:
+        x, group = (self.heads, self.head_dim), (self.groups, self.state_dim)
+        named = {
+            "in_proj.weight": at.joined([x, x, group, group, (self.heads, 1)]),
+            "conv1d.weight": at.joined([x, group, group]),
+            "norm.weight": at.of(*x),
+            "out_proj.weight": at.of(*x, dim=1),
+            **{f"per_head.{name}": at.of(self.heads) for name in ("A_log", "dt_bias", "D")},
+        }
+        if self.bias:
+            named["in_proj.bias"] = named["in_proj.weight"]
+            named["out_proj.bias"] = at.first_only(width)
+        return named | ({"conv1d.bias": named["conv1d.weight"]} if self.conv_bias else {})
+
+    def norm_ranks(self, tp: int) -> int:
+        return max(1, tp // (self.norm_groups or self.groups))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaNetConfig:
+class DeltaNetConfig(Part):
     """Gated delta net."""
+
+    graph_layer: ClassVar[str] = "delta"
+    timed_as: ClassVar[str] = "delta"
+    in_chunks: ClassVar[bool] = True
+    has_float32: ClassVar[bool] = True
 
     key_heads: int
     """Heads of queries and keys; must divide `value_heads`."""
@@ -147,10 +189,6 @@ class DeltaNetConfig:
         """Channels of queries, keys and values."""
         return 2 * self.keys + self.values
 
-    @property
-    def ropes(self) -> tuple[RopeConfig, ...]:
-        return ()
-
     def parameters(self, width: int) -> int:
         conv = self.conv_dim * self.kernel
         return self._projections(width) + conv + 2 * self.value_heads + self.value_dim
@@ -164,7 +202,7 @@ class DeltaNetConfig:
         return length * (2 * weights + 6 * self.values * self.key_dim)
 
     def products(self, width: int) -> tuple[Product, ...]:
-        """Of q, k, v and z; of beta and the decay; of the output."""
+        """Products of q, k, v and z; of beta and the decay; of the output."""
         return (
             Product(width, self.conv_dim + self.values, "in_proj_qkvz"),
             Product(width, 2 * self.value_heads, "in_proj_ba"),
@@ -182,12 +220,39 @@ class DeltaNetConfig:
         copies = 3 * self.conv_dim + keys + 10 * self.values + 8 * self.value_heads
         return Saved(self.values, rows + states + copies)
 
-    def gathered(self) -> int:
-        """Nothing that grows with a pack: an exchange swaps tokens for heads, or sends states."""
-        return 0
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.key_dim, self.values
+
+    def kernel_memory(self, width: int) -> PartMemory:
+        """flash-linear-attention keeps normed q and k and a chunk's matrix; states in backward."""
+        heads, values, conv = self.value_heads, self.values, self.conv_dim
+        kept = 2 * conv + 3 * values + 2 * self.keys + heads * CHUNK_ROWS
+        saved = Saved(kept, 6 * heads + 2 * self.key_heads)
+        keys = heads * self.key_dim
+        states = 2 * values * self.key_dim // CHUNK_ROWS
+        scan = Saved(3 * keys + 5 * values + states + 2 * width, 2 * keys + 4 * heads)
+        return PartMemory(saved, (BackwardMoment(scan, values * width),))
 
     def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:
         return (self.key_heads,) if sharing.scan == "heads" else ()
+
+    def tp_units(self) -> tuple[TPUnits, ...]:
+        return (
+            TPUnits("key_heads", "key heads of the delta net", self.key_heads),
+            TPUnits("value_heads", "value heads of the delta net", self.value_heads),
+        )
+
+    def tp_cuts(self, width: int, at: TPRank) -> dict[str, TensorCut]:
+        served = self.value_heads // self.key_heads
+        key, value = (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)
+        return {
+            "in_proj_qkvz.weight": at.of(self.key_heads, 2 * self.key_dim + 2 * served * value[1]),
+            "in_proj_ba.weight": at.of(self.key_heads, 2 * served),
+            "conv1d.weight": at.joined([key, key, value]),
+            "out_proj.weight": at.of(*value, dim=1),
+            **{f"per_head.{name}": at.of(self.value_heads) for name in ("A_log", "dt_bias")},
+        }
 
     def _projections(self, width: int) -> int:
         """Weights of q, k, v, the gate z, and of beta and the decay; and of the output."""

@@ -1,6 +1,6 @@
 """DeepSeek-V4's attention as data: a window of near tokens, and entries that pool groups of tokens.
 
-In: numbers. Out: frozen configs, checked, which follow `Part`. A token at position p sees the
+In: numbers. Out: frozen configs, checked; the mixer's is a Part. A token at position p sees the
 tokens p − window + 1 … p of its sequence and, with a ratio r, the entries j < (p + 1) // r, each of
 which pools the tokens j·r … j·r + r − 1. Without an index it sees all of them (HCA, r = 128); with
 one the top_k that the index scores highest (CSA, r = 4), where an entry also pools the group before
@@ -12,9 +12,10 @@ With window 2, ratio 4 and no index, a sequence of 9 tokens has 17 pairs of toke
 and an entry, so that H heads of D dims have 4·H·D·25 FLOPs in the core.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
-from longshore.arch.part import Product, Saved, Sharing, causal_pairs
+from longshore.arch.part import Part, Product, Saved, causal_pairs
 from longshore.arch.rope import DynamicScaling, LongRopeScaling, RopeConfig
 from longshore.settings import check_counts, check_more_than
 
@@ -24,7 +25,7 @@ class IndexConfig:
     """What chooses the entries that a token attends to."""
 
     heads: int
-    """Of its queries; all of them score one key of each entry."""
+    """Query heads; all of them score one key of each entry."""
     head_dim: int
     """Width of its queries and keys."""
     top_k: int
@@ -39,8 +40,11 @@ class IndexConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SparseAttentionConfig:
+class SparseAttentionConfig(Part):
     """Attention to a window and to pooled entries."""
+
+    has_float32: ClassVar[bool] = True
+    needs_curve: ClassVar[bool] = True
 
     heads: int
     """Query heads; they share one key, which is the value too."""
@@ -92,6 +96,10 @@ class SparseAttentionConfig:
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         return (self.rope.within(self.rope_dim),)
+
+    def bare(self) -> Self:
+        index = self.index and replace(self.index, loss_weight=1.0)
+        return replace(self, index=index)
 
     @property
     def entry_channels(self) -> int:
@@ -160,18 +168,14 @@ class SparseAttentionConfig:
         return kept
 
     def gathered(self) -> int:
-        """Its share of an entry, and of the index's key of it."""
+        """Its share of an entry, and of the index's key of it, whatever the setting."""
         if not self.ratio:
             return 0
         keys = self.head_dim + (self.index.head_dim if self.index is not None else 0)
         return -(-keys // self.ratio)
 
-    def shared_heads(self, sharing: Sharing) -> tuple[int, ...]:
-        """None: lanes fetch rows and entries, whatever the setting."""
-        return ()
-
     def _index_products(self, width: int) -> tuple[Product, ...]:
-        """Of its keys and their gates, its queries and the weights of its heads."""
+        """Products of its keys and their gates, its queries and the weights of its heads."""
         index = self.index
         if index is None:
             return ()
@@ -184,7 +188,7 @@ class SparseAttentionConfig:
         )
 
     def _weights(self, width: int) -> int:
-        """Of all matrices."""
+        """Values of all matrices."""
         return sum(product.k * product.n for product in self.products(width))
 
 

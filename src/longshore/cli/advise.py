@@ -19,7 +19,7 @@ from longshore.advisor.candidates import AdviceTask
 from longshore.advisor.machine import MachineProfile, load_machine, memory_gib, profile_names
 from longshore.arch.presets import PRESETS
 from longshore.cli.options import add_command, count, one_of, say
-from longshore.config.check import check_code, check_lora, decoder_config
+from longshore.config.check import code_refusals, decoder_config, lora_refusals, refuse
 from longshore.config.load import load_config
 from longshore.config.schema import ModelConfig
 from longshore.plan.cost import Ints
@@ -35,7 +35,8 @@ does not count) and the days of the run. Needs no GPU.
 what to train:
   LENGTHS.csv        one length in tokens per line, as for `longshore plan`; or a folder made by
                      `longshore prepare`
-  --model MODEL      a preset, such as qwen3-8b, or a Hugging Face folder
+  --model MODEL      a preset, such as qwen3-8b, a Hugging Face folder, or your own decoder as
+                     module:function
   --layers N         change the number of layers of the preset
   --batch B          sequences in a step (default: about 32,768 tokens for each GPU)
   --dtype TYPE       bfloat16 or float32 (default: that of the machine's profile)
@@ -152,23 +153,25 @@ def _model(name: str, layers: int | None, words: list[str]) -> ModelConfig:
                 "itself as --model; the other keys are what it recommends, so leave it out"
             )
     config = load_config(None, [*_named(name, layers), *words])
-    check_code(config)
-    check_lora(config, decoder_config(config.model))
+    refuse(code_refusals(config))
+    refuse(lora_refusals(config, decoder_config(config.model)))
     return config.model
 
 
 def _named(name: str, layers: int | None) -> list[str]:
-    """A preset or a folder, as keys of [model]."""
+    """A preset, a folder or a function of the user's own, as keys of [model]."""
     if name in PRESETS:
         return [f"model.preset={name}", *([f"model.layers={layers}"] if layers else [])]
-    if not os.path.isdir(name):
+    is_folder = os.path.isdir(name)
+    if not is_folder and ":" not in name:
         raise ValueError(
             f"--model is {name!r}, which is no preset and no folder; presets are "
-            f"{', '.join(PRESETS)}; for another model name a Hugging Face folder"
+            f"{', '.join(PRESETS)}; for another model name a Hugging Face folder, or your own "
+            "decoder as module:function"
         )
     if layers:
         raise ValueError("--layers only changes a preset; a Hugging Face folder defines its own")
-    return [f"model.from_hf={name}"]
+    return [f"model.from_hf={name}" if is_folder else f"model.module={name}"]
 
 
 def _lengths(path: str) -> Ints:

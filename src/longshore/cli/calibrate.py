@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from longshore.advisor.machine import MachineProfile, load_machine, profile_names
 from longshore.arch.presets import preset
 from longshore.cli.options import add_command, count, one_of, say
+from longshore.distributed.process_group import ranks_from_environment
 from longshore.files import write_atomically
-from longshore.run.ranks import ranks_from_environment
 from longshore.settings import DeviceChoice, DTypeChoice, names_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from longshore.advisor.calibrate import CalibrationOptions
     from longshore.advisor.machine import GatherCost
-    from longshore.run.ranks import Ranks
+    from longshore.distributed.process_group import Ranks
 
 CALIBRATE_HELP = """\
 Measures how fast this machine computes, and writes it to a file: matrix products, each kind of
@@ -104,9 +104,7 @@ def _options(args: argparse.Namespace, place: "Ranks | None") -> "CalibrationOpt
         from longshore.advisor.calibrate import gathers_between_ranks
 
         say(f"exchange between {place.world_size} ranks")
-        gathers = gathers_between_ranks(
-            place.rank, place.world_size, device, local_size=place.local_size
-        )
+        gathers = gathers_between_ranks(place, device)
     more = {"node": place.local_size} if place is not None and several else {}
     budget = float(args.budget or DEFAULT_BUDGET)
     return CalibrationOptions(device, dtype, budget, gathers, **more)
@@ -149,8 +147,13 @@ def summary(profile: MachineProfile) -> list[str]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    from longshore.advisor.held_out import check_steps, median_error, random_steps
-    from longshore.advisor.lone_steps import make_stepper, one_lane
+    from longshore.advisor.lone_steps import (
+        check_steps,
+        make_stepper,
+        median_error,
+        one_lane,
+        random_steps,
+    )
 
     machine = load_machine(args.check)
     device, dtype = _device(args, None)

@@ -15,7 +15,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,10 +30,17 @@ from longshore.cli.launch import (
 )
 from longshore.cli.options import add_command, count, say
 from longshore.config.schema import RunConfig
-from longshore.doctor.machine import DoctorOptions, examine
-from longshore.doctor.probes import Finding, bad, first_line, good, warn
+from longshore.distributed.process_group import Ranks, loopback, ranks_from_environment
+from longshore.doctor.machine import (
+    DoctorOptions,
+    Finding,
+    bad,
+    examine,
+    first_line,
+    good,
+    warn,
+)
 from longshore.files import printable, temporary_folder
-from longshore.run.ranks import Ranks, loopback, ranks_from_environment
 
 if TYPE_CHECKING:
     from longshore.doctor.ranks import RankProbe
@@ -147,7 +154,6 @@ def probe_as(
     place: Ranks, remarks: tuple[Finding, ...], *, limit_s: float = LIMIT_S
 ) -> "RankProbe":
     """This process's part of the probe, on the device and backend that training would use."""
-    from longshore.distributed.process_group import Rendezvous
     from longshore.doctor.ranks import local_place, probe_ranks, with_time_limit
     from longshore.train.device import pick_backend, pick_device
 
@@ -159,11 +165,11 @@ def probe_as(
     work = partial(
         probe_ranks,
         replace(rank_place, remarks=remarks),
-        where=Rendezvous(place.rank, place.world_size, place.rendezvous),
+        ranks=place,
         backend=pick_backend(device, place.local_size),
         device=device,
     )
-    with loopback() if place.is_one_machine else nullcontext():
+    with loopback(place):
         return with_time_limit(limit_s, work)
 
 

@@ -1,10 +1,9 @@
-"""The environment of a command and its ranks: imports, output, signals, torch's files.
+"""The environment of a command and its ranks: imports, output, limits, torch's files.
 
 In: nothing but the process. Out: the same process, changed for the time of a block.
 
     with safe_path(): ...        processes started here do not import from the working folder
     with lossy_output(): ...     a reader that goes away, such as `head`, ends no run
-    with signals_raise(): ...    SIGTERM and SIGHUP raise Interrupted, as Ctrl-C does
 
 `check_limits` refuses a shell whose limits (ulimit) no run fits into, and `exceeded_limit` finds
 them behind an error.
@@ -21,31 +20,24 @@ import math
 import os
 import resource
 import shutil
-import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
+from longshore.distributed.process_group import set_variables
 from longshore.files import size_text
-from longshore.run.ranks import set_variables
-from longshore.train.stop import Interrupted, heard_signals
 
-SAFE_PATH = "PYTHONSAFEPATH"
 FLASH_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 FLASH_CACHE_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 LOST = "longshore: stdout is closed; the run continues without it\n"
 
 
-@contextmanager
-def safe_path() -> Iterator[None]:
+def safe_path() -> AbstractContextManager[None]:
     """Python puts the working folder first of all for `-c`, with which pools start processes."""
-    with set_variables({SAFE_PATH: "1"}):
-        yield
+    return set_variables({"PYTHONSAFEPATH": "1"})
 
 
 def working_folder_last() -> None:
@@ -96,24 +88,6 @@ def _lossy(stream: TextIO, number: int) -> TextIO:
                 line_buffering=stream.line_buffering or number == 2,
             )
     return stream
-
-
-@contextmanager
-def signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the command as Ctrl-C does; the main thread alone gets signals."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, interrupt) for number in heard_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 LEAST_MEMORY = 2_000_000_000  # addresses that torch and the smallest model take

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from longshore.cli.environment import working_folder_last
 from longshore.cli.options import add_command, count, one_of, say
-from longshore.settings import SettingError, as_option
 from longshore.user_code import load_module
 
 if TYPE_CHECKING:
@@ -66,8 +65,8 @@ def register_export(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run_export(args: argparse.Namespace) -> None:
-    from longshore.files import check_new
-    from longshore.hf.config_file import CONFIG, load_object
+    from longshore.files import check_new, read_json_object
+    from longshore.hf.config_file import CONFIG
 
     if args.max_length is not None and args.format == "longshore":
         raise ValueError(
@@ -82,22 +81,15 @@ def run_export(args: argparse.Namespace) -> None:
         weights = _weights_folder(Path(args.weights), args.step)
         check_new(args.folder)
         if args.module is not None:
-            _import_mixers(args.module)
+            working_folder_last()
+            load_module(args.module, "--module")
         if args.base is not None:
-            load_object(Path(args.base) / CONFIG)
+            read_json_object(Path(args.base) / CONFIG)
         _export(args, weights)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ValueError(f"{error.filename or args.folder}: {reason}") from None
     say(f"wrote {args.folder}")
-
-
-def _import_mixers(module: str) -> None:
-    working_folder_last()
-    try:
-        load_module(module, "module")
-    except SettingError as error:
-        raise ValueError(error.spelled(as_option)) from None
 
 
 def _weights_folder(run: Path, step: int | None) -> Path:
@@ -173,7 +165,7 @@ def _export(args: argparse.Namespace, weights: Path) -> None:
     check_room(Path(args.folder), size // 2 if args.dtype == "bfloat16" else size)
     dtype = None if args.dtype == "keep" else getattr(torch, args.dtype)
     if saved.code == "transformers":
-        _export_foreign(args, saved, dtype)
+        _export_transformers(args, saved, dtype)
         return
     if args.format == "longshore":
         tensors = saved.tensors.items()
@@ -195,15 +187,15 @@ def _export(args: argparse.Namespace, weights: Path) -> None:
     )
 
 
-def _export_foreign(args: argparse.Namespace, saved: "SavedWeights", dtype: Any) -> None:  # noqa: ANN401
+def _export_transformers(args: argparse.Namespace, saved: "SavedWeights", dtype: Any) -> None:  # noqa: ANN401
     """A model that ran as transformers' code: a folder like the one it began with."""
-    from longshore.hf.transformers_weights import HEAD, write_foreign
+    from longshore.hf.transformers_weights import HEAD, write_transformers
 
     for option in ("max_length", "module"):
         if getattr(args, option) is not None:
             raise ValueError(
-                f"{as_option(option)} does not work for a run with model.code=transformers, whose "
-                "config.json stays as it is; leave it out"
+                f"--{option.replace('_', '-')} does not work for a run with "
+                "model.code=transformers, whose config.json stays as it is; leave it out"
             )
     if args.format != "hf":
         raise ValueError(
@@ -212,4 +204,4 @@ def _export_foreign(args: argparse.Namespace, saved: "SavedWeights", dtype: Any)
         )
     assert saved.base is not None
     tied = HEAD not in saved.tensors
-    write_foreign(args.folder, saved.tensors.items(), base=saved.base, tied=tied, dtype=dtype)
+    write_transformers(args.folder, saved.tensors.items(), base=saved.base, tied=tied, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine, or reads this process's rank from torchrun.
+"""Starts the ranks of a run on this machine, and watches them.
 
 In: a function, a config and a number of ranks. Out: the function's work done on every rank, or the
 error of the rank that failed first: a ValueError, RunError or StoppedError as it is, anything else
@@ -11,10 +11,16 @@ ranks to stop, which they do after their step; a second Ctrl-C kills them, and s
 hangs once it was asked. A rank that makes no progress before that is only reported, with the status
 that it wrote itself. Rank 0 writes to the terminal, the others to a file that is shown only if they
 die.
+
+torch's elastic launcher cannot stand in for it: it imports torch in this process (2.6 s and 160 MB
+on a slow machine), hands errors on as text without their type, and kills ranks 30 s after a signal,
+however long their checkpoint takes. Under torchrun, which is that launcher, the ranks watch each
+other (train/stop.py), by the same rules and in the same words.
 """
 
 import faulthandler
 import importlib
+import math
 import multiprocessing
 import os
 import signal
@@ -22,33 +28,32 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from glob import glob
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from longshore.cli.environment import exceeded_limit, lossy_output, safe_path
+from longshore.cli.environment import exceeded_limit, lossy_output
 from longshore.cli.options import say
 from longshore.config.schema import RunConfig
+from longshore.distributed.process_group import Ranks, alone, loopback, loopback_variables
 from longshore.files import temporary_folder
-from longshore.run.ranks import Ranks, loopback, loopback_variables
-from longshore.train.heartbeat import NOTICE_S, RankStatus, Watch, last_saved
+from longshore.train.heartbeat import NOTICE_S, RankStatus, Watch, ended, gave_up
 from longshore.train.stop import (
+    QUIT,
     SHOW_CURSOR,
     Interrupted,
     RunError,
     Stop,
     StoppedError,
-    gave_up,
-    heard_signals,
+    handling,
     is_time_out,
-    stopping,
 )
 
 Work = Callable[[RunConfig, Ranks], None]
@@ -56,7 +61,7 @@ Work = Callable[[RunConfig, Ranks], None]
 PRELOAD = (
     "torch.distributed.tensor",
     "torch.fx.experimental.symbolic_shapes",  # a first backward imports it, for seconds
-    "longshore.run.train",
+    "longshore.run.trainer",
 )
 GRACE_S = 1.0  # for the rank whose error it is, once another has failed of it
 END_S = 5.0  # for ranks to end by themselves
@@ -64,12 +69,19 @@ POLL_S = 1.0  # between two checks of the ranks' progress
 SHOWN = 4000  # characters of what a dead rank wrote
 RANKS_PER_CORE = 8
 FEW_RANKS = 16
-FATAL = ("refused", "run error", "failed", "died")
-OUTCOMES = (*FATAL, "stopped")
+OF_TERMINAL = (signal.SIGINT, signal.SIGHUP)  # sent to all processes: the launcher alone decides
 
 
 class RankError(Exception):
     """A rank raised what is not the user's mistake, or died. Its text is for people."""
+
+
+class DeadRankError(RankError):
+    """The process of a rank ended without an answer."""
+
+
+CAUSES = (Interrupted, ValueError, RunError, StoppedError, DeadRankError, RankError)
+"""Which of several ranks' errors is raised: the first of these."""
 
 
 def gpu_count() -> int:
@@ -102,171 +114,113 @@ def check_ranks(ranks: int, *, way_out: str) -> None:
 
 def launch(work: Work, config: RunConfig, ranks: int) -> None:
     """Calls work(config, ranks) on each rank; `work` is a function at module level."""
+    if ranks == 1:
+        with alone() as only_rank, loopback():
+            work(config, only_rank)
+        return
     with temporary_folder() as folder:
-        if ranks == 1:
-            with loopback():
-                work(config, _local(0, 1, folder))
-            return
-        processes = _RankProcesses(work, config, ranks, folder)
+        processes = _RankProcesses(work, config, ranks, Path(folder))
         try:
-            with _signals(processes.handle_signal):
+            with handling(processes.handle_signal):
                 processes.wait()
         finally:
             processes.end()
 
 
-def _local(rank: int, ranks: int, folder: str) -> Ranks:
-    return Ranks(rank, ranks, rank, ranks, f"file://{folder}/store")
-
-
-def _start_server(context: ForkServerContext) -> None:
-    """Starts it ignoring what a terminal sends to all processes: this one decides."""
-    context.set_forkserver_preload(list(PRELOAD))
-    with _handled((signal.SIGINT, signal.SIGHUP), signal.SIG_IGN), safe_path():
-        ensure_running()
-
-
-@contextmanager
-def _signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """Has the signals that stop a run call `handle`."""
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        handle(number)
-
-    with _handled(heard_signals(), handler):
-        yield
-
-
-@contextmanager
-def _handled(
-    numbers: Iterable[signal.Signals],
-    handler: Callable[[int, FrameType | None], None] | signal.Handlers,
-) -> Iterator[None]:
-    """Handles signals in a block; only the main thread can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
-def _preload_here(error: Exception) -> NoReturn:
-    """The server has failed in its imports: repeats them here, where they raise the cause."""
-    for name in PRELOAD:
-        importlib.import_module(name)
-    raise error
-
-
 class _RankProcesses:
-    """The processes of a run, and the outcome of each rank that has ended."""
+    """The processes of a run, and the errors of ranks that have ended, in the order they came."""
 
-    def __init__(self, work: Work, config: RunConfig, ranks: int, folder: str) -> None:
+    def __init__(self, work: Work, config: RunConfig, ranks: int, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        _start_server(context)
-        self.folder = Path(folder)
+        context.set_forkserver_preload(list(PRELOAD))
+        with handling(signal.SIG_IGN, OF_TERMINAL):  # the server and the ranks inherit it
+            ensure_running()
+        self.folder = folder
         self.pending: dict[Connection, int] = {}
         self.processes: list[ForkServerProcess] = []
-        self.watch = Watch(self.folder, ranks)
+        self.watch = Watch(folder, ranks)
         self.stop = Stop(RankStatus())
         self.unprinted = ""  # a signal may come while something is printed, and cannot print itself
-        self.outcomes: dict[str, dict[int, str]] = {state: {} for state in OUTCOMES}
+        self.errors: list[BaseException] = []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            place = _local(rank, ranks, folder)
+            place = Ranks(rank, ranks, rank, ranks, f"file://{folder}/store")
             process = context.Process(target=_work, args=(work, config, place, theirs), daemon=True)
             try:
                 process.start()
-            except (EOFError, OSError) as error:
-                _preload_here(error)
+            except (EOFError, OSError):
+                for name in PRELOAD:  # the server has failed in its imports: here they say why
+                    importlib.import_module(name)
+                raise
             theirs.close()
             self.processes.append(process)
             self.pending[ours] = rank
 
-    def handle_signal(self, number: int) -> None:
+    def handle_signal(self, number: int, frame: FrameType | None) -> None:
         """The ranks agree on a step, save a checkpoint and end; at once before the first step."""
-        is_first = not self.stop.is_asked
-        is_twice = self.stop.take(number)
         self.watch.look()
-        if is_twice:
-            raise StoppedError("quit at once, without a checkpoint", number)
-        if not self.watch.has_begun:
+        self.stop.can_save = self.watch.has_begun
+        text = self.stop.take(number)
+        if text == QUIT:
+            raise StoppedError(QUIT, number)
+        if not self.stop.can_save:
             raise Interrupted(number)
-        if is_first:
-            self.unprinted = stopping(number)
+        self.unprinted = text or self.unprinted
         for process in self.processes:
             if process.pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGTERM)
 
     def wait(self) -> None:
-        deadline: float | None = None
-        while self.pending and (deadline is None or time.monotonic() < deadline):
-            left = POLL_S if deadline is None else max(0.0, deadline - time.monotonic())
-            finished = connection.wait([*self.pending], left)
-            self._print_unprinted()
+        """Until all ranks have ended or one has failed; raises the error that caused the others."""
+        deadline = math.inf
+        while self.pending and (left := deadline - time.monotonic()) > 0:
+            finished = connection.wait([*self.pending], min(POLL_S, left))
+            text, self.unprinted = self.unprinted, ""
+            if text:
+                say(f"longshore: {text}", to_stderr=True)
             for ready in finished:
                 assert isinstance(ready, Connection)
                 self._receive(ready)
-            if deadline is None and any(self.outcomes[state] for state in FATAL):
-                deadline = time.monotonic() + GRACE_S
-            if deadline is None:
-                self._check_progress()
-        self._raise_first()
-
-    def _print_unprinted(self) -> None:
-        text, self.unprinted = self.unprinted, ""
-        if text:
-            say(f"longshore: {text}", to_stderr=True)
+            if deadline == math.inf:
+                if any(not isinstance(error, StoppedError) for error in self.errors):
+                    deadline = time.monotonic() + GRACE_S
+                else:
+                    self._check_progress()
+        if self.errors:
+            self._raise_cause()
 
     def _check_progress(self) -> None:
         """Reports a rank without progress; ends a run that was asked to stop and cannot."""
-        self.watch.look()
-        stop = self.stop
-        if stop.number is not None and self.watch.will_not_stop(time.monotonic() - stop.at):
-            saved = last_saved(self.watch.folder_of_run)
-            text = f"ended without a checkpoint of this step: {self.watch.description()}; {saved}"
-            raise StoppedError(text, stop.number)
-        if text := self.watch.notice(NOTICE_S):
+        stop, watch = self.stop, self.watch
+        watch.look()
+        if stop.number is not None and watch.will_not_stop(time.monotonic() - stop.at):
+            raise StoppedError(ended(watch.description(), watch.folder_of_run), stop.number)
+        if text := watch.notice(NOTICE_S):
             say(f"longshore: {text}", to_stderr=True)
 
     def _receive(self, ready: Connection) -> None:
-        """Takes the outcome of a rank that has ended."""
+        """Takes the error of a rank that has ended, if there is one."""
         rank = self.pending.pop(ready)
         try:
-            state, text = ready.recv()
+            error = ready.recv()
         except (EOFError, OSError):
-            state, text = "died", self._death_report(rank)
+            error = DeadRankError(f"rank {rank} {self._death_report(rank)}")
         ready.close()
-        if state == "interrupted":
-            raise Interrupted(self.stop.number or int(text))
-        if state in self.outcomes:
-            self.outcomes[state][rank] = text
+        if error is not None:
+            self.errors.append(error)
 
-    def _raise_first(self) -> None:
+    def _raise_cause(self) -> NoReturn:
         """A rank that refused or died makes others fail: the cause comes first."""
-        for message in self.outcomes["refused"].values():
-            raise ValueError(message)
-        for _, message in sorted(self.outcomes["run error"].items()):
-            raise RunError(message)
-        number = self.stop.number
-        for _, message in sorted(self.outcomes["stopped"].items()):
-            raise StoppedError(message, number or signal.SIGTERM)
-        for state in ("died", "failed"):
-            for rank, text in self.outcomes[state].items():
-                self._raise_hung(text)
-                raise RankError(f"rank {rank} {text}")
-
-    def _raise_hung(self, text: str) -> None:
-        """If ranks timed out waiting for another, that one is the cause."""
-        self.watch.look()
-        among = [rank for rank in self.pending.values() if rank in self.watch.beats]
-        if among and is_time_out(text):
-            saved = gave_up(self.watch.folder_of_run)
-            raise RunError(f"{self.watch.description(among)}; {saved}")
+        error = min(self.errors, key=lambda error: CAUSES.index(type(error)))
+        if isinstance(error, Interrupted | StoppedError) and self.stop.number is not None:
+            error.number = self.stop.number  # they all heard SIGTERM, whatever came here
+        if isinstance(error, RankError) and is_time_out(str(error)):
+            self.watch.look()
+            among = [rank for rank in self.pending.values() if rank in self.watch.beats]
+            if among:  # the others timed out waiting for these
+                raise RunError(gave_up(self.watch.description(among), self.watch.folder_of_run))
+        raise error
 
     def _death_report(self, rank: int) -> str:
         """How a rank died, and what it wrote before."""
@@ -299,35 +253,33 @@ class _RankProcesses:
 
 
 def _work(work: Work, config: RunConfig, ranks: Ranks, results: Connection) -> None:
-    """One rank, from its first to its last line; only its parent handles the terminal's signals."""
-    for number in (signal.SIGINT, signal.SIGHUP):
+    """One rank, from its first to its last line; sends None or an error that its parent raises."""
+    for number in OF_TERMINAL:
         signal.signal(number, signal.SIG_IGN)
     os.environ.update({**loopback_variables(), **os.environ})
     threading.Thread(target=_end_with_parent, args=(results,), daemon=True).start()
     if ranks.rank:
         _write_to(Path(ranks.rendezvous.removeprefix("file://")).with_name(f"rank{ranks.rank}.log"))
     faulthandler.enable()
+    error: BaseException | None = None
     try:
         _share_cores(ranks.local_size)
         with lossy_output():
             work(config, ranks)
-        answer = ("done", "")
-    except Interrupted as error:
-        answer = ("interrupted", str(int(error.number)))
-    except StoppedError as error:
-        answer = ("stopped", str(error))
-    except RunError as error:
-        answer = ("run error", str(error))
-    except ValueError as error:
-        answer = ("refused", str(error))
+    except (Interrupted, StoppedError) as caught:
+        error = caught
+    except RunError as caught:  # or of a subclass, which the parent may not know
+        error = RunError(str(caught))
+    except ValueError as caught:
+        error = ValueError(str(caught))
     except BaseException:  # also a KeyboardInterrupt of a user's code: ranks hear no Ctrl-C
         text = traceback.format_exc()
-        answer = ("failed", f"failed:\n{text}")
+        error = RankError(f"rank {ranks.rank} failed:\n{text}")
         if why := exceeded_limit(text):
-            answer = ("run error", f"rank {ranks.rank}: {why}")
+            error = RunError(f"rank {ranks.rank}: {why}")
     with suppress(OSError):
-        results.send(answer)
-    flush_and_exit(0 if answer[0] == "done" else 1)
+        results.send(error)
+    flush_and_exit(0 if error is None else 1)
 
 
 def flush_and_exit(code: int) -> NoReturn:

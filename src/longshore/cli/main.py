@@ -22,7 +22,7 @@ from typing import TextIO
 from longshore.cli.advise import register_advise
 from longshore.cli.calibrate import register_calibrate
 from longshore.cli.doctor import register_doctor
-from longshore.cli.environment import keep_out_of_temp, safe_path, signals_raise
+from longshore.cli.environment import keep_out_of_temp, safe_path
 from longshore.cli.export import register_export
 from longshore.cli.options import Parser, answer
 from longshore.cli.plan import register_plan
@@ -31,7 +31,7 @@ from longshore.cli.report import register_report
 from longshore.cli.score import register_score
 from longshore.cli.train import register_train
 from longshore.files import printable
-from longshore.train.stop import exit_code
+from longshore.train.stop import exit_code, signals_raise
 
 COMMANDS = (
     register_train,

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from longshore.advisor.cost_source import model_cost, read_cost
-from longshore.advisor.machine import MachineProfile, profile_names
+from longshore.advisor.machine import MachineProfile, profile_names, read_cost
+from longshore.advisor.step_time import model_cost
 from longshore.arch.presets import preset
 from longshore.cli.environment import working_folder_last
 from longshore.cli.options import add_command, count, one_of, say
@@ -28,7 +28,7 @@ from longshore.plan.cost import BUILT_IN, CostProfile, Ints
 from longshore.plan.lengths_file import Lengths, demo_lengths, read_lengths
 from longshore.plan.types import DEFAULT_POLICY, POLICIES, Plan, policy_named, policy_names
 from longshore.report.pages import plan_summary, write_plan_page
-from longshore.settings import CPSizes, SettingError, Sync, as_option, names_of
+from longshore.settings import CPSizes, Sync, names_of
 from longshore.user_code import FUNCTION_NAME
 
 PLAN_HELP = """\
@@ -82,6 +82,8 @@ how to plan:
 what to write:
   --json OUT.json    the plan: its rounds, packs, lanes and figures
   --html OUT.html    a page to look at in a browser, with the policies side by side
+
+Errors name options by their keys in a recipe: --max-cp is plan.max_cp, --tp is parallel.tp.
 
 example: your lengths on 64 GPUs with tensor parallelism 2, 256 sequences a step
   longshore plan lengths.csv --gpus 64 --tp 2 --capacity 16384 --batch 256 --html plan.html"""
@@ -145,13 +147,6 @@ def _policy_name(text: str) -> str:
 
 
 def run_plan(args: argparse.Namespace) -> None:
-    try:
-        _plan(args)
-    except SettingError as error:
-        raise ValueError(error.spelled(as_option)) from error
-
-
-def _plan(args: argparse.Namespace) -> None:
     _check_complete(args)
     steps = _steps(args)
     options = {name: value for name in PLANNER if (value := getattr(args, name)) is not None}
@@ -338,8 +333,6 @@ def _compare(steps: Seq[Lengths], policy: str, options: dict[str, Any]) -> list[
     own = {k: v for k, v in options.items() if k != "cp_size" or policy_named(policy).one_cp_size}
     try:
         return _plan_steps(steps, policy, own)
-    except SettingError as error:
-        return error.spelled(as_option)
     except ValueError as error:
         return str(error)
 

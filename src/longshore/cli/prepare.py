@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from longshore.cli.options import add_command, count, one_of, say
-from longshore.settings import LossOn, SettingError, TooLong, as_option, names_of
+from longshore.settings import LossOn, TooLong, names_of
 
 if TYPE_CHECKING:
     from longshore.data.prepare import Summary
@@ -41,6 +41,8 @@ it has prepared is kept.
   --max-rejected X   fail if a larger share of the samples is rejected (default: 0.05)
   --workers W        processes (default: one for each core)
   --start-over       delete what an earlier command with other settings wrote into --out
+
+Errors name options by their keys in a recipe: --max-length is data.max_length.
 
 examples:
   longshore prepare chats.jsonl --tokenizer my-tokenizer --out prepared
@@ -88,12 +90,9 @@ def share(text: str) -> float:
 def run_prepare(args: argparse.Namespace) -> None:
     from longshore.data.rejected import MAX_REJECTED
 
-    try:
-        summary = _prepare(args)
-        say(summary.explain(prepare_option))
-        summary.rejections.check(MAX_REJECTED if args.max_rejected is None else args.max_rejected)
-    except SettingError as error:
-        raise ValueError(error.spelled(prepare_option)) from None
+    summary = _prepare(args)
+    say(summary.explain())
+    summary.rejections.check(MAX_REJECTED if args.max_rejected is None else args.max_rejected)
 
 
 def _prepare(args: argparse.Namespace) -> "Summary":
@@ -121,8 +120,3 @@ def _prepare(args: argparse.Namespace) -> "Summary":
             )
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from None
-
-
-def prepare_option(name: str, value: str = "") -> str:
-    """A setting of `prepare` as its option; of `fields` each has an option of its own."""
-    return as_option("field" if name == "fields" else name, value)

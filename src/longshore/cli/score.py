@@ -15,10 +15,9 @@ from longshore.cli.options import add_command, count, say
 from longshore.cli.train import MOST_RANKS, ranks_of_run, run_on_ranks
 from longshore.config.check import check_config
 from longshore.config.load import load_config
-from longshore.config.located import settings_in_keys
 from longshore.config.schema import RunConfig
 from longshore.data.fields import Field, parse_field
-from longshore.run.ranks import Ranks, ranks_from_environment
+from longshore.distributed.process_group import Ranks, ranks_from_environment
 
 SCORE_HELP = """\
 Computes the log-probability of every token of a data set under a model, packed and planned as in
@@ -95,8 +94,7 @@ def score_rank(
     """One rank's part. It imports torch, so it is imported only where it runs."""
     from longshore.run.score import ScoreTask, score
 
-    with settings_in_keys():
-        score(config, ranks, ScoreTask(out, field, temperature))
+    score(config, ranks, ScoreTask(out, field, temperature))
 
 
 def _config(args: argparse.Namespace, place: Ranks | None) -> RunConfig:

@@ -8,11 +8,11 @@ run/resume.py.
 
 import argparse
 import difflib
+import signal
 import textwrap
 import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import nullcontext
 from dataclasses import MISSING, fields, replace
 from functools import partial
 from pathlib import Path
@@ -34,12 +34,11 @@ from longshore.cli.launch import (
 )
 from longshore.cli.options import add_command, count, say
 from longshore.config.load import load_config
-from longshore.config.located import settings_in_keys
 from longshore.config.other_systems import FOREIGN_KEYS, all_keys, answer_key
 from longshore.config.schema import SECTIONS, RunConfig, toml_value
+from longshore.distributed.process_group import Ranks, loopback, ranks_from_environment
 from longshore.run.data import prepare_text, text_is_ready
 from longshore.run.folder import newest_runs
-from longshore.run.ranks import Ranks, loopback, ranks_from_environment
 from longshore.run.resume import (
     FRESH,
     Start,
@@ -125,7 +124,7 @@ def run_train(args: argparse.Namespace) -> None:
 
 def _check_before_text(config: RunConfig) -> None:
     """What the ranks would refuse only once the text is tokenized; it imports torch."""
-    from longshore.run.training import check_before_text
+    from longshore.run.parts import check_before_text
 
     check_before_text(config)
 
@@ -150,7 +149,7 @@ def run_on_ranks(
             _say_start(config)
             launch(work, config, config.parallel.ranks)
         else:
-            with loopback() if place.is_one_machine else nullcontext():
+            with loopback(place):
                 work(config, place)
     except ValueError:
         raise  # main prints it
@@ -180,11 +179,18 @@ def _say_start(config: RunConfig) -> None:
 
 
 def train(config: RunConfig, ranks: Ranks, start: Start = FRESH) -> None:
-    """One rank's part. It imports torch, so it is imported only where it runs."""
-    from longshore.run.train import train as train_rank
+    """One rank's part, to the last step. It imports torch, so it is imported only where it runs."""
+    from longshore.run.trainer import Trainer
 
-    with settings_in_keys():
-        train_rank(config, ranks, start)
+    with Trainer.on_rank(config, ranks, start, signals=True) as trainer:
+        trainer.run()
+    if not trainer.is_finished:
+        then = f"resume with --resume {trainer.folder}"
+        if not config.output.keep:
+            then = "nothing is saved, because output.keep is 0"
+        where = ", in its evaluation" if trainer.done >= trainer.steps else ""
+        text = f"stopped after step {trainer.done} of {trainer.steps}{where}; {then}"
+        raise StoppedError(text, trainer.stopped_by or signal.SIGTERM)
 
 
 def _work(start: Start) -> Work:

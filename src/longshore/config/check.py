@@ -1,78 +1,66 @@
 """Checks of a RunConfig: keys that depend on each other, and files on disk. No torch, and fast.
 
 In: a config and the number of lanes. Out: nothing, or a ValueError of one line that names the key
-and the way out. A lane is the tp · pp ranks that share its tokens. The planner, the mock data and
-the presets have checks of their own, whose errors are passed on with keys: plan.max_cp 8 on 4 lanes
-gives the planner's "plan.max_cp is 8, but there are only 4 lanes".
+and the way out. A lane is the tp · pp ranks that share its tokens. Planner, mock data and presets
+have checks of their own: plan.max_cp 8 on 4 lanes gives the planner's "plan.max_cp is 8, but there
+are only 4 lanes".
 
-Checks of model.code=transformers, whose models run as transformers wrote them. No torch.
+What is legal can also be asked: the functions *_refusals yield why a setting is refused, and
+nothing where it is legal. Checks raise the first reason; `longshore advise` proposes what has none.
+With 8 heads parallel.tp may be 1, 2, 4 or 8; with 2 lanes, tp 2 and layers of 6 experts parallel.ep
+may be 1 or 2, which divide both 2·2 and 6; model.code=transformers takes neither.
 
-In: a config. Out: nothing, or a ValueError that names the key and the way out. With parallel.tp 2:
-
-    parallel.tp is 2, but model.code=transformers has no tensor parallelism; set parallel.tp=1, …
-
-Checks of parallel.tp and parallel.ep against the model and the ranks. No torch, and fast.
-
-In: a config, its decoder and the number of lanes. Out: nothing, or a ValueError that names the key
-and sizes that work. With 8 heads parallel.tp may be 1, 2, 4 or 8; with 2 lanes, tp 2 and layers of
-6 experts parallel.ep may be 1 or 2, which divide both 2·2 and 6; each limit is told on its own.
-
-Checks of the section graph against the model and the other sections. No torch, and fast.
-
-In: a config and its decoder. Out: nothing, or a SettingError that names the key and the way out;
-and which kinds of parts are graphed. For tiny-llama, graph.layers=all is attention and mlp, and
-graph.layers=mamba is refused, because it has no Mamba2 layer.
-
-model.lora: the table of a recipe as a LoRAConfig, and what it does not work with.
-
-In: {rank = 8, alpha = 16, targets = ["q_proj", "v_proj"]}, or the same by model.lora.rank=8 and so
-on. Out: LoRAConfig(8, 16.0, ("q_proj", "v_proj")), None for rank 0; or a ValueError that names the
-key. Without alpha it is 2·rank, without targets all linear layers have factors.
-
-The user's own model, named by model.module. No torch, unless the user's file imports it.
-
-In: "mine:decoder". Out: the DecoderConfig of that name in mine.py, or what the function of that
-name returns; or a ValueError of one line with the line of the user's file:
-
-    model.module: mine:decoder raised KeyError: 'heads' (mine.py, line 12)
+The decoder of a run is that of a preset, of a checkpoint, or of the user's module (model.module),
+whose errors come with the line of the user's file; with the LoRA factors of the table model.lora:
+{rank = 8, targets = ["q_proj"]} is LoRAConfig(8, 16.0, ("q_proj",)), and rank 0 is none.
 """
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from longshore.advisor.cost_source import model_cost
 from longshore.arch.as_json import config_from_json, config_to_json
-from longshore.arch.attention import AttentionConfig, MLAConfig
 from longshore.arch.costs import flops_cost, make_layout, needs_curve, stage_costs
-from longshore.arch.cuts import check_ep, decoder_on_tp_rank
-from longshore.arch.decoder import ALL_LINEAR, DecoderConfig, LoRAConfig, has_experts, with_balance
-from longshore.arch.feed_forward import MLPConfig
-from longshore.arch.part import Part, Sharing
-from longshore.arch.scan import DeltaNetConfig, Mamba2Config
+from longshore.arch.decoder import (
+    ALL_LINEAR,
+    DecoderConfig,
+    LoRAConfig,
+    decoder_on_tp_rank,
+    ep_refusals,
+    has_experts,
+    tp_refusals,
+    with_balance,
+)
+from longshore.arch.part import Sharing
 from longshore.config.check_data import check_data, known_longest
-from longshore.config.located import in_keys, settings_in_keys
 from longshore.config.schema import (
     Kind,
     ModelConfig,
     ParallelConfig,
     PlanConfig,
     RunConfig,
+    in_keys,
     listed,
     number,
     texts,
     whole,
 )
-from longshore.plan.cost import BUILT_IN, CostProfile
+from longshore.plan.cost import BUILT_IN, CostProfile, load_profile, names_machine
 from longshore.plan.layout import Layout, layout_stages
-from longshore.plan.planner import make_plan
-from longshore.plan.shapes import make_buckets
+from longshore.plan.planner import PlaceError, make_plan
+from longshore.plan.shapes import make_buckets, rank_refusals, sync_refusals
 from longshore.plan.types import DEFAULT_POLICY, policy_named
-from longshore.settings import GraphLayer, SettingError, names_of
-from longshore.user_code import check_module_exists, describe_error, load_module, load_object
+from longshore.settings import GraphLayer, names_of
+from longshore.user_code import (
+    check_module_exists,
+    describe_error,
+    load_function,
+    load_module,
+    load_object,
+)
 
 WITHOUT = {
     "tp": "tensor parallelism",
@@ -81,150 +69,145 @@ WITHOUT = {
 }
 
 
-def check_code(config: RunConfig) -> None:
-    """Refuses what models of transformers cannot have."""
+MACHINE_COSTS = "longshore.advisor.step_time:model_cost"
+"""What a model costs on a machine. Named, not imported: only runs that name a machine need it."""
+
+
+def refuse(refusals: Iterator[str]) -> None:
+    """Raises the first reason, if there is one."""
+    if why := next(refusals, ""):
+        raise ValueError(why)
+
+
+def code_refusals(config: RunConfig) -> Iterator[str]:
+    """What models that run as transformers wrote them cannot have."""
     model = config.model
     if model.code == "longshore":
         return
     if not model.from_hf:
-        raise ValueError(
+        yield (
             "model.code=transformers runs the code of a Hugging Face checkpoint; give its folder "
             "as model.from_hf, or leave model.code out"
         )
     for name in ("module", "aux_weight", "bias_update"):
         if getattr(model, name) not in ("", "auto"):
-            raise ValueError(
+            yield (
                 f"model.{name} works only with Longshore's own models; leave it out, or "
                 "model.code=transformers"
             )
     for name, what in WITHOUT.items():
         if (size := getattr(config.parallel, name)) > 1:
-            raise ValueError(
+            yield (
                 f"parallel.{name} is {size}, but model.code=transformers has no {what}; set "
                 f"parallel.{name}=1, or use model.code=longshore"
             )
     if config.graph.layers:
-        raise ValueError(
+        yield (
             "graph.layers works only with Longshore's own models; leave it out, or use "
             "model.code=longshore"
         )
     if importlib.util.find_spec("transformers") is None:
-        raise ValueError(
-            "model.code=transformers needs the package transformers; install longshore[hf]"
-        )
+        yield ("model.code=transformers needs the package transformers; install longshore[hf]")
 
 
 def transformers_decoder(model: ModelConfig) -> DecoderConfig:
     """What the model of a folder costs, after a look at its keys."""
-    from longshore.hf.config_file import CONFIG, load_object
+    from longshore.files import read_json_object
+    from longshore.hf.config_file import CONFIG
     from longshore.hf.generic_keys import check_keys, describe_decoder
 
     with in_keys("model.from_hf"):
-        raw = load_object(Path(model.from_hf) / CONFIG)
+        raw = read_json_object(Path(model.from_hf) / CONFIG)
         check_keys(raw)
         return describe_decoder(raw)
 
 
-def check_parallel(config: RunConfig, decoder: DecoderConfig, *, lanes: int) -> None:
-    with settings_in_keys():
-        decoder_on_tp_rank(decoder, config.parallel.tp)
-        check_ep(decoder, config.parallel.ep)
-    _check_ep_ranks(config, lanes=lanes)
-
-
-def _check_ep_ranks(config: RunConfig, *, lanes: int) -> None:
+def parallel_refusals(config: RunConfig, decoder: DecoderConfig, *, lanes: int) -> Iterator[str]:
+    """What parallel.tp and parallel.ep are refused for: by the model, or by the ranks."""
     ep, tp = config.parallel.ep, config.parallel.tp
-    if ep > 1 and config.plan.sync == "step":
-        raise ValueError(
-            f"plan.sync=step does not work with parallel.ep {ep}: the ranks that share experts "
-            "wait for each other in every layer; use plan.sync=round, or parallel.ep=1"
-        )
-    ranks = lanes * tp
-    if ranks % ep:
-        works = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
-        raise ValueError(
-            f"parallel.ep is {ep}, which does not divide the {ranks} ranks of a pipeline stage "
-            f"({lanes} lanes × parallel.tp {tp}); use one of {works}, or another number of ranks"
-        )
+    yield from tp_refusals(decoder, tp)
+    yield from ep_refusals(decoder, ep)
+    yield from sync_refusals(config.plan.sync, pp=config.parallel.pp, ep=ep)
+    yield from rank_refusals(lanes=lanes, tp=tp, ep=ep)
 
 
 ALL = "all"
 STEP = "step"
-LAYERS: dict[type[Part], GraphLayer] = {
-    AttentionConfig: "attention",
-    MLAConfig: "attention",
-    Mamba2Config: "mamba",
-    DeltaNetConfig: "delta",
-    MLPConfig: "mlp",
-}
-"""What graph.layers calls each kind of part. Others, experts among them, run eagerly."""
 
 
-def check_graph(config: RunConfig, decoder: DecoderConfig) -> None:
-    """Refuses what graphs do not work with; nothing where they are off."""
+NO_GPU = "graph.layers needs a GPU, and this run is on a CPU; leave graph.layers out"
+
+
+def graph_refusals(config: RunConfig, decoder: DecoderConfig) -> Iterator[str]:
+    """What graphs do not work with; nothing where they are off."""
     if not config.graph.layers:
         return
-    graph_layers(config, decoder)
+    yield from _layer_refusals(config.graph.layers, graph_parts(decoder))
     if decoder.residuals is not None:
-        raise SettingError(
-            "{graph_layers} does not work with hyper-connections, whose weights FSDP gathers "
-            "inside each layer; leave {graph_layers} out"
+        yield (
+            "graph.layers does not work with hyper-connections, whose weights FSDP gathers "
+            "inside each layer; leave graph.layers out"
         )
-    parallel = config.parallel
-    for name, size, why in (
-        ("pp", parallel.pp, "a pipeline runs several micro-batches at a time, each would need"),
-        ("tp", parallel.tp, "TP ranks communicate inside each layer, which would need"),
-    ):
-        if size > 1:
-            own = "buffers of its own" if name == "pp" else "NCCL's calls captured in the graph"
-            raise SettingError(
-                f"{{graph_layers}} does not work with {{{name}}} {size}: {why} {own}; use "
-                f"{{{name}:1}}, or leave {{graph_layers}} out"
-            )
+    if config.parallel.pp > 1:
+        yield (
+            f"graph.layers does not work with parallel.pp {config.parallel.pp}: a pipeline runs "
+            "several micro-batches at a time, each would need buffers of its own; use "
+            "parallel.pp=1, or leave graph.layers out"
+        )
+    if config.parallel.tp > 1:
+        yield (
+            f"graph.layers does not work with parallel.tp {config.parallel.tp}: TP ranks "
+            "communicate inside each layer, which would need NCCL's calls captured in the graph; "
+            "use parallel.tp=1, or leave graph.layers out"
+        )
     if config.train.compile is True:
-        raise SettingError(
-            "{graph_layers} does not work with {compile:true}, which fuses across the parts that "
-            "are replayed; leave one of them out"
+        yield (
+            "graph.layers does not work with train.compile=true, which fuses across the parts "
+            "that are replayed; leave one of them out"
         )
     if config.train.device == "cpu":
-        raise no_gpu()
+        yield NO_GPU
 
 
-def no_gpu() -> SettingError:
-    return SettingError(
-        "{graph_layers} needs a GPU, and this run is on a CPU; leave {graph_layers} out"
-    )
-
-
-def graph_layers(config: RunConfig, decoder: DecoderConfig) -> tuple[GraphLayer, ...]:
-    """The kinds of parts that are graphed, in the order of GraphLayer; none: graphs are off."""
-    given = config.graph.layers
-    known: tuple[GraphLayer, ...] = get_args(GraphLayer)
+def _layer_refusals(given: Sequence[str], has: Sequence[str]) -> Iterator[str]:
+    """given: graph.layers. has: the kinds of parts of the model that can be graphed."""
+    known = tuple(dict.fromkeys((*names_of(GraphLayer), *has)))
     if STEP in given:
-        raise SettingError(
-            "{graph_layers:step} would capture a whole step, which is not possible: packs give "
+        yield (
+            "graph.layers=step would capture a whole step, which is not possible: packs give "
             "every round other shapes, FSDP's communication stays outside of graphs, and so does "
-            "a micro-batch that has to run eagerly; name parts of layers: "
-            f"{{graph_layers:all}}, or some of {', '.join(known)}"
+            "a micro-batch that has to run eagerly; name parts of layers: graph.layers=all, or "
+            f"some of {', '.join(known)}"
         )
     for name in given:
         if name not in (*known, ALL):
-            raise SettingError(
-                f"{{graph_layers}}: unknown part {name!r}; it may be {listed((*known, ALL))}"
-            )
-    layers = (*decoder.layers, *decoder.mtp)
-    present = {LAYERS.get(type(part)) for layer in layers for part in layer.parts}
-    has = [name for name in known if name in present]
-    if given and not has:
-        raise SettingError(
-            "{graph_layers}: no part of this model can be graphed (known are "
-            f"{', '.join(names_of(GraphLayer))}); leave {{graph_layers}} out"
+            yield f"graph.layers: unknown part {name!r}; it may be {listed((*known, ALL))}"
+    if not has:
+        yield (
+            f"graph.layers: no part of this model can be graphed (known are {', '.join(known)}); "
+            "leave graph.layers out"
         )
     for name in given:
         if name not in (*has, ALL):
-            raise SettingError(
-                f"{{graph_layers}}: this model has no part {name!r}; it has {listed(has, 'and')}"
-            )
+            yield f"graph.layers: this model has no part {name!r}; it has {listed(has, 'and')}"
+
+
+def graph_parts(decoder: DecoderConfig) -> tuple[str, ...]:
+    """The kinds of parts that graphs serve in this model, as the parts call them.
+
+    In the order of GraphLayer, a user's own after them.
+    """
+    present = {part.graph_layer: None for part in decoder.parts if part.graph_layer}
+    known = dict.fromkeys((*names_of(GraphLayer), *present))
+    return tuple(name for name in known if name in present)
+
+
+def graph_layers(config: RunConfig, decoder: DecoderConfig) -> tuple[str, ...]:
+    """The kinds of parts that are graphed; none: graphs are off."""
+    given, has = config.graph.layers, graph_parts(decoder)
+    if not given:
+        return ()
+    refuse(_layer_refusals(given, has))
     return tuple(name for name in has if name in given or ALL in given)
 
 
@@ -259,27 +242,17 @@ def lora_config(table: Mapping[str, Any]) -> LoRAConfig | None:
     return LoRAConfig(rank, values.get("alpha", 2.0 * rank), targets)
 
 
-def check_router_bias(model: ModelConfig) -> None:
-    """Refuses to move what LoRA freezes."""
-    if model.bias_update not in ("auto", 0):
-        raise ValueError(
-            f"model.bias_update is {model.bias_update:g}, but with model.lora a router's bias is "
-            "frozen like all of the base; leave model.bias_update out"
-        )
-
-
-def check_lora(config: RunConfig, decoder: DecoderConfig) -> None:
-    """Refuses unknown targets, and what factors do not work with; nothing without LoRA."""
+def lora_refusals(config: RunConfig, decoder: DecoderConfig) -> Iterator[str]:
+    """Unknown targets, and what factors do not work with; nothing without LoRA."""
     if decoder.lora is None:
         return
     if config.graph.layers:
-        raise ValueError("graph.layers does not work with model.lora; leave one of them out")
+        yield "graph.layers does not work with model.lora; leave one of them out"
     if decoder.lora.targets == (ALL_LINEAR,) or config.model.code == "transformers":
         return  # names of transformers' modules are checked once the model is made
-    from longshore.model.lora import check_targets  # imports torch
+    from longshore.model.lora import target_refusals  # imports torch
 
-    with settings_in_keys():
-        check_targets(decoder)
+    yield from target_refusals(decoder)
 
 
 LOWERS_LIKELIHOOD = ("dpo", "grpo", "ppo")
@@ -289,27 +262,30 @@ LOWERS_LIKELIHOOD = ("dpo", "grpo", "ppo")
 def check_config(config: RunConfig, ranks: int) -> None:
     """All that can be checked before torch is imported."""
     _check_model(config.model)
-    check_code(config)
+    refuse(code_refusals(config))
     decoder = decoder_config(config.model)
     lanes = lanes_of(config, ranks)
-    check_parallel(config, decoder, lanes=lanes)
+    refuse(parallel_refusals(config, decoder, lanes=lanes))
     if config.model.code == "longshore":
         _check_written(config, decoder)
     _check_train(config)
     _check_depths(config, decoder)
-    check_lora(config, decoder)
-    with settings_in_keys():
-        check_graph(config, decoder)
+    refuse(lora_refusals(config, decoder))
+    refuse(graph_refusals(config, decoder))
     _check_plan(config, lanes, decoder)
     check_data(config, decoder.vocab_size)
     if longest := known_longest(config):
         check_longest(config, lanes, longest)
     _check_evaluation(config)
-    _check_trackers(config)
+    for name in config.output.trackers:
+        if name not in ("tensorboard", "wandb"):
+            raise ValueError(
+                f"output.trackers: unknown tracker {name!r}; known are tensorboard and wandb"
+            )
 
 
 def lanes_of(config: RunConfig, ranks: int) -> int:
-    """How many lanes a run of so many ranks has: each has tp · pp ranks."""
+    """How many lanes a run has: each has tp · pp of its ranks."""
     sizes = {"parallel.tp": config.parallel.tp, "parallel.pp": config.parallel.pp}
     each = math.prod(sizes.values())
     lanes, rest = divmod(ranks, each)
@@ -344,8 +320,7 @@ def pipeline_layout(config: RunConfig, decoder: DecoderConfig) -> Layout:
         raise ValueError(f"parallel.{name} needs a pipeline; set parallel.pp to 2 or more")
     if layout and vpp == 1:
         vpp = max(1, layout_stages(layout) // pp)
-    with settings_in_keys():
-        return make_layout(decoder, pp=pp, vpp=vpp, text=layout)
+    return make_layout(decoder, pp=pp, vpp=vpp, text=layout)
 
 
 def decoder_config(model: ModelConfig) -> DecoderConfig:
@@ -356,15 +331,13 @@ def decoder_config(model: ModelConfig) -> DecoderConfig:
     if model.code == "transformers":
         return replace(transformers_decoder(model), lora=lora_config(model.lora))
     if model.module:  # importing it registers its mixers, so that from_hf may contain them
-        with settings_in_keys():
-            load_module(model.module, "module")
+        load_module(model.module, "model.module")
     if model.from_hf:
         with in_keys("model.from_hf"):
             decoder = read_config(model.from_hf)
             _check_balance(model, decoder)
     elif model.module:
-        with settings_in_keys():
-            decoder = named_decoder(model.module)
+        decoder = named_decoder(model.module)
     else:
         changed = {"layers": model.layers, "vocab_size": model.vocab_size}
         given = {name: value for name, value in changed.items() if value}
@@ -373,12 +346,15 @@ def decoder_config(model: ModelConfig) -> DecoderConfig:
     aux_weight, bias_update = (
         None if number == "auto" else number for number in (model.aux_weight, model.bias_update)
     )
-    with in_keys():
-        decoder = with_balance(decoder, aux_weight=aux_weight, bias_update=bias_update)
+    decoder = with_balance(decoder, aux_weight=aux_weight, bias_update=bias_update)
     lora = lora_config(model.lora)
     if lora is None:
         return decoder
-    check_router_bias(model)
+    if model.bias_update not in ("auto", 0):
+        raise ValueError(
+            f"model.bias_update is {model.bias_update:g}, but with model.lora a router's bias is "
+            "frozen like all of the base; leave model.bias_update out"
+        )
     return replace(decoder, lora=lora)
 
 
@@ -399,10 +375,10 @@ def _check_balance(model: ModelConfig, decoder: DecoderConfig) -> None:
 
 def _check_written(config: RunConfig, decoder: DecoderConfig) -> None:
     """Refuses before the first step what could not be written as a Hugging Face folder."""
-    from longshore.hf.config_file import choose_architecture, foreign_base
+    from longshore.hf.config_file import choose_architecture, transformers_base
 
     export = config.output.export
-    base = foreign_base(Path(config.model.from_hf) if config.model.from_hf else None)
+    base = transformers_base(Path(config.model.from_hf) if config.model.from_hf else None)
     if not base and not export:
         return
     try:
@@ -449,12 +425,15 @@ def run_cost(
     config: RunConfig, decoder: DecoderConfig, *, lanes: int, capacity: int
 ) -> CostProfile:
     """The whole model on one GPU: built in, of plan.cost, or of its machine and this model."""
-    if not config.plan.cost:
+    cost = config.plan.cost
+    if not cost:
         return flops_cost(decoder) if needs_curve(decoder) else BUILT_IN
     with in_keys("plan.cost"):
+        if not names_machine(cost):
+            return load_profile(cost)
         dtype, shard = config.train.dtype, config.parallel.shard
-        return model_cost(
-            config.plan.cost,
+        profile: CostProfile = load_function(MACHINE_COSTS, "plan.cost")(
+            cost,
             decoder,
             lanes=lanes,
             capacity=capacity,
@@ -463,6 +442,7 @@ def run_cost(
             recompute=config.train.recompute == "blocks",
             ep=config.parallel.ep,
         )
+        return profile
 
 
 def _stage_options(config: RunConfig, decoder: DecoderConfig, layout: Layout) -> dict[str, Any]:
@@ -485,8 +465,10 @@ def check_longest(config: RunConfig, lanes: int, longest: int) -> None:
     """Refuses data whose longest sequence fits nowhere; nothing while the capacity is "auto"."""
     capacity = config.plan.capacity
     if isinstance(capacity, int):
-        with settings_in_keys(where="the longest sequence"):
+        try:
             _try_plan(config, lanes, capacity=capacity, longest=longest)
+        except PlaceError as error:
+            raise ValueError(f"the longest sequence{error.problem}") from None
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -519,7 +501,7 @@ def _check_model(model: ModelConfig) -> None:
                 f"model.from_hf: there is no folder {model.from_hf}; download a model of the "
                 "Hugging Face Hub first: hf download NAME --local-dir FOLDER"
             )
-        from longshore.hf.keys import refuse_quantized_files
+        from longshore.hf.tensor_map import refuse_quantized_files
 
         with in_keys("model.from_hf"):
             refuse_quantized_files(path)
@@ -548,8 +530,7 @@ def _check_train(config: RunConfig) -> None:
         raise ValueError("train.loss_options need a train.loss; name one, or leave them out")
     for name in ("loss", "loss_count"):
         if ":" in (function := getattr(train, name)):
-            with settings_in_keys():
-                check_module_exists(function, name)
+            check_module_exists(function, f"train.{name}")
 
 
 def _check_depths(config: RunConfig, decoder: DecoderConfig) -> None:
@@ -575,8 +556,7 @@ def _check_plan(config: RunConfig, lanes: int, decoder: DecoderConfig) -> None:
     auto = max(lane_align(config), 1 << 20)
     capacity = plan.capacity if isinstance(plan.capacity, int) else auto
     _check_align(config, capacity)
-    with settings_in_keys():
-        _try_plan(config, lanes, capacity=capacity, longest=1)
+    _try_plan(config, lanes, capacity=capacity, longest=1)
 
 
 def _check_align(config: RunConfig, capacity: int) -> None:
@@ -630,17 +610,9 @@ def _check_evaluation(config: RunConfig) -> None:
         )
 
 
-def _check_trackers(config: RunConfig) -> None:
-    for name in config.output.trackers:
-        if name not in ("tensorboard", "wandb"):
-            raise ValueError(
-                f"output.trackers: unknown tracker {name!r}; known are tensorboard and wandb"
-            )
-
-
 def named_decoder(name: str) -> DecoderConfig:
     """The decoder that "module:name" is, or returns; it can be saved and read back."""
-    value = load_object(name, "module", wanted="a function that returns a DecoderConfig")
+    value = load_object(name, "model.module", wanted="a function that returns a DecoderConfig")
     verb = "is"
     if callable(value):
         verb = "returned"

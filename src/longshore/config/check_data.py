@@ -5,10 +5,8 @@ file is read, which must have input_ids: "chats.jsonl is text, which needs a tok
 lengths of synthetic and prepared sequences are known here, so `known_longest` returns the longest;
 for text it returns 0, for a stream its limit.
 
-The parts of data.path: each with a weight of its own, or all as one.
-
-In: data.path, one name or several: files, globs, folders. Out: for each name a DataPart, with its
-prepared folders and the names of its other data, which become one prepared folder in the cache.
+data.path is one name or several: files, globs, folders. Each is a DataPart, with its prepared
+folders and the names of its other data, which become one prepared folder in the cache:
 
     path = ["a.jsonl", "b/*.parquet"], weights = [3, 1]     two parts, drawn a a a b, a a a b, …
     path = ["a.jsonl", "prepared"]                          two parts, joined: each sequence once
@@ -19,8 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from longshore.config.located import in_keys
-from longshore.config.schema import DataConfig, RunConfig
+from longshore.config.schema import DataConfig, RunConfig, in_keys
 from longshore.data.fields import Field, check_declared, parse_field
 from longshore.data.inputs import Input, files_of, find_inputs, matches
 from longshore.data.mock import mock_lengths
@@ -30,7 +27,6 @@ from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.data.training_templates import check_choice
 from longshore.files import parse_json
 from longshore.plan.types import policy_named
-from longshore.settings import SettingError
 from longshore.train.loss_fields import needed_fields
 
 MANIFEST = "manifest.json"
@@ -262,8 +258,7 @@ def _check_text(config: RunConfig, names: Sequence[str]) -> None:
         raise ValueError(
             f"{key}: {data.tokenizer} has no tokenizer.json; set {key} to a folder that has one"
         )
-    with in_keys():
-        check_choice(data.template)
+    check_choice(data.template)
     with in_keys("data.fields"):
         fields = check_declared([parse_field(text) for text in data.fields])
     if not tokenizer_of(config):
@@ -276,15 +271,14 @@ def _check_text(config: RunConfig, names: Sequence[str]) -> None:
 def _check_token_rows(config: RunConfig, inputs: Sequence[Input], fields: Sequence[Field]) -> None:
     """Without a tokenizer the first sample of each file must have input_ids."""
     data = config.data
-    with in_keys():
-        none = load_tokenizer(None, data.template)
+    none = load_tokenizer(None, data.template)
     with in_keys("data.path"):
         rules = Rules(fields=tuple(fields), ignore=data.ignore)
         rules = with_known_fields(inputs, rules, data.max_bytes, reads=loss_columns(config))
         try:
             check_first(inputs, SampleTokenizer(none, rules), data.max_bytes)
-        except SettingError as error:
-            if "tokenizer" in error.settings and has_tokenizer(config.model.from_hf):
+        except ValueError as error:
+            if "data.tokenizer" in str(error) and has_tokenizer(config.model.from_hf):
                 _check_packages(data)  # the model's tokenizer would do
             raise
 

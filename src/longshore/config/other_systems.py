@@ -1,15 +1,10 @@
-"""Words of TRL, transformers, Megatron, torchtitan, axolotl and verl that are no keys here.
-
-In: nothing. Out: the tables that unknown_keys.py and load.py look words up in. FOREIGN_KEYS goes
-from such a word to our key, or to ": …", which says why there is none; FOREIGN_PREFIXES is the same
-for families such as lora_r, lora_alpha, …. `report_to` is answered with "use output.trackers,
-tensorboard or wandb". Options of the command line are in cli/options.py.
-
-Answers to unknown keys: the key that was meant, or why there is none.
+"""Answers to unknown keys: the key that was meant, or why there is none.
 
 In: a key as it was typed. Out: one line. `train.learning_rate`, which TRL knows, is answered with
 "there is no train.learning_rate; use train.lr", and `train.batch` with "did you mean data.batch?".
-foreign.py has the words of other systems.
+FOREIGN_KEYS goes from a word of TRL, transformers, Megatron, torchtitan, axolotl or verl to our
+key, or to ": …", which says why there is none; FOREIGN_PREFIXES is the same for families such as
+lora_r, lora_alpha, …. Options of the command line are in cli/options.py.
 """
 
 import difflib

@@ -5,32 +5,30 @@ What belongs together is checked in check.py.
 
     RunConfig(data=DataConfig(path="prepared", batch=64), model=ModelConfig(preset="tiny"))
 
-Kinds of values: what a key of a recipe may be, and its description for errors and docs.
-
-In: a value as TOML gives it. Out: the value as the dataclass holds it, or None where it is of
-another kind (TOML has no None of its own). `whole(1, 64)` takes 8, refuses 8.0, true and 65, and
-says "a whole number from 1 to 64".
-
-TOML out of sections of plain values; tomllib reads the same values back.
-
-    {"train": {"lr": 0.0003, "betas": (0.9, 0.95)}}
-
-gives, with the meaning of each key after it,
+A Kind takes a value as TOML gives it, and returns it as the dataclass holds it, or None where it is
+of another kind (TOML has no None of its own): `whole(1, 64)` takes 8, refuses 8.0, true and 65, and
+says "a whole number from 1 to 64". `write_toml` writes sections that tomllib reads back, with the
+meaning of each key after it:
 
     [train]
     lr = 0.0003  # learning rate
-    betas = [0.9, 0.95]  # of AdamW
+
+Errors name keys. What a part below says of a file or a folder gets the key in front by `in_keys`:
+
+    with in_keys("data.path"):
+        find_inputs(["chats.txt"])      data.path: chats.txt: must end in .jsonl, …
 """
 
 import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from longshore.data.inputs import MAX_BYTES
 from longshore.data.rejected import MAX_REJECTED
@@ -57,6 +55,17 @@ from longshore.settings import (
 from longshore.user_code import FUNCTION_NAME, MODULE_NAME
 
 LARGEST = 2**40
+
+
+@contextmanager
+def in_keys(key: str) -> Iterator[None]:
+    """Errors of the block begin with this key; an OSError becomes a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{key}: {error.filename}: cannot be read ({error.strerror})") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +310,8 @@ LARGEST_SEED = 2**63 - 1
 class DataConfig:
     """Where sequences come from, and how many a step takes."""
 
+    prefix: ClassVar[str] = "data."
+    """How errors begin the names of the keys path and mock."""
     path: str | tuple[str, ...] = key(
         "",
         paths(),
@@ -371,6 +382,13 @@ class DataConfig:
     eval_count: int = key(
         0, whole(0, MOST_MOCK), "how many sequences eval_mock has; eval_path is used whole"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutConfig(DataConfig):
+    """Held-out data in the place of a run's data; errors name data.eval_path or data.eval_mock."""
+
+    prefix: ClassVar[str] = "data.eval_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -259,7 +259,7 @@ DATE = datetime.date(2024, 7, 26)  # the default of the Llama 3 templates
 NOT_LOCATED, LEFT_OUT = "spans not located", "left out by the template"
 WAY_OUT = (
     "use a template with {% generation %} around what the assistant writes, one of Longshore's "
-    "training templates by its name, or loss_on='all'"
+    "training templates by its name, or data.loss_on=all"
 )
 PROBE = "Longshore\ufdd2probe"
 

@@ -33,7 +33,6 @@ from longshore.data.source import (
     TEACHER_LOGPROBS,
     SampleError,
 )
-from longshore.settings import SettingError
 
 CHOSEN, REJECTED = "chosen", "rejected"
 PAIR_FIELDS = (Field(PAIR, "sequence", "int64"), Field(SIGN, "sequence", "int8"))
@@ -161,7 +160,7 @@ def form_of(columns: Iterable[str], ignore: Sequence[str], fields: Sequence[Fiel
         if name not in columns:
             raise SampleError("no messages", f"it has a {form} but no {name}")
     if others := unused_columns(columns, form, ignore, fields):
-        raise SampleError("undeclared field", str(refuse_columns(others, form)))
+        raise SampleError("undeclared field", unknown_columns(others, form))
     return form
 
 
@@ -182,23 +181,18 @@ def text_columns(columns: Iterable[str]) -> list[str]:
     return [name for name in columns if name in COLUMNS and name not in (*needed, *optional)]
 
 
-def refuse_file(file: str, row: str, columns: Sequence[str]) -> SettingError:
+def refuse_file(file: str, row: str, columns: Sequence[str]) -> ValueError:
     """The error for a file of text without a tokenizer. row: the first, as "line 1"."""
     if TOKENS in columns:
-        return SettingError(
-            "{file} {row} has text ({texts}) beside its input_ids; leave it out with "
-            "{ignore:{names}}, or set {tokenizer} to a folder with tokenizer.json",
-            file=file,
-            row=row,
-            texts=", ".join(text_columns(columns)),
-            names=",".join(text_columns(columns)),
+        texts = text_columns(columns)
+        return ValueError(
+            f"{file} {row} has text ({', '.join(texts)}) beside its input_ids; leave it out with "
+            f"data.ignore={','.join(texts)}, or set data.tokenizer to a folder with tokenizer.json"
         )
-    return SettingError(
-        "{file} is text, which needs a tokenizer; set {tokenizer} to a folder with tokenizer.json. "
-        "Rows of input_ids need none, but {row} has the columns {columns}",
-        file=file,
-        row=row,
-        columns=", ".join(columns),
+    return ValueError(
+        f"{file} is text, which needs a tokenizer; set data.tokenizer to a folder with "
+        f"tokenizer.json. Rows of input_ids need none, but {row} has the columns "
+        f"{', '.join(columns)}"
     )
 
 
@@ -243,28 +237,25 @@ def known_fields(
     return [field for field in fields if is_paired or field.name not in (PAIR, SIGN)]
 
 
-def refuse_columns(
+def unknown_columns(
     names: Sequence[str], form: str, sample: Mapping[str, Any] | None = None
-) -> SettingError:
-    """The error for unknown columns, all in one message, with what to do about them.
+) -> str:
+    """What is wrong with unknown columns, all in one message, with what to do about them.
 
     sample: one that has the first of them, whose value says how to declare it.
     """
     spec = field_for(names[0], (sample or {}).get(names[0]))
     first = f"{names[0]}:per_sequence:DTYPE" if spec is None else spec
+    listed, ignore = ", ".join(map(repr, names)), f"data.ignore={','.join(names)}"
     if len(names) == 1:
-        message = (
-            "unknown column {listed} in a sample with {form!r}; leave it out with "
-            "{ignore:{joined}} (or * for all unused columns), or declare it with {fields:{first}}"
+        return (
+            f"unknown column {listed} in a sample with {form!r}; leave it out with {ignore} (or * "
+            f"for all unused columns), or declare it with data.fields={first}"
         )
-    else:
-        message = (
-            "unknown columns {listed} in samples with {form!r}; leave them out with "
-            "{ignore:{joined}} (or * for all unused columns), or declare each as in "
-            "{fields:{first}}"
-        )
-    listed, joined = ", ".join(map(repr, names)), ",".join(names)
-    return SettingError(message, listed=listed, joined=joined, form=form, first=first)
+    return (
+        f"unknown columns {listed} in samples with {form!r}; leave them out with {ignore} (or * "
+        f"for all unused columns), or declare each as in data.fields={first}"
+    )
 
 
 def from_alpaca(sample: Mapping[str, Any], *, as_chat: bool) -> tuple[dict[str, Any], str]:

@@ -30,7 +30,6 @@ from longshore.data.columns import present_columns, without_nulls
 from longshore.data.source import SampleError
 from longshore.data.store import INDEX
 from longshore.files import parse_json
-from longshore.settings import SettingError
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 END = 1 << 62
@@ -367,16 +366,11 @@ def _refuse_packed(
             if not is_read or column.physical_type != "BYTE_ARRAY":
                 continue
             if unpacked > LARGE * max_bytes and unpacked > PACKED * packed:
-                raise SettingError(
-                    "{file}: its column {column} unpacks from {packed:,} to {unpacked:,} bytes in "
-                    "{rows:,} rows, far above {max_bytes:{limit}} for one row; leave that text "
-                    "out of the file, or raise the limit",
-                    file=name,
-                    column=column.path_in_schema,
-                    packed=packed,
-                    unpacked=unpacked,
-                    rows=group.num_rows,
-                    limit=max_bytes,
+                raise ValueError(
+                    f"{name}: its column {column.path_in_schema} unpacks from {packed:,} to "
+                    f"{unpacked:,} bytes in {group.num_rows:,} rows, far above "
+                    f"data.max_bytes={max_bytes} for one row; leave that text out of the file, or "
+                    "raise the limit"
                 )
 
 

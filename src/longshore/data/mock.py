@@ -29,20 +29,12 @@ from numpy.typing import NDArray
 from longshore.data.fields import Field
 from longshore.data.source import Ints, TokenizedSample, checked_index
 from longshore.plan.lengths_file import read_lengths
-from longshore.settings import SettingError
 
 IDS, STEPS, NOISE = 64, 4, 16
 LARGEST_SEED = 2**63 - 1
 
 Draw = Callable[[Mapping[str, Any], np.random.Generator, int], NDArray[np.float64]]
 """Draws a number of lengths; takes the keys of its type."""
-
-
-class MockError(SettingError):
-    """An error about mock data; in a recipe, the key replaces the words "mock data"."""
-
-    def __str__(self) -> str:
-        return f"mock data: {super().__str__()}"
 
 
 def _lognormal(
@@ -124,20 +116,18 @@ def mock_lengths(config: Mapping[str, Any], *, count: int | None, seed: int) -> 
         return lengths if count is None else np.resize(lengths, count)
     if mode == "distribution":
         if count is None:
-            raise MockError("a distribution needs {count}, the number of sequences to draw")
+            raise ValueError("a distribution needs data.count, the number of sequences to draw")
         draw, keys = _parse_distribution(config)
         random = np.random.Generator(np.random.Philox(key=seed))
         return draw(keys, random, count).astype(np.int64)
-    raise MockError("mode is {mode!r}; it must be 'file' or 'distribution'", mode=mode)
+    raise ValueError(f"mode is {mode!r}; it must be 'file' or 'distribution'")
 
 
 def _parse_distribution(config: Mapping[str, Any]) -> tuple[Draw, dict[str, Any]]:
     """What draws the lengths, and the keys that it reads, checked; others are refused."""
     kind = config.get("type")
     if not isinstance(kind, str) or kind not in TYPES:
-        raise MockError(
-            "type is {kind!r}; it must be one of {types}", kind=kind, types=", ".join(TYPES)
-        )
+        raise ValueError(f"type is {kind!r}; it must be one of {', '.join(TYPES)}")
     draw, names = TYPES[kind]
     _check_keys(config, ("mode", "type", *names), f"type {kind!r}")
     keys: dict[str, Any] = {}
@@ -147,13 +137,12 @@ def _parse_distribution(config: Mapping[str, Any]) -> tuple[Draw, dict[str, Any]
         else:
             keys[name] = _number(config[name], name)
     if "min_seq_len" in keys and keys["min_seq_len"] > keys["max_seq_len"]:
-        raise MockError(
-            "min_seq_len is {least}; it must be at most max_seq_len, which is {most}",
-            least=keys["min_seq_len"],
-            most=keys["max_seq_len"],
+        raise ValueError(
+            f"min_seq_len is {keys['min_seq_len']}; it must be at most max_seq_len, which is "
+            f"{keys['max_seq_len']}"
         )
     if kind == "lognormal" and keys["mean_seq_len"] <= 0:
-        raise MockError("mean_seq_len is {mean}; it must be > 0", mean=keys["mean_seq_len"])
+        raise ValueError(f"mean_seq_len is {keys['mean_seq_len']}; it must be > 0")
     return draw, keys
 
 
@@ -161,14 +150,10 @@ def _check_keys(config: Mapping[str, Any], keys: tuple[str, ...], what: str) -> 
     takes = ", ".join(keys)
     for key in config:
         if key not in keys:
-            raise MockError(
-                "unknown key {key!r} for {what}; it takes {takes}", key=key, what=what, takes=takes
-            )
+            raise ValueError(f"unknown key {key!r} for {what}; it takes {takes}")
     for key in keys:
         if key not in config:
-            raise MockError(
-                "{key!r} is missing; {what} takes {takes}", key=key, what=what, takes=takes
-            )
+            raise ValueError(f"{key!r} is missing; {what} takes {takes}")
 
 
 def _whole(value: object, name: str, *, least: int, most: int) -> int:
@@ -177,21 +162,13 @@ def _whole(value: object, name: str, *, least: int, most: int) -> int:
     except TypeError:
         number = None
     if number is None or isinstance(value, bool) or not least <= number <= most:
-        raise MockError(
-            "{name} is {value!r}; it must be a whole number from {least} to {most}",
-            name=name,
-            value=value,
-            least=least,
-            most=most,
-        )
+        raise ValueError(f"{name} is {value!r}; it must be a whole number from {least} to {most}")
     return number
 
 
 def _number(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise MockError("{name} is {value!r}; it must be a number", name=name, value=value)
+        raise ValueError(f"{name} is {value!r}; it must be a number")
     if not math.isfinite(value) or value < 0:
-        raise MockError(
-            "{name} is {value}; it must be finite and not negative", name=name, value=value
-        )
+        raise ValueError(f"{name} is {value}; it must be finite and not negative")
     return float(value)

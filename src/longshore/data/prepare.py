@@ -71,7 +71,7 @@ from longshore.data.store import (
 )
 from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.data.training_templates import OWN, is_file_choice, templates_digest
-from longshore.settings import LossOn, SettingError, Spelling, TooLong, in_python
+from longshore.settings import LossOn, TooLong
 
 Task = TypeVar("Task")
 Start = Callable[[], Callable[[Task], Iterable[int] | None]]
@@ -277,7 +277,7 @@ class Summary:
     def rejections(self) -> Rejections:
         return rejections_of(self.folder, self.manifest.about)
 
-    def explain(self, spell: Spelling, *, before: str = "") -> str:
+    def explain(self, before: str = "") -> str:
         """The summary and the rejections as text, with `before` in front of the summary."""
         store, about = self.manifest, self.manifest.about
         cut = f" ({about['truncated']:,} truncated)" if about["truncated"] else ""
@@ -292,10 +292,10 @@ class Summary:
             roles = ", ".join(f"{name!r} as {role!r}" for name, role in RENAMED.items())
             lines.append(f"roles: in {renamed:,} samples ShareGPT's were read: {roles}")
         lines += [*self.warnings, f"{before}{text}"]
-        return "\n".join([*lines, self.rejections.explain(spell)] if about["rejected"] else lines)
+        return "\n".join([*lines, self.rejections.explain()] if about["rejected"] else lines)
 
     def __str__(self) -> str:
-        return self.explain(in_python)
+        return self.explain()
 
 
 def prepare(
@@ -326,7 +326,7 @@ def prepare(
     progress: called with the bytes done and the total
     """
     if workers < 1:
-        raise SettingError("{workers} is {given}; it must be at least 1", given=workers)
+        raise ValueError(f"workers is {workers}; it must be at least 1")
     rules = Rules(loss_on, max_length, too_long, tuple(fields), tuple(ignore))
     files = find_inputs([inputs] if isinstance(inputs, str | Path) else inputs)
     folder = Path(tokenizer) if tokenizer else None

@@ -33,9 +33,9 @@ from longshore.data.columns import (
     TOKENS,
     is_pair,
     known_fields,
-    refuse_columns,
     refuse_file,
     sides,
+    unknown_columns,
     unused_columns,
 )
 from longshore.data.inputs import (
@@ -53,7 +53,6 @@ from longshore.data.source import SampleError, TokenizedSample
 from longshore.data.store import MANIFEST, ShardInfo, read_manifest, write_durably
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer, is_chat
 from longshore.data.training_templates import AUTO
-from longshore.settings import SettingError
 
 LEAST_RANGE, MOST_RANGE, RANGES = 2**20, 2**26, 64
 LOOKED_AT = 100
@@ -64,9 +63,9 @@ def load_tokenizer(folder: Path | None, template: str | None) -> Tokenizer | Non
     if folder is not None:
         return Tokenizer(folder, template=template)
     if (template or AUTO) != AUTO:
-        raise SettingError(
-            "{template} is for chats, which need a tokenizer; set {tokenizer} too, or leave "
-            "{template} out"
+        raise ValueError(
+            "data.template is for chats, which need a tokenizer; set data.tokenizer too, or leave "
+            "data.template out"
         )
     return None
 
@@ -131,9 +130,9 @@ def make_job(
 ) -> Job:
     """The job, after checking the tokenizer and the first sample of each input."""
     if shard_bytes is not None and shard_bytes < 1:
-        raise SettingError("{shard_bytes} is {given}; it must be at least 1", given=shard_bytes)
+        raise ValueError(f"shard_bytes is {shard_bytes}; it must be at least 1")
     if max_bytes < 1:
-        raise SettingError("{max_bytes} is {given}; it must be at least 1", given=max_bytes)
+        raise ValueError(f"data.max_bytes is {max_bytes}; it must be at least 1")
     size = sum(file.bytes for file in inputs) // RANGES
     rules = with_known_fields(inputs, rules, max_bytes)
     loaded = load()
@@ -210,7 +209,8 @@ def check_first(
                 raise refuse_file(file, row, columns) from None
             if error.reason == "undeclared field":
                 names, form = _unused(inputs, rules, max_bytes)
-                raise refuse_columns(names, form, sample).after(f"{file} {row}: ") from None
+                why = unknown_columns(names, form, sample)
+                raise ValueError(f"{file} {row}: {why}") from None
         has_chats = has_chats or is_chat(sample)
     return has_chats, warnings
 
@@ -279,11 +279,9 @@ def _refuse_others(folder: Path, names: Sequence[str], start_over: bool) -> None
     if others or (REJECTED in names and len(names) == 1):
         raise ValueError(f"{folder}: has {sorted(names)[0]} but is no store; use an empty folder")
     if not start_over:
-        raise SettingError(
-            "{folder}: is a prepared folder without its {manifest}, so it is damaged; copy it "
-            "again, or start over ({start_over})",
-            folder=folder,
-            manifest=MANIFEST,
+        raise ValueError(
+            f"{folder}: is a prepared folder without its {MANIFEST}, so it is damaged; copy it "
+            "again, or start over (remove the folder, or prepare it with --start-over)"
         )
 
 
@@ -297,11 +295,10 @@ def _check_same_job(job: Job, start_over: bool) -> bool:
         return finished
     if before is not None and not start_over:
         changed = [name for name in mine if before.get(name) != mine[name]]
-        raise SettingError(
-            "{folder}: was started with other settings or inputs ({changed} differ); use the same "
-            "ones, choose another folder, or start over ({start_over})",
-            folder=job.out,
-            changed=", ".join(changed),
+        raise ValueError(
+            f"{job.out}: was started with other settings or inputs ({', '.join(changed)} differ); "
+            "use the same ones, choose another folder, or start over (remove the folder, or "
+            "prepare it with --start-over)"
         )
     # The new job is written first: a kill from here on leaves a folder that can be resumed.
     write_durably(path, json.dumps(mine).encode(), scratch=job.work)

@@ -5,7 +5,7 @@ rejected samples is above a limit.
 
     rejected 170 of 407 samples (41.8 %); each is in prepared/rejected.jsonl
       150 spans not located, such as chats.jsonl line 3: the template rewrites turns …
-          use a template with {% generation %} marks, --template FILE, or train on every token, …
+          use a template with {% generation %} marks, data.template=FILE, or train on every token, …
        20 no loss tokens, such as chats.jsonl line 9: none of its 12 tokens is a target of …
 """
 
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longshore.data.inputs import unit_of
-from longshore.settings import SettingError, Spelling, spell_settings
 
 REJECTED = "rejected.jsonl"
 MAX_REJECTED = 0.05
@@ -27,25 +26,25 @@ MOST_LOOKED_AT = 100_000
 WAYS_OUT: Mapping[str, str] = {
     "bad field": "fix its value, or declare the field differently",
     "bad message": "fix the messages: each has a role and content",
-    "bad tokens": "fix the row, or leave its column out, {ignore:NAME}",
+    "bad tokens": "fix the row, or leave its column out, data.ignore=NAME",
     "broken JSON": "fix it: a sample is a JSON object in UTF-8",
     "no loss tokens": (
-        "add the answer if it is missing; to train on every token instead, set {loss_on:all}"
+        "add the answer if it is missing; to train on every token instead, set data.loss_on=all"
     ),
     "no messages": (
         "give it messages, conversations, a prompt and completion, an "
         "instruction and output, a text, or input_ids"
     ),
-    "no tokenizer": "give it input_ids, or a tokenizer, {tokenizer:DIR}",
+    "no tokenizer": "give it input_ids, or a tokenizer, data.tokenizer=DIR",
     "spans not located": (
-        "use a template with {{% generation %}} marks, {template:FILE}, "
-        "or train on every token, {loss_on:all}"
+        "use a template with {% generation %} marks, data.template=FILE, "
+        "or train on every token, data.loss_on=all"
     ),
-    "too large": "raise the limit, {max_bytes:N}, or split the sample",
-    "too long": "raise the limit, {max_length:N}, or truncate, {too_long:truncate}",
-    "undeclared field": "ignore the column, {ignore:NAME}",
+    "too large": "raise the limit, data.max_bytes=N, or split the sample",
+    "too long": "raise the limit, data.max_length=N, or truncate, data.too_long=truncate",
+    "undeclared field": "ignore the column, data.ignore=NAME",
 }
-"""What to do about each reason; settings.py explains the settings in braces."""
+"""What to do about each reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class Rejections:
         """A sample of the most frequent reason, and what is wrong with it."""
         return self._examples().get(self._by_number()[0][0], "")
 
-    def explain(self, spell: Spelling) -> str:
+    def explain(self) -> str:
         """A paragraph with an example and the way out for each reason."""
         lines = [f"{self._head()}; each is in {self.folder / REJECTED}"]
         examples = self._examples()
@@ -82,7 +81,7 @@ class Rejections:
             example = f", such as {examples[reason]}" if reason in examples else ""
             lines.append(f"  {number:>{width},} {reason}{example}")
             if way_out := WAYS_OUT.get(reason):
-                lines.append(f"  {' ' * width}   {spell_settings(way_out, spell)}")
+                lines.append(f"  {' ' * width}   {way_out}")
         return "\n".join(lines)
 
     def check(self, limit: float) -> None:
@@ -90,16 +89,11 @@ class Rejections:
         if self.share <= limit:
             return
         enough = f"{math.ceil(self.share * 100) / 100:g}"
-        raise SettingError(
-            "{folder}: {counts}; {max_rejected:{limit}} allows at most {share}. The prepared data "
-            "are kept: read {list}, then fix the data or the settings, or train on the rest with "
-            "{max_rejected:{enough}}",
-            folder=self.folder,
-            counts=self.in_short(),
-            share=_percent(limit),
-            limit=f"{limit:g}",
-            list=self.folder / REJECTED,
-            enough=enough,
+        raise ValueError(
+            f"{self.folder}: {self.in_short()}; data.max_rejected={limit:g} allows at most "
+            f"{_percent(limit)}. The prepared data are kept: read {self.folder / REJECTED}, then "
+            "fix the data or the settings, or train on the rest with "
+            f"data.max_rejected={enough}"
         )
 
     def _by_number(self) -> list[tuple[str, int]]:

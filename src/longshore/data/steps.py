@@ -67,7 +67,7 @@ class Packing:
     pad_id: int = 0
     """The token id at padding."""
     tables: tuple[TableMaker, ...] = ()
-    """Make the tables of each pack that the model needs, on the host (model/host_tables.py)."""
+    """Make the tables of each pack that the model needs, on the host (model/registry.py)."""
     max_sequences: int = 0
     """What CUDA graphs pad the boundaries of a pack to; 0 without graphs."""
     layout: Layout | None = None
@@ -132,7 +132,7 @@ def gather_rows_of_lanes(
     usual: how many rows a lane has at most; if one has more, it takes one more collective.
     """
     is_source = everywhere or (groups.tp.rank() == 0 and groups.pp.rank() == 0)
-    by_lane = gather_rows(mine, groups.lanes, room=usual) if is_source else []
+    by_lane = gather_rows(mine, groups.lanes, expected=usual) if is_source else []
     if not everywhere:
         return _broadcast_in_lane(by_lane, groups, columns=mine.shape[1])
     with agreed(groups):

@@ -27,7 +27,6 @@ from longshore.data.fields import Field
 from longshore.data.inputs import Input, Range, Sample, cut_ranges, read_range, unit_of
 from longshore.data.source import SampleError, TokenizedSample, draw_order
 from longshore.data.tokenize import SampleTokenizer
-from longshore.settings import SettingError
 
 PIECES = 8
 """Pieces of each lane, where files can be cut."""
@@ -173,14 +172,10 @@ class _PartStream:
         share = self._rejected / self._tried
         if self._tried < LOOKED_AT or share <= self.stream.max_rejected:
             return
-        raise SettingError(
-            "rejected {rejected:,} of {tried:,} samples of lane {lane}, such as {example}; "
-            "{max_rejected:{limit}} allows fewer: fix the data or the settings, or allow more",
-            rejected=self._rejected,
-            tried=self._tried,
-            lane=self.lane,
-            example=example,
-            limit=f"{self.stream.max_rejected:g}",
+        raise ValueError(
+            f"rejected {self._rejected:,} of {self._tried:,} samples of lane {self.lane}, such as "
+            f"{example}; data.max_rejected={self.stream.max_rejected:g} allows fewer: fix the data "
+            "or the settings, or allow more"
         )
 
     def _endless(self) -> Iterator[tuple[Sample | SampleError, str]]:

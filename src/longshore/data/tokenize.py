@@ -55,7 +55,7 @@ from longshore.data.training_templates import (
     choose_template,
     is_file_choice,
 )
-from longshore.settings import LossOn, SettingError, TooLong, names_of
+from longshore.settings import LossOn, TooLong, names_of
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -217,11 +217,9 @@ class Tokenizer:
         """The folder's template; one named tool_use, if there is one, for chats with tools."""
         name = "tool_use" if chat.tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
-            raise SettingError(
-                "tokenizer {folder}: has no chat template, but the samples are chats; set "
-                "{template} to a file, or to the model's family: {names}",
-                folder=self.folder,
-                names=", ".join(BY_NAME),
+            raise ValueError(
+                f"tokenizer {self.folder}: has no chat template, but the samples are chats; set "
+                f"data.template to a file, or to the model's family: {', '.join(BY_NAME)}"
             )
         return self._templates[name]
 
@@ -285,17 +283,15 @@ class Rules:
 
     def __post_init__(self) -> None:
         if self.loss_on not in names_of(LossOn):
-            raise SettingError(
-                "{loss_on} is {given!r}; it must be 'assistant' or 'all'", given=self.loss_on
-            )
+            raise ValueError(f"data.loss_on is {self.loss_on!r}; it must be 'assistant' or 'all'")
         if self.too_long not in names_of(TooLong):
-            raise SettingError(
-                "{too_long} is {given!r}; it must be 'reject' or 'truncate'", given=self.too_long
+            raise ValueError(
+                f"data.too_long is {self.too_long!r}; it must be 'reject' or 'truncate'"
             )
         if self.max_length is not None and self.max_length < 2:
-            raise SettingError(
-                "{max_length} is {given}; it must be at least 2: the first token has no loss",
-                given=self.max_length,
+            raise ValueError(
+                f"data.max_length is {self.max_length}; it must be at least 2: the first token has "
+                "no loss"
             )
         for field in check_declared(self.fields):
             if field.name in COLUMNS:

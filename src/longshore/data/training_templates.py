@@ -24,7 +24,6 @@ from typing import Any
 from longshore.data.chat_template import LEFT_OUT, NOT_LOCATED, TOO_SLOW, ChatTemplate
 from longshore.data.chats import Chat, Message
 from longshore.data.source import SampleError
-from longshore.settings import SettingError
 
 AUTO, OWN = "auto", "own"
 Make = Callable[..., ChatTemplate]
@@ -99,13 +98,9 @@ CALL = {"type": "function", "function": {"name": "add_up", "arguments": {"first"
 def check_choice(choice: str) -> None:
     """Refuses a choice that is not "auto", "own", a family or a file."""
     if choice and choice not in (AUTO, OWN, *BY_NAME) and not Path(choice).is_file():
-        raise SettingError(
-            "{template}: there is no file {choice}; give a file, {auto}, {own} (the tokenizer's), "
-            "or one of Longshore's training templates: {names}",
-            choice=choice,
-            auto=AUTO,
-            own=OWN,
-            names=", ".join(BY_NAME),
+        raise ValueError(
+            f"data.template: there is no file {choice}; give a file, {AUTO}, {OWN} (the "
+            f"tokenizer's), or one of Longshore's training templates: {', '.join(BY_NAME)}"
         )
 
 

@@ -6,18 +6,7 @@ every rank, so that none waits for one that is gone:
     with agreed(groups):
         source = open_sequences(config, decoder)        fails on rank 3: all ranks raise
 
-A stream that all ranks produce together and rank 0 alone writes; an error of it ends all ranks.
-
-In: an iterator of as many items on every rank, whose items cost collectives, and what rank 0 does
-with it. Out: nothing, or an error on every rank. If rank 0 stopped at an error, the others would
-wait for it in the collectives of the next item, until these time out. So the ranks agree before
-every few items and after the last, which costs a small collective each time, and rank 0 takes part
-in all items up to there before it raises:
-
     write_on_rank_0(gathered_tensors(model, topology), groups, save, every=16)
-
-If the disk is full at item 20, rank 0 receives items 21 to 31 without writing them, and all ranks
-raise before item 32.
 """
 
 import hashlib
@@ -44,9 +33,9 @@ def on_any_rank(flags: Sequence[bool], group: ProcessGroup) -> list[bool]:
 
 
 class AnyRank:
-    """Which flags any rank has set, asked on gloo, so that no host waits for its GPU.
+    """Which flags any rank has set, exchanged over gloo, so that no host waits for its GPU.
 
-    The main threads of all ranks construct, ask and close together.
+    The main threads of all ranks construct, call and close it together.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -88,13 +77,10 @@ def agree(error: str | None, groups: Groups) -> None:
 
 
 class PeerError(RuntimeError):
-    """Work failed on another rank: its error, as data.
+    """Work failed on another rank: the error of the lowest such rank, as data.
 
-    rank: the lowest rank that failed; the following are of its error
-    message: the text
-    kind: the name of the class, or "" if there is only a text
-    errno, strerror: of an OSError; 0 and "" for any other error
-    also: the other ranks that failed
+    kind: the name of its class, or "" if there is only a message. errno, strerror: those of an
+    OSError; 0 and "" for any other error. also: the other ranks that failed.
     """
 
     def __init__(
@@ -107,12 +93,8 @@ class PeerError(RuntimeError):
         strerror: str = "",
         also: tuple[int, ...] = (),
     ) -> None:
-        self.rank = rank
-        self.kind = kind
-        self.message = message
-        self.errno = errno
-        self.strerror = strerror
-        self.also = also
+        self.rank, self.kind, self.message = rank, kind, message
+        self.errno, self.strerror, self.also = errno, strerror, also
         words = f"{kind}: {message}" if kind else message
         others = f" ({_names(also)} failed too)" if also else ""
         super().__init__(f"rank {rank} failed: {words}{others}")
@@ -161,7 +143,7 @@ def _text(error: BaseException) -> str:
 
 def _first_error(error: dict[str, Any] | None, groups: Groups) -> PeerError | None:
     """The error of the lowest rank that has one; None if no rank has one."""
-    text = b"" if error is None else _as_bytes_of_json(error)
+    text = b"" if error is None else _as_json(error)
     length = -1 if error is None else len(text)
     mine = torch.tensor([length], dtype=torch.int64, device=groups.device)
     lengths: list[int] = gather(mine, groups.world).tolist()
@@ -175,8 +157,8 @@ def _first_error(error: dict[str, Any] | None, groups: Groups) -> PeerError | No
     return PeerError(rank=first, also=tuple(failed[1:]), **json.loads(data))
 
 
-def _as_bytes_of_json(error: dict[str, Any]) -> bytes:
-    """Texts are cut, not the JSON around them."""
+def _as_json(error: dict[str, Any]) -> bytes:
+    """The error as JSON, with long texts cut."""
     # A file's name in the error may hold bytes that are no UTF-8; failing here would hang others.
     short = {
         name: value.encode(errors="backslashreplace")[:LONGEST_ERROR].decode(errors="replace")
@@ -208,7 +190,13 @@ def write_on_rank_0(
 ) -> None:
     """Calls `write` on rank 0 with all items; the other ranks only produce them.
 
-    every: items between two agreements. Rank 0 raises its error, all others a PeerError.
+    items: as many on every rank, each made by collectives. every: items between two agreements.
+
+    If rank 0 stopped at an error, the others would wait for it in the collectives of the next item,
+    until these time out. So the ranks agree before every few items and after the last, which costs
+    a small collective each time, and rank 0 takes part in all items up to there before it raises:
+    with every=16 and a disk that is full at item 20, rank 0 receives items 21 to 31 without writing
+    them, and all ranks raise before item 32. Rank 0 raises its error, all others a PeerError.
     """
     stream = _SharedStream(items, groups, every)
     if groups.world.rank() == 0:
@@ -226,14 +214,14 @@ def write_on_rank_0(
 
 
 class _SharedStream(Iterator[Item], Generic[Item]):
-    """The items, with an agreement before every few of them."""
+    """The items, with an agreement before every few of them.
+
+    Not a generator, which a consumer's `yield from` would close at an error.
+    """
 
     def __init__(self, items: Iterator[Item], groups: Groups, every: int) -> None:
-        self._items = items
-        self._groups = groups
-        self._every = every
-        self._received = 0
-        self._is_done = False
+        self._items, self._groups, self._every = items, groups, every
+        self._received, self._is_done = 0, False
         self.is_broken = False
         """An item could not be produced here, or another rank has failed."""
 

@@ -14,12 +14,10 @@ In a group of one rank nothing is sent and the tensor itself is returned. Rows a
 every dtype works; only sums need a dtype that the backend can add.
 """
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,77 +29,6 @@ from longshore.distributed.topology import Groups
 # torch 2.13 renamed both and warns at the old names; 2.11 has only these.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-BACKGROUND = "longshore-"
-"""How the names of our background threads begin."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One collective or message: its name, the bytes this rank received from others, the ranks."""
-
-    name: str
-    bytes: int
-    ranks: tuple[int, ...]
-    """Of the group; of a message the sender and the receiver."""
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveLog:
-    """The collectives this process started, backward and other threads included."""
-
-    log: list[Call] = field(default_factory=list)
-
-    def calls(self, name: str | None = None) -> int:
-        return len(self._named(name))
-
-    def bytes(self, name: str | None = None) -> int:
-        """Bytes from other ranks, as if each sent its part directly to this one."""
-        return sum(call.bytes for call in self._named(name))
-
-    def _named(self, name: str | None) -> list[Call]:
-        return [call for call in self.log if name in (None, call.name)]
-
-
-# Not a context variable: on CUDA the backward runs in a thread without it.
-_observers: list[CollectiveLog] = []
-
-
-@contextmanager
-def count(log: list[Call] | None = None) -> Iterator[CollectiveLog]:
-    """Counts the collectives of the block: `with count() as counts: …; counts.calls("gather")`.
-
-    log: where they are listed; default: a new list.
-    """
-    counts = CollectiveLog([] if log is None else log)
-    _observers.append(counts)
-    try:
-        yield counts
-    finally:
-        _observers[:] = [other for other in _observers if other is not counts]
-
-
-@contextmanager
-def recorded() -> Iterator[list[Call]]:
-    """Lists what this process issues in the block, in order, for comparison with a trace.
-
-    Not what our background threads issue, in groups of their own: the loader and the checkpoints.
-    """
-    with count(_WithoutBackground()) as counts:
-        yield counts.log
-
-
-class _WithoutBackground(list[Call]):
-    def append(self, call: Call) -> None:
-        if not threading.current_thread().name.startswith(BACKGROUND):
-            super().append(call)
-
-
-def record_message(name: str, source: int, target: int, message: Tensor) -> None:
-    """Lists a send or receive, with both its ranks; whoever issues messages calls it."""
-    for counts in _observers:
-        counts.log.append(Call(name, message.nbytes, (source, target)))
 
 
 def gather(shard: Tensor, group: ProcessGroup) -> Tensor:
@@ -121,10 +48,6 @@ def reduce_scatter(whole: Tensor, group: ProcessGroup) -> Tensor:
     return whole if group.size() == 1 else _apply(_ReduceScatter, whole, group)
 
 
-class Waitable(Protocol):
-    def wait(self) -> object: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Begun:
     """A collective that runs; no autograd. `wait()` must be called, once.
@@ -135,12 +58,12 @@ class Begun:
     memory that was allocated on this stream can be reused on it: no record_stream is needed.
     """
 
-    work: Waitable | None
-    """What torch returned; None where nothing is sent."""
+    work: dist.Work | None
+    """None where nothing is sent."""
     result: Tensor
     """Where the result will be."""
     sent: Tensor
-    """What is read until the end."""
+    """What the collective reads until its end."""
 
     def wait(self) -> Tensor:
         if self.work is not None:
@@ -155,7 +78,6 @@ def begin_gather(shard: Tensor, group: ProcessGroup) -> Begun:
     sent = _as_bytes(shard.detach())
     whole = shard.new_empty(group.size() * shard.shape[0], *shard.shape[1:])
     work = _all_gather(_as_bytes(whole), sent, group=group, async_op=True)
-    _note("gather", group, (group.size() - 1) * shard.nbytes)
     return Begun(work, whole, sent)
 
 
@@ -167,7 +89,6 @@ def begin_reduce_scatter(whole: Tensor, group: ProcessGroup) -> Begun:
     sent = whole.detach().contiguous()
     part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
     work = _reduce_scatter(part, sent, group=group, async_op=True)
-    _note("reduce_scatter", group, (group.size() - 1) * part.nbytes)
     return Begun(work, part, sent)
 
 
@@ -211,7 +132,6 @@ def sum_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
     if group.size() > 1:
         with torch.no_grad():
             dist.all_reduce(tensor, group=group)
-        _note("sum_over", group, (group.size() - 1) * tensor.nbytes)
     return tensor
 
 
@@ -220,7 +140,6 @@ def max_over(tensor: Tensor, group: ProcessGroup) -> Tensor:
     if group.size() > 1:
         with torch.no_grad():
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-        _note("max_over", group, (group.size() - 1) * tensor.nbytes)
     return tensor
 
 
@@ -231,7 +150,6 @@ def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Tensor
     if group.size() > 1:
         with torch.no_grad():
             dist.broadcast(_as_bytes(tensor.view(-1, 1)), group=group, group_src=source)
-        _note("broadcast", group, 0 if group.rank() == source else tensor.nbytes)
     return tensor
 
 
@@ -276,8 +194,6 @@ class _AllToAll(torch.autograd.Function):
         dist.all_to_all_single(
             _as_bytes(received), _as_bytes(rows), list(receives), list(sends), group=group
         )
-        row_bytes = rows.element_size() * prod(rows.shape[1:])
-        _note("all_to_all", group, (sum(receives) - receives[group.rank()]) * row_bytes)
         return received
 
     @staticmethod
@@ -286,28 +202,28 @@ class _AllToAll(torch.autograd.Function):
         return back, None, None, None
 
 
-def gather_rows(rows: Tensor, group: ProcessGroup, *, room: int) -> list[Tensor]:
+def gather_rows(rows: Tensor, group: ProcessGroup, *, expected: int) -> list[Tensor]:
     """Every rank's rows, int64 of shape (its own number, columns), in the order of the ranks.
 
-    One collective while no rank has more rows than `room`, which is the same on all ranks: each
-    sends room + 1 rows, the first with its number of rows, the rest padded. If one has more, all
-    see it in these numbers, and a second collective has room for the longest.
+    One collective while no rank has more rows than `expected`, which is the same on all ranks: each
+    sends expected + 1 rows, the first with its number of rows, the rest padded. If one has more,
+    all see it in these numbers, and a second collective fits the longest.
 
-    Lengths [[5], [7]] and [[9]] with room 2 are sent as [2 5 7] and [1 9 0].
+    Lengths [[5], [7]] and [[9]] with 2 expected are sent as [2 5 7] and [1 9 0].
     """
-    if rows.dtype != torch.int64 or rows.dim() != 2 or rows.shape[1] < 1 or room < 0:
+    if rows.dtype != torch.int64 or rows.dim() != 2 or rows.shape[1] < 1 or expected < 0:
         raise ValueError(
-            f"gather_rows needs int64 of shape (rows, 1 or more columns) and a room of 0 or more; "
-            f"got {rows.dtype} of shape {tuple(rows.shape)} and room {room}"
+            "gather_rows needs int64 of shape (rows, 1 or more columns) and 0 or more expected "
+            f"rows; got {rows.dtype} of shape {tuple(rows.shape)} and {expected}"
         )
-    sent = rows.new_zeros(room + 1, rows.shape[1])
+    sent = rows.new_zeros(expected + 1, rows.shape[1])
     sent[0, 0] = len(rows)
-    fitting = rows[:room]
+    fitting = rows[:expected]
     sent[1 : 1 + len(fitting)] = fitting
-    gathered = gather(sent, group).view(group.size(), room + 1, -1)
+    gathered = gather(sent, group).view(group.size(), expected + 1, -1)
     numbers: list[int] = gathered[:, 0, 0].tolist()
-    if max(numbers) > room:
-        return gather_rows(rows, group, room=max(numbers))
+    if max(numbers) > expected:
+        return gather_rows(rows, group, expected=max(numbers))
     return [part[1 : 1 + number] for part, number in zip(gathered, numbers, strict=True)]
 
 
@@ -322,8 +238,3 @@ def _as_bytes(rows: Tensor) -> Tensor:
     """The same memory, if contiguous, as uint8 of shape (rows, bytes of a row)."""
     flat = rows.contiguous().view(rows.shape[0], prod(rows.shape[1:]))
     return flat.view(torch.uint8)
-
-
-def _note(name: str, group: ProcessGroup, amount: int) -> None:
-    for counts in _observers:
-        counts.log.append(Call(name, amount, tuple(dist.get_process_group_ranks(group))))

@@ -20,7 +20,7 @@ executor, which does not wait for its sends: what passes here passes there.
 """
 
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,30 +36,29 @@ from longshore.distributed.agreement import agreed
 from longshore.distributed.topology import Groups
 
 KINDS = {
-    "_allgather_base_": "gather",
-    "allgather_": "gather",
-    "allgather_coalesced_": "gather",
-    "allgather_into_tensor_coalesced_": "gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "alltoall_base_": "all_to_all",
-    "alltoall_": "all_to_all",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce_to_one",
-    "gather_": "gather_to_one",
-    "scatter_": "scatter",
-    "barrier": "barrier",
-    "send": "send",
-    "recv_": "receive",
+    f"{name}_" if name not in ("send", "barrier") else name: kind
+    for kind, names in {
+        "gather": "_allgather_base allgather allgather_coalesced allgather_into_tensor_coalesced",
+        "reduce_scatter": "_reduce_scatter_base reduce_scatter reduce_scatter_tensor_coalesced",
+        "all_reduce": "allreduce allreduce_coalesced",
+        "all_to_all": "alltoall_base alltoall",
+        "broadcast": "broadcast",
+        "reduce_to_one": "reduce",
+        "gather_to_one": "gather",
+        "scatter": "scatter",
+        "barrier": "barrier",
+        "send": "send",
+        "receive": "recv",
+    }.items()
+    for name in names.split()
 }
 """Operators of c10d, as errors name them."""
 BACKGROUND = "longshore-"
 """How the names of our background threads begin, which use groups of their own."""
 SHOWN = 8
 """Ranks that an error lists."""
+Member = tuple[int, int]
+"""A rank, and the place of an operation in its recording."""
 
 
 class Operation(NamedTuple):
@@ -70,15 +69,15 @@ class Operation(NamedTuple):
     group: tuple[int, ...]
     """The ranks of the collective; the sender and the receiver of a message."""
     bytes: int
-    """Of one rank's part, alike on all ranks; that a rank receives from others in an all_to_all."""
+    """Size of one rank's part, alike on all ranks; in an all_to_all what comes from other ranks."""
     where: str
-    """What the rank did then, the same on all ranks of a collective; a message's tag."""
+    """What the rank was doing, the same on all ranks of a collective; the tag of a message."""
     sends: tuple[int, ...] = ()
     """Bytes for each rank of an all_to_all."""
     receives: tuple[int, ...] = ()
     """Bytes from each rank of an all_to_all."""
     batch: int = 0
-    """Of a message: those of a rank with one number, above 0, are issued together."""
+    """Number of a message's batch: those of one number are issued together; 0 for a collective."""
 
     def __str__(self) -> str:
         ranks = " → ".join(map(str, self.group)) if self.batch else f"{self.group}"
@@ -88,15 +87,16 @@ class Operation(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Recording:
-    """What this process issued so far, background threads left out."""
+    """What this process issued so far, background threads left out; `where`: see `mark`."""
 
     operations: list[Operation] = field(default_factory=list)
     where: str = ""
     marks: int = 1
 
     def note(self, kind: str, args: Sequence[Any]) -> None:
-        group = _group_of(args)
-        ranks = tuple(dist.get_process_group_ranks(group))
+        """Lists one call of an operator of c10d with these arguments."""
+        boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+        ranks = tuple(dist.get_process_group_ranks(ProcessGroup.unbox(boxed)))
         if len(ranks) == 1 or threading.current_thread().name.startswith(BACKGROUND):
             return
         amount = min(sum(t.nbytes for t in ts) for arg in args if (ts := _tensors(arg)))
@@ -107,15 +107,9 @@ class Recording:
             operation = Operation(kind, pair, amount, f"message {tag}", batch=self.marks)
         elif kind == "all_to_all":
             receives, sends = _parts(args[0], args[3:4], ranks), _parts(args[1], args[4:5], ranks)
-            others = sum(receives) - receives[group.rank()]
+            others = sum(receives) - receives[ranks.index(dist.get_rank())]
             operation = Operation(kind, ranks, others, self.where, sends, receives)
         self.operations.append(operation)
-
-
-def _group_of(args: Sequence[Any]) -> ProcessGroup:
-    boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-    group: ProcessGroup = ProcessGroup.unbox(boxed)
-    return group
 
 
 def _tensors(arg: object) -> list[Tensor]:
@@ -141,8 +135,8 @@ _recordings: list[Recording] = []
 def recorded() -> Iterator[Recording]:
     """Lists what this process issues in the block; blocks may be nested."""
     recording = Recording()
-    library = torch.library.Library("c10d", "IMPL") if not _recordings else None
-    for name, kind in KINDS.items() if library is not None else ():
+    library = torch.library.Library("c10d", "IMPL")
+    for name, kind in KINDS.items() if not _recordings else ():
         kernel = partial(_note_and_go_on, getattr(torch.ops.c10d, name).default, kind)
         library.impl(name, kernel, "Autograd", with_keyset=True)
     _recordings.append(recording)
@@ -161,6 +155,7 @@ def _note_and_go_on(
 ) -> Any:  # noqa: ANN401
     for recording in _recordings:
         recording.note(kind, args)
+    # c10d has kernels for devices only: autograd's place is free. torch 2.11 to 2.13 have the name.
     return operator.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
@@ -198,20 +193,17 @@ def check_recordings(recordings: Sequence[Sequence[Operation]]) -> None:
 
 
 class _Run:
-    """Where every rank is."""
+    """Where every rank is. A rank issues its next operation, or batch of messages, and waits."""
 
     def __init__(self, recordings: Sequence[Sequence[Operation]]) -> None:
         self.recordings = recordings
         self.places = [0] * len(recordings)
         self.ready = list(range(len(recordings)))
-        # The ranks that are at a collective of each group.
-        self.arrived: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        # Of each pair of ranks, the sends or the receives that are not matched yet: their ranks
-        # and places.
-        self.open: dict[tuple[int, ...], deque[tuple[int, int]]] = defaultdict(deque)
-        # Of each rank, the messages of its batch that are not matched yet, and its next place.
-        self.unmatched = [0] * len(recordings)
+        # What each rank has issued and waits for: how many operations, and the place after them.
+        self.unmet = [0] * len(recordings)
         self.after = [0] * len(recordings)
+        # The members that wait in each group, and in each pair for a message.
+        self.waiting: dict[tuple[bool, tuple[int, ...]], list[Member]] = defaultdict(list)
 
     def to_the_end(self) -> None:
         while self.ready:
@@ -224,69 +216,60 @@ class _Run:
             raise DeadlockError("\n".join(lines + more))
 
     def _begin(self, rank: int) -> None:
-        """Lets a rank issue what is at its place."""
         place, operations = self.places[rank], self.recordings[rank]
         if place == len(operations):
             return
-        batch = operations[place].batch
-        if not batch:
-            self._arrive(rank, operations[place].group)
-            return
-        stop = place + 1
-        while stop < len(operations) and operations[stop].batch == batch:
+        batch, stop = operations[place].batch, place + 1
+        while batch and stop < len(operations) and operations[stop].batch == batch:
             stop += 1
-        self.unmatched[rank], self.after[rank] = stop - place, stop
+        self.unmet[rank], self.after[rank] = stop - place, stop
         for each in range(place, stop):
-            self._post(rank, each)
+            for member, _ in self._meet(rank, each):
+                self.unmet[member] -= 1
+                if not self.unmet[member]:
+                    self.places[member] = self.after[member]
+                    self.ready.append(member)
 
-    def _arrive(self, rank: int, group: tuple[int, ...]) -> None:
-        members = self.arrived[group]
-        members.append(rank)
-        self._compare(members[0], self.places[members[0]], rank, self.places[rank])
-        if len(members) < len(group):
-            return
-        if self._at(rank).kind == "all_to_all":
-            for one in members:
-                for other in members:
-                    sent = self._at(one).sends[group.index(other)]
-                    if sent != (expected := self._at(other).receives[group.index(one)]):
-                        raise MismatchError(
-                            f"rank {one} sends {sent:,} bytes to rank {other}, which expects "
-                            f"{expected:,}: {self._named(one, self.places[one])}; "
-                            f"{self._named(other, self.places[other])}"
-                        )
-        del self.arrived[group]
-        for member in members:
-            self.places[member] += 1
-        self.ready += members
+    def _meet(self, rank: int, place: int) -> list[Member]:
+        """The ranks of an operation, and its place on each, once all have issued it."""
+        operation = self.recordings[rank][place]
+        waiting = self.waiting[operation.batch > 0, operation.group]
+        waiting.append((rank, place))
+        if not operation.batch:
+            met = list(waiting) if len(waiting) == len(operation.group) else []
+        else:  # messages of one side wait one behind the other
+            met = [waiting[0], waiting[-1]] if waiting[0][0] != rank else []
+        for member in met:
+            waiting.remove(member)
+            self._compare(met[0], member)
+        if met and operation.kind == "all_to_all":
+            self._compare_parts(sorted(met, key=lambda member: operation.group.index(member[0])))
+        return met
 
-    def _post(self, rank: int, place: int) -> None:
-        """Matches a message with the oldest one that its partner has issued, or keeps it."""
-        message = self.recordings[rank][place]
-        waiting = self.open[message.group]
-        if not waiting or waiting[0][0] == rank:
-            waiting.append((rank, place))
-            return
-        other, other_place = waiting.popleft()
-        self._compare(other, other_place, rank, place)
-        for side in (other, rank):
-            self.unmatched[side] -= 1
-            if not self.unmatched[side]:
-                self.places[side] = self.after[side]
-                self.ready.append(side)
-
-    def _compare(self, first: int, first_place: int, second: int, second_place: int) -> None:
-        one, other = self.recordings[first][first_place], self.recordings[second][second_place]
-        same = one.where == other.where and (one.kind == other.kind or (one.batch and other.batch))
-        # Ranks' totals of an all_to_all may differ; its parts are compared once all are at it.
+    def _compare(self, first: Member, second: Member) -> None:
+        one, other = self._at(first), self._at(second)
+        same = one.where == other.where and (one.kind == other.kind or one.batch > 0)
+        # Ranks receive different amounts in an all_to_all: its parts are compared.
         if not same or (one.bytes != other.bytes and one.kind != "all_to_all"):
             raise MismatchError(
                 "two ranks meet in operations that differ: "
-                f"{self._named(first, first_place)}; {self._named(second, second_place)}"
+                f"{self._named(*first)}; {self._named(*second)}"
             )
 
-    def _at(self, rank: int) -> Operation:
-        return self.recordings[rank][self.places[rank]]
+    def _compare_parts(self, members: Sequence[Member]) -> None:
+        """members: in the order of the group."""
+        expected = zip(*(self._at(member).receives for member in members), strict=True)
+        for member, wanted in zip(members, expected, strict=True):
+            for other, sent, part in zip(members, self._at(member).sends, wanted, strict=True):
+                if sent != part:
+                    raise MismatchError(
+                        f"rank {member[0]} sends {sent:,} bytes to rank {other[0]}, which expects "
+                        f"{part:,}: {self._named(*member)}; {self._named(*other)}"
+                    )
+
+    def _at(self, member: Member) -> Operation:
+        rank, place = member
+        return self.recordings[rank][place]
 
     def _named(self, rank: int, place: int) -> str:
         return f"rank {rank} at its operation {place}: {self.recordings[rank][place]}"

@@ -1,6 +1,7 @@
 """The topology: a rank's lane, its TP and PP coordinates, and its process groups.
 
-In: the sizes of the axes and a default process group. Out: one frozen Topology, passed explicitly.
+In: the sizes of the axes and a default process group. Out: one frozen Topology, passed explicitly;
+and for each CP size the group this rank is in.
 
 Ranks are numbered in the mesh (pp, lanes, tp), the last axis fastest. With 3 lanes, tp 2 and pp 2
 there are 12 ranks; rank 9 = (1·3 + 1)·2 + 1 has pp_rank 1, lane 1 and tp_rank 1. Lane 1 is held by
@@ -10,21 +11,11 @@ ranks 7, 9 and 11, the other lanes at its TP and PP coordinates.
 Experts are divided over ep neighbouring ranks of a pipeline rank, whatever their lanes. With ep 3
 the ranks 6 … 11 of pp_rank 1 form the EP groups 6 7 8 and 9 10 11; rank 9 has ep_rank 0, and the
 same experts as rank 6, its other expert replica.
-
-The process groups of context parallelism: for each CP size, the one this rank is in.
-
-In: a topology and the legal CP sizes. Out: a group for each size, by first lane and size.
-
-A group of size k is the lanes first_lane … first_lane + k − 1, first_lane a multiple of k, at one
-TP and PP coordinate; its rank 0 is on first_lane. With 6 lanes and sizes 1, 2, 4 and 6, lane 5 is
-in the groups (5, 1), (4, 2) and (0, 6), written as (first_lane, cp_size); only lanes 0 … 3 have a
-group of 4. A rank has at most one group of each size: log2(lanes) + 1 with powers of two.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from operator import index
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -33,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longshore.plan.shapes import ANY_SIZE_LANES, is_power_of_two
+from longshore.plan.shapes import ANY_SIZE_LANES, is_power_of_two, rank_refusals
 
 AXES = ("pp", "lanes", "tp")
 EXPERT_AXES = ("pp", "expert_replicas", "ep")
@@ -51,21 +42,13 @@ class Axes:
     pp: int = 1
     """Pipeline parallelism."""
     ep: int = 1
-    """Expert parallelism: neighbouring ranks of a pipeline rank that share one set of experts;
-    divides lanes · tp."""
+    """Expert parallelism: ranks of a pipeline rank that share one set of experts."""
 
     def __post_init__(self) -> None:
         for axis in fields(Axes):
             _check_size(axis.name, getattr(self, axis.name))
-        if self.lanes * self.tp % self.ep:
-            ranks = self.lanes * self.tp
-            works = [size for size in range(1, ranks + 1) if ranks % size == 0]
-            product = f"{self.lanes} lanes × tp {self.tp} = {ranks} ranks"
-            raise ValueError(
-                f"ep is {self.ep} and does not divide the "
-                f"{product if self.tp > 1 else f'{self.lanes} lanes'}; "
-                f"use one of {', '.join(map(str, works))}, or another number of lanes"
-            )
+        for why in rank_refusals(lanes=self.lanes, tp=self.tp, ep=self.ep):
+            raise ValueError(why)
 
     @property
     def expert_replicas(self) -> int:
@@ -110,10 +93,6 @@ class Axes:
     def ep_rank_of(self, rank: int) -> int:
         return rank % self.ep
 
-    def first_rank_of_lane(self, lane: int) -> int:
-        """The rank that reads a lane's data: the one with tp_rank 0 and pp_rank 0."""
-        return self.rank_at(lane=lane)
-
     def lane_blocks(self, lanes: Sequence[int]) -> list[list[int]]:
         """For each TP and PP coordinate, the ranks of these lanes, in the order of the lanes."""
         return [
@@ -123,10 +102,7 @@ class Axes:
         ]
 
     def blocks(self, axis: str) -> list[list[int]]:
-        """All groups along one of AXES or EXPERT_AXES, each as its ranks.
-
-        Every rank is in exactly one.
-        """
+        """All groups along one of AXES or EXPERT_AXES, each as its ranks; every rank is in one."""
         axes = AXES if axis in AXES else EXPERT_AXES
         mesh = np.arange(self.world_size).reshape([getattr(self, name) for name in axes])
         size: int = getattr(self, axis)
@@ -148,7 +124,7 @@ class Groups:
     """The process groups of one rank; each orders its ranks by its own coordinate."""
 
     device: torch.device
-    """Of the tensors that are sent."""
+    """Where the tensors are that are sent."""
     world: ProcessGroup = field(repr=False)
     """All ranks."""
     lanes: ProcessGroup = field(repr=False)
@@ -165,10 +141,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertGroups:
-    """One rank's groups for layers of experts: two more than those of its axes, at most.
-
-    And one of this rank alone, where tp, pp and lanes are all above 1.
-    """
+    """One rank's groups for layers of experts."""
 
     ep: ProcessGroup
     """The ranks that share one set of experts, by ep_rank."""
@@ -189,11 +162,11 @@ class Topology(Axes):
     """One rank's place in the mesh, with the groups of its axes."""
 
     rank: int
-    """Of all ranks."""
+    """Global rank."""
     mesh: DeviceMesh = field(repr=False)
-    """Of the axes AXES."""
+    """The mesh with the axes AXES."""
     groups: Groups
-    """Of these axes."""
+    """The groups of these axes."""
     experts: ExpertGroups | None = field(repr=False)
     """Only where tp or ep is above 1; else the experts of a layer are on every lane."""
 
@@ -224,7 +197,8 @@ class Topology(Axes):
 
     @property
     def is_first_of_lane(self) -> bool:
-        return self.rank == self.first_rank_of_lane(self.lane)
+        """Whether this rank reads its lane's data."""
+        return self.rank == self.rank_at(lane=self.lane)
 
     def close(self) -> None:
         """Destroys all its groups, except the default one. Every rank calls it, after its last use.
@@ -350,8 +324,8 @@ def new_group_if_in(blocks: Iterable[Sequence[int]], *, backend: str) -> Process
     an eagerly connected NCCL group, ranks outside a group call a split that gloo members never
     join.
     """
-    mine, rank = None, dist.get_rank()
-    locally = backend == "gloo" and _is_eager_nccl()
+    mine, rank, world = None, dist.get_rank(), dist.group.WORLD
+    locally = backend == "gloo" and world is not None and world.bound_device_id is not None
     for block in blocks:
         group = dist.new_group(list(block), backend=backend, use_local_synchronization=locally)
         if rank in block:
@@ -366,11 +340,6 @@ def destroy_groups(groups: Iterable[ProcessGroup]) -> None:
     for group in dict.fromkeys(groups):
         if group != dist.group.WORLD:
             dist.destroy_process_group(group)
-
-
-def _is_eager_nccl() -> bool:
-    world = dist.group.WORLD
-    return world is not None and world.bound_device_id is not None
 
 
 def cp_blocks(lanes: int, cp_size: int) -> list[range]:
@@ -396,16 +365,28 @@ def check_cp_sizes(sizes: Iterable[int], lanes: int) -> tuple[int, ...]:
 
 
 class CPGroups:
-    """This rank's CP groups, open until `close()`. All ranks open and close them together."""
+    """This rank's CP groups, open until `close()`. All ranks open and close them together.
+
+    A group of size k is the lanes first_lane … first_lane + k - 1, first_lane a multiple of k, at
+    one TP and PP coordinate; its rank 0 is on first_lane. With 6 lanes and sizes 1, 2, 4 and 6,
+    lane 5 is in the groups (5, 1), (4, 2) and (0, 6), written as (first_lane, cp_size); only lanes
+    0 … 3 have a group of 4.
+    """
 
     def __init__(self, topology: Topology, sizes: Iterable[int]) -> None:
-        self._place = f"rank {topology.rank} (lane {topology.lane} of {topology.lanes})"
+        self._name = f"rank {topology.rank} (lane {topology.lane} of {topology.lanes})"
         self._groups: dict[tuple[int, int], ProcessGroup] = {}
         self._left_over: list[ProcessGroup] = []
-        ascending = check_cp_sizes(sizes, topology.lanes)
-        make = _split if can_split() else _create
-        for size in ascending:
-            group = make(topology, size)
+        by_split = can_split()
+        for size in check_cp_sizes(sizes, topology.lanes):
+            blocks, left_over = cp_ranks(topology, size)
+            # torch names a split by its ranks and the number of groups a rank has, so lanes left
+            # over get an unused group too: without it the next names would differ.
+            group = (
+                dist.split_group(split_ranks=blocks + left_over, group_desc=f"cp_{size}")
+                if by_split
+                else new_group_if_in(blocks, backend=topology.backends[topology.device.type])
+            )
             first = topology.lane // size * size
             if group is not None and first + size <= topology.lanes:
                 self._groups[first, size] = group
@@ -425,7 +406,7 @@ class CPGroups:
             sizes = ", ".join(f"{size} from lane {first}" for first, size in self._groups)
             others = f"it has groups of size {sizes}" if sizes else "all its groups are closed"
             raise ValueError(
-                f"{self._place} has no CP group of size {cp_size} from lane {first_lane}; {others}"
+                f"{self._name} has no CP group of size {cp_size} from lane {first_lane}; {others}"
             ) from None
 
     def close(self) -> None:
@@ -438,36 +419,12 @@ class CPGroups:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
-def _create(topology: Topology, size: int) -> ProcessGroup | None:
-    """This rank's group of one size; all ranks create the groups in the same order."""
-    blocks = [b for lanes in cp_blocks(topology.lanes, size) for b in topology.lane_blocks(lanes)]
-    return new_group_if_in(blocks, backend=topology.backends[topology.device.type])
-
-
-def _split(topology: Topology, size: int) -> ProcessGroup | None:
-    """The same by one split of the communicator of all ranks.
-
-    torch names a split by its ranks and the number of groups a rank has, so lanes left over get an
-    unused group too: without it the next names would differ.
-    """
-    return dist.split_group(split_ranks=splits(topology, size), group_desc=f"cp_{size}")
-
-
-def splits(axes: Axes, size: int) -> list[list[int]]:
-    """Blocks that contain every rank once: the CP groups of a size, then the lanes left over."""
+def cp_ranks(axes: Axes, size: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The ranks of each CP group of a size, and those of the lanes left over, per coordinate."""
     covered = axes.lanes // size * size
-    left = [range(covered, axes.lanes)] if covered < axes.lanes else []
-    return [
-        block
-        for lanes in [*cp_blocks(axes.lanes, size), *left]
-        for block in axes.lane_blocks(lanes)
-    ]
+    blocks = [ranks for lanes in cp_blocks(axes.lanes, size) for ranks in axes.lane_blocks(lanes)]
+    return blocks, axes.lane_blocks(range(covered, axes.lanes)) if covered < axes.lanes else []

@@ -1,10 +1,11 @@
-"""Probes of this machine: Python, torch, devices, packages, disk.
+"""What `longshore doctor` checks on this machine: Python, torch, devices, ops, packages, disk.
 
 In: DoctorOptions, from the command line. Out: findings, section by section, each ok, a warning, or
 broken, with advice. A probe that fails is a finding too: `examine` never raises, and torch is
 imported only inside probes, so that a broken torch can be reported.
 
     Finding("warn", "/dev/shm has 0.1 GiB", "start the container with --shm-size=16g")
+    Finding("ok", "norm, rope, gate: triton, match the reference")
 """
 
 import importlib.metadata
@@ -19,9 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from longshore.doctor.probes import Finding, bad, first_line, good, kernels, ops, warn
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +37,47 @@ LIMIT = Path("/sys/fs/cgroup/memory.max")
 SHARED = Path("/dev/shm")
 TEXT = ("tokenizers", "jinja2")
 OPTIONAL = ("transformers", "tensorboard", "wandb")
+KERNELS = {
+    "Triton": "triton",
+    "flash-attn-4": "flash-attn-4",
+    "flash-linear-attention": "flash-linear-attention",
+}
+"""Packages with kernels, and what pip calls them."""
+REPORT = "this does not work on this machine; please report it, and train with train.kernels=plain"
+EXTRA = "pip install 'longshore[gpu]'"
+LONGEST_LINE = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One result of a probe."""
+
+    mark: Literal["ok", "warn", "bad"]
+    """bad: broken, and training needs it."""
+    text: str
+    way_out: str = ""
+    """Advice."""
+
+
+def good(text: str) -> Finding:
+    return Finding("ok", text)
+
+
+def warn(text: str, way_out: str = "") -> Finding:
+    return Finding("warn", text, way_out)
+
+
+def bad(text: str, way_out: str = "") -> Finding:
+    return Finding("bad", text, way_out)
+
+
+def first_line(error: object) -> str:
+    """An error or a warning in one line; an error with its type."""
+    lines = str(error).strip().splitlines()
+    line = lines[0] if lines else ""
+    if isinstance(error, BaseException) and not isinstance(error, Warning):
+        line = f"{type(error).__name__}: {line}" if line else type(error).__name__
+    return line if len(line) <= LONGEST_LINE else line[: LONGEST_LINE - 1] + "…"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +85,17 @@ class DoctorOptions:
     """What to check for."""
 
     gpus: int
-    """Visible in the environment."""
+    """GPUs visible in the environment."""
     ranks: int
-    """That a run would have."""
+    """Ranks of a run."""
     folder: Path
     """Where runs are written."""
 
 
 Probe = Callable[[DoctorOptions], Iterator[Finding]]
-Section = tuple[str, tuple[Finding, ...]]
 
 
-def examine(setting: DoctorOptions) -> Iterator[Section]:
+def examine(setting: DoctorOptions) -> Iterator[tuple[str, tuple[Finding, ...]]]:
     """Yields each section's name and its findings."""
     for name, probe in PROBES:
         yield name, findings_of(probe, setting)
@@ -193,17 +232,74 @@ def _computes(device: "torch.device", text: str) -> Finding:
     return good(f"{text}: works")
 
 
+def ops(setting: DoctorOptions) -> Iterator[Finding]:
+    """Runs each op on the first GPU, or the CPU; ops with the same result share a finding."""
+    import torch
+
+    from longshore.doctor.probes import try_ops
+
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
+    dtype = torch.bfloat16 if has_gpu else torch.float32
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, backend, wrong in try_ops(device, dtype):
+        names.setdefault((backend, wrong), []).append(name)
+    for (backend, wrong), those in names.items():
+        yield op_finding(those, backend, wrong, has_gpu=has_gpu)
+
+
+def op_finding(names: list[str], backend: str, wrong: str, *, has_gpu: bool) -> Finding:
+    """The line about ops with this backend. wrong: how they differ from the reference, or ""."""
+    text = f"{', '.join(names)}: {backend}"
+    if wrong:
+        return bad(f"{text}: {first_line(wrong)}", REPORT)
+    text += ", matches the reference" if len(names) == 1 else ", match the reference"
+    if not has_gpu or not backend.startswith("plain torch"):
+        return good(text)
+    # The name of plain torch says why no faster backend was chosen.
+    way_out = ""
+    if "triton is not installed" in backend:
+        way_out = "pip install triton"
+    elif "is not installed" in backend:
+        way_out = EXTRA
+    elif "incorrect on Hopper" in backend:
+        way_out = "pip install 'triton>=3.7.1'"
+    return warn(f"{text}, but {'is' if len(names) == 1 else 'are'} slow", way_out)
+
+
+def kernels(setting: DoctorOptions) -> Iterator[Finding]:
+    """The packages with kernels for GPUs; what is slow without them is said by `ops`."""
+    import torch
+
+    from longshore.ops.backends import HOPPER
+    from longshore.user_code import is_installed
+
+    if not torch.cuda.is_available():
+        yield good("faster kernels exist only for GPUs")
+        return
+    versions = {name: _version(package) for name, package in KERNELS.items()}
+    installed = [f"{name} {version}" for name, version in versions.items() if version]
+    if installed:
+        yield good(", ".join(installed))
+    if not versions["Triton"]:
+        yield warn("Triton is missing: train.compile=true will fail", "pip install triton")
+    if is_installed("flash_attn.cute"):
+        return
+    text = "flash-attn-4 is not installed"
+    if torch.cuda.get_device_capability(0) == HOPPER:
+        yield warn(f"{text}: 1.4 to 1.9 times as fast as torch's attention on an H200", EXTRA)
+    else:
+        yield good(f"{text}; it is used on compute capability 9.0 only")
+
+
 def packages(setting: DoctorOptions) -> Iterator[Finding]:
     for name in ("numpy", "pyarrow", "rich", "safetensors"):
         if version_of(name) is None:
             yield bad(f"{name} is missing", f"pip install {name}")
     missing = [name for name in TEXT if version_of(name) is None]
     if missing:
-        verb = "are" if len(missing) > 1 else "is"
-        yield warn(
-            f"{' and '.join(missing)} {verb} missing, needed for text",
-            "pip install 'longshore[hf]'",
-        )
+        text = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing"
+        yield warn(f"{text}, needed for text", "pip install 'longshore[hf]'")
     else:
         yield good("for text: " + ", ".join(f"{name} {version_of(name)}" for name in TEXT))
     installed = [f"{name} {version_of(name)}" for name in OPTIONAL if version_of(name)]
@@ -242,8 +338,8 @@ PROBES: tuple[tuple[str, Probe], ...] = (
     ("machine", machine),
     ("torch", torch_build),
     ("devices", devices),
-    ("ops", lambda setting: ops()),
-    ("kernels", lambda setting: kernels()),
+    ("ops", ops),
+    ("kernels", kernels),
     ("packages", packages),
     ("disk", storage),
 )
@@ -253,10 +349,14 @@ def version_of(name: str) -> str | None:
     """The version of a package, without importing it; None if it is not installed."""
     if importlib.util.find_spec(name) is None:
         return None
+    return _version(name) or "of unknown version"
+
+
+def _version(package: str) -> str:
     try:
-        return importlib.metadata.version(name)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+        return ""
 
 
 def size(amount: int) -> str:

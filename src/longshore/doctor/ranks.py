@@ -1,4 +1,4 @@
-"""Probes of the ranks: whether they can connect, and the place of each.
+"""Probes of the ranks: whether they can connect, and where each is.
 
 In: this rank's RankPlace. Out: RankProbe, the same on every rank: each rank's place, and findings.
 All ranks call `probe_ranks` together; it creates the process groups that training creates, runs
@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from longshore.distributed.collectives import all_to_all, gather, sum_over
-from longshore.distributed.process_group import Rendezvous, process_group
+from longshore.distributed.process_group import Ranks, process_group
 from longshore.distributed.topology import CPGroups, Topology, make_topology
-from longshore.doctor.probes import Finding, bad, first_line, good, warn
+from longshore.doctor.machine import Finding, bad, first_line, good, warn
 from longshore.plan.shapes import legal_cp_sizes
 
 UNEVEN = 3
@@ -50,9 +50,9 @@ class RankPlace:
     device: str
     """Such as cuda:0."""
     versions: str
-    """Of Python and torch, which must be the same on all ranks."""
+    """Versions of Python and torch, which must be the same on all ranks."""
     lane: int = 0
-    """In the topology."""
+    """Its lane in the topology."""
     cp_groups: tuple[tuple[int, int], ...] = ()
     """(first_lane, cp_size) of each of its CP groups."""
     remarks: tuple[Finding, ...] = ()
@@ -67,7 +67,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class RankProbe:
-    """places: of all ranks, in rank order."""
+    """The places of all ranks, in rank order, and what was wrong."""
 
     places: tuple[RankPlace, ...]
     findings: tuple[Finding, ...]
@@ -87,13 +87,10 @@ class StageTimer:
         self.name, self._since = name, now
 
 
-def versions() -> str:
-    return f"Python {platform.python_version()}, torch {torch.__version__}"
-
-
 def local_place(rank: int, *, node: int, local_rank: int, device: torch.device) -> RankPlace:
     """The place of a rank on this machine, before the ranks are connected."""
-    return RankPlace(rank, node, local_rank, socket.gethostname(), str(device), versions())
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return RankPlace(rank, node, local_rank, socket.gethostname(), str(device), versions)
 
 
 def with_time_limit(seconds: float, work: Callable[[StageTimer], T]) -> T:
@@ -120,12 +117,12 @@ def with_time_limit(seconds: float, work: Callable[[StageTimer], T]) -> T:
 
 
 def probe_ranks(
-    place: RankPlace, stage: StageTimer, *, where: Rendezvous, backend: str, device: torch.device
+    place: RankPlace, stage: StageTimer, *, ranks: Ranks, backend: str, device: torch.device
 ) -> RankProbe:
     """Creates the groups of a run and tests them; all ranks call it together."""
     stage.enter("connecting the ranks")
-    with process_group(where, backend=backend, device=device):
-        topology = make_topology(lanes=where.world_size, device=device)
+    with process_group(ranks, backend=backend, device=device):
+        topology = make_topology(lanes=ranks.world_size, device=device)
         problems = _try_sum(topology, stage)
         stage.enter("creating the CP groups")
         with CPGroups(topology, legal_cp_sizes(topology.lanes)) as groups:
@@ -134,7 +131,7 @@ def probe_ranks(
         problems += _try_uneven(topology, stage)
         stage.enter("exchanging the results")
         mine = replace(place, lane=topology.lane, cp_groups=keys)
-        results: list[tuple[RankPlace, list[str]]] = [(mine, [])] * where.world_size
+        results: list[tuple[RankPlace, list[str]]] = [(mine, [])] * ranks.world_size
         dist.all_gather_object(results, (mine, problems))
         stage.enter("closing the process group")
     places = tuple(sorted((place for place, _ in results), key=lambda place: place.rank))
@@ -201,25 +198,14 @@ def _times(places: Sequence[RankPlace], stage: StageTimer, backend: str) -> list
 
 def _differences(places: Sequence[RankPlace], backend: str) -> list[Finding]:
     """What differs between ranks, and the findings of the other machines."""
-    findings = []
-    first = places[0]
-    for place in places[1:]:
-        if place.versions != first.versions:
-            findings.append(
-                warn(
-                    f"rank {place.rank} has {place.versions}, but rank 0 has {first.versions}",
-                    "install the same on all machines",
-                )
-            )
-            break
+    findings, first = [], places[0].versions
+    if other := next((place for place in places if place.versions != first), None):
+        text = f"rank {other.rank} has {other.versions}, but rank 0 has {first}"
+        findings.append(warn(text, "install the same on all machines"))
     devices = [(place.node, place.device) for place in places if place.device != "cpu"]
     if len(set(devices)) < len(devices):
-        findings.append(
-            warn(
-                f"several ranks share a GPU, connected over {backend}",
-                "start one rank for each GPU",
-            )
-        )
+        text = f"several ranks share a GPU, connected over {backend}"
+        findings.append(warn(text, "start one rank for each GPU"))
     for place in places:
         for remark in place.remarks:
             text = f"node {place.node} ({place.host}): {remark.text}"

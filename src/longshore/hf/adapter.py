@@ -1,29 +1,16 @@
 """Causal language models of transformers, trained packed, with dynamic and mixed CP, under FSDP.
 
-In: a model of transformers, or a folder of one. Out: a LanguageModel that takes token ids (T) and a
-micro-batch's context instead of padded rows, and returns the loss of each token:
+In: a model of transformers. Out: a LanguageModel that takes token ids (T) and a micro-batch's
+context instead of padded rows, and returns the loss of each token:
 
     model = adapt(AutoModelForCausalLM.from_pretrained("Qwen3-0.6B"))
     parallelize(model, topology, groups, choices=Choices(mode="zero3", dtype=torch.bfloat16))
     nll_T = model(batch.token_ids, batch.ctx, batch.targets.labels).values
 
-The code of the model is transformers' own, but for attention (hf/transformers_model.py) and for the
-loss, which never holds all logits. Parameters have the names that transformers gives them. A model
-whose layers mix tokens in other ways is refused: by its keys (hf/generic_keys.py), by its modules
-here, or because a small copy of it, packed, differs from each sequence alone (hf/adapter.py).
-
-With a tied head the parameter is model.embed_tokens.weight alone; lm_head.weight is not listed.
-
-A small copy of a model of transformers, packed and alone: refuses what would be trained wrongly.
-
-In: the class of a model and its config. Out: nothing, or a ValueError. Packed through our attention
-must give, for every token and parameter, the loss and the gradient of each sequence alone through
-transformers' own eager code, logits included. So whatever mixes tokens of different sequences,
-counts positions in another way, or changes attention or logits in ways we do not know, is seen here
-and refused before the first step. It takes about a second on a CPU.
-
-A Qwen3 of 28 layers, width 1024 and 151,936 tokens becomes one of 2 layers, width 32 and 37 tokens;
-of a Gemma 3 one layer of each kind stays, with windows of 3. Sequences have 7, 1 and 5 tokens.
+The code of the model is transformers' own, except for attention (hf/transformers_model.py) and the
+loss, which never holds all logits. A model that would be trained wrongly is refused: by its keys
+(hf/generic_keys.py), by its modules, or because a small copy of it, packed, differs from each
+sequence alone.
 """
 
 import copy
@@ -49,31 +36,22 @@ from longshore.ops.backends import only
 LENGTHS = (7, 1, 5)
 VOCAB = 37
 TOLERANCE = 1e-3
-"""Of float32, relative to the largest value; what is wrong differs by 0.1 or more."""
+"""For float32, relative to the largest value; what is wrong differs by 0.1 or more."""
 
 SMALL: dict[str, int] = {
-    "hidden_size": 32,
-    "head_dim": 8,
-    "intermediate_size": 16,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "intermediate_size_mlp": 16,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 12,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "qk_head_dim": 16,
-    "v_head_dim": 8,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "vocab_size_per_layer_input": VOCAB,
-    "vocab_size": VOCAB,
+    key: size
+    for size, keys in {
+        VOCAB: "vocab_size vocab_size_per_layer_input",
+        32: "hidden_size",
+        16: "intermediate_size moe_intermediate_size shared_expert_intermediate_size "
+        "intermediate_size_mlp qk_head_dim",
+        12: "q_lora_rank kv_lora_rank",
+        8: "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim",
+        4: "num_experts num_local_experts n_routed_experts moe_num_experts",
+        2: "num_experts_per_tok",
+        1: "n_group topk_group first_k_dense_replace",
+    }.items()
+    for key in keys.split()
 }
 """Keys and what they become in the small copy, where a config has them and they are more."""
 REACH = re.compile(
@@ -83,7 +61,14 @@ REACH = re.compile(
 
 
 def try_packed(model_class: type[Any], config: Any) -> None:  # noqa: ANN401
-    """Refuses the model if a small copy of it, packed, differs from each sequence alone."""
+    """Refuses the model if a small copy of it, packed, differs from each sequence alone.
+
+    Packed through our attention must give, for every token and parameter, the loss and the gradient
+    of each sequence alone through transformers' own eager code. So whatever mixes tokens of
+    different sequences, counts positions in another way, or changes attention or logits in ways we
+    do not know, is refused before the first step. It takes about a second on a CPU: a Qwen3 of 28
+    layers, width 1024 and 151,936 tokens becomes one of 2 layers, width 32 and 37 tokens.
+    """
     name = model_class.__name__
     with (
         torch.inference_mode(False),  # the caller may be in it, or in no_grad
@@ -125,7 +110,7 @@ def try_packed(model_class: type[Any], config: Any) -> None:  # noqa: ANN401
 
 
 def _packed(model: Any, ctx: SeqContext, ids: Tensor) -> tuple[Tensor, int]:  # noqa: ANN401
-    """The losses of all tokens, their gradients in the parameters, and the calls of attention."""
+    """Losses of all tokens and calls of attention; leaves gradients in the parameters."""
     rows = PackedRows(ctx, model.exchanges)
     values = model.from_hidden(model.hidden(ids, rows), _labels(ids))
     values.sum().backward()
@@ -133,7 +118,7 @@ def _packed(model: Any, ctx: SeqContext, ids: Tensor) -> tuple[Tensor, int]:  # 
 
 
 def _alone(hf: Any) -> tuple[Tensor, dict[str, Tensor | None]]:  # noqa: ANN401
-    """Transformers' own code, one sequence at a time."""
+    """Losses and gradients of transformers' own code, one sequence at a time."""
     values = []
     for ids in _ids().split(LENGTHS):
         logits = hf(input_ids=ids[None], use_cache=False).logits[0]
@@ -160,7 +145,7 @@ def _compare(name: str, what: str, packed: Tensor | None, alone: Tensor | None) 
 
 
 def _small_model(model_class: type[Any], config: Any) -> Any:  # noqa: ANN401
-    """With random weights, large enough for everything to matter."""
+    """A small copy with random weights, large enough for everything to matter."""
     try:
         small = small_config(config)
         small._attn_implementation = "eager"
@@ -260,7 +245,7 @@ def adapt(hf: Any, *, check: bool = True) -> TransformersModel:  # noqa: ANN401
         _check_peft(hf.peft_config, with_dropout=check)
         hf = hf.get_base_model()
     if check:
-        check_foreign(hf)
+        check_transformers(hf)
     return adapted(hf, describe_decoder(config_keys(hf.config)))
 
 
@@ -286,7 +271,7 @@ def _check_peft(configs: Mapping[str, Any], *, with_dropout: bool) -> None:
                 )
 
 
-def check_foreign(hf: Any) -> None:  # noqa: ANN401
+def check_transformers(hf: Any) -> None:  # noqa: ANN401
     """Refuses a model that would be trained wrongly, by name."""
     try:
         check_keys(config_keys(hf.config))

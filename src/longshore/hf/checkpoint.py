@@ -8,8 +8,7 @@ changes no byte of a tensor or of config.json:
     weights.block("embed.weight", (slice(0, 1024),))      what one rank of a sharded model needs
     write_checkpoint("copy", read_config("Qwen3-8B"), weights.items(), base="Qwen3-8B")
 
-A decoder that transformers has no architecture for is written in our own format instead, see
-hf/architectures.py.
+write_own_checkpoint writes a decoder that transformers has no architecture for.
 """
 
 import re
@@ -28,35 +27,18 @@ from longshore.hf.config_file import (
     choose_architecture,
     config_text,
     describe,
-    foreign_base,
     own_config_text,
-    read_config,
+    transformers_base,
 )
 from longshore.hf.tensor_files import FLOATS, INTEGERS, TensorFiles, write_files
-from longshore.hf.tensor_map import Copied, Place, Shape, Source, StorageLayout, read_tensor_names
+from longshore.hf.tensor_map import Shape, Source, StorageLayout, read_tensor_names
 from longshore.model.decoder import Decoder
-
-__all__ = [
-    "Weights",
-    "open_weights",
-    "read_config",
-    "tensor_shapes",
-    "write_checkpoint",
-    "write_own_checkpoint",
-]
 
 SHARD_BYTES = 5 * 10**9
 COMPANIONS = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.tiktoken",
-    "chat_template*",
-    "additional_chat_templates/*",
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "*.tiktoken"),
+    *("chat_template*", "additional_chat_templates/*"),
 )
 """What a model needs beside its weights, and training does not change."""
 
@@ -67,11 +49,8 @@ KEPT = re.compile(
 )
 """Tensors that are never cast: small steps move a router's bias, which bfloat16 would lose; weights
 of hyper-connections, and sinks and biases of sparse attention, are float32 in training, too."""
-
 MOST_LISTED = 20
 """Names in an error."""
-TIED = "tie_word_embeddings is true"
-SHARED = "all depths share embedding and head"
 
 
 class Weights(Mapping[str, Tensor]):
@@ -112,27 +91,31 @@ class Weights(Mapping[str, Tensor]):
 
 def open_weights(folder: str | Path) -> Weights:
     """The tensors of a Hugging Face folder, after checking that all are there and fit."""
-    described, files = describe(folder), TensorFiles(folder)
-    config, place = described.config, described.architecture.place
-    layout = StorageLayout(config, described.raw, frozenset(files.names))
-    shapes = tensor_shapes(config)
-    sources = {name: place(name, layout) for name in shapes}
-    theirs = {
-        part: part_shape
-        for name, shape in shapes.items()
-        for part, part_shape in sources[name].shapes(shape).items()
-    }
-    ignored = described.architecture.ignored
+    raw, architecture, config = describe(folder)
+    files, shapes = TensorFiles(folder), tensor_shapes(config)
+    layout = StorageLayout(config, raw, frozenset(files.names))
+    sources = {name: architecture.source(name, layout) for name in shapes}
+    ignored = architecture.ignored
     if config.tied:
-        head = place("head.weight", layout).theirs
-        _check_copy(files, head, sources["embed.weight"].theirs, why=TIED)
+        head = architecture.source("head.weight", layout).stored
+        embedding = sources["embed.weight"].stored
+        check_copy(files, head, embedding, why="tie_word_embeddings is true")
         ignored = f"{ignored}|{re.escape(head)}"
-    tables = frozenset(source.theirs for name, source in sources.items() if TABLE.fullmatch(name))
-    check_tensors(files, theirs, ignored=ignored, tables=tables)
+    tables = frozenset(source.stored for name, source in sources.items() if TABLE.fullmatch(name))
+    check_tensors(files, stored_shapes(sources, shapes), ignored=ignored, tables=tables)
     for source in sources.values():
-        for copy in source.copies if isinstance(source, Copied) else ():
-            _check_copy(files, copy, source.theirs, why=SHARED)
+        for copy in source.copies:
+            check_copy(files, copy, source.stored, why="all depths share embedding and head")
     return Weights(files, sources, shapes)
+
+
+def stored_shapes(sources: Mapping[str, Source], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The names and shapes of the tensors in a folder. shapes: of ours, by name."""
+    return {
+        stored: shape
+        for name, source in sources.items()
+        for stored, shape in source.shapes(shapes[name]).items()
+    }
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
@@ -152,14 +135,10 @@ def check_tensors(
 ) -> None:
     """Refuses files whose tensors are not these; names that fit `ignored` may be there too.
 
-    tables: those of integers.
+    tables: names of tensors of integers.
     """
     names = {name for name in files.names if name in shapes or not re.fullmatch(ignored, name)}
-    misshapen = [
-        f"{name} (is {files.shape(name)}, must be {shapes[name]})"
-        for name in sorted(names & shapes.keys())
-        if files.shape(name) != shapes[name]
-    ]
+    misshapen = []
     for name in sorted(names & shapes.keys()):
         dtype, is_table = files.dtype(name), name in tables
         if is_table and dtype not in INTEGERS:
@@ -172,6 +151,8 @@ def check_tensors(
                 f"{files.folder}: the tensor {name} is {dtype}; only {', '.join(FLOATS)} can be "
                 "trained, so convert quantized weights to bfloat16 first"
             )
+        if files.shape(name) != shapes[name]:
+            misshapen.append(f"{name} (is {files.shape(name)}, must be {shapes[name]})")
     wrong = {
         "missing": sorted(shapes.keys() - names),
         "unknown": sorted(names - shapes.keys()),
@@ -197,31 +178,28 @@ def write_checkpoint(
     """Writes a folder that transformers loads, from a stream of our (name, tensor) pairs.
 
     base: the Hugging Face folder the model came from, whose tokenizer, generation settings and
-    keys of config.json are kept; None for a model that came from none. dtype: of the tensors
-    written, None for their own; a router's bias keeps its own. max_length: see config_text.
+    keys of config.json are kept; None for a model that came from none. dtype: what the tensors
+    are cast to, None for their own; a router's bias is never cast. max_length: see config_text.
     """
     base = None if base is None else Path(base)
-    of_theirs = foreign_base(base)
-    place = choose_architecture(config, base).place
-    layout = storage_layout(config, of_theirs)
+    config_base = transformers_base(base)
+    find_source = choose_architecture(config, base).source
+    layout = storage_layout(config, config_base)
     shapes = tensor_shapes(config)
-    expected = check_stream(tensors, shapes, dtype=dtype)
-    _write_folder(
+
+    def stored() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in check_stream(tensors, shapes, dtype=dtype):
+            yield from find_source(name, layout).write(tensor)
+            del tensor  # before the next one is made
+
+    write_folder(
         folder,
-        _as_theirs(expected, place, layout),
-        [part for name, shape in shapes.items() for part in place(name, layout).shapes(shape)],
-        lambda kind: config_text(config, base=of_theirs, dtype=kind, max_length=max_length),
+        stored(),
+        stored_shapes({name: find_source(name, layout) for name in shapes}, shapes),
+        lambda kind: config_text(config, base=config_base, dtype=kind, max_length=max_length),
         base=base,
         shard_bytes=shard_bytes,
     )
-
-
-def _as_theirs(
-    tensors: Iterator[tuple[str, Tensor]], place: Place, layout: StorageLayout
-) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        yield from place(name, layout).write(tensor)
-        del tensor  # before the next one is made
 
 
 def write_own_checkpoint(
@@ -235,10 +213,10 @@ def write_own_checkpoint(
 ) -> None:
     """Writes a folder in our own format, which model.from_hf reads: any decoder fits.
 
-    base: whose tokenizer and generation settings are kept, or None. dtype: see write_checkpoint.
+    base: a folder whose tokenizer and generation settings are kept. dtype: see write_checkpoint.
     """
     shapes = tensor_shapes(config)
-    _write_folder(
+    write_folder(
         folder,
         check_stream(tensors, shapes, dtype=dtype),
         shapes,
@@ -248,7 +226,7 @@ def write_own_checkpoint(
     )
 
 
-def _write_folder(
+def write_folder(
     folder: str | Path,
     tensors: Iterator[tuple[str, Tensor]],
     names: Iterable[str],
@@ -257,13 +235,25 @@ def _write_folder(
     base: Path | None,
     shard_bytes: int,
 ) -> None:
-    """names: of the tensors. text: of config.json, for the dtype of the tensors."""
+    """Writes tensors, config.json and the base's companions into a new folder.
+
+    names: of all tensors to come. text: makes that of config.json from the dtype written.
+    """
     with new_folder(folder) as partial:
-        written = write_files(partial, tensors, shard_bytes=shard_bytes, names=names)
-        kind = str(written.dtype).removeprefix("torch.")
+        dtype, _ = write_files(partial, tensors, shard_bytes=shard_bytes, names=names)
+        kind = str(dtype).removeprefix("torch.")
         (partial / CONFIG).write_text(text(kind), encoding="utf-8")
         if base is not None:
-            copy_companions(base, partial)
+            _copy_companions(base, partial)
+
+
+def _copy_companions(base: Path, folder: Path) -> None:
+    for pattern in COMPANIONS:
+        for path in sorted(base.glob(pattern)):
+            if path.is_file():
+                copy = folder / path.relative_to(base)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
 
 
 def check_stream(
@@ -287,25 +277,16 @@ def storage_layout(config: DecoderConfig, base: Path | None) -> StorageLayout:
     """How to lay tensors out: as in the base, where there is one."""
     if base is None:
         return StorageLayout(config, {})
-    return StorageLayout(config, describe(base).raw, read_tensor_names(base) or frozenset())
+    return StorageLayout(config, describe(base)[0], read_tensor_names(base) or frozenset())
 
 
-def _check_copy(files: TensorFiles, copy: str, of: str, *, why: str) -> None:
+def check_copy(files: TensorFiles, copy: str, of: str, *, why: str) -> None:
     """A copy must equal its original; the first rows are compared."""
     if not {copy, of} <= set(files.names) or files.shape(copy) != files.shape(of):
         return
     rows = (slice(0, min(64, files.shape(of)[0])),)
     if not torch.equal(files.block(copy, rows), files.block(of, rows)):
         raise ValueError(f"{files.folder}: {why}, but {copy} differs from {of}; remove {copy}")
-
-
-def copy_companions(base: Path, folder: Path) -> None:
-    for pattern in COMPANIONS:
-        for path in sorted(base.glob(pattern)):
-            if path.is_file():
-                copy = folder / path.relative_to(base)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, copy)
 
 
 def _some(names: list[str]) -> str:

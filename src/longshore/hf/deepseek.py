@@ -1,49 +1,20 @@
-"""DeepSeek-V3: the keys of config.json, and our config.
+"""DeepSeek-V3 and DeepSeek-V4: the keys of config.json, and our config.
 
 In: a config.json as a dict. Out: a DecoderConfig, and back. Missing keys have the defaults of
-transformers. How the experts' bias is updated is a matter of training: config.json does not say it.
+transformers. How the experts' bias is updated and the weight of the index's loss are matters of
+training: config.json does not say them.
 
     {"num_hidden_layers": 61, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1, …}
     61 layers, of which 3 have an MLP and 58 experts, and one depth of multi-token prediction
 
-A folder that transformers saved has no tensors for multi-token prediction, though its config.json
-has num_nextn_predict_layers; config_file.py checks, and reads such a folder without depths.
-
-DeepSeek-V4: the keys of config.json, and our config.
-
-In: a config.json as a dict. Out: a DecoderConfig, and back. Missing keys have the defaults of
-transformers. The weight of the index's loss and how the experts' bias is updated are matters of
-training: config.json does not say them.
-
-    {"num_hidden_layers": 4, "layer_types": ["sliding_attention", …], "num_hash_layers": 3, …}
-    four layers, of which token ids choose the experts of the first three
-
-DeepSeek's own files say compress_ratios, 0, 4 or 128 for each layer and one more for the depth,
-where transformers writes layer_types and compress_rates; num_hash_layers where it writes
-mlp_layer_types; qk_rope_head_dim where it writes partial_rotary_factor. Both are read, and the
-latter written. Positions of layers with entries have a base of their own, and may be scaled.
-
-A depth of multi-token prediction has a window and no entries. transformers leaves depths out, and
-those of DeepSeek's own folders join their inputs in another way: both are read without depths.
-
-DeepSeek-V4: which tensors of a folder hold each tensor of ours.
-
-In: the name of one of our tensors. Out: its Source; see hf/tensor_map.py. A folder has the names
-that transformers saves, which are those of DeepSeek's own folders but for the beginning and the
-ends: model.layers.0.attn.wq_a.weight here is layers.0.attn.wq_a.weight there. Both are read.
-
-    layers.3.mixer.q_up.weight        model.layers.3.attn.wq_b.weight
-    layers.3.mixer.biases.entries     model.layers.3.attn.compressor.ape
-
-RoPE rotates dims 2i and 2i + 1 of a head's last ones there, and i and i + R here. So all rows that
-make such dims, and the columns that read them, are in another order: of every head of 6 dims, 4 of
-them rotary, theirs 0 1 2 3 4 5 are ours in the order 0 1 2 4 3 5.
+transformers saves no tensors for multi-token prediction, though config.json says
+num_nextn_predict_layers, and depths of DeepSeek-V4's own folders join their inputs in another way:
+config_file.py reads both without depths.
 """
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from longshore.arch.attention import MLAConfig
 from longshore.arch.decoder import MOST_DEPTHS, DecoderConfig, HyperConfig, LayerConfig
@@ -52,9 +23,14 @@ from longshore.arch.rope import RopeConfig, YarnScaling
 from longshore.arch.sparse_attention import IndexConfig, SparseAttentionConfig
 from longshore.hf.keys import (
     SILU,
+    Raw,
+    all_of_kind,
     common_part,
     common_part_or_none,
+    count,
     decoder_keys,
+    flag,
+    number,
     parts_of_kind,
     read_decoder,
     read_layers,
@@ -66,23 +42,9 @@ from longshore.hf.keys import (
     rope_keys,
     rope_object,
     scaled_length,
-    write_rope,
+    scaling_keys,
+    shown,
 )
-from longshore.hf.tensor_map import (
-    BlockReader,
-    Index,
-    Interleaved,
-    Make,
-    PerExpert,
-    Row,
-    Source,
-    StorageLayout,
-    look_up,
-)
-from longshore.hf.typed_keys import Raw, count, flag, number, shown
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 DEEPSEEK_DEFAULTS = {
     "kv_lora_rank": 512,
@@ -138,10 +100,8 @@ def deepseek_keys(config: DecoderConfig) -> dict[str, Any]:
     if config.norm_eps != LATENT_EPS:
         raise ValueError(f"its norms have eps {config.norm_eps:g}, not {LATENT_EPS:g}")
     layers = (*config.layers, *config.mtp)
-    mixers = parts_of_kind(layers, "mixer", MLAConfig)
+    mixers = all_of_kind(layers, "mixer", MLAConfig, "is not latent attention")
     mixer = common_part(mixers, "latent attention")
-    if None in mixers:
-        raise ValueError(f"layer {mixers.index(None)} is not latent attention")
     return {
         **decoder_keys(config),
         **_latent_keys(mixer),
@@ -242,9 +202,8 @@ def _mlp_keys(config: DecoderConfig) -> dict[str, Any]:
         raise ValueError("a layer with experts comes before one without")
     if config.mtp and dense > len(config.layers):
         raise ValueError("a depth of multi-token prediction has no experts")
-    mlps = parts_of_kind(config.layers[:dense], "mlp", MLPConfig)
-    if None in mlps:
-        raise ValueError(f"layer {mlps.index(None)} has neither experts nor an MLP")
+    neither = "has neither experts nor an MLP"
+    mlps = all_of_kind(config.layers[:dense], "mlp", MLPConfig, neither)
     return {
         **({"intermediate_size": require_gated(common_part(mlps, "MLP")).width} if mlps else {}),
         "first_k_dense_replace": min(dense, len(config.layers)),
@@ -271,12 +230,10 @@ def _expert_keys(moe: MoEConfig) -> dict[str, Any]:
     }
 
 
-WINDOW, CSA, HCA = KINDS = (
-    "sliding_attention",
-    "compressed_sparse_attention",
-    "heavily_compressed_attention",
-)
-OF_RATIO = {0: WINDOW, 4: CSA, 128: HCA}
+WINDOW = "sliding_attention"
+CSA = "compressed_sparse_attention"
+HCA = "heavily_compressed_attention"
+KINDS = (WINDOW, CSA, HCA)
 HASHED, ROUTED = "hash_moe", "moe"
 
 V4_DEFAULTS = {
@@ -307,7 +264,6 @@ V4_DEFAULTS = {
     "index_topk": 512,
     "num_nextn_predict_layers": 1,
 }
-ROTARY_SHARE = 64 / 512
 RATES = {CSA: 4, HCA: 128}
 SCORES = {"sqrtsoftplus": "sqrt-softplus", "sigmoid": "sigmoid"}
 V4_ONLY = {
@@ -327,7 +283,8 @@ OLDER_KEYS = (
     "num_hash_layers",
     "qk_rope_head_dim",
 )
-"""Keys of DeepSeek's own files, with the meaning of others that we write."""
+"""Keys of DeepSeek's own files, read and never written: layer_types with compress_rates,
+mlp_layer_types and partial_rotary_factor say the same."""
 
 
 def read_deepseek_v4(raw: Raw) -> DecoderConfig:
@@ -355,17 +312,16 @@ def deepseek_v4_keys(config: DecoderConfig) -> dict[str, Any]:
     residuals = config.residuals
     if residuals is None:
         raise ValueError("it has no hyper-connections")
-    mixers = parts_of_kind((*config.layers, *config.mtp), "mixer", SparseAttentionConfig)
-    if None in mixers:
-        raise ValueError(f"layer {mixers.index(None)} is not compressed sparse attention")
-    depth = len(config.layers)
-    if any(mixer is not None and mixer.ratio for mixer in mixers[depth:]):
+    layers, depth = (*config.layers, *config.mtp), len(config.layers)
+    other = "is not compressed sparse attention"
+    mixers = all_of_kind(layers, "mixer", SparseAttentionConfig, other)
+    if any(mixer.ratio for mixer in mixers[depth:]):
         raise ValueError("a depth of multi-token prediction has entries")
     return {
         **decoder_keys(config),
-        **_mixer_keys(_Kinds.of(mixers)),
+        **_mixer_keys(mixers),
         **_v4_expert_keys(config),
-        "layer_types": [_kind(mixer) for mixer in mixers[:depth] if mixer is not None],
+        "layer_types": [_kind(mixer) for mixer in mixers[:depth]],
         "hc_mult": residuals.count,
         "hc_sinkhorn_iters": residuals.iterations,
         "hc_eps": residuals.eps,
@@ -397,7 +353,7 @@ def _layer_kinds(raw: Raw) -> list[str]:
     if kinds is None and (ratios := raw.get("compress_ratios")) is not None:
         if not isinstance(ratios, list) or any(r not in (0, 4, 128) for r in ratios):
             raise ValueError(f"compress_ratios is {shown(ratios)}; each must be 0, 4 or 128")
-        kinds = [OF_RATIO[ratio] for ratio in ratios]
+        kinds = [{0: WINDOW, 4: CSA, 128: HCA}[ratio] for ratio in ratios]
     if kinds is None:
         kinds = [HCA, HCA, *(CSA if i % 2 else HCA for i in range(layers))]
     return _checked_kinds(kinds, layers, "layer_types", KINDS)
@@ -421,7 +377,7 @@ def _checked_kinds(kinds: object, layers: int, key: str, known: tuple[str, ...])
 
 
 def _read_mixers(raw: Raw) -> dict[str, SparseAttentionConfig]:
-    rope_dim = _read_rope_dim(raw)
+    rope_dim, rates = _read_rope_dim(raw), _read_rates(raw)
     main, compressed = _read_ropes(raw, rope_dim)
     window = SparseAttentionConfig(
         heads=count(raw, "num_attention_heads"),
@@ -438,7 +394,6 @@ def _read_mixers(raw: Raw) -> dict[str, SparseAttentionConfig]:
         head_dim=count(raw, "index_head_dim"),
         top_k=count(raw, "index_topk"),
     )
-    rates = _read_rates(raw)
     chosen = replace(window, ratio=rates[CSA], index=index, rope=compressed)
     return {WINDOW: window, CSA: chosen, HCA: replace(chosen, ratio=rates[HCA], index=None)}
 
@@ -456,18 +411,18 @@ def _read_rope_dim(raw: Raw) -> int:
     head_dim, share = count(raw, "head_dim"), raw.get("partial_rotary_factor")
     if share is None and raw.get("qk_rope_head_dim") is not None:
         return count(raw, "qk_rope_head_dim", most=head_dim)
-    return _rotary_dims(raw, head_dim, ROTARY_SHARE)
+    return _rotary_dims(raw, head_dim)
 
 
-def _rotary_dims(holder: Raw, head_dim: int, default: float) -> int:
-    share = number(holder, "partial_rotary_factor", default)
-    if not 0 < share <= 1:
+def _rotary_dims(holder: Raw, head_dim: int) -> int:
+    share = number(holder, "partial_rotary_factor", 64 / 512)
+    if share > 1:
         raise ValueError(f"partial_rotary_factor is {share:g}; it must be above 0 and at most 1")
     return int(head_dim * share)
 
 
-def _read_ropes(raw: Raw, rope_dim: int) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers with a window alone, and of those with entries."""
+def _read_ropes(raw: Raw, rope_dim: int) -> list[RopeConfig]:
+    """Positions of layers with a window alone, and of those with entries."""
     given = rope_object(raw)
     main, compressed = given.get("main"), given.get("compress")
     if not isinstance(main, Mapping) or not isinstance(compressed, Mapping):
@@ -475,19 +430,18 @@ def _read_ropes(raw: Raw, rope_dim: int) -> tuple[RopeConfig, RopeConfig]:
         compressed = {**given, "rope_theta": number(raw, "compress_rope_theta")}
         if "yarn" in (compressed.get("rope_type"), compressed.get("type")):
             compressed = {"attention_factor": 1.0, **compressed}
-    ropes = []
+    ropes, head_dim = [], count(raw, "head_dim")
     for label, rope in (("main", main), ("compress", compressed)):
-        head_dim, given_here = count(raw, "head_dim"), rope.get("partial_rotary_factor") is not None
-        if given_here and _rotary_dims(rope, head_dim, ROTARY_SHARE) != rope_dim:
+        share = rope.get("partial_rotary_factor")
+        if share is not None and _rotary_dims(rope, head_dim) != rope_dim:
             raise ValueError(
-                f"rope_parameters.{label}.partial_rotary_factor is "
-                f"{shown(rope.get('partial_rotary_factor'))}; it must be that of all layers, "
-                f"{rope_dim / head_dim:g}"
+                f"rope_parameters.{label}.partial_rotary_factor is {shown(share)}; it must be that "
+                f"of all layers, {rope_dim / head_dim:g}"
             )
         lengths = {"max_position_embeddings": raw["max_position_embeddings"]}
         plain = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
         ropes.append(read_rope({**lengths, "rope_parameters": plain}))
-    return ropes[0], ropes[1]
+    return ropes
 
 
 def _read_v4_experts(raw: Raw) -> dict[str, MoEConfig]:
@@ -508,38 +462,20 @@ def _read_v4_experts(raw: Raw) -> dict[str, MoEConfig]:
     return {ROUTED: routed, HASHED: hashed}
 
 
-@dataclass(frozen=True, slots=True)
-class _Kinds:
-    """The mixer of each kind of layer; None where there is no such layer."""
-
-    window: SparseAttentionConfig | None
-    chosen: SparseAttentionConfig | None
-    pooled: SparseAttentionConfig | None
-
-    @staticmethod
-    def of(mixers: list[SparseAttentionConfig | None]) -> "_Kinds":
-        def common(kind: str) -> SparseAttentionConfig | None:
-            alike = [m if m is not None and _kind(m) == kind else None for m in mixers]
-            return common_part_or_none(alike, kind)
-
-        kinds = _Kinds(common(WINDOW), common(CSA), common(HCA))
-        alike = [
-            replace(mixer, ratio=0, index=None, rope=RopeConfig())
-            for mixer in (kinds.window, kinds.chosen, kinds.pooled)
-            if mixer is not None
-        ]
-        common_part(alike, "size of attention")
-        return kinds
-
-
 def _kind(mixer: SparseAttentionConfig) -> str:
     if mixer.index is not None:
         return CSA
     return HCA if mixer.ratio else WINDOW
 
 
-def _mixer_keys(kinds: _Kinds) -> dict[str, Any]:
-    present = [m for m in (kinds.window, kinds.chosen, kinds.pooled) if m is not None]
+def _mixer_keys(mixers: list[SparseAttentionConfig]) -> dict[str, Any]:
+    window, chosen, pooled = kinds = [
+        common_part_or_none([m if _kind(m) == kind else None for m in mixers], kind)
+        for kind in KINDS
+    ]
+    present = [mixer for mixer in kinds if mixer is not None]
+    alike = [replace(mixer, ratio=0, index=None, rope=RopeConfig()) for mixer in present]
+    common_part(alike, "size of attention")
     mixer, compressed = present[0], [m for m in present if m.ratio]
     if len({m.rope for m in compressed}) > 1:
         raise ValueError("its layers with entries differ in their positions")
@@ -554,57 +490,54 @@ def _mixer_keys(kinds: _Kinds) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "compress_rates": {
-            CSA: kinds.chosen.ratio if kinds.chosen else RATES[CSA],
-            HCA: kinds.pooled.ratio if kinds.pooled else RATES[HCA],
+            CSA: chosen.ratio if chosen else RATES[CSA],
+            HCA: pooled.ratio if pooled else RATES[HCA],
         },
     }
-    if kinds.chosen is not None and (index := kinds.chosen.index) is not None:
+    if chosen is not None and (index := chosen.index) is not None:
         keys |= {
             "index_n_heads": index.heads,
             "index_head_dim": index.head_dim,
             "index_topk": index.top_k,
         }
-    main = kinds.window.rope if kinds.window else RopeConfig()
-    theta = V4_DEFAULTS["compress_rope_theta"]
-    far = compressed[0].rope if compressed else RopeConfig(theta=theta)
-    return keys | _rope_keys(mixer, main, far)
+    main = window.rope if window else RopeConfig()
+    default = RopeConfig(theta=V4_DEFAULTS["compress_rope_theta"])
+    return keys | _v4_rope_keys(mixer, main, compressed[0].rope if compressed else default)
 
 
-def _rope_keys(mixer: SparseAttentionConfig, main: RopeConfig, far: RopeConfig) -> dict[str, Any]:
+def _v4_rope_keys(
+    mixer: SparseAttentionConfig, main: RopeConfig, compressed: RopeConfig
+) -> dict[str, Any]:
     share = mixer.rope_dim / mixer.head_dim
     if int(mixer.head_dim * share) != mixer.rope_dim:
         raise ValueError(
             f"its rotary share of heads, {mixer.rope_dim} of {mixer.head_dim}, is not read back as "
             "it is written; use another head_dim"
         )
-    if main.scaling is not None or not isinstance(far.scaling, YarnScaling | None):
+    if main.scaling is not None or not isinstance(compressed.scaling, YarnScaling | None):
         raise ValueError(
             "its positions are scaled in another way than by yarn in layers with entries"
         )
-    length = scaled_length(far)
+    length = scaled_length(compressed)
     return {
         **({"max_position_embeddings": length} if length else {}),
         "rope_theta": main.theta,
-        "compress_rope_theta": far.theta,
+        "compress_rope_theta": compressed.theta,
         "partial_rotary_factor": share,
         "rope_parameters": {
             label: {
                 "rope_type": "default",
-                **(write_rope(rope, mixer.rope_dim)["rope_scaling"] or {}),
+                **({} if rope.scaling is None else scaling_keys(rope.scaling)),
                 "rope_theta": rope.theta,
                 "partial_rotary_factor": share,
             }
-            for label, rope in (("main", main), ("compress", far))
+            for label, rope in (("main", main), ("compress", compressed))
         },
     }
 
 
 def _v4_expert_keys(config: DecoderConfig) -> dict[str, Any]:
-    parts = parts_of_kind((*config.layers, *config.mtp), "mlp", MoEConfig)
-    if None in parts:
-        raise ValueError(f"layer {parts.index(None)} has no experts")
-    moes = [moe for moe in parts if moe is not None]
-    depth = len(config.layers)
+    moes = all_of_kind((*config.layers, *config.mtp), "mlp", MoEConfig, "has no experts")
     routed = common_part_or_none([None if m.hash_rows else m for m in moes], "layer of experts")
     hashed = common_part_or_none([m if m.hash_rows else None for m in moes], "hashed layer")
     moe = routed or hashed
@@ -626,169 +559,5 @@ def _v4_expert_keys(config: DecoderConfig) -> dict[str, Any]:
         "norm_topk_prob": True,
         "scoring_func": names[moe.score],
         "swiglu_limit": moe.limit,
-        "mlp_layer_types": [HASHED if m.hash_rows else ROUTED for m in moes[:depth]],
+        "mlp_layer_types": [HASHED if m.hash_rows else ROUTED for m in moes[: len(config.layers)]],
     }
-
-
-@dataclass(frozen=True, slots=True)
-class InterleavedColumns(Interleaved):
-    """Of every `block` columns the last `rotary` are in another order."""
-
-    def read(self, files: BlockReader, index: Index) -> "Tensor":
-        rows, *rest = index
-        width = files.shape(self.theirs)[1]
-        start, stop, _ = (rest[0] if rest else slice(None)).indices(width)
-        first = start // self.block * self.block
-        last = max(first, min(-(-stop // self.block) * self.block, width))
-        theirs = files.block(self.theirs, (rows, slice(first, last)))
-        plain, rotary = self._split(theirs.T)
-        rotary = rotary.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-        return self._joined(plain, rotary)[start - first : stop - first].T.contiguous()
-
-    def write(self, tensor: "Tensor") -> Iterator[tuple[str, "Tensor"]]:
-        for name, rows in Interleaved.write(self, tensor.T):
-            yield name, rows.T.contiguous()
-
-
-def _head(theirs: str, layout: StorageLayout) -> Source:
-    mixer = _any_mixer(layout)
-    return Interleaved(theirs, block=mixer.head_dim, rotary=mixer.rope_dim)
-
-
-def _head_columns(theirs: str, layout: StorageLayout) -> Source:
-    mixer = _any_mixer(layout)
-    return InterleavedColumns(theirs, block=mixer.head_dim, rotary=mixer.rope_dim)
-
-
-def _index_head(theirs: str, layout: StorageLayout) -> Source:
-    return Interleaved(theirs, block=_index_width(layout), rotary=_any_mixer(layout).rope_dim)
-
-
-def _index_columns(theirs: str, layout: StorageLayout) -> Source:
-    return InterleavedColumns(
-        theirs, block=_index_width(layout), rotary=_any_mixer(layout).rope_dim
-    )
-
-
-def _mixers(layout: StorageLayout) -> list[SparseAttentionConfig]:
-    layers = (*layout.config.layers, *layout.config.mtp)
-    mixers = [layer.mixer for layer in layers]
-    return [mixer for mixer in mixers if isinstance(mixer, SparseAttentionConfig)]
-
-
-def _any_mixer(layout: StorageLayout) -> SparseAttentionConfig:
-    """Heads are alike in all layers."""
-    return _mixers(layout)[0]
-
-
-def _index_width(layout: StorageLayout) -> int:
-    return next(mixer.index.head_dim for mixer in _mixers(layout) if mixer.index is not None)
-
-
-def _pooled_rows(ours: str, theirs: str, *, bias: str, make: Make, columns: Make) -> list[Row]:
-    return [
-        (f"{ours}.kv_proj.weight", f"{theirs}.wkv.weight", make),
-        (f"{ours}.gate_proj.weight", f"{theirs}.wgate.weight", make),
-        (f"{ours}.norm.weight", f"{theirs}.norm.weight", make),
-        (bias, f"{theirs}.ape", columns),
-    ]
-
-
-def mixer_rows(ours: str, theirs: str) -> tuple[Row, ...]:
-    """ours: such as layers.{i}.mixer. theirs: such as model.layers.{i}.attn."""
-    return (
-        (f"{ours}.q_down.weight", f"{theirs}.wq_a.weight"),
-        (f"{ours}.q_norm.weight", f"{theirs}.q_norm.weight"),
-        (f"{ours}.q_up.weight", f"{theirs}.wq_b.weight", _head),
-        (f"{ours}.kv_proj.weight", f"{theirs}.wkv.weight", _head),
-        (f"{ours}.kv_norm.weight", f"{theirs}.norm.weight", _head),
-        (f"{ours}.biases.sinks", f"{theirs}.attn_sink"),
-        (f"{ours}.o_down.weight", f"{theirs}.wo_a.weight", _head_columns),
-        (f"{ours}.o_up.weight", f"{theirs}.wo_b.weight"),
-        *_pooled_rows(
-            f"{ours}.entries",
-            f"{theirs}.compressor",
-            bias=f"{ours}.biases.entries",
-            make=_head,
-            columns=_head_columns,
-        ),
-        (f"{ours}.index.q_up.weight", f"{theirs}.indexer.wq_b.weight", _index_head),
-        (f"{ours}.index.weights_proj.weight", f"{theirs}.indexer.weights_proj.weight"),
-        *_pooled_rows(
-            f"{ours}.index.keys",
-            f"{theirs}.indexer.compressor",
-            bias=f"{ours}.biases.index",
-            make=_index_head,
-            columns=_index_columns,
-        ),
-    )
-
-
-def _gate_up(theirs: str, layout: StorageLayout) -> Source:
-    return PerExpert(theirs, ("w1", "w3"))
-
-
-def _down(theirs: str, layout: StorageLayout) -> Source:
-    return PerExpert(theirs, ("w2",))
-
-
-def _layer_rows(ours: str, theirs: str) -> tuple[Row, ...]:
-    return (
-        (f"{ours}.mixer_norm.weight", f"{theirs}.attn_norm.weight"),
-        (f"{ours}.mlp_norm.weight", f"{theirs}.ffn_norm.weight"),
-        *_hyper_rows(f"{ours}.mixer_hyper", f"{theirs}.hc_attn"),
-        *_hyper_rows(f"{ours}.mlp_hyper", f"{theirs}.hc_ffn"),
-        *mixer_rows(f"{ours}.mixer", f"{theirs}.attn"),
-        (f"{ours}.mlp.router.weight", f"{theirs}.ffn.gate.weight"),
-        (f"{ours}.mlp.router.bias", f"{theirs}.ffn.gate.bias"),
-        (f"{ours}.mlp.router.table", f"{theirs}.ffn.gate.tid2eid"),
-        (f"{ours}.mlp.experts.gate_up", f"{theirs}.ffn.experts", _gate_up),
-        (f"{ours}.mlp.experts.down", f"{theirs}.ffn.experts", _down),
-        (f"{ours}.mlp.shared.gate_proj.weight", f"{theirs}.ffn.shared_experts.w1.weight"),
-        (f"{ours}.mlp.shared.down_proj.weight", f"{theirs}.ffn.shared_experts.w2.weight"),
-        (f"{ours}.mlp.shared.up_proj.weight", f"{theirs}.ffn.shared_experts.w3.weight"),
-    )
-
-
-def _hyper_rows(ours: str, theirs: str) -> tuple[Row, ...]:
-    return (
-        (f"{ours}.weight", f"{theirs}_fn"),
-        (f"{ours}.base", f"{theirs}_base"),
-        (f"{ours}.scale", f"{theirs}_scale"),
-    )
-
-
-DEEPSEEK_V4_NAMES: tuple[Row, ...] = (
-    ("embed.weight", "embed.weight"),
-    ("norm.weight", "norm.weight"),
-    ("head.weight", "head.weight"),
-    *_hyper_rows("collapse", "hc_head"),
-    *_layer_rows("layers.{i}", "layers.{i}"),
-    ("mtp.{i}.embed_norm.weight", "mtp.{i}.enorm.weight"),
-    ("mtp.{i}.hidden_norm.weight", "mtp.{i}.hnorm.weight"),
-    ("mtp.{i}.proj.weight", "mtp.{i}.eh_proj.weight"),
-    ("mtp.{i}.norm.weight", "mtp.{i}.norm.weight"),
-    *_hyper_rows("mtp.{i}.collapse", "mtp.{i}.hc_head"),
-    *_layer_rows("mtp.{i}.block", "mtp.{i}"),
-)
-"""As in DeepSeek's own folders, but for the join of a depth: two tensors there."""
-
-IN_TRANSFORMERS = {
-    "embed.weight": "model.embed_tokens.weight",
-    "hc_head_fn": "model.hc_head.hc_fn",
-    "hc_head_base": "model.hc_head.hc_base",
-    "hc_head_scale": "model.hc_head.hc_scale",
-    "norm.weight": "model.norm.weight",
-}
-"""What transformers calls the ends."""
-
-
-def place_deepseek_v4(name: str, layout: StorageLayout) -> Source:
-    """As transformers saves it, or as in DeepSeek's own folders where the folder is one."""
-    source = look_up(name, DEEPSEEK_V4_NAMES, layout)
-    if "embed.weight" in layout.tensor_names:
-        return source
-    theirs = IN_TRANSFORMERS.get(
-        source.theirs, re.sub(r"^layers\.", "model.layers.", source.theirs)
-    )
-    return replace(source, theirs=theirs)

@@ -1,18 +1,12 @@
-"""What any decoder of transformers costs, from the common keys of its config.json. No torch.
+"""Any decoder of transformers by the common keys of its config.json: its size, or why not.
 
-In: a config.json as a dict. Out: a DecoderConfig that describes its size: for the planner's cost,
-FLOPs, memory and the shapes that lanes exchange. It is not the model, which is transformers' own
-code (hf/adapter.py); where we know the architecture, the description is exact.
+In: a config.json as a dict. Out: a DecoderConfig for the planner's cost, FLOPs, memory and the
+shapes that lanes exchange, exact where we know the architecture; or a ValueError that names a key
+with which the model cannot be trained packed. The model itself is transformers' own code
+(hf/adapter.py, which also runs a small copy to find what the keys do not show). No torch.
 
     describe_decoder({"model_type": "gemma3_text", "hidden_size": 640, "num_hidden_layers": 18, …})
     18 layers of width 640, of which those named sliding_attention have a window
-
-Models of transformers that cannot be trained packed, by the keys of their config.json. No torch.
-
-In: a config.json as a dict. Out: nothing, or a ValueError that names the key and why. What the keys
-do not show is refused later, by hf/adapter.py, which runs a small copy of the model.
-
-    check_keys({"model_type": "jamba", …})      model_type is 'jamba': its layers are recurrent; …
     check_keys({"attention_dropout": 0.1, …})   attention_dropout is 0.1; set it to 0 in config.json
 """
 
@@ -24,8 +18,8 @@ from typing import Any
 from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
-from longshore.hf.architectures import find_architecture
-from longshore.hf.typed_keys import Raw, count, flag, shown
+from longshore.hf.config_file import find_architecture
+from longshore.hf.keys import Raw, count, flag, shown
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")
@@ -49,7 +43,7 @@ def describe_decoder(raw: Raw) -> DecoderConfig:
 
 
 def generic_decoder(raw: Raw) -> DecoderConfig:
-    """By the common keys alone."""
+    """The decoder that the common keys describe."""
     raw = {**{ours: raw[old] for old, ours in OLDER.items() if old in raw}, **raw}
     width, heads = count(raw, "hidden_size"), count(raw, "num_attention_heads")
     layers = range(count(raw, "num_hidden_layers"))
@@ -114,15 +108,17 @@ LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 def check_keys(raw: Raw) -> None:
     """Refuses what can be seen in the keys."""
-    for problem in _problems(raw):
+    if problem := next(_problems(raw), None):
         raise ValueError(problem)
 
 
 def _problems(raw: Raw) -> Iterator[str]:
     yield from _kind_problems(raw)
     yield from _layer_problems(raw)
-    for key, value in _numbers(raw):
-        if value and key not in HEADS_ONLY and any(part in key for part in DROPS):
+    for key, value in raw.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        drops = key not in HEADS_ONLY and any(part in key for part in DROPS)
+        if is_number and value and drops:
             yield (
                 f"{key} is {value}; packed and split sequences would drop other numbers than alone,"
                 " so set it to 0 in config.json"
@@ -175,12 +171,6 @@ def _layer_problems(raw: Raw) -> Iterator[str]:
                 f"rope_type is {rope!r}: in transformers it depends on the longest sequence of a "
                 "batch; use model.code=longshore, where it is each sequence's own"
             )
-
-
-def _numbers(raw: Raw) -> Iterator[tuple[str, float]]:
-    for key, value in raw.items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            yield key, value
 
 
 def _ropes(value: Any) -> Iterator[str]:  # noqa: ANN401

@@ -1,37 +1,25 @@
-"""Keys of config.json that several architectures share, read and written.
+"""Keys of config.json that several architectures share, read with their types checked, and written.
 
-In: a config.json as a dict, or parts of our config. Out: parts of our config, or keys. Missing keys
-have the defaults of transformers.
+In: a config.json as a dict, or parts of our config. Out: parts of our config, or keys; a ValueError
+that names the key where its value is of no use. Missing keys have the defaults of transformers; a
+flag that is null is false, as it is for transformers. No torch.
 
+    count({"hidden_size": "64"}, "hidden_size")  ValueError: hidden_size is '64'; it must be …
     read_attention({"num_attention_heads": 4, "hidden_size": 64, …}, qk_norm=True)
     AttentionConfig(heads=4, kv_heads=4, head_dim=16, qk_norm=True, …)
 
-Rotary positions as config.json spells them, and as we do.
-
-In: a config.json of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`). Out: a
-RopeConfig, and back. The older spelling is written, which both versions read.
-
-    {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
-    RopeConfig(theta=500000.0, scaling=LinearScaling(factor=4.0))
-
-Quantized checkpoints, refused by name before anything is trained. No torch.
-
-In: config.json of a folder, and the headers of its files. Out: nothing, or a ValueError that says
-how the weights are quantized and how to get a folder of plain weights. Training needs weights that
-small steps can change; those of FP8 or 4 bits are rounded, and their scales are tensors of their
-own.
-
-    refuse_quantized({"quantization_config": {"quant_method": "mxfp4"}})     … Mxfp4Config(…) …
+Rotary positions are read as transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`)
+spells them, and written in the older spelling, which both read.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, TypeVar
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NoReturn, TypeVar
 
-from longshore.arch.attention import AttentionConfig, MLAConfig
+from longshore.arch.attention import AttentionConfig
 from longshore.arch.decoder import MOST_LAYERS, DecoderConfig, LayerConfig
-from longshore.arch.feed_forward import MLPConfig, MoEConfig
+from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.part import Part
 from longshore.arch.rope import (
     DynamicScaling,
@@ -42,9 +30,75 @@ from longshore.arch.rope import (
     RopeScaling,
     YarnScaling,
 )
-from longshore.arch.sparse_attention import SparseAttentionConfig
-from longshore.hf.tensor_map import read_header
-from longshore.hf.typed_keys import Raw, count, flag, maybe_number, number, numbers, shown
+
+Raw = Mapping[str, Any]
+LARGEST = 2**31 - 1
+SHOWN = 80
+"""Characters of a value that a message shows."""
+
+
+def count(raw: Raw, key: str, *, least: int = 1, most: int = LARGEST) -> int:
+    """A whole number from `least` to `most`."""
+    value = raw.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        _refuse(raw, key, f"a whole number of {least} or more")
+    if value > most:
+        _refuse(raw, key, f"a whole number of at most {most}")
+    return value
+
+
+def number(raw: Raw, key: str, default: float | None = None) -> float:
+    """A positive number; `default` where the key is missing or null."""
+    value = raw.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        _refuse(raw, key, "a number above 0")
+    try:
+        real = float(value)
+    except OverflowError:
+        real = math.inf
+    if math.isinf(real):
+        _refuse(raw, key, "a finite number")
+    return real
+
+
+def maybe_number(raw: Raw, key: str) -> float | None:
+    """A positive number, or None where the key is missing or null."""
+    return None if raw.get(key) is None else number(raw, key)
+
+
+def flag(raw: Raw, key: str, default: bool = False) -> bool:
+    """`default` where the key is missing, false where it is null."""
+    value = raw.get(key, default)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        _refuse(raw, key, "true or false")
+    return value
+
+
+def numbers(raw: Raw, key: str) -> tuple[float, ...]:
+    """A list of positive numbers."""
+    values = raw.get(key)
+    if not isinstance(values, list) or not values:
+        _refuse(raw, key, "a list of numbers")
+    return tuple(number({key: value}, key) for value in values)
+
+
+def shown(value: object) -> str:
+    """A value for a message: its beginning, where it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an int of too many digits, or lists in lists
+        return "too large to show"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
+
+
+def _refuse(raw: Raw, key: str, wanted: str) -> NoReturn:
+    state = f"is {shown(raw[key])}" if key in raw else "is missing"
+    raise ValueError(f"{key} {state}; it must be {wanted}")
+
 
 ROPE_KEYS = (
     "rope_theta",
@@ -54,6 +108,13 @@ ROPE_KEYS = (
     "original_max_position_embeddings",
 )
 """All keys that `read_rope` reads, except max_position_embeddings."""
+ROPE_TYPES: dict[type, str] = {
+    LinearScaling: "linear",
+    DynamicScaling: "dynamic",
+    YarnScaling: "yarn",
+    Llama3Scaling: "llama3",
+    LongRopeScaling: "longrope",
+}
 
 
 def read_rope(raw: Raw, head_dim: int | None = None) -> RopeConfig:
@@ -67,14 +128,20 @@ def read_rope(raw: Raw, head_dim: int | None = None) -> RopeConfig:
             f"rope_parameters differ by layer type ({', '.join(nested)}); only one set for all "
             "layers is supported"
         )
+    key = "partial_rotary_factor"
     rope = {**parameters, "rope_theta": parameters.get("rope_theta", raw.get("rope_theta"))}
-    share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if share not in (None, 1) and head_dim is None:
-        raise ValueError(f"partial_rotary_factor is {shown(share)}; only 1 is supported here")
+    rope.setdefault(key, raw.get(key))
+    if rope[key] not in (None, 1) and head_dim is None:
+        raise ValueError(f"{key} is {shown(rope[key])}; only 1 is supported here")
+    rotary_dim = None
+    if head_dim is not None:
+        if (share := number(rope, key, 1.0)) > 1:
+            raise ValueError(f"{key} is {share:g}; it must be at most 1")
+        rotary_dim = int(head_dim * share)
     return RopeConfig(
         theta=number(rope, "rope_theta", 10_000.0),
-        rotary_dim=None if head_dim is None else _rotary_dim(share, head_dim),
-        scaling=_scaling(raw, rope),
+        rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+        scaling=_read_scaling(raw, rope),
     )
 
 
@@ -86,30 +153,80 @@ def rope_object(raw: Raw) -> Raw:
     return parameters
 
 
-def write_rope(rope: RopeConfig, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
-    """rope_theta, rope_scaling and, where it may be partial, partial_rotary_factor."""
-    rotary = rope.rotary_dim or head_dim
+def _read_scaling(raw: Raw, rope: Raw) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    match kind:
+        case "default":
+            return None
+        case "linear":
+            return LinearScaling(factor=number(rope, "factor"))
+        case "dynamic":
+            length = count(raw, "max_position_embeddings")
+            return DynamicScaling(factor=number(rope, "factor"), original_length=length)
+        case "yarn":
+            return YarnScaling(
+                factor=_factor(raw, rope),
+                original_length=_original_length(raw, rope),
+                beta_fast=number(rope, "beta_fast", 32.0),
+                beta_slow=number(rope, "beta_slow", 1.0),
+                attention_factor=maybe_number(rope, "attention_factor"),
+                mscale=_unless_zero(rope, "mscale"),
+                mscale_all_dim=_unless_zero(rope, "mscale_all_dim"),
+                truncate=flag(rope, "truncate", True),
+            )
+        case "llama3":
+            return Llama3Scaling(
+                factor=number(rope, "factor"),
+                low_freq_factor=number(rope, "low_freq_factor"),
+                high_freq_factor=number(rope, "high_freq_factor"),
+                original_length=_original_length(raw, rope),
+            )
+        case "longrope":
+            return LongRopeScaling(
+                short_factor=numbers(rope, "short_factor"),
+                long_factor=numbers(rope, "long_factor"),
+                original_length=_original_length(raw, rope),
+                factor=_factor(raw, rope),
+                attention_factor=maybe_number(rope, "attention_factor"),
+            )
+    known = ", ".join(["default", *ROPE_TYPES.values()])
+    raise ValueError(f"rope_type is {shown(kind)}; supported are {known}")
+
+
+def _original_length(raw: Raw, rope: Raw) -> int:
+    key = "original_max_position_embeddings"
+    for holder in (raw, rope):
+        if holder.get(key) is not None:
+            return count(holder, key)
+    return count(raw, "max_position_embeddings")
+
+
+def _factor(raw: Raw, rope: Raw) -> float:
+    """The factor, or else the ratio of the two lengths."""
+    if rope.get("factor") is not None:
+        return number(rope, "factor")
+    return count(raw, "max_position_embeddings") / _original_length(raw, rope)
+
+
+def _unless_zero(rope: Raw, key: str) -> float | None:
+    """A positive number; None where the key is missing, null or 0."""
+    return None if rope.get(key) == 0 else maybe_number(rope, key)
+
+
+def rope_keys(rope: RopeConfig, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
+    """The keys of RoPE, and max_position_embeddings where the scaling depends on it.
+
+    partial: whether RoPE may rotate only a share of each head.
+    """
+    rotary, length = rope.rotary_dim or head_dim, scaled_length(rope)
     if rotary != head_dim and not partial:
         raise ValueError(f"rotary_dim is {rope.rotary_dim}; only whole heads can be written here")
-    share = {"partial_rotary_factor": rotary / head_dim} if partial else {}
-    if rope.scaling is None:
-        return {"rope_theta": rope.theta, "rope_scaling": None, **share}
-    scaling = _WRITERS[type(rope.scaling)](rope.scaling)
     return {
+        **({"max_position_embeddings": length} if length else {}),
         "rope_theta": rope.theta,
-        "rope_scaling": {key: value for key, value in scaling.items() if value is not None},
-        **share,
+        "rope_scaling": None if rope.scaling is None else scaling_keys(rope.scaling),
+        **({"partial_rotary_factor": rotary / head_dim} if partial else {}),
     }
-
-
-def _rotary_dim(share: Any, head_dim: int) -> int | None:  # noqa: ANN401
-    """None for whole heads."""
-    key = "partial_rotary_factor"
-    part = number({key: share}, key, 1.0)
-    if part > 1:
-        raise ValueError(f"partial_rotary_factor is {part:g}; it must be at most 1")
-    dims = int(head_dim * part)
-    return None if dims == head_dim else dims
 
 
 def scaled_length(rope: RopeConfig) -> int | None:
@@ -122,132 +239,24 @@ def scaled_length(rope: RopeConfig) -> int | None:
     return None
 
 
-def _scaling(raw: Raw, rope: Raw) -> RopeScaling | None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return None
-    if not isinstance(kind, str) or kind not in _READERS:
-        known = ", ".join(["default", *_READERS])
-        raise ValueError(f"rope_type is {shown(kind)}; supported are {known}")
-    return _READERS[kind](raw, rope)
-
-
-def _original(raw: Raw, rope: Raw) -> int:
-    key = "original_max_position_embeddings"
-    for holder in (raw, rope):
-        if holder.get(key) is not None:
-            return count(holder, key)
-    return count(raw, "max_position_embeddings")
-
-
-def _factor(raw: Raw, rope: Raw) -> float:
-    """The factor, or else the ratio of the two lengths."""
-    if rope.get("factor") is not None:
-        return number(rope, "factor")
-    return count(raw, "max_position_embeddings") / _original(raw, rope)
-
-
-def _read_linear(raw: Raw, rope: Raw) -> RopeScaling:
-    return LinearScaling(factor=number(rope, "factor"))
-
-
-def _read_dynamic(raw: Raw, rope: Raw) -> RopeScaling:
-    return DynamicScaling(
-        factor=number(rope, "factor"), original_length=count(raw, "max_position_embeddings")
-    )
-
-
-def _read_yarn(raw: Raw, rope: Raw) -> RopeScaling:
-    return YarnScaling(
-        factor=_factor(raw, rope),
-        original_length=_original(raw, rope),
-        beta_fast=number(rope, "beta_fast", 32.0),
-        beta_slow=number(rope, "beta_slow", 1.0),
-        attention_factor=maybe_number(rope, "attention_factor"),
-        mscale=_unless_zero(rope, "mscale"),
-        mscale_all_dim=_unless_zero(rope, "mscale_all_dim"),
-        truncate=flag(rope, "truncate", True),
-    )
-
-
-def _unless_zero(rope: Raw, key: str) -> float | None:
-    """A positive number; None where the key is missing, null or 0."""
-    return None if rope.get(key) == 0 else maybe_number(rope, key)
-
-
-def _read_llama3(raw: Raw, rope: Raw) -> RopeScaling:
-    return Llama3Scaling(
-        factor=number(rope, "factor"),
-        low_freq_factor=number(rope, "low_freq_factor"),
-        high_freq_factor=number(rope, "high_freq_factor"),
-        original_length=_original(raw, rope),
-    )
-
-
-def _read_longrope(raw: Raw, rope: Raw) -> RopeScaling:
-    return LongRopeScaling(
-        short_factor=numbers(rope, "short_factor"),
-        long_factor=numbers(rope, "long_factor"),
-        original_length=_original(raw, rope),
-        factor=_factor(raw, rope),
-        attention_factor=maybe_number(rope, "attention_factor"),
-    )
-
-
-_READERS: dict[str, Callable[[Raw, Raw], RopeScaling]] = {
-    "linear": _read_linear,
-    "dynamic": _read_dynamic,
-    "yarn": _read_yarn,
-    "llama3": _read_llama3,
-    "longrope": _read_longrope,
-}
-
-
-def _write_yarn(scaling: YarnScaling) -> dict[str, Any]:
+def scaling_keys(scaling: RopeScaling) -> dict[str, Any]:
+    """The object rope_scaling, without keys that have the default of transformers."""
+    values = {key: value for key, value in asdict(scaling).items() if value is not None}
+    if isinstance(scaling, DynamicScaling):
+        del values["original_length"]  # there it is max_position_embeddings
+    if values.get("truncate"):
+        del values["truncate"]
+    renamed = {"original_length": "original_max_position_embeddings"}
     return {
-        "rope_type": "yarn",
-        "factor": scaling.factor,
-        "original_max_position_embeddings": scaling.original_length,
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
-        "attention_factor": scaling.attention_factor,
-        "mscale": scaling.mscale,
-        "mscale_all_dim": scaling.mscale_all_dim,
-        "truncate": None if scaling.truncate else False,
+        "rope_type": ROPE_TYPES[type(scaling)],
+        **{
+            renamed.get(key, key): list(value) if isinstance(value, tuple) else value
+            for key, value in values.items()
+        },
     }
 
 
-def _write_llama3(scaling: Llama3Scaling) -> dict[str, Any]:
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_length,
-    }
-
-
-def _write_longrope(scaling: LongRopeScaling) -> dict[str, Any]:
-    return {
-        "rope_type": "longrope",
-        "short_factor": list(scaling.short_factor),
-        "long_factor": list(scaling.long_factor),
-        "factor": scaling.factor,
-        "attention_factor": scaling.attention_factor,
-        "original_max_position_embeddings": scaling.original_length,
-    }
-
-
-_WRITERS: dict[type, Callable[[Any], dict[str, Any]]] = {
-    LinearScaling: lambda scaling: {"rope_type": "linear", "factor": scaling.factor},
-    DynamicScaling: lambda scaling: {"rope_type": "dynamic", "factor": scaling.factor},
-    YarnScaling: _write_yarn,
-    Llama3Scaling: _write_llama3,
-    LongRopeScaling: _write_longrope,
-}
-
-
-KEYS = ("quantization_config", "compression_config")
+UNQUANTIZED = "use the unquantized folder that it was made from"
 LOAD = "load it in transformers with quantization_config={}(dequantize=True), and save it again"
 WAYS_OUT = {
     "fp8": ("FP8", LOAD.format("FineGrainedFP8Config")),
@@ -257,49 +266,30 @@ WAYS_OUT = {
         "bitsandbytes, 8 or 4 bits",
         "load it in transformers, call dequantize() and save_pretrained() it",
     ),
-    "gptq": ("GPTQ", "use the unquantized folder that it was made from"),
-    "awq": ("AWQ", "use the unquantized folder that it was made from"),
+    "gptq": ("GPTQ", UNQUANTIZED),
+    "awq": ("AWQ", UNQUANTIZED),
 }
 """For each quant_method what it is, and how to get plain weights."""
-OTHER = "use the unquantized folder that it was made from"
-FLOAT8 = "F8_"
-PACKED = (".qweight", ".weight_packed", ".weight_scale_inv", "_proj_blocks", ".quant_state.")
-"""Parts of names that only quantized weights have."""
 
 
-def refuse_quantized(raw: Mapping[str, Any]) -> None:
-    """By the keys of config.json, those of a text model inside another included."""
+def refuse_quantized(raw: Raw) -> None:
+    """Refuses quantized weights, by the keys of config.json or of a text model inside it.
+
+    Training needs weights that small steps can change; those of FP8 or 4 bits are rounded.
+    """
     inner = raw.get("text_config")
     for keys in (raw, inner if isinstance(inner, Mapping) else {}):
-        for key in KEYS:
+        for key in ("quantization_config", "compression_config"):
             if not keys.get(key):
                 continue
             about = keys[key]
             method = about.get("quant_method", "?") if isinstance(about, Mapping) else about
-            name, way_out = WAYS_OUT.get(str(method), ("", OTHER))
+            name, way_out = WAYS_OUT.get(str(method), ("", UNQUANTIZED))
             what = f"{method}: {name}" if name and name.lower() != method else str(method)
             raise ValueError(
                 f"{key} says that the weights are quantized ({what}); only float weights can be "
                 f"trained: {way_out}"
             )
-
-
-def refuse_quantized_files(folder: str | Path) -> None:
-    """By the numbers and names in its files; a folder without readable weights passes."""
-    folder = Path(folder)
-    for path in sorted(folder.glob("model*.safetensors")):
-        try:
-            header = read_header(path)
-        except (OSError, ValueError):
-            continue  # the error comes when its tensors are read
-        for name, entry in header.items():
-            dtype = str(entry.get("dtype", "")) if isinstance(entry, dict) else ""
-            if dtype.startswith(FLOAT8) or any(part in name for part in PACKED):
-                raise ValueError(
-                    f"{path.name} has the tensor {name} of {dtype}: its weights are quantized"
-                    f"{' to FP8' if dtype.startswith(FLOAT8) else ''}; only float weights can be "
-                    f"trained, so convert the folder to bfloat16, or {OTHER}"
-                )
 
 
 Kind = TypeVar("Kind", bound=Part)
@@ -363,7 +353,14 @@ def decoder_keys(config: DecoderConfig) -> dict[str, Any]:
 def read_attention(raw: Raw, *, qk_norm: bool, partial: bool = False) -> AttentionConfig:
     """partial: whether RoPE may rotate only a share of each head."""
     width, heads = count(raw, "hidden_size"), count(raw, "num_attention_heads")
-    head_dim = _head_dim(raw, width, heads)
+    if raw.get("head_dim") is not None:
+        head_dim = count(raw, "head_dim")
+    elif width % heads:
+        raise ValueError(
+            f"hidden_size {width} is not a multiple of num_attention_heads {heads}; give head_dim"
+        )
+    else:
+        head_dim = width // heads
     return AttentionConfig(
         heads=heads,
         kv_heads=read_kv_heads(raw, heads),
@@ -391,17 +388,8 @@ def attention_keys(mixer: AttentionConfig, *, partial: bool = False) -> dict[str
     }
 
 
-def rope_keys(rope: RopeConfig, head_dim: int, *, partial: bool = False) -> dict[str, Any]:
-    """The keys of RoPE, and max_position_embeddings where the scaling depends on it."""
-    length = scaled_length(rope)
-    return {
-        **({"max_position_embeddings": length} if length else {}),
-        **write_rope(rope, head_dim, partial=partial),
-    }
-
-
 def read_kv_heads(raw: Raw, heads: int) -> int:
-    """As many as heads where the key is missing."""
+    """num_key_value_heads; as many as heads where the key is missing."""
     if raw.get("num_key_value_heads") is None:
         return heads
     kv_heads = count(raw, "num_key_value_heads")
@@ -412,14 +400,14 @@ def read_kv_heads(raw: Raw, heads: int) -> int:
     return kv_heads
 
 
-def _head_dim(raw: Raw, width: int, heads: int) -> int:
-    if raw.get("head_dim") is not None:
-        return count(raw, "head_dim")
-    if width % heads:
-        raise ValueError(
-            f"hidden_size {width} is not a multiple of num_attention_heads {heads}; give head_dim"
-        )
-    return width // heads
+UNSUPPORTED_KEYS = {
+    "per_layer_config": "which changes keys for some layers",
+    "transformers_weights": "which names other files of weights",
+    "fusion_config": "which joins tensors into others",
+}
+"""Keys that any config.json of transformers may have, and what they change."""
+
+SILU = {"hidden_act": ("silu", "swish")}
 
 
 def refuse_unsupported(raw: Raw, activations: Mapping[str, Sequence[str]]) -> None:
@@ -442,16 +430,6 @@ def refuse_unsupported(raw: Raw, activations: Mapping[str, Sequence[str]]) -> No
             )
 
 
-UNSUPPORTED_KEYS = {
-    "per_layer_config": "which changes keys for some layers",
-    "transformers_weights": "which names other files of weights",
-    "fusion_config": "which joins tensors into others",
-}
-"""Keys that any config.json of transformers may have, and what they change."""
-
-SILU = {"hidden_act": ("silu", "swish")}
-
-
 def require_plain_norms(config: DecoderConfig) -> None:
     if config.zero_centred:
         raise ValueError("its norms are zero-centred")
@@ -466,6 +444,16 @@ def parts_of_kind(layers: Sequence[LayerConfig], field: str, kind: type[Kind]) -
     """The mixer or mlp of each layer; None where it is of another kind."""
     parts = (getattr(layer, field) for layer in layers)
     return [part if isinstance(part, kind) else None for part in parts]
+
+
+def all_of_kind(
+    layers: Sequence[LayerConfig], field: str, kind: type[Kind], otherwise: str
+) -> list[Kind]:
+    """The mixer or mlp of each layer. otherwise: said of the first layer where it is another."""
+    parts = parts_of_kind(layers, field, kind)
+    if None in parts:
+        raise ValueError(f"layer {parts.index(None)} {otherwise}")
+    return [part for part in parts if part is not None]
 
 
 def common_part(parts: Sequence[Kind | None], what: str) -> Kind:
@@ -488,26 +476,11 @@ def common_part_or_none(parts: Sequence[Kind | None], what: str) -> Kind | None:
 def bare(config: DecoderConfig) -> DecoderConfig:
     """The config without the fields that decide only how the model is trained and computed.
 
-    These are the experts' balance loss and bias update, the form of MLA, the weight of an index's
-    loss, pad_token_id and float32_residual. config.json has no keys for them, or keeps those of the
-    base.
+    pad_token_id and float32_residual are among them, and what a part leaves out (`Part.bare`).
+    config.json has no keys for them, or keeps those of the base.
     """
-    layers, mtp = map(_bare_layers, (config.layers, config.mtp))
-    return replace(config, layers=layers, mtp=mtp, pad_token_id=None, float32_residual=False)
-
-
-def _bare_layers(layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
-    bare_layers = []
-    for layer in layers:
-        mixer, mlp = layer.mixer, layer.mlp
-        if isinstance(mixer, MLAConfig):
-            mixer = replace(mixer, form="decompressed")
-        if isinstance(mixer, SparseAttentionConfig) and mixer.index is not None:
-            mixer = replace(mixer, index=replace(mixer.index, loss_weight=1.0))
-        if isinstance(mlp, MoEConfig):
-            mlp = replace(mlp, aux_weight=0.0, bias_update=0.0)
-        bare_layers.append(LayerConfig(mixer, mlp))
-    return tuple(bare_layers)
+    parts = config.map_parts(lambda part: part.bare())
+    return replace(parts, pad_token_id=None, float32_residual=False)
 
 
 def require_gated(mlp: MLPConfig) -> MLPConfig:

@@ -38,9 +38,9 @@ class ModelBase:
     folder: Path | None
     """A Hugging Face folder; None for new weights."""
     seed: int
-    """Of new weights."""
+    """The seed of new weights."""
     digest: str
-    """Of the folder's content, or of the decoder."""
+    """SHA-256 of the folder's content, or of the decoder."""
 
     def as_json(self) -> dict[str, Any]:
         folder = None if self.folder is None else str(self.folder)
@@ -125,14 +125,14 @@ class MergedTensors(Mapping[str, Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Of all of them in float32."""
+        """Bytes of all tensors in float32."""
         return 4 * sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
 
 def merged_decoder(
     config: DecoderConfig, base: ModelBase, factors: Mapping[str, Tensor]
 ) -> MergedTensors:
-    """Of one of our own models."""
+    """The whole tensors of one of our own models."""
     assert config.lora is not None
     shapes = tensor_shapes(config.merged())
 
@@ -148,9 +148,9 @@ def merged_decoder(
 def merged_stream(
     config: LoRAConfig, factors: Iterable[str], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same from a stream of weights and factors; a module's weight comes before its factors.
+    """Merges a stream of weights and factors, where a module's weight comes before its factors.
 
-    factors: the names of all of them.
+    factors: the names of all factors.
     """
     modules = {name[: -len(".lora.a")] for name in factors}
     waiting: dict[str, Tensor] = {}

@@ -16,9 +16,14 @@ from longshore.arch.decoder import MOST_LAYERS, DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig
 from longshore.arch.scan import Mamba2Config
 from longshore.hf.keys import (
+    SILU,
+    Raw,
     common_part,
     common_part_or_none,
+    count,
     decoder_keys,
+    flag,
+    number,
     parts_of_kind,
     read_decoder,
     read_kv_heads,
@@ -26,8 +31,8 @@ from longshore.hf.keys import (
     refuse_unsupported,
     require_no_mtp,
     require_plain_norms,
+    shown,
 )
-from longshore.hf.typed_keys import Raw, count, flag, number, shown
 
 MAMBA2_DEFAULTS = {
     "num_heads": 128,
@@ -70,7 +75,7 @@ LETTERS = {
 
 def read_mamba2(raw: Raw) -> DecoderConfig:
     raw = {**MAMBA2_DEFAULTS, **raw}
-    refuse_unsupported(raw, {"hidden_act": ("silu", "swish")})
+    refuse_unsupported(raw, SILU)
     least, most = _limits(raw)
     mixer = Mamba2Config(
         heads=count(raw, "num_heads"),
@@ -132,8 +137,7 @@ def mamba2_keys(config: DecoderConfig) -> dict[str, Any]:
 def read_nemotron(raw: Raw) -> DecoderConfig:
     renamed = {new: raw[old] for old, new in OLDER.items() if old in raw}
     raw = {**NEMOTRON_DEFAULTS, **raw, **renamed}
-    known = {"mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu", "swish")}
-    refuse_unsupported(raw, known)
+    refuse_unsupported(raw, {"mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu", "swish")})
     for key in ("attention_bias", "sliding_window", "num_nextn_predict_layers"):
         if raw.get(key):
             raise ValueError(f"{key} is {shown(raw[key])}; a Nemotron-H with it is not supported")
@@ -243,22 +247,21 @@ def _limits(raw: Raw) -> tuple[float, float | None]:
         return 0.0, None
     if not isinstance(limits, list) or len(limits) != 2:
         raise ValueError(f"time_step_limit is {shown(limits)}; it must be a list of two numbers")
-    least, most = (_number(value) for value in limits)
+    values = []
+    for value in limits:
+        if isinstance(value, dict) and list(value) == ["__float__"]:
+            value = value["__float__"]
+        try:
+            values.append(float(value))
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"time_step_limit has {shown(value)}, which is not a number") from None
+    least, most = values
     return least, None if math.isinf(most) else most
 
 
-def _number(value: Any) -> float:  # noqa: ANN401
-    if isinstance(value, dict) and list(value) == ["__float__"]:
-        value = value["__float__"]
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"time_step_limit has {shown(value)}, which is not a number") from None
-
-
 def _read_pattern(raw: Raw) -> str:
-    kinds, pattern = raw.get("layers_block_type"), raw.get("hybrid_override_pattern")
-    kinds = raw.get("layer_types", kinds)
+    pattern = raw.get("hybrid_override_pattern")
+    kinds = raw.get("layer_types", raw.get("layers_block_type"))
     if kinds is not None:
         if not isinstance(kinds, list) or not all(
             isinstance(kind, str) and kind in LETTERS for kind in kinds

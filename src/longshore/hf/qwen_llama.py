@@ -1,17 +1,10 @@
-"""Dense decoders, Qwen3 and Llama: the keys of config.json, and our config.
+"""Qwen3, Llama, Qwen3-MoE and Qwen3-Next: the keys of config.json, and our config.
 
 In: a config.json as a dict. Out: a DecoderConfig, and back. Missing keys have the defaults of
-transformers. A Qwen3 of two layers whose second sees 128 tokens:
+transformers. A Qwen3 of two layers whose second sees 128 tokens, and a Qwen3-MoE:
 
     {"num_hidden_layers": 2, "use_sliding_window": true, "sliding_window": 128,
      "max_window_layers": 1, …}      layers[0].mixer.window None, layers[1].mixer.window 128
-
-Qwen3-MoE and Qwen3-Next: the keys of config.json, and our config.
-
-In: a config.json as a dict. Out: a DecoderConfig, and back. Missing keys have the defaults of
-transformers. The balance loss is a matter of training: a config.json asks for it only with
-output_router_logits, see `balance_weight`.
-
     {"num_hidden_layers": 3, "mlp_only_layers": [0], "num_experts": 128, …}
     layers[0].mlp an MLPConfig, layers[1].mlp and layers[2].mlp a MoEConfig with 128 experts
 
@@ -19,7 +12,6 @@ Qwen3-Next has one depth of multi-token prediction, a layer of full attention an
 transformers leaves out; config_file.py checks whether a folder has its tensors.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,10 +21,15 @@ from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.scan import DeltaNetConfig
 from longshore.hf.keys import (
     SILU,
+    Raw,
+    all_of_kind,
     attention_keys,
     common_part,
     common_part_or_none,
+    count,
     decoder_keys,
+    flag,
+    number,
     parts_of_kind,
     read_attention,
     read_decoder,
@@ -43,8 +40,8 @@ from longshore.hf.keys import (
     require_gated,
     require_no_mtp,
     require_plain_norms,
+    shown,
 )
-from longshore.hf.typed_keys import Raw, count, flag, number, shown
 
 QWEN3_DEFAULTS = {
     "num_key_value_heads": 32,
@@ -139,23 +136,16 @@ def _uniform(config: DecoderConfig) -> tuple[AttentionConfig, Windows]:
     """The one mixer all layers have, and their windows."""
     require_plain_norms(config)
     require_no_mtp(config)
-    mixers = []
-    for i, layer in enumerate(config.layers):
-        if not isinstance(layer.mixer, AttentionConfig) or not isinstance(layer.mlp, MLPConfig):
-            raise ValueError(f"layer {i} is not attention and an MLP")
-        if layer.mixer.gate:
-            raise ValueError(f"layer {i} has gated attention")
-        if layer.mlp != config.layers[0].mlp:
-            raise ValueError(f"layer {i} has another MLP than layer 0")
-        mixers.append(layer.mixer)
-        if replace(layer.mixer, window=None) != replace(mixers[0], window=None):
-            raise ValueError(f"layer {i} has another mixer than layer 0")
+    mixers = all_of_kind(config.layers, "mixer", AttentionConfig, "is not attention and an MLP")
+    all_of_kind(config.layers, "mlp", MLPConfig, "is not attention and an MLP")
+    if gated := [i for i, mixer in enumerate(mixers) if mixer.gate]:
+        raise ValueError(f"layer {gated[0]} has gated attention")
+    common_part([replace(mixer, window=None) for mixer in mixers], "mixer")
     return mixers[0], tuple(mixer.window for mixer in mixers)
 
 
 def _dense_keys(config: DecoderConfig, mixer: AttentionConfig) -> dict[str, Any]:
-    mlp = config.layers[0].mlp
-    assert isinstance(mlp, MLPConfig)
+    mlp = common_part(parts_of_kind(config.layers, "mlp", MLPConfig), "MLP")
     return {
         **decoder_keys(config),
         **attention_keys(mixer),
@@ -195,16 +185,27 @@ NEXT_DEFAULTS = {
     "full_attention_interval": 4,
     "num_nextn_predict_layers": 1,
 }
+SCAN_KEYS = {
+    "linear_num_key_heads": "key_heads",
+    "linear_num_value_heads": "value_heads",
+    "linear_key_head_dim": "key_dim",
+    "linear_value_head_dim": "value_dim",
+    "linear_conv_kernel_dim": "kernel",
+}
+"""Keys of a delta net, and the fields of DeltaNetConfig."""
+NO_ATTENTION = {"num_attention_heads": 16, "hidden_act": "silu"}
+"""Attention keys of a Qwen3-Next with delta nets alone: the defaults of transformers."""
 
 
 def read_qwen3_moe(raw: Raw) -> DecoderConfig:
-    raw = {**MOE_DEFAULTS, **_one_spelling(raw)}
+    raw = {**MOE_DEFAULTS, **raw}
+    if raw.get("num_local_experts") is not None:  # as transformers 5 writes it
+        raw["num_experts"] = raw["num_local_experts"]
     refuse_unsupported(raw, SILU)
     mixer = read_attention(raw, qk_norm=True)
     if flag(raw, "use_sliding_window") and raw["sliding_window"] is not None:
         mixer = replace(mixer, window=count(raw, "sliding_window"))
-    mlps = _read_mlps(raw, _read_experts(raw))
-    layers = [LayerConfig(mixer, mlp) for mlp in mlps]
+    layers = [LayerConfig(mixer, mlp) for mlp in _read_mlps(raw, _read_experts(raw))]
     return read_decoder(raw, layers, pad_token_id=read_pad_token(raw))
 
 
@@ -212,10 +213,8 @@ def qwen3_moe_keys(config: DecoderConfig) -> dict[str, Any]:
     """The keys of config.json for this config; raises ValueError if it is not a Qwen3-MoE."""
     require_plain_norms(config)
     require_no_mtp(config)
-    mixers = parts_of_kind(config.layers, "mixer", AttentionConfig)
+    mixers = all_of_kind(config.layers, "mixer", AttentionConfig, "is not attention")
     mixer = common_part(mixers, "attention")
-    if None in mixers:
-        raise ValueError(f"layer {mixers.index(None)} is not attention")
     _check_attention(mixer, gate=False)
     moe, mlp_keys = _mlp_keys(config)
     if moe is not None and moe.shared_width:
@@ -234,16 +233,16 @@ def read_qwen3_next(raw: Raw) -> DecoderConfig:
     raw = {**NEXT_DEFAULTS, **raw}
     refuse_unsupported(raw, SILU)
     full = replace(read_attention(raw, qk_norm=True, partial=True), gate=True)
-    scan = DeltaNetConfig(
-        key_heads=count(raw, "linear_num_key_heads"),
-        value_heads=count(raw, "linear_num_value_heads"),
-        key_dim=count(raw, "linear_key_head_dim"),
-        value_dim=count(raw, "linear_value_head_dim"),
-        kernel=count(raw, "linear_conv_kernel_dim"),
-    )
+    scan = DeltaNetConfig(**{name: count(raw, key) for key, name in SCAN_KEYS.items()})
     shared = count(raw, "shared_expert_intermediate_size")
     moe = replace(_read_experts(raw), shared_width=shared, shared_gate=True)
-    mixers = [full if is_full else scan for is_full in _read_kinds(raw)]
+    kinds = read_layer_types(raw, ("full_attention", "linear_attention"))
+    if kinds is None:
+        interval = count(raw, "full_attention_interval")
+        is_full = [(i + 1) % interval == 0 for i in range(read_layers(raw))]
+    else:
+        is_full = [kind == "full_attention" for kind in kinds]
+    mixers = [full if each else scan for each in is_full]
     layers = [LayerConfig(*both) for both in zip(mixers, _read_mlps(raw, moe), strict=True)]
     depths = count(raw, "num_nextn_predict_layers", least=0)
     if depths > 1:
@@ -268,6 +267,10 @@ def qwen3_next_keys(config: DecoderConfig) -> dict[str, Any]:
     for i, layer in enumerate(config.layers):
         if layer.mixer is None or layer.mixer not in (full, scan):
             raise ValueError(f"layer {i} is neither attention nor a delta net")
+    if full is not None:
+        _check_attention(full, gate=True)
+        if full.window is not None:
+            raise ValueError("it has windows")
     moe, mlp_keys = _mlp_keys(config)
     if moe is not None and not moe.shared_gate:
         raise ValueError("it has no shared expert with a gate")
@@ -276,52 +279,24 @@ def qwen3_next_keys(config: DecoderConfig) -> dict[str, Any]:
     is_full = [isinstance(layer.mixer, AttentionConfig) for layer in config.layers]
     return {
         **decoder_keys(config),
-        **(NO_ATTENTION if full is None else _gated_keys(full)),
+        **(NO_ATTENTION if full is None else attention_keys(full, partial=True)),
         **mlp_keys,
         "rms_norm_eps": config.norm_eps,
         **({} if moe is None else {"shared_expert_intermediate_size": moe.shared_width}),
         "layer_types": ["full_attention" if full else "linear_attention" for full in is_full],
-        **({} if scan is None else _scan_keys(scan)),
+        **({} if scan is None else {key: getattr(scan, name) for key, name in SCAN_KEYS.items()}),
         "num_nextn_predict_layers": len(config.mtp),
-    }
-
-
-NO_ATTENTION = {"num_attention_heads": 16, "hidden_act": "silu"}
-"""Attention keys of a Qwen3-Next with delta nets alone: the defaults of transformers."""
-
-
-def _gated_keys(full: AttentionConfig) -> dict[str, Any]:
-    _check_attention(full, gate=True)
-    if full.window is not None:
-        raise ValueError("it has windows")
-    return attention_keys(full, partial=True)
-
-
-def _scan_keys(scan: DeltaNetConfig) -> dict[str, Any]:
-    return {
-        "linear_num_key_heads": scan.key_heads,
-        "linear_num_value_heads": scan.value_heads,
-        "linear_key_head_dim": scan.key_dim,
-        "linear_value_head_dim": scan.value_dim,
-        "linear_conv_kernel_dim": scan.kernel,
     }
 
 
 def balance_weight(raw: Raw) -> float:
     """The weight of the balance loss that transformers adds in training, 0 for none.
 
-    Theirs is one loss for all layers and the batch, ours one for each layer and sequence.
+    transformers has one loss for all layers and the batch, we have one for each layer and sequence.
     """
     if not flag(raw, "output_router_logits") or raw.get("router_aux_loss_coef") == 0:
         return 0.0
     return number(raw, "router_aux_loss_coef", 0.001)
-
-
-def _one_spelling(raw: Raw) -> Raw:
-    """transformers 5 writes num_experts of Qwen3-MoE as num_local_experts."""
-    if raw.get("num_local_experts") is None:
-        return raw
-    return {**raw, "num_experts": raw["num_local_experts"]}
 
 
 def _read_experts(raw: Raw) -> MoEConfig:
@@ -379,12 +354,3 @@ def _check_attention(mixer: AttentionConfig, *, gate: bool) -> None:
         raise ValueError("its queries and keys have no norm")
     if mixer.gate != gate:
         raise ValueError(f"its attention has {'a' if mixer.gate else 'no'} gate")
-
-
-def _read_kinds(raw: Raw) -> Sequence[bool]:
-    """For each layer, whether it is full attention."""
-    kinds = read_layer_types(raw, ("full_attention", "linear_attention"))
-    if kinds is None:
-        layers, interval = read_layers(raw), count(raw, "full_attention_interval")
-        return [(i + 1) % interval == 0 for i in range(layers)]
-    return [kind == "full_attention" for kind in kinds]

@@ -13,7 +13,6 @@ No pickle is ever opened.
 import json
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from longshore.hf.config_file import load_object
+from longshore.files import read_json_object
 from longshore.train.checkpoint_files import SavedFile
 from longshore.train.safetensors_stream import BlockFile, FileWriter
 
@@ -40,14 +39,18 @@ class TensorFiles:
         files = _files(self.folder, stem)
         where = {name: path for path, names in files.items() for name in names}
         for path, promised in files.items():
-            handle = _open(path)
-            blocks = BlockFile(path)
+            handle, blocks = _open(path), BlockFile(path)
             names = set(handle.keys())
             if absent := sorted(promised - names):
                 raise ValueError(f"{path} has no tensor {absent[0]}, which the index lists there")
             for name in sorted(names):
                 if name in self._handles or where.get(name, path) != path:
-                    raise ValueError(_duplicate(name, path, where.get(name)))
+                    promised_in = where.get(name)
+                    why = f"the index says it is in {promised_in.name}" if promised_in else ""
+                    raise ValueError(
+                        f"{path} has the tensor {name}, but {why or 'another file has it too'}; "
+                        "two copies may differ, so remove one, or download the model again"
+                    )
                 self._handles[name] = handle
                 self._files[name] = blocks
         self.names = tuple(sorted(self._handles))
@@ -56,20 +59,12 @@ class TensorFiles:
         return tuple(self._handles[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """As safetensors calls it."""
+        """The dtype as safetensors calls it."""
         return str(self._handles[name].get_slice(name).get_dtype())
 
     def block(self, name: str, index: Sequence[slice]) -> Tensor:
         """A range of each dim of a tensor, or of the first dims alone; only its rows are read."""
         return self._files[name].block(name, index)
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenFiles:
-    """dtype: of most of the numbers that are not integers. files: by name, with their checksums."""
-
-    dtype: torch.dtype
-    files: dict[str, SavedFile]
 
 
 def write_files(
@@ -79,8 +74,11 @@ def write_files(
     stem: str = "model",
     shard_bytes: int,
     names: Iterable[str] = (),
-) -> WrittenFiles:
-    """Writes the stream; one tensor is in memory at a time. names: all that will come."""
+) -> tuple[torch.dtype, dict[str, SavedFile]]:
+    """Writes the stream; one tensor is in memory at a time. names: all that will come.
+
+    Returns the dtype of most numbers that are not integers, and the files by name.
+    """
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes is {shard_bytes}; it must be 1 or more")
     left = dict.fromkeys(names)
@@ -108,7 +106,7 @@ def write_files(
         if shard is not None:
             shard.close()
     files = _name_files(folder, stem, shards, total)
-    return WrittenFiles(max(counts, key=lambda dtype: counts[dtype]), files)
+    return max(counts, key=lambda dtype: counts[dtype]), files
 
 
 def _files(folder: Path, stem: str) -> dict[Path, set[str]]:
@@ -118,17 +116,20 @@ def _files(folder: Path, stem: str) -> dict[Path, set[str]]:
     if single.is_file():
         return {single: set()}
     if not index.is_file():
-        raise ValueError(_no_weights(folder, single, index))
-    where = load_object(index).get("weight_map")
+        pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+        if pickles:
+            raise ValueError(
+                f"{folder} has its weights in {pickles[0]}, a pickle, which could run any code and "
+                "is never opened; convert it to safetensors"
+            )
+        raise ValueError(f"{folder} has no weights: neither {single.name} nor {index.name}")
+    where = read_json_object(index).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise ValueError(f"{index} is broken: it has no weight_map")
     files: dict[Path, set[str]] = {}
     for name, file in where.items():
-        if (
-            not isinstance(file, str)
-            or Path(file).name != file
-            or not file.endswith(".safetensors")
-        ):
+        is_beside = isinstance(file, str) and Path(file).name == file
+        if not is_beside or not file.endswith(".safetensors"):
             raise ValueError(
                 f"{index} says that {name} is in {file!r}; it must be a safetensors file beside it"
             )
@@ -138,24 +139,6 @@ def _files(folder: Path, stem: str) -> dict[Path, set[str]]:
             f"{folder} is incomplete: the index lists {', '.join(absent)}, which is missing"
         )
     return files
-
-
-def _duplicate(name: str, path: Path, promised: Path | None) -> str:
-    where = f"the index says it is in {promised.name}" if promised else "another file has it too"
-    return (
-        f"{path} has the tensor {name}, but {where}; two copies may differ, so remove one, or "
-        "download the model again"
-    )
-
-
-def _no_weights(folder: Path, single: Path, index: Path) -> str:
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-    if pickles:
-        return (
-            f"{folder} has its weights in {pickles[0]}, a pickle, which could run any code and is "
-            "never opened; convert it to safetensors"
-        )
-    return f"{folder} has no weights: neither {single.name} nor {index.name}"
 
 
 def _open(path: Path) -> Any:  # noqa: ANN401

@@ -1,23 +1,13 @@
-"""A causal language model of transformers as the trainer calls it.
+"""A causal language model of transformers as the trainer calls it, and the attention it calls.
 
 In: a model of transformers that was checked (hf/adapter.py), or a folder of one. Out: a
-LanguageModel of the same modules, under the same names; or the model of a folder without weights.
-
-A Qwen3 with a tied head has the parameters model.embed_tokens.weight, model.layers.0.…, but no
+LanguageModel of the same modules, under the same names; or the model of a folder without weights. A
+Qwen3 with a tied head has the parameters model.embed_tokens.weight, model.layers.0.…, but no
 lm_head.weight; its blocks, which FSDP wraps and recomputes, are model.layers.0, 1, …
 
-The attention that models of transformers call instead of their own.
-
-In: queries (1, H, T, D), keys and values (1, K, T, D) of one layer, and the keyword arguments that
-transformers' attention interface passes: scaling, sliding_window, softcap, s_aux (sinks). Out:
-(1, T, H, D). Boundaries, positions and CP groups come as `longshore=PackedRows(ctx, exchanges)`,
-which a model hands from its forward to every layer; no mask is built.
-
-    register()                                   once in a process; the name is NAME
-    hf = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
-
-What would change the result and is not known here is refused, never left out: with
-position_bias=tensor, a layer raises
+Boundaries, positions and CP groups reach attention as `longshore=PackedRows(ctx, exchanges)`, which
+a model hands from its forward to every layer; no mask is built. What would change the result and is
+not known here is refused, never left out: with position_bias=tensor, a layer raises
 
     Qwen3Attention passes position_bias to its attention, which Longshore does not know; …
 """
@@ -40,22 +30,13 @@ from longshore.model.interface import LOCAL, Exchanges, LanguageModel, Layer, Ou
 from longshore.plan.layout import one_stage
 
 NAME = "longshore"
+"""Our attention among those of transformers."""
 KEYWORD = "longshore"
 """The keyword argument that carries PackedRows through a model to its layers."""
-
-IGNORED = frozenset(
-    {
-        "position_ids",
-        "position_embeddings",
-        "cache_position",
-        "use_cache",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "num_items_in_batch",
-        "target_dtype",
-    }
+IGNORED = (
+    *("position_ids", "position_embeddings", "cache_position", "use_cache", "output_attentions"),
+    *("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
+    "target_dtype",
 )
 """Keyword arguments that do not change what attention computes."""
 
@@ -71,7 +52,7 @@ class PackedRows:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the remarks that transformers logs when models are made."""
+    """Silences what transformers logs when models are made."""
     import logging as levels
 
     from transformers.utils import logging
@@ -82,13 +63,6 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(before)
-
-
-def register() -> None:
-    """Adds our attention to those of transformers; no mask function, so that none is built."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, packed_attention)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -107,7 +81,11 @@ def packed_attention(
     is_causal: bool | None = None,
     **others: Any,  # noqa: ANN401
 ) -> tuple[Tensor, None]:
-    """Attention of one layer over all packs, in the shape transformers wants."""
+    """Attention of one layer over all packs.
+
+    query (1, H, T, D), key and value (1, K, T, D); returns (1, T, H, D), as transformers wants it.
+    s_aux: sinks.
+    """
     rows = others.pop(KEYWORD, None)
     if not isinstance(rows, PackedRows):
         raise ValueError(
@@ -139,12 +117,9 @@ def _refuse(
     is_causal: bool | None,
     others: dict[str, Any],
 ) -> None:
-    name, problem = type(module).__name__, ""
-    unknown = [
-        key
-        for key, value in others.items()
-        if key not in IGNORED and value is not None and value is not False
-    ]
+    problem = ""
+    given = [key for key, value in others.items() if value is not None and value is not False]
+    unknown = [key for key in given if key not in IGNORED]
     if unknown:
         problem = f"passes {unknown[0]} to its attention, which Longshore does not know"
     elif mask is not None:
@@ -156,7 +131,7 @@ def _refuse(
     elif len(query) != 1:
         problem = f"got a batch of {len(query)} rows; packs are one row of many sequences"
     if problem:
-        raise ValueError(f"{name} {problem}; {WAY_OUT}")
+        raise ValueError(f"{type(module).__name__} {problem}; {WAY_OUT}")
 
 
 class TransformersModel(LanguageModel):
@@ -261,7 +236,9 @@ class TransformersModel(LanguageModel):
 
 def adapted(hf: Any, config: DecoderConfig) -> TransformersModel:  # noqa: ANN401
     """adapt without any check."""
-    register()
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, packed_attention)  # without a mask function: none is built
     hf.set_attn_implementation(NAME)
     if hf.config._attn_implementation != NAME:
         raise ValueError(

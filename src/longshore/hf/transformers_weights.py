@@ -1,33 +1,25 @@
-"""Weights of models of transformers, under transformers' own names, into sharded models and back.
+"""Weights and LoRA of models that run as transformers' own code, under transformers' own names.
 
-In: a Hugging Face folder and a model of hf/adapter.py, on `meta`, already split over the lanes.
-Out: its parameters, each rank reading the blocks that it holds; or, from a stream of whole tensors,
-a folder like the first that transformers loads. Untrained, all tensors are the same bytes again.
+In: a Hugging Face folder and a TransformersModel, on `meta`, already split over the lanes. Out: its
+parameters, each rank reading the blocks that it holds; or, from a stream of whole tensors, a folder
+like the first that transformers loads. Untrained, all tensors are the same bytes again. With a
+LoRAConfig, whose targets are names of transformers' modules: factors beside its linear layers, and
+whole tensors with trained factors in them.
 
 Files may store each expert on its own, where the model has one tensor for all of them:
 
     model.layers.0.mlp.experts.gate_up_proj    (8, 2·32, 48) from 8 times
     model.layers.0.mlp.experts.3.gate_proj.weight (32, 48) above ….3.up_proj.weight (32, 48)
 
-and under other names, which transformers replaces when it loads them: of GPT-NeoX embed_out.weight
-is the model's lm_head.weight. Its own table of renamings is used.
-
-LoRA on models of transformers that run as transformers' own code.
-
-In: a TransformersModel and a LoRAConfig, whose targets are names of transformers' modules. Out: the
-same model with factors beside its linear layers, as our own models have them (model/lora.py); and
-whole tensors under transformers' names, with trained factors in them:
-
-    model.layers.0.self_attn.q_proj.lora.a (8, 1024)
-    merged_foreign(config, base, factors)["model.layers.0.self_attn.q_proj.weight"]
-
-Experts, whose weights transformers holds in one tensor, have no factors.
+and under other names, which transformers' own table replaces: GPT-NeoX's embed_out.weight is the
+model's lm_head.weight.
 """
 
 import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,15 +28,21 @@ import torch
 from torch import Tensor, nn
 
 from longshore.arch.decoder import DecoderConfig, LoRAConfig
-from longshore.files import new_folder
-from longshore.hf.architectures import OLD_BUFFERS
-from longshore.hf.checkpoint import SHARD_BYTES, Weights, check_tensors, copy_companions
-from longshore.hf.config_file import CONFIG, load_object
+from longshore.files import read_json_object
+from longshore.hf.checkpoint import (
+    SHARD_BYTES,
+    Weights,
+    check_copy,
+    check_tensors,
+    stored_shapes,
+    write_folder,
+)
+from longshore.hf.config_file import CONFIG, OLD_BUFFERS
 from longshore.hf.lora import MergedTensors, ModelBase
-from longshore.hf.tensor_files import TensorFiles, write_files
-from longshore.hf.tensor_map import Copied, PerExpert, Shape, Source
+from longshore.hf.tensor_files import TensorFiles
+from longshore.hf.tensor_map import PerExpert, Shape, Source
 from longshore.hf.transformers_model import TransformersModel, empty_model
-from longshore.model.lora import add_factors, check_names, factor_block, is_factor
+from longshore.model.lora import add_factors, factor_block, is_factor, name_refusals
 from longshore.parallel.pipeline import saved_buffers
 from longshore.parallel.shards import fill
 
@@ -57,7 +55,7 @@ HEAD = "lm_head.weight"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def fill_foreign(
+def fill_transformers(
     model: TransformersModel, device: torch.device, folder: str | Path, *, seed: int = 0
 ) -> None:
     """Reads the rank's blocks of every tensor; buffers that no file has keep what they hold.
@@ -65,7 +63,7 @@ def fill_foreign(
     seed: of low-rank factors, where the model has some.
     """
     shapes = {name: shape for name, shape in shapes_of(model).items() if not is_factor(name)}
-    weights = open_foreign(folder, shapes, tied=model.tied)
+    weights = open_transformers(folder, shapes, tied=model.tied)
     kept = {name: buffer.clone() for name, buffer in model.named_buffers() if not buffer.is_meta}
 
     def block(name: str, shape: torch.Size, index: tuple[slice, ...]) -> Tensor:
@@ -82,30 +80,20 @@ def shapes_of(model: nn.Module) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in tensors}
 
 
-def open_foreign(folder: str | Path, shapes: Mapping[str, Shape], *, tied: bool) -> Weights:
+def open_transformers(folder: str | Path, shapes: Mapping[str, Shape], *, tied: bool) -> Weights:
     """The tensors of a folder, after checking that all are there and fit."""
     files = TensorFiles(folder)
-    sources = place_all(shapes, names_in_model(files), tied=tied)
-    theirs = {
-        part: shape
-        for name, source in sources.items()
-        for part, shape in source.shapes(shapes[name]).items()
-    }
-    check_tensors(files, theirs, ignored=OLD_BUFFERS)
+    sources = find_sources(shapes, names_in_model(files), tied=tied)
+    check_tensors(files, stored_shapes(sources, shapes), ignored=OLD_BUFFERS)
     for source in sources.values():
-        for copy in source.copies if isinstance(source, Copied) else ():
-            rows = (slice(0, min(64, files.shape(copy)[0])),)
-            if not torch.equal(files.block(copy, rows), files.block(source.theirs, rows)):
-                raise ValueError(
-                    f"{folder}: the head uses the embedding's weight, but {copy} differs from "
-                    f"{source.theirs}; remove {copy}"
-                )
+        for copy in source.copies:
+            check_copy(files, copy, source.stored, why="the head uses the embedding's weight")
     return Weights(files, sources, dict(shapes))
 
 
 def names_in_model(files: TensorFiles) -> dict[str, str]:
-    """The names of a folder's tensors, by their own and by what transformers makes of them."""
-    raw = load_object(files.folder / CONFIG)
+    """The names of a folder's tensors, by themselves and by what transformers renames them to."""
+    raw = read_json_object(files.folder / CONFIG)
     own = {name: name for name in files.names}
     try:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -124,12 +112,17 @@ def names_in_model(files: TensorFiles) -> dict[str, str]:
     return {**renamed, **own}
 
 
-def place_all(shapes: Iterable[str], names: Mapping[str, str], *, tied: bool) -> dict[str, Source]:
-    """Where a folder has each tensor of the model; as it is, if nowhere. names: names_in_model."""
-    sources = {name: _place(name, names) for name in shapes}
-    if tied and HEAD in names:
+def find_sources(
+    names: Iterable[str], stored: Mapping[str, str], *, tied: bool
+) -> dict[str, Source]:
+    """The source of each tensor of the model. stored: what names_in_model returns.
+
+    A tensor that the folder does not have keeps its name, and is missed later.
+    """
+    sources = {name: _find_source(name, stored) for name in names}
+    if tied and HEAD in stored:
         embedding = next(name for name in sources if _is_embedding(name))
-        sources[embedding] = Copied(sources[embedding].theirs, (names[HEAD],))
+        sources[embedding] = replace(sources[embedding], copies=(stored[HEAD],))
     return sources
 
 
@@ -137,20 +130,20 @@ def _is_embedding(name: str) -> bool:
     return re.search(r"embed|wte", name) is not None and "position" not in name
 
 
-def _place(name: str, names: Mapping[str, str]) -> Source:
+def _find_source(name: str, stored: Mapping[str, str]) -> Source:
     without_trunk = name.partition(".")[2]
     for each in (name, without_trunk):
-        if each in names:
-            return Source(names[each])
+        if each in stored:
+            return Source(stored[each])
     experts, _, fused = name.rpartition(".")
     for parts in EXPERT_PARTS.get(fused, ()):
         first = f".0.{parts[0]}.weight"
-        if (theirs := names.get(experts + first, "")).endswith(first):
-            return PerExpert(theirs.removesuffix(first), parts)
+        if (first_name := stored.get(experts + first, "")).endswith(first):
+            return PerExpert(first_name.removesuffix(first), parts)
     return Source(name)
 
 
-def write_foreign(
+def write_transformers(
     folder: str | Path,
     tensors: Iterable[tuple[str, Tensor]],
     *,
@@ -162,54 +155,51 @@ def write_foreign(
     """Writes a folder like the base, from a stream of the model's (name, tensor) pairs.
 
     tied: the head uses the embedding's weight, of which the base may have a copy. dtype: of most
-    tensors, None for their own; those whose dtype in the base is not the one of most
+    tensors, None for their own; those whose dtype in the base is not that of most of its tensors
     keep it. config.json and the tokenizer are the base's.
     """
     base = Path(base)
-    files = TensorFiles(base)
-    raw = load_object(base / CONFIG)
-    with new_folder(folder) as partial:
-        stream = _theirs(tensors, files, tied=tied, dtype=dtype)
-        written = write_files(partial, stream, shard_bytes=shard_bytes, names=files.names)
-        text = _config_text(base, raw, str(written.dtype).removeprefix("torch."))
-        (partial / CONFIG).write_text(text, encoding="utf-8")
-        copy_companions(base, partial)
+    files, raw = TensorFiles(base), read_json_object(base / CONFIG)
+    write_folder(
+        folder,
+        _stored(tensors, files, tied=tied, dtype=dtype),
+        files.names,
+        lambda kind: _config_text(base, raw, kind),
+        base=base,
+        shard_bytes=shard_bytes,
+    )
 
 
-def _theirs(
+def _stored(
     tensors: Iterable[tuple[str, Tensor]],
     files: TensorFiles,
     *,
     tied: bool,
     dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Under the names of the files, in their dtypes."""
+    """The stream under the names of the files, in their dtypes."""
     names, in_model = frozenset(files.names), names_in_model(files)
     left = {name for name in names if not re.fullmatch(OLD_BUFFERS, name)}
     floats = Counter(kind for kind in map(files.dtype, names) if kind in DTYPES)
     most = floats.most_common(1)[0][0]
     for name, tensor in tensors:
-        source = place_all([name], in_model, tied=tied and _is_embedding(name))[name]
-        for theirs, part in source.write(tensor):
-            if theirs not in left:
+        source = find_sources([name], in_model, tied=tied and _is_embedding(name))[name]
+        for stored, part in source.write(tensor):
+            if stored not in left:
                 raise ValueError(f"tensor {name} is not one of {files.folder}")
-            left.remove(theirs)
-            _check_shape(theirs, tuple(part.shape), files)
-            stored = files.dtype(theirs)
-            kind = dtype if stored == most else DTYPES.get(stored, dtype)
+            left.remove(stored)
+            # A base of other sizes may have the same names, and its config.json would be written.
+            if part.shape != files.shape(stored):
+                raise ValueError(
+                    f"tensor {stored} has the shape {tuple(part.shape)}, but {files.shape(stored)} "
+                    f"in {files.folder}, which so is not the folder that the run began with"
+                )
+            kept = files.dtype(stored)
+            kind = dtype if kept == most else DTYPES.get(kept, dtype)
             is_cast = dtype is not None and kind is not None and part.is_floating_point()
-            yield theirs, part.to(kind) if is_cast else part
+            yield stored, part.to(kind) if is_cast else part
     if left:
         raise ValueError(f"missing among the tensors to write: {', '.join(sorted(left)[:3])}")
-
-
-def _check_shape(name: str, shape: tuple[int, ...], files: TensorFiles) -> None:
-    """A base of other sizes may have the same names, and its config.json would be written."""
-    if shape != (expected := tuple(files.shape(name))):
-        raise ValueError(
-            f"tensor {name} has the shape {shape}, but {expected} in {files.folder}, which so is "
-            "not the folder that the run began with"
-        )
 
 
 def _config_text(base: Path, raw: dict[str, Any], dtype: str) -> str:
@@ -220,7 +210,7 @@ def _config_text(base: Path, raw: dict[str, Any], dtype: str) -> str:
     return json.dumps({**raw, key: dtype}, indent=2, ensure_ascii=False) + "\n"
 
 
-def add_foreign_factors(model: TransformersModel, config: LoRAConfig) -> None:
+def add_transformers_factors(model: TransformersModel, config: LoRAConfig) -> None:
     """Factors beside the targets among the linear layers of its blocks; all else is frozen."""
     linears = [
         (f"{block}.{name}", module)
@@ -228,26 +218,21 @@ def add_foreign_factors(model: TransformersModel, config: LoRAConfig) -> None:
         for name, module in model.get_submodule(block).named_modules()
         if type(module) is nn.Linear
     ]
-    check_names(config, [name for name, _ in linears])
+    if why := next(name_refusals(config, [name for name, _ in linears]), ""):
+        raise ValueError(why)
     add_factors(model, config, linears)
 
 
-def merged_foreign(
+def merged_transformers(
     config: DecoderConfig, base: ModelBase, factors: Mapping[str, Tensor]
 ) -> MergedTensors:
     """All tensors of the base's folder, under the names that its model has in memory."""
     assert config.lora is not None
     assert base.folder is not None
-    shapes, tied = _shapes(base.folder)
-    weights = open_foreign(base.folder, shapes, tied=tied)
-    return MergedTensors(config.lora, factors, shapes=shapes, read=weights.__getitem__)
-
-
-def _shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], bool]:
-    """Of the folder's model, and whether its head uses the embedding's weight."""
-    hf = empty_model(str(folder))
+    hf = empty_model(str(base.folder))
     tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
     shapes = shapes_of(hf)
     if tied:
         shapes.pop(HEAD, None)
-    return shapes, tied
+    weights = open_transformers(base.folder, shapes, tied=tied)
+    return MergedTensors(config.lora, factors, shapes=shapes, read=weights.__getitem__)

@@ -1,7 +1,8 @@
-"""The weights at the end of a run, under our own names.
+"""The weights at the end of a run, under our own names, and low-rank factors as a folder of PEFT.
 
 In: a config, a stream of tensors, the Hugging Face folder the run began with. Out: a folder, and
-from it the same again. A run that began with Qwen3-8B ends with
+from it the same again, every file checked against its checksum; or a folder that PEFT loads onto
+the base model of transformers. A run that began with Qwen3-8B ends with
 
     weights.json                            {"format": "longshore weights", "version": 2,
                                              "config": {"kind": "DecoderConfig", …},
@@ -9,20 +10,6 @@ from it the same again. A run that began with Qwen3-8B ends with
                                              the files below, "sha256": of this file}
     weights-00001-of-00007.safetensors …    embed.weight, layers.0.mixer_norm.weight, …
     weights.safetensors.index.json
-
-Loading verifies the checksum of every file, so that damaged weights are never exported.
-
-Low-rank factors as a folder that PEFT loads onto the base model of transformers.
-
-In: the saved factors of a run. Out: adapter_config.json and adapter_model.safetensors, with the
-names of transformers' modules:
-
-    layers.3.mixer.q_proj.lora.b  →  base_model.model.model.layers.3.self_attn.q_proj.lora_B.weight
-
-Where a weight's rows are in another order there (DeepSeek's rotary rows), so are those of B. A
-module that transformers does not have as one linear layer is refused, and so is what PEFT 0.21
-would load elsewhere or not at all; depths of multi-token prediction are left out, because
-transformers has none.
 """
 
 import json
@@ -36,7 +23,7 @@ from torch import Tensor
 
 from longshore.arch.as_json import config_from_json, config_to_json
 from longshore.arch.decoder import DecoderConfig, LoRAConfig, has_experts
-from longshore.files import new_folder, open_sealed, sealed_json
+from longshore.files import new_folder, open_sealed, read_json_object, sealed_json
 from longshore.hf.checkpoint import (
     SHARD_BYTES,
     TABLE,
@@ -46,7 +33,7 @@ from longshore.hf.checkpoint import (
     storage_layout,
     tensor_shapes,
 )
-from longshore.hf.config_file import choose_architecture, foreign_base, load_object
+from longshore.hf.config_file import choose_architecture, transformers_base
 from longshore.hf.lora import (
     ModelBase,
     base_from_json,
@@ -57,7 +44,7 @@ from longshore.hf.lora import (
 )
 from longshore.hf.tensor_files import TensorFiles, write_files
 from longshore.hf.tensor_map import Interleaved, Shape, Source
-from longshore.hf.transformers_weights import merged_foreign
+from longshore.hf.transformers_weights import merged_transformers
 from longshore.settings import ModelCode
 from longshore.train.checkpoint_files import DamagedError, SavedFile, check_file
 
@@ -71,11 +58,11 @@ class SavedWeights:
     """A decoder and its tensors."""
 
     config: DecoderConfig
-    """What it is; of models of transformers what it costs."""
+    """What it is; for models of transformers what it costs."""
     base: Path | None
     """The Hugging Face folder it began with."""
     tensors: Mapping[str, Tensor]
-    """By name."""
+    """The tensors by name."""
     lora: ModelBase | None = None
     """Where the tensors are low-rank factors alone: what they were trained on."""
     code: ModelCode = "longshore"
@@ -86,7 +73,7 @@ class SavedWeights:
         now = self.check_base(base)
         if now is None:
             return self if base is None else replace(self, base=base)
-        merged = merged_decoder if self.code == "longshore" else merged_foreign
+        merged = merged_decoder if self.code == "longshore" else merged_transformers
         tensors = merged(self.config, now, self.tensors)
         return SavedWeights(self.config.merged(), now.folder, tensors, code=self.code)
 
@@ -131,8 +118,8 @@ def save_weights(
         **({} if code == "longshore" else {"code": code}),
     }
     with new_folder(folder, is_replaced=is_replaced) as partial:
-        written = write_files(partial, checked, stem=STEM, shard_bytes=shard_bytes, names=shapes)
-        files = {name: asdict(file) for name, file in written.files.items()}
+        _, saved = write_files(partial, checked, stem=STEM, shard_bytes=shard_bytes, names=shapes)
+        files = {name: asdict(file) for name, file in saved.items()}
         (partial / f"{STEM}.json").write_bytes(sealed_json({**about, "files": files}, indent=1))
 
 
@@ -140,7 +127,7 @@ def load_weights(folder: str | Path) -> SavedWeights:
     """What save_weights wrote; tensors are read when they are asked for."""
     folder = Path(folder)
     path = folder / f"{STEM}.json"
-    about = load_object(path)
+    about = read_json_object(path)
     if about.get("format") != FORMAT or about.get("version") != VERSION:
         raise ValueError(
             f"{path} is {about.get('format')!r} version {about.get('version')!r}; this Longshore "
@@ -169,7 +156,7 @@ def load_weights(folder: str | Path) -> SavedWeights:
 
 
 def _shapes(config: DecoderConfig) -> dict[str, Shape]:
-    """Of what is saved: low-rank factors alone where there are some."""
+    """The shapes of what is saved: low-rank factors alone where there are some."""
     return factor_shapes(config) if config.lora is not None else tensor_shapes(config)
 
 
@@ -193,13 +180,18 @@ EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate")
 """In models with experts PEFT takes these names for the experts' own tensors, everywhere."""
 MAMBA = ("mamba2", "nemotron_h")
 """Model types of which PEFT refuses out_proj: transformers reads its weight by itself."""
-PEFT_STEM = "adapter_model"
-PEFT_SHARD_BYTES = 1 << 60
-"""PEFT reads one file."""
 
 
 def write_adapter(folder: str | Path, saved: SavedWeights, *, base: Path | None) -> list[str]:
-    """Writes a new folder; returns notes about what is not in it. base: of the run."""
+    """Writes a folder of PEFT; returns notes about what is not in it. base: of the run.
+
+    adapter_config.json and adapter_model.safetensors have the names of transformers' modules:
+    layers.3.mixer.q_proj.lora.b is base_model.model.model.layers.3.self_attn.q_proj.lora_B.weight.
+    Where a weight's rows are in another order there (DeepSeek's rotary rows), so are those of B. A
+    module that transformers does not have as one linear layer is refused, and so is what PEFT 0.21
+    would load elsewhere or not at all. Depths of multi-token prediction, which transformers does
+    not have, are left out.
+    """
     config = saved.config
     if config.lora is None:
         raise ValueError(
@@ -213,8 +205,9 @@ def write_adapter(folder: str | Path, saved: SavedWeights, *, base: Path | None)
         "have"
     ]
     with new_folder(folder) as partial:
-        names = [source.theirs.removesuffix(".weight") for source in sources.values()]
-        write_files(partial, _tensors(saved, sources), stem=PEFT_STEM, shard_bytes=PEFT_SHARD_BYTES)
+        names = [source.stored.removesuffix(".weight") for source in sources.values()]
+        # PEFT reads one file.
+        write_files(partial, _tensors(saved, sources), stem="adapter_model", shard_bytes=1 << 60)
         text = json.dumps(_adapter_config(config.lora, names, base), indent=2, ensure_ascii=False)
         (partial / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
     return notes if absent else []
@@ -229,13 +222,13 @@ def _sources(saved: SavedWeights, modules: list[str], base: Path | None) -> dict
             _check(module, source, config, "this model")
         return sources
     architecture = choose_architecture(config, base)
-    layout = storage_layout(config, foreign_base(base))
+    layout = storage_layout(config, transformers_base(base))
     sources = {}
     for module in modules:
-        source = architecture.place(f"{module}.weight", layout)
+        source = architecture.source(f"{module}.weight", layout)
         _check(module, source, config, architecture.name, architecture.model_type)
         if architecture.model_type == "nemotron_h":  # in memory the decoder is called so
-            source = replace(source, theirs=re.sub(r"^backbone\.", "model.", source.theirs))
+            source = replace(source, stored=re.sub(r"^backbone\.", "model.", source.stored))
         sources[module] = source
     return sources
 
@@ -244,8 +237,8 @@ def _check(
     module: str, source: Source, config: DecoderConfig, name: str, model_type: str = ""
 ) -> None:
     """Refuses what PEFT would not load, or onto something else. name: of the architecture."""
-    leaf, why = source.theirs.removesuffix(".weight").rpartition(".")[2], ""
-    if type(source) not in (Source, Interleaved):
+    leaf, why = source.stored.removesuffix(".weight").rpartition(".")[2], ""
+    if type(source) not in (Source, Interleaved) or source.copies:
         why = "it is not one linear layer in transformers"
     elif has_experts(config) and leaf in EXPERTS:
         why = f"PEFT takes every {leaf} of a model with experts for one of the experts"
@@ -260,7 +253,7 @@ def _check(
 
 def _tensors(saved: SavedWeights, sources: dict[str, Source]) -> Iterator[tuple[str, Tensor]]:
     for module, source in sources.items():
-        start = f"base_model.model.{source.theirs.removesuffix('.weight')}"
+        start = f"base_model.model.{source.stored.removesuffix('.weight')}"
         yield f"{start}.lora_A.weight", saved.tensors[f"{module}.lora.a"].contiguous()
         ((_, b),) = source.write(saved.tensors[f"{module}.lora.b"])
         yield f"{start}.lora_B.weight", b.contiguous()

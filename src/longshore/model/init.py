@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from longshore.arch.decoder import DecoderConfig, LayerConfig
-from longshore.arch.feed_forward import MoEConfig
 from longshore.model.decoder import Decoder
 from longshore.model.fill import NORM, NORMAL, ZEROS, Fill, fill_rows
 from longshore.model.hyper_connection import FILLS as HYPER_FILLS
@@ -96,8 +95,9 @@ def _fill_in_block(layer: LayerConfig, name: list[str]) -> Fill:
     if place in ("mixer_hyper", "mlp_hyper") and layer.residuals:
         return HYPER_FILLS[rest[-1]]
     part = layer.mixer if place == "mixer" else layer.mlp
-    if isinstance(part, MoEConfig) and rest == ["router", "table"]:
-        return Fill(experts=part.experts)
+    assert part is not None
+    if part.id_rows and rest == ["router", "table"]:
+        return Fill(experts=part.routed_experts)
     modules = MIXERS if place == "mixer" else FEED_FORWARDS
     own: Mapping[str, Fill] = getattr(modules[type(part)], "FILLS", {})
     return own.get(".".join(rest), ZEROS if rest[-1] == "bias" else NORMAL)

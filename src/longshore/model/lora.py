@@ -23,7 +23,6 @@ from longshore.model.fill import ZEROS, Fill, fill_rows
 from longshore.model.norm import Float32Parameters
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.ops.linear import AdaptedLinear, LowRank, adapt
-from longshore.settings import SettingError
 
 KINDS: dict[type[nn.Linear], type[nn.Linear]] = {
     nn.Linear: AdaptedLinear,
@@ -94,26 +93,21 @@ def hold_frozen(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def check_targets(config: DecoderConfig) -> None:
-    """Refuses a target that names no linear layer, and lists the names there are."""
-    if config.lora is None:
-        return
-    check_names(config.lora, list(_names(config)))
+def target_refusals(config: DecoderConfig) -> Iterator[str]:
+    """Targets that name no linear layer, with the names there are."""
+    if config.lora is not None:
+        yield from name_refusals(config.lora, list(_names(config)))
 
 
-def check_names(config: LoRAConfig, names: Sequence[str]) -> None:
+def name_refusals(config: LoRAConfig, names: Sequence[str]) -> Iterator[str]:
     """The same for a model whose linear layers have these names."""
     short = sorted({name.rpartition(".")[2] for name in names})
     for target in config.targets:
-        one = replace(config, targets=(target,))
-        if not any(map(one.matches, names)):
-            raise SettingError(
-                "{lora}.targets: no linear layer of this model is named {target}; there are "
-                "{names}, or {all} for all of them (experts' own weights, routers, embedding and "
-                "head have no factors)",
-                target=repr(target),
-                names=", ".join(short),
-                all=ALL_LINEAR,
+        if not any(map(replace(config, targets=(target,)).matches, names)):
+            yield (
+                f"model.lora.targets: no linear layer of this model is named {target!r}; there are "
+                f"{', '.join(short)}, or {ALL_LINEAR} for all of them (experts' own weights, "
+                "routers, embedding and head have no factors)"
             )
 
 

@@ -62,6 +62,7 @@ from longshore.arch.part import Norm
 from longshore.arch.scan import DeltaNetConfig, Mamba2Config
 from longshore.batch import SeqContext
 from longshore.model.fill import CONV, DECAY_RATES, ONES, RESIDUAL, STEP_BIASES, Fill
+from longshore.model.host_tables import HostTableMaker, delta_tables, ssd_tables
 from longshore.model.interface import LOCAL, Exchange, Exchanges, Rows, ThreeStepMixer, over_packs
 from longshore.model.norm import Float32Parameters, NormAfterGate, NormBeforeGate
 from longshore.model.rope import Tables
@@ -293,6 +294,10 @@ class Mamba2(ThreeStepMixer):
         "out_proj.weight": RESIDUAL,
     }
 
+    @staticmethod
+    def table_makers(config: Mamba2Config) -> tuple[HostTableMaker, ...]:
+        return (ssd_tables,)
+
     def __init__(self, config: Mamba2Config, width: int, *, norm: Norm) -> None:
         super().__init__()
         self.config = config
@@ -363,6 +368,10 @@ class DeltaNet(ThreeStepMixer):
         "norm.weight": ONES,
         "out_proj.weight": RESIDUAL,
     }
+
+    @staticmethod
+    def table_makers(config: DeltaNetConfig) -> tuple[HostTableMaker, ...]:
+        return (delta_tables,)
 
     def __init__(self, config: DeltaNetConfig, width: int, *, norm: Norm) -> None:
         super().__init__()

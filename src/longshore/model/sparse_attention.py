@@ -45,6 +45,7 @@ from longshore.arch.rope import RopeConfig
 from longshore.arch.sparse_attention import SparseAttentionConfig
 from longshore.batch import PackContext, SeqContext
 from longshore.model.fill import NORM, RESIDUAL, ZEROS, Fill
+from longshore.model.host_tables import HOST, HostTableMaker, TableSetting
 from longshore.model.interface import (
     LOCAL,
     Exchange,
@@ -126,6 +127,16 @@ class SharedEntries:
 
 def entry_tables(pack: PackContext, kind: EntryKind, device: torch.device) -> EntryTables:
     return table(pack.padded, str(kind), lambda: _entry_tables(pack, kind, device))
+
+
+@dataclass(frozen=True, slots=True)
+class EntryTableMaker:
+    """Makes the tables of layers of this kind on the host, see model/host_tables.py."""
+
+    kind: EntryKind
+
+    def __call__(self, pack: PackContext, *, setting: TableSetting) -> None:
+        entry_tables(pack, self.kind, HOST)
 
 
 def entry_rope(
@@ -247,6 +258,10 @@ class SparseAttention(ThreeStepMixer):
         "biases.entries": ZEROS,
         "biases.index": ZEROS,
     }
+
+    @staticmethod
+    def table_makers(config: SparseAttentionConfig) -> tuple[HostTableMaker, ...]:
+        return (EntryTableMaker(EntryKind.of(config)),)
 
     def __init__(self, config: SparseAttentionConfig, width: int, *, norm: Norm) -> None:
         super().__init__()

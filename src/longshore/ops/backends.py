@@ -14,7 +14,6 @@ train.kernels=plain, leaves only backends that are parts of torch and need nothi
 
 import importlib
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from longshore.settings import Kernels
+from longshore.user_code import is_installed
 
 HALF = (torch.float16, torch.bfloat16)
 AMPERE, HOPPER = (8, 0), (9, 0)
@@ -356,14 +356,6 @@ def _refusal(backend: Backend, *tensors: Tensor) -> str | None:
     if refused is None and backend.package and not is_installed(backend.package):
         return f"{backend.package} is not installed"
     return refused
-
-
-@lru_cache
-def is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 @lru_cache

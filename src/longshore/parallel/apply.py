@@ -21,7 +21,7 @@ from longshore.parallel.context import CPExchanges
 from longshore.parallel.expert import split_experts
 from longshore.parallel.fsdp import shard
 from longshore.parallel.tensor import split_tensors
-from longshore.settings import AttentionKind, Recompute, ScanKind, SettingError, ShardMode
+from longshore.settings import AttentionKind, Recompute, ScanKind, ShardMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,10 @@ AnyModel = TypeVar("AnyModel", bound=LanguageModel)
 def parallelize(
     model: AnyModel, topology: Topology, groups: CPGroups, *, choices: Choices
 ) -> AnyModel:
-    """Applies all of it, in place and in this order; train/cuda_graph.py comes after it."""
+    """Puts TP, EP, CP, compilation, recomputation and FSDP onto a model, in place, in this order.
+
+    CUDA graphs come after it; see train/cuda_graph.py.
+    """
     _check_dtype(model, choices.dtype)
     if isinstance(model, Decoder):
         split_tensors(model, topology)  # makes parameters smaller, so before all else
@@ -74,11 +77,10 @@ def parallelize(
 def _check_dtype(model: LanguageModel, dtype: torch.dtype) -> None:
     """FSDP casts whole blocks, so that none of their parameters can stay wide."""
     if model.wide_names and torch.promote_types(dtype, torch.float32) != dtype:
-        raise SettingError(
-            "{name} must be computed in float32, and {dtype} {given} would round it; set "
-            "{dtype:float32}, or choose another model",
-            name=model.wide_names[0],
-            given=str(dtype).removeprefix("torch."),
+        given = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{model.wide_names[0]} must be computed in float32, and train.dtype {given} would "
+            "round it; set train.dtype=float32, or choose another model"
         )
 
 

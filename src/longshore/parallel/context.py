@@ -137,22 +137,24 @@ class GroupExchange(Exchange):
         if count == 0:
             return None
         chunks = 2 * len(self.pack.padded)
-        halo = self._halo(count, rows.device)
-        sent = rows.index_select(0, halo.sent)
-        received = all_to_all(sent, self.group, sends=halo.sends, receives=halo.receives)
+        taken, placed, sends, receives = self._halo(count, rows.device)
+        sent = rows.index_select(0, taken)
+        received = all_to_all(sent, self.group, sends=sends, receives=receives)
         halos = rows.new_zeros(chunks * count, rows.shape[1])
-        halos = halos.index_copy(0, halo.received, received)
+        halos = halos.index_copy(0, placed, received)
         return halos.view(chunks, count, rows.shape[1])
 
-    def _halo(self, count: int, device: torch.device) -> "HaloTable":
-        """Computed and copied to the device once for a pack, not in every layer."""
+    def _halo(
+        self, count: int, device: torch.device
+    ) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...]]:
+        """A HaloRoute, computed and copied to the device once for a pack, not in every layer."""
 
-        def make() -> HaloTable:
+        def make() -> tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...]]:
             offsets: Ints = np.asarray(self.pack.padded.offsets, dtype=np.int64)
             padded = offsets[1:] - offsets[:-1]
             route = halo_route(padded, count, cp_rank=self.rank, cp_size=self.size)
             sent, received = to_device(route.sent, device), to_device(route.received, device)
-            return HaloTable(sent, received, route.sends, route.receives)
+            return sent, received, route.sends, route.receives
 
         return table(self.pack.padded, f"halo of {count}, {self.rank} of {self.size}", make)
 
@@ -198,16 +200,6 @@ class PendingSplit:
         if self.picked is not None:
             joined = joined.index_select(0, self.picked)
         return _split(joined, self.shapes)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HaloTable:
-    """A HaloRoute with its rows on the device."""
-
-    sent: Tensor
-    received: Tensor
-    sends: tuple[int, ...]
-    receives: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

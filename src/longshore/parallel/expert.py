@@ -38,7 +38,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from longshore.arch.cuts import check_ep, expert_cut
+from longshore.arch.cuts import expert_cut
+from longshore.arch.decoder import check_ep
 from longshore.distributed.collectives import all_to_all
 from longshore.distributed.topology import Topology
 from longshore.model.decoder import Decoder

@@ -134,7 +134,7 @@ def _described(
     """The parts of all ranks of a group."""
     numbers = [] if part is None else part.encoded()
     rows = torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, 1)
-    return [_decoded(each.view(-1).tolist()) for each in gather_rows(rows, group, room=ROOM)]
+    return [_decoded(each.view(-1).tolist()) for each in gather_rows(rows, group, expected=ROOM)]
 
 
 def _joined(values: Tensor | None, part: _PartOf | None, topology: Topology) -> Tensor:

@@ -29,18 +29,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from longshore.arch.cuts import TensorCut, TPRank, cuts_of, is_tp_split, norm_ranks, on_tp_rank
-from longshore.arch.decoder import DecoderConfig
-from longshore.arch.part import Norm, Part
-from longshore.arch.scan import Mamba2Config
+from longshore.arch.cuts import TensorCut, TPRank
+from longshore.arch.decoder import DecoderConfig, check_tp
+from longshore.arch.part import Part
 from longshore.batch import SeqContext
 from longshore.distributed.collectives import gather, reduce_scatter, sum_over
 from longshore.distributed.topology import Topology
 from longshore.model.decoder import Block, Decoder, Head
-from longshore.model.feed_forward import MoE
 from longshore.model.interface import Reader, Routed, call_part, eager
 from longshore.model.lora import add_same_factors, is_factor
-from longshore.model.recurrent import Mamba2
 from longshore.model.registry import make_feed_forward, make_mixer
 from longshore.ops.cross_entropy import OutputLayer, VocabularyPart, linear_cross_entropy
 from longshore.parallel.fsdp import local_part
@@ -54,11 +51,10 @@ def split_tensors(model: Decoder, topology: Topology) -> None:
     """Leaves this TP rank's part of every parameter, and adds what ranks exchange; in place."""
     if topology.tp == 1:
         return
-    width, norm = model.config.width, model.config.norm
+    check_tp(model.config, topology.tp)
     for block in list(model.modules()):
         if isinstance(block, Block):
-            _split_mixer(block, width, norm, topology)
-            _split_feed_forward(block, width, norm, topology)
+            _split_block(block, model.config, topology)
     model.row_ranks = topology.tp
     at, group = TPRank(topology.tp, topology.tp_rank), topology.groups.tp
     cut = at.vocabulary(model.config.vocab_size)
@@ -68,33 +64,20 @@ def split_tensors(model: Decoder, topology: Topology) -> None:
         model.head = SplitHead(model.head, model.config, cut, group)
 
 
-def _split_mixer(block: Block, width: int, norm: Norm, topology: Topology) -> None:
-    part, group = block.config.mixer, topology.groups.tp
-    if block.mixer is None or part is None:
-        return
-    if not is_tp_split(part):
+def _split_block(block: Block, config: DecoderConfig, topology: Topology) -> None:
+    mixer, mlp, group = block.config.mixer, block.config.mlp, topology.groups.tp
+    if block.mixer is not None and mixer is not None:
         block.call_mixer = partial(_replicated, group)
-        return
-    local = _local(block.mixer, part, width, topology, make=partial(make_mixer, norm=norm))
-    if isinstance(local, Mamba2):
-        assert isinstance(part, Mamba2Config)
-        if (ranks := norm_ranks(part, topology.tp)) > 1:
-            local.norm.mean_over_ranks = partial(_mean_over, group, ranks)
-    block.mixer, block.call_mixer = local, partial(_split, group)
-
-
-def _split_feed_forward(block: Block, width: int, norm: Norm, topology: Topology) -> None:
-    part, group = block.config.mlp, topology.groups.tp
-    if block.mlp is None or part is None:
-        return
-    if isinstance(block.mlp, MoE):
-        block.call_mlp = partial(_on_own_rows, group)
-    elif not is_tp_split(part):
-        block.call_mlp = partial(_replicated, group)
-    else:
-        make = partial(make_feed_forward, norm=norm)
-        block.mlp = _local(block.mlp, part, width, topology, make=make)
-        block.call_mlp = partial(_split, group)
+        if mixer.tp_units():
+            make = partial(make_mixer, norm=config.norm)
+            block.mixer = _local(block.mixer, mixer, config.width, topology, make=make)
+            block.call_mixer = partial(_split, group)
+    if block.mlp is not None and mlp is not None:
+        block.call_mlp = partial(_on_own_rows if mlp.routed_experts else _replicated, group)
+        if mlp.tp_units():
+            make = partial(make_feed_forward, norm=config.norm)
+            block.mlp = _local(block.mlp, mlp, config.width, topology, make=make)
+            block.call_mlp = partial(_split, group)
 
 
 def _local(
@@ -106,9 +89,12 @@ def _local(
     make: Callable[[Part, int], nn.Module],
 ) -> nn.Module:
     """The module of what this rank has, with its part of the whole module's values."""
+    tp, group = topology.tp, topology.groups.tp
     with torch.device("meta"):
-        local = make(on_tp_rank(part, topology.tp), width)
-    cuts = cuts_of(part, width, tp=topology.tp, rank=topology.tp_rank)
+        local = make(part.on_tp_rank(tp), width)
+    cuts = part.tp_cuts(width, TPRank(tp, topology.tp_rank))
+    if (ranks := part.norm_ranks(tp)) > 1:
+        local.norm.mean_over_ranks = partial(_mean_over, group, ranks)  # type: ignore[union-attr]
     add_same_factors(local, whole)
     cuts |= _factor_cuts(whole, cuts)
     for name, parameter in whole.named_parameters():
@@ -120,7 +106,7 @@ def _local(
 
 
 def _factor_cuts(whole: nn.Module, cuts: Mapping[str, TensorCut]) -> dict[str, TensorCut]:
-    """Of low-rank factors: b has the weight's rows, a its columns; the other is whole."""
+    """Cuts of low-rank factors: b has the weight's rows, a its columns; the other is whole."""
     factors = {}
     for name, _ in whole.named_parameters():
         if is_factor(name):

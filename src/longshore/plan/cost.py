@@ -222,6 +222,20 @@ def load_profile(path: str | Path) -> CostProfile:
     return parse_profile(data, str(path))
 
 
+def names_machine(name: str) -> bool:
+    """Whether this is no cost profile in JSON, but a machine: a name, or a file with a "format".
+
+    What a model costs on a machine is the advisor's to say (advisor/step_time.py:model_cost).
+    """
+    try:
+        data = json.loads(Path(name).read_text())
+    except OSError:
+        return True
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and "format" in data
+
+
 def parse_profile(data: object, name: str) -> CostProfile:
     keys = [key for key in CostProfile.__slots__ if key not in OPTIONAL_KEYS]
     if not isinstance(data, dict) or sorted({*data} - {*OPTIONAL_KEYS}) != sorted(keys):

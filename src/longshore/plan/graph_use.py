@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from longshore.plan.cost import EMPTY_TOKENS, Ints
 from longshore.plan.shapes import make_buckets, usable_capacity
 from longshore.plan.types import Plan
-from longshore.settings import SettingError
 
 GraphWay = Literal["whole", "halves", "eager"]
 GRAPH_WAYS: tuple[GraphWay, ...] = ("whole", "halves", "eager")
@@ -91,7 +90,7 @@ class MicroBatchSizes:
     def cap(self, coverage: float) -> int:
         """The least cap that serves this share of `alone`; 1 if there are none."""
         if not 0 < coverage <= 1:
-            raise SettingError(f"{{coverage}} is {coverage:g}; it must be above 0 and at most 1")
+            raise ValueError(f"graph.coverage is {coverage:g}; it must be above 0 and at most 1")
         count = len(self.alone)
         if not count:
             return 1

@@ -33,14 +33,12 @@ back the same way:
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
-
-from longshore.settings import SettingError
 
 LONGEST_TEXT = 1 << 16
 
@@ -119,8 +117,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.pp < 1 or not self.stages or len(self.stages) % self.pp:
-            raise SettingError(
-                f"{{layout}} has {len(self.stages)} stages, which cannot be shared evenly by "
+            raise ValueError(
+                f"parallel.layout has {len(self.stages)} stages, which cannot be shared evenly by "
                 f"{self.pp} pipeline ranks; give a multiple of {self.pp}"
             )
 
@@ -176,19 +174,29 @@ def parse_layout(text: str, *, pp: int, layers: int, depths: int = 0) -> Layout:
     letters = _unrolled(text)
     wanted = f"E{'t' * layers}{'m' * depths}L"
     if letters.replace("|", "") != wanted:
-        raise SettingError(
-            f"{{layout}} is {text!r}, which is not this model's list of parts: E, then {layers} t"
-            f"{f', {depths} m' if depths else ''} and L, with | between stages"
+        raise ValueError(
+            f"parallel.layout is {text!r}, which is not this model's list of parts: E, then "
+            f"{layers} t{f', {depths} m' if depths else ''} and L, with | between stages"
         )
     pieces = letters.split("|")
     if empty := [number for number, piece in enumerate(pieces) if not piece]:
-        raise SettingError(f"{{layout}} is {text!r}, whose stage {empty[0]} has nothing to do")
+        raise ValueError(f"parallel.layout is {text!r}, whose stage {empty[0]} has nothing to do")
     return _from_pieces(pieces, pp)
 
 
 def layout_stages(text: str) -> int:
     """How many stages a text describes."""
     return _unrolled(text).count("|") + 1
+
+
+def stage_refusals(layers: int, depths: int, *, pp: int, vpp: int) -> Iterator[str]:
+    """Why a model of so many layers and depths cannot have so many stages."""
+    parts, stages = layers + depths + 1, pp * vpp
+    if parts < stages:
+        yield (
+            f"{layers} layers{f', {depths} depths' if depths else ''} and the head make {parts} "
+            f"parts, too few for parallel.pp {pp} × parallel.vpp {vpp} = {stages} stages; use fewer"
+        )
 
 
 def balanced_layout(
@@ -201,12 +209,8 @@ def balanced_layout(
     """
     stages, parts = pp * vpp, [*costs]
     layers = len(parts) - depths - 1
-    if len(parts) < stages:
-        raise SettingError(
-            f"{layers} layers{f', {depths} depths' if depths else ''} and the head make "
-            f"{len(parts)} parts, too few for {{pp}} {pp} × {{vpp}} {vpp} = {stages} stages; use "
-            "fewer"
-        )
+    if why := next(stage_refusals(layers, depths, pp=pp, vpp=vpp), ""):
+        raise ValueError(why)
     parts[0] += embed
     ends = _even_ends(parts, stages)
     letters = "t" * layers + "m" * depths + "L"
@@ -276,12 +280,13 @@ def _unrolled(text: str) -> str:
         inner = match[1] if match[1] is not None else match[3]
         times = int(match[2] or match[4])
         if len(inner) * times > LONGEST_TEXT:
-            raise SettingError(f"{{layout}} is {text!r}, which is too long")
+            raise ValueError(f"parallel.layout is {text!r}, which is too long")
         letters = letters[: match.start()] + inner * times + letters[match.end() :]
     if unknown := re.search(r"[^EtmL|]", letters):
-        raise SettingError(
-            f"{{layout}} is {text!r}, in which {unknown[0]!r} means nothing; E is the embedding, t "
-            "a layer, m a depth of multi-token prediction, L the head, | the end of a stage"
+        raise ValueError(
+            f"parallel.layout is {text!r}, in which {unknown[0]!r} means nothing; E is the "
+            "embedding, t a layer, m a depth of multi-token prediction, L the head, | the end of a "
+            "stage"
         )
     return letters
 
@@ -306,7 +311,7 @@ def make_order(rounds: int, *, pp: int, vpp: int) -> Order:
     """1F1B for one stage per rank, interleaved 1F1B for several; one list for each rank."""
     for name, value in (("rounds", rounds), ("pp", pp), ("vpp", vpp)):
         if value < 1:
-            raise SettingError(f"{{{name}}} is {value}; it must be at least 1")
+            raise ValueError(f"{name} is {value}; it must be at least 1")
     if vpp == 1:
         return one_forward_one_backward(rounds, pp=pp)
     return interleaved(rounds, pp=pp, vpp=vpp)

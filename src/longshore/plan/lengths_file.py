@@ -20,9 +20,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from longshore.plan.planner import make_plan
+from longshore.plan.planner import PlaceError, make_plan
 from longshore.plan.types import Plan, policy_named
-from longshore.settings import SettingError
 
 HEADERS = (["length"], ["length", "pack"])
 MOST_DIGITS = 12
@@ -67,30 +66,19 @@ class Lengths:
         """make_plan of all these lengths as one step; its errors name the file and the line."""
         needs_packs = policy_named(policy).needs_packs
         if needs_packs and not self.labels:
-            raise SettingError(
-                "{name}: {policy} {given} needs to know your packs; make 'length,pack' the first "
-                "line and name the pack of each sequence in a second column",
-                name=self.name,
-                given=policy,
+            raise ValueError(
+                f"{self.name}: plan.policy {policy} needs to know your packs; make 'length,pack' "
+                "the first line and name the pack of each sequence in a second column"
             )
         packs = self.packs() if needs_packs else None
         try:
             return make_plan(self.lengths, policy=policy, packs=packs, **options)
-        except SettingError as error:
-            if where := self._where(error.values):
-                raise SettingError(error.message, **{**error.values, "where": where}) from None
-            raise
-
-    def _where(self, about: Mapping[str, object]) -> str:
-        """The line of the sequence or the pack that an error of the planner is about, if any."""
-        match about:
-            case {"sequence": int(place)}:
-                return f"{self.name} {self.counted} {self.lines[place]}"
-            case {"pack": int(number)}:
-                place = self.packs()[number][0]
-                line = f"{self.name} {self.counted} {self.lines[place]}"
-                return f"{line}: pack {self.labels[place]!r}"
-        return ""
+        except PlaceError as error:
+            is_pack = error.kind == "pack"
+            place = self.packs()[error.number][0] if is_pack else error.number
+            pack = f": pack {self.labels[place]!r}" if is_pack else ""
+            line = f"{self.name} {self.counted} {self.lines[place]}"
+            raise ValueError(f"{line}{pack}{error.problem}") from None
 
 
 def read_lengths(path: str | Path) -> Lengths:

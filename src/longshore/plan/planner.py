@@ -22,11 +22,17 @@ from longshore.plan.bound import step_bound
 from longshore.plan.cost import BUILT_IN, NO_PADDING, CostProfile, CostTable, StageCosts
 from longshore.plan.layout import Layout
 from longshore.plan.policies import load_policy
-from longshore.plan.shapes import check_buckets, legal_cp_sizes, usable_capacity
+from longshore.plan.shapes import (
+    check_buckets,
+    legal_cp_sizes,
+    rank_refusals,
+    sync_refusals,
+    usable_capacity,
+)
 from longshore.plan.simulate import simulate_rounds, table_for, total_lane_tokens
 from longshore.plan.task import Choice, Rounds, Task
 from longshore.plan.types import DEFAULT_POLICY, Plan, PlanSetting, Sequence, Stats, policy_names
-from longshore.settings import SettingError, Sync, names_of
+from longshore.settings import Sync, names_of
 
 GivenPack = Iterable[int] | tuple[int, Iterable[int]]
 """Places of a pack's sequences; or the CP size it must have, and these."""
@@ -34,6 +40,27 @@ PlacedPack = tuple[int, int, Iterable[int]]
 """The first lane, the CP size, and the places of the sequences."""
 LARGEST = 2**40
 """Of lengths, capacities and counts: beyond, sums would not fit into 64 bits."""
+KEYS = {
+    **{name: name for name in ("lanes", "heads")},
+    **{name: f"plan.{name}" for name in ("capacity", "cp_size", "min_cp", "max_cp", "align")},
+    **{name: f"plan.{name}" for name in ("max_sequences", "buckets")},
+    **{name: f"parallel.{name}" for name in ("tp", "ep", "pp", "vpp")},
+}
+"""How errors name an argument: by its key in a recipe, where it has one."""
+
+
+class PlaceError(ValueError):
+    """An error about one sequence or given pack, which the caller may know by a better name.
+
+    kind: "sequence" or "pack". problem: the message without its start, ": its length is 0; …".
+    """
+
+    def __init__(self, kind: str, number: int, problem: str) -> None:
+        super().__init__(kind, number, problem)  # as they are, so that it can be pickled
+        self.kind, self.number, self.problem = kind, number, problem
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.number}{self.problem}"
 
 
 def make_plan(
@@ -138,14 +165,14 @@ def _with_stages(
 ) -> PlanSetting:
     pp, vpp = setting.pp, setting.vpp
     if layout is not None and (layout.pp, layout.vpp) != (pp, vpp):
-        raise SettingError(
-            f"{{layout}} has {layout.pp} ranks of {layout.vpp} stages, but {{pp}} is {pp} and "
-            f"{{vpp}} is {vpp}"
+        raise ValueError(
+            f"parallel.layout has {layout.pp} ranks of {layout.vpp} stages, but parallel.pp is "
+            f"{pp} and parallel.vpp is {vpp}"
         )
     if stage_costs is not None and stage_costs.stages != pp * vpp:
-        raise SettingError(
-            f"the stage costs are of {stage_costs.stages} stages, but {{pp}} {pp} x {{vpp}} {vpp} "
-            f"= {pp * vpp}"
+        raise ValueError(
+            f"the stage costs are of {stage_costs.stages} stages, but parallel.pp {pp} x "
+            f"parallel.vpp {vpp} = {pp * vpp}"
         )
     # Without a pipeline there is one stage, whoever says so, and one plan; of its costs only the
     # token-wise part matters.
@@ -159,24 +186,14 @@ def _sequence(place: int, entry: int | Sequence) -> Sequence:
     given = entry.length if isinstance(entry, Sequence) else entry
     length = _index(given)
     if length is None:
-        raise _about_sequence(
-            place, "its length is {given!r}, which is not a whole number of tokens", given=given
-        )
+        problem = f": its length is {given!r}, which is not a whole number of tokens"
+        raise PlaceError("sequence", place, problem)
     if length > LARGEST:
-        raise _about_sequence(place, f"its length is {length}, more than {LARGEST}")
+        raise PlaceError("sequence", place, f": its length is {length}, more than {LARGEST}")
     if length < 1:
-        raise _about_sequence(
-            place,
-            f"its length is {length}; a sequence has at least 1 token, so leave empty ones out",
-        )
+        problem = f": its length is {length}; a sequence has at least 1 token, so leave empty ones"
+        raise PlaceError("sequence", place, f"{problem} out")
     return entry if isinstance(entry, Sequence) else Sequence(place, length, length)
-
-
-def _about_sequence(place: int, problem: str, **values: object) -> SettingError:
-    """An error whose `where` a caller may replace, for example by a line of a file."""
-    return SettingError(
-        f"{{where}}: {problem}", where=f"sequence {place}", sequence=place, **values
-    )
 
 
 def _whole_numbers(**values: object) -> dict[str, int]:
@@ -187,9 +204,9 @@ def _whole_numbers(**values: object) -> dict[str, int]:
             continue
         number = _index(value)
         if number is None:
-            raise SettingError(f"{{{name}}} is {{given!r}}; it must be a whole number", given=value)
+            raise ValueError(f"{KEYS[name]} is {value!r}; it must be a whole number")
         if not 1 <= number <= LARGEST:
-            raise SettingError(f"{{{name}}} is {number}; it must be between 1 and {LARGEST}")
+            raise ValueError(f"{KEYS[name]} is {number}; it must be between 1 and {LARGEST}")
         numbers[name] = number
     return numbers
 
@@ -250,52 +267,38 @@ def _check_setting(setting: PlanSetting, sequences: tuple[Sequence, ...], cp_siz
     if not sequences:
         raise ValueError("there are no sequences to plan; give at least one length")
     if setting.sync not in names_of(Sync):
-        raise SettingError("{sync} is {given!r}; it may be 'round' or 'step'", given=setting.sync)
-    if setting.sync == "step" and setting.pp > 1:
-        raise SettingError(
-            f"{{sync}} 'step' does not work with a pipeline ({{pp}} {setting.pp}), whose ranks "
-            "wait for each other in every round; use {sync} 'round'"
-        )
-    if setting.sync == "step" and setting.ep > 1:
-        raise SettingError(
-            f"{{sync}} 'step' does not work with {{ep}} {setting.ep}: ranks that share experts "
-            "wait for each other in every layer; use {sync} 'round'"
-        )
-    ranks = setting.lanes * setting.tp
-    if ranks % setting.ep:
-        works = max(size for size in range(1, min(ranks, setting.ep) + 1) if ranks % size == 0)
-        raise SettingError(
-            f"{{ep}} is {setting.ep}; it must divide lanes × {{tp}}, {setting.lanes} × "
-            f"{setting.tp} = {ranks}; use {works}"
-        )
+        raise ValueError(f"plan.sync is {setting.sync!r}; it may be 'round' or 'step'")
+    for why in (
+        *sync_refusals(setting.sync, pp=setting.pp, ep=setting.ep),
+        *rank_refusals(lanes=setting.lanes, tp=setting.tp, ep=setting.ep),
+    ):
+        raise ValueError(why)
     if setting.vpp > 1 and setting.pp == 1:
-        raise SettingError(
-            f"{{vpp}} is {setting.vpp}, but without a pipeline ({{pp}} 1) it must be 1"
+        raise ValueError(
+            f"parallel.vpp is {setting.vpp}, but without a pipeline (parallel.pp 1) it must be 1"
         )
     if setting.align > setting.capacity:
-        raise SettingError(
-            f"{{align}} is {setting.align}, more than the capacity of {setting.capacity} tokens; "
-            "lower {align} or raise {capacity}"
+        raise ValueError(
+            f"plan.align is {setting.align}, more than the capacity of {setting.capacity} tokens; "
+            "lower plan.align or raise plan.capacity"
         )
     if cp_size and not setting.planned_by.one_cp_size:
-        raise SettingError(
-            "{cp_size} works only with the policies {names}; with {given!r} use {min_cp} and "
-            "{max_cp}",
-            names=", ".join(policy_names(lambda policy: policy.one_cp_size)),
-            given=setting.policy,
+        names = ", ".join(policy_names(lambda policy: policy.one_cp_size))
+        raise ValueError(
+            f"plan.cp_size works only with the policies {names}; with {setting.policy!r} use "
+            "plan.min_cp and plan.max_cp"
         )
     if cp_size and cp_size not in setting.cp_sizes:
-        raise SettingError(f"{{cp_size}} is {cp_size}; legal are {_listed(setting.cp_sizes)}")
+        raise ValueError(f"plan.cp_size is {cp_size}; legal are {_listed(setting.cp_sizes)}")
 
 
 def _check_given(setting: PlanSetting, packs: object, rounds: object) -> None:
     """Policy `given` has packs or rounds, and no other has."""
     if not setting.planned_by.needs_packs:
         if packs is not None or rounds is not None:
-            raise SettingError(
-                "packs work only with policy {names}, but {policy} is {given!r}",
-                names=" or ".join(map(repr, policy_names(lambda policy: policy.needs_packs))),
-                given=setting.policy,
+            names = " or ".join(map(repr, policy_names(lambda policy: policy.needs_packs)))
+            raise ValueError(
+                f"packs work only with policy {names}, but plan.policy is {setting.policy!r}"
             )
     elif packs is not None and rounds is not None:
         raise ValueError("packs and rounds are both given; leave one out")
@@ -311,29 +314,19 @@ def _check_packs(
     uses = Counter(place for pack in packs for place in pack)
     for place in range(sequences):
         if uses[place] != 1:
-            raise SettingError(
-                f"{{where}} is in {uses[place]} packs; it must be in one",
-                where=f"packs: sequence {place}",
-                sequence=place,
-            )
+            problem = f" is in {uses[place]} packs; it must be in one"
+            raise PlaceError("sequence", place, problem)
     if unknown := sorted(set(uses) - set(range(sequences))):
         raise ValueError(f"packs: there is no sequence {unknown[0]}; the last is {sequences - 1}")
     for number, (pack, size) in enumerate(zip(packs, sizes, strict=True)):
         if not pack:
             raise ValueError(f"packs: pack {number} is empty")
         if size and size not in setting.cp_sizes:
-            raise SettingError(
-                f"{{where}} has CP size {size}; legal are {_listed(setting.cp_sizes)}",
-                where=f"packs: pack {number}",
-                pack=number,
-            )
+            problem = f" has CP size {size}; legal are {_listed(setting.cp_sizes)}"
+            raise PlaceError("pack", number, problem)
         if setting.max_sequences is not None and len(pack) > setting.max_sequences:
-            raise SettingError(
-                f"{{where}} has {len(pack)} sequences, but {{max_sequences}} is "
-                f"{setting.max_sequences}",
-                where=f"packs: pack {number}",
-                pack=number,
-            )
+            limit = f"plan.max_sequences is {setting.max_sequences}"
+            raise PlaceError("pack", number, f" has {len(pack)} sequences, but {limit}")
 
 
 def _check_fit(task: Task, sequences: tuple[Sequence, ...]) -> None:
@@ -355,27 +348,27 @@ def _check_fit(task: Task, sequences: tuple[Sequence, ...]) -> None:
 
 def _too_long(
     task: Task, sizes: tuple[int, ...], longest: int, *, tokens: int, needed: int
-) -> SettingError:
+) -> PlaceError:
     """longest: the place of the sequence, or of the given pack."""
     setting, kind = task.setting, "pack" if task.packs else "sequence"
     at = f"CP size {sizes[-1]}" if len(sizes) == 1 else f"any CP size (up to {sizes[-1]})"
     aligned = -(-needed // setting.align) * setting.align
-    ways = [f"raise {{capacity}} to {aligned}"]
+    ways = [f"raise plan.capacity to {aligned}"]
     if task.cp_size:
         larger = task.cp_size < setting.cp_sizes[-1]
-        ways.append("choose a larger {cp_size}" if larger else "raise lanes and {cp_size} together")
+        more = "choose a larger plan.cp_size"
+        ways.append(more if larger else "raise lanes and plan.cp_size together")
     elif len(sizes) < len(setting.cp_sizes):
         ways.append("give it a larger CP size")
     elif sizes[-1] < setting.lanes:
-        ways.append("raise {max_cp}")
+        ways.append("raise plan.max_cp")
     else:
         ways.append("use more lanes")
-    return SettingError(
-        f"{{where}}: its {tokens} tokens do not fit at {at} into {setting.lanes} lanes of "
-        f"{task.capacity} tokens; {', '.join(ways)}, or shorten the sequence",
-        where=f"{kind} {longest}",
-        **{kind: longest},
+    problem = (
+        f": its {tokens} tokens do not fit at {at} into {setting.lanes} lanes of {task.capacity} "
+        f"tokens; {', '.join(ways)}, or shorten the sequence"
     )
+    return PlaceError(kind, longest, problem)
 
 
 def _listed(sizes: Seq[int]) -> str:

@@ -30,7 +30,6 @@ from longshore.plan.packing import PackingLimits, Placed, Problem
 from longshore.plan.search import Draft, search_pipeline, search_rounds, search_step
 from longshore.plan.task import Choice, Rounds, Task, make_pack
 from longshore.plan.types import POLICIES, Pack, Policy, Round, register_policy
-from longshore.settings import SettingError
 from longshore.user_code import FUNCTION_NAME, load_function
 
 
@@ -107,12 +106,11 @@ def load_policy(name: str) -> Policy:
     if isinstance(name, str) and name in POLICIES:
         return POLICIES[name]
     if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
-        raise SettingError(
-            "{policy} is {given!r}; it must be {names}, or your own function as module:function",
-            given=name,
-            names=", ".join(POLICIES),
+        raise ValueError(
+            f"plan.policy is {name!r}; it must be {', '.join(POLICIES)}, or your own function as "
+            "module:function"
         )
-    function = load_function(name, "policy")
+    function = load_function(name, "plan.policy")
 
     def run(task: Task, choice: Choice) -> None:
         try:
@@ -120,8 +118,7 @@ def load_policy(name: str) -> Policy:
             if choice.time is None:
                 raise ValueError("it offered no rounds; call choice.offer_packs or offer_rounds")
         except ValueError as error:
-            problem = str(error)
-            raise SettingError("{policy} {name}: {problem}", name=name, problem=problem) from error
+            raise ValueError(f"plan.policy {name}: {error}") from error
 
     return Policy(name, run, fixed_packs=True, about="a function of the user's")
 

@@ -25,6 +25,7 @@ With capacity 1024, align 16 and buckets (256, 512) a lane whose packs have 300 
 with 513 tokens runs 1024, and one without work runs 256 tokens of padding (16 without buckets).
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 
 from longshore.plan.cost import EMPTY_TOKENS, Ints
 from longshore.plan.types import Pack, Plan
-from longshore.settings import CPSizes, SettingError, names_of
+from longshore.settings import CPSizes, names_of
 
 ANY_SIZE_LANES = 64
 
@@ -51,29 +52,54 @@ def legal_cp_sizes(
     """
     highest = lanes if max_cp is None else max_cp
     if kind not in names_of(CPSizes):
-        raise SettingError("{cp_sizes} is {given!r}; it may be 'pow2' or 'any'", given=kind)
+        raise ValueError(f"plan.cp_sizes is {kind!r}; it may be 'pow2' or 'any'")
     if kind == "any" and lanes > ANY_SIZE_LANES:
-        raise SettingError(
-            f"{{cp_sizes}}='any' works up to {ANY_SIZE_LANES} lanes, but there are {lanes}; use "
+        raise ValueError(
+            f"plan.cp_sizes='any' works up to {ANY_SIZE_LANES} lanes, but there are {lanes}; use "
             "'pow2'"
         )
     if not 1 <= min_cp <= highest:
-        raise SettingError(
-            f"{{min_cp}} is {min_cp}; it must be between 1 and {{max_cp}} ({highest})"
+        raise ValueError(
+            f"plan.min_cp is {min_cp}; it must be between 1 and plan.max_cp ({highest})"
         )
     if highest > lanes:
-        raise SettingError(f"{{max_cp}} is {highest}, but there are only {lanes} lanes")
+        raise ValueError(f"plan.max_cp is {highest}, but there are only {lanes} lanes")
     powers = [1 << i for i in range(lanes.bit_length())]
     sizes = range(1, lanes + 1) if kind == "any" else [*powers, lanes]
     between = {size for size in sizes if min_cp <= size <= highest}
     legal = tuple(sorted(size for size in between if not heads or heads % size == 0))
     if not legal:
         dividing = f" that divides the {heads} heads" if heads and between else ""
-        raise SettingError(
-            f"no CP size{dividing} is legal from {{min_cp}} {min_cp} to {{max_cp}} {highest} on "
-            f"{lanes} lanes; widen this range, or set {{cp_sizes}}='any'"
+        raise ValueError(
+            f"no CP size{dividing} is legal from plan.min_cp {min_cp} to plan.max_cp {highest} on "
+            f"{lanes} lanes; widen this range, or set plan.cp_sizes='any'"
         )
     return legal
+
+
+def rank_refusals(*, lanes: int, tp: int, ep: int) -> Iterator[str]:
+    """Why the ranks of a pipeline stage cannot share experts `ep` by `ep`, and what works."""
+    ranks = lanes * tp
+    if ranks % ep:
+        works = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+        yield (
+            f"parallel.ep is {ep}, which does not divide the {ranks} ranks of a pipeline stage "
+            f"({lanes} lanes × parallel.tp {tp}); use one of {works}, or another number of ranks"
+        )
+
+
+def sync_refusals(sync: str, *, pp: int, ep: int) -> Iterator[str]:
+    """Why lanes cannot wait for each other only once a step."""
+    if sync == "step" and pp > 1:
+        yield (
+            f"plan.sync=step does not work with a pipeline (parallel.pp {pp}), whose ranks wait "
+            "for each other in every round; use plan.sync=round"
+        )
+    if sync == "step" and ep > 1:
+        yield (
+            f"plan.sync=step does not work with parallel.ep {ep}: the ranks that share experts "
+            "wait for each other in every layer; use plan.sync=round, or parallel.ep=1"
+        )
 
 
 def is_power_of_two(number: int) -> bool:
@@ -180,10 +206,10 @@ def make_buckets(capacity: int, *, align: int = 1, count: int = 8) -> tuple[int,
     eight buckets it is at most an eighth of the capacity.
     """
     if count < 1:
-        raise SettingError(f"{{buckets}} is {count}; it must be at least 1")
+        raise ValueError(f"plan.buckets is {count}; it must be at least 1")
     most = usable_capacity(capacity, align)
     if most < 1:
-        raise SettingError(f"{{capacity}} is {capacity}, less than {{align}} ({align}); raise it")
+        raise ValueError(f"plan.capacity is {capacity}, less than plan.align ({align}); raise it")
     sizes = (-(-most * part // (count * align)) * align for part in range(1, count + 1))
     return tuple(sorted(set(sizes)))
 
@@ -222,8 +248,8 @@ def check_buckets(buckets: Seq[int], *, capacity: int, align: int) -> tuple[int,
     most = usable_capacity(capacity, align)
     for size in buckets:
         if size < 1 or size % align or size > most:
-            raise SettingError(
-                f"bucket size {size}: it must be a multiple of {{align}} ({align}), at least 1 and "
-                f"at most the capacity ({most}); make_buckets computes such sizes"
+            raise ValueError(
+                f"bucket size {size}: it must be a multiple of plan.align ({align}), at least 1 "
+                f"and at most the capacity ({most}); make_buckets computes such sizes"
             )
     return tuple(sorted({*buckets, most})) if buckets else ()

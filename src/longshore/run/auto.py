@@ -1,19 +1,16 @@
-"""What a run decides for itself: everything that is "auto" in its configuration.
+"""What a run decides for itself: everything that is "auto" in its configuration. No torch.
 
 In: a config, the decoder, the ranks' memory and dtype, the longest sequence. Out: Resolved, in
 which nothing is "auto", with notes that say how each choice came about:
 
     parallel.shard: none, every rank holds all: model and optimizer take 2% of a rank's memory
 
-What a run decides about CUDA graphs: buckets, the cap on sequences, memory. No torch.
-
-In: a config with its capacity, the decoder, the lanes and all lengths of the data. Out: the
-GraphSetting that plan/graph_use.py reads, and notes for people. For graph.max_sequences=auto, some
-of the run's steps are planned in advance, evenly spaced over the first epoch:
+For CUDA graphs it chooses buckets, memory and the cap on sequences that plan/graph_use.py reads.
+For graph.max_sequences=auto some of the run's steps are planned in advance, evenly spaced over the
+first epoch; which of them depends on the data and the configuration alone, so all ranks decide
+alike:
 
     graph.max_sequences: 24 serves 95 % of 512 sampled micro-batches with one unshared pack; …
-
-Which steps depends on the data and the configuration alone, so all ranks decide alike.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,19 +24,18 @@ from longshore.arch.decoder import DecoderConfig
 from longshore.arch.memory import ModelSplit, model_bytes
 from longshore.arch.part import Sharing
 from longshore.config.check import (
-    check_graph,
+    NO_GPU,
     check_longest,
     graph_layers,
+    graph_refusals,
     lane_align,
-    no_gpu,
     pipeline_layout,
     planner_options,
+    refuse,
     shared_heads,
 )
-from longshore.config.located import settings_in_keys
 from longshore.config.schema import GraphConfig, RunConfig
 from longshore.data.batches import Batches, Place
-from longshore.ops.backends import is_installed
 from longshore.plan.cost import Ints
 from longshore.plan.graph_use import (
     BUCKETS,
@@ -53,7 +49,8 @@ from longshore.plan.planner import make_plan
 from longshore.plan.shapes import legal_cp_sizes
 from longshore.plan.types import Plan, policy_named
 from longshore.run.data import batch_size
-from longshore.settings import SettingError, ShardMode
+from longshore.settings import ShardMode
+from longshore.user_code import is_installed
 
 SAMPLE_STEPS = 64
 SAMPLE_SEQUENCES = 8192
@@ -145,7 +142,7 @@ class Resolved:
     capacity: int
     """Most tokens a rank holds in a round."""
     dtype: str
-    """Of the arithmetic, by name, such as bfloat16."""
+    """Name of the dtype of the arithmetic, such as bfloat16."""
     compile: bool
     """Whether blocks go through torch.compile."""
     layout: Layout
@@ -171,7 +168,7 @@ def resolve(
 
     lengths: of all sequences, for graph.max_sequences; without them that of the longest.
     """
-    _check_graph_device(config, decoder, device=device)
+    refuse(_graph_refusals(config, decoder, device=device))
     layout = pipeline_layout(config, decoder)
     shard, why = _shard(config, decoder, layout, lanes=lanes, dtype=dtype, memory=memory)
     notes = [f"parallel.shard: {why}"] if config.parallel.shard == "auto" else []
@@ -284,23 +281,22 @@ def _compile(config: RunConfig, device: str) -> tuple[bool, str]:
     return True, "true, because train.kernels is plain"
 
 
-def _check_graph_device(config: RunConfig, decoder: DecoderConfig, *, device: str) -> None:
-    """Refuses graphs on a CPU that train.device=auto has chosen, and all that check_graph does."""
-    with settings_in_keys():
-        check_graph(config, decoder)
-        if config.graph.layers and device != "cuda":
-            raise no_gpu()
-        _check_kernels(config, decoder)
+def _graph_refusals(config: RunConfig, decoder: DecoderConfig, *, device: str) -> Iterator[str]:
+    """Graphs on a CPU that train.device=auto has chosen, scans by plain torch, and the rest.
 
-
-def _check_kernels(config: RunConfig, decoder: DecoderConfig) -> None:
-    """Refuses scans by plain torch, which reads on the host how many chunks there are."""
+    Plain torch reads on the host how many chunks a scan has.
+    """
+    if not config.graph.layers:
+        return
+    yield from graph_refusals(config, decoder)
+    if device != "cuda":
+        yield NO_GPU
     for layer, package in (("mamba", "triton"), ("delta", "fla")):
         if layer not in graph_layers(config, decoder):
             continue
         if config.train.kernels == "plain" or not is_installed(package):
-            raise SettingError(
-                f"{{graph_layers}} has {layer}, whose graphs need the kernels of {package}, but "
-                f"{{kernels}} is plain or {package} is not installed; install longshore[gpu], or "
-                f"leave {layer} out of {{graph_layers}}"
+            yield (
+                f"graph.layers has {layer}, whose graphs need the kernels of {package}, but "
+                f"train.kernels is plain or {package} is not installed; install longshore[gpu], "
+                f"or leave {layer} out of graph.layers"
             )

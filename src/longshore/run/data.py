@@ -8,16 +8,25 @@ train.epochs 2 are 2 × 16 steps.
 
 A token id past the model's vocabulary would be a device assert in the middle of a run. A prepared
 folder names the row with its highest one, which is checked at the start; and each sequence is
-checked on the host when it is read, and refused by its number.
+checked on the host when it is read, and refused by its number. For train.loss=dpo all pairs are
+looked at once: each has one sequence of either sign in a step.
+
+A script's data may be in memory, a list of samples or a `datasets.Dataset`. They are saved in
+data.cache under a name of their content, so that the same data are the same file again, also for a
+resumed run:
+
+    data={"path": [{"text": "a b"}], "batch": 8}     data.path=runs/prepared/samples-6e1c5ee9…
 """
 
+import hashlib
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from io import StringIO
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +40,7 @@ from longshore.config.check_data import (
     shown_path,
     tokenizer_of,
 )
-from longshore.config.located import as_key, data_key, in_keys, of_held_out
-from longshore.config.schema import RunConfig
+from longshore.config.schema import DataConfig, HeldOutConfig, RunConfig, in_keys
 from longshore.data.batches import Batches, BatchSize
 from longshore.data.columns import ALL
 from longshore.data.fields import Field, parse_field
@@ -51,6 +59,7 @@ from longshore.data.prepare_job import check_first, load_tokenizer, with_known_f
 from longshore.data.rejected import rejections_of
 from longshore.data.source import (
     PAIR,
+    SIGN,
     TEACHER_IDS,
     TEACHER_LOGPROBS,
     IndexedSource,
@@ -65,10 +74,10 @@ from longshore.data.source import (
 from longshore.data.store import Store, read_manifest
 from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules, SampleTokenizer
-from longshore.files import printable
+from longshore.files import new_folder, printable
+from longshore.plan.planner import PlaceError
 from longshore.plan.types import Plan, policy_named
 from longshore.plan.types import Sequence as PlanSequence
-from longshore.settings import SettingError
 
 PACK, CP_SIZE = "pack", "cp_size"
 """Integer fields of a sequence, for plan.policy=given: its pack, and this pack's CP size."""
@@ -94,16 +103,11 @@ def held_out(config: RunConfig, *, on_demand: bool = False) -> RunConfig | None:
     data = config.data
     if not config.train.eval_every and not (on_demand and (data.eval_path or data.eval_mock)):
         return None
-    other = replace(
-        data,
-        path=data.eval_path,
-        mock=data.eval_mock,
-        count=data.eval_count,
-        weights=(),
-        stream=False,
-        seed=data.seed + 1,  # other synthetic sequences than in training
-    )
-    return replace(config, data=other, train=replace(config.train, eval_every=0))
+    values = {field.name: getattr(data, field.name) for field in fields(data)}
+    values |= {"path": data.eval_path, "mock": data.eval_mock, "count": data.eval_count}
+    values |= {"weights": (), "stream": False}
+    values["seed"] += 1  # other synthetic sequences than in training
+    return replace(config, data=HeldOutConfig(**values), train=replace(config.train, eval_every=0))
 
 
 def text_is_ready(config: RunConfig) -> bool:
@@ -112,13 +116,12 @@ def text_is_ready(config: RunConfig) -> bool:
     if config.data.stream:
         ready = True
     else:
-        with in_keys("data.path"):
+        with in_keys(f"{config.data.prefix}path"):
             folders = [folder for folders in text_folders(config) for folder in folders]
         ready = all((folder / MANIFEST).exists() for folder in folders)
     if not ready or others is None:
         return ready
-    with of_held_out():
-        return text_is_ready(others)
+    return text_is_ready(others)
 
 
 def prepare_text(config: RunConfig, *, display: str = "auto") -> None:
@@ -128,10 +131,9 @@ def prepare_text(config: RunConfig, *, display: str = "auto") -> None:
     Its workers are processes, so ranks that are daemons themselves leave it to their parent.
     """
     if others := held_out(config):
-        with of_held_out():
-            prepare_text(others, display=display)
+        prepare_text(others, display=display)
     if not config.data.stream:
-        with in_keys("data.path"):
+        with in_keys(f"{config.data.prefix}path"):
             parts = data_parts(config.data)
         for part in parts:
             if part.texts:
@@ -150,7 +152,8 @@ def text_rules(config: RunConfig) -> Rules | None:
 
 
 def _prepare_part(part: DataPart, config: RunConfig, shown: TextIO) -> None:
-    with in_keys("data.path"):
+    key = f"{config.data.prefix}path"
+    with in_keys(key):
         try:
             with show_progress(shown) as progress:
                 summary = prepare_cache(
@@ -166,8 +169,8 @@ def _prepare_part(part: DataPart, config: RunConfig, shown: TextIO) -> None:
         "using the tokenized data of " if summary.reused == len(summary.manifest.shards) else ""
     )
     summary = replace(summary, warnings=())  # the run gives them, also where all is tokenized
-    shown.write(printable(f"{summary.explain(as_key, before=before)}\n"))
-    with in_keys("data.path"):
+    shown.write(printable(f"{summary.explain(before)}\n"))
+    with in_keys(key):
         summary.rejections.check(config.data.max_rejected)
 
 
@@ -299,19 +302,19 @@ def open_sequences(config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
     """The run's sequences: synthetic, or from a prepared folder. Text must be prepared already."""
     data = config.data
     if data.mock:
-        return MockSource(
-            data.mock, count=data.count or None, vocab_size=decoder.vocab_size, seed=data.seed
-        )
+        count, vocab_size = data.count or None, decoder.vocab_size
+        with in_keys(f"{data.prefix}mock"):
+            return MockSource(data.mock, count=count, vocab_size=vocab_size, seed=data.seed)
     parts = [
-        _joined([_open_folder(folder, config, decoder) for folder in folders])
+        _joined([_open_folder(folder, config, decoder) for folder in folders], data)
         for folders in text_folders(config)
     ]
-    source = _mixed(parts, config) if data.weights else _joined(parts)
+    source = _mixed(parts, config) if data.weights else _joined(parts, data)
     if not source.loss_tokens.any():
         folders = ", ".join(str(folder) for each in text_folders(config) for folder in each)
         raise ValueError(
-            f"{data_key()}: no token of {shown_path(data)} has a loss (tokenized: {folders}); it "
-            "may have no assistant turns: data.loss_on=all trains on every token"
+            f"{data.prefix}path: no token of {shown_path(data)} has a loss (tokenized: {folders}); "
+            "it may have no assistant turns: data.loss_on=all trains on every token"
         )
     return source
 
@@ -321,20 +324,20 @@ def _mixed(parts: Sequence[IndexedSource], config: RunConfig) -> Mixture:
         return Mixture(parts, config.data.weights, seed=config.data.seed)
 
 
-def _joined(sources: Sequence[IndexedSource]) -> IndexedSource:
-    with in_keys("data.path"):
+def _joined(sources: Sequence[IndexedSource], data: DataConfig) -> IndexedSource:
+    with in_keys(f"{data.prefix}path"):
         return sources[0] if len(sources) == 1 else Joined(sources)
 
 
 def _open_folder(folder: Path, config: RunConfig, decoder: DecoderConfig) -> IndexedSource:
-    store = Store(folder)
-    with in_keys("data.path"):
+    store, key = Store(folder), f"{config.data.prefix}path"
+    with in_keys(key):
         rejections_of(folder, store.manifest.about).check(config.data.max_rejected)
         check_highest(store.manifest.about, decoder.vocab_size)
     return Readable(
         store,
         decoder.vocab_size,
-        name=f"{data_key()}: {folder}",
+        name=f"{key}: {folder}",
         has_teacher=_has_teacher(config, store.fields),
     )
 
@@ -399,12 +402,11 @@ def given_planner(
         ]
         try:
             return plan(sequences, policy="given", packs=packs)
-        except SettingError as error:
-            number = error.values.get("pack")
-            if not isinstance(number, int):
+        except PlaceError as error:
+            if error.kind != "pack":
                 raise
-            where = f"the data's pack {list(members)[number]}"
-            raise SettingError(error.message, **{**error.values, "where": where}) from None
+            pack = list(members)[error.number]
+            raise ValueError(f"the data's pack {pack}{error.problem}") from None
 
     for places in _largest_packs(labels, sizes, source.lengths):
         planner([PlanSequence(i, int(source.lengths[i]), 0) for i in places.tolist()])
@@ -460,3 +462,91 @@ def count_steps(config: RunConfig, lengths: Ints, groups: Ints | None = None) ->
             "sequences); lower train.warmup"
         )
     return steps
+
+
+def check_pairs(config: RunConfig, source: IndexedSource) -> None:
+    """Refuses data of DPO that some step would fail on; nothing for other losses."""
+    if config.train.loss != "dpo":
+        return
+    if not source.loss_tokens.all():
+        place = int(np.argmin(source.loss_tokens))
+        raise _refused(f"sequence {place} has no loss token", "leave its pair out")
+    pairs, signs = (sequence_values(source, name) for name in (PAIR, SIGN))
+    order = np.lexsort((signs, pairs))
+    _check_signs(pairs[order], signs[order])
+    groups = step_groups(config, source)
+    if groups is not None:
+        first, second = groups[order].reshape(-1, 2).T
+        if (torn := first != second).any():
+            pair = int(pairs[order][::2][torn.argmax()])
+            raise _refused(
+                f"the two sequences of pair {pair} have different values of data.group",
+                "set data.group=pair",
+            )
+
+
+def _check_signs(pairs: Ints, signs: Ints) -> None:
+    """Sorted by pair, then by sign: −1 and 1 of the same pair in turn."""
+    numbers, sizes = np.unique(pairs, return_counts=True)
+    is_wrong: NDArray[np.bool_] = sizes != 2
+    if not is_wrong.any():
+        is_wrong = (signs.reshape(-1, 2) != (-1, 1)).any(1)
+    if is_wrong.any():
+        pair = int(numbers[is_wrong.argmax()])
+        theirs = signs[pairs == pair].tolist()
+        shown = ", ".join(map(str, theirs[:4])) + (", …" if len(theirs) > 4 else "")
+        raise _refused(
+            f"pair {pair} has {len(theirs)} sequence{'s' if len(theirs) > 1 else ''}, of sign "
+            f"{shown}",
+            "give each pair one of sign 1 and one of sign -1, and its number to no other row; a "
+            "file that is named twice has all its pairs twice",
+        )
+
+
+def _refused(problem: str, way_out: str) -> ValueError:
+    return ValueError(f"data.path: train.loss=dpo compares two answers, but {problem}; {way_out}")
+
+
+def is_in_memory(value: object) -> bool:
+    """Whether a value is data itself: samples, or an object of `datasets`."""
+    if isinstance(value, list | tuple) and value:
+        return isinstance(value[0], Mapping)
+    return type(value).__module__.partition(".")[0] == "datasets"
+
+
+def saved_samples(samples: Any, cache: Path, key: str) -> str:  # noqa: ANN401
+    """The folder that has these samples. key: for errors."""
+    if isinstance(samples, list | tuple):
+        lines = [_as_line(sample, f"{key}: sample {i}") for i, sample in enumerate(samples)]
+        digest = hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+        folder = cache / f"samples-{digest}"
+    elif hasattr(samples, "save_to_disk") and hasattr(samples, "_fingerprint"):
+        folder = cache / f"dataset-{samples._fingerprint}"
+    else:
+        raise ValueError(
+            f"{key} is a {type(samples).__name__}; give a Dataset, such as one split of it, or a "
+            "list of samples"
+        )
+    if folder.exists():
+        return str(folder)
+    try:
+        with new_folder(folder) as partial:
+            if isinstance(samples, list | tuple):
+                (partial / "samples.jsonl").write_text("".join(lines), encoding="utf-8")
+            else:
+                samples.save_to_disk(str(partial))
+    except OSError as error:
+        raise ValueError(f"{key}: {folder} cannot be written ({error.strerror})") from None
+    except ValueError:
+        if not folder.exists():  # else another rank was faster
+            raise
+    return str(folder)
+
+
+def _as_line(sample: Mapping[str, object], where: str) -> str:
+    try:
+        return json.dumps(sample, default=lambda value: value.tolist(), ensure_ascii=False) + "\n"
+    except (TypeError, ValueError, AttributeError):
+        raise ValueError(
+            f"{where} cannot be written as JSON; it must hold strings, numbers, lists and dicts"
+        ) from None

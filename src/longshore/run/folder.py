@@ -4,13 +4,10 @@ In: a name, in which {n} stands for the next free number. Out: a folder that was
 empty. With runs/demo-1 and runs/demo-3 there, runs/demo-{n} is runs/demo-4 for a new run, and
 runs/demo-3 for one that is resumed. The process that trains a run holds its lock.
 
-Room on the disks: what a run or scores take, compared with what is free, before the first step.
-
-In: a config and its decoder, or data. Out: nothing, or a ValueError that names the folder, the
-bytes and the way out. A model of 8 billion parameters in training takes 96 GB for a checkpoint with
-its moments, 32 GB for its weights and, in bfloat16, 16 GB for its export; on one disk they are
-needed together. The older checkpoints that output.keep allows are not counted: a run warns about
-these. No torch.
+Before the first step the room on the disks is compared with what a run or scores take. A model of 8
+billion parameters in training takes 96 GB for a checkpoint with its moments, 32 GB for its weights
+and, in bfloat16, 16 GB for its export; on one disk they are needed together. The older checkpoints
+that output.keep allows are not counted: a run warns about these. No torch.
 """
 
 import fcntl
@@ -218,7 +215,7 @@ def _next_number(path: Path) -> int:
 
 
 MOMENTS = 2
-"""Of AdamW, for each parameter."""
+"""AdamW keeps this many for each parameter."""
 
 
 def written_bytes(config: RunConfig, decoder: DecoderConfig) -> dict[str, int]:

@@ -1,87 +1,304 @@
-"""Parts: what a run is put together from on one rank, built in one order and closed in one.
+"""What a run is put together from on one rank: its job, then its parts, built in one order.
 
-In: a job and the run's folder. Out: Parts, with weights but without what a checkpoint holds.
+In: a checked configuration and this rank's topology. Out: a TrainingJob: what is "auto" decided,
+the opened sequences, the number of steps (1000 sequences with data.batch 64 and train.epochs 2 are
+32 on every rank); and Parts, with weights but without what a checkpoint holds.
+
 Building makes process groups, so all ranks build together: on 4 lanes with CP sizes 1, 2 and 4 the
-CP groups come first, then those of the loader's thread, then those of the checkpoints' thread.
+CP groups come first, then those of the loader's thread, then those of the checkpoints' thread. The
+model is built without memory, `parallelize` splits it, and only then each rank makes or reads what
+it holds: with zero3 on 4 ranks, 139,584 parameters become 34,896 on each, of transformers' models
+(model.code=transformers) too. The Loader plans steps ahead: with data.batch 64 on 4 lanes, a step
+is one plan of 64 sequences and this lane's micro-batches of it.
 
-The model is built without memory, `parallelize` splits it, and only then each rank makes or reads
-what it holds: with zero3 on 4 ranks, 139,584 parameters become 34,896 on each. The Loader plans
-steps ahead: with data.batch 64 on 4 lanes, a step is one plan of 64 sequences and this lane's
-micro-batches of it.
-
-Models of transformers in a run: made, split over the lanes, filled, and written at its end.
-
-In: a job with model.code=transformers. Out: a TransformersModel with the weights of model.from_hf,
-of which each rank reads what it holds; and after the last step RUN/weights and output.export, under
-the names that transformers gives its tensors. With zero3 on 4 ranks each reads a quarter.
-
-The loss of a run, after a look at its data: what does not fit is refused before the first step.
-
-In: a configuration and its sequences. Out: a Loss, whose fields the data have. Data of rows with
-`chosen` and `rejected` have the fields pair and sign; with train.loss empty the answers would be
-fine-tuned on, the rejected ones too:
-
-    data.path has pairs of chosen and rejected answers, …; set train.loss=dpo, …
-
-For train.loss=dpo all pairs are looked at once: each has one sequence of either sign in a step.
+A loss whose fields the data do not have is refused before the first step, and so is one that does
+not suit them: rows with `chosen` and `rejected` have the fields pair and sign, and with train.loss
+empty the answers would be fine-tuned on, the rejected ones too.
 """
 
-from collections.abc import Callable, Iterable
+import platform
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from longshore.config.check import LAYERS, check_longest, graph_layers, planner_options
+from longshore.arch.costs import parameter_count
+from longshore.arch.decoder import DecoderConfig
+from longshore.config.check import (
+    check_longest,
+    decoder_config,
+    graph_layers,
+    lanes_of,
+    planner_options,
+)
 from longshore.config.check_data import loss_columns
-from longshore.config.located import in_keys, of_held_out, settings_in_keys
-from longshore.config.schema import RunConfig
+from longshore.config.schema import RunConfig, in_keys
 from longshore.data.fields import Field
-from longshore.data.source import PAIR, REF_LOGPROBS, SIGN, IndexedSource, Ints, sequence_values
+from longshore.data.source import PAIR, REF_LOGPROBS, SIGN, IndexedSource
 from longshore.data.steps import IndexedSteps, Loader, Packing, Steps, StreamedSteps
 from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules
 from longshore.distributed.agreement import AnyRank, agreed
-from longshore.distributed.topology import CPGroups
-from longshore.hf.adapter import check_foreign
+from longshore.distributed.collectives import gather
+from longshore.distributed.process_group import Ranks, process_group
+from longshore.distributed.topology import CPGroups, Topology, make_topology
+from longshore.files import size_text
+from longshore.hf.adapter import check_transformers
 from longshore.hf.checkpoint import open_weights
+from longshore.hf.lora import ModelBase, factor_shapes, find_base
 from longshore.hf.transformers_model import TransformersModel, adapted, empty_model
-from longshore.hf.transformers_weights import add_foreign_factors, fill_foreign
+from longshore.hf.transformers_weights import add_transformers_factors, fill_transformers
 from longshore.model.decoder import Decoder
-from longshore.model.host_tables import table_makers
 from longshore.model.init import initial_block
 from longshore.model.interface import LanguageModel
 from longshore.model.lora import hold_frozen, is_factor
+from longshore.model.registry import table_makers
+from longshore.ops.backends import only
 from longshore.parallel.apply import Choices, parallelize
 from longshore.parallel.fsdp import keep_gathered_memory
 from longshore.parallel.pipeline import EmbeddingCopies, Model, Stages, stages_of, whole_name
 from longshore.parallel.shards import fill
+from longshore.plan.layout import Layout
 from longshore.plan.planner import make_plan
 from longshore.plan.types import Plan, Sequence
-from longshore.run.auto import graph_bytes
-from longshore.run.data import batch_size, given_planner, has_given_packs, held_out, step_groups
-from longshore.run.job import TrainingJob, longest_of, open_source
+from longshore.run.auto import Resolved, graph_bytes, resolve
+from longshore.run.data import (
+    batch_size,
+    check_pairs,
+    count_steps,
+    given_planner,
+    has_given_packs,
+    held_out,
+    open_sequences,
+    open_stream,
+    prepare_text,
+    small_data,
+    step_groups,
+    text_is_ready,
+    text_rules,
+)
 from longshore.train.checkpoint import Checkpoints
 from longshore.train.cuda_graph import CudaRecorder, GraphedLayers, GraphMemory
-from longshore.train.evaluation import Evaluator, HeldOut, OnEvaluation
+from longshore.train.device import (
+    memory_bytes,
+    pick_backend,
+    pick_device,
+    pick_dtype,
+    preferred_blas,
+)
+from longshore.train.display import startup_notes
+from longshore.train.evaluation import HeldOut
+from longshore.train.heartbeat import RankStatus
 from longshore.train.loss import Loss, check_fields, make_loss
 from longshore.train.optimizer import make_optimizer
+from longshore.train.record import check_trackers
 from longshore.train.refine import Refiner
 from longshore.train.step import Stepper
+from longshore.train.stop import Stop, supervised
 
 
-def make_foreign(job: TrainingJob, groups: CPGroups, choices: Choices) -> TransformersModel:
+def check_before_text(config: RunConfig) -> None:
+    """Refuses what only torch and other packages can tell, before any text is tokenized.
+
+    Tokenizing may take hours.
+    """
+    pick_device(config.train.device, 0)
+    with in_keys("output.trackers"):
+        check_trackers(config.output.trackers)
+    if (rules := text_rules(config)) is not None:
+        data_loss(config, rules)
+    if config.model.from_hf and config.model.code == "longshore":
+        open_weights(config.model.from_hf)
+
+
+@contextmanager
+def joined_ranks(
+    config: RunConfig, ranks: Ranks, *, attempt: int, signals: bool
+) -> Iterator[tuple[Topology, Stop]]:
+    """This process as a rank of the run, for the block. All ranks enter together.
+
+    attempt: of torchrun, from 0. signals: whether signals stop the run after a step, and a rank
+    that hangs is reported.
+    """
+    device = pick_device(config.train.device, ranks.local_rank)
+    dtype = pick_dtype(config.train.dtype, device)
+    backend = pick_backend(device, ranks.local_size)
+    limit, status = timedelta(minutes=config.parallel.timeout_min), RankStatus()
+    with (
+        preferred_blas(device, dtype, platform.machine()),
+        only(config.train.kernels),
+        supervised(status, rank=ranks.rank, ranks=ranks.world_size, address=ranks.rendezvous)
+        if signals
+        else nullcontext(Stop(status)) as stop,
+        process_group(ranks, backend=backend, device=device, timeout=limit, attempt=attempt),
+    ):
+        lanes, parallel = lanes_of(config, ranks.world_size), config.parallel
+        topology = make_topology(
+            lanes=lanes, tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, device=device
+        )
+        torch.manual_seed(config.train.seed + topology.rank)
+        yield topology, stop
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingJob:
+    """One rank's share of a run; the same on all ranks but for topology, stop and tell."""
+
+    resolved: Resolved
+    """The configuration, and what became of everything "auto" in it."""
+    source: IndexedSource | TextStream
+    """The sequences to train on, or the files they are drawn from while it trains."""
+    steps: int
+    """Steps of the whole run, those of earlier runs included."""
+    topology: Topology
+    """This rank's place among the others."""
+    stop: Stop
+    """Whether a signal has come, and this rank's status."""
+    tell: Callable[[str], None]
+    """Shows a line before there are steps; silent on all ranks but the first."""
+    display: str
+    """How it is shown: as output.display says, but with a Trainer "auto" is "none"."""
+    base: ModelBase | None = None
+    """What low-rank factors are trained on, as it was before it was read; None without them."""
+
+    @property
+    def indexed_source(self) -> IndexedSource:
+        """The sequences, where all lengths are known: not those of a stream."""
+        if isinstance(self.source, TextStream):
+            raise ValueError("data.stream=true reads on and on; leave data.stream out")
+        return self.source
+
+    @property
+    def config(self) -> RunConfig:
+        return self.resolved.config
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        return self.resolved.decoder
+
+    @property
+    def layout(self) -> Layout:
+        """The stages of the pipeline; one without it."""
+        return self.resolved.layout
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the arithmetic."""
+        return pick_dtype(self.resolved.dtype, self.topology.device)
+
+    @property
+    def status(self) -> RankStatus:
+        return self.stop.status
+
+
+def make_job(
+    config: RunConfig, topology: Topology, *, stop: Stop, local_size: int, display: str
+) -> TrainingJob:
+    """Opens the data and decides what is "auto". local_size: ranks of this machine."""
+    tell = startup_notes(display, stream=sys.stdout, is_first=topology.rank == 0)
+    tell("reading the data…")
+    stop.status.at("reading the data")
+    decoder = decoder_config(config.model)
+    source = open_source(config, decoder, topology, display=display)
+    resolved = resolve(
+        config,
+        decoder,
+        lanes=topology.lanes,
+        dtype=str(pick_dtype(config.train.dtype, topology.device)).removeprefix("torch."),
+        device=topology.device.type,
+        memory=_least_memory(topology, local_size),
+        longest=longest_of(source),
+        lengths=None if isinstance(source, TextStream) else source.lengths,
+    )
+    notes = [] if isinstance(source, TextStream) else small_data(config, source)
+    for line in (_summary(resolved, source, topology), *notes, *resolved.notes):
+        tell(line)
+    steps = config.train.steps
+    if not isinstance(source, TextStream):
+        steps = count_steps(config, source.lengths, step_groups(config, source))
+    with agreed(topology.groups):
+        base = model_base(config, decoder)
+    return TrainingJob(resolved, source, steps, topology, stop, tell, display, base)
+
+
+def longest_of(source: IndexedSource | TextStream) -> int:
+    """Tokens of the longest sequence that may come."""
+    return source.longest if isinstance(source, TextStream) else int(source.lengths.max())
+
+
+def open_source(
+    config: RunConfig, decoder: DecoderConfig, topology: Topology, *, display: str
+) -> IndexedSource | TextStream:
+    """The run's sequences; text that is not yet tokenized is tokenized by rank 0."""
+    with agreed(topology.groups):
+        if topology.rank == 0 and not text_is_ready(config):
+            prepare_text(config, display=display)
+    with agreed(topology.groups):
+        if config.data.stream:
+            return open_stream(config, decoder)
+        return open_sequences(config, decoder)
+
+
+def _least_memory(topology: Topology, local_size: int) -> int:
+    """Bytes of the rank that has least."""
+    mine = torch.tensor([memory_bytes(topology.device, local_size)], device=topology.device)
+    return int(gather(mine, topology.groups.world).min())
+
+
+def _summary(resolved: Resolved, source: IndexedSource | TextStream, topology: Topology) -> str:
+    """The run in one line."""
+    model, ranks = resolved.config.model, topology.world_size
+    factors = ""
+    if resolved.decoder.lora is not None and model.code == "transformers":
+        factors = ", all frozen, with low-rank factors"
+    elif resolved.decoder.lora is not None:
+        count = sum(prod(shape) for shape in factor_shapes(resolved.decoder).values())
+        factors = f", all frozen, and {count:,} of low-rank factors"
+    return (
+        f"{model.preset or model.from_hf or model.module}: "
+        f"{parameter_count(resolved.decoder):,} parameters{factors}; {_data_text(source)}; {ranks} "
+        f"rank{'s' if ranks > 1 else ''} on {topology.device.type}, {resolved.dtype}"
+    )
+
+
+def _data_text(source: IndexedSource | TextStream) -> str:
+    if isinstance(source, TextStream):
+        files = sum(map(len, source.parts))
+        return (
+            f"a stream of {files:,} file{'s' if files > 1 else ''} of {size_text(source.bytes)}, "
+            f"the longest sequence {source.longest:,}"
+        )
+    return (
+        f"{len(source):,} sequences of {source.lengths.sum():,} tokens, the longest "
+        f"{source.lengths.max():,}"
+    )
+
+
+def model_base(config: RunConfig, decoder: DecoderConfig) -> ModelBase | None:
+    """What the run began with, as it is now; None for new weights that are all trained.
+
+    A run looks once, before it reads the weights: a folder that changes while it trains is another.
+    """
+    if decoder.lora is None and not config.model.from_hf:
+        return None
+    return find_base(decoder, config.model.from_hf, seed=config.train.seed)
+
+
+def make_transformers(job: TrainingJob, groups: CPGroups, choices: Choices) -> TransformersModel:
     """All ranks call it together; what cannot be trained exactly is refused here."""
     folder, dtype = job.config.model.from_hf, torch.promote_types(job.dtype, torch.float32)
     with agreed(job.topology.groups):
         try:
             hf = empty_model(folder, dtype)
-            check_foreign(hf)
+            check_transformers(hf)
         except ValueError as error:
             raise ValueError(f"model.from_hf: {Path(folder)}: {error}") from None
         for parameter in hf.parameters():
@@ -89,12 +306,11 @@ def make_foreign(job: TrainingJob, groups: CPGroups, choices: Choices) -> Transf
         model = adapted(hf, job.decoder)
         check_positions(model, longest_of(job.source))
         if job.decoder.lora is not None:
-            with settings_in_keys():
-                add_foreign_factors(model, job.decoder.lora)
+            add_transformers_factors(model, job.decoder.lora)
             hold_frozen(model, job.dtype)
     parallelize(model, job.topology, groups, choices=choices)
     with agreed(job.topology.groups):
-        fill_foreign(model, job.topology.device, folder, seed=job.config.train.seed)
+        fill_transformers(model, job.topology.device, folder, seed=job.config.train.seed)
     return model
 
 
@@ -136,63 +352,20 @@ def _refuse_likelihood(name: str) -> None:
         )
 
 
-def check_pairs(config: RunConfig, source: IndexedSource) -> None:
-    """Refuses data of DPO that some step would fail on; nothing for other losses."""
-    if config.train.loss != "dpo":
-        return
-    if not source.loss_tokens.all():
-        place = int(np.argmin(source.loss_tokens))
-        raise _refused(f"sequence {place} has no loss token", "leave its pair out")
-    pairs, signs = (sequence_values(source, name) for name in (PAIR, SIGN))
-    order = np.lexsort((signs, pairs))
-    _check_signs(pairs[order], signs[order])
-    groups = step_groups(config, source)
-    if groups is not None:
-        first, second = groups[order].reshape(-1, 2).T
-        if (torn := first != second).any():
-            pair = int(pairs[order][::2][torn.argmax()])
-            raise _refused(
-                f"the two sequences of pair {pair} have different values of data.group",
-                "set data.group=pair",
-            )
-
-
-def _check_signs(pairs: Ints, signs: Ints) -> None:
-    """Sorted by pair, then by sign: −1 and 1 of the same pair in turn."""
-    numbers, sizes = np.unique(pairs, return_counts=True)
-    is_wrong: NDArray[np.bool_] = sizes != 2
-    if not is_wrong.any():
-        is_wrong = (signs.reshape(-1, 2) != (-1, 1)).any(1)
-    if is_wrong.any():
-        pair = int(numbers[is_wrong.argmax()])
-        theirs = signs[pairs == pair].tolist()
-        shown = ", ".join(map(str, theirs[:4])) + (", …" if len(theirs) > 4 else "")
-        raise _refused(
-            f"pair {pair} has {len(theirs)} sequence{'s' if len(theirs) > 1 else ''}, of sign "
-            f"{shown}",
-            "give each pair one of sign 1 and one of sign -1, and its number to no other row; a "
-            "file that is named twice has all its pairs twice",
-        )
-
-
-def _refused(problem: str, way_out: str) -> ValueError:
-    return ValueError(f"data.path: train.loss=dpo compares two answers, but {problem}; {way_out}")
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
     """What a run is put together from."""
 
     groups: CPGroups
-    """Of lanes that share packs."""
+    """Process groups of lanes that share packs."""
     loader: Loader
-    """Of the training data."""
+    """Plans and packs the training data, ahead of the steps."""
     stepper: Stepper
     """The model, its optimizer and its loss."""
     checkpoints: Checkpoints
-    """Of the run's folder."""
+    """Checkpoints in the run's folder."""
     refiner: Refiner | None
-    """Of the cost profile that the loader plans with; None: it stays as it is."""
+    """Corrects the cost profile that the loader plans with; None: it stays as it is."""
     any_rank: AnyRank
     """Whether any rank is asked to stop."""
 
@@ -271,7 +444,7 @@ def _graphed_layers(job: TrainingJob, model: Model) -> GraphedLayers:
     gpu_bytes = torch.cuda.get_device_properties(job.topology.device).total_memory
     return GraphedLayers(
         decoder,
-        kinds={kind for kind, name in LAYERS.items() if name in names},
+        kinds={type(part) for part in job.decoder.parts if part.graph_layer in names},
         setting=setting,
         memory=GraphMemory(CudaRecorder(), recompute=recompute, moving=moving),
         most_bytes=graph_bytes(job.config.graph, gpu_bytes),
@@ -282,7 +455,7 @@ def _graphed_layers(job: TrainingJob, model: Model) -> GraphedLayers:
 def make_model(job: TrainingJob, groups: CPGroups) -> Model:
     """The rank's stages with their first weights; it makes or reads only the blocks it holds."""
     if job.config.model.code == "transformers":
-        return make_foreign(job, groups, _choices(job))
+        return make_transformers(job, groups, _choices(job))
     with torch.device("meta"):
         model = Stages(job.decoder, job.layout, pp_rank=job.topology.pp_rank)
         model.to(torch.promote_types(job.dtype, torch.float32))
@@ -361,35 +534,20 @@ def make_loader(job: TrainingJob, refiner: Refiner | None = None) -> Loader:
     return Loader(steps, prefetch=data.prefetch, pin=job.topology.device.type == "cuda")
 
 
-def make_evaluator(
-    job: TrainingJob,
-    parts: Parts,
-    *,
-    tell: OnEvaluation,
-    wants_stop: Callable[[], bool],
-    on_demand: bool = False,
-) -> Evaluator | None:
-    """What evaluates the run's held-out data, if it has any. on_demand: see run/data.py."""
+def open_held_out(job: TrainingJob, model: Model, *, on_demand: bool = False) -> HeldOut | None:
+    """The run's held-out data, if it has any. on_demand: see run/data.py."""
     config = held_out(job.config, on_demand=on_demand)
     if config is None:
         return None
-    with of_held_out():
-        source = open_source(config, job.decoder, job.topology, display=job.display)
+    source = open_source(config, job.decoder, job.topology, display=job.display)
     assert not isinstance(source, TextStream), "held-out data are never streamed"
     with agreed(job.topology.groups):
         with in_keys("data.eval_path"):
             check_longest(config, job.topology.lanes, longest_of(source))
-        check_positions(parts.stepper.model, longest_of(source), "data.eval_path")
+        check_positions(model, longest_of(source), "data.eval_path")
     # Its loss is a sum over tokens, so that no sequences have to share a step.
     steps = make_steps(job, config, source=source, shuffle=False, is_grouped=False)
-    return Evaluator(
-        HeldOut("held-out", steps),
-        parts.stepper.executor,
-        every=job.config.train.eval_every,
-        tell=tell,
-        status=job.status,
-        stops=lambda: parts.any_rank([wants_stop()])[0],
-    )
+    return HeldOut("held-out", steps)
 
 
 def make_steps(

@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from longshore.data.steps import Loader
     from longshore.distributed.topology import Groups, Topology
     from longshore.train.checkpoint import Checkpoints
-    from longshore.train.loop import Progress
     from longshore.train.refine import Refiner
 
 MAY_CHANGE = {"prefetch", "cache", "eval_path", "eval_mock", "eval_count"}  # of data
@@ -73,9 +72,9 @@ class Start:
     is_asked: bool = False
     """The user wants to resume; otherwise only torchrun has restarted."""
     attempt: int = 0
-    """Of torchrun, from 0."""
+    """The attempt of torchrun, from 0."""
     job: str = ""
-    """Of torchrun, the same name in all its attempts."""
+    """The name of torchrun's job, the same in all its attempts."""
     is_forced: bool = False
     """Resume with other data too."""
 
@@ -296,24 +295,23 @@ def load_checkpoint(
     *,
     steps: int,
     refiner: "Refiner | None" = None,
-) -> tuple["Progress", list[str]]:
+) -> tuple[int, int, list[str]]:
     """Loads the newest checkpoint of a resumed run into its model, optimizer, loader and refiner.
 
-    Returns its progress, and notes for the user. All ranks call it together.
+    Returns the steps and the updates done, and notes for the user. All ranks call it together.
     """
     from longshore.distributed.agreement import agreed
     from longshore.train.checkpoint import same_data
-    from longshore.train.loop import Progress
 
     if not run.is_resumed:
-        return Progress(), [run.note] if run.note else []
+        return 0, 0, [run.note] if run.note else []
     with agreed(checkpoints.topology.groups):
         if checkpoints.topology.rank == 0:
             remove_leftovers(run.folder)
     position, notes = checkpoints.load_newest()
     if position is None:
         notes.append(f"{run.folder} has no checkpoint, so it begins with step 1")
-        return Progress(), [*notes, *run.changes]
+        return 0, 0, [*notes, *run.changes]
     with agreed(checkpoints.topology.groups):
         data = loader.steps.describe()
         state, warnings = same_data(position.loader, data, is_forced=run.is_forced)
@@ -326,7 +324,7 @@ def load_checkpoint(
             f"{run.folder} is already finished: step {position.step} of {steps} is done; "
             "a larger train.steps or train.epochs trains it further"
         )
-    return Progress(position.step, position.updates), [*notes, *warnings, reached, *run.changes]
+    return position.step, position.updates, [*notes, *warnings, reached, *run.changes]
 
 
 def keep_settings(config: RunConfig, run: OpenRun, topology: "Topology", *, step: int) -> None:
@@ -368,5 +366,5 @@ def _from_first(texts: list[str], groups: "Groups") -> list[str]:
 
     text = list("\0".join(texts).encode())
     rows = torch.tensor(text, dtype=torch.int64, device=groups.device).view(-1, 1)
-    first = gather_rows(rows, groups.world, room=ROOM)[0]
+    first = gather_rows(rows, groups.world, expected=ROOM)[0]
     return bytes(first.view(-1).tolist()).decode().split("\0")

@@ -38,22 +38,22 @@ from longshore.data.store import Store, write_store
 from longshore.data.stream import TextStream
 from longshore.distributed.agreement import agreed
 from longshore.distributed.collectives import sum_over
+from longshore.distributed.process_group import Ranks
 from longshore.files import new_folder
 from longshore.hf.lora import find_base
 from longshore.model.interface import Output
 from longshore.parallel.pipeline import Executor, Handlers
-from longshore.run.data import Readable
+from longshore.run.data import Readable, check_pairs
 from longshore.run.folder import check_scored
-from longshore.run.job import TrainingJob, make_job
 from longshore.run.parts import (
-    check_pairs,
+    TrainingJob,
+    joined_ranks,
     make_cp_groups,
+    make_job,
     make_model,
     make_steps,
     scores_reference,
 )
-from longshore.run.process import joined_ranks
-from longshore.run.ranks import Ranks
 from longshore.run.weights import write_shared
 from longshore.train.evaluation import reshard
 from longshore.train.loss import make_loss
@@ -62,7 +62,7 @@ from longshore.train.loss_inputs import TEMPERATURE, LossCall
 Rows = Iterable[TokenizedSample]
 
 ROWS = 1024
-"""Of a row group of Parquet."""
+"""Rows of a row group of Parquet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ def _logprobs(logprobs: Tensor) -> Tensor:
 
 
 def _write(flat: Tensor, starts: Tensor, values: Tensor, batch: MicroBatch) -> None:
-    """To each token's place what its predecessor's row says; rows without a label to the end."""
+    """Writes what a row says to the place of the next token; rows without a label go to the end."""
     assert batch.targets is not None
     ctx, past = batch.ctx, len(flat) - 1
     logprobs_T = -values if values.ndim == 1 else values[:, 0]

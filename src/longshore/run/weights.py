@@ -1,21 +1,15 @@
-"""The trained weights, written once a run is at its end.
+"""The trained weights, written once a run is at its end, and those of a checkpoint, to be exported.
 
 In: a job, its model and the run's folder. Out: RUN/weights, and output.export as a Hugging Face
 folder. All ranks come here together: rank 0 writes one whole tensor at a time, and the others bring
-their rows of it, so no rank ever holds the whole model. If rank 0 cannot write, all ranks raise.
-
-What rank 0 writes while all ranks produce it: weights, exports, scores.
-
-In: a stream that all ranks produce together, and what writes it. Out: the files; or on every rank
+their rows of it, so no rank ever holds the whole model. If rank 0 cannot write, every rank raises
 the same RunError, with the file, what it takes, what is free and the way out:
 
     out/.model.partial-4711/0.part cannot be written (No space left on device: it takes 16.0 GB, and
     9.1 GB are free without it); make room there, then export it again
 
-The model of one of a run's checkpoints, to be exported without any ranks.
-
-In: RUN/checkpoints/step-N. Out: its decoder, from RUN/config.toml, and its tensors, in the order in
-which the run itself would export them.
+`open_checkpoint` reads RUN/checkpoints/step-N without any ranks: its decoder from RUN/config.toml,
+its tensors in the order in which the run itself would export them.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,13 +32,13 @@ from longshore.hf.checkpoint import write_checkpoint
 from longshore.hf.config_file import choose_architecture
 from longshore.hf.lora import base_from_json, factor_shapes, merged_stream
 from longshore.hf.transformers_model import TransformersModel
-from longshore.hf.transformers_weights import write_foreign
+from longshore.hf.transformers_weights import write_transformers
 from longshore.hf.weights import SavedWeights, save_weights
 from longshore.model.lora import is_factor
 from longshore.parallel.gathered import gathered_tensors
 from longshore.parallel.pipeline import Model, tensor_names
 from longshore.run.folder import CONFIG, check_new_folder
-from longshore.run.job import TrainingJob
+from longshore.run.parts import TrainingJob
 from longshore.train.checkpoint_files import DamagedError, read_index, writing
 from longshore.train.safetensors_stream import CheckpointTensors
 from longshore.train.stop import RunError
@@ -175,7 +169,7 @@ def _export(
         if job.decoder.lora is not None:
             tensors = merged_stream(job.decoder.lora, _factors(model), tensors)
         if isinstance(model, TransformersModel):
-            write_foreign(folder, tensors, base=base, tied=model.tied, dtype=low)
+            write_transformers(folder, tensors, base=base, tied=model.tied, dtype=low)
         else:
             write_checkpoint(folder, job.decoder.merged(), tensors, base=base or None, dtype=low)
 
@@ -205,7 +199,7 @@ def _factors(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def _factor_bytes(model: Model) -> int:
-    """Of all low-rank factors, in float64 at most."""
+    """Bytes of all low-rank factors, in float64 at most."""
     return 8 * sum(map(prod, _factors(model).values()))
 
 
@@ -237,6 +231,6 @@ def open_checkpoint(folder: Path, *, base: Path | None) -> SavedWeights:
 
 
 def _saved_names(folder: Path) -> list[str]:
-    """Of all parameters and buffers of a model whose names only transformers knows."""
+    """Names of all tensors of a checkpoint, where only transformers knows them."""
     names = read_index(folder).tensors
     return [name.removeprefix("model.") for name in names if name.startswith("model.")]

@@ -9,12 +9,6 @@ the same restored from it. Training waits only for a copy in host memory; a thre
 Each rank copies and writes its own boxes (parallel/shards.py). What several ranks have alike is
 divided among them, so 4 ranks with 139,584 parameters and two moments of each copy 104,688 numbers,
 whether they are sharded or not. The host memory of the copy is reused, by one save at a time.
-
-What of a model and its optimizer a checkpoint holds, and which of it each rank saves.
-
-In: a rank's model, its optimizer and its place. Out: tensors by the names they are saved under, and
-this rank's blocks of each, so that all ranks together save every value once.
-
 A norm's weight of 64 on 2 lanes × tp 2 is whole on all 4 ranks: lane 1's TP rank 0 is number 2 of
 them and saves 32…48. Its q_proj.weight (64, 64) is cut by tp, and no rank shards it: TP rank 0 has
 rows 0…32 on both lanes, and lane 1 saves 16…32 of them.
@@ -30,7 +24,6 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from longshore.arch.cuts import TensorCut
-from longshore.data.steps import Loader
 from longshore.distributed.agreement import PeerError, agreed
 from longshore.distributed.collectives import gather_rows
 from longshore.distributed.topology import Groups, Topology
@@ -51,7 +44,6 @@ from longshore.train.checkpoint_files import (
     saved_steps,
 )
 from longshore.train.checkpoint_storage import TensorBlock, load_blocks, save_blocks, whole_block
-from longshore.train.loop import Progress
 from longshore.train.stop import RunError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -170,11 +162,11 @@ class Checkpoints:
         self._is_abandoned = False
         self._error: Exception | None = None
         self.save_bytes = self._save_bytes()
-        """Of a whole checkpoint with moments, the files of all ranks together."""
+        """Bytes of a whole checkpoint with moments, the files of all ranks together."""
 
     @property
     def host_bytes(self) -> int:
-        """Of the copy in host memory."""
+        """Bytes of the copy in host memory."""
         return sum(tensor.nbytes for tensor in self._host.values())
 
     def _save_bytes(self) -> int:
@@ -183,7 +175,8 @@ class Checkpoints:
             kinds = 1 + len(MOMENTS) if isinstance(tensor, nn.Parameter) else 1
             blocks = own_blocks(tensor.detach(), cut, self.topology)
             own += kinds * sum(block.values.nbytes for block in blocks)
-        return int(torch.cat(gather_rows(torch.tensor([[own]]), self._groups.world, room=1)).sum())
+        sizes = gather_rows(torch.tensor([[own]]), self._groups.world, expected=1)
+        return int(torch.cat(sizes).sum())
 
     def room_warning(self) -> list[str]:
         """A warning, if the next checkpoint would not fit on the disk."""
@@ -337,7 +330,7 @@ class Checkpoints:
         None if the run has none; a ValueError if it has some, and none can be read.
         """
         mine = torch.tensor(saved_steps(self.run), dtype=torch.int64).view(-1, 1)
-        steps = gather_rows(mine, self._groups.world, room=4)[0].view(-1).tolist()
+        steps = gather_rows(mine, self._groups.world, expected=4)[0].view(-1).tolist()
         notes: list[str] = []
         newest: DamagedError | None = None
         for step in steps:
@@ -432,43 +425,3 @@ def same_data(
 
 def _short(state: dict[str, object]) -> str:
     return str(state.get("data", "of no digest"))[:12]
-
-
-class Saver:
-    """Saves every `every` steps of a loop (0: never) and at its end.
-
-    With keep=0 it only tracks the progress. shared: what is saved besides, see Position.
-    """
-
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        loader: Loader,
-        *,
-        every: int,
-        start: Progress,
-        shared: Callable[[int], Shared] = lambda step: nothing_shared,
-    ) -> None:
-        self.shared = shared
-        self.checkpoints = checkpoints
-        self.loader = loader
-        self.every = every
-        self.progress = start
-        self.is_on = checkpoints.keep > 0
-
-    def after_step(self, progress: Progress) -> None:
-        """A hook of the loop."""
-        self.progress = progress
-        if self.is_on and self.every and progress.step % self.every == 0:
-            self._save()
-
-    def finish(self) -> None:
-        """Saves the last step and waits for it; the loop is over, so its losses are known."""
-        if self.is_on and self.checkpoints.last != self.progress.step and self.progress.step:
-            self._save()
-        self.checkpoints.confirm(self.progress.step)
-        self.checkpoints.wait()
-
-    def _save(self) -> None:
-        done, state = self.progress, self.loader.state_dict()
-        self.checkpoints.save(Position(done.step, done.updates, state, self.shared(done.step)))

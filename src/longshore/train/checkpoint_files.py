@@ -93,9 +93,9 @@ class CheckpointIndex:
     loader: dict[str, object]
     """The loader's state."""
     files: dict[str, SavedFile]
-    """By name."""
+    """The files, by name."""
     tensors: dict[str, SavedTensor]
-    """By name."""
+    """The tensors in them, by name."""
     base: dict[str, object] = field(default_factory=dict)
     """What the run began with, which low-rank factors belong to (hf/lora.py); {}: new weights."""
 

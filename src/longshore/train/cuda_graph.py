@@ -17,14 +17,8 @@ of each, and take the memory that one micro-batch takes. All shapes share that m
 micro-batch runs forward and backward before the next begins. Experts, embedding, head, loss and
 what FSDP does run eagerly; so do depths of multi-token prediction, and evaluation.
 
-GraphShape: the graphs of all layers for one number of tokens and one way to serve it.
-
-In: blocks and what of them is replayed, micro-batches of the shape. Out: what the blocks return.
-The first micro-batch that comes here records the graphs, layer by layer, while it runs; later ones
-replay them. With 28 dense layers the way `whole` has 28 pieces, the way `halves` 56.
-
-Boundaries and rotary tables of a micro-batch are copied once, by `load`, to where the
-graphs of all layers read them. The longest length is a constant: all tokens.
+Boundaries and rotary tables of a micro-batch are copied once, by `load` of its GraphShape, to where
+the graphs of all layers read them. The longest length is a constant: all tokens.
 
 GraphPiece: a differentiable function of tensors and parameters, recorded forward and backward.
 
@@ -424,6 +418,120 @@ def _own(grad: Tensor, *, copy: bool = False) -> Tensor:
     return grad.clone() if copy or grad.element_size() > 2 else grad.detach()
 
 
+class GraphedLayers:
+    """Serves the calls of a decoder's blocks, inside of FSDP's hooks (`replay` of Layer).
+
+    failed: what is not replayed after all, and why. runs: forward passes of its blocks since
+    `take_runs`, by what served them; evaluation is not counted.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        kinds: Set[type[Part]],
+        setting: GraphSetting,
+        memory: GraphMemory,
+        most_bytes: int,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.setting, self.memory, self.most_bytes, self.tell = setting, memory, most_bytes, tell
+        self.shapes: dict[tuple[GraphWay, int], GraphShape] = {}
+        self.failed: list[str] = []
+        self.runs: Counter[GraphWay] = Counter()
+        self.blocks = 0
+        self._off: set[tuple[GraphWay, type]] = set()
+        self._packs: object = None
+        self._shape: GraphShape | None = None
+        for block in model.layers.values():
+            assert isinstance(block, Block)
+            graphed = graphed_block(block, kinds, recompute=memory.recompute)
+            if graphed is not None:
+                self.blocks += 1
+                block.replay = partial(self._run, graphed)
+
+    @property
+    def bytes(self) -> int:
+        """That all graphs have reserved."""
+        return self.memory.recorder.bytes
+
+    def take_runs(self) -> list[int]:
+        """The counts of `runs` in the order of GRAPH_WAYS; counting starts anew."""
+        runs, self.runs = self.runs, Counter()
+        return [runs[way] for way in GRAPH_WAYS]
+
+    def _run(
+        self, graphed: "GraphedBlock", x_TC: Tensor, ctx: SeqContext, tables: Tables
+    ) -> Output:
+        eager: Callable[..., Output] = graphed.block.eager
+        if not torch.is_grad_enabled():
+            return eager(x_TC, ctx, tables)
+        if ctx.packs is not self._packs:
+            self._begin(ctx, tables)
+        shape = self._shape
+        if shape is not None and not self._is_off(shape, graphed):
+            try:
+                output = shape.run(graphed, x_TC, ctx, tables)
+            except RecordingError as error:
+                self._off.add((shape.way, graphed.kind))
+                shape.forget(graphed)
+                self._fail(f"{graphed.kind.__name__}, {shape.way}", str(error))
+            else:
+                self.runs[shape.way] += 1
+                return output
+        self.runs["eager"] += 1
+        return eager(x_TC, ctx, tables)
+
+    def _is_off(self, shape: "GraphShape", graphed: "GraphedBlock") -> bool:
+        """Layers that are recorded still serve a round in which others can no longer be."""
+        if shape.has(graphed):
+            return False
+        if not shape.is_off and self.bytes > self.most_bytes:
+            shape.is_off = True
+            self._fail(
+                str(shape),
+                f"graphs take {self.bytes / 2**30:.1f} GiB, more than the "
+                f"{self.most_bytes / 2**30:.1f} GiB of graph.memory_gib",
+            )
+        return shape.is_off or (shape.way, graphed.kind) in self._off
+
+    def _fail(self, what: str, reason: str) -> None:
+        self.failed.append(f"{what}: {reason}")
+        self.tell(f"CUDA graphs: {what} runs without graphs: {reason}")
+
+    def _begin(self, ctx: SeqContext, tables: Tables) -> None:
+        """Of a micro-batch: what serves it, with its boundaries and tables copied."""
+        self._end()
+        self._packs, self._shape = ctx.packs, None
+        sizes = [pack.group.cp_size for pack in ctx.packs]
+        way = graph_way(sizes, sum(len(pack.lengths) for pack in ctx.packs), self.setting)
+        if way == "eager":
+            return
+        shape = self.shapes.setdefault((way, ctx.tokens), GraphShape(way, ctx.tokens, self.memory))
+        shape.uses += 1
+        if shape.uses == 1 or shape.is_off:
+            return
+        shape.load(ctx, tables)
+        self._shape = shape
+
+    def _end(self) -> None:
+        """Of the micro-batch before, if it recorded."""
+        shape = self._shape
+        if shape is None or not shape.is_new:
+            return
+        shape.release()
+        if shape.is_off:
+            shape.pieces.clear()
+        elif not shape.pieces:
+            shape.is_off = True  # no layer of it can be recorded
+        else:
+            recorded = len({block for block, _ in shape.pieces})
+            self.tell(
+                f"CUDA graphs: recorded {recorded} layers for {shape}; "
+                f"{self.bytes / 2**30:.1f} GiB in all"
+            )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphedBlock:
     """A block, and what of it is replayed."""
@@ -658,115 +766,3 @@ def graphed_block(block: Block, kinds: Set[type[Part]], *, recompute: bool) -> G
     ]
     owners = parameters_of(block, without=eager_parts)
     return GraphedBlock(block, whole, feeds, owners)
-
-
-class GraphedLayers:
-    """Serves the calls of a decoder's blocks, inside of FSDP's hooks (`replay` of Layer).
-
-    failed: what is not replayed after all, and why. runs: forward passes of its blocks since
-    `take_runs`, by what served them; evaluation is not counted.
-    """
-
-    def __init__(
-        self,
-        model: Decoder,
-        *,
-        kinds: Set[type[Part]],
-        setting: GraphSetting,
-        memory: GraphMemory,
-        most_bytes: int,
-        tell: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self.setting, self.memory, self.most_bytes, self.tell = setting, memory, most_bytes, tell
-        self.shapes: dict[tuple[GraphWay, int], GraphShape] = {}
-        self.failed: list[str] = []
-        self.runs: Counter[GraphWay] = Counter()
-        self.blocks = 0
-        self._off: set[tuple[GraphWay, type]] = set()
-        self._packs: object = None
-        self._shape: GraphShape | None = None
-        for block in model.layers.values():
-            assert isinstance(block, Block)
-            graphed = graphed_block(block, kinds, recompute=memory.recompute)
-            if graphed is not None:
-                self.blocks += 1
-                block.replay = partial(self._run, graphed)
-
-    @property
-    def bytes(self) -> int:
-        """That all graphs have reserved."""
-        return self.memory.recorder.bytes
-
-    def take_runs(self) -> list[int]:
-        """The counts of `runs` in the order of GRAPH_WAYS; counting starts anew."""
-        runs, self.runs = self.runs, Counter()
-        return [runs[way] for way in GRAPH_WAYS]
-
-    def _run(self, graphed: GraphedBlock, x_TC: Tensor, ctx: SeqContext, tables: Tables) -> Output:
-        eager: Callable[..., Output] = graphed.block.eager
-        if not torch.is_grad_enabled():
-            return eager(x_TC, ctx, tables)
-        if ctx.packs is not self._packs:
-            self._begin(ctx, tables)
-        shape = self._shape
-        if shape is not None and not self._is_off(shape, graphed):
-            try:
-                output = shape.run(graphed, x_TC, ctx, tables)
-            except RecordingError as error:
-                self._off.add((shape.way, graphed.kind))
-                shape.forget(graphed)
-                self._fail(f"{graphed.kind.__name__}, {shape.way}", str(error))
-            else:
-                self.runs[shape.way] += 1
-                return output
-        self.runs["eager"] += 1
-        return eager(x_TC, ctx, tables)
-
-    def _is_off(self, shape: GraphShape, graphed: GraphedBlock) -> bool:
-        """Layers that are recorded still serve a round in which others can no longer be."""
-        if shape.has(graphed):
-            return False
-        if not shape.is_off and self.bytes > self.most_bytes:
-            shape.is_off = True
-            self._fail(
-                str(shape),
-                f"graphs take {self.bytes / 2**30:.1f} GiB, more than the "
-                f"{self.most_bytes / 2**30:.1f} GiB of graph.memory_gib",
-            )
-        return shape.is_off or (shape.way, graphed.kind) in self._off
-
-    def _fail(self, what: str, reason: str) -> None:
-        self.failed.append(f"{what}: {reason}")
-        self.tell(f"CUDA graphs: {what} runs without graphs: {reason}")
-
-    def _begin(self, ctx: SeqContext, tables: Tables) -> None:
-        """Of a micro-batch: what serves it, with its boundaries and tables copied."""
-        self._end()
-        self._packs, self._shape = ctx.packs, None
-        sizes = [pack.group.cp_size for pack in ctx.packs]
-        way = graph_way(sizes, sum(len(pack.lengths) for pack in ctx.packs), self.setting)
-        if way == "eager":
-            return
-        shape = self.shapes.setdefault((way, ctx.tokens), GraphShape(way, ctx.tokens, self.memory))
-        shape.uses += 1
-        if shape.uses == 1 or shape.is_off:
-            return
-        shape.load(ctx, tables)
-        self._shape = shape
-
-    def _end(self) -> None:
-        """Of the micro-batch before, if it recorded."""
-        shape = self._shape
-        if shape is None or not shape.is_new:
-            return
-        shape.release()
-        if shape.is_off:
-            shape.pieces.clear()
-        elif not shape.pieces:
-            shape.is_off = True  # no layer of it can be recorded
-        else:
-            recorded = len({block for block, _ in shape.pieces})
-            self.tell(
-                f"CUDA graphs: recorded {recorded} layers for {shape}; "
-                f"{self.bytes / 2**30:.1f} GiB in all"
-            )

@@ -3,9 +3,7 @@
 In: what the user asked for and the rank's local rank. Out: a torch device and facts about it. Two
 ranks on a machine with one GPU share it and use gloo, because NCCL allows one rank per GPU.
 
-Out of GPU memory, in one line: where in the step, what is in memory, what to change.
-
-In: torch's error and the rank's status. Out: a text such as
+When its memory is full, one line tells where in the step, what is in memory and what to change:
 
     is out of GPU memory in step 12, round 2 of 3, backward: 16,384 tokens, 12,288 of them its part
     of a pack of 98,304 that 8 ranks share, and 2.00 GiB more did not fit; parameters 14.0 GiB,
@@ -16,6 +14,7 @@ A layer gathers what it reads of a shared pack, so its size counts beside the ra
 
 import os
 import re
+import resource
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from longshore.advisor.machine import vendor_peak
+from longshore.arch.costs import vendor_peak
 from longshore.batch import MicroBatch, PackContext
 from longshore.parallel.fsdp import local_part
 from longshore.train.heartbeat import RankStatus
@@ -51,6 +50,13 @@ def pick_dtype(asked: str, device: torch.device) -> torch.dtype:
     dtype = getattr(torch, auto if asked == "auto" else asked)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes of this rank: of the device, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def prefer_blas(device: torch.device, dtype: torch.dtype, machine: str) -> None:

@@ -76,9 +76,9 @@ class StepMetrics:
     rounds: int
     """Rounds of the plan."""
     efficiency: float | None
-    """Of the plan: the fraction of the lanes' time spent on real work, as estimated."""
+    """The fraction of the lanes' time that the plan spends on real work, as estimated."""
     padding: float | None
-    """Of the plan: the fraction of tokens that are padding."""
+    """The fraction of the plan's tokens that are padding."""
     plan_s: float | None
     """Seconds of planning."""
     data_wait_s: float | None

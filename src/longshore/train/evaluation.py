@@ -32,15 +32,12 @@ class Evaluation:
     """The losses of one pass over a held-out set."""
 
     name: str
-    """Of the held-out set."""
+    """The held-out set's."""
     loss: float | None
     """The mean over loss_tokens; None if there are none, or if it is not finite."""
     loss_tokens: int
     mtp_losses: tuple[float | None, ...]
     """The same for each depth of multi-token prediction."""
-
-
-OnEvaluation = Callable[[int, Evaluation], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,47 +93,6 @@ class HeldOut:
         pairs = zip(sums.tolist(), counts, strict=True)
         loss, *means = [_mean(total, count) for total, count in pairs]
         return Evaluation(self.name, loss, counts[0], tuple(means))
-
-
-class Evaluator:
-    """Evaluates every `every` steps of a loop, and after the last; passes each result to `tell`.
-
-    stops: whether the run is to stop, see HeldOut.evaluate. is_cut: a stop has ended an evaluation.
-    """
-
-    def __init__(
-        self,
-        held_out: HeldOut,
-        executor: Executor,
-        *,
-        every: int,
-        tell: OnEvaluation,
-        status: RankStatus | None = None,
-        stops: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.held_out = held_out
-        self.executor = executor
-        self.every = every
-        self.tell = tell
-        self.status = status
-        self.stops = stops
-        self.last = 0
-        self.is_cut = False
-
-    def is_due(self, step: int, *, is_last: bool = False) -> bool:
-        """Whether `after_step` will evaluate."""
-        return step != self.last and (is_last or step % self.every == 0)
-
-    def after_step(self, step: int, *, is_last: bool = False) -> None:
-        """A hook of the loop; all ranks call it together."""
-        if not self.is_due(step, is_last=is_last):
-            return
-        self.last = step
-        evaluation = self.held_out.evaluate(self.executor, self.status, stops=self.stops)
-        if evaluation is None:
-            self.is_cut = True
-        else:
-            self.tell(step, evaluation)
 
 
 def as_line(step: int, evaluation: Evaluation) -> dict[str, object]:

@@ -15,7 +15,8 @@ all ranks and reports when no rank has moved for a minute, and again after twice
 
 The stuck rank is one without a beat; else one that is in no collective while others are; else the
 one that is behind. Slow is not stuck: all limits grow with the longest time between two moves of a
-rank, the first step excepted.
+rank, the first step excepted. What is stuck and how it is named is decided here alone, for the
+launcher (cli/launch.py) and for ranks of torchrun (stop.py).
 """
 
 import json
@@ -25,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 PERIOD_S = 1.0
@@ -47,7 +48,7 @@ class RankStatus:
         self.longest_s = 0.0
         """The longest time between two moves, after the first step."""
         self.folder = ""
-        """Of the run, once it is known."""
+        """The run's, once it is known."""
         self.on_first_step: Callable[[], None] = lambda: None
         """Called when the first step begins; from then on a run that is asked to stop saves."""
         self._clock = clock
@@ -97,7 +98,7 @@ class Beat:
     waits: str
     """The collective the rank is in, or ""."""
     folder: str
-    """Of the run, or "" until it is known."""
+    """The run's, or "" until it is known."""
 
     @property
     def place(self) -> str:
@@ -106,15 +107,18 @@ class Beat:
         return ", ".join([*step, *([f"round {self.round}"] if self.round else []), self.phase])
 
 
+SHARED = ("step", "round", "phase", "moves", "unmoved_s", "longest_s", "folder")
+"""What a Beat has from a RankStatus."""
+
+
 def beat_path(folder: Path, rank: int) -> Path:
     return folder / f"beat-{rank}"
 
 
 def read_beat(path: Path) -> Beat | None:
     """None if there is none, or if it cannot be read."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return Beat(**{field.name: content[field.name] for field in fields(Beat)})
+    with suppress(OSError, ValueError, TypeError):
+        return Beat(**json.loads(path.read_text(encoding="utf-8")))
     return None
 
 
@@ -136,7 +140,7 @@ def beating(
     main, stop, wake = threading.get_ident(), threading.Event(), threading.Event()
     status.on_first_step = wake.set
 
-    def beat() -> None:
+    def keep_beating() -> None:
         count, may_exist = 0, True
         while True:
             wake.clear()
@@ -145,7 +149,9 @@ def beating(
             count += 1
             where = folder()
             if where is not None and status.unmoved_s >= quiet_s:
-                _write(beat_path(where, rank), _beat(status, rank, count, main))
+                beat = {name: getattr(status, name) for name in SHARED}
+                beat |= {"rank": rank, "count": count, "waits": collective_of(main)}
+                _write(beat_path(where, rank), beat)
                 may_exist = True
                 after()
             elif where is not None and may_exist:
@@ -153,7 +159,7 @@ def beating(
                 may_exist = False
             wake.wait(period_s)
 
-    thread = threading.Thread(target=beat, name="longshore-heartbeat", daemon=True)
+    thread = threading.Thread(target=keep_beating, name="longshore-heartbeat", daemon=True)
     thread.start()
     try:
         yield
@@ -169,27 +175,12 @@ def beating(
             _remove(beat_path(where, rank))
 
 
-def _beat(status: RankStatus, rank: int, count: int, main: int) -> Beat:
-    return Beat(
-        rank=rank,
-        count=count,
-        step=status.step,
-        round=status.round,
-        phase=status.phase,
-        moves=status.moves,
-        unmoved_s=status.unmoved_s,
-        longest_s=status.longest_s,
-        waits=collective_of(main),
-        folder=status.folder,
-    )
-
-
-def _write(path: Path, beat: Beat) -> None:
+def _write(path: Path, beat: dict[str, object]) -> None:
     """Atomically, so that nobody reads half of it; a full disk loses the beat, not the run."""
     partial = path.with_name(f".{path.name}")
     with suppress(OSError):
         path.parent.mkdir(exist_ok=True)
-        partial.write_text(json.dumps(asdict(beat)), encoding="utf-8")
+        partial.write_text(json.dumps(beat), encoding="utf-8")
         os.replace(partial, path)
 
 
@@ -288,7 +279,7 @@ class Watch:
     def notice(self, notice_s: float = NOTICE_S) -> str:
         """A line to print now, or ""."""
         unmoved = self.unmoved_s()
-        if unmoved < self._slow(notice_s):
+        if unmoved < max(notice_s, SLOWER * self._longest_s()):
             self._next_notice_s = 0.0
             return ""
         if unmoved < self._next_notice_s:
@@ -297,13 +288,12 @@ class Watch:
         return self.description()
 
     def will_not_stop(self, since_s: float) -> bool:
-        """Whether a run that was asked to stop so many seconds ago is stuck for good."""
+        """Whether a run is stuck for good. since_s: seconds since it was asked to stop."""
         if since_s < ANSWER_S:
             return False
-        silent = self._silent()
-        if any(beat.phase == SAVING for beat in self.beats.values()) and not silent:
-            return False
-        return bool(silent) or self.unmoved_s() >= stuck_limit(self._longest_s())
+        phase = SAVING if any(beat.phase == SAVING for beat in self.beats.values()) else ""
+        is_hung = is_stuck(phase, self.unmoved_s(), self._longest_s())
+        return is_hung or bool(self._silent())
 
     def stuck(self, among: Collection[int] | None = None) -> list[int]:
         """The ranks that the others wait for; all ranks, if that is unclear.
@@ -344,16 +334,14 @@ class Watch:
         now = self._clock()
         return [rank for rank in sorted(self.beats) if now - self._heard[rank] > self._silent_s]
 
-    def _slow(self, seconds: float) -> float:
-        return max(seconds, SLOWER * self._longest_s())
-
     def _longest_s(self) -> float:
         return max((beat.longest_s for beat in self.beats.values()), default=0.0)
 
 
-def stuck_limit(longest_s: float) -> float:
-    """Seconds without a move until a run that was asked to stop is ended. longest_s: 0: unknown."""
-    return max(STUCK_S, SLOWER * longest_s) if longest_s else UNTIMED_S
+def is_stuck(phase: str, unmoved_s: float, longest_s: float) -> bool:
+    """Whether what was asked to stop is to be ended. longest_s: between two moves; 0: unknown."""
+    limit = max(STUCK_S, SLOWER * longest_s) if longest_s else UNTIMED_S
+    return phase != SAVING and unmoved_s >= limit
 
 
 def _where(beat: Beat) -> str:
@@ -374,3 +362,14 @@ def last_saved(folder: str) -> str:
         return "no checkpoint was written"
     step = int(steps[-1].name.removeprefix("step-"))
     return f"the last checkpoint is of step {step}; resume with --resume {folder}"
+
+
+def ended(state: str, folder: str) -> str:
+    """The text about a run that was asked to stop and could not. state: the ranks' description."""
+    return f"ended without a checkpoint of this step: {state}; {last_saved(folder)}"
+
+
+def gave_up(state: str, folder: str) -> str:
+    """The text about a run whose ranks waited too long for one of them."""
+    waited = "the others gave up after parallel.timeout_min minutes"
+    return f"{state}; {waited}; {last_saved(folder)}"

@@ -4,7 +4,7 @@ In: what the head computed of each token, and the micro-batch. Out: a sum whose 
 depend on the plan, because its divisor is counted over all lanes and rounds.
 
 The default loss is the mean over the step's loss tokens of their negative log-likelihood (nll). A
-user's loss names a function, `train.loss = "my_losses:weighted"`, or one of losses/ready.py, and,
+user's loss names a function, `train.loss = "my_losses:weighted"`, or one of losses.py, and,
 if the divisor is not the loss tokens, a count. What it reads is said by the names of its
 parameters, see loss_inputs.py:
 
@@ -263,7 +263,7 @@ def _counted(targets: Targets | None) -> Targets | None:
 def make_loss(
     function: str = "", count: str = "auto", options: Mapping[str, Any] | None = None
 ) -> Loss:
-    """From names. function: "" is nll, or one of losses/ready.py, or a user's module:function.
+    """From names. function: "" is nll, or one of losses.py, or a user's module:function.
 
     count: "tokens", "sequences", a user's function, or "auto", which is tokens unless the loss has
     values of sequences. options: of the function, by the names of its parameters.
@@ -272,14 +272,14 @@ def make_loss(
     if ready is not None:
         call, auto, fields = ready.call, ready.count, ready.fields
     else:
-        call = LossCall(load_function(function, "loss"), function, options)
+        call = LossCall(load_function(function, "train.loss"), function, options)
         auto, fields = ("sequences" if call.of_sequences else "tokens"), ()
     count = auto if count == "auto" else count
     if count in ("tokens", "sequences"):
         divisor: Callable[[list[MicroBatch], Groups], float]
         divisor = _tokens if count == "tokens" else _sequences
     else:
-        divisor = _UserCount(load_function(count, "loss_count"), count)
+        divisor = _UserCount(load_function(count, "train.loss_count"), count)
     return Loss(call, divisor, function, fields)
 
 

@@ -21,7 +21,6 @@ from longshore.data.source import (
     TEACHER_IDS,
     TEACHER_LOGPROBS,
 )
-from longshore.settings import SettingError
 
 SOURCES = {
     ADVANTAGES: "; give each row a column of this name: one number, or a list with one per token",
@@ -40,7 +39,7 @@ class NeededField:
     per: tuple[Per, ...] = ("target",)
     """What one value belongs to: one of these."""
     dims: int = 0
-    """Of one value: 0 for a number, 1 for k numbers; those of a loss have the same k."""
+    """Dimensions of one value: 0 for a number, 1 for k numbers; those of a loss have the same k."""
     is_integer: bool = False
     """Whether values are whole numbers; else any."""
 
@@ -75,22 +74,17 @@ def check_needed(loss: str, needed: Sequence[NeededField], declared: Sequence[Fi
     by_name = {spec.name: spec for spec in declared}
     for need in needed:
         if need.name not in by_name:
-            raise SettingError(
-                "{loss} is {given}, which reads the field {name}, and the data do not have it; "
-                "their {fields}: {known}{source}",
-                given=loss,
-                name=need.name,
-                source=SOURCES.get(need.name, ""),
-                known=", ".join(map(str, declared)) or "none",
+            known = ", ".join(map(str, declared)) or "none"
+            raise ValueError(
+                f"train.loss is {loss}, which reads the field {need.name}, and the data do not "
+                f"have it; their data.fields: {known}{SOURCES.get(need.name, '')}"
             )
         _check_kind(loss, need, by_name[need.name])
     rows = [by_name[need.name] for need in needed if need.dims]
     if len({spec.shape for spec in rows}) > 1:
-        raise SettingError(
-            "{loss} is {given}, whose fields {rows} must have the same shape; declare them so in "
-            "{fields}",
-            given=loss,
-            rows=" and ".join(map(str, rows)),
+        raise ValueError(
+            f"train.loss is {loss}, whose fields {' and '.join(map(str, rows))} must have the same "
+            "shape; declare them so in data.fields"
         )
 
 
@@ -100,12 +94,7 @@ def _check_kind(loss: str, need: NeededField, spec: Field) -> None:
     shifted = ""
     if spec.per == "token" and "target" in need.per:
         shifted = ", with a value for each token as a target, shifted as labels are"
-    raise SettingError(
-        "{loss} is {given}, which reads {name} as {right}{shifted}; declare it so in {fields}, not "
-        "as {spec}",
-        given=loss,
-        name=need.name,
-        right=need,
-        shifted=shifted,
-        spec=spec,
+    raise ValueError(
+        f"train.loss is {loss}, which reads {need.name} as {need}{shifted}; declare it so in "
+        f"data.fields, not as {spec}"
     )

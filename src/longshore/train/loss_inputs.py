@@ -39,7 +39,6 @@ from torch import Tensor
 from longshore.batch import MicroBatch
 from longshore.model.interface import Reader
 from longshore.ops.cross_entropy import STATISTICS, OutputLayer, map_logits, token_statistics
-from longshore.settings import SettingError
 
 OF_NLL = ("nll", "logprobs")
 OF_STATISTICS = ("entropy", "logsumexp", "mean_logit")
@@ -229,11 +228,10 @@ class LossCall:
 def refuse_vocabulary_part(name: str, layer: OutputLayer) -> None:
     """A TP rank has no whole rows of logits."""
     if layer.vocabulary is not None:
-        raise SettingError(
-            "{loss} is {given}, which reads hidden states or the head; ranks of tensor "
-            "parallelism have a part of each token's logits, so set {tp} to 1, or write it with "
-            "logprobs, entropy, logsumexp and mean_logit",
-            given=name,
+        raise ValueError(
+            f"train.loss is {name}, which reads hidden states or the head; ranks of tensor "
+            "parallelism have a part of each token's logits, so set parallel.tp to 1, or write it "
+            "with logprobs, entropy, logsumexp and mean_logit"
         )
 
 
@@ -302,19 +300,14 @@ def _names_of(
             raise _refused(
                 name,
                 f"unknown parameter {parameter.name!r}; known are {', '.join(KNOWN)}, and others "
-                "with a default or a value in loss_options",
+                "with a default or a value in train.loss_options",
             )
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for option in options:
         if option in KNOWN or (option not in parameters and not takes_any):
             own = [p for p in parameters if p not in KNOWN]
             known = f"it has {', '.join(own)}" if own else "it has none"
-            raise SettingError(
-                "{loss_options}: {given} has no option {option!r}; {known}",
-                given=name,
-                option=option,
-                known=known,
-            )
+            raise ValueError(f"train.loss_options: {name} has no option {option!r}; {known}")
     if "sequences" in names and (others := sorted(names - set(OF_SEQUENCES))):
         raise _refused(
             name,
@@ -326,11 +319,11 @@ def _names_of(
 
 def checked_temperature(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-        raise SettingError(
-            "{loss_options}: temperature is {value!r}; it must be a number above 0", value=value
+        raise ValueError(
+            f"train.loss_options: temperature is {value!r}; it must be a number above 0"
         )
     return float(value)
 
 
-def _refused(name: str, problem: str) -> SettingError:
-    return SettingError("{loss} is {given}: {problem}", given=name, problem=problem)
+def _refused(name: str, problem: str) -> ValueError:
+    return ValueError(f"train.loss is {name}: {problem}")

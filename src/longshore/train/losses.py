@@ -89,7 +89,7 @@ from longshore.data.source import (
     TEACHER_IDS,
     TEACHER_LOGPROBS,
 )
-from longshore.settings import LossName, SettingError, names_of
+from longshore.settings import LossName, names_of
 from longshore.train.loss_fields import NeededField, needed_fields
 from longshore.train.loss_inputs import (
     TEMPERATURE,
@@ -275,7 +275,7 @@ def ready_loss(name: str, options: Mapping[str, Any]) -> ReadyLoss | None:
     """The loss of a name, "" included, or None for a user's module:function."""
     if not name:
         if options:
-            raise SettingError("{loss_options} are given without a {loss}; leave them out")
+            raise ValueError("train.loss_options need a train.loss; name one, or leave them out")
         return ReadyLoss(None, "tokens")
     return _MAKERS[name](dict(options)) if name in names_of(LossName) else None
 
@@ -313,10 +313,8 @@ def _policy_gradient(name: str, average: Average, options: Options) -> ReadyLoss
 def _average(options: Options, option: str, default: Average) -> Average:
     average: Average = options.pop(option, default)
     if average not in ("tokens", "sequences"):
-        raise SettingError(
-            "{loss_options}: {option} is {given!r}; it must be tokens or sequences",
-            option=option,
-            given=average,
+        raise ValueError(
+            f"train.loss_options: {option} is {average!r}; it must be tokens or sequences"
         )
     return average
 
@@ -394,31 +392,18 @@ def _defaults(function: Callable[..., Any]) -> Options:
 def _check_options(name: str, options: Options, known: Options) -> None:
     for option, value in options.items():
         if option not in known:
-            raise SettingError(
-                "{loss_options}: {name} has no option {option!r}; it has {known}",
-                name=name,
-                option=option,
-                known=", ".join(known),
+            raise ValueError(
+                f"train.loss_options: {name} has no option {option!r}; it has {', '.join(known)}"
             )
         kind = type(known[option])
         fits = isinstance(value, bool) if kind is bool else not isinstance(value, bool)
         if not fits or not isinstance(value, int | float if kind is float else kind):
             wanted = {bool: "true or false", float: "a number", str: "a name"}[kind]
-            raise SettingError(
-                "{loss_options}: {option} is {value!r}; it must be {wanted}",
-                option=option,
-                value=value,
-                wanted=wanted,
-            )
+            raise ValueError(f"train.loss_options: {option} is {value!r}; it must be {wanted}")
 
 
 def _check_range(options: Options, option: str, least: float, most: float) -> None:
     value = options.get(option)
     if value is not None and not (least <= value <= most and math.isfinite(value)):
         limits = f"from {least:g} to {most:g}" if most < math.inf else f"at least {least:g}"
-        raise SettingError(
-            "{loss_options}: {option} is {value}; it must be {limits}",
-            option=option,
-            value=value,
-            limits=limits,
-        )
+        raise ValueError(f"train.loss_options: {option} is {value}; it must be {limits}")

@@ -22,7 +22,6 @@ from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 
 from longshore.arch.decoder import DecoderConfig
-from longshore.arch.feed_forward import MoEConfig
 from longshore.arch.memory import stage_layers
 from longshore.distributed.collectives import sum_over
 from longshore.distributed.topology import Topology
@@ -137,7 +136,7 @@ class RoutingCounts:
 
     @property
     def layers(self) -> list[Tensor]:
-        """Of all stages of this rank."""
+        """Counts of all MoE layers on this rank."""
         return [layer for number in sorted(self.stages) for layer in self.stages[number]]
 
     def add(self, routed: Sequence[Routed], stage: int = 0) -> None:
@@ -171,9 +170,9 @@ def counts_of_all_stages(
     own, layers = iter(mine), list[Tensor]()
     for number, stage in enumerate(layout.stages):
         for layer in stage_layers(config, stage):
-            if isinstance(layer.mlp, MoEConfig):
+            if experts := layer.mlp.routed_experts if layer.mlp is not None else 0:
                 is_mine = layout.rank_of(number) == topology.pp_rank
-                zeros = torch.zeros(layer.mlp.experts, dtype=torch.int64, device=topology.device)
+                zeros = torch.zeros(experts, dtype=torch.int64, device=topology.device)
                 layers.append(next(own) if is_mine else zeros)
     if not layers:
         return ()

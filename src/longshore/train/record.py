@@ -4,7 +4,7 @@ In: StepReports and Evaluations, one after another, on rank 0; other ranks recor
 JSON object per line in each file. A run that resumes after step 40 first removes the lines of
 steps 41, 42, … from the files.
 
-    with recording(folder, display="auto", steps=100, after=0, is_first=True) as record:
+    with RunRecord(folder, display="auto", steps=100, after=0, is_first=True) as record:
         record.note("4 ranks on cpu")
         record.write(report)
 
@@ -16,41 +16,38 @@ models that have any, is the tokens routed to each expert, by MoE layer:
      "rounds": [[[0, 2, [1]], [0, 1, [0]]]], "predicted_s": [0.11], "elapsed_s": [0.13]}
 
 warnings.jsonl holds what users should know of a run when they look at its page, by the step after
-which it was seen, 0 before the first: {"step": 12, "text": "the loss was above …"}.
+which it was seen, 0 before the first: {"step": 12, "text": "the loss is …"}. A tracker (TensorBoard
+or Weights & Biases) gets the numbers of each step, lists as mtp_losses/1, mtp_losses/2; one that
+fails is dropped with one warning, and the run continues.
 
-Trackers: the metrics of a run, sent to TensorBoard or Weights & Biases.
-
-In: names, the run's folder and its configuration. Out: trackers that log each step, on rank 0.
-
-    trackers = make_trackers(["tensorboard"], Path("runs/demo-1"), {"train.lr": 0.005})
-    for tracker in trackers:
-        tracker.log(1, {"loss": 5.54, "mfu": None, "mtp_losses": [5.6, 5.7]})
-        tracker.close()
-
-writes loss, mtp_losses/1 and mtp_losses/2 at step 1; values that are not numbers are left out. A
-tracker that fails is dropped with one warning, and the run continues.
-
-How long a pipeline's stages worked: RUN/pipeline/rank-0.jsonl and so on, for the run's report.
-
-In: StepReports, on the ranks of lane 0. Out: one line for each step in the file of the pipeline
-rank. A stage is [its number, seconds of its forwards, seconds of its backwards]; the bubble is the
-share of the step in which the rank worked on none, as measured and as the plan predicted it:
+Other ranks write two more files. RUN/pipeline/rank-0.jsonl and so on, of lane 0, tell how long the
+stages worked: [number, seconds of forwards, seconds of backwards]. The bubble is the share of the
+step in which the rank worked on none, as measured (optimizer and waiting for data count as waiting
+too) and as the plan predicted it:
 
     {"step": 3, "elapsed_s": 0.8, "stages": [[0, 0.1, 0.2], [2, 0.1, 0.2]], "bubble": 0.25,
      "predicted": 0.21}
 
-A step's time has more in it than its stages: the optimizer, the gradient norm, waiting for data.
-
-The record of a refined cost profile: RUN/refine.jsonl, and a line for people at each change.
-
-In: StepReports. Out: their times go to the Refiner, and rank 0 writes what each window of steps
-said about the profile, once the first step that was planned with it has run. Factors are relative
-to the profile that the run began with. Ratios are medians of measured / predicted seconds: under
-that profile, before this correction and after it; a kind is [largest CP size, rounds, ratios].
+RUN/refine.jsonl has what each window of steps said about the cost profile, once the first step that
+was planned with it has run. Factors are relative to the profile that the run began with. Ratios are
+medians of measured / predicted seconds: under that profile, before this correction and after it; a
+kind is [largest CP size, rounds, ratios].
 
     {"step": 21, "window": [5, 16], "changed": true, "rounds": 23, "left_out": 1, "factors":
      {"linear": 1.17, "quadratic": 5.63, …}, "errors": [0.34, 0.34, 0.11],
      "kinds": [[1, 5, 1.17, 1.17, 0.95], [4, 12, 1.8, 1.8, 1.14]]}
+
+RUN/failed-step-N has the step in which a run failed: the micro-batches of each lane, and the
+sequences in them.
+
+    lane-0.safetensors    round.0.token_ids, round.0.targets.labels, round.0.ctx.positions, …
+    lane-0.json           {"step": 7, "lane": 0, "rounds": [{"loss": "nan", "sequences":
+                          [{"id": 93, "length": 180, "cp_size": 2}, …]}, …]}
+
+`loss` is this lane's part of the step's loss in that round, so it shows where the first NaN was. If
+a user's loss function caused it, a round has "fault": {"sequence": 93, "position": 17, "of":
+"value", "nan_field": ""}: at that token nll was finite, and the function's value, or its gradient,
+was not. nan_field: a field of the data that is NaN there, which then is the cause.
 """
 
 import importlib
@@ -59,24 +56,39 @@ import math
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from types import ModuleType, TracebackType
+from typing import Any, Protocol, Self
 
+import torch
+
+from longshore.batch import MicroBatch
+from longshore.data.steps import Step
+from longshore.distributed.collectives import gather
 from longshore.distributed.topology import Topology
+from longshore.files import reason
 from longshore.plan.cost import CostProfile
 from longshore.plan.refine import PARTS, coefficients
 from longshore.plan.simulate import simulate
 from longshore.plan.types import Plan
 from longshore.report.plan_page import make_timeline
 from longshore.train.checkpoint_files import writing
-from longshore.train.display import MetricsFile, append_line, cut_steps, make_display
+from longshore.train.display import (
+    MetricsFile,
+    append_line,
+    cut_steps,
+    graphed_text,
+    make_display,
+)
 from longshore.train.evaluation import Evaluation, as_line
-from longshore.train.loop import StepReport
+from longshore.train.loss import Faults
 from longshore.train.refine import Refinement, Refiner
+from longshore.train.safetensors_stream import write_safetensors
+from longshore.train.step import Stepper, StepReport, StepResult
 
 Warn = Callable[[str], None]
 MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
@@ -210,7 +222,12 @@ def _package(name: str) -> ModuleType:
 
 
 MOST_BYTES = 256 << 20
-EVALS = "evals.jsonl"
+FILES = METRICS, PLANS, EVALS, WARNINGS = (
+    "metrics.jsonl",
+    "steps.jsonl",
+    "evals.jsonl",
+    "warnings.jsonl",
+)
 
 
 class StepsFile:
@@ -265,75 +282,171 @@ def round_costs(plan: Plan) -> list[float]:
     return [end - before for before, end in zip([0.0, *ends[:-1]], ends, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
+NLL = ("", "cross_entropy")
+"""Values of train.loss that are the negative log-likelihood of a token."""
+MANY = 1000
+HIGH_STEPS = 3
+
+
+class LossWatch:
+    """Says once that a loss is far too high. vocab_size: of the model; loss: as train.loss has it.
+
+    That is above 2·log V, twice the loss of a uniform guess over V tokens, or for other losses than
+    cross entropy above 1000 times its first value (of at least 1), in three steps one after the
+    other, or in the last step. With V 256, losses 5.6, 12, 12, 12 are told after the fourth.
+    """
+
+    def __init__(self, loss: str, vocab_size: int) -> None:
+        self._is_nll = loss in NLL
+        self._vocab_size = vocab_size
+        self._first: float | None = None
+        self._last = (0, 0.0, 0.0)
+        self._high = 0
+        self._is_told = False
+
+    def warning(self, step: int, loss: float | None, lr: float) -> str:
+        """The warning after a step, or ""; loss: None for a skipped step."""
+        if loss is not None:
+            self._first = loss if self._first is None else self._first
+            self._last = (step, loss, lr)
+            self._high = self._high + 1 if loss > self._limit else 0
+        return self._told() if self._high >= HIGH_STEPS else ""
+
+    def last_warning(self) -> str:
+        """The warning after the last step, or ""."""
+        return self._told() if self._high else ""
+
+    @property
+    def step(self) -> int:
+        """The last step that had a loss."""
+        return self._last[0]
+
+    @property
+    def _limit(self) -> float:
+        if self._is_nll:
+            return 2 * math.log(self._vocab_size)
+        return MANY * max(1.0, abs(self._first or 0.0))
+
+    def _told(self) -> str:
+        if self._is_told:
+            return ""
+        self._is_told = True
+        step, loss, lr = self._last
+        limit = f"{MANY:,} times its first value"
+        if self._is_nll:
+            limit = f"twice that of a uniform guess over {self._vocab_size:,} tokens"
+        return (
+            f"the loss is {loss:,.6g} at step {step}, above {self._limit:,.4g}, {limit}; training "
+            f"has probably diverged; begin again with a lower train.lr (now {lr:.3g}) or a longer "
+            "train.warmup"
+        )
+
+
 class RunRecord:
-    """Where a run reports to."""
+    """Where a run reports to: its files, the display and the trackers; nothing but on rank 0.
 
-    note: Callable[[str], None]
-    """Shows a line, also after the last step."""
-    write: Callable[[StepReport], None]
-    """Records and shows a step."""
-    evaluated: Callable[[int, Evaluation], None]
-    """Records and shows an evaluation after a step."""
-    phase: Callable[[str], None] = lambda text: None
-    """Shows what happens now, before the first step."""
-    warn: Callable[[int, str], None] = lambda step, text: None
-    """Shows a warning after a step (0: before the first), and keeps it for the run's page."""
+    steps: of the whole run; after: done before, whose lines stay in the files.
+    """
 
-
-@contextmanager
-def recording(
-    folder: Path,
-    *,
-    display: str,
-    trackers: Sequence[str] = (),
-    steps: int,
-    after: int,
-    is_first: bool,
-) -> Iterator[RunRecord]:
-    if not is_first:
-        yield RunRecord(lambda text: None, lambda report: None, lambda step, evaluation: None)
-        return
-    names = ("metrics.jsonl", "steps.jsonl", EVALS, "warnings.jsonl")
-    metrics, plans, evals, warnings = files = [folder / name for name in names]
-    with writing(folder):
-        notes = [note for path in files for note in cut_steps(path, after)]
-    view = make_display(display, steps, stream=sys.stdout, title=str(folder), done=after)
-    sinks = make_trackers(trackers, folder, {"folder": str(folder)}, warn=view.note)
-    with ExitStack() as opened:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        display: str,
+        steps: int,
+        after: int,
+        is_first: bool,
+        trackers: Sequence[str] = (),
+        watch: LossWatch | None = None,
+    ) -> None:
+        self.folder, self.steps, self.is_first = folder, steps, is_first
+        self._watch = watch
+        self._graphed = Counter[str]()
+        self._graph_gib: float | None = None
+        self._opened = ExitStack()
+        if not is_first:
+            return
+        files = [folder / name for name in FILES]
         with writing(folder):
-            metrics_file = opened.enter_context(MetricsFile(metrics))
-            steps_file = opened.enter_context(StepsFile(plans))
-        opened.enter_context(view)
-        for note in notes:
-            view.note(note)
-
-        def write(report: StepReport) -> None:
+            notes = [note for path in files for note in cut_steps(path, after)]
+        view = make_display(display, steps, stream=sys.stdout, title=str(folder), done=after)
+        self._sinks = make_trackers(trackers, folder, {"folder": str(folder)}, warn=view.note)
+        with ExitStack() as opened:
             with writing(folder):
-                metrics_file.write(report.metrics)
-                steps_file.write(report)
-            view.update(report.metrics)
-            for tracker in sinks:
-                tracker.log(report.metrics.step, asdict(report.metrics))
+                self._metrics = opened.enter_context(MetricsFile(folder / METRICS))
+                self._plans = opened.enter_context(StepsFile(folder / PLANS))
+            self._view = opened.enter_context(view)
+            for note in notes:
+                view.note(note)
+            self._opened = opened.pop_all()
 
-        def append(path: Path, line: dict[str, object]) -> None:
-            with writing(folder), open(path, "a", encoding="utf-8") as out:
-                out.write(json.dumps(line, allow_nan=False) + "\n")
+    def __enter__(self) -> Self:
+        return self
 
-        def warn(step: int, text: str) -> None:
-            append(warnings, {"step": step, "text": text})
-            view.note_on_step(f"warning: {text}")
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._opened.__exit__(kind, error, trace)
+        if self.is_first and error is None:
+            for tracker in self._sinks:
+                tracker.close()
 
-        def evaluated(step: int, evaluation: Evaluation) -> None:
-            append(evals, as_line(step, evaluation))
-            loss = "none" if evaluation.loss is None else f"{evaluation.loss:.4f}"
-            view.note_on_step(f"step {step}: {evaluation.name} loss {loss}")
-            for tracker in sinks:
-                tracker.log(step, {f"{evaluation.name}/loss": evaluation.loss})
+    def note(self, text: str) -> None:
+        """Shows a line, also after the last step."""
+        if self.is_first:
+            self._view.note(text)
 
-        yield RunRecord(view.note, write, evaluated, view.phase, warn)
-    for tracker in sinks:
-        tracker.close()
+    def phase(self, text: str) -> None:
+        """Shows what happens now, before the first step."""
+        if self.is_first:
+            self._view.phase(text)
+
+    def warn(self, step: int, text: str) -> None:
+        """Shows a warning after a step (0: before the first), and keeps it for the run's page."""
+        if self.is_first:
+            self._append(WARNINGS, {"step": step, "text": text})
+            self._view.note_on_step(f"warning: {text}")
+
+    def write(self, report: StepReport) -> None:
+        """Records and shows a step."""
+        if not self.is_first:
+            return
+        metrics = report.metrics
+        with writing(self.folder):
+            self._metrics.write(metrics)
+            self._plans.write(report)
+        self._view.update(metrics)
+        for tracker in self._sinks:
+            tracker.log(metrics.step, asdict(metrics))
+        self._graphed.update(metrics.graphed or {})
+        self._graph_gib = metrics.graph_gib
+        if self._watch and (text := self._watch.warning(metrics.step, metrics.loss, metrics.lr)):
+            self.warn(metrics.step, text)
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Records and shows an evaluation after a step."""
+        if not self.is_first:
+            return
+        self._append(EVALS, as_line(step, evaluation))
+        loss = "none" if evaluation.loss is None else f"{evaluation.loss:.4f}"
+        self._view.note_on_step(f"step {step}: {evaluation.name} loss {loss}")
+        for tracker in self._sinks:
+            tracker.log(step, {f"{evaluation.name}/loss": evaluation.loss})
+
+    def end(self) -> None:
+        """After the last step: what is said about all of them."""
+        watch = self._watch
+        if watch and watch.step == self.steps and (text := watch.last_warning()):
+            self.warn(self.steps, text)
+        if self._graphed:
+            self.note(graphed_text(self._graphed, self._graph_gib))
+
+    def _append(self, name: str, line: dict[str, object]) -> None:
+        with writing(self.folder), open(self.folder / name, "a", encoding="utf-8") as out:
+            out.write(json.dumps(line, allow_nan=False) + "\n")
 
 
 FOLDER = "pipeline"
@@ -447,6 +560,138 @@ def as_text(news: Refinement, base: CostProfile) -> str:
 
 
 def _factors(news: Refinement, base: CostProfile) -> dict[str, float]:
-    """Of the parts that the profile has."""
+    """Factors of those parts that the profile has."""
     named = zip(PARTS, coefficients(base), news.refit.correction.factors, strict=True)
     return {name: factor for name, value, factor in named if value}
+
+
+SHOWN = 3
+"""Tokens named in a message, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultyToken:
+    """A token at which a user's loss function is not finite."""
+
+    sequence: int
+    """The sequence's id."""
+    position: int
+    of: str
+    """What is not finite: "value" or "gradient"."""
+    nan_field: str
+    """A field of the data that is NaN there; "" if none is."""
+
+
+def explain(run: Path, stepper: Stepper, step: Step, result: StepResult) -> str:
+    """Writes the step and returns the likely cause; all ranks call it together."""
+    pairs = zip(step.batches, result.rounds.faults, strict=True)
+    mine = [token for batch, faults in pairs if (token := _faulty_token(step, batch, faults))]
+    tokens = _over_ranks(mine, stepper)  # first: writing may fail on one rank
+    written = keep_batch(run, step, result, stepper.topology)
+    if not tokens:
+        own = f", or look at train.loss={name}" if (name := stepper.loss.name) else ""
+        return f"{written}; lower train.lr, or set train.clip{own}"
+    places = [f"its {t.of} at sequence {t.sequence}, position {t.position}" for t in tokens[:SHOWN]]
+    more = f" and {len(tokens) - SHOWN} more" if len(tokens) > SHOWN else ""
+    way_out = "look at the function's divisions, logarithms and roots"
+    if field := next((token.nan_field for token in tokens if token.nan_field), ""):
+        way_out = f"{field} of the data is NaN there: fix the data, or leave the row out"
+    return (
+        f"{written}; train.loss={stepper.loss.name} is not finite where the model's own loss is: "
+        f"{', '.join(places)}{more}; {way_out}"
+    )
+
+
+def _faulty_token(step: Step, batch: MicroBatch, faults: Faults | None) -> FaultyToken | None:
+    """The first token of a round at which the loss function is not finite."""
+    for of, row in faults._asdict().items() if faults else ():
+        if row >= 0:
+            index = batch.ctx.sequences[batch.ctx.sequence_index[row.cpu()]]
+            position = int(batch.ctx.positions[row.cpu()])
+            id_ = step.plan.sequences[index].id
+            return FaultyToken(id_, position, of, _nan_field(batch, int(row)))
+    return None
+
+
+def _nan_field(batch: MicroBatch, row: int) -> str:
+    """The first field of the data that is NaN at a token, or for its sequence."""
+    index = batch.ctx.sequence_index[row]
+    values = {name: field[row] for name, field in batch.token_fields.items()}
+    values |= {name: field[index] for name, field in batch.sequence_fields.items()}
+    return next((name for name, value in values.items() if value.isnan().any()), "")
+
+
+def _over_ranks(mine: list[FaultyToken], stepper: Stepper) -> list[FaultyToken]:
+    """The first such token of each rank; the same on all ranks but for the names of fields."""
+    row = (
+        [
+            1,
+            mine[0].sequence,
+            mine[0].position,
+            Faults._fields.index(mine[0].of),
+            bool(mine[0].nan_field),
+        ]
+        if mine
+        else [0] * 5
+    )
+    device, world = stepper.topology.device, stepper.topology.groups.world
+    rows = gather(torch.tensor([row], device=device), world).tolist()
+    # The name of another rank's field is in its lane-N.json.
+    return [
+        mine[0]
+        if values == row
+        else FaultyToken(id_, position, Faults._fields[of], "a field" if is_nan else "")
+        for values in rows
+        for is_set, id_, position, of, is_nan in [values]
+        if is_set
+    ]
+
+
+def keep_batch(run: Path, step: Step, result: StepResult, topology: Topology) -> str:
+    """Writes this rank's part, and returns a text about it.
+
+    topology: with a pipeline each of its ranks has other tensors, in a file of its own.
+    """
+    folder = run / f"failed-step-{step.place.step + 1}"
+    name = f"lane-{step.batches[0].lane}"
+    if topology.pp > 1:
+        name += f"-pipeline-{topology.pp_rank}"
+    try:
+        _write_failed(folder, name, step, result)
+    except OSError as error:
+        for part in folder.glob(f"{name}.*"):
+            part.unlink(missing_ok=True)
+        return f"its sequences cannot be kept in {folder} ({reason(error)})"
+    return f"its sequences are in {folder}"
+
+
+def _write_failed(folder: Path, name: str, step: Step, result: StepResult) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        f"round.{batch.round}.{path}": tensor.cpu().contiguous()
+        for batch in step.batches
+        for path, tensor in batch.to_tensors().items()
+    }
+    write_safetensors(folder / f"{name}.safetensors", tensors)
+    rounds = []
+    parts = zip(step.batches, result.rounds.losses, result.rounds.faults, strict=True)
+    for batch, losses, faults in parts:
+        about_round = {"loss": _number(losses[0].item()), "sequences": _sequences(step, batch)}
+        token = _faulty_token(step, batch, faults)
+        rounds.append({**about_round, "fault": asdict(token)} if token else about_round)
+    about = {"step": step.place.step + 1, "lane": step.batches[0].lane, "rounds": rounds}
+    (folder / f"{name}.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
+
+
+def _sequences(step: Step, batch: MicroBatch) -> list[dict[str, int]]:
+    sequences = []
+    for pack in batch.ctx.packs:
+        for index in batch.ctx.sequences[pack.sequences]:
+            sequence = step.plan.sequences[index]
+            about = {"id": sequence.id, "length": sequence.length}
+            sequences.append({**about, "cp_size": pack.group.cp_size})
+    return sequences
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

@@ -76,7 +76,7 @@ class _LocalTimes:
 
     @property
     def parts(self) -> tuple[RoundParts, ...]:
-        """Of a skipped step none. Two threads that ask at once compute the same."""
+        """None for a skipped step. Two threads that ask at once compute the same."""
         plan = self._plan
         if plan is not None:
             self._parts = tuple(round_parts(plan)) if self.seconds else ()
@@ -104,7 +104,7 @@ class _Saved:
     window: int
     """The last step of the last window that had corrected the profile of the next step."""
     correction: Correction
-    """Of the next step's profile."""
+    """The correction of the next step's profile."""
     rounds: Window
     """Those measured after that window."""
 
@@ -132,7 +132,7 @@ class Refiner:
 
     @property
     def profile(self) -> CostProfile:
-        """Of the step that is planned now; for the loader's thread."""
+        """The profile of the step that is planned now; for the loader's thread."""
         return self._corrections[-1][1].applied(self.base)
 
     def measured(self, step: int, plan: Plan, seconds: Seq[float]) -> None:

@@ -12,10 +12,8 @@ end. The writer leaves room for the names that are still to come and fills the r
 which the format allows. A tensor must begin at a multiple of its number's size, without gaps:
 those whose bytes are no multiple of 8 are kept back, and written last.
 
-Whole tensors of a checkpoint in one process, whichever ranks wrote it, one at a time.
-
-In: the folder of a checkpoint, and the names of the model's tensors. Out: each tensor when it is
-asked for, put together from the blocks in the ranks' files. Moments stay on the disk.
+CheckpointTensors reads a checkpoint in one process, whichever ranks wrote it: each tensor when
+it is asked for, put together from the blocks in the ranks' files. Moments stay on the disk.
 
     tensors = CheckpointTensors(Path("runs/x-1/checkpoints/step-00000040"), ["embed.weight", …])
     tensors["embed.weight"]       (256, 64), rows 0…128 from rank-00000.safetensors, …
@@ -209,7 +207,7 @@ def joined_crc32(first: int, second: int, second_bytes: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """Of two polynomials, with the coefficient of x^0 in the highest bit."""
+    """The product of two polynomials, with the coefficient of x^0 in the highest bit."""
     product = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -254,7 +252,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all tensors."""
         tensors = (self.index.tensors[f"model.{name}"] for name in self.names)
         return sum(prod(tensor.shape) * OF_NAME[tensor.dtype].itemsize for tensor in tensors)
 

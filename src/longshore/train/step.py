@@ -1,9 +1,10 @@
-"""One optimizer step: the rounds of a plan, then one update.
+"""One optimizer step: the rounds of a plan, then one update, then the numbers it left.
 
 In: a model on its lanes, the lane's micro-batches, a loss. Out: the step's losses and gradient
-norm, still on the device. Every lane runs every round. Each loss sum is divided by the count of the
-full step before backward, and gradients are summed over lanes and rounds, so the update is that of
-all sequences together, however they were packed:
+norm, still on the device, and from them a StepReport once the device has them. Every lane runs
+every round. Each loss sum is divided by the count of the full step before backward, and gradients
+are summed over lanes and rounds, so the update is that of all sequences together, however they were
+packed:
 
     2 lanes × 2 rounds with loss sums 3, 5 and 2, 6 over 8 loss tokens: loss (3 + 5 + 2 + 6) / 8 = 2
 
@@ -16,13 +17,9 @@ where losses of a depth's experts and mixer are divided by the tokens that this 
 may have a loss of its own, as that of sparse attention's indexer.
 A step without a loss token is skipped, on all lanes alike.
 
-What a loss reads of whole sequences, although lanes and rounds hold parts of them.
-
-In: a loss, the lane's micro-batches of a step, the executor. Out: StepInputs, by sequence.
-
-`sequence_tokens` is counted on the host and summed over the lanes. A loss of whole sequences, such
-as DPO's, takes two passes over the rounds, exact under any plan. The first, without gradient, sums
-the log-probabilities S of every sequence over tokens, rounds and lanes. Then the loss f(S) and its
+A loss of whole sequences, such as DPO's, takes two passes over the rounds, exact under any plan,
+although lanes and rounds hold parts of them. The first, without gradient, sums the
+log-probabilities S of every sequence over tokens, rounds and lanes. Then the loss f(S) and its
 derivatives c = ∂f/∂S are known, and the second pass trains
 
     Σ over sequences n and their loss tokens t of   c_n·logprob_t + (f_n − c_n·S_n) / tokens_n
@@ -31,6 +28,7 @@ whose gradient is that of f, and whose value is f itself. With S = −2 and −3
 σ(S₀ − S₁) = 0.313, the slopes are −0.269 and 0.269.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -41,24 +39,36 @@ from torch.optim import AdamW
 
 from longshore.batch import Depth, MicroBatch, Targets
 from longshore.data.source import PAIR
+from longshore.data.steps import Step
 from longshore.distributed.agreement import agreed
 from longshore.distributed.collectives import sum_over
 from longshore.distributed.recording import compared
 from longshore.distributed.topology import Topology
 from longshore.model.interface import Output
-from longshore.parallel.pipeline import EmbeddingCopies, Executor, Handlers, Model, Timed
+from longshore.parallel.pipeline import (
+    EmbeddingCopies,
+    Executor,
+    Handlers,
+    Model,
+    Timed,
+    Timestamp,
+)
 from longshore.parallel.tensor import sum_gradients
-from longshore.plan.layout import Action
+from longshore.plan.graph_use import GRAPH_WAYS
+from longshore.plan.layout import Action, Kind
 from longshore.plan.types import Plan
 from longshore.settings import ShardMode
 from longshore.train.cuda_graph import GraphedLayers
-from longshore.train.device import out_of_memory
+from longshore.train.device import out_of_memory, peak_memory
+from longshore.train.display import StepMetrics
 from longshore.train.evaluation import reshard
 from longshore.train.heartbeat import RankStatus
 from longshore.train.loss import NO_STEP, Faults, Loss, masked_sum, without_uncounted_labels
 from longshore.train.loss_inputs import LossResult, SequenceSums, StepInputs, checked_result
 from longshore.train.optimizer import RoutingCounts, clip, counts_of_all_stages, set_lr, update_bias
 from longshore.train.stop import RunError
+
+GIB = 2**30
 
 
 def step_inputs(
@@ -192,7 +202,7 @@ def _add_tokens(table: Tensor, logprobs_T: Tensor, batch: MicroBatch, names: lis
 
 
 def _set_sequences(table: Tensor, batch: MicroBatch, names: list[str]) -> None:
-    """By the first lane of each pack: those that share it have the same values."""
+    """Written by the first lane of each pack: those that share it have the same values."""
     for pack in batch.ctx.packs:
         here = pack.sequences
         if pack.group.cp_rank == 0 and names and here.stop > here.start:
@@ -244,7 +254,7 @@ class Stepper:
     model: Model
     """The rank's stages, or the whole decoder; already parallelized, see parallel/apply.py."""
     optimizer: AdamW
-    """Of the model's parameters."""
+    """Updates the model's parameters."""
     topology: Topology
     """The lanes to sum losses and gradients over."""
     mode: ShardMode
@@ -258,7 +268,7 @@ class Stepper:
     status: RankStatus = field(default_factory=RankStatus)
     """This rank's progress, updated during each step."""
     copies: EmbeddingCopies | None = None
-    """Of the embedding on several stages; None without a pipeline."""
+    """Copies of the embedding on several stages; None without a pipeline."""
     trace: bool = False
     """Whether the ranks record and compare what they issue in every step."""
     graphs: GraphedLayers | None = None
@@ -405,3 +415,153 @@ class Stepper:
 def _targets(depth: Depth) -> Targets:
     assert depth.targets is not None, "the stage with the head has the targets of all depths"
     return depth.targets
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueuedStep:
+    """A step that was queued; its numbers may still be on their way from the device."""
+
+    step: Step
+    """Its micro-batches and plan."""
+    lr: float
+    """The learning rate of its update."""
+    result: StepResult | None
+    """None for a skipped step."""
+    numbers: Tensor
+    """On the host, see _on_host; valid once `end` was reached."""
+    begin: Timestamp
+    """Before its first round."""
+    end: Timestamp
+    """After its update."""
+
+    @property
+    def number(self) -> int:
+        return self.step.place.step + 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepReport:
+    """A step, and what this rank measured of it."""
+
+    step: Step
+    """Its plan, its micro-batches and its place in the run."""
+    metrics: StepMetrics
+    """What is shown and recorded."""
+    rounds_s: tuple[float, ...]
+    """Seconds of each round; () for a skipped step."""
+    experts: tuple[tuple[int, ...], ...]
+    """Tokens routed to each expert over all lanes, by MoE layer; () for a skipped step."""
+    stages: tuple[tuple[int, float, float], ...] = ()
+    """For each stage of this rank its number, the seconds of its forwards and of its backwards."""
+
+
+def queue_step(stepper: Stepper, step: Step, lr: float, *, begin: Timestamp) -> QueuedStep:
+    """Runs the step, and starts the copy of its numbers to the host. begin: taken before it."""
+    result = stepper.step(step.batches, lr, plan=step.plan)
+    numbers = _on_host(result)
+    end = Timestamp(stepper.topology.device)  # after the copy, so that it tells of its end too
+    return QueuedStep(step, lr, result, numbers, begin, end)
+
+
+def _on_host(result: StepResult | None) -> Tensor:
+    """In float64: whether the loss has no gradient, the norm, layers by what served them, the
+    loss's metrics, losses, expert counts; the copy is started, not awaited."""
+    if result is None:
+        return torch.empty(0)
+    first = [result.without_gradient, result.grad_norm.view(1), result.graphed]
+    numbers = torch.cat([*first, result.loss_metrics, result.losses, *result.experts]).double()
+    if numbers.device.type != "cuda":
+        return numbers
+    host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+    return host.copy_(numbers, non_blocking=True)
+
+
+def read_step(
+    queued: QueuedStep, stepper: Stepper, *, flops: float, peak_flops: float | None = None
+) -> StepReport:
+    """Waits for the step and reads its numbers; its time includes waiting for its data.
+
+    flops: of the step on all ranks. peak_flops: of one rank, per second; None if unknown.
+    """
+    queued.end.wait()
+    topology, graphs = stepper.topology, stepper.graphs
+    experts = _experts(queued)
+    losses = len(queued.numbers) - sum(map(len, experts))
+    values = iter(queued.numbers[1:losses].tolist())
+    norm = next(values, None)
+    ways = GRAPH_WAYS if graphs and queued.result else ()
+    graphed: dict[str, int] = {way: int(next(values)) for way in ways}
+    names = stepper.loss.metrics
+    own = {name: _finite(value) for name, value in zip(names, values, strict=False)}
+    loss, balance, index, *depths = [*values] or (None,) * 3
+    elapsed = queued.end.since(queued.begin)
+    step, plan = queued.step, queued.step.plan
+    counts, each = step.batches[0].counts, flops / elapsed / topology.world_size
+    metrics = StepMetrics(
+        step=queued.number,
+        epoch=step.place.epoch,
+        loss=loss,
+        loss_tokens=counts.main,
+        tokens=counts.tokens,
+        sequences=counts.sequences,
+        grad_norm=norm,
+        lr=queued.lr,
+        elapsed_s=elapsed,
+        tokens_per_s=counts.tokens / elapsed,
+        tflops=each / 1e12,
+        mfu=each / peak_flops if peak_flops else None,
+        rounds=len(plan.rounds),
+        efficiency=plan.stats.efficiency,
+        padding=plan.stats.padding,
+        plan_s=plan.stats.planning_seconds,
+        data_wait_s=step.wait_seconds,
+        memory_gib=peak_memory(topology.device) / GIB,
+        skipped=queued.result is None,
+        balance_loss=balance or None,
+        index_loss=index or None,
+        mtp_losses=tuple(depths) or None,
+        loss_metrics=own or None,
+        graphed=graphed or None,
+        graph_gib=graphs.bytes / GIB if graphs else None,
+    )
+    rounds_s, stages = _times(queued)
+    return StepReport(step, metrics, rounds_s, experts, stages)
+
+
+def check_gradient(queued: QueuedStep, loss: str) -> None:
+    """Ends a run whose loss function trains nothing; the numbers are the same on all ranks."""
+    if queued.result is not None and queued.numbers[0]:
+        raise RunError(
+            f"step {queued.number}: train.loss={loss} returned values without a gradient, so "
+            "nothing would be trained; compute them from what it gets, without detach(), item(), "
+            "torch.no_grad() or whole numbers"
+        )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _experts(queued: QueuedStep) -> tuple[tuple[int, ...], ...]:
+    if queued.result is None or not queued.result.experts:
+        return ()
+    sizes = [len(layer) for layer in queued.result.experts]
+    layers = queued.numbers[-sum(sizes) :].long().split(sizes)
+    return tuple(tuple(layer.tolist()) for layer in layers)
+
+
+def _times(
+    queued: QueuedStep,
+) -> tuple[tuple[float, ...], tuple[tuple[int, float, float], ...]]:
+    """Seconds that this rank worked on each round, and on each of its stages."""
+    if queued.result is None:
+        return (), ()
+    rounds = [0.0] * len(queued.step.batches)
+    stages: dict[int, dict[Kind, float]] = {}
+    for timed in queued.result.rounds.times:
+        seconds, action = timed.end.since(timed.begin), timed.action
+        rounds[action.round] += seconds
+        stage = stages.setdefault(action.stage, {"forward": 0.0, "backward": 0.0})
+        stage[action.kind] += seconds
+    each = ((n, stage["forward"], stage["backward"]) for n, stage in sorted(stages.items()))
+    return tuple(rounds), tuple(each)

@@ -10,10 +10,11 @@ Outside of `after_steps` there is nothing to save, so the signal raises Interrup
 receives the signals, since Python's own handlers wait while the main thread is in a collective: on
 a second Ctrl-C, or if the run is stuck, the thread ends the process.
 
-`supervised` adds the heartbeat, depending on how the ranks were started. Ranks of our launcher
-write their beats next to their rendezvous file; the launcher watches them and prints. Under
-torchrun a rank that has not moved for 30 s writes its beats to RUN/.heartbeat; the lowest of these
-ranks watches and prints, and each exits by itself if it was asked to stop and is stuck.
+`supervised` adds the heartbeat. Who watches it depends on who started the ranks, what it says does
+not (heartbeat.py). Ranks of our launcher write their beats next to their rendezvous file; the
+launcher watches them and prints. Under torchrun a rank that has not moved for 30 s writes its beats
+to RUN/.heartbeat; the lowest of these ranks watches and prints, and each exits by itself if it was
+asked to stop and is stuck.
 """
 
 import os
@@ -22,7 +23,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -31,12 +32,12 @@ from typing import NoReturn
 from longshore.train.heartbeat import (
     ANSWER_S,
     NOTICE_S,
-    SAVING,
     RankStatus,
     Watch,
     beating,
-    last_saved,
-    stuck_limit,
+    ended,
+    gave_up,
+    is_stuck,
 )
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -44,6 +45,7 @@ TWICE_S = 0.5  # one Ctrl-C may arrive twice: from the terminal and from the lau
 START_S = 5.0  # for the main thread to answer before the first step
 LOOK_S = 0.5
 SHOW_CURSOR = "\x1b[?25h"
+QUIT = "quit at once, without a checkpoint"
 
 
 class StoppedError(Exception):
@@ -66,20 +68,40 @@ class RunError(Exception):
     """The run cannot continue, for a reason outside of the program; printed without a traceback."""
 
 
-def stopping(number: int) -> str:
-    """The line printed at the first signal."""
-    again = " (Ctrl-C again quits at once)" if number == signal.SIGINT else ""
-    return f"stopping after this step; saving{again}"
-
-
 def exit_code(number: int) -> int:
-    """Of a run that a signal stopped; 0 would mean that it is finished."""
+    """The exit code of a run that a signal stopped; 0 would mean that it is finished."""
     return 128 + number
 
 
-def heard_signals() -> list[signal.Signals]:
-    """The signals that stop a run, except those ignored from the start (nohup, the launcher)."""
-    return [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+@contextmanager
+def handling(
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers,
+    numbers: Iterable[signal.Signals] = SIGNALS,
+) -> Iterator[None]:
+    """Handles signals in a block, except those ignored from the start (nohup, the launcher).
+
+    Only the main thread receives signals; in another the block changes nothing.
+    """
+    before = {number: signal.getsignal(number) for number in numbers}
+    ours = [number for number, old in before.items() if old not in (signal.SIG_IGN, None)]
+    if threading.current_thread() is not threading.main_thread():
+        ours = []
+    for number in ours:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
+
+
+def signals_raise() -> AbstractContextManager[None]:
+    """SIGTERM and SIGHUP end the command as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    return handling(interrupt)
 
 
 class Stop:
@@ -101,13 +123,14 @@ class Stop:
     def is_asked(self) -> bool:
         return self.number is not None
 
-    def take(self, number: int) -> bool:
-        """Whether it is a second Ctrl-C."""
+    def take(self, number: int) -> str:
+        """The line to print: one for the first signal, and QUIT for a second Ctrl-C."""
         now = time.monotonic()
         if self.number is None:
             self.number, self.at = number, now
-            return False
-        return number == signal.SIGINT and now - self.at > TWICE_S
+            again = " (Ctrl-C again quits at once)" if number == signal.SIGINT else ""
+            return f"stopping after this step; saving{again}" if self.can_save else ""
+        return QUIT if number == signal.SIGINT and now - self.at > TWICE_S else ""
 
 
 @contextmanager
@@ -126,78 +149,54 @@ def stop_on_signals(
         yield stop
         return
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         if not stop.can_save:
             raise Interrupted(number)
 
-    before = {number: signal.getsignal(number) for number in heard_signals()}
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    thread = _SignalThread(stop, reader, report, will_not_stop)
+    arguments = (stop, reader, report, will_not_stop)
+    thread = threading.Thread(target=_answer, args=arguments, name="longshore-signals", daemon=True)
     thread.start()
     old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in before:
-        signal.signal(number, handle)
     try:
-        yield stop
+        with handling(interrupt):
+            yield stop
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         signal.set_wakeup_fd(old)
         os.close(writer)  # which ends the thread
         thread.join()
         os.close(reader)
 
 
-class _SignalThread(threading.Thread):
-    """Receives the signals at once, whatever the main thread does."""
+def _answer(
+    stop: Stop, reader: int, report: Callable[[str], None], will_not_stop: Callable[[float], str]
+) -> None:
+    """Receives the signals at once, whatever the main thread does, until the pipe is closed."""
+    while True:
+        ready, _, _ = select.select([reader], [], [], LOOK_S if stop.is_asked else None)
+        if not ready:
+            assert stop.number is not None
+            if text := _overdue(stop, will_not_stop):
+                report(text)
+                leave(exit_code(stop.number))
+            continue
+        numbers = os.read(reader, 64)
+        if not numbers:
+            return
+        for number in filter(SIGNALS.__contains__, numbers):
+            if text := stop.take(number):
+                report(text)
+            if text == QUIT:
+                leave(exit_code(number))
 
-    def __init__(
-        self,
-        stop: Stop,
-        reader: int,
-        report: Callable[[str], None],
-        will_not_stop: Callable[[float], str],
-    ) -> None:
-        super().__init__(name="longshore-signals", daemon=True)
-        self._stop_flag = stop
-        self._reader = reader
-        self._report = report
-        self._will_not_stop = will_not_stop
 
-    def run(self) -> None:
-        stop = self._stop_flag
-        while True:
-            ready, _, _ = select.select([self._reader], [], [], LOOK_S if stop.is_asked else None)
-            if not ready:
-                self._check_stuck(time.monotonic() - stop.at)
-                continue
-            numbers = os.read(self._reader, 64)
-            if not numbers:
-                return
-            for number in numbers:
-                if number in SIGNALS:
-                    self._take(number)
-
-    def _take(self, number: int) -> None:
-        is_first = not self._stop_flag.is_asked
-        if self._stop_flag.take(number):
-            self._report("quit at once, without a checkpoint")
-            leave(exit_code(number))
-        elif is_first and self._stop_flag.can_save:
-            self._report(stopping(number))
-
-    def _check_stuck(self, since_s: float) -> None:
-        """Ends a process whose main thread never answers."""
-        assert self._stop_flag.number is not None
-        code = exit_code(self._stop_flag.number)
-        if not self._stop_flag.can_save:
-            if since_s > START_S:
-                self._report("stopped before the first step")
-                leave(code)
-        elif since_s > ANSWER_S and (text := self._will_not_stop(since_s)):
-            self._report(text)
-            leave(code)
+def _overdue(stop: Stop, will_not_stop: Callable[[float], str]) -> str:
+    """Why a process whose main thread never answers has to be ended, or ""."""
+    since_s = time.monotonic() - stop.at
+    if not stop.can_save:
+        return "stopped before the first step" if since_s > START_S else ""
+    return will_not_stop(since_s) if since_s > ANSWER_S else ""
 
 
 def leave(code: int) -> NoReturn:
@@ -250,18 +249,15 @@ class _Peers:
             after=self._look,
             period_s=PERIOD_S,
         )
-        with (
-            beats,
-            stop_on_signals(self.status, report=self._report, will_not_stop=self._stuck) as stop,
-        ):
+        signals = stop_on_signals(self.status, report=self._report, will_not_stop=self._stuck)
+        with beats, signals as stop:
             try:
                 yield stop
             except RuntimeError as error:
                 if self.watch is None or not is_time_out(str(error)):
                     raise
-                raise RunError(
-                    f"{self.watch.description()}; {gave_up(self.status.folder)}"
-                ) from None
+                text = gave_up(self.watch.description(), self.status.folder)
+                raise RunError(text) from None
 
     def _report(self, text: str) -> None:
         if self.rank == (self.watch.speaker() if self.watch is not None else 0):
@@ -281,22 +277,17 @@ class _Peers:
             self._report(text)
 
     def _stuck(self, since_s: float) -> str:
-        status = self.status
-        if status.phase == SAVING or status.unmoved_s < stuck_limit(status.longest_s):
+        """Decided from its own status: the others write theirs only later."""
+        status, watch = self.status, self.watch
+        if not is_stuck(status.phase, status.unmoved_s, status.longest_s):
             return ""
-        state = (
-            self.watch.description() if self.watch is not None else f"it hangs in {status.phase}"
-        )
-        return f"ended without a checkpoint of this step: {state}; {last_saved(status.folder)}"
+        state = watch.description() if watch is not None else f"it hangs in {status.phase}"
+        return ended(state, status.folder)
 
 
 def is_time_out(text: str) -> bool:
     """Whether an error text is that of a collective that timed out."""
     return "timed out" in text.lower() or "timeout" in text.lower()
-
-
-def gave_up(folder: str) -> str:
-    return f"the others gave up after parallel.timeout_min minutes; {last_saved(folder)}"
 
 
 def _print_line(text: str) -> None:

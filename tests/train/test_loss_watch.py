@@ -5,7 +5,7 @@ from tests.data.tiny import word_tokenizer
 
 from longshore import Trainer
 from longshore.report.pages import read_runs, report_summary
-from longshore.run.step_recorder import LossWatch
+from longshore.train.record import LossWatch
 
 
 @pytest.mark.parametrize(
