@@ -25,8 +25,7 @@ from ranks import on_ranks
 from results import machine, table, write_section
 
 from longshore.config import decoder_config, load_config, planner_setting
-from longshore.data.data_rank import Packing
-from longshore.data.steps import IndexedSteps, Loader
+from longshore.data.steps import IndexedSteps, Loader, Packing
 from longshore.distributed.topology import CPGroups, make_topology
 from longshore.model.decoder import Decoder
 from longshore.model.init import initial_block

@@ -21,9 +21,8 @@ from ranks import on_ranks
 from results import machine, table, write_section
 
 from longshore.data.batches import BatchSize
-from longshore.data.data_rank import Packing
 from longshore.data.mock import MockSource
-from longshore.data.steps import IndexedSteps, Loader
+from longshore.data.steps import IndexedSteps, Loader, Packing
 from longshore.distributed.topology import make_topology
 from longshore.plan import make_plan
 from longshore.plan.shapes import make_buckets

@@ -19,16 +19,14 @@ if TYPE_CHECKING:
     from longshore.config.load import load_config
     from longshore.config.schema import RunConfig
     from longshore.data.batches import BatchSize, Place
-    from longshore.data.data_rank import Packing
     from longshore.data.exchange import send_back
     from longshore.data.fields import Field
-    from longshore.data.objects import lane_rows, samples_of
     from longshore.data.pack import Piece, merge, pack_lane, pack_step, unpack
     from longshore.data.shard import Shards, cut_shards, lane_cuts
     from longshore.data.source import MemorySource, TokenizedSample
-    from longshore.data.steps import IndexedSteps, Loader, Step, StreamedSteps
+    from longshore.data.steps import IndexedSteps, Loader, Packing, Step, StreamedSteps
     from longshore.data.store import Store
-    from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
+    from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer, lane_rows, samples_of
     from longshore.distributed.topology import CPGroups, Topology, make_topology
     from longshore.hf.adapter import adapt
     from longshore.model.decoder import Decoder
@@ -62,16 +60,14 @@ _NAMES_OF = {
     "config.load": "load_config",
     "config.schema": "RunConfig",
     "data.batches": "BatchSize Place",
-    "data.data_rank": "Packing",
     "data.exchange": "send_back",
     "data.fields": "Field",
-    "data.objects": "lane_rows samples_of",
     "data.pack": "Piece merge pack_step unpack pack_lane",
     "data.shard": "Shards cut_shards lane_cuts",
     "data.source": "MemorySource TokenizedSample",
-    "data.steps": "Loader IndexedSteps Step StreamedSteps",
+    "data.steps": "IndexedSteps Loader Packing Step StreamedSteps",
     "data.store": "Store",
-    "data.tokenize": "Rules SampleTokenizer Tokenizer",
+    "data.tokenize": "Rules SampleTokenizer Tokenizer lane_rows samples_of",
     "distributed.topology": "CPGroups Topology make_topology",
     "hf.adapter": "adapt",
     "model.decoder": "Decoder",

@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from longshore.batch import Counts, MicroBatch
+from longshore.data.fields import Field
 from longshore.data.pack import pack_step
 from longshore.data.shard import count_targets, cut_shards, lane_cuts
 from longshore.plan import Pack, Plan, PlanSetting, Round, Sequence, Stats, check, make_plan
@@ -25,18 +26,10 @@ class Sample:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Spec:
-    name: str
-    per: str
-    dtype: str = "float32"
-    shape: tuple[int, ...] = ()
-
-
 FIELDS = (
-    Spec("weight", "token", "float64", (2,)),
-    Spec("advantage", "target"),
-    Spec("sample_id", "sequence", "int64"),
+    Field("weight", "token", "float64", (2,)),
+    Field("advantage", "target", "float32"),
+    Field("sample_id", "sequence", "int64"),
 )
 
 

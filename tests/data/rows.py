@@ -1,7 +1,9 @@
 """Sequences from Python rows: what tests of sources share."""
 
-from longshore.data.fields import check_declared
-from longshore.data.source import make_sample
+import numpy as np
+
+from longshore.data.fields import check_declared, collect_fields
+from longshore.data.source import TokenizedSample
 
 
 def from_rows(rows, fields=()):
@@ -11,6 +13,6 @@ def from_rows(rows, fields=()):
         given = dict(row) if isinstance(row, dict) else dict(row[2]) if len(row) > 2 else {}
         tokens = given.pop("tokens") if isinstance(row, dict) else row[0]
         mask = given.pop("loss_mask") if isinstance(row, dict) else row[1]
-        yield make_sample(
-            tokens, mask, id=number, given=given, fields=fields, where=f"row {number}"
-        )
+        ids, targets = np.array(tokens, dtype=np.int32), np.array(mask, dtype=np.bool_)
+        extra = collect_fields(given, fields, length=len(ids), where=f"row {number}")
+        yield TokenizedSample(number, ids, targets, extra)

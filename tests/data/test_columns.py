@@ -6,7 +6,6 @@ from longshore.data.columns import (
     ALPACA_WITH_INPUT,
     form_of,
     from_alpaca,
-    leaves_out,
     unknown_columns,
 )
 from longshore.data.fields import Field
@@ -39,9 +38,9 @@ def test_how_to_declare_a_column_follows_from_its_value(value, said):
 
 def test_all_but_what_is_used_is_left_out():
     fields = (Field("score", "sequence", "int64"),)
-    left = [name for name in ("score", "text", "source") if leaves_out(name, ("*",), fields)]
-    assert left == ["source"]
-    assert leaves_out("text", ("text",), ())
+    rules = Rules(fields=fields, ignore=("*",))
+    assert [n for n in ("score", "text", "source") if rules.leaves_out(n)] == ["source"]
+    assert Rules(ignore=("text",)).leaves_out("text")
 
 
 def test_alpaca_is_a_chat_where_there_is_a_template(tmp_path):

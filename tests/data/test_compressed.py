@@ -132,11 +132,12 @@ def test_a_compressed_file_becomes_several_shards(here):
     )
     total = (here / "chats.jsonl.gz").stat().st_size
     assert {each for _, each in told} == {total}
-    assert len(told) >= packed.shards  # also while it is read
+    assert len(told) >= len(packed.manifest.shards)  # also while it is read
     assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert (packed.shards > 3, plain.shards) == (True, 1)
+    assert (len(packed.manifest.shards) > 3, len(plain.manifest.shards)) == (True, 1)
     stores = Store("plain"), Store("packed")
     stores[1].verify()
     one, other = ([store[i] for i in range(len(store))] for store in stores)
     assert one == other
-    assert (packed.samples, packed.rejected) == (60, {"broken JSON": 1})
+    assert packed.manifest.about["samples"] == 60
+    assert packed.rejections.reasons == {"broken JSON": 1}

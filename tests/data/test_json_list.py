@@ -1,5 +1,6 @@
 import io
 import json
+from collections import namedtuple
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from longshore.data import inputs as json_list
 from longshore.data.inputs import read_elements
 
+Element = namedtuple("Element", "start stop text ended_by")
 VALUES = st.recursive(
     st.none() | st.integers() | st.text(alphabet='"\\[]{},: aé\n'),
     lambda inner: (
@@ -18,7 +20,8 @@ VALUES = st.recursive(
 
 
 def elements(data, start=1, limit=10**9):
-    return list(read_elements(io.BytesIO(data), start, len(data), limit=limit))
+    parts = read_elements(io.BytesIO(data), start, len(data), limit=limit)
+    return [Element(*part) for part in parts]
 
 
 def test_the_example_of_the_module():
@@ -40,7 +43,7 @@ def test_records_are_those_of_json(monkeypatch_module, values, chunk, indent):
     assert [part.ended_by for part in parts] == [","] * (len(values) - 1) + ["]"]
     small = elements(data, limit=6)
     assert [(p.start, p.stop) for p in small] == [(p.start, p.stop) for p in parts]
-    assert [p.text for p in small] == [p.text if p.size <= 6 else b"" for p in parts]
+    assert [p.text for p in small] == [p.text if p.stop - p.start <= 6 else b"" for p in parts]
 
 
 @pytest.fixture(scope="module")

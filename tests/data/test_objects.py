@@ -7,9 +7,15 @@ from tests.data.tiny import word_tokenizer
 from tests.lazy import datasets
 
 from longshore.data.fields import Field
-from longshore.data.objects import lane_rows, samples_of
 from longshore.data.source import SampleError
-from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer, read_token_row
+from longshore.data.tokenize import (
+    Rules,
+    SampleTokenizer,
+    Tokenizer,
+    lane_rows,
+    read_token_row,
+    samples_of,
+)
 
 ROW = {"input_ids": [5, 6, 7, 0], "labels": [-100, 6, 7, -100], "attention_mask": [1, 1, 1, 0]}
 ROWS = [ROW, {"input_ids": [1, 2], "labels": None, "attention_mask": None}]

@@ -21,15 +21,7 @@ from tests.data.plans import (
 from tests.data.stage_batch import only
 
 from longshore.batch import IGNORE, Counts, MicroBatch
-from longshore.data.pack import (
-    LaneShape,
-    Piece,
-    lane_context,
-    merge,
-    pack_step,
-    unpack,
-    zero_batches,
-)
+from longshore.data.pack import Piece, context_batches, lane_context, merge, pack_step, unpack
 from longshore.data.shard import Shards, cut_shards, lane_cuts
 from longshore.plan import Pack, Plan, Round, make_plan
 from longshore.plan.layout import StageInputs
@@ -212,7 +204,7 @@ def reordered(shards: Shards, order: list[int]) -> Shards:
 def test_what_is_not_needed_is_neither_cut_nor_packed(
     plan: Plan, inputs: StageInputs, depths: int
 ) -> None:
-    """The micro-batches are the full ones without it; those from the plan alone have the shapes."""
+    """The micro-batches are the full ones without it; the plan alone gives those without data."""
     samples = make_samples(plan)
     counts = counts_of(samples, depths)
     lane = plan.setting.lanes - 1
@@ -226,14 +218,17 @@ def test_what_is_not_needed_is_neither_cut_nor_packed(
     assert shards.mask.shape[1] == inputs.targets + depths * inputs.depth_targets
     packed = pack_step(plan, lane, shards, counts=counts, pad_id=PAD)
     full = pack_all(plan, samples, depths=depths)[lane]
-    zeros = zero_batches(plan, LaneShape(lane, depths, FIELDS, ()), counts, inputs)
-    for a, b, zero in zip(packed, full, zeros, strict=True):
+    bare = context_batches(plan, lane, counts=counts)
+    for a, b, context in zip(packed, full, bare, strict=True):
         ours, theirs = a.to_tensors(), only(b, inputs).to_tensors()
         assert list(ours) == list(theirs)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-        assert (a.counts, len(a.mtp)) == (zero.counts, len(zero.mtp))
-        shapes = [{k: (t.shape, t.dtype) for k, t in x.to_tensors().items()} for x in (a, zero)]
-        assert shapes[0] == shapes[1]
+        assert len(a.mtp) == (depths if inputs.depth_ids or inputs.depth_targets else 0)
+        without = only(b, StageInputs(*[False] * 6)).to_tensors()
+        alone = context.to_tensors()
+        assert list(alone) == list(without)
+        assert all(torch.equal(alone[name], without[name]) for name in alone)
+        assert a.counts == context.counts
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from tests.lazy import datasets
 
-from longshore.data.inputs import cut_ranges, files_of, find_inputs, read_range
+from longshore.data.inputs import cut_ranges, files_of, find_inputs, read_range, unit_of
 
 ROWS = [{"messages": [{"role": "user", "content": f"Hi {i}"}]} for i in range(7)]
 
@@ -102,7 +102,7 @@ def test_batches_of_one_file_are_spans(saved):
     with pa.OSFile("b.arrow", "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     assert read("b.arrow") == [{"text": "x"}]
-    assert find_inputs(["b.arrow"])[0].unit == "row"
+    assert unit_of("b.arrow") == "row"
 
 
 def test_a_damaged_dataset_is_refused_by_its_file(saved):

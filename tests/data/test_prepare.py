@@ -16,8 +16,8 @@ from tests.data.tiny import CHATML, REWRITES, word_tokenizer
 
 from longshore.data import prepare as prepare_module
 from longshore.data.fields import Field
-from longshore.data.mixture import Joined, Mixture
 from longshore.data.prepare import TextRules, cache_folder, prepare_cache, show_progress
+from longshore.data.source import Joined, Mixture
 from longshore.data.store import Store
 from longshore.data.tokenize import Rules, SampleTokenizer, Tokenizer
 
@@ -32,11 +32,11 @@ def test_a_store_of_all_good_lines(here):
     ]
     store.verify()
     assert len(store.manifest.shards) > 3
-    assert (summary.samples, summary.sequences) == (40, 32)
-    assert summary.tokens == store.lengths.sum()
-    assert summary.loss_tokens == store.loss_tokens.sum()
-    assert summary.longest == store.lengths.max()
-    assert (summary.reused, summary.truncated) == (0, 0)
+    assert (summary.manifest.about["samples"], summary.manifest.sequences) == (40, 32)
+    assert summary.manifest.tokens == store.lengths.sum()
+    assert summary.manifest.loss_tokens == store.loss_tokens.sum()
+    assert summary.manifest.longest == store.lengths.max()
+    assert (summary.reused, summary.manifest.about["truncated"]) == (0, 0)
 
 
 def test_bad_lines_are_told_in_order(here):
@@ -44,7 +44,7 @@ def test_bad_lines_are_told_in_order(here):
     told = [(entry["file"], entry["line"], entry["reason"]) for entry in rejected()]
     assert told == [("chats.jsonl", line, reason) for line, (reason, _) in BAD_LINES.items()]
     assert all(entry["detail"] for entry in rejected())
-    assert summary.rejected == {
+    assert summary.rejections.reasons == {
         "bad message": 1,
         "broken JSON": 2,
         "no loss tokens": 1,
@@ -78,17 +78,18 @@ def test_spans_that_cannot_be_located_are_rejected(here):
     thinks = json.dumps({"messages": chat("Hi", "<think>Yo</think>One", "Hi", "Two")})
     write_lines(here / "chats.jsonl", bad={3: ("", thinks)})
     summary = run(template="rewrites.jinja")
-    assert summary.rejected == {"spans not located": 1}
+    assert summary.rejections.reasons == {"spans not located": 1}
     assert rejected()[0]["line"] == 3
     assert "the template rewrites earlier turns" in rejected()[0]["detail"]
 
 
 def test_too_long_may_be_truncated(here):
     summary = run(too_long="truncate", max_length=60)
-    assert "too long" not in summary.rejected
-    assert summary.truncated > 1
+    assert "too long" not in summary.rejections.reasons
+    truncated = summary.manifest.about["truncated"]
+    assert truncated > 1
     assert Store("out").lengths.max() == 60
-    assert f"({summary.truncated} truncated)" in str(summary)
+    assert f"({truncated} truncated)" in str(summary)
 
 
 @pytest.mark.slow
@@ -165,7 +166,7 @@ def test_extra_fields(here):
     store = Store("out")
     assert store.fields == tuple(fields)
     assert [float(s.fields["reward"]) for s in store] == [0, 0.25, 0.5, 0.75, 1.25, 1.5, 1.75, 2]
-    assert summary.rejected == {"bad field": 1}
+    assert summary.rejections.reasons == {"bad field": 1}
 
 
 def test_a_column_that_nobody_declared_is_told_at_once(here):
@@ -176,7 +177,7 @@ def test_a_column_that_nobody_declared_is_told_at_once(here):
     ):
         run()
     assert not Path("out").exists()
-    assert run(ignore=["source"]).sequences == 1
+    assert run(ignore=["source"]).manifest.sequences == 1
 
 
 def test_one_message_names_all_columns_of_all_inputs(here):
@@ -191,8 +192,8 @@ def test_one_message_names_all_columns_of_all_inputs(here):
     )
     with pytest.raises(ValueError, match=message):
         run(inputs=list(rows))
-    assert run("named", list(rows), ignore=["id", "source", "score"]).sequences == 4
-    assert run("all", list(rows), ignore=["*"]).sequences == 4
+    assert run("named", list(rows), ignore=["id", "source", "score"]).manifest.sequences == 4
+    assert run("all", list(rows), ignore=["*"]).manifest.sequences == 4
 
 
 def test_ignoring_all_keeps_declared_fields(here):
@@ -225,7 +226,7 @@ def test_too_large_samples_are_rejected_unread(here):
     pq.write_table(pa.Table.from_pylist(rows), "a.parquet")
     for kind, unit in (("jsonl", "line"), ("json", "record"), ("parquet", "row")):
         summary = run(kind, f"a.{kind}", max_bytes=1500, shard_bytes=700)
-        assert summary.rejected == {"too large": 2}, kind
+        assert summary.rejections.reasons == {"too large": 2}, kind
         assert [(entry["line"], entry["reason"]) for entry in rejected(kind)] == [
             (2, "too large"),
             (4, "too large"),
@@ -474,7 +475,7 @@ def test_a_pair_becomes_two_sequences_or_none(here):
     assert pairs == [x for x in dict.fromkeys(pairs) for _ in range(2)]
     assert len(set(pairs)) == 3
     assert 0 < first < 2**52
-    assert summary.rejected == {"too long": 1, "bad message": 1}
+    assert summary.rejections.reasons == {"too long": 1, "bad message": 1}
 
 
 def test_equal_rows_of_joined_files_are_different_pairs(here):

@@ -33,7 +33,7 @@ def test_a_finished_store_is_left_alone(here):
     before = {name: os.stat(here / "out" / name).st_mtime_ns for name in files_of(here / "out")}
     again = run(workers=2)
     assert again.reused == len(Store("out").manifest.shards)
-    assert again.sequences == 32
+    assert again.manifest.sequences == 32
     after = {name: os.stat(here / "out" / name).st_mtime_ns for name in files_of(here / "out")}
     assert after == before
 

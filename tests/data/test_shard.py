@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.data.plans import FIELDS, Sample, Spec, any_plans, make_samples, plan_of
+from tests.data.plans import FIELDS, Sample, any_plans, make_samples, plan_of
 
+from longshore.data.fields import Field
 from longshore.data.shard import LaneCut, count_targets, cut_shards, cut_tokens, lane_cuts
 from longshore.plan import Pack, Plan, Round
 from longshore.plan.shapes import route
@@ -74,7 +75,7 @@ def test_takes_read_only_views_and_any_integer_dtype() -> None:
     assert shards.ids.tolist() == [[0, 65535], [65535, -1]]
 
 
-def cut_all(samples: dict[int, Sample], fields: tuple[Spec, ...] = (), depths: int = 0) -> None:
+def cut_all(samples: dict[int, Sample], fields: tuple[Field, ...] = (), depths: int = 0) -> None:
     cut_shards(PLAN, samples, lane_cuts(PLAN, 0), depths=depths, fields=fields)
 
 
@@ -103,15 +104,18 @@ def test_refuses_what_does_not_fit_the_plan(samples: dict[int, Sample], message:
 @pytest.mark.parametrize(
     ("value", "spec", "message"),
     [
-        (None, Spec("x", "token"), "the declared field 'x' is missing"),
-        (np.zeros(6), Spec("x", "token"), r"shape \(6,\); per token it must be \(7,\)"),
-        (np.zeros(7), Spec("x", "target", shape=(2,)), r"per target it must be \(7, 2\)"),
-        (np.zeros(7), Spec("x", "sequence"), r"shape \(7,\); per sequence it must be \(\)"),
-        (0.5, Spec("x", "sequence", "int64"), "is float64; convert it to the declared int64"),
-        (np.zeros(7), Spec("x", "word"), "field 'x' is per 'word'"),
+        (None, Field("x", "token", "float32"), "the declared field 'x' is missing"),
+        (np.zeros(6), Field("x", "token", "float32"), r"shape \(6,\); per token it must be \(7,\)"),
+        (np.zeros(7), Field("x", "target", "float32", (2,)), r"per target it must be \(7, 2\)"),
+        (
+            np.zeros(7),
+            Field("x", "sequence", "float32"),
+            r"per sequence it must be \(\)",
+        ),
+        (0.5, Field("x", "sequence", "int64"), "is float64; convert it to the declared int64"),
     ],
 )
-def test_refuses_a_field_that_is_not_as_declared(value: object, spec: Spec, message: str) -> None:
+def test_refuses_a_field_that_is_not_as_declared(value: object, spec: Field, message: str) -> None:
     fields = {} if value is None else {"x": value}
     with pytest.raises(ValueError, match=message):
         cut_all(changed(fields=fields), (spec,))
@@ -120,8 +124,8 @@ def test_refuses_a_field_that_is_not_as_declared(value: object, spec: Spec, mess
 def test_refuses_bad_cuts_depths_and_doubles() -> None:
     with pytest.raises(ValueError, match="depths is -1"):
         cut_all(GOOD, depths=-1)
-    with pytest.raises(ValueError, match="field 'x' is declared twice"):
-        cut_all(GOOD, (Spec("x", "token"), Spec("x", "target")))
+    with pytest.raises(ValueError, match="field x: is declared more than once"):
+        cut_all(GOOD, (Field("x", "token", "float32"), Field("x", "target", "float32")))
     with pytest.raises(ValueError, match="there is no sequence 2 in the plan"):
         cut_shards(PLAN, GOOD, [LaneCut(2, 0, 1)])
     with pytest.raises(ValueError, match="there is no sequence -1 in the plan"):

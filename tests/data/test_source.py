@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tests.data.rows import from_rows
 
 from longshore.data.fields import Field
-from longshore.data.mixture import Mixture, draw_order
-from longshore.data.source import MemorySource, SampleError, TokenizedSample
+from longshore.data.source import MemorySource, Mixture, SampleError, TokenizedSample, draw_order
 
 ADVANTAGE = Field("advantage", "token", "float32")
 SAMPLE_ID = Field("sample_id", "sequence", "int64")
@@ -51,28 +50,6 @@ def test_sample_errors_survive_a_process_boundary():
     assert (error.reason, str(error)) == ("too long", "it has 9 tokens")
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (([], []), "row 1: tokens must be a list of at least one"),
-        (([[1]], [[1]]), "row 1: tokens must be a list"),
-        (([1.5], [1]), "row 1: token ids must be whole numbers"),
-        (([-1], [1]), "row 1: token ids must be whole numbers from 0"),
-        (([2**31], [1]), "from 0 to 2147483647"),
-        (([1, 2], [1]), "row 1: 2 tokens, but the loss mask has 1 values"),
-        (([1, 2], [1, 2]), "row 1: the loss mask must have only True and False"),
-        (([1, 2], [1, -100]), "row 1: the loss mask must have only True and False"),
-        (([1, 2], [1, None]), "row 1: the loss mask must have only True and False"),
-        (([1, 2], [1, 1], {"reward": 1}), "row 1: field 'reward' is not declared"),
-    ],
-)
-def test_bad_rows_are_named(row, message):
-    rows = from_rows([([1], [1]), row])
-    assert next(rows).length == 1
-    with pytest.raises(ValueError, match=message):
-        next(rows)
-
-
 def test_memory_source():
     source = MemorySource(from_rows([([1, 2], [0, 1]), ([3, 4, 5], [1, 1, 1])]))
     assert source.lengths.tolist() == [2, 3]
@@ -108,7 +85,7 @@ def test_after_any_draw_each_share_is_within_one(weights, seed):
     st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), min_size=1, max_size=4),
     st.integers(0, 99),
 )
-def test_an_epoch_ends_when_all_were_drawn_or_before_one_repeats(sources, seed):
+def test_an_epoch_ends_when_all_were_drawn(sources, seed):
     sizes, weights = zip(*sources, strict=True)
     made = [numbered(100 * i, size) for i, size in enumerate(sizes)]
     every = Mixture(made, weights, seed=seed)
@@ -119,11 +96,6 @@ def test_an_epoch_ends_when_all_were_drawn_or_before_one_repeats(sources, seed):
         mine = [d for d in drawn if d // 100 == i]
         for start in range(0, len(mine), size):
             assert len(set(mine[start : start + size])) == len(mine[start : start + size])
-    first = Mixture(made, weights, seed=seed, ends="first")
-    drawn = [int(first[i].tokens[0]) for i in range(len(first))]
-    assert len(set(drawn)) == len(drawn)
-    assert any(sum(d // 100 == i for d in drawn) == size for i, size in enumerate(sizes))
-    assert np.array_equal(first.drawn_from, every.drawn_from[: len(first)])
 
 
 def test_mixture_is_a_source_like_any_other():
@@ -138,14 +110,10 @@ def test_mixture_is_a_source_like_any_other():
     assert sorted(mixture.lengths.tolist()) == [1, 2, 3]
 
 
-def test_epochs_and_seeds_change_the_order_alone():
+def test_seeds_change_the_order_alone():
     source = numbered(0, 50)
-    orders = [
-        Mixture([source], [1], seed=seed, epoch=epoch).drawn_index.tolist()
-        for seed, epoch in [(0, 0), (0, 1), (1, 0), (0, 0)]
-    ]
-    assert orders[0] == orders[3]
-    assert orders[0] != orders[1] != orders[2] != orders[0]
+    orders = [Mixture([source], [1], seed=seed).drawn_index.tolist() for seed in (0, 1, 0)]
+    assert orders[0] == orders[2] != orders[1]
     assert all(sorted(order) == list(range(50)) for order in orders)
 
 
@@ -172,7 +140,5 @@ def test_bad_mixtures():
         Mixture([numbered(0, 1), other], [1, 1], seed=0)
     with pytest.raises(ValueError, match="source 1 is empty"):
         Mixture([numbered(0, 1), numbered(0, 0)], [1, 1], seed=0)
-    with pytest.raises(ValueError, match="ends is 'last'"):
-        Mixture([numbered(0, 1)], [1], seed=0, ends="last")
     with pytest.raises(ValueError, match="0 sources"):
         Mixture([], [], seed=0)

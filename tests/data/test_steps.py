@@ -11,9 +11,8 @@ from tests.data.broken_plans import BROKEN
 from tests.data.plans import made_plans
 
 from longshore.data.batches import BatchSize, Place
-from longshore.data.data_rank import Packing
 from longshore.data.source import MemorySource, TokenizedSample
-from longshore.data.steps import IndexedSteps
+from longshore.data.steps import IndexedSteps, Packing
 from longshore.plan import Pack, Plan, Round, make_plan
 from longshore.plan.check import check_step
 

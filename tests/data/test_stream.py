@@ -34,11 +34,8 @@ def stream_of(tokenizer, *parts, weights=(1.0,), shuffle=False, max_rejected=1.0
         parts=files,
         content=content_digest([file for part in files for file in part]),
         weights=weights,
-        make_tokenizer=lambda: tokenizer,
+        tokenizer=tokenizer,
         check=lambda sample, where: None,
-        tokenizer_digest="",
-        fields=(),
-        longest=100,
         max_bytes=10**6,
         max_rejected=max_rejected,
         shuffle=shuffle,
@@ -214,14 +211,14 @@ def test_what_a_stream_must_have_to_be_resumed(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", range(5))
     steps = StreamedSteps.__new__(StreamedSteps)
     steps.stream, steps.batch = stream_of(tokenizer, [path]), BatchSize("sequences", 4)
-    steps.rank = type("Rank", (), {"lanes": 2, "lane": 0})
+    steps.lanes, steps.lane = 2, 0
     steps.samples, steps._start = steps.stream.lane(0, 2), []
     state = {**steps.describe(), "epoch": 0, "step_in_epoch": 3, "step": 3}
     positions = [[6, 6], [6, 6]]
     steps.check_can_resume({**state, "positions": positions})
     steps._go_to(Place(0, 3, 3))
     assert steps.samples.position == (6, 6)
-    with pytest.raises(ValueError, match="the stream to resume had lanes 4, and now it is 2; its"):
+    with pytest.raises(ValueError, match="the run to resume had lanes 4, and now it is 2; the"):
         steps.check_can_resume({**state, "lanes": 4, "positions": positions})
     with pytest.raises(ValueError, match="has no position of a stream"):
         steps.check_can_resume(state)

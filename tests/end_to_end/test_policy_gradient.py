@@ -9,11 +9,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.distributed as dist
-from tests.data.plans import Sample, Spec, counts_of
+from tests.data.plans import Sample, counts_of
 from tests.ranks.harness import run_ranks
 from tests.ranks.spine import dense, exact, lanes_of, sharded
 
 from longshore.batch import whole_context
+from longshore.data.fields import Field
 from longshore.data.pack import pack_step
 from longshore.data.shard import cut_shards, lane_cuts
 from longshore.model.decoder import Decoder
@@ -25,7 +26,7 @@ from longshore.train.step import Stepper
 LR = 7e-3
 VOCAB, END, ASKED, MOST = 5, 1, range(2, 5), 6
 ROLLOUTS = 16
-FIELDS = (Spec("advantages", "sequence", "float64"), Spec("old_logprobs", "target", "float64"))
+FIELDS = (Field("advantages", "sequence", "float64"), Field("old_logprobs", "target", "float64"))
 CONFIG = replace(dense(2), vocab_size=VOCAB, layers=dense(2).layers[:1], init_std=0.2)
 
 

@@ -9,8 +9,8 @@ import torch
 from tests.gpu.test_train import SMALL, finished, start
 
 from longshore.data.fields import parse_field
-from longshore.data.objects import samples_of
 from longshore.data.store import write_store
+from longshore.data.tokenize import samples_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

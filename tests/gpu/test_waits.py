@@ -17,9 +17,8 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.feed_forward import MLPConfig, MoEConfig
 from longshore.arch.presets import preset
 from longshore.data.batches import BatchSize
-from longshore.data.data_rank import Packing
 from longshore.data.mock import MockSource
-from longshore.data.steps import IndexedSteps, Loader
+from longshore.data.steps import IndexedSteps, Loader, Packing
 from longshore.distributed.process_group import Ranks, process_group
 from longshore.distributed.topology import CPGroups, Topology, make_topology
 from longshore.model.decoder import Decoder

@@ -10,13 +10,12 @@ from longshore.arch.decoder import DecoderConfig, LayerConfig
 from longshore.arch.presets import preset
 from longshore.arch.sparse_attention import IndexConfig, SparseAttentionConfig
 from longshore.batch import Boundaries, Counts, MicroBatch
-from longshore.data.pack import LaneShape, lane_context, zero_batches
+from longshore.data.pack import context_batches, lane_context
 from longshore.model import host_tables
 from longshore.model.registry import table_makers
 from longshore.model.sparse_attention import EntryKind, entry_tables
 from longshore.ops.boundaries import chunk_table, chunks, filled_spans
 from longshore.ops.sizes import CHUNK_ROWS
-from longshore.plan.layout import StageInputs
 from longshore.plan.planner import make_plan
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -90,7 +89,7 @@ def test_tables_travel(lengths, cp_size):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(host_tables, "is_installed", lambda package: True)
         makers = table_makers(preset("tiny-hybrid"), scan="auto", device=GPU)
-        copy = travelled(plan, LaneShape(0, 0, (), (), makers), lengths)
+        copy = travelled(plan, makers, lengths)
     for pack in copy.ctx.packs:
         bounds = pack.padded
         rows = bounds.offsets[-1]
@@ -113,10 +112,9 @@ def assert_equal_tables(one, other):
         assert torch.equal(first, second), field.name
 
 
-def travelled(plan, shape, lengths):
+def travelled(plan, makers, lengths):
     """A lane's batch without data, as another process receives it."""
-    counts, stage = Counts.of([1], lengths), StageInputs()
-    (batch,) = zero_batches(plan, shape, counts, stage)
+    (batch,) = context_batches(plan, 0, counts=Counts.of([1], lengths), tables=makers)
     skeleton = pickle.loads(pickle.dumps(batch.skeleton()))
     return MicroBatch.from_tensors(skeleton, batch.to_tensors()).to(CPU)
 
@@ -135,7 +133,7 @@ def test_tables_of_sparse_attention_travel(lengths):
     makers = table_makers(decoder, scan="auto", device=GPU)
     assert len(makers) == 2
     plan = make_plan(lengths, lanes=1, capacity=512, buckets=(512,))
-    copy = travelled(plan, LaneShape(0, 0, (), (), pickle.loads(pickle.dumps(makers))), lengths)
+    copy = travelled(plan, pickle.loads(pickle.dumps(makers)), lengths)
     (pack,) = copy.ctx.packs
     bounds = pack.padded
     anew = replace(pack, padded=Boundaries(bounds.offsets, bounds.cu_seqlens, bounds.longest))

@@ -6,22 +6,23 @@ from functools import partial
 
 import numpy as np
 import torch
-from tests.data.plans import Sample, Spec
+from tests.data.plans import Sample
 from tests.ranks.spine import VOCAB, make_samples
 from torch.nn.functional import cross_entropy, logsigmoid
 
+from longshore.data.fields import Field
 from longshore.model.decoder import Decoder
 from longshore.model.init import init_decoder
 
 TOP_K = 3
 FIELDS = (
-    Spec("advantages", "target", "float64"),
-    Spec("old_logprobs", "target", "float64"),
-    Spec("ref_logprobs", "target", "float64"),
-    Spec("teacher_ids", "target", "int32", (TOP_K,)),
-    Spec("teacher_logprobs", "target", "float64", (TOP_K,)),
-    Spec("pair", "sequence", "int64"),
-    Spec("sign", "sequence", "int8"),
+    Field("advantages", "target", "float64"),
+    Field("old_logprobs", "target", "float64"),
+    Field("ref_logprobs", "target", "float64"),
+    Field("teacher_ids", "target", "int32", (TOP_K,)),
+    Field("teacher_logprobs", "target", "float64", (TOP_K,)),
+    Field("pair", "sequence", "int64"),
+    Field("sign", "sequence", "int8"),
 )
 
 

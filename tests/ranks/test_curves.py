@@ -13,9 +13,8 @@ from tests.ranks.steps import trained
 from tests.ranks.test_deepseek_v4 import tiny
 
 from longshore.data.batches import BatchSize
-from longshore.data.data_rank import Packing
 from longshore.data.mock import MockSource
-from longshore.data.steps import IndexedSteps, Loader
+from longshore.data.steps import IndexedSteps, Loader, Packing
 from longshore.plan import make_plan
 from longshore.train.loss import make_loss
 from longshore.train.optimizer import Schedule, make_optimizer

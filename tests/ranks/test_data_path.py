@@ -14,7 +14,6 @@ from tests.ranks.harness import RankError, run_ranks
 
 from longshore.batch import Counts
 from longshore.data.batches import BatchSize, Place
-from longshore.data.data_rank import Packing
 from longshore.data.exchange import send_back
 from longshore.data.fields import Field
 from longshore.data.pack import merge, pack_step, unpack
@@ -23,6 +22,7 @@ from longshore.data.source import TokenizedSample
 from longshore.data.steps import (
     IndexedSteps,
     Loader,
+    Packing,
     StepLengths,
     StreamedSteps,
     gather_rows_of_lanes,
@@ -195,7 +195,7 @@ def one_exchange(lanes):
     source = RandomSource(24, longest=100)
     own = list(lane_stream(source, lanes, topology.lane, 1))
     with count() as gathered:
-        gather_rows_of_lanes(length_rows(own, 1), topology.groups, room=8, everywhere=False)
+        gather_rows_of_lanes(length_rows(own, 1), topology.groups, usual=8, everywhere=False)
     topology.groups.close()
     return gathered.calls()
 
@@ -209,7 +209,7 @@ def round_trip(lanes, policy):
     topology = make_topology(lanes=lanes, device="cpu")
     source = RandomSource(48, longest=lanes * CAPACITY // 2)
     own = list(lane_stream(source, lanes, topology.lane, 1))
-    rows = gather_rows_of_lanes(length_rows(own), topology.groups, room=24, everywhere=False)
+    rows = gather_rows_of_lanes(length_rows(own), topology.groups, usual=24, everywhere=False)
     found = StepLengths.of(rows)
     steps = StreamedSteps(
         iter(own),
@@ -226,7 +226,7 @@ def round_trip(lanes, policy):
     ]
     like = torch.empty(0, 2, dtype=torch.int64)
     back = send_back(step.plan, found.owners, pieces, topology.groups.lanes, like=like)
-    assert list(back) == list(found.places_of(topology.lane))
+    assert list(back) == list(found.indices_of(topology.lane))
     for place, sample in zip(back, own, strict=True):
         assert back[place][:, 0].tolist() == sample.tokens.tolist()
         assert back[place][:, 1].tolist() == list(range(sample.length))

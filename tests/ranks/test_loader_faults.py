@@ -34,14 +34,10 @@ FOLDERS = (f"{OURS}/data/", *(f"{OURS}/plan/{name}.py" for name in ("check", "ro
 # These communicate, or are the loop around those that do: between two collectives they only call
 # what is in agreed(). Everything else may fail.
 FRAMES = {
-    "steps.py": {"from_place", "__init__"},
-    "data_rank.py": {"__init__", "agreed", "closed_on_error", "check_settings", "any_rank"}
-    | {"check_same", "close"},
-    "lengths.py": {"gather_rows_of_lanes", "_broadcast_in_lane"},
-    "exchange.py": {"deliver"},
-    "lane_broadcast.py": {"deliver_in_lane"},
-    "loader.py": {"__init__", "__iter__", "__next__", "__enter__", "__exit__", "_run", "_put"}
-    | {"close"},
+    "steps.py": {"from_place", "__init__", "agreed", "closed_on_error", "any_rank", "check_same"}
+    | {"gather_rows_of_lanes", "_broadcast_in_lane", "close"}
+    | {"__iter__", "__next__", "__enter__", "__exit__", "_run", "_put"},
+    "exchange.py": {"deliver_in_lane"},
 }
 BATCH = BatchSize("sequences", 6)
 STEPS = 2
@@ -62,7 +58,7 @@ class Watch:
         if event != "call" or not code.co_filename.startswith(FOLDERS) or code.co_name[0] == "<":
             return
         name = (Path(code.co_filename).name, code.co_name)
-        self.is_over |= name == ("loader.py", "_put")
+        self.is_over |= name == ("steps.py", "_put")
         if self.is_over or code.co_name in FRAMES.get(name[0], ()):
             return
         self.calls[name] = self.calls.get(name, 0) + 1

@@ -23,7 +23,7 @@ from tests.ranks.test_data_path import (
 from longshore.batch import Counts
 from longshore.data import steps
 from longshore.data.batches import BatchSize, Place
-from longshore.data.pack import LaneShape, pack_step, zero_batches
+from longshore.data.pack import pack_step
 from longshore.data.shard import count_targets, cut_shards, cut_tokens, lane_cuts
 from longshore.data.steps import IndexedSteps, StreamedSteps
 from longshore.distributed.topology import make_topology
@@ -60,15 +60,14 @@ def all_steps(topology, source, packing):
 
 
 def restricted(step, source, lane, inputs, depths):
-    """The full micro-batches of a lane with what a rank reads, and the same from the plan alone."""
+    """The full micro-batches of a lane, with what a rank reads."""
     plan = step.plan
     samples = dict(enumerate(step_samples(step, source)))
     labels = np.sum([count_targets(s.loss_mask, depths) for s in samples.values()], axis=0)
     counts = Counts.of(labels.tolist(), [s.length for s in samples.values()])
     shards = cut_shards(plan, samples, lane_cuts(plan, lane), depths=depths, fields=FIELDS)
     full = pack_step(plan, lane, shards, counts=counts, buckets=(32, 64), pad_id=3)
-    zeros = zero_batches(plan, LaneShape(lane, depths, FIELDS, (32, 64)), counts, inputs)
-    return [only(batch, inputs) for batch in full], zeros
+    return [only(batch, inputs) for batch in full]
 
 
 def step_samples(step, source):
@@ -88,16 +87,11 @@ def every_layout(lanes, pp, layouts):
         for made in all_steps(topology, source, packing):
             step = take(made, 1)[0]
             depths = packing.depths
-            expected, zeros = restricted(step, source, topology.lane, inputs, depths)
+            expected = restricted(step, source, topology.lane, inputs, depths)
             assert_same(contents(step), [batch.to_tensors() for batch in expected])
-            for batch, same, zero in zip(step.batches, expected, zeros, strict=True):
+            for batch, same in zip(step.batches, expected, strict=True):
                 assert batch.counts == same.counts
-                assert len(batch.mtp) == len(same.mtp) == len(zero.mtp)
-                shapes = [
-                    {name: (t.shape, t.dtype) for name, t in b.to_tensors().items()}
-                    for b in (batch, zero)
-                ]
-                assert shapes[0] == shapes[1]
+                assert len(batch.mtp) == len(same.mtp)
     topology.groups.close()
     return {name for name, needed in asdict(inputs).items() if needed}
 

@@ -208,7 +208,7 @@ def stream(*words):
 
 def test_a_stream():
     source = stream("data.path=rows.jsonl", "data.shuffle=false")
-    assert source.tokenizer_digest == ""
+    assert source.tokenizer.digest == ""
     lane = source.lane(0, 1)
     for expected in ROWS:
         check_same(next(lane), expected)

@@ -3,9 +3,8 @@ from tests.data.plans import plan_of
 from torch import nn
 
 from longshore.batch import Counts
-from longshore.data.pack import LaneShape, zero_batches
+from longshore.data.pack import context_batches
 from longshore.plan import Pack, Round
-from longshore.plan.layout import StageInputs
 from longshore.train.device import SMALLER_PACKS, WAY_OUT, out_of_memory
 from longshore.train.heartbeat import RankStatus
 
@@ -26,17 +25,14 @@ def test_what_is_in_memory_is_counted():
     assert "; parameters 1.0 GiB, gradients 1.0 GiB, optimizer 2.0 GiB; " in text
 
 
-ALONE = StageInputs()
-
-
-def message(*, round, phase="backward", stage=ALONE):
+def message(*, round, phase="backward"):
     """Of lane 0 of two: a round with a shared pack of 8 tokens and 3 of its own, then without."""
     rounds = [
         Round((Pack(0, 2, (0,), 4), Pack(0, 1, (1,), 3))),
         Round((Pack(0, 1, (2,), 5),)),
     ]
     plan = plan_of([7, 3, 5], rounds, lanes=2)
-    batches = zero_batches(plan, LaneShape(0, 0, (), ()), Counts.of([12], [7, 3, 5]), stage)
+    batches = context_batches(plan, 0, counts=Counts.of([12], [7, 3, 5]))
     status = RankStatus()
     status.at(phase, step=12, round=round)
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
@@ -62,7 +58,3 @@ def test_a_round_without_shared_packs():
 
 def test_outside_of_rounds_the_largest_counts():
     assert "in step 12, optimizer: 7 tokens, 4 of them" in message(round=0, phase="optimizer")
-
-
-def test_a_stage_without_token_ids_has_tokens_too():
-    assert "backward: 7 tokens, 4 of them" in message(round=1, stage=StageInputs(*[False] * 6))

@@ -17,16 +17,14 @@ in a row without waiting, as training runs; the median counts.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from longshore.advisor.machine import MachineProfile
@@ -35,6 +33,7 @@ from longshore.arch.decoder import DecoderConfig
 from longshore.batch import Counts, MicroBatch
 from longshore.data.pack import pack_step
 from longshore.data.shard import count_targets, cut_shards, lane_cuts
+from longshore.data.source import TokenizedSample
 from longshore.distributed.process_group import alone, process_group
 from longshore.distributed.topology import CPGroups, Topology, make_topology
 from longshore.model.decoder import Decoder
@@ -72,15 +71,6 @@ class LoneStep:
     def tokens(self) -> list[int]:
         """Tokens of each round, padded."""
         return [batch.ctx.tokens for batch in self.batches]
-
-
-@dataclass(frozen=True, slots=True)
-class RandomSample:
-    """A sequence for the packing step, all of whose tokens count."""
-
-    tokens: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
-    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
@@ -142,7 +132,8 @@ def make_step(
     sequences = [PlanSequence(i, n, max(n - 1, 1)) for i, n in enumerate(lengths)]
     plan = make_plan(sequences, lanes=1, capacity=capacity)
     samples = {
-        place: RandomSample(
+        place: TokenizedSample(
+            place,
             random.integers(0, decoder.vocab_size, each.length, dtype=np.int32),
             np.ones(each.length, dtype=bool),
         )

@@ -18,11 +18,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from longshore.config.schema import DataConfig, RunConfig, in_keys
-from longshore.data.chat_template import DATE
 from longshore.data.fields import Field, check_declared, parse_field
 from longshore.data.inputs import Input, files_of, find_inputs, matches
 from longshore.data.mock import mock_lengths
-from longshore.data.prepare_job import TokenizerFiles, check_first, with_known_fields
+from longshore.data.prepare_job import check_first, load_tokenizer, with_known_fields
 from longshore.data.rejected import rejections_of
 from longshore.data.tokenize import Rules, SampleTokenizer
 from longshore.data.training_templates import check_choice
@@ -272,7 +271,7 @@ def _check_text(config: RunConfig, names: Sequence[str]) -> None:
 def _check_token_rows(config: RunConfig, inputs: Sequence[Input], fields: Sequence[Field]) -> None:
     """Without a tokenizer the first sample of each file must have input_ids."""
     data = config.data
-    none = TokenizerFiles(None, data.template, DATE).load()
+    none = load_tokenizer(None, data.template)
     with in_keys("data.path"):
         rules = Rules(fields=tuple(fields), ignore=data.ignore)
         rules = with_known_fields(inputs, rules, data.max_bytes, reads=loss_columns(config))

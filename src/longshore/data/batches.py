@@ -10,21 +10,6 @@ Lengths 5 1 4 2 by 6 tokens, unshuffled: the steps are (0, 1) and (2, 3). By 3 s
 Sequences that belong together, such as the chosen and the rejected one of a pair, are a group: all
 of a group are in one step. With groups 7 8 7 8 and 2 sequences a step, the steps are (0, 2) and
 (1, 3). Whole groups are shuffled, and a step has as many as come closest to its size.
-
-`shuffled` is a permutation of Longshore's own, the same on every machine and with every NumPy.
-Resumed runs rely on it, so it must never change. Index i gets the i-th number of SplitMix64, whose
-state begins with a hash of the key (seed, epoch); the number's last bits, as many as the largest
-index needs, are replaced by the index; the numbers are sorted, and their last bits are the order.
-No two numbers are equal, so every sorting algorithm gives the same. All is modulo 2⁶⁴:
-
-    state    s = hash of the key: begin with the number of its parts, then for each part p
-             s = mix((s + GAMMA) ^ p)
-    number   of index i: mix(s + (i + 1) · GAMMA)
-    mix(z)   z ^= z >> 30;  z *= 0xBF58476D1CE4E5B9;  z ^= z >> 27;  z *= 0x94D049BB133111EB;
-             z ^= z >> 31
-
-With 4 indices and key (0, 0) the numbers begin 1956…, a329…, 88e8… and 5c9e…: the order is 0 3 2 1.
-10⁸ indices take 0.8 GB.
 """
 
 from collections.abc import Iterator
@@ -38,15 +23,21 @@ from longshore.plan.cost import Ints
 ORDER = "splitmix64"
 """The shuffle's name in a checkpoint; early checkpoints have NumPy's shuffle, and no name."""
 GAMMA = 0x9E3779B97F4A7C15
-FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-SHIFTS = (30, 27, 31)
 LIMIT = 2**64
 BLOCK = 1 << 16
 """Numbers computed at a time, so that temporary arrays stay small."""
 
 
 def shuffled(size: int, *key: int) -> Ints:
-    """A permutation of 0 … size − 1 that depends on the size and the key alone."""
+    """A permutation of 0 … size − 1 that depends on the size and the key (seed, epoch, …) alone.
+
+    It is the same on every machine and with every NumPy. Resumed runs rely on it, so it must never
+    change. Index i gets the i-th number of SplitMix64, whose state begins with a hash of the key;
+    the number's last bits, as many as the largest index needs, are replaced by the index; the
+    numbers are sorted, and their last bits are the order. No two numbers are equal, so every
+    sorting algorithm gives the same. With 4 indices and key (0, 0) the numbers begin 1956…, a329…,
+    88e8… and 5c9e…: the order is 0 3 2 1. 10⁸ indices take 0.8 GB.
+    """
     last_bits = np.uint64((1 << max(size - 1, 0).bit_length()) - 1)
     numbers = _numbers(size, _state(key), last_bits)
     numbers.sort()
@@ -61,8 +52,7 @@ def _state(key: tuple[int, ...]) -> int:
             raise ValueError(
                 f"the key of a shuffle (seed, epoch, …) has {part}; it must be from 0 to 2⁶⁴ − 1"
             )
-        mixed = _mix(np.array([(state + GAMMA) % LIMIT ^ part], dtype=np.uint64))
-        state = int(mixed[0])
+        state = int(_mix(np.array([(state + GAMMA) % LIMIT ^ part], dtype=np.uint64))[0])
     return state
 
 
@@ -77,9 +67,9 @@ def _numbers(size: int, state: int, last_bits: np.uint64) -> NDArray[np.uint64]:
 
 
 def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    z = (z ^ z >> np.uint64(SHIFTS[0])) * np.uint64(FACTORS[0])
-    z = (z ^ z >> np.uint64(SHIFTS[1])) * np.uint64(FACTORS[1])
-    return z ^ z >> np.uint64(SHIFTS[2])
+    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return z ^ z >> np.uint64(31)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +119,7 @@ class Batches:
         """groups: one number for each sequence, the same for those that share a step."""
         if not len(lengths):
             raise ValueError("the source has no sequences, so there is nothing to train on")
-        self.groups = None if groups is None else _Groups.of(groups)
+        self.groups = None if groups is None else _by_group(groups)
         self.lengths = lengths
         self.size = size
         self.seed = seed
@@ -158,55 +148,38 @@ class Batches:
     def _open(self, epoch: int) -> None:
         if epoch == self._epoch:
             return
-        groups = self.groups
-        count = len(self.lengths) if groups is None else len(groups.sizes)
+        count = len(self.lengths) if self.groups is None else len(self.groups[1])
         order = shuffled(count, self.seed, epoch) if self.shuffle else np.arange(count)
-        if groups is None:
-            self._order, self._cuts = order, _cuts(self.lengths[order], self.size)
+        if self.groups is not None:
+            self._order, self._cuts = self._open_groups(order, *self.groups)
+        elif self.size.unit == "sequences":
+            self._order, self._cuts = order, [*range(0, count, self.size.amount), count]
         else:
-            self._order, self._cuts = groups.opened(order, self.lengths, self.size)
+            self._order, self._cuts = order, _cuts_by_weight(self.lengths[order], self.size.amount)
         self._epoch = epoch
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Groups:
-    """Sequences by group, in the order in which groups first occur."""
-
-    members: Ints
-    """The sequences, those of each group next to each other."""
-    starts: Ints
-    """Where each group begins among them."""
-    sizes: Ints
-    """Sequences of each group."""
-
-    @staticmethod
-    def of(groups: Ints) -> "_Groups":
-        _, first, index = np.unique(groups, return_index=True, return_inverse=True)
-        rank = np.empty(len(first), dtype=np.int64)
-        rank[np.argsort(first)] = np.arange(len(first))
-        members = np.argsort(rank[index], kind="stable")
-        sizes = np.bincount(rank[index])
-        return _Groups(members, np.cumsum(sizes) - sizes, sizes)
-
-    def opened(self, order: Ints, lengths: Ints, size: BatchSize) -> tuple[Ints, list[int]]:
+    def _open_groups(self, order: Ints, members: Ints, sizes: Ints) -> tuple[Ints, list[int]]:
         """All sequences in the order of their groups, and where each step begins."""
-        sizes = self.sizes[order]
+        starts, sizes = (np.cumsum(sizes) - sizes)[order], sizes[order]
         ends = np.cumsum(sizes)
-        within = np.arange(len(lengths)) - np.repeat(ends - sizes, sizes)
-        sequences = self.members[np.repeat(self.starts[order], sizes) + within]
+        within = np.arange(len(members)) - np.repeat(ends - sizes, sizes)
+        sequences = members[np.repeat(starts, sizes) + within]
         weights = sizes
-        if size.unit == "tokens":
-            weights = np.add.reduceat(lengths[sequences], ends - sizes)
-        cuts = _cuts_by_weight(weights, size.amount)
+        if self.size.unit == "tokens":
+            weights = np.add.reduceat(self.lengths[sequences], ends - sizes)
+        cuts = _cuts_by_weight(weights, self.size.amount)
         return sequences, [0, *ends[np.array(cuts[1:]) - 1].tolist()]
 
 
-def _cuts(lengths: Ints, size: BatchSize) -> list[int]:
-    """Where in the order each step begins, and the end."""
-    count = len(lengths)
-    if size.unit == "sequences":
-        return [*range(0, count, size.amount), count]
-    return _cuts_by_weight(lengths, size.amount)
+def _by_group(groups: Ints) -> tuple[Ints, Ints]:
+    """The sequences, those of a group next to each other, and how many each group has.
+
+    Groups are in the order in which they first occur.
+    """
+    _, first, index = np.unique(groups, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), dtype=np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return np.argsort(rank[index], kind="stable"), np.bincount(rank[index])
 
 
 def _cuts_by_weight(weights: Ints, amount: int) -> list[int]:
@@ -219,9 +192,8 @@ def _cuts_by_weight(weights: Ints, amount: int) -> list[int]:
         if reached >= count:
             cuts.append(count)
             continue
-        over, under = int(ends[reached]) - before - amount, 0
-        if reached > cuts[-1]:
-            under = before + amount - int(ends[reached - 1])
-        stop = reached if reached > cuts[-1] and under < over else reached + 1
-        cuts.append(stop)
+        over = int(ends[reached]) - before - amount
+        under = before + amount - int(ends[reached - 1])
+        is_closer_before = reached > cuts[-1] and under < over
+        cuts.append(reached if is_closer_before else reached + 1)
     return cuts

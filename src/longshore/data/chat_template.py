@@ -5,40 +5,15 @@ characters that the assistant wrote. A short chat in ChatML:
 
     <|im_start|>user↵Hi<|im_end|>↵<|im_start|>assistant↵Yo<|im_end|>↵
 
-has 65 characters and one span, 52…64, which holds Yo<|im_end|>.
+has 65 characters and one span, 52…64, which holds Yo<|im_end|>: the end-of-turn token is learned,
+white space after it is not. A template with {% generation %} blocks marks what the assistant
+writes. With any other template the chat is rendered up to each assistant turn with the generation
+prompt (0…52 above) and up to the turn's end (0…65). Both must be prefixes of the full text, and the
+text between their ends is what the model writes in that turn. A template that renders an early turn
+differently once later turns follow is refused; training_templates.py has some for such families.
 
-A template with {% generation %} blocks marks what the assistant writes. With any other template the
-chat is rendered up to each assistant turn with the generation prompt (0…52 above) and up to the
-turn's end (0…65). Both must be prefixes of the full text: the text between their ends is what the
-model writes in that turn. A template that renders an early turn differently once later turns follow
-(it drops old reasoning, say) fails this and is refused; so is one that has a header for the
-assistant but leaves it out of the generation prompt. Longshore's own templates for such families
-(training_templates.py) have {% generation %} blocks.
-
-A template may leave messages out without a word, such as those of a role that it does not know. So
-the chat is rendered once more with a probe in place of each content, and a sample whose template
-leaves one out is refused. A probe is neither trimmed nor escaped nor taken for thinking, and no
-other message contains it by chance.
-
-The end-of-turn token is part of a span, so that the model learns to stop; white space after it is
-not, because nothing is generated after the stop. Where a turn ends without a special token, its
-trailing white space is the only sign of the end, and stays in the span.
-
-Templates run in a sandbox with limits (template_sandbox.py). `strftime_now` gives a fixed date,
-because the text must be the same whenever it is rendered.
-
-The sandbox of chat templates: Jinja without access to anything outside, with limits.
-
-In: the text of a template and values. Out: the text that it writes, or one of the errors below.
-A template is untrusted code, so it runs in Jinja's immutable sandbox, and
-
-    {% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
-
-ends with TooSlowError after some 10 s of CPU time, `{{ 'a' * 10**10 }}` with TooLargeError at once.
-
-The time is measured by a signal, which only the main thread of a process receives (each worker of
-`prepare` renders in its main thread); other threads have the limits on memory and output only. The
-limit on memory is the operating system's for the process, so it is set only while a template runs.
+A template is untrusted code, so it runs in Jinja's immutable sandbox with limits on time, memory
+and output. `strftime_now` gives a fixed date: the text must be the same whenever it is rendered.
 """
 
 import contextlib
@@ -68,14 +43,15 @@ if TYPE_CHECKING:
 PAGE = os.sysconf("SC_PAGE_SIZE")
 MARKS = "generation marks"  # with a space, so that no template can set this variable
 MOST_BITS, MOST_CHARACTERS = 4096, 2**26
+TOO_SLOW, TOO_LARGE = "template too slow", "template too large"
 
 
-class TooSlowError(Exception):
-    """A template has used up its time."""
+class TemplateLimitError(Exception):
+    """A template exceeds one of its limits. reason: TOO_SLOW or TOO_LARGE."""
 
-
-class TooLargeError(Exception):
-    """A template writes, or holds, more than it may."""
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +72,19 @@ class TemplateLimits:
 
 @contextlib.contextmanager
 def limited(limits: TemplateLimits, messages: int = 0) -> Iterator[None]:
-    """Stops the block at its limits on time and memory."""
+    """Stops the block at its limits on time and memory.
+
+    The time is measured by a signal, which only the main thread of a process receives (each worker
+    of `prepare` renders in its main thread). The limit on memory is the operating system's for the
+    process, so it is set only while a template runs.
+    """
     seconds = limits.seconds + limits.seconds_a_message * messages
     with _limited_memory(limits.memory), _limited_time(seconds):
         try:
             yield
         except MemoryError:
-            raise TooLargeError(f"it needs more than {limits.memory:,} bytes of memory") from None
+            detail = f"it needs more than {limits.memory:,} bytes of memory"
+            raise TemplateLimitError(TOO_LARGE, detail) from None
 
 
 @contextlib.contextmanager
@@ -112,7 +94,7 @@ def _limited_time(seconds: float) -> Iterator[None]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise TooSlowError(f"it took more than {seconds:g} s of CPU time")
+        raise TemplateLimitError(TOO_SLOW, f"it took more than {seconds:g} s of CPU time")
 
     before = signal.signal(signal.SIGPROF, stop)
     # Again every second: an error raised inside a callback of the interpreter would be lost.
@@ -148,16 +130,14 @@ def write(
     *,
     marks: tuple[str, str] = ("", ""),
 ) -> str:
-    """What a template writes, its {% generation %} blocks between `marks`.
-
-    Raises TooLargeError where that is too much.
-    """
+    """What a template writes, its {% generation %} blocks between `marks`."""
     pieces, length = [], 0
     for piece in template.generate({**values, MARKS: marks}):
         pieces.append(piece)
         length += len(piece)
         if length > limits.characters:
-            raise TooLargeError(f"it writes more than {limits.characters:,} characters")
+            detail = f"it writes more than {limits.characters:,} characters"
+            raise TemplateLimitError(TOO_LARGE, detail)
     return "".join(pieces)
 
 
@@ -173,9 +153,8 @@ def compile_template(text: str, date: datetime.date) -> "Template":
     except TemplateError as error:
         line = getattr(error, "lineno", None)
         raise ValueError(f"chat template: line {line} is not valid Jinja ({error})") from None
-    except (TooSlowError, TooLargeError) as error:
-        raise ValueError(f"chat template: cannot be compiled: {error}") from None
-    except (SyntaxError, RecursionError, ValueError) as error:  # of the Python that Jinja writes
+    except (TemplateLimitError, SyntaxError, RecursionError, ValueError) as error:
+        # All but the first are errors in the Python that Jinja writes.
         why = error.msg if isinstance(error, SyntaxError) else error
         raise ValueError(f"chat template: cannot be compiled: {why}") from None
 
@@ -232,12 +211,14 @@ def _check_product(operator: str, left: object, right: object) -> None:
     for one, other in ((left, right), (right, left)):
         if isinstance(one, int) and isinstance(other, str | list | tuple):
             if one * len(other) > MOST_CHARACTERS:
-                raise TooLargeError(f"it repeats {len(other)} elements {one} times")
+                detail = f"it repeats {len(other)} elements {one} times"
+                raise TemplateLimitError(TOO_LARGE, detail)
             return
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * right if operator == "**" else left.bit_length()
         if max(bits, right.bit_length()) > MOST_BITS:
-            raise TooLargeError(f"it computes with integers of more than {MOST_BITS} bits")
+            detail = f"it computes with integers of more than {MOST_BITS} bits"
+            raise TemplateLimitError(TOO_LARGE, detail)
 
 
 def thought_and_content(message: Mapping[str, Any]) -> tuple[str, str]:
@@ -276,7 +257,6 @@ Marks = tuple[str, str]
 NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
 DATE = datetime.date(2024, 7, 26)  # the default of the Llama 3 templates
 NOT_LOCATED, LEFT_OUT = "spans not located", "left out by the template"
-TOO_SLOW = "template too slow"
 WAY_OUT = (
     "use a template with {% generation %} around what the assistant writes, one of Longshore's "
     "training templates by its name, or data.loss_on=all"
@@ -340,7 +320,12 @@ class ChatTemplate:
         return text, spans
 
     def _check_all_written(self, chat: Chat) -> None:
-        """Every message that has content must be in the text. Thinking may be left out."""
+        """Every message that has content must be in the text. Thinking may be left out.
+
+        A template may leave messages out without a word, such as those of a role that it does not
+        know. So the chat is rendered with a probe in place of each content: a word that is neither
+        trimmed nor escaped nor taken for thinking, and that no other message contains by chance.
+        """
         probes = {
             i: f"Longshore{i}probe"
             for i, message in enumerate(chat.messages)
@@ -385,6 +370,7 @@ class ChatTemplate:
             raise SampleError(
                 NOT_LOCATED, f"message {turn + 1} (assistant) adds no text to the chat; {WAY_OUT}"
             )
+        # Nothing is generated after the stop token. Without one, trailing white space is the end.
         written = text[start:stop].rstrip()
         return (start, start + len(written)) if written.endswith(self._ends) else (start, stop)
 
@@ -397,22 +383,22 @@ class ChatTemplate:
         for turn, (start, _) in zip(chat.turns(), spans, strict=True):
             after.setdefault(chat.messages[turn - 1]["role"] if turn else "", (turn, start))
         for turn, start in after.values():
-            if len(self._render(chat, chat.messages[:turn])) == start:
-                self._check_no_header(chat, turn, start)
-
-    def _check_no_header(self, chat: Chat, turn: int, start: int) -> None:
-        other = {"role": "assistant", "content": PROBE}
-        probed = self._render(chat, (*chat.messages[:turn], other))
-        header, probe, _ = probed[start:].partition(PROBE)
-        if header.strip() or not probe:
-            raise SampleError(
-                NOT_LOCATED,
-                "the template ignores add_generation_prompt, so the assistant's header "
-                f"({header.strip()[:40]!r}) cannot be separated from its content; {WAY_OUT}",
-            )
+            if len(self._render(chat, chat.messages[:turn])) != start:
+                continue
+            other = {"role": "assistant", "content": PROBE}
+            probed = self._render(chat, (*chat.messages[:turn], other))
+            header, probe, _ = probed[start:].partition(PROBE)
+            if header.strip() or not probe:
+                raise SampleError(
+                    NOT_LOCATED,
+                    "the template ignores add_generation_prompt, so the assistant's header "
+                    f"({header.strip()[:40]!r}) cannot be separated from its content; {WAY_OUT}",
+                )
 
     def _full_text(self, chat: Chat, *, prompt: bool = False, marks: Marks = ("", "")) -> str:
-        first, messages, values = chat.first_answer(), chat.messages, {}
+        messages, values = chat.messages, {}
+        roles = [message["role"] for message in messages]
+        first = roles.index("assistant") if "assistant" in roles else len(roles)
         if self._opening is not None and first:
             values["head"] = self._opening._render(chat, messages[:first])
             messages = messages[first:]
@@ -440,7 +426,7 @@ class ChatTemplate:
         }
         try:
             return write(self._template, variables, self._limits, marks=marks)
-        except (TooSlowError, TooLargeError, MemoryError):
+        except (TemplateLimitError, MemoryError):
             raise
         except Exception as error:  # a template is untrusted code and may raise anything
             part = "" if len(messages) == len(chat.messages) else f" on messages[:{len(messages)}]"
@@ -456,10 +442,8 @@ def _limits_as_sample_errors(limits: TemplateLimits, chat: Chat) -> Iterator[Non
     try:
         with limited(limits, len(chat.messages)):
             yield
-    except TooSlowError as error:
-        raise SampleError(TOO_SLOW, f"the chat template was stopped: {error}") from None
-    except TooLargeError as error:
-        raise SampleError("template too large", f"the chat template was stopped: {error}") from None
+    except TemplateLimitError as error:
+        raise SampleError(error.reason, f"the chat template was stopped: {error}") from None
 
 
 def _check_complete(chat: Chat, text: str) -> None:

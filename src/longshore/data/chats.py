@@ -53,11 +53,6 @@ class Chat:
             if i >= self.first and message["role"] == "assistant" and message.get("weight") != 0
         ]
 
-    def first_answer(self) -> int:
-        """How many messages come before the assistant's first."""
-        roles = [message["role"] for message in self.messages]
-        return roles.index("assistant") if "assistant" in roles else len(roles)
-
 
 def chat_from(sample: Mapping[str, Any], form: str) -> Chat:
     """The chat in a sample: `messages`, `conversations` (ShareGPT) or `prompt` and `completion`."""
@@ -93,9 +88,8 @@ def _messages(value: object, name: str) -> list[Message]:
     messages = []
     for i, turn in enumerate(_list_of_dicts(value, name)):
         is_sharegpt = turn.get("role") is None and turn.get("from") is not None
-        messages.append(
-            _message(_from_sharegpt(turn, name) if is_sharegpt else turn, f"{name}[{i}]")
-        )
+        message = _from_sharegpt(turn, name) if is_sharegpt else turn
+        messages.append(_message(message, f"{name}[{i}]"))
     return messages
 
 
@@ -115,7 +109,8 @@ def _message(message: Message, where: str) -> Message:
     if calls := _parsed(clean.pop("tool_calls", None)):
         listed = _list_of_dicts(calls, f"{where}.tool_calls")
         clean["tool_calls"] = [_tool_call(call, where) for call in listed]
-    if "content" not in clean and not _may_be_silent(clean):
+    does_more = "tool_calls" in clean or clean.get("reasoning_content")
+    if "content" not in clean and not (clean["role"] == "assistant" and does_more):
         raise SampleError(
             "bad message",
             f"{where}: the content of role {role!r} is null or missing; leave the message out, or "
@@ -123,12 +118,6 @@ def _message(message: Message, where: str) -> Message:
         )
     clean["content"] = _content(clean.get("content", ""), where)
     return clean
-
-
-def _may_be_silent(message: Message) -> bool:
-    """Whether a message may have no content: an assistant that calls tools, or only thinks."""
-    speaks = "tool_calls" in message or message.get("reasoning_content")
-    return message["role"] == "assistant" and bool(speaks)
 
 
 def _content(content: object, where: str) -> str:
@@ -157,10 +146,8 @@ def _from_sharegpt(turn: Message, where: str) -> Message:
     if name == "function_call":
         value = _parsed(turn.get("value"))
         calls = _list_of_dicts(value if isinstance(value, list) else [value], "function_call")
-        return {
-            "role": "assistant",
-            "tool_calls": [{"type": "function", "function": c} for c in calls],
-        }
+        tool_calls = [{"type": "function", "function": call} for call in calls]
+        return {"role": "assistant", "tool_calls": tool_calls}
     if not isinstance(name, str) or name not in SHAREGPT_ROLES:
         raise SampleError(
             "bad message",

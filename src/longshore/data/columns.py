@@ -5,28 +5,19 @@ by its first column, or a SampleError that names all unknown columns. {"messages
 "source": "web"} has the form "messages", and `id` and `source` must be ignored or declared; "*"
 ignores every column that is not used.
 
-Alpaca's `instruction`, `input` and `output` become a chat where the tokenizer has a template: the
-user says the instruction and, a blank line below, the input if there is one. Without a template
-they become a prompt and completion with the headings of the Alpaca paper's prompt. A sample with
-`input_ids` is tokenized already (token_rows.py), and is the only one that needs no tokenizer.
-
-Pairs: a row with a chosen and a rejected answer becomes two sequences that belong together.
-
-In: a row with `chosen` and `rejected`, and perhaps `prompt`, as TRL has them: texts, or lists of
-messages. Out: two samples with `prompt` and `completion`, and the fields `pair`, a number that no
-other row has, and `sign`, 1 for the chosen and −1 for the rejected one. The row
+Pairs: a row with `chosen` and `rejected` answers, and perhaps a `prompt`, as TRL has them, becomes
+two sequences that belong together. The row
 
     {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}
 
 becomes {"prompt": "2 + 2 =", "completion": " 4", "pair": 94…, "sign": 1} and the same with " 5" and
-−1. Where both answers are whole chats, the prompt is what they have in common. Other rows stay as
-they are. The number is a hash of the row, its file's name and its place there, of 52 bits: equal
-rows of several files that are joined have different ones too, and float64 holds it exactly.
+−1; no other row has the same number `pair`.
 """
 
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -58,7 +49,11 @@ def is_pair(sample: Mapping[str, Any], ignore: Sequence[str]) -> bool:
 def sides(
     sample: Mapping[str, Any], ignore: Sequence[str], place: int, *, file: str = ""
 ) -> list[dict[str, Any]]:
-    """The two samples of a pair; a row of another form alone, as it is. place: of the row."""
+    """The two samples of a pair; a row of another form alone, as it is.
+
+    Their number is a hash of 52 bits, which float64 holds exactly, of the row, its file's name and
+    its place there: equal rows of several files have different numbers.
+    """
     if not is_pair(sample, ignore):
         return [dict(sample)]
     others = {k: v for k, v in sample.items() if k not in ("prompt", CHOSEN, REJECTED)}
@@ -85,12 +80,9 @@ def _split(sample: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         )
     if isinstance(prompt, list):
         return prompt, answers
-    # Whole chats, with the prompt as text beside them or not at all.
-    shared = 0
-    for one, other in zip(*answers, strict=False):
-        if one != other:
-            break
-        shared += 1
+    # Whole chats, with the prompt as text beside them or not at all: it is what they share.
+    is_same = (one == other for one, other in zip(*answers, strict=False))
+    shared = sum(1 for _ in takewhile(bool, is_same))
     if shared in (0, len(answers[0]), len(answers[1])):
         raise SampleError(
             "bad message", "chosen and rejected must begin with the same messages, and then differ"
@@ -104,6 +96,10 @@ TOKENS = "input_ids"
 NO_TOKENIZER = "no tokenizer"
 """The reason why a sample of text is rejected where there is no tokenizer."""
 
+LOSS_MASKS = ("completion_mask", "assistant_masks")
+"""Masks of TRL and of transformers' chat templates: 1 at the tokens with a loss."""
+TOKEN_COLUMNS = ("labels", "attention_mask", *LOSS_MASKS, "token_type_ids", "special_tokens_mask")
+
 # The columns of each form: the first names the form, the second tuple may be missing.
 FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "messages": (("messages",), ("tools", "chat_template_kwargs")),
@@ -111,17 +107,7 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "prompt": (("prompt", "completion"), ("tools", "chat_template_kwargs")),
     "instruction": (("instruction", "output"), ("input", "system")),
     "text": (("text",), ()),
-    TOKENS: (
-        (TOKENS,),
-        (
-            "labels",
-            "attention_mask",
-            "completion_mask",
-            "assistant_masks",
-            "token_type_ids",
-            "special_tokens_mask",
-        ),
-    ),
+    TOKENS: ((TOKENS,), TOKEN_COLUMNS),
 }
 COLUMNS = {name for needed, optional in FORMS.values() for name in (*needed, *optional)}
 COLUMNS |= {CHOSEN, REJECTED}
@@ -148,16 +134,18 @@ ALPACA_WITH_INPUT = (
 )
 
 
-def leaves_out(name: str, ignore: Sequence[str], fields: Sequence[Field]) -> bool:
-    """Whether a column can be dropped before its sample is read."""
-    if name in ignore:
-        return True
-    return ALL in ignore and name not in COLUMNS and name not in {field.name for field in fields}
-
-
 def present_columns(sample: Mapping[str, Any]) -> dict[str, Any]:
     """A sample without columns of forms that are null: in a table all rows have all columns."""
     return {n: value for n, value in sample.items() if value is not None or n not in COLUMNS}
+
+
+def without_nulls(value: Any) -> Any:  # noqa: ANN401 - any value of JSON
+    """Removes the nulls that tables add: all objects of a column have the same keys there."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
 
 
 def form_of(columns: Iterable[str], ignore: Sequence[str], fields: Sequence[Field]) -> str:
@@ -271,9 +259,13 @@ def unknown_columns(
 
 
 def from_alpaca(sample: Mapping[str, Any], *, as_chat: bool) -> tuple[dict[str, Any], str]:
-    """A sample with an instruction as a sample of another form, and that form."""
-    instruction, output = _text(sample, "instruction"), _text(sample, "output")
-    given, system = _text(sample, "input"), _text(sample, "system")
+    """A sample with an instruction as a sample of another form, and that form.
+
+    as_chat: where the tokenizer has a template, the user says the instruction and, a blank line
+    below, the input. Otherwise they become a prompt with the headings of the Alpaca paper's.
+    """
+    instruction, output = text_of(sample, "instruction"), text_of(sample, "output")
+    given, system = text_of(sample, "input"), text_of(sample, "system")
     if not instruction:
         raise SampleError("bad message", "its instruction is empty")
     if not output:
@@ -290,7 +282,8 @@ def from_alpaca(sample: Mapping[str, Any], *, as_chat: bool) -> tuple[dict[str, 
     return {"prompt": prompt, "completion": output}, "prompt"
 
 
-def _text(sample: Mapping[str, Any], name: str) -> str:
+def text_of(sample: Mapping[str, Any], name: str) -> str:
+    """A column that must be text; "" for Alpaca's optional ones where they are missing."""
     value = sample.get(name)
     if value is None and name in FORMS["instruction"][1]:
         return ""

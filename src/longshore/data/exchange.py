@@ -1,33 +1,23 @@
 """Exchange: sequences go from the lanes that own them to the lanes that compute them, and back.
 
-In: a plan, which lane owns each sequence, and this lane's own uncut sequences. Out: this lane's
-shards. One uneven all-to-all carries everything; only real tokens are sent, cut and labelled for
-the lane that receives them, and only what the rank's stages read. Both sides know the plan, so
-message sizes are never sent. `ParcelRoutes.cut`, `deliver` and `open_parcels` follow each other,
-and only `deliver` communicates, so that all ranks can agree that the other two worked.
+In: a plan, which lane owns each sequence, and a lane's own uncut sequences: on its first rank or,
+with `everywhere`, on all its ranks. Out: on every rank the shards that its stages read. Three kinds
+of messages carry them; only real tokens are sent, cut and labelled for their receiver. All ranks
+know the plan, so sizes are never sent, and a rank whose stages read no tokens takes no part:
+
+    first rank of a lane  → first rank of each stage      the lane's own sequences, along PP
+    first rank of a stage ↔ the same stage of all lanes   one uneven all-to-all
+    first rank of a stage → its other ranks               the received shards, along TP
 
 A sequence of 7 tokens owned by lane 0 and split over lanes 0 and 1: lane 0 keeps positions 0 1 6
 and sends positions 2 3 4 5 with the token after each: 4 rows of (token, next token, is the next a
-target).
-
-Lane broadcast: every rank of a lane gets the shards that its stages read.
-
-In: the plan, and the sequences that a lane drew: on its first rank or, with `everywhere`, on all.
-Out: on every rank the bytes of its shards. Three kinds of messages carry them, and all sizes follow
-from the plan:
-
-    first rank of a lane  → first rank of each stage      the lane's own sequences, along PP
-    first rank of a stage ↔ the same stage of all lanes   the exchange of sequences
-    first rank of a stage → its other ranks               the received shards, along TP
-
-What a stage does not read is never sent to it, and a rank without tokens takes no part. With 4096
-tokens, pp 4 and no depth, the first rank of the last stage receives 4096 labels and mask values,
-those of the two middle stages nothing.
+target). Only `deliver_in_lane` communicates, so that all ranks can agree before it that preparing
+the messages (`make_lane_parcels`) worked, and after it that reading them (`open_parcels`) did.
 """
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,20 +25,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longshore.data.fields import Field
+from longshore.data.fields import Array, Field
 from longshore.data.pack import Piece, merge
 from longshore.data.shard import (
-    Array,
     Cut,
-    CutSpans,
     Shards,
-    Tokenized,
     cut_shards,
+    cut_spans,
     cut_tokens,
     id_columns,
     mask_columns,
     needed_fields,
 )
+from longshore.data.source import TokenizedSample
 from longshore.distributed.collectives import all_to_all, broadcast
 from longshore.distributed.topology import Groups
 from longshore.plan.layout import StageInputs
@@ -56,23 +45,10 @@ from longshore.plan.shapes import route
 from longshore.plan.types import Plan
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Parcels:
-    """What a rank sends to the other lanes, and how much it receives from them."""
-
-    sent: Tensor
-    """Bytes for all lanes, one lane after the other."""
-    sends: list[int]
-    """How many of them go to each lane."""
-    receives: list[int]
-    """How many bytes come from each lane."""
-
-
 class ParcelRoutes:
     """Which bytes go from a lane to each other lane; they follow from the plan.
 
-    `inputs`, in its methods, is what the rank reads that takes part: the ranks of one stage send
-    each other what this stage needs, and no more.
+    `inputs`, in its methods, is what the ranks of one stage read, and so send each other.
     """
 
     def __init__(
@@ -84,38 +60,29 @@ class ParcelRoutes:
         self.incoming = [routes.get((other, lane), ()) for other in lanes]
 
     def sizes(self, inputs: StageInputs) -> list[int]:
-        """How many bytes this lane sends to each."""
+        """How many bytes this lane sends to each lane."""
         return [self._layout(cuts, inputs).size for cuts in self.outgoing]
 
     def expected(self, inputs: StageInputs) -> "list[ByteLayout]":
-        """What this lane receives from each."""
+        """What this lane receives from each lane."""
         return [self._layout(cuts, inputs) for cuts in self.incoming]
 
-    def cut(self, samples: Mapping[int, Tokenized], inputs: StageInputs) -> Tensor:
-        """The lane's own sequences, by their place in the plan, cut for the lanes that get them."""
-        parts = [
-            _to_bytes(
-                cut_shards(
-                    self.plan, samples, cuts, depths=self.depths, fields=self.fields, inputs=inputs
-                )
+    def cut(self, samples: Mapping[int, TokenizedSample], inputs: StageInputs) -> Tensor:
+        """The lane's own sequences, by index in the plan, cut for the lanes that get them."""
+        parts = [np.empty(0, dtype=np.uint8)]
+        for cuts in filter(None, self.outgoing):
+            shards = cut_shards(
+                self.plan, samples, cuts, depths=self.depths, fields=self.fields, inputs=inputs
             )
-            for cuts in self.outgoing
-            if cuts
-        ]
-        joined = np.concatenate([np.empty(0, dtype=np.uint8), *parts])
+            fields = (*shards.token_fields.values(), *shards.sequence_fields.values())
+            arrays = (shards.ids, shards.mask, *fields)
+            parts += [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]
+        joined = np.concatenate(parts)
         assert len(joined) == sum(self.sizes(inputs))
         return torch.from_numpy(joined)
 
     def _layout(self, cuts: Seq[Cut], inputs: StageInputs) -> "ByteLayout":
         return ByteLayout(self.plan, cuts, self.depths, self.fields, inputs)
-
-
-def deliver(parcels: Parcels, group: ProcessGroup) -> Tensor:
-    """Sends them and returns the received bytes. All lanes of the group call it together.
-
-    `group` orders its ranks by lane.
-    """
-    return all_to_all(parcels.sent, group, sends=parcels.sends, receives=parcels.receives)
 
 
 def open_parcels(expected: "Seq[ByteLayout]", received: Tensor) -> Shards:
@@ -131,7 +98,8 @@ def send_back(
     """Returns a model's outputs for each token to the lane that owns the sequence, in token order.
 
     `pieces` are those of all rounds of this lane (see data/pack.py); `like` has the dtype of their
-    values and, after the first, their dimensions. Returns this lane's own sequences by place.
+    values and, after the first, their dimensions. Returns this lane's own sequences by their index
+    in the plan.
     """
     routes, lane, lanes = route(plan, owners), group.rank(), range(group.size())
     by_sequence: dict[int, list[Piece]] = {}
@@ -147,34 +115,19 @@ def send_back(
         torch.cat([empty, *(values for part in returned for values in part)]),
         group,
         sends=[sum(len(values) for values in part) for part in returned],
-        receives=[int(cut_tokens(plan, cuts).sum()) if cuts else 0 for cuts in awaited],
+        receives=[int(cut_tokens(plan, cuts).sum()) for cuts in awaited],
     )
     return merge(plan, _pieces(plan, [cut for cuts in awaited for cut in cuts], received))
-
-
-def _to_bytes(shards: Shards) -> Array:
-    arrays = [
-        shards.ids,
-        shards.mask,
-        *shards.token_fields.values(),
-        *shards.sequence_fields.values(),
-    ]
-    return np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays])
 
 
 class ByteLayout:
     """How the bytes of some cuts are read back into shards."""
 
     def __init__(
-        self,
-        plan: Plan,
-        cuts: Seq[Cut],
-        depths: int,
-        fields: Seq[Field],
-        inputs: StageInputs,
+        self, plan: Plan, cuts: Seq[Cut], depths: int, fields: Seq[Field], inputs: StageInputs
     ) -> None:
         self.sequences = np.array([cut.sequence for cut in cuts], dtype=np.int64)
-        self.tokens = cut_tokens(plan, cuts) if cuts else np.empty(0, dtype=np.int64)
+        self.tokens = cut_tokens(plan, cuts)
         self.depths, self.inputs = depths, inputs
         rows, needed = int(self.tokens.sum()), needed_fields(fields, inputs)
         self.fields = [f for f in needed if f.per != "sequence"]
@@ -199,47 +152,46 @@ class ByteLayout:
             at += size
         ids, mask, *extra = arrays
         names = [f.name for f in (*self.fields, *self.sequence_fields)]
-        by_name = dict(zip(names, extra, strict=True))
+        by_name = list(zip(names, extra, strict=True))
         return Shards(
             sequences=self.sequences,
             tokens=self.tokens,
             ids=ids,
             mask=mask,
-            token_fields={f.name: by_name[f.name] for f in self.fields},
-            sequence_fields={f.name: by_name[f.name] for f in self.sequence_fields},
+            token_fields=dict(by_name[: len(self.fields)]),
+            sequence_fields=dict(by_name[len(self.fields) :]),
             depths=self.depths,
             inputs=self.inputs,
         )
 
 
 def _joined(parts: Seq[Shards]) -> Shards:
-    def join(arrays: Iterator[Array]) -> Array:
-        return np.concatenate(list(arrays))
+    def join(name: str) -> Array:
+        return np.concatenate([getattr(part, name) for part in parts])
 
-    return Shards(
-        sequences=join(part.sequences for part in parts),
-        tokens=join(part.tokens for part in parts),
-        ids=join(part.ids for part in parts),
-        mask=join(part.mask for part in parts),
-        token_fields={k: join(p.token_fields[k] for p in parts) for k in parts[0].token_fields},
-        sequence_fields={
-            k: join(p.sequence_fields[k] for p in parts) for k in parts[0].sequence_fields
-        },
-        depths=parts[0].depths,
-        inputs=parts[0].inputs,
+    def join_fields(name: str) -> dict[str, Array]:
+        by_part = [getattr(part, name) for part in parts]
+        return {k: np.concatenate([fields[k] for fields in by_part]) for k in by_part[0]}
+
+    return replace(
+        parts[0],
+        sequences=join("sequences"),
+        tokens=join("tokens"),
+        ids=join("ids"),
+        mask=join("mask"),
+        token_fields=join_fields("token_fields"),
+        sequence_fields=join_fields("sequence_fields"),
     )
 
 
 def _pieces(plan: Plan, cuts: Seq[Cut], values: Tensor) -> Iterator[Piece]:
     """Returned values, cut by cut, as pieces of consecutive tokens."""
-    if not cuts:
-        return
-    spans = CutSpans.of(plan, cuts)
+    sequences, _, starts, stops = cut_spans(plan, cuts)
     at = 0
-    for cut, starts, stops in zip(cuts, spans.starts.tolist(), spans.stops.tolist(), strict=True):
-        for start, stop in zip(starts, stops, strict=True):
+    for sequence, *bounds in zip(sequences.tolist(), starts.tolist(), stops.tolist(), strict=True):
+        for start, stop in zip(*bounds, strict=True):
             if stop > start:
-                yield Piece(cut.sequence, start, values[at : at + stop - start])
+                yield Piece(sequence, start, values[at : at + stop - start])
                 at += stop - start
 
 
@@ -247,10 +199,12 @@ def _pieces(plan: Plan, cuts: Seq[Cut], values: Tensor) -> Iterator[Piece]:
 class LaneParcels:
     """What a rank sends and receives until it has its shards; all memory is allocated."""
 
-    parcels: Parcels
-    """For the exchange with other lanes; its bytes are still to come where `is_awaited`."""
+    sent: Tensor
+    """Bytes for all lanes, one lane after the other; still to come where `is_awaited`."""
+    sends: list[int]
+    """How many bytes go to each lane."""
     expected: list[ByteLayout]
-    """How the received bytes are read."""
+    """How the bytes from each lane are read."""
     to_stages: dict[int, Tensor]
     """What the first rank of the lane sends to other pipeline ranks."""
     is_awaited: bool
@@ -263,15 +217,15 @@ class LaneParcels:
 
 def make_lane_parcels(
     routes: ParcelRoutes,
-    samples: Mapping[int, Tokenized],
+    samples: Mapping[int, TokenizedSample],
     groups: Groups,
     stages: Seq[StageInputs],
     *,
     everywhere: bool,
 ) -> LaneParcels:
-    """A rank's part, if its stages read anything. `samples`: what the lane drew, where known.
+    """A rank's part of the exchange, if its stages read anything.
 
-    stages: what each pipeline rank reads.
+    samples: what the lane drew, on the ranks that know it. stages: what each pipeline rank reads.
     """
     mine, tp_rank = groups.pp.rank(), groups.tp.rank()
     inputs = stages[mine]
@@ -279,7 +233,6 @@ def make_lane_parcels(
     is_awaited = not is_cut_here and tp_rank == 0
     sizes, expected = routes.sizes(inputs), routes.expected(inputs)
     sent = routes.cut(samples, inputs) if is_cut_here else _bytes(sum(sizes) if is_awaited else 0)
-    parcels = Parcels(sent, sizes, [layout.size for layout in expected])
     to_stages = {
         other: routes.cut(samples, needed)
         for other, needed in enumerate(stages)
@@ -287,11 +240,12 @@ def make_lane_parcels(
     }
     is_copy = not (is_cut_here or is_awaited)
     return LaneParcels(
-        parcels=parcels,
+        sent=sent,
+        sends=sizes,
         expected=expected,
         to_stages=to_stages,
         is_awaited=is_awaited,
-        copy=_bytes(sum(parcels.receives)) if is_copy else None,
+        copy=_bytes(sum(layout.size for layout in expected)) if is_copy else None,
         is_shared=not everywhere,
     )
 
@@ -301,9 +255,12 @@ def deliver_in_lane(mail: LaneParcels, groups: Groups) -> Tensor:
     for other, message in mail.to_stages.items():
         if len(message):
             dist.send(message, group=groups.pp, group_dst=other)
-    if mail.is_awaited and len(mail.parcels.sent):
-        dist.recv(mail.parcels.sent, group=groups.pp, group_src=0)
-    received = mail.copy if mail.copy is not None else deliver(mail.parcels, groups.lanes)
+    if mail.is_awaited and len(mail.sent):
+        dist.recv(mail.sent, group=groups.pp, group_src=0)
+    received = mail.copy
+    if received is None:
+        receives = [layout.size for layout in mail.expected]
+        received = all_to_all(mail.sent, groups.lanes, sends=mail.sends, receives=receives)
     return broadcast(received, groups.tp) if mail.is_shared and len(received) else received
 
 

@@ -2,17 +2,14 @@
 
 In: what a row holds besides tokens and loss mask. Out: one array for each declared field, or a
 ValueError: it names an undeclared field, a missing one or one of the wrong length. Nothing is
-dropped or cast silently.
-
-With `weight:per_token:float32` and `sample_id:per_sequence:int64` declared, a sequence of three
-tokens may carry
+dropped or cast silently. With `weight:per_token:float32` and `sample_id:per_sequence:int64`
+declared, a sequence of three tokens that carries
 
     {"weight": [0.5, 0.5, 1], "sample_id": 17}
 
-and gets a float32 array of shape (3,) and an int64 array of shape (). A field declared `per_target`
+gets a float32 array of shape (3,) and an int64 array of shape (). A field declared `per_target`
 (advantages, old log-probabilities) has one value for each token too, but belongs to it as a target:
-it is shifted where labels are shifted. Rows of numbers are declared with their shape, as in
-`experts:per_token:int16:4x2`.
+it is shifted where labels are. Rows of numbers have a shape: `experts:per_token:int16:4x2`.
 """
 
 import re

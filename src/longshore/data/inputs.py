@@ -1,45 +1,17 @@
 """Inputs: files of raw samples, cut into ranges that can be read independently.
 
-In: names of JSONL, JSON, Parquet and Arrow files, of folders, or globs (paths.py). Out: ranges, and
-the samples of each with their lines, counted from 1 at the start of the range (how many come before
-it is not known yet).
+In: names of JSONL, JSON, Parquet and Arrow files, of folders (plain, or saved by Hugging Face
+`datasets`), or globs. Out: the files in a fixed order, their ranges, and the samples of each range
+with their lines, counted from 1 at its start (how many come before it is not known yet).
 
 A JSONL file of 10 bytes in ranges of 4, with lines that begin at 0, 3 and 8, gives bytes 0…4 with
 two lines, 4…8 with none and 8…10 with one: a line belongs to the range in which it begins. A range
-of a Parquet or Arrow file is a span of its groups (tables.py), and its lines are rows; one of a
-JSON list is a span of records. A .json file with an object a line is read as JSONL. A compressed
-file is one range (compressed.py), since it can only be read from its start.
+of a JSON list is a span of records, one of a Parquet file some of its row groups, one of an Arrow
+file some of its record batches, and its lines are rows. A .json file with an object a line is read
+as JSONL. A compressed file (.gz, .zst) is one range, since it can only be read from its start.
 
-Paths: from what a user names to the files of samples.
-
-In: files, globs and folders, of plain files or saved by Hugging Face `datasets`. Out: the files,
-each once, in a fixed order: as they are named, those of a folder or a glob sorted by name.
-
-    files_of(["a.jsonl", "b/*.parquet"])     a.jsonl, b/0.parquet, b/1.parquet
-    files_of(["dolly"])                      dolly/data-00000-of-00001.arrow, after save_to_disk
-
-A folder of a DatasetDict has several splits, of which the user names one, dolly/train.
-
-Compressed files, read from their start to their end without unpacking them on disk.
-
-In: the name of a .gz or .zst file. Out: a file object that reads forward only, whose positions are
-those of the unpacked bytes. Of chats.jsonl.gz with 1 GB of text at most some MB are in memory. A
-file that is cut off or damaged is a ValueError with its name at the place of the damage, so its
-rows are never silently fewer. pyarrow unpacks both, with the checksums of gzip and, where the file
-has them, of zstd.
-
-    kind_of("chats.jsonl.gz")          ".jsonl"
-    with open_input("chats.jsonl.gz") as file: file.readline()
-
-JSON lists: the records of a file `[{…}, {…}, …]`, one at a time, whatever the file's size.
-
-In: an open file, and where its first record begins. Out: each record's bytes, located by counting
-brackets outside of strings, so that a broken record does not affect the others. The file
-
-    [{"a": "]"}, 7 ]
-
-has records at bytes 1…11 and 12…15, white space included. At most `limit` bytes of a record are in
-memory; of a longer record only the size is returned.
+An Arrow stream that is cut off between two batches would look like a shorter one: its end mark is
+checked. So are the checksums of Parquet's pages, where its writer added them.
 """
 
 import glob
@@ -48,20 +20,20 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from longshore.data.columns import present_columns
+from longshore.data.columns import present_columns, without_nulls
 from longshore.data.source import SampleError
 from longshore.data.store import INDEX
-from longshore.data.tables import TABLES, count_groups, cut_table, is_table, read_table, too_large
 from longshore.files import parse_json
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 END = 1 << 62
-"""Behind the last unpacked byte, of which nothing is known before all are read."""
+"""Behind the last unpacked byte, whose position is not known before all are read."""
 BUFFER = 1 << 18
 
 
@@ -81,7 +53,11 @@ def open_input(name: str | Path) -> BinaryIO:
 
 
 class UnpackedFile(io.BufferedReader):
-    """The unpacked bytes of a compressed file. `seek` goes forward only, by reading."""
+    """The unpacked bytes of a compressed file. `seek` goes forward only, by reading.
+
+    A file that is cut off or damaged is a ValueError, so its rows are never silently fewer: pyarrow
+    verifies the checksums of gzip and, where the file has them, of zstd.
+    """
 
     def __init__(self, name: str | Path) -> None:
         import pyarrow as pa
@@ -103,20 +79,21 @@ class UnpackedFile(io.BufferedReader):
         return self._packed.tell()
 
     def read(self, size: int | None = -1, /) -> bytes:
-        try:
-            data = super().read(size)
-        except OSError as error:
-            raise self._damaged(error) from None
-        self._at += len(data)
-        return data
+        return self._counted(super().read, size)
 
     def readline(self, size: int | None = -1, /) -> bytes:
+        return self._counted(super().readline, size)
+
+    def _counted(self, read: Callable[[int | None], bytes], size: int | None) -> bytes:
         try:
-            line = super().readline(size)
+            data = read(size)
         except OSError as error:
-            raise self._damaged(error) from None
-        self._at += len(line)
-        return line
+            raise ValueError(
+                f"{self._path}: cannot be unpacked after {self._at:,} bytes ({error}); it is cut "
+                f"off, damaged or not {CODECS[Path(self._path).suffix]}: copy or compress it again"
+            ) from None
+        self._at += len(data)
+        return data
 
     def tell(self) -> int:
         return self._at
@@ -128,26 +105,21 @@ class UnpackedFile(io.BufferedReader):
             pass
         return self._at
 
-    def _damaged(self, error: OSError) -> ValueError:
-        return ValueError(
-            f"{self._path}: cannot be unpacked after {self._at:,} bytes ({error}); it is cut off, "
-            f"damaged or not {CODECS[Path(self._path).suffix]}: copy or compress it again"
-        )
-
 
 JSONL = (".jsonl", ".ndjson")
 JSON = (*JSONL, ".json")
 SUFFIXES = (*JSON, ".parquet")
 """What is taken from a folder."""
 STORE_FILES = (*INDEX, "prepare.work")
-SAVED_SPLITS = "dataset_dict.json"
-SAVED_STATE = "state.json"
-SAVED_INFO = "dataset_info.json"
+SAVED_SPLITS, SAVED_STATE, SAVED_INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 
 
 def files_of(names: Sequence[str | Path]) -> list[Path]:
-    """All files that the names stand for; a file that two of them stand for is refused."""
-    paths = [path for name in names for place in matches(name) for path in _files_at(place)]
+    """All files that the names stand for, in their order; those of a folder or glob are sorted.
+
+    A file that two of the names stand for is refused.
+    """
+    paths = [path for name in names for match in matches(name) for path in _files_at(match)]
     if not paths:
         raise ValueError("no input is given; name files or folders of samples")
     first: dict[Path, Path] = {}
@@ -177,28 +149,32 @@ def has_ending(path: Path, endings: Sequence[str]) -> bool:
     return kind in endings and (kind == path.suffix or kind in JSON)
 
 
-def listed_endings() -> str:
-    return f"{', '.join(SUFFIXES)} or .arrow; those of JSON also with {' or '.join(CODECS)}"
-
-
-def _files_at(place: Path) -> list[Path]:
-    if not place.is_dir():
-        return [place]
-    if (place / SAVED_SPLITS).is_file():
-        raise ValueError(_name_a_split(place))
-    if (place / SAVED_STATE).is_file() and (place / SAVED_INFO).is_file():
-        return _saved_files(place)
-    return _files_in(place)
-
-
-def _name_a_split(folder: Path) -> str:
-    splits = _saved(folder / SAVED_SPLITS).get("splits")
-    if not isinstance(splits, list) or not splits or not all(isinstance(s, str) for s in splits):
-        raise ValueError(f"{folder / SAVED_SPLITS}: is damaged (it lists no splits); save it again")
-    return (
-        f"{folder}: is a DatasetDict with the splits {', '.join(splits)}; name one of them, such "
-        f"as {folder / splits[0]}"
-    )
+def _files_at(path: Path) -> list[Path]:
+    """A file itself, or the files of a folder."""
+    if not path.is_dir():
+        return [path]
+    if (path / SAVED_SPLITS).is_file():
+        splits = _saved(path / SAVED_SPLITS).get("splits")
+        if not isinstance(splits, list) or not splits:
+            file = path / SAVED_SPLITS
+            raise ValueError(f"{file}: is damaged (it lists no splits); save it again")
+        raise ValueError(
+            f"{path}: is a DatasetDict with the splits {', '.join(map(str, splits))}; name one of "
+            f"them, such as {path / str(splits[0])}"
+        )
+    if (path / SAVED_STATE).is_file() and (path / SAVED_INFO).is_file():
+        return _saved_files(path)
+    names = sorted(file.name for file in path.iterdir())
+    if any(is_store_file(name) for name in names):
+        raise ValueError(
+            f"{path}: is a prepared folder without its manifest.json, so it is unfinished or "
+            "damaged; copy it again, or repeat the 'longshore prepare' command that made it, with "
+            "--start-over if that refuses to resume"
+        )
+    inputs = [path / name for name in names if has_ending(Path(name), SUFFIXES)]
+    if not inputs:
+        raise ValueError(f"{path}: the folder has no file ending in {', '.join(SUFFIXES)}")
+    return inputs
 
 
 def _saved_files(folder: Path) -> list[Path]:
@@ -235,20 +211,6 @@ def _saved(path: Path) -> dict[str, object]:
     return data if isinstance(data, dict) else {}
 
 
-def _files_in(folder: Path) -> list[Path]:
-    names = sorted(path.name for path in folder.iterdir())
-    if any(is_store_file(name) for name in names):
-        raise ValueError(
-            f"{folder}: is a prepared folder without its manifest.json, so it is unfinished or "
-            "damaged; copy it again, or repeat the 'longshore prepare' command that made it, with "
-            "--start-over if that refuses to resume"
-        )
-    inputs = [folder / name for name in names if has_ending(Path(name), SUFFIXES)]
-    if not inputs:
-        raise ValueError(f"{folder}: the folder has no file ending in {', '.join(SUFFIXES)}")
-    return inputs
-
-
 def is_store_file(name: str) -> bool:
     """Whether a file is one that only a prepared folder has."""
     return name in STORE_FILES or (name.startswith("shard-") and name.endswith(".arrow"))
@@ -262,25 +224,17 @@ IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 QUOTE, COMMA, LIST_END = b'",]'
 
 
-@dataclass(frozen=True, slots=True)
-class Element:
-    """A record in bytes [start, stop) of the file. text: "" if longer than the limit.
-
-    ended_by: "," or "]", or "" where the bytes end.
-    """
-
-    start: int
-    stop: int
-    text: bytes
-    ended_by: str
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
+Element = tuple[int, int, bytes, str]
+"""Start and stop of a record, its text (b"" above the limit), and "," or "]", or "" at the end."""
 
 
 def read_elements(file: BinaryIO, start: int, stop: int, *, limit: int) -> Iterator[Element]:
-    """The records in bytes [start, stop), where a record begins at `start`; ends after a ]."""
+    """The records of a JSON list in bytes [start, stop), where a record begins at `start`.
+
+    They are located by counting brackets outside of strings, so that a broken record does not
+    affect the others: [{"a": "]"}, 7 ] has records at bytes 1…11 and 12…15, white space included.
+    At most `limit` bytes of a record are in memory.
+    """
     file.seek(start)
     text, begin, at = bytearray(), start, start
     for kind, data, end in _pieces(file, start, stop):
@@ -290,12 +244,12 @@ def read_elements(file: BinaryIO, start: int, stop: int, *, limit: int) -> Itera
             text.clear()
         at = end
         if kind:
-            yield Element(begin, end, bytes(text), kind)
+            yield begin, end, bytes(text), kind
             text.clear()
             begin = at = end + 1
         if kind == "]":
             return
-    yield Element(begin, at, bytes(text), "")
+    yield begin, at, bytes(text), ""
 
 
 def _pieces(file: BinaryIO, start: int, stop: int) -> Iterator[tuple[str, bytes, int]]:
@@ -323,7 +277,7 @@ def _pieces(file: BinaryIO, start: int, stop: int) -> Iterator[tuple[str, bytes,
 
 
 def _skip(chunk: bytes, here: int, depth: int, in_string: bool) -> int:
-    """The next byte that opens, closes or ends something, or the chunk's end."""
+    """Where the next byte is that opens, closes or ends something, or the chunk's end."""
     pattern = IN_STRING if in_string else IN_RECORD if depth else BETWEEN
     match = pattern.match(chunk, here)
     return max(here, match.end()) if match else here
@@ -338,6 +292,180 @@ MAX_BYTES = 1 << 24
 """The default for the most bytes of one sample: text of some four million tokens."""
 
 
+Span = tuple[int, int, int]
+"""The first group, the one behind the last, and the bytes."""
+TABLES = {".parquet": "Parquet", ".arrow": "Arrow"}
+ROWS = 256
+PACKED = 100
+"""Text is packed 3 to 10 times smaller; this often, it is one character again and again."""
+LARGE = 16
+"""How often the largest row fits into such texts that are still read."""
+MAGIC = b"ARROW1"
+END_MARK = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+
+def is_table(name: str) -> bool:
+    return Path(name).suffix in TABLES
+
+
+def count_groups(name: str) -> int:
+    """The number of row groups or record batches."""
+    return sum(1 for _ in _group_sizes(name))
+
+
+def cut_table(name: str, size: int) -> list[Span]:
+    """The file in spans of about `size` bytes."""
+    spans, start, size_so_far, stop = list[Span](), 0, 0, 0
+    for stop, nbytes in enumerate(_group_sizes(name), start=1):
+        size_so_far += nbytes
+        if size_so_far >= size:
+            spans.append((start, stop, size_so_far))
+            start, size_so_far = stop, 0
+    if start < stop:
+        spans.append((start, stop, size_so_far))
+    return spans
+
+
+def _group_sizes(name: str) -> Iterator[int]:
+    if name.endswith(".parquet"):
+        with _parquet(name) as table:
+            about = table.metadata
+            yield from (about.row_group(i).total_byte_size for i in range(about.num_row_groups))
+        return
+    yield from (int(batch.nbytes) for batch in _arrow_batches(name))
+
+
+def read_table(
+    name: str, start: int, stop: int, *, leaves_out: Callable[[str], bool], max_bytes: int
+) -> Iterator[Sample | SampleError]:
+    """The rows of a span; a row of more than `max_bytes` gives an error in its place."""
+    if name.endswith(".parquet"):
+        with _parquet(name) as table:
+            columns = _kept_columns(table.schema_arrow.names, leaves_out, name)
+            groups = list(range(start, stop))
+            _refuse_packed(table.metadata, groups, columns, name=name, max_bytes=max_bytes)
+            batches = table.iter_batches(ROWS, row_groups=groups, columns=columns)
+            yield from _rows(_named_errors(batches, name), max_bytes)
+        return
+    yield from _rows(_arrow_span(name, start, stop, leaves_out), max_bytes)
+
+
+def _refuse_packed(
+    about: Any,  # noqa: ANN401 - pyarrow has no types
+    groups: Sequence[int],
+    columns: Sequence[str],
+    *,
+    name: str,
+    max_bytes: int,
+) -> None:
+    """Refuses texts that a small file says to be huge: no row of them could be read by itself."""
+    for group in map(about.row_group, groups):
+        for column in map(group.column, range(group.num_columns)):
+            packed, unpacked = column.total_compressed_size, column.total_uncompressed_size
+            is_read = column.path_in_schema.partition(".")[0] in columns
+            if not is_read or column.physical_type != "BYTE_ARRAY":
+                continue
+            if unpacked > LARGE * max_bytes and unpacked > PACKED * packed:
+                raise ValueError(
+                    f"{name}: its column {column.path_in_schema} unpacks from {packed:,} to "
+                    f"{unpacked:,} bytes in {group.num_rows:,} rows, far above "
+                    f"data.max_bytes={max_bytes} for one row; leave that text out of the file, or "
+                    "raise the limit"
+                )
+
+
+def _arrow_span(
+    name: str, start: int, stop: int, leaves_out: Callable[[str], bool]
+) -> Iterator[Any]:
+    for number, batch in enumerate(_arrow_batches(name)):
+        if number >= stop:
+            return
+        if number >= start:
+            with _errors_of(name):
+                batch.validate(full=True)
+            yield batch.select(_kept_columns(batch.schema.names, leaves_out, name))
+
+
+def _kept_columns(
+    columns: Sequence[str], leaves_out: Callable[[str], bool], name: str
+) -> list[str]:
+    """The columns to read; of two with one name nobody can tell which one is meant."""
+    kept = [column for column in columns if not leaves_out(column)]
+    if twice := next((column for column in kept if kept.count(column) > 1), None):
+        raise ValueError(
+            f"{name}: has {kept.count(twice)} columns with the name {twice!r}; rename or remove "
+            "all but one"
+        )
+    return kept
+
+
+def _rows(batches: Iterable[Any], limit: int) -> Iterator[Sample | SampleError]:
+    for batch in batches:
+        step = 1 if batch.nbytes > limit else ROWS
+        for first in range(0, batch.num_rows, step):
+            rows = batch.slice(first, step)
+            if step == 1 and rows.nbytes > limit:
+                yield too_large("row", rows.nbytes, limit)
+                continue
+            for row in rows.to_pylist():
+                yield {name: without_nulls(value) for name, value in row.items()}
+
+
+def too_large(what: str, size: int, limit: int) -> SampleError:
+    return SampleError("too large", f"the {what} has {size:,} bytes; the limit is {limit:,}")
+
+
+def _parquet(name: str) -> Any:  # noqa: ANN401 - pyarrow has no types
+    from pyarrow.parquet import ParquetFile
+
+    with _errors_of(name):
+        return ParquetFile(name, page_checksum_verification=True)
+
+
+def _arrow_batches(name: str) -> Iterator[Any]:
+    """Record batches of an Arrow stream, or of an Arrow file with a footer."""
+    import pyarrow as pa
+
+    with _errors_of(name):
+        content = pa.memory_map(name).read_buffer()
+        has_footer = content.slice(0, len(MAGIC)).to_pybytes() == MAGIC
+    if has_footer:
+        with _errors_of(name):
+            file = pa.ipc.open_file(content)
+        yield from _named_errors(map(file.get_batch, range(file.num_record_batches)), name)
+        return
+    if content.size < len(END_MARK) or content.slice(content.size - 8).to_pybytes() != END_MARK:
+        raise ValueError(
+            f"{name}: cannot be read as Arrow (its end mark is missing, so it is cut off, or is no "
+            "Arrow stream); copy or save it again"
+        )
+    with _errors_of(name):
+        stream = pa.ipc.open_stream(content)
+    yield from _named_errors(stream, name)
+
+
+@contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(
+            f"{name}: cannot be read as {TABLES[Path(name).suffix]} ({error})"
+        ) from None
+
+
+def _named_errors(things: Iterable[Any], name: str) -> Iterator[Any]:
+    iterator = iter(things)
+    while True:
+        with _errors_of(name):
+            thing = next(iterator, None)
+        if thing is None:
+            return
+        yield thing
+
+
 @dataclass(frozen=True, slots=True)
 class Input:
     """A file of samples, by the name that the user gave it."""
@@ -347,25 +475,13 @@ class Input:
     mtime_ns: int
 
     @property
-    def is_table(self) -> bool:
-        return is_table(self.name)
-
-    @property
-    def is_compressed(self) -> bool:
-        return is_compressed(self.name)
-
-    @property
     def end(self) -> int:
         """Behind its last byte, unpacked."""
-        return END if self.is_compressed else self.bytes
-
-    @property
-    def unit(self) -> str:
-        """What its samples are called."""
-        return unit_of(self.name)
+        return END if is_compressed(self.name) else self.bytes
 
 
 def unit_of(name: str) -> str:
+    """What the samples of a file are called."""
     return {".parquet": "row", ".arrow": "row", ".json": "record"}.get(kind_of(name), "line")
 
 
@@ -374,15 +490,15 @@ class Range:
     """A part of an input: Parquet row groups, or lines or records in bytes [start, stop)."""
 
     number: int
-    """Over all inputs."""
+    """Counted over all inputs."""
     input: Input
     """The file."""
     start: int
-    """A byte, or a row group."""
+    """The first byte or row group."""
     stop: int
     """Behind the last byte or row group."""
     bytes: int
-    """Its size, for progress."""
+    """The size, for progress."""
 
 
 def find_inputs(names: Sequence[str | Path]) -> tuple[Input, ...]:
@@ -394,7 +510,8 @@ def _input(path: Path) -> Input:
     if not has_ending(path, (*JSON, *TABLES)):
         if not path.exists():
             raise ValueError(f"{path}: there is no such file or folder")
-        raise ValueError(f"{path}: must end in {listed_endings()}; unpack or convert it first")
+        endings = f"{', '.join(SUFFIXES)} or .arrow; those of JSON also with .gz or .zst"
+        raise ValueError(f"{path}: must end in {endings}; unpack or convert it first")
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -410,8 +527,8 @@ def _input(path: Path) -> Input:
 def content_digest(inputs: Sequence[Input], most: int = MOST_HASHED) -> str:
     """Identifies the text of files that may have changed without another size or time.
 
-    All of it up to `most` bytes in total; of more data, each file's even share of that in blocks,
-    spread over the file. So it is cheap, and of large files it misses small changes.
+    It covers all text up to `most` bytes in total; of more data, each file's even share of that in
+    blocks, spread over the file. So it is cheap, and misses small changes of large files.
     """
     digest = hashlib.sha256()
     fits = sum(file.bytes for file in inputs) <= most
@@ -434,14 +551,14 @@ def _check_start(path: Path) -> None:
         if file.read(2) in UTF16:
             raise ValueError(f"{path}: is UTF-16; convert it to UTF-8, such as with iconv")
     with open_input(path) as file:
-        first = _first_byte(file)
+        first, _ = _first_byte(file)
     if kind in JSONL and first == b"[":
         raise ValueError(f"{path}: is one JSON list, not one object per line; rename it to .json")
     if kind in JSONL or first in (b"[", b""):
         return
     with open_input(path) as file:
         line = file.readline(MAX_BYTES).removeprefix(BOM)
-        is_jsonl = isinstance(_value(line), dict) and _first_byte(file)
+        is_jsonl = isinstance(_parse(line), dict) and _first_byte(file)[0]
     if not is_jsonl:
         what = "one JSON object" if first == b"{" else "not a JSON list"
         raise ValueError(
@@ -451,22 +568,18 @@ def _check_start(path: Path) -> None:
         )
 
 
-def _first_byte(file: BinaryIO) -> bytes:
-    """The next byte that is not white space, after a byte order mark."""
-    is_start = file.tell() == 0
+def _first_byte(file: BinaryIO) -> tuple[bytes, int]:
+    """The next byte that is not white space, after a byte order mark, and the position behind it.
+
+    The byte is b"" if there is none.
+    """
+    start = file.tell()
     while chunk := file.read(CHUNK):
-        chunk = chunk.removeprefix(BOM) if is_start else chunk
-        if text := chunk.lstrip():
-            return text[:1]
-        is_start = False
-    return b""
-
-
-def _value(line: bytes) -> Any:  # noqa: ANN401 - any value of JSON
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+        rest = chunk if start else chunk.removeprefix(BOM)
+        if text := rest.lstrip():
+            return text[:1], start + len(chunk) - len(text) + 1
+        start += len(chunk)
+    return b"", start
 
 
 def _list_start(file: Input) -> int | None:
@@ -474,13 +587,8 @@ def _list_start(file: Input) -> int | None:
     if kind_of(file.name) != ".json":
         return None
     with open_input(file.name) as opened:
-        start = 0
-        while chunk := opened.read(CHUNK):
-            rest = chunk.removeprefix(BOM) if not start else chunk
-            if text := rest.lstrip():
-                return start + len(chunk) - len(text) + 1 if text[:1] == b"[" else None
-            start += len(chunk)
-    return None
+        first, start = _first_byte(opened)
+    return start if first == b"[" else None
 
 
 def cut_ranges(inputs: Sequence[Input], size: int) -> tuple[Range, ...]:
@@ -494,24 +602,24 @@ def cut_ranges(inputs: Sequence[Input], size: int) -> tuple[Range, ...]:
 
 def whole_range(file: Input) -> Range:
     """All of an input, uncut."""
-    if file.is_table:
+    if is_table(file.name):
         return Range(0, file, 0, count_groups(file.name), file.bytes)
     return Range(0, file, _list_start(file) or 0, file.end, file.bytes)
 
 
 def _parts(file: Input, size: int) -> list[tuple[int, int, int]]:
-    if file.is_table:
+    """Start, stop and bytes of each range of a file."""
+    if is_table(file.name):
         return cut_table(file.name, size)
-    start = _list_start(file)
-    if file.is_compressed:
-        return [(start or 0, file.end, file.bytes)]
-    return _byte_ranges(file, size) if start is None else _record_spans(file, start, size)
-
-
-def _byte_ranges(file: Input, size: int) -> list[tuple[int, int, int]]:
+    first = _list_start(file)
+    if is_compressed(file.name):
+        return [(first or 0, file.end, file.bytes)]
+    if first is not None:
+        return _record_spans(file, first, size)
     starts = range(0, file.bytes, size)
-    stops = (min(start + size, file.bytes) for start in starts)
-    return [(start, stop, stop - start) for start, stop in zip(starts, stops, strict=True)]
+    return [
+        (start, min(start + size, file.bytes), min(size, file.bytes - start)) for start in starts
+    ]
 
 
 def _record_spans(file: Input, start: int, size: int) -> list[tuple[int, int, int]]:
@@ -519,15 +627,15 @@ def _record_spans(file: Input, start: int, size: int) -> list[tuple[int, int, in
     parts: list[tuple[int, int, int]] = []
     number, first, stop = 0, start, start
     with open(file.name, "rb") as opened:
-        for number, part in enumerate(read_elements(opened, start, file.bytes, limit=0), start=1):
-            stop = part.stop
-            if not part.ended_by:
-                raise _not_closed(file, number, part.start)
+        elements = read_elements(opened, start, file.bytes, limit=0)
+        for number, (begin, stop, _, ended_by) in enumerate(elements, start=1):
+            if not ended_by:
+                raise _not_closed(file, number, begin)
             if stop - first >= size:
                 parts.append((first, stop, stop - first))
                 first = stop + 1
         opened.seek(stop + 1)
-        if _first_byte(opened):
+        if _first_byte(opened)[0]:
             raise _more_text(file, stop + 1)
         opened.seek(start)
         is_empty = number == 1 and not opened.read(min(stop - start, CHUNK)).strip()
@@ -550,61 +658,48 @@ def _more_text(file: Input, at: int) -> ValueError:
     )
 
 
-@dataclass(slots=True)
-class PackedBytes:
-    """How much of a compressed file is read, while it is."""
-
-    read: int = 0
-
-
-def _keep_all(name: str) -> bool:
-    return False
-
-
 def read_range(
     part: Range,
     *,
-    leaves_out: Callable[[str], bool] = _keep_all,
+    leaves_out: Callable[[str], bool] = lambda name: False,
     max_bytes: int = MAX_BYTES,
-    packed: PackedBytes | None = None,
+    on_packed: Callable[[int], None] = lambda nbytes: None,
 ) -> Iterator[tuple[int, Sample | SampleError]]:
     """The samples of a range with their lines; a line that is no sample gives its error.
 
-    Blank lines count as lines, but are left out.
-    One of more than `max_bytes` is an error too, and is neither parsed nor read into memory; a row
-    of a table is read, because its page is, but stays as bytes.
-    packed: gets how much of a compressed file is read.
+    Blank lines count as lines, but are left out. A line of more than `max_bytes` is an error too,
+    and is neither parsed nor read into memory; a row of a table is read, because its page is, but
+    stays as bytes. on_packed: called with how much of a compressed file is read.
     """
-    if part.input.is_table:
-        rows: Iterator[Sample | SampleError | None] = read_table(
+    rows: Iterator[Sample | SampleError | None]
+    if is_table(part.input.name):
+        rows = read_table(
             part.input.name, part.start, part.stop, leaves_out=leaves_out, max_bytes=max_bytes
         )
     elif _list_start(part.input) is None:
-        rows = map(_parse_line, _lines(part, max_bytes, packed))
+        rows = map(_parse_line, _lines(part, max_bytes, on_packed))
     else:
-        rows = map(_parse, _records(part, max_bytes, packed))
+        rows = map(_parse, _records(part, max_bytes, on_packed))
     for line, row in enumerate(rows, start=1):
         if row is not None:
             yield line, row if isinstance(row, SampleError) else present_columns(row)
 
 
-def _lines(part: Range, limit: int, packed: PackedBytes | None) -> Iterator[bytes | SampleError]:
+def _lines(
+    part: Range, limit: int, on_packed: Callable[[int], None]
+) -> Iterator[bytes | SampleError]:
     with open_input(part.input.name) as file:
         if part.start:
             file.seek(part.start - 1)
             _skip_line(file, part.stop)  # the rest of a line that begins before this range
         while (at := file.tell()) < part.stop and (line := file.readline(limit + 1)):
-            _count(packed, file)
+            if isinstance(file, UnpackedFile):
+                on_packed(file.packed)
             if len(line) > limit:
                 rest = 0 if line.endswith(b"\n") else _skip_line(file, part.input.end)
                 yield too_large("line", len(line) + rest, limit)
             else:
                 yield line if at else line.removeprefix(BOM)
-
-
-def _count(packed: PackedBytes | None, file: BinaryIO) -> None:
-    if packed is not None and isinstance(file, UnpackedFile):
-        packed.read = file.packed
 
 
 def _skip_line(file: BinaryIO, stop: int) -> int:
@@ -617,22 +712,26 @@ def _skip_line(file: BinaryIO, stop: int) -> int:
     return skipped
 
 
-def _records(part: Range, limit: int, packed: PackedBytes | None) -> Iterator[bytes | SampleError]:
+def _records(
+    part: Range, limit: int, on_packed: Callable[[int], None]
+) -> Iterator[bytes | SampleError]:
+    stop = 0
     with open_input(part.input.name) as file:
         elements = read_elements(file, part.start, part.stop, limit=limit)
-        for number, record in enumerate(elements, start=1):
-            _count(packed, file)
-            if part.input.is_compressed and not record.ended_by:  # others are checked when cut
-                raise _not_closed(part.input, number, record.start)
-            is_large = record.size > limit
-            if number == 1 and record.ended_by == "]" and not (is_large or record.text.strip()):
+        for number, (start, stop, text, ended_by) in enumerate(elements, start=1):
+            if isinstance(file, UnpackedFile):
+                on_packed(file.packed)
+                if not ended_by:  # other files are checked when they are cut
+                    raise _not_closed(part.input, number, start)
+            is_large = stop - start > limit
+            if number == 1 and ended_by == "]" and not (is_large or text.strip()):
                 continue  # an empty list
-            yield too_large("record", record.size, limit) if is_large else record.text
-    if part.input.is_compressed:
+            yield too_large("record", stop - start, limit) if is_large else text
+    if is_compressed(part.input.name):
         with open_input(part.input.name) as again:
-            again.seek(record.stop + 1)
-            if _first_byte(again):
-                raise _more_text(part.input, record.stop + 1)
+            again.seek(stop + 1)
+            if _first_byte(again)[0]:
+                raise _more_text(part.input, stop + 1)
 
 
 def _parse_line(line: bytes | SampleError) -> Sample | SampleError | None:

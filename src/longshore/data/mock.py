@@ -1,29 +1,26 @@
 """Mock data: sequences with chosen lengths and a content that can be learned.
 
 In: where the lengths come from, how many sequences, a vocabulary size, a seed. Out: an indexed
-source that stores only the lengths and generates the tokens of a sequence on access.
+source that stores only the lengths and generates the tokens of a sequence on access. The keys are
+Megatron's:
 
-    {"mode": "file", "path": "lengths.csv"}
+    {"mode": "file", "path": "lengths.csv"}        one length a line, again from the top at its end
     {"mode": "distribution", "type": "lognormal", "min_seq_len": 16, "max_seq_len": 65536,
      "mean_seq_len": 2048, "lognormal_sigma": 1.1}
     {"mode": "distribution", "type": "uniform", "min_seq_len": 16, "max_seq_len": 4096}
     {"mode": "distribution", "type": "fixed", "mean_seq_len": 1024}
 
-A file has one length a line (plan/lengths_file.py) and starts again from the top when more
-sequences are wanted than it has lines. `mean_seq_len` is the mean before clipping: a lognormal of
-mean 2048 and sigma 1.1 has median 2048·exp(−1.1²/2) = 1118. The keys are Megatron's.
+`mean_seq_len` is the mean before clipping: the lognormal's median is 2048·exp(−1.1²/2) = 1118.
 
-Content: a sequence counts upwards in steps of its own, 1 to 4, over the first 64 ids (fewer in a
-smaller vocabulary), with one token in 16 replaced by any id: 7 9 11 13 98 17 19 … So a model soon
-learns the 64 ids, then the next four candidates, then to read the step from the tokens before.
-Every token but the first is a target.
+A sequence counts upwards in steps of its own, 1 to 4, over the first 64 ids (fewer in a smaller
+vocabulary), with one token in 16 replaced by any id: 7 9 11 13 98 17 19 … So a model soon learns
+the ids, then the next four candidates, then to read the step from the tokens before.
 """
 
 import hashlib
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,47 +30,35 @@ from longshore.data.fields import Field
 from longshore.data.source import Ints, TokenizedSample, checked_index
 from longshore.plan.lengths_file import read_lengths
 
-IDS = 64
-STEPS = 4
-NOISE = 16
+IDS, STEPS, NOISE = 64, 4, 16
 LARGEST_SEED = 2**63 - 1
 
-Draw = Callable[["Distribution", np.random.Generator, int], NDArray[np.float64]]
+Draw = Callable[[Mapping[str, Any], np.random.Generator, int], NDArray[np.float64]]
+"""Draws a number of lengths; takes the keys of its type."""
 
 
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """Lengths to draw; each type uses some of the numbers, the others are 0."""
-
-    draw: Draw
-    """The function of its type."""
-    min_seq_len: int = 1
-    """Shorter draws are clipped to this."""
-    max_seq_len: int = 0
-    """Longer draws are clipped to this."""
-    mean_seq_len: float = 0.0
-    """The mean before clipping, or the fixed length."""
-    lognormal_sigma: float = 0.0
-    """The standard deviation of the length's logarithm."""
-
-
-def _lognormal(d: Distribution, random: np.random.Generator, count: int) -> NDArray[np.float64]:
-    median = math.log(d.mean_seq_len) - d.lognormal_sigma**2 / 2
+def _lognormal(
+    keys: Mapping[str, Any], random: np.random.Generator, count: int
+) -> NDArray[np.float64]:
+    sigma = keys["lognormal_sigma"]
+    median = math.log(keys["mean_seq_len"]) - sigma**2 / 2
     with np.errstate(over="ignore"):
-        drawn = np.exp(median + d.lognormal_sigma * random.standard_normal(count))
-    return np.clip(np.rint(drawn), d.min_seq_len, d.max_seq_len)
+        drawn = np.exp(median + sigma * random.standard_normal(count))
+    return np.asarray(np.clip(np.rint(drawn), keys["min_seq_len"], keys["max_seq_len"]))
 
 
-def _uniform(d: Distribution, random: np.random.Generator, count: int) -> NDArray[np.float64]:
-    span = d.max_seq_len - d.min_seq_len + 1
+def _uniform(
+    keys: Mapping[str, Any], random: np.random.Generator, count: int
+) -> NDArray[np.float64]:
+    least = keys["min_seq_len"]
     # NumPy keeps the raw bits of a generator stable over versions, but not its distributions.
     bits: NDArray[np.uint64] = random.bit_generator.random_raw(count)
     uniform: NDArray[np.float64] = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return d.min_seq_len + np.floor(uniform * span)
+    return np.asarray(least + np.floor(uniform * (keys["max_seq_len"] - least + 1)))
 
 
-def _fixed(d: Distribution, random: np.random.Generator, count: int) -> NDArray[np.float64]:
-    return np.full(count, d.mean_seq_len)
+def _fixed(keys: Mapping[str, Any], random: np.random.Generator, count: int) -> NDArray[np.float64]:
+    return np.full(count, keys["mean_seq_len"], dtype=np.float64)
 
 
 TYPES: dict[str, tuple[Draw, tuple[str, ...]]] = {
@@ -99,7 +84,7 @@ class MockSource:
 
     @property
     def digest(self) -> str:
-        """Of all that decides the tokens."""
+        """Identifies all that decides the tokens."""
         about = f"mock {self._vocab_size} {self._seed} ".encode()
         return hashlib.sha256(about + self.lengths.tobytes()).hexdigest()
 
@@ -132,43 +117,43 @@ def mock_lengths(config: Mapping[str, Any], *, count: int | None, seed: int) -> 
     if mode == "distribution":
         if count is None:
             raise ValueError("a distribution needs data.count, the number of sequences to draw")
-        distribution = parse_distribution(config)
+        draw, keys = _parse_distribution(config)
         random = np.random.Generator(np.random.Philox(key=seed))
-        return distribution.draw(distribution, random, count).astype(np.int64)
+        return draw(keys, random, count).astype(np.int64)
     raise ValueError(f"mode is {mode!r}; it must be 'file' or 'distribution'")
 
 
-def parse_distribution(config: Mapping[str, Any]) -> Distribution:
-    """A distribution from its configuration: just the keys that its type reads."""
+def _parse_distribution(config: Mapping[str, Any]) -> tuple[Draw, dict[str, Any]]:
+    """What draws the lengths, and the keys that it reads, checked; others are refused."""
     kind = config.get("type")
     if not isinstance(kind, str) or kind not in TYPES:
         raise ValueError(f"type is {kind!r}; it must be one of {', '.join(TYPES)}")
-    draw, keys = TYPES[kind]
-    _check_keys(config, ("mode", "type", *keys), f"type {kind!r}")
-    values: dict[str, Any] = {}
-    for key in keys:
-        if key in ("min_seq_len", "max_seq_len") or kind == "fixed":
-            values[key] = _whole(config[key], key, least=1, most=2**40)
+    draw, names = TYPES[kind]
+    _check_keys(config, ("mode", "type", *names), f"type {kind!r}")
+    keys: dict[str, Any] = {}
+    for name in names:
+        if name in ("min_seq_len", "max_seq_len") or kind == "fixed":
+            keys[name] = _whole(config[name], name, least=1, most=2**40)
         else:
-            values[key] = _number(config[key], key)
-    distribution = Distribution(draw, **values)
-    if "min_seq_len" in values and distribution.min_seq_len > distribution.max_seq_len:
+            keys[name] = _number(config[name], name)
+    if "min_seq_len" in keys and keys["min_seq_len"] > keys["max_seq_len"]:
         raise ValueError(
-            f"min_seq_len is {distribution.min_seq_len}; it must be at most max_seq_len, which is "
-            f"{distribution.max_seq_len}"
+            f"min_seq_len is {keys['min_seq_len']}; it must be at most max_seq_len, which is "
+            f"{keys['max_seq_len']}"
         )
-    if kind == "lognormal" and distribution.mean_seq_len <= 0:
-        raise ValueError(f"mean_seq_len is {distribution.mean_seq_len}; it must be > 0")
-    return distribution
+    if kind == "lognormal" and keys["mean_seq_len"] <= 0:
+        raise ValueError(f"mean_seq_len is {keys['mean_seq_len']}; it must be > 0")
+    return draw, keys
 
 
 def _check_keys(config: Mapping[str, Any], keys: tuple[str, ...], what: str) -> None:
+    takes = ", ".join(keys)
     for key in config:
         if key not in keys:
-            raise ValueError(f"unknown key {key!r} for {what}; it takes {', '.join(keys)}")
+            raise ValueError(f"unknown key {key!r} for {what}; it takes {takes}")
     for key in keys:
         if key not in config:
-            raise ValueError(f"{key!r} is missing; {what} takes {', '.join(keys)}")
+            raise ValueError(f"{key!r} is missing; {what} takes {takes}")
 
 
 def _whole(value: object, name: str, *, least: int, most: int) -> int:

@@ -1,34 +1,18 @@
 """Pack and unpack: a lane's shards become micro-batches, and a model's outputs become sequences.
 
-`pack_step`. In: a plan, a lane, its shards (see data/shard.py) and the step's counts. Out: one
-MicroBatch for each round, with padding, buckets and empty packs as plan/shapes.py defines them. No
-process, no device, no randomness. Lane 0 of two holds positions 0 1 6 of tokens [5 6 7 8 9 4 3] at
+`pack_step`: a plan, a lane, its shards (data/shard.py) and the step's counts become one MicroBatch
+for each round, with padding, buckets and empty packs as plan/shapes.py defines them. Its context
+(`lane_context`) follows from the plan alone, so every rank of a lane computes it by itself. No
+process, no device, no randomness. Lane 0 of two has positions 0 1 6 of tokens [5 6 7 8 9 4 3] at
 CP size 2, padded to 8:
 
     token_ids  5 6 3 0        labels  6 7 −100 −100        positions  0 1 6 7
 
-`unpack` and `merge`. In: a lane's outputs (T, …), one row a token, and the context of its
-micro-batch. Out: for each sequence its values (length, …), in order and without padding. The
-sequence above comes back in three pieces: positions 0…2 and 6…7 from lane 0, 2…6 from lane 1, whose
-two chunks are adjacent.
+`pack_lane` does the same for a controller that owns all sequences of a step.
 
-The SeqContext of a lane in a round, from the plan alone.
-
-In: a plan, a round, a lane, the bucket sizes. Out: boundaries, positions and CP groups of the
-lane's packs, padding included. It reads no data, so every rank of a lane computes it by itself.
-
-Two lanes of capacity 8 with align 8: a sequence of 7 tokens at CP size 2 gives lane 0 positions
-0 1 6 7; a second of 3 tokens at CP size 1 beside it fills rows 4 to 6, and one row of padding makes
-8. The packs are rows 0…4 with padded boundaries (0, 8), and rows 4…8 with (0, 3, 4).
-
-For a controller that owns all sequences of a step: a lane's micro-batches, without any ranks.
-
-In: a plan and all its sequences, in the plan's order. Out: the MicroBatches of one lane, with the
-counts of the whole step. An RL controller calls it once for each lane and sends the results to the
-workers; `unpack` and `merge` (data/pack.py) bring their outputs back to the rows.
-
-Two sequences of 3 and 5 tokens in one pack of lane 0: one micro-batch of 8 tokens, whose counts are
-6 labels, 8 tokens and 2 sequences; other lanes have counts of the same step, and other tokens.
+`unpack` and `merge`: a lane's outputs (T, …), one row a token, become each sequence's values
+(length, …), in order and without padding. The sequence above comes back in three pieces: positions
+0…2 and 6…7 from lane 0, 2…6 from lane 1, whose two chunks are adjacent.
 """
 
 from collections.abc import Iterable
@@ -53,9 +37,8 @@ from longshore.batch import (
     Targets,
     Zigzag,
 )
-from longshore.data.fields import Field
+from longshore.data.fields import Array, Field
 from longshore.data.shard import (
-    Array,
     Shards,
     count_targets,
     cut_shards,
@@ -63,11 +46,9 @@ from longshore.data.shard import (
     id_columns,
     lane_cuts,
     mask_columns,
-    needed_fields,
 )
 from longshore.data.source import TokenizedSample
 from longshore.plan.cost import Ints
-from longshore.plan.layout import StageInputs
 from longshore.plan.shapes import (
     chunk_pair,
     lane_packs,
@@ -91,20 +72,25 @@ def lane_context(
     tables: Seq[TableMaker] = (),
     max_sequences: int = 0,
 ) -> SeqContext:
-    """Boundaries, positions and CP groups of one lane in round `number`.
+    """Boundaries, positions and CP groups of one lane in round `number`, padding included.
 
-    tables: what makes the tables of each pack's boundaries that the model needs. max_sequences: of
-    CUDA graphs; the boundaries of a whole pack with no more sequences are padded to so many.
+    tables: make the tables of each pack's boundaries that the model needs. max_sequences: CUDA
+    graphs need boundaries of this size; those of a pack with fewer sequences, alone in its
+    micro-batch, are padded to it.
+
+    Two lanes with align 8: a sequence of 7 tokens at CP size 2 gives lane 0 positions 0 1 6 7; one
+    of 3 tokens at CP size 1 fills rows 4 to 6, and one row of padding makes 8. The packs are rows
+    0…4 with padded boundaries (0, 8), and rows 4…8 with (0, 3, 4).
     """
     tokens = lane_tokens(plan, number, lane, buckets=buckets)
     drafts = _drafts(plan, number, lane, tokens)
-    places = tuple(place for draft in drafts for place in draft.sequences)
+    sequences = tuple(index for draft in drafts for index in draft.sequences)
     lengths = np.concatenate([draft.lengths for draft in drafts])
     local_lengths = np.concatenate([draft.padded // draft.group.cp_size for draft in drafts])
     positions = np.concatenate([draft.positions() for draft in drafts])
-    sequence = np.repeat(np.arange(len(lengths), dtype=np.int64), local_lengths)
+    sequence_index = np.repeat(np.arange(len(lengths), dtype=np.int64), local_lengths)
     is_real = positions < np.repeat(lengths, local_lengths)
-    sequence[~is_real] = len(places)
+    sequence_index[~is_real] = len(sequences)
     packs = _packs(drafts, max_sequences)
     for pack in packs:
         for make_tables in tables:
@@ -113,10 +99,10 @@ def lane_context(
         tokens=tokens,
         real_tokens=int(np.count_nonzero(is_real)),
         positions=torch.from_numpy(positions),
-        sequence_index=torch.from_numpy(sequence),
+        sequence_index=torch.from_numpy(sequence_index),
         is_real=torch.from_numpy(is_real),
-        lengths=torch.tensor([*lengths[: len(places)].tolist(), 1]),
-        sequences=places,
+        lengths=torch.tensor([*lengths[: len(sequences)].tolist(), 1]),
+        sequences=sequences,
         packs=packs,
     )
 
@@ -205,7 +191,7 @@ def _zigzag(padded: Ints, group: CPGroup) -> Zigzag:
 
 
 def _boundaries(lengths: Ints, sequences: int = 0) -> Boundaries:
-    """sequences: so many in all, the last of them empty, with tables of a fixed size; 0: as is."""
+    """sequences: the number to pad to with empty ones, for tables of a fixed size; 0: none."""
     offsets = np.zeros(max(len(lengths), sequences) + 1, dtype=np.int32)
     offsets[1:] = lengths.sum()
     np.cumsum(lengths, out=offsets[1 : len(lengths) + 1])
@@ -230,8 +216,8 @@ def pack_step(
 ) -> list[MicroBatch]:
     """The lane's micro-batches of a step. `shards` may come in any order, each sequence once.
 
-    tables: what makes the tables of each pack's boundaries that the model needs. max_sequences: of
-    CUDA graphs, see data/pack.py.
+    tables: make the tables of each pack's boundaries that the model needs. max_sequences: what
+    CUDA graphs pad the boundaries of a pack to; 0 without graphs.
     """
     if not len(counts.mtp) == len(counts.mtp_tokens) == shards.depths:
         raise ValueError(
@@ -248,7 +234,7 @@ def pack_step(
         ctx = lane_context(
             plan, number, lane, buckets=buckets, tables=tables, max_sequences=max_sequences
         )
-        cuts = np.array([cut_of[place] for place in ctx.sequences], dtype=np.int64)
+        cuts = np.array([cut_of[index] for index in ctx.sequences], dtype=np.int64)
         rows = _CutRows(shards, ctx, cuts)
         batches.append(
             MicroBatch(
@@ -262,76 +248,45 @@ def pack_step(
                 mtp=_depths(rows, pad_id),
                 token_fields={k: rows.spread(v, 0) for k, v in shards.token_fields.items()},
                 sequence_fields={
-                    k: _with_padding(v[cuts]) for k, v in shards.sequence_fields.items()
+                    # With a row of 0 at the end, for padding.
+                    k: torch.from_numpy(np.pad(v[cuts], ((0, 1), *((0, 0),) * (v.ndim - 1))))
+                    for k, v in shards.sequence_fields.items()
                 },
             )
         )
     return batches
 
 
-@dataclass(frozen=True, slots=True)
-class LaneShape:
-    """What, besides the plan, decides the shapes of a lane's micro-batches."""
-
-    lane: int
-    """The lane, from 0."""
-    depths: int
-    """Of multi-token prediction."""
-    fields: tuple[Field, ...]
-    """Extra fields of tokens and sequences."""
-    buckets: tuple[int, ...]
-    """Token totals that a lane's micro-batch is rounded up to."""
-    tables: tuple[TableMaker, ...] = ()
-    """What makes the tables of each pack that the model needs."""
-
-
-def zero_batches(
-    plan: Plan, shape: LaneShape, counts: Counts, inputs: StageInputs
+def context_batches(
+    plan: Plan,
+    lane: int,
+    *,
+    counts: Counts,
+    buckets: Seq[int] = (),
+    tables: Seq[TableMaker] = (),
 ) -> list[MicroBatch]:
-    """Micro-batches of the shapes that pack_step gives, from the plan alone, filled with zeros."""
-    return [_zero_batch(plan, number, shape, counts, inputs) for number in range(len(plan.rounds))]
-
-
-def _zero_batch(
-    plan: Plan, number: int, shape: LaneShape, counts: Counts, inputs: StageInputs
-) -> MicroBatch:
-    ctx = lane_context(plan, number, shape.lane, buckets=shape.buckets, tables=shape.tables)
-    depths = shape.depths if inputs.depth_ids or inputs.depth_targets else 0
-
-    def ids(needed: bool) -> Tensor | None:
-        return torch.zeros(ctx.tokens, dtype=torch.int64) if needed else None
-
-    def targets(needed: bool) -> Targets | None:
-        labels = ids(needed)
-        mask = torch.zeros(ctx.tokens, dtype=torch.bool)
-        return None if labels is None else Targets(labels, mask)
-
-    token_fields, sequence_fields = dict[str, Tensor](), dict[str, Tensor]()
-    for field in needed_fields(shape.fields, inputs):
-        per_sequence = field.per == "sequence"
-        rows = len(ctx.sequences) + 1 if per_sequence else ctx.tokens
-        values = torch.zeros((rows, *field.shape), dtype=getattr(torch, field.dtype))
-        (sequence_fields if per_sequence else token_fields)[field.name] = values
-    return MicroBatch(
-        lane=shape.lane,
-        round=number,
-        rounds=len(plan.rounds),
-        ctx=ctx,
-        counts=counts,
-        token_ids=ids(inputs.token_ids),
-        targets=targets(inputs.targets),
-        mtp=tuple(
-            Depth(ids(inputs.depth_ids), targets(inputs.depth_targets)) for _ in range(depths)
-        ),
-        token_fields=token_fields,
-        sequence_fields=sequence_fields,
-    )
+    """Micro-batches for a rank whose stages read no data: the contexts, from the plan alone."""
+    return [
+        MicroBatch(
+            lane=lane,
+            round=number,
+            rounds=len(plan.rounds),
+            ctx=lane_context(plan, number, lane, buckets=buckets, tables=tables),
+            counts=counts,
+            token_ids=None,
+            targets=None,
+            mtp=(),
+            token_fields={},
+            sequence_fields={},
+        )
+        for number in range(len(plan.rounds))
+    ]
 
 
 def _cut_of_sequence(plan: Plan, lane: int, shards: Shards) -> dict[int, int]:
     """For each sequence of the lane the number of its cut among the shards; all must be there."""
     cuts = lane_cuts(plan, lane)
-    cut_of = {place: number for number, place in enumerate(shards.sequences.tolist())}
+    cut_of = {index: number for number, index in enumerate(shards.sequences.tolist())}
     if len(cut_of) < len(shards.sequences):
         raise ValueError(f"lane {lane}: the shards have a sequence twice; give each once")
     planned = {cut.sequence for cut in cuts}
@@ -372,14 +327,14 @@ class _CutRows:
         return torch.from_numpy(out)
 
     def ids(self, ahead: int, *, past: int) -> Tensor:
-        """The ids so many tokens ahead, int64 (T), with `past` at padding and past the end."""
+        """The ids `ahead` tokens ahead, int64 (T), with `past` at padding and past the end."""
         out = np.full(self.tokens, past, dtype=np.int64)
         ids = self.shards.ids[self.rows, self.id_columns.index(ahead)]
         out[self.real] = np.where(ids < 0, past, ids) if ahead else ids
         return torch.from_numpy(out)
 
     def targets(self, depth: int) -> Targets:
-        """Those of a depth, 0 for the main loss: labels are depth + 1 tokens ahead."""
+        """Targets of a depth, 0 for the main loss: labels are depth + 1 tokens ahead."""
         mask = self.shards.mask[:, self.mask_columns.index(depth)]
         return Targets(self.ids(depth + 1, past=IGNORE), self.spread(mask, False))
 
@@ -405,18 +360,11 @@ def _depths(rows: _CutRows, pad_id: int) -> tuple[Depth, ...]:
     )
 
 
-def _with_padding(values: Array) -> Tensor:
-    """The values with a row of 0 at the end, for padding."""
-    out = np.zeros((len(values) + 1, *values.shape[1:]), dtype=values.dtype)
-    out[:-1] = values
-    return torch.from_numpy(out)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
     """Values of consecutive tokens of one sequence, from position `start` on.
 
-    `sequence` is its place in the plan; `values` is a view of the tensor that was unpacked.
+    `sequence` is its index in the plan; `values` is a view of the tensor that was unpacked.
     """
 
     sequence: int
@@ -439,7 +387,7 @@ def unpack(ctx: SeqContext, values: Tensor) -> list[Piece]:
 
 
 def merge(plan: Plan, pieces: Iterable[Piece]) -> dict[int, Tensor]:
-    """Every sequence's values (length, …) by its place in the plan, from the pieces of all lanes.
+    """Every sequence's values (length, …) by its index in the plan, from the pieces of all lanes.
 
     Pieces may come in any order, of all sequences or of some; each of those must be complete.
     """
@@ -499,9 +447,11 @@ def pack_lane(
     depths: int = 0,
     pad_id: int = 0,
 ) -> list[MicroBatch]:
-    """A lane's micro-batches, one for each round. samples: of the whole plan, in its order.
+    """A lane's micro-batches, one for each round, for a controller that has all sequences.
 
-    fields: what the samples carry besides tokens. depths: of multi-token prediction.
+    An RL controller calls it once for each lane and sends the results to the workers; `unpack` and
+    `merge` bring their outputs back. samples: all of the plan, in its order. fields: what they
+    carry besides tokens. depths: how many modules of multi-token prediction the model has.
     """
     if len(samples) != len(plan.sequences):
         raise ValueError(

@@ -9,44 +9,12 @@ give a store of two sequences and
 
 The inputs are cut into ranges that depend on their sizes alone, never on the number of workers.
 Each range becomes one shard: a worker writes the shard, then a record that the range is done, each
-to a temporary file that is synced and renamed, so that a file is complete or absent. A rerun does
-the ranges without a record (prepare_job.py). After the last one the index, rejected.jsonl and
-finally the manifest are written, and the records are removed. The bytes are the same after any
-number of kills.
-
-The cached store of chats.jsonl is CACHE/chats-1f3a…: the name has a digest of all that decides the
-content, so the same settings find the store again and other settings get another folder.
-
-With workers > 1 processes are spawned: a script that calls this needs `if __name__ == "__main__"`.
-
-A pool of worker processes that end with their parent, even if it is killed.
-
-In: a function that each worker calls once (to load what it needs) and that returns the function for
-one task; the tasks. Out: each task when it is done, in the order of completion. With three tasks
-and two workers, two run at once and the first to finish takes the third. An error in a worker is
-raised here, and the other workers are stopped; a killed worker is an error too, not a hang. A task
-may tell how far it is: its function then yields numbers, which go to `on_part`.
-
-Workers do not import the script that runs: one that builds a Trainer at its top level, without
-`if __name__ == "__main__"`, would train again in each of them. So what they call stands in modules.
-
-Progress of `prepare`, for people: a bar on a terminal, or a line for each tenth.
-
-In: how many bytes of how many are read, again and again. Out: text on a stream:
-
-    prepared 10 % of 812.4 MB
-
-The highest token id of a prepared folder, and the row that has it.
-
-In: what `prepare` wrote into the manifest. Out: an error before the first step where a model has
-fewer token ids. With "highest_token": {"id": 300, "file": "rows.jsonl", "line": 12} a model of 256
-ids is refused:
-
-    rows.jsonl line 12 has the token id 300, but the model knows only 0 to 255; …
+to a temporary file that is synced and renamed. A rerun does the ranges without a record
+(prepare_job.py). After the last one the index, rejected.jsonl and finally the manifest are written,
+and the records are removed: the bytes are the same after any number of kills.
 """
 
 import contextlib
-import datetime
 import errno
 import hashlib
 import importlib.util
@@ -67,32 +35,33 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from longshore.data.chat_template import DATE
 from longshore.data.chats import RENAMED, has_renamed_roles
 from longshore.data.columns import sides
 from longshore.data.fields import Field, parse_field
 from longshore.data.inputs import (
     MAX_BYTES,
-    PackedBytes,
     Range,
     content_digest,
     cut_ranges,
     find_inputs,
+    is_compressed,
+    read_range,
     unit_of,
 )
 from longshore.data.prepare_job import (
     Job,
     RangeRecord,
-    TokenizerFiles,
+    load_tokenizer,
     locked_folder,
     make_job,
     read_record,
     write_record,
 )
-from longshore.data.rejected import LONGEST_DETAIL, REJECTED, Rejections
+from longshore.data.rejected import LONGEST_DETAIL, REJECTED, Rejections, rejections_of
 from longshore.data.source import SampleError, TokenizedSample
 from longshore.data.store import (
     MANIFEST,
+    Manifest,
     ShardInfo,
     finish_store,
     read_manifest,
@@ -109,14 +78,21 @@ Start = Callable[[], Callable[[Task], Iterable[int] | None]]
 OnPart = Callable[[Any, int], None]
 
 
-def _ignore(task: object, number: int) -> None:
-    pass
-
-
 def run_tasks(
-    start: Start[Task], tasks: Sequence[Task], workers: int, *, on_part: OnPart = _ignore
+    start: Start[Task],
+    tasks: Sequence[Task],
+    workers: int,
+    *,
+    on_part: OnPart = lambda task, number: None,
 ) -> Iterator[Task]:
-    """Runs all tasks; in this process where one worker is enough."""
+    """Runs tasks in worker processes, or in this one, and yields each when it is done.
+
+    start: called once by each worker; returns the function for one task, which may yield numbers
+    that say how far it is, for `on_part`. An error in a worker is raised here and stops the others;
+    a killed worker is an error too, not a hang. Workers end with this process, even if it is
+    killed. They do not import the script that runs: one that trains at its top level, without
+    `if __name__ == "__main__"`, would train again in each of them.
+    """
     if min(workers, len(tasks)) > 1:
         yield from _in_processes(start, tasks, min(workers, len(tasks)), on_part)
     elif tasks:
@@ -134,8 +110,13 @@ def _in_processes(
     processes: dict[Connection, SpawnProcess] = {}
     running: dict[Connection, Task] = {}
     try:
+        context = multiprocessing.get_context("spawn")
         for _ in range(workers):
-            connection, process = _start_worker(start)
+            connection, theirs = context.Pipe()
+            process = context.Process(target=_worker, args=(start, theirs), daemon=True)
+            with _hidden_script():
+                process.start()
+            theirs.close()
             processes[connection] = process
             running[connection] = waiting.popleft()
             with _error_if_dead(process):
@@ -161,16 +142,6 @@ def _in_processes(
             process.join()
             process.close()
             connection.close()
-
-
-def _start_worker(start: Start[Task]) -> tuple[Connection, SpawnProcess]:
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=_worker, args=(start, theirs), daemon=True)
-    with _hidden_script():
-        process.start()
-    theirs.close()
-    return mine, process
 
 
 @contextlib.contextmanager
@@ -233,25 +204,22 @@ def show_progress(stream: TextIO) -> Iterator[OnProgress]:
     if not stream.isatty() or importlib.util.find_spec("rich") is None:
         yield _tenths(stream)
         return
-    with contextlib.ExitStack() as shown:
-        bars: list[OnProgress] = []
-
-        def report(done: int, total: int) -> None:
-            if not bars:  # nothing is shown where nothing is left to do
-                bars.append(_bar(stream, shown))
-            bars[0](done, total)
-
-        yield report
-
-
-def _bar(stream: TextIO, shown: contextlib.ExitStack) -> OnProgress:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
     columns = ("preparing", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bar = shown.enter_context(Progress(*columns, console=Console(file=stream)))
+    bar = Progress(*columns, console=Console(file=stream))
     task = bar.add_task("", total=None)
-    return lambda done, total: bar.update(task, completed=done, total=total)
+
+    def report(done: int, total: int) -> None:
+        bar.start()  # not before: nothing is shown where nothing is left to do
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield report
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def _tenths(stream: TextIO) -> OnProgress:
@@ -268,30 +236,14 @@ def _tenths(stream: TextIO) -> OnProgress:
 
 
 HIGHEST = "highest_token"
-"""The key in the manifest."""
+"""In a store's manifest: the highest token id, with the file and line of the first row with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class HighestToken:
-    """The highest token id of some sequences; file and line: the first row that has it."""
-
-    id: int
-    file: str
-    line: int
-
-    def check(self, vocab_size: int) -> None:
-        """Refuses an id that a model of so many does not have."""
-        if self.id >= vocab_size:
-            where = f"{self.file} {unit_of(self.file)} {self.line}"
-            raise unknown_token(where, self.id, vocab_size)
-
-
-def highest_of(about: Mapping[str, object]) -> HighestToken:
-    """From a store's manifest; id -1 for one that does not say it."""
+def check_highest(about: Mapping[str, object], vocab_size: int) -> None:
+    """Refuses a store, by its manifest, with a token id that the model does not have."""
     match about.get(HIGHEST):
-        case {"id": int(id), "file": str(file), "line": int(line)}:
-            return HighestToken(id, file, line)
-    return HighestToken(-1, "", 0)
+        case {"id": int(id), "file": str(file), "line": int(line)} if id >= vocab_size:
+            raise unknown_token(f"{file} {unit_of(file)} {line}", id, vocab_size)
 
 
 def unknown_token(where: str, id: int, vocab_size: int) -> ValueError:
@@ -311,55 +263,36 @@ class Summary:
     """What is in a prepared store."""
 
     folder: Path
-    """The store's."""
-    samples: int
-    """Raw samples read."""
-    sequences: int
-    """Samples that became sequences."""
-    tokens: int
-    """Of all sequences."""
-    loss_tokens: int
-    """Tokens that are targets of the loss."""
-    longest: int
-    """Tokens of the longest sequence."""
-    truncated: int
-    """Sequences cut to max_length."""
-    shards: int
-    """Files that the sequences are in."""
+    """The folder of the store."""
+    manifest: Manifest
+    """Its content in numbers."""
     reused: int
     """Shards that were there before this call."""
-    rejected: Mapping[str, int]
-    """How many samples were left out, for each reason."""
     template_note: str = ""
     """Which chat template was chosen, where it is not the tokenizer's own."""
-    renamed: int = 0
-    """Samples with messages in which ShareGPT's roles became the usual ones."""
     warnings: tuple[str, ...] = ()
     """What is probably wrong with the tokenizer."""
 
     @property
     def rejections(self) -> Rejections:
-        return Rejections(self.folder, self.samples, self.rejected)
+        return rejections_of(self.folder, self.manifest.about)
 
     def explain(self, before: str = "") -> str:
-        """The summary and the rejections as text. before: in front of the summary."""
-        cut = f" ({self.truncated:,} truncated)" if self.truncated else ""
+        """The summary and the rejections as text, with `before` in front of the summary."""
+        store, about = self.manifest, self.manifest.about
+        cut = f" ({about['truncated']:,} truncated)" if about["truncated"] else ""
         reused = f" ({self.reused} from an earlier run)" if self.reused else ""
         text = (
-            f"{self.folder}: {self.sequences:,} sequences{cut} of {self.samples:,} samples, "
-            f"{self.tokens:,} tokens, {self.loss_tokens:,} of them in the loss, "
-            f"the longest sequence {self.longest:,}, {self.shards} shards{reused}"
+            f"{self.folder}: {store.sequences:,} sequences{cut} of {about['samples']:,} samples, "
+            f"{store.tokens:,} tokens, {store.loss_tokens:,} of them in the loss, "
+            f"the longest sequence {store.longest:,}, {len(store.shards)} shards{reused}"
         )
-        text = "\n".join([*self._notes(), f"{before}{text}"])
-        return f"{text}\n{self.rejections.explain()}" if self.rejected else text
-
-    def _notes(self) -> list[str]:
-        """What was done with chats that a user may not expect."""
-        notes = [self.template_note] if self.template_note else []
-        if self.renamed:
+        lines = [self.template_note] if self.template_note else []
+        if renamed := about.get("renamed_roles", 0):
             roles = ", ".join(f"{name!r} as {role!r}" for name, role in RENAMED.items())
-            notes.append(f"roles: in {self.renamed:,} samples ShareGPT's were read: {roles}")
-        return [*notes, *self.warnings]
+            lines.append(f"roles: in {renamed:,} samples ShareGPT's were read: {roles}")
+        lines += [*self.warnings, f"{before}{text}"]
+        return "\n".join([*lines, self.rejections.explain()] if about["rejected"] else lines)
 
     def __str__(self) -> str:
         return self.explain()
@@ -378,18 +311,17 @@ def prepare(
     fields: Sequence[Field] = (),
     ignore: Sequence[str] = (),
     max_bytes: int = MAX_BYTES,
-    date: datetime.date = DATE,
     shard_bytes: int | None = None,
     start_over: bool = False,
     progress: OnProgress | None = None,
 ) -> Summary:
-    """Makes the store `out` from files of samples, or resumes it; see the module's docstring.
+    """Makes the store `out` from files of samples, or resumes it.
 
     tokenizer: a Hugging Face tokenizer folder; None where every sample has input_ids
+    workers: processes; more than 1 are spawned
     template: a file, "auto", "own" or a family (tokenize.Tokenizer explains them)
     ignore: columns to leave out, "*" for all that are not used
     max_bytes: a larger sample is rejected unread
-    date: what `strftime_now` returns in a template
     shard_bytes: how much input makes one shard
     progress: called with the bytes done and the total
     """
@@ -398,20 +330,21 @@ def prepare(
     rules = Rules(loss_on, max_length, too_long, tuple(fields), tuple(ignore))
     files = find_inputs([inputs] if isinstance(inputs, str | Path) else inputs)
     folder = Path(tokenizer) if tokenizer else None
-    source = TokenizerFiles(folder, None if template is None else str(template), date)
+    load = partial(load_tokenizer, folder, None if template is None else str(template))
     job = make_job(
-        Path(out), source, files, rules=rules, shard_bytes=shard_bytes, max_bytes=max_bytes
+        Path(out), files, rules=rules, load=load, shard_bytes=shard_bytes, max_bytes=max_bytes
     )
     is_there = (job.out / MANIFEST).exists()
     ranges = () if is_there else cut_ranges(files, job.settings["shard_bytes"])
     with _explained_os_errors(job), locked_folder(job, start_over) as finished:
-        if finished:
-            return _summary(job, reused=len(read_manifest(job.out).shards))
-        ranges = ranges or cut_ranges(files, job.settings["shard_bytes"])
-        todo = [part for part in ranges if read_record(job, part) is None]
-        _make_shards(job, ranges, todo, workers, progress or (lambda done, total: None))
-        _finish(job, ranges)
-        return _summary(job, reused=len(ranges) - len(todo))
+        if not finished:
+            ranges = ranges or cut_ranges(files, job.settings["shard_bytes"])
+            todo = [part for part in ranges if read_record(job, part) is None]
+            _make_shards(job, ranges, todo, workers, progress or (lambda done, total: None))
+            _finish(job, ranges)
+        manifest = read_manifest(job.out)
+        reused = len(manifest.shards) if finished else len(ranges) - len(todo)
+        return Summary(job.out, manifest, reused, job.template_note, job.warnings)
 
 
 @contextlib.contextmanager
@@ -448,7 +381,7 @@ def _make_shards(
 
 
 def _shard_maker(job: Job) -> Callable[[Range], Iterator[int]]:
-    return partial(_make_shard, job, job.sample_tokenizer())
+    return partial(_make_shard, job, SampleTokenizer(job.load_tokenizer(), job.rules))
 
 
 def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> Iterator[int]:
@@ -462,15 +395,20 @@ def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> Iterator[i
     sequences: list[TokenizedSample] = []
     shards: list[ShardInfo] = []
     rejected = []
-    line = truncated = renamed = nbytes = 0
+    line = truncated = renamed = nbytes = packed = 0
     highest = (-1, 0)
-    packed = PackedBytes()
-    for line, sample in job.samples(part, packed):
+
+    def count(read: int) -> None:
+        nonlocal packed
+        packed = read
+
+    skips, limit = job.rules.leaves_out, job.settings["max_bytes"]
+    for line, sample in read_range(part, leaves_out=skips, max_bytes=limit, on_packed=count):
         try:
             if isinstance(sample, SampleError):
                 raise sample
-            place = part.number << 32 | line
-            both = sides(sample, tokenizer.rules.ignore, place, file=part.input.name)
+            row = part.number << 32 | line
+            both = sides(sample, tokenizer.rules.ignore, row, file=part.input.name)
             full = [tokenizer.untruncated(side, 0) for side in both]
             fitted = [tokenizer.fitted(side) for side in full]  # of a pair both or none
             sequences += fitted
@@ -481,14 +419,15 @@ def _make_shard(job: Job, tokenizer: SampleTokenizer, part: Range) -> Iterator[i
             highest = max(highest, (token, line), key=lambda entry: entry[0])
         except SampleError as error:
             rejected.append((line, error.reason, error.detail[:LONGEST_DETAIL]))
-        if part.input.is_compressed and nbytes >= job.settings["shard_bytes"]:
+        if is_compressed(part.input.name) and nbytes >= job.settings["shard_bytes"]:
             shards.append(_write_piece(job, part, len(shards), sequences))
             sequences, nbytes = [], 0
-            yield packed.read
+            yield packed
     if sequences:
         shards.append(_write_piece(job, part, len(shards), sequences))
-    record = RangeRecord(job.digest, line, truncated, shards, rejected, highest, renamed)
-    write_record(job, part, record)
+    write_record(
+        job, part, RangeRecord(job.digest, line, truncated, shards, rejected, highest, renamed)
+    )
 
 
 def _write_piece(
@@ -504,7 +443,7 @@ def _finish(job: Job, ranges: Sequence[Range]) -> None:
     reasons: Counter[str] = Counter()
     shards: list[ShardInfo] = []
     rejected, truncated, renamed = [], 0, 0
-    highest = HighestToken(-1, "", 0)
+    highest: dict[str, Any] = {"id": -1, "file": "", "line": 0}
     for part in ranges:
         record = read_record(job, part)
         assert record is not None
@@ -513,8 +452,9 @@ def _finish(job: Job, ranges: Sequence[Range]) -> None:
             rejected.append(json.dumps({**entry, "reason": reason, "detail": detail}) + "\n")
             reasons[reason] += 1
         token, line = record.highest
-        if token > highest.id:
-            highest = HighestToken(token, part.input.name, lines[part.input.name] + line)
+        if token > highest["id"]:
+            line += lines[part.input.name]
+            highest = {"id": token, "file": part.input.name, "line": line}
         lines[part.input.name] += record.lines
         truncated += record.truncated
         renamed += record.renamed
@@ -523,10 +463,8 @@ def _finish(job: Job, ranges: Sequence[Range]) -> None:
     if not shards:
         why = "the inputs have no samples"
         if reasons:
-            rejections = Rejections(job.out, lines.total(), reasons)
-            why = (
-                f"{rejections.in_short()}, such as {rejections.example()}; see {job.out / REJECTED}"
-            )
+            left_out, where = Rejections(job.out, lines.total(), reasons), job.out / REJECTED
+            why = f"{left_out.in_short()}, such as {left_out.example()}; see {where}"
         raise ValueError(f"{job.out}: no sample became a sequence; {why}")
     for path in job.out.glob("shard-*.arrow"):
         if path.name not in {shard.file for shard in shards}:
@@ -538,31 +476,11 @@ def _finish(job: Job, ranges: Sequence[Range]) -> None:
         "truncated": truncated,
         "renamed_roles": renamed,
         "rejected": dict(sorted(reasons.items())),
-        HIGHEST: asdict(highest),
+        HIGHEST: highest,
         "chat_template": job.template_note,
         WARNINGS: job.warnings,
     }
-    fields = job.rules.fields
-    finish_store(job.out, shards, fields=fields, about=about, scratch=job.work)
-
-
-def _summary(job: Job, *, reused: int) -> Summary:
-    manifest = read_manifest(job.out)
-    return Summary(
-        folder=job.out,
-        samples=manifest.about["samples"],
-        sequences=manifest.sequences,
-        tokens=manifest.tokens,
-        loss_tokens=manifest.loss_tokens,
-        longest=manifest.longest,
-        truncated=manifest.about["truncated"],
-        shards=len(manifest.shards),
-        reused=reused,
-        rejected=manifest.about["rejected"],
-        template_note=job.template_note,
-        renamed=manifest.about.get("renamed_roles", 0),
-        warnings=job.warnings,
-    )
+    finish_store(job.out, shards, fields=job.rules.fields, about=about, scratch=job.work)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -588,7 +506,11 @@ class TextRules:
 
 
 def cache_folder(paths: Sequence[str], rules: TextRules, cache: str) -> Path:
-    """The folder in the cache for these files and rules."""
+    """The folder in the cache for these files and rules, such as CACHE/chats-1f3a….
+
+    The name has a digest of all that decides the content, so the same settings find the store
+    again and other settings get another folder.
+    """
     # By both names: a folder knows its inputs as they were named, and refuses other names.
     files = find_inputs(paths)
     inputs = [
@@ -599,18 +521,13 @@ def cache_folder(paths: Sequence[str], rules: TextRules, cache: str) -> Path:
         for file in sorted(Path(rules.tokenizer).glob("*") if rules.tokenizer else ())
         if file.suffix in (".json", ".jinja", ".txt", ".model")
     ]
-    template = _template_digest(rules.template)
+    template = "" if rules.template == OWN else templates_digest()
+    if is_file_choice(rules.template):
+        template = hashlib.sha256(Path(rules.template).read_bytes()).hexdigest()
     content = content_digest(files)
     identity = json.dumps([inputs, content, tokenizer, asdict(rules), template], default=str)
     name = re.sub(r"[*?\[\]]+", "_", Path(paths[0]).stem)
     return Path(cache) / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-
-
-def _template_digest(choice: str) -> str:
-    """A digest of the content of the chosen template: that of a file, or of all of ours."""
-    if is_file_choice(choice):
-        return hashlib.sha256(Path(choice).read_bytes()).hexdigest()
-    return "" if choice == OWN else templates_digest()
 
 
 def prepare_cache(

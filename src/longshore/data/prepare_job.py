@@ -13,17 +13,17 @@ over; records of the old job then no longer count, because each names its job.
 """
 
 import contextlib
-import datetime
 import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from longshore.data.chat_template import DATE
 from longshore.data.columns import (
     ALL,
     FORMS,
@@ -33,7 +33,6 @@ from longshore.data.columns import (
     TOKENS,
     is_pair,
     known_fields,
-    leaves_out,
     refuse_file,
     sides,
     unknown_columns,
@@ -41,12 +40,12 @@ from longshore.data.columns import (
 )
 from longshore.data.inputs import (
     Input,
-    PackedBytes,
     Range,
     Sample,
     content_digest,
     is_store_file,
     read_range,
+    unit_of,
     whole_range,
 )
 from longshore.data.rejected import REJECTED
@@ -59,23 +58,16 @@ LEAST_RANGE, MOST_RANGE, RANGES = 2**20, 2**26, 64
 LOOKED_AT = 100
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerFiles:
-    """Where a tokenizer comes from, so that each worker can load it; folder: None for none."""
-
-    folder: Path | None
-    template: str | None
-    date: datetime.date
-
-    def load(self) -> Tokenizer | None:
-        if self.folder is None:
-            if (self.template or AUTO) != AUTO:
-                raise ValueError(
-                    "data.template is for chats, which need a tokenizer; set data.tokenizer too, "
-                    "or leave data.template out"
-                )
-            return None
-        return Tokenizer(self.folder, template=self.template, date=self.date)
+def load_tokenizer(folder: Path | None, template: str | None) -> Tokenizer | None:
+    """The tokenizer of a folder; None where there is no folder, because samples have input_ids."""
+    if folder is not None:
+        return Tokenizer(folder, template=template)
+    if (template or AUTO) != AUTO:
+        raise ValueError(
+            "data.template is for chats, which need a tokenizer; set data.tokenizer too, or leave "
+            "data.template out"
+        )
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +76,8 @@ class Job:
 
     out: Path
     """The folder of the store."""
-    tokenizer: TokenizerFiles
-    """Where each worker loads it from."""
+    load_tokenizer: Callable[[], Tokenizer | None]
+    """Called by each worker."""
     rules: Rules
     """How samples become sequences."""
     inputs: tuple[Input, ...]
@@ -93,7 +85,7 @@ class Job:
     settings: Mapping[str, Any]
     """The rules and limits as JSON, with digests of the tokenizer and the template."""
     digest: str
-    """Of settings and inputs."""
+    """Identifies settings and inputs."""
     template_note: str = ""
     """Which chat template was chosen, where it is not the tokenizer's own."""
     warnings: tuple[str, ...] = ()
@@ -106,15 +98,6 @@ class Job:
     def as_json(self) -> dict[str, Any]:
         return {**self.settings, "inputs": [asdict(file) for file in self.inputs]}
 
-    def samples(
-        self, part: Range, packed: PackedBytes | None = None
-    ) -> Iterator[tuple[int, Sample | SampleError]]:
-        """The samples of a range of this job's inputs, with their lines."""
-        return _samples(part, self.rules, self.settings["max_bytes"], packed)
-
-    def sample_tokenizer(self) -> SampleTokenizer:
-        return SampleTokenizer(self.tokenizer.load(), self.rules)
-
 
 @dataclass(frozen=True, slots=True)
 class RangeRecord:
@@ -123,7 +106,7 @@ class RangeRecord:
     job: str
     """The digest of its job."""
     lines: int
-    """How many the range has."""
+    """Lines of the range."""
     truncated: int
     """Sequences cut to max_length."""
     shards: Sequence[ShardInfo]
@@ -138,10 +121,10 @@ class RangeRecord:
 
 def make_job(
     out: Path,
-    tokenizer: TokenizerFiles,
     inputs: tuple[Input, ...],
     *,
     rules: Rules,
+    load: Callable[[], Tokenizer | None],
     shard_bytes: int | None,
     max_bytes: int,
 ) -> Job:
@@ -152,13 +135,13 @@ def make_job(
         raise ValueError(f"data.max_bytes is {max_bytes}; it must be at least 1")
     size = sum(file.bytes for file in inputs) // RANGES
     rules = with_known_fields(inputs, rules, max_bytes)
-    loaded = tokenizer.load()
+    loaded = load()
     has_chats, warnings = check_first(inputs, SampleTokenizer(loaded, rules), max_bytes)
     settings = {
         "content": content_digest(inputs),
         "tokenizer": "" if loaded is None else loaded.digest,
         "template": "" if loaded is None else loaded.template_digest,
-        "date": tokenizer.date.isoformat(),
+        "date": DATE.isoformat(),
         "loss_on": rules.loss_on,
         "max_length": rules.max_length,
         "too_long": rules.too_long,
@@ -168,23 +151,14 @@ def make_job(
         "shard_bytes": shard_bytes or min(max(size, LEAST_RANGE), MOST_RANGE),
     }
     note = loaded.template_note if has_chats and loaded is not None else ""
-    job = Job(out, tokenizer, rules, inputs, settings, "", note, warnings)
+    job = Job(out, load, rules, inputs, settings, "", note, warnings)
     return replace(job, digest=hashlib.sha256(json.dumps(job.as_json()).encode()).hexdigest())
-
-
-def _samples(
-    part: Range, rules: Rules, max_bytes: int, packed: PackedBytes | None = None
-) -> Iterator[tuple[int, Sample | SampleError]]:
-    def skips(name: str) -> bool:
-        return leaves_out(name, rules.ignore, rules.fields)
-
-    return read_range(part, leaves_out=skips, max_bytes=max_bytes, packed=packed)
 
 
 def with_known_fields(
     inputs: Sequence[Input], rules: Rules, max_bytes: int, *, reads: Sequence[str] = ()
 ) -> Rules:
-    """The rules with fields that nobody has to declare: of pairs, and columns of ready losses.
+    """The rules with fields that nobody has to declare: pairs', and columns of ready losses.
 
     The first sample says whether a value is one of a sequence or of a token. reads: names of
     columns that the run's loss reads, which "*" in `ignore` does not leave out.
@@ -192,56 +166,57 @@ def with_known_fields(
     names = [name for name in KNOWN_FIELDS if name in reads or ALL not in rules.ignore]
 
     def skips(name: str) -> bool:
-        return name not in names and leaves_out(name, rules.ignore, rules.fields)
+        return name not in names and rules.leaves_out(name)
 
-    for file in inputs:
-        for _, sample in read_range(whole_range(file), leaves_out=skips, max_bytes=max_bytes):
-            if isinstance(sample, SampleError):
-                continue
-            sample = {name: v for name, v in sample.items() if name not in rules.ignore}
-            if is_pair(sample, rules.ignore):
-                own = {field.name for field in PAIR_FIELDS}
-                others = [field for field in rules.fields if field.name not in own]
-                return replace(rules, fields=(*others, *PAIR_FIELDS))
-            if fields := known_fields(sample, names, rules.fields):
-                return replace(rules, fields=(*rules.fields, *fields))
-            break
+    for _, _, first in _first_samples(inputs, skips, max_bytes):
+        sample = {name: value for name, value in first.items() if name not in rules.ignore}
+        if is_pair(sample, rules.ignore):
+            own = {field.name for field in PAIR_FIELDS}
+            others = [field for field in rules.fields if field.name not in own]
+            return replace(rules, fields=(*others, *PAIR_FIELDS))
+        if fields := known_fields(sample, names, rules.fields):
+            return replace(rules, fields=(*rules.fields, *fields))
     return rules
+
+
+def _first_samples(
+    inputs: Sequence[Input], leaves_out: Callable[[str], bool], max_bytes: int
+) -> Iterator[tuple[str, str, Sample]]:
+    """The first sample of each input that can be read, with its file and its line."""
+    for file in inputs:
+        rows = read_range(whole_range(file), leaves_out=leaves_out, max_bytes=max_bytes)
+        for line, sample in rows:
+            if not isinstance(sample, SampleError):
+                yield file.name, f"{unit_of(file.name)} {line}", sample
+                break
 
 
 def check_first(
     inputs: Sequence[Input], tokenizer: SampleTokenizer, max_bytes: int
 ) -> tuple[bool, tuple[str, ...]]:
-    """Checks the first sample of each input: raises for what all of its samples would have.
-
-    That is unknown columns, and text where there is no tokenizer.
+    """Refuses unknown columns, and text without a tokenizer, by the first sample of each input.
 
     Returns whether one of these samples is a chat, and a warning if one has no end token.
     """
-    has_chats, warnings = False, tuple[str, ...]()
-    for file in inputs:
-        for line, sample in _samples(whole_range(file), tokenizer.rules, max_bytes):
-            if isinstance(sample, SampleError):
-                continue
-            try:
-                sequence = tokenizer.untruncated(sides(sample, tokenizer.rules.ignore, 0)[0], 0)
-                where = f"{file.name} {file.unit} {line}"
-                warnings = warnings or _no_end(tokenizer, sample, sequence, where=where)
-            except SampleError as error:
-                if error.reason == NO_TOKENIZER:
-                    columns = [name for name in sample if name not in tokenizer.rules.ignore]
-                    raise refuse_file(file.name, f"{file.unit} {line}", columns) from None
-                if error.reason == "undeclared field":
-                    names, form = _unused(inputs, tokenizer.rules, max_bytes)
-                    why = unknown_columns(names, form, sample)
-                    raise ValueError(f"{file.name} {file.unit} {line}: {why}") from None
-            has_chats = has_chats or is_chat(sample)
-            break
+    has_chats, warnings, rules = False, tuple[str, ...](), tokenizer.rules
+    for file, row, sample in _first_samples(inputs, rules.leaves_out, max_bytes):
+        try:
+            sequence = tokenizer.untruncated(sides(sample, rules.ignore, 0)[0], 0)
+            warnings = warnings or _no_end(tokenizer, sample, sequence, f"{file} {row}")
+        except SampleError as error:
+            if error.reason == NO_TOKENIZER:
+                columns = [name for name in sample if name not in rules.ignore]
+                raise refuse_file(file, row, columns) from None
+            if error.reason == "undeclared field":
+                names, form = _unused(inputs, rules, max_bytes)
+                why = unknown_columns(names, form, sample)
+                raise ValueError(f"{file} {row}: {why}") from None
+        has_chats = has_chats or is_chat(sample)
     return has_chats, warnings
 
 
 def _no_end(
-    tokenizer: SampleTokenizer, sample: Sample, sequence: TokenizedSample, *, where: str
+    tokenizer: SampleTokenizer, sample: Sample, sequence: TokenizedSample, where: str
 ) -> tuple[str, ...]:
     """A warning if no end token follows what is learned from a sample of text."""
     loaded = tokenizer.tokenizer
@@ -258,7 +233,9 @@ def _unused(inputs: Sequence[Input], rules: Rules, max_bytes: int) -> tuple[list
     """All unknown columns in the first samples of all inputs, and the samples' form."""
     names: dict[str, str] = {}
     for file in inputs:
-        for _, sample in islice(_samples(whole_range(file), rules, max_bytes), LOOKED_AT):
+        part = whole_range(file)
+        rows = read_range(part, leaves_out=rules.leaves_out, max_bytes=max_bytes)
+        for _, sample in islice(rows, LOOKED_AT):
             if isinstance(sample, SampleError):
                 continue
             if is_pair(sample, rules.ignore):

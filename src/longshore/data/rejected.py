@@ -56,20 +56,17 @@ class Rejections:
     reasons: Mapping[str, int]
 
     @property
-    def total(self) -> int:
-        return sum(self.reasons.values())
-
-    @property
     def share(self) -> float:
-        return self.total / self.samples if self.samples else 0.0
+        return sum(self.reasons.values()) / self.samples if self.samples else 0.0
+
+    def _head(self) -> str:
+        total = sum(self.reasons.values())
+        return f"rejected {total:,} of {self.samples:,} samples ({_percent(self.share)})"
 
     def in_short(self) -> str:
         """On one line, the most frequent reason first."""
         counted = ", ".join(f"{number:,} {reason}" for reason, number in self._by_number())
-        return (
-            f"rejected {self.total:,} of {self.samples:,} samples ({_percent(self.share)}): "
-            f"{counted}"
-        )
+        return f"{self._head()}: {counted}"
 
     def example(self) -> str:
         """A sample of the most frequent reason, and what is wrong with it."""
@@ -77,8 +74,7 @@ class Rejections:
 
     def explain(self) -> str:
         """A paragraph with an example and the way out for each reason."""
-        head = f"rejected {self.total:,} of {self.samples:,} samples ({_percent(self.share)})"
-        lines = [f"{head}; each is in {self.folder / REJECTED}"]
+        lines = [f"{self._head()}; each is in {self.folder / REJECTED}"]
         examples = self._examples()
         width = max(len(f"{number:,}") for number in self.reasons.values())
         for reason, number in self._by_number():
@@ -111,18 +107,16 @@ class Rejections:
                 for _, line in zip(range(MOST_LOOKED_AT), file, strict=False):
                     entry = json.loads(line)
                     if entry["reason"] not in examples:
-                        examples[entry["reason"]] = _example(entry)
+                        name, detail = str(entry["file"]), str(entry["detail"])
+                        if len(detail) > SHOWN_DETAIL:
+                            detail = detail[: SHOWN_DETAIL - 1] + "…"
+                        where = f"{name} {unit_of(name)} {entry['line']}"
+                        examples[entry["reason"]] = f"{where}: {detail}"
                     if len(examples) == len(self.reasons):
                         break
         except (OSError, ValueError, LookupError, TypeError):
             pass  # the text then has no example
         return examples
-
-
-def _example(entry: Mapping[str, object]) -> str:
-    name, detail = str(entry["file"]), str(entry["detail"])
-    short = detail if len(detail) <= SHOWN_DETAIL else detail[: SHOWN_DETAIL - 1] + "…"
-    return f"{name} {unit_of(name)} {entry['line']}: {short}"
 
 
 def rejections_of(folder: Path, about: Mapping[str, object]) -> Rejections:

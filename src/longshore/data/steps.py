@@ -4,25 +4,12 @@ In: a source, the size of a batch, and a planner. Out: Steps, each with its plan
 micro-batches. Two ways to own the data give the same micro-batches:
 
 - IndexedSteps: every rank knows all lengths, makes the same plan and reads only its own sequences;
-- StreamedSteps: each lane draws from its own iterator, and sequences are exchanged. Where the
-  iterators are those of a TextStream (stream.py), their positions are saved, and a run resumes.
+- StreamedSteps: each lane draws from its own iterator, lengths are gathered (with what divides the
+  loss terms), and sequences are exchanged. With 4 lanes and a batch of 10 sequences the lanes draw
+  3, 3, 2 and 2. Iterators of a TextStream (stream.py) save their positions, so that a run resumes.
 
-A controller that has planned already needs neither: cut_shards and pack_step are enough. With 4
-lanes and a batch of 10 sequences the lanes of StreamedSteps draw 3, 3, 2 and 2.
-
-Gather lengths: every rank learns how long the step's sequences are, and which lane owns each.
-
-In: the sequences this lane drew. Out: a StepLengths, the same on every rank, from which all ranks
-make the same plan. Sequences are numbered lane after lane. With sequences of 5 and 7 tokens on lane
-0 and one of 9 on lane 1 the plan's places are 0, 1, 2, lengths 5 7 9, owners 0 0 1.
-
-One row a sequence is gathered: its length, a checksum of its content, and how many labels count in
-the main loss and at each depth. So the divisors of all loss terms come with the lengths.
-
-Loader: prefetches steps while the model trains.
-
-In: Steps. Out: the same steps, made ahead by one background thread whose collectives have process
-groups of their own; the time that the consumer waits is measured.
+A controller that has planned already needs neither: `pack_lane` is enough. A Loader makes steps
+ahead, in one background thread whose collectives have process groups of their own:
 
     loader = Loader(IndexedSteps(source, batch=BatchSize("sequences", 256), ...), prefetch=2)
     for step in loader: ...          # step.batches, step.plan, step.wait_seconds
@@ -35,16 +22,16 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import Protocol
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from longshore.batch import Counts, MicroBatch
+from longshore.batch import Counts, MicroBatch, TableMaker
 from longshore.data.batches import ORDER, Batches, BatchSize, Place
-from longshore.data.data_rank import DataRank, Packing, Planner
 from longshore.data.exchange import (
     LaneParcels,
     ParcelRoutes,
@@ -53,14 +40,39 @@ from longshore.data.exchange import (
     open_parcels,
 )
 from longshore.data.fields import Field
-from longshore.data.shard import count_targets, cut_shards, lane_cuts
+from longshore.data.pack import context_batches, pack_step
+from longshore.data.shard import Shards, count_targets, cut_shards, lane_cuts
 from longshore.data.source import IndexedSource, TokenizedSample, source_digest
 from longshore.data.stream import LaneStream, TextStream
-from longshore.distributed.agreement import agreed, same_on_all_ranks
+from longshore.distributed.agreement import agreed, on_any_rank, same_on_all_ranks
 from longshore.distributed.collectives import broadcast_over_lane, gather_rows
 from longshore.distributed.topology import Groups, Topology
+from longshore.plan.check import check_step
 from longshore.plan.cost import Ints
+from longshore.plan.layout import Layout, StageInputs
 from longshore.plan.types import Plan, Sequence
+
+Planner = Callable[[Seq[Sequence]], Plan]
+"""make_plan with all arguments but the sequences bound, or any other; its plans are checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a lane's sequences become micro-batches; the same on all ranks."""
+
+    depths: int = 0
+    """How many modules of multi-token prediction the model has."""
+    buckets: tuple[int, ...] = ()
+    """Token totals that a lane's micro-batch is rounded up to; without any, a multiple of align."""
+    pad_id: int = 0
+    """The token id at padding."""
+    tables: tuple[TableMaker, ...] = ()
+    """Make the tables of each pack that the model needs, on the host (model/registry.py)."""
+    max_sequences: int = 0
+    """What CUDA graphs pad the boundaries of a pack to; 0 without graphs."""
+    layout: Layout | None = None
+    """The pipeline's layout, which says what each rank reads; None without a pipeline."""
+
 
 FIRST_LABELS = 2
 """The first column with a count of labels, after length and checksum."""
@@ -68,61 +80,65 @@ FIRST_LABELS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLengths:
-    """owners: the lane of each sequence. rows: int64 (sequences, 3 + depths), see the module."""
+    """What all ranks know of a step's sequences, which are numbered lane after lane.
+
+    With sequences of 5 and 7 tokens on lane 0 and one of 9 on lane 1, their indices in the plan are
+    0, 1, 2, lengths 5 7 9, owners 0 0 1.
+    """
 
     owners: tuple[int, ...]
+    """The lane of each sequence."""
     rows: Ints
+    """(sequences, 3 + depths): length, checksum, labels in the main loss and at each depth."""
 
     @classmethod
     def of(cls, by_lane: Seq[Tensor]) -> "StepLengths":
-        """by_lane: each lane's rows."""
+        """From the rows of each lane."""
         owners = tuple(lane for lane, rows in enumerate(by_lane) for _ in range(len(rows)))
         return cls(owners, torch.cat(list(by_lane)).numpy())
 
     def sequences(self) -> list[Sequence]:
-        """What the planner takes; a sequence's id is its place."""
+        """What the planner takes; a sequence's id is its index."""
         columns = self.rows[:, [0, FIRST_LABELS]].tolist()
-        return [Sequence(place, length, labels) for place, (length, labels) in enumerate(columns)]
+        return [Sequence(index, length, labels) for index, (length, labels) in enumerate(columns)]
 
     def counts(self) -> Counts:
         return Counts.of(self.rows[:, FIRST_LABELS:].sum(axis=0).tolist(), self.rows[:, 0].tolist())
 
-    def places_of(self, lane: int) -> range:
-        """The places of a lane's own sequences."""
+    def indices_of(self, lane: int) -> range:
+        """The indices of a lane's own sequences."""
         first = self.owners.index(lane) if lane in self.owners else 0
         return range(first, first + self.owners.count(lane))
 
 
 def length_rows(samples: Seq[TokenizedSample], depths: int = 0) -> Tensor:
     """A row for each sequence, as it is gathered; a broken sequence raises here."""
-    rows = torch.tensor([_row(sample, depths) for sample in samples], dtype=torch.int64)
-    return rows.reshape(-1, FIRST_LABELS + 1 + depths)
+    rows = []
+    for sample in samples:
+        checksum = 0
+        for array in (sample.tokens, sample.loss_mask, *sample.fields.values()):
+            checksum = zlib.crc32(array.tobytes(), checksum)
+        rows.append([sample.length, checksum, *count_targets(sample.loss_mask, depths)])
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, FIRST_LABELS + 1 + depths)
 
 
 def gather_rows_of_lanes(
-    mine: Tensor, groups: Groups, *, room: int, everywhere: bool
+    mine: Tensor, groups: Groups, *, usual: int, everywhere: bool
 ) -> list[Tensor]:
     """Each lane's rows of lengths on every rank. All ranks call it together.
 
     everywhere: each rank drew the sequences of its lane itself, and an error names ranks that drew
     different ones; otherwise only the first rank of a lane did, and the others pass no rows.
-    room: the number of sequences a lane usually has at most; more cost one collective more.
+    usual: how many rows a lane has at most; if one has more, it takes one more collective.
     """
     is_source = everywhere or (groups.tp.rank() == 0 and groups.pp.rank() == 0)
-    by_lane = gather_rows(mine, groups.lanes, expected=room) if is_source else []
+    by_lane = gather_rows(mine, groups.lanes, expected=usual) if is_source else []
     if not everywhere:
         return _broadcast_in_lane(by_lane, groups, columns=mine.shape[1])
     with agreed(groups):
         text = str([rows.tolist() for rows in by_lane])
     same_on_all_ranks(text, groups, what="data of a lane")
     return by_lane
-
-
-def _row(sample: TokenizedSample, depths: int) -> list[int]:
-    checksum = 0
-    for array in (sample.tokens, sample.loss_mask, *sample.fields.values()):
-        checksum = zlib.crc32(array.tobytes(), checksum)
-    return [sample.length, checksum, *count_targets(sample.loss_mask, depths)]
 
 
 def _broadcast_in_lane(by_lane: list[Tensor], groups: Groups, *, columns: int) -> list[Tensor]:
@@ -133,17 +149,11 @@ def _broadcast_in_lane(by_lane: list[Tensor], groups: Groups, *, columns: int) -
         numbers = torch.tensor([len(rows) for rows in by_lane] or [0] * groups.lanes.size())
     broadcast_over_lane(numbers, groups)
     with agreed(groups):
-        rows = _joined_rows(by_lane, numbers, columns)
+        rows = torch.empty(int(numbers.sum()), columns, dtype=torch.int64)
+        rows = torch.cat(by_lane) if by_lane else rows
     broadcast_over_lane(rows, groups)
     with agreed(groups):
         return list(torch.split(rows, numbers.tolist()))
-
-
-def _joined_rows(by_lane: list[Tensor], numbers: Tensor, columns: int) -> Tensor:
-    """All rows, on the first rank of the lane; elsewhere room for them."""
-    if by_lane:
-        return torch.cat(by_lane)
-    return torch.empty(int(numbers.sum()), columns, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,11 +161,11 @@ class Step:
     """One optimizer step for one rank."""
 
     plan: Plan
-    """Of all lanes."""
+    """The plan of all lanes."""
     batches: list[MicroBatch]
-    """This rank's, one for each round."""
+    """This rank's micro-batches, one for each round."""
     place: Place
-    """Its position in the training run."""
+    """The step's position in the training run."""
     wait_seconds: float = 0.0
     """How long the consumer waited for it."""
     after: Mapping[str, object] = field(default_factory=dict)
@@ -174,22 +184,146 @@ def unchanged(step: Step) -> Step:
     return step
 
 
-class Steps(Protocol):
+class Steps:
     """Makes steps from a place on, and checks whether a saved run can be resumed with them.
 
-    finish: called by each rank for each step (to pin its memory, for example). Work that may fail
-    on one rank runs inside `agreed`, so that no rank waits forever in the next collective.
+    It has the rank's lane, what its stages read, and process groups for background work. Work that
+    may fail on one rank runs inside `agreed`, so that no rank waits forever in the next collective.
     """
+
+    def __init__(
+        self,
+        topology: Topology | None,
+        packing: Packing,
+        *,
+        planner: Planner,
+        before_plan: BeforePlan | None,
+    ) -> None:
+        self.lane = topology.lane if topology else 0
+        self.lanes = topology.lanes if topology else 1
+        self.is_first_of_lane = topology.is_first_of_lane if topology else True
+        self.pp = topology.pp if topology else 1
+        self.pp_rank = topology.pp_rank if topology else 0
+        self.packing = packing
+        self.planner = planner
+        self.before_plan = before_plan
+        self.groups: Groups | None = topology.host_groups() if topology else None
 
     def from_place(
         self, place: Place, stop: Callable[[], bool], finish: Finish = unchanged
-    ) -> Iterator[Step]: ...
-    def check_can_resume(self, state: dict[str, object]) -> None: ...
-    def describe(self) -> dict[str, object]: ...
-    def close(self) -> None: ...
+    ) -> Iterator[Step]:
+        """The steps from a place on, until `stop` is true on a rank.
+
+        finish: called by each rank for each step (to pin its memory, for example).
+        """
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, object]:
+        """All that decides the order of sequences, for a checkpoint."""
+        raise NotImplementedError
+
+    def check_can_resume(self, state: dict[str, object]) -> None:
+        """Refuses a saved run whose sequences would come in another order."""
+        for name, value in self.describe().items():
+            if state.get(name) != value:
+                raise ValueError(
+                    f"the run to resume had {name} {state.get(name)!r}, and now it is {value!r}; "
+                    "the order of sequences would change: set it as it was, or start a new run"
+                )
+
+    @cached_property
+    def stages(self) -> tuple[StageInputs, ...]:
+        """What each pipeline rank reads; raises if the layout does not fit."""
+        layout, depths = self.packing.layout, self.packing.depths
+        if layout is None and self.pp == 1:
+            return (StageInputs(),)
+        if layout is None or layout.pp != self.pp or layout.depths != depths:
+            has = f"one of {layout.pp} ranks, {layout.depths} depths" if layout else "no layout"
+            raise ValueError(
+                f"a pipeline of {self.pp} ranks, with {depths} depths of multi-token prediction, "
+                f"needs a layout for them; Packing has {has}"
+            )
+        return tuple(map(layout.inputs, range(self.pp)))
+
+    @property
+    def inputs(self) -> StageInputs:
+        """What this rank's stages read."""
+        return self.stages[self.pp_rank]
+
+    @property
+    def shared_settings(self) -> str:
+        """What has to be the same on all ranks; raises if the layout does not fit."""
+        packing = self.packing
+        return f"{self.stages} {packing.layout} {packing.depths} {packing.buckets}"
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """A block that fails on all ranks if it fails on one."""
+        return agreed(self.groups) if self.groups else nullcontext()
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """For work before the first step."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def check_same(self, digest: str, what: str = "plan") -> None:
+        """Raises on all ranks if the digest differs on one."""
+        if self.groups:
+            same_on_all_ranks(digest, self.groups, what=what)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank; all ranks get the same answer at the same step."""
+        if self.groups is None:
+            return flag
+        return on_any_rank([flag], self.groups.world)[0]
+
+    def make_plan(self, sequences: Seq[Sequence]) -> tuple[Plan, str]:
+        """A checked plan, and a digest that must be the same on all ranks.
+
+        The check is for users' own planners, which may leave a sequence out or use a lane that does
+        not exist. The digest covers all that shapes depend on, because plan.digest is only what the
+        planner claims (tuples of integers hash alike on all ranks), and the cost profile, which a
+        run may refine: ranks whose profiles differ would soon differ in plans.
+        """
+        plan = self.planner(sequences)
+        check_step(plan, sequences, lanes=self.lanes)
+        lengths = tuple(sequence.length for sequence in plan.sequences)
+        packs = [
+            (at, p.first_lane, p.cp_size, p.tokens_per_lane, *p.sequences) for at, p in plan.packs()
+        ]
+        shapes = hash((lengths, len(plan.rounds), plan.setting.buckets, *packs))
+        setting = plan.setting
+        return plan, f"{plan.digest} {setting.policy} {setting.align} {shapes} {setting.profile}"
+
+    def without_data(self, plan: Plan, counts: Counts) -> list[MicroBatch]:
+        """The micro-batches of a rank whose stages read no tokens, from the plan alone."""
+        packing = self.packing
+        return context_batches(
+            plan, self.lane, counts=counts, buckets=packing.buckets, tables=packing.tables
+        )
+
+    def pack(self, plan: Plan, shards: Shards, counts: Counts) -> list[MicroBatch]:
+        packing = self.packing
+        return pack_step(
+            plan,
+            self.lane,
+            shards,
+            counts=counts,
+            buckets=packing.buckets,
+            pad_id=packing.pad_id,
+            tables=packing.tables,
+            max_sequences=packing.max_sequences,
+        )
+
+    def close(self) -> None:
+        if self.groups:
+            self.groups.close()
 
 
-class IndexedSteps:
+class IndexedSteps(Steps):
     """Steps from a source whose lengths every rank knows: no sequence is exchanged."""
 
     def __init__(
@@ -205,60 +339,57 @@ class IndexedSteps:
         before_plan: BeforePlan | None = None,
         groups: Ints | None = None,
     ) -> None:
-        """groups: of sequences that share a step, see Batches."""
+        """groups: a number for each sequence, the same for those that share a step (Batches)."""
         self.source = source
-        self.planner = planner
-        self.before_plan = before_plan
         self.seed = seed
-        self.rank = DataRank(topology, packing)
-        with self.rank.closed_on_error():
-            with self.rank.agreed():
+        super().__init__(topology, packing, planner=planner, before_plan=before_plan)
+        with self.closed_on_error():
+            with self.agreed():
                 self.batches = Batches(
                     source.lengths, batch, seed=seed, shuffle=shuffle, groups=groups
                 )
                 self.digest = source_digest(source)
-                settings = f"{self.rank.describe()} {self.describe()} {source.fields}"
-            self.rank.check_settings(settings)
+                settings = f"{self.shared_settings} {self.describe()} {source.fields}"
+            self.check_same(settings, "data settings")
 
     def from_place(
         self, place: Place, stop: Callable[[], bool], finish: Finish = unchanged
     ) -> Iterator[Step]:
         order, number = self.batches.from_place(place), place.step
-        while not self.rank.any_rank(stop()):
+        while not self.any_rank(stop()):
             number += 1
             if self.before_plan is not None:
-                self.before_plan(number, self.rank.groups)
-            with self.rank.agreed():
-                place, places = next(order)
-                plan, digest = self.rank.make_plan(self.planner, self._sequences(places))
-                step = finish(Step(plan, self._batches(plan, places), place))
-            self.rank.check_same(digest)
+                self.before_plan(number, self.groups)
+            with self.agreed():
+                place, indices = next(order)
+                plan, digest = self.make_plan(self._sequences(indices))
+                step = finish(Step(plan, self._batches(plan, indices), place))
+            self.check_same(digest)
             yield step
 
-    def _sequences(self, places: Ints) -> list[Sequence]:
-        lengths, labels = self.source.lengths[places], self.source.loss_tokens[places]
-        rows = zip(places.tolist(), lengths.tolist(), labels.tolist(), strict=True)
+    def _sequences(self, indices: Ints) -> list[Sequence]:
+        lengths, labels = self.source.lengths[indices], self.source.loss_tokens[indices]
+        rows = zip(indices.tolist(), lengths.tolist(), labels.tolist(), strict=True)
         return [Sequence(*row) for row in rows]
 
-    def _batches(self, plan: Plan, places: Ints) -> list[MicroBatch]:
+    def _batches(self, plan: Plan, indices: Ints) -> list[MicroBatch]:
         """This rank's micro-batches, from the sequences its lane has a part in."""
-        depths = self.rank.packing.depths
-        counts = self._counts(plan, places)
-        inputs, fields = self.rank.inputs, self.source.fields
+        counts, inputs = self._counts(plan, indices), self.inputs
         if not inputs.any:
-            return self.rank.without_data(plan, fields, counts)
-        cuts = lane_cuts(plan, self.rank.lane)
+            return self.without_data(plan, counts)
+        cuts = lane_cuts(plan, self.lane)
         wanted = dict.fromkeys(cut.sequence for cut in cuts)
-        samples = {i: self.source[int(places[i])] for i in wanted}
+        samples = {i: self.source[int(indices[i])] for i in wanted}
+        depths, fields = self.packing.depths, self.source.fields
         shards = cut_shards(plan, samples, cuts, depths=depths, fields=fields, inputs=inputs)
-        return self.rank.pack(plan, shards, counts)
+        return self.pack(plan, shards, counts)
 
-    def _counts(self, plan: Plan, places: Ints) -> Counts:
+    def _counts(self, plan: Plan, indices: Ints) -> Counts:
         """Depth d has no targets among the first d + 1 tokens: nothing predicts them there."""
-        depths = self.rank.packing.depths
+        depths = self.packing.depths
         main = sum(sequence.loss_tokens for sequence in plan.sequences)
         early = np.zeros(depths, dtype=np.int64)
-        for i in places.tolist() if depths else ():
+        for i in indices.tolist() if depths else ():
             head = self.source.mask_head(i, depths + 1)[1:]
             early += np.cumsum(np.pad(head, (0, depths - len(head))))
         lengths = [sequence.length for sequence in plan.sequences]
@@ -276,33 +407,12 @@ class IndexedSteps:
             **({"grouped": True} if self.batches.groups is not None else {}),
         }
 
-    def check_can_resume(self, state: dict[str, object]) -> None:
-        for name, value in self.describe().items():
-            if state.get(name) != value:
-                raise ValueError(
-                    f"the run to resume had {name} {state.get(name)!r}, and now it is {value!r}; "
-                    "the order of sequences would change: set it as it was, or start a new run"
-                )
 
-    def close(self) -> None:
-        self.rank.close()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _PlannedStep:
-    """A step of StreamedSteps before its sequences are exchanged."""
-
-    plan: Plan
-    digest: str
-    counts: Counts
-    mail: LaneParcels | None
-
-
-class StreamedSteps:
+class StreamedSteps(Steps):
     """Steps from one iterator a lane, given to its first rank or, with `everywhere`, to all ranks.
 
     The steps end when no lane has a sequence left; lanes may run out at different times.
-    stream: what the iterators are of, on all ranks; their positions are then saved with the run.
+    stream: where the iterators come from, on all ranks; their positions are saved with the run.
     """
 
     def __init__(
@@ -318,13 +428,12 @@ class StreamedSteps:
         before_plan: BeforePlan | None = None,
         stream: TextStream | None = None,
     ) -> None:
-        self.rank = DataRank(topology, packing)
+        super().__init__(topology, packing, planner=planner, before_plan=before_plan)
         self.stream = stream
-        self.before_plan = before_plan
         self._start: list[list[int]] = []
-        with self.rank.closed_on_error():
-            with self.rank.agreed():
-                if (samples is None) == (everywhere or self.rank.is_first_of_lane):
+        with self.closed_on_error():
+            with self.agreed():
+                if (samples is None) == (everywhere or self.is_first_of_lane):
                     who = "every rank" if everywhere else "only the first rank of each lane"
                     raise ValueError(
                         f"rank {topology.rank}: `samples` is "
@@ -332,10 +441,9 @@ class StreamedSteps:
                         f"everywhere={everywhere} {who} takes an iterator"
                     )
                 digest = stream.digest if stream is not None else ""
-                settings = f"{self.rank.describe()} {batch} {fields} {everywhere} {digest}"
-            self.rank.check_settings(settings)
+                settings = f"{self.shared_settings} {batch} {fields} {everywhere} {digest}"
+            self.check_same(settings, "data settings")
         self.samples = samples if samples is not None else iter(())
-        self.planner = planner
         self.batch = batch
         self.fields = fields
         self.everywhere = everywhere
@@ -343,30 +451,39 @@ class StreamedSteps:
     def from_place(
         self, place: Place, stop: Callable[[], bool], finish: Finish = unchanged
     ) -> Iterator[Step]:
-        groups = self.rank.groups
+        groups = self.groups
         assert groups is not None
-        with self.rank.agreed():
+        with self.agreed():
             self._go_to(place)
-        while not self.rank.any_rank(stop()):
+        while not self.any_rank(stop()):
             if self.before_plan is not None:
                 self.before_plan(place.step + 1, groups)
-            with self.rank.agreed():
-                drawn, room = list(self._draw()), self._room()
-                rows, mine = length_rows(drawn, self.rank.packing.depths), self._position()
-            by_lane = gather_rows_of_lanes(rows, groups, room=room, everywhere=self.everywhere)
+            with self.agreed():
+                by_count = self.batch.unit == "sequences"
+                usual = -(-self.batch.amount // self.lanes) if by_count else 64
+                drawn = list(self._draw())
+                rows, mine = length_rows(drawn, self.packing.depths), self._position()
+            by_lane = gather_rows_of_lanes(rows, groups, usual=usual, everywhere=self.everywhere)
             positions = []
             if self.stream is not None:
-                positions = gather_rows_of_lanes(mine, groups, room=1, everywhere=self.everywhere)
-            with self.rank.agreed():
-                planned = self._planned(StepLengths.of(by_lane), drawn)
-            if planned is None:
-                return
-            self.rank.check_same(planned.digest)
-            mail = planned.mail
+                positions = gather_rows_of_lanes(mine, groups, usual=1, everywhere=self.everywhere)
+            with self.agreed():
+                lengths = StepLengths.of(by_lane)
+                if not lengths.owners:
+                    return  # on all ranks: no lane drew a sequence
+                plan, digest = self.make_plan(lengths.sequences())
+                mail = self._lane_parcels(plan, lengths, drawn)
+            self.check_same(digest)
             received = None if mail is None else deliver_in_lane(mail, groups)
-            with self.rank.agreed():
-                batches, after = self._batches(planned, received), _positions(positions)
-                step = finish(Step(planned.plan, batches, place, after=after))
+            with self.agreed():
+                if mail is None or received is None:
+                    batches = self.without_data(plan, lengths.counts())
+                else:
+                    shards = open_parcels(mail.expected, received)
+                    batches = self.pack(plan, shards, lengths.counts())
+                by_row = [row for lane_rows in positions for row in lane_rows.tolist()]
+                after = {POSITIONS: by_row} if positions else {}
+                step = finish(Step(plan, batches, place, after=after))
                 place = place.following
             yield step
 
@@ -377,7 +494,7 @@ class StreamedSteps:
         if not self._start:
             raise ValueError("an iterator can only start at its first step; use an indexed source")
         if isinstance(self.samples, LaneStream):
-            self.samples.skip_to(self._start[self.rank.lane])
+            self.samples.skip_to(self._start[self.lane])
 
     def _position(self) -> Tensor:
         """A row with the numbers of this lane's position, on the ranks that draw."""
@@ -386,14 +503,10 @@ class StreamedSteps:
             return torch.empty(0, numbers, dtype=torch.int64)
         return torch.tensor([self.samples.position], dtype=torch.int64)
 
-    def _room(self) -> int:
-        """How many sequences a lane usually draws at most."""
-        return -(-self.batch.amount // self.rank.lanes) if self.batch.unit == "sequences" else 64
-
     def _draw(self) -> Iterator[TokenizedSample]:
         """This lane's part of a step: its share of the sequences, or of the tokens."""
-        share, more = divmod(self.batch.amount, self.rank.lanes)
-        wanted = share + (self.rank.lane < more)
+        share, more = divmod(self.batch.amount, self.lanes)
+        wanted = share + (self.lane < more)
         while wanted > 0:
             sample = next(self.samples, None)
             if sample is None:
@@ -401,35 +514,19 @@ class StreamedSteps:
             wanted -= sample.length if self.batch.unit == "tokens" else 1
             yield sample
 
-    def _planned(self, lengths: StepLengths, drawn: list[TokenizedSample]) -> _PlannedStep | None:
-        """The plan of a step and this rank's messages; None if no lane drew a sequence."""
-        if not lengths.owners:
-            return None
-        plan, digest = self.rank.make_plan(self.planner, lengths.sequences())
-        return _PlannedStep(
-            plan, digest, lengths.counts(), self._lane_parcels(plan, lengths, drawn)
-        )
-
     def _lane_parcels(
         self, plan: Plan, lengths: StepLengths, drawn: list[TokenizedSample]
     ) -> LaneParcels | None:
         """What this rank sends and receives to get its shards; None where it needs none."""
-        rank, groups = self.rank, self.rank.groups
-        assert groups is not None
-        if not rank.inputs.any:
+        assert self.groups is not None
+        if not self.inputs.any:
             return None
-        depths = rank.packing.depths
-        routes = ParcelRoutes(plan, lengths.owners, rank.lane, depths=depths, fields=self.fields)
-        places = lengths.places_of(rank.lane) if drawn else ()
-        own = dict(zip(places, drawn, strict=True))
-        return make_lane_parcels(routes, own, groups, rank.stages, everywhere=self.everywhere)
-
-    def _batches(self, planned: _PlannedStep, received: Tensor | None) -> list[MicroBatch]:
-        """This rank's micro-batches, from the bytes that it received."""
-        plan, counts, mail = planned.plan, planned.counts, planned.mail
-        if mail is None or received is None:
-            return self.rank.without_data(plan, self.fields, counts)
-        return self.rank.pack(plan, open_parcels(mail.expected, received), counts)
+        depths = self.packing.depths
+        routes = ParcelRoutes(plan, lengths.owners, self.lane, depths=depths, fields=self.fields)
+        indices = lengths.indices_of(self.lane) if drawn else ()
+        own = dict(zip(indices, drawn, strict=True))
+        everywhere = self.everywhere
+        return make_lane_parcels(routes, own, self.groups, self.stages, everywhere=everywhere)
 
     def describe(self) -> dict[str, object]:
         if self.stream is None:
@@ -441,29 +538,15 @@ class StreamedSteps:
             "sequences": "an unknown number of",
             "data": self.stream.digest,
             "batch": f"{self.batch.amount} {self.batch.unit}",
-            "lanes": self.rank.lanes,
+            "lanes": self.lanes,
         }
 
     def check_can_resume(self, state: dict[str, object]) -> None:
-        for name, value in self.describe().items():
-            if state.get(name) != value:
-                raise ValueError(
-                    f"the stream to resume had {name} {state.get(name)!r}, and now it is "
-                    f"{value!r}; its position has no meaning there: set it as it was, or start a "
-                    "new run"
-                )
+        super().check_can_resume(state)
         positions = state.get(POSITIONS)
         if state.get("step") and not isinstance(positions, list):
             raise ValueError("the run to resume has no position of a stream; start a new run")
         self._start = positions if isinstance(positions, list) else []
-
-    def close(self) -> None:
-        self.rank.close()
-
-
-def _positions(by_lane: Seq[Tensor]) -> dict[str, object]:
-    """What a loader saves of a stream: each lane's position."""
-    return {POSITIONS: [row for rows in by_lane for row in rows.tolist()]} if by_lane else {}
 
 
 class Loader:
@@ -514,7 +597,7 @@ class Loader:
             self._put(error)
 
     def _put(self, item: Step | BaseException | None) -> None:
-        """Queues an item when there is room, or drops it once the loader is being closed.
+        """Queues an item when the queue is not full, or drops it once the loader is being closed.
 
         The thread continues after a drop until all ranks stop at the same step: a rank that stopped
         alone would leave the others waiting in a collective.

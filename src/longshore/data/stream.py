@@ -4,19 +4,16 @@ In: files of samples, in one part or in several with weights. Out: for each lane
 of sequences from its own share of the files, whose position can be saved. No torch.
 
 The files are cut into pieces, several for each lane. In every pass each lane gets a share of them
-with as many bytes as every other; of a piece that several lanes share (compressed files are one
-piece) each takes a part of the rows. A lane that has read its share begins the next pass. With
-`shuffle` every pass has another order of pieces, and so other shares, while rows keep their order
-inside a piece: in the long run all rows come equally often. Without it, lanes whose rows are long
-have fewer of them, and repeat them sooner.
+with as many bytes as every other; where several lanes share a piece (a compressed file is one),
+each takes a part of its rows. With `shuffle` every pass has another order of pieces, and so other
+shares, while rows keep their order inside a piece: in the long run all rows come equally often.
 
-Of little data the lanes take all rows in turn instead, over all passes, if there are fewer pieces
-than lanes or no `shuffle`: every row comes exactly as often as every other. With 2 lanes and one
-chats.jsonl.gz of 5 rows, lane 0 reads rows 0 2 4 1 3 0 …, lane 1 rows 1 3 0 2 4 1 ….
+The lanes take all rows of little data in turn instead, over all passes, if there are fewer pieces
+than lanes or no `shuffle`. With 2 lanes and one chats.jsonl.gz of 5 rows, lane 0 reads rows 0 2 4 1
+3 0 …, lane 1 rows 1 3 0 2 4 1 ….
 
-A position is (sequences drawn, rows read of each part). To continue, a lane reads as many rows
-again, but does not tokenize them: exact, as long as the files, the settings and the number of lanes
-are the same.
+A position is (sequences drawn, rows read of each part). To resume, a lane reads as many rows again,
+but does not tokenize them: exact, as long as the files, settings and number of lanes are the same.
 """
 
 import hashlib
@@ -26,22 +23,20 @@ from dataclasses import dataclass
 from itertools import count, islice
 
 from longshore.data.batches import GAMMA, LIMIT, shuffled
-from longshore.data.columns import leaves_out
 from longshore.data.fields import Field
-from longshore.data.inputs import Input, Range, Sample, cut_ranges, read_range
-from longshore.data.mixture import draw_order
-from longshore.data.source import SampleError, TokenizedSample
+from longshore.data.inputs import Input, Range, Sample, cut_ranges, read_range, unit_of
+from longshore.data.source import SampleError, TokenizedSample, draw_order
 from longshore.data.tokenize import SampleTokenizer
 
 PIECES = 8
-"""Of each lane, where files can be cut."""
+"""Pieces of each lane, where files can be cut."""
 MOST_PIECE = 1 << 26
 MOST_IN_TURN = 1 << 28
-"""Bytes of a part whose rows lanes may take in turn, for which each of them reads all."""
+"""Bytes of the largest part whose rows lanes take in turn, for which each of them reads all."""
 SHARES = "by bytes"
 """How lanes share files, in a checkpoint's digest; positions of another way mean other rows."""
 DRY_PASSES = 100
-"""In a row, without a sequence, before a lane stops; other passes may have one."""
+"""Passes in a row without a sequence before a lane stops; others may have one."""
 LOOKED_AT = 100
 """Rows before the share of rejected ones counts."""
 
@@ -56,16 +51,10 @@ class TextStream:
     """Identifies the text of all files: `content_digest` of them."""
     weights: tuple[float, ...]
     """How often each part is drawn."""
-    make_tokenizer: Callable[[], SampleTokenizer]
-    """Called by each lane."""
+    tokenizer: SampleTokenizer
+    """Makes sequences of samples; its rules have a max_length."""
     check: Callable[[TokenizedSample, str], None]
     """Raises a ValueError for a sequence that the model cannot read; takes its file and row too."""
-    tokenizer_digest: str
-    """Of the tokenizer and its chat template, "" without one."""
-    fields: tuple[Field, ...]
-    """Extra fields of each sequence."""
-    longest: int
-    """The most tokens of a sequence."""
     max_bytes: int
     """The largest raw sample."""
     max_rejected: float
@@ -73,13 +62,23 @@ class TextStream:
     shuffle: bool
     """A new order of the pieces for every pass over the files."""
     seed: int
-    """Of the shuffle, and of the order in which parts are drawn."""
+    """The seed of the shuffle, and of the order in which parts are drawn."""
     warnings: tuple[str, ...] = ()
     """What is probably wrong with the tokenizer, for people."""
 
     @property
     def bytes(self) -> int:
         return sum(file.bytes for files in self.parts for file in files)
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Extra fields of each sequence."""
+        return self.tokenizer.rules.fields
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sequence."""
+        return self.tokenizer.rules.max_length or 0
 
     @property
     def numbers(self) -> int:
@@ -90,7 +89,7 @@ class TextStream:
     def digest(self) -> str:
         """Identifies the files, by name, size and content, and what decides the order."""
         files = [[(file.name, file.bytes) for file in part] for part in self.parts]
-        order = [SHARES, self.weights, self.shuffle, self.seed, self.longest, self.tokenizer_digest]
+        order = [SHARES, self.weights, self.shuffle, self.seed, self.longest, self.tokenizer.digest]
         identity = json.dumps([files, self.content, order])
         return hashlib.sha256(identity.encode()).hexdigest()
 
@@ -104,11 +103,8 @@ class LaneStream(Iterator[TokenizedSample]):
     def __init__(self, stream: TextStream, lane: int, lanes: int) -> None:
         self.stream = stream
         self.drawn = 0
-        tokenizer = stream.make_tokenizer()
-        self._parts = [
-            _PartStream(stream, files, tokenizer, lane=lane, lanes=lanes, number=number)
-            for number, files in enumerate(stream.parts)
-        ]
+        numbers = range(len(stream.parts))
+        self._parts = [_PartStream(stream, number, lane=lane, lanes=lanes) for number in numbers]
         self._due = draw_order(stream.weights, seed=stream.seed)
 
     @property
@@ -135,25 +131,15 @@ class LaneStream(Iterator[TokenizedSample]):
 class _PartStream:
     """A lane's sequences of one part."""
 
-    def __init__(
-        self,
-        stream: TextStream,
-        files: Sequence[Input],
-        tokenizer: SampleTokenizer,
-        *,
-        lane: int,
-        lanes: int,
-        number: int,
-    ) -> None:
+    def __init__(self, stream: TextStream, number: int, *, lane: int, lanes: int) -> None:
         self.stream = stream
-        self.files = files
-        self.tokenizer = tokenizer
+        self.files = stream.parts[number]
         self.key = (stream.seed, number)
         self.lane = lane
         self.lanes = lanes
-        total = sum(file.bytes for file in files)
+        total = sum(file.bytes for file in self.files)
         size = min(max(total // (lanes * PIECES), 1), MOST_PIECE)
-        self.pieces = cut_ranges(files, size)
+        self.pieces = cut_ranges(self.files, size)
         is_small = total <= MOST_IN_TURN
         self.in_turn = is_small and (len(self.pieces) < lanes or not stream.shuffle)
         self.rows = 0
@@ -170,7 +156,7 @@ class _PartStream:
             try:
                 if isinstance(sample, SampleError):
                     raise sample
-                sequence = self.tokenizer(sample, id)
+                sequence = self.stream.tokenizer(sample, id)
             except SampleError as error:
                 self._rejected += 1
                 self._check_rejected(f"{where}: {error.detail}")
@@ -199,10 +185,17 @@ class _PartStream:
             good_before = self.rows - self._rejected  # skipped rows count as good
             for piece, line, sample in self._pass(turn):
                 self.rows += 1
-                yield sample, f"{piece.input.name} {_place(piece, line)}"
+                # Lines are counted from the start of a piece; those before it are not known.
+                where = f"{piece.input.name} {unit_of(piece.input.name)} {line}"
+                yield sample, f"{where} after byte {piece.start:,}" if piece.start else where
             dry = dry + 1 if self.rows - self._rejected == good_before else 0
             if dry and self._is_hopeless(dry):
-                raise self._no_sequence(dry)
+                names = ", ".join(file.name for file in self.files[:3])
+                raise ValueError(
+                    f"no sample of lane {self.lane} of {self.lanes} in {names} became a sequence, "
+                    f"in {dry:,} passes over the files: {self._rejected:,} samples were rejected "
+                    "so far; fix the data, use fewer ranks, or leave the stream out"
+                )
 
     def _is_hopeless(self, dry: int) -> bool:
         """Whether passes to come are not expected to have a sequence, after some without one."""
@@ -211,14 +204,6 @@ class _PartStream:
         if self._tried >= LOOKED_AT and self._rejected == self._tried:
             return True
         return dry >= DRY_PASSES + self.lanes
-
-    def _no_sequence(self, dry: int) -> ValueError:
-        names = ", ".join(file.name for file in self.files[:3])
-        return ValueError(
-            f"no sample of lane {self.lane} of {self.lanes} in {names} became a sequence, in "
-            f"{dry:,} passes over the files: {self._rejected:,} samples were rejected so far; fix "
-            "the data, use fewer ranks, or leave the stream out"
-        )
 
     def _pass(self, turn: int) -> Iterator[tuple[Range, int, Sample | SampleError]]:
         pieces: Sequence[Range] = self.pieces
@@ -239,12 +224,7 @@ class _PartStream:
                     yield sample
 
     def _read(self, piece: Range) -> Iterator[tuple[Range, int, Sample | SampleError]]:
-        rules = self.tokenizer.rules
-
-        def skips(name: str) -> bool:
-            return leaves_out(name, rules.ignore, rules.fields)
-
-        limit = self.stream.max_bytes
+        skips, limit = self.stream.tokenizer.rules.leaves_out, self.stream.max_bytes
         for line, sample in read_range(piece, leaves_out=skips, max_bytes=limit):
             yield piece, line, sample
 
@@ -276,9 +256,3 @@ def _spread(row: int, size: int) -> int:
     interval. With size 100 rows 0, 1, 2 and 3 have 0, 61, 23 and 85.
     """
     return (row * GAMMA % LIMIT) * size // LIMIT
-
-
-def _place(piece: Range, line: int) -> str:
-    """Lines are counted from the start of a piece; those before it are not known."""
-    unit = piece.input.unit
-    return f"{unit} {line}" if not piece.start else f"{unit} {line} after byte {piece.start:,}"

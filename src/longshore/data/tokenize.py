@@ -1,10 +1,9 @@
 """Tokenization: a raw sample becomes tokens with a loss mask.
 
-In: a Hugging Face tokenizer folder (tokenizer.json, tokenizer_config.json and perhaps
-chat_template.jinja), and samples: chats (`messages`, ShareGPT `conversations`, `prompt` and
-`completion` as lists of messages), `prompt` and `completion` as text, Alpaca's `instruction`,
-`input` and `output` (columns.py), or plain `text`. Out: a TokenizedSample each, or a SampleError
-that says why not. Samples with `input_ids` need no tokenizer: SampleTokenizer(None, Rules()).
+In: a Hugging Face tokenizer folder, and samples: chats, texts, prompts with completions
+(columns.py), or rows of `input_ids`, which need no tokenizer. `samples_of` takes them from a
+`datasets.Dataset`, a list or any other iterable of dicts. Out: a TokenizedSample each, or a
+SampleError that says why not.
 
 A chat is rendered whole and encoded once, with no special tokens but the template's own. A token is
 a target when its first character is in a span of the assistant. With one token a character, and
@@ -13,24 +12,11 @@ _ for the end-of-turn token, loss_on="assistant" gives
     text    u H i _ a Y o _
     mask    . . . . . ✓ ✓ ✓
 
-so a token that begins before a span and reaches into it is no target, and one that begins in it
-and reaches beyond is. A completion is a span in the same way. All tokens of a text are targets. A
-text, and a prompt with its completion, begins with what the tokenizer puts before any text (the BOS
-token, say) and ends with its EOS token. loss_on="all" makes every token a target. The first token
-of a sequence is never counted: nothing predicts it.
-
-Rows that are tokenized already, as Hugging Face trainers take them.
-
-In: a row with input_ids and, where it has them, labels and masks. Out: token ids and the loss mask.
-
-    {"input_ids": [5, 6, 7, 0], "labels": [-100, 6, 7, -100], "attention_mask": [1, 1, 1, 0]}
-
-becomes the tokens 5 6 7 with a loss on 6 and 7. Labels stand at the tokens that they repeat, with
--100 for those without a loss: models of transformers shift them. Labels that differ from their
-tokens, such as shifted ones, are refused. Padding, 0 in attention_mask, is cut off at both ends,
-also of fields with a value for each of the padded tokens.
+A completion is a span too; all tokens of a text are targets. Both begin with what the tokenizer
+puts before any text (the BOS token, say) and end with its EOS token.
 """
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -39,7 +25,7 @@ import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +34,18 @@ from numpy.typing import NDArray
 
 from longshore.data.chat_template import DATE, ChatTemplate, Span
 from longshore.data.chats import Chat, chat_from
-from longshore.data.columns import COLUMNS, TOKENS, form_of, from_alpaca, refuse_text
+from longshore.data.columns import (
+    ALL,
+    COLUMNS,
+    LOSS_MASKS,
+    TOKEN_COLUMNS,
+    TOKENS,
+    form_of,
+    from_alpaca,
+    refuse_text,
+    text_of,
+    without_nulls,
+)
 from longshore.data.fields import Field, check_declared, collect_fields
 from longshore.data.source import LARGEST_TOKEN, Ints, SampleError, TokenizedSample
 from longshore.data.training_templates import (
@@ -65,14 +62,19 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 NO_LOSS = -100
-LOSS_MASKS = ("completion_mask", "assistant_masks")
-"""Masks of TRL and of transformers' chat templates: 1 at the tokens with a loss."""
 
 
 def read_token_row(
     row: Mapping[str, Any], *, on_all: bool
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Token ids and loss mask; on_all: every token has a loss, whatever the row says."""
+    """Token ids and loss mask of a row as Hugging Face trainers take them.
+
+        {"input_ids": [5, 6, 7, 0], "labels": [-100, 6, 7, -100], "attention_mask": [1, 1, 1, 0]}
+
+    becomes the tokens 5 6 7 with a loss on 6 and 7. Labels repeat their own tokens, because models
+    of transformers shift them; others are refused. Padding is cut off at both ends. on_all: every
+    token has a loss, whatever the row says.
+    """
     ids = _whole_numbers(row, "input_ids")
     if len(ids) and (ids.min() < 0 or ids.max() > LARGEST_TOKEN):
         raise SampleError("bad tokens", f"its input_ids must be from 0 to {LARGEST_TOKEN}")
@@ -103,16 +105,10 @@ def without_padding(
     kept = dict(values)
     for field in fields:
         if field.per != "sequence" and field.name in values:
-            kept[field.name] = _cut(values[field.name], first, stop, length)
+            value = values[field.name]
+            with contextlib.suppress(TypeError, LookupError):  # one number, or no list
+                kept[field.name] = value[first:stop] if len(value) == length else value
     return kept
-
-
-def _cut(value: Any, first: int, stop: int, length: int) -> Any:  # noqa: ANN401 - any value
-    """A part of a list, an array or a tensor with a value for each token; others as they are."""
-    try:
-        return value[first:stop] if len(value) == length else value
-    except (TypeError, LookupError):  # one number, or no list
-        return value
 
 
 def _content(row: Mapping[str, Any], length: int) -> tuple[int, int]:
@@ -155,18 +151,13 @@ MOST_GROWTH, MOST_NORMALIZED = 100, 10**8
 class Tokenizer:
     """A tokenizer folder and a chat template.
 
-    `template` chooses it: "auto" (the folder's, or one of training_templates.py where that rewrites
-    chats), "own" (the folder's), the name of a family, or a file. `digest` and `template_digest`
-    name the content of both; the latter is "" without a template. `template_note` says what "auto"
-    has chosen.
+    template: "auto" (the folder's, or one of training_templates.py where that rewrites chats),
+    "own" (the folder's), the name of a family, or a file. `digest` and `template_digest` identify
+    both; the latter is "" without a template. `template_note` says what "auto" has chosen.
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        *,
-        template: str | Path | None = None,
-        date: datetime.date = DATE,
+        self, folder: str | Path, *, template: str | Path | None = None, date: datetime.date = DATE
     ) -> None:
         choice = str(template or AUTO)
         check_choice(choice)
@@ -265,7 +256,7 @@ class Tokenizer:
         return ids, mask
 
     def encode_text(self, text: str, spans: Iterable[Span] | None) -> Encoded:
-        """The same with the prefix and suffix of any text; the suffix is a target."""
+        """The tokens and mask with the prefix and suffix of any text; the suffix is a target."""
         ids, mask = self.encode_spans(text, spans)
         if not len(ids):
             return ids, mask
@@ -308,6 +299,11 @@ class Rules:
                     f"field {field.name}: is the name of a column of samples; rename it"
                 )
 
+    def leaves_out(self, name: str) -> bool:
+        """Whether a column can be dropped before its sample is read."""
+        is_used = name in COLUMNS or name in {field.name for field in self.fields}
+        return name in self.ignore or (ALL in self.ignore and not is_used)
+
 
 @dataclass(frozen=True, slots=True)
 class SampleTokenizer:
@@ -318,10 +314,8 @@ class SampleTokenizer:
 
     @property
     def digest(self) -> str:
-        """Of the tokenizer and its chat template; "" without one."""
-        if self.tokenizer is None:
-            return ""
-        return self.tokenizer.digest + self.tokenizer.template_digest
+        """Identifies the tokenizer and its chat template; "" without one."""
+        return self.tokenizer.digest + self.tokenizer.template_digest if self.tokenizer else ""
 
     def __call__(self, sample: Mapping[str, Any], id: int) -> TokenizedSample:
         """The sequence of a sample, within max_length; raises SampleError where there is none."""
@@ -352,20 +346,17 @@ class SampleTokenizer:
         if limit is not None and sequence.length > limit:
             if self.rules.too_long == "reject":
                 raise SampleError("too long", f"it has {sequence.length} tokens, more than {limit}")
-            sequence = self._truncated(sequence, limit)
+            fields = dict(sequence.fields)
+            for field in self.rules.fields:
+                if field.per != "sequence":
+                    fields[field.name] = fields[field.name][:limit]
+            tokens, mask = sequence.tokens[:limit], sequence.loss_mask[:limit]
+            sequence = TokenizedSample(sequence.id, tokens, mask, fields)
         if not sequence.loss_tokens:
             raise SampleError(
                 "no loss tokens", f"none of its {sequence.length} tokens is a target of the loss"
             )
         return sequence
-
-    def _truncated(self, sequence: TokenizedSample, limit: int) -> TokenizedSample:
-        fields = dict(sequence.fields)
-        for field in self.rules.fields:
-            if field.per != "sequence":
-                fields[field.name] = fields[field.name][:limit]
-        tokens, mask = sequence.tokens[:limit], sequence.loss_mask[:limit]
-        return TokenizedSample(sequence.id, tokens, mask, fields)
 
     def _encoded(self, sample: Mapping[str, Any], form: str) -> Encoded:
         on_all = self.rules.loss_on == "all"
@@ -376,9 +367,9 @@ class SampleTokenizer:
         if form == "instruction":
             sample, form = from_alpaca(sample, as_chat=tokenizer.has_template)
         if form == "text":
-            return tokenizer.encode_text(_text(sample, "text"), None)
+            return tokenizer.encode_text(text_of(sample, "text"), None)
         if form == "prompt" and isinstance(sample["prompt"], str):
-            prompt, completion = _text(sample, "prompt"), _text(sample, "completion")
+            prompt, completion = text_of(sample, "prompt"), text_of(sample, "completion")
             if not completion:
                 raise SampleError("no loss tokens", "its completion is empty")
             span = (len(prompt), len(prompt) + len(completion))
@@ -392,16 +383,7 @@ class SampleTokenizer:
 
 def is_chat(sample: Mapping[str, Any]) -> bool:
     """Whether a sample holds messages, for a chat template."""
-    return not isinstance(sample.get("prompt", sample.get("text")), str) and (
-        "input_ids" not in sample
-    )
-
-
-def _text(sample: Mapping[str, Any], name: str) -> str:
-    value = sample[name]
-    if not isinstance(value, str):
-        raise SampleError("bad message", f"{name} is {type(value).__name__}; it must be text")
-    return value
+    return not isinstance(sample.get("prompt", sample.get("text")), str) and TOKENS not in sample
 
 
 def _load_backend(text: str, folder: Path) -> "Backend":
@@ -431,8 +413,14 @@ def _check_normalizers(text: str, folder: Path) -> None:
     from tokenizers import normalizers
 
     steps = list(_normalizers(text))
-    parts = [str(value) for step in steps for value in _strings(step)]
-    written = probe = PROBE + "".join(part[:100] for part in parts)
+    parts = []
+    for step in steps:  # what each replaces, and by what
+        pattern = step.get("pattern")
+        parts += [
+            *(pattern.values() if isinstance(pattern, Mapping) else ()),
+            step.get("content", ""),
+        ]
+    written = probe = PROBE + "".join(str(part)[:100] for part in parts)
     for step in steps:
         longest = len(written) * len(str(step.get("content", "")))
         one: Any = normalizers.Sequence([])
@@ -462,13 +450,6 @@ def _normalizers(text: str) -> Iterator[dict[str, Any]]:
                 waiting[:0] = inner
             elif isinstance(step, dict):
                 yield step
-
-
-def _strings(step: Mapping[str, Any]) -> Iterator[object]:
-    """What a normalizer replaces, and by what."""
-    pattern = step.get("pattern")
-    yield from pattern.values() if isinstance(pattern, Mapping) else ()
-    yield step.get("content", "")
 
 
 def _read(path: Path, expected: str) -> str:
@@ -528,3 +509,81 @@ def _template_texts(folder: Path, config: Mapping[str, Any], file: str | None) -
         text = _read(folder / "chat_template.jinja", "it must be a chat template")
         texts = {**texts, "default": text}
     return texts
+
+
+Rows = Iterable[Mapping[str, Any]]
+OnRejected = Callable[[int, SampleError], None]
+
+
+def samples_of(
+    rows: Rows,
+    tokenizer: SampleTokenizer | None = None,
+    *,
+    fields: Sequence[Field] = (),
+    rejected: OnRejected | None = None,
+) -> Iterator[TokenizedSample]:
+    """The sequences of all rows, which are dicts; for one lane, give it `lane_rows(…)`.
+
+    tokenizer: None where every row has input_ids. fields: extra columns of such rows; with a
+    tokenizer its rules declare them. rejected: gets the number and the error of each row that can
+    be no sequence; without it the first one raises.
+    """
+    check_rows(rows)
+    if tokenizer is not None and fields:
+        raise ValueError("fields are declared in the rules of the tokenizer; leave them out here")
+    declared = check_declared(fields)
+    items: Iterable[object] = rows  # of a user's own making
+    for number, row in enumerate(items):
+        try:
+            if not isinstance(row, Mapping):
+                detail = f"it is {type(row).__name__}, not a dict of columns"
+                raise SampleError("no messages", detail)
+            content = without_nulls(dict(row))
+            if tokenizer is not None:
+                yield tokenizer(content, number)
+            else:
+                yield _token_sample(content, number, declared)
+        except SampleError as error:
+            if rejected is None:
+                raise SampleError(error.reason, f"row {number}: {error.detail}") from None
+            rejected(number, error)
+
+
+def lane_rows(rows: Rows, *, lane: int, lanes: int) -> Rows:
+    """A lane's share: every row whose number is `lane` modulo `lanes`. All lanes read all rows."""
+    if not 0 <= lane < lanes:
+        raise ValueError(f"lane is {lane}; of {lanes} lanes it must be from 0 to {lanes - 1}")
+    check_rows(rows)
+    return islice(rows, lane, None, lanes)
+
+
+def check_rows(rows: object) -> None:
+    """Refuses what has splits instead of rows, and what has neither."""
+    if isinstance(rows, Mapping):
+        names = ", ".join(map(str, rows))
+        raise ValueError(
+            f"a {type(rows).__name__} with the splits {names} has no rows of its own; give one of "
+            f"them, such as dataset[{next(iter(rows), 'train')!r}]"
+        )
+    if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
+        raise ValueError(
+            f"{type(rows).__name__} has no rows; give a Dataset, or another iterable of dicts"
+        )
+
+
+def _token_sample(row: Mapping[str, Any], number: int, fields: Sequence[Field]) -> TokenizedSample:
+    if TOKENS not in row:
+        columns = ", ".join(map(str, row))
+        raise SampleError(
+            "no messages", f"it has no input_ids, but {columns}; text needs a tokenizer"
+        )
+    tokens, mask = read_token_row(row, on_all=False)
+    if not len(tokens):
+        raise SampleError("empty", "it has no tokens")
+    given = {name: row[name] for name in row if name not in (TOKENS, *TOKEN_COLUMNS)}
+    given = without_padding(row, given, fields)
+    try:
+        extra = collect_fields(given, fields, length=len(tokens), where="the row")
+    except ValueError as error:
+        raise SampleError("bad field", str(error)) from None
+    return TokenizedSample(number, tokens, mask, extra)

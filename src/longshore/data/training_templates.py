@@ -15,7 +15,8 @@ turn (system message, tools, default texts) is rendered by the tokenizer's own t
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,13 @@ class Family:
     """Models that lay chats out alike."""
 
     name: str
-    """Of its file, and of the choice in a recipe."""
+    """The name of its file, and of the choice in a recipe."""
     title: str
-    """Its name in messages."""
+    """The name in messages."""
     tokens: tuple[str, ...]
     """Special tokens that the template needs."""
     variants: tuple[Mapping[str, Any], ...] = field(default=({},))
-    """Settings of its file, tried one after the other."""
+    """Settings of the file, tried one after the other."""
     no_think: str = ""
     """What a user writes so that a model of this family does not think."""
 
@@ -134,9 +135,9 @@ def choose_template(
         if all(knows(token) for token in family.tokens):
             template = _agreeing(family, own, make)
             if template is not None:
-                because = f"because the tokenizer's own {fault}"
                 return template, (
-                    f"chat template: Longshore's training template for {family.title}, {because}"
+                    f"chat template: Longshore's training template for {family.title}, because the "
+                    f"tokenizer's own {fault}"
                 )
     return own, ""
 
@@ -162,95 +163,87 @@ def _trials() -> Iterator[tuple[str, Chat]]:
     thinks = {**answer, "reasoning_content": THOUGHT}
     result = {**_message("tool", "31"), "name": "add_up"}
     calls = {**_message("assistant", WORDS), "tool_calls": [CALL, CALL]}
-    yield "a second turn", _chat(ask, answer, ask, answer)
-    yield "the thinking", _chat(ask, thinks, ask, thinks)
+    yield "a second turn", Chat((ask, answer, ask, answer))
+    yield "the thinking", Chat((ask, thinks, ask, thinks))
     one = {**calls, "content": "", "tool_calls": [CALL]}
-    yield "tool calls", _chat(ask, one, result, answer, ask, answer)
-    yield "several tool calls with text", _chat(ask, calls, result, result, answer)
+    yield "tool calls", Chat((ask, one, result, answer, ask, answer))
+    yield "several tool calls with text", Chat((ask, calls, result, result, answer))
 
 
 def _agreeing(family: Family, own: ChatTemplate, make: Make) -> ChatTemplate | None:
     """The family's template in the variant that writes what the tokenizer's own does, if any."""
     for settings in family.variants:
         template = make(family.text(), settings=settings, opening=own)
-        if all(_agree(template, own, probe) for probe in _probes(family.no_think)):
+        if all(_comparisons(template, own, family.no_think)):
             return template
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """A chat on which two templates are compared."""
-
-    chat: Chat
-    """What both render."""
-    shown: tuple[str, ...] = ()
-    """Texts that the tokenizer's template must write; otherwise it does not support this chat."""
-    last: int = 0
-    """How many of the last messages to compare; 0 compares the full chat."""
-    needed: bool = False
-    """Whether the tokenizer's template must be able to render this chat."""
-    prompt: bool = False
-    """Whether to compare with the generation prompt at the end."""
-
-
-def _probes(no_think: str) -> Iterator[Probe]:
+def _comparisons(ours: ChatTemplate, own: ChatTemplate, no_think: str) -> Iterator[bool]:
+    """Whether two templates agree on each of some chats that the tokenizer's own can render."""
+    agree = partial(_agree, ours, own)
     ask = _message("user", f"Hi {no_think}".rstrip())
     answer = _message("assistant", "Yo.")
-    spaced = _message("assistant", " \n\n Yo.\n ")
-    thinks = {**answer, "reasoning_content": THOUGHT}
     call = {**_message("assistant", ""), "tool_calls": [CALL]}
-    calls = {**_message("assistant", WORDS), "tool_calls": [CALL, CALL]}
     result = _message("tool", "31\n")
-    yield Probe(_chat(ask, answer), needed=True)
-    yield Probe(_chat(_message("user", "Hi")), prompt=True)
-    yield Probe(_chat(_message("system", "Be kind."), ask, answer))
-    yield Probe(_chat(ask, spaced))
-    yield Probe(_chat(ask, answer, _message("user", " So?\n")), last=1)
+    yield agree(ask, answer, needed=True)
+    yield agree(_message("user", "Hi"), prompt=True)
+    yield agree(_message("system", "Be kind."), ask, answer)
+    yield agree(ask, _message("assistant", " \n\n Yo.\n "))
+    yield agree(ask, answer, _message("user", " So?\n"), last=1)
     if not no_think:
-        yield Probe(_chat(ask, thinks), (THOUGHT,))
-        yield Probe(_chat(ask, call), ("add_up",))
-        yield Probe(_chat(ask, {**call, "content": WORDS}), ("add_up", WORDS))
-        yield Probe(_chat(ask, calls), ("add_up", WORDS))
-    yield Probe(_chat(ask, call, result, result), ("add_up",), last=2)
+        yield agree(ask, {**answer, "reasoning_content": THOUGHT}, shown=(THOUGHT,))
+        yield agree(ask, call, shown=("add_up",))
+        yield agree(ask, {**call, "content": WORDS}, shown=("add_up", WORDS))
+        calls = {**_message("assistant", WORDS), "tool_calls": [CALL, CALL]}
+        yield agree(ask, calls, shown=("add_up", WORDS))
+    yield agree(ask, call, result, result, shown=("add_up",), last=2)
 
 
-def _agree(ours: ChatTemplate, own: ChatTemplate, probe: Probe) -> bool:
-    expected = _text(own, probe.chat, prompt=probe.prompt)
-    if expected is None or any(text not in expected for text in probe.shown):
-        return not probe.needed
-    written = _text(ours, probe.chat, prompt=probe.prompt)
-    if written is None or not probe.last:
+def _agree(
+    ours: ChatTemplate,
+    own: ChatTemplate,
+    *messages: Message,
+    shown: tuple[str, ...] = (),
+    last: int = 0,
+    needed: bool = False,
+    prompt: bool = False,
+) -> bool:
+    """Whether two templates write the same text for a chat.
+
+    shown: texts that the tokenizer's template must write; otherwise it does not support this chat,
+    which is a difference only if the chat is `needed`
+    last: how many of the last messages to compare; 0 compares the full chat
+    prompt: whether to compare with the generation prompt at the end
+    """
+    expected = _text(own, messages, prompt=prompt)
+    if expected is None or any(text not in expected for text in shown):
+        return not needed
+    written = _text(ours, messages, prompt=prompt)
+    if written is None or not last:
         return written == expected
-    earlier = _text(ours, replace(probe.chat, messages=probe.chat.messages[: -probe.last]))
+    earlier = _text(ours, messages[:-last])
     return earlier is not None and expected.endswith(written.removeprefix(earlier))
 
 
-def _text(template: ChatTemplate, chat: Chat, *, prompt: bool = False) -> str | None:
+def _text(
+    template: ChatTemplate, messages: tuple[Message, ...], *, prompt: bool = False
+) -> str | None:
     """What a template writes; some expect the arguments of calls as JSON text."""
-    for messages in (chat.messages, tuple(_with_json_text(m) for m in chat.messages)):
+    for variant in (messages, tuple(map(_with_json_text, messages))):
         try:
-            rendered = replace(chat, messages=messages)
-            return template.render(rendered, add_generation_prompt=prompt)
+            return template.render(Chat(variant), add_generation_prompt=prompt)
         except SampleError:
             continue
     return None
 
 
 def _with_json_text(message: Message) -> Message:
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call["function"]
-        text = json.dumps(function["arguments"])
-        calls.append({**call, "function": {**function, "arguments": text}})
-    return {**message, "tool_calls": calls}
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    texts = [{**f, "arguments": json.dumps(f["arguments"])} for f in functions]
+    calls = [{**CALL, "function": function} for function in texts]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
-
-
-def _chat(*messages: Message) -> Chat:
-    return Chat(messages)

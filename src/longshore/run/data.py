@@ -42,22 +42,20 @@ from longshore.config.check_data import (
 )
 from longshore.config.schema import DataConfig, HeldOutConfig, RunConfig, in_keys
 from longshore.data.batches import Batches, BatchSize
-from longshore.data.chat_template import DATE
 from longshore.data.columns import ALL
 from longshore.data.fields import Field, parse_field
 from longshore.data.inputs import content_digest, find_inputs
-from longshore.data.mixture import Joined, Mixture
 from longshore.data.mock import MockSource
 from longshore.data.prepare import (
     WARNINGS,
     TextRules,
     cache_folder,
-    highest_of,
+    check_highest,
     prepare_cache,
     show_progress,
     unknown_token,
 )
-from longshore.data.prepare_job import TokenizerFiles, check_first, with_known_fields
+from longshore.data.prepare_job import check_first, load_tokenizer, with_known_fields
 from longshore.data.rejected import rejections_of
 from longshore.data.source import (
     PAIR,
@@ -66,6 +64,8 @@ from longshore.data.source import (
     TEACHER_LOGPROBS,
     IndexedSource,
     Ints,
+    Joined,
+    Mixture,
     TokenizedSample,
     groups_of,
     sequence_values,
@@ -165,7 +165,9 @@ def _prepare_part(part: DataPart, config: RunConfig, shown: TextIO) -> None:
                 )
         except OSError as error:
             raise ValueError(error.strerror or str(error)) from None
-    before = "using the tokenized data of " if summary.reused == summary.shards else ""
+    before = (
+        "using the tokenized data of " if summary.reused == len(summary.manifest.shards) else ""
+    )
     summary = replace(summary, warnings=())  # the run gives them, also where all is tokenized
     shown.write(printable(f"{summary.explain(before)}\n"))
     with in_keys(key):
@@ -261,7 +263,6 @@ def open_stream(config: RunConfig, decoder: DecoderConfig) -> TextStream:
     """The run's files as a stream, after checking the first sample of each."""
     data, rules = config.data, _rules(config)
     folder = Path(rules.tokenizer) if rules.tokenizer else None
-    files = TokenizerFiles(folder, rules.template or None, DATE)
     fields = tuple(parse_field(text) for text in rules.fields)
     limits = Rules(data.loss_on, data.max_length, data.too_long, fields, tuple(data.ignore))
     with in_keys("data.path"):
@@ -274,7 +275,7 @@ def open_stream(config: RunConfig, decoder: DecoderConfig) -> TextStream:
                 "apart; leave data.stream out"
             )
         fields = limits.fields
-        tokenizer = SampleTokenizer(files.load(), limits)
+        tokenizer = SampleTokenizer(load_tokenizer(folder, rules.template or None), limits)
         _, warnings = check_first(inputs, tokenizer, data.max_bytes)
     has_teacher = _has_teacher(config, fields)
 
@@ -287,11 +288,8 @@ def open_stream(config: RunConfig, decoder: DecoderConfig) -> TextStream:
         parts=tuple(parts),
         content=content_digest(inputs),
         weights=data.weights or (1.0,),
-        make_tokenizer=lambda: tokenizer,
+        tokenizer=tokenizer,
         check=check,
-        tokenizer_digest=tokenizer.digest,
-        fields=fields,
-        longest=data.max_length,
         max_bytes=data.max_bytes,
         max_rejected=data.max_rejected,
         shuffle=data.shuffle,
@@ -335,7 +333,7 @@ def _open_folder(folder: Path, config: RunConfig, decoder: DecoderConfig) -> Ind
     store, key = Store(folder), f"{config.data.prefix}path"
     with in_keys(key):
         rejections_of(folder, store.manifest.about).check(config.data.max_rejected)
-        highest_of(store.manifest.about).check(decoder.vocab_size)
+        check_highest(store.manifest.about, decoder.vocab_size)
     return Readable(
         store,
         decoder.vocab_size,

@@ -40,10 +40,9 @@ from longshore.config.check import (
 )
 from longshore.config.check_data import loss_columns
 from longshore.config.schema import RunConfig, in_keys
-from longshore.data.data_rank import Packing
 from longshore.data.fields import Field
 from longshore.data.source import PAIR, REF_LOGPROBS, SIGN, IndexedSource
-from longshore.data.steps import IndexedSteps, Loader, Steps, StreamedSteps
+from longshore.data.steps import IndexedSteps, Loader, Packing, Steps, StreamedSteps
 from longshore.data.stream import TextStream
 from longshore.data.tokenize import Rules
 from longshore.distributed.agreement import AnyRank, agreed
