@@ -25,8 +25,7 @@ from longshore.data.fields import Array, Field, check_declared
 from longshore.data.source import TokenizedSample
 from longshore.plan.cost import Ints
 from longshore.plan.layout import StageInputs
-from longshore.plan.route import Transfer
-from longshore.plan.shapes import lane_packs, padded_lengths, ranges, spans
+from longshore.plan.shapes import Transfer, lane_packs, padded_lengths, ranges, spans
 from longshore.plan.types import Plan
 
 MOST_IDS = 2**31
