@@ -233,7 +233,7 @@ DATA = {
 def bad_data(tp, pp):
     """For each case of DATA, the error on this rank."""
     with on_ranks(2, tp, pp) as topology:
-        broken = topology.first_rank_of_lane(1)
+        broken = topology.rank_at(lane=1)
         source, ended = RandomSource(12, longest=60), []
         for change, _, _ in DATA.values():
             samples = list(lane_stream(source, 2, topology.lane, STEPS, batch=BATCH.amount))
