@@ -1,6 +1,6 @@
 """The step on lanes: weighted fine-tuning, steps without loss tokens, clipping."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from tests.ranks.steps import trained
 
 from longshore.arch.decoder import LoRAConfig
 from longshore.data.batches import Place
+from longshore.data.fields import Field
 from longshore.data.pack import pack_step
 from longshore.data.shard import cut_shards, lane_cuts
 from longshore.data.steps import Step
@@ -27,12 +28,7 @@ from longshore.train.stop import RunError
 LENGTHS = [40, 7, 1, 2, 16]
 
 
-@dataclass(frozen=True)
-class Weight:
-    name: str = "weight"
-    per: str = "target"
-    dtype: str = "float64"
-    shape: tuple[int, ...] = ()
+WEIGHT = Field("weight", "target", "float64")
 
 
 def weighted_samples(plan) -> dict[int, Sample]:
@@ -54,7 +50,7 @@ def on_lanes(lanes: int, loss: str, count: str, clip: float, masked: bool) -> tu
         model = sharded(dense(4), topology, groups, choices)
         optimizer = make_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
         stepper = Stepper(model, optimizer, topology, choices.mode, make_loss(loss, count), clip)
-        shards = cut_shards(plan, samples, lane_cuts(plan, topology.lane), fields=(Weight(),))
+        shards = cut_shards(plan, samples, lane_cuts(plan, topology.lane), fields=(WEIGHT,))
         batches = pack_step(plan, topology.lane, shards, counts=counts_of(samples, 0))
         done = stepper.step(batches, lr=0.01)
         after = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
